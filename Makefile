@@ -1,0 +1,37 @@
+# Each target makes its own .venv from constraints.txt if there is none; PYTHON picks the interpreter it is made with.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# CPU threads: torch's default is one per core. Tests run with one, so that two workers do not fight over cores.
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test check docs bench clean
+
+demo: $(VENV)/.ready
+	$(BIN)/nextn demo
+
+test: $(VENV)/.ready
+	$(BIN)/python -m pytest -m "not gpu and not engines"
+
+check: $(VENV)/.ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test-gpu: $(VENV)/.ready
+	$(BIN)/python -m pytest -m gpu
+
+bench: $(VENV)/.ready
+	$(BIN)/python bench/loss.py --out bench/results/loss.json
+	$(BIN)/python bench/step.py --out bench/results/step.json
+	$(BIN)/python bench/head.py --out bench/results/head.json
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'nextn needs Python >= 3.11; set PYTHON=')"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -c constraints.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) demo runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

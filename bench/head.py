@@ -1,0 +1,59 @@
+"""The vectorised head against a Python loop over positions, as tutorials write it, at T = 512.
+
+The loop runs the same modules one column at a time on a growing prefix without a cache (so that it computes the same
+thing); a shorter stretch of it is timed and scaled up by columns. `python bench/head.py --out head.json`.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from nextn.head import StandaloneHead
+
+
+def loop(head: StandaloneHead, tokens: torch.Tensor, columns: list[int], depths: int) -> list[torch.Tensor]:
+    """Logits [B, D, V] of some columns, each from its own prefix."""
+    hidden, out = head.embedding(tokens), []
+    for column in columns:
+        states, logits = hidden[:, : column + 1], []
+        for depth in range(1, depths + 1):
+            step = head.step(head.module(depth), tokens[:, depth : column + 1 + depth], states)
+            logits.append(head.trunk.logits(step.normed[:, -1]))
+            states = step.recycled
+        out.append(torch.stack(logits, 1))
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    head, depths, length = StandaloneHead(1000, 256, num_modules=3), 3, 512
+    tokens = torch.randint(0, 1000, (1, length))
+    columns = list(range(0, length - depths, 16))
+    with torch.inference_mode():
+        logits, slow = head(tokens), loop(head, tokens, columns, depths)
+        gap = max((logits[:, column] - one).abs().max().item() for column, one in zip(columns, slow, strict=True))
+        fast_s, loop_s = [], []
+        for _ in range(5):
+            started = time.perf_counter()
+            head(tokens)
+            fast_s.append(time.perf_counter() - started)
+            started = time.perf_counter()
+            loop(head, tokens, columns, depths)
+            loop_s.append((time.perf_counter() - started) * (length - depths) / len(columns))
+    record = {"fast_s": statistics.median(fast_s), "loop_s": statistics.median(loop_s), "largest_difference": gap}
+    record["ratio"] = record["loop_s"] / record["fast_s"]
+    print("  ".join(f"{key} {value:.3g}" for key, value in record.items()))
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

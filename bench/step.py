@@ -1,0 +1,75 @@
+"""What K depths cost in training: seconds of a step against what its FLOPs predict over a trunk-only step.
+
+One run, interleaved, medians; writes JSON. `python bench/step.py --out step.json`.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from nextn.bytelevel import byte_tokenizer
+from nextn.data import Corpus, standard_library
+from nextn.recipes import Recipe, by_name
+from nextn.train import Trainer
+
+
+def flops_per_token(trainer: Trainer, depths: int) -> float:
+    """6 FLOPs per multiply-accumulate of a forward and backward pass: matrices, and attention over half the row."""
+    config, trunk = trainer.model.trunk.config, trainer.model.trunk
+    attention = trainer.config.length * config.num_attention_heads * config.head_dim
+    inner = sum(
+        value.numel() for name, value in trunk.model.named_parameters() if value.ndim == 2 and "embed" not in name
+    )
+    output = trunk.output.weight.numel()
+    head = sum(value.numel() for value in trainer.model.head.parameters() if value.ndim >= 2)
+    return 6 * (inner + trunk.num_layers * attention + depths * (head + output + attention))
+
+
+def trainer_of(recipe: Recipe, depths: int, corpus: Corpus, *, compile: bool) -> Trainer:
+    from nextn.model import Model
+
+    torch.manual_seed(0)
+    config = replace(recipe.train, depths=depths, steps=1000, compile=compile)
+    return Trainer(Model.build(recipe.model), corpus, config, out=Path(tempfile.mkdtemp()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--no-compile", action="store_true")
+    args = parser.parse_args()
+    recipe = by_name("demo", vocab_size=264)
+    corpus = Corpus.from_files(standard_library()[:80], byte_tokenizer())
+    trainers = {depths: trainer_of(recipe, depths, corpus, compile=not args.no_compile) for depths in (0, 1, 2, 4)}
+    times: dict[int, list[float]] = {depths: [] for depths in trainers}
+    for repeat in range(args.repeats + 2):
+        for depths, trainer in trainers.items():
+            started = time.perf_counter()
+            trainer._step()
+            if repeat >= 2:
+                times[depths].append(time.perf_counter() - started)
+    base, base_flops = statistics.median(times[0]), flops_per_token(trainers[0], 0)
+    rows = []
+    for depths, trainer in trainers.items():
+        seconds = statistics.median(times[depths])
+        ratio, predicted = seconds / base, flops_per_token(trainer, depths) / base_flops
+        tokens = recipe.train.batch_size * recipe.train.length
+        row = {"depths": depths, "seconds": seconds, "tokens_per_s": tokens / seconds, "over_trunk": ratio}
+        rows.append(row | {"flops_predict": predicted, "over_prediction": ratio / predicted})
+        print("  ".join(f"{key} {value:.3g}" for key, value in rows[-1].items()))
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        machine = {"cpu": platform.processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+        args.out.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

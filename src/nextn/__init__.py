@@ -1,0 +1,37 @@
+"""nextn: Multi-Token Prediction heads for PyTorch. Public names are resolved on first use, so importing is cheap."""
+
+from importlib import import_module
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Acceptance": "acceptance",
+    "Head": "head",
+    "Model": "model",
+    "Result": "generate",
+    "Sampling": "sampling",
+    "Settings": "decode",
+    "StandaloneHead": "head",
+    "TrainConfig": "train",
+    "Trainer": "train",
+    "eos_tokens": "generate",
+    "generate": "generate",
+    "load": "model",
+    "mtp_loss": "loss",
+    "rounds": "decode",
+    "stream": "generate",
+    "trace": "trace",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'nextn' has no attribute {name!r}; it has {', '.join(__all__)}")
+    # Names such as `generate` are a module's and its function's: the function is what `nextn.generate` means.
+    value = globals()[name] = getattr(import_module(f"nextn.{_HOME[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,361 @@
+"""The command line: a lazy table of verbs over library functions, and the only file that prints.
+
+Heavy imports stay inside the verbs, so `nextn --help` answers at once. Exit codes: 0 done, 1 findings, 2 usage, 130
+Ctrl-C.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nextn import __version__
+from nextn.errors import ConfigError, NextnError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from nextn.decode import Round, RowRound, Settings
+    from nextn.demo import Report
+    from nextn.model import Model
+    from nextn.train import Record
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Multi-Token Prediction: train heads, decode with them losslessly, see what they do.",
+)
+
+Drafts = Annotated[int, typer.Option("--drafts", "-k", help="Tokens drafted per round; 0 is plain decoding.")]
+MaxTokens = Annotated[int, typer.Option(help="New tokens at most.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+def main() -> None:
+    """Entry point of `nextn`: errors of the user's become one line and an exit code."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        app()
+    except NextnError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        sys.exit(130)
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        typer.echo(f"nextn {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option(help="Where the model, report.json and the figures go.")] = Path("demo"),
+    drafts: Drafts = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Train a byte-level code model with an MTP head, then decode with it off and on (about six minutes on 2 cores)."""
+    from nextn.demo import draw, run_demo
+
+    with _stop_flag() as stopped, _progress(quiet=as_json) as on_record:
+        report = run_demo(folder, drafts=drafts, on_record=on_record, should_stop=stopped)
+    if report is None:
+        _say_stopped(folder / "run", "nextn demo")
+        return
+    paths = draw(report)
+    if as_json:
+        typer.echo(json.dumps(report.as_record()))
+    else:
+        _show_report(report, paths)
+
+
+@app.command()
+def train(
+    out: Annotated[Path, typer.Argument(help="Run folder: checkpoints, metrics.jsonl, and `model` at the end.")],
+    data: Annotated[
+        list[Path] | None, typer.Option(help="Text files or folders; left out: the standard library.")
+    ] = None,
+    recipe: Annotated[str, typer.Option(help="Named workload that gives the defaults.")] = "demo",
+    model: Annotated[
+        Path | None, typer.Option(help="config.json of a trunk to build, in transformers' format.")
+    ] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder of a tokenizer; left out: bytes.")] = None,
+    modules: Annotated[int, typer.Option(help="Distinct modules of the head; depths beyond them reuse the last.")] = 1,
+    config: Annotated[
+        Path | None, typer.Option(help="JSON file with training settings (see docs/training.md).")
+    ] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE over the recipe and --config.")] = None,
+    resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint in OUT.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a trunk and its MTP head jointly from scratch; Ctrl-C saves, --resume goes on exactly there."""
+    from nextn.recipes import training_run
+
+    settings = _merged(config, set_ or [])
+    trainer = training_run(
+        out, data=data or [], recipe=recipe, model=model, tokenizer=tokenizer, num_modules=modules, settings=settings
+    )
+    if resume and not trainer.resume():
+        raise ConfigError(f"{out} holds no checkpoint to resume from; leave --resume out to start")
+    if not resume and trainer.has_checkpoint():
+        raise ConfigError(f"{out} holds a run already; use --resume to go on with it, or another folder")
+    with _stop_flag() as stopped, _progress(quiet=as_json) as on_record:
+        for record in trainer.run(stopped):
+            on_record(record)
+    if trainer.step < trainer.config.steps:
+        _say_stopped(out, f"nextn train {out} --resume (with the same options)")
+        return
+    trainer.model.save(out / "model")
+    typer.echo(json.dumps({"model": str(out / "model")}) if as_json else f"wrote {out / 'model'}")
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="Checkpoint folder or hub id.")],
+    prompt: Annotated[str, typer.Argument(help="Text to go on with; - reads standard input.")],
+    drafts: Drafts = 4,
+    max_tokens: MaxTokens = 256,
+    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 = off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 = off.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="0 = off.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="1 = off.")] = 1.0,
+    argmax_drafts: Annotated[bool, typer.Option(help="Draft the head's best token instead of a sample.")] = False,
+    seed: int = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; may be repeated.")] = None,
+    chat: Annotated[bool, typer.Option(help="Put the prompt through the chat template.")] = False,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto for as stored.")] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Decode one prompt with MTP; kept drafts are coloured, and the acceptance is printed below."""
+    from nextn.decode import Settings
+    from nextn.generate import eos_tokens
+    from nextn.sampling import Sampling
+
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    settings = Settings(
+        drafts=drafts, sampling=sampling, sampled_drafts=not argmax_drafts, max_tokens=max_tokens, seed=seed
+    )
+    loaded = _load(model, dtype, need_head=drafts > 0)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    _generate(loaded, text, _with_eos(settings, eos_tokens(loaded)), stop or [], chat=chat, as_json=as_json)
+
+
+@app.command()
+def trace(
+    model: Annotated[str, typer.Argument(help="Checkpoint folder or hub id.")],
+    prompt: Annotated[str, typer.Argument(help="Keep it short: every column becomes a line.")],
+    drafts: Drafts = 3,
+    max_tokens: MaxTokens = 12,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto for as stored.")] = "float32",
+    as_json: AsJson = False,
+) -> None:
+    """Show, round by round, which (token, hidden) pair sits at which position in prefill, draft, verify and re-run."""
+    from dataclasses import asdict
+
+    from nextn.decode import Settings
+    from nextn.trace import trace as rows_of
+
+    loaded = _load(model, dtype, need_head=drafts > 0)
+    rows = list(rows_of(loaded, prompt, Settings(drafts=drafts, max_tokens=max_tokens)))
+    if as_json:
+        typer.echo(json.dumps([asdict(row) for row in rows]))
+        return
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("round", "phase", "by", "position", "eats token", "and hidden", "gives"):
+        table.add_column(title, justify="right" if title in ("round", "position") else "left", no_wrap=True)
+    styles = {"draft": "yellow", "verify": "cyan", "re-run": "magenta"}
+    for before, row in zip([None, *rows], rows, strict=False):
+        if before is not None and before.round != row.round:
+            table.add_section()
+        cells = (str(row.round), row.phase, row.by, str(row.position), row.token, row.hidden, row.gives)
+        table.add_row(*map(_plain, cells), style=styles.get(row.phase))
+    _console().print(table)
+
+
+def _generate(model: "Model", text: str, settings: "Settings", stop: list[str], *, chat: bool, as_json: bool) -> None:
+    from nextn.generate import generate as whole
+    from nextn.generate import stream
+
+    if as_json:
+        result = whole(model, [text], settings, stop=stop, chat=chat)[0]
+        record = {"text": result.text, "tokens": list(result.tokens), "finish": result.finish}
+        times = {"prefill_s": result.prefill_s, "draft_s": result.draft_s, "verify_s": result.verify_s}
+        typer.echo(json.dumps(record | times | {"tokens_per_s": result.tokens_per_s} | result.acceptance.as_record()))
+        return
+    from nextn.acceptance import Acceptance
+
+    console = _console()
+    log: list[Round] = []
+    for note in model.notes:
+        typer.echo(f"note: {note}", err=True)
+    for chunk in stream(model, [text], settings, stop=stop, chat=chat, on_round=log.append):
+        kept = bool(chunk.part.kept)
+        console.print(_plain(chunk.text, style="green" if kept else None), end="", soft_wrap=True, highlight=False)
+    figures = Acceptance.of(log)
+    seconds = sum(each.draft_s + each.verify_s for each in log[1:])
+    tokens = sum(len(each.rows[0].emitted) for each in log[1:])
+    rates = "  ".join(f"a_{depth} {rate:.2f}" for depth, rate in enumerate(figures.rates, 1))
+    speed = f"{tokens / seconds:.0f} tokens/s" if seconds else "one token"
+    console.print(
+        f"\n[dim]{speed}  " + (f"AL {figures.length:.2f}  {rates}" if figures.num_rounds else "plain") + "[/dim]"
+    )
+
+
+def _show_report(report: "Report", paths: list[Path]) -> None:
+    console = _console()
+    for label, pair in (("greedy", report.greedy), ("temperature 1", report.sampled)):
+        place = (pair.sound or [0])[0]
+        shown = bytes(token for token in report.prompts[place][-120:] if token < 256).decode(errors="replace")
+        console.rule(f"[bold]held-out prompt {place + 1}, continued, {label} (green: drafted and kept)")
+        text = _plain(shown, style="dim")
+        for each in pair.mtp.rounds[place]:
+            text.append_text(_coloured(each.rows[0]))
+        console.print(text)
+    console.rule("[bold]what the head did")
+    for label, pair in (("greedy", report.greedy), ("temperature 1", report.sampled)):
+        told = pair.figures()
+        rates = "  ".join(f"a_{depth} {rate:.2f}" for depth, rate in enumerate(told.mtp.acceptance.rates, 1))
+        same = "" if label != "greedy" else "  output identical" if report.identical else "  output DIFFERENT"
+        loops = f"{len(pair.checks) - len(pair.sound)} of {len(pair.checks)} texts loop, left out"
+        lines = (
+            f"{label:14} AL {told.mtp.acceptance.length:.2f} at K = {report.drafts}  {rates}  ({loops})",
+            f"{'':14} plain {told.plain.tokens_per_s:.0f} tokens/s, MTP {told.mtp.tokens_per_s:.0f} tokens/s = "
+            f"{told.speedup:.2f} x{same}",
+        )
+        console.print("\n".join(lines), highlight=False)
+    names = ", ".join(["model", "report.json", *(path.name for path in paths)])
+    console.print(
+        f"trained {report.train_s:.0f} s, {report.total_s:.0f} s in all; in {report.folder}: {names}", highlight=False
+    )
+
+
+def _coloured(part: "RowRound") -> "Text":
+    kept = bytes(token for token in part.emitted[: part.kept] if token < 256).decode(errors="replace")
+    own = bytes(token for token in part.emitted[part.kept :] if token < 256).decode(errors="replace")
+    text = _plain(kept, style="green")
+    text.append(own)
+    return text
+
+
+def _load(model: str, dtype: str, *, need_head: bool) -> "Model":
+    import torch
+
+    from nextn.model import Model
+
+    dtypes = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    if dtype not in dtypes:
+        raise ConfigError(f"dtype {dtype!r}; expected one of {', '.join(dtypes)}")
+    return Model.load(model, dtype=dtypes[dtype], need_head=need_head)
+
+
+def _with_eos(settings: "Settings", eos: tuple[int, ...]) -> "Settings":
+    from dataclasses import replace
+
+    return replace(settings, eos=eos)
+
+
+def _merged(config: Path | None, pairs: list[str]) -> dict[str, object]:
+    """Settings of a JSON file, then KEY=VALUE pairs over them; values are JSON, else text."""
+    values: dict[str, object] = {}
+    if config is not None:
+        try:
+            values = json.loads(config.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{config}: not a readable JSON file: {error}") from error
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {pair!r}; expected KEY=VALUE, such as steps=1000")
+        try:
+            values[key] = json.loads(value)
+        except ValueError:
+            values[key] = value
+    return values
+
+
+@contextmanager
+def _stop_flag() -> Iterator[Callable[[], bool]]:
+    """SIGINT and SIGTERM set a flag that the loop looks at between steps; a second SIGINT interrupts at once."""
+    caught: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        if caught and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    old = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(caught)
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[Callable[["Record"], None]]:
+    """A progress bar with the loss per depth; evaluations are printed above it."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from nextn.train import StepRecord, bits
+
+    columns = (
+        TextColumn("train"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[told]}"),
+    )
+    with Progress(*columns, console=_console(stderr=True), disable=quiet) as bar:
+        task = bar.add_task("train", total=None, told="compiling")
+
+        def show(record: "Record") -> None:
+            if isinstance(record, StepRecord):
+                losses = " ".join(f"{bits(loss):.2f}" for loss in record.loss)
+                bar.update(
+                    task,
+                    completed=record.step,
+                    total=record.num_steps,
+                    told=f"bits {losses}  {record.tokens_per_s:,.0f} tok/s",
+                )
+                return
+            if quiet:
+                return
+            forced = record.forced
+            match, overlap = (" ".join(f"{rate:.2f}" for rate in rates) for rates in (forced.match, forced.overlap))
+            line = f"step {record.step}: held-out bits {' '.join(f'{bits(loss):.3f}' for loss in forced.loss)}"
+            line += f"  match {match} (AL {forced.greedy_length:.2f})  1-TV {overlap} (AL {forced.sampled_length:.2f})"
+            bar.console.print(line, highlight=False)
+
+        yield show
+
+
+def _say_stopped(run: Path, command: str) -> None:
+    typer.echo(f"stopped; the state is in {run}. Go on with: {command}", err=True)
+    raise typer.Exit(130)
+
+
+def _console(*, stderr: bool = False) -> "Console":
+    from rich.console import Console
+
+    return Console(stderr=stderr)
+
+
+def _plain(text: str, style: str | None = None) -> "Text":
+    from rich.text import Text
+
+    return Text(text, style=style or "")

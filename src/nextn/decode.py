@@ -1,0 +1,410 @@
+"""Rounds: draft K tokens with the head, verify them in one trunk pass, keep a prefix, emit kept + 1 tokens.
+
+Token ids inside: no tokenizer, chat template or stop string is known here. Every other way to decode folds `rounds`.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nextn.errors import ConfigError
+from nextn.head import Head, Step
+from nextn.rollback import Cache
+from nextn.sampling import Sampling, accept, accept_greedy, law, pick, seen_prefixes
+from nextn.trunk import Trunk
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What an engine must get right besides the family's facts. The defaults are right; each change plants one fault.
+
+    prefill: the head's cache is filled over the whole prompt. rerun: kept columns run again with the trunk's true
+    hidden states. offset: the pair at column i is (t_{i+1}, h_{i+offset}); 0 or -1.
+    """
+
+    prefill: bool = True
+    rerun: bool = True
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """drafts: K, 0 = plain decoding. sampled_drafts: draw drafts from q, else take its argmax.
+
+    max_tokens: new tokens per row. eos: token ids that end a row. chunk: columns per prefill pass.
+    Raises ConfigError on values out of range.
+    """
+
+    drafts: int = 4
+    sampling: Sampling = field(default_factory=Sampling)
+    sampled_drafts: bool = True
+    max_tokens: int = 256
+    eos: tuple[int, ...] = ()
+    seed: int = 0
+    chunk: int = 512
+    contract: Contract = field(default_factory=Contract)
+
+    def __post_init__(self) -> None:
+        for name, least in (("drafts", 0), ("max_tokens", 1), ("chunk", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} = {getattr(self, name)}; expected a whole number >= {least}")
+        if self.contract.offset not in (0, -1):
+            raise ConfigError(f"contract.offset = {self.contract.offset}; expected 0 or -1")
+
+
+@dataclass(frozen=True)
+class RowRound:
+    """One row's share of a round. emitted: kept drafts, then the trunk's own token, cut where the row ended.
+
+    finish: None while the row goes on, else `eos`, `stop`, `length` or `context`.
+    """
+
+    row: int
+    drafts: tuple[int, ...]
+    kept: int
+    emitted: tuple[int, ...]
+    finish: str | None = None
+
+
+@dataclass(frozen=True)
+class Round:
+    """rows: the rows that took part. draft_s, verify_s: wall seconds, for all rows together."""
+
+    rows: tuple[RowRound, ...]
+    draft_s: float
+    verify_s: float
+
+
+@dataclass(frozen=True)
+class Event:
+    """One pass over columns of one row, for `trace`.
+
+    phase: prefill, draft, verify or rerun. module: index in the head, None = the trunk. hidden: `h` true states, or
+    `g<k>` the states that depth k recycled. tokens: what column `start + i` ate.
+    """
+
+    phase: str
+    module: int | None
+    row: int
+    start: int
+    tokens: tuple[int, ...]
+    hidden: str
+
+
+Stop = Callable[[int, Sequence[int]], int | None]
+Observer = Callable[[Event], None]
+
+
+def rounds(
+    trunk: Trunk,
+    head: Head | None,
+    prompts: Sequence[Sequence[int]],
+    settings: Settings,
+    *,
+    stop: Stop | None = None,
+    observer: Observer | None = None,
+) -> Iterator[Round]:
+    """Decode all prompts as one batch; yields one Round per trunk pass, the first after the prefill (no drafts yet).
+
+    stop(row, new_tokens) -> number of new tokens to keep, or None to go on. Raises ConfigError for an empty prompt,
+    one that does not fit the context, token ids outside the vocabulary, or drafts without a head.
+    """
+    _check(trunk, head, prompts, settings)
+    batch = _Batch(trunk, head, prompts, settings, stop=stop, observer=observer)
+    with torch.inference_mode():
+        yield batch.prefill()
+        while batch.rows:
+            yield batch.round()
+
+
+def _check(trunk: Trunk, head: Head | None, prompts: Sequence[Sequence[int]], settings: Settings) -> None:
+    if not prompts:
+        raise ConfigError("no prompt was given; expected at least one")
+    if settings.drafts and head is None:
+        raise ConfigError(f"drafts = {settings.drafts}, but the checkpoint has no head; use drafts = 0 or add a head")
+    for row, prompt in enumerate(prompts):
+        if not prompt:
+            raise ConfigError(f"prompt {row} is empty; expected at least one token")
+        if trunk.max_length is not None and len(prompt) >= trunk.max_length:
+            raise ConfigError(f"prompt {row} has {len(prompt)} tokens; the context holds {trunk.max_length}, one new")
+        if not 0 <= min(prompt) <= max(prompt) < trunk.vocab_size:
+            raise ConfigError(
+                f"prompt {row} has token ids {min(prompt)}..{max(prompt)}; "
+                f"the model's vocabulary is 0..{trunk.vocab_size - 1}: tokenizer and model do not belong together"
+            )
+
+
+class _Batch:
+    """The state of one decode. Row r of every list and tensor belongs to prompt `self.rows[r]`; finished rows leave.
+
+    tokens[r]: all known tokens; the trunk has seen all but the last. pending[r] [n, H]: the true hidden states of the
+    last n columns that the trunk has seen and that are not yet final in the head's caches.
+    """
+
+    def __init__(
+        self,
+        trunk: Trunk,
+        head: Head | None,
+        prompts: Sequence[Sequence[int]],
+        settings: Settings,
+        *,
+        stop: Stop | None,
+        observer: Observer | None,
+    ) -> None:
+        self.trunk, self.settings, self.stop, self.observer = trunk, settings, stop, observer
+        self.head = head if settings.drafts else None
+        self.rows = list(range(len(prompts)))
+        self.tokens = [list(prompt) for prompt in prompts]
+        self.new: list[list[int]] = [[] for _ in prompts]
+        self.cache = trunk.cache(len(prompts))
+        self.caches = [] if self.head is None else [self.head.cache(len(prompts)) for _ in self.head.stack]
+        empty = torch.empty(0, trunk.config.hidden_size, dtype=trunk.dtype, device=trunk.device)
+        self.pending = [empty for _ in prompts]
+        self.before = [empty for _ in prompts]
+        self.bases: list[int] = []
+        # One generator a row: a row draws the same numbers whatever else is in the batch.
+        self.generators = [torch.Generator().manual_seed(settings.seed * 2**20 + row) for row in self.rows]
+        self.seen = self._seen() if settings.sampling.needs_seen else None
+
+    def prefill(self) -> Round:
+        started = time.perf_counter()
+        normed = self._prefill()
+        verdict = self._verdict(self.trunk.logits(normed)[:, None], [], [[] for _ in self.rows])
+        return self._emit([[] for _ in self.rows], verdict, started, started)
+
+    def round(self) -> Round:
+        started = time.perf_counter()
+        drafts, laws = self._draft(self._num_drafts())
+        drafted = time.perf_counter()
+        window = [[tokens[-1], *draft] for tokens, draft in zip(self.tokens, drafts, strict=True)]
+        self._watch("verify", None, window, self.cache, "")
+        hidden = self.trunk(self._tensor(window), self.cache)
+        verdict = self._verdict(self.trunk.logits(hidden.normed), laws, drafts)
+        kept = [count for count, _ in verdict]
+        self.cache.keep([count + 1 for count in kept])
+        if self.head is not None:
+            stale = self._settle(len(laws), kept)
+            self._add_pending(hidden.eaten, [count + 1 for count in kept], skip=stale)
+        return self._emit(drafts, verdict, started, drafted)
+
+    def _prefill(self) -> Tensor:
+        """Run the prompts through the trunk in chunks, feeding the head meanwhile -> normed [B, H], last columns."""
+        last: dict[int, Tensor] = {}
+        for start in range(0, max(map(len, self.tokens)), self.settings.chunk):
+            parts = [tokens[start : start + self.settings.chunk] for tokens in self.tokens]
+            counts = list(map(len, parts))
+            self._watch("prefill", None, parts, self.cache, "")
+            hidden = self.trunk(self._tensor(parts), self.cache)
+            self.cache.keep(counts)
+            for row, tokens in enumerate(self.tokens):
+                if counts[row] and start + counts[row] == len(tokens):
+                    last[row] = hidden.normed[row, counts[row] - 1]
+            if self.head is not None:
+                self._add_pending(hidden.eaten, counts)
+                self._feed()
+        return torch.stack([last[row] for row in range(len(self.rows))])
+
+    def _feed(self) -> None:
+        """Run every module over the pending columns whose tokens are known up to the deepest module."""
+        assert self.head is not None
+        depths = range(1, self.head.num_modules + 1)
+        known = [len(tokens) - self.head.num_modules - self._start(row) for row, tokens in enumerate(self.tokens)]
+        widths = [max(0, min(len(pending), num)) for pending, num in zip(self.pending, known, strict=True)]
+        states = self._states([pending[:width] for pending, width in zip(self.pending, widths, strict=True)])
+        for depth in depths if max(widths) and self.settings.contract.prefill else ():
+            step = self._window("prefill", depth, widths, states, [[] for _ in self.rows])
+            states = step.recycled
+        self.pending = [pending[width:] for pending, width in zip(self.pending, widths, strict=True)]
+
+    def _draft(self, num_drafts: int) -> tuple[list[list[int]], list[Tensor]]:
+        """Chain num_drafts drafts -> the tokens per row, and per depth the law q [B, V] that they came from."""
+        drafts: list[list[int]] = [[] for _ in self.rows]
+        laws: list[Tensor] = []
+        if not num_drafts:
+            return drafts, laws
+        assert self.head is not None
+        self.bases = list(self.caches[0].lengths)
+        uniforms = self._uniforms(num_drafts)
+        widths = list(map(len, self.pending))
+        ends = torch.tensor(widths, device=self.trunk.device) - 1
+        states, seen = self._states(self.pending), self.seen
+        for depth in range(1, num_drafts + 1):
+            if depth <= self.head.num_modules:
+                step = self._window("draft", depth, widths, states, drafts)
+                states = step.recycled
+                normed, chained = (each[torch.arange(len(ends)), ends] for each in (step.normed, step.recycled))
+            else:
+                step = self._recurse(depth, chained, drafts)
+                normed, chained = step.normed[:, 0], step.recycled[:, 0]
+            q, tokens = self._pick(self.trunk.logits(normed), seen, uniforms[:, depth - 1])
+            laws.append(q)
+            for draft, token in zip(drafts, tokens.tolist(), strict=True):
+                draft.append(token)
+            seen = None if seen is None else seen.scatter(1, tokens[:, None], True)
+        return drafts, laws
+
+    def _window(
+        self, phase: str, depth: int, widths: Sequence[int], states: Tensor, drafts: Sequence[Sequence[int]]
+    ) -> Step:
+        """The module of `depth` over each row's first widths[row] pending columns: column i eats token i + depth."""
+        assert self.head is not None
+        index = self.head.module(depth)
+        tokens = []
+        for row, width in enumerate(widths):
+            start = self._start(row) + depth
+            tokens.append([*self.tokens[row], *drafts[row]][start : start + width])
+        self._watch(phase, index, tokens, self.caches[index], f"g{depth - 1}" if depth > 1 else "h")
+        step = self.head.step(index, self._tensor(tokens), states, cache=self.caches[index])
+        self.caches[index].keep(widths)
+        return step
+
+    def _recurse(self, depth: int, chained: Tensor, drafts: Sequence[Sequence[int]]) -> Step:
+        """The last module goes on by one column: the newest draft and the state that the depth before handed on."""
+        assert self.head is not None
+        cache = self.caches[-1]
+        tokens = [draft[-1:] for draft in drafts]
+        self._watch("draft", self.head.num_modules - 1, tokens, cache, f"g{depth - 1}")
+        step = self.head.step(self.head.num_modules - 1, self._tensor(tokens), chained[:, None], cache=cache)
+        cache.keep([1] * len(tokens))
+        return step
+
+    def _settle(self, num_drafts: int, kept: Sequence[int]) -> list[int]:
+        """After verification: the head's caches go back to the columns that saw true states and true tokens only.
+
+        -> per row, how many of the kept columns need no re-run: none, unless that fault is planted.
+        """
+        assert self.head is not None
+        if not num_drafts:
+            return [0] * len(kept)
+        num_modules, rerun = self.head.num_modules, self.settings.contract.rerun
+        finals = list(map(len, self.pending))
+        stale = [0 if rerun or num_modules > 1 else min(count, num_drafts - 1) for count in kept]
+        if rerun:
+            # Column i is final in module k once token i + k is known; modules that did not run have nothing to keep.
+            finals = [max(0, final - num_modules + 1) if num_drafts >= num_modules else 0 for final in finals]
+        for cache in self.caches:
+            cache.truncate([base + final + more for base, final, more in zip(self.bases, finals, stale, strict=True)])
+        self.pending = [pending[final:] for pending, final in zip(self.pending, finals, strict=True)]
+        return stale
+
+    def _add_pending(self, eaten: Tensor, counts: Sequence[int], *, skip: Sequence[int] | None = None) -> None:
+        """eaten [B, T, H]: the first counts[row] columns are true; all but the first skip[row] wait for the head."""
+        for row, count in enumerate(counts):
+            states = eaten[row, :count]
+            if self.settings.contract.offset and count:
+                before = self.before[row] if len(self.before[row]) else torch.zeros_like(states[:1])
+                self.before[row], states = states[-1:], torch.cat([before, states[:-1]])
+            self.pending[row] = torch.cat([self.pending[row], states[0 if skip is None else skip[row] :]])
+
+    def _start(self, row: int) -> int:
+        """The first column that is not final in the head."""
+        return self.cache.lengths[row] - len(self.pending[row])
+
+    def _num_drafts(self) -> int:
+        """K of this round: no row needs more than its missing tokens, none may leave the context."""
+        wanted = max(self.settings.max_tokens - len(new) for new in self.new) - 1
+        room = wanted if self.trunk.max_length is None else self.trunk.max_length - max(map(len, self.tokens))
+        return max(0, min(self.settings.drafts, wanted, room))
+
+    def _verdict(
+        self, logits: Tensor, laws: Sequence[Tensor], drafts: Sequence[Sequence[int]]
+    ) -> list[tuple[int, int]]:
+        """logits [B, K+1, V], q per depth -> (kept, next token) per row."""
+        sampling, proposed = self.settings.sampling, self._tensor(drafts)
+        if sampling.greedy and self.seen is None:
+            kept, following = accept_greedy(logits.argmax(-1), proposed)
+        else:
+            seen = None if self.seen is None else seen_prefixes(self.seen, proposed)
+            p = law(logits, sampling, seen)
+            q = torch.stack(list(laws), dim=1) if laws else p[:, :0]
+            uniforms = self._uniforms(len(laws) + 1)
+            verdict = accept(p, q, proposed, u=uniforms[:, :-1])
+            kept, following = verdict.kept, pick(verdict.rest, uniforms[:, -1])
+        return list(zip(kept.tolist(), following.tolist(), strict=True))
+
+    def _pick(self, logits: Tensor, seen: Tensor | None, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """logits [B, V] -> q [B, V] and one token a row from it. An argmax draft comes from a law with one token."""
+        sampling = self.settings.sampling
+        if sampling.greedy and seen is None:
+            return logits, logits.argmax(-1)
+        q = law(logits, sampling, seen)
+        if self.settings.sampled_drafts:
+            return q, pick(q, uniforms)
+        best = q.argmax(-1)
+        return torch.zeros_like(q).scatter(1, best[:, None], 1.0), best
+
+    def _emit(
+        self, drafts: list[list[int]], verdict: Sequence[tuple[int, int]], started: float, drafted: float
+    ) -> Round:
+        out = []
+        for row, (kept, following) in enumerate(verdict):
+            emitted = [*drafts[row][:kept], following]
+            self.tokens[row] += emitted
+            emitted, finish = self._finish(row, emitted)
+            if len(emitted) <= kept:  # cut: depths beyond the end were never judged
+                kept, drafts[row] = len(emitted), drafts[row][: len(emitted)]
+            out.append(RowRound(self.rows[row], tuple(drafts[row]), kept, tuple(emitted), finish))
+        if self.seen is not None:
+            self.seen = self._seen()
+        self._leave([row for row, part in enumerate(out) if part.finish is None])
+        return Round(tuple(out), drafted - started, time.perf_counter() - drafted)
+
+    def _finish(self, row: int, emitted: list[int]) -> tuple[list[int], str | None]:
+        """Cut the row's new tokens where it ends -> (tokens of this round, reason or None)."""
+        before, settings = len(self.new[row]), self.settings
+        ends = [(index + 1, "eos") for index, token in enumerate(emitted) if token in settings.eos]
+        new = self.new[row] = self.new[row] + emitted
+        ends.append((settings.max_tokens - before, "length"))
+        if self.trunk.max_length is not None and len(self.tokens[row]) >= self.trunk.max_length:
+            ends.append((len(emitted) - (len(self.tokens[row]) - self.trunk.max_length), "context"))
+        if self.stop is not None and (count := self.stop(self.rows[row], new)) is not None:
+            ends.append((count - before, "stop"))
+        end, reason = min(ends)
+        if end > len(emitted):
+            return emitted, None
+        del new[before + end :]
+        return emitted[: max(end, 0)], reason
+
+    def _leave(self, stay: list[int]) -> None:
+        """Only the rows at these places stay in the batch."""
+        if len(stay) == len(self.rows):
+            return
+        for name in ("rows", "tokens", "new", "pending", "before", "generators"):
+            values = getattr(self, name)
+            setattr(self, name, [values[row] for row in stay])
+        if stay:
+            for cache in (self.cache, *self.caches):
+                cache.select(stay)
+            self.seen = None if self.seen is None else self.seen[stay]
+
+    def _seen(self) -> Tensor:
+        """[B, V] bool: the tokens of each row so far, for penalties."""
+        seen = torch.zeros(len(self.rows), self.trunk.vocab_size, dtype=torch.bool)
+        for row, tokens in enumerate(self.tokens):
+            seen[row, tokens] = True
+        return seen.to(self.trunk.device)
+
+    def _uniforms(self, count: int) -> Tensor:
+        draws = [torch.rand(count, generator=generator) for generator in self.generators]
+        return torch.stack(draws).to(self.trunk.device)
+
+    def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Rows of different lengths, left-aligned; the cache never keeps the padding."""
+        width = max(map(len, rows))
+        return torch.tensor(
+            [[*row, *[0] * (width - len(row))] for row in rows], device=self.trunk.device, dtype=torch.long
+        )
+
+    def _states(self, rows: Sequence[Tensor]) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+
+    def _watch(
+        self, phase: str, module: int | None, tokens: Sequence[Sequence[int]], cache: Cache, hidden: str
+    ) -> None:
+        if self.observer is not None:
+            for row, part in enumerate(tokens):
+                if part:
+                    self.observer(Event(phase, module, self.rows[row], cache.lengths[row], tuple(part), hidden))

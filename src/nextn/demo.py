@@ -1,0 +1,205 @@
+"""The demo: train a byte-level model with an MTP head, save it, reload it, decode with the head off and on."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from nextn.acceptance import Acceptance
+from nextn.bytelevel import byte_tokenizer
+from nextn.checkpoint import write_json
+from nextn.data import Corpus, Degeneracy, degeneracy, prompts, split, standard_library
+from nextn.decode import Round, Settings, rounds
+from nextn.model import Model
+from nextn.recipes import Recipe, by_name
+from nextn.sampling import Sampling
+from nextn.train import EvalRecord, Record, Trainer
+
+VOCAB_SIZE = 264  # 258 tokens, rounded up to a multiple of 8
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way of decoding the held-out prompts, batch 1. rounds[i]: of prompt i, the prefill's first."""
+
+    rounds: tuple[tuple[Round, ...], ...] = field(repr=False)
+
+    @property
+    def tokens(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(token for each in row for token in each.rows[0].emitted) for row in self.rounds)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time without the prefills."""
+        return sum(each.draft_s + each.verify_s for row in self.rounds for each in row[1:])
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(len(row) - 1 for row in self.tokens) / self.seconds
+
+    @property
+    def acceptance(self) -> Acceptance:
+        return Acceptance.of(each for row in self.rounds for each in row)
+
+    def of(self, places: Sequence[int]) -> "Side":
+        """The same for some of the prompts."""
+        return Side(tuple(self.rounds[place] for place in places))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Plain decoding and MTP under one sampling, prompt by prompt; looping: prompts whose MTP text is a loop."""
+
+    plain: Side
+    mtp: Side
+
+    @cached_property
+    def checks(self) -> tuple[Degeneracy, ...]:
+        return tuple(degeneracy(tokens) for tokens in self.mtp.tokens)
+
+    @property
+    def sound(self) -> list[int]:
+        """Prompts whose text is no loop. Loops are easy to draft: figures are taken without them."""
+        return [place for place, check in enumerate(self.checks) if not check.looping]
+
+    def figures(self) -> "Pair":
+        """The pair without the loops; all of it if everything loops."""
+        places = self.sound or range(len(self.checks))
+        return Pair(self.plain.of(places), self.mtp.of(places))
+
+    @property
+    def speedup(self) -> float:
+        """Wall-clock tokens/s of MTP over plain decoding through the same code."""
+        return self.mtp.tokens_per_s / self.plain.tokens_per_s
+
+    def as_record(self) -> dict[str, object]:
+        """What goes into report.json: the figures without the loops, and how many those were."""
+        told = self.figures()
+        rates = {"plain_tokens_per_s": told.plain.tokens_per_s, "mtp_tokens_per_s": told.mtp.tokens_per_s}
+        counts = {"prompts": len(self.checks), "looping": len(self.checks) - len(self.sound)}
+        return (
+            told.mtp.acceptance.as_record()
+            | rates
+            | {"speedup": told.speedup, "speedup_with_loops": self.speedup}
+            | counts
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the demo found. identical: greedy tokens equal with MTP off and on, all prompts."""
+
+    folder: Path
+    prompts: tuple[tuple[int, ...], ...]
+    greedy: Pair
+    sampled: Pair
+    evaluation: EvalRecord
+    train_s: float
+    total_s: float
+    drafts: int
+
+    @property
+    def identical(self) -> bool:
+        return self.greedy.plain.tokens == self.greedy.mtp.tokens
+
+    def as_record(self) -> dict[str, object]:
+        """What goes into report.json."""
+        forced = self.evaluation.forced
+        held_out = {"loss_nats": list(forced.loss), "match": list(forced.match), "overlap": list(forced.overlap)}
+        return {
+            "identical_output": self.identical,
+            "drafts": self.drafts,
+            "greedy": self.greedy.as_record(),
+            "temperature_1": self.sampled.as_record(),
+            "held_out": held_out | {"definition": forced.definition},
+            "train_s": self.train_s,
+            "total_s": self.total_s,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+        }
+
+
+def train_demo(
+    folder: Path, recipe: Recipe, *, on_record: Callable[[Record], None], should_stop: Callable[[], bool]
+) -> tuple[EvalRecord | None, Corpus]:
+    """Train the recipe into `folder/model` -> (the last evaluation, held-out corpus); None if it was stopped early."""
+    tokenizer = byte_tokenizer()
+    train_files, held_files = split(standard_library())
+    corpus, held_out = Corpus.from_files(train_files, tokenizer), Corpus.from_files(held_files, tokenizer)
+    torch.manual_seed(recipe.train.seed)
+    model = Model.build(recipe.model, tokenizer=tokenizer)
+    trainer = Trainer(model, corpus, recipe.train, out=folder / "run", held_out=held_out)
+    trainer.resume()
+    last: EvalRecord | None = None
+    for record in trainer.run(should_stop):
+        on_record(record)
+        last = record if isinstance(record, EvalRecord) and record.step == recipe.train.steps else None
+    if last is not None:
+        model.save(folder / "model")
+    return last, held_out
+
+
+def decode_side(model: Model, texts: Sequence[Sequence[int]], settings: Settings) -> Side:
+    """Decode prompts one after the other, batch 1."""
+    return Side(tuple(tuple(rounds(model.trunk, model.head, [text], settings)) for text in texts))
+
+
+def decode_pair(model: Model, texts: Sequence[Sequence[int]], settings: Settings) -> Pair:
+    """Plain and MTP in turn, prompt by prompt: other work on the machine hits both alike."""
+    sides: tuple[list[tuple[Round, ...]], list[tuple[Round, ...]]] = ([], [])
+    for text in texts:
+        for side, drafts in zip(sides, (0, settings.drafts), strict=True):
+            side += decode_side(model, [text], replace(settings, drafts=drafts)).rounds
+    return Pair(*(Side(tuple(side)) for side in sides))
+
+
+def run_demo(
+    folder: Path,
+    *,
+    drafts: int = 4,
+    on_record: Callable[[Record], None],
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Report | None:
+    """The whole demo; None if it was stopped, to be resumed by the next call. Writes model, report.json and metrics."""
+    started = time.perf_counter()
+    recipe = by_name("demo", vocab_size=VOCAB_SIZE)
+    evaluation, held_out = train_demo(folder, recipe, on_record=on_record, should_stop=should_stop)
+    if evaluation is None:
+        return None
+    trained = time.perf_counter()
+    model = Model.load(folder / "model")
+    texts = [text[:192].tolist() for text in prompts(held_out, count=12, length=192, seed=0)]
+    greedy = Settings(drafts=drafts, max_tokens=160, eos=(held_out.eos,))
+    sampled = replace(greedy, sampling=Sampling(temperature=1.0))
+    decode_side(model, texts[:1], greedy)  # warm up
+    report = Report(
+        folder=folder,
+        prompts=tuple(map(tuple, texts)),
+        greedy=decode_pair(model, texts, greedy),
+        sampled=decode_pair(model, texts, sampled),
+        evaluation=evaluation,
+        train_s=trained - started,
+        total_s=time.perf_counter() - started,
+        drafts=drafts,
+    )
+    write_json(folder / "report.json", report.as_record())
+    return report
+
+
+def draw(report: Report) -> list[Path]:
+    """loss.png, acceptance.png and timeline.png beside the report."""
+    import json
+
+    from nextn import plot
+
+    paths = [report.folder / name for name in ("loss.png", "acceptance.png", "timeline.png")]
+    lines = (report.folder / "run" / "metrics.jsonl").read_text().splitlines()
+    plot.losses(paths[0], [json.loads(line) for line in lines])
+    sides = {"greedy": report.greedy, "temperature 1": report.sampled}
+    plot.acceptance(paths[1], {label: pair.figures().mtp.acceptance for label, pair in sides.items()})
+    first = report.sampled.figures()
+    plot.timeline(paths[2], first.plain.rounds[0][1:], first.mtp.rounds[0][1:], num_tokens=48)
+    return paths

@@ -1,0 +1,37 @@
+"""The exception tree. A message says what, the value, what would be valid and what to do; `cli` exits with its code.
+
+NextnError
+├── ConfigError       a setting, flag or input that cannot be used            exit 2
+├── FamilyError       a family that is unknown, or a trunk without one        exit 2
+├── CheckpointError   files that are absent, damaged, incomplete or foreign   exit 2
+├── RollbackError     a cache that cannot be put back exactly                 exit 2
+└── TrainingError     a run that cannot go on (non-finite loss, ...)          exit 1
+"""
+
+
+class NextnError(Exception):
+    """Base of every error that a user can cause; never a bug of ours."""
+
+    exit_code = 2
+
+
+class ConfigError(NextnError):
+    """A setting, flag or input has a value that cannot be used."""
+
+
+class FamilyError(NextnError):
+    """No family row fits, or the family cannot do what was asked."""
+
+
+class CheckpointError(NextnError):
+    """A checkpoint is absent, damaged, incomplete, or belongs to another model."""
+
+
+class RollbackError(NextnError):
+    """A cache holds state that cannot be put back exactly."""
+
+
+class TrainingError(NextnError):
+    """A training run cannot go on; what was saved before stays valid."""
+
+    exit_code = 1

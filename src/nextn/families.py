@@ -1,0 +1,309 @@
+"""Families: how each published model stores and computes its MTP head, as rows of cited facts. Imports no torch.
+
+A row decides nothing in silence: an engine that does otherwise has the difference in its entry, and `disagreements`
+lists them all. Tensor names are one table, read in both directions by `Family.published` and `Family.canonical`.
+The rows are in `family_rows`.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal
+
+from nextn.errors import FamilyError
+
+# A hidden state: after or before the final norm, or a hyper-connection model's residual streams, not yet collapsed.
+Stage = Literal["post", "pre", "streams"]
+# One module again and again; distinct modules that each eat the last one's state, or that all eat the trunk's.
+Order = Literal["recursive", "chained", "unchained"]
+# Runs the head; reads it and has no graph for it; skips it on load; loses it at conversion; refuses; does not know it.
+Support = Literal["runs", "loads", "ignores", "drops", "refuses", "absent"]
+# A missing head tensor is an error; is one in an unquantised checkpoint; the same, and a module that is wholly gone is
+# always one; keeps an initial value, unsaid; is not known to do either.
+Missing = Literal["raises", "unquantised", "module", "silent", "unknown"]
+Extension = Literal[
+    "composite", "eager", "indexer", "layer_list", "logit_scale", "no_final_norm", "own_embedding",
+    "own_output", "projection_bias", "rotary_kind", "shared_norms", "stacked_experts", "unchained", "window",
+]  # fmt: skip
+
+ENGINES = ("vllm", "sglang", "llamacpp", "transformers")
+# What `Trunk` and `Head` would have to learn, in words.
+EXTENSIONS: Mapping[Extension, str] = {
+    "composite": "build the text model of a vision-language class: AutoModelForCausalLM does not know the type",
+    "eager": "attention without sdpa: its sinks need the eager path",
+    "indexer": "a cache layer with indexer keys beside keys and values, and a mask that is never None",
+    "layer_list": "a block of several decoder layers",
+    "logit_scale": "logits multiplied as the trunk's config says",
+    "no_final_norm": "a module without a final norm",
+    "own_embedding": "an embedding of the head's own",
+    "own_output": "an output head of each module's own",
+    "projection_bias": "a projection with a bias, where the config has use_bias",
+    "rotary_kind": "rotary embeddings asked for by kind of layer",
+    "shared_norms": "norms and projection shared by all modules",
+    "stacked_experts": "experts stored as [E, out, in], gate and up apart",
+    "unchained": "every depth eats the trunk's state",
+    "window": "a sliding window in the mask of the head's block",
+}
+_FACTS = ("hidden", "recycled", "position0", "order")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What one engine does with a family's head; None = as the row says.
+
+    trunks: roles for which it takes the trunk's tensor, whatever the file holds. unset: roles that keep an initial
+    value in a file that lacks them inside the module (vLLM: if it is pipeline-parallel). layers: the only layer indices
+    that it knows for the head. modules: how many it uses at most; None = all.
+    """
+
+    support: Support
+    source: str
+    hidden: Stage | None = None
+    recycled: Stage | None = None
+    position0: Literal["keep", "zero"] | None = None
+    order: Order | None = None
+    trunks: tuple[str, ...] = ("embedding", "output")
+    missing: Missing = "unknown"
+    unset: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
+    modules: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """How a family publishes fp8: `<name>.weight` has its scales in `<name>.<scale>`, one a block, multiplied.
+
+    plain: roles that stay in the model's own dtype, as norms, routers and biases inside the block always do.
+    """
+
+    scale: str = "weight_scale_inv"
+    block: tuple[int, int] = (128, 128)
+    plain: tuple[str, ...] = ("token_norm", "hidden_norm", "projection", "final_norm", "embedding", "output")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One published convention.
+
+    names: role -> module path in the checkpoint, with `{layer}` (counted on from the trunk's layers) or `{module}`
+    (counted from 0); a path with neither belongs to the whole head and counts as module 0's. Roles are `token_norm`,
+    `hidden_norm`, `projection` (or `token_projection` and `hidden_projection`, whose results are added), `final_norm`,
+    `block`, where the file stores them `embedding` and `output`, and what one family alone has.
+    aliases: other spellings, read and never written. inside: transformers' path in the decoder layer -> the published
+    one in the block, longer paths first. own: stored roles that are the head's own; the others of embedding and output
+    are copies. trunk: where the trunk keeps embedding and output. wrappers: leading path that some checkpoints have
+    -> what it stands for. spare_count: the config may promise one module more than there are. needs: what `Head` must
+    learn before it computes this family. cannot_run: why it will not. sources: what was read beside the engines' code.
+    unverified: what none of it could settle.
+    """
+
+    name: str
+    title: str
+    model_types: tuple[str, ...]
+    count_fields: tuple[str, ...]
+    default_count: int
+    names: Mapping[str, str]
+    sources: tuple[str, ...]
+    engines: Mapping[str, Engine]
+    concat: Literal["embedding_first", "hidden_first"] = "embedding_first"
+    hidden: Stage = "post"
+    recycled: Stage = "post"
+    gain: Literal["w", "1+w"] = "w"
+    position0: Literal["keep", "zero"] = "keep"
+    order: Order = "recursive"
+    block: Mapping[str, object] = field(default_factory=dict)
+    inside: Mapping[str, str] = field(default_factory=dict)
+    experts: Literal["split", "fused", "stacked"] = "split"
+    max_modules: int | None = None
+    spare_count: bool = False
+    draft_types: tuple[str, ...] = ()
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    own: tuple[str, ...] = ()
+    trunk: Mapping[str, str] = field(default_factory=lambda: {"embedding": "model.embed_tokens", "output": "lm_head"})
+    wrappers: Mapping[str, str] = field(default_factory=dict)
+    fp8: Fp8 | None = None
+    needs: tuple[Extension, ...] = ()
+    cannot_run: str = ""
+    remarks: tuple[str, ...] = ()
+    unverified: tuple[str, ...] = ()
+
+    @property
+    def runs(self) -> bool:
+        """Whether `Head` computes it; if not, `refusal` says why."""
+        return not (self.cannot_run or self.needs)
+
+    @property
+    def refusal(self) -> str:
+        """Why `Head` does not compute it; empty if it does."""
+        return self.cannot_run or "; ".join(EXTENSIONS[need] for need in self.needs)
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """Roles of shared tensors that the file stores again inside each module."""
+        return tuple(role for role in ("embedding", "output") if role in self.names and role not in self.own)
+
+    @property
+    def disagreements(self) -> tuple[str, ...]:
+        """Where engines that run the head differ from this row or from each other, and what else must be said."""
+        return (*(line for fact in _FACTS for line in self._differing(fact)), *self._overruled(), *self.remarks)
+
+    def published(self, name: str, num_layers: int, *, wrapper: str = "") -> str:
+        """Tensor name in the checkpoint of canonical `<module>.<role>[.<rest>]`; num_layers = the trunk's layers.
+
+        wrapper: one of `wrappers`, for a checkpoint that uses it. Raises FamilyError for a second module's tensor where
+        the layout has a place for one.
+        """
+        module, role, *rest = name.split(".", 2)
+        path = self.names[role].format(module=module, layer=num_layers + int(module))
+        if module != "0" and path == self.names[role]:
+            raise FamilyError(f"{name}: {self.name} stores {path} once, for all modules")
+        if role == "block":
+            rest = [_renamed(each, self.inside) for each in rest]
+        return _wrapped(".".join([path, *rest]), wrapper, self.wrappers)
+
+    def canonical(self, name: str, num_layers: int) -> str | None:
+        """Inverse of `published`, whatever the wrapper; None for a tensor that is not the head's."""
+        name = _unwrapped(name, self.wrappers)
+        for role, template in self._templates():
+            match = _pattern(template).fullmatch(name)
+            module = None if match is None else _module_index(match, num_layers)
+            if match is not None and module is not None:
+                rest = match["rest"]
+                if rest and role == "block":
+                    rest = _renamed(rest, {stored: run for run, stored in self.inside.items()})
+                return f"{module}.{role}" + (f".{rest}" if rest else "")
+        return None
+
+    def shared_role(self, name: str) -> str | None:
+        """`embedding` or `output` if that is what the trunk keeps under this tensor name, whatever the wrapper."""
+        name = _unwrapped(name, self.wrappers)
+        return next((role for role, path in self.trunk.items() if name == f"{path}.weight"), None)
+
+    def num_modules(self, config: Mapping[str, object]) -> int:
+        """How many modules a checkpoint's config.json promises; fields are looked up in `text_config`, too.
+
+        Raises FamilyError for a count that is not a whole number or that the family cannot have.
+        """
+        found = (_lookup(config, path) for path in self.count_fields)
+        count = next((value for value in found if value is not None), self.default_count)
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise FamilyError(f"{self.name}: {self.count_fields[0]} = {count!r}; expected a whole number >= 0")
+        if self.spare_count and count > 1:
+            count -= 1
+        if self.max_modules is not None and count > self.max_modules:
+            raise FamilyError(f"{self.name}: {count} modules promised, but the layout has room for {self.max_modules}")
+        return count
+
+    def with_count(self, config: Mapping[str, object], count: int) -> dict[str, object]:
+        """The config that promises `count` modules: in the field that says so now, else in the family's first one."""
+        count += self.spare_count and count > 1
+        path = next((each for each in self.count_fields if _lookup(config, each) is not None), self.count_fields[0])
+        inner = config.get("text_config")
+        if isinstance(inner, Mapping) and "." not in path and _at(config, path) is None:
+            return {**config, "text_config": _with(inner, path, count)}
+        return _with(config, path, count)
+
+    def _templates(self) -> Iterator[tuple[str, str]]:
+        yield from ((role, path) for role, path in self.names.items() if role != "block")
+        yield from ((role, path) for role, paths in self.aliases.items() for path in paths)
+        yield "block", self.names["block"]
+
+    def _runners(self) -> list[tuple[str, Engine]]:
+        return [(name, engine) for name, engine in self.engines.items() if engine.support == "runs"]
+
+    def _differing(self, fact: str) -> Iterator[str]:
+        mine = getattr(self, fact)
+        says: dict[str, list[str]] = {}
+        for name, engine in self._runners():
+            says.setdefault(getattr(engine, fact) or mine, []).append(name)
+        if set(says) - {mine}:
+            yield f"{fact}: " + "; ".join(f"{value} in {', '.join(names)}" for value, names in says.items())
+
+    def _overruled(self) -> Iterator[str]:
+        for role in self.own:
+            names = [name for name, engine in self._runners() if role in engine.trunks]
+            if names:
+                yield f"{role}: stored for each module, but {', '.join(names)} uses the trunk's"
+
+
+def _at(config: Mapping[str, object], path: str) -> object:
+    value: object = config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _lookup(config: Mapping[str, object], path: str) -> object:
+    inner = config.get("text_config")
+    found = _at(config, path)
+    return _at(inner, path) if found is None and isinstance(inner, Mapping) else found
+
+
+def _with(config: Mapping[str, object], path: str, value: object) -> dict[str, object]:
+    key, _, rest = path.partition(".")
+    inner = config.get(key)
+    return {**config, key: _with(inner if isinstance(inner, Mapping) else {}, rest, value) if rest else value}
+
+
+def _renamed(path: str, table: Mapping[str, str]) -> str:
+    for old, new in table.items():
+        if path == old or path.startswith(old + "."):
+            return new + path.removeprefix(old)
+    return path
+
+
+def _wrapped(name: str, wrapper: str, table: Mapping[str, str]) -> str:
+    return wrapper + name.removeprefix(table[wrapper]) if wrapper and name.startswith(table[wrapper]) else name
+
+
+def _unwrapped(name: str, table: Mapping[str, str]) -> str:
+    for wrapper, meant in table.items():
+        if name.startswith(wrapper):
+            return meant + name.removeprefix(wrapper)
+    return name
+
+
+@cache
+def _pattern(template: str) -> re.Pattern[str]:
+    path = re.escape(template).replace(r"\{layer\}", r"(?P<layer>\d+)").replace(r"\{module\}", r"(?P<module>\d+)")
+    return re.compile(path + r"(?:\.(?P<rest>.+))?")
+
+
+def _module_index(match: re.Match[str], num_layers: int) -> int | None:
+    groups = match.groupdict()
+    if "layer" in groups:
+        index = int(groups["layer"]) - num_layers
+        return index if index >= 0 else None
+    return int(groups["module"]) if "module" in groups else 0
+
+
+def rows() -> tuple[Family, ...]:
+    """Every row, in the order of the documentation."""
+    from nextn.family_rows import FAMILIES  # here: the rows are made of the classes above
+
+    return FAMILIES
+
+
+def by_name(name: str) -> Family:
+    """The row called `name`. Raises FamilyError that lists the known ones."""
+    for family in rows():
+        if family.name == name:
+            return family
+    raise FamilyError(f"unknown family {name!r}; known: {', '.join(sorted(row.name for row in rows()))}")
+
+
+def by_config(config: Mapping[str, object]) -> Family:
+    """The row for a checkpoint's config.json, by `model_type`, else by that of its text model.
+
+    A draft's own type (`deepseek_mtp`, ...) counts, too. Raises FamilyError that lists the known types.
+    """
+    text = config.get("text_config")
+    types = [str(part.get("model_type")) for part in (config, text) if isinstance(part, Mapping)]
+    table = {kind: family for family in rows() for kind in (*family.model_types, *family.draft_types)}
+    for kind in types:
+        if kind in table:
+            return table[kind]
+    known = ", ".join(sorted(kind for row in rows() for kind in row.model_types))
+    raise FamilyError(f"no family has model_type {types[0]!r}; known model types: {known}")

@@ -1,0 +1,191 @@
+"""Text in, text out: folds of `decode.rounds` that know the tokenizer, stop strings and chat templates."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from nextn.acceptance import Acceptance
+from nextn.decode import Observer, Round, RowRound, Settings, rounds
+from nextn.errors import ConfigError
+from nextn.model import Model
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One row's news from one round. text: what became certain; an unfinished character or stop string is held back.
+
+    finish: None, `eos`, `stop`, `length` or `context`.
+    """
+
+    row: int
+    text: str
+    part: RowRound
+    finish: str | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one prompt got. rounds: the row's share of each round, the prefill's first token included.
+
+    Times are wall seconds of the whole batch. acceptance: see `Acceptance`, over this row.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    finish: str
+    rounds: tuple[RowRound, ...] = field(repr=False)
+    acceptance: Acceptance = field(repr=False)
+    prefill_s: float
+    draft_s: float
+    verify_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decoding speed of this row, the prefill and its first token left out."""
+        seconds = self.draft_s + self.verify_s
+        return (len(self.tokens) - len(self.rounds[0].emitted)) / seconds if seconds else 0.0
+
+
+def encode(model: Model, prompt: str | Sequence[int], *, chat: bool = False) -> list[int]:
+    """Token ids of a prompt; ids pass through. chat: through the tokenizer's chat template, as a user message."""
+    if not isinstance(prompt, str):
+        return list(prompt)
+    tokenizer = _tokenizer(model)
+    if not chat:
+        return list(tokenizer(prompt)["input_ids"])
+    if not tokenizer.chat_template:
+        raise ConfigError("the tokenizer has no chat template; pass plain text, or use a checkpoint with a template")
+    messages = [{"role": "user", "content": prompt}]
+    return list(
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)[
+            "input_ids"
+        ]
+    )
+
+
+def eos_tokens(model: Model) -> tuple[int, ...]:
+    """Token ids that end a text, from the generation config, the config or the tokenizer, in this order."""
+    generation = getattr(model.trunk.model, "generation_config", None)
+    for source in (generation, model.trunk.config, model.tokenizer):
+        found = getattr(source, "eos_token_id", None)
+        if found is not None:
+            return (found,) if isinstance(found, int) else tuple(found)
+    return ()
+
+
+def stream(
+    model: Model,
+    prompts: Sequence[str | Sequence[int]],
+    settings: Settings,
+    *,
+    stop: Sequence[str] = (),
+    chat: bool = False,
+    observer: Observer | None = None,
+    on_round: Callable[[Round], None] | None = None,
+) -> Iterator[Chunk]:
+    """Decode prompts as one batch and yield a Chunk per row and round, as soon as the round is over.
+
+    stop: strings that end a row; the text stops before them. settings.eos is used as given: see `eos_tokens`.
+    """
+    if any(not text for text in stop):
+        raise ConfigError("a stop string is empty; expected at least one character")
+    texts = [_Text(model.tokenizer, stop) for _ in prompts]
+    ids = [encode(model, prompt, chat=chat) for prompt in prompts]
+    callback = (lambda row, new: texts[row].stop_after(new)) if stop else None
+    if stop:
+        _tokenizer(model)
+    for each in rounds(model.trunk, model.head, ids, settings, stop=callback, observer=observer):
+        if on_round is not None:
+            on_round(each)
+        for part in each.rows:
+            text = texts[part.row].push(part.emitted, settings.eos, last=part.finish is not None)
+            yield Chunk(part.row, text, part, part.finish)
+
+
+def generate(
+    model: Model,
+    prompts: Sequence[str | Sequence[int]],
+    settings: Settings,
+    *,
+    stop: Sequence[str] = (),
+    chat: bool = False,
+    observer: Observer | None = None,
+) -> list[Result]:
+    """Decode prompts as one batch to the end. Raises ConfigError for prompts or settings that cannot be used."""
+    log: list[Round] = []
+    texts, finishes = [""] * len(prompts), [""] * len(prompts)
+    parts: list[list[RowRound]] = [[] for _ in prompts]
+    for chunk in stream(model, prompts, settings, stop=stop, chat=chat, observer=observer, on_round=log.append):
+        texts[chunk.row] += chunk.text
+        parts[chunk.row].append(chunk.part)
+        finishes[chunk.row] = chunk.finish or ""
+    draft_s, verify_s = sum(each.draft_s for each in log[1:]), sum(each.verify_s for each in log[1:])
+    return [
+        Result(
+            text=text,
+            tokens=tuple(token for part in row for token in part.emitted),
+            finish=finish,
+            rounds=tuple(row),
+            acceptance=Acceptance.of(Round((part,), 0.0, 0.0) for part in row),
+            prefill_s=log[0].verify_s,
+            draft_s=draft_s,
+            verify_s=verify_s,
+        )
+        for text, row, finish in zip(texts, parts, finishes, strict=True)
+    ]
+
+
+class _Text:
+    """Incremental detokenisation of one row: text is certain once no more token can change it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str]) -> None:
+        self.tokenizer, self.stops = tokenizer, tuple(stop)
+        self.tokens: list[int] = []
+        self.said = 0
+
+    def push(self, tokens: Sequence[int], eos: Sequence[int], *, last: bool) -> str:
+        if self.tokenizer is None:
+            return ""
+        self.tokens += [token for token in tokens if token not in eos]
+        text = self._decode(self.tokens)
+        ends = [text.find(stop) for stop in self.stops if stop in text]
+        if ends:
+            text = text[: min(ends)]
+        elif not last:
+            text = text[: len(text) - self._unsure(text)]
+        news, self.said = text[self.said :], max(self.said, len(text))
+        return news
+
+    def stop_after(self, new: Sequence[int]) -> int | None:
+        """How many of the new tokens it takes to complete the first stop string; None without one."""
+        text = self._decode(new)
+        if not any(stop in text for stop in self.stops):
+            return None
+        # Decoding grows with the tokens, so the first count that holds a stop string can be found by bisection.
+        low, high = 1, len(new)
+        while low < high:
+            middle = (low + high) // 2
+            found = any(stop in self._decode(new[:middle]) for stop in self.stops)
+            low, high = (low, middle) if found else (middle + 1, high)
+        return low
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        assert self.tokenizer is not None
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _unsure(self, text: str) -> int:
+        """Length of the tail that may still change: a broken character, or the beginning of a stop string."""
+        tail = len(text) - len(text.rstrip("\ufffd"))
+        for stop in self.stops:
+            for size in range(min(len(stop) - 1, len(text)), tail, -1):
+                if text.endswith(stop[:size]):
+                    tail = size
+                    break
+        return tail
+
+
+def _tokenizer(model: Model) -> PreTrainedTokenizerBase:
+    if model.tokenizer is None:
+        raise ConfigError("the checkpoint has no tokenizer; pass token ids, or add tokenizer.json to its folder")
+    return model.tokenizer

@@ -1,0 +1,136 @@
+"""Named workloads that need nothing but this package: models and settings for the built-in byte-level corpus."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from nextn.bytelevel import byte_tokenizer
+from nextn.bytelevel import vocab_size as vocab_size_of
+from nextn.data import Corpus, prompts, split, standard_library
+from nextn.errors import ConfigError
+from nextn.model import Model
+from nextn.train import TrainConfig, Trainer
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """model: a transformers config as a dict. minutes: about what it takes on two cores."""
+
+    title: str
+    model: dict[str, object]
+    train: TrainConfig
+    minutes: float
+
+
+def byte_model(*, layers: int, hidden: int, vocab_size: int, max_length: int = 4096) -> dict[str, object]:
+    """A deep, narrow trunk of the dense Qwen3.5 kind with attention in every layer: a draft step is cheap beside it."""
+    return {
+        "model_type": "qwen3_5_text",
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": 5 * hidden // 2,
+        "num_hidden_layers": layers,
+        "layer_types": ["full_attention"] * layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 128,
+        "head_dim": 64,
+        "max_position_embeddings": max_length,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": 257,
+        "pad_token_id": 257,
+    }
+
+
+def by_name(name: str, *, vocab_size: int) -> Recipe:
+    """The recipe called `name`. Raises ConfigError that lists the known ones."""
+    recipes = {
+        "demo": Recipe(
+            "5-minute byte-level code model with an MTP head",
+            byte_model(layers=8, hidden=256, vocab_size=vocab_size),
+            TrainConfig(
+                steps=390,
+                batch_size=16,
+                length=256,
+                depths=2,
+                lam="1.0",
+                optimizer="muon",
+                lr=3e-3,
+                matrix_lr=0.03,
+                weight_decay=0.01,
+                compile=True,
+            ),
+            5,
+        ),
+    }
+    if name not in recipes:
+        raise ConfigError(f"unknown recipe {name!r}; known: {', '.join(recipes)}")
+    return recipes[name]
+
+
+def training_run(
+    out: Path,
+    *,
+    data: Sequence[Path],
+    recipe: str,
+    model: Path | None,
+    tokenizer: Path | None,
+    num_modules: int,
+    settings: Mapping[str, object],
+) -> Trainer:
+    """A trainer at step 0. data: files or folders, empty = the standard library; settings go over the recipe's.
+
+    Raises ConfigError for data, configs or settings that cannot be used.
+    """
+    known = AutoTokenizer.from_pretrained(tokenizer) if tokenizer else byte_tokenizer()
+    base = by_name(recipe, vocab_size=-(-vocab_size_of(known) // 8) * 8)
+    config = TrainConfig.from_dict(asdict(base.train) | dict(settings))
+    corpus, held_out = corpora(data, known)
+    torch.manual_seed(config.seed)
+    built = Model.build(_read_config(model) if model else base.model, num_modules=num_modules, tokenizer=known)
+    if vocab_size_of(known) > built.trunk.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {vocab_size_of(known)} tokens, the model's vocab_size is {built.trunk.vocab_size}; "
+            "raise vocab_size in the config"
+        )
+    asked = _held_out_prompts(held_out, config.seed)
+    return Trainer(built, corpus, config, out=out, held_out=held_out, prompts=asked)
+
+
+def _held_out_prompts(corpus: Corpus, seed: int) -> list[list[int]]:
+    """Eight prompts of 128 tokens; shorter ones where the text is short, none where there is next to none."""
+    for length in (128, 32, 8):
+        try:
+            return [text.tolist() for text in prompts(corpus, count=8, length=length, seed=seed, continuation=0)]
+        except ConfigError:
+            continue
+    return []
+
+
+def corpora(data: Sequence[Path], tokenizer: PreTrainedTokenizerBase) -> tuple[Corpus, Corpus]:
+    """(train, held-out) of text files and folders; one file alone is cut, several are split by name."""
+    files = standard_library() if not data else sorted(file for path in data for file in _files(path))
+    train, held_out = split(files)
+    return Corpus.from_files(train, tokenizer), Corpus.from_files(held_out or train, tokenizer)
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such file or folder; expected text files or folders of them")
+    return [file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".")]
+
+
+def _read_config(path: Path) -> dict[str, object]:
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not a readable JSON file: {error}") from error
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise ConfigError(f"{path}: expected a transformers config, a JSON object with `model_type`")
+    return values

@@ -1,0 +1,244 @@
+"""Files read by byte range, wherever they lie: on this disk, in the hub's cache, or on a Hugging Face hub over HTTP.
+
+Knows ranges, retries and the hub's ways of saying no; knows nothing of what is in a file.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import sleep
+from typing import Protocol
+from urllib.parse import quote
+
+import huggingface_hub as hub  # resolves its names on first use, so this line costs milliseconds
+from huggingface_hub import constants
+
+from nextn.errors import CheckpointError
+
+TRIES = 5
+FIRST_WAIT = 0.5  # seconds, doubled at each try
+LONGEST_WAIT = 60.0  # a server that asks for more gets no further request
+TIMEOUT = 20.0  # seconds without a byte
+TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
+MAX_LISTING = 64 * 1024 * 1024
+NO_RANGES = (
+    "Reading a part of a file does not work there; download the files first (`hf download`) and give their folder."
+)
+
+# By the hub's X-Error-Code, or where a server sends none, by status.
+ADVICE: dict[str | int, str] = {
+    "GatedRepo": "the repository is gated: accept its terms on its page, then run `hf auth login` or set HF_TOKEN",
+    "RepoNotFound": "there is no such repository (nor a local folder of that name), or it is private: check the name, "
+    "or run `hf auth login` or set HF_TOKEN",
+    "RevisionNotFound": "there is no such revision: give a branch, a tag or a commit of this repository",
+    "EntryNotFound": "there is no such file in this revision",
+    401: "the hub wants a token, or does not accept the one given: run `hf auth login` or set HF_TOKEN; "
+    "it answers the same for a name that does not exist, so check that too",
+    403: "the token may not read this: accept the terms on the repository's page, or use a token with read access",
+    404: "there is no such repository, revision or file: check the names",
+    416: "the file is empty or shorter than its own header says",
+}
+
+
+class Source(Protocol):
+    """The bytes of one file; its `str()` is the place that messages name. What it cannot give is a CheckpointError."""
+
+    @property
+    def name(self) -> str: ...
+
+    def start(self, length: int) -> tuple[bytes, int]:
+        """At most the first `length` bytes, and the size of the whole file."""
+
+    def read(self, begin: int, end: int) -> bytes:
+        """Exactly the bytes [begin, end)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFile:
+    """A file on disk; opened anew for each read, so threads can share it."""
+
+    path: Path
+    name: str
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def start(self, length: int) -> tuple[bytes, int]:
+        with readable(self.path), self.path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return file.read(min(length, size)), size
+
+    def read(self, begin: int, end: int) -> bytes:
+        with readable(self.path), self.path.open("rb") as file:
+            file.seek(begin)
+            data = file.read(end - begin)
+        if len(data) < end - begin:
+            raise CheckpointError(f"{self}: bytes {begin}..{end} end at {begin + len(data)}; the file became shorter.")
+        return data
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turn the system's refusal to read `path` into a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}.") from error
+
+
+def folder_files(path: Path) -> dict[str, Source]:
+    """The files of a folder by name, and the safetensors files of its subfolders by "sub/name"."""
+    with readable(path):
+        found = [file for pattern in ("*", "*/*.safetensors") for file in sorted(path.glob(pattern)) if file.is_file()]
+    names = [file.relative_to(path).as_posix() for file in found]
+    return {name: LocalFile(file, name) for name, file in zip(names, found, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file behind a URL; each read is one request, tried again when the network or the server fails."""
+
+    url: str
+    name: str
+    headers: Mapping[str, str] = field(repr=False)  # they hold the token
+
+    def __str__(self) -> str:
+        return self.url
+
+    def start(self, length: int) -> tuple[bytes, int]:
+        return _fetch(self.url, 0, length, headers=self.headers)
+
+    def read(self, begin: int, end: int) -> bytes:
+        data, size = _fetch(self.url, begin, end, headers=self.headers)
+        if len(data) < end - begin:
+            raise CheckpointError(f"{self}: bytes {begin}..{end} were asked for, the file has {size}.")
+        return data
+
+
+def repo_files(
+    repo_id: str, *, revision: str | None, cache_dir: str | Path | None, token: str | None, endpoint: str | None
+) -> tuple[dict[str, Source], str]:
+    """The files of a hub repository and the commit they belong to; those that the hub's cache holds are local files."""
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # public, but not in an __all__
+
+    _check_id(repo_id)
+    endpoint = (endpoint or constants.ENDPOINT).rstrip("/")
+    headers = build_hf_headers(token=token) | {"Accept-Encoding": "identity"}  # a range of the file, not of its gzip
+    commit, names = _list(f"{endpoint}/api/models/{repo_id}/revision/{quote(revision or 'main', safe='')}", headers)
+    sources: dict[str, Source] = {}
+    for name in names:
+        cached = hub.try_to_load_from_cache(repo_id, name, cache_dir=cache_dir, revision=commit)
+        url = hub.hf_hub_url(repo_id, name, revision=commit, endpoint=endpoint)  # the commit: all reads see one state
+        sources[name] = LocalFile(Path(cached), name) if isinstance(cached, str) else RemoteFile(url, name, headers)
+    return sources, commit
+
+
+def cached_folder(repo_id: str, *, revision: str | None, cache_dir: str | Path | None) -> Path:
+    """The hub cache's folder for that revision, without any request; CheckpointError where it has none."""
+    _check_id(repo_id)
+    for name in ("config.json", "model.safetensors.index.json", "model.safetensors"):
+        at = hub.try_to_load_from_cache(repo_id, name, cache_dir=cache_dir, revision=revision)
+        if isinstance(at, str):
+            return Path(at).parent
+    where = f"revision {revision or 'main'} is not in the cache {cache_dir or constants.HF_HUB_CACHE}"
+    raise CheckpointError(f"{repo_id}: offline, and {where}. Run `hf download {repo_id}` while online.")
+
+
+def _check_id(repo_id: str) -> None:
+    try:
+        hub.hf_hub_url(repo_id, "config.json")
+    except ValueError as error:
+        raise CheckpointError(f"{repo_id}: neither a local file or folder nor a hub id: {error}") from error
+
+
+def _list(url: str, headers: Mapping[str, str]) -> tuple[str, list[str]]:
+    data, _ = _fetch(url, 0, MAX_LISTING, headers=headers)
+    try:
+        listing = json.loads(data)
+        names = [str(file["rfilename"]) for file in listing["siblings"]]
+        commit = str(listing["sha"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{url}: the answer is no listing of a repository: {error!r}. Check HF_ENDPOINT."
+        ) from error
+    return commit, [name for name in names if not {"", ".", ".."} & set(re.split(r"[/\\]", name))]
+
+
+class _FailedTry(Exception):
+    """A try that is worth repeating; `wait` is what the server asked for, in seconds."""
+
+    def __init__(self, reason: str, wait: float = 0.0) -> None:
+        super().__init__(reason)
+        self.wait = wait
+
+
+def _fetch(url: str, begin: int, end: int, *, headers: Mapping[str, str]) -> tuple[bytes, int]:
+    for attempt in range(TRIES):
+        try:
+            return _get(url, begin, end, headers=headers)
+        except _FailedTry as failed:
+            wait = max(failed.wait, FIRST_WAIT * 2**attempt)
+            if attempt + 1 == TRIES or wait > LONGEST_WAIT:
+                asked = f", and asks to wait {failed.wait:.0f} s" if failed.wait else ""
+                tries = f"{attempt + 1} of {TRIES} tries"
+                remedy = "Try later, with a token, or on a local copy (`hf download`)."
+                raise CheckpointError(f"{url}: {failed}{asked} ({tries}). {remedy}") from failed
+        sleep(wait)
+    raise AssertionError("the last try returns or raises")
+
+
+def _get(url: str, begin: int, end: int, *, headers: Mapping[str, str]) -> tuple[bytes, int]:
+    """One request for the bytes [begin, end) -> those of them that exist, and the size of the whole file."""
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx2's; httpx's in hub 1
+
+    ask = {**headers, "Range": f"bytes={begin}-{end - 1}"}
+    body = bytearray()
+    try:
+        with hub.get_session().stream("GET", url, headers=ask, timeout=TIMEOUT, follow_redirects=True) as response:
+            _check_status(url, response.status_code, response.headers)
+            want, size = _promise(url, begin, end, headers=response.headers)
+            for piece in response.iter_raw():
+                body += piece
+                if len(body) > want:
+                    raise CheckpointError(f"{url}: the server sends more than the {want} bytes asked for. {NO_RANGES}")
+    except HTTPError as error:
+        raise _FailedTry(f"{type(error).__name__} {error}") from error
+    if size is not None and len(body) < want:
+        raise _FailedTry(f"the answer was cut off after {len(body)} of {want} bytes")
+    return bytes(body), len(body) if size is None else size
+
+
+def _check_status(url: str, status: int, headers: Mapping[str, str]) -> None:
+    if status in TRANSIENT:
+        raise _FailedTry(f"HTTP {status}", _asked_wait(headers) if status in (429, 503) else 0.0)
+    if status not in (200, 206):
+        advice = ADVICE.get(headers.get("X-Error-Code", "")) or ADVICE.get(status)
+        says = headers.get("X-Error-Message", "an answer that is not expected here")[:200]
+        raise CheckpointError(f"{url}: HTTP {status}: {advice or says}.")
+
+
+def _asked_wait(headers: Mapping[str, str]) -> float:
+    """Seconds, from Retry-After or from the hub's own `RateLimit: "api";r=0;t=55`."""
+    stated = headers.get("Retry-After") or headers.get("RateLimit") or ""
+    found = re.search(r"(?:^|;\s*t=)([0-9]{1,6})\s*$", stated)
+    return float(found[1]) if found else 0.0
+
+
+def _promise(url: str, begin: int, end: int, *, headers: Mapping[str, str]) -> tuple[int, int | None]:
+    """How many bytes may come, and the size of the whole file where the answer tells it."""
+    if "Content-Range" not in headers:  # the whole file: good only if that is what was asked for
+        stated = re.fullmatch(r"[0-9]{1,19}", headers.get("Content-Length", ""))
+        length = int(stated[0]) if stated else None
+        if begin or (length or 0) > end:
+            raise CheckpointError(f"{url}: the server answers with the whole file. {NO_RANGES}")
+        return (end if length is None else length), length
+    found = re.fullmatch(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})", headers["Content-Range"])
+    first, last, size = map(int, found.groups()) if found else (-1, -1, -1)
+    if first != begin or last + 1 != min(end, size):
+        got = headers["Content-Range"][:80]
+        raise CheckpointError(f"{url}: asked for bytes {begin}-{end - 1}, the server answers {got!r}. {NO_RANGES}")
+    return last + 1 - first, size

@@ -1,0 +1,157 @@
+"""Logits to a law, picks from it, and the accept / residual rule of speculative sampling.
+
+Pure functions over batches; every random number comes in as a uniform in [0, 1). p is the trunk's law, q the head's.
+Knows no model, cache or tokenizer.
+"""
+
+from dataclasses import dataclass
+from math import inf
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nextn.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a law is made from logits. The defaults are greedy decoding; raises ConfigError on a value out of range."""
+
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        rules = {
+            # below 1e-4, logits / temperature can overflow float32
+            "temperature": (self.temperature == 0 or 1e-4 <= self.temperature < inf, "0 (greedy) or at least 1e-4"),
+            "top_k": (isinstance(self.top_k, int) and self.top_k >= 0, "0 (off) or a positive whole number"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
+            "min_p": (0 <= self.min_p <= 1, "from 0 (off) to 1"),
+            "repetition_penalty": (0 < self.repetition_penalty < inf, "above 0 and finite (1 is off)"),
+        }
+        wrong = [f"{name}={getattr(self, name)} must be {valid}" for name, (ok, valid) in rules.items() if not ok]
+        if wrong:
+            raise ConfigError("; ".join(wrong))
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def needs_seen(self) -> bool:
+        return self.repetition_penalty != 1
+
+
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """What became of the drafts of each row: how many stand, and the law of the token after them."""
+
+    kept: Tensor  # [B] int64
+    rest: Tensor  # [B, V]
+
+
+def law(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
+    """The law that `sampling` makes of logits [..., V]; float32, or float64 for float64 logits.
+
+    Order and meaning are those of transformers' logits processors: repetition penalty, temperature, top-k (which keeps
+    ties), top-p, min-p. Ties at the argmax and at the rim of top-p go to the lowest index.
+    seen: bool [..., V], the tokens that the penalty falls on; required when `sampling.needs_seen`.
+    """
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if sampling.needs_seen:
+        assert seen is not None, "a repetition penalty needs the tokens seen"
+        scores = torch.where(seen, _penalised(scores, sampling.repetition_penalty), scores)
+    if sampling.greedy:
+        return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+    scores = scores / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[..., -1:], -inf)
+    probs = scores.softmax(-1)
+    if sampling.top_p < 1:
+        probs = _nucleus(probs, sampling.top_p)
+    if sampling.min_p > 0:
+        probs = _normalised(probs.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), 0))
+    return probs
+
+
+def _penalised(scores: Tensor, penalty: float) -> Tensor:
+    """CTRL, Keskar et al. 2019, section 4.1, with the sign rule that transformers added."""
+    return torch.where(scores < 0, scores * penalty, scores / penalty)
+
+
+def _nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """The law on the tokens whose betters weigh less than top_p together (Holtzman et al. 2020, section 3.1)."""
+    # Tokens of at most (1 - top_p) / V are out, even all of them together; half of that leaves room for rounding.
+    # They are not sorted, because sorting takes 10 ms a row at V = 150k.
+    size = int((probs > (1 - top_p) / 2 / probs.shape[-1]).sum(-1, dtype=torch.int32).max())
+    inside = probs.topk(size).indices.sort().values  # by index, so that the stable sort breaks ties by index
+    weights, order = probs.gather(-1, inside).sort(dim=-1, descending=True, stable=True)
+    betters = F.pad(weights.cumsum(-1)[..., :-1], (1, 0))
+    kept = _normalised(weights * (betters < top_p))
+    return torch.zeros_like(probs).scatter_(-1, inside.gather(-1, order), kept)
+
+
+def _normalised(weights: Tensor) -> Tensor:
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def seen_prefixes(seen: Tensor, drafts: Tensor) -> Tensor:
+    """seen [B, V] on each hypothetical prefix: bool [B, K+1, V], whose row j adds drafts 1..j of drafts [B, K]."""
+    step = torch.arange(drafts.shape[1], device=drafts.device)
+    prefixes = seen[:, None].repeat(1, len(step) + 1, 1)
+    upto = torch.minimum(step[:, None], step)  # [K, K]: row j holds 1..j, then j again as filler
+    prefixes[:, 1:].scatter_(-1, drafts[:, upto], True)
+    return prefixes
+
+
+def pick(law: Tensor, u: Tensor) -> Tensor:
+    """Invert the distribution function of law [..., V] at u [...] in [0, 1) -> int64 [...].
+
+    Never a token of zero probability, whatever the rounding of u or of the sums.
+    """
+    # A GPU's scan need not be monotonic (pytorch#16075): it may step at a token of zero probability, which gets no sum.
+    cdf = law.cumsum(-1).masked_fill(law <= 0, 0)
+    target = u[..., None] * cdf.amax(-1, keepdim=True)  # u < 1 keeps it below the largest sum, in any rounding
+    return (cdf > target).byte().argmax(-1)
+
+
+def accept(p: Tensor, q: Tensor, drafts: Tensor, *, u: Tensor, limit: Tensor | None = None) -> Verdict:
+    """Speculative sampling, Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1: what is emitted has the law p.
+
+    p [B, K+1, V], q [B, K, V]; drafts [B, K], draft k drawn from q[:, k]; u [B, K] in [0, 1); K may be 0.
+    limit [B]: how many drafts of the row count; when they all stand, rest is p[row, limit] itself. It must not depend
+    on the value of a draft that it leaves out.
+    """
+    at = drafts[..., None]
+    kept = _leading(u * q.gather(-1, at)[..., 0] < p[:, :-1].gather(-1, at)[..., 0], limit)
+    row = torch.arange(len(kept), device=kept.device)
+    p_next = p[row, kept]
+    if not drafts.shape[1]:
+        return Verdict(kept, p_next)
+    refused = kept < (drafts.shape[1] if limit is None else limit)
+    residual = (p_next - q[row, kept.clamp_max(drafts.shape[1] - 1)]).clamp_min(0)
+    total = residual.sum(-1, keepdim=True)
+    # total is 0 where p and q differ by a rounding only
+    return Verdict(kept, torch.where(refused[:, None] & (total > 0), residual / total, p_next))
+
+
+def accept_greedy(best: Tensor, drafts: Tensor, *, limit: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`accept` and `pick` at temperature 0, from the trunk's argmax best [B, K+1] -> kept [B], next token [B]."""
+    kept = _leading(best[:, :-1] == drafts, limit)
+    return kept, best.gather(1, kept[:, None])[:, 0]
+
+
+def _leading(stands: Tensor, limit: Tensor | None) -> Tensor:
+    """How many drafts stand before the first that does not: bool [B, K] -> int64 [B]."""
+    if limit is not None:
+        stands = stands & (torch.arange(stands.shape[1], device=stands.device) < limit[:, None])
+    return stands.long().cumprod(-1).sum(-1)
+
+
+def overlap(p: Tensor, q: Tensor) -> Tensor:
+    """The probability that a draft from q [..., V] stands against p [..., V]: sum min(p, q) = 1 - TV(p, q) -> [...]."""
+    return torch.minimum(p, q).sum(-1)

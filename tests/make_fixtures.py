@@ -1,0 +1,80 @@
+"""Trains the tiny models under tests/fixtures: `python tests/make_fixtures.py`, about two minutes on one core.
+
+They speak `tiny.refrain`: a random phrase, again and again. Trunk and head learn it together, four depths deep.
+"""
+
+import argparse
+import time
+
+import torch
+from tiny import CONFIGS, FIXTURES, refrain
+
+from nextn.loss import Targets, mtp_loss
+from nextn.model import Model
+
+_WIDE = {"hidden_size": 64, "vocab_size": 48, "initializer_range": 0.05, "max_position_embeddings": 512}
+_GLM = {"head_dim": 16, "intermediate_size": 128, "first_k_dense_replace": 2, "n_routed_experts": 2}
+_QWEN = {
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+# name: (family, modules, depths trained, config)
+RECIPES: dict[str, tuple[str, int, int, dict[str, object]]] = {
+    "glm": ("glm4_moe", 1, 4, _GLM),
+    "glm_one": ("glm4_moe", 1, 1, _GLM),
+    "glm_two": ("glm4_moe", 2, 2, _GLM),
+    "qwen": ("qwen3_5", 1, 4, _QWEN),
+}
+
+
+@torch.no_grad()
+def spread_gains(model: Model) -> None:
+    """Norm gains start between about 1/5 and 5, as long training leaves them. All at 1, a norm before and a norm behind
+    another are nearly the same, and no test could tell which state a head was given."""
+    generator = torch.Generator().manual_seed(1)
+    for part in (model.trunk.decoder.norm, *(module.final_norm for module in model.head.stack)):
+        gains = torch.randn(part.weight.shape, generator=generator).mul(0.8).exp()
+        part.weight.copy_(gains - float(model.family.gain == "1+w"))
+
+
+def train(name: str, *, steps: int) -> Model:
+    family, modules, depths, changes = RECIPES[name]
+    torch.manual_seed(0)
+    model = Model.build(CONFIGS[family] | _WIDE | changes, num_modules=modules)
+    assert model.head is not None
+    spread_gains(model)
+    parameters = [*model.trunk.parameters(), *model.head.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
+    for step in range(steps):
+        tokens = refrain(32, 64, seed=step + 1)
+        hidden = model.trunk(tokens)
+        hiddens = [hidden.normed, *model.head.hiddens(tokens, hidden.eaten, depths)]
+        report = mtp_loss(hiddens, model.trunk.output.weight, Targets(tokens), lam=1.0)
+        optimizer.zero_grad()
+        report.total.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 100 == 99:
+            print(name, step + 1, [round(loss, 3) for loss in report.per_depth.tolist()], flush=True)
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=list(RECIPES))
+    parser.add_argument("--steps", type=int, default=1500)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in args.names:
+        started = time.perf_counter()
+        model = train(name, steps=args.steps)
+        model.save(FIXTURES / name, dtype=torch.bfloat16, copies=False)
+        print(name, f"{time.perf_counter() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

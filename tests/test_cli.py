@@ -1,0 +1,170 @@
+"""The command line: exit codes, one-line errors, JSON, a run interrupted and resumed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from nextn.model import Model
+
+TINY = {
+    "model_type": "glm4_moe",
+    "vocab_size": 264,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "eos_token_id": 257,
+}
+SETTINGS = ["--set", "batch_size=2", "--set", "length=32", "--set", "depths=2", "--set", "compile=false"]
+
+
+def nextn(*args, **options):
+    env = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+    return subprocess.run(
+        [sys.executable, "-m", "nextn", *map(str, args)],
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A tiny model trained through the command line, on text files of the user's."""
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "config.json").write_text(json.dumps(TINY))
+    (folder / "text").mkdir()
+    for index in range(24):
+        (folder / "text" / f"{index}.txt").write_text(f"line {index} of the text\n" * 40)
+    done = nextn(
+        *["train", folder / "out", "--data", folder / "text", "--model", folder / "config.json"],
+        *[*SETTINGS, "--set", "steps=4", "--json"],
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"model": str(folder / "out" / "model")}
+    return folder
+
+
+def test_train_wrote_a_model(run):
+    model = Model.load(run / "out" / "model")
+    assert model.head is not None
+    assert model.tokenizer is not None
+    lines = [json.loads(line) for line in (run / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+    assert lines[-1]["decoded"]["rounds"] > 0
+
+
+def test_generate_as_text_and_json(run):
+    text = nextn("generate", run / "out" / "model", "line 1 of", "--max-tokens", 12, "-k", 3)
+    assert text.returncode == 0, text.stderr
+    assert "tokens/s  AL " in text.stdout
+    record = json.loads(nextn("generate", run / "out" / "model", "line 1 of", "--max-tokens", 12, "--json").stdout)
+    assert len(record["tokens"]) == 12
+    assert "conditional" in record["definition"]
+    plain = nextn("generate", run / "out" / "model", "-", "-k", 0, "--max-tokens", 12, "--json", input="line 1 of")
+    assert json.loads(plain.stdout)["tokens"] == record["tokens"]
+
+
+def test_trace_prints_the_table(run):
+    table = nextn("trace", run / "out" / "model", "ab", "--max-tokens", 4).stdout
+    assert "and hidden" in table
+    assert "draft 1 = " in table
+    rows = json.loads(nextn("trace", run / "out" / "model", "ab", "--max-tokens", 4, "--json").stdout)
+    assert {row["phase"] for row in rows} >= {"prefill", "draft", "verify"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_interrupted_and_resumed(number, run, tmp_path):
+    """A signal in mid-run: a checkpoint, exit code 130, and the resumed run has the losses of an uninterrupted one."""
+    common = [
+        "train",
+        tmp_path / "out",
+        "--data",
+        run / "text",
+        "--model",
+        run / "config.json",
+        *SETTINGS,
+        "--set",
+        "steps=150",
+    ]
+    args = [sys.executable, "-m", "nextn", *map(str, common)]
+    process = subprocess.Popen(
+        args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= 5):
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert "--resume" in stderr
+    stopped = metrics.read_text().count("\n")
+    assert 5 <= stopped < 60
+    again = nextn(*common)
+    assert again.returncode == 2
+    assert "holds a run already; use --resume" in again.stderr
+    assert nextn(*common, "--resume").returncode == 0
+    assert nextn(*common[:1], tmp_path / "whole", *common[2:]).returncode == 0
+    losses = [
+        [
+            record["loss"]
+            for record in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+            if "loss" in record
+        ]
+        for folder in (tmp_path / "out", tmp_path / "whole")
+    ]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["generate", "/nowhere", "x"], "not a checkpoint folder"),
+        (["generate", "MODEL", ""], "prompt 0 is empty"),
+        (["generate", "MODEL", "x", "-k", "-1"], "drafts = -1; expected a whole number >= 0"),
+        (["generate", "MODEL", "x" * 300], "prompt 0 has 300 tokens; the context holds 256"),
+        (["generate", "MODEL", "x", "--temperature", "-1"], "temperature"),
+        (["generate", "MODEL", "x", "--dtype", "int3"], "dtype 'int3'; expected one of auto, float32, bfloat16"),
+        (["generate", "MODEL", "x", "--chat"], "no chat template"),
+        (["trace", "MODEL", ""], "prompt 0 is empty"),
+        (["train", "OUT", "--set", "stepz=3"], "unknown setting 'stepz'"),
+        (["train", "OUT", "--set", "steps"], "expected KEY=VALUE"),
+        (["train", "OUT", "--recipe", "none"], "unknown recipe 'none'; known: demo"),
+        (["train", "OUT", "--data", "/nowhere"], "/nowhere: no such file or folder"),
+        (["train", "OUT", "--model", "/nowhere.json"], "/nowhere.json: not a readable JSON file"),
+        (["train", "OUT", "--resume"], "holds no checkpoint to resume from"),
+        (["train", "/proc/nextn", "--set", "steps=1", "--model", "CONFIG"], "/proc/nextn"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
+)
+def test_bad_input_is_one_line_and_exit_code_2(args, words, run, tmp_path):
+    names = {"MODEL": run / "out" / "model", "OUT": tmp_path / "out", "CONFIG": run / "config.json"}
+    done = nextn(*(names.get(arg, arg) for arg in args))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: ")
+
+
+def test_usage_errors_exit_2():
+    assert nextn("nonsense").returncode == 2
+    assert nextn("generate").returncode == 2
+
+
+def test_version():
+    assert nextn("--version").stdout.startswith("nextn 0.")

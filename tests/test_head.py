@@ -1,0 +1,112 @@
+"""The head alone: shapes, causality, chaining, sharing, and a slow twin that goes position by position."""
+
+import pytest
+import torch
+from tiny import BUILDS, build
+
+from nextn.errors import ConfigError
+from nextn.head import StandaloneHead
+
+
+def slow(head, tokens, hidden, depths):
+    """The slow twin of `Head.forward`: every column on its own prefix, one depth after the other."""
+    columns = tokens.shape[1] - depths
+    out = []
+    for column in range(columns):
+        states, logits = hidden[:, : column + 1], []
+        for depth in range(1, depths + 1):
+            step = head.step(head.module(depth), tokens[:, depth : column + 1 + depth], states)
+            logits.append(head.trunk.logits(step.normed[:, -1]))
+            states = step.recycled
+        out.append(torch.stack(logits, dim=1))
+    return torch.stack(out, dim=1)
+
+
+@pytest.mark.parametrize(("name", "modules"), BUILDS)
+def test_fast_equals_slow(name, modules):
+    """All columns at once give what each column gives alone: fp32, 1e-4."""
+    model = build(name, modules=modules)
+    tokens, hidden = torch.randint(0, 64, (2, 11)), torch.randn(2, 11, 32)
+    with torch.no_grad():
+        fast = model.head(tokens, hidden, depths=3)
+        assert fast.shape == (2, 8, 3, 64)
+        torch.testing.assert_close(fast, slow(model.head, tokens, hidden, 3), atol=1e-4, rtol=1e-4)
+
+
+def test_standalone_contract():
+    """[B, T-D, D, V] from token ids, with hidden states or its own embeddings; the output head is the embedding."""
+    head = StandaloneHead(100, 32, num_modules=3, num_heads=2)
+    tokens = torch.randint(0, 100, (2, 20))
+    assert head(tokens).shape == (2, 17, 3, 100)
+    assert head(tokens, torch.randn(2, 20, 32)).shape == (2, 17, 3, 100)
+    assert head(tokens, depths=5).shape == (2, 15, 5, 100)
+    assert head.trunk.output.weight is head.embedding.weight
+    assert sum(value is head.embedding.weight for value in head.parameters()) == 1
+    head(tokens).sum().backward()
+    assert all(value.grad is not None for value in head.parameters())
+
+
+def test_no_column_sees_its_future():
+    """Changing token j leaves every logit that must not know it bit-equal: depth k at column i eats up to i + k."""
+    head = StandaloneHead(50, 16, num_modules=2, num_heads=2)
+    tokens = torch.randint(0, 50, (1, 12))
+    changed = tokens.clone()
+    changed[0, 7] = (changed[0, 7] + 1) % 50
+    hidden = torch.randn(1, 12, 16)
+    with torch.no_grad():
+        before, after = head(tokens, hidden), head(changed, hidden)
+    for depth in (1, 2):
+        first = 7 - depth
+        assert torch.equal(before[:, :first, depth - 1], after[:, :first, depth - 1])
+        assert not torch.equal(before[:, first:, depth - 1], after[:, first:, depth - 1])
+
+
+def test_documents_do_not_mix():
+    """A packed row gives each document the states it gets alone, in the columns whose label is in the document."""
+    model = build("glm4_moe")
+    first, second = torch.randint(0, 64, (1, 7)), torch.randint(0, 64, (1, 9))
+    tokens = torch.cat([first, second], 1)
+    documents = torch.tensor([[0] * 7 + [1] * 9])
+    with torch.no_grad():
+        hidden = model.trunk(tokens, documents=documents).eaten
+        packed = model.head.hiddens(tokens, hidden, 3, documents=documents)
+        for start, part in ((0, first), (7, second)):
+            alone = model.head.hiddens(part, model.trunk(part).eaten, 3)
+            for depth in range(1, 4):
+                columns = part.shape[1] - depth - 1
+                got = packed[depth - 1][:, start : start + columns]
+                torch.testing.assert_close(got, alone[depth - 1][:, :columns], atol=1e-5, rtol=1e-4)
+
+
+def test_the_head_owns_no_shared_tensor():
+    """Embedding and output head are the trunk's: they are not saved, counted or trained twice."""
+    model = build("deepseek_v3")
+    shared = {id(value) for value in model.trunk.parameters()}
+    assert not [name for name, value in model.head.named_parameters() if id(value) in shared]
+
+
+@pytest.mark.parametrize("depths", [0, 11])
+def test_depths_out_of_range(depths):
+    with pytest.raises(ConfigError, match="depths = "):
+        build("glm4_moe").head(torch.zeros(1, 11, dtype=torch.long), depths=depths)
+
+
+def test_a_head_has_modules():
+    with pytest.raises(ConfigError, match="num_modules = 0"):
+        build("glm4_moe", modules=0)
+
+
+def test_position_zero_rule():
+    """A family that zeroes the first embedding changes column 0 and what sees it, nothing by accident."""
+    from dataclasses import replace
+
+    model = build("glm4_moe")
+    tokens, hidden = torch.randint(0, 64, (1, 9)), torch.randn(1, 9, 32)
+    with torch.no_grad():
+        kept = model.head(tokens, hidden, depths=1)
+        for module in model.head.stack:
+            module.family = replace(model.family, position0="zero")
+        zeroed = model.head(tokens, hidden, depths=1)
+        tokens[0, 1] = (tokens[0, 1] + 1) % 64
+        assert not torch.equal(kept, zeroed)
+        assert torch.equal(model.head(tokens, hidden, depths=1), zeroed), "the first pair's token must not matter"

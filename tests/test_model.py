@@ -1,0 +1,247 @@
+"""Checkpoints: round trips in the published layouts, strict loading, and nothing half-written."""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny import BUILDS, CONFIGS, build, decode, prompt
+from transformers import AutoModelForCausalLM
+
+from nextn import layout
+from nextn.bytelevel import byte_tokenizer
+from nextn.errors import CheckpointError, ConfigError, FamilyError
+from nextn.model import Model, head_tensors
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A saved GLM-layout checkpoint, and the path of the shard that holds its head."""
+    build("glm4_moe").save(tmp_path / "model")
+    return tmp_path / "model", tmp_path / "model" / "model-00002-of-00002.safetensors"
+
+
+def rewrite(shard, change):
+    """Change the tensors of one shard, and the index with them."""
+    tensors = load_file(shard)
+    change(tensors)
+    save_file(tensors, shard, metadata={"format": "pt"})
+    index = shard.parent / "model.safetensors.index.json"
+    record = json.loads(index.read_text())
+    kept = {name: file for name, file in record["weight_map"].items() if file != shard.name}
+    record["weight_map"] = kept | dict.fromkeys(tensors, shard.name)
+    index.write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize(("name", "modules"), BUILDS)
+def test_round_trip(name, modules, tmp_path):
+    """save -> load -> the same tensors, bit for bit, and the same text; transformers loads the trunk unmodified."""
+    model = build(name, modules=modules)
+    model.save(tmp_path / "model")
+    again = Model.load(tmp_path / "model")
+    assert again.notes == ()
+    for part in ("trunk", "head"):
+        old, new = getattr(model, part).state_dict(), getattr(again, part).state_dict()
+        assert old.keys() == new.keys()
+        assert all(torch.equal(old[key], new[key]) for key in old)
+    assert (
+        decode(again, [prompt(9)], drafts=3, max_tokens=8)[0] == decode(model, [prompt(9)], drafts=3, max_tokens=8)[0]
+    )
+    trunk = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(trunk.lm_head.weight, model.trunk.output.weight)
+
+
+PUBLISHED = {
+    "deepseek_v3": {
+        "model.layers.2.eh_proj.weight",
+        "model.layers.2.enorm.weight",
+        "model.layers.2.hnorm.weight",
+        "model.layers.2.shared_head.norm.weight",
+        "model.layers.2.shared_head.head.weight",
+        "model.layers.2.embed_tokens.weight",
+        "model.layers.2.self_attn.kv_a_proj_with_mqa.weight",
+        "model.layers.2.mlp.experts.3.down_proj.weight",
+        "model.layers.2.mlp.gate.e_score_correction_bias",
+    },
+    "glm4_moe": {
+        "model.layers.2.eh_proj.weight",
+        "model.layers.2.shared_head.head.weight",
+        "model.layers.2.self_attn.q_proj.weight",
+        "model.layers.2.mlp.experts.0.gate_proj.weight",
+        "model.layers.2.mlp.shared_experts.up_proj.weight",
+    },
+    "qwen3_next": {
+        "mtp.fc.weight",
+        "mtp.pre_fc_norm_embedding.weight",
+        "mtp.pre_fc_norm_hidden.weight",
+        "mtp.norm.weight",
+        "mtp.layers.0.self_attn.q_norm.weight",
+        "mtp.layers.0.mlp.experts.3.up_proj.weight",
+        "mtp.layers.0.mlp.shared_expert_gate.weight",
+    },
+    "qwen3_5": {"mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.mlp.gate_proj.weight"},
+    "qwen3_5_moe": {"mtp.fc.weight", "mtp.layers.0.mlp.experts.0.gate_proj.weight"},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_published_names(name, tmp_path):
+    """The file holds the names that the engines' loaders match, and no name of ours."""
+    build(name).save(tmp_path / "model")
+    names = set(json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())["weight_map"])
+    assert names >= PUBLISHED[name]
+    assert not [each for each in names if "stack" in each or "block" in each or "gate_up_proj" in each]
+
+
+def test_bfloat16_and_sharded(tmp_path):
+    """Several trunk shards and a cast on the way out; the model in memory keeps its dtype."""
+    model = build("glm4_moe")
+    model.trunk.model.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 2
+    model.save(tmp_path / "model", dtype=torch.bfloat16)
+    assert model.trunk.dtype == torch.float32
+    again = Model.load(tmp_path / "model")
+    assert again.trunk.dtype == torch.bfloat16
+    assert torch.equal(again.head.stack[0].projection.weight, model.head.stack[0].projection.weight.bfloat16())
+    gate = again.head.stack[0].block.mlp.gate.e_score_correction_bias
+    assert gate.dtype == torch.float32, "routers keep fp32 where transformers keeps it"
+
+
+def test_without_copies(tmp_path):
+    """copies=False leaves the shared tensors out, and loading does not miss them."""
+    model = build("glm4_moe")
+    model.save(tmp_path / "model", copies=False)
+    assert "model.layers.2.embed_tokens.weight" not in head_tensors(model.head, copies=False)
+    assert Model.load(tmp_path / "model").head is not None
+
+
+def test_a_copy_that_differs_is_told(saved):
+    folder, shard = saved
+    rewrite(shard, lambda tensors: tensors["model.layers.2.embed_tokens.weight"].add_(0.5))
+    notes = Model.load(folder).notes
+    assert len(notes) == 1
+    assert "embed_tokens.weight differs from the trunk's by up to 0.5" in notes[0]
+
+
+def test_every_problem_is_listed_at_once(saved):
+    """Missing, unexpected, mis-shaped and a dtype that needs scales: one error that names them all."""
+    folder, shard = saved
+
+    def damage(tensors):
+        del tensors["model.layers.2.eh_proj.weight"]
+        tensors["model.layers.2.surprise.weight"] = torch.zeros(3)
+        tensors["model.layers.2.enorm.weight"] = torch.ones(7)
+        tensors["model.layers.2.hnorm.weight"] = torch.ones(32).to(torch.float8_e4m3fn)
+
+    rewrite(shard, damage)
+    with pytest.raises(CheckpointError) as caught:
+        Model.load(folder)
+    text = str(caught.value)
+    assert "4 problems" in text
+    for words in ("missing: model.layers.2.eh_proj", "unexpected: model.layers.2.surprise", "mis-shaped", "F8_E4M3"):
+        assert words in text
+
+
+@pytest.mark.parametrize("name", ["model.layers.2.enorm.weight", "model.layers.1.self_attn.q_proj.weight"])
+def test_non_finite_weights(name, saved):
+    """NaN in the head or in the trunk is an error that names the tensor."""
+    folder, _ = saved
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    rewrite(folder / index[name], lambda tensors: tensors[name].view(-1)[:1].fill_(float("nan")))
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        Model.load(folder)
+
+
+def test_no_head(tmp_path):
+    """The head is promised and absent: an error that says so; plain decoding is still possible."""
+    model = build("glm4_moe")
+    model.trunk.model.save_pretrained(tmp_path / "model")
+    with pytest.raises(CheckpointError, match=r"no MTP head \(glm4_moe\): config.json promises 1 module"):
+        Model.load(tmp_path / "model")
+    assert Model.load(tmp_path / "model", need_head=False).head is None
+
+
+def test_truncated_file(saved):
+    folder, shard = saved
+    os.truncate(shard, shard.stat().st_size - 100)
+    with pytest.raises(CheckpointError, match=shard.name):
+        Model.load(folder)
+
+
+def test_unknown_family(saved):
+    folder, _ = saved
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    with pytest.raises(FamilyError, match=r"'llama'; known model types: .*glm4_moe"):
+        Model.load(folder)
+
+
+def test_tokenizer_of_another_model(tmp_path):
+    model = build("glm4_moe")
+    model.tokenizer = byte_tokenizer()
+    model.save(tmp_path / "model")
+    with pytest.raises(CheckpointError, match="tokenizer has 258 tokens, the model's vocabulary 64"):
+        Model.load(tmp_path / "model")
+
+
+@pytest.mark.parametrize("source", ["/nowhere/at/all", "no-such-folder", "a/b/c"])
+def test_no_such_checkpoint(source):
+    with pytest.raises(CheckpointError, match="not a checkpoint folder"):
+        Model.load(source)
+
+
+def test_unwritable_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        build("glm4_moe").save(tmp_path / "file" / "model")
+
+
+def test_disk_full_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    """The disk fills up while the head is written: the old folder stands, nothing half-written lies beside it."""
+    model = build("glm4_moe")
+    model.save(tmp_path / "model")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+
+    def full(*_args, **_kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("nextn.model.save_file", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        model.save(tmp_path / "model")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_saving_replaces_the_old_folder(tmp_path):
+    build("glm4_moe", seed=0).save(tmp_path / "model")
+    (tmp_path / "model" / "stale.txt").write_text("")
+    build("glm4_moe", seed=1).save(tmp_path / "model")
+    again = Model.load(tmp_path / "model")
+    assert torch.equal(again.trunk.output.weight, build("glm4_moe", seed=1).trunk.output.weight)
+    assert not (tmp_path / "model" / "stale.txt").exists()
+
+
+def test_more_modules_than_the_layout_holds():
+    with pytest.raises(ConfigError, match="room for 1"):
+        build("qwen3_5", modules=2)
+
+
+def test_experts_round_trip():
+    """Fused -> one by one -> fused is the identity, and gate comes before up."""
+    state = {
+        "0.block.mlp.experts.gate_up_proj": torch.randn(3, 8, 5),
+        "0.block.mlp.experts.down_proj": torch.randn(3, 5, 4),
+    }
+    split = layout.split_experts(state)
+    assert torch.equal(split["0.block.mlp.experts.2.up_proj.weight"], state["0.block.mlp.experts.gate_up_proj"][2, 4:])
+    again = layout.fuse_experts(split)
+    assert again.keys() == state.keys()
+    assert all(torch.equal(again[key], state[key]) for key in state)
+
+
+def test_the_shard_is_plain_safetensors(saved):
+    _, shard = saved
+    with safe_open(shard, framework="pt") as file:
+        assert file.metadata()["format"] == "pt"

@@ -1,0 +1,383 @@
+"""remote: a hub on the loopback that keeps ranges, and one that breaks every promise it can."""
+
+import json
+import re
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+
+from nextn import checkpoint, remote
+from nextn.checkpoint import Checkpoint, RawTensor, write_index, write_json, write_safetensors
+from nextn.errors import CheckpointError
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+BIG = 3_000_000
+
+
+class Hub:
+    """Serves `files` as org/model at SHA; `faults[name]` are taken one a request: a status, its headers, or a trick."""
+
+    def __init__(self, files):
+        self.files, self.faults, self.requests, self.delay = files, {}, [], 0.0
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"hub": self}))
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
+        self.thread.start()
+
+    def open(self, **options):
+        return Checkpoint.open("org/model", endpoint=self.url, **options)
+
+    def asked(self, name):
+        return [headers.get("Range") for path, headers in self.requests if path.endswith("/" + name)]
+
+    def stop(self):
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1  # header and body in one packet: two would wait 40 ms for each other
+    hub: Hub
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        path = self.path.split("?")[0]
+        self.hub.requests.append((path, self.headers))
+        time.sleep(self.hub.delay)
+        listing = re.fullmatch(r"/api/models/org/model/revision/(main|v1)", path)
+        name = "listing" if listing else path.removeprefix(f"/org/model/resolve/{SHA}/")
+        fault = next(iter(self.hub.faults.get(name, [])), None)
+        if fault is not None:
+            self.hub.faults[name].pop(0)
+        body = self.listing() if listing else self.hub.files.get(name)
+        if isinstance(fault, tuple):
+            self.answer(fault[0], fault[1], b"")
+        elif body is None:
+            self.answer(404, {"X-Error-Code": "EntryNotFound" if SHA in path else "RepoNotFound"}, b"")
+        elif listing and fault is None:
+            self.answer(200, {"Content-Type": "application/json"}, body)
+        else:
+            self.give(body, fault)
+
+    def listing(self):
+        return json.dumps({"sha": SHA, "siblings": [{"rfilename": name} for name in self.hub.files]}).encode()
+
+    def give(self, content, fault):
+        begin, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        part = content[begin : last + 1]
+        span = {"Content-Range": f"bytes {begin}-{begin + len(part) - 1}/{len(content)}"}
+        if fault == "stall":
+            time.sleep(0.5)
+        if fault == "whole":
+            self.answer(200, {}, content)
+        elif fault == "chunked":
+            self.answer(200, {"Transfer-Encoding": "chunked"}, b"%x\r\n%s\r\n0\r\n\r\n" % (len(content), content))
+        elif fault == "shifted":
+            self.answer(206, {"Content-Range": f"bytes {begin + 1}-{begin + len(part)}/{len(content) + 1}"}, part)
+        elif fault == "less":
+            self.answer(206, {"Content-Range": f"bytes {begin}-{begin}/{len(content)}"}, part[:1])
+        elif fault == "more":
+            self.answer(206, span, part + b"more")
+        elif fault == "short":
+            self.answer(206, span, part[:-1])
+        elif fault == "drop":
+            self.answer(206, span | {"Content-Length": str(len(part))}, part[: len(part) // 2])
+            self.close_connection = True
+        elif fault == "garbage":
+            self.answer(200, {"Content-Type": "text/html"}, b"<html>Please log in to the hotel's network</html>")
+        else:
+            self.answer(206, span, part)
+
+    def answer(self, status, headers, body):
+        self.send_response(status)
+        if "Transfer-Encoding" not in headers:
+            headers = {"Content-Length": str(len(body))} | headers
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_client():
+    """A hub client without the user's proxies and token, closed at the end."""
+    huggingface_hub.close_session()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+            patch.delenv(name, raising=False)
+        patch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent/token")
+        patch.setattr(constants, "HF_HUB_CACHE", "/nonexistent/cache")
+        yield
+    huggingface_hub.close_session()
+
+
+@pytest.fixture(autouse=True)
+def only_loopback(monkeypatch):
+    """No test may leave the machine, or wait as long as a user would."""
+    connect = socket.socket.connect
+
+    def guarded(self, address):
+        assert address[0] == "127.0.0.1", address
+        return connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(remote, "FIRST_WAIT", 0.001)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint of two shards, a config, an index and a side file, on disk."""
+    folder = tmp_path_factory.mktemp("model")
+    write_safetensors(folder / "model-1.safetensors", {"a": RawTensor("U8", [BIG], bytes(range(250)) * (BIG // 250))})
+    write_safetensors(folder / "model-2.safetensors", {"b": RawTensor("BF16", [2], b"\0\1\2\3")})
+    write_safetensors(folder / "mtp.safetensors", {"mtp.fc": RawTensor("U8", [1], b"\7")})
+    write_index(folder, {"a": "model-1.safetensors", "b": "model-2.safetensors"}, BIG + 4)
+    write_json(folder / "config.json", {"model_type": "qwen3_next"})
+    return folder
+
+
+@pytest.fixture
+def hub(folder):
+    hub = Hub({file.name: file.read_bytes() for file in folder.iterdir()} | {"README.md": b"hello"})
+    yield hub
+    hub.stop()
+
+
+def test_hub_is_as_the_folder(hub, folder):
+    """Catches a header, index, config or byte that differs over HTTP, and reads that are not pinned to the commit."""
+    there, here = hub.open(), Checkpoint.open(folder)
+    assert (there.tensors, there.headers, there.config, there.index) == (
+        here.tensors, here.headers, here.config, here.index,
+    )  # fmt: skip
+    assert (there.unindexed, there.problems, there.revision) == (("mtp.safetensors",), (), SHA)
+    assert all(there.read_bytes(name) == here.read_bytes(name) for name in here.tensors)
+    assert {path.split("/")[4] for path, _ in hub.requests if "/resolve/" in path} == {SHA}
+
+
+def test_opening_reads_headers_only(hub):
+    """Catches an audit that downloads weights, asks twice, or fetches files it has no use for."""
+    hub.open(revision="v1")
+    names = sorted(path.rsplit("/", 1)[1] for path, _ in hub.requests)
+    assert names == sorted({*hub.files, "v1"} - {"README.md"})
+    assert hub.asked("model-1.safetensors") == [f"bytes=0-{checkpoint.FIRST_READ - 1}"]
+    assert {headers["Accept-Encoding"] for _, headers in hub.requests} == {"identity"}  # ranges of the file itself
+
+
+def test_long_header_takes_one_more_read(hub, monkeypatch):
+    """Catches a long header that is read again from the start, or cut."""
+    monkeypatch.setattr(checkpoint, "FIRST_READ", 40)
+    length = int.from_bytes(hub.files["model-1.safetensors"][:8], "little")
+    assert hub.open().info("a").nbytes == BIG
+    assert hub.asked("model-1.safetensors") == ["bytes=0-39", f"bytes=40-{length + 7}"]
+
+
+def test_a_tensor_is_read_by_its_range(hub, monkeypatch):
+    """Catches a read of more than the tensor, and chunks that do not join."""
+    opened = hub.open()
+    monkeypatch.setattr(checkpoint, "CHUNK", 2_000_000)
+    hub.requests.clear()
+    assert opened.read_bytes("a") == bytes(range(250)) * (BIG // 250)
+    begin = opened.info("a").begin
+    assert hub.asked("model-1.safetensors") == [
+        f"bytes={begin}-{begin + 1_999_999}",
+        f"bytes={begin + 2_000_000}-{begin + BIG - 1}",
+    ]
+
+
+@pytest.mark.parametrize("name", ["listing", "config.json", "model-2.safetensors"])
+@pytest.mark.parametrize(
+    "fault", [(429, {}), (500, {}), (503, {"Retry-After": "0"}), "drop", "short", "stall"], ids=str
+)
+def test_passing_fault(hub, name, fault, monkeypatch):
+    """Catches one bad answer that ends an audit of hundreds of requests, or half an answer that is taken for whole."""
+    monkeypatch.setattr(remote, "TIMEOUT", 0.2)
+    hub.faults[name] = [fault, fault]
+    assert hub.open().config == {"model_type": "qwen3_next"}
+    assert hub.faults[name] == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"), [((502, {}), "HTTP 502"), ("drop", r"RemoteProtocolError|cut off"), ("short", "cut off after")]
+)
+def test_lasting_fault(hub, fault, says):
+    """Catches endless tries, and an error that names neither the file nor the cause."""
+    hub.faults["model-2.safetensors"] = [fault] * 99
+    with pytest.raises(CheckpointError, match=f"model-2.safetensors: .*({says}).*5 of 5 tries"):
+        hub.open()
+    assert len(hub.asked("model-2.safetensors")) == remote.TRIES
+
+
+def test_nobody_listens(monkeypatch):
+    """Catches a bare connection error."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        with pytest.raises(CheckpointError, match=r"ConnectError.*5 of 5 tries.*hf download"):
+            Checkpoint.open("org/model", endpoint=endpoint)
+
+
+@pytest.mark.parametrize("headers", [{"Retry-After": "3"}, {"RateLimit": '"resolvers";r=0;t=3'}], ids=str)
+def test_waits_as_long_as_asked(hub, headers, monkeypatch):
+    """Catches a client that hammers a server which asked for patience, or does not double its own waits."""
+    waits = []
+    monkeypatch.setattr(remote, "sleep", waits.append)
+    hub.faults["config.json"] = [(429, headers), (429, {}), (500, {})]
+    hub.open()
+    assert waits == [3.0, 0.002, 0.004]
+
+
+def test_does_not_wait_for_ever(hub, monkeypatch):
+    """Catches a program that seems to hang, as a server asked it to wait for an hour."""
+    monkeypatch.setattr(remote, "sleep", lambda seconds: pytest.fail(f"slept {seconds} s"))
+    hub.faults["config.json"] = [(429, {"Retry-After": "3600"})]
+    with pytest.raises(CheckpointError, match=r"config.json: HTTP 429, and asks to wait 3600 s \(1 of 5 tries\)"):
+        hub.open()
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "code", "says"),
+    [
+        ("listing", 401, None, r"wants a token.*HF_TOKEN.*does not exist"),
+        ("listing", 401, "RepoNotFound", "no such repository.*local folder"),
+        ("listing", 403, "GatedRepo", "gated: accept its terms"),
+        ("listing", 404, None, "no such repository, revision or file"),
+        ("listing", 404, "RevisionNotFound", "no such revision: give a branch"),
+        ("listing", 418, None, "not expected here"),
+        ("model-1.safetensors", 401, "GatedRepo", "gated: accept its terms"),
+        ("model-1.safetensors", 403, None, "may not read this"),
+        ("model-1.safetensors", 404, "EntryNotFound", "no such file in this revision"),
+        ("model-1.safetensors", 416, None, "empty or shorter"),
+    ],
+)
+def test_refusal(hub, name, status, code, says):
+    """Catches a refusal that is tried again, or told without the way out."""
+    hub.faults[name] = [(status, {"X-Error-Code": code} if code else {})] * 2
+    with pytest.raises(CheckpointError, match=f"HTTP {status}: .*{says}"):
+        hub.open()
+    assert len(hub.faults[name]) == 1
+
+
+def test_refusal_ends_the_other_reads(hub, monkeypatch):
+    """Catches an audit that meets the same refusal (or the same minutes of tries) at every shard."""
+    monkeypatch.setattr(checkpoint, "WORKERS", 4)
+    shard = hub.files["model-2.safetensors"]
+    hub.files = {f"{i:02}.safetensors": shard for i in range(60)}
+    hub.faults = {name: [(403, {})] for name in hub.files}
+    hub.delay = 0.01
+    with pytest.raises(CheckpointError, match=r"00\.safetensors: HTTP 403"):
+        hub.open()
+    assert len(hub.requests) < 30
+
+
+@pytest.mark.parametrize("fault", ["whole", "shifted", "less", "more", "chunked"])
+def test_ranges_not_kept(hub, fault):
+    """Catches wrong bytes taken for right ones, and a download of the whole file, where a server ignores ranges."""
+    hub.faults["model-1.safetensors"] = [fault]
+    with pytest.raises(CheckpointError, match=r"model-1.safetensors: .*hf download"):
+        hub.open()
+
+
+@pytest.mark.parametrize("fault", ["whole", "chunked"])
+def test_a_small_file_may_come_whole(hub, fault):
+    """Catches a refusal of servers that answer 200 where the range covers the file."""
+    hub.faults = {name: [fault] for name in ("config.json", "model-2.safetensors", checkpoint.INDEX)}
+    opened = hub.open()
+    assert opened.config == {"model_type": "qwen3_next"}
+    hub.faults["model-2.safetensors"] = [fault]
+    with pytest.raises(CheckpointError, match="answers with the whole file"):
+        opened.read_bytes("b")
+
+
+def test_damage_on_the_hub(hub):
+    """Catches a truncated upload, or a tensor past the end, that passes because nobody reads the data."""
+    whole = hub.files["model-1.safetensors"]
+    for content, says in [(whole[:-1], "truncated by 1 bytes"), (whole[:20], "truncated"), (b"", "HTTP 416|answers")]:
+        hub.files["model-1.safetensors"] = content
+        with pytest.raises(CheckpointError, match=rf"model-1.safetensors: .*{says}"):
+            hub.open()
+
+
+def test_missing_shard_is_a_problem(hub):
+    """Catches an audit that fails where it should report a shard which was never uploaded."""
+    del hub.files["model-2.safetensors"]
+    [problem] = hub.open().problems
+    assert (problem.kind, problem.file) == ("missing_file", "model-2.safetensors")
+
+
+def test_token_goes_to_the_hub_only(hub, folder):
+    """Catches a token that is not sent, leaks to the host that stores the files, or shows; a lost range."""
+    store = Hub({"stored": (folder / "model-1.safetensors").read_bytes()})
+    store_url = f"{store.url}/org/model/resolve/{SHA}/stored"
+    hub.faults["model-1.safetensors"] = [(302, {"Location": store_url})]
+    opened = hub.open(token="hf_secret")
+    assert {headers["Authorization"] for _, headers in hub.requests} == {"Bearer hf_secret"}
+    assert [headers["Authorization"] for _, headers in store.requests] == [None]
+    assert store.asked("stored") == hub.asked("model-1.safetensors")
+    assert "hf_secret" not in repr(opened) + repr(opened.sources)
+    store.stop()
+
+
+def test_no_listing(hub):
+    """Catches a traceback where a proxy or a wrong endpoint answers in the hub's place."""
+    hub.faults["listing"] = ["garbage"]
+    with pytest.raises(CheckpointError, match=r"no listing of a repository.*HF_ENDPOINT"):
+        hub.open()
+
+
+def test_listed_names_stay_inside(hub):
+    """Catches a hub that makes us read outside its repository, or outside the cache."""
+    hub.files |= {"../evil.safetensors": b"", "/etc/evil.safetensors": b"", "a\\..\\evil.safetensors": b""}
+    assert hub.open().files == ("model-1.safetensors", "model-2.safetensors", "mtp.safetensors")
+
+
+@pytest.fixture
+def cache(folder, tmp_path):
+    """The hub's cache with the config and one of the shards of org/model, as `hf download` lays it out."""
+    at = tmp_path / "models--org--model"
+    (at / "refs").mkdir(parents=True)
+    (at / "refs" / "main").write_text(SHA)
+    (at / "snapshots" / SHA).mkdir(parents=True)
+    for name in ("config.json", checkpoint.INDEX, "model-1.safetensors"):
+        (at / "snapshots" / SHA / name).symlink_to(folder / name)
+    return tmp_path
+
+
+def test_cached_files_are_not_fetched(hub, cache):
+    """Catches gigabytes that are downloaded although they lie in the cache, and a cache taken for complete."""
+    opened = hub.open(cache_dir=cache)
+    assert opened.read_bytes("a") == bytes(range(250)) * (BIG // 250)
+    assert sorted(path.rsplit("/", 1)[1] for path, _ in hub.requests) == [
+        "main", "model-2.safetensors", "mtp.safetensors",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("by_setting", [False, True])
+def test_offline(hub, cache, by_setting, monkeypatch):
+    """Catches a request while offline, and what the cache lacks passed over in silence."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", by_setting)
+    for revision in (None, "main", SHA):
+        opened = hub.open(cache_dir=cache, revision=revision, offline=not by_setting)
+        assert (opened.files, opened.revision) == (("model-1.safetensors",), SHA)
+        assert [problem.kind for problem in opened.problems] == ["missing_file"]
+    for name, revision in [("org/model", "v1"), ("org/other", None)]:
+        with pytest.raises(CheckpointError, match=rf"{name}: offline, and .* not in the cache.*hf download"):
+            Checkpoint.open(name, cache_dir=cache, revision=revision, offline=not by_setting, endpoint=hub.url)
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize("name", ["-org/model", "org/a--b", "org/..", "../model"])
+def test_impossible_ids(name):
+    """Catches a request for an id that the hub's library would refuse with its own exception."""
+    with pytest.raises(CheckpointError, match=r"neither"):
+        Checkpoint.open(name, endpoint="http://127.0.0.1:1")

@@ -1,0 +1,391 @@
+"""The accept rule integrated exactly over every draft and both sides of every threshold; laws against transformers."""
+
+from collections.abc import Callable
+from itertools import product
+from math import inf, nan
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.generation import logits_process as reference
+
+from nextn.errors import ConfigError
+from nextn.sampling import Sampling, accept, accept_greedy, law, overlap, pick, seen_prefixes
+
+LAST32, LAST64 = 1 - 2**-24, 1 - 2**-53  # the largest uniforms that torch.rand returns
+
+quick = settings(deadline=None, max_examples=80, derandomize=True)
+seeds = st.integers(0, 10**6)
+
+
+def rng(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normalised(weights: Tensor) -> Tensor:
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def random_laws(*shape: int, seed: int = 0) -> Tensor:
+    """Uneven laws over the last axis, nowhere zero, float64."""
+    return normalised(torch.rand(*shape, generator=rng(seed), dtype=torch.float64).pow(3) + 1e-3)
+
+
+def one_hot(tokens: Tensor, vocab: int) -> Tensor:
+    return F.one_hot(tokens, vocab).double()
+
+
+# A chain is a list of conditional laws: entry j, [V^j, V], is the law of token j after each prefix of j tokens.
+
+
+def p_and_q(case: str, prefixes: int, vocab: int, seed: int) -> tuple[Tensor, Tensor]:
+    p, q = random_laws(prefixes, vocab, seed=seed), random_laws(prefixes, vocab, seed=seed + 1)
+    even = torch.arange(vocab) % 2 == 0
+    best, worst = one_hot(p.argmax(-1), vocab), one_hot(p.argmin(-1), vocab)
+    return {
+        "random": (p, q),
+        "equal": (p, p),
+        "disjoint": (normalised(p * even), normalised(q * ~even)),
+        "p has zeros": (normalised(p * even), q),
+        "q has zeros": (p, normalised(q * even)),
+        "q one-hot": (p, one_hot(q.argmax(-1), vocab)),
+        "q one-hot where p is zero": (normalised(p * (1 - worst)), worst),
+        "p one-hot": (best, q),
+        "both one-hot": (best, one_hot(q.argmax(-1), vocab)),
+    }[case]
+
+
+CASES = ["random", "equal", "disjoint", "p has zeros", "q has zeros", "q one-hot", "q one-hot where p is zero"]
+CASES += ["p one-hot", "both one-hot"]
+
+
+def along(chain: list[Tensor], drafts: Tensor) -> Tensor:
+    """The laws met along the prefixes of each row: drafts [N, K] -> [N, len(chain), V]."""
+    vocab = chain[0].shape[-1]
+    return torch.stack([table[number(drafts[:, :j], vocab)] for j, table in enumerate(chain)], 1)
+
+
+def number(prefix: Tensor, vocab: int) -> Tensor:
+    """Prefixes [N, j] as numbers to the base V: the row of a chain's table."""
+    return (prefix * vocab ** torch.arange(prefix.shape[1] - 1, -1, -1)).sum(-1)
+
+
+def sides(ratio: Tensor, side: Tensor) -> tuple[Tensor, Tensor]:
+    """A uniform at an end of what accepts (side 0, 1) or refuses (2, 3) a draft of p/q = ratio, and its probability."""
+    edge = ratio.clamp_max(1)
+    ends = torch.stack([torch.zeros_like(edge), edge * (1 - 1e-9), edge * (1 + 1e-9), torch.full_like(edge, LAST64)])
+    weights = torch.stack([edge, edge, 1 - edge, 1 - edge]) / 2
+    return ends.clamp_max(LAST64).gather(0, side[None])[0], weights.gather(0, side[None])[0]
+
+
+def emitted(p: list[Tensor], q: list[Tensor], limit: int | None) -> Tensor:
+    """The joint law [V^(K+1)] of K + 1 tokens of which the first come from a round and the others straight from p.
+
+    Exact: sums over every draft sequence with its probability under q, and both sides of every threshold with theirs.
+    """
+    num_drafts, vocab = len(q), p[0].shape[-1]
+    grid = torch.cartesian_prod(*[torch.arange(vocab)] * num_drafts, *[torch.arange(4)] * num_drafts)
+    drafts, side = grid[:, :num_drafts], grid[:, num_drafts:]
+    p_rows, q_rows, at = along(p, drafts), along(q, drafts), drafts[..., None]
+    q_draft = q_rows.gather(-1, at)[..., 0]
+    ratio = (p_rows[:, :-1].gather(-1, at)[..., 0] / q_draft).nan_to_num()
+    u, weight = sides(ratio, side)
+    weight = (q_draft * weight).prod(-1)
+    limits = None if limit is None else torch.full((len(grid),), limit)
+    verdict = accept(p_rows, q_rows, drafts, u=u, limit=limits)
+    total = torch.zeros(vocab ** (num_drafts + 1), dtype=torch.float64)
+    for kept in range(num_drafts + 1):
+        rows = verdict.kept == kept
+        tokens = torch.zeros(vocab**kept, vocab, dtype=torch.float64)
+        tokens.index_add_(0, number(drafts[rows, :kept], vocab), weight[rows, None] * verdict.rest[rows])
+        total += continued(tokens, p[kept + 1 :])
+    return total
+
+
+def continued(tokens: Tensor, chain: list[Tensor]) -> Tensor:
+    for table in chain:
+        tokens = tokens.reshape(-1, 1) * table
+    return tokens.flatten()
+
+
+@pytest.mark.parametrize(("num_drafts", "vocab"), [(1, 7), (2, 5), (3, 4)])
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_emitted_has_the_law_of_the_trunk(case: str, num_drafts: int, vocab: int) -> None:
+    """Any error in the threshold, its strictness, the residual, its row, the prefix rule or the limit moves the law."""
+    pairs = [p_and_q(case, vocab**j, vocab, seed=10 * j) for j in range(num_drafts + 1)]
+    p, q = [p for p, _ in pairs], [q for _, q in pairs[:-1]]
+    for limit in [None, *range(num_drafts + 1)]:
+        torch.testing.assert_close(emitted(p, q, limit), continued(p[0], p[1:]), atol=1e-12, rtol=0, msg=f"{limit=}")
+
+
+def test_a_row_does_not_see_its_neighbours() -> None:
+    """Limits, kept counts and residual rows that are indexed by the wrong row of the batch."""
+    p, q, u = random_laws(40, 4, 5, seed=1), random_laws(40, 3, 5, seed=2), torch.rand(40, 3, generator=rng(3))
+    drafts, limit = pick(q, torch.rand(40, 3, generator=rng(4))), torch.arange(40) % 4
+    together = accept(p, q, drafts, u=u, limit=limit)
+    assert len(together.kept.unique()) == 4
+    for i in range(40):
+        row = slice(i, i + 1)
+        alone = accept(p[row], q[row], drafts[row], u=u[row], limit=limit[row])
+        assert torch.equal(alone.kept, together.kept[row])
+        assert torch.equal(alone.rest, together.rest[row])
+
+
+def test_without_drafts_the_trunk_decides() -> None:
+    """K = 0 that crashes on the empty axis, or that takes a residual of nothing."""
+    p, none = random_laws(2, 1, 5), torch.zeros(2, 0)
+    verdict = accept(p, torch.zeros(2, 0, 5), none.long(), u=none)
+    assert verdict.kept.tolist() == [0, 0]
+    assert torch.equal(verdict.rest, p[:, 0])
+    kept, following = accept_greedy(torch.tensor([[3], [1]]), none.long())
+    assert (kept.tolist(), following.tolist()) == ([0, 0], [3, 1])
+
+
+def test_equal_laws_keep_every_draft_in_float32() -> None:
+    """u * q that rounds up to p at the largest u, so that a perfect head is refused."""
+    p = law(torch.randn(5000, 4, 9, generator=rng()) * 4, Sampling(temperature=1.0))
+    drafts = pick(p, torch.rand(5000, 4, generator=rng(1)))[:, :-1]
+    verdict = accept(p, p[:, :-1], drafts, u=torch.full((5000, 3), LAST32))
+    assert (verdict.kept == 3).all()
+    assert torch.equal(verdict.rest, p[:, 3])
+
+
+def test_a_refusal_by_rounding_falls_back_to_p() -> None:
+    """0 / 0 where q exceeds p by one unit in the last place at the draft and nowhere else falls below it."""
+    p = torch.tensor([[[0.5, 0.25, 0.25]] * 2])
+    q = torch.tensor([[[0.5 + 2**-24, 0.25, 0.25]]])
+    verdict = accept(p, q, torch.tensor([[0]]), u=torch.tensor([[LAST32]]))
+    assert verdict.kept.tolist() == [0], "the case no longer shows the rounding"
+    assert torch.equal(verdict.rest, p[:, 0])
+
+
+def by_loop(best: Tensor, drafts: Tensor, limit: Tensor) -> tuple[list[int], list[int]]:
+    kept = []
+    for row, tokens, bound in zip(best.tolist(), drafts.tolist(), limit.tolist(), strict=True):
+        matches = [a == b for a, b in zip(row, tokens[:bound], strict=False)] + [False]
+        kept.append(matches.index(False))
+    return kept, [row[n] for row, n in zip(best.tolist(), kept, strict=True)]
+
+
+def with_laws(draw_q: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def verify(best: Tensor, drafts: Tensor, *, limit: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        u = torch.rand(drafts.shape, generator=rng(1))
+        verdict = accept(one_hot(best, 3), draw_q(drafts), drafts, u=u, limit=limit)
+        return verdict.kept, pick(verdict.rest, torch.rand(len(best), generator=rng(2)))
+
+    return verify
+
+
+TWINS = {
+    "fast": accept_greedy,
+    "laws, argmax drafts": with_laws(lambda drafts: one_hot(drafts, 3)),
+    "laws, sampled drafts": with_laws(lambda drafts: random_laws(*drafts.shape, 3)),
+}
+
+
+@pytest.mark.parametrize("verify", TWINS.values(), ids=TWINS)
+@given(seed=seeds, num_drafts=st.integers(1, 5), limited=st.booleans())
+@quick
+def test_greedy_twins_keep_the_leading_matches(verify: Callable, seed: int, num_drafts: int, limited: bool) -> None:
+    """The fast path of greedy decoding that parts from the laws it stands for, in kept, next token or limit."""
+    best, drafts = (torch.randint(3, (8, num_drafts + extra), generator=rng(seed + extra)) for extra in (1, 0))
+    drafts = torch.where(torch.rand(drafts.shape, generator=rng(seed)) < 0.7, best[:, :-1], drafts)
+    limit = torch.randint(num_drafts + 1, (8,), generator=rng(seed)) if limited else torch.full((8,), num_drafts)
+    kept, following = verify(best, drafts, limit=limit if limited else None)
+    assert (kept.tolist(), following.tolist()) == by_loop(best, drafts, limit)
+
+
+def test_overlap_is_how_often_a_draft_stands() -> None:
+    """A reported acceptance that is not the accept rule's (TV for 1 - TV, or max for min)."""
+    p, q = random_laws(2, 6, seed=5)
+    u = ((torch.arange(4000) + 0.5) / 4000)[:, None]
+    stands = [accept(p.expand(4000, 2, 6), q.expand(4000, 1, 6), torch.full((4000, 1), x), u=u).kept for x in range(6)]
+    torch.testing.assert_close(overlap(p, q), q @ torch.stack(stands).double().mean(-1), atol=1e-3, rtol=0)
+
+
+def transformers_law(logits: Tensor, sampling: Sampling, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """What `generate` samples from, in the order of `_get_logits_processor`; and the penalised logits it began with."""
+    scores = logits
+    if sampling.repetition_penalty != 1:
+        scores = reference.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(ids, scores)
+    penalised, warpers = scores, [reference.TemperatureLogitsWarper(sampling.temperature)]
+    warpers += [reference.TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+    warpers += [reference.TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+    warpers += [reference.MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []
+    for warper in warpers:
+        scores = warper(ids, scores)
+    return scores.softmax(-1), penalised
+
+
+def up_to_ties(probs: Tensor, logits: Tensor) -> Tensor:
+    """Put the tokens in an order that depends on logit and probability alone: which of equals top-p keeps is free."""
+    by_prob = probs.argsort(dim=-1, stable=True)
+    by_logit = logits.gather(-1, by_prob).argsort(dim=-1, stable=True)
+    return probs.gather(-1, by_prob).gather(-1, by_logit)
+
+
+def some_logits(kind: str, rows: int, vocab: int, seed: int) -> Tensor:
+    logits = torch.randn(rows, vocab, generator=rng(seed)) * 3
+    if kind == "ties":
+        return logits.round()
+    if kind == "-inf":
+        logits[:, 1:] = logits[:, 1:].masked_fill(torch.rand(rows, vocab - 1, generator=rng(seed)) < 0.6, -inf)
+    return logits
+
+
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.6, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 1, 3, 20, 1000]),
+    # none that a few equal tokens reach exactly: there the last bit decides
+    top_p=st.sampled_from([0.0917, 0.317, 0.713, 0.951, 1.0]),
+    min_p=st.sampled_from([0.0, 0.03, 0.3, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 0.7, 1.3]),
+)
+
+
+@given(
+    sampling=samplings,
+    kind=st.sampled_from(["normal", "ties", "-inf"]),
+    vocab=st.sampled_from([2, 7, 60, 700]),
+    seed=seeds,
+)
+@settings(quick, max_examples=300)
+def test_law_is_that_of_transformers(sampling: Sampling, kind: str, vocab: int, seed: int) -> None:
+    """A filter out of order, a wrong sign in the penalty, top-k that cuts ties, top-p that sorts too few tokens."""
+    logits = some_logits(kind, 3, vocab, seed)
+    ids = torch.randint(vocab, (3, 5), generator=rng(seed))
+    seen = torch.zeros(3, vocab, dtype=torch.bool).scatter_(-1, ids, True)
+    theirs, penalised = transformers_law(logits, sampling, ids)
+    ours = law(logits, sampling, seen)
+    torch.testing.assert_close(up_to_ties(ours, penalised), up_to_ties(theirs, penalised), atol=1e-7, rtol=1e-5)
+
+
+@given(sampling=samplings, kind=st.sampled_from(["normal", "ties", "-inf"]), seed=seeds)
+@quick
+def test_law_of_a_row_is_the_same_in_any_batch(sampling: Sampling, kind: str, seed: int) -> None:
+    """Candidates of top-p whose number is set by the flattest row of the batch; leading axes that get mixed."""
+    logits = some_logits(kind, 6, 60, seed) * torch.tensor([0.01, 0.1, 0.5, 1, 2, 3])[:, None]
+    seen = torch.rand(6, 60, generator=rng(seed)) < 0.1
+    together = law(logits.view(2, 3, 60), sampling, seen.view(2, 3, 60)).view(6, 60)
+    alone = torch.stack([law(logits[i], sampling, seen[i]) for i in range(6)])
+    assert torch.equal(together > 0, alone > 0)
+    torch.testing.assert_close(together, alone)
+
+
+def test_greedy_law_is_one_hot_after_the_penalty() -> None:
+    """An argmax taken before the penalty, or ties that go to another token than torch.argmax's."""
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [-inf, -4.0, -3.0, -inf]])
+    seen = torch.tensor([[False, True, True, False], [False, False, True, False]])
+    assert law(logits, Sampling()).tolist() == [[0, 1, 0, 0], [0, 0, 1, 0]]
+    assert law(logits, Sampling(repetition_penalty=2.0), seen).tolist() == [[0, 0, 0, 1], [0, 1, 0, 0]]
+
+
+def test_top_p_gives_ties_to_the_lowest_index() -> None:
+    """A nucleus that an unstable sort decides, that a tiny top_p empties, or that goes on after it reached top_p."""
+    flat = torch.zeros(1000)
+    assert law(flat, Sampling(temperature=1.0, top_p=0.3995)).nonzero()[:, 0].tolist() == list(range(400))
+    assert law(flat, Sampling(temperature=1.0, top_p=1e-12)).nonzero()[:, 0].tolist() == [0]
+    assert law(flat[:4], Sampling(temperature=1.0, top_p=0.5)).tolist() == [0.5, 0.5, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("given_type", "law_type"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
+)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, 5, 0.9, 0.1)], ids=["greedy", "sampled"])
+def test_law_widens_its_logits_and_leaves_them_alone(
+    given_type: torch.dtype, law_type: torch.dtype, sampling: Sampling
+) -> None:
+    """Sums of probabilities in bfloat16, or a filter that writes into the trunk's logits."""
+    logits = torch.randn(4, 50, generator=rng()).to(given_type)
+    before = logits.clone()
+    probs = law(logits, sampling)
+    assert probs.dtype == law_type
+    assert torch.equal(probs, law(logits.to(law_type), sampling))
+    assert torch.equal(logits, before)
+
+
+def test_the_lowest_temperature_is_greedy_not_nan() -> None:
+    """inf - inf in the softmax of large logits at a temperature that Sampling lets through."""
+    logits = torch.randn(4, 50, generator=rng()) * 1e4
+    assert torch.equal(law(logits, Sampling(temperature=1e-4)), law(logits, Sampling()))
+
+
+def test_pick_inverts_the_distribution_function() -> None:
+    """An inverse that is off by one token, or that forgets a row's own sum; over [B, K] at once."""
+    probs = torch.tensor([[0.0, 0.1, 0.3, 0.0, 0.6, 0.0], [0.5, 0.0, 0.0, 0.25, 0.0, 0.25]], dtype=torch.float64)
+    u = (torch.arange(4000) + 0.5).expand(2, 4000) / 4000
+    tokens = pick(probs[:, None].expand(2, 4000, 6), u)
+    assert tokens.dtype == torch.int64
+    torch.testing.assert_close(one_hot(tokens, 6).mean(1), probs, atol=1e-9, rtol=0)
+    assert (tokens.diff() >= 0).all()
+
+
+@pytest.mark.parametrize(("dtype", "last"), [(torch.float32, LAST32), (torch.float32, LAST64), (torch.float64, LAST64)])
+@pytest.mark.parametrize("scale", [1.0, 0.9999999, 1.0000001])
+@pytest.mark.parametrize("vocab", [3, 5, 40_000])
+def test_pick_never_takes_a_token_of_no_probability(dtype: torch.dtype, last: float, scale: float, vocab: int) -> None:
+    """u at its ends with zeros at the ends of the law, whose sum is 1 only roughly."""
+    probs = random_laws(20, vocab).to(dtype) * scale
+    probs[:, 0] = probs[:, -1] = 0
+    first, final = torch.zeros(20), torch.full((20,), last, dtype=torch.float64 if last == LAST64 else dtype)
+    assert (pick(probs, first) == 1).all()
+    tokens = pick(probs, final)
+    assert (probs.gather(-1, tokens[:, None]) > 0).all()
+    assert vocab > 5 or (tokens == vocab - 2).all()
+
+
+def test_pick_survives_a_scan_that_is_not_monotonic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's scan, whose neighbouring sums come from different trees: it may step at a token of no probability."""
+    exact = torch.Tensor.cumsum
+    wobble = torch.tensor([3.0, -1.0, -2.0, 4.0, -2.0, 5.0]) * 1e-3
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda self, dim: exact(self, dim) + wobble)
+    probs = torch.tensor([0.0, 0.4, 0.0, 0.0, 0.6, 0.0]).expand(1001, 6)
+    u = torch.linspace(0, LAST32, 1001)
+    assert set(pick(probs, u).tolist()) == {1, 4}
+
+
+@given(seed=seeds, num_drafts=st.integers(0, 4))
+@quick
+def test_seen_prefixes_add_the_drafts_one_by_one(seed: int, num_drafts: int) -> None:
+    """A penalty that sees a draft too early or too late, or a mask that leaks into the caller's."""
+    seen = torch.rand(3, 6, generator=rng(seed)) < 0.2
+    before, drafts = seen.clone(), torch.randint(6, (3, num_drafts), generator=rng(seed))
+    prefixes = seen_prefixes(seen, drafts)
+    assert prefixes.shape == (3, num_drafts + 1, 6)
+    for row, j in product(range(3), range(num_drafts + 1)):
+        expected = {*before[row].nonzero()[:, 0].tolist(), *drafts[row, :j].tolist()}
+        assert set(prefixes[row, j].nonzero()[:, 0].tolist()) == expected
+    assert torch.equal(seen, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("temperature", x) for x in (-1.0, 1e-9, inf, nan)],
+        *[("top_k", x) for x in (-1, 2.5, inf)],
+        *[("top_p", x) for x in (0.0, 1.1, nan)],
+        *[("min_p", x) for x in (-0.1, 1.1, nan)],
+        *[("repetition_penalty", x) for x in (0.0, -1.0, inf, nan)],
+    ],
+)
+def test_sampling_refuses_what_has_no_law(name: str, value: float) -> None:
+    """A setting that would divide by zero or select nothing, found at the first token and not where it was written."""
+    with pytest.raises(ConfigError, match=f"^{name}={value} must be "):
+        Sampling(**{name: value})
+
+
+def test_sampling_names_every_mistake_at_once() -> None:
+    """A message that stops at the first bad setting."""
+    with pytest.raises(ConfigError, match=r"top_k=-2 must be .*; top_p=3 must be .*at most 1"):
+        Sampling(top_k=-2, top_p=3)
+
+
+def test_sampling_says_what_it_needs() -> None:
+    """A decoder that samples at temperature 0, or that keeps the seen mask for nothing."""
+    assert (Sampling().greedy, Sampling(temperature=0.5).greedy) == (True, False)
+    assert (Sampling().needs_seen, Sampling(repetition_penalty=1.1).needs_seen) == (False, True)

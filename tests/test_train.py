@@ -1,0 +1,176 @@
+"""The training loop: exact resume, learning, bad input, nothing half-written."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import build, refrain
+
+from nextn.data import Corpus
+from nextn.errors import CheckpointError, ConfigError, TrainingError
+from nextn.model import Model
+from nextn.train import EvalRecord, StepRecord, TrainConfig, Trainer
+
+CONFIG = TrainConfig(
+    steps=6, batch_size=2, length=24, depths=3, warmup=1, lam="0.3,0.1@50%", dtype="float32", eval_batches=1
+)
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    texts = [(str(index), " ".join(map(str, row.tolist()))) for index, row in enumerate(refrain(12, 60, seed=1))]
+    return Corpus.from_texts(texts, lambda batch: [[int(word) for word in text.split()] for text in batch], eos=63)
+
+
+def trainer(corpus, out, config=CONFIG, name="glm4_moe", modules=1):
+    return Trainer(build(name, modules=modules, initializer_range=0.02), corpus, config, out=out)
+
+
+def losses(records):
+    return [record.loss for record in records if isinstance(record, StepRecord)]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])
+def test_resume_is_exact(name, optimizer, corpus, tmp_path):
+    """Stopped after step 3 and resumed: the same losses, to the last bit, as never stopped. Catches state that is not
+    saved: optimiser moments, data position, lambda, learning rate, buffers."""
+    config = replace(CONFIG, optimizer=optimizer)
+    whole = losses(trainer(corpus, tmp_path / "whole", config, name).run())
+    first = trainer(corpus, tmp_path / "cut", config, name)
+    records = []
+    for record in first.run(lambda: first.step >= 3):
+        records.append(record)
+    second = trainer(corpus, tmp_path / "cut", config, name)
+    with torch.no_grad():
+        for value in second.named.values():
+            value.add_(1.0)  # resume must not depend on how the model was initialised
+    assert second.resume()
+    assert second.step == 3
+    records += second.run()
+    assert losses(records) == whole
+    lines = [json.loads(line) for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_crash_repeats_only_the_steps_since_the_checkpoint(corpus, tmp_path):
+    """After a kill between checkpoints, the log holds each step once."""
+    config = replace(CONFIG, save_every=2)
+    running = trainer(corpus, tmp_path, config).run()
+    for _ in range(3):
+        next(running)  # abandoned at step 3; the last checkpoint is of step 2
+    running.close()
+    again = trainer(corpus, tmp_path, config)
+    assert again.resume()
+    assert again.step == 2
+    list(again.run())
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
+
+
+def test_old_checkpoints_are_removed_and_the_last_loads(corpus, tmp_path):
+    list(trainer(corpus, tmp_path, replace(CONFIG, save_every=1)).run())
+    folders = sorted(path.name for path in tmp_path.glob("step-*"))
+    assert folders == ["step-0000005", "step-0000006"]
+    assert Model.load(tmp_path / "step-0000006").head is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"), [("glm4_moe", 1), ("deepseek_v3", 2), ("qwen3_next", 1), ("qwen3_5_moe", 1)]
+)
+def test_every_family_learns(name, modules, corpus, tmp_path):
+    """A few steps lower the loss of every depth, and every parameter that should move gets a gradient."""
+    config = replace(CONFIG, steps=30, batch_size=4, lr=5e-3, lam="1.0", depths=2)
+    subject = trainer(corpus, tmp_path, config, name, modules)
+    records = [record for record in subject.run() if isinstance(record, StepRecord)]
+    first, last = (
+        [sum(loss) / 3 for loss in zip(*(r.loss for r in part), strict=True)] for part in (records[:3], records[-3:])
+    )
+    assert all(after < before for before, after in zip(first, last, strict=True))
+
+
+def test_evaluation_record(corpus, tmp_path):
+    """Held-out figures come with the last step: conditional rates in [0, 1], and AL from them."""
+    record = list(trainer(corpus, tmp_path).run())[-1]
+    assert isinstance(record, EvalRecord)
+    assert len(record.forced.loss) == 4
+    assert all(0 <= rate <= 1 for rate in record.forced.match + record.forced.overlap)
+    a, b, c = record.forced.match
+    assert record.forced.greedy_length == pytest.approx(1 + a + a * b + a * b * c)
+
+
+def test_trunk_only(corpus, tmp_path):
+    """depths = 0 trains the trunk alone, and leaves the head as it was."""
+    subject = trainer(corpus, tmp_path, replace(CONFIG, depths=0))
+    before = {name: value.clone() for name, value in subject.model.head.state_dict().items()}
+    assert all(len(loss) == 1 for loss in losses(subject.run()))
+    assert all(torch.equal(before[name], value) for name, value in subject.model.head.state_dict().items())
+
+
+def test_nan_loss_stops_and_keeps_the_last_checkpoint(corpus, tmp_path):
+    """A loss that is not finite names the batch; what was saved before stays whole."""
+    subject = trainer(corpus, tmp_path, replace(CONFIG, save_every=1))
+    running = subject.run()
+    next(running)
+    next(running)
+    with torch.no_grad():
+        subject.model.trunk.output.weight.fill_(float("nan"))
+    with pytest.raises(TrainingError, match="the loss of step 2 is nan; batch 2 of seed 0"):
+        next(running)
+    assert Model.load(tmp_path / "step-0000001").head is not None
+
+
+def test_resume_with_other_settings(corpus, tmp_path):
+    list(trainer(corpus, tmp_path).run())
+    with pytest.raises(ConfigError, match="trained with another lr, seed"):
+        trainer(corpus, tmp_path, replace(CONFIG, lr=1e-4, seed=3)).resume()
+
+
+def test_resume_from_a_damaged_state(corpus, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    list(trainer(corpus, tmp_path).run())
+    path = tmp_path / "step-0000006" / "optimizer.safetensors"
+    tensors = load_file(path)
+    tensors.pop("head.stack.0.projection.weight.exp_avg")
+    save_file(tensors, path)
+    with pytest.raises(
+        CheckpointError, match=r"optimiser tensors are missing: head\.stack\.0\.projection\.weight\.exp_avg"
+    ):
+        trainer(corpus, tmp_path).resume()
+
+
+def test_nothing_to_resume(corpus, tmp_path):
+    assert not trainer(corpus, tmp_path).resume()
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"steps": 0}, "steps = 0"),
+        ({"depths": -1}, "depths = -1"),
+        ({"depths": 24}, "fewer than length"),
+        ({"dtype": "float8"}, "float32 or bfloat16"),
+        ({"optimizer": "sgd"}, "adamw or muon"),
+        ({"lam": "much"}, "lambda 'much'"),
+        ({"lr": 2.0}, "0 < lr < 1"),
+    ],
+)
+def test_bad_settings(values, words):
+    with pytest.raises(ConfigError, match=words):
+        replace(CONFIG, **values)
+
+
+def test_unknown_setting():
+    with pytest.raises(ConfigError, match=r"unknown setting 'lern'; known: steps"):
+        TrainConfig.from_dict({"steps": 1, "lern": 3})
+
+
+def test_schedule_rises_holds_and_falls():
+    config = TrainConfig(steps=100, warmup=9, decay=0.5, final_lr=0.1)
+    scales = [config.schedule(step) for step in range(100)]
+    assert scales[0] == pytest.approx(0.1)
+    assert scales[9] == scales[50] == 1
+    assert scales[99] == pytest.approx(0.1 + 0.9 / 50)
+    assert scales[50:] == sorted(scales[50:], reverse=True)

@@ -1,0 +1,106 @@
+"""Tiny models of every family, and the language that the trained fixtures speak."""
+
+from pathlib import Path
+
+import torch
+
+from nextn.decode import Settings, rounds
+from nextn.model import Model
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+_SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.3,  # large enough that random logits are far from ties
+}
+_MOE = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_hidden_layers": 4,
+}
+
+CONFIGS: dict[str, dict[str, object]] = {
+    "deepseek_v3": _SIZES
+    | _MOE
+    | {
+        "model_type": "deepseek_v3",
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    "glm4_moe": _SIZES
+    | _MOE
+    | {
+        "model_type": "glm4_moe",
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "n_routed_experts": 4,
+        "first_k_dense_replace": 1,
+    },
+    "qwen3_next": _SIZES
+    | _MOE
+    | _DELTA
+    | {"model_type": "qwen3_next", "num_experts": 4, "shared_expert_intermediate_size": 16, "intermediate_size": 64},
+    "qwen3_5": _SIZES | _DELTA | {"model_type": "qwen3_5_text", "intermediate_size": 64},
+    "qwen3_5_moe": _SIZES
+    | _MOE
+    | _DELTA
+    | {"model_type": "qwen3_5_moe_text", "num_experts": 4, "shared_expert_intermediate_size": 16},
+}
+del CONFIGS["deepseek_v3"]["head_dim"]
+
+# (family, modules) of every tiny model that can be built: layouts of the Qwen kind have room for one module.
+BUILDS = [(name, count) for name in CONFIGS for count in (1, 2, 3) if count == 1 or not name.startswith("qwen")]
+
+
+def build(name: str, *, modules: int = 1, seed: int = 0, **changes: object) -> Model:
+    """A random tiny model of the family, in fp32."""
+    torch.manual_seed(seed)
+    return Model.build(CONFIGS[name] | changes, num_modules=modules)
+
+
+def prompt(length: int, *, seed: int = 0, vocab_size: int = 64) -> list[int]:
+    """Random token ids."""
+    return torch.randint(0, vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def refrain(count: int, length: int, *, seed: int, vocab_size: int = 40) -> torch.Tensor:
+    """[count, length] rows that repeat a random phrase of 5 to 11 tokens.
+
+    What comes next stands in the row itself, so a head that never saw the prompt cannot know it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for _ in range(count):
+        period = int(torch.randint(5, 12, (1,), generator=generator))
+        phrase = torch.randperm(vocab_size, generator=generator)[:period]
+        rows.append(phrase.repeat(length // period + 1)[:length])
+    return torch.stack(rows)
+
+
+def decode(model: Model, prompts: list[list[int]], **settings: object) -> tuple[list[list[int]], list]:
+    """All new tokens per prompt, and the rounds."""
+    out: list[list[int]] = [[] for _ in prompts]
+    log = []
+    for each in rounds(model.trunk, model.head, prompts, Settings(**settings)):
+        log.append(each)
+        for part in each.rows:
+            out[part.row] += part.emitted
+    return out, log
