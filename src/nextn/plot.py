@@ -55,9 +55,10 @@ def acceptance(path: Path, rows: Mapping[str, "Acceptance"]) -> None:
                 axes.annotate(
                     f"{rate:.2f}", (x, high), (0, 3), textcoords="offset points", ha="center", color=_INK, fontsize=9
                 )
-        axes.set_ylim(0, 1.12)
+        axes.set_ylim(0, 1.22)
+        axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
         axes.set_xticks(range(1, 1 + max(len(figures.rates) for figures in rows.values())))
-        axes.legend(frameon=False, labelcolor=_INK, loc="lower left")
+        axes.legend(frameon=False, labelcolor=_INK, loc="upper left", ncols=len(rows))
 
 
 def timeline(path: Path, plain: Sequence["Round"], mtp: Sequence["Round"], *, num_tokens: int) -> None:
