@@ -8,19 +8,19 @@ _HOME = {
     "Acceptance": "acceptance",
     "Head": "head",
     "Model": "model",
-    "Result": "generate",
+    "Result": "text",
     "Sampling": "sampling",
     "Settings": "decode",
     "StandaloneHead": "head",
     "TrainConfig": "train",
     "Trainer": "train",
-    "eos_tokens": "generate",
-    "generate": "generate",
+    "eos_tokens": "text",
+    "generate": "text",
     "load": "model",
     "mtp_loss": "loss",
     "rounds": "decode",
-    "stream": "generate",
-    "trace": "trace",
+    "stream": "text",
+    "trace": "tracer",
 }
 __all__ = sorted(_HOME)
 
@@ -28,7 +28,6 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module 'nextn' has no attribute {name!r}; it has {', '.join(__all__)}")
-    # Names such as `generate` are a module's and its function's: the function is what `nextn.generate` means.
     value = globals()[name] = getattr(import_module(f"nextn.{_HOME[name]}"), name)
     return value
 

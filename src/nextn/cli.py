@@ -141,8 +141,8 @@ def generate(
 ) -> None:
     """Decode one prompt with MTP; kept drafts are coloured, and the acceptance is printed below."""
     from nextn.decode import Settings
-    from nextn.generate import eos_tokens
     from nextn.sampling import Sampling
+    from nextn.text import eos_tokens
 
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     settings = Settings(
@@ -166,7 +166,7 @@ def trace(
     from dataclasses import asdict
 
     from nextn.decode import Settings
-    from nextn.trace import trace as rows_of
+    from nextn.tracer import trace as rows_of
 
     loaded = _load(model, dtype, need_head=drafts > 0)
     rows = list(rows_of(loaded, prompt, Settings(drafts=drafts, max_tokens=max_tokens)))
@@ -188,8 +188,8 @@ def trace(
 
 
 def _generate(model: "Model", text: str, settings: "Settings", stop: list[str], *, chat: bool, as_json: bool) -> None:
-    from nextn.generate import generate as whole
-    from nextn.generate import stream
+    from nextn.text import generate as whole
+    from nextn.text import stream
 
     if as_json:
         result = whole(model, [text], settings, stop=stop, chat=chat)[0]

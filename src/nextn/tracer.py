@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nextn.decode import Event, RowRound, Settings, rounds
-from nextn.generate import encode
 from nextn.model import Model
+from nextn.text import encode
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 from tiny import build, decode, prompt
 
 from nextn.decode import Settings
-from nextn.trace import trace
+from nextn.tracer import trace
 
 
 @pytest.mark.parametrize("modules", [1, 2])

@@ -7,7 +7,7 @@ from tiny import build
 from nextn.bytelevel import byte_tokenizer
 from nextn.decode import Settings
 from nextn.errors import ConfigError
-from nextn.generate import _Text, encode, eos_tokens, generate, stream
+from nextn.text import _Text, encode, eos_tokens, generate, stream
 
 
 @pytest.fixture(scope="module")
