@@ -89,6 +89,19 @@ def test_bad_requests(model):
         generate(build("glm4_moe"), ["a"], Settings())
 
 
+def test_the_checkpoints_eos_ends_a_text(model):
+    """Without eos in the settings the checkpoint's own ends the text, and is not shown; eos = () ignores it."""
+    whole = generate(model, ["abc"], Settings(drafts=2, max_tokens=12, eos=()))[0]
+    config = model.trunk.model.generation_config
+    config.eos_token_id, before = whole.tokens[4], config.eos_token_id
+    try:
+        result = generate(model, ["abc"], Settings(drafts=2, max_tokens=12))[0]
+    finally:
+        config.eos_token_id = before
+    assert result.finish == "eos"
+    assert result.tokens == whole.tokens[: whole.tokens.index(whole.tokens[4]) + 1]
+
+
 def test_ids_need_no_tokenizer():
     result = generate(build("glm4_moe"), [[1, 2, 3]], Settings(max_tokens=5))[0]
     assert len(result.tokens) == 5

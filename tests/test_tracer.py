@@ -3,7 +3,7 @@
 from collections import defaultdict
 
 import pytest
-from tiny import build, decode, prompt
+from tiny import build, decode, prompt, refrain
 
 from nextn.decode import Settings
 from nextn.tracer import trace
@@ -38,6 +38,19 @@ def test_every_column_is_fed_once_with_true_states():
             fed[row.position] += 1
     assert set(fed) == set(range(max(fed) + 1))
     assert set(fed.values()) == {1}
+
+
+def test_kept_columns_are_re_run(trained):
+    """On a head whose drafts are kept: each kept column comes back as a re-run, at its place, with the true state."""
+    model = trained["glm"]
+    start = refrain(1, 33, seed=5)[0].tolist()
+    rows = list(trace(model, start, Settings(drafts=3, max_tokens=9)))
+    again = [row for row in rows if row.phase == "re-run"]
+    drafted = [row.position for row in rows if row.phase == "draft" and row.hidden.startswith("g")]
+    assert again
+    assert all(row.hidden == f"h{row.position}" and row.by == "head[0]" for row in again)
+    assert {row.position for row in again} & set(drafted)
+    assert any("keeps draft 1" in row.gives for row in rows)
 
 
 def test_one_trunk_pass_a_round():

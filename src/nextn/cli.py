@@ -142,7 +142,6 @@ def generate(
     """Decode one prompt with MTP; kept drafts are coloured, and the acceptance is printed below."""
     from nextn.decode import Settings
     from nextn.sampling import Sampling
-    from nextn.text import eos_tokens
 
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     settings = Settings(
@@ -150,7 +149,7 @@ def generate(
     )
     loaded = _load(model, dtype, need_head=drafts > 0)
     text = sys.stdin.read() if prompt == "-" else prompt
-    _generate(loaded, text, _with_eos(settings, eos_tokens(loaded)), stop or [], chat=chat, as_json=as_json)
+    _generate(loaded, text, settings, stop or [], chat=chat, as_json=as_json)
 
 
 @app.command()
@@ -261,12 +260,6 @@ def _load(model: str, dtype: str, *, need_head: bool) -> "Model":
     if dtype not in dtypes:
         raise ConfigError(f"dtype {dtype!r}; expected one of {', '.join(dtypes)}")
     return Model.load(model, dtype=dtypes[dtype], need_head=need_head)
-
-
-def _with_eos(settings: "Settings", eos: tuple[int, ...]) -> "Settings":
-    from dataclasses import replace
-
-    return replace(settings, eos=eos)
 
 
 def _merged(config: Path | None, pairs: list[str]) -> dict[str, object]:

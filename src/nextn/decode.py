@@ -34,15 +34,15 @@ class Contract:
 class Settings:
     """drafts: K, 0 = plain decoding. sampled_drafts: draw drafts from q, else take its argmax.
 
-    max_tokens: new tokens per row. eos: token ids that end a row. chunk: columns per prefill pass.
-    Raises ConfigError on values out of range.
+    max_tokens: new tokens per row. eos: token ids that end a row; None: the checkpoint's in `generate` and `stream`,
+    none in `rounds`. chunk: columns per prefill pass. Raises ConfigError on values out of range.
     """
 
     drafts: int = 4
     sampling: Sampling = field(default_factory=Sampling)
     sampled_drafts: bool = True
     max_tokens: int = 256
-    eos: tuple[int, ...] = ()
+    eos: tuple[int, ...] | None = None
     seed: int = 0
     chunk: int = 512
     contract: Contract = field(default_factory=Contract)
@@ -355,7 +355,7 @@ class _Batch:
     def _finish(self, row: int, emitted: list[int]) -> tuple[list[int], str | None]:
         """Cut the row's new tokens where it ends -> (tokens of this round, reason or None)."""
         before, settings = len(self.new[row]), self.settings
-        ends = [(index + 1, "eos") for index, token in enumerate(emitted) if token in settings.eos]
+        ends = [(index + 1, "eos") for index, token in enumerate(emitted) if token in (settings.eos or ())]
         new = self.new[row] = self.new[row] + emitted
         ends.append((settings.max_tokens - before, "length"))
         if self.trunk.max_length is not None and len(self.tokens[row]) >= self.trunk.max_length:

@@ -1,7 +1,7 @@
 """Text in, text out: folds of `decode.rounds` that know the tokenizer, stop strings and chat templates."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -86,8 +86,10 @@ def stream(
 ) -> Iterator[Chunk]:
     """Decode prompts as one batch and yield a Chunk per row and round, as soon as the round is over.
 
-    stop: strings that end a row; the text stops before them. settings.eos is used as given: see `eos_tokens`.
+    stop: strings that end a row; the text stops before them. settings.eos = None: `eos_tokens` of the checkpoint.
     """
+    eos = eos_tokens(model) if settings.eos is None else settings.eos
+    settings = replace(settings, eos=eos)
     if any(not text for text in stop):
         raise ConfigError("a stop string is empty; expected at least one character")
     texts = [_Text(model.tokenizer, stop) for _ in prompts]
@@ -99,7 +101,7 @@ def stream(
         if on_round is not None:
             on_round(each)
         for part in each.rows:
-            text = texts[part.row].push(part.emitted, settings.eos, last=part.finish is not None)
+            text = texts[part.row].push(part.emitted, eos, last=part.finish is not None)
             yield Chunk(part.row, text, part, part.finish)
 
 
