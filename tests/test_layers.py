@@ -17,7 +17,9 @@ LAYERS = [
     ["errors"],
     ["families", "family_rows", "remote", "bytelevel", "loss", "sampling", "rollback", "layout", "acceptance"],
     ["checkpoint", "data", "trunk"],
-    ["inventory", "head"],
+    ["inventory", "head", "fp8"],
+    ["weights", "snapshot"],
+    ["filling"],
     ["audit"],
     ["decode", "model"],
     ["text", "evaluate", "plot"],
@@ -37,6 +39,7 @@ NO_TORCH = (
     "data",
     "acceptance",
     "inventory",
+    "snapshot",
     "audit",
     "cli",
 )

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from nextn import layout
 from nextn.bytelevel import byte_tokenizer
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.model import Model, head_tensors
+from nextn.filling import head_tensors
+from nextn.model import Model
 
 
 @pytest.fixture
@@ -188,7 +189,7 @@ def test_tokenizer_of_another_model(tmp_path):
 
 @pytest.mark.parametrize("source", ["/nowhere/at/all", "no-such-folder", "a/b/c"])
 def test_no_such_checkpoint(source):
-    with pytest.raises(CheckpointError, match="not a checkpoint folder"):
+    with pytest.raises(CheckpointError, match="neither a folder"):
         Model.load(source)
 
 

@@ -181,6 +181,10 @@ class Family:
         name = _unwrapped(name, self.wrappers)
         return next((role for role, path in self.trunk.items() if name == f"{path}.weight"), None)
 
+    def shared_name(self, role: str, *, wrapper: str = "") -> str:
+        """Inverse of `shared_role`; wrapper: one of `wrappers`, for a checkpoint whose trunk uses it."""
+        return _wrapped(f"{self.trunk[role]}.weight", wrapper, self.wrappers)
+
     def trunk_layer(self, name: str) -> tuple[int, str] | None:
         """Index and path inside the layer, if that is what a tensor of this name is, whatever the wrapper.
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -16,9 +15,13 @@ from nextn import __version__
 from nextn.checkpoint import Checkpoint, read_header, write_index, write_json
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import Family, by_config
+from nextn.filling import empty_head, fill, head_tensors, trunk_state
+from nextn.fp8 import pack, section
 from nextn.head import Head
-from nextn.layout import fuse_experts, split_experts
+from nextn.inventory import Inventory
+from nextn.snapshot import folder_of, on_disk
 from nextn.trunk import Trunk
+from nextn.weights import Weights
 
 
 @dataclass
@@ -41,54 +44,71 @@ class Model:
         dtype: torch.dtype = torch.float32,
     ) -> "Model":
         """A freshly initialised model of a transformers config (a dict with `model_type`), by the family's rule."""
-        family = _runnable(config)
+        family = _computed(by_config(config))
         if family.max_modules is not None and num_modules > family.max_modules:
             raise ConfigError(f"num_modules = {num_modules}; {family.name} has room for {family.max_modules}")
         trunk = Trunk.from_config(config, stage=family.hidden, dtype=dtype)
         return cls(trunk, Head(family, trunk, num_modules=num_modules), family, tokenizer)
 
     @classmethod
-    def load(cls, source: str | Path, *, dtype: torch.dtype | None = None, need_head: bool = True) -> "Model":
-        """A checkpoint folder or hub id. dtype None = as stored. need_head=False takes a checkpoint without a head.
+    def load(
+        cls,
+        source: str | Path,
+        *,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        offline: bool = False,
+        dtype: torch.dtype | None = None,
+        need_head: bool = True,
+    ) -> "Model":
+        """A checkpoint folder, a .safetensors file with its config.json beside it, or a hub id.
 
-        Raises CheckpointError that lists every head tensor that is missing, unexpected, mis-shaped or non-finite,
-        FamilyError for a model type without a row.
+        revision, cache_dir and offline are for hub ids; only the files that are needed are fetched. dtype None = as
+        stored; fp8 is multiplied by its scales. need_head=False takes a checkpoint without a head. Raises
+        CheckpointError that lists every head tensor that is missing, unexpected, mis-shaped, stored twice, not to be
+        read as numbers or non-finite; FamilyError for a model type without a row.
         """
-        folder = _folder(source)
-        checkpoint = Checkpoint.open(folder)
-        family = _runnable(checkpoint.config)
-        trunk = Trunk.from_pretrained(folder, stage=family.hidden, dtype=dtype)
-        _check_finite(folder, trunk.model.state_dict())
-        count = family.num_modules(checkpoint.config)
-        stored = {name for name in checkpoint.tensors if family.canonical(name, trunk.num_layers) is not None}
-        head: Head | None = None
-        notes: tuple[str, ...] = ()
-        if need_head or (count and stored):
-            if not count or not stored:
-                raise CheckpointError(_absent(folder, family, count, trunk.num_layers))
-            head = Head(family, trunk, num_modules=count)
-            notes = _fill(head, folder, checkpoint, sorted(stored))
-        return cls(trunk, head, family, _tokenizer(folder, trunk), notes)
+        checkpoint = Checkpoint.open(source, revision=revision, cache_dir=cache_dir, offline=offline)
+        family = _runnable(checkpoint)
+        inventory = Inventory.of(checkpoint, family=family)
+        with_head = need_head or bool(inventory.promised and inventory.stored)
+        if with_head and not (inventory.promised and inventory.stored):
+            raise CheckpointError(_absent(inventory))
+        inventory = on_disk(inventory, cache_dir=cache_dir, offline=offline)
+        folder = folder_of(inventory.checkpoint)
+        with Weights(inventory.checkpoint, family) as weights:
+            trunk, notes = _load_trunk(inventory, weights, dtype)
+            head: Head | None = None
+            if with_head:
+                head = empty_head(inventory, trunk)
+                notes += fill(head, inventory, weights)
+        return cls(trunk, head, family, _tokenizer(folder, trunk), tuple(notes))
 
     def save(
         self,
         folder: str | Path,
         *,
         dtype: torch.dtype | None = None,
+        fp8: bool = False,
         copies: bool = True,
         extra: Callable[[Path], None] | None = None,
     ) -> None:
         """Write a checkpoint folder in the family's published layout, whole or not at all; an old one is replaced.
 
-        dtype: cast to it on the way out (None = as is). copies: store the shared embedding and output head again inside
-        each module where the family does. extra(folder): writes more files, before the folder gets its name. Raises
-        CheckpointError if the folder cannot be written.
+        dtype: cast to it on the way out (None = as is). fp8: quantise what the family's fp8 release does, in blocks
+        with scales. copies: store the shared embedding and output head again inside each module where the family does.
+        extra(folder): writes more files, before the folder gets its name. Raises CheckpointError if the folder cannot
+        be written, FamilyError for fp8 where the family publishes none.
         """
+        if fp8 and self.family.fp8 is None:
+            raise FamilyError(f"{self.family.name} has no published fp8 layout; save it in bfloat16")
         folder = Path(folder)
         staging = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
         try:
             staging.mkdir(parents=True)
             self._write(staging, dtype, copies)
+            if fp8:
+                _quantise(staging, self.family, self.trunk.num_layers)
             if extra is not None:
                 extra(staging)
             _swap(staging, folder)
@@ -118,83 +138,88 @@ class Model:
         return value if keep else value.to(dtype)
 
 
-def load(source: str | Path, *, dtype: torch.dtype | None = None, need_head: bool = True) -> Model:
-    """`Model.load`: a checkpoint folder or hub id -> trunk, head and tokenizer; strict."""
-    return Model.load(source, dtype=dtype, need_head=need_head)
+def load(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    offline: bool = False,
+    dtype: torch.dtype | None = None,
+    need_head: bool = True,
+) -> Model:
+    """`Model.load`: a checkpoint folder, a .safetensors file or a hub id -> trunk, head and tokenizer; strict."""
+    return Model.load(source, revision=revision, cache_dir=cache_dir, offline=offline, dtype=dtype, need_head=need_head)
 
 
-def head_tensors(head: Head, copies: bool = True) -> dict[str, Tensor]:
-    """The head's tensors under their published names, experts one by one where the family stores them so."""
-    state = {name.removeprefix("stack."): value for name, value in head.state_dict().items()}
-    if copies:
-        shared = {"embedding": head.trunk.embedding.weight, "output": head.trunk.output.weight}
-        for index in range(head.num_modules):
-            # clone: safetensors refuses two names for one storage, and the file does hold it twice
-            state |= {f"{index}.{role}.weight": shared[role].detach().clone() for role in head.family.copies}
-    state = split_experts(state) if head.family.experts == "split" else state
-    return {head.family.published(name, head.trunk.num_layers): value for name, value in state.items()}
+def _load_trunk(inventory: Inventory, weights: Weights, dtype: torch.dtype | None) -> tuple[Trunk, list[str]]:
+    checkpoint, family = inventory.checkpoint, inventory.family
+    folder = folder_of(checkpoint)
+    state, notes = trunk_state(inventory, weights)
+    if weights.method and weights.packed(state):
+        try:
+            trunk = Trunk.from_pretrained(folder, stage=family.hidden, dtype=dtype)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}. Its quantisation is {weights.method} ({weights.packed(state)} and others): install what "
+                f"transformers needs for it, or load the model that was quantised, in bf16 or fp8. `nextn audit "
+                f"{checkpoint.path}` and `nextn restore` work on it as it is"
+            ) from error
+    else:
+        trunk = Trunk.from_pretrained(folder, state=state, stage=family.hidden, dtype=dtype)
+    _check_finite(checkpoint.path, trunk.model.state_dict())
+    kind = trunk.model.config.model_type
+    if kind != checkpoint.config["model_type"]:
+        notes.append(
+            f"the text model ({kind}) of {checkpoint.config['model_type']} alone is loaded, and would be saved"
+        )
+    return trunk, notes
 
 
-def _fill(head: Head, folder: Path, checkpoint: Checkpoint, stored: list[str]) -> tuple[str, ...]:
-    """Load the stored head tensors into `head`, every one accounted for -> notes."""
-    wanted = {name: tuple(value.shape) for name, value in head_tensors(head, copies=False).items()}
-    copies = {name for name in stored if _role(head, name) in head.family.copies}
-    problems = [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in stored]
-    for name in stored:
-        info = checkpoint.tensors[name]
-        if name not in wanted and name not in copies:
-            problems.append(f"unexpected: {name} {info.shape}")
-        elif name in wanted and info.shape != wanted[name]:
-            problems.append(f"mis-shaped: {name} {info.shape}, expected {wanted[name]}")
-        elif info.dtype not in ("BF16", "F16", "F32", "F64"):
-            problems.append(f"wrong dtype: {name} is {info.dtype}; it cannot be used without its scales")
-    tensors = {} if problems else {name: _read(folder, checkpoint, name) for name in stored}
-    problems += [f"non-finite: {name}" for name, value in tensors.items() if not bool(torch.isfinite(value).all())]
-    if problems:
-        raise CheckpointError(f"{folder}: the head is not whole, {len(problems)} problems:\n  " + "\n  ".join(problems))
-    state = {str(head.family.canonical(name, head.trunk.num_layers)): tensors[name] for name in wanted}
-    head.load_state_dict({f"stack.{name}": value for name, value in fuse_experts(state).items()})
-    return tuple(note for name in sorted(copies) if (note := _compare(head, name, tensors[name])))
-
-
-def _compare(head: Head, name: str, copy: Tensor) -> str | None:
-    shared = head.trunk.embedding if _role(head, name) == "embedding" else head.trunk.output
-    own = shared.weight.detach()
-    if copy.shape != own.shape:
-        return f"{name} has shape {tuple(copy.shape)}, the trunk's {tuple(own.shape)}; the trunk's is used"
-    gap = (copy.to(own.dtype) - own).abs().max().item()
-    return f"{name} differs from the trunk's by up to {gap:.3g}; the trunk's is used" if gap else None
-
-
-def _role(head: Head, name: str) -> str:
-    return str(head.family.canonical(name, head.trunk.num_layers)).split(".")[1]
-
-
-def _read(folder: Path, checkpoint: Checkpoint, name: str) -> Tensor:
-    with safe_open(folder / checkpoint.tensors[name].file, framework="pt") as file:
-        return file.get_tensor(name)
-
-
-def _check_finite(folder: Path, state: Mapping[str, Tensor]) -> None:
+def _check_finite(path: str, state: Mapping[str, Tensor]) -> None:
     bad = [name for name, value in state.items() if value.is_floating_point() and not bool(torch.isfinite(value).all())]
     if bad:
-        raise CheckpointError(f"{folder}: {len(bad)} trunk tensors hold NaN or Inf: {', '.join(bad[:8])}")
+        raise CheckpointError(f"{path}: {len(bad)} trunk tensors hold NaN or Inf: {', '.join(bad[:8])}")
 
 
-def _runnable(config: Mapping[str, object]) -> Family:
-    family = by_config(config)
+def _runnable(checkpoint: Checkpoint) -> Family:
+    if not checkpoint.config:
+        raise CheckpointError(
+            f"{checkpoint.path}: config.json is absent or empty. Put the model's own beside the weights."
+        )
+    return _computed(by_config(checkpoint.config))
+
+
+def _computed(family: Family) -> Family:
     if not family.runs:
-        raise FamilyError(str(family.refusal))
+        raise FamilyError(family.refusal)
     return family
 
 
-def _absent(folder: Path, family: Family, count: int, num_layers: int) -> str:
-    where = family.published("0.token_norm.weight", num_layers)
+def _absent(inventory: Inventory) -> str:
+    path, family, count = inventory.checkpoint.path, inventory.family, inventory.promised
+    where = family.published("0.token_norm.weight", inventory.num_layers, wrapper=inventory.wrapper)
     said = f"config.json promises {count} module(s)" if count else f"config.json has no {family.count_fields[0]}"
+    found = "present" if inventory.stored else "absent"
+    other = f"; {inventory.strangers[0]} and others are no names of this family" if inventory.strangers else ""
     return (
-        f"{folder}: no MTP head ({family.name}): {said}, and tensors like {where} are "
-        f"{'absent' if count else 'not expected'}. Restore the head from the base model, or decode with drafts = 0"
+        f"{path}: no MTP head ({family.name}): {said}, and tensors like {where} are {found}{other}. "
+        f"`nextn audit {path}` says more; `nextn restore {path} --from BASE` puts back the head of the model that this "
+        "one was made from; drafts = 0 decodes without one"
     )
+
+
+def _quantise(folder: Path, family: Family, num_layers: int) -> None:
+    """Rewrite every shard with fp8 weights and their scales, and the index and the config with them."""
+    plain = set()
+    for shard in sorted(folder.glob("*.safetensors")):
+        tensors = pack(load_file(shard), family, num_layers)
+        save_file(tensors, folder / "part", metadata={"format": "pt", "nextn": __version__})
+        (folder / "part").replace(shard)  # not in place: what was loaded is still mapped
+        plain |= {
+            name.removesuffix(".weight") for name, value in tensors.items() if value.ndim > 1 and value.itemsize > 1
+        }
+    _index(folder)
+    write_json(folder / "config.json", Checkpoint.open(folder).config | {"quantization_config": section(plain, family)})
 
 
 def _add_shard(folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -205,7 +230,11 @@ def _add_shard(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     for shard, name in zip(shards, names, strict=False):
         shard.rename(folder / name)
     save_file(dict(tensors), folder / names[-1], metadata={"format": "pt", "nextn": __version__})
-    headers = {name: read_header(folder / name).tensors for name in names}
+    _index(folder)
+
+
+def _index(folder: Path) -> None:
+    headers = {path.name: read_header(path).tensors for path in sorted(folder.glob("*.safetensors"))}
     weight_map = {tensor: name for name, header in headers.items() for tensor in header}
     write_index(folder, weight_map, sum(info.nbytes for header in headers.values() for info in header.values()))
 
@@ -216,24 +245,6 @@ def _swap(staging: Path, folder: Path) -> None:
         folder.rename(old)
     staging.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _folder(source: str | Path) -> Path:
-    if Path(source).is_dir():
-        return Path(source)
-    if Path(source).exists() or str(source).count("/") != 1 or str(source).startswith((".", "/")):
-        raise CheckpointError(
-            f"{source}: not a checkpoint folder; expected a folder with config.json, or a hub id org/name"
-        )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"])
-        )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(f"{source}: neither a folder nor a model that the hub hands out: {error}") from error
 
 
 def _tokenizer(folder: Path, trunk: Trunk) -> PreTrainedTokenizerBase | None:

@@ -7,12 +7,13 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DummyLayer, get_layer_types_and_kwargs
 from transformers.utils import logging as transformers_logging
 
@@ -43,6 +44,15 @@ class _Decoder(Protocol):
 
 class _Output(Protocol):
     last_hidden_state: Tensor
+
+
+class Readable(Protocol):
+    """A stored tensor, read at `[...]`; dtype is what comes out, None for what does not tell the model's."""
+
+    @property
+    def dtype(self) -> torch.dtype | None: ...
+
+    def __getitem__(self, key: object, /) -> Tensor: ...
 
 
 class _IdleLayer(DummyLayer):
@@ -78,14 +88,24 @@ class Trunk(nn.Module):
         return cls(AutoModelForCausalLM.from_config(known, dtype=dtype, attn_implementation="sdpa"), stage=stage)
 
     @classmethod
-    def from_pretrained(cls, folder: Path, *, stage: Stage = "post", dtype: torch.dtype | None = None) -> "Trunk":
-        """The trunk of a checkpoint folder. Raises CheckpointError if a tensor would stay uninitialised."""
+    def from_pretrained(
+        cls,
+        folder: Path,
+        *,
+        state: Mapping[str, Readable] | None = None,
+        stage: Stage = "post",
+        dtype: torch.dtype | None = None,
+    ) -> "Trunk":
+        """The trunk of the folder's config; its tensors from state, by stored name, or as transformers reads the files.
+
+        state: plain numbers, whatever the config says of quantisation. dtype None = the config's, else the stored one.
+        Raises CheckpointError if a tensor would stay uninitialised, or where transformers cannot load it.
+        """
+        load = _from_files if state is None else partial(_from_state, state=state)
         with _quiet():
             try:
-                model, info = AutoModelForCausalLM.from_pretrained(
-                    folder, dtype=dtype or "auto", attn_implementation="sdpa", output_loading_info=True
-                )
-            except (OSError, ValueError, KeyError) as error:
+                model, info = load(folder, dtype)
+            except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
                 raise CheckpointError(f"{folder}: transformers cannot load the trunk: {error}") from error
         bad = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
         if bad:
@@ -248,6 +268,35 @@ class Trunk(nn.Module):
                     for part in layer.modules()
                     if getattr(part, "layer_idx", None) is not None and part is not layer
                 )
+
+
+def _from_files(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, dict[str, list[str]]]:
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype or "auto", attn_implementation="sdpa", output_loading_info=True
+    )
+
+
+def _from_state(
+    folder: Path, dtype: torch.dtype | None, *, state: Mapping[str, Readable]
+) -> tuple[PreTrainedModel, dict[str, list[str]]]:
+    config = AutoConfig.from_pretrained(folder)
+    loader = AutoModelForCausalLM._model_mapping[type(config)]
+    if loader.config_class is not type(config):  # a vision-language type whose text model has a class
+        config = config.get_text_config()
+    for part in (config, config.get_text_config()):
+        vars(part).pop("quantization_config", None)
+    stored = next((each.dtype for each in state.values() if each.dtype is not None), torch.bfloat16)
+    model, info = loader.from_pretrained(
+        None,
+        config=config,
+        state_dict=dict(state),
+        dtype=dtype or config.dtype or stored,
+        attn_implementation="sdpa",
+        output_loading_info=True,
+    )
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model, info
 
 
 def packed(documents: Tensor) -> tuple[Tensor, Tensor]:
