@@ -109,10 +109,10 @@ class _Account:
     def problems(self) -> Iterator[str]:
         """All that headers tell, and spellings and files that contradict each other."""
         yield from self._missing()
-        for name in self.extra:
-            yield f"unexpected: {name} {self.tensors[name].shape}"
-        for name in self.inventory.strangers:
-            yield f"unexpected: {name}, which looks like a head's, and is no name of {self.head.family.name}"
+        for extra in self.extra:
+            yield f"unexpected: {extra} {self.tensors[extra].shape}"
+        for stranger in self.inventory.strangers:
+            yield f"unexpected: {stranger}, which looks like a head's, and is no name of {self.head.family.name}"
         for canonical, parameter in self.wanted.items():
             name = self.inventory.stored.get(canonical)
             if name is not None and self.tensors[name].shape != tuple(parameter.shape):

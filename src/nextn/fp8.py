@@ -93,6 +93,8 @@ def pack(tensors: Mapping[str, Tensor], family: Family, num_layers: int) -> dict
 
 def quantised(name: str, family: Family, num_layers: int) -> bool:
     """Whether the matrix `name` is fp8 in the family's fp8 release: the Linears of the decoder layers, by name."""
+    if not name.endswith(".weight") and ".experts." not in name:
+        return False
     canonical = family.canonical(name, num_layers)
     if canonical is None:
         place = family.trunk_layer(name)

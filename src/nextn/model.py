@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from nextn import __version__
 from nextn.checkpoint import Checkpoint, read_header, write_index, write_json
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import Family, by_config
@@ -213,11 +212,10 @@ def _quantise(folder: Path, family: Family, num_layers: int) -> None:
     plain = set()
     for shard in sorted(folder.glob("*.safetensors")):
         tensors = pack(load_file(shard), family, num_layers)
-        save_file(tensors, folder / "part", metadata={"format": "pt", "nextn": __version__})
+        save_file(tensors, folder / "part", metadata={"format": "pt"})
         (folder / "part").replace(shard)  # not in place: what was loaded is still mapped
-        plain |= {
-            name.removesuffix(".weight") for name, value in tensors.items() if value.ndim > 1 and value.itemsize > 1
-        }
+        matrices = [name for name, value in tensors.items() if value.ndim > 1 and value.itemsize > 1]
+        plain |= {name.removesuffix(".weight") for name in matrices if name.endswith(".weight")}
     _index(folder)
     write_json(folder / "config.json", Checkpoint.open(folder).config | {"quantization_config": section(plain, family)})
 
@@ -229,7 +227,7 @@ def _add_shard(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     names = [f"model-{index:05d}-of-{total:05d}.safetensors" for index in range(1, total + 1)]
     for shard, name in zip(shards, names, strict=False):
         shard.rename(folder / name)
-    save_file(dict(tensors), folder / names[-1], metadata={"format": "pt", "nextn": __version__})
+    save_file(dict(tensors), folder / names[-1], metadata={"format": "pt"})
     _index(folder)
 
 

@@ -4,6 +4,7 @@ Everything that reads a model's internals is here, so a new transformers is one 
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -285,12 +286,12 @@ def _from_state(
         config = config.get_text_config()
     for part in (config, config.get_text_config()):
         vars(part).pop("quantization_config", None)
-    stored = next((each.dtype for each in state.values() if each.dtype is not None), torch.bfloat16)
+    kinds = Counter(each.dtype for each in state.values() if each.dtype is not None)  # routers may be fp32 in any model
     model, info = loader.from_pretrained(
         None,
         config=config,
         state_dict=dict(state),
-        dtype=dtype or config.dtype or stored,
+        dtype=dtype or config.dtype or kinds.most_common(1)[0][0],
         attn_implementation="sdpa",
         output_loading_info=True,
     )
