@@ -73,7 +73,7 @@ class Model:
         with_head = need_head or bool(inventory.promised and inventory.stored)
         if with_head and not (inventory.promised and inventory.stored):
             raise CheckpointError(_absent(inventory))
-        inventory = on_disk(inventory, cache_dir=cache_dir, offline=offline)
+        inventory = on_disk(inventory, revision=revision, cache_dir=cache_dir, offline=offline)
         folder = folder_of(inventory.checkpoint)
         with Weights(inventory.checkpoint, family) as weights:
             trunk, notes = _load_trunk(inventory, weights, dtype)
@@ -152,19 +152,20 @@ def load(
 
 def _load_trunk(inventory: Inventory, weights: Weights, dtype: torch.dtype | None) -> tuple[Trunk, list[str]]:
     checkpoint, family = inventory.checkpoint, inventory.family
-    folder = folder_of(checkpoint)
     state, notes = trunk_state(inventory, weights)
-    if weights.method and weights.packed(state):
-        try:
-            trunk = Trunk.from_pretrained(folder, stage=family.hidden, dtype=dtype)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"{error}. Its quantisation is {weights.method} ({weights.packed(state)} and others): install what "
-                f"transformers needs for it, or load the model that was quantised, in bf16 or fp8. `nextn audit "
-                f"{checkpoint.path}` and `nextn restore` work on it as it is"
-            ) from error
-    else:
-        trunk = Trunk.from_pretrained(folder, state=state, stage=family.hidden, dtype=dtype)
+    packed = weights.packed(state) if weights.method else None
+    reads = None if packed else state
+    try:
+        trunk = Trunk.from_pretrained(folder_of(checkpoint), state=reads, stage=family.hidden, dtype=dtype)
+    except CheckpointError as error:
+        reasons = [problem.message for problem in checkpoint.problems if problem.kind == "missing_file"]
+        if packed:
+            reasons.append(
+                f"its quantisation is {weights.method} ({packed} and others): install what transformers needs for it, "
+                f"or load the model that was quantised, in bf16 or fp8; `nextn audit {checkpoint.path}` and "
+                "`nextn restore` work on it as it is"
+            )
+        raise CheckpointError(". ".join([str(error), *reasons])) from error
     _check_finite(checkpoint.path, trunk.model.state_dict())
     kind = trunk.model.config.model_type
     if kind != checkpoint.config["model_type"]:

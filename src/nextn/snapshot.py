@@ -20,10 +20,13 @@ from nextn.remote import ADVICE, LocalFile
 _BESIDE = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken")
 
 
-def on_disk(inventory: Inventory, *, cache_dir: str | Path | None = None, offline: bool = False) -> Inventory:
+def on_disk(
+    inventory: Inventory, *, revision: str | None = None, cache_dir: str | Path | None = None, offline: bool = False
+) -> Inventory:
     """The inventory of the same checkpoint with its files on this disk; of a hub checkpoint those `needed` are fetched.
 
-    The hub's client shows progress and goes on with an interrupted download. Raises CheckpointError where it fails.
+    revision: as it was opened by; the cache then knows it by that name, for `offline`. The hub's client shows progress
+    and goes on with an interrupted download. Raises CheckpointError where it fails.
     """
     checkpoint = inventory.checkpoint
     if all(isinstance(source, LocalFile) for name in needed(inventory) if (source := checkpoint.sources.get(name))):
@@ -33,7 +36,7 @@ def on_disk(inventory: Inventory, *, cache_dir: str | Path | None = None, offlin
     try:
         folder = hub.snapshot_download(
             checkpoint.path,
-            revision=checkpoint.revision,
+            revision=revision,
             cache_dir=cache_dir,
             allow_patterns=[re.sub(r"([*?[])", r"[\1]", name) for name in needed(inventory)],
             local_files_only=offline or is_offline_mode(),
