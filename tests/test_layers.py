@@ -16,7 +16,8 @@ PACKAGE = Path(nextn.__file__).parent
 LAYERS = [
     ["errors"],
     ["families", "family_rows", "remote", "bytelevel", "loss", "sampling", "rollback", "layout", "acceptance"],
-    ["checkpoint", "data", "trunk"],
+    ["checkpoint", "data", "trunk", "storage", "quantformats"],
+    ["quantisation"],
     ["head"],
     ["decode", "model"],
     ["text", "evaluate", "plot"],
@@ -27,7 +28,7 @@ LAYERS = [
 ]
 # One idea in two files: the rows are made of the classes, and the look-ups read the rows.
 TWO_FILES = {"families": {"family_rows"}, "family_rows": {"families"}}
-NO_TORCH = ("errors", "families", "remote", "checkpoint", "bytelevel", "data", "acceptance", "cli")
+NO_TORCH = ("errors", "families", "remote", "checkpoint", "bytelevel", "data", "acceptance", "quantisation", "cli")
 
 
 def imports(path):
