@@ -367,8 +367,7 @@ def _globbed(modules: Iterable[str], kept: Collection[str]) -> Iterable[str]:
     return branches(modules, kept, "{}.*")
 
 
-# The sources are vllm/model_executor/layers/quantization/ and sglang/srt/layers/quantization/, file by file;
-# `bounded` is transformers.
+# Files of vllm/model_executor/layers/quantization/ and sglang/srt/layers/quantization/; `bounded` is transformers.
 _CONVERT = ("modules_to_not_convert",)
 # compressed_tensors/utils.py, should_ignore_layer; compressed-tensors' own utils/match.py reads the same.
 _COMPRESSED = Lists(("ignore",), (marked,), with_experts)
