@@ -18,6 +18,7 @@ LAYERS = [
     ["families", "family_rows", "remote", "bytelevel", "loss", "sampling", "rollback", "layout", "acceptance"],
     ["checkpoint", "data", "trunk"],
     ["inventory", "head"],
+    ["provenance"],
     ["audit"],
     ["decode", "model"],
     ["text", "evaluate", "plot"],
