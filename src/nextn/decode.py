@@ -239,7 +239,7 @@ class _Batch:
             else:
                 step = self._recurse(depth, chained, drafts)
                 normed, chained = step.normed[:, 0], step.recycled[:, 0]
-            q, tokens = self._pick(self.trunk.logits(normed), seen, uniforms[:, depth - 1])
+            q, tokens = self._pick(self.head.logits(self.head.module(depth), normed), seen, uniforms[:, depth - 1])
             laws.append(q)
             for draft, token in zip(drafts, tokens.tolist(), strict=True):
                 draft.append(token)

@@ -49,18 +49,30 @@ class Module(nn.Module):
         """embedded, hidden [B, T, H] at positions [B, T] -> Step."""
         if self.family.position0 == "zero":
             embedded = embedded.masked_fill((positions == 0)[..., None], 0)
+        joined = self._join(embedded, hidden)
+        return self._finish(self._run_block(joined, positions=positions, rotary=rotary, mask=mask, cache=cache))
+
+    def _join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """Norms and projection -> what the block eats."""
         parts = [self.token_norm(embedded), self.hidden_norm(hidden)]
         if self.family.concat == "hidden_first":
             parts.reverse()
-        states = self.block(
-            self.projection(torch.cat(parts, dim=-1)),
+        return self.projection(torch.cat(parts, dim=-1))
+
+    def _run_block(
+        self, states: Tensor, *, positions: Tensor, rotary: object, mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        out = self.block(
+            states,
             position_embeddings=rotary,
             attention_mask=mask,
             position_ids=positions,
             past_key_values=cache,
             use_cache=cache is not None,
         )
-        raw = states[0] if isinstance(states, tuple) else states
+        return out[0] if isinstance(out, tuple) else out
+
+    def _finish(self, raw: Tensor) -> Step:
         normed = self.final_norm(raw)
         return Step(normed, normed if self.family.recycled == "post" else raw)
 
@@ -118,6 +130,10 @@ class Head(nn.Module):
             embedded, hidden, positions=positions, rotary=self.trunk.rotary(embedded, positions), mask=mask, cache=cache
         )
 
+    def logits(self, index: int, normed: Tensor) -> Tensor:
+        """normed [..., H] of module `index` -> [..., V]."""
+        return self.trunk.logits(normed)
+
     def hiddens(self, tokens: Tensor, hidden: Tensor, depths: int, *, documents: Tensor | None = None) -> list[Tensor]:
         """Teacher-forced, all columns at once: tokens [B, T], hidden [B, T, H] -> depth k's normed states [B, T-k, H].
 
@@ -149,7 +165,8 @@ class Head(nn.Module):
         depths = self.num_modules if depths is None else depths
         states = self.hiddens(tokens, self.trunk.embedding(tokens) if hidden is None else hidden, depths)
         columns = tokens.shape[1] - depths
-        return self.trunk.logits(torch.stack([state[:, :columns] for state in states], dim=2))
+        logits = [self.logits(self.module(depth), state[:, :columns]) for depth, state in enumerate(states, start=1)]
+        return torch.stack(logits, dim=2)
 
 
 class StandaloneHead(Head):
