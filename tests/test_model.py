@@ -83,6 +83,24 @@ PUBLISHED = {
     },
     "qwen3_5": {"mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.mlp.gate_proj.weight"},
     "qwen3_5_moe": {"mtp.fc.weight", "mtp.layers.0.mlp.experts.0.gate_proj.weight"},
+    "glm4_moe_lite": {
+        "model.layers.2.shared_head.norm.weight",
+        "model.layers.2.self_attn.q_a_proj.weight",
+        "model.layers.2.mlp.experts.0.gate_proj.weight",
+    },
+    "bailing_hybrid": {
+        "model.word_embeddings.weight",
+        "model.layers.3.final_layernorm.weight",
+        "model.layers.3.attention.dense.weight",
+        "model.layers.3.mlp.gate.expert_bias",
+    },
+    "hy_v3": {
+        "model.layers.2.final_layernorm.weight",
+        "model.layers.2.mlp.router.gate.weight",
+        "model.layers.2.mlp.expert_bias",
+        "model.layers.2.mlp.shared_mlp.up_proj.weight",
+        "model.layers.2.shared_head.weight",
+    },
 }
 
 

@@ -27,23 +27,26 @@ _DELTA = {
     "num_hidden_layers": 4,
 }
 
+# Multi-head latent attention.
+_LATENT = {name: size for name, size in (_SIZES | _MOE).items() if name != "head_dim"} | {
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+
 CONFIGS: dict[str, dict[str, object]] = {
-    "deepseek_v3": _SIZES
-    | _MOE
+    "deepseek_v3": _LATENT
     | {
         "model_type": "deepseek_v3",
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 4,
         "n_routed_experts": 4,
         "n_group": 2,
         "topk_group": 1,
         "first_k_dense_replace": 1,
         "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
     },
     "glm4_moe": _SIZES
     | _MOE
@@ -63,11 +66,26 @@ CONFIGS: dict[str, dict[str, object]] = {
     | _MOE
     | _DELTA
     | {"model_type": "qwen3_5_moe_text", "num_experts": 4, "shared_expert_intermediate_size": 16},
+    "glm4_moe_lite": _LATENT
+    | {"model_type": "glm4_moe_lite", "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "q_lora_rank": 16},
+    "bailing_hybrid": _LATENT
+    | {
+        "model_type": "bailing_hybrid",
+        "num_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "head_dim": 8,
+        "num_hidden_layers": 3,
+        "layer_group_size": 2,
+        "first_k_dense_replace": 1,
+        "pad_token_id": None,
+        "eos_token_id": None,
+    },
+    "hy_v3": _SIZES | _MOE | {"model_type": "hy_v3", "intermediate_size": 64, "num_hidden_layers": 2, "num_experts": 4},
 }
-del CONFIGS["deepseek_v3"]["head_dim"]
 
-# (family, modules) of every tiny model that can be built: layouts of the Qwen kind have room for one module.
-BUILDS = [(name, count) for name in CONFIGS for count in (1, 2, 3) if count == 1 or not name.startswith("qwen")]
+# (family, modules) of every tiny model that is built: a second module where the layout has room and it says more.
+BUILDS = [(name, 1) for name in CONFIGS] + [(name, count) for name in ("deepseek_v3", "glm4_moe") for count in (2, 3)]
 
 
 def build(name: str, *, modules: int = 1, seed: int = 0, **changes: object) -> Model:
