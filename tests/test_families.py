@@ -378,6 +378,7 @@ RUNS = {
     "glm4_moe": _USUAL,
     "glm4_moe_lite": _USUAL,
     "glm_moe_dsa": _USUAL,
+    "glm_ocr": _USUAL,
     "qwen3_next": ("embedding_first", "post", "post", "1+w", "keep"),
     "qwen3_5": ("embedding_first", "post", "post", "1+w", "keep"),
     "qwen3_5_moe": ("embedding_first", "post", "post", "1+w", "keep"),
@@ -386,6 +387,7 @@ RUNS = {
     "bailing_hybrid": _USUAL,
     "hy_v3": _USUAL,
     "exaone_moe": _USUAL,
+    "exaone4_5": _USUAL,
     "mellum": _USUAL,
     "cohere2_moe": _USUAL,
 }
