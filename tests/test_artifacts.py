@@ -31,6 +31,6 @@ def test_trunk(name, tmp_path):
     auto = AutoModelForCausalLM if kind in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
     model, info = auto.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, low_cpu_mem_usage=False)
     family = by_name(name)
-    print(type(model).__name__, {k:v for k,v in info.items() if v})
+    print(type(model).__name__, {k: v for k, v in info.items() if v})
     assert not info["missing_keys"] and not info["mismatched_keys"]
     assert not [x for x in info["unexpected_keys"] if family.canonical(x, LAYERS) is None], info["unexpected_keys"]
