@@ -377,8 +377,8 @@ _NEMOTRON_H = Family(
         "token_norm": "mtp.layers.0.enorm", "hidden_norm": "mtp.layers.0.hnorm", "projection": "mtp.layers.0.eh_proj",
         "final_norm": "mtp.layers.1.final_layernorm", "block": "mtp.layers",
     },
-    trunk={"embedding": "backbone.embeddings", "output": "lm_head"}, max_modules=1, wrappers=_TEXT,
-    block={"layers_block_type": ["full_attention", "moe"]},
+    trunk={"embedding": "backbone.embeddings", "output": "lm_head"}, max_modules=1,
+    wrappers={"language_model.": ""}, block={"layers_block_type": ["full_attention", "moe"]},
     engines={
         "vllm": Engine("runs", _VM + "nemotron_h_mtp.py", missing="unquantised", modules=1),
         "sglang": _sglang("nemotron_h_mtp.py"),
