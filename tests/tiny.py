@@ -225,16 +225,8 @@ CONFIGS: dict[str, dict[str, object]] = {
 }
 
 # (family, modules) of every tiny model that is built: a second module where the layout has room and it says more.
-_SEVERAL = [
-    ("deepseek_v3", 2),
-    ("deepseek_v3", 3),
-    ("glm4_moe", 2),
-    ("glm4_moe", 3),
-    ("step3p5", 3),
-    ("exaone4_5", 2),
-    ("mimo_v2", 3),
-]
-BUILDS = [(name, 1) for name in CONFIGS] + _SEVERAL
+_SEVERAL = {"deepseek_v3": (2, 3), "glm4_moe": (2, 3), "step3p5": (3,), "exaone4_5": (2,), "mimo_v2": (3,)}
+BUILDS = [(name, count) for name in CONFIGS for count in (1, *_SEVERAL.get(name, ()))]
 MOST = dict(BUILDS)
 
 
