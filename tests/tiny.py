@@ -178,6 +178,7 @@ CONFIGS: dict[str, dict[str, object]] = {
         "ssm_state_size": 8,
         "n_groups": 2,
         "chunk_size": 16,
+        "initializer_range": 0.1,  # with more, the chunked scan is 1e-2 off the step by step one
         "eos_token_id": None,
     },
     "mimo_v2": _DENSE
