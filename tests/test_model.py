@@ -136,6 +136,22 @@ PUBLISHED = {
         "mtp.layers.0.post_feedforward_layernorm.weight",
         "mtp.layers.1.mlp.up_proj.weight",
     },
+    "nemotron_h": {
+        "backbone.embeddings.weight",
+        "mtp.layers.0.enorm.weight",
+        "mtp.layers.0.eh_proj.weight",
+        "mtp.layers.0.norm.weight",
+        "mtp.layers.0.mixer.q_proj.weight",
+        "mtp.layers.1.mixer.experts.3.up_proj.weight",
+        "mtp.layers.1.final_layernorm.weight",
+    },
+    "mimo_v2": {
+        "model.mtp.layers.0.enorm.weight",
+        "model.mtp.layers.1.self_attn.attention_sink_bias",
+        "model.mtp.layers.2.pre_mlp_layernorm.weight",
+        "model.mtp.layers.2.final_layernorm.weight",
+    },
+    "dots3_note": {"model.mtp.embed_tokens.weight", "model.layers.2.self_attn.k_rope_only_layernorm.weight"},
     "ernie4_5_moe": {
         "model.mtp_emb_norm.0.weight",
         "model.mtp_hidden_norm.0.weight",
