@@ -16,10 +16,11 @@ PACKAGE = Path(nextn.__file__).parent
 LAYERS = [
     ["errors"],
     ["families", "family_rows", "remote", "bytelevel", "loss", "sampling", "rollback", "layout", "acceptance"],
-    ["checkpoint", "data", "trunk"],
-    ["inventory", "head"],
-    ["provenance"],
-    ["audit"],
+    ["checkpoint", "data", "trunk", "storage", "quantformats"],
+    ["inventory", "head", "quantisation"],
+    ["provenance", "staging"],
+    ["audit", "graft"],
+    ["relayout"],
     ["decode", "model"],
     ["text", "evaluate", "plot"],
     ["train", "tracer"],
@@ -38,7 +39,10 @@ NO_TORCH = (
     "data",
     "acceptance",
     "inventory",
+    "quantisation",
     "audit",
+    "graft",
+    "relayout",
     "cli",
 )
 
