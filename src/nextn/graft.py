@@ -4,16 +4,17 @@ Knows names, shapes and configs, never values; what cannot be told from headers 
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from nextn.checkpoint import CONFIG, Checkpoint, TensorInfo
+from nextn.checkpoint import CONFIG, Checkpoint
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import ENGINES, Family, by_config, by_name, lookup
+from nextn.fit import absent, listed_nowhere, quantised_without, refuse_misfit
 from nextn.inventory import Inventory
-from nextn.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint
-from nextn.quantisation import Quantisation
+from nextn.provenance import Provenance, head_fingerprint, trunk_fingerprint
 from nextn.staging import (
     Files,
     Piece,
@@ -26,19 +27,8 @@ from nextn.staging import (
     quiet,
     with_config,
 )
-from nextn.storage import PLAIN, stored_modules
 
-# Config fields that shapes of the head follow.
-SIZES = (
-    "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-    "moe_intermediate_size", "n_routed_experts", "num_experts", "moe_num_experts", "num_local_experts",
-    "n_shared_experts", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
-)  # fmt: skip
-_EXPERTS = ("n_routed_experts", "num_experts", "moe_num_experts", "num_local_experts")
-_ABOUT_HEAD = re.compile(r"mtp|nextn")
-_EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
-# What two checkpoints of one quantisation method must agree on before bytes of one are read by the other's config.
-_SCHEME = ("weight_block_size", "group_size", "bits", "fmt", "format", "quant_algo", "scale_fmt")
+ABOUT_HEAD = re.compile(r"mtp|nextn")
 
 
 def restore(
@@ -70,7 +60,9 @@ def restore(
     plan = _plan(there, here, aliases, force=force)
     plan = plan if out is None else replace(plan, folder=new_folder(out), whole=True)
     if not dry_run and plan.pieces:
-        execute(plan, seal=None if here is None else lambda stage: _seal(stage, plan, there, here), on_bytes=on_bytes)
+        execute(
+            plan, seal=None if here is None else partial(_seal, there=there, here=here, plan=plan), on_bytes=on_bytes
+        )
     return plan
 
 
@@ -87,7 +79,7 @@ def _target(path: str | Path, family: Family | None) -> Inventory:
     hidden = set(checkpoint.unindexed)
     seen = {name: info for name, info in checkpoint.tensors.items() if info.file not in hidden}
     inventory = Inventory.of(replace(checkpoint, tensors=seen), family=family)
-    lost = _listed_nowhere(inventory, head=False)
+    lost = listed_nowhere(inventory, head=False)
     if lost:
         raise CheckpointError(
             f"{path}: {len(lost)} tensors of the trunk are in the index and in no file, such as {lost[0]}. "
@@ -119,40 +111,6 @@ def _base(place: "str | Path | Checkpoint", there: Inventory, family: Family | N
     return here
 
 
-def absent(inventory: Inventory) -> list[str]:
-    """What a head of this family has and this one lacks, as canonical names, of roles or of tensors."""
-    family, stored = inventory.family, inventory.stored
-    count = max([inventory.promised, *(index + 1 for index in inventory.modules)])
-    have = {tuple(name.split(".")[:2]) for name in stored}
-    lost = [
-        f"{index}.{role}"
-        for index in range(count)
-        for role, path in family.names.items()
-        if role not in family.copies and (index == 0 or "{" in path) and (str(index), role) not in have
-    ]
-    tails = {name.partition(".")[2] for name in stored.keys() - inventory.copies.keys()}
-    for index in inventory.modules:
-        module = {name.partition(".")[2] for name in inventory.of_module(index)}
-        block = {tail for tail in tails if tail.startswith("block.")} if f"{index}.block" not in lost else set()
-        lost += sorted(f"{index}.{tail}" for tail in block - module)
-        lost += [f"{index}.block: expert {number}" for number in _lost_experts(module, inventory)]
-    return lost + _listed_nowhere(inventory, head=True)
-
-
-def _lost_experts(tails: set[str], inventory: Inventory) -> list[int]:
-    found = {int(match[1]) for tail in tails if (match := _EXPERT.search(tail))}
-    said = [count for key in _EXPERTS if isinstance(count := lookup(inventory.checkpoint.config, key), int)]
-    return sorted(set(range(max([*said[:1], max(found) + 1]))) - found) if found else []
-
-
-def _listed_nowhere(inventory: Inventory, *, head: bool) -> list[str]:
-    """Names in the index that no file holds, of the head or of all else."""
-    family, checkpoint = inventory.family, inventory.checkpoint
-    held = {name for header in checkpoint.headers.values() for name in header.tensors}
-    lost = (checkpoint.index or {}).keys() - held
-    return sorted(name for name in lost if (family.canonical(name, inventory.num_layers) is not None) is head)
-
-
 def _plan(there: Inventory, here: Inventory | None, engine: str | None, *, force: bool) -> Plan:
     family, checkpoint = there.family, there.checkpoint
     fresh: dict[str, Piece] = {}
@@ -161,7 +119,7 @@ def _plan(there: Inventory, here: Inventory | None, engine: str | None, *, force
     count = there.promised
     if here is not None:
         _refuse_whole(there, here, force=force)
-        notes += _refuse_misfit(there, here, force=force)
+        notes += refuse_misfit(there, here, force=force)
         gone = old_head(there)
         own = sorted(here.stored.keys() - here.copies.keys())
         fresh = {_published(there, name): Piece(here.checkpoint, here.stored[name]) for name in own}
@@ -171,8 +129,8 @@ def _plan(there: Inventory, here: Inventory | None, engine: str | None, *, force
     elif here is not None and here.copies:
         size = sum(here.checkpoint.tensors[name].nbytes for name in here.copies.values())
         notes.append(
-            f"left out: the base's copies of {' and '.join(family.copies)} inside the modules ({size:,} bytes); engines "
-            "take the trunk's. --add-aliases ENGINE writes them from the target's trunk"
+            f"left out: the base's copies of {' and '.join(family.copies)} inside the modules ({size:,} bytes), as "
+            "engines take the trunk's. --add-aliases ENGINE writes them from the target's trunk"
         )
     documents = _configs(there, here, fresh, count) if here is not None else {}
     files = divide(checkpoint, gone, fresh) if fresh else Files({}, None)
@@ -205,61 +163,6 @@ def _part(canonical: str) -> str:
     return canonical.rpartition(".")[0] if canonical.count(".") > 1 else canonical
 
 
-def _refuse_misfit(there: Inventory, here: Inventory, *, force: bool) -> list[str]:
-    """Raise with every reason why the head does not fit; what `force` lets pass comes back as notes."""
-    mine, theirs = _sizes(here), _sizes(there)
-    wrong = {key: f"{key} is {mine[key]}, the target's {theirs[key]}"
-             for key in SIZES if key in mine and key in theirs and mine[key] != theirs[key]}  # fmt: skip
-    notes = []
-    if "vocab_size" in wrong and force and not set(here.family.own):
-        notes.append(f"another vocabulary: {wrong.pop('vocab_size')}; the head reads it through the trunk alone")
-    reasons = [*wrong.values(), *_odd_shapes(there, here)]
-    if reasons:
-        more = " ..." if reasons[5:] else ""
-        way = " If tokens were only added, --force takes it." if [*wrong] == ["vocab_size"] and not here.family.own else ""
-        raise CheckpointError(
-            f"{here.checkpoint.path}: its head does not fit {there.checkpoint.path}: {'; '.join(reasons[:5])}{more}.{way}"
-        )
-    return notes
-
-
-def _sizes(inventory: Inventory) -> dict[str, int]:
-    config = inventory.checkpoint.config
-    sizes = {key: value for key in SIZES if isinstance(value := lookup(config, key), int)}
-    stored = {**inventory.shared, **{inventory.role(each): name for each, name in inventory.stored.items()}}
-    infos = {role: inventory.checkpoint.tensors[name] for role, name in stored.items()}
-    shapes = {role: info.shape for role, info in infos.items() if _unpacked(info)}
-    for role in ("output", "embedding"):
-        if len(shapes.get(role, ())) == 2:
-            sizes["vocab_size"], sizes["hidden_size"] = shapes[role]
-    if len(shapes.get("token_norm", ())) == 1:
-        sizes["hidden_size"] = shapes["token_norm"][0]
-    return sizes
-
-
-def _odd_shapes(there: Inventory, here: Inventory) -> Iterator[str]:
-    """Block tensors of a shape that the target's trunk has at no layer, unless the base's own trunk says the same."""
-    family = here.family
-    for canonical, name in here.stored.items():
-        module = canonical.partition(".")[0]
-        stem = family.names["block"].format(module=module, layer=here.num_layers + int(module)) + "."
-        path = family.published(canonical, here.num_layers).removeprefix(stem)
-        shape = here.info(canonical).shape
-        seen, own = _layer_shapes(there, path), _layer_shapes(here, path)
-        if here.role(canonical) == "block" and seen and shape not in seen and (not own or shape in own):
-            yield f"{name} is {list(shape)}, the target's layers have {' or '.join(map(str, map(list, sorted(seen))))}"
-
-
-def _layer_shapes(inventory: Inventory, path: str) -> set[tuple[int, ...]]:
-    """Shapes of one path in all layers of the trunk, packed ones aside."""
-    found = (layer[path] for layer in inventory.layers.values() if path in layer)
-    return {info.shape for info in found if _unpacked(info)}
-
-
-def _unpacked(info: TensorInfo) -> bool:
-    return info.dtype in PLAIN or info.dtype.startswith("F8")
-
-
 def _copies(there: Inventory, count: int, engine: str, notes: list[str]) -> dict[str, Piece]:
     """Copies of the trunk's tensors that the engine would leave at initial values, as they are not in the module."""
     family = there.family
@@ -273,7 +176,9 @@ def _copies(there: Inventory, count: int, engine: str, notes: list[str]) -> dict
             if name not in there.stored:
                 pieces[_published(there, name)] = Piece(there.checkpoint, _trunk_tensor(there, role))
     if not pieces:
-        state = "the target stores them" if wanted else f"it takes the trunk's {' and '.join(family.copies) or 'tensors'}"
+        state = (
+            "the target stores them" if wanted else f"it takes the trunk's {' and '.join(family.copies) or 'tensors'}"
+        )
         notes.append(f"no copies to add for {engine}: {state}")
     return pieces
 
@@ -305,7 +210,7 @@ def _about_head(config: Mapping[str, object]) -> dict[str, object]:
     """Config fields that speak of the head by name, at the top or in `text_config`."""
     inner = config.get("text_config")
     fields = {**config, **(inner if isinstance(inner, Mapping) else {})}
-    return {key: value for key, value in fields.items() if _ABOUT_HEAD.search(key) and value is not None}
+    return {key: value for key, value in fields.items() if ABOUT_HEAD.search(key) and value is not None}
 
 
 def _set(config: Mapping[str, object], key: str, value: object) -> dict[str, object]:
@@ -313,59 +218,6 @@ def _set(config: Mapping[str, object], key: str, value: object) -> dict[str, obj
     if isinstance(inner, Mapping):
         return {**config, "text_config": {**inner, key: value}}
     return {**config, key: value}
-
-
-def quantised_without(
-    there: Inventory, here: Inventory, fresh: Mapping[str, Piece]
-) -> dict[str, Mapping[str, object]]:
-    """The target's configs that leave the head's unquantised modules out; CheckpointError for a head quantised
-    otherwise than the target.
-    """
-    quantised = Quantisation.of(there.checkpoint)
-    kinds = dict(stored_modules({name: replace(piece.info, name=name) for name, piece in fresh.items()}))
-    packed = {module: kind for module, kind in kinds.items() if kind != "plain"}
-    if packed:
-        _refuse_scheme(there, here, packed, quantised)
-    if quantised is None:
-        return {}
-    # A quantised head keeps some modules plain by its family's convention: engines know those without being told.
-    published = Quantisation.of(here.checkpoint) if packed else None
-    plain = [
-        module for module in sorted(kinds.keys() - packed.keys())
-        if published is None or published.covers(_source(fresh, module)) is False
-    ]  # fmt: skip
-    return dict(quantised.leaving_out(plain))
-
-
-def _source(fresh: Mapping[str, Piece], module: str) -> str:
-    """The module's name where its weight comes from."""
-    return fresh.get(f"{module}.weight", fresh.get(module)).name.removesuffix(".weight")
-
-
-def _refuse_scheme(
-    there: Inventory, here: Inventory, packed: Mapping[str, str], quantised: Quantisation | None
-) -> None:
-    kinds = set(packed.values())
-    heads = {name for name in there.stored.values()}
-    trunk: dict[str, TensorInfo] = {n: info for n, info in there.checkpoint.tensors.items() if n not in heads}
-    said = [_scheme(each.checkpoint) for each in (here, there)]
-    differs = "" if quantised else "the target's config has no quantisation"
-    if quantised and (strange := kinds - {kind for _, kind in stored_modules(trunk)}):
-        differs = f"the target stores no {', '.join(sorted(strange))}"
-    elif quantised and said[0] and said[0] != said[1]:
-        differs = f"{said[0]} against {said[1]}"
-    elif quantised and (outside := [module for module in packed if quantised.covers(module) is False]):
-        differs = f"the target's config leaves {outside[0]} unquantised"
-    if differs:
-        raise CheckpointError(
-            f"{here.checkpoint.path}: its head is quantised ({', '.join(sorted(kinds))}) and bytes are moved as they are: "
-            f"{differs}. Take a base in bf16."
-        )
-
-
-def _scheme(checkpoint: Checkpoint) -> dict[str, object]:
-    section = lookup(checkpoint.config, "quantization_config")
-    return {key: section[key] for key in _SCHEME if key in section} if isinstance(section, Mapping) else {}
 
 
 def trained_with(inventory: Inventory) -> str:
@@ -380,15 +232,14 @@ def trained_with(inventory: Inventory) -> str:
     return trunk_fingerprint(inventory) if inventory.shared and inventory.layers else ""
 
 
-def staged_head(stage: Path, plan: Plan, like: Inventory) -> str:
+def staged_head(stage: Path, config: Mapping[str, object], family: Family) -> str:
     """Fingerprint of the head in the new files, read back from this disk."""
-    config = {**plan.documents.get(CONFIG, like.checkpoint.config)}
-    checkpoint = replace(Checkpoint.open(stage), config=config)
-    return head_fingerprint(Inventory.of(checkpoint, family=like.family))
+    return head_fingerprint(Inventory.of(replace(Checkpoint.open(stage), config={**config}), family=family))
 
 
-def _seal(stage: Path, plan: Plan, there: Inventory, here: Inventory) -> None:
+def _seal(stage: Path, there: Inventory, here: Inventory, plan: Plan) -> None:
+    config = plan.documents.get(CONFIG, there.checkpoint.config)
     Provenance(
-        staged_head(stage, plan, there), trained_with(here), trunk_fingerprint(there), here.checkpoint.path,
+        staged_head(stage, config, there.family), trained_with(here), trunk_fingerprint(there), here.checkpoint.path,
         here.checkpoint.revision, "restore",
     ).write(stage)  # fmt: skip

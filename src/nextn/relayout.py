@@ -3,22 +3,22 @@
 Bytes, dtypes and scales stay as they are, unless norm gains are to be shifted by one.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from nextn.checkpoint import CONFIG, SINGLE, Checkpoint, TensorInfo
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.families import Family, by_name, lookup, rows
+from nextn.families import Family, by_name, rows
+from nextn.fit import SIZES, absent, quantised_without
 from nextn.graft import (
     ABOUT_HEAD,
-    SIZES,
-    absent,
     old_head,
     opened,
-    quantised_without,
     staged_head,
     trained_with,
 )
@@ -40,6 +40,7 @@ from nextn.staging import (
 Form = Literal["shards", "side-file", "single-file"]
 Shift = Literal["add-1", "subtract-1"]
 SIDE_FILE = "mtp.safetensors"
+_ALSO = ("model_type", "quantization_config", "tie_word_embeddings", "torch_dtype", "dtype")  # beside SIZES
 
 # What decides what a head computes; two layouts that agree on these hold the same numbers under other names.
 _FACTS = ("concat", "hidden", "recycled", "gain", "position0", "order", "experts", "own")
@@ -78,7 +79,7 @@ def convert(
         raise ConfigError(f"{checkpoint.path}: its head has the names of {layout.name} already; nothing to convert")
     plan = replace(_plan(own, here, layout, fresh, form), folder=new_folder(out), notes=tuple(notes))
     if not dry_run:
-        execute(plan, seal=lambda stage: _seal(stage, own, here, layout), on_bytes=on_bytes)
+        execute(plan, seal=partial(_seal, own=own, here=here, layout=layout), on_bytes=on_bytes)
     return plan
 
 
@@ -261,9 +262,6 @@ def _small_config(own: Inventory, count: int) -> dict[str, object]:
     return own.family.with_count({**kept, "num_hidden_layers": own.num_layers}, count)
 
 
-_ALSO = ("model_type", "quantization_config", "tie_word_embeddings", "torch_dtype", "dtype")
-
-
 def _refuse_foreign_config(path: Path, config: Mapping[str, object]) -> None:
-    if path.exists() and Checkpoint_config(path) != config:
+    if path.exists() and json.loads(path.read_bytes()) != config:
         raise CheckpointError(f"{path}: belongs to another model. Give the head a folder of its own.")

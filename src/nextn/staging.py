@@ -102,7 +102,7 @@ class Plan:
         return [
             f"{file}: {line}"
             for file, new in self.documents.items()
-            if file != INDEX
+            if file != INDEX and (self.whole or self.folder == Path(self.origin.path))
             for line in _differences(self.origin.read_json(file) or {}, new)
         ]
 
@@ -174,9 +174,7 @@ def index_document(files: Files, checkpoint: Checkpoint) -> dict[str, dict[str, 
     return {INDEX: {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.index.items()))}}
 
 
-def execute(
-    plan: Plan, *, seal: Callable[[Path], None] | None = None, on_bytes: Progress = quiet
-) -> None:
+def execute(plan: Plan, *, seal: Callable[[Path], None] | None = None, on_bytes: Progress = quiet) -> None:
     """Do what `plan` says. `seal` may write more JSON beside the new weights, in the folder that it is given.
 
     Raises CheckpointError where something cannot be read or written; the folder is then as it was.
