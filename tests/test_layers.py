@@ -18,8 +18,10 @@ LAYERS = [
     ["families", "family_rows", "remote", "bytelevel", "loss", "sampling", "rollback", "layout", "acceptance"],
     ["checkpoint", "data", "trunk", "storage", "quantformats"],
     ["inventory", "quantisation", "head"],
-    ["provenance"],
-    ["audit"],
+    ["provenance", "staging"],
+    ["audit", "fit"],
+    ["graft"],
+    ["relayout"],
     ["decode", "model"],
     ["text", "evaluate", "plot"],
     ["train", "tracer"],
@@ -32,7 +34,7 @@ TWO_FILES = {"families": {"family_rows"}, "family_rows": {"families"}}
 # fmt: off
 NO_TORCH = (
     "errors", "families", "remote", "checkpoint", "bytelevel", "data", "acceptance", "storage", "quantformats",
-    "quantisation", "inventory", "provenance", "audit", "cli",
+    "quantisation", "inventory", "provenance", "audit", "graft", "relayout", "cli",
 )
 # fmt: on
 
