@@ -76,10 +76,15 @@ def _module(root: str, **paths: str) -> dict[str, str]:
 
 
 def _vllm(
-    file: str, *notes: str, missing: Missing = "unquantised", zeroes: bool = False, unset: tuple[str, ...] = ()
+    file: str,
+    *notes: str,
+    missing: Missing = "unquantised",
+    zeroes: bool = False,
+    unset: tuple[str, ...] = (),
+    skips: tuple[str, ...] = (),
 ) -> Engine:
     zero: Literal["zero"] | None = "zero" if zeroes else None
-    return Engine("runs", _VLLM + file, position0=zero, missing=missing, unset=unset, notes=notes)
+    return Engine("runs", _VLLM + file, position0=zero, missing=missing, unset=unset, skips=skips, notes=notes)
 
 
 def _sglang(file: str, *notes: str) -> Engine:
@@ -147,7 +152,7 @@ _DEEPSEEK_V4 = Family(
             "skips top-level embed.weight and head.weight: versions that do not hand over the trunk's leave both "
             "at initial values, for 0 % acceptance and no error (vllm#43456)",
             "refuses method mtp for DeepSeek-V4.1, whose mtp.* are DSpark stages", missing="module", zeroes=True,
-            unset=_LOST,
+            unset=_LOST, skips=("embedding", "output"),
         ),
         "sglang": _sglang("deepseek_v4_nextn.py", _ONE, "missing tensors are logged"),
         "llamacpp": Engine(
@@ -210,7 +215,7 @@ _GLM5_NEXT = replace(
         "llamacpp": _kept("glm5-next.cpp", "its graph throws: not implemented yet"),
         "transformers": _ignores("glm5_next/modeling_glm5_next.py", _STATEFUL),
     },
-    sources=(), needs=(),
+    sources=(), needs=(), own_block=True,
     cannot_run="the trunk's layers have delta attention and hyper-connections, the head's block is sparse MLA",
     unverified=("release status", _FP8_UNKNOWN),
 )
@@ -361,7 +366,7 @@ _LONGCAT = Family(
         "llamacpp": _NONE,
         "transformers": _ignores("longcat_flash/modeling_longcat_flash.py"),
     },
-    sources=(),
+    sources=(), own_block=True,
     cannot_run="the head's block is one latent attention and a dense MLP, the trunk's layer class is two of each",
     remarks=(
         "the head is unquantised if disable_quant_module lists mtp",
@@ -386,7 +391,7 @@ _NEMOTRON_H = Family(
         ),
         "transformers": _ignores("nemotron_h/modeling_nemotron_h.py", _STATEFUL),
     },
-    sources=(_LC + "nemotron.py",), needs=("layer_list",),
+    sources=(_LC + "nemotron.py",), own_block=True, needs=("layer_list",),
     remarks=(
         "final norm: LayerNorm in llamacpp, RMSNorm in vllm and sglang",
         "mtp_hybrid_override_pattern says which layers a module has; these names are those of the pattern *E",
@@ -485,7 +490,7 @@ _HY_V4 = Family(
         "llamacpp": Engine("drops", _LC + "hy_v4.py"),
         "transformers": _ignores("hy_v4/modeling_hy_v4.py"),
     },
-    sources=(),
+    sources=(), own_block=True,
     cannot_run="the trunk's layers are hyper-connections; the head's block is sparse latent attention without them",
     remarks=("num_nextn_predict_layers is 1 or 2 for one module",), unverified=("release status", _FP8_UNKNOWN),
 )
