@@ -61,14 +61,17 @@ class Blocks:
     def missing(self, module: int) -> tuple[int, tuple[str, ...]]:
         """The trunk layer that a module's block resembles most, and that layer's paths which the block lacks.
 
-        (-1, ()) where no layer resembles it.
+        (-1, ...) where no layer resembles it: then single experts alone can be missed.
         """
         block = _paths(self.of_head.get(module, {}))
         kinds = _kinds(block)
         best = max(self._measures, key=lambda index: self._fit(index, kinds), default=-1)
-        if self.inventory.family.own_block or best < 0 or len(kinds & self._kinds[best]) < _ALIKE * len(kinds):
+        if best < 0:
             return -1, ()
-        return best, tuple(sorted(_paths(self.of_trunk[best]) - block))
+        lost = sorted(_paths(self.of_trunk[best]) - block)
+        if self.inventory.family.own_block or len(kinds & self._kinds[best]) < _ALIKE * len(kinds):
+            return -1, tuple(path for path in lost if _kind(path) in kinds)
+        return best, tuple(lost)
 
     def _fit(self, index: int, kinds: frozenset[str]) -> tuple[int, int]:
         common = len(kinds & self._kinds[index])
@@ -103,4 +106,8 @@ def _paths(tensors: Mapping[str, TensorInfo]) -> frozenset[str]:
 
 def _kinds(paths: frozenset[str]) -> frozenset[str]:
     """The paths with one expert for all, so that a block which lost most of its experts still resembles a layer."""
-    return frozenset(re.sub(r"\.experts\.\d+", ".experts.*", path) for path in paths)
+    return frozenset(map(_kind, paths))
+
+
+def _kind(path: str) -> str:
+    return re.sub(r"\.experts\.\d+", ".experts.*", path)

@@ -5,9 +5,9 @@ What an engine does is the family's row's to say; a fact that only some set-ups 
 
 from collections.abc import Iterator
 
-from nextn.audit.finding import Finding, Severity
+from nextn.audit.finding import Finding
 from nextn.audit.windows import same, same_form
-from nextn.audit.words import ENGINES, engines, joined, restore, some
+from nextn.audit.words import ENGINES, ROLES, engines, joined, restore, some, verb
 from nextn.families import Engine, Support, lookup, rows
 from nextn.inventory import Inventory
 
@@ -37,31 +37,31 @@ def trunk_missing(inventory: Inventory) -> Iterator[Finding]:
         instead = f"; {some(elsewhere)} is stored, a name of another family" if elsewhere else ""
         yield Finding(
             "trunk-missing", "error", f"{path}.weight",
-            f"The {role} that trunk and head share is not at {path}.weight{instead}: {_runners(inventory)}",
+            f"The {ROLES[role]} that trunk and head share is not at {path}.weight{instead}: {_runners(inventory)}",
             f"{path}.weight in a file of the checkpoint.",
             "Fetch or write the trunk again: the head has no other." if not elsewhere else f"Rename {elsewhere[0]}.",
         )  # fmt: skip
 
 
 def shared_missing(inventory: Inventory) -> Iterator[Finding]:
-    """Modules without their copy of a shared tensor, where an engine would leave its own at an initial value."""
+    """Modules without their copies of shared tensors, where an engine would leave its own at initial values."""
     family = inventory.family
-    for role in family.copies:
-        stored = {int(canonical.split(".")[0]) for canonical in inventory.copies if inventory.role(canonical) == role}
-        once = "{" not in family.names[role]
-        lack = [module for module in inventory.modules if module not in stored and not (once and module)]
-        hurt = {name: engine for name, engine in family.engines.items() if role in (*engine.unset, *engine.skips)}
-        if not lack or not hurt or role not in inventory.shared:
-            continue
-        place = family.published(f"{lack[0]}.{role}.weight", inventory.num_layers, wrapper=inventory.wrapper)
-        severity: Severity = "warning" if any(role in engine.skips for engine in hurt.values()) else "note"
-        yield Finding(
-            "shared-missing", severity, place,
-            f"The {role} is stored as {inventory.shared[role]} alone, not inside the module. "
-            + " ".join(_unset(name, engine, role) for name, engine in family.engines.items() if _uses(engine)),
-            f"{place}, equal to {inventory.shared[role]}.",
-            restore(inventory, "--add-aliases"),
-        )  # fmt: skip
+    running = dict(_running(inventory))
+    hurt = {role: [each for each in running.values() if role in (*each.unset, *each.skips)] for role in family.copies}
+    lack = {role: _lacking(inventory, role) for role in family.copies if hurt[role] and role in inventory.shared}
+    roles = [role for role, modules in lack.items() if modules]
+    if not roles:
+        return
+    places = [_place(inventory, lack[role][0], role) for role in roles]
+    known = joined(inventory.shared[role] for role in roles)
+    skipped = any(role in engine.skips for role in roles for engine in hurt[role])
+    yield Finding(
+        "shared-missing", "warning" if skipped else "note", places[0],
+        f"{joined(ROLES[role] for role in roles).capitalize()} are stored as {known} alone, not inside the module: "
+        f"{'; '.join(_unset(name, engine, roles) for name, engine in running.items())}.",
+        f"{joined(places)}, equal to {known}.",
+        restore(inventory, "--add-aliases"),
+    )  # fmt: skip
 
 
 def copy_differs(inventory: Inventory) -> Iterator[Finding]:
@@ -81,7 +81,7 @@ def own_head_overwritten(inventory: Inventory) -> Iterator[Finding]:
         if names and guilty:
             yield Finding(
                 "own-head-overwritten", "note", names[0],
-                f"Each module has its own {role}; {engines(guilty)} put{_s(guilty)} the trunk's in its place.",
+                f"Each module has its own {ROLES[role]}; {verb(guilty, 'put')} the trunk's in its place.",
                 f"An engine that uses the module's own: {_others(inventory, guilty)}.",
                 f"Expect lower acceptance in {engines(guilty)}, or use another engine.",
             )  # fmt: skip
@@ -137,38 +137,49 @@ def _differing(inventory: Inventory, role: str, name: str, trunk: str) -> Findin
     copy = [each for each, engine in _running(inventory) if role not in engine.trunks]
     theirs = [each for each, engine in _running(inventory) if role in engine.trunks]
     users = "; ".join(
-        f"{engines(each)} use{_s(each)} {which}"
-        for each, which in ((copy, "the copy"), (theirs, "the trunk's"))
-        if each
+        f"{verb(each, 'use')} {which}" for each, which in ((copy, "the copy"), (theirs, "the trunk's")) if each
     )
     return Finding(
         "copy-differs", "warning", name,
         f"{name} differs from {trunk}: {what}; {users or 'no engine runs this head'}.",
-        f"A copy equal to {trunk}: the head was trained with one {role}.",
+        f"A copy equal to {trunk}: the head was trained with one {ROLES[role]}.",
         restore(inventory, "--add-aliases"),
     )  # fmt: skip
 
 
-def _unset(name: str, engine: Engine, role: str) -> str:
-    if role in engine.skips:
-        skips = f"{ENGINES[name]} skips the trunk's on load: versions that do not hand it over leave the head's at an"
-        return f"{skips} initial value, for 0 % acceptance and no error."
-    if role in engine.unset:
-        return f"{ENGINES[name]} leaves the head's at an initial value if it is pipeline-parallel."
-    return f"{ENGINES[name]} takes the trunk's."
+def _lacking(inventory: Inventory, role: str) -> list[int]:
+    """Modules of which something is stored, and not their copy of this shared tensor."""
+    stored = {int(key.split(".")[0]) for key in inventory.copies if inventory.role(key) == role}
+    once = "{" not in inventory.family.names[role]
+    return [module for module in inventory.modules if module not in stored and not (once and module)]
+
+
+def _place(inventory: Inventory, module: int, role: str) -> str:
+    return inventory.family.published(f"{module}.{role}.weight", inventory.num_layers, wrapper=inventory.wrapper)
+
+
+def _unset(name: str, engine: Engine, roles: list[str]) -> str:
+    if any(role in engine.skips for role in roles):
+        return (
+            f"{ENGINES[name]}, in versions that do not hand the trunk's over, drafts from initial values, without error"
+        )
+    lost = [role for role in roles if role in engine.unset]
+    if lost:
+        return f"{ENGINES[name]}, if it is pipeline-parallel, drafts from an initial {joined(ROLES[role] for role in lost)}"
+    return f"{ENGINES[name]} takes the trunk's"
 
 
 def _runners(inventory: Inventory) -> str:
     told = {
-        "raises": "{} fail{} to load", "unquantised": "{} fail{} to load, unless the checkpoint is quantised",
-        "module": "{} leave{} it at an initial value", "silent": "{} leave{} it at an initial value, with no error",
-        "unknown": "{} may leave{} it at an initial value",
+        "raises": ("fail", "to load"), "unquantised": ("fail", "to load, unless the checkpoint is quantised"),
+        "module": ("leave", "it at an initial value"), "silent": ("leave", "it at an initial value, with no error"),
+        "unknown": ("leave", "it at an initial value, or fail to load"),
     }  # fmt: skip
     lines = []
-    for missing, text in told.items():
+    for missing, (does, what) in told.items():
         names = [name for name, engine in _running(inventory) if engine.missing == missing]
         if names:
-            lines.append(text.format(engines(names), "" if missing == "unknown" else _s(names)))
+            lines.append(f"{verb(names, does)} {what}")
     return "; ".join(lines) + "." if lines else "no engine runs this head."
 
 
@@ -183,10 +194,6 @@ def _running(inventory: Inventory) -> list[tuple[str, Engine]]:
 def _others(inventory: Inventory, names: list[str]) -> str:
     rest = [name for name, _ in _running(inventory) if name not in names]
     return engines(rest) if rest else "none known"
-
-
-def _s(names: list[str]) -> str:
-    return "s" if len(names) == 1 else ""
 
 
 RULES = (

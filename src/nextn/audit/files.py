@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from nextn.audit.finding import Finding, Severity
 from nextn.audit.windows import same
-from nextn.audit.words import counted, engines, restore, some
-from nextn.checkpoint import INDEX, Problem
+from nextn.audit.words import counted, restore, some, verb
+from nextn.checkpoint import INDEX, SINGLE, Problem
 from nextn.inventory import Inventory
 
 IDS = ("index", "side-file", "stored-twice")
@@ -49,12 +49,13 @@ def side_file(inventory: Inventory) -> Iterator[Finding]:
         readers = [name for name, engine in family.engines.items() if any(file in note for note in engine.notes)]
         published = any(file in remark for remark in family.remarks)
         severity: Severity = "note" if published else "warning" if readers else "error"
-        read = f"{engines(readers)} read it all the same" if readers else "no engine is known to read it all the same"
+        read = f"{verb(readers, 'read')} it all the same" if readers else "no engine is known to read it all the same"
+        unnamed = "which the index does not name" if checkpoint.index else f"which no loader opens beside {SINGLE}"
         yield Finding(
             "side-file", severity, file,
-            f"{counted(len(heads[file]), 'tensor')} of the head lie in {file}, which the index does not name; {read}.",
-            "published so by this family" if published else f"{file} in the index's weight_map.",
-            "nothing" if published else f"{restore(inventory)} (it writes head and index)",
+            f"{counted(len(heads[file]), 'tensor')} of the head lie in {file}, {unnamed}; {read}.",
+            "So: this family is published with such a file." if published else f"{file} in the index's weight_map.",
+            "Nothing needs to be done." if published else restore(inventory),
         )  # fmt: skip
 
 

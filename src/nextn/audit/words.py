@@ -1,12 +1,13 @@
 """The words that findings share: names of engines, lists cut short, counts with their noun, the commands that mend."""
 
 import shlex
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
 from nextn.inventory import Inventory
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "transformers": "transformers"}
+ROLES = {"embedding": "embedding", "output": "output head"}
 _LONGEST = 100  # characters of one name: those of a stranger's file have no bound
 
 
@@ -30,6 +31,11 @@ def joined(words: Iterable[str]) -> str:
 def engines(names: Iterable[str]) -> str:
     """Engines as their makers write them."""
     return joined(ENGINES[name] for name in names)
+
+
+def verb(names: Sequence[str], stem: str) -> str:
+    """`vLLM reads`, `vLLM and SGLang read`."""
+    return f"{engines(names)} {stem}{'s' if len(names) == 1 else ''}"
 
 
 def restore(inventory: Inventory, *options: str) -> str:
