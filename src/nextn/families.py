@@ -57,7 +57,8 @@ class Engine:
     trunks: roles for which it takes the trunk's tensor, whatever the file holds. unset: roles that keep an initial
     value in a file that lacks them inside the module (vLLM: if it is pipeline-parallel). skips: roles whose tensor at
     the trunk's place its head loader skips, so that a version which does not hand over the trunk's leaves them unset.
-    layers: the only layer indices that it knows for the head. modules: how many it uses at most; None = all.
+    plain: roles that it builds unquantised, whatever the config says. layers: the only layer indices that it knows for
+    the head. modules: how many it uses at most; None = all.
     """
 
     support: Support
@@ -70,6 +71,7 @@ class Engine:
     missing: Missing = "unknown"
     unset: tuple[str, ...] = ()
     skips: tuple[str, ...] = ()
+    plain: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()
     modules: int | None = None
     notes: tuple[str, ...] = ()

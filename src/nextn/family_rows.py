@@ -84,7 +84,17 @@ def _vllm(
     skips: tuple[str, ...] = (),
 ) -> Engine:
     zero: Literal["zero"] | None = "zero" if zeroes else None
-    return Engine("runs", _VLLM + file, position0=zero, missing=missing, unset=unset, skips=skips, notes=notes)
+    plain = ("projection",) if _PLAIN in "".join(notes) else ()
+    return Engine(
+        "runs",
+        _VLLM + file,
+        position0=zero,
+        missing=missing,
+        unset=unset,
+        skips=skips,
+        plain=plain,
+        notes=notes,
+    )
 
 
 def _sglang(file: str, *notes: str) -> Engine:
@@ -164,7 +174,8 @@ _DEEPSEEK_V4 = Family(
         "transformers": _ignores("deepseek_v4/modeling_deepseek_v4.py", _STATEFUL),
     },
     sources=("https://github.com/vllm-project/vllm/issues/43456", "https://github.com/vllm-project/vllm/pull/43459"),
-    own_block=True, cannot_run="hyper-connection streams [B, T, S, H] in trunk and block, a collapse before the final norm, "
+    own_block=True,
+    cannot_run="hyper-connection streams [B, T, S, H] in trunk and block, a collapse before the final norm, "
     "attention that cannot be rolled back",
     remarks=("the results of the two projections are added, which equals one [e, h] matrix",),
     unverified=("which releases hold emb.tok_emb and head inside the module", "the format of the experts' scales"),
@@ -175,7 +186,7 @@ _GLM4_MOE = replace(
     engines={
         "vllm": Engine(
             "runs", _VM + "glm4_moe_mtp.py", recycled="pre", position0="zero", missing="unquantised", unset=_LOST,
-            notes=(_PLAIN,),
+            plain=("projection",), notes=(_PLAIN,),
         ),
         "sglang": _sglang("glm4_moe_nextn.py", _ONE, "also reads an mtp.safetensors that the index does not name"),
         "llamacpp": _gguf("glm4-moe.cpp"),

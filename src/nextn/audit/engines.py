@@ -57,7 +57,7 @@ def shared_missing(inventory: Inventory) -> Iterator[Finding]:
     skipped = any(role in engine.skips for role in roles for engine in hurt[role])
     yield Finding(
         "shared-missing", "warning" if skipped else "note", places[0],
-        f"{joined(ROLES[role] for role in roles).capitalize()} are stored as {known} alone, not inside the module: "
+        f"{joined(ROLES[role] for role in roles).capitalize()} {'are' if len(roles) > 1 else 'is'} stored as {known} alone, not inside the module: "
         f"{'; '.join(_unset(name, engine, roles) for name, engine in running.items())}.",
         f"{joined(places)}, equal to {known}.",
         restore(inventory, "--add-aliases"),

@@ -19,7 +19,8 @@ def some(names: Collection[str], most: int = 3) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    many = "matrices" if noun == "matrix" else f"{noun}s"
+    return f"{number} {noun if number == 1 else many}"
 
 
 def joined(words: Iterable[str]) -> str:
