@@ -76,10 +76,25 @@ def _module(root: str, **paths: str) -> dict[str, str]:
 
 
 def _vllm(
-    file: str, *notes: str, missing: Missing = "unquantised", zeroes: bool = False, unset: tuple[str, ...] = ()
+    file: str,
+    *notes: str,
+    missing: Missing = "unquantised",
+    zeroes: bool = False,
+    unset: tuple[str, ...] = (),
+    skips: tuple[str, ...] = (),
 ) -> Engine:
     zero: Literal["zero"] | None = "zero" if zeroes else None
-    return Engine("runs", _VLLM + file, position0=zero, missing=missing, unset=unset, notes=notes)
+    plain = ("projection",) if _PLAIN in "".join(notes) else ()
+    return Engine(
+        "runs",
+        _VLLM + file,
+        position0=zero,
+        missing=missing,
+        unset=unset,
+        skips=skips,
+        plain=plain,
+        notes=notes,
+    )
 
 
 def _sglang(file: str, *notes: str) -> Engine:
@@ -147,7 +162,7 @@ _DEEPSEEK_V4 = Family(
             "skips top-level embed.weight and head.weight: versions that do not hand over the trunk's leave both "
             "at initial values, for 0 % acceptance and no error (vllm#43456)",
             "refuses method mtp for DeepSeek-V4.1, whose mtp.* are DSpark stages", missing="module", zeroes=True,
-            unset=_LOST,
+            unset=_LOST, skips=("embedding", "output"),
         ),
         "sglang": _sglang("deepseek_v4_nextn.py", _ONE, "missing tensors are logged"),
         "llamacpp": Engine(
@@ -159,6 +174,7 @@ _DEEPSEEK_V4 = Family(
         "transformers": _ignores("deepseek_v4/modeling_deepseek_v4.py", _STATEFUL),
     },
     sources=("https://github.com/vllm-project/vllm/issues/43456", "https://github.com/vllm-project/vllm/pull/43459"),
+    own_block=True,
     cannot_run="hyper-connection streams [B, T, S, H] in trunk and block, a collapse before the final norm, "
     "attention that cannot be rolled back",
     remarks=("the results of the two projections are added, which equals one [e, h] matrix",),
@@ -170,7 +186,7 @@ _GLM4_MOE = replace(
     engines={
         "vllm": Engine(
             "runs", _VM + "glm4_moe_mtp.py", recycled="pre", position0="zero", missing="unquantised", unset=_LOST,
-            notes=(_PLAIN,),
+            plain=("projection",), notes=(_PLAIN,),
         ),
         "sglang": _sglang("glm4_moe_nextn.py", _ONE, "also reads an mtp.safetensors that the index does not name"),
         "llamacpp": _gguf("glm4-moe.cpp"),
@@ -211,7 +227,7 @@ _GLM5_NEXT = replace(
         "llamacpp": _kept("glm5-next.cpp", "its graph throws: not implemented yet"),
         "transformers": _ignores("glm5_next/modeling_glm5_next.py", _STATEFUL),
     },
-    sources=(), needs=(),
+    sources=(), needs=(), own_block=True,
     cannot_run="the trunk's layers have delta attention and hyper-connections, the head's block is sparse MLA",
     unverified=("release status", _FP8_UNKNOWN),
 )
@@ -362,7 +378,7 @@ _LONGCAT = Family(
         "llamacpp": _NONE,
         "transformers": _ignores("longcat_flash/modeling_longcat_flash.py"),
     },
-    sources=(),
+    sources=(), own_block=True,
     cannot_run="the head's block is one latent attention and a dense MLP, the trunk's layer class is two of each",
     remarks=(
         "the head is unquantised if disable_quant_module lists mtp",
@@ -388,7 +404,7 @@ _NEMOTRON_H = Family(
         ),
         "transformers": _ignores("nemotron_h/modeling_nemotron_h.py", _STATEFUL),
     },
-    sources=(_LC + "nemotron.py",),
+    sources=(_LC + "nemotron.py",), own_block=True,
     remarks=(
         "final norm: LayerNorm in llamacpp, RMSNorm in vllm and sglang",
         "mtp_hybrid_override_pattern says which layers a module has; these names are those of the pattern *E",
@@ -496,7 +512,7 @@ _HY_V4 = Family(
         "llamacpp": Engine("drops", _LC + "hy_v4.py"),
         "transformers": _ignores("hy_v4/modeling_hy_v4.py"),
     },
-    sources=(),
+    sources=(), own_block=True,
     cannot_run="the trunk's layers are hyper-connections; the head's block is sparse latent attention without them",
     remarks=("num_nextn_predict_layers is 1 or 2 for one module",), unverified=("release status", _FP8_UNKNOWN),
 )
@@ -601,7 +617,7 @@ _KIMI_K3 = Family(
         "llamacpp": _NONE,
         "transformers": _NONE,
     },
-    sources=(), cannot_run="transformers has no trunk of this type",
+    sources=(), own_block=True, cannot_run="transformers has no trunk of this type",
     remarks=("the output head reads the normed state, hidden and recycled are before the norm",),
     unverified=("one engine alone runs the head", "that eh_proj is bf16 in the release: vLLM builds it unquantised"),
 )
