@@ -22,6 +22,7 @@ LAYERS = [
     ["audit", "fit"],
     ["graft"],
     ["relayout"],
+    ["keep"],
     ["decode", "model"],
     ["text", "evaluate", "plot"],
     ["train", "tracer"],
