@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from tiny import CONFIGS
 
 from nextn.errors import FamilyError
 from nextn.families import ENGINES, EXTENSIONS, by_config, by_name, rows
@@ -82,7 +83,7 @@ PUBLISHED = [
     ("step3p5", 45, "model.layers.45.transformer.shared_head.norm.weight", "0.final_norm.weight"),
     ("step3p5", 45, "model.layers.47.transformer.shared_head.output.weight", "2.output.weight"),
     ("step3p5", 45, "model.layers.46.shared_head.norm.weight", "1.final_norm.weight"),
-    ("step3p5", 45, "model.layers.46.moe.gate_proj.weight", "1.block.moe.gate_proj.weight"),
+    ("step3p5", 45, "model.layers.46.moe.gate_proj.weight", "1.block.mlp.experts.gate_proj.weight"),
     ("bailing_moe_v2", 20, "model.layers.20.final_layernorm.weight", "0.final_norm.weight"),
     ("bailing_hybrid", 42, "model.layers.42.attention.dense.weight", "0.block.self_attn.o_proj.weight"),
     ("bailing_hybrid", 42, "model.layers.42.attention.kv_b_proj.weight", "0.block.self_attn.kv_b_proj.weight"),
@@ -370,23 +371,36 @@ def test_known_disagreements():
 
 
 # Typed, not derived: the families that `Head` computes as it stands, with what it goes by.
+_USUAL = ("embedding_first", "post", "post", "w", "keep")
 RUNS = {
-    "deepseek_v3": ("embedding_first", "post", "post", "w"),
-    "glm4_moe": ("embedding_first", "post", "post", "w"),
-    "glm4_moe_lite": ("embedding_first", "post", "post", "w"),
-    "qwen3_next": ("embedding_first", "post", "post", "1+w"),
-    "qwen3_5": ("embedding_first", "post", "post", "1+w"),
-    "qwen3_5_moe": ("embedding_first", "post", "post", "1+w"),
-    "bailing_hybrid": ("embedding_first", "post", "post", "w"),
-    "hy_v3": ("embedding_first", "post", "post", "w"),
+    "deepseek_v3": _USUAL,
+    "deepseek_v32": _USUAL,
+    "glm4_moe": _USUAL,
+    "glm4_moe_lite": _USUAL,
+    "glm_moe_dsa": _USUAL,
+    "glm_ocr": _USUAL,
+    "qwen3_next": ("embedding_first", "post", "post", "1+w", "keep"),
+    "qwen3_5": ("embedding_first", "post", "post", "1+w", "keep"),
+    "qwen3_5_moe": ("embedding_first", "post", "post", "1+w", "keep"),
+    "mimo_v2": _USUAL,
+    "nemotron_h": _USUAL,
+    "dots3_note": _USUAL,
+    "ernie4_5_moe": ("embedding_first", "post", "pre", "w", "zero"),
+    "step3p5": ("embedding_first", "pre", "pre", "1+w", "keep"),
+    "bailing_hybrid": _USUAL,
+    "hy_v3": _USUAL,
+    "exaone_moe": _USUAL,
+    "exaone4_5": _USUAL,
+    "mellum": _USUAL,
+    "cohere2_moe": _USUAL,
 }
 
 
 def test_families_that_run():
     """A fact changed by accident trains and decodes without an error, at a worse acceptance."""
-    running = {row.name: (row.concat, row.hidden, row.recycled, row.gain) for row in rows() if row.runs}
-    assert running == RUNS
-    assert all(ROWS[name].position0 == "keep" for name in RUNS)
+    facts = {row.name: (row.concat, row.hidden, row.recycled, row.gain, row.position0) for row in rows() if row.runs}
+    assert facts == RUNS
+    assert set(CONFIGS) == set(RUNS), "a family that runs is built tiny and goes through every test"
 
 
 def test_facts_of_the_others():

@@ -16,8 +16,9 @@ PACKAGE = Path(nextn.__file__).parent
 LAYERS = [
     ["errors"],
     ["families", "family_rows", "remote", "bytelevel", "loss", "sampling", "rollback", "layout", "acceptance"],
-    ["checkpoint", "data", "trunk"],
-    ["inventory", "head"],
+    ["checkpoint", "data", "trunk", "storage", "quantformats"],
+    ["inventory", "quantisation", "head"],
+    ["provenance"],
     ["audit"],
     ["decode", "model"],
     ["text", "evaluate", "plot"],
@@ -28,18 +29,12 @@ LAYERS = [
 ]
 # One idea in two files: the rows are made of the classes, and the look-ups read the rows.
 TWO_FILES = {"families": {"family_rows"}, "family_rows": {"families"}}
+# fmt: off
 NO_TORCH = (
-    "errors",
-    "families",
-    "remote",
-    "checkpoint",
-    "bytelevel",
-    "data",
-    "acceptance",
-    "inventory",
-    "audit",
-    "cli",
+    "errors", "families", "remote", "checkpoint", "bytelevel", "data", "acceptance", "storage", "quantformats",
+    "quantisation", "inventory", "provenance", "audit", "cli",
 )
+# fmt: on
 
 
 # A folder counts as one module.

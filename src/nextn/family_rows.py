@@ -127,7 +127,7 @@ _DEEPSEEK_V32 = replace(
         "llamacpp": _gguf("deepseek32.cpp", "the draft attends without the indexer"),
         "transformers": _ignores("deepseek_v32/modeling_deepseek_v32.py"),
     },
-    sources=("https://github.com/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md",), needs=("indexer",),
+    sources=("https://github.com/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md",),
     remarks=("with index_share_for_mtp_iteration, engines pick indices at the first draft and reuse them",),
 )
 _DEEPSEEK_V4 = Family(
@@ -190,6 +190,7 @@ _GLM4_MOE_LITE = replace(
 )
 _GLM_MOE_DSA = replace(
     _DEEPSEEK_V32, name="glm_moe_dsa", title="GLM-5 / 5.1 / 5.2", model_types=("glm_moe_dsa",),
+    block={"layer_types": ["indexed_attention"], "mlp_layer_types": ["sparse"], "indexer_types": ["full"]},
     engines={
         **_DEEPSEEK_V32.engines,
         "llamacpp": _gguf("glm-dsa.cpp"),
@@ -223,7 +224,7 @@ _GLM_OCR = replace(
         "llamacpp": _kept("glm4.cpp"),
         "transformers": _ignores("glm_ocr/modeling_glm_ocr.py"),
     },
-    sources=(), needs=("composite",), unverified=(),
+    sources=(), unverified=(),
 )
 _QWEN3_NEXT = Family(
     name="qwen3_next", title="Qwen3-Next", model_types=("qwen3_next",), draft_types=("qwen3_next_mtp",),
@@ -321,7 +322,7 @@ _MIMO_V2 = Family(
         ),
         "transformers": _ignores("mimo_v2_flash/modeling_mimo_v2_flash.py"),
     },
-    sources=(_LC + "mimo.py",), needs=("window", "rotary_kind", "eager", "unchained"),
+    sources=(_LC + "mimo.py",),
     remarks=(
         "the published config has no count: llama.cpp takes 3, vLLM 1",
         "V2.5 and Pro store one fp8 qkv_proj, cut for tensor parallelism",
@@ -335,14 +336,14 @@ _ERNIE = Family(
         "token_norm": "model.mtp_emb_norm.{module}", "hidden_norm": "model.mtp_hidden_norm.{module}",
         "projection": "model.mtp_linear_proj.{module}", "block": "model.mtp_block.{module}",
     },
-    recycled="pre", position0="zero", block={"moe_layer_end_index": -1},
+    recycled="pre", position0="zero", projection_bias="use_bias", block={"moe_layer_end_index": -1},
     engines={
         "vllm": Engine("runs", _VM + "ernie_mtp.py", missing="unquantised", modules=1),
         "sglang": _sglang("ernie4_eagle.py", "a head that is not there at all raises"),
         "llamacpp": Engine("drops", _LC + "ernie.py"),
         "transformers": _ignores("ernie4_5_moe/modeling_ernie4_5_moe.py"),
     },
-    sources=(), needs=("no_final_norm", "projection_bias"),
+    sources=(),
     remarks=(
         "no final norm: the block's raw state goes to the output head and to the next depth",
         "the projection has a bias in SGLang if the config says use_bias; vLLM has none",
@@ -377,7 +378,7 @@ _NEMOTRON_H = Family(
         "final_norm": "mtp.layers.1.final_layernorm", "block": "mtp.layers",
     },
     trunk={"embedding": "backbone.embeddings", "output": "lm_head"}, max_modules=1,
-    wrappers={"language_model.": ""},
+    wrappers={"language_model.": ""}, block={"layers_block_type": ["full_attention", "moe"]},
     engines={
         "vllm": Engine("runs", _VM + "nemotron_h_mtp.py", missing="unquantised", modules=1),
         "sglang": _sglang("nemotron_h_mtp.py"),
@@ -387,7 +388,7 @@ _NEMOTRON_H = Family(
         ),
         "transformers": _ignores("nemotron_h/modeling_nemotron_h.py", _STATEFUL),
     },
-    sources=(_LC + "nemotron.py",), needs=("layer_list",),
+    sources=(_LC + "nemotron.py",),
     remarks=(
         "final norm: LayerNorm in llamacpp, RMSNorm in vllm and sglang",
         "mtp_hybrid_override_pattern says which layers a module has; these names are those of the pattern *E",
@@ -406,6 +407,15 @@ _STEP = Family(
         "output": ("model.layers.{layer}.shared_head.output", "model.layers.{layer}.shared_head.head"),
         "block": ("model.layers.{layer}.transformer",),
     },
+    inside={
+        "mlp.gate.e_score_correction_bias": "moe.router_bias", "mlp.gate": "moe.gate", "mlp.experts": "moe",
+        "mlp.shared_experts": "share_expert",
+    },
+    # layer_types and moe_layers_enum of the published config run on over the head's layers; the limits do not bind.
+    block={
+        "layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"], "swiglu_limits": None,
+        "swiglu_limits_shared": None,
+    },
     own=("output",), hidden="pre", recycled="pre", gain="1+w", order="chained", experts="stacked", fp8=Fp8(),
     engines={
         "vllm": Engine(
@@ -419,7 +429,7 @@ _STEP = Family(
             notes=("step3p7 alone; finds shared_head.norm but not transformer.shared_head.norm",),
         ),
     },
-    sources=(_LC + "step3.py",), needs=("composite", "own_output", "stacked_experts", "window", "rotary_kind"),
+    sources=(_LC + "step3.py", _HM + "step3p7/configuration_step3p7.py"),
     unverified=("Step-5, which vLLM 0.33 reads the same way", _FP8_UNKNOWN),
 )
 _BAILING_V2 = Family(
@@ -500,9 +510,9 @@ _EXAONE_MOE = Family(
         "llamacpp": _kept("exaone-moe.cpp"),
         "transformers": _ignores("exaone_moe/modeling_exaone_moe.py"),
     },
-    sources=(_VM + "exaone_moe.py", _LC + "exaone.py"), needs=("window",),
+    sources=(_VM + "exaone_moe.py", _LC + "exaone.py"),
     remarks=(
-        "the block attends as the trunk's first layer does, or by mtp_layer_types in vLLM, where it always has RoPE",
+        "the block slides unless mtp_layer_types says otherwise; full attention has RoPE in vLLM alone",
         "the MLP is dense in vLLM and llama.cpp",
     ),
 )
@@ -515,7 +525,7 @@ _EXAONE4_5 = replace(
         "llamacpp": _kept("exaone4.cpp"),
         "transformers": _ignores("exaone4_5/modeling_exaone4_5.py"),
     },
-    sources=(_LC + "exaone.py",), needs=("composite", "shared_norms"),
+    sources=(_LC + "exaone.py",),
     remarks=(
         "several modules share mtp.fc and the norms; with mtp_share_layers they share mtp.layers.0, too",
         "the block norms after attention and MLP, as the trunk's layers do",
@@ -562,7 +572,7 @@ _MELLUM = Family(
         "llamacpp": Engine("absent", _LM + "mellum.cpp"),
         "transformers": Engine("runs", _MTP_MODEL, missing="raises", modules=1),
     },
-    sources=(_HM + "mellum/modular_mellum.py",), needs=("window", "rotary_kind"),
+    sources=(_HM + "mellum/modular_mellum.py",),
 )
 _MINIMAX_M3 = Family(
     name="minimax_m3", title="MiniMax-M3", model_types=("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3_text"),
@@ -610,6 +620,7 @@ _DOTS3_NOTE = Family(
     name="dots3_note", title="dots.note (dots3)", model_types=("dots3_note", "dots3_note_text"),
     draft_types=("dots3_note_mtp",), count_fields=_NEXTN, default_count=1,
     names=_APPENDED | {"embedding": "model.mtp.embed_tokens"}, own=("embedding",), max_modules=1, wrappers=_TEXT,
+    block={"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
     engines={
         "vllm": Engine(
             "runs", _VLLM + "models/dots3_note/nvidia/mtp.py", position0="zero", trunks=("output",), missing="module",
@@ -619,7 +630,7 @@ _DOTS3_NOTE = Family(
         "llamacpp": _kept("dots3note.cpp"),
         "transformers": _ignores("dots3_note/modeling_dots3_note.py"),
     },
-    sources=(_LC + "dots3.py",), needs=("own_embedding", "indexer", "window", "rotary_kind"),
+    sources=(_LC + "dots3.py",),
     remarks=("the published config has no count: llama.cpp looks for model.mtp.embed_tokens.weight",),
 )
 _GIGACHAT = replace(
@@ -636,15 +647,15 @@ _GIGACHAT = replace(
 _COHERE2_MOE = replace(
     _DEEPSEEK_V3, name="cohere2_moe", title="Cohere2-MoE (North-Mini-Code)", model_types=("cohere2_moe",),
     draft_types=(), count_fields=_NEXTN, default_count=0, fp8=None,
-    # Full attention with RoPE, which transformers has in its sliding layers alone: the head's mask has no window.
-    block={"layer_types": ["sliding_attention"], "mlp_layer_types": ["sparse"]},
+    # Full attention with RoPE, which transformers has in its sliding layers alone: so a window that nothing leaves.
+    block={"layer_types": ["sliding_attention"], "mlp_layer_types": ["sparse"], "sliding_window": 2**40},
     engines={
         "vllm": _NONE,
         "sglang": _NONE,
         "llamacpp": Engine("runs", _LM + "cohere2moe.cpp", trunks=(), missing="raises", modules=1),
         "transformers": _ignores("cohere2_moe/modeling_cohere2_moe.py"),
     },
-    sources=(_LC + "command_r.py",), needs=("logit_scale",), unverified=("one engine alone runs the head",),
+    sources=(_LC + "command_r.py",), unverified=("one engine alone runs the head",),
 )
 
 FAMILIES: tuple[Family, ...] = (

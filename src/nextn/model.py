@@ -131,8 +131,8 @@ def head_tensors(head: Head, copies: bool = True) -> dict[str, Tensor]:
         for index in range(head.num_modules):
             # clone: safetensors refuses two names for one storage, and the file does hold it twice
             state |= {f"{index}.{role}.weight": shared[role].detach().clone() for role in head.family.copies}
-    state = split_experts(state) if head.family.experts == "split" else state
-    return {head.family.published(name, head.trunk.num_layers): value for name, value in state.items()}
+    state = split_experts(state, head.family.experts)
+    return {head.published(name): value for name, value in state.items()}
 
 
 def _fill(head: Head, folder: Path, checkpoint: Checkpoint, stored: list[str]) -> tuple[str, ...]:

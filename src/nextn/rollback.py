@@ -79,6 +79,28 @@ class AttentionLayer(CacheLayerMixin):
         return -1
 
 
+class IndexedLayer(AttentionLayer):
+    """Keys and values, and the keys [B, columns, dim] by which an indexer picks the columns to attend to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._index = torch.empty(0)
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        states = indexer_key_states[:, None]
+        if self._index.ndim == 1:
+            self._index = states.new_empty(len(states), 1, 0, states.shape[3])
+        if self._end > self._index.shape[2]:
+            self._index = _grown(self._index, max(self._end, 2 * self._index.shape[2], 64))
+        _write(self._index, states, self._starts)
+        return self._index[:, 0, : self._end]
+
+    def select(self, rows: Tensor) -> None:
+        super().select(rows)
+        if self._index.ndim > 1:
+            self._index = self._index[rows]
+
+
 def _grown(slab: Tensor, capacity: int) -> Tensor:
     # Zeros, not garbage: a masked column still meets 0 * value in the weighted sum, and 0 * NaN is NaN.
     grown = slab.new_zeros(*slab.shape[:2], capacity, slab.shape[3])
@@ -99,7 +121,8 @@ class RecurrentLayer(LinearAttentionLayer):
     """Convolution and recurrent state. Neither can be cropped, so a partial acceptance puts the state before the window
     back and runs the layer's mixer again over the kept columns only: same inputs, no second pass through the trunk.
 
-    States are replaced, never written in place, so holding on to the old ones costs nothing.
+    States are replaced, so holding on to the old ones costs nothing; but in steps of one column Mamba writes its
+    recurrent state in place, and Ling's delta attention its convolution state.
     """
 
     def __init__(self, number_of_states: int = 1) -> None:
@@ -110,7 +133,7 @@ class RecurrentLayer(LinearAttentionLayer):
         self._replay: _Call | None = None
 
     def begin(self, lengths: Sequence[int], num_columns: int) -> None:
-        self._mark, self._replay = _States.of(self), None
+        self._mark, self._replay = _States.of(self, copy=num_columns == 1), None
 
     def record(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Remember the window's mixer call; called by a hook before the mixer runs."""
@@ -159,16 +182,20 @@ class RecurrentLayer(LinearAttentionLayer):
 
 
 class _States:
-    """The states of one recurrent layer at one moment: references, not copies."""
+    """The states of one recurrent layer at one moment."""
 
     def __init__(self, conv: list[Tensor | None], recurrent: list[Tensor | None], sizes: list[int | None]) -> None:
         self.conv, self.recurrent, self.sizes = conv, recurrent, sizes
 
     @classmethod
-    def of(cls, layer: LinearAttentionLayer) -> "_States":
+    def of(cls, layer: LinearAttentionLayer, *, copy: bool = False) -> "_States":
+        conv, recurrent = (
+            [state.clone() if copy and state is not None else state for state in states.values()]
+            for states in (layer.conv_states, layer.recurrent_states)
+        )
         return cls(
-            list(layer.conv_states.values()),
-            list(layer.recurrent_states.values()),
+            conv,
+            recurrent,
             list(layer.conv_kernel_size.values()),
         )
 
@@ -269,16 +296,21 @@ class Cache(TransformersCache):
         """[B, m] int64: the columns that the next m tokens of each row go to."""
         return torch.tensor(self.lengths, device=self.device)[:, None] + torch.arange(num_columns, device=self.device)
 
-    def mask(self, num_columns: int, *, window: int | None = None) -> Tensor | None:
-        """[B, 1, m, columns] bool, True = may be seen; None where causal attention needs no mask.
+    def mask(self, num_columns: int, *, window: int | None = None, always: bool = False) -> Tensor | None:
+        """[B, 1, m, columns] bool, True = may be seen; None where causal attention needs no mask, unless always.
 
         window: how many columns a sliding layer sees, its own included.
         """
         end = max(self.lengths) + num_columns
         even = len(set(self.lengths)) == 1
-        if even and (num_columns == 1 or end == num_columns) and (window is None or end <= window):
+        if not always and even and (num_columns == 1 or end == num_columns) and (window is None or end <= window):
             return None
-        queries = self.positions(num_columns)[:, None, :, None]
-        columns = torch.arange(end, device=self.device)
-        mask = columns <= queries
-        return mask if window is None else mask & (columns > queries - window)
+        return causal(self.positions(num_columns), end, window=window)
+
+
+def causal(queries: Tensor, num_columns: int, *, window: int | None = None) -> Tensor:
+    """queries [B, m]: the column each stands in -> [B, 1, m, num_columns] bool, True = may be seen."""
+    queries = queries[:, None, :, None]
+    columns = torch.arange(num_columns, device=queries.device)
+    mask = columns <= queries
+    return mask if window is None else mask & (columns > queries - window)
