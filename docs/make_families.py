@@ -182,7 +182,7 @@ def stored(row: Family) -> Iterator[str]:
         pairs = ", ".join(f"`{run}` as `{path}`" for run, path in row.inside.items())
         yield f"- Inside the block, what transformers calls {pairs}."
     for wrapper, meant in row.wrappers.items():
-        yield f"- Some checkpoints have `{wrapper}` for " + (f"`{meant}`." if meant else "the beginning of every name.")
+        yield f"- Some checkpoints have `{wrapper}` " + (f"for `{meant}`." if meant else "before every name.")
     yield f"- Experts, where there are any: {text(FACTS['experts'][row.experts])}."
     if row.fp8 is not None:
         block = " x ".join(map(str, row.fp8.block))
