@@ -257,7 +257,7 @@ def _ling() -> Iterator[tuple[str, Layout]]:
 
 
 def _rest() -> Iterator[tuple[str, Layout]]:
-    """The others."""
+    """Inkling, Mellum, MiniMax."""
     yield "inkling", Layout(
         config("inkling_text", ROUTED, SPLIT, {
             "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": KV, "swa_head_dim": DIM, "d_rel": 4,
@@ -279,6 +279,10 @@ def _rest() -> Iterator[tuple[str, Layout]]:
         }, SPLIT),
         (minimax | dense(), minimax | lightning_index | block),
     )  # fmt: skip
+
+
+def _latent() -> Iterator[tuple[str, Layout]]:
+    """Kimi, openPangu, dots, GigaChat; then Cohere."""
     # Releases pack the trunk's experts as MXFP4. The head's block lacks the residuals over layers, its experts are as
     # narrow as the trunk's.
     residual = {f"{half}_{part}.weight": shape for half in ("self_attention_res", "mlp_res") for part, shape in
@@ -341,4 +345,4 @@ def _rest() -> Iterator[tuple[str, Layout]]:
     )  # fmt: skip
 
 
-LAYOUTS = {name: layout for kind in (_glm, _qwen, _mixed, _ling, _rest) for name, layout in kind()}
+LAYOUTS = {name: layout for kind in (_glm, _qwen, _mixed, _ling, _rest, _latent) for name, layout in kind()}

@@ -291,7 +291,7 @@ _QWEN4_EXP = replace(
         "token_projection": "mtp.fc_embedding", "hidden_projection": "mtp.fc_hidden",
         "collapse": "mtp.hyper_connection_mixer", "block": "mtp.layers.{module}",
     },
-    hidden="streams", recycled="streams", block={},
+    hidden="streams", recycled="streams", block={}, experts="fused",
     engines={
         "vllm": _vllm("models/qwen4_exp/nvidia/mtp.py"),
         "sglang": _sglang("qwen4_exp_mtp.py"),
@@ -301,7 +301,7 @@ _QWEN4_EXP = replace(
     sources=(),
     cannot_run="hyper-connection streams in trunk and block, sparse attention with an indexer, two added projections",
     remarks=("hidden_norm runs over all streams at once; fc_hidden is shared by them",),
-    unverified=("release status", _FP8_UNKNOWN),
+    unverified=("release status", "that experts are fused in the file: transformers reads both", _FP8_UNKNOWN),
 )
 _MIMO = Family(
     name="mimo", title="MiMo-7B", model_types=("mimo",), draft_types=("mimo_mtp",), count_fields=_NEXTN,
@@ -501,7 +501,7 @@ _HY_V3 = Family(
 )
 _HY_V4 = Family(
     name="hy_v4", title="Hunyuan V4 (HY-V4)", model_types=("hy_v4",), draft_types=("hy_v4_mtp",), count_fields=_NEXTN,
-    default_count=0, names=_module("model.mtp_layers.{module}"), spare_count=True,
+    default_count=0, names=_module("model.mtp_layers.{module}"), spare_count=True, experts="fused",
     engines={
         "vllm": _vllm(
             "models/hy_v4/nvidia/mtp.py", _PLAIN,
@@ -512,7 +512,7 @@ _HY_V4 = Family(
         "llamacpp": Engine("drops", _LC + "hy_v4.py"),
         "transformers": _ignores("hy_v4/modeling_hy_v4.py"),
     },
-    sources=(), own_block=True,
+    sources=(_HF + "conversion_mapping.py",), own_block=True,
     cannot_run="the trunk's layers are hyper-connections; the head's block is sparse latent attention without them",
     remarks=("num_nextn_predict_layers is 1 or 2 for one module",), unverified=("release status", _FP8_UNKNOWN),
 )

@@ -20,7 +20,7 @@ _METHOD = "save_pretrained"
 
 
 def keep_head(model: PreTrainedModel, source: str | Path | None = None, *, revision: str | None = None) -> None:
-    """From now on `model.save_pretrained` writes the head of `source` beside the trunk; calling it again changes nothing.
+    """From now on `model.save_pretrained` writes the head of `source` beside the trunk; a second call changes nothing.
 
     source: the checkpoint that has the head, a folder, file or hub id; left out, what the model was loaded from. Give
     the model itself or its PEFT wrapper: adapters are saved as they are, a merged model gets its head. Raises
