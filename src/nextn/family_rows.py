@@ -227,7 +227,7 @@ _GLM5_NEXT = replace(
         "llamacpp": _kept("glm5-next.cpp", "its graph throws: not implemented yet"),
         "transformers": _ignores("glm5_next/modeling_glm5_next.py", _STATEFUL),
     },
-    sources=(), needs=(), own_block=True,
+    sources=(), own_block=True,
     cannot_run="the trunk's layers have delta attention and hyper-connections, the head's block is sparse MLA",
     unverified=("release status", _FP8_UNKNOWN),
 )
@@ -442,7 +442,10 @@ _STEP = Family(
         "llamacpp": _gguf("step35.cpp", "fills every module's cache with the trunk's states"),
         "transformers": Engine(
             "runs", _MTP_MODEL, hidden="post", recycled="post", missing="raises",
-            notes=("step3p7 alone; finds shared_head.norm but not transformer.shared_head.norm",),
+            notes=(
+                "step3p7 alone; finds shared_head.norm but not transformer.shared_head.norm",
+                "builds a sliding module with the heads of full attention, not of the sliding layers",
+            ),
         ),
     },
     sources=(_LC + "step3.py", _HM + "step3p7/configuration_step3p7.py"),
@@ -646,7 +649,7 @@ _DOTS3_NOTE = Family(
         "llamacpp": _kept("dots3note.cpp"),
         "transformers": _ignores("dots3_note/modeling_dots3_note.py"),
     },
-    sources=(_LC + "dots3.py",),
+    sources=(_LC + "dots3.py", _VLLM + "models/dots3_note/nvidia/model.py"),
     remarks=("the published config has no count: llama.cpp looks for model.mtp.embed_tokens.weight",),
 )
 _GIGACHAT = replace(
