@@ -92,7 +92,8 @@ class Family:
     `hidden_norm`, `projection` (or `token_projection` and `hidden_projection`, whose results are added), `final_norm`,
     `block`, where the file stores them `embedding` and `output`, and what one family alone has.
     aliases: other spellings, read and never written. inside: transformers' path in the decoder layer -> the published
-    one in the block, longer paths first. own: stored roles that are the head's own; the others of embedding and output
+    one in the block, longer paths first, with `{expert}` for a number. saved: path in the trunk's files as transformers
+    writes them -> the published one, if that is another, first match first. own: stored roles that are the head's own; the others of embedding and output
     are copies. trunk: where the trunk keeps embedding and output. wrappers: leading path that some checkpoints have
     -> what it stands for. spare_count: the config may promise one module more than there are. needs: what `Head` must
     learn before it computes this family. cannot_run: why it will not. sources: what was read beside the engines' code.
@@ -115,6 +116,7 @@ class Family:
     order: Order = "recursive"
     block: Mapping[str, object] = field(default_factory=dict)
     inside: Mapping[str, str] = field(default_factory=dict)
+    saved: Mapping[str, str] = field(default_factory=dict)
     experts: Literal["split", "fused", "stacked"] = "split"
     max_modules: int | None = None
     spare_count: bool = False
@@ -162,6 +164,10 @@ class Family:
         if role == "block":
             rest = [_renamed(each, self.inside) for each in rest]
         return _wrapped(".".join([path, *rest]), wrapper, self.wrappers)
+
+    def trunk_name(self, name: str) -> str:
+        """Published name of a tensor of the trunk that transformers saved under `name`."""
+        return _renamed(name, self.saved).removeprefix(".")
 
     def canonical(self, name: str, num_layers: int) -> str | None:
         """Inverse of `published`, whatever the wrapper; None for a tensor that is not the head's."""
@@ -249,8 +255,11 @@ def _with(config: Mapping[str, object], path: str, value: object) -> dict[str, o
 
 def _renamed(path: str, table: Mapping[str, str]) -> str:
     for old, new in table.items():
-        if path == old or path.startswith(old + "."):
-            return new + path.removeprefix(old)
+        match = _pattern(old).fullmatch(path)
+        if match is not None:
+            places = match.groupdict()
+            rest = places.pop("rest")
+            return new.format(**places) + (f".{rest}" if rest else "")
     return path
 
 
@@ -267,7 +276,7 @@ def _unwrapped(name: str, table: Mapping[str, str]) -> str:
 
 @cache
 def _pattern(template: str) -> re.Pattern[str]:
-    path = re.escape(template).replace(r"\{layer\}", r"(?P<layer>\d+)").replace(r"\{module\}", r"(?P<module>\d+)")
+    path = re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>\\d+)", re.escape(template))
     return re.compile(path + r"(?:\.(?P<rest>.+))?")
 
 

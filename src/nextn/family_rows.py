@@ -140,6 +140,25 @@ _DEEPSEEK_V4 = Family(
         "embedding": "mtp.{module}.emb.tok_emb", "output": "mtp.{module}.head", "block": "mtp.{module}",
     },
     trunk={"embedding": "embed", "output": "head"}, hidden="streams", recycled="streams",
+    # Sliding attention alone, and a router that learns: the head's layer has no compressor and no table of tokens.
+    block={"layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"]},
+    inside={
+        "self_attn.q_a_proj": "attn.wq_a", "self_attn.q_a_norm": "attn.q_norm", "self_attn.q_b_proj": "attn.wq_b",
+        "self_attn.kv_proj": "attn.wkv", "self_attn.o_a_proj": "attn.wo_a", "self_attn.o_b_proj": "attn.wo_b",
+        "self_attn.sinks": "attn.attn_sink", "self_attn": "attn", "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm", "attn_hc.fn": "hc_attn_fn", "attn_hc.base": "hc_attn_base",
+        "attn_hc.scale": "hc_attn_scale", "ffn_hc.fn": "hc_ffn_fn", "ffn_hc.base": "hc_ffn_base",
+        "ffn_hc.scale": "hc_ffn_scale", "mlp.gate.e_score_correction_bias": "ffn.gate.bias",
+        "mlp.shared_experts.gate_proj": "ffn.shared_experts.w1", "mlp.shared_experts.down_proj": "ffn.shared_experts.w2",
+        "mlp.shared_experts.up_proj": "ffn.shared_experts.w3", "mlp.experts.{expert}.gate_proj": "ffn.experts.{expert}.w1",
+        "mlp.experts.{expert}.down_proj": "ffn.experts.{expert}.w2",
+        "mlp.experts.{expert}.up_proj": "ffn.experts.{expert}.w3", "mlp": "ffn",
+    },
+    saved={
+        "model.embed_tokens": "embed", "model.hc_head.hc_fn": "hc_head_fn", "model.hc_head.hc_base": "hc_head_base",
+        "model.hc_head.hc_scale": "hc_head_scale", "model.layers.{layer}.attn.norm": "layers.{layer}.attn.kv_norm",
+        "model": "",
+    },
     fp8=Fp8(scale="scale", plain=("token_norm", "hidden_norm", "final_norm", "embedding", "output")),
     engines={
         "vllm": _vllm(
@@ -159,8 +178,6 @@ _DEEPSEEK_V4 = Family(
         "transformers": _ignores("deepseek_v4/modeling_deepseek_v4.py", _STATEFUL),
     },
     sources=("https://github.com/vllm-project/vllm/issues/43456", "https://github.com/vllm-project/vllm/pull/43459"),
-    cannot_run="hyper-connection streams [B, T, S, H] in trunk and block, a collapse before the final norm, "
-    "attention that cannot be rolled back",
     remarks=("the results of the two projections are added, which equals one [e, h] matrix",),
     unverified=("which releases hold emb.tok_emb and head inside the module", "the format of the experts' scales"),
 )
