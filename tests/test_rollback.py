@@ -7,7 +7,7 @@ from transformers.cache_utils import DynamicCache
 
 from nextn.errors import RollbackError
 from nextn.rollback import AttentionLayer, Cache
-from nextn.trunk import Trunk
+from nextn.trunk import Kind, Trunk
 
 # fp32: chunked and step kernels of a delta net sum in other orders (5e-5 seen); one wrong column is 1e-1 and more.
 TOLERANCE = 3e-4
@@ -145,6 +145,6 @@ def test_slabs_grow_by_doubling():
 def test_layer_kinds_without_exact_roll_back_are_refused():
     config = SLIDING | {"layer_types": ["full_attention"] * 4, "use_sliding_window": False}
     trunk = Trunk.from_config(config)
-    trunk.config.layer_types = ["full_attention", "compressed_sparse_attention"] * 2
+    trunk.kinds = [Kind("full_attention"), Kind("compressed_sparse_attention")] * 2
     with pytest.raises(RollbackError, match="cannot be put back exactly"):
         trunk.cache(1)

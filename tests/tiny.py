@@ -27,6 +27,9 @@ _DELTA = {
     "num_hidden_layers": 4,
 }
 
+_DENSE = _SIZES | {"intermediate_size": 64, "num_hidden_layers": 2}
+# A window that every test text leaves.
+_WINDOWED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 # Multi-head latent attention.
 _LATENT = {name: size for name, size in (_SIZES | _MOE).items() if name != "head_dim"} | {
     "intermediate_size": 64,
@@ -81,7 +84,40 @@ CONFIGS: dict[str, dict[str, object]] = {
         "pad_token_id": None,
         "eos_token_id": None,
     },
-    "hy_v3": _SIZES | _MOE | {"model_type": "hy_v3", "intermediate_size": 64, "num_hidden_layers": 2, "num_experts": 4},
+    "hy_v3": _DENSE | _MOE | {"model_type": "hy_v3", "num_experts": 4},
+    "exaone_moe": _DENSE
+    | _MOE
+    | _WINDOWED
+    | {
+        "model_type": "exaone_moe",
+        "num_experts": 4,
+        "mlp_layer_types": ["dense", "sparse"],
+        "eos_token_id": None,
+    },
+    "mellum": _DENSE
+    | _MOE
+    | _WINDOWED
+    | {"model_type": "mellum", "num_experts": 4, "mlp_layer_types": ["dense", "sparse"]},
+    "cohere2_moe": _DENSE
+    | _WINDOWED
+    | {
+        "model_type": "cohere2_moe",
+        "num_experts": 4,
+        "mlp_layer_types": ["dense", "sparse"],
+        "prefix_dense_intermediate_size": 64,
+        "tie_word_embeddings": True,
+        "logit_scale": 0.25,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
+    "ernie4_5_moe": _DENSE
+    | {
+        "model_type": "ernie4_5_moe",
+        "moe_intermediate_size": 16,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "use_bias": True,
+    },
 }
 
 # (family, modules) of every tiny model that is built: a second module where the layout has room and it says more.

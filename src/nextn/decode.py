@@ -216,7 +216,7 @@ class _Batch:
         states = self._states([pending[:width] for pending, width in zip(self.pending, widths, strict=True)])
         for depth in depths if max(widths) and self.settings.contract.prefill else ():
             step = self._window("prefill", depth, widths, states, [[] for _ in self.rows])
-            states = step.recycled
+            states = step.recycled if self.head.eats_recycled(depth + 1) else states
         self.pending = [pending[width:] for pending, width in zip(self.pending, widths, strict=True)]
 
     def _draft(self, num_drafts: int) -> tuple[list[list[int]], list[Tensor]]:
@@ -234,7 +234,7 @@ class _Batch:
         for depth in range(1, num_drafts + 1):
             if depth <= self.head.num_modules:
                 step = self._window("draft", depth, widths, states, drafts)
-                states = step.recycled
+                states = step.recycled if self.head.eats_recycled(depth + 1) else states
                 normed, chained = (each[torch.arange(len(ends)), ends] for each in (step.normed, step.recycled))
             else:
                 step = self._recurse(depth, chained, drafts)
@@ -256,7 +256,9 @@ class _Batch:
         for row, width in enumerate(widths):
             start = self._start(row) + depth
             tokens.append([*self.tokens[row], *drafts[row]][start : start + width])
-        self._watch(phase, index, tokens, self.caches[index], f"g{depth - 1}" if depth > 1 else "h")
+        self._watch(
+            phase, index, tokens, self.caches[index], f"g{depth - 1}" if self.head.eats_recycled(depth) else "h"
+        )
         step = self.head.step(index, self._tensor(tokens), states, cache=self.caches[index])
         self.caches[index].keep(widths)
         return step

@@ -97,7 +97,8 @@ class Family:
     are copies. trunk: where the trunk keeps embedding and output. wrappers: leading path that some checkpoints have
     -> what it stands for. spare_count: the config may promise one module more than there are. needs: what `Head` must
     learn before it computes this family. cannot_run: why it will not. sources: what was read beside the engines' code.
-    unverified: what none of it could settle.
+    unverified: what none of it could settle. block: how the trunk's config differs for the head's block; a list has
+    one entry for each decoder layer of a module. projection_bias: the config's field that gives the projection a bias.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Family:
     gain: Literal["w", "1+w"] = "w"
     position0: Literal["keep", "zero"] = "keep"
     order: Order = "recursive"
+    projection_bias: str = ""
     block: Mapping[str, object] = field(default_factory=dict)
     inside: Mapping[str, str] = field(default_factory=dict)
     saved: Mapping[str, str] = field(default_factory=dict)
@@ -145,6 +147,11 @@ class Family:
     def copies(self) -> tuple[str, ...]:
         """Roles of shared tensors that the file stores again inside each module."""
         return tuple(role for role in ("embedding", "output") if role in self.names and role not in self.own)
+
+    @property
+    def once(self) -> tuple[str, ...]:
+        """Roles of which the layout has one tensor for all modules, if it has room for several."""
+        return () if self.max_modules == 1 else tuple(role for role, path in self.names.items() if "{" not in path)
 
     @property
     def disagreements(self) -> tuple[str, ...]:

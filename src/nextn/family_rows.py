@@ -352,14 +352,14 @@ _ERNIE = Family(
         "token_norm": "model.mtp_emb_norm.{module}", "hidden_norm": "model.mtp_hidden_norm.{module}",
         "projection": "model.mtp_linear_proj.{module}", "block": "model.mtp_block.{module}",
     },
-    recycled="pre", position0="zero", block={"moe_layer_end_index": -1},
+    recycled="pre", position0="zero", projection_bias="use_bias", block={"moe_layer_end_index": -1},
     engines={
         "vllm": Engine("runs", _VM + "ernie_mtp.py", missing="unquantised", modules=1),
         "sglang": _sglang("ernie4_eagle.py", "a head that is not there at all raises"),
         "llamacpp": Engine("drops", _LC + "ernie.py"),
         "transformers": _ignores("ernie4_5_moe/modeling_ernie4_5_moe.py"),
     },
-    sources=(), needs=("no_final_norm", "projection_bias"),
+    sources=(),
     remarks=(
         "no final norm: the block's raw state goes to the output head and to the next depth",
         "the projection has a bias in SGLang if the config says use_bias; vLLM has none",
@@ -516,7 +516,7 @@ _EXAONE_MOE = Family(
         "llamacpp": _kept("exaone-moe.cpp"),
         "transformers": _ignores("exaone_moe/modeling_exaone_moe.py"),
     },
-    sources=(_VM + "exaone_moe.py", _LC + "exaone.py"), needs=("window",),
+    sources=(_VM + "exaone_moe.py", _LC + "exaone.py"),
     remarks=(
         "the block attends as the trunk's first layer does, or by mtp_layer_types in vLLM, where it always has RoPE",
         "the MLP is dense in vLLM and llama.cpp",
@@ -578,7 +578,7 @@ _MELLUM = Family(
         "llamacpp": Engine("absent", _LM + "mellum.cpp"),
         "transformers": Engine("runs", _MTP_MODEL, missing="raises", modules=1),
     },
-    sources=(_HM + "mellum/modular_mellum.py",), needs=("window", "rotary_kind"),
+    sources=(_HM + "mellum/modular_mellum.py",),
 )
 _MINIMAX_M3 = Family(
     name="minimax_m3", title="MiniMax-M3", model_types=("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3_text"),
@@ -652,15 +652,15 @@ _GIGACHAT = replace(
 _COHERE2_MOE = replace(
     _DEEPSEEK_V3, name="cohere2_moe", title="Cohere2-MoE (North-Mini-Code)", model_types=("cohere2_moe",),
     draft_types=(), count_fields=_NEXTN, default_count=0, fp8=None,
-    # Full attention with RoPE, which transformers has in its sliding layers alone: the head's mask has no window.
-    block={"layer_types": ["sliding_attention"], "mlp_layer_types": ["sparse"]},
+    # Full attention with RoPE, which transformers has in its sliding layers alone: so a window that nothing leaves.
+    block={"layer_types": ["sliding_attention"], "mlp_layer_types": ["sparse"], "sliding_window": 2**40},
     engines={
         "vllm": _NONE,
         "sglang": _NONE,
         "llamacpp": Engine("runs", _LM + "cohere2moe.cpp", trunks=(), missing="raises", modules=1),
         "transformers": _ignores("cohere2_moe/modeling_cohere2_moe.py"),
     },
-    sources=(_LC + "command_r.py",), needs=("logit_scale",), unverified=("one engine alone runs the head",),
+    sources=(_LC + "command_r.py",), unverified=("one engine alone runs the head",),
 )
 
 FAMILIES: tuple[Family, ...] = (

@@ -5,14 +5,15 @@ eats (t_{i+k}, the state of depth k-1 at column i). It does not know how drafts 
 """
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from nextn.errors import ConfigError
 from nextn.families import Family, by_name
-from nextn.rollback import AttentionLayer, Cache
-from nextn.trunk import Trunk, packed
+from nextn.rollback import Cache
+from nextn.trunk import Kind, Trunk, cache_layer, packed
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,29 @@ class Module(nn.Module):
     def __init__(self, family: Family, trunk: Trunk, index: int, count: int) -> None:
         super().__init__()
         size = trunk.config.hidden_size
-        self.family = family
+        bias = bool(family.projection_bias and getattr(trunk.config, family.projection_bias))
+        self.family, self.scale = family, trunk.scale
         self.token_norm, self.hidden_norm = trunk.norm(), trunk.norm()
-        self.projection = nn.Linear(2 * size, size, bias=False, dtype=self.token_norm.weight.dtype)
-        trunk.initialize(self.projection)
-        self.block = trunk.block(index, count, family.block)
-        self.final_norm = trunk.norm()
+        self.projection = nn.Linear(2 * size, size, bias=bias, dtype=trunk.dtype)
+        self.block: nn.Module = trunk.block(index, count, family.block)
+        self.kinds = trunk.block_kinds(index, count, family.block)
+        self.final_norm = trunk.norm() if "final_norm" in family.names else nn.Identity()
+        if "embedding" in family.own:
+            self.embedding = nn.Embedding(trunk.vocab_size, size, dtype=trunk.dtype)
+        if "output" in family.own:
+            self.output = nn.Linear(size, trunk.vocab_size, bias=False, dtype=trunk.dtype)
+        for name in ("projection", *family.own):
+            trunk.initialize(getattr(self, name))
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers of the block, in order; `kinds` says how each attends."""
+        return [*self.block] if isinstance(self.block, nn.ModuleList) else [self.block]
+
+    @property
+    def kind(self) -> Kind:
+        """How the layer of the block that attends does so."""
+        return next(kind for kind in self.kinds if kind.name != "dummy")
 
     def forward(
         self,
@@ -62,25 +80,28 @@ class Module(nn.Module):
     def _run_block(
         self, states: Tensor, *, positions: Tensor, rotary: object, mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
-        out = self.block(
-            states,
-            position_embeddings=rotary,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=cache is not None,
-        )
-        return out[0] if isinstance(out, tuple) else out
+        for layer in self.layers:
+            out = layer(
+                states,
+                position_embeddings=rotary,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=cache is not None,
+            )
+            states = out[0] if isinstance(out, tuple) else out
+        return states
 
     def _finish(self, raw: Tensor) -> Step:
         normed = self.final_norm(raw)
-        return Step(normed, normed if self.family.recycled == "post" else raw)
+        return Step(normed * self.scale, normed if self.family.recycled == "post" else raw)
 
 
 class Head(nn.Module):
     """One module applied again and again, or num_modules distinct ones; depths beyond the last module reuse it.
 
-    Embedding and output head are the trunk's and are not parameters of this module.
+    What the family stores once for all modules is module 0's, and the others use it. Embedding and output head are the
+    trunk's, and no parameters of this module, unless the family says that they are the head's own.
     """
 
     def __init__(self, family: Family, trunk: Trunk, *, num_modules: int = 1) -> None:
@@ -90,6 +111,11 @@ class Head(nn.Module):
         self.family = family
         self._trunk = (trunk,)  # in a tuple, so that nn.Module does not take the trunk's parameters for the head's
         self.stack = nn.ModuleList(Module(family, trunk, index, num_modules) for index in range(num_modules))
+        for module in list(self.stack)[1:]:
+            for role in family.once:
+                delattr(module, role)
+                # Past nn.Module, which would list the same parameters again under this module's name.
+                module.__dict__[role] = getattr(self.stack[0], role)
 
     @property
     def trunk(self) -> Trunk:
@@ -105,7 +131,12 @@ class Head(nn.Module):
 
     def cache(self, batch_size: int) -> Cache:
         """An empty cache of one module's keys and values for batch_size rows."""
-        return Cache([AttentionLayer() for _ in self.stack], batch_size, device=self.trunk.device)
+        kinds = [kind for index in range(self.num_modules) for kind in self._at(index).kinds]
+        return Cache([cache_layer(kind) for kind in kinds], batch_size, device=self.trunk.device)
+
+    def eats_recycled(self, depth: int) -> bool:
+        """Whether `depth` eats the state that the depth before handed on, rather than the trunk's."""
+        return depth > (self.num_modules if self.family.order == "unchained" else 1)
 
     def step(
         self,
@@ -114,25 +145,38 @@ class Head(nn.Module):
         hidden: Tensor,
         *,
         cache: Cache | None = None,
-        mask: Tensor | None = None,
+        within: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Step:
         """Module `index` over pairs: tokens [B, T], hidden [B, T, H]. With a cache the T columns are a window that the
-        caller closes with `cache.keep`; without one, positions count from 0 and attention is causal."""
+        caller closes with `cache.keep`; without one, positions count from 0 and attention is causal, and within
+        [B, 1, T, T] limits it further."""
+        module, columns = self._at(index), tokens.shape[1]
         if cache is not None:
-            cache.begin(tokens.shape[1])
-            positions, mask = cache.positions(tokens.shape[1]), cache.mask(tokens.shape[1])
+            cache.begin(columns)
+            positions = cache.positions(columns)
         elif positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        embedded = self.trunk.embedding(tokens)
-        hidden = hidden.to(embedded.dtype)
-        return self.stack[index](
-            embedded, hidden, positions=positions, rotary=self.trunk.rotary(embedded, positions), mask=mask, cache=cache
+            positions = torch.arange(columns, device=tokens.device).expand_as(tokens)
+        embedded = (module.embedding if "embedding" in self.family.own else self.trunk.embedding)(tokens)
+        return module(
+            embedded,
+            hidden.to(embedded.dtype),
+            positions=positions,
+            rotary=self.trunk.rotary(embedded, positions, module.kind),
+            mask=self.trunk.mask(module.kind, columns, cache=cache, within=within),
+            cache=cache,
         )
+
+    def output(self, index: int) -> nn.Linear:
+        """The output head that reads module `index`'s normed states."""
+        return self._at(index).output if "output" in self.family.own else self.trunk.output
+
+    def _at(self, index: int) -> Module:
+        return cast(Module, self.stack[index])
 
     def logits(self, index: int, normed: Tensor) -> Tensor:
         """normed [..., H] of module `index` -> [..., V]."""
-        return self.trunk.logits(normed)
+        return self.output(index)(normed)
 
     def hiddens(self, tokens: Tensor, hidden: Tensor, depths: int, *, documents: Tensor | None = None) -> list[Tensor]:
         """Teacher-forced, all columns at once: tokens [B, T], hidden [B, T, H] -> depth k's normed states [B, T-k, H].
@@ -142,19 +186,19 @@ class Head(nn.Module):
         length = tokens.shape[1]
         if not 1 <= depths < length:
             raise ConfigError(f"depths = {depths}; expected 1 <= depths < {length}, the number of tokens")
-        positions, mask = (None, None) if documents is None else packed(documents)
-        outs = []
+        positions, within = (None, None) if documents is None else packed(documents)
+        outs, recycled = [], hidden
         for depth in range(1, depths + 1):
             columns = length - depth
             step = self.step(
                 self.module(depth),
                 tokens[:, depth:],
-                hidden[:, :columns],
+                (recycled if self.eats_recycled(depth) else hidden)[:, :columns],
                 positions=None if positions is None else positions[:, :columns],
-                mask=None if mask is None else mask[:, :, :columns, :columns],
+                within=None if within is None else within[:, :, :columns, :columns],
             )
             outs.append(step.normed)
-            hidden = step.recycled
+            recycled = step.recycled
         return outs
 
     def forward(self, tokens: Tensor, hidden: Tensor | None = None, *, depths: int | None = None) -> Tensor:

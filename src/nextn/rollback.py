@@ -80,6 +80,20 @@ class AttentionLayer(CacheLayerMixin):
         return -1
 
 
+class IndexedLayer(AttentionLayer):
+    """Keys and values, and the keys [B, columns, dim] by which an indexer picks the columns to attend to."""
+
+    _index: Tensor | None = None
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        self._index = written(self._index, indexer_key_states[:, None], self._starts)
+        return self._index[:, 0, : self._end]
+
+    def select(self, rows: Tensor) -> None:
+        super().select(rows)
+        self._index = None if self._index is None else self._index[rows]
+
+
 def written(slab: Tensor | None, states: Tensor, starts: Sequence[int]) -> Tensor:
     """The slab [B, heads, capacity, dim] with states [B, heads, m, dim] in the columns from starts[row] on; a larger
     one if they do not fit, so the slab given is not to be used again."""
@@ -276,16 +290,21 @@ class Cache(TransformersCache):
         """[B, m] int64: the columns that the next m tokens of each row go to."""
         return torch.tensor(self.lengths, device=self.device)[:, None] + torch.arange(num_columns, device=self.device)
 
-    def mask(self, num_columns: int, *, window: int | None = None) -> Tensor | None:
-        """[B, 1, m, columns] bool, True = may be seen; None where causal attention needs no mask.
+    def mask(self, num_columns: int, *, window: int | None = None, always: bool = False) -> Tensor | None:
+        """[B, 1, m, columns] bool, True = may be seen; None where causal attention needs no mask, unless always.
 
         window: how many columns a sliding layer sees, its own included.
         """
         end = max(self.lengths) + num_columns
         even = len(set(self.lengths)) == 1
-        if even and (num_columns == 1 or end == num_columns) and (window is None or end <= window):
+        if not always and even and (num_columns == 1 or end == num_columns) and (window is None or end <= window):
             return None
-        queries = self.positions(num_columns)[:, None, :, None]
-        columns = torch.arange(end, device=self.device)
-        mask = columns <= queries
-        return mask if window is None else mask & (columns > queries - window)
+        return causal(self.positions(num_columns), end, window=window)
+
+
+def causal(queries: Tensor, num_columns: int, *, window: int | None = None) -> Tensor:
+    """queries [B, m]: the column each stands in -> [B, 1, m, num_columns] bool, True = may be seen."""
+    queries = queries[:, None, :, None]
+    columns = torch.arange(num_columns, device=queries.device)
+    mask = columns <= queries
+    return mask if window is None else mask & (columns > queries - window)

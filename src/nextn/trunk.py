@@ -4,6 +4,7 @@ Everything that reads a model's internals is here, so a new transformers is one 
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,15 +13,21 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import DummyLayer, get_layer_types_and_kwargs
 from transformers.utils import logging as transformers_logging
 
 from nextn.errors import CheckpointError, ConfigError, RollbackError
 from nextn.families import Stage
-from nextn.rollback import AttentionLayer, Cache, RecurrentLayer
+from nextn.rollback import AttentionLayer, Cache, IndexedLayer, RecurrentLayer, causal
 
-_SLIDING = ("sliding_attention", "chunked_attention")
+_FULL, _SLIDING, _INDEXED = "full_attention", "sliding_attention", "indexed_attention"
 _RECURRENT = ("linear_attention", "conv")
 
 
@@ -32,11 +39,25 @@ class Hidden:
     eaten: Tensor
 
 
+@dataclass(frozen=True)
+class Kind:
+    """How a decoder layer attends. window: columns that a sliding layer sees, its own included; None = all before."""
+
+    name: str = _FULL
+    window: int | None = None
+    states: int = 1
+
+    @property
+    def is_recurrent(self) -> bool:
+        return self.name in _RECURRENT
+
+
 class _Decoder(Protocol):
-    """What is asked of transformers' decoders: `layers`, the final `norm`, and a call."""
+    """What is asked of transformers' decoders: `layers`, the final norm under one of two names, and a call."""
 
     layers: nn.ModuleList
     norm: nn.Module
+    norm_f: nn.Module
 
     def __call__(self, **kwargs: object) -> "_Output": ...
 
@@ -67,6 +88,7 @@ class Trunk(nn.Module):
         self.model = model
         self.stage = stage
         self.config = model.config.get_text_config(decoder=True)
+        self.kinds = _kinds(self.config)
         for module in self._mixers():
             module.register_forward_pre_hook(_record, with_kwargs=True)
 
@@ -76,16 +98,15 @@ class Trunk(nn.Module):
     ) -> "Trunk":
         """A freshly initialised trunk of the given transformers config, a dict with `model_type`."""
         known = AutoConfig.for_model(**dict(config))
-        return cls(AutoModelForCausalLM.from_config(known, dtype=dtype, attn_implementation="sdpa"), stage=stage)
+        return cls(_loader(known).from_config(known, dtype=dtype), stage=stage)
 
     @classmethod
     def from_pretrained(cls, folder: Path, *, stage: Stage = "post", dtype: torch.dtype | None = None) -> "Trunk":
         """The trunk of a checkpoint folder. Raises CheckpointError if a tensor would stay uninitialised."""
         with _quiet():
             try:
-                model, info = AutoModelForCausalLM.from_pretrained(
-                    folder, dtype=dtype or "auto", attn_implementation="sdpa", output_loading_info=True
-                )
+                loader = _loader(AutoConfig.from_pretrained(folder))
+                model, info = loader.from_pretrained(folder, dtype=dtype or "auto", output_loading_info=True)
             except (OSError, ValueError, KeyError) as error:
                 raise CheckpointError(f"{folder}: transformers cannot load the trunk: {error}") from error
         bad = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
@@ -98,6 +119,10 @@ class Trunk(nn.Module):
     @property
     def decoder(self) -> "_Decoder":
         return cast(_Decoder, self.model.get_decoder())
+
+    @property
+    def final_norm(self) -> nn.Module:
+        return self.decoder.norm if hasattr(self.decoder, "norm") else self.decoder.norm_f
 
     @property
     def embedding(self) -> nn.Embedding:
@@ -130,7 +155,12 @@ class Trunk(nn.Module):
 
     @property
     def is_recurrent(self) -> bool:
-        return any(kind in _RECURRENT for kind in get_layer_types_and_kwargs(self.config)[0])
+        return any(kind.is_recurrent for kind in self.kinds)
+
+    @property
+    def scale(self) -> float:
+        """What the normed state is multiplied by before the output head reads it, so that logits come out scaled."""
+        return getattr(self.config, "logit_scale", 1.0)
 
     def forward(self, tokens: Tensor, cache: Cache | None = None, *, documents: Tensor | None = None) -> Hidden:
         """tokens [B, T] -> Hidden. With a cache, the T columns are a window that the caller closes with `cache.keep`.
@@ -140,7 +170,7 @@ class Trunk(nn.Module):
         if cache is not None:
             cache.begin(tokens.shape[1])
             positions: Tensor | None = cache.positions(tokens.shape[1])
-            mask = self._masks(cache, tokens.shape[1])
+            mask = self._masks(lambda kind: self.mask(kind, tokens.shape[1], cache=cache))
         else:
             positions, mask = self._packed(tokens, documents)
         with self._tapped() as tap:
@@ -152,7 +182,7 @@ class Trunk(nn.Module):
                 use_cache=cache is not None,
             )
         normed = out.last_hidden_state
-        return Hidden(normed, tap[0] if tap else normed)
+        return Hidden(normed * self.scale, tap[0] if tap else normed)
 
     def logits(self, normed: Tensor) -> Tensor:
         """normed [..., H] -> [..., V]."""
@@ -160,17 +190,17 @@ class Trunk(nn.Module):
 
     def cache(self, batch_size: int) -> Cache:
         """An empty cache for batch_size rows. Raises RollbackError for a layer kind that cannot be put back exactly."""
-        kinds, options = get_layer_types_and_kwargs(self.config)
-        layers = [_cache_layer(kind, option) for kind, option in zip(kinds, options, strict=True)]
-        return Cache(layers, batch_size, device=self.device)
+        return Cache([cache_layer(kind) for kind in self.kinds], batch_size, device=self.device)
 
     def block(self, index: int, count: int, overrides: Mapping[str, object]) -> nn.Module:
-        """A fresh decoder layer of the trunk's class, for module `index` of `count`; overrides change its config."""
-        config = copy.deepcopy(self.config)
-        config.num_hidden_layers = count
-        for name, value in overrides.items():
-            setattr(config, name, value * count if isinstance(value, list) else value)
-        block: nn.Module = cast(Callable[..., nn.Module], type(self.decoder.layers[-1]))(config, index)
+        """A fresh decoder layer of the trunk's class, for module `index` of `count`; overrides change its config.
+
+        A list in overrides has one entry for each layer of a module: with several, the block is an nn.ModuleList.
+        """
+        config = self._block_config(count, overrides)
+        layer_class = cast(Callable[..., nn.Module], type(self.decoder.layers[-1]))
+        layers = [layer_class(config, place) for place in _places(index, overrides)]
+        block = layers[0] if len(layers) == 1 else nn.ModuleList(layers)
         self.initialize(block)
         block.to(self.dtype)
         for part in block.modules():
@@ -179,13 +209,31 @@ class Trunk(nn.Module):
                     value.data = value.data.float()
         return block
 
+    def block_kinds(self, index: int, count: int, overrides: Mapping[str, object]) -> list[Kind]:
+        """How each layer of that block attends."""
+        kinds = _kinds(self._block_config(count, overrides))
+        return [kinds[place] for place in _places(index, overrides)]
+
+    def _block_config(self, count: int, overrides: Mapping[str, object]) -> PreTrainedConfig:
+        config = copy.deepcopy(self.config)
+        config.per_layer_config = None
+        config.num_hidden_layers = len(_places(0, overrides)) * count
+        for name, value in overrides.items():
+            setattr(config, name, value * count if isinstance(value, list) else value)
+        if self.config.is_heterogeneous:
+            # A block is made like the trunk's layers of its kind, such as with the heads of the sliding ones.
+            own = self.config._heterogeneity_spec.per_layer_overrides
+            alike = {kind.name: own.get(place, {}) for place, kind in enumerate(self.kinds)}
+            config.per_layer_config = {place: alike.get(kind.name, {}) for place, kind in enumerate(_kinds(config))}
+        return config
+
     def keeps_fp32(self, name: str) -> bool:
         """Whether the model keeps this tensor in fp32 whatever its dtype, such as a router's correction bias."""
         return any(part in name for part in self.model._keep_in_fp32_modules_strict or ())
 
     def norm(self) -> nn.Module:
         """A fresh norm of the trunk's own class."""
-        reference = self.decoder.norm
+        reference = self.final_norm
         eps = getattr(reference, "variance_epsilon", getattr(reference, "eps", None))
         norm: nn.Module = cast(Callable[..., nn.Module], type(reference))(self.config.hidden_size, eps=eps)
         self.initialize(norm)
@@ -197,24 +245,45 @@ class Trunk(nn.Module):
         for part in module.modules():
             self.model._init_weights(part)
 
-    def rotary(self, states: Tensor, positions: Tensor) -> object:
-        """Position embeddings for states [B, T, H] at positions [B, T], as the trunk's layers want them."""
+    def rotary(self, states: Tensor, positions: Tensor, kind: Kind) -> object:
+        """Position embeddings for states [B, T, H] at positions [B, T], as layers of this kind want them."""
         rotary = getattr(self.decoder, "rotary_emb", None)
         if rotary is None:
             return None
         # Qwen3.5 counts positions in time, height and width; a text token has the same index in all three.
-        return rotary(states, positions[None] if hasattr(rotary, "mrope_section") else positions)
+        positions = positions[None] if hasattr(rotary, "mrope_section") else positions
+        by_kind = "layer_type" in inspect.signature(rotary.forward).parameters
+        return rotary(states, positions, kind.name) if by_kind else rotary(states, positions)
 
-    def _masks(self, cache: Cache, num_columns: int) -> object:
-        kinds = set(get_layer_types_and_kwargs(self.config)[0])
-        window = getattr(self.config, "sliding_window", None)
-        masks = {
-            kind: cache.mask(num_columns, window=window if kind in _SLIDING else None)
-            for kind in kinds - set(_RECURRENT)
-        }
-        if len(kinds) == 1:
-            return next(iter(masks.values()), None)
-        return masks | dict.fromkeys(kinds & set(_RECURRENT))
+    def mask(
+        self, kind: Kind, num_columns: int, *, cache: Cache | None = None, within: Tensor | None = None
+    ) -> Tensor | None:
+        """What a layer of this kind may see: [B, 1, T, columns], or None where causal attention needs no mask.
+
+        cache: the window that is open in it; else T columns from 0, and within [B, 1, T, T] bool limits them further.
+        """
+        always = kind.name == _INDEXED or self._is_eager
+        if cache is not None:
+            mask = cache.mask(num_columns, window=kind.window, always=always)
+        elif within is None and not always and (kind.window is None or num_columns <= kind.window):
+            mask = None
+        else:
+            mask = causal(torch.arange(num_columns, device=self.device)[None], num_columns, window=kind.window)
+            mask = mask if within is None else mask & within
+        if mask is None or not self._is_eager:
+            return mask
+        # Eager attention adds its mask to the scores.
+        return torch.zeros(mask.shape, dtype=self.dtype, device=self.device).masked_fill(
+            ~mask, torch.finfo(self.dtype).min
+        )
+
+    @property
+    def _is_eager(self) -> bool:
+        return self.config._attn_implementation == "eager"
+
+    def _masks(self, of: Callable[[Kind], Tensor | None]) -> object:
+        masks = {kind.name: None if kind.is_recurrent else of(kind) for kind in self.kinds}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _packed(self, tokens: Tensor, documents: Tensor | None) -> tuple[Tensor | None, object]:
         # Padding (-1) stands at the right end, where causal attention hides it from every real column.
@@ -222,11 +291,8 @@ class Trunk(nn.Module):
             return None, None
         if self.is_recurrent:
             raise ConfigError("a recurrent trunk cannot mask state between packed documents; use one document per row")
-        positions, mask = packed(documents)
-        kinds = set(get_layer_types_and_kwargs(self.config)[0])
-        if kinds & set(_SLIDING):
-            raise ConfigError("packing is not supported for sliding-window trunks; use one document per row")
-        return positions, mask
+        positions, within = packed(documents)
+        return positions, self._masks(lambda kind: self.mask(kind, tokens.shape[1], within=within))
 
     @contextmanager
     def _tapped(self) -> Iterator[list[Tensor]]:
@@ -234,16 +300,15 @@ class Trunk(nn.Module):
         if self.stage == "post":
             yield tap
             return
-        handle = self.decoder.norm.register_forward_pre_hook(lambda _, args: tap.append(args[0]))
+        handle = self.final_norm.register_forward_pre_hook(lambda _, args: tap.append(args[0]))
         try:
             yield tap
         finally:
             handle.remove()
 
     def _mixers(self) -> Iterator[nn.Module]:
-        kinds, _ = get_layer_types_and_kwargs(self.config)
-        for layer, kind in zip(self.decoder.layers, kinds, strict=True):
-            if kind in _RECURRENT:
+        for layer, kind in zip(self.decoder.layers, self.kinds, strict=True):
+            if kind.is_recurrent:
                 yield from (
                     part
                     for part in layer.modules()
@@ -262,15 +327,37 @@ def packed(documents: Tensor) -> tuple[Tensor, Tensor]:
     return positions, (same & (columns[:, None] >= columns))[:, None]
 
 
-def _cache_layer(kind: str, options: Mapping[str, object]) -> AttentionLayer | RecurrentLayer | _IdleLayer:
-    if kind == "full_attention" or kind in _SLIDING:
+def cache_layer(kind: Kind) -> AttentionLayer | RecurrentLayer | _IdleLayer:
+    """What a layer of this kind keeps between passes. Raises RollbackError for one that cannot be put back exactly."""
+    if kind.name in (_FULL, _SLIDING):
         return AttentionLayer()
-    if kind in _RECURRENT:
-        return RecurrentLayer(int(str(options.get("number_of_states", 1))))
-    if kind == "dummy":
+    if kind.name == _INDEXED:
+        return IndexedLayer()
+    if kind.is_recurrent:
+        return RecurrentLayer(kind.states)
+    if kind.name == "dummy":
         return _IdleLayer()
-    known = ", ".join(("full_attention", *_SLIDING, *_RECURRENT))
-    raise RollbackError(f"layers of kind {kind!r} cannot be put back exactly; supported: {known}")
+    known = ", ".join((_FULL, _SLIDING, _INDEXED, *_RECURRENT))
+    raise RollbackError(f"layers of kind {kind.name!r} cannot be put back exactly; supported: {known}")
+
+
+def _kinds(config: PreTrainedConfig) -> list[Kind]:
+    # A block's config may name more layers than it has.
+    return [
+        Kind(name, options.get("sliding_window"), options.get("number_of_states", 1))
+        for name, options in zip(*get_layer_types_and_kwargs(config), strict=False)
+    ]
+
+
+def _places(index: int, overrides: Mapping[str, object]) -> range:
+    """The places of module `index`'s layers in a config of the whole head."""
+    width = max((len(value) for value in overrides.values() if isinstance(value, list)), default=1)
+    return range(index * width, (index + 1) * width)
+
+
+def _loader(config: PreTrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+    # Some vision-language types have no class for their text model alone.
+    return AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
 
 
 def _record(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
