@@ -26,7 +26,7 @@ def slow(head, tokens, hidden, depths):
 def test_fast_equals_slow(name, modules):
     """All columns at once give what each column gives alone: fp32, 1e-4."""
     model = build(name, modules=modules)
-    tokens, hidden = torch.randint(0, 64, (2, 11)), torch.randn(2, 11, 32)
+    tokens, hidden = torch.randint(0, 64, (2, 11)), torch.randn(2, 11, *model.trunk.hidden_shape)
     with torch.no_grad():
         fast = model.head(tokens, hidden, depths=3)
         assert fast.shape == (2, 8, 3, 64)

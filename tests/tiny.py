@@ -41,6 +41,8 @@ _LATENT = {name: size for name, size in (_SIZES | _MOE).items() if name != "head
     "v_head_dim": 8,
 }
 
+_COMPRESSED = ["compressed_sparse_attention", "heavily_compressed_attention"]
+
 CONFIGS: dict[str, dict[str, object]] = {
     "deepseek_v3": _LATENT
     | {
@@ -50,6 +52,28 @@ CONFIGS: dict[str, dict[str, object]] = {
         "topk_group": 1,
         "first_k_dense_replace": 1,
         "q_lora_rank": 16,
+    },
+    "deepseek_v4": _SIZES
+    | _MOE
+    | {
+        "model_type": "deepseek_v4",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "n_routed_experts": 4,
+        "q_lora_rank": 16,
+        "o_groups": 2,
+        "o_lora_rank": 8,
+        "partial_rotary_factor": 0.5,
+        "sliding_window": 8,
+        "hc_mult": 2,
+        "hc_sinkhorn_iters": 3,
+        "index_n_heads": 16,  # with few, many scores are zero, and which of equals the indexer picks is chance
+        "index_head_dim": 8,
+        "index_topk": 3,
+        "layer_types": ["sliding_attention", *_COMPRESSED, _COMPRESSED[0]],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
     },
     "glm4_moe": _SIZES
     | _MOE

@@ -10,10 +10,16 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from nextn.blocks.streams import collapse, spread
 from nextn.errors import ConfigError
 from nextn.families import Family, by_name
-from nextn.rollback import Cache
-from nextn.trunk import Kind, Trunk, cache_layer, packed
+from nextn.rollback import Apart, Cache
+from nextn.trunk import Kind, Trunk, new_cache, packed
+
+# How many columns a head's cache can drop where that takes memory: more than anyone drafts at once.
+_SPARE = 128
+# What joins token and hidden state, and how many of the two each eats.
+_PROJECTIONS = {"projection": 2, "token_projection": 1, "hidden_projection": 1}
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,9 @@ class Module(nn.Module):
         bias = bool(family.projection_bias and getattr(trunk.config, family.projection_bias))
         self.family, self.scale = family, trunk.scale
         self.token_norm, self.hidden_norm = trunk.norm(), trunk.norm()
-        self.projection = nn.Linear(2 * size, size, bias=bias, dtype=trunk.dtype)
+        projections = [role for role in _PROJECTIONS if role in family.names]
+        for role in projections:
+            setattr(self, role, nn.Linear(_PROJECTIONS[role] * size, size, bias=bias, dtype=trunk.dtype))
         self.block: nn.Module = trunk.block(index, count, family.block)
         self.kinds = trunk.block_kinds(index, count, family.block)
         self.final_norm = trunk.norm() if "final_norm" in family.names else nn.Identity()
@@ -41,8 +49,15 @@ class Module(nn.Module):
             self.embedding = nn.Embedding(trunk.vocab_size, size, dtype=trunk.dtype)
         if "output" in family.own:
             self.output = nn.Linear(size, trunk.vocab_size, bias=False, dtype=trunk.dtype)
-        for name in ("projection", *family.own):
+        for name in (*projections, *family.own):
             trunk.initialize(getattr(self, name))
+        if "collapse_fn" in family.names:
+            config = trunk.config
+            self.eps = {"eps": config.hc_eps, "norm_eps": config.rms_norm_eps}
+            self.collapse_fn = nn.Parameter(torch.empty(config.hc_mult, config.hc_mult * size))
+            nn.init.normal_(self.collapse_fn, std=config.initializer_range)
+            self.collapse_base = nn.Parameter(torch.zeros(config.hc_mult))
+            self.collapse_scale = nn.Parameter(torch.ones(1))
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -73,6 +88,9 @@ class Module(nn.Module):
     def _join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """Norms and projection -> what the block eats."""
         parts = [self.token_norm(embedded), self.hidden_norm(hidden)]
+        if "projection" not in self.family.names:
+            token, states = self.token_projection(parts[0]), self.hidden_projection(parts[1])
+            return states + spread(token, states)
         if self.family.concat == "hidden_first":
             parts.reverse()
         return self.projection(torch.cat(parts, dim=-1))
@@ -93,7 +111,10 @@ class Module(nn.Module):
         return states
 
     def _finish(self, raw: Tensor) -> Step:
-        normed = self.final_norm(raw)
+        whole = raw
+        if "collapse_fn" in self.family.names:
+            whole = collapse(raw, self.collapse_fn, self.collapse_base, self.collapse_scale, **self.eps)
+        normed = self.final_norm(whole)
         return Step(normed * self.scale, normed if self.family.recycled == "post" else raw)
 
 
@@ -132,7 +153,7 @@ class Head(nn.Module):
     def cache(self, batch_size: int) -> Cache:
         """An empty cache of one module's keys and values for batch_size rows."""
         kinds = [kind for index in range(self.num_modules) for kind in self._at(index).kinds]
-        return Cache([cache_layer(kind) for kind in kinds], batch_size, device=self.trunk.device)
+        return new_cache(kinds, batch_size, device=self.trunk.device, spare=_SPARE)
 
     def eats_recycled(self, depth: int) -> bool:
         """Whether `depth` eats the state that the depth before handed on, rather than the trunk's."""
@@ -151,6 +172,12 @@ class Head(nn.Module):
         """Module `index` over pairs: tokens [B, T], hidden [B, T, H]. With a cache the T columns are a window that the
         caller closes with `cache.keep`; without one, positions count from 0 and attention is causal, and within
         [B, 1, T, T] limits it further."""
+        if isinstance(cache, Apart):
+            steps = [
+                self.step(index, tokens[row : row + 1], hidden[row : row + 1], cache=each)
+                for row, each in enumerate(cache.rows)
+            ]
+            return Step(*(torch.cat([getattr(step, name) for step in steps]) for name in ("normed", "recycled")))
         module, columns = self._at(index), tokens.shape[1]
         if cache is not None:
             cache.begin(columns)

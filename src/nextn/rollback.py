@@ -302,6 +302,31 @@ class Cache(TransformersCache):
         return causal(self.positions(num_columns), end, window=window)
 
 
+class Apart(Cache):
+    """A cache of its own for each row: for attention that cannot take rows of different lengths in one pass."""
+
+    def __init__(self, rows: Sequence[Cache]) -> None:
+        super().__init__([], len(rows))
+        self.rows = list(rows)
+
+    def keep(self, counts: Sequence[int]) -> None:
+        for row, count in zip(self.rows, counts, strict=True):
+            row.keep([count])
+        self._measure()
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        for row, length in zip(self.rows, lengths, strict=True):
+            row.truncate([length])
+        self._measure()
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
+        self._measure()
+
+    def _measure(self) -> None:
+        self.lengths = [row.lengths[0] for row in self.rows]
+
+
 def causal(queries: Tensor, num_columns: int, *, window: int | None = None) -> Tensor:
     """queries [B, m]: the column each stands in -> [B, 1, m, num_columns] bool, True = may be seen."""
     queries = queries[:, None, :, None]
