@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from tiny import CONFIGS
 
 from nextn.errors import FamilyError
 from nextn.families import ENGINES, EXTENSIONS, by_config, by_name, rows
@@ -370,24 +371,31 @@ def test_known_disagreements():
 
 
 # Typed, not derived: the families that `Head` computes as it stands, with what it goes by.
+_USUAL = ("embedding_first", "post", "post", "w", "keep")
 RUNS = {
-    "deepseek_v3": ("embedding_first", "post", "post", "w"),
-    "glm4_moe": ("embedding_first", "post", "post", "w"),
-    "glm4_moe_lite": ("embedding_first", "post", "post", "w"),
-    "deepseek_v4": ("embedding_first", "streams", "streams", "w"),
-    "qwen3_next": ("embedding_first", "post", "post", "1+w"),
-    "qwen3_5": ("embedding_first", "post", "post", "1+w"),
-    "qwen3_5_moe": ("embedding_first", "post", "post", "1+w"),
-    "bailing_hybrid": ("embedding_first", "post", "post", "w"),
-    "hy_v3": ("embedding_first", "post", "post", "w"),
+    "deepseek_v3": _USUAL,
+    "deepseek_v32": _USUAL,
+    "deepseek_v4": ("embedding_first", "streams", "streams", "w", "keep"),
+    "glm4_moe": _USUAL,
+    "glm4_moe_lite": _USUAL,
+    "glm_moe_dsa": _USUAL,
+    "qwen3_next": ("embedding_first", "post", "post", "1+w", "keep"),
+    "qwen3_5": ("embedding_first", "post", "post", "1+w", "keep"),
+    "qwen3_5_moe": ("embedding_first", "post", "post", "1+w", "keep"),
+    "ernie4_5_moe": ("embedding_first", "post", "pre", "w", "zero"),
+    "bailing_hybrid": _USUAL,
+    "hy_v3": _USUAL,
+    "exaone_moe": _USUAL,
+    "mellum": _USUAL,
+    "cohere2_moe": _USUAL,
 }
 
 
 def test_families_that_run():
     """A fact changed by accident trains and decodes without an error, at a worse acceptance."""
-    running = {row.name: (row.concat, row.hidden, row.recycled, row.gain) for row in rows() if row.runs}
-    assert running == RUNS
-    assert all(ROWS[name].position0 == "keep" for name in RUNS)
+    facts = {row.name: (row.concat, row.hidden, row.recycled, row.gain, row.position0) for row in rows() if row.runs}
+    assert facts == RUNS
+    assert set(CONFIGS) == set(RUNS), "a family that runs is built tiny and goes through every test"
 
 
 def test_facts_of_the_others():

@@ -53,9 +53,9 @@ def trunk(request):
 
 
 def whole(trunk, tokens):
-    """The slow twin: transformers' own cache, one pass, no roll-back."""
+    """The slow twin: transformers' own cache, one pass, no roll-back -> normed states as `Trunk` hands them on."""
     cache = DynamicCache(config=trunk.model.config)
-    return trunk.decoder(input_ids=tokens, past_key_values=cache, use_cache=True).last_hidden_state
+    return trunk.decoder(input_ids=tokens, past_key_values=cache, use_cache=True).last_hidden_state * trunk.scale
 
 
 @pytest.mark.parametrize("counts", [[5, 0, 3], [0, 0, 0], [5, 5, 5], [1, 4, 2]], ids=str)

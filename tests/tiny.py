@@ -40,6 +40,17 @@ _LATENT = {name: size for name, size in (_SIZES | _MOE).items() if name != "head
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
 }
+# An indexer that drops columns in every test text.
+_INDEXED = {
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "index_topk": 6,
+    "index_head_dim": 16,
+    "index_n_heads": 16,  # with few, relu makes many scores 0, and equal scores have no order
+}
 
 _COMPRESSED = ["compressed_sparse_attention", "heavily_compressed_attention"]
 
@@ -134,6 +145,10 @@ CONFIGS: dict[str, dict[str, object]] = {
         "bos_token_id": None,
         "eos_token_id": None,
     },
+    "deepseek_v32": _LATENT | _INDEXED | {"model_type": "deepseek_v32"},
+    "glm_moe_dsa": _LATENT
+    | _INDEXED
+    | {"model_type": "glm_moe_dsa", "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
     "ernie4_5_moe": _DENSE
     | {
         "model_type": "ernie4_5_moe",

@@ -93,12 +93,13 @@ class Family:
     `block`, where the file stores them `embedding` and `output`, and what one family alone has.
     aliases: other spellings, read and never written. inside: transformers' path in the decoder layer -> the published
     one in the block, longer paths first, with `{expert}` for a number. saved: path in the trunk's files as transformers
-    writes them -> the published one, if that is another, first match first. own: stored roles that are the head's own; the others of embedding and output
-    are copies. trunk: where the trunk keeps embedding and output. wrappers: leading path that some checkpoints have
-    -> what it stands for. spare_count: the config may promise one module more than there are. needs: what `Head` must
-    learn before it computes this family. cannot_run: why it will not. sources: what was read beside the engines' code.
-    unverified: what none of it could settle. block: how the trunk's config differs for the head's block; a list has
-    one entry for each decoder layer of a module. projection_bias: the config's field that gives the projection a bias.
+    writes them -> the published one, if that is another, first match first. own: stored roles that are the head's own;
+    the others of embedding and output are copies. trunk: where the trunk keeps embedding and output. wrappers: leading
+    path that some checkpoints have -> what it stands for. spare_count: the config may promise one module more than
+    there are. needs: what `Head` must learn before it computes this family. cannot_run: why it will not. sources: what
+    was read beside the engines' code. unverified: what none of it could settle. block: how the trunk's config differs
+    for the head's block; a list has one entry for each decoder layer of a module. projection_bias: the config's field
+    that gives the projection a bias.
     """
 
     name: str

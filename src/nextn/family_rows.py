@@ -127,7 +127,7 @@ _DEEPSEEK_V32 = replace(
         "llamacpp": _gguf("deepseek32.cpp", "the draft attends without the indexer"),
         "transformers": _ignores("deepseek_v32/modeling_deepseek_v32.py"),
     },
-    sources=("https://github.com/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md",), needs=("indexer",),
+    sources=("https://github.com/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md",),
     remarks=("with index_share_for_mtp_iteration, engines pick indices at the first draft and reuse them",),
 )
 _DEEPSEEK_V4 = Family(
@@ -149,8 +149,9 @@ _DEEPSEEK_V4 = Family(
         "post_attention_layernorm": "ffn_norm", "attn_hc.fn": "hc_attn_fn", "attn_hc.base": "hc_attn_base",
         "attn_hc.scale": "hc_attn_scale", "ffn_hc.fn": "hc_ffn_fn", "ffn_hc.base": "hc_ffn_base",
         "ffn_hc.scale": "hc_ffn_scale", "mlp.gate.e_score_correction_bias": "ffn.gate.bias",
-        "mlp.shared_experts.gate_proj": "ffn.shared_experts.w1", "mlp.shared_experts.down_proj": "ffn.shared_experts.w2",
-        "mlp.shared_experts.up_proj": "ffn.shared_experts.w3", "mlp.experts.{expert}.gate_proj": "ffn.experts.{expert}.w1",
+        "mlp.shared_experts.gate_proj": "ffn.shared_experts.w1",
+        "mlp.shared_experts.down_proj": "ffn.shared_experts.w2", "mlp.shared_experts.up_proj": "ffn.shared_experts.w3",
+        "mlp.experts.{expert}.gate_proj": "ffn.experts.{expert}.w1",
         "mlp.experts.{expert}.down_proj": "ffn.experts.{expert}.w2",
         "mlp.experts.{expert}.up_proj": "ffn.experts.{expert}.w3", "mlp": "ffn",
     },
@@ -207,6 +208,7 @@ _GLM4_MOE_LITE = replace(
 )
 _GLM_MOE_DSA = replace(
     _DEEPSEEK_V32, name="glm_moe_dsa", title="GLM-5 / 5.1 / 5.2", model_types=("glm_moe_dsa",),
+    block={"layer_types": ["indexed_attention"], "mlp_layer_types": ["sparse"], "indexer_types": ["full"]},
     engines={
         **_DEEPSEEK_V32.engines,
         "llamacpp": _gguf("glm-dsa.cpp"),
@@ -518,7 +520,7 @@ _EXAONE_MOE = Family(
     },
     sources=(_VM + "exaone_moe.py", _LC + "exaone.py"),
     remarks=(
-        "the block attends as the trunk's first layer does, or by mtp_layer_types in vLLM, where it always has RoPE",
+        "the block slides unless mtp_layer_types says otherwise; full attention has RoPE in vLLM alone",
         "the MLP is dense in vLLM and llama.cpp",
     ),
 )

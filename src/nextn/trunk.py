@@ -258,8 +258,11 @@ class Trunk(nn.Module):
         if hasattr(config, "num_mtp_layers"):
             config.num_mtp_layers = count
         for name, value in overrides.items():
-            value = getattr(config, value) if isinstance(value, str) else value
-            setattr(config, name, value * count if isinstance(overrides[name], list) else value)
+            if isinstance(value, list):
+                # Some configs say it themselves, under transformers' name for it.
+                own, value = getattr(config, f"mtp_{name}", None), value * count
+                value = own if own is not None and len(own) == len(value) else value
+            setattr(config, name, value)
         if self.config.is_heterogeneous:
             # A block is made like the trunk's layers of its kind, such as with the heads of the sliding ones.
             own = self.config._heterogeneity_spec.per_layer_overrides
@@ -326,9 +329,7 @@ class Trunk(nn.Module):
         return self.config._attn_implementation == "eager"
 
     def _masks(self, of: Callable[[Kind], Tensor | None]) -> object:
-        masks = {
-            _HYBRID.get(kind.name, kind.name): None if kind.is_recurrent else of(kind) for kind in set(self.kinds)
-        }
+        masks = {_HYBRID.get(kind.name, kind.name): None if kind.is_recurrent else of(kind) for kind in set(self.kinds)}
         if any(kind.name in _HYBRID for kind in self.kinds):
             masks |= dict.fromkeys({*_HYBRID.values(), "linear_attention"} - masks.keys())
         return masks if len(masks) > 1 else next(iter(masks.values()))
