@@ -146,6 +146,10 @@ class Head(nn.Module):
     def num_modules(self) -> int:
         return len(self.stack)
 
+    def keeps_fp32(self, name: str) -> bool:
+        """Whether this tensor stays in fp32 whatever the model's dtype."""
+        return "collapse_" in name or self.trunk.keeps_fp32(name)
+
     def module(self, depth: int) -> int:
         """Index of the module that computes `depth` (1-based)."""
         return min(depth, self.num_modules) - 1
