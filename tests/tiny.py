@@ -51,6 +51,15 @@ _INDEXED = {
     "index_head_dim": 16,
     "index_n_heads": 16,  # with few, relu makes many scores 0, and equal scores have no order
 }
+_VISION = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "mlp_ratio": 1.0,
+    "image_size": 28,
+    "patch_size": 14,
+}
 
 _COMPRESSED = ["compressed_sparse_attention", "heavily_compressed_attention"]
 
@@ -149,6 +158,22 @@ CONFIGS: dict[str, dict[str, object]] = {
     "glm_moe_dsa": _LATENT
     | _INDEXED
     | {"model_type": "glm_moe_dsa", "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
+    "step3p5": {
+        "model_type": "step3p7",
+        "text_config": _DENSE
+        | _MOE
+        | _WINDOWED
+        | {
+            "share_expert_dim": 16,
+            "n_routed_experts": 4,
+            "num_sliding_attention_heads": 2,
+            "mlp_layer_types": ["dense", "sparse"],
+            "num_nextn_predict_layers": 3,
+            "mtp_layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "mtp_mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+        "vision_config": _VISION,
+    },
     "ernie4_5_moe": _DENSE
     | {
         "model_type": "ernie4_5_moe",
@@ -160,13 +185,18 @@ CONFIGS: dict[str, dict[str, object]] = {
 }
 
 # (family, modules) of every tiny model that is built: a second module where the layout has room and it says more.
-BUILDS = [(name, 1) for name in CONFIGS] + [(name, count) for name in ("deepseek_v3", "glm4_moe") for count in (2, 3)]
+_SEVERAL = [("deepseek_v3", 2), ("deepseek_v3", 3), ("glm4_moe", 2), ("glm4_moe", 3), ("step3p5", 3)]
+BUILDS = [(name, 1) for name in CONFIGS] + _SEVERAL
+MOST = dict(BUILDS)
 
 
 def build(name: str, *, modules: int = 1, seed: int = 0, **changes: object) -> Model:
     """A random tiny model of the family, in fp32."""
     torch.manual_seed(seed)
-    return Model.build(CONFIGS[name] | changes, num_modules=modules)
+    config = CONFIGS[name]
+    inner = config.get("text_config")
+    changed = config | changes if inner is None else config | {"text_config": inner | changes}
+    return Model.build(changed, num_modules=modules)
 
 
 def prompt(length: int, *, seed: int = 0, vocab_size: int = 64) -> list[int]:

@@ -424,6 +424,15 @@ _STEP = Family(
         "output": ("model.layers.{layer}.shared_head.output", "model.layers.{layer}.shared_head.head"),
         "block": ("model.layers.{layer}.transformer",),
     },
+    inside={
+        "mlp.gate.e_score_correction_bias": "moe.router_bias", "mlp.gate": "moe.gate", "mlp.experts": "moe",
+        "mlp.shared_experts": "share_expert",
+    },
+    # layer_types and moe_layers_enum of the published config run on over the head's layers; the limits do not bind.
+    block={
+        "layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"], "swiglu_limits": None,
+        "swiglu_limits_shared": None,
+    },
     own=("output",), hidden="pre", recycled="pre", gain="1+w", order="chained", experts="stacked", fp8=Fp8(),
     engines={
         "vllm": Engine(
@@ -437,7 +446,7 @@ _STEP = Family(
             notes=("step3p7 alone; finds shared_head.norm but not transformer.shared_head.norm",),
         ),
     },
-    sources=(_LC + "step3.py",), needs=("composite", "own_output", "stacked_experts", "window", "rotary_kind"),
+    sources=(_LC + "step3.py", _HM + "step3p7/configuration_step3p7.py"),
     unverified=("Step-5, which vLLM 0.33 reads the same way", _FP8_UNKNOWN),
 )
 _BAILING_V2 = Family(

@@ -150,6 +150,11 @@ class Head(nn.Module):
         """Whether this tensor stays in fp32 whatever the model's dtype."""
         return "collapse_" in name or self.trunk.keeps_fp32(name)
 
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers of all modules."""
+        return [layer for index in range(self.num_modules) for layer in self._at(index).layers]
+
     def module(self, depth: int) -> int:
         """Index of the module that computes `depth` (1-based)."""
         return min(depth, self.num_modules) - 1
@@ -242,6 +247,12 @@ class Head(nn.Module):
         columns = tokens.shape[1] - depths
         logits = [self.logits(self.module(depth), state[:, :columns]) for depth, state in enumerate(states, start=1)]
         return torch.stack(logits, dim=2)
+
+
+def outputs(trunk: Trunk, head: Head | None, depths: int) -> list[Tensor]:
+    """The weights [V, H] that the trunk's normed states and those of depths 1, 2, ... are read with."""
+    deeper = [] if head is None else [head.output(head.module(depth)).weight for depth in range(1, depths + 1)]
+    return [trunk.output.weight, *deeper]
 
 
 class StandaloneHead(Head):

@@ -133,7 +133,7 @@ def head_tensors(head: Head, copies: bool = True, *, dtype: torch.dtype | None =
         for index in range(head.num_modules):
             # clone: safetensors refuses two names for one storage, and the file does hold it twice
             state |= {f"{index}.{role}.weight": _cast(shared[role], dtype).clone() for role in head.family.copies}
-    state = split_experts(state) if head.family.experts == "split" else state
+    state = split_experts(state, head.family.experts)
     return {head.family.published(name, head.trunk.num_layers): value.contiguous() for name, value in state.items()}
 
 

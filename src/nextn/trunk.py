@@ -108,6 +108,7 @@ class Trunk(nn.Module):
         self.stage = stage
         self.config = model.config.get_text_config(decoder=True)
         self.kinds = _kinds(self.config)
+        _freeze_indexers(model)
         for module in self._mixers():
             module.register_forward_pre_hook(_record, with_kwargs=True)
 
@@ -240,6 +241,7 @@ class Trunk(nn.Module):
         layers = [layer_class(config, place) for place in _places(index, overrides)]
         block = layers[0] if len(layers) == 1 else nn.ModuleList(layers)
         self.initialize(block)
+        _freeze_indexers(block)
         block.to(self.dtype)
         for name, value in [*block.named_parameters(), *block.named_buffers()]:
             if self.keeps_fp32(name) and value.is_floating_point():
@@ -261,7 +263,7 @@ class Trunk(nn.Module):
             if isinstance(value, list):
                 # Some configs say it themselves, under transformers' name for it.
                 own, value = getattr(config, f"mtp_{name}", None), value * count
-                value = own if own is not None and len(own) == len(value) else value
+                value = value if own is None or len(own) < len(value) else own[: len(value)]
             setattr(config, name, value)
         if self.config.is_heterogeneous:
             # A block is made like the trunk's layers of its kind, such as with the heads of the sliding ones.
@@ -425,6 +427,13 @@ def _places(index: int, overrides: Mapping[str, object]) -> range:
 def _loader(config: PreTrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
     # Some vision-language types have no class for their text model alone.
     return AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+
+
+def _freeze_indexers(module: nn.Module) -> None:
+    # transformers runs an indexer without gradients: what it picks is no smooth function of its weights.
+    for name, value in module.named_parameters():
+        if ".indexer." in name:
+            value.requires_grad_(False)
 
 
 def _record(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
