@@ -97,8 +97,8 @@ PUBLISHED = [
     ("inkling", 66, "model.mtp.layers.3.hidden_norm.weight", "3.hidden_norm.weight"),
     ("inkling", 66, "model.mtp.layers.3.embed_norm.weight", "3.token_norm.weight"),
     ("inkling", 66, "model.mtp.layers.0.input_proj.weight", "0.projection.weight"),
-    ("inkling", 66, "model.mtp.layers.0.transformer_block.attn.wq_du.weight", "0.block.attn.wq_du.weight"),
-    ("inkling", 66, "model.mtp.chain_norm.weight", "0.chain_norm.weight"),
+    ("inkling", 66, "model.mtp.layers.0.transformer_block.attn.wq_du.weight", "0.block.self_attn.q_proj.weight"),
+    ("inkling", 66, "model.mtp.chain_norm.weight", "0.final_norm.weight"),
     ("mellum", 28, "mtp.pre_fc_norm_hidden.weight", "0.hidden_norm.weight"),
     ("minimax_m3", 60, "language_model.model.mtp.layers.1.enorm.weight", "1.token_norm.weight"),
     ("minimax_m3", 60, "model.mtp.layers.0.final_layernorm.weight", "0.final_norm.weight"),
@@ -355,7 +355,7 @@ def test_differing_engines_are_listed(name):
     row = ROWS[name]
     text = "\n".join(row.disagreements)
     for engine, entry in row.engines.items():
-        for fact in ("hidden", "recycled", "position0", "order"):
+        for fact in ("embedded", "hidden", "recycled", "position0", "order"):
             value = getattr(entry, fact)
             if value is not None and value != getattr(row, fact):
                 assert re.search(rf"^{fact}: .*{value} in [^;]*{engine}", text, re.M), (engine, fact)
@@ -387,6 +387,7 @@ RUNS = {
     "bailing_hybrid": _USUAL,
     "hy_v3": _USUAL,
     "exaone_moe": _USUAL,
+    "inkling": ("hidden_first", "post", "post", "w", "keep"),
     "mellum": _USUAL,
     "cohere2_moe": _USUAL,
 }

@@ -54,6 +54,24 @@ def test_round_trip(name, modules, tmp_path):
 
 
 PUBLISHED = {
+    "inkling": {
+        "model.llm.embed.weight",
+        "model.llm.unembed.weight",
+        "model.llm.embed_norm.weight",
+        "model.llm.layers.1.mlp.experts.w13_weight",
+        "model.mtp.chain_norm.weight",
+        "model.mtp.layers.0.hidden_norm.weight",
+        "model.mtp.layers.0.embed_norm.weight",
+        "model.mtp.layers.0.input_proj.weight",
+        "model.mtp.layers.0.transformer_block.attn.wq_du.weight",
+        "model.mtp.layers.0.transformer_block.attn.rel_logits_proj.proj",
+        "model.mtp.layers.0.transformer_block.attn.k_sconv.weight",
+        "model.mtp.layers.0.transformer_block.attn_norm.weight",
+        "model.mtp.layers.0.transformer_block.mlp_sconv.weight",
+        "model.mtp.layers.0.transformer_block.mlp.w13_dn.weight",
+        "model.mtp.layers.0.transformer_block.mlp.w2_md.weight",
+        "model.mtp.layers.0.transformer_block.mlp.global_scale",
+    },
     "deepseek_v4": {
         "embed.weight",
         "head.weight",

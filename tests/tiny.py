@@ -174,6 +174,35 @@ CONFIGS: dict[str, dict[str, object]] = {
         },
         "vision_config": _VISION,
     },
+    "inkling": {
+        "model_type": "inkling_mm_model",
+        "text_config": _SIZES
+        | _MOE
+        | {
+            "model_type": "inkling_text",
+            "num_hidden_layers": 3,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 8,
+            "sliding_window_size": 6,
+            "d_rel": 4,
+            "rel_extent": 16,
+            "log_scaling_n_floor": 8,
+            "local_layer_ids": [0, 2],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "intermediate_size": 32,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "conv_kernel_size": 3,
+            "logits_mup_width_multiplier": 2.0,
+            "vocab_size": 72,
+            "unpadded_vocab_size": 64,
+            "eos_token_id": None,
+        },
+        "mtp_config": {"num_nextn_predict_layers": 1, "chain_hidden_post_norm": True, "local_layer_ids": [1]},
+        "vision_config": {"model_type": "inkling_vision", "hidden_size": 16, "num_hidden_layers": 2, "patch_size": 4},
+        "audio_config": {"model_type": "inkling_audio", "n_mel_bins": 2, "mel_vocab_size": 4},
+    },
     "ernie4_5_moe": _DENSE
     | {
         "model_type": "ernie4_5_moe",

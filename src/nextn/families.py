@@ -15,6 +15,8 @@ from nextn.errors import FamilyError
 
 # A hidden state: after or before the final norm, or a hyper-connection model's residual streams, not yet collapsed.
 Stage = Literal["post", "pre", "streams"]
+# What a module eats of a token: what the trunk's layers eat, or the embedding before the norm that some trunks give it.
+Embedded = Literal["normed", "raw"]
 # One module again and again; distinct modules that each eat the last one's state, or that all eat the trunk's.
 Order = Literal["recursive", "chained", "unchained"]
 # Runs the head; reads it and has no graph for it; skips it on load; loses it at conversion; refuses; does not know it.
@@ -45,7 +47,7 @@ EXTENSIONS: Mapping[Extension, str] = {
     "unchained": "every depth eats the trunk's state",
     "window": "a sliding window in the mask of the head's block",
 }
-_FACTS = ("hidden", "recycled", "position0", "order")
+_FACTS = ("embedded", "hidden", "recycled", "position0", "order")
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Engine:
 
     support: Support
     source: str
+    embedded: Embedded | None = None
     hidden: Stage | None = None
     recycled: Stage | None = None
     position0: Literal["keep", "zero"] | None = None
@@ -99,7 +102,8 @@ class Family:
     there are. needs: what `Head` must learn before it computes this family. cannot_run: why it will not. sources: what
     was read beside the engines' code. unverified: what none of it could settle. block: how the trunk's config differs
     for the head's block; a list has one entry for each decoder layer of a module. projection_bias: the config's field
-    that gives the projection a bias.
+    that gives the projection a bias. optional: role -> the config's field without which a head does not have it.
+    interleaved: paths in the block whose `gate_proj` and `up_proj` are stored as one, row by row in turn.
     """
 
     name: str
@@ -111,6 +115,7 @@ class Family:
     sources: tuple[str, ...]
     engines: Mapping[str, Engine]
     concat: Literal["embedding_first", "hidden_first"] = "embedding_first"
+    embedded: Embedded = "normed"
     hidden: Stage = "post"
     recycled: Stage = "post"
     gain: Literal["w", "1+w"] = "w"
@@ -120,6 +125,8 @@ class Family:
     block: Mapping[str, object] = field(default_factory=dict)
     inside: Mapping[str, str] = field(default_factory=dict)
     saved: Mapping[str, str] = field(default_factory=dict)
+    optional: Mapping[str, str] = field(default_factory=dict)
+    interleaved: tuple[str, ...] = ()
     experts: Literal["split", "fused", "stacked"] = "split"
     max_modules: int | None = None
     spare_count: bool = False
@@ -211,13 +218,16 @@ class Family:
         return count
 
     def with_count(self, config: Mapping[str, object], count: int) -> dict[str, object]:
-        """The config that promises `count` modules: in the field that says so now, else in the family's first one."""
+        """The config that promises `count` modules: in the fields that say so now, else in the family's first one."""
         count += self.spare_count and count > 1
-        path = next((each for each in self.count_fields if _lookup(config, each) is not None), self.count_fields[0])
-        inner = config.get("text_config")
-        if isinstance(inner, Mapping) and "." not in path and _at(config, path) is None:
-            return {**config, "text_config": _with(inner, path, count)}
-        return _with(config, path, count)
+        out = dict(config)
+        for path in [each for each in self.count_fields if _lookup(config, each) is not None] or self.count_fields[:1]:
+            inner = out.get("text_config")
+            if isinstance(inner, Mapping) and "." not in path and _at(out, path) is None:
+                out["text_config"] = _with(inner, path, count)
+            else:
+                out = _with(out, path, count)
+        return out
 
     def _templates(self) -> Iterator[tuple[str, str]]:
         yield from ((role, path) for role, path in self.names.items() if role != "block")

@@ -555,27 +555,29 @@ _INKLING = Family(
     default_count=0,
     names={
         "token_norm": "model.mtp.layers.{module}.embed_norm", "hidden_norm": "model.mtp.layers.{module}.hidden_norm",
-        "projection": "model.mtp.layers.{module}.input_proj", "chain_norm": "model.mtp.chain_norm",
+        "projection": "model.mtp.layers.{module}.input_proj", "final_norm": "model.mtp.chain_norm",
         "block": "model.mtp.layers.{module}.transformer_block",
     },
-    trunk={"embedding": "model.llm.embed", "output": "model.llm.unembed"}, concat="hidden_first", recycled="pre",
-    order="chained",
+    optional={"final_norm": "chain_hidden_post_norm"},
+    trunk={"embedding": "model.llm.embed", "output": "model.llm.unembed"}, concat="hidden_first", order="chained",
+    block={"layer_types": ["hybrid"], "mlp_layer_types": ["dense"]},
+    inside={
+        "self_attn.q_proj": "attn.wq_du", "self_attn.k_proj": "attn.wk_dv", "self_attn.v_proj": "attn.wv_dv",
+        "self_attn.r_proj": "attn.wr_du", "self_attn.o_proj": "attn.wo_ud", "self_attn.k_sconv.conv1d": "attn.k_sconv",
+        "self_attn.v_sconv.conv1d": "attn.v_sconv", "self_attn": "attn", "attn_sconv.conv1d": "attn_sconv",
+        "mlp_sconv.conv1d": "mlp_sconv", "input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm",
+        "mlp.gate_up_proj": "mlp.w13_dn", "mlp.down_proj": "mlp.w2_md",
+    },
+    interleaved=("mlp",),
     engines={
         "vllm": _vllm("models/inkling/nvidia/mtp.py", missing="raises"),
         "sglang": Engine("runs", _SM + "inkling.py", missing="raises"),
         "llamacpp": _NONE,
-        "transformers": Engine(
-            "runs", _MTP_MODEL, missing="raises", notes=("eats the raw embedding, not the one that embed_norm made",),
-        ),
+        "transformers": Engine("runs", _MTP_MODEL, embedded="raw", missing="raises"),
     },
     sources=(_HF + "conversion_mapping.py",),
-    cannot_run="convolution state in the block, a norm of the embedding's own, one chain_norm for all modules, logits "
-    "divided by the muP width; AutoModelForCausalLM does not build the trunk",
     remarks=(
-        "embedding: with the trunk's embed_norm in vllm and sglang, raw in transformers; vLLM says raw costs "
-        "first-token acceptance 0.85 -> 0.70",
-        "with chain_hidden_post_norm, chain_norm comes after each module, for the output head and the next depth "
-        "alike",
+        "embedding: vLLM says that the raw one costs first-token acceptance 0.85 -> 0.70",
         "the head is bf16 whatever the trunk is, in mtp.safetensors",
     ),
 )

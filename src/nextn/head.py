@@ -44,7 +44,8 @@ class Module(nn.Module):
             setattr(self, role, nn.Linear(_PROJECTIONS[role] * size, size, bias=bias, dtype=trunk.dtype))
         self.block: nn.Module = trunk.block(index, count, family.block)
         self.kinds = trunk.block_kinds(index, count, family.block)
-        self.final_norm = trunk.norm() if "final_norm" in family.names else nn.Identity()
+        has_norm = "final_norm" in family.names and trunk.has(family.optional.get("final_norm"))
+        self.final_norm = trunk.norm() if has_norm else nn.Identity()
         if "embedding" in family.own:
             self.embedding = nn.Embedding(trunk.vocab_size, size, dtype=trunk.dtype)
         if "output" in family.own:
@@ -193,7 +194,7 @@ class Head(nn.Module):
             positions = cache.positions(columns)
         elif positions is None:
             positions = torch.arange(columns, device=tokens.device).expand_as(tokens)
-        embedded = (module.embedding if "embedding" in self.family.own else self.trunk.embedding)(tokens)
+        embedded = module.embedding(tokens) if "embedding" in self.family.own else self._embed(tokens)
         return module(
             embedded,
             hidden.to(embedded.dtype),
@@ -202,6 +203,9 @@ class Head(nn.Module):
             mask=self.trunk.mask(module.kind, columns, cache=cache, within=within),
             cache=cache,
         )
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self.trunk.embed(tokens, raw=self.family.embedded == "raw")
 
     def output(self, index: int) -> nn.Linear:
         """The output head that reads module `index`'s normed states."""
@@ -212,7 +216,7 @@ class Head(nn.Module):
 
     def logits(self, index: int, normed: Tensor) -> Tensor:
         """normed [..., H] of module `index` -> [..., V]."""
-        return self.output(index)(normed)
+        return self.output(index)(normed) if "output" in self.family.own else self.trunk.logits(normed)
 
     def hiddens(self, tokens: Tensor, hidden: Tensor, depths: int, *, documents: Tensor | None = None) -> list[Tensor]:
         """Teacher-forced, all columns at once: tokens [B, T], hidden [B, T, H] -> depth k's normed states [B, T-k, H].
@@ -251,8 +255,10 @@ class Head(nn.Module):
 
 def outputs(trunk: Trunk, head: Head | None, depths: int) -> list[Tensor]:
     """The weights [V, H] that the trunk's normed states and those of depths 1, 2, ... are read with."""
-    deeper = [] if head is None else [head.output(head.module(depth)).weight for depth in range(1, depths + 1)]
-    return [trunk.output.weight, *deeper]
+    shared = trunk.readout  # once: the loss takes depths together whose weight is the same tensor
+    if head is None or "output" not in head.family.own:
+        return [shared] * (1 + (depths if head is not None else 0))
+    return [shared, *(head.output(head.module(depth)).weight for depth in range(1, depths + 1))]
 
 
 class StandaloneHead(Head):

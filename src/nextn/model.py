@@ -17,7 +17,7 @@ from nextn.checkpoint import Checkpoint, read_header, write_index, write_json, w
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import Family, by_config
 from nextn.head import Head
-from nextn.layout import fuse_experts, split_experts
+from nextn.layout import deinterleave, fuse_experts, interleave, split_experts
 from nextn.trunk import Trunk
 
 
@@ -133,7 +133,7 @@ def head_tensors(head: Head, copies: bool = True, *, dtype: torch.dtype | None =
         for index in range(head.num_modules):
             # clone: safetensors refuses two names for one storage, and the file does hold it twice
             state |= {f"{index}.{role}.weight": _cast(shared[role], dtype).clone() for role in head.family.copies}
-    state = split_experts(state, head.family.experts)
+    state = split_experts(interleave(state, head.family.interleaved), head.family.experts)
     return {head.family.published(name, head.trunk.num_layers): value.contiguous() for name, value in state.items()}
 
 
@@ -155,6 +155,7 @@ def _fill(head: Head, folder: Path, checkpoint: Checkpoint, stored: list[str]) -
     if problems:
         raise CheckpointError(f"{folder}: the head is not whole, {len(problems)} problems:\n  " + "\n  ".join(problems))
     state = {str(head.family.canonical(name, head.trunk.num_layers)): tensors[name] for name in wanted}
+    state = deinterleave(state, head.family.interleaved)
     head.load_state_dict({f"stack.{name}": value for name, value in fuse_experts(state).items()})
     return tuple(note for name in sorted(copies) if (note := _compare(head, name, tensors[name])))
 

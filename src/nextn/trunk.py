@@ -158,7 +158,8 @@ class Trunk(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        return self.config.vocab_size
+        """How many tokens there are; embedding and output head may hold rows beyond them, for padding."""
+        return getattr(self.config, "unpadded_vocab_size", None) or self.config.vocab_size
 
     @property
     def max_length(self) -> int | None:
@@ -225,7 +226,13 @@ class Trunk(nn.Module):
 
     def logits(self, normed: Tensor) -> Tensor:
         """normed [..., H] -> [..., V]."""
-        return self.output(normed)
+        return self.output(normed)[..., : self.vocab_size]
+
+    @property
+    def readout(self) -> Tensor:
+        """The weight [V, H] that normed states are read with."""
+        weight = self.output.weight
+        return weight if len(weight) == self.vocab_size else weight[: self.vocab_size]
 
     def cache(self, batch_size: int) -> Cache:
         """An empty cache for batch_size rows. Raises RollbackError for a layer kind that cannot be put back exactly."""
@@ -271,6 +278,10 @@ class Trunk(nn.Module):
             alike = {kind.name: own.get(place, {}) for place, kind in enumerate(self.kinds)}
             config.per_layer_config = {place: alike.get(kind.name, {}) for place, kind in enumerate(_kinds(config))}
         return config
+
+    def has(self, field: str | None) -> bool:
+        """Whether the config says yes to this field; to none, always."""
+        return field is None or bool(getattr(self.config, field, False))
 
     def keeps_fp32(self, name: str) -> bool:
         """Whether the model keeps this tensor in fp32 whatever its dtype, such as a router's correction bias."""
