@@ -1,5 +1,7 @@
 """The head alone: shapes, causality, chaining, sharing, and a slow twin that goes position by position."""
 
+import copy
+
 import pytest
 import torch
 from tiny import BUILDS, CONFIGS, build
@@ -86,6 +88,16 @@ def test_the_head_owns_no_shared_tensor():
     model = build("deepseek_v3")
     shared = {id(value) for value in model.trunk.parameters()}
     assert not [name for name, value in model.head.named_parameters() if id(value) in shared]
+
+
+def test_what_is_stored_once_is_one():
+    """EXAONE-4.5's modules share norms and projection: two copies would drift apart in training and one be lost."""
+    head = copy.deepcopy(build("exaone4_5", modules=2).head)
+    first, second = head.stack
+    assert second.projection is first.projection
+    assert second.final_norm is first.final_norm
+    assert second.block is not first.block
+    assert not [name for name in head.state_dict() if name.startswith("stack.1.") and ".block." not in name]
 
 
 @pytest.mark.parametrize("depths", [0, 11])

@@ -57,6 +57,7 @@ _VISION = {
     "num_attention_heads": 2,
     "intermediate_size": 32,
     "mlp_ratio": 1.0,
+    "out_hidden_size": 32,
     "image_size": 28,
     "patch_size": 14,
 }
@@ -203,6 +204,70 @@ CONFIGS: dict[str, dict[str, object]] = {
         "vision_config": {"model_type": "inkling_vision", "hidden_size": 16, "num_hidden_layers": 2, "patch_size": 4},
         "audio_config": {"model_type": "inkling_audio", "n_mel_bins": 2, "mel_vocab_size": 4},
     },
+    "glm_ocr": {
+        "model_type": "glm_ocr",
+        "text_config": _DENSE
+        | {
+            "model_type": "glm_ocr_text",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+        },
+        "vision_config": _VISION,
+    },
+    "exaone4_5": {
+        "model_type": "exaone4_5",
+        "text_config": _DENSE | _WINDOWED | {"model_type": "exaone4", "eos_token_id": None},
+        "vision_config": _VISION | {"fullatt_block_indexes": [0], "num_key_value_heads": 2},
+    },
+    "nemotron_h": _SIZES
+    | _MOE
+    | {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention"],
+        "intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "initializer_range": 0.1,  # with more, the chunked scan is 1e-2 off the step by step one
+        "eos_token_id": None,
+    },
+    "mimo_v2": _DENSE
+    | _MOE
+    | {
+        "model_type": "mimo_v2_flash",
+        "n_routed_experts": 4,
+        "num_key_value_heads": 1,
+        "v_head_dim": 4,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 5,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
+            for kind, theta in (("full_attention", 1e6), ("sliding_attention", 1e4))
+        },
+    },
+    "dots3_note": _LATENT
+    | _INDEXED
+    | {
+        "model_type": "dots3_note_text",
+        "layer_types": ["indexed_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "head_dim": 16,
+        "sliding_window": 5,
+        "shared_experts_intermediate_size": 16,
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 8,
+        "swa_head_dim": 12,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 8,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
     "ernie4_5_moe": _DENSE
     | {
         "model_type": "ernie4_5_moe",
@@ -214,8 +279,8 @@ CONFIGS: dict[str, dict[str, object]] = {
 }
 
 # (family, modules) of every tiny model that is built: a second module where the layout has room and it says more.
-_SEVERAL = [("deepseek_v3", 2), ("deepseek_v3", 3), ("glm4_moe", 2), ("glm4_moe", 3), ("step3p5", 3)]
-BUILDS = [(name, 1) for name in CONFIGS] + _SEVERAL
+_SEVERAL = {"deepseek_v3": (2, 3), "glm4_moe": (2, 3), "step3p5": (3,), "exaone4_5": (2,), "mimo_v2": (3,)}
+BUILDS = [(name, count) for name in CONFIGS for count in (1, *_SEVERAL.get(name, ()))]
 MOST = dict(BUILDS)
 
 

@@ -202,12 +202,21 @@ class Family:
         name = _unwrapped(name, self.wrappers)
         return next((role for role, path in self.trunk.items() if name == f"{path}.weight"), None)
 
+    def trunk_layer(self, name: str) -> tuple[int, str] | None:
+        """Index and path inside the layer, if that is what a tensor of this name is, whatever the wrapper.
+
+        The layers appended for the head count on from the trunk's.
+        """
+        root = self.trunk["embedding"].rpartition(".")[0]
+        match = _layer_pattern(f"{root}.layers" if root else "layers").fullmatch(_unwrapped(name, self.wrappers))
+        return (int(match[1]), match[2]) if match else None
+
     def num_modules(self, config: Mapping[str, object]) -> int:
         """How many modules a checkpoint's config.json promises; fields are looked up in `text_config`, too.
 
         Raises FamilyError for a count that is not a whole number or that the family cannot have.
         """
-        found = (_lookup(config, path) for path in self.count_fields)
+        found = (lookup(config, path) for path in self.count_fields)
         count = next((value for value in found if value is not None), self.default_count)
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise FamilyError(f"{self.name}: {self.count_fields[0]} = {count!r}; expected a whole number >= 0")
@@ -221,7 +230,7 @@ class Family:
         """The config that promises `count` modules: in the fields that say so now, else in the family's first one."""
         count += self.spare_count and count > 1
         out = dict(config)
-        for path in [each for each in self.count_fields if _lookup(config, each) is not None] or self.count_fields[:1]:
+        for path in [each for each in self.count_fields if lookup(config, each) is not None] or self.count_fields[:1]:
             inner = out.get("text_config")
             if isinstance(inner, Mapping) and "." not in path and _at(out, path) is None:
                 out["text_config"] = _with(inner, path, count)
@@ -259,7 +268,8 @@ def _at(config: Mapping[str, object], path: str) -> object:
     return value
 
 
-def _lookup(config: Mapping[str, object], path: str) -> object:
+def lookup(config: Mapping[str, object], path: str) -> object:
+    """The value at a dotted path of a config.json, at its top or in `text_config`; None where there is none."""
     inner = config.get("text_config")
     found = _at(config, path)
     return _at(inner, path) if found is None and isinstance(inner, Mapping) else found
@@ -296,6 +306,11 @@ def _unwrapped(name: str, table: Mapping[str, str]) -> str:
 def _pattern(template: str) -> re.Pattern[str]:
     path = re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>\\d+)", re.escape(template))
     return re.compile(path + r"(?:\.(?P<rest>.+))?")
+
+
+@cache
+def _layer_pattern(root: str) -> re.Pattern[str]:
+    return re.compile(re.escape(root) + r"\.(\d{1,6})\.(.+)")
 
 
 def _module_index(match: re.Match[str], num_layers: int) -> int | None:

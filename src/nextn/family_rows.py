@@ -242,7 +242,7 @@ _GLM_OCR = replace(
         "llamacpp": _kept("glm4.cpp"),
         "transformers": _ignores("glm_ocr/modeling_glm_ocr.py"),
     },
-    sources=(), needs=("composite",), unverified=(),
+    sources=(), unverified=(),
 )
 _QWEN3_NEXT = Family(
     name="qwen3_next", title="Qwen3-Next", model_types=("qwen3_next",), draft_types=("qwen3_next_mtp",),
@@ -340,7 +340,7 @@ _MIMO_V2 = Family(
         ),
         "transformers": _ignores("mimo_v2_flash/modeling_mimo_v2_flash.py"),
     },
-    sources=(_LC + "mimo.py",), needs=("window", "rotary_kind", "eager", "unchained"),
+    sources=(_LC + "mimo.py",),
     remarks=(
         "the published config has no count: llama.cpp takes 3, vLLM 1",
         "V2.5 and Pro store one fp8 qkv_proj, cut for tensor parallelism",
@@ -396,6 +396,7 @@ _NEMOTRON_H = Family(
         "final_norm": "mtp.layers.1.final_layernorm", "block": "mtp.layers",
     },
     trunk={"embedding": "backbone.embeddings", "output": "lm_head"}, max_modules=1, wrappers=_TEXT,
+    block={"layers_block_type": ["full_attention", "moe"]},
     engines={
         "vllm": Engine("runs", _VM + "nemotron_h_mtp.py", missing="unquantised", modules=1),
         "sglang": _sglang("nemotron_h_mtp.py"),
@@ -405,7 +406,7 @@ _NEMOTRON_H = Family(
         ),
         "transformers": _ignores("nemotron_h/modeling_nemotron_h.py", _STATEFUL),
     },
-    sources=(_LC + "nemotron.py",), needs=("layer_list",),
+    sources=(_LC + "nemotron.py",),
     remarks=(
         "final norm: LayerNorm in llamacpp, RMSNorm in vllm and sglang",
         "mtp_hybrid_override_pattern says which layers a module has; these names are those of the pattern *E",
@@ -542,7 +543,7 @@ _EXAONE4_5 = replace(
         "llamacpp": _kept("exaone4.cpp"),
         "transformers": _ignores("exaone4_5/modeling_exaone4_5.py"),
     },
-    sources=(_LC + "exaone.py",), needs=("composite", "shared_norms"),
+    sources=(_LC + "exaone.py",),
     remarks=(
         "several modules share mtp.fc and the norms; with mtp_share_layers they share mtp.layers.0, too",
         "the block norms after attention and MLP, as the trunk's layers do",
@@ -639,6 +640,7 @@ _DOTS3_NOTE = Family(
     name="dots3_note", title="dots.note (dots3)", model_types=("dots3_note", "dots3_note_text"),
     draft_types=("dots3_note_mtp",), count_fields=_NEXTN, default_count=1,
     names=_APPENDED | {"embedding": "model.mtp.embed_tokens"}, own=("embedding",), max_modules=1, wrappers=_TEXT,
+    block={"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
     engines={
         "vllm": Engine(
             "runs", _VLLM + "models/dots3_note/nvidia/mtp.py", position0="zero", trunks=("output",), missing="module",
@@ -648,7 +650,7 @@ _DOTS3_NOTE = Family(
         "llamacpp": _kept("dots3note.cpp"),
         "transformers": _ignores("dots3_note/modeling_dots3_note.py"),
     },
-    sources=(_LC + "dots3.py",), needs=("own_embedding", "indexer", "window", "rotary_kind"),
+    sources=(_LC + "dots3.py",),
     remarks=("the published config has no count: llama.cpp looks for model.mtp.embed_tokens.weight",),
 )
 _GIGACHAT = replace(

@@ -156,6 +156,11 @@ class Head(nn.Module):
         """The decoder layers of all modules."""
         return [layer for index in range(self.num_modules) for layer in self._at(index).layers]
 
+    def published(self, name: str) -> str:
+        """Tensor name in a checkpoint of canonical `<module>.<role>[.<rest>]`, wrapped as the trunk's own are."""
+        wrapper = self.trunk.prefix if self.trunk.prefix in self.family.wrappers else ""
+        return self.family.published(name, self.trunk.num_layers, wrapper=wrapper)
+
     def module(self, depth: int) -> int:
         """Index of the module that computes `depth` (1-based)."""
         return min(depth, self.num_modules) - 1

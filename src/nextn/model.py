@@ -134,7 +134,7 @@ def head_tensors(head: Head, copies: bool = True, *, dtype: torch.dtype | None =
             # clone: safetensors refuses two names for one storage, and the file does hold it twice
             state |= {f"{index}.{role}.weight": _cast(shared[role], dtype).clone() for role in head.family.copies}
     state = split_experts(interleave(state, head.family.interleaved), head.family.experts)
-    return {head.family.published(name, head.trunk.num_layers): value.contiguous() for name, value in state.items()}
+    return {head.published(name): value.contiguous() for name, value in state.items()}
 
 
 def _fill(head: Head, folder: Path, checkpoint: Checkpoint, stored: list[str]) -> tuple[str, ...]:

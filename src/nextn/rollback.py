@@ -116,7 +116,8 @@ class RecurrentLayer(LinearAttentionLayer):
     """Convolution and recurrent state. Neither can be cropped, so a partial acceptance puts the state before the window
     back and runs the layer's mixer again over the kept columns only: same inputs, no second pass through the trunk.
 
-    States are replaced, never written in place, so holding on to the old ones costs nothing.
+    States are replaced, so holding on to the old ones costs nothing; but in steps of one column Mamba writes its
+    recurrent state in place, and Ling's delta attention its convolution state.
     """
 
     def __init__(self, number_of_states: int = 1) -> None:
@@ -127,7 +128,7 @@ class RecurrentLayer(LinearAttentionLayer):
         self._replay: _Call | None = None
 
     def begin(self, lengths: Sequence[int], num_columns: int) -> None:
-        self._mark, self._replay = _States.of(self), None
+        self._mark, self._replay = _States.of(self, copy=num_columns == 1), None
 
     def record(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Remember the window's mixer call; called by a hook before the mixer runs."""
@@ -179,16 +180,20 @@ class RecurrentLayer(LinearAttentionLayer):
 
 
 class _States:
-    """The states of one recurrent layer at one moment: references, not copies."""
+    """The states of one recurrent layer at one moment."""
 
     def __init__(self, conv: list[Tensor | None], recurrent: list[Tensor | None], sizes: list[int | None]) -> None:
         self.conv, self.recurrent, self.sizes = conv, recurrent, sizes
 
     @classmethod
-    def of(cls, layer: LinearAttentionLayer) -> "_States":
+    def of(cls, layer: LinearAttentionLayer, *, copy: bool = False) -> "_States":
+        conv, recurrent = (
+            [state.clone() if copy and state is not None else state for state in states.values()]
+            for states in (layer.conv_states, layer.recurrent_states)
+        )
         return cls(
-            list(layer.conv_states.values()),
-            list(layer.recurrent_states.values()),
+            conv,
+            recurrent,
             list(layer.conv_kernel_size.values()),
         )
 

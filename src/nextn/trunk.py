@@ -141,6 +141,11 @@ class Trunk(nn.Module):
         return cast(_Decoder, self.model.get_decoder())
 
     @property
+    def prefix(self) -> str:
+        """Where the decoder stands in the model: `model.`, or `model.language_model.` in some vision-language types."""
+        return next(name for name, part in self.model.named_modules() if part is self.decoder) + "."
+
+    @property
     def final_norm(self) -> nn.Module:
         return self.decoder.norm if hasattr(self.decoder, "norm") else self.decoder.norm_f
 

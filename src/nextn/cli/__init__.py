@@ -1,4 +1,4 @@
-"""The command line: a lazy table of verbs over library functions, and the only file that prints.
+"""The command line: a lazy table of verbs over library functions, and the only folder that prints.
 
 Heavy imports stay inside the verbs, so `nextn --help` answers at once. Exit codes: 0 done, 1 findings, 2 usage, 130
 Ctrl-C.
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nextn import __version__
+from nextn.cli.common import AsJson, console, plain
 from nextn.errors import ConfigError, NextnError
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.text import Text
 
     from nextn.decode import Round, RowRound, Settings
@@ -36,7 +36,6 @@ app = typer.Typer(
 
 Drafts = Annotated[int, typer.Option("--drafts", "-k", help="Tokens drafted per round; 0 is plain decoding.")]
 MaxTokens = Annotated[int, typer.Option(help="New tokens at most.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
 def main() -> None:
@@ -182,8 +181,8 @@ def trace(
         if before is not None and before.round != row.round:
             table.add_section()
         cells = (str(row.round), row.phase, row.by, str(row.position), row.token, row.hidden, row.gives)
-        table.add_row(*map(_plain, cells), style=styles.get(row.phase))
-    _console().print(table)
+        table.add_row(*map(plain, cells), style=styles.get(row.phase))
+    console().print(table)
 
 
 def _generate(model: "Model", text: str, settings: "Settings", stop: list[str], *, chat: bool, as_json: bool) -> None:
@@ -198,34 +197,34 @@ def _generate(model: "Model", text: str, settings: "Settings", stop: list[str], 
         return
     from nextn.acceptance import Acceptance
 
-    console = _console()
+    screen = console()
     log: list[Round] = []
     for note in model.notes:
         typer.echo(f"note: {note}", err=True)
     for chunk in stream(model, [text], settings, stop=stop, chat=chat, on_round=log.append):
         kept = bool(chunk.part.kept)
-        console.print(_plain(chunk.text, style="green" if kept else None), end="", soft_wrap=True, highlight=False)
+        screen.print(plain(chunk.text, style="green" if kept else None), end="", soft_wrap=True, highlight=False)
     figures = Acceptance.of(log)
     seconds = sum(each.draft_s + each.verify_s for each in log[1:])
     tokens = sum(len(each.rows[0].emitted) for each in log[1:])
     rates = "  ".join(f"a_{depth} {rate:.2f}" for depth, rate in enumerate(figures.rates, 1))
     speed = f"{tokens / seconds:.0f} tokens/s" if seconds else "one token"
-    console.print(
+    screen.print(
         f"\n[dim]{speed}  " + (f"AL {figures.length:.2f}  {rates}" if figures.num_rounds else "plain") + "[/dim]"
     )
 
 
 def _show_report(report: "Report", paths: list[Path]) -> None:
-    console = _console()
+    screen = console()
     for label, pair in (("greedy", report.greedy), ("temperature 1", report.sampled)):
         place = (pair.sound or [0])[0]
         shown = bytes(token for token in report.prompts[place][-120:] if token < 256).decode(errors="replace")
-        console.rule(f"[bold]held-out prompt {place + 1}, continued, {label} (green: drafted and kept)")
-        text = _plain(shown, style="dim")
+        screen.rule(f"[bold]held-out prompt {place + 1}, continued, {label} (green: drafted and kept)")
+        text = plain(shown, style="dim")
         for each in pair.mtp.rounds[place]:
             text.append_text(_coloured(each.rows[0]))
-        console.print(text)
-    console.rule("[bold]what the head did")
+        screen.print(text)
+    screen.rule("[bold]what the head did")
     for label, pair in (("greedy", report.greedy), ("temperature 1", report.sampled)):
         told = pair.figures()
         rates = "  ".join(f"a_{depth} {rate:.2f}" for depth, rate in enumerate(told.mtp.acceptance.rates, 1))
@@ -236,9 +235,9 @@ def _show_report(report: "Report", paths: list[Path]) -> None:
             f"{'':14} plain {told.plain.tokens_per_s:.0f} tokens/s, MTP {told.mtp.tokens_per_s:.0f} tokens/s = "
             f"{told.speedup:.2f} x{same}",
         )
-        console.print("\n".join(lines), highlight=False)
+        screen.print("\n".join(lines), highlight=False)
     names = ", ".join(["model", "report.json", *(path.name for path in paths)])
-    console.print(
+    screen.print(
         f"trained {report.train_s:.0f} s, {report.total_s:.0f} s in all; in {report.folder}: {names}", highlight=False
     )
 
@@ -246,7 +245,7 @@ def _show_report(report: "Report", paths: list[Path]) -> None:
 def _coloured(part: "RowRound") -> "Text":
     kept = bytes(token for token in part.emitted[: part.kept] if token < 256).decode(errors="replace")
     own = bytes(token for token in part.emitted[part.kept :] if token < 256).decode(errors="replace")
-    text = _plain(kept, style="green")
+    text = plain(kept, style="green")
     text.append(own)
     return text
 
@@ -313,7 +312,7 @@ def _progress(*, quiet: bool) -> Iterator[Callable[["Record"], None]]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[told]}"),
     )
-    with Progress(*columns, console=_console(stderr=True), disable=quiet) as bar:
+    with Progress(*columns, console=console(stderr=True), disable=quiet) as bar:
         task = bar.add_task("train", total=None, told="compiling")
 
         def show(record: "Record") -> None:
@@ -340,15 +339,3 @@ def _progress(*, quiet: bool) -> Iterator[Callable[["Record"], None]]:
 def _say_stopped(run: Path, command: str) -> None:
     typer.echo(f"stopped; the state is in {run}. Go on with: {command}", err=True)
     raise typer.Exit(130)
-
-
-def _console(*, stderr: bool = False) -> "Console":
-    from rich.console import Console
-
-    return Console(stderr=stderr)
-
-
-def _plain(text: str, style: str | None = None) -> "Text":
-    from rich.text import Text
-
-    return Text(text, style=style or "")
