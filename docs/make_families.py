@@ -166,7 +166,7 @@ def counted(row: Family) -> Iterator[str]:
     most = "" if row.max_modules is None else f"; the layout has room for {row.max_modules}"
     spare = "; above 1, the config says one more than there are" if row.spare_count else ""
     yield f"- Modules: {code(*row.count_fields)}, {row.default_count} where the config is silent{most}{spare}."
-    yield f"- nextn: {'runs it' if row.runs else 'does not run it: ' + text(row.refusal)}."
+    yield f"- nextn: {'runs it' if row.runs else 'does not run it: ' + text(row.cannot_run)}."
 
 
 def stored(row: Family) -> Iterator[str]:
