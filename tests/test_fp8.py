@@ -118,7 +118,7 @@ def test_where_scales_stand():
 PLAIN = {
     "deepseek_v3": {"eh_proj", "head", "embed_tokens", "gate"},
     "qwen3_next": {"fc", "gate", "shared_expert_gate"},
-    "hy_v3": {"eh_proj", "shared_head", "gate"},
+    "deepseek_v4": {"head", "tok_emb", "gate"},
 }
 
 
@@ -129,8 +129,11 @@ def test_what_stays_plain(name):
     head = build(name).head
     tensors = head_tensors(head)
     packed = fp8.pack(tensors, family, head.trunk.num_layers)
-    plain = {each.split(".")[-2] for each, value in packed.items() if value.ndim > 1 and value.itemsize > 1}
-    assert plain - {each.split(".")[-2] for each in packed if each.endswith("_scale_inv")} == PLAIN[name]
-    assert {each for each, value in packed.items() if value.itemsize == 1} == {
-        each.removesuffix("_scale_inv") for each in packed.keys() - tensors.keys()
-    }
+    plain = {each for each, value in packed.items() if value.ndim > 1 and value.itemsize > 1} & tensors.keys()
+    assert {each.split(".")[-2] for each in plain if each.endswith(".weight")} == PLAIN[name]
+    small = {each for each, value in packed.items() if value.itemsize == 1}
+    assert small == {fp8_weight(each) for each in packed.keys() - tensors.keys()}
+
+
+def fp8_weight(scale):
+    return scale.removesuffix("_scale_inv") if scale.endswith("_scale_inv") else scale.removesuffix("scale") + "weight"

@@ -3,7 +3,7 @@
 Knows the family's names and forms; not how tensors are read (`weights`) or what a head computes.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -13,27 +13,38 @@ from nextn.errors import CheckpointError
 from nextn.families import lookup
 from nextn.head import Head
 from nextn.inventory import Inventory
-from nextn.layout import fuse_experts, split_experts
+from nextn.layout import deinterleave, fuse_experts, interleave, split_experts
 from nextn.trunk import Trunk
 from nextn.weights import Stored, Weights, is_activation_scale
 
 
-def stored_form(head: Head) -> dict[str, Tensor]:
-    """Canonical name -> tensor of all that is the head's own, experts one by one where the family stores them so."""
-    state = {name.removeprefix("stack."): value for name, value in head.state_dict().items()}
-    return split_experts(state) if head.family.experts == "split" else state
+def cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """value, detached, in dtype if that is given and it holds floating numbers."""
+    return value.detach().to(dtype) if dtype is not None and value.is_floating_point() else value.detach()
 
 
-def head_tensors(head: Head, copies: bool = True) -> dict[str, Tensor]:
-    """The head's tensors under their published names; copies: the shared ones again inside each module, as the family
-    stores them."""
-    state = stored_form(head)
+def stored_form(head: Head, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The head's own state, by canonical name, in the form that the family stores; `running_form` undoes it."""
+    return split_experts(interleave(state, head.family.interleaved), head.family.experts)
+
+
+def running_form(head: Head, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return fuse_experts(deinterleave(state, head.family.interleaved))
+
+
+def head_tensors(head: Head, copies: bool = True, *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The head's tensors under their published names, experts one by one where the family stores them so.
+
+    copies: the shared ones again inside each module, as the family stores them. dtype: cast to it what does not keep
+    fp32 whatever the model's dtype (None = as is).
+    """
+    state = {name: cast(value, None if head.keeps_fp32(name) else dtype) for name, value in _own(head).items()}
     if copies:
         shared = {"embedding": head.trunk.embedding.weight, "output": head.trunk.output.weight}
         for index in range(head.num_modules):
             # clone: safetensors refuses two names for one storage, and the file does hold it twice
-            state |= {f"{index}.{role}.weight": shared[role].detach().clone() for role in head.family.copies}
-    return {head.family.published(name, head.trunk.num_layers): value for name, value in state.items()}
+            state |= {f"{index}.{role}.weight": cast(shared[role], dtype).clone() for role in head.family.copies}
+    return {head.published(name): value.contiguous() for name, value in stored_form(head, state).items()}
 
 
 def trunk_state(inventory: Inventory, weights: Weights) -> tuple[dict[str, Stored], list[str]]:
@@ -80,11 +91,15 @@ def fill(head: Head, inventory: Inventory, weights: Weights) -> list[str]:
         path = inventory.checkpoint.path
         advice = f"`nextn audit {path}` says more; `nextn restore {path} --from BASE` puts a head back."
         raise CheckpointError(_listed(f"{path}: the head is not whole", problems) + f"\n{advice}")
-    state = fuse_experts(tensors) if head.family.experts == "split" else tensors
-    head.load_state_dict({f"stack.{name}": value for name, value in state.items()}, strict=True, assign=True)
+    state = {f"stack.{name}": value for name, value in running_form(head, tensors).items()}
+    head.load_state_dict(state, strict=True, assign=True)
     left = [name for name, value in [*head.named_parameters(), *head.named_buffers()] if value.is_meta]
     assert not left, f"{left} have no value: buffers that are not stored"
     return notes
+
+
+def _own(head: Head) -> dict[str, Tensor]:
+    return {name.removeprefix("stack."): value for name, value in head.state_dict().items()}
 
 
 class _Account:
@@ -93,7 +108,7 @@ class _Account:
     def __init__(self, head: Head, inventory: Inventory, weights: Weights) -> None:
         self.head, self.inventory, self.weights = head, inventory, weights
         self.tensors = inventory.checkpoint.tensors
-        self.wanted = stored_form(head)
+        self.wanted = stored_form(head, _own(head))
         beside = set(weights.scales.values())
         stored = {canonical: name for canonical, name in inventory.stored.items() if name not in beside}
         self.scales = [name for name in stored.values() if is_activation_scale(name)]
@@ -129,7 +144,7 @@ class _Account:
             if same:
                 yield f"{first} and {second} are the same, bit for bit"
         if self.scales:
-            yield f"{len(self.scales)} scales of activations, such as {self.scales[0]}, are of no use here"
+            yield f"scales of activations ({len(self.scales)}, such as {self.scales[0]}) are of no use here"
         files = {self.tensors[name].file for name in self.inventory.stored.values()}
         for file in sorted(files & set(self.inventory.checkpoint.unindexed)):
             yield f"the head is in {file}, which the index does not name: engines that go by the index miss it"

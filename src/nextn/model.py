@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from nextn.checkpoint import Checkpoint, read_header, write_index, write_json
+from nextn.checkpoint import Checkpoint, read_header, write_index, write_json, write_safetensors
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import Family, by_config
-from nextn.filling import empty_head, fill, head_tensors, trunk_state
+from nextn.filling import cast, empty_head, fill, head_tensors, trunk_state
 from nextn.fp8 import pack, section
 from nextn.head import Head
 from nextn.inventory import Inventory
@@ -119,22 +119,22 @@ class Model:
     def _write(self, folder: Path, dtype: torch.dtype | None, copies: bool) -> None:
         model = self.trunk.model
         # Cast tensor by tensor: the model in memory stays as it is.
-        state = {name: self._cast(name, value, dtype) for name, value in model.state_dict().items()}
+        state: dict[str, Tensor] = {}
+        casts: dict[
+            tuple[int, torch.Size], Tensor
+        ] = {}  # by place in memory: what is tied stays so, and is stored once
+        for name, value in model.state_dict().items():
+            wanted = None if self.trunk.keeps_fp32(name) else dtype
+            state[name] = casts.setdefault((value.data_ptr(), value.shape), cast(value, wanted))
         model.save_pretrained(folder, state_dict=state)
+        if self.family.saved:
+            _rename(folder, self.family.trunk_name)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
         if self.head is not None:
-            stored = head_tensors(self.head, copies)
-            tensors = {name: self._cast(name, value, dtype).contiguous() for name, value in stored.items()}
-            _add_shard(folder, tensors)
+            _add_shard(folder, head_tensors(self.head, copies, dtype=dtype))
         config = self.family.with_count(Checkpoint.open(folder).config, self.head.num_modules if self.head else 0)
-        config["dtype"] = str(dtype or model.dtype).removeprefix("torch.")
-        write_json(folder / "config.json", config)
-
-    def _cast(self, name: str, value: Tensor, dtype: torch.dtype | None) -> Tensor:
-        value = value.detach()
-        keep = dtype is None or not value.is_floating_point() or self.trunk.keeps_fp32(name)
-        return value if keep else value.to(dtype)
+        write_json(folder / "config.json", _with_dtype(config, dtype or model.dtype))
 
 
 def load(
@@ -153,10 +153,11 @@ def load(
 def _load_trunk(inventory: Inventory, weights: Weights, dtype: torch.dtype | None) -> tuple[Trunk, list[str]]:
     checkpoint, family = inventory.checkpoint, inventory.family
     state, notes = trunk_state(inventory, weights)
+    # fp8 is not left to transformers: it needs accelerate, and takes a last block that is cut off for smaller blocks.
     packed = weights.packed(state) if weights.method else None
-    reads = None if packed else state
+    folder, given = folder_of(checkpoint), None if packed else state
     try:
-        trunk = Trunk.from_pretrained(folder_of(checkpoint), state=reads, stage=family.hidden, dtype=dtype)
+        trunk = Trunk.from_pretrained(folder, state=given, stage=family.hidden, dtype=dtype)
     except CheckpointError as error:
         reasons = [problem.message for problem in checkpoint.problems if problem.kind == "missing_file"]
         if packed:
@@ -167,12 +168,18 @@ def _load_trunk(inventory: Inventory, weights: Weights, dtype: torch.dtype | Non
             )
         raise CheckpointError(". ".join([str(error), *reasons])) from error
     _check_finite(checkpoint.path, trunk.model.state_dict())
-    kind = trunk.model.config.model_type
-    if kind != checkpoint.config["model_type"]:
-        notes.append(
-            f"the text model ({kind}) of {checkpoint.config['model_type']} alone is loaded, and would be saved"
-        )
+    kind, whole = trunk.model.config.model_type, checkpoint.config.get("model_type")
+    if kind != whole:
+        notes.append(f"the text model ({kind}) of {whole} alone is loaded, and would be saved")
     return trunk, notes
+
+
+def _with_dtype(config: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
+    """The config that says dtype, at its top and wherever a part of it says one."""
+    parts = {
+        key: _with_dtype(part, dtype) for key, part in config.items() if isinstance(part, dict) and "dtype" in part
+    }
+    return {**config, **parts, "dtype": str(dtype).removeprefix("torch.")}
 
 
 def _check_finite(path: str, state: Mapping[str, Tensor]) -> None:
@@ -191,7 +198,7 @@ def _runnable(checkpoint: Checkpoint) -> Family:
 
 def _computed(family: Family) -> Family:
     if not family.runs:
-        raise FamilyError(family.refusal)
+        raise FamilyError(family.cannot_run)
     return family
 
 
@@ -219,6 +226,16 @@ def _quantise(folder: Path, family: Family, num_layers: int) -> None:
         plain |= {name.removesuffix(".weight") for name in matrices if name.endswith(".weight")}
     _index(folder)
     write_json(folder / "config.json", Checkpoint.open(folder).config | {"quantization_config": section(plain, family)})
+
+
+def _rename(folder: Path, name_of: Callable[[str], str]) -> None:
+    """Give every tensor of the folder the name that `name_of` says, bytes as they are."""
+    checkpoint = Checkpoint.open(folder)
+    for file in checkpoint.files:
+        names = [name for name, info in checkpoint.tensors.items() if info.file == file]
+        raw = {name_of(name): checkpoint.raw(name) for name in names}
+        write_safetensors(folder / file, raw, metadata={"format": "pt"})
+    _index(folder)
 
 
 def _add_shard(folder: Path, tensors: Mapping[str, Tensor]) -> None:

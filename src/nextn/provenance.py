@@ -1,0 +1,92 @@
+"""Which trunk a head was made for and where it came from: fingerprints, and the record `nextn.json` beside the weights.
+
+The trunk's fingerprint is of samples, so that it costs a few small reads of a checkpoint of any size.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from nextn import __version__
+from nextn.checkpoint import Checkpoint, write_json
+from nextn.errors import CheckpointError
+from nextn.inventory import Inventory
+
+RECORD = "nextn.json"
+# Samples: this many layers, evenly spread, and this many weights of each.
+_LAYERS, _WEIGHTS = 8, 16
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """head: fingerprint of the head's own tensors. trained_with: fingerprint of the trunk that it was trained with.
+    beside: that of the trunk that it was written beside. source, revision: where the head came from.
+    """
+
+    head: str
+    trained_with: str
+    beside: str
+    source: str
+    revision: str | None = None
+    made_by: Literal["restore", "train", "convert", "extract", "keep"] = "restore"
+    nextn: str = __version__
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / RECORD, asdict(self))
+
+    @classmethod
+    def read(cls, checkpoint: Checkpoint) -> "Provenance | None":
+        """The record beside the weights; None where there is none. Raises CheckpointError for one of another form."""
+        record = checkpoint.read_json(RECORD)
+        if record is None:
+            return None
+        try:
+            found = cls(**record)  # type: ignore[arg-type]  # checked below
+        except TypeError as error:
+            raise CheckpointError(f"{checkpoint.path}: {RECORD} is not a record of nextn's: {error}.") from error
+        if not all(value is None or isinstance(value, str) for value in record.values()):
+            raise CheckpointError(f"{checkpoint.path}: {RECORD} must hold text and nothing else.")
+        return found
+
+
+def head_fingerprint(inventory: Inventory) -> str:
+    """SHA-256 over the head's own tensors, by canonical name: the same in every layout. Reads the whole head."""
+    digest = hashlib.sha256()
+    for canonical in sorted(inventory.stored.keys() - inventory.copies.keys()):
+        info = inventory.info(canonical)
+        digest.update(json.dumps([canonical, info.dtype, info.shape]).encode())
+        for piece in inventory.checkpoint.chunks(info.name):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def trunk_fingerprint(inventory: Inventory) -> str:
+    """SHA-256 over samples of the trunk: embedding, output head, and weights of a few layers, experts aside.
+
+    Full and LoRA fine-tuning change every layer, so a few layers tell; a change of single experts is not seen.
+    """
+    names = list(_sampled(inventory))
+    digest = hashlib.sha256()
+    for name, data in zip(names, inventory.checkpoint.samples(names), strict=True):
+        info = inventory.checkpoint.info(name)
+        digest.update(json.dumps([info.dtype, info.shape]).encode() + data)
+    return digest.hexdigest()
+
+
+def _sampled(inventory: Inventory) -> Iterator[str]:
+    yield from (inventory.shared[role] for role in sorted(inventory.shared))
+    for index in _spread(sorted(inventory.layers), _LAYERS):
+        layer = inventory.layers[index]
+        paths = sorted(path for path, info in layer.items() if len(info.shape) > 1 and ".experts." not in path)
+        yield from (layer[path].name for path in _spread(paths, _WEIGHTS))
+
+
+def _spread(items: Sequence[T], count: int) -> list[T]:
+    if len(items) <= count:
+        return list(items)
+    return [items[place * (len(items) - 1) // (count - 1)] for place in range(count)]

@@ -1,0 +1,75 @@
+"""Provenance: the fingerprint of a trunk sees a fine-tune, and the record beside the weights is read strictly."""
+
+import json
+
+import numpy as np
+import pytest
+from artifacts import publish
+
+from nextn.checkpoint import Checkpoint, RawTensor
+from nextn.errors import CheckpointError
+from nextn.inventory import Inventory
+from nextn.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint
+
+
+def take(folder) -> Inventory:
+    return Inventory.of(Checkpoint.open(folder))
+
+
+def nudge(name):
+    """Change one element of a tensor, as the smallest fine-tune would."""
+
+    def change(table):
+        old = table[name]
+        data = np.frombuffer(old.data, "<u2").copy()
+        data[len(data) // 2] ^= 1
+        table[name] = RawTensor(old.dtype, old.shape, data.tobytes())
+
+    return change
+
+
+def test_trunk_fingerprint_sees_a_fine_tune(tmp_path):
+    """A weight of the trunk that changed must change it; the head and the files' division must not."""
+    whole = take(publish(tmp_path / "a", "glm4_moe"))
+    sharded = take(publish(tmp_path / "b", "glm4_moe", shards=3))
+    head = take(publish(tmp_path / "c", "glm4_moe", change=nudge("model.layers.2.eh_proj.weight")))
+    tuned = take(publish(tmp_path / "d", "glm4_moe", change=nudge("model.layers.1.self_attn.q_proj.weight")))
+    assert trunk_fingerprint(whole) == trunk_fingerprint(sharded) == trunk_fingerprint(head)
+    assert trunk_fingerprint(whole) != trunk_fingerprint(tuned)
+    assert head_fingerprint(whole) == head_fingerprint(sharded) == head_fingerprint(tuned)
+    assert head_fingerprint(whole) != head_fingerprint(head)
+
+
+def test_head_fingerprint_leaves_copies_out(tmp_path):
+    """A head with its copies restored is the same head."""
+    with_copies = take(publish(tmp_path / "a", "glm4_moe"))
+    without = take(publish(tmp_path / "b", "glm4_moe", copies=False))
+    assert head_fingerprint(with_copies) == head_fingerprint(without)
+
+
+def test_few_reads(tmp_path):
+    """A fingerprint that reads the experts would read a checkpoint of hundreds of gigabytes."""
+    folder = publish(tmp_path, "deepseek_v3", config={"num_hidden_layers": 2})
+    names = []
+    checkpoint = Checkpoint.open(folder)
+    original = type(checkpoint)._middle
+    inventory = Inventory.of(checkpoint)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            type(checkpoint), "_middle", lambda self, info, size: names.append(info.name) or original(self, info, size)
+        )
+        trunk_fingerprint(inventory)
+    assert names
+    assert not [name for name in names if ".experts." in name]
+
+
+def test_record(tmp_path):
+    """Written, read back, and refused where somebody else's nextn.json lies there."""
+    folder = publish(tmp_path, "glm4_moe")
+    assert Provenance.read(Checkpoint.open(folder)) is None
+    record = Provenance("a", "b", "c", "org/base", "main", "restore")
+    record.write(folder)
+    assert Provenance.read(Checkpoint.open(folder)) == record
+    (folder / RECORD).write_text(json.dumps({"something": "else"}))
+    with pytest.raises(CheckpointError, match="not a record"):
+        Provenance.read(Checkpoint.open(folder))
