@@ -42,11 +42,7 @@ def test_mask_only_where_one_is_needed():
 def test_block_is_made_like_the_layers_of_its_kind():
     """Step-3.5's sliding layers have heads of their own number; the config of the whole trunk names the other."""
     model = build("step3p5", modules=3)
-    assert [module.kind.name for module in model.head.stack] == [
-        "sliding_attention",
-        "full_attention",
-        "sliding_attention",
-    ]
+    assert [module.kind.window for module in model.head.stack] == [5, None, 5]
     assert [module.block.self_attn.num_heads for module in model.head.stack] == [2, 4, 2]
     assert [type(module.block.mlp).__name__ for module in model.head.stack] == [
         "Step3p7MLP", "Step3p7SparseMoeBlock", "Step3p7SparseMoeBlock"
