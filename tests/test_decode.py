@@ -115,7 +115,8 @@ def test_cached_equals_uncached(model):
             drafted = list(each.rows[0].drafts)
             if len(drafted) == modules:
                 tokens = torch.tensor([known + drafted])
-                hidden = torch.nn.functional.pad(whole.eaten[:, : len(known) - 1], (0, 0, 0, modules + 1))
+                states = whole.eaten[:, : len(known) - 1]
+                hidden = torch.cat([states, states.new_zeros(1, modules + 1, *states.shape[2:])], dim=1)
                 logits = model.head(tokens, hidden, depths=modules)
                 assert logits[0, len(known) - 2].argmax(-1).tolist() == drafted
                 compared += 1

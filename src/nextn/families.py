@@ -9,12 +9,15 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from reprlib import repr as brief
 from typing import Literal
 
 from nextn.errors import FamilyError
 
 # A hidden state: after or before the final norm, or a hyper-connection model's residual streams, not yet collapsed.
 Stage = Literal["post", "pre", "streams"]
+# What a module eats of a token: what the trunk's layers eat, or the embedding before the norm that some trunks give it.
+Embedded = Literal["normed", "raw"]
 # One module again and again; distinct modules that each eat the last one's state, or that all eat the trunk's.
 Order = Literal["recursive", "chained", "unchained"]
 # Runs the head; reads it and has no graph for it; skips it on load; loses it at conversion; refuses; does not know it.
@@ -24,7 +27,8 @@ Support = Literal["runs", "loads", "ignores", "drops", "refuses", "absent"]
 Missing = Literal["raises", "unquantised", "module", "silent", "unknown"]
 
 ENGINES = ("vllm", "sglang", "llamacpp", "transformers")
-_FACTS = ("hidden", "recycled", "position0", "order")
+MAX_COUNT = 1000  # modules; published heads have at most eight
+_FACTS = ("embedded", "hidden", "recycled", "position0", "order")
 
 
 @dataclass(frozen=True)
@@ -32,12 +36,15 @@ class Engine:
     """What one engine does with a family's head; None = as the row says.
 
     trunks: roles for which it takes the trunk's tensor, whatever the file holds. unset: roles that keep an initial
-    value in a file that lacks them inside the module (vLLM: if it is pipeline-parallel). layers: the only layer indices
-    that it knows for the head. modules: how many it uses at most; None = all.
+    value in a file that lacks them inside the module (vLLM: if it is pipeline-parallel). skips: roles whose tensor at
+    the trunk's place its head loader skips, so that a version which does not hand over the trunk's leaves them unset.
+    plain: roles that it builds unquantised, whatever the config says. layers: the only layer indices that it knows for
+    the head. modules: how many it uses at most; None = all.
     """
 
     support: Support
     source: str
+    embedded: Embedded | None = None
     hidden: Stage | None = None
     recycled: Stage | None = None
     position0: Literal["keep", "zero"] | None = None
@@ -45,6 +52,8 @@ class Engine:
     trunks: tuple[str, ...] = ("embedding", "output")
     missing: Missing = "unknown"
     unset: tuple[str, ...] = ()
+    skips: tuple[str, ...] = ()
+    plain: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()
     modules: int | None = None
     notes: tuple[str, ...] = ()
@@ -71,12 +80,16 @@ class Family:
     `hidden_norm`, `projection` (or `token_projection` and `hidden_projection`, whose results are added), `final_norm`,
     `block`, where the file stores them `embedding` and `output`, and what one family alone has.
     aliases: other spellings, read and never written. inside: transformers' path in the decoder layer -> the published
-    one in the block, longer paths first. own: stored roles that are the head's own; the others of embedding and output
-    are copies. trunk: where the trunk keeps embedding and output. wrappers: leading path that some checkpoints have
-    -> what it stands for. spare_count: the config may promise one module more than there are. projection_bias: the
-    config's field that gives the projection a bias. block: how the trunk's config differs for the head's block; a list
-    has one entry for each decoder layer of a module. cannot_run: why `Head` does not compute it. sources: what was read
-    beside the engines' code. unverified: what none of it could settle.
+    one in the block, longer paths first, with `{expert}` for a number. saved: path in the trunk's files as transformers
+    writes them -> the published one, if that is another, first match first. own: stored roles that are the head's own;
+    the others of embedding and output are copies. trunk: where the trunk keeps embedding and output. wrappers: leading
+    path that some checkpoints have -> what it stands for. spare_count: the config may promise one module more than
+    there are. own_block: the block has not the tensors of a trunk layer. cannot_run: why `Head` does not compute it.
+    sources: what was read beside the engines' code. unverified: what none of it could settle. block: how the trunk's
+    config differs for the head's block; a list has one entry for each decoder layer of a module. projection_bias: the
+    config's field that gives the projection a bias. optional: role -> the config's field without which a head does not
+    have it.
+    interleaved: paths in the block whose `gate_proj` and `up_proj` are stored as one, row by row in turn.
     """
 
     name: str
@@ -88,6 +101,7 @@ class Family:
     sources: tuple[str, ...]
     engines: Mapping[str, Engine]
     concat: Literal["embedding_first", "hidden_first"] = "embedding_first"
+    embedded: Embedded = "normed"
     hidden: Stage = "post"
     recycled: Stage = "post"
     gain: Literal["w", "1+w"] = "w"
@@ -96,9 +110,13 @@ class Family:
     projection_bias: str = ""
     block: Mapping[str, object] = field(default_factory=dict)
     inside: Mapping[str, str] = field(default_factory=dict)
+    saved: Mapping[str, str] = field(default_factory=dict)
+    optional: Mapping[str, str] = field(default_factory=dict)
+    interleaved: tuple[str, ...] = ()
     experts: Literal["split", "fused", "stacked"] = "split"
     max_modules: int | None = None
     spare_count: bool = False
+    own_block: bool = False
     draft_types: tuple[str, ...] = ()
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     own: tuple[str, ...] = ()
@@ -143,6 +161,10 @@ class Family:
             rest = [_renamed(each, self.inside) for each in rest]
         return _wrapped(".".join([path, *rest]), wrapper, self.wrappers)
 
+    def trunk_name(self, name: str) -> str:
+        """Published name of a tensor of the trunk that transformers saved under `name`."""
+        return _renamed(name, self.saved).removeprefix(".")
+
     def canonical(self, name: str, num_layers: int) -> str | None:
         """Inverse of `published`, whatever the wrapper; None for a tensor that is not the head's."""
         name = _unwrapped(name, self.wrappers)
@@ -177,8 +199,10 @@ class Family:
         """
         found = (lookup(config, path) for path in self.count_fields)
         count = next((value for value in found if value is not None), self.default_count)
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise FamilyError(f"{self.name}: {self.count_fields[0]} = {count!r}; expected a whole number >= 0")
+        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MAX_COUNT:
+            raise FamilyError(
+                f"{self.name}: {self.count_fields[0]} = {brief(count)}; expected a whole number from 0 to {MAX_COUNT}"
+            )
         if self.spare_count and count > 1:
             count -= 1
         if self.max_modules is not None and count > self.max_modules:
@@ -186,13 +210,16 @@ class Family:
         return count
 
     def with_count(self, config: Mapping[str, object], count: int) -> dict[str, object]:
-        """The config that promises `count` modules: in the field that says so now, else in the family's first one."""
+        """The config that promises `count` modules: in the fields that say so now, else in the family's first one."""
         count += self.spare_count and count > 1
-        path = next((each for each in self.count_fields if lookup(config, each) is not None), self.count_fields[0])
-        inner = config.get("text_config")
-        if isinstance(inner, Mapping) and "." not in path and _at(config, path) is None:
-            return {**config, "text_config": _with(inner, path, count)}
-        return _with(config, path, count)
+        out = dict(config)
+        for path in [each for each in self.count_fields if lookup(config, each) is not None] or self.count_fields[:1]:
+            inner = out.get("text_config")
+            if isinstance(inner, Mapping) and "." not in path and _at(out, path) is None:
+                out["text_config"] = _with(inner, path, count)
+            else:
+                out = _with(out, path, count)
+        return out
 
     def _templates(self) -> Iterator[tuple[str, str]]:
         yield from ((role, path) for role, path in self.names.items() if role != "block")
@@ -239,8 +266,11 @@ def _with(config: Mapping[str, object], path: str, value: object) -> dict[str, o
 
 def _renamed(path: str, table: Mapping[str, str]) -> str:
     for old, new in table.items():
-        if path == old or path.startswith(old + "."):
-            return new + path.removeprefix(old)
+        match = _pattern(old).fullmatch(path)
+        if match is not None:
+            places = match.groupdict()
+            rest = places.pop("rest")
+            return new.format(**places) + (f".{rest}" if rest else "")
     return path
 
 
@@ -257,8 +287,8 @@ def _unwrapped(name: str, table: Mapping[str, str]) -> str:
 
 @cache
 def _pattern(template: str) -> re.Pattern[str]:
-    path = re.escape(template).replace(r"\{layer\}", r"(?P<layer>\d+)").replace(r"\{module\}", r"(?P<module>\d+)")
-    return re.compile(path + r"(?:\.(?P<rest>.+))?")
+    path = re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>\\d{1,6})", re.escape(template))
+    return re.compile(path + r"(?:\.(?P<rest>.+))?", re.ASCII)
 
 
 @cache
@@ -295,10 +325,10 @@ def by_config(config: Mapping[str, object]) -> Family:
     A draft's own type (`deepseek_mtp`, ...) counts, too. Raises FamilyError that lists the known types.
     """
     text = config.get("text_config")
-    types = [str(part.get("model_type")) for part in (config, text) if isinstance(part, Mapping)]
+    types = [part.get("model_type") for part in (config, text) if isinstance(part, Mapping)]
     table = {kind: family for family in rows() for kind in (*family.model_types, *family.draft_types)}
     for kind in types:
-        if kind in table:
+        if isinstance(kind, str) and kind in table:
             return table[kind]
     known = ", ".join(sorted(kind for row in rows() for kind in row.model_types))
-    raise FamilyError(f"no family has model_type {types[0]!r}; known model types: {known}")
+    raise FamilyError(f"no family has model_type {brief(types[0])}; known model types: {known}")
