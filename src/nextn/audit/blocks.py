@@ -73,6 +73,11 @@ class Blocks:
             return -1, tuple(path for path in lost if _kind(path) in kinds)
         return best, tuple(lost)
 
+    @property
+    def split_experts(self) -> bool:
+        """Whether the trunk stores its experts one by one."""
+        return any(".experts.*" in kind for kinds in self._kinds.values() for kind in kinds)
+
     def _fit(self, index: int, kinds: frozenset[str]) -> tuple[int, int]:
         common = len(kinds & self._kinds[index])
         return common, common - len(self._kinds[index])

@@ -98,8 +98,8 @@ def precision_lower(inventory: Inventory) -> Iterator[Finding]:
         severity: Severity = "warning" if bits < _NARROW else "note"
         yield Finding(
             "precision-lower", severity, names[0],
-            f"{counted(len(names), 'matrix')} of the head, such as {some(names)}, stored in {bits} bits, the trunk's in "
-            f"{whole}.",
+            f"{counted(len(names), 'matrix')} of the head, such as {some(names)}, stored in {bits} bits, the trunk's "
+            f"in {whole}.",
             f"The trunk's {whole} bits: a head that is quantised too hard loses its acceptance, with no error.",
             f"nextn measure shows what it costs; {restore(inventory)} takes BASE's precision.",
         )  # fmt: skip
@@ -108,7 +108,7 @@ def precision_lower(inventory: Inventory) -> Iterator[Finding]:
 def _wrong(inventory: Inventory, said: Quantisation | None) -> dict[tuple[bool, Storage], list[str]]:
     """(what the config says, how it is stored) -> the head's matrices for which the two do not agree.
 
-    Where the trunk has the same with the same matrix, engines know better than the config, as of small routers.
+    What the config covers and the trunk, too, stores unquantised, engines are known to build so, as small routers.
     """
     covers: Callable[[str], bool | None] = said.covers if said else lambda module: False
     wrong: dict[tuple[bool, Storage], list[str]] = defaultdict(list)
@@ -116,8 +116,8 @@ def _wrong(inventory: Inventory, said: Quantisation | None) -> dict[tuple[bool, 
     for part in _parts(inventory):
         if part.role not in plain and part.kind not in ("unknown", "fp8-bare"):
             covered = covers(part.module)
-            likewise = part.like and (storage(tensors, part.like), covers(part.like)) == (part.kind, covered)
-            if covered is not None and covered == (part.kind == "plain") and not likewise:
+            known = covered and part.like and storage(tensors, part.like) == "plain" and covers(part.like)
+            if covered is not None and covered == (part.kind == "plain") and not known:
                 wrong[covered, part.kind].append(part.module)
     return wrong
 
