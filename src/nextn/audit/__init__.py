@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 
 from nextn.audit.finding import SEVERITIES, Finding, Severity
+from nextn.audit.values import head_stale, values
 from nextn.checkpoint import Checkpoint
 from nextn.inventory import Inventory
 
 __all__ = ["RULES", "Finding", "Report", "Severity", "audit"]
 
 Rule = Callable[[Inventory], Iterable[Finding]]
-RULES: tuple[Rule, ...] = ()
+RULES: tuple[Rule, ...] = (values, head_stale)
 
 
 @dataclass(frozen=True)
