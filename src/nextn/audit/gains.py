@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Gains = NDArray[np.float64]
+Side = Literal["head", "trunk", "both"]
 
 # A shift by 1 cannot be read off a mean. Published heads damp their two inputs to means of 0.27 and 0.49 (omlx#3750)
 # and trained norms have means from 0.3 to 4, so "below 0.5" is no sign of anything. What is:
@@ -23,8 +24,8 @@ Gains = NDArray[np.float64]
 #    (token and hidden norm) are held against all of the other side's and count half. One norm, or gains that the
 #    shift would have left near 1, where they start anyway, make a doubt and no verdict.
 NEGATIVE, SOME_NEGATIVE = 0.2, 0.05  # shares; a trained norm has none, or a few
-FIT, BETTER = 0.8, 0.55  # in nats: how well a norm fits with the shift undone, and how much better than as it is
-ENOUGH, NORMS = 2.4, 3  # better by this in all, over at least so many norms
+FIT, BETTER, DOUBT = 1.0, 0.4, 1.0  # nats: how well a norm fits with the shift undone, how much better than as it is
+ENOUGH, NORMS = 1.8, 3  # better by this in all, over at least so many norms
 START = 0.35  # gains this close to 1 are where training starts
 MEMBERS = 8  # a shorter norm has no quantiles to speak of
 
@@ -43,7 +44,7 @@ class Shift:
 
     names: tuple[str, ...]
     by: int
-    whose: Literal["head", "trunk", "both"]
+    whose: Side
     sure: bool
     median: float
 
@@ -53,9 +54,15 @@ def shifts(head: Mapping[str, Norm], trunk: Mapping[str, Norm], *, zero_centred:
     have added 1 to all.
     """
     head, trunk = _long(head), _long(trunk)
-    below = {name for side in (head, trunk) for name, norm in side.items() if _negative(norm.gains) >= NEGATIVE}
-    yield from _below(head, trunk, below)
-    head, trunk = _without(head, below), _without(trunk, below)
+    low_head, low_trunk = _negatives(head, NEGATIVE), _negatives(trunk, NEGATIVE)
+    if low_head or low_trunk:
+        yield from _below(head, low_head, _without(trunk, low_trunk), "head")
+        yield from _below(trunk, low_trunk, _without(head, low_head), "trunk")
+        return
+    sides: tuple[tuple[Side, Mapping[str, Norm]], ...] = (("head", head), ("trunk", trunk))
+    for whose, side in sides:
+        if doubtful := _negatives(side, SOME_NEGATIVE):
+            yield Shift(tuple(doubtful), -1, whose, sure=False, median=_median(doubtful.values()))
     whole = _floored(head, 1) if zero_centred else {}
     if head and trunk and len(whole) == len(head) and len(_floored(trunk, 1)) == len(trunk):
         names = (*head, *trunk)
@@ -72,12 +79,12 @@ def _long(side: Mapping[str, Norm]) -> dict[str, Norm]:
     return {name: norm for name, norm in side.items() if len(norm.gains) >= MEMBERS and np.isfinite(norm.gains).all()}
 
 
-def _without(side: Mapping[str, Norm], names: set[str]) -> dict[str, Norm]:
+def _without(side: Mapping[str, Norm], names: Mapping[str, Norm]) -> dict[str, Norm]:
     return {name: norm for name, norm in side.items() if name not in names}
 
 
-def _negative(gains: Gains) -> float:
-    return float(np.mean(gains < 0))
+def _negatives(side: Mapping[str, Norm], share: float) -> dict[str, Norm]:
+    return {name: norm for name, norm in side.items() if np.mean(norm.gains < 0) > share}
 
 
 def _median(norms: Iterable[Norm]) -> float:
@@ -88,23 +95,21 @@ def _floored(side: Mapping[str, Norm], floor: int) -> dict[str, Norm]:
     return {name: norm for name, norm in side.items() if np.quantile(norm.gains, 0.01) >= floor}
 
 
-def _below(head: Mapping[str, Norm], trunk: Mapping[str, Norm], names: set[str]) -> Iterator[Shift]:
-    sides: tuple[tuple[Literal["head", "trunk"], Mapping[str, Norm]], ...] = (("head", head), ("trunk", trunk))
-    for whose, side in sides:
-        for by in (-2, -1):
-            found = {name: side[name] for name in side if name in names and _depth(side[name].gains) == by}
-            if found:
-                yield Shift(tuple(found), by, whose, sure=True, median=_median(found.values()))
-        doubtful = {name: norm for name, norm in _without(side, names).items() if _negative(norm.gains) > SOME_NEGATIVE}
-        if doubtful:
-            yield Shift(tuple(doubtful), -1, whose, sure=False, median=_median(doubtful.values()))
+def _below(
+    side: Mapping[str, Norm], proven: Mapping[str, Norm], other: Mapping[str, Norm], whose: Side
+) -> Iterator[Shift]:
+    """Where some are proven to be too low, those that fit better with the shift undone are, too."""
+    lower = _negatives({name: Norm(norm.gains + 1) for name, norm in proven.items()}, NEGATIVE)
+    for by, few in ((-2, lower), (-1, _without(proven, lower))):
+        rest = _without(side, proven)
+        names = [
+            name for name in side if name in few or (few and name in rest and _score(side[name], other, by) > BETTER)
+        ]
+        if names:
+            yield Shift(tuple(names), by, whose, sure=True, median=_median(side[name] for name in names))
 
 
-def _depth(gains: Gains) -> int:
-    return -2 if _negative(gains + 1) >= NEGATIVE else -1
-
-
-def _above(side: Mapping[str, Norm], other: Mapping[str, Norm], whose: Literal["head", "trunk"]) -> Iterator[Shift]:
+def _above(side: Mapping[str, Norm], other: Mapping[str, Norm], whose: Side) -> Iterator[Shift]:
     """Two before one: what was shifted twice is also above 1."""
     for by in (2, 1):
         floored = _floored(side, by)
@@ -112,10 +117,10 @@ def _above(side: Mapping[str, Norm], other: Mapping[str, Norm], whose: Literal["
         fitting = {name: score for name, score in scores.items() if score >= BETTER}
         if not fitting:
             continue
-        clear = [score for name, score in fitting.items() if np.median(side[name].gains) > by + START]
+        clear = [score for name, score in fitting.items() if np.median(side[name].gains) > 1 + START]
         sure = len(clear) >= NORMS and sum(clear) >= ENOUGH
         names = tuple(name for name in floored if name in fitting or (sure and not side[name].kind))
-        if sure or max(fitting.values()) >= 2 * BETTER:
+        if sure or max(fitting.values()) >= DOUBT:
             yield Shift(names, by, whose, sure=sure, median=_median(side[name] for name in names))
             return
 

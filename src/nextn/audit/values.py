@@ -107,10 +107,10 @@ def _zero_or_constant(read: Readings) -> Iterator[Finding]:
     kinds: dict[tuple[str, Severity], list[str]] = defaultdict(list)
     stored = read.inventory.stored
     for name, norm in read.head_gains.items():
-        if np.ptp(norm.gains) == 0 and norm.gains[0] != 1:
+        if np.all(norm.gains == norm.gains[0]) and norm.gains[0] != 1:
             kinds[("values-zero", "error") if norm.gains[0] == 0 else ("values-constant", "warning")].append(name)
     for canonical, array in read.weights.items():
-        if np.ptp(array) == 0:
+        if np.all(array == array[0]):
             severity: Severity = "error" if "projection" in read.inventory.role(canonical) else "warning"
             rule = "values-zero" if array[0] == 0 else "values-constant"
             kinds[rule, severity].append(stored[canonical])
@@ -144,7 +144,8 @@ def _share_made(read: Readings, weights: Mapping[str, Values]) -> float:
     infos = {
         each: read.like[each][0] if weights is read.trunk_weights else read.inventory.info(each) for each in weights
     }
-    judged = [each for each in weights if len(weights[each]) >= FEW and not infos[each].dtype.startswith("F8")]
+    long = [each for each in weights if len(weights[each]) >= FEW and np.isfinite(weights[each]).all()]
+    judged = [each for each in long if not infos[each].dtype.startswith("F8")]
     said = lookup(read.inventory.checkpoint.config, "initializer_range")
     std = float(said) if isinstance(said, int | float) and said > 0 else INITIALIZER_RANGE
     made = [each for each in judged if _is_made(weights[each], std, fan_in=infos[each].shape[-1])]
