@@ -6,15 +6,15 @@ A rule is a function from an `Inventory` to findings; the rules know nothing of 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 
+from nextn.audit import values
 from nextn.audit.finding import SEVERITIES, Finding, Severity
-from nextn.audit.values import head_stale, values
 from nextn.checkpoint import Checkpoint
 from nextn.inventory import Inventory
 
 __all__ = ["RULES", "Finding", "Report", "Severity", "audit"]
 
 Rule = Callable[[Inventory], Iterable[Finding]]
-RULES: tuple[Rule, ...] = (values, head_stale)
+RULES: tuple[Rule, ...] = (*values.RULES,)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ What quantised integers hold is not judged here: `precision` looks at their dtyp
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -17,6 +17,10 @@ from nextn.inventory import Inventory
 from nextn.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint
 from nextn.remote import LocalFile
 
+IDS = (
+    "gain-shifted", "values-nonfinite", "values-zero", "values-constant", "values-untrained", "values-unjudged",
+    "modules-identical", "block-copied", "head-stale",
+)  # fmt: skip
 RESTORE = "put the head back from the model that this one comes from: nextn restore"
 SMALL_HEAD = 64 * 1024 * 1024  # bytes: a head that may be read whole
 # transformers' own default where config.json does not say.
@@ -30,11 +34,11 @@ def values(inventory: Inventory) -> Iterator[Finding]:
     if not inventory.modules:
         return
     read = Readings.of(inventory)
-    for rule in (_gains, _unusable, _zero_or_constant, _untrained, _identical, _copied, _unjudged):
+    for rule in (_gains, _numbers, _untrained, _identical, _copied, _unjudged):
         yield from rule(read)
 
 
-def _named(names: Iterable[str]) -> str:
+def named(names: Iterable[str]) -> str:
     """The first three names, and how many more."""
     names = list(names)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -68,9 +72,17 @@ def gain_finding(shift: Shift, *, convention: str, mend: str) -> Finding:
     doubt = "" if shift.sure else "; the values alone cannot tell: measure the acceptance with and without the shift"
     stored = "the gain itself" if convention == "w" else "the gain less 1"
     return Finding(
-        "gain-shifted", "warning" if shift.sure else "note", _named(shift.names), found,
+        "gain-shifted", "warning" if shift.sure else "note", named(shift.names), found,
         f"{stored} is stored, gains being mostly positive and alike in head and trunk", mend + doubt,
     )  # fmt: skip
+
+
+def _numbers(read: Readings) -> Iterator[Finding]:
+    inventory = read.inventory
+    yield from unusable(_floats(read))
+    matrices = {inventory.stored[each]: array for each, array in read.weights.items()}
+    vital = {inventory.stored[each] for each in read.weights if "projection" in inventory.role(each)}
+    yield from zero_or_constant(read.head_gains, matrices, vital=vital)
 
 
 def _floats(read: Readings) -> dict[str, Values]:
@@ -80,20 +92,22 @@ def _floats(read: Readings) -> dict[str, Values]:
     return gains | {read.inventory.stored[each]: array for each, array in read.weights.items()}
 
 
-def _unusable(read: Readings) -> Iterator[Finding]:
-    """Training never leaves NaN, or magnitudes below the smallest normal fp32; memory that nobody wrote does both."""
-    floats = _floats(read)
+def unusable(floats: Mapping[str, Values], mend: str = RESTORE) -> Iterator[Finding]:
+    """Training never leaves NaN, or magnitudes below the smallest normal fp32; memory that nobody wrote does both.
+
+    floats: tensor name -> values as stored.
+    """
     if broken := [name for name, array in floats.items() if not np.isfinite(array).all()]:
         yield Finding(
-            "values-nonfinite", "error", _named(broken), f"{len(broken)} tensors hold NaN or infinity",
-            "finite values", RESTORE,
+            "values-nonfinite", "error", named(broken), f"{len(broken)} tensors hold NaN or infinity",
+            "finite values", mend,
         )  # fmt: skip
     garbage = [name for name, array in floats.items() if name not in broken and _is_garbage(array)]
     if garbage:
         yield Finding(
-            "values-untrained", "error", _named(garbage),
+            "values-untrained", "error", named(garbage),
             f"{len(garbage)} tensors hold denormal or huge numbers, as memory does that was never written",
-            f"magnitudes below {HUGE:g} and above 1e-38", RESTORE,
+            f"magnitudes below {HUGE:g} and above 1e-38", mend,
         )  # fmt: skip
 
 
@@ -102,23 +116,23 @@ def _is_garbage(array: Values) -> bool:
     return bool(np.max(size) > HUGE or np.mean((size > 0) & (size < 1.17e-38)) > 0.01)
 
 
-def _zero_or_constant(read: Readings) -> Iterator[Finding]:
-    """A gain of 1 everywhere is where training starts; see `_untrained`."""
+def zero_or_constant(
+    gains: Mapping[str, Norm], matrices: Mapping[str, Values], *, vital: Collection[str], mend: str = RESTORE
+) -> Iterator[Finding]:
+    """vital: matrices without which nothing is left. A gain of 1 everywhere is where training starts."""
     kinds: dict[tuple[str, Severity], list[str]] = defaultdict(list)
-    stored = read.inventory.stored
-    for name, norm in read.head_gains.items():
+    for name, norm in gains.items():
         if np.all(norm.gains == norm.gains[0]) and norm.gains[0] != 1:
             kinds[("values-zero", "error") if norm.gains[0] == 0 else ("values-constant", "warning")].append(name)
-    for canonical, array in read.weights.items():
+    for name, array in matrices.items():
         if np.all(array == array[0]):
-            severity: Severity = "error" if "projection" in read.inventory.role(canonical) else "warning"
-            rule = "values-zero" if array[0] == 0 else "values-constant"
-            kinds[rule, severity].append(stored[canonical])
+            severity: Severity = "error" if name in vital else "warning"
+            kinds["values-zero" if array[0] == 0 else "values-constant", severity].append(name)
     for (rule, severity), names in kinds.items():
         what = "nothing but 0" if rule == "values-zero" else "one value alone"
         yield Finding(
-            rule, severity, _named(names), f"{len(names)} tensors hold {what}, where they were read",
-            "values that training spread", RESTORE,
+            rule, severity, named(names), f"{len(names)} tensors hold {what}, where they were read",
+            "values that training spread", mend,
         )  # fmt: skip
 
 
@@ -133,7 +147,7 @@ def _untrained(read: Readings) -> Iterator[Finding]:
     if made or ones:
         signs = ["matrices are distributed as a fresh initialisation"] * made + ["all norm gains are exactly 1"] * ones
         yield Finding(
-            "values-untrained", "warning" if made and ones else "note", _named(read.inventory.stored[each] for each in
+            "values-untrained", "warning" if made and ones else "note", named(read.inventory.stored[each] for each in
             read.weights), f"{' and '.join(signs)}, unlike the trunk's", "a trained head",
             f"{RESTORE}, or train it: nextn train --freeze-trunk",
         )  # fmt: skip
@@ -198,7 +212,7 @@ def _copied(read: Readings) -> Iterator[Finding]:
     """How training a new head starts; no published head equals a layer of its trunk."""
     pairs = [(data, read.matrices[each]) for each, (_, data) in read.like.items()]
     if len(pairs) > 1 and all(theirs == ours and any(ours) for theirs, ours in pairs):
-        place = _named(read.inventory.stored[each] for each in read.like)
+        place = named(read.inventory.stored[each] for each in read.like)
         yield Finding(
             "block-copied", "note", place, "the head's block equals a layer of the trunk: copied, not trained since",
             "a block of the head's own", f"{RESTORE}, or train it: nextn train --freeze-trunk",
@@ -249,3 +263,6 @@ def _is_small(inventory: Inventory) -> bool:
     infos = [inventory.info(each) for each in inventory.stored]
     local = all(isinstance(inventory.checkpoint.sources[info.file], LocalFile) for info in infos)
     return local and sum(info.nbytes for info in infos) <= SMALL_HEAD
+
+
+RULES = (values, head_stale)
