@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from hub import SHA, Handler, Hub, only_loopback, own_client  # noqa: F401  # fixtures: no other host, no token
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from stored import INDEX, set_config
-from test_remote import SHA, Handler, Hub, only_loopback, own_client  # noqa: F401  # fixtures: no other host, no token
 from tiny import build
 
 from nextn.errors import CheckpointError
