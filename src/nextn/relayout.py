@@ -29,11 +29,13 @@ from nextn.staging import (
     Piece,
     Plan,
     Progress,
+    changes,
     divide,
     execute,
     index_document,
     new_folder,
     quiet,
+    visible,
     with_config,
 )
 
@@ -175,18 +177,17 @@ def shifting(dtype: str, by: float) -> Callable[[bytes], bytes]:
 
 def _plan(own: Inventory, here: Inventory, layout: Family, fresh: dict[str, Piece], form: Form | None) -> Plan:
     gone = old_head(here) | set(here.copies.values())
-    hidden = set(own.checkpoint.unindexed)
-    seen = {name: info for name, info in own.checkpoint.tensors.items() if info.file not in hidden or name in gone}
-    checkpoint = replace(own.checkpoint, tensors=seen)
+    checkpoint = visible(own.checkpoint, {own.checkpoint.tensors[name].file for name in gone})
     files = divide(checkpoint, gone, fresh)
     if form == "single-file":
-        everything = {name: Piece(checkpoint, name) for name in seen if name not in gone} | fresh
-        files = Files({SINGLE: everything}, None, dropped=tuple({info.file for info in seen.values()}))
+        everything = {name: Piece(checkpoint, name) for name in checkpoint.tensors if name not in gone} | fresh
+        files = Files({SINGLE: everything}, None, dropped=tuple({info.file for info in checkpoint.tensors.values()}))
     elif form == "side-file":
         files = _beside(files, fresh)
     documents = _configs(replace(own, checkpoint=checkpoint), here, layout, fresh)
     documents |= index_document(files, checkpoint)
-    return Plan(checkpoint, Path(), layout.name, files, documents, whole=True)
+    told = changes(checkpoint, documents)
+    return Plan(checkpoint, Path(), layout.name, files, documents, whole=True, changes=told)
 
 
 def _beside(files: Files, fresh: Mapping[str, Piece]) -> Files:
