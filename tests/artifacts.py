@@ -5,119 +5,93 @@ name: the same name has the same values in two artifacts of one seed. Shapes are
 """
 
 import json
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
+from layouts import LAYOUTS
+from parts import DIM, EXPERTS, HEADS, INNER, KV, LAYERS, H, Shapes, V
 
-from nextn.checkpoint import RawTensor, write_index, write_json, write_safetensors
-from nextn.families import by_name
+from nextn.checkpoint import NUMPY, RawTensor, write_index, write_json, write_safetensors
+from nextn.families import Family, by_name
 
-H, V, LAYERS, HEADS, KV, DIM, EXPERTS, INNER = 32, 64, 2, 4, 2, 8, 4, 16
+__all__ = [
+    "DIM", "EXPERTS", "HEADS", "INNER", "KV", "LAYERS", "LAYOUTS", "H", "Shapes", "V", "bf16", "e4m3",
+    "load_json", "publish", "tensors", "values", "write",
+]  # fmt: skip
 
-Shapes = dict[str, tuple[int, ...]]
-
-
-def gqa(*, bias: bool = False, norms: bool = False, gate: int = 1) -> Shapes:
-    """Grouped-query attention; gate = 2 where q_proj makes the output gate, too (Qwen3-Next and later)."""
-    shapes: Shapes = {
-        "self_attn.q_proj.weight": (gate * HEADS * DIM, H),
-        "self_attn.k_proj.weight": (KV * DIM, H),
-        "self_attn.v_proj.weight": (KV * DIM, H),
-        "self_attn.o_proj.weight": (H, HEADS * DIM),
-    }
-    if bias:
-        shapes |= {f"self_attn.{each}_proj.bias": (shapes[f"self_attn.{each}_proj.weight"][0],) for each in "qkv"}
-    if norms:
-        shapes |= {"self_attn.q_norm.weight": (DIM,), "self_attn.k_norm.weight": (DIM,)}
-    return shapes
-
-
-def mla() -> Shapes:
-    """Multi-head latent attention (DeepSeek-V2, section 2.1)."""
-    return {
-        "self_attn.q_a_proj.weight": (16, H),
-        "self_attn.q_a_layernorm.weight": (16,),
-        "self_attn.q_b_proj.weight": (HEADS * 16, 16),
-        "self_attn.kv_a_proj_with_mqa.weight": (16 + 8, H),
-        "self_attn.kv_a_layernorm.weight": (16,),
-        "self_attn.kv_b_proj.weight": (HEADS * 16, 16),
-        "self_attn.o_proj.weight": (H, HEADS * 8),
-    }
-
-
-def dense(inner: int = 2 * H) -> Shapes:
-    return {
-        "mlp.gate_proj.weight": (inner, H),
-        "mlp.up_proj.weight": (inner, H),
-        "mlp.down_proj.weight": (H, inner),
-    }
-
-
-def moe(*, bias: str = "mlp.gate.e_score_correction_bias", shared: str = "mlp.shared_experts") -> Shapes:
-    """Experts one by one, a router, an optional correction bias and an optional shared expert."""
-    one = {"gate_proj.weight": (INNER, H), "up_proj.weight": (INNER, H), "down_proj.weight": (H, INNER)}
-    shapes: Shapes = {"mlp.gate.weight": (EXPERTS, H)} | ({bias: (EXPERTS,)} if bias else {})
-    shapes |= {f"mlp.experts.{index}.{part}": shape for index in range(EXPERTS) for part, shape in one.items()}
-    return shapes | ({f"{shared}.{part}": shape for part, shape in one.items()} if shared else {})
-
-
-NORMS: Shapes = {"input_layernorm.weight": (H,), "post_attention_layernorm.weight": (H,)}
-_SIZES = {
+_SIZES: dict[str, object] = {
     "vocab_size": V, "hidden_size": H, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
-    "num_key_value_heads": KV, "head_dim": DIM, "intermediate_size": 2 * H, "moe_intermediate_size": INNER,
+    "num_key_value_heads": KV, "head_dim": DIM, "intermediate_size": 2 * H, "max_position_embeddings": 2048,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
 }  # fmt: skip
-
-# family -> (config, published tensors of one trunk layer, of one block of the head if they differ)
-LAYOUTS: dict[str, tuple[dict[str, object], Shapes, Shapes | None]] = {
-    "deepseek_v3": ({"model_type": "deepseek_v3", "n_routed_experts": EXPERTS}, NORMS | mla() | moe(), None),
-    "glm4_moe": ({"model_type": "glm4_moe", "n_routed_experts": EXPERTS}, NORMS | gqa(bias=True) | moe(), None),
-    "qwen3_5": ({"model_type": "qwen3_5_text"}, NORMS | gqa(norms=True, gate=2) | dense(), None),
-    "step3p5": ({"model_type": "step3p5"}, NORMS | gqa(norms=True) | dense(), None),
-}
+# Matrices that no release stores in fp8, beside the plain roles: routers and gates of few rows.
+_PLAIN = re.compile(
+    r"(gate|router\.classifier|shared_expert_gate|in_proj_(a|b|ba)|weights_proj|index_qk_proj)\.weight$"
+)
 
 
 def tensors(name: str, *, modules: int = 1, copies: bool = True) -> Shapes:
     """Published name -> shape of every tensor of the family's tiny checkpoint; copies as `publish` takes it."""
-    family = by_name(name)
-    _, layer, block = LAYOUTS[name]
-    root = family.trunk["embedding"].rpartition(".")[0]
-    root = f"{root}." if root else ""
-    shapes: Shapes = {f"{path}.weight": (V, H) for path in family.trunk.values()} | {f"{root}norm.weight": (H,)}
-    shapes |= {f"{root}layers.{index}.{path}": shape for index in range(LAYERS) for path, shape in layer.items()}
+    family, layout = by_name(name), LAYOUTS[name]
+    root = _root(family)
+    outer = layout.extra | ({f"{layout.norm}.weight": (H,)} if layout.norm else {})
+    shapes: Shapes = {
+        f"{path}.weight": (V, H) for role, path in family.trunk.items() if not (layout.tied and role == "output")
+    }
+    shapes |= {f"{root}{path}": shape for path, shape in outer.items()}
+    for index, layer in enumerate(layout.trunk):
+        shapes |= {f"{root}layers.{index}.{path}": shape for path, shape in layer.items()}
     for index in range(modules):
-        for path, shape in _module(name, copies).items():
+        for path, shape in _module(name, index, copies).items():
             shapes[family.published(f"{index}.{path}", LAYERS)] = shape
-        for path, shape in (layer if block is None else block).items():
-            stem = family.names["block"].format(module=index, layer=LAYERS + index)
-            shapes[f"{stem}.{path}"] = shape
+        stem = family.names["block"].format(module=index, layer=LAYERS + index)
+        block = layout.trunk[-1] if layout.block is None else layout.block
+        shapes |= {f"{stem}.{path}": shape for path, shape in block.items()}
     return shapes
 
 
-def _module(name: str, copies: bool) -> Shapes:
-    """Canonical `<role>.weight` -> shape, without the block."""
-    family = by_name(name)
+def _root(family: Family) -> str:
+    """The leading path of the trunk's layers."""
+    root = family.trunk["embedding"].rpartition(".")[0]
+    return f"{root}." if root else ""
+
+
+def _module(name: str, index: int, copies: bool) -> Shapes:
+    """Canonical name without its index -> shape, without the block; what the whole head has once is in module 0."""
+    family, said = by_name(name), LAYOUTS[name].module
     wide = {"projection": (H, 2 * H), "token_projection": (H, H), "hidden_projection": (H, H)}
     shapes: Shapes = {}
-    for role in family.names:
-        if role == "block" or (role in family.copies and not copies):
+    for role, path in family.names.items():
+        if role == "block" or (role in family.copies and not copies) or (index and "{" not in path):
             continue
-        shapes[f"{role}.weight"] = wide.get(role, (V, H) if role in ("embedding", "output") else (H,))
+        own = {path: shape for path, shape in said.items() if re.match(rf"{role}(\.|$)", path)}
+        shapes |= own or {f"{role}.weight": wide.get(role, (V, H) if role in ("embedding", "output") else (H,))}
     return shapes
 
 
 def values(name: str, shape: tuple[int, ...], *, gain: float, seed: int) -> np.ndarray:
     """fp32 values of one tensor, seeded by its name; `gain` is where norm gains lie."""
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-    out = rng.standard_normal(shape).astype(np.float32)
-    return gain + 0.1 * out if len(shape) == 1 else 0.1 * out
+    out = 0.1 * rng.standard_normal(shape).astype(np.float32)
+    return gain + out if "norm" in name and len(shape) == 1 and name.endswith("weight") else out
 
 
 def bf16(array: np.ndarray) -> bytes:
     """Round to nearest even, as torch does."""
     bits = np.ascontiguousarray(array, "<f4").view("<u4")
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
+
+
+def e4m3(array: np.ndarray) -> bytes:
+    """Finite fp32 -> F8_E4M3: round to nearest even, saturate at 448."""
+    size = np.minimum(np.abs(array.astype(np.float64)), 448.0)
+    exponent = np.frexp(np.maximum(size, 2.0**-6))[1] - 1  # subnormals have the smallest normal number's
+    steps = np.rint(np.ldexp(size, 3 - exponent)).astype(np.int64)  # 8 to 16 for normal numbers, fewer below
+    code = steps + 8 * (exponent + 6)  # 16 steps are 8 of the next exponent, and the code is the same
+    return (code | np.where(np.signbit(array), 0x80, 0)).astype("u1").tobytes()
 
 
 def publish(
@@ -129,27 +103,43 @@ def publish(
     shards: int = 1,
     dtype: str = "BF16",
     seed: int = 0,
+    fp8: bool = False,
+    wrapper: str = "",
+    side_file: str = "",
     config: Mapping[str, object] = {},
     change: Callable[[dict[str, RawTensor]], None] | None = None,
 ) -> Path:
     """Write the family's tiny checkpoint into `folder` -> folder.
 
     copies: embedding and output head again inside each module, equal to the trunk's, where the family stores them so.
-    shards: how many files; more than one comes with an index. config: keys over the family's. change: edits the table
-    of tensors before it is written (drop, rename, replace).
+    shards: how many files; more than one comes with an index. fp8: matrices in fp8 with scales by block and the
+    quantization_config, as `Family.fp8` says. wrapper: one of `Family.wrappers`, put before the names it stands for;
+    the text model's config moves to text_config where the wrapper is a vision-language model's. side_file: the head's
+    tensors go there and the index, if there is one, does not list them. config: keys over the family's. change: edits
+    the table of tensors before it is written (drop, rename, replace).
     """
     family = by_name(name)
     gain = 0.0 if family.gain == "1+w" else 1.0
     table: dict[str, RawTensor] = {}
+    plain: list[str] = []
     for each, shape in tensors(name, modules=modules, copies=copies).items():
-        same = _original(name, each)
-        data = values(same, shape, gain=gain, seed=seed)
-        table[each] = RawTensor(dtype, shape, bf16(data) if dtype == "BF16" else data.astype("<f4").tobytes())
+        data = values(_original(name, each), shape, gain=1.0 if "linear_attn.norm" in each else gain, seed=seed)
+        stored = _prefixed(family, each, wrapper)
+        if fp8 and _quantised(family, each, shape):
+            table |= _blocks(family, stored, data)
+        else:
+            plain += [stored.removesuffix(".weight")] if len(shape) > 1 else []
+            table[stored] = RawTensor(dtype, shape, bf16(data) if dtype == "BF16" else data.astype("<f4").tobytes())
     if change is not None:
         change(table)
-    settings = _SIZES | LAYOUTS[name][0]
-    write_json(folder / "config.json", family.with_count(settings, modules) | dict(config))
-    write(folder, table, shards=shards)
+    settings = family.with_count(_config(family, wrapper), modules)
+    if fp8:
+        settings["quantization_config"] = _quantization(family, plain)
+    write_json(folder / "config.json", settings | dict(config))
+    head = {each for each in table if side_file and family.canonical(each, LAYERS) is not None}
+    write(folder, {each: table[each] for each in table if each not in head}, shards=shards)
+    if side_file:
+        write_safetensors(folder / side_file, {each: table[each] for each in head}, metadata={"format": "pt"})
     return folder
 
 
@@ -158,7 +148,66 @@ def _original(name: str, tensor: str) -> str:
     family = by_name(name)
     canonical = family.canonical(tensor, LAYERS)
     role = canonical.split(".")[1] if canonical else ""
-    return f"{family.trunk[role]}.weight" if role in family.copies else tensor
+    path = family.trunk["embedding" if LAYOUTS[name].tied else role] if role in family.copies else ""
+    return f"{path}.weight" if path else tensor
+
+
+def _prefixed(family: Family, name: str, wrapper: str) -> str:
+    meant = family.wrappers.get(wrapper, "")
+    return wrapper + name.removeprefix(meant) if wrapper and name.startswith(meant) else name
+
+
+def _config(family: Family, wrapper: str) -> dict[str, object]:
+    """The family's config, with the text model's keys in text_config where it is a vision-language model's."""
+    layout = LAYOUTS[family.name]
+    text = {key: value for key, value in (_SIZES | layout.config).items() if value is not None}
+    if not layout.composite and (not wrapper or wrapper.startswith("model.mtp")):
+        return text
+    outer = next((kind for kind in family.model_types if kind != text["model_type"]), text["model_type"])
+    return {"model_type": outer, "text_config": text, "tie_word_embeddings": layout.tied}
+
+
+def _quantised(family: Family, name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a release in fp8 has this matrix in fp8; a 3-dimensional one is a stack of experts or a convolution."""
+    assert family.fp8 is not None, f"{family.name} has no fp8 releases"
+    canonical = family.canonical(name, LAYERS)
+    if canonical is not None:
+        inside = canonical.split(".")[1] not in family.fp8.plain and "norm" not in name
+    else:
+        inside = family.trunk_layer(name) is not None
+    matrix = len(shape) == 2 or (len(shape) == 3 and "conv" not in name)
+    return inside and matrix and name.endswith(".weight") and not _PLAIN.search(name)
+
+
+def _blocks(family: Family, name: str, data: np.ndarray) -> dict[str, RawTensor]:
+    """`name` in fp8 and its scales [..., ceil(out / block), ceil(in / block)], by which its values are multiplied."""
+    assert family.fp8 is not None
+    rows, columns = family.fp8.block
+    *_, height, width = data.shape
+    scale = np.zeros((*data.shape[:-2], -(-height // rows), -(-width // columns)), np.float32)
+    scaled = data.copy()
+    for row in range(scale.shape[-2]):
+        for column in range(scale.shape[-1]):
+            place = (..., slice(row * rows, (row + 1) * rows), slice(column * columns, (column + 1) * columns))
+            scale[..., row, column] = np.abs(data[place]).max((-2, -1)) / 448
+            scaled[place] /= scale[..., row, column][..., None, None]
+    beside = f"{name.removesuffix('.weight')}.{family.fp8.scale}"
+    return {
+        name: RawTensor("F8_E4M3", data.shape, e4m3(scaled)),
+        beside: RawTensor("F32", scale.shape, scale.astype(NUMPY["F32"]).tobytes()),
+    }
+
+
+def _quantization(family: Family, plain: list[str]) -> dict[str, object]:
+    """Qwen's releases list what is not in fp8, DeepSeek's and those made like them list nothing."""
+    assert family.fp8 is not None
+    said = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(family.fp8.block),
+    }
+    return said | ({"modules_to_not_convert": plain} if family.name.startswith("qwen") else {})
 
 
 def write(folder: Path, table: Mapping[str, RawTensor], *, shards: int = 1) -> None:
