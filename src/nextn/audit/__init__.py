@@ -16,9 +16,12 @@ from nextn.inventory import Inventory
 __all__ = ["IDS", "RULES", "Finding", "Report", "Severity", "audit"]
 
 Rule = Callable[[Inventory], Iterable[Finding]]
-_FILES = (structure, files, shapes, engines, precision, values)
-RULES: tuple[Rule, ...] = tuple(rule for each in _FILES for rule in each.RULES)
-IDS: tuple[str, ...] = tuple(name for each in _FILES for name in each.IDS)
+RULES: tuple[Rule, ...] = (
+    *structure.RULES, *files.RULES, *shapes.RULES, *engines.RULES, *precision.RULES, *values.RULES
+)  # fmt: skip
+IDS: tuple[str, ...] = (
+    *structure.IDS, *files.IDS, *shapes.IDS, *engines.IDS, *precision.IDS, *values.IDS
+)  # fmt: skip
 _ENOUGH = 2000  # names that are tried against every family
 
 
