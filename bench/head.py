@@ -22,7 +22,7 @@ def loop(head: StandaloneHead, tokens: torch.Tensor, columns: list[int], depths:
         states, logits = hidden[:, : column + 1], []
         for depth in range(1, depths + 1):
             step = head.step(head.module(depth), tokens[:, depth : column + 1 + depth], states)
-            logits.append(head.trunk.logits(step.normed[:, -1]))
+            logits.append(head.logits(head.module(depth), step.normed[:, -1]))
             states = step.recycled
         out.append(torch.stack(logits, 1))
     return out

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import build, refrain
+from tiny import CONFIGS, MOST, build, refrain
 
 from nextn.data import Corpus
 from nextn.errors import CheckpointError, ConfigError, TrainingError
@@ -32,7 +32,7 @@ def losses(records):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5", "deepseek_v32"])
 def test_resume_is_exact(name, optimizer, corpus, tmp_path):
     """Stopped after step 3 and resumed: the same losses, to the last bit, as never stopped. Catches state that is not
     saved: optimiser moments, data position, lambda, learning rate, buffers."""
@@ -76,16 +76,24 @@ def test_old_checkpoints_are_removed_and_the_last_loads(corpus, tmp_path):
     assert Model.load(tmp_path / "step-0000006").head is not None
 
 
-@pytest.mark.parametrize(
-    ("name", "modules"), [("glm4_moe", 1), ("deepseek_v3", 2), ("qwen3_next", 1), ("qwen3_5_moe", 1)]
-)
-def test_every_family_learns(name, modules, corpus, tmp_path):
-    """A few steps lower the loss of every depth, and every parameter that should move gets a gradient."""
-    config = replace(CONFIG, steps=30, batch_size=4, lr=5e-3, lam="1.0", depths=2)
-    subject = trainer(corpus, tmp_path, config, name, modules)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_learns(name, corpus, tmp_path):
+    """A few steps lower the loss of trunk and depths, and every parameter that should move gets a gradient.
+
+    Catches a family's own norm, projection, embedding or output head that the loss does not go through.
+    """
+    config = replace(CONFIG, steps=12, batch_size=4, lr=5e-3, lam="1.0", depths=max(2, MOST[name]))
+    subject = trainer(corpus, tmp_path, config, name, modules=MOST[name])
+    loss = subject.loss(subject.batches.batch(0), lam=1.0)
+    loss.total.backward()
+    asleep = [name for name, value in subject.named.items() if value.requires_grad and value.grad is None]
+    assert not [name for name in asleep if name.startswith("head.")]
+    frozen = [name for name, value in subject.named.items() if not value.requires_grad]
+    assert all(".indexer." in name or name.endswith("e_score_correction_bias") for name in frozen)
     records = [record for record in subject.run() if isinstance(record, StepRecord)]
+    assert torch.isfinite(torch.tensor(losses(records))).all()
     first, last = (
-        [sum(loss) / 3 for loss in zip(*(r.loss for r in part), strict=True)] for part in (records[:3], records[-3:])
+        [sum(loss) / 2 for loss in zip(*(r.loss for r in part), strict=True)] for part in (records[:2], records[-2:])
     )
     assert all(after < before for before, after in zip(first, last, strict=True))
 

@@ -27,23 +27,74 @@ _DELTA = {
     "num_hidden_layers": 4,
 }
 
+_DENSE = _SIZES | {"intermediate_size": 64, "num_hidden_layers": 2}
+# A window that every test text leaves.
+_WINDOWED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+# Multi-head latent attention.
+_LATENT = {name: size for name, size in (_SIZES | _MOE).items() if name != "head_dim"} | {
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+# An indexer that drops columns in every test text.
+_INDEXED = {
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "index_topk": 6,
+    "index_head_dim": 16,
+    "index_n_heads": 16,  # with few, relu makes many scores 0, and equal scores have no order
+}
+_VISION = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "mlp_ratio": 1.0,
+    "out_hidden_size": 32,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+_COMPRESSED = ["compressed_sparse_attention", "heavily_compressed_attention"]
+
 CONFIGS: dict[str, dict[str, object]] = {
-    "deepseek_v3": _SIZES
-    | _MOE
+    "deepseek_v3": _LATENT
     | {
         "model_type": "deepseek_v3",
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 4,
         "n_routed_experts": 4,
         "n_group": 2,
         "topk_group": 1,
         "first_k_dense_replace": 1,
         "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
+    },
+    "deepseek_v4": _SIZES
+    | _MOE
+    | {
+        "model_type": "deepseek_v4",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "n_routed_experts": 4,
+        "q_lora_rank": 16,
+        "o_groups": 2,
+        "o_lora_rank": 8,
+        "partial_rotary_factor": 0.5,
+        "sliding_window": 8,
+        "hc_mult": 2,
+        "hc_sinkhorn_iters": 3,
+        "index_n_heads": 16,  # with few, many scores are zero, and which of equals the indexer picks is chance
+        "index_head_dim": 8,
+        "index_topk": 3,
+        "layer_types": ["sliding_attention", *_COMPRESSED, _COMPRESSED[0]],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
     },
     "glm4_moe": _SIZES
     | _MOE
@@ -63,17 +114,183 @@ CONFIGS: dict[str, dict[str, object]] = {
     | _MOE
     | _DELTA
     | {"model_type": "qwen3_5_moe_text", "num_experts": 4, "shared_expert_intermediate_size": 16},
+    "glm4_moe_lite": _LATENT
+    | {"model_type": "glm4_moe_lite", "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "q_lora_rank": 16},
+    "bailing_hybrid": _LATENT
+    | {
+        "model_type": "bailing_hybrid",
+        "num_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "head_dim": 8,
+        "num_hidden_layers": 3,
+        "layer_group_size": 2,
+        "first_k_dense_replace": 1,
+        "pad_token_id": None,
+        "eos_token_id": None,
+    },
+    "hy_v3": _DENSE | _MOE | {"model_type": "hy_v3", "num_experts": 4},
+    "exaone_moe": _DENSE
+    | _MOE
+    | _WINDOWED
+    | {
+        "model_type": "exaone_moe",
+        "num_experts": 4,
+        "mlp_layer_types": ["dense", "sparse"],
+        "eos_token_id": None,
+    },
+    "mellum": _DENSE
+    | _MOE
+    | _WINDOWED
+    | {"model_type": "mellum", "num_experts": 4, "mlp_layer_types": ["dense", "sparse"]},
+    "cohere2_moe": _DENSE
+    | _WINDOWED
+    | {
+        "model_type": "cohere2_moe",
+        "num_experts": 4,
+        "mlp_layer_types": ["dense", "sparse"],
+        "prefix_dense_intermediate_size": 64,
+        "tie_word_embeddings": True,
+        "logit_scale": 0.25,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
+    "deepseek_v32": _LATENT | _INDEXED | {"model_type": "deepseek_v32"},
+    "glm_moe_dsa": _LATENT
+    | _INDEXED
+    | {"model_type": "glm_moe_dsa", "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
+    "step3p5": {
+        "model_type": "step3p7",
+        "text_config": _DENSE
+        | _MOE
+        | _WINDOWED
+        | {
+            "share_expert_dim": 16,
+            "n_routed_experts": 4,
+            "num_sliding_attention_heads": 2,
+            "mlp_layer_types": ["dense", "sparse"],
+            "num_nextn_predict_layers": 3,
+            "mtp_layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "mtp_mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+        "vision_config": _VISION,
+    },
+    "inkling": {
+        "model_type": "inkling_mm_model",
+        "text_config": _SIZES
+        | _MOE
+        | {
+            "model_type": "inkling_text",
+            "num_hidden_layers": 3,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 8,
+            "sliding_window_size": 6,
+            "d_rel": 4,
+            "rel_extent": 16,
+            "log_scaling_n_floor": 8,
+            "local_layer_ids": [0, 2],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "intermediate_size": 32,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "conv_kernel_size": 3,
+            "logits_mup_width_multiplier": 2.0,
+            "vocab_size": 72,
+            "unpadded_vocab_size": 64,
+            "eos_token_id": None,
+        },
+        "mtp_config": {"num_nextn_predict_layers": 1, "chain_hidden_post_norm": True, "local_layer_ids": [1]},
+        "vision_config": {"model_type": "inkling_vision", "hidden_size": 16, "num_hidden_layers": 2, "patch_size": 4},
+        "audio_config": {"model_type": "inkling_audio", "n_mel_bins": 2, "mel_vocab_size": 4},
+    },
+    "glm_ocr": {
+        "model_type": "glm_ocr",
+        "text_config": _DENSE
+        | {
+            "model_type": "glm_ocr_text",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+        },
+        "vision_config": _VISION,
+    },
+    "exaone4_5": {
+        "model_type": "exaone4_5",
+        "text_config": _DENSE | _WINDOWED | {"model_type": "exaone4", "eos_token_id": None},
+        "vision_config": _VISION | {"fullatt_block_indexes": [0], "num_key_value_heads": 2},
+    },
+    "nemotron_h": _SIZES
+    | _MOE
+    | {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention"],
+        "intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "initializer_range": 0.1,  # with more, the chunked scan is 1e-2 off the step by step one
+        "eos_token_id": None,
+    },
+    "mimo_v2": _DENSE
+    | _MOE
+    | {
+        "model_type": "mimo_v2_flash",
+        "n_routed_experts": 4,
+        "num_key_value_heads": 1,
+        "v_head_dim": 4,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 5,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
+            for kind, theta in (("full_attention", 1e6), ("sliding_attention", 1e4))
+        },
+    },
+    "dots3_note": _LATENT
+    | _INDEXED
+    | {
+        "model_type": "dots3_note_text",
+        "layer_types": ["indexed_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "head_dim": 16,
+        "sliding_window": 5,
+        "shared_experts_intermediate_size": 16,
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 8,
+        "swa_head_dim": 12,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 8,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
+    "ernie4_5_moe": _DENSE
+    | {
+        "model_type": "ernie4_5_moe",
+        "moe_intermediate_size": 16,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "use_bias": True,
+    },
 }
-del CONFIGS["deepseek_v3"]["head_dim"]
 
-# (family, modules) of every tiny model that can be built: layouts of the Qwen kind have room for one module.
-BUILDS = [(name, count) for name in CONFIGS for count in (1, 2, 3) if count == 1 or not name.startswith("qwen")]
+# (family, modules) of every tiny model that is built: a second module where the layout has room and it says more.
+_SEVERAL = {"deepseek_v3": (2, 3), "glm4_moe": (2, 3), "step3p5": (3,), "exaone4_5": (2,), "mimo_v2": (3,)}
+BUILDS = [(name, count) for name in CONFIGS for count in (1, *_SEVERAL.get(name, ()))]
+MOST = dict(BUILDS)
 
 
 def build(name: str, *, modules: int = 1, seed: int = 0, **changes: object) -> Model:
     """A random tiny model of the family, in fp32."""
     torch.manual_seed(seed)
-    return Model.build(CONFIGS[name] | changes, num_modules=modules)
+    config = CONFIGS[name]
+    inner = config.get("text_config")
+    changed = config | changes if inner is None else config | {"text_config": inner | changes}
+    return Model.build(changed, num_modules=modules)
 
 
 def prompt(length: int, *, seed: int = 0, vocab_size: int = 64) -> list[int]:

@@ -7,6 +7,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Acceptance": "acceptance",
     "Head": "head",
+    "KeepHead": "keep",
     "Model": "model",
     "Result": "text",
     "Sampling": "sampling",
@@ -18,6 +19,7 @@ _HOME = {
     "eos_tokens": "text",
     "extract": "relayout",
     "generate": "text",
+    "keep_head": "keep",
     "load": "model",
     "mtp_loss": "loss",
     "restore": "graft",

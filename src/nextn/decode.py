@@ -140,8 +140,8 @@ def _check(trunk: Trunk, head: Head | None, prompts: Sequence[Sequence[int]], se
 class _Batch:
     """The state of one decode. Row r of every list and tensor belongs to prompt `self.rows[r]`; finished rows leave.
 
-    tokens[r]: all known tokens; the trunk has seen all but the last. pending[r] [n, H]: the true hidden states of the
-    last n columns that the trunk has seen and that are not yet final in the head's caches.
+    tokens[r]: all known tokens; the trunk has seen all but the last. pending[r] [n, *hidden_shape]: the true hidden
+    states of the last n columns that the trunk has seen and that are not yet final in the head's caches.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class _Batch:
         self.new: list[list[int]] = [[] for _ in prompts]
         self.cache = trunk.cache(len(prompts))
         self.caches = [] if self.head is None else [self.head.cache(len(prompts)) for _ in self.head.stack]
-        empty = torch.empty(0, trunk.config.hidden_size, dtype=trunk.dtype, device=trunk.device)
+        empty = torch.empty(0, *trunk.hidden_shape, dtype=trunk.dtype, device=trunk.device)
         self.pending = [empty for _ in prompts]
         self.before = [empty for _ in prompts]
         self.bases: list[int] = []
@@ -216,7 +216,7 @@ class _Batch:
         states = self._states([pending[:width] for pending, width in zip(self.pending, widths, strict=True)])
         for depth in depths if max(widths) and self.settings.contract.prefill else ():
             step = self._window("prefill", depth, widths, states, [[] for _ in self.rows])
-            states = step.recycled
+            states = step.recycled if self.head.eats_recycled(depth + 1) else states
         self.pending = [pending[width:] for pending, width in zip(self.pending, widths, strict=True)]
 
     def _draft(self, num_drafts: int) -> tuple[list[list[int]], list[Tensor]]:
@@ -234,12 +234,12 @@ class _Batch:
         for depth in range(1, num_drafts + 1):
             if depth <= self.head.num_modules:
                 step = self._window("draft", depth, widths, states, drafts)
-                states = step.recycled
+                states = step.recycled if self.head.eats_recycled(depth + 1) else states
                 normed, chained = (each[torch.arange(len(ends)), ends] for each in (step.normed, step.recycled))
             else:
                 step = self._recurse(depth, chained, drafts)
                 normed, chained = step.normed[:, 0], step.recycled[:, 0]
-            q, tokens = self._pick(self.trunk.logits(normed), seen, uniforms[:, depth - 1])
+            q, tokens = self._pick(self.head.logits(self.head.module(depth), normed), seen, uniforms[:, depth - 1])
             laws.append(q)
             for draft, token in zip(drafts, tokens.tolist(), strict=True):
                 draft.append(token)
@@ -256,7 +256,9 @@ class _Batch:
         for row, width in enumerate(widths):
             start = self._start(row) + depth
             tokens.append([*self.tokens[row], *drafts[row]][start : start + width])
-        self._watch(phase, index, tokens, self.caches[index], f"g{depth - 1}" if depth > 1 else "h")
+        self._watch(
+            phase, index, tokens, self.caches[index], f"g{depth - 1}" if self.head.eats_recycled(depth) else "h"
+        )
         step = self.head.step(index, self._tensor(tokens), states, cache=self.caches[index])
         self.caches[index].keep(widths)
         return step

@@ -10,6 +10,7 @@ from torch import Tensor
 from nextn.acceptance import Acceptance
 from nextn.data import Batch, Degeneracy, degeneracy
 from nextn.decode import Settings, rounds
+from nextn.head import outputs
 from nextn.loss import Targets, cross_entropy
 from nextn.model import Model
 from nextn.sampling import overlap
@@ -63,10 +64,10 @@ def forced(model: Model, batches: Iterable[Batch], depths: int, *, dtype: torch.
             states = [hidden.normed]
             if model.head is not None and depths:
                 states += model.head.hiddens(tokens, hidden.eaten, depths, documents=documents)
-        targets = Targets(tokens, documents, documents >= 0)
+        targets, weights = Targets(tokens, documents, documents >= 0), outputs(model.trunk, model.head, depths)
         for depth, state in enumerate(states):
             labels = targets.labels(depth).flatten()
-            _, nll = cross_entropy(state.flatten(0, 1), model.trunk.output.weight, labels)
+            _, nll = cross_entropy(state.flatten(0, 1), weights[depth], labels)
             sums[depth] += nll.sum().item()
             counts[depth] += (labels >= 0).sum().item()
         reached += _survival(model, states, targets.labels(depths) >= 0)
@@ -89,6 +90,7 @@ def decoded(model: Model, prompts: Sequence[Sequence[int]], settings: Settings) 
 def _survival(model: Model, states: Sequence[Tensor], valid: Tensor) -> Tensor:
     """-> [2, D+1]: expected columns whose depths 1..k are all kept, by argmax and by 1 - TV; k = 0 counts all."""
     depths, columns = len(states) - 1, valid.shape[1]
+    weights = outputs(model.trunk, model.head, depths)
     survived = torch.zeros(2, depths + 1, dtype=torch.float64)
     for row in range(len(valid)):  # one row of [columns, V] laws at a time bounds the memory
         alive = valid[row].double().expand(2, -1).clone()
@@ -96,7 +98,7 @@ def _survival(model: Model, states: Sequence[Tensor], valid: Tensor) -> Tensor:
         trunk = model.trunk.logits(states[0][row].to(model.trunk.output.weight.dtype)).float()
         for depth in range(1, depths + 1):
             p = trunk[depth : depth + columns]
-            q = model.trunk.logits(states[depth][row, :columns].to(model.trunk.output.weight.dtype)).float()
+            q = (states[depth][row, :columns].to(weights[depth].dtype) @ weights[depth].T).float()
             match = p.argmax(-1) == q.argmax(-1)
             alive *= torch.stack([match.double(), overlap(p.softmax(-1), q.softmax(-1)).double()])
             survived[:, depth] += alive.sum(-1).cpu()

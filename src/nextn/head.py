@@ -5,14 +5,21 @@ eats (t_{i+k}, the state of depth k-1 at column i). It does not know how drafts 
 """
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from nextn.blocks.streams import collapse, spread
 from nextn.errors import ConfigError
 from nextn.families import Family, by_name
-from nextn.rollback import AttentionLayer, Cache
-from nextn.trunk import Trunk, packed
+from nextn.rollback import Apart, Cache
+from nextn.trunk import Kind, Trunk, new_cache, packed
+
+# How many columns a head's cache can drop where that takes memory: more than anyone drafts at once.
+_SPARE = 128
+# What joins token and hidden state, and how many of the two each eats.
+_PROJECTIONS = {"projection": 2, "token_projection": 1, "hidden_projection": 1}
 
 
 @dataclass(frozen=True)
@@ -29,12 +36,39 @@ class Module(nn.Module):
     def __init__(self, family: Family, trunk: Trunk, index: int, count: int) -> None:
         super().__init__()
         size = trunk.config.hidden_size
-        self.family = family
+        bias = bool(family.projection_bias and getattr(trunk.config, family.projection_bias))
+        self.family, self.scale = family, trunk.scale
         self.token_norm, self.hidden_norm = trunk.norm(), trunk.norm()
-        self.projection = nn.Linear(2 * size, size, bias=False, dtype=self.token_norm.weight.dtype)
-        trunk.initialize(self.projection)
-        self.block = trunk.block(index, count, family.block)
-        self.final_norm = trunk.norm()
+        projections = [role for role in _PROJECTIONS if role in family.names]
+        for role in projections:
+            setattr(self, role, nn.Linear(_PROJECTIONS[role] * size, size, bias=bias, dtype=trunk.dtype))
+        self.block: nn.Module = trunk.block(index, count, family.block)
+        self.kinds = trunk.block_kinds(index, count, family.block)
+        has_norm = "final_norm" in family.names and trunk.has(family.optional.get("final_norm"))
+        self.final_norm = trunk.norm() if has_norm else nn.Identity()
+        if "embedding" in family.own:
+            self.embedding = nn.Embedding(trunk.vocab_size, size, dtype=trunk.dtype)
+        if "output" in family.own:
+            self.output = nn.Linear(size, trunk.vocab_size, bias=False, dtype=trunk.dtype)
+        for name in (*projections, *family.own):
+            trunk.initialize(getattr(self, name))
+        if "collapse_fn" in family.names:
+            config = trunk.config
+            self.eps = {"eps": config.hc_eps, "norm_eps": config.rms_norm_eps}
+            self.collapse_fn = nn.Parameter(torch.empty(config.hc_mult, config.hc_mult * size))
+            nn.init.normal_(self.collapse_fn, std=config.initializer_range)
+            self.collapse_base = nn.Parameter(torch.zeros(config.hc_mult))
+            self.collapse_scale = nn.Parameter(torch.ones(1))
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers of the block, in order; `kinds` says how each attends."""
+        return [*self.block] if isinstance(self.block, nn.ModuleList) else [self.block]
+
+    @property
+    def kind(self) -> Kind:
+        """How the layer of the block that attends does so."""
+        return next(kind for kind in self.kinds if kind.name != "dummy")
 
     def forward(
         self,
@@ -49,26 +83,47 @@ class Module(nn.Module):
         """embedded, hidden [B, T, H] at positions [B, T] -> Step."""
         if self.family.position0 == "zero":
             embedded = embedded.masked_fill((positions == 0)[..., None], 0)
+        joined = self._join(embedded, hidden)
+        return self._finish(self._run_block(joined, positions=positions, rotary=rotary, mask=mask, cache=cache))
+
+    def _join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """Norms and projection -> what the block eats."""
         parts = [self.token_norm(embedded), self.hidden_norm(hidden)]
+        if "projection" not in self.family.names:
+            token, states = self.token_projection(parts[0]), self.hidden_projection(parts[1])
+            return states + spread(token, states)
         if self.family.concat == "hidden_first":
             parts.reverse()
-        states = self.block(
-            self.projection(torch.cat(parts, dim=-1)),
-            position_embeddings=rotary,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=cache is not None,
-        )
-        raw = states[0] if isinstance(states, tuple) else states
-        normed = self.final_norm(raw)
-        return Step(normed, normed if self.family.recycled == "post" else raw)
+        return self.projection(torch.cat(parts, dim=-1))
+
+    def _run_block(
+        self, states: Tensor, *, positions: Tensor, rotary: object, mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        for layer in self.layers:
+            out = layer(
+                states,
+                position_embeddings=rotary,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=cache is not None,
+            )
+            states = out[0] if isinstance(out, tuple) else out
+        return states
+
+    def _finish(self, raw: Tensor) -> Step:
+        whole = raw
+        if "collapse_fn" in self.family.names:
+            whole = collapse(raw, self.collapse_fn, self.collapse_base, self.collapse_scale, **self.eps)
+        normed = self.final_norm(whole)
+        return Step(normed * self.scale, normed if self.family.recycled == "post" else raw)
 
 
 class Head(nn.Module):
     """One module applied again and again, or num_modules distinct ones; depths beyond the last module reuse it.
 
-    Embedding and output head are the trunk's and are not parameters of this module.
+    What the family stores once for all modules is module 0's, and the others use it. Embedding and output head are the
+    trunk's, and no parameters of this module, unless the family says that they are the head's own.
     """
 
     def __init__(self, family: Family, trunk: Trunk, *, num_modules: int = 1) -> None:
@@ -78,6 +133,11 @@ class Head(nn.Module):
         self.family = family
         self._trunk = (trunk,)  # in a tuple, so that nn.Module does not take the trunk's parameters for the head's
         self.stack = nn.ModuleList(Module(family, trunk, index, num_modules) for index in range(num_modules))
+        for module in list(self.stack)[1:]:
+            for role in family.once:
+                delattr(module, role)
+                # Past nn.Module, which would list the same parameters again under this module's name.
+                module.__dict__[role] = getattr(self.stack[0], role)
 
     @property
     def trunk(self) -> Trunk:
@@ -87,13 +147,32 @@ class Head(nn.Module):
     def num_modules(self) -> int:
         return len(self.stack)
 
+    def keeps_fp32(self, name: str) -> bool:
+        """Whether this tensor stays in fp32 whatever the model's dtype."""
+        return "collapse_" in name or self.trunk.keeps_fp32(name)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers of all modules."""
+        return [layer for index in range(self.num_modules) for layer in self._at(index).layers]
+
+    def published(self, name: str) -> str:
+        """Tensor name in a checkpoint of canonical `<module>.<role>[.<rest>]`, wrapped as the trunk's own are."""
+        wrapper = self.trunk.prefix if self.trunk.prefix in self.family.wrappers else ""
+        return self.family.published(name, self.trunk.num_layers, wrapper=wrapper)
+
     def module(self, depth: int) -> int:
         """Index of the module that computes `depth` (1-based)."""
         return min(depth, self.num_modules) - 1
 
     def cache(self, batch_size: int) -> Cache:
         """An empty cache of one module's keys and values for batch_size rows."""
-        return Cache([AttentionLayer() for _ in self.stack], batch_size, device=self.trunk.device)
+        kinds = [kind for index in range(self.num_modules) for kind in self._at(index).kinds]
+        return new_cache(kinds, batch_size, device=self.trunk.device, spare=_SPARE)
+
+    def eats_recycled(self, depth: int) -> bool:
+        """Whether `depth` eats the state that the depth before handed on, rather than the trunk's."""
+        return depth > (self.num_modules if self.family.order == "unchained" else 1)
 
     def step(
         self,
@@ -102,21 +181,47 @@ class Head(nn.Module):
         hidden: Tensor,
         *,
         cache: Cache | None = None,
-        mask: Tensor | None = None,
+        within: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Step:
         """Module `index` over pairs: tokens [B, T], hidden [B, T, H]. With a cache the T columns are a window that the
-        caller closes with `cache.keep`; without one, positions count from 0 and attention is causal."""
+        caller closes with `cache.keep`; without one, positions count from 0 and attention is causal, and within
+        [B, 1, T, T] limits it further."""
+        if isinstance(cache, Apart):
+            steps = [
+                self.step(index, tokens[row : row + 1], hidden[row : row + 1], cache=each)
+                for row, each in enumerate(cache.rows)
+            ]
+            return Step(*(torch.cat([getattr(step, name) for step in steps]) for name in ("normed", "recycled")))
+        module, columns = self._at(index), tokens.shape[1]
         if cache is not None:
-            cache.begin(tokens.shape[1])
-            positions, mask = cache.positions(tokens.shape[1]), cache.mask(tokens.shape[1])
+            cache.begin(columns)
+            positions = cache.positions(columns)
         elif positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        embedded = self.trunk.embedding(tokens)
-        hidden = hidden.to(embedded.dtype)
-        return self.stack[index](
-            embedded, hidden, positions=positions, rotary=self.trunk.rotary(embedded, positions), mask=mask, cache=cache
+            positions = torch.arange(columns, device=tokens.device).expand_as(tokens)
+        embedded = module.embedding(tokens) if "embedding" in self.family.own else self._embed(tokens)
+        return module(
+            embedded,
+            hidden.to(embedded.dtype),
+            positions=positions,
+            rotary=self.trunk.rotary(embedded, positions, module.kind),
+            mask=self.trunk.mask(module.kind, columns, cache=cache, within=within),
+            cache=cache,
         )
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self.trunk.embed(tokens, raw=self.family.embedded == "raw")
+
+    def output(self, index: int) -> nn.Linear:
+        """The output head that reads module `index`'s normed states."""
+        return self._at(index).output if "output" in self.family.own else self.trunk.output
+
+    def _at(self, index: int) -> Module:
+        return cast(Module, self.stack[index])
+
+    def logits(self, index: int, normed: Tensor) -> Tensor:
+        """normed [..., H] of module `index` -> [..., V]."""
+        return self.output(index)(normed) if "output" in self.family.own else self.trunk.logits(normed)
 
     def hiddens(self, tokens: Tensor, hidden: Tensor, depths: int, *, documents: Tensor | None = None) -> list[Tensor]:
         """Teacher-forced, all columns at once: tokens [B, T], hidden [B, T, H] -> depth k's normed states [B, T-k, H].
@@ -126,19 +231,19 @@ class Head(nn.Module):
         length = tokens.shape[1]
         if not 1 <= depths < length:
             raise ConfigError(f"depths = {depths}; expected 1 <= depths < {length}, the number of tokens")
-        positions, mask = (None, None) if documents is None else packed(documents)
-        outs = []
+        positions, within = (None, None) if documents is None else packed(documents)
+        outs, recycled = [], hidden
         for depth in range(1, depths + 1):
             columns = length - depth
             step = self.step(
                 self.module(depth),
                 tokens[:, depth:],
-                hidden[:, :columns],
+                (recycled if self.eats_recycled(depth) else hidden)[:, :columns],
                 positions=None if positions is None else positions[:, :columns],
-                mask=None if mask is None else mask[:, :, :columns, :columns],
+                within=None if within is None else within[:, :, :columns, :columns],
             )
             outs.append(step.normed)
-            hidden = step.recycled
+            recycled = step.recycled
         return outs
 
     def forward(self, tokens: Tensor, hidden: Tensor | None = None, *, depths: int | None = None) -> Tensor:
@@ -149,7 +254,16 @@ class Head(nn.Module):
         depths = self.num_modules if depths is None else depths
         states = self.hiddens(tokens, self.trunk.embedding(tokens) if hidden is None else hidden, depths)
         columns = tokens.shape[1] - depths
-        return self.trunk.logits(torch.stack([state[:, :columns] for state in states], dim=2))
+        logits = [self.logits(self.module(depth), state[:, :columns]) for depth, state in enumerate(states, start=1)]
+        return torch.stack(logits, dim=2)
+
+
+def outputs(trunk: Trunk, head: Head | None, depths: int) -> list[Tensor]:
+    """The weights [V, H] that the trunk's normed states and those of depths 1, 2, ... are read with."""
+    shared = trunk.readout  # once: the loss takes depths together whose weight is the same tensor
+    if head is None or "output" not in head.family.own:
+        return [shared] * (1 + (depths if head is not None else 0))
+    return [shared, *(head.output(head.module(depth)).weight for depth in range(1, depths + 1))]
 
 
 class StandaloneHead(Head):

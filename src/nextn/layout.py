@@ -1,44 +1,76 @@
-"""Stored form against running form of a block: experts one by one in files, fused in transformers."""
+"""Stored form against running form of a block: experts one by one or stacked in files, fused in transformers; gate and
+up projection row by row in turn."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-_ONE = re.compile(r"(?P<stem>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
+Form = Literal["split", "fused", "stacked"]
+_RUNNING = re.compile(r"(?P<stem>.+\.experts)\.(?P<part>gate_up_proj|up_proj|down_proj)")
+_STORED = re.compile(r"(?P<stem>.+\.experts)\.(?:(?P<expert>\d+)\.)?(?P<part>gate_proj|up_proj|down_proj)\.weight")
 
 
-def split_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`experts.gate_up_proj` [E, 2I, H], `experts.down_proj` [E, H, I] -> `experts.<e>.{gate,up,down}_proj.weight`."""
+def split_experts(state: Mapping[str, Tensor], form: Form = "split") -> dict[str, Tensor]:
+    """`experts.gate_up_proj` [E, 2I, H], or `experts.up_proj` where there is no gate, and `experts.down_proj` [E, H, I]
+    -> `experts.<e>.{gate,up,down}_proj.weight` for split, `experts.{gate,up,down}_proj.weight` [E, ...] for stacked."""
     out: dict[str, Tensor] = {}
     for name, value in state.items():
-        if name.endswith(".experts.gate_up_proj"):
-            stem = name.removesuffix(".gate_up_proj")
-            for expert, (gate, up) in enumerate(part.chunk(2) for part in value):
-                out |= {f"{stem}.{expert}.gate_proj.weight": gate, f"{stem}.{expert}.up_proj.weight": up}
-        elif name.endswith(".experts.down_proj"):
-            stem = name.removesuffix(".down_proj")
-            out |= {f"{stem}.{expert}.down_proj.weight": part for expert, part in enumerate(value)}
-        else:
+        match = None if form == "fused" else _RUNNING.fullmatch(name)
+        if match is None:
             out[name] = value
+            continue
+        fused = match["part"] == "gate_up_proj"
+        parts = zip(("gate_proj", "up_proj"), value.chunk(2, dim=1), strict=True) if fused else [(match["part"], value)]
+        for part, experts in parts:
+            if form == "stacked":
+                out[f"{match['stem']}.{part}.weight"] = experts
+            else:
+                out |= {f"{match['stem']}.{index}.{part}.weight": expert for index, expert in enumerate(experts)}
     return out
 
 
 def fuse_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Inverse of `split_experts`; a state without single experts comes back as it is."""
+    """Inverse of `split_experts`, whatever the form; a state without experts comes back as it is."""
     out: dict[str, Tensor] = {}
     found: dict[str, dict[str, dict[int, Tensor]]] = {}
     for name, value in state.items():
-        match = _ONE.fullmatch(name)
+        match = _STORED.fullmatch(name)
         if match is None:
             out[name] = value
         else:
-            found.setdefault(match["stem"], {}).setdefault(match["part"], {})[int(match["expert"])] = value
+            found.setdefault(match["stem"], {}).setdefault(match["part"], {})[int(match["expert"] or -1)] = value
     for stem, parts in found.items():
-        gate, up, down = (
-            [parts[part][index] for index in sorted(parts[part])] for part in ("gate_proj", "up_proj", "down_proj")
-        )
-        out[f"{stem}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(gate, up, strict=True)])
-        out[f"{stem}.down_proj"] = torch.stack(down)
+        whole = {
+            part: experts[-1] if -1 in experts else torch.stack([experts[index] for index in sorted(experts)])
+            for part, experts in parts.items()
+        }
+        if "gate_proj" in whole:
+            whole["gate_up_proj"] = torch.cat([whole.pop("gate_proj"), whole.pop("up_proj")], dim=1)
+        out |= {f"{stem}.{part}": value for part, value in whole.items()}
     return out
+
+
+def interleave(state: Mapping[str, Tensor], paths: Sequence[str]) -> dict[str, Tensor]:
+    """`block.<path>.gate_proj.weight` and `up_proj` [I, H] -> `gate_up_proj` [2I, H], a row of each in turn."""
+    out = dict(state)
+    for name in [each for each in state if _ends(each, paths, "gate_proj.weight")]:
+        stem = name.removesuffix("gate_proj.weight")
+        pair = [out.pop(f"{stem}{part}_proj.weight") for part in ("gate", "up")]
+        out[f"{stem}gate_up_proj.weight"] = torch.stack(pair, dim=1).flatten(0, 1)
+    return out
+
+
+def deinterleave(state: Mapping[str, Tensor], paths: Sequence[str]) -> dict[str, Tensor]:
+    """Inverse of `interleave`."""
+    out = dict(state)
+    for name in [each for each in state if _ends(each, paths, "gate_up_proj.weight")]:
+        stem, rows = name.removesuffix("gate_up_proj.weight"), out.pop(name)
+        out |= {f"{stem}gate_proj.weight": rows[0::2], f"{stem}up_proj.weight": rows[1::2]}
+    return out
+
+
+def _ends(name: str, paths: Sequence[str], part: str) -> bool:
+    return any(name.endswith(f".block.{path}.{part}") for path in paths)

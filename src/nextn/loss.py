@@ -147,7 +147,7 @@ class LossReport:
 
 def mtp_loss(
     hiddens: Sequence[Tensor],
-    weight: Tensor,
+    weight: Tensor | Sequence[Tensor],
     targets: Targets,
     *,
     lam: float,
@@ -157,6 +157,7 @@ def mtp_loss(
 ) -> LossReport:
     """L_main + (lambda / D) sum_k w_k L_k (arXiv 2412.19437, eq. 24-25) of hiddens[k] [B, T-k, H] and weight [V, H].
 
+    weight: the output head of all, or one for each of hiddens.
     L_k is the summed cross-entropy of depth k over its own labels ("valid", Megatron's choice), over the trunk's labels
     ("tokens", the paper's 1/T: deeper depths weigh a little less in short rows), or over denominator[k] of a tensor
     [D+1]: with Targets.counts summed over micro-batches (averaged over ranks where gradients are averaged), the losses
@@ -167,18 +168,23 @@ def mtp_loss(
     labels = [targets.labels(k) for k in range(depths + 1)]
     _check_shapes(hiddens, labels, shares)
     counts = torch.stack([(wanted != IGNORE).sum() for wanted in labels])
+    weights = [weight] * (depths + 1) if isinstance(weight, Tensor) else list(weight)
     over = _denominators(denominator, counts)
     terms = [1.0, *(lam / depths * share for share in shares)]
-    scale = over.new_tensor(terms, dtype=_wide(hiddens[0], weight)) / over  # x / 0 weighs rows that cross_entropy drops
-    sizes = [wanted.numel() for wanted in labels]
-    total, nll = cross_entropy(
-        torch.cat([hidden.flatten(0, 1) for hidden in hiddens]),
-        weight,
-        torch.cat([wanted.flatten() for wanted in labels]),
-        row_weights=torch.cat([c.expand(size) for c, size in zip(scale, sizes, strict=True)]),
-        chunk=chunk,
-    )
-    return LossReport(total=total, sums=torch.stack([part.sum() for part in nll.split(sizes)]), counts=counts)
+    scale = over.new_tensor(terms, dtype=_wide(hiddens[0], weights[0])) / over  # x / 0 weighs rows that are dropped
+    total, sums = scale.new_zeros(()), scale.new_zeros(depths + 1)
+    for shared in {id(each): each for each in weights}.values():  # depths that share a weight go through it together
+        group = [k for k, each in enumerate(weights) if each is shared]
+        part, nll = cross_entropy(
+            torch.cat([hiddens[k].flatten(0, 1) for k in group]),
+            shared,
+            torch.cat([labels[k].flatten() for k in group]),
+            row_weights=torch.cat([scale[k].expand(labels[k].numel()) for k in group]),
+            chunk=chunk,
+        )
+        total = total + part
+        sums[group] = torch.stack([each.sum() for each in nll.split([labels[k].numel() for k in group])])
+    return LossReport(total=total, sums=sums, counts=counts)
 
 
 def _denominators(denominator: str | Tensor, counts: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from nextn.data import Batch, Batches, Corpus
 from nextn.decode import Settings
 from nextn.errors import CheckpointError, ConfigError, TrainingError
 from nextn.evaluate import Decoded, Forced, decoded, forced
+from nextn.head import outputs
 from nextn.loss import LambdaSchedule, LossReport, Targets, depth_weights, mtp_loss
 from nextn.model import Model
 
@@ -136,7 +137,7 @@ class Trainer:
         except OSError as error:
             raise CheckpointError(f"{out}: cannot be written: {error}; choose another folder") from error
         self.model, self.config, self.out, self.step = model, config, out, 0
-        pack = not model.trunk.is_recurrent
+        pack = model.trunk.can_pack
         self.batches = Batches(corpus, batch_size=config.batch_size, length=config.length, seed=config.seed, pack=pack)
         self.held_out = held_out and Batches(
             held_out, batch_size=config.batch_size, length=config.length, seed=config.seed, pack=pack
@@ -180,7 +181,8 @@ class Trainer:
             if self.config.depths and self.model.head is not None:
                 hiddens += self.model.head.hiddens(tokens, hidden.eaten, self.config.depths, documents=documents)
         targets = Targets(tokens, documents, documents >= 0)
-        return mtp_loss(hiddens, self.model.trunk.output.weight, targets, lam=lam, depth_weights=self.weights)
+        weights = outputs(self.model.trunk, self.model.head, len(hiddens) - 1)
+        return mtp_loss(hiddens, weights, targets, lam=lam, depth_weights=self.weights)
 
     def evaluate(self, *, decode: bool = False) -> EvalRecord:
         """Held-out figures now; decode: also through the decoder, on the trainer's prompts."""
@@ -319,6 +321,7 @@ def _copy_buffers(source: Model, target: Model) -> None:
 
 
 def _optimizers(named: Mapping[str, nn.Parameter], config: TrainConfig) -> list[torch.optim.Optimizer]:
+    named = {name: value for name, value in named.items() if value.requires_grad}
     matrices = [value for name, value in named.items() if config.optimizer == "muon" and _is_inner_matrix(name, value)]
     taken = {id(value) for value in matrices}
     rest = [value for value in named.values() if id(value) not in taken]
@@ -346,7 +349,7 @@ def _is_inner_matrix(name: str, value: nn.Parameter) -> bool:
 
 def _compile(model: Model) -> None:
     # Layer by layer: layers of one kind share a graph, which is compiled once; the head's block is such a layer.
-    blocks = [module.block for module in model.head.stack] if model.head is not None else []
+    blocks = model.head.layers if model.head is not None else []
     for layer in [*model.trunk.decoder.layers, *blocks]:
         layer.compile()
 

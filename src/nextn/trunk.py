@@ -4,24 +4,37 @@ Everything that reads a model's internals is here, so a new transformers is one 
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch.nn import functional
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import DummyLayer, get_layer_types_and_kwargs
 from transformers.utils import logging as transformers_logging
 
+from nextn.blocks.compressed import CompressedLayer
+from nextn.blocks.convolution import ConvolutionLayer
 from nextn.errors import CheckpointError, ConfigError, RollbackError
 from nextn.families import Stage
-from nextn.rollback import AttentionLayer, Cache, RecurrentLayer
+from nextn.rollback import Apart, AttentionLayer, Cache, IndexedLayer, RecurrentLayer, causal
 
-_SLIDING = ("sliding_attention", "chunked_attention")
+_FULL, _SLIDING, _INDEXED = "full_attention", "sliding_attention", "indexed_attention"
 _RECURRENT = ("linear_attention", "conv")
+_COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
+# Attention whose layers have convolutions beside it -> what transformers calls its mask.
+_HYBRID = {"hybrid": _FULL, "hybrid_sliding": _SLIDING}
 
 
 @dataclass(frozen=True)
@@ -32,11 +45,37 @@ class Hidden:
     eaten: Tensor
 
 
+@dataclass(frozen=True)
+class Kind:
+    """How a decoder layer attends. window: columns that a sliding layer sees, its own included; None = all before.
+    states: how many of convolutions or recurrences it has. rate: columns to an entry where attention is compressed."""
+
+    name: str = _FULL
+    window: int | None = None
+    states: int = 1
+    rate: int = 0
+
+    @property
+    def is_recurrent(self) -> bool:
+        return self.name in _RECURRENT
+
+    @property
+    def can_pack(self) -> bool:
+        """Whether a mask and positions alone keep the documents of a row apart."""
+        return not (self.is_recurrent or self.rate or self.name in _HYBRID)
+
+    @property
+    def goes_apart(self) -> bool:
+        """Whether rows of different lengths cannot go together: transformers counts all from one offset."""
+        return self.name in _HYBRID
+
+
 class _Decoder(Protocol):
-    """What is asked of transformers' decoders: `layers`, the final `norm`, and a call."""
+    """What is asked of transformers' decoders: `layers`, the final norm under one of two names, and a call."""
 
     layers: nn.ModuleList
     norm: nn.Module
+    norm_f: nn.Module
 
     def __call__(self, **kwargs: object) -> "_Output": ...
 
@@ -50,13 +89,15 @@ class _IdleLayer(DummyLayer):
 
     def begin(self, lengths: object, num_columns: int) -> None: ...
     def keep(self, counts: object, num_columns: int) -> None: ...
+    def drop(self, counts: object) -> None: ...
     def select(self, rows: Tensor) -> None: ...
 
 
 class Trunk(nn.Module):
     """A causal language model of transformers, seen through six methods.
 
-    stage: which hidden state the MTP head eats, `post` or `pre` the trunk's final norm.
+    stage: which hidden state the MTP head eats, `post` or `pre` the trunk's final norm, or the `streams` of its last
+    layer.
     """
 
     model: PreTrainedModel
@@ -66,6 +107,8 @@ class Trunk(nn.Module):
         self.model = model
         self.stage = stage
         self.config = model.config.get_text_config(decoder=True)
+        self.kinds = _kinds(self.config)
+        _freeze_indexers(model)
         for module in self._mixers():
             module.register_forward_pre_hook(_record, with_kwargs=True)
 
@@ -75,16 +118,15 @@ class Trunk(nn.Module):
     ) -> "Trunk":
         """A freshly initialised trunk of the given transformers config, a dict with `model_type`."""
         known = AutoConfig.for_model(**dict(config))
-        return cls(AutoModelForCausalLM.from_config(known, dtype=dtype, attn_implementation="sdpa"), stage=stage)
+        return cls(_loader(known).from_config(known, dtype=dtype), stage=stage)
 
     @classmethod
     def from_pretrained(cls, folder: Path, *, stage: Stage = "post", dtype: torch.dtype | None = None) -> "Trunk":
         """The trunk of a checkpoint folder. Raises CheckpointError if a tensor would stay uninitialised."""
         with _quiet():
             try:
-                model, info = AutoModelForCausalLM.from_pretrained(
-                    folder, dtype=dtype or "auto", attn_implementation="sdpa", output_loading_info=True
-                )
+                loader = _loader(AutoConfig.from_pretrained(folder))
+                model, info = loader.from_pretrained(folder, dtype=dtype or "auto", output_loading_info=True)
             except (OSError, ValueError, KeyError) as error:
                 raise CheckpointError(f"{folder}: transformers cannot load the trunk: {error}") from error
         bad = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
@@ -97,6 +139,15 @@ class Trunk(nn.Module):
     @property
     def decoder(self) -> "_Decoder":
         return cast(_Decoder, self.model.get_decoder())
+
+    @property
+    def prefix(self) -> str:
+        """Where the decoder stands in the model: `model.`, or `model.language_model.` in some vision-language types."""
+        return next(name for name, part in self.model.named_modules() if part is self.decoder) + "."
+
+    @property
+    def final_norm(self) -> nn.Module:
+        return self.decoder.norm if hasattr(self.decoder, "norm") else self.decoder.norm_f
 
     @property
     def embedding(self) -> nn.Embedding:
@@ -112,7 +163,8 @@ class Trunk(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        return self.config.vocab_size
+        """How many tokens there are; embedding and output head may hold rows beyond them, for padding."""
+        return getattr(self.config, "unpadded_vocab_size", None) or self.config.vocab_size
 
     @property
     def max_length(self) -> int | None:
@@ -128,18 +180,38 @@ class Trunk(nn.Module):
         return self.embedding.weight.device
 
     @property
-    def is_recurrent(self) -> bool:
-        return any(kind in _RECURRENT for kind in get_layer_types_and_kwargs(self.config)[0])
+    def can_pack(self) -> bool:
+        """Whether one row can hold several documents."""
+        return all(kind.can_pack for kind in self.kinds)
+
+    @property
+    def hidden_shape(self) -> tuple[int, ...]:
+        """Of the state that the MTP head eats, for one token: (H,), or (S, H) of S streams."""
+        size = self.config.hidden_size
+        return (self.config.hc_mult, size) if self.stage == "streams" else (size,)
+
+    @property
+    def scale(self) -> float:
+        """What the normed state is multiplied by before the output head reads it, so that logits come out scaled."""
+        return getattr(self.config, "logit_scale", 1.0) / getattr(self.config, "logits_mup_width_multiplier", 1.0)
 
     def forward(self, tokens: Tensor, cache: Cache | None = None, *, documents: Tensor | None = None) -> Hidden:
         """tokens [B, T] -> Hidden. With a cache, the T columns are a window that the caller closes with `cache.keep`.
 
         documents [B, T] ids: attention and positions stay inside a document (training only, attention trunks only).
         """
+        if isinstance(cache, Apart):
+            rows = [self(tokens[row : row + 1], each) for row, each in enumerate(cache.rows)]
+            return Hidden(torch.cat([row.normed for row in rows]), torch.cat([row.eaten for row in rows]))
+        columns = tokens.shape[1]
         if cache is not None:
-            cache.begin(tokens.shape[1])
-            positions: Tensor | None = cache.positions(tokens.shape[1])
-            mask = self._masks(cache, tokens.shape[1])
+            if columns == 1 and any(kind.rate for kind in self.kinds) and len(set(cache.lengths)) > 1:
+                # DeepSeek-V4 hides no entry from a lone query, so that it would see those of longer rows: never alone.
+                tokens = functional.pad(tokens, (0, 1))
+            width = tokens.shape[1]
+            cache.begin(width)
+            positions: Tensor | None = cache.positions(width)
+            mask = self._masks(lambda kind: self.mask(kind, width, cache=cache))
         else:
             positions, mask = self._packed(tokens, documents)
         with self._tapped() as tap:
@@ -150,33 +222,71 @@ class Trunk(nn.Module):
                 past_key_values=cache,
                 use_cache=cache is not None,
             )
-        normed = out.last_hidden_state
-        return Hidden(normed, tap[0] if tap else normed)
+        normed = out.last_hidden_state[:, :columns]
+        return Hidden(normed * self.scale, tap[0][:, :columns] if tap else normed)
+
+    def embed(self, tokens: Tensor, *, raw: bool = False) -> Tensor:
+        """tokens [B, T] -> [B, T, H]. raw: as stored, without the norm that some trunks have behind their embedding."""
+        return functional.embedding(tokens, self.embedding.weight) if raw else self.embedding(tokens)
 
     def logits(self, normed: Tensor) -> Tensor:
         """normed [..., H] -> [..., V]."""
-        return self.output(normed)
+        return self.output(normed)[..., : self.vocab_size]
+
+    @property
+    def readout(self) -> Tensor:
+        """The weight [V, H] that normed states are read with."""
+        weight = self.output.weight
+        return weight if len(weight) == self.vocab_size else weight[: self.vocab_size]
 
     def cache(self, batch_size: int) -> Cache:
         """An empty cache for batch_size rows. Raises RollbackError for a layer kind that cannot be put back exactly."""
-        kinds, options = get_layer_types_and_kwargs(self.config)
-        layers = [_cache_layer(kind, option) for kind, option in zip(kinds, options, strict=True)]
-        return Cache(layers, batch_size, device=self.device)
+        return new_cache(self.kinds, batch_size, device=self.device)
 
     def block(self, index: int, count: int, overrides: Mapping[str, object]) -> nn.Module:
-        """A fresh decoder layer of the trunk's class, for module `index` of `count`; overrides change its config."""
-        config = copy.deepcopy(self.config)
-        config.num_hidden_layers = count
-        for name, value in overrides.items():
-            setattr(config, name, value * count if isinstance(value, list) else value)
-        block: nn.Module = cast(Callable[..., nn.Module], type(self.decoder.layers[-1]))(config, index)
+        """A fresh decoder layer of the trunk's class, for module `index` of `count`; overrides change its config.
+
+        A list in overrides has one entry for each layer of a module: with several, the block is an nn.ModuleList.
+        """
+        config = self._block_config(count, overrides)
+        layer_class = cast(Callable[..., nn.Module], type(self.decoder.layers[-1]))
+        layers = [layer_class(config, place) for place in _places(index, overrides)]
+        block = layers[0] if len(layers) == 1 else nn.ModuleList(layers)
         self.initialize(block)
+        _freeze_indexers(block)
         block.to(self.dtype)
-        for part in block.modules():
-            for name, value in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
-                if self.keeps_fp32(name):
-                    value.data = value.data.float()
+        for name, value in [*block.named_parameters(), *block.named_buffers()]:
+            if self.keeps_fp32(name) and value.is_floating_point():
+                value.data = value.data.float()
         return block
+
+    def block_kinds(self, index: int, count: int, overrides: Mapping[str, object]) -> list[Kind]:
+        """How each layer of that block attends."""
+        kinds = _kinds(self._block_config(count, overrides))
+        return [kinds[place] for place in _places(index, overrides)]
+
+    def _block_config(self, count: int, overrides: Mapping[str, object]) -> PreTrainedConfig:
+        config = copy.deepcopy(self.config)
+        config.per_layer_config = None
+        config.num_hidden_layers = len(_places(0, overrides)) * count
+        if hasattr(config, "num_mtp_layers"):
+            config.num_mtp_layers = count
+        for name, value in overrides.items():
+            if isinstance(value, list):
+                # Some configs say it themselves, under transformers' name for it.
+                own, value = getattr(config, f"mtp_{name}", None), value * count
+                value = value if own is None or len(own) < len(value) else own[: len(value)]
+            setattr(config, name, value)
+        if self.config.is_heterogeneous:
+            # A block is made like the trunk's layers of its kind, such as with the heads of the sliding ones.
+            own = self.config._heterogeneity_spec.per_layer_overrides
+            alike = {kind.name: own.get(place, {}) for place, kind in enumerate(self.kinds)}
+            config.per_layer_config = {place: alike.get(kind.name, {}) for place, kind in enumerate(_kinds(config))}
+        return config
+
+    def has(self, field: str | None) -> bool:
+        """Whether the config says yes to this field; to none, always."""
+        return field is None or bool(getattr(self.config, field, False))
 
     def keeps_fp32(self, name: str) -> bool:
         """Whether the model keeps this tensor in fp32 whatever its dtype, such as a router's correction bias."""
@@ -184,11 +294,11 @@ class Trunk(nn.Module):
 
     def norm(self) -> nn.Module:
         """A fresh norm of the trunk's own class."""
-        reference = self.decoder.norm
+        reference = self.final_norm
         eps = getattr(reference, "variance_epsilon", getattr(reference, "eps", None))
         norm: nn.Module = cast(Callable[..., nn.Module], type(reference))(self.config.hidden_size, eps=eps)
         self.initialize(norm)
-        return norm.to(self.dtype)
+        return norm.to(next(reference.parameters()).dtype)
 
     @torch.no_grad()
     def initialize(self, module: nn.Module) -> None:
@@ -196,36 +306,60 @@ class Trunk(nn.Module):
         for part in module.modules():
             self.model._init_weights(part)
 
-    def rotary(self, states: Tensor, positions: Tensor) -> object:
-        """Position embeddings for states [B, T, H] at positions [B, T], as the trunk's layers want them."""
+    def rotary(self, states: Tensor, positions: Tensor, kind: Kind) -> object:
+        """Position embeddings for states [B, T, H] at positions [B, T], as layers of this kind want them."""
         rotary = getattr(self.decoder, "rotary_emb", None)
         if rotary is None:
             return None
         # Qwen3.5 counts positions in time, height and width; a text token has the same index in all three.
-        return rotary(states, positions[None] if hasattr(rotary, "mrope_section") else positions)
+        positions = positions[None] if hasattr(rotary, "mrope_section") else positions
+        if "layer_type" not in inspect.signature(rotary.forward).parameters:
+            return rotary(states, positions)
+        if kind.name in rotary.layer_types:
+            return rotary(states, positions, kind.name)
+        # DeepSeek-V4 has labels of its own, and its layers choose.
+        return {label: rotary(states, positions, label) for label in rotary.layer_types}
 
-    def _masks(self, cache: Cache, num_columns: int) -> object:
-        kinds = set(get_layer_types_and_kwargs(self.config)[0])
-        window = getattr(self.config, "sliding_window", None)
-        masks = {
-            kind: cache.mask(num_columns, window=window if kind in _SLIDING else None)
-            for kind in kinds - set(_RECURRENT)
-        }
-        if len(kinds) == 1:
-            return next(iter(masks.values()), None)
-        return masks | dict.fromkeys(kinds & set(_RECURRENT))
+    def mask(
+        self, kind: Kind, num_columns: int, *, cache: Cache | None = None, within: Tensor | None = None
+    ) -> Tensor | None:
+        """What a layer of this kind may see: [B, 1, T, columns], or None where causal attention needs no mask.
+
+        cache: the window that is open in it; else T columns from 0, and within [B, 1, T, T] bool limits them further.
+        """
+        always = kind.name == _INDEXED or self._is_eager
+        if cache is not None:
+            mask = cache.mask(num_columns, window=kind.window, always=always)
+        elif within is None and not always and (kind.window is None or num_columns <= kind.window):
+            mask = None
+        else:
+            mask = causal(torch.arange(num_columns, device=self.device)[None], num_columns, window=kind.window)
+            mask = mask if within is None else mask & within
+        if mask is None or not self._is_eager:
+            return mask
+        # Eager attention adds its mask to the scores.
+        return torch.zeros(mask.shape, dtype=self.dtype, device=self.device).masked_fill(
+            ~mask, torch.finfo(self.dtype).min
+        )
+
+    @property
+    def _is_eager(self) -> bool:
+        return self.config._attn_implementation == "eager"
+
+    def _masks(self, of: Callable[[Kind], Tensor | None]) -> object:
+        masks = {_HYBRID.get(kind.name, kind.name): None if kind.is_recurrent else of(kind) for kind in set(self.kinds)}
+        if any(kind.name in _HYBRID for kind in self.kinds):
+            masks |= dict.fromkeys({*_HYBRID.values(), "linear_attention"} - masks.keys())
+        return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _packed(self, tokens: Tensor, documents: Tensor | None) -> tuple[Tensor | None, object]:
         # Padding (-1) stands at the right end, where causal attention hides it from every real column.
         if documents is None or bool(((documents == documents[:, :1]) | (documents < 0)).all()):
             return None, None
-        if self.is_recurrent:
-            raise ConfigError("a recurrent trunk cannot mask state between packed documents; use one document per row")
-        positions, mask = packed(documents)
-        kinds = set(get_layer_types_and_kwargs(self.config)[0])
-        if kinds & set(_SLIDING):
-            raise ConfigError("packing is not supported for sliding-window trunks; use one document per row")
-        return positions, mask
+        if not self.can_pack:
+            raise ConfigError("this trunk cannot mask state between packed documents; use one document per row")
+        positions, within = packed(documents)
+        return positions, self._masks(lambda kind: self.mask(kind, tokens.shape[1], within=within))
 
     @contextmanager
     def _tapped(self) -> Iterator[list[Tensor]]:
@@ -233,16 +367,18 @@ class Trunk(nn.Module):
         if self.stage == "post":
             yield tap
             return
-        handle = self.decoder.norm.register_forward_pre_hook(lambda _, args: tap.append(args[0]))
+        if self.stage == "streams":
+            handle = self.decoder.layers[-1].register_forward_hook(lambda *call: tap.append(call[-1]))
+        else:
+            handle = self.final_norm.register_forward_pre_hook(lambda _, args: tap.append(args[0]))
         try:
             yield tap
         finally:
             handle.remove()
 
     def _mixers(self) -> Iterator[nn.Module]:
-        kinds, _ = get_layer_types_and_kwargs(self.config)
-        for layer, kind in zip(self.decoder.layers, kinds, strict=True):
-            if kind in _RECURRENT:
+        for layer, kind in zip(self.decoder.layers, self.kinds, strict=True):
+            if kind.is_recurrent:
                 yield from (
                     part
                     for part in layer.modules()
@@ -261,15 +397,59 @@ def packed(documents: Tensor) -> tuple[Tensor, Tensor]:
     return positions, (same & (columns[:, None] >= columns))[:, None]
 
 
-def _cache_layer(kind: str, options: Mapping[str, object]) -> AttentionLayer | RecurrentLayer | _IdleLayer:
-    if kind == "full_attention" or kind in _SLIDING:
+def new_cache(kinds: Sequence[Kind], batch_size: int, *, device: torch.device, spare: int = 0) -> Cache:
+    """An empty cache for layers of these kinds. spare: how many columns that stood it can drop at most, where that
+    takes memory. Raises RollbackError for a kind that cannot be put back exactly."""
+    if batch_size > 1 and any(kind.goes_apart for kind in kinds):
+        return Apart([new_cache(kinds, 1, device=device, spare=spare) for _ in range(batch_size)])
+    return Cache([_cache_layer(kind, spare) for kind in kinds], batch_size, device=device)
+
+
+def _cache_layer(kind: Kind, spare: int) -> AttentionLayer | RecurrentLayer | _IdleLayer:
+    if kind.name in (_FULL, _SLIDING):
         return AttentionLayer()
-    if kind in _RECURRENT:
-        return RecurrentLayer(int(str(options.get("number_of_states", 1))))
-    if kind == "dummy":
+    if kind.name == _INDEXED:
+        return IndexedLayer()
+    if kind.rate:
+        return CompressedLayer(kind.rate)
+    if kind.name in _HYBRID:
+        return ConvolutionLayer(kind.states, spare=spare)
+    if kind.is_recurrent:
+        return RecurrentLayer(kind.states)
+    if kind.name == "dummy":
         return _IdleLayer()
-    known = ", ".join(("full_attention", *_SLIDING, *_RECURRENT))
-    raise RollbackError(f"layers of kind {kind!r} cannot be put back exactly; supported: {known}")
+    known = ", ".join((_FULL, _SLIDING, _INDEXED, *_COMPRESSED, *_HYBRID, *_RECURRENT))
+    raise RollbackError(f"layers of kind {kind.name!r} cannot be put back exactly; supported: {known}")
+
+
+def _kinds(config: PreTrainedConfig) -> list[Kind]:
+    # A block's config may name more layers than it has.
+    return [_kind(name, options) for name, options in zip(*get_layer_types_and_kwargs(config), strict=False)]
+
+
+def _kind(name: str, options: Mapping[str, Any]) -> Kind:
+    if name in _COMPRESSED:
+        config = options["config"]
+        return Kind(name, config.sliding_window, rate=config.compress_rates[name])
+    return Kind(name, options.get("sliding_window"), options.get("number_of_states", 1))
+
+
+def _places(index: int, overrides: Mapping[str, object]) -> range:
+    """The places of module `index`'s layers in a config of the whole head."""
+    width = max((len(value) for value in overrides.values() if isinstance(value, list)), default=1)
+    return range(index * width, (index + 1) * width)
+
+
+def _loader(config: PreTrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+    # Some vision-language types have no class for their text model alone.
+    return AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+
+
+def _freeze_indexers(module: nn.Module) -> None:
+    # transformers runs an indexer without gradients: what it picks is no smooth function of its weights.
+    for name, value in module.named_parameters():
+        if ".indexer." in name:
+            value.requires_grad_(False)
 
 
 def _record(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:

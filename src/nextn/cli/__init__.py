@@ -17,6 +17,7 @@ import typer
 
 from nextn import __version__
 from nextn.cli import move
+from nextn.cli.audit import audit
 from nextn.cli.common import AsJson, console, plain
 from nextn.errors import ConfigError, NextnError
 
@@ -34,6 +35,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Multi-Token Prediction: train heads, decode with them losslessly, see what they do.",
 )
+
+app.command()(audit)
 
 Drafts = Annotated[int, typer.Option("--drafts", "-k", help="Tokens drafted per round; 0 is plain decoding.")]
 MaxTokens = Annotated[int, typer.Option(help="New tokens at most.")]
