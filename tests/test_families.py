@@ -8,7 +8,7 @@ import pytest
 from tiny import CONFIGS
 
 from nextn.errors import FamilyError
-from nextn.families import ENGINES, EXTENSIONS, by_config, by_name, rows
+from nextn.families import ENGINES, by_config, by_name, rows
 
 ROWS = {row.name: row for row in rows()}
 LAYERS = 61
@@ -335,9 +335,7 @@ def test_row_is_whole(name):
         assert (engine.support == "runs") or not (engine.trunks != ("embedding", "output") or engine.unset)
         assert engine.support != "runs" or engine.missing != "unknown"
     assert all(source.startswith("https://") for source in row.sources)
-    assert set(row.needs) <= set(EXTENSIONS)
-    assert row.runs == (row.refusal == "")
-    assert not (row.needs and row.cannot_run)
+    assert row.runs == (row.cannot_run == "")
     assert set(row.own) <= set(row.names)
     assert ("streams" in (row.hidden, row.recycled)) == any(role.startswith("collapse") for role in row.names)
 

@@ -24,29 +24,8 @@ Support = Literal["runs", "loads", "ignores", "drops", "refuses", "absent"]
 # A missing head tensor is an error; is one in an unquantised checkpoint; the same, and a module that is wholly gone is
 # always one; keeps an initial value, unsaid; is not known to do either.
 Missing = Literal["raises", "unquantised", "module", "silent", "unknown"]
-Extension = Literal[
-    "composite", "eager", "indexer", "layer_list", "logit_scale", "no_final_norm", "own_embedding",
-    "own_output", "projection_bias", "rotary_kind", "shared_norms", "stacked_experts", "unchained", "window",
-]  # fmt: skip
 
 ENGINES = ("vllm", "sglang", "llamacpp", "transformers")
-# What `Trunk` and `Head` would have to learn, in words.
-EXTENSIONS: Mapping[Extension, str] = {
-    "composite": "build the text model of a vision-language class: AutoModelForCausalLM does not know the type",
-    "eager": "attention without sdpa: its sinks need the eager path",
-    "indexer": "a cache layer with indexer keys beside keys and values, and a mask that is never None",
-    "layer_list": "a block of several decoder layers",
-    "logit_scale": "logits multiplied as the trunk's config says",
-    "no_final_norm": "a module without a final norm",
-    "own_embedding": "an embedding of the head's own",
-    "own_output": "an output head of each module's own",
-    "projection_bias": "a projection with a bias, where the config has use_bias",
-    "rotary_kind": "rotary embeddings asked for by kind of layer",
-    "shared_norms": "norms and projection shared by all modules",
-    "stacked_experts": "experts stored as [E, out, in], gate and up apart",
-    "unchained": "every depth eats the trunk's state",
-    "window": "a sliding window in the mask of the head's block",
-}
 _FACTS = ("embedded", "hidden", "recycled", "position0", "order")
 
 
@@ -96,14 +75,14 @@ class Family:
     `block`, where the file stores them `embedding` and `output`, and what one family alone has.
     aliases: other spellings, read and never written. inside: transformers' path in the decoder layer -> the published
     one in the block, longer paths first, with `{expert}` for a number. saved: path in the trunk's files as transformers
-    writes them -> the published one, if that is another, first match first. own: stored roles that are the head's own;
-    the others of embedding and output are copies. trunk: where the trunk keeps embedding and output. wrappers: leading
-    path that some checkpoints have -> what it stands for. spare_count: the config may promise one module more than
-    there are. needs: what `Head` must learn before it computes this family. cannot_run: why it will not. sources: what
-    was read beside the engines' code. unverified: what none of it could settle. block: how the trunk's config differs
-    for the head's block; a list has one entry for each decoder layer of a module. projection_bias: the config's field
-    that gives the projection a bias. optional: role -> the config's field without which a head does not have it.
-    interleaved: paths in the block whose `gate_proj` and `up_proj` are stored as one, row by row in turn.
+    writes them -> the published one, if that is another, first match first. optional: role -> the config's field
+    without which a head does not have it. interleaved: paths in the block whose `gate_proj` and `up_proj` are stored as
+    one, a row of each in turn. own: stored roles that are the head's own; the others of embedding and output are
+    copies. trunk: where the trunk keeps embedding and output. wrappers: leading path that some checkpoints have -> what
+    it stands for. spare_count: the config may promise one module more than there are. projection_bias: the config's
+    field that gives the projection a bias. block: how the trunk's config differs for the head's block; a list has one
+    entry for each decoder layer of a module. cannot_run: why `Head` does not compute it. sources: what was read beside
+    the engines' code. unverified: what none of it could settle.
     """
 
     name: str
@@ -136,20 +115,14 @@ class Family:
     trunk: Mapping[str, str] = field(default_factory=lambda: {"embedding": "model.embed_tokens", "output": "lm_head"})
     wrappers: Mapping[str, str] = field(default_factory=dict)
     fp8: Fp8 | None = None
-    needs: tuple[Extension, ...] = ()
     cannot_run: str = ""
     remarks: tuple[str, ...] = ()
     unverified: tuple[str, ...] = ()
 
     @property
     def runs(self) -> bool:
-        """Whether `Head` computes it; if not, `refusal` says why."""
-        return not (self.cannot_run or self.needs)
-
-    @property
-    def refusal(self) -> str:
-        """Why `Head` does not compute it; empty if it does."""
-        return self.cannot_run or "; ".join(EXTENSIONS[need] for need in self.needs)
+        """Whether `Head` computes it; if not, `cannot_run` says why."""
+        return not self.cannot_run
 
     @property
     def copies(self) -> tuple[str, ...]:

@@ -229,7 +229,7 @@ _GLM5_NEXT = replace(
         "llamacpp": _kept("glm5-next.cpp", "its graph throws: not implemented yet"),
         "transformers": _ignores("glm5_next/modeling_glm5_next.py", _STATEFUL),
     },
-    sources=(), needs=(),
+    sources=(),
     cannot_run="the trunk's layers have delta attention and hyper-connections, the head's block is sparse MLA",
     unverified=("release status", _FP8_UNKNOWN),
 )
@@ -444,7 +444,10 @@ _STEP = Family(
         "llamacpp": _gguf("step35.cpp", "fills every module's cache with the trunk's states"),
         "transformers": Engine(
             "runs", _MTP_MODEL, hidden="post", recycled="post", missing="raises",
-            notes=("step3p7 alone; finds shared_head.norm but not transformer.shared_head.norm",),
+            notes=(
+                "step3p7 alone; finds shared_head.norm but not transformer.shared_head.norm",
+                "builds a sliding module with the heads of full attention, not of the sliding layers",
+            ),
         ),
     },
     sources=(_LC + "step3.py", _HM + "step3p7/configuration_step3p7.py"),
@@ -574,11 +577,16 @@ _INKLING = Family(
         "vllm": _vllm("models/inkling/nvidia/mtp.py", missing="raises"),
         "sglang": Engine("runs", _SM + "inkling.py", missing="raises"),
         "llamacpp": _NONE,
-        "transformers": Engine("runs", _MTP_MODEL, embedded="raw", missing="raises"),
+        "transformers": Engine(
+            "runs", _MTP_MODEL, embedded="raw", missing="raises",
+            notes=("a sliding module (mtp_config.local_layer_ids) has no window: its mask is the causal one",),
+        ),
     },
     sources=(_HF + "conversion_mapping.py",),
     remarks=(
         "embedding: vLLM says that the raw one costs first-token acceptance 0.85 -> 0.70",
+        "with log_scaling_n_floor, full attention depends on the position: a pair's is its token's in transformers, "
+        "its state's elsewhere and here",
         "the head is bf16 whatever the trunk is, in mtp.safetensors",
     ),
 )
@@ -650,7 +658,7 @@ _DOTS3_NOTE = Family(
         "llamacpp": _kept("dots3note.cpp"),
         "transformers": _ignores("dots3_note/modeling_dots3_note.py"),
     },
-    sources=(_LC + "dots3.py",),
+    sources=(_LC + "dots3.py", _VLLM + "models/dots3_note/nvidia/model.py"),
     remarks=("the published config has no count: llama.cpp looks for model.mtp.embed_tokens.weight",),
 )
 _GIGACHAT = replace(

@@ -187,7 +187,7 @@ def _check_finite(folder: Path, state: Mapping[str, Tensor]) -> None:
 def _runnable(config: Mapping[str, object]) -> Family:
     family = by_config(config)
     if not family.runs:
-        raise FamilyError(str(family.refusal))
+        raise FamilyError(family.cannot_run)
     return family
 
 
