@@ -129,7 +129,7 @@ class Trunk(nn.Module):
         cls, config: Mapping[str, object], *, stage: Stage = "post", dtype: torch.dtype = torch.float32
     ) -> "Trunk":
         """A freshly initialised trunk of the given transformers config, a dict with `model_type`."""
-        known = AutoConfig.for_model(**dict(config))
+        known = AutoConfig.for_model(**copy.deepcopy(dict(config)))  # some configs write into the parts they are given
         return cls(_loader(known).from_config(known, dtype=dtype), stage=stage)
 
     @classmethod
