@@ -28,7 +28,7 @@ def slow(head, tokens, hidden, depths):
 def test_fast_equals_slow(name, modules):
     """All columns at once give what each column gives alone: fp32, 1e-4."""
     model = build(name, modules=modules)
-    tokens, hidden = torch.randint(0, 64, (2, 11)), torch.randn(2, 11, 32)
+    tokens, hidden = torch.randint(0, 64, (2, 11)), torch.randn(2, 11, *model.trunk.hidden_shape)
     with torch.no_grad():
         fast = model.head(tokens, hidden, depths=3)
         assert fast.shape == (2, 8, 3, 64)
@@ -67,7 +67,7 @@ def test_no_column_sees_its_future():
 def test_documents_do_not_mix(name):
     """A packed row gives each document the states it gets alone, in the columns whose label is in the document."""
     model = build(name)
-    if model.trunk.is_recurrent:
+    if not model.trunk.can_pack:
         pytest.skip("a recurrent trunk takes one document a row")
     first, second = torch.randint(0, 64, (1, 7)), torch.randint(0, 64, (1, 9))
     tokens = torch.cat([first, second], 1)
@@ -98,6 +98,55 @@ def test_what_is_stored_once_is_one():
     assert second.final_norm is first.final_norm
     assert second.block is not first.block
     assert not [name for name in head.state_dict() if name.startswith("stack.1.") and ".block." not in name]
+
+
+@pytest.mark.parametrize(("name", "chains"), [("mimo_v2", False), ("step3p5", True)])
+def test_order_of_modules(name, chains):
+    """Whether depth 2 depends on module 0: fed the other way, it trains and decodes, at a worse acceptance."""
+    head = build(name, modules=3).head
+    tokens, hidden = torch.randint(0, 64, (1, 9)), torch.randn(1, 9, 32)
+    with torch.no_grad():
+        before = head(tokens, hidden, depths=4)
+        head.stack[0].projection.weight.mul_(-1)
+        after = head(tokens, hidden, depths=4)
+        assert not torch.equal(before[:, :, 0], after[:, :, 0])
+        assert torch.equal(before[:, :, 1:], after[:, :, 1:]) != chains
+        head.stack[2].projection.weight.mul_(-1)
+        assert not torch.equal(head(tokens, hidden, depths=4)[:, :, 3], after[:, :, 3]), "depth 4 chains on module 2"
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [("glm4_moe", set()), ("step3p5", {"output"}), ("dots3_note", {"embedding"}), ("cohere2_moe", set())],
+)
+def test_own_embedding_and_output(name, own):
+    """The head's own are used where the family has them, the trunk's elsewhere: an engine that mixes them up drafts
+    from weights that were trained for something else."""
+    model = build(name, tie_word_embeddings=False)
+    tokens, hidden = torch.randint(0, 64, (1, 9)), torch.randn(1, 9, 32)
+    with torch.no_grad():
+        for role in ("embedding", "output"):
+            before = model.head(tokens, hidden)
+            getattr(model.trunk, role).weight.mul_(-1)
+            assert torch.equal(model.head(tokens, hidden), before) == (role in own)
+
+
+def test_logits_are_scaled_as_the_trunks_are():
+    """Cohere2-MoE: unscaled drafts win no greedy comparison less, but their law is another one, and so is the loss."""
+    tokens, hidden = torch.randint(0, 64, (1, 9)), torch.randn(1, 9, 32)
+    with torch.no_grad():
+        scaled, plain = (build("cohere2_moe", logit_scale=each).head(tokens, hidden) for each in (0.25, 1.0))
+        torch.testing.assert_close(scaled, plain * 0.25)
+
+
+def test_no_final_norm_and_a_bias():
+    """ERNIE-4.5: the block's raw state is read and recycled; the projection has a bias where the config says so."""
+    head = build("ernie4_5_moe").head
+    with torch.no_grad():
+        step = head.step(0, torch.randint(0, 64, (1, 9)), torch.randn(1, 9, 32))
+    assert torch.equal(step.normed, step.recycled)
+    assert head.stack[0].projection.bias is not None
+    assert build("ernie4_5_moe", use_bias=False).head.stack[0].projection.bias is None
 
 
 @pytest.mark.parametrize("depths", [0, 11])

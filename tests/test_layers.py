@@ -16,10 +16,14 @@ PACKAGE = Path(nextn.__file__).parent
 LAYERS = [
     ["errors"],
     ["families", "family_rows", "remote", "bytelevel", "loss", "sampling", "rollback", "layout", "acceptance"],
-    ["checkpoint", "data", "trunk", "storage", "quantformats"],
+    ["checkpoint", "data", "blocks", "storage", "quantformats"],
+    ["trunk"],
     ["inventory", "quantisation", "head"],
-    ["provenance"],
-    ["audit"],
+    ["provenance", "staging"],
+    ["audit", "fit"],
+    ["graft"],
+    ["relayout"],
+    ["keep"],
     ["decode", "model"],
     ["text", "evaluate", "plot"],
     ["train", "tracer"],
@@ -32,7 +36,7 @@ TWO_FILES = {"families": {"family_rows"}, "family_rows": {"families"}}
 # fmt: off
 NO_TORCH = (
     "errors", "families", "remote", "checkpoint", "bytelevel", "data", "acceptance", "storage", "quantformats",
-    "quantisation", "inventory", "provenance", "audit", "cli",
+    "quantisation", "inventory", "provenance", "audit", "graft", "relayout", "cli",
 )
 # fmt: on
 
@@ -82,14 +86,14 @@ def test_imports_point_down():
 
 
 def test_one_file_imports_transformers_models():
-    """transformers' models and their internals enter through trunk; its cache base classes through rollback."""
+    """transformers' models and their internals enter through trunk; its cache base classes through cache layers."""
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text()
         if path.stem != "trunk":
             assert not re.search(r"^\s*(from|import) .*(AutoModelFor|\.modeling_|transformers\.models)", text, re.M), (
                 path
             )
-        if path.stem not in ("trunk", "rollback"):
+        if path.stem not in ("trunk", "rollback", "convolution"):
             assert "cache_utils" not in text
 
 
@@ -123,4 +127,4 @@ def test_public_names_resolve():
 def test_line_budget():
     """Growth is a decision: raise the number in the change that needs it, and say why in docs/architecture.md."""
     files = [path for path in PACKAGE.rglob("*.py") if path.stem != "family_rows"]  # rows are facts, not code
-    assert sum(path.read_text().count("\n") for path in files) <= 5500
+    assert sum(path.read_text().count("\n") for path in files) <= 10000

@@ -140,8 +140,8 @@ def _check(trunk: Trunk, head: Head | None, prompts: Sequence[Sequence[int]], se
 class _Batch:
     """The state of one decode. Row r of every list and tensor belongs to prompt `self.rows[r]`; finished rows leave.
 
-    tokens[r]: all known tokens; the trunk has seen all but the last. pending[r] [n, H]: the true hidden states of the
-    last n columns that the trunk has seen and that are not yet final in the head's caches.
+    tokens[r]: all known tokens; the trunk has seen all but the last. pending[r] [n, *hidden_shape]: the true hidden
+    states of the last n columns that the trunk has seen and that are not yet final in the head's caches.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class _Batch:
         self.new: list[list[int]] = [[] for _ in prompts]
         self.cache = trunk.cache(len(prompts))
         self.caches = [] if self.head is None else [self.head.cache(len(prompts)) for _ in self.head.stack]
-        empty = torch.empty(0, trunk.config.hidden_size, dtype=trunk.dtype, device=trunk.device)
+        empty = torch.empty(0, *trunk.hidden_shape, dtype=trunk.dtype, device=trunk.device)
         self.pending = [empty for _ in prompts]
         self.before = [empty for _ in prompts]
         self.bases: list[int] = []

@@ -16,6 +16,8 @@ from nextn.errors import FamilyError
 
 # A hidden state: after or before the final norm, or a hyper-connection model's residual streams, not yet collapsed.
 Stage = Literal["post", "pre", "streams"]
+# What a module eats of a token: what the trunk's layers eat, or the embedding before the norm that some trunks give it.
+Embedded = Literal["normed", "raw"]
 # One module again and again; distinct modules that each eat the last one's state, or that all eat the trunk's.
 Order = Literal["recursive", "chained", "unchained"]
 # Runs the head; reads it and has no graph for it; skips it on load; loses it at conversion; refuses; does not know it.
@@ -23,31 +25,10 @@ Support = Literal["runs", "loads", "ignores", "drops", "refuses", "absent"]
 # A missing head tensor is an error; is one in an unquantised checkpoint; the same, and a module that is wholly gone is
 # always one; keeps an initial value, unsaid; is not known to do either.
 Missing = Literal["raises", "unquantised", "module", "silent", "unknown"]
-Extension = Literal[
-    "composite", "eager", "indexer", "layer_list", "logit_scale", "no_final_norm", "own_embedding",
-    "own_output", "projection_bias", "rotary_kind", "shared_norms", "stacked_experts", "unchained", "window",
-]  # fmt: skip
 
 ENGINES = ("vllm", "sglang", "llamacpp", "transformers")
-# What `Trunk` and `Head` would have to learn, in words.
-EXTENSIONS: Mapping[Extension, str] = {
-    "composite": "build the text model of a vision-language class: AutoModelForCausalLM does not know the type",
-    "eager": "attention without sdpa: its sinks need the eager path",
-    "indexer": "a cache layer with indexer keys beside keys and values, and a mask that is never None",
-    "layer_list": "a block of several decoder layers",
-    "logit_scale": "logits multiplied as the trunk's config says",
-    "no_final_norm": "a module without a final norm",
-    "own_embedding": "an embedding of the head's own",
-    "own_output": "an output head of each module's own",
-    "projection_bias": "a projection with a bias, where the config has use_bias",
-    "rotary_kind": "rotary embeddings asked for by kind of layer",
-    "shared_norms": "norms and projection shared by all modules",
-    "stacked_experts": "experts stored as [E, out, in], gate and up apart",
-    "unchained": "every depth eats the trunk's state",
-    "window": "a sliding window in the mask of the head's block",
-}
 MAX_COUNT = 1000  # modules; published heads have at most eight
-_FACTS = ("hidden", "recycled", "position0", "order")
+_FACTS = ("embedded", "hidden", "recycled", "position0", "order")
 
 
 @dataclass(frozen=True)
@@ -63,6 +44,7 @@ class Engine:
 
     support: Support
     source: str
+    embedded: Embedded | None = None
     hidden: Stage | None = None
     recycled: Stage | None = None
     position0: Literal["keep", "zero"] | None = None
@@ -98,13 +80,16 @@ class Family:
     `hidden_norm`, `projection` (or `token_projection` and `hidden_projection`, whose results are added), `final_norm`,
     `block`, where the file stores them `embedding` and `output`, and what one family alone has.
     aliases: other spellings, read and never written. inside: transformers' path in the decoder layer -> the published
-    one in the block, longer paths first. own: stored roles that are the head's own; the others of embedding and output
-    are copies. trunk: where the trunk keeps embedding and output. wrappers: leading path that some checkpoints have
-    -> what it stands for. spare_count: the config may promise one module more than there are. own_block: the block has
-    not the tensors of a trunk layer. needs: what `Head` must learn before it computes this family. cannot_run: why it
-    will not. sources: what was read beside the engines' code. unverified: what none of it could settle. block: how the
-    trunk's config differs for the head's block; a list has one entry for each decoder layer of a module.
-    projection_bias: the config's field that gives the projection a bias.
+    one in the block, longer paths first, with `{expert}` for a number. saved: path in the trunk's files as transformers
+    writes them -> the published one, if that is another, first match first. own: stored roles that are the head's own;
+    the others of embedding and output are copies. trunk: where the trunk keeps embedding and output. wrappers: leading
+    path that some checkpoints have -> what it stands for. spare_count: the config may promise one module more than
+    there are. own_block: the block has not the tensors of a trunk layer. cannot_run: why `Head` does not compute it.
+    sources: what was read beside the engines' code. unverified: what none of it could settle. block: how the trunk's
+    config differs for the head's block; a list has one entry for each decoder layer of a module. projection_bias: the
+    config's field that gives the projection a bias. optional: role -> the config's field without which a head does not
+    have it.
+    interleaved: paths in the block whose `gate_proj` and `up_proj` are stored as one, row by row in turn.
     """
 
     name: str
@@ -116,6 +101,7 @@ class Family:
     sources: tuple[str, ...]
     engines: Mapping[str, Engine]
     concat: Literal["embedding_first", "hidden_first"] = "embedding_first"
+    embedded: Embedded = "normed"
     hidden: Stage = "post"
     recycled: Stage = "post"
     gain: Literal["w", "1+w"] = "w"
@@ -124,6 +110,9 @@ class Family:
     projection_bias: str = ""
     block: Mapping[str, object] = field(default_factory=dict)
     inside: Mapping[str, str] = field(default_factory=dict)
+    saved: Mapping[str, str] = field(default_factory=dict)
+    optional: Mapping[str, str] = field(default_factory=dict)
+    interleaved: tuple[str, ...] = ()
     experts: Literal["split", "fused", "stacked"] = "split"
     max_modules: int | None = None
     spare_count: bool = False
@@ -134,20 +123,14 @@ class Family:
     trunk: Mapping[str, str] = field(default_factory=lambda: {"embedding": "model.embed_tokens", "output": "lm_head"})
     wrappers: Mapping[str, str] = field(default_factory=dict)
     fp8: Fp8 | None = None
-    needs: tuple[Extension, ...] = ()
     cannot_run: str = ""
     remarks: tuple[str, ...] = ()
     unverified: tuple[str, ...] = ()
 
     @property
     def runs(self) -> bool:
-        """Whether `Head` computes it; if not, `refusal` says why."""
-        return not (self.cannot_run or self.needs)
-
-    @property
-    def refusal(self) -> str:
-        """Why `Head` does not compute it; empty if it does."""
-        return self.cannot_run or "; ".join(EXTENSIONS[need] for need in self.needs)
+        """Whether `Head` computes it; if not, `cannot_run` says why."""
+        return not self.cannot_run
 
     @property
     def copies(self) -> tuple[str, ...]:
@@ -177,6 +160,10 @@ class Family:
         if role == "block":
             rest = [_renamed(each, self.inside) for each in rest]
         return _wrapped(".".join([path, *rest]), wrapper, self.wrappers)
+
+    def trunk_name(self, name: str) -> str:
+        """Published name of a tensor of the trunk that transformers saved under `name`."""
+        return _renamed(name, self.saved).removeprefix(".")
 
     def canonical(self, name: str, num_layers: int) -> str | None:
         """Inverse of `published`, whatever the wrapper; None for a tensor that is not the head's."""
@@ -223,13 +210,16 @@ class Family:
         return count
 
     def with_count(self, config: Mapping[str, object], count: int) -> dict[str, object]:
-        """The config that promises `count` modules: in the field that says so now, else in the family's first one."""
+        """The config that promises `count` modules: in the fields that say so now, else in the family's first one."""
         count += self.spare_count and count > 1
-        path = next((each for each in self.count_fields if lookup(config, each) is not None), self.count_fields[0])
-        inner = config.get("text_config")
-        if isinstance(inner, Mapping) and "." not in path and _at(config, path) is None:
-            return {**config, "text_config": _with(inner, path, count)}
-        return _with(config, path, count)
+        out = dict(config)
+        for path in [each for each in self.count_fields if lookup(config, each) is not None] or self.count_fields[:1]:
+            inner = out.get("text_config")
+            if isinstance(inner, Mapping) and "." not in path and _at(out, path) is None:
+                out["text_config"] = _with(inner, path, count)
+            else:
+                out = _with(out, path, count)
+        return out
 
     def _templates(self) -> Iterator[tuple[str, str]]:
         yield from ((role, path) for role, path in self.names.items() if role != "block")
@@ -276,8 +266,11 @@ def _with(config: Mapping[str, object], path: str, value: object) -> dict[str, o
 
 def _renamed(path: str, table: Mapping[str, str]) -> str:
     for old, new in table.items():
-        if path == old or path.startswith(old + "."):
-            return new + path.removeprefix(old)
+        match = _pattern(old).fullmatch(path)
+        if match is not None:
+            places = match.groupdict()
+            rest = places.pop("rest")
+            return new.format(**places) + (f".{rest}" if rest else "")
     return path
 
 
@@ -294,7 +287,7 @@ def _unwrapped(name: str, table: Mapping[str, str]) -> str:
 
 @cache
 def _pattern(template: str) -> re.Pattern[str]:
-    path = re.sub(r"\\\{(layer|module)\\\}", r"(?P<\1>\\d{1,6})", re.escape(template))
+    path = re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>\\d{1,6})", re.escape(template))
     return re.compile(path + r"(?:\.(?P<rest>.+))?", re.ASCII)
 
 

@@ -155,6 +155,26 @@ _DEEPSEEK_V4 = Family(
         "embedding": "mtp.{module}.emb.tok_emb", "output": "mtp.{module}.head", "block": "mtp.{module}",
     },
     trunk={"embedding": "embed", "output": "head"}, hidden="streams", recycled="streams",
+    # Sliding attention alone, and a router that learns: the head's layer has no compressor and no table of tokens.
+    block={"layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"]},
+    inside={
+        "self_attn.q_a_proj": "attn.wq_a", "self_attn.q_a_norm": "attn.q_norm", "self_attn.q_b_proj": "attn.wq_b",
+        "self_attn.kv_proj": "attn.wkv", "self_attn.o_a_proj": "attn.wo_a", "self_attn.o_b_proj": "attn.wo_b",
+        "self_attn.sinks": "attn.attn_sink", "self_attn": "attn", "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm", "attn_hc.fn": "hc_attn_fn", "attn_hc.base": "hc_attn_base",
+        "attn_hc.scale": "hc_attn_scale", "ffn_hc.fn": "hc_ffn_fn", "ffn_hc.base": "hc_ffn_base",
+        "ffn_hc.scale": "hc_ffn_scale", "mlp.gate.e_score_correction_bias": "ffn.gate.bias",
+        "mlp.shared_experts.gate_proj": "ffn.shared_experts.w1",
+        "mlp.shared_experts.down_proj": "ffn.shared_experts.w2", "mlp.shared_experts.up_proj": "ffn.shared_experts.w3",
+        "mlp.experts.{expert}.gate_proj": "ffn.experts.{expert}.w1",
+        "mlp.experts.{expert}.down_proj": "ffn.experts.{expert}.w2",
+        "mlp.experts.{expert}.up_proj": "ffn.experts.{expert}.w3", "mlp": "ffn",
+    },
+    saved={
+        "model.embed_tokens": "embed", "model.hc_head.hc_fn": "hc_head_fn", "model.hc_head.hc_base": "hc_head_base",
+        "model.hc_head.hc_scale": "hc_head_scale", "model.layers.{layer}.attn.norm": "layers.{layer}.attn.kv_norm",
+        "model": "",
+    },
     fp8=Fp8(scale="scale", plain=("token_norm", "hidden_norm", "final_norm", "embedding", "output")),
     engines={
         "vllm": _vllm(
@@ -175,8 +195,6 @@ _DEEPSEEK_V4 = Family(
     },
     sources=("https://github.com/vllm-project/vllm/issues/43456", "https://github.com/vllm-project/vllm/pull/43459"),
     own_block=True,
-    cannot_run="hyper-connection streams [B, T, S, H] in trunk and block, a collapse before the final norm, "
-    "attention that cannot be rolled back",
     remarks=("the results of the two projections are added, which equals one [e, h] matrix",),
     unverified=("which releases hold emb.tok_emb and head inside the module", "the format of the experts' scales"),
 )
@@ -227,7 +245,7 @@ _GLM5_NEXT = replace(
         "llamacpp": _kept("glm5-next.cpp", "its graph throws: not implemented yet"),
         "transformers": _ignores("glm5_next/modeling_glm5_next.py", _STATEFUL),
     },
-    sources=(), needs=(), own_block=True,
+    sources=(), own_block=True,
     cannot_run="the trunk's layers have delta attention and hyper-connections, the head's block is sparse MLA",
     unverified=("release status", _FP8_UNKNOWN),
 )
@@ -291,7 +309,7 @@ _QWEN4_EXP = replace(
         "token_projection": "mtp.fc_embedding", "hidden_projection": "mtp.fc_hidden",
         "collapse": "mtp.hyper_connection_mixer", "block": "mtp.layers.{module}",
     },
-    hidden="streams", recycled="streams", block={},
+    hidden="streams", recycled="streams", block={}, experts="fused",
     engines={
         "vllm": _vllm("models/qwen4_exp/nvidia/mtp.py"),
         "sglang": _sglang("qwen4_exp_mtp.py"),
@@ -301,7 +319,7 @@ _QWEN4_EXP = replace(
     sources=(),
     cannot_run="hyper-connection streams in trunk and block, sparse attention with an indexer, two added projections",
     remarks=("hidden_norm runs over all streams at once; fc_hidden is shared by them",),
-    unverified=("release status", _FP8_UNKNOWN),
+    unverified=("release status", "that experts are fused in the file: transformers reads both", _FP8_UNKNOWN),
 )
 _MIMO = Family(
     name="mimo", title="MiMo-7B", model_types=("mimo",), draft_types=("mimo_mtp",), count_fields=_NEXTN,
@@ -393,8 +411,8 @@ _NEMOTRON_H = Family(
         "token_norm": "mtp.layers.0.enorm", "hidden_norm": "mtp.layers.0.hnorm", "projection": "mtp.layers.0.eh_proj",
         "final_norm": "mtp.layers.1.final_layernorm", "block": "mtp.layers",
     },
-    trunk={"embedding": "backbone.embeddings", "output": "lm_head"}, max_modules=1, wrappers=_TEXT,
-    block={"layers_block_type": ["full_attention", "moe"]},
+    trunk={"embedding": "backbone.embeddings", "output": "lm_head"}, max_modules=1,
+    wrappers={"language_model.": ""}, block={"layers_block_type": ["full_attention", "moe"]},
     engines={
         "vllm": Engine("runs", _VM + "nemotron_h_mtp.py", missing="unquantised", modules=1),
         "sglang": _sglang("nemotron_h_mtp.py"),
@@ -442,7 +460,10 @@ _STEP = Family(
         "llamacpp": _gguf("step35.cpp", "fills every module's cache with the trunk's states"),
         "transformers": Engine(
             "runs", _MTP_MODEL, hidden="post", recycled="post", missing="raises",
-            notes=("step3p7 alone; finds shared_head.norm but not transformer.shared_head.norm",),
+            notes=(
+                "step3p7 alone; finds shared_head.norm but not transformer.shared_head.norm",
+                "builds a sliding module with the heads of full attention, not of the sliding layers",
+            ),
         ),
     },
     sources=(_LC + "step3.py", _HM + "step3p7/configuration_step3p7.py"),
@@ -501,7 +522,7 @@ _HY_V3 = Family(
 )
 _HY_V4 = Family(
     name="hy_v4", title="Hunyuan V4 (HY-V4)", model_types=("hy_v4",), draft_types=("hy_v4_mtp",), count_fields=_NEXTN,
-    default_count=0, names=_module("model.mtp_layers.{module}"), spare_count=True,
+    default_count=0, names=_module("model.mtp_layers.{module}"), spare_count=True, experts="fused",
     engines={
         "vllm": _vllm(
             "models/hy_v4/nvidia/mtp.py", _PLAIN,
@@ -512,7 +533,7 @@ _HY_V4 = Family(
         "llamacpp": Engine("drops", _LC + "hy_v4.py"),
         "transformers": _ignores("hy_v4/modeling_hy_v4.py"),
     },
-    sources=(), own_block=True,
+    sources=(_HF + "conversion_mapping.py",), own_block=True,
     cannot_run="the trunk's layers are hyper-connections; the head's block is sparse latent attention without them",
     remarks=("num_nextn_predict_layers is 1 or 2 for one module",), unverified=("release status", _FP8_UNKNOWN),
 )
@@ -554,27 +575,29 @@ _INKLING = Family(
     default_count=0,
     names={
         "token_norm": "model.mtp.layers.{module}.embed_norm", "hidden_norm": "model.mtp.layers.{module}.hidden_norm",
-        "projection": "model.mtp.layers.{module}.input_proj", "chain_norm": "model.mtp.chain_norm",
+        "projection": "model.mtp.layers.{module}.input_proj", "final_norm": "model.mtp.chain_norm",
         "block": "model.mtp.layers.{module}.transformer_block",
     },
-    trunk={"embedding": "model.llm.embed", "output": "model.llm.unembed"}, concat="hidden_first", recycled="pre",
-    order="chained",
+    optional={"final_norm": "chain_hidden_post_norm"},
+    trunk={"embedding": "model.llm.embed", "output": "model.llm.unembed"}, concat="hidden_first", order="chained",
+    block={"layer_types": ["hybrid"], "mlp_layer_types": ["dense"]},
+    inside={
+        "self_attn.q_proj": "attn.wq_du", "self_attn.k_proj": "attn.wk_dv", "self_attn.v_proj": "attn.wv_dv",
+        "self_attn.r_proj": "attn.wr_du", "self_attn.o_proj": "attn.wo_ud", "self_attn.k_sconv.conv1d": "attn.k_sconv",
+        "self_attn.v_sconv.conv1d": "attn.v_sconv", "self_attn": "attn", "attn_sconv.conv1d": "attn_sconv",
+        "mlp_sconv.conv1d": "mlp_sconv", "input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm",
+        "mlp.gate_up_proj": "mlp.w13_dn", "mlp.down_proj": "mlp.w2_md",
+    },
+    interleaved=("mlp",),
     engines={
         "vllm": _vllm("models/inkling/nvidia/mtp.py", missing="raises"),
         "sglang": Engine("runs", _SM + "inkling.py", missing="raises"),
         "llamacpp": _NONE,
-        "transformers": Engine(
-            "runs", _MTP_MODEL, missing="raises", notes=("eats the raw embedding, not the one that embed_norm made",),
-        ),
+        "transformers": Engine("runs", _MTP_MODEL, embedded="raw", missing="raises"),
     },
     sources=(_HF + "conversion_mapping.py",),
-    cannot_run="convolution state in the block, a norm of the embedding's own, one chain_norm for all modules, logits "
-    "divided by the muP width; AutoModelForCausalLM does not build the trunk",
     remarks=(
-        "embedding: with the trunk's embed_norm in vllm and sglang, raw in transformers; vLLM says raw costs "
-        "first-token acceptance 0.85 -> 0.70",
-        "with chain_hidden_post_norm, chain_norm comes after each module, for the output head and the next depth "
-        "alike",
+        "embedding: vLLM says that the raw one costs first-token acceptance 0.85 -> 0.70",
         "the head is bf16 whatever the trunk is, in mtp.safetensors",
     ),
 )
@@ -646,7 +669,7 @@ _DOTS3_NOTE = Family(
         "llamacpp": _kept("dots3note.cpp"),
         "transformers": _ignores("dots3_note/modeling_dots3_note.py"),
     },
-    sources=(_LC + "dots3.py",),
+    sources=(_LC + "dots3.py", _VLLM + "models/dots3_note/nvidia/model.py"),
     remarks=("the published config has no count: llama.cpp looks for model.mtp.embed_tokens.weight",),
 )
 _GIGACHAT = replace(

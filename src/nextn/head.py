@@ -10,10 +10,16 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from nextn.blocks.streams import collapse, spread
 from nextn.errors import ConfigError
 from nextn.families import Family, by_name
-from nextn.rollback import Cache
-from nextn.trunk import Kind, Trunk, cache_layer, packed
+from nextn.rollback import Apart, Cache
+from nextn.trunk import Kind, Trunk, new_cache, packed
+
+# How many columns a head's cache can drop where that takes memory: more than anyone drafts at once.
+_SPARE = 128
+# What joins token and hidden state, and how many of the two each eats.
+_PROJECTIONS = {"projection": 2, "token_projection": 1, "hidden_projection": 1}
 
 
 @dataclass(frozen=True)
@@ -33,16 +39,26 @@ class Module(nn.Module):
         bias = bool(family.projection_bias and getattr(trunk.config, family.projection_bias))
         self.family, self.scale = family, trunk.scale
         self.token_norm, self.hidden_norm = trunk.norm(), trunk.norm()
-        self.projection = nn.Linear(2 * size, size, bias=bias, dtype=trunk.dtype)
+        projections = [role for role in _PROJECTIONS if role in family.names]
+        for role in projections:
+            setattr(self, role, nn.Linear(_PROJECTIONS[role] * size, size, bias=bias, dtype=trunk.dtype))
         self.block: nn.Module = trunk.block(index, count, family.block)
         self.kinds = trunk.block_kinds(index, count, family.block)
-        self.final_norm = trunk.norm() if "final_norm" in family.names else nn.Identity()
+        has_norm = "final_norm" in family.names and trunk.has(family.optional.get("final_norm"))
+        self.final_norm = trunk.norm() if has_norm else nn.Identity()
         if "embedding" in family.own:
             self.embedding = nn.Embedding(trunk.vocab_size, size, dtype=trunk.dtype)
         if "output" in family.own:
             self.output = nn.Linear(size, trunk.vocab_size, bias=False, dtype=trunk.dtype)
-        for name in ("projection", *family.own):
+        for name in (*projections, *family.own):
             trunk.initialize(getattr(self, name))
+        if "collapse_fn" in family.names:
+            config = trunk.config
+            self.eps = {"eps": config.hc_eps, "norm_eps": config.rms_norm_eps}
+            self.collapse_fn = nn.Parameter(torch.empty(config.hc_mult, config.hc_mult * size))
+            nn.init.normal_(self.collapse_fn, std=config.initializer_range)
+            self.collapse_base = nn.Parameter(torch.zeros(config.hc_mult))
+            self.collapse_scale = nn.Parameter(torch.ones(1))
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -73,6 +89,9 @@ class Module(nn.Module):
     def _join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """Norms and projection -> what the block eats."""
         parts = [self.token_norm(embedded), self.hidden_norm(hidden)]
+        if "projection" not in self.family.names:
+            token, states = self.token_projection(parts[0]), self.hidden_projection(parts[1])
+            return states + spread(token, states)
         if self.family.concat == "hidden_first":
             parts.reverse()
         return self.projection(torch.cat(parts, dim=-1))
@@ -93,7 +112,10 @@ class Module(nn.Module):
         return states
 
     def _finish(self, raw: Tensor) -> Step:
-        normed = self.final_norm(raw)
+        whole = raw
+        if "collapse_fn" in self.family.names:
+            whole = collapse(raw, self.collapse_fn, self.collapse_base, self.collapse_scale, **self.eps)
+        normed = self.final_norm(whole)
         return Step(normed * self.scale, normed if self.family.recycled == "post" else raw)
 
 
@@ -125,6 +147,10 @@ class Head(nn.Module):
     def num_modules(self) -> int:
         return len(self.stack)
 
+    def keeps_fp32(self, name: str) -> bool:
+        """Whether this tensor stays in fp32 whatever the model's dtype."""
+        return "collapse_" in name or self.trunk.keeps_fp32(name)
+
     @property
     def layers(self) -> list[nn.Module]:
         """The decoder layers of all modules."""
@@ -142,7 +168,7 @@ class Head(nn.Module):
     def cache(self, batch_size: int) -> Cache:
         """An empty cache of one module's keys and values for batch_size rows."""
         kinds = [kind for index in range(self.num_modules) for kind in self._at(index).kinds]
-        return Cache([cache_layer(kind) for kind in kinds], batch_size, device=self.trunk.device)
+        return new_cache(kinds, batch_size, device=self.trunk.device, spare=_SPARE)
 
     def eats_recycled(self, depth: int) -> bool:
         """Whether `depth` eats the state that the depth before handed on, rather than the trunk's."""
@@ -161,13 +187,19 @@ class Head(nn.Module):
         """Module `index` over pairs: tokens [B, T], hidden [B, T, H]. With a cache the T columns are a window that the
         caller closes with `cache.keep`; without one, positions count from 0 and attention is causal, and within
         [B, 1, T, T] limits it further."""
+        if isinstance(cache, Apart):
+            steps = [
+                self.step(index, tokens[row : row + 1], hidden[row : row + 1], cache=each)
+                for row, each in enumerate(cache.rows)
+            ]
+            return Step(*(torch.cat([getattr(step, name) for step in steps]) for name in ("normed", "recycled")))
         module, columns = self._at(index), tokens.shape[1]
         if cache is not None:
             cache.begin(columns)
             positions = cache.positions(columns)
         elif positions is None:
             positions = torch.arange(columns, device=tokens.device).expand_as(tokens)
-        embedded = (module.embedding if "embedding" in self.family.own else self.trunk.embedding)(tokens)
+        embedded = module.embedding(tokens) if "embedding" in self.family.own else self._embed(tokens)
         return module(
             embedded,
             hidden.to(embedded.dtype),
@@ -176,6 +208,9 @@ class Head(nn.Module):
             mask=self.trunk.mask(module.kind, columns, cache=cache, within=within),
             cache=cache,
         )
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self.trunk.embed(tokens, raw=self.family.embedded == "raw")
 
     def output(self, index: int) -> nn.Linear:
         """The output head that reads module `index`'s normed states."""
@@ -186,7 +221,7 @@ class Head(nn.Module):
 
     def logits(self, index: int, normed: Tensor) -> Tensor:
         """normed [..., H] of module `index` -> [..., V]."""
-        return self.output(index)(normed)
+        return self.output(index)(normed) if "output" in self.family.own else self.trunk.logits(normed)
 
     def hiddens(self, tokens: Tensor, hidden: Tensor, depths: int, *, documents: Tensor | None = None) -> list[Tensor]:
         """Teacher-forced, all columns at once: tokens [B, T], hidden [B, T, H] -> depth k's normed states [B, T-k, H].
@@ -225,8 +260,10 @@ class Head(nn.Module):
 
 def outputs(trunk: Trunk, head: Head | None, depths: int) -> list[Tensor]:
     """The weights [V, H] that the trunk's normed states and those of depths 1, 2, ... are read with."""
-    deeper = [] if head is None else [head.output(head.module(depth)).weight for depth in range(1, depths + 1)]
-    return [trunk.output.weight, *deeper]
+    shared = trunk.readout  # once: the loss takes depths together whose weight is the same tensor
+    if head is None or "output" not in head.family.own:
+        return [shared] * (1 + (depths if head is not None else 0))
+    return [shared, *(head.output(head.module(depth)).weight for depth in range(1, depths + 1))]
 
 
 class StandaloneHead(Head):

@@ -1,7 +1,8 @@
-"""Stored form against running form of a block: experts one by one or stacked in files, fused in transformers."""
+"""Stored form against running form of a block: experts one by one or stacked in files, fused in transformers; gate and
+up projection row by row in turn."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -50,3 +51,26 @@ def fuse_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             whole["gate_up_proj"] = torch.cat([whole.pop("gate_proj"), whole.pop("up_proj")], dim=1)
         out |= {f"{stem}.{part}": value for part, value in whole.items()}
     return out
+
+
+def interleave(state: Mapping[str, Tensor], paths: Sequence[str]) -> dict[str, Tensor]:
+    """`block.<path>.gate_proj.weight` and `up_proj` [I, H] -> `gate_up_proj` [2I, H], a row of each in turn."""
+    out = dict(state)
+    for name in [each for each in state if _ends(each, paths, "gate_proj.weight")]:
+        stem = name.removesuffix("gate_proj.weight")
+        pair = [out.pop(f"{stem}{part}_proj.weight") for part in ("gate", "up")]
+        out[f"{stem}gate_up_proj.weight"] = torch.stack(pair, dim=1).flatten(0, 1)
+    return out
+
+
+def deinterleave(state: Mapping[str, Tensor], paths: Sequence[str]) -> dict[str, Tensor]:
+    """Inverse of `interleave`."""
+    out = dict(state)
+    for name in [each for each in state if _ends(each, paths, "gate_up_proj.weight")]:
+        stem, rows = name.removesuffix("gate_up_proj.weight"), out.pop(name)
+        out |= {f"{stem}gate_proj.weight": rows[0::2], f"{stem}up_proj.weight": rows[1::2]}
+    return out
+
+
+def _ends(name: str, paths: Sequence[str], part: str) -> bool:
+    return any(name.endswith(f".block.{path}.{part}") for path in paths)

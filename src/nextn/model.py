@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nextn import __version__
-from nextn.checkpoint import Checkpoint, read_header, write_index, write_json
+from nextn.checkpoint import Checkpoint, read_header, write_index, write_json, write_safetensors
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import Family, by_config
 from nextn.head import Head
-from nextn.layout import fuse_experts, split_experts
+from nextn.layout import deinterleave, fuse_experts, interleave, split_experts
 from nextn.trunk import Trunk
 
 
@@ -100,22 +100,18 @@ class Model:
     def _write(self, folder: Path, dtype: torch.dtype | None, copies: bool) -> None:
         model = self.trunk.model
         # Cast tensor by tensor: the model in memory stays as it is.
-        state = {name: self._cast(name, value, dtype) for name, value in model.state_dict().items()}
+        keeps = self.trunk.keeps_fp32
+        state = {name: _cast(value, None if keeps(name) else dtype) for name, value in model.state_dict().items()}
         model.save_pretrained(folder, state_dict=state)
+        if self.family.saved:
+            _rename(folder, self.family.trunk_name)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
         if self.head is not None:
-            stored = head_tensors(self.head, copies)
-            tensors = {name: self._cast(name, value, dtype).contiguous() for name, value in stored.items()}
-            _add_shard(folder, tensors)
+            _add_shard(folder, head_tensors(self.head, copies, dtype=dtype))
         config = self.family.with_count(Checkpoint.open(folder).config, self.head.num_modules if self.head else 0)
         config["dtype"] = str(dtype or model.dtype).removeprefix("torch.")
         write_json(folder / "config.json", config)
-
-    def _cast(self, name: str, value: Tensor, dtype: torch.dtype | None) -> Tensor:
-        value = value.detach()
-        keep = dtype is None or not value.is_floating_point() or self.trunk.keeps_fp32(name)
-        return value if keep else value.to(dtype)
 
 
 def load(source: str | Path, *, dtype: torch.dtype | None = None, need_head: bool = True) -> Model:
@@ -123,16 +119,22 @@ def load(source: str | Path, *, dtype: torch.dtype | None = None, need_head: boo
     return Model.load(source, dtype=dtype, need_head=need_head)
 
 
-def head_tensors(head: Head, copies: bool = True) -> dict[str, Tensor]:
-    """The head's tensors under their published names, experts one by one where the family stores them so."""
-    state = {name.removeprefix("stack."): value for name, value in head.state_dict().items()}
+def head_tensors(head: Head, copies: bool = True, *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The head's tensors under their published names, experts one by one where the family stores them so.
+
+    dtype: cast to it what does not keep fp32 whatever the model's dtype (None = as is).
+    """
+    state = {
+        name.removeprefix("stack."): _cast(value, None if head.keeps_fp32(name) else dtype)
+        for name, value in head.state_dict().items()
+    }
     if copies:
         shared = {"embedding": head.trunk.embedding.weight, "output": head.trunk.output.weight}
         for index in range(head.num_modules):
             # clone: safetensors refuses two names for one storage, and the file does hold it twice
-            state |= {f"{index}.{role}.weight": shared[role].detach().clone() for role in head.family.copies}
-    state = split_experts(state, head.family.experts)
-    return {head.published(name): value for name, value in state.items()}
+            state |= {f"{index}.{role}.weight": _cast(shared[role], dtype).clone() for role in head.family.copies}
+    state = split_experts(interleave(state, head.family.interleaved), head.family.experts)
+    return {head.published(name): value.contiguous() for name, value in state.items()}
 
 
 def _fill(head: Head, folder: Path, checkpoint: Checkpoint, stored: list[str]) -> tuple[str, ...]:
@@ -153,6 +155,7 @@ def _fill(head: Head, folder: Path, checkpoint: Checkpoint, stored: list[str]) -
     if problems:
         raise CheckpointError(f"{folder}: the head is not whole, {len(problems)} problems:\n  " + "\n  ".join(problems))
     state = {str(head.family.canonical(name, head.trunk.num_layers)): tensors[name] for name in wanted}
+    state = deinterleave(state, head.family.interleaved)
     head.load_state_dict({f"stack.{name}": value for name, value in fuse_experts(state).items()})
     return tuple(note for name in sorted(copies) if (note := _compare(head, name, tensors[name])))
 
@@ -184,8 +187,12 @@ def _check_finite(folder: Path, state: Mapping[str, Tensor]) -> None:
 def _runnable(config: Mapping[str, object]) -> Family:
     family = by_config(config)
     if not family.runs:
-        raise FamilyError(str(family.refusal))
+        raise FamilyError(family.cannot_run)
     return family
+
+
+def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return value.detach().to(dtype) if dtype is not None and value.is_floating_point() else value.detach()
 
 
 def _absent(folder: Path, family: Family, count: int, num_layers: int) -> str:
@@ -205,7 +212,21 @@ def _add_shard(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     for shard, name in zip(shards, names, strict=False):
         shard.rename(folder / name)
     save_file(dict(tensors), folder / names[-1], metadata={"format": "pt", "nextn": __version__})
-    headers = {name: read_header(folder / name).tensors for name in names}
+    _index(folder)
+
+
+def _rename(folder: Path, name_of: Callable[[str], str]) -> None:
+    """Give every tensor of the folder the name that `name_of` says, bytes as they are."""
+    checkpoint = Checkpoint.open(folder)
+    for file in checkpoint.files:
+        names = [name for name, info in checkpoint.tensors.items() if info.file == file]
+        raw = {name_of(name): checkpoint.raw(name) for name in names}
+        write_safetensors(folder / file, raw, metadata={"format": "pt"})
+    _index(folder)
+
+
+def _index(folder: Path) -> None:
+    headers = {path.name: read_header(path).tensors for path in sorted(folder.glob("*.safetensors"))}
     weight_map = {tensor: name for name, header in headers.items() for tensor in header}
     write_index(folder, weight_map, sum(info.nbytes for header in headers.values() for info in header.values()))
 

@@ -19,6 +19,7 @@ from nextn.errors import RollbackError
 class _Layer(Protocol):
     def begin(self, lengths: Sequence[int], num_columns: int) -> None: ...
     def keep(self, counts: Sequence[int], num_columns: int) -> None: ...
+    def drop(self, counts: Sequence[int]) -> None: ...
     def select(self, rows: Tensor) -> None: ...
 
 
@@ -46,6 +47,9 @@ class AttentionLayer(CacheLayerMixin):
     def keep(self, counts: Sequence[int], num_columns: int) -> None:
         """Nothing to undo: the columns beyond a row's length are masked and overwritten."""
 
+    def drop(self, counts: Sequence[int]) -> None:
+        """Nothing to undo, either."""
+
     def select(self, rows: Tensor) -> None:
         if self.is_initialized:
             self.keys, self.values = self.keys[rows], self.values[rows]
@@ -62,11 +66,8 @@ class AttentionLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self._end > self.keys.shape[2]:
-            capacity = max(self._end, 2 * self.keys.shape[2], 64)
-            self.keys, self.values = _grown(self.keys, capacity), _grown(self.values, capacity)
-        _write(self.keys, key_states, self._starts)
-        _write(self.values, value_states, self._starts)
+        self.keys = written(self.keys, key_states, self._starts)
+        self.values = written(self.values, value_states, self._starts)
         return self.keys[:, :, : self._end], self.values[:, :, : self._end]
 
     def get_seq_length(self) -> int:
@@ -82,46 +83,41 @@ class AttentionLayer(CacheLayerMixin):
 class IndexedLayer(AttentionLayer):
     """Keys and values, and the keys [B, columns, dim] by which an indexer picks the columns to attend to."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._index = torch.empty(0)
+    _index: Tensor | None = None
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        states = indexer_key_states[:, None]
-        if self._index.ndim == 1:
-            self._index = states.new_empty(len(states), 1, 0, states.shape[3])
-        if self._end > self._index.shape[2]:
-            self._index = _grown(self._index, max(self._end, 2 * self._index.shape[2], 64))
-        _write(self._index, states, self._starts)
+        self._index = written(self._index, indexer_key_states[:, None], self._starts)
         return self._index[:, 0, : self._end]
 
     def select(self, rows: Tensor) -> None:
         super().select(rows)
-        if self._index.ndim > 1:
-            self._index = self._index[rows]
+        self._index = None if self._index is None else self._index[rows]
 
 
-def _grown(slab: Tensor, capacity: int) -> Tensor:
-    # Zeros, not garbage: a masked column still meets 0 * value in the weighted sum, and 0 * NaN is NaN.
-    grown = slab.new_zeros(*slab.shape[:2], capacity, slab.shape[3])
-    grown[:, :, : slab.shape[2]] = slab
-    return grown
-
-
-def _write(slab: Tensor, states: Tensor, starts: Sequence[int]) -> None:
+def written(slab: Tensor | None, states: Tensor, starts: Sequence[int]) -> Tensor:
+    """The slab [B, heads, capacity, dim] with states [B, heads, m, dim] in the columns from starts[row] on; a larger
+    one if they do not fit, so the slab given is not to be used again."""
+    slab = states[:, :, :0] if slab is None else slab
     num_columns = states.shape[2]
+    if (end := max(starts) + num_columns) > slab.shape[2]:
+        # Zeros, not garbage: a masked column still meets 0 * value in the weighted sum, and 0 * NaN is NaN.
+        grown = slab.new_zeros(*slab.shape[:2], max(end, 2 * slab.shape[2], 64), slab.shape[3])
+        grown[:, :, : slab.shape[2]] = slab
+        slab = grown
     if len(set(starts)) == 1:
-        slab[:, :, starts[0] : starts[0] + num_columns] = states
-        return
-    for row, start in enumerate(starts):
-        slab[row, :, start : start + num_columns] = states[row]
+        slab[:, :, starts[0] : end] = states
+    else:
+        for row, start in enumerate(starts):
+            slab[row, :, start : start + num_columns] = states[row]
+    return slab
 
 
 class RecurrentLayer(LinearAttentionLayer):
     """Convolution and recurrent state. Neither can be cropped, so a partial acceptance puts the state before the window
     back and runs the layer's mixer again over the kept columns only: same inputs, no second pass through the trunk.
 
-    States are replaced, never written in place, so holding on to the old ones costs nothing.
+    States are replaced, so holding on to the old ones costs nothing; but in steps of one column Mamba writes its
+    recurrent state in place, and Ling's delta attention its convolution state.
     """
 
     def __init__(self, number_of_states: int = 1) -> None:
@@ -132,7 +128,7 @@ class RecurrentLayer(LinearAttentionLayer):
         self._replay: _Call | None = None
 
     def begin(self, lengths: Sequence[int], num_columns: int) -> None:
-        self._mark, self._replay = _States.of(self), None
+        self._mark, self._replay = _States.of(self, copy=num_columns == 1), None
 
     def record(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Remember the window's mixer call; called by a hook before the mixer runs."""
@@ -174,6 +170,9 @@ class RecurrentLayer(LinearAttentionLayer):
             raise RollbackError("a row cannot keep 0 columns of its first window: there is no state to go back to")
         states.write(self, rows)
 
+    def drop(self, counts: Sequence[int]) -> None:
+        raise RollbackError("recurrent state cannot be truncated; keep fewer columns of the last window instead")
+
     def select(self, rows: Tensor) -> None:
         for states in (self.conv_states, self.recurrent_states):
             for index, state in states.items():
@@ -181,16 +180,20 @@ class RecurrentLayer(LinearAttentionLayer):
 
 
 class _States:
-    """The states of one recurrent layer at one moment: references, not copies."""
+    """The states of one recurrent layer at one moment."""
 
     def __init__(self, conv: list[Tensor | None], recurrent: list[Tensor | None], sizes: list[int | None]) -> None:
         self.conv, self.recurrent, self.sizes = conv, recurrent, sizes
 
     @classmethod
-    def of(cls, layer: LinearAttentionLayer) -> "_States":
+    def of(cls, layer: LinearAttentionLayer, *, copy: bool = False) -> "_States":
+        conv, recurrent = (
+            [state.clone() if copy and state is not None else state for state in states.values()]
+            for states in (layer.conv_states, layer.recurrent_states)
+        )
         return cls(
-            list(layer.conv_states.values()),
-            list(layer.recurrent_states.values()),
+            conv,
+            recurrent,
             list(layer.conv_kernel_size.values()),
         )
 
@@ -274,10 +277,11 @@ class Cache(TransformersCache):
         self._window = 0
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Drop columns that stood. Exact for attention; raises RollbackError for recurrent state, which forgot them."""
-        assert all(new <= old for new, old in zip(lengths, self.lengths, strict=True))
-        if list(lengths) != self.lengths and self.is_recurrent:
-            raise RollbackError("recurrent state cannot be truncated; keep fewer columns of the last window instead")
+        """Drop columns that stood. Raises RollbackError where a layer's state forgot them."""
+        counts = [old - new for new, old in zip(lengths, self.lengths, strict=True)]
+        assert min(counts) >= 0
+        for layer in self.layers if any(counts) else ():
+            layer.drop(counts)
         self.lengths = list(lengths)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -301,6 +305,31 @@ class Cache(TransformersCache):
         if not always and even and (num_columns == 1 or end == num_columns) and (window is None or end <= window):
             return None
         return causal(self.positions(num_columns), end, window=window)
+
+
+class Apart(Cache):
+    """A cache of its own for each row: for attention that cannot take rows of different lengths in one pass."""
+
+    def __init__(self, rows: Sequence[Cache]) -> None:
+        super().__init__([], len(rows))
+        self.rows = list(rows)
+
+    def keep(self, counts: Sequence[int]) -> None:
+        for row, count in zip(self.rows, counts, strict=True):
+            row.keep([count])
+        self._measure()
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        for row, length in zip(self.rows, lengths, strict=True):
+            row.truncate([length])
+        self._measure()
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
+        self._measure()
+
+    def _measure(self) -> None:
+        self.lengths = [row.lengths[0] for row in self.rows]
 
 
 def causal(queries: Tensor, num_columns: int, *, window: int | None = None) -> Tensor:

@@ -137,7 +137,7 @@ class Trainer:
         except OSError as error:
             raise CheckpointError(f"{out}: cannot be written: {error}; choose another folder") from error
         self.model, self.config, self.out, self.step = model, config, out, 0
-        pack = not model.trunk.is_recurrent
+        pack = model.trunk.can_pack
         self.batches = Batches(corpus, batch_size=config.batch_size, length=config.length, seed=config.seed, pack=pack)
         self.held_out = held_out and Batches(
             held_out, batch_size=config.batch_size, length=config.length, seed=config.seed, pack=pack

@@ -5,14 +5,15 @@ Everything that reads a model's internals is here, so a new transformers is one 
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,12 +24,17 @@ from transformers import (
 from transformers.cache_utils import DummyLayer, get_layer_types_and_kwargs
 from transformers.utils import logging as transformers_logging
 
+from nextn.blocks.compressed import CompressedLayer
+from nextn.blocks.convolution import ConvolutionLayer
 from nextn.errors import CheckpointError, ConfigError, RollbackError
 from nextn.families import Stage
-from nextn.rollback import AttentionLayer, Cache, IndexedLayer, RecurrentLayer, causal
+from nextn.rollback import Apart, AttentionLayer, Cache, IndexedLayer, RecurrentLayer, causal
 
 _FULL, _SLIDING, _INDEXED = "full_attention", "sliding_attention", "indexed_attention"
 _RECURRENT = ("linear_attention", "conv")
+_COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
+# Attention whose layers have convolutions beside it -> what transformers calls its mask.
+_HYBRID = {"hybrid": _FULL, "hybrid_sliding": _SLIDING}
 
 
 @dataclass(frozen=True)
@@ -41,15 +47,27 @@ class Hidden:
 
 @dataclass(frozen=True)
 class Kind:
-    """How a decoder layer attends. window: columns that a sliding layer sees, its own included; None = all before."""
+    """How a decoder layer attends. window: columns that a sliding layer sees, its own included; None = all before.
+    states: how many of convolutions or recurrences it has. rate: columns to an entry where attention is compressed."""
 
     name: str = _FULL
     window: int | None = None
     states: int = 1
+    rate: int = 0
 
     @property
     def is_recurrent(self) -> bool:
         return self.name in _RECURRENT
+
+    @property
+    def can_pack(self) -> bool:
+        """Whether a mask and positions alone keep the documents of a row apart."""
+        return not (self.is_recurrent or self.rate or self.name in _HYBRID)
+
+    @property
+    def goes_apart(self) -> bool:
+        """Whether rows of different lengths cannot go together: transformers counts all from one offset."""
+        return self.name in _HYBRID
 
 
 class _Decoder(Protocol):
@@ -71,13 +89,15 @@ class _IdleLayer(DummyLayer):
 
     def begin(self, lengths: object, num_columns: int) -> None: ...
     def keep(self, counts: object, num_columns: int) -> None: ...
+    def drop(self, counts: object) -> None: ...
     def select(self, rows: Tensor) -> None: ...
 
 
 class Trunk(nn.Module):
     """A causal language model of transformers, seen through six methods.
 
-    stage: which hidden state the MTP head eats, `post` or `pre` the trunk's final norm.
+    stage: which hidden state the MTP head eats, `post` or `pre` the trunk's final norm, or the `streams` of its last
+    layer.
     """
 
     model: PreTrainedModel
@@ -143,7 +163,8 @@ class Trunk(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        return self.config.vocab_size
+        """How many tokens there are; embedding and output head may hold rows beyond them, for padding."""
+        return getattr(self.config, "unpadded_vocab_size", None) or self.config.vocab_size
 
     @property
     def max_length(self) -> int | None:
@@ -159,23 +180,38 @@ class Trunk(nn.Module):
         return self.embedding.weight.device
 
     @property
-    def is_recurrent(self) -> bool:
-        return any(kind.is_recurrent for kind in self.kinds)
+    def can_pack(self) -> bool:
+        """Whether one row can hold several documents."""
+        return all(kind.can_pack for kind in self.kinds)
+
+    @property
+    def hidden_shape(self) -> tuple[int, ...]:
+        """Of the state that the MTP head eats, for one token: (H,), or (S, H) of S streams."""
+        size = self.config.hidden_size
+        return (self.config.hc_mult, size) if self.stage == "streams" else (size,)
 
     @property
     def scale(self) -> float:
         """What the normed state is multiplied by before the output head reads it, so that logits come out scaled."""
-        return getattr(self.config, "logit_scale", 1.0)
+        return getattr(self.config, "logit_scale", 1.0) / getattr(self.config, "logits_mup_width_multiplier", 1.0)
 
     def forward(self, tokens: Tensor, cache: Cache | None = None, *, documents: Tensor | None = None) -> Hidden:
         """tokens [B, T] -> Hidden. With a cache, the T columns are a window that the caller closes with `cache.keep`.
 
         documents [B, T] ids: attention and positions stay inside a document (training only, attention trunks only).
         """
+        if isinstance(cache, Apart):
+            rows = [self(tokens[row : row + 1], each) for row, each in enumerate(cache.rows)]
+            return Hidden(torch.cat([row.normed for row in rows]), torch.cat([row.eaten for row in rows]))
+        columns = tokens.shape[1]
         if cache is not None:
-            cache.begin(tokens.shape[1])
-            positions: Tensor | None = cache.positions(tokens.shape[1])
-            mask = self._masks(lambda kind: self.mask(kind, tokens.shape[1], cache=cache))
+            if columns == 1 and any(kind.rate for kind in self.kinds) and len(set(cache.lengths)) > 1:
+                # DeepSeek-V4 hides no entry from a lone query, so that it would see those of longer rows: never alone.
+                tokens = functional.pad(tokens, (0, 1))
+            width = tokens.shape[1]
+            cache.begin(width)
+            positions: Tensor | None = cache.positions(width)
+            mask = self._masks(lambda kind: self.mask(kind, width, cache=cache))
         else:
             positions, mask = self._packed(tokens, documents)
         with self._tapped() as tap:
@@ -186,16 +222,26 @@ class Trunk(nn.Module):
                 past_key_values=cache,
                 use_cache=cache is not None,
             )
-        normed = out.last_hidden_state
-        return Hidden(normed * self.scale, tap[0] if tap else normed)
+        normed = out.last_hidden_state[:, :columns]
+        return Hidden(normed * self.scale, tap[0][:, :columns] if tap else normed)
+
+    def embed(self, tokens: Tensor, *, raw: bool = False) -> Tensor:
+        """tokens [B, T] -> [B, T, H]. raw: as stored, without the norm that some trunks have behind their embedding."""
+        return functional.embedding(tokens, self.embedding.weight) if raw else self.embedding(tokens)
 
     def logits(self, normed: Tensor) -> Tensor:
         """normed [..., H] -> [..., V]."""
-        return self.output(normed)
+        return self.output(normed)[..., : self.vocab_size]
+
+    @property
+    def readout(self) -> Tensor:
+        """The weight [V, H] that normed states are read with."""
+        weight = self.output.weight
+        return weight if len(weight) == self.vocab_size else weight[: self.vocab_size]
 
     def cache(self, batch_size: int) -> Cache:
         """An empty cache for batch_size rows. Raises RollbackError for a layer kind that cannot be put back exactly."""
-        return Cache([cache_layer(kind) for kind in self.kinds], batch_size, device=self.device)
+        return new_cache(self.kinds, batch_size, device=self.device)
 
     def block(self, index: int, count: int, overrides: Mapping[str, object]) -> nn.Module:
         """A fresh decoder layer of the trunk's class, for module `index` of `count`; overrides change its config.
@@ -209,10 +255,9 @@ class Trunk(nn.Module):
         self.initialize(block)
         _freeze_indexers(block)
         block.to(self.dtype)
-        for part in block.modules():
-            for name, value in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
-                if self.keeps_fp32(name):
-                    value.data = value.data.float()
+        for name, value in [*block.named_parameters(), *block.named_buffers()]:
+            if self.keeps_fp32(name) and value.is_floating_point():
+                value.data = value.data.float()
         return block
 
     def block_kinds(self, index: int, count: int, overrides: Mapping[str, object]) -> list[Kind]:
@@ -224,10 +269,12 @@ class Trunk(nn.Module):
         config = copy.deepcopy(self.config)
         config.per_layer_config = None
         config.num_hidden_layers = len(_places(0, overrides)) * count
+        if hasattr(config, "num_mtp_layers"):
+            config.num_mtp_layers = count
         for name, value in overrides.items():
             if isinstance(value, list):
                 # Some configs say it themselves, under transformers' name for it.
-                own, value = getattr(self.config, f"mtp_{name}", None), value * count
+                own, value = getattr(config, f"mtp_{name}", None), value * count
                 value = value if own is None or len(own) < len(value) else own[: len(value)]
             setattr(config, name, value)
         if self.config.is_heterogeneous:
@@ -236,6 +283,10 @@ class Trunk(nn.Module):
             alike = {kind.name: own.get(place, {}) for place, kind in enumerate(self.kinds)}
             config.per_layer_config = {place: alike.get(kind.name, {}) for place, kind in enumerate(_kinds(config))}
         return config
+
+    def has(self, field: str | None) -> bool:
+        """Whether the config says yes to this field; to none, always."""
+        return field is None or bool(getattr(self.config, field, False))
 
     def keeps_fp32(self, name: str) -> bool:
         """Whether the model keeps this tensor in fp32 whatever its dtype, such as a router's correction bias."""
@@ -247,7 +298,7 @@ class Trunk(nn.Module):
         eps = getattr(reference, "variance_epsilon", getattr(reference, "eps", None))
         norm: nn.Module = cast(Callable[..., nn.Module], type(reference))(self.config.hidden_size, eps=eps)
         self.initialize(norm)
-        return norm.to(self.dtype)
+        return norm.to(next(reference.parameters()).dtype)
 
     @torch.no_grad()
     def initialize(self, module: nn.Module) -> None:
@@ -262,8 +313,12 @@ class Trunk(nn.Module):
             return None
         # Qwen3.5 counts positions in time, height and width; a text token has the same index in all three.
         positions = positions[None] if hasattr(rotary, "mrope_section") else positions
-        by_kind = "layer_type" in inspect.signature(rotary.forward).parameters
-        return rotary(states, positions, kind.name) if by_kind else rotary(states, positions)
+        if "layer_type" not in inspect.signature(rotary.forward).parameters:
+            return rotary(states, positions)
+        if kind.name in rotary.layer_types:
+            return rotary(states, positions, kind.name)
+        # DeepSeek-V4 has labels of its own, and its layers choose.
+        return {label: rotary(states, positions, label) for label in rotary.layer_types}
 
     def mask(
         self, kind: Kind, num_columns: int, *, cache: Cache | None = None, within: Tensor | None = None
@@ -292,15 +347,17 @@ class Trunk(nn.Module):
         return self.config._attn_implementation == "eager"
 
     def _masks(self, of: Callable[[Kind], Tensor | None]) -> object:
-        masks = {kind.name: None if kind.is_recurrent else of(kind) for kind in self.kinds}
+        masks = {_HYBRID.get(kind.name, kind.name): None if kind.is_recurrent else of(kind) for kind in set(self.kinds)}
+        if any(kind.name in _HYBRID for kind in self.kinds):
+            masks |= dict.fromkeys({*_HYBRID.values(), "linear_attention"} - masks.keys())
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _packed(self, tokens: Tensor, documents: Tensor | None) -> tuple[Tensor | None, object]:
         # Padding (-1) stands at the right end, where causal attention hides it from every real column.
         if documents is None or bool(((documents == documents[:, :1]) | (documents < 0)).all()):
             return None, None
-        if self.is_recurrent:
-            raise ConfigError("a recurrent trunk cannot mask state between packed documents; use one document per row")
+        if not self.can_pack:
+            raise ConfigError("this trunk cannot mask state between packed documents; use one document per row")
         positions, within = packed(documents)
         return positions, self._masks(lambda kind: self.mask(kind, tokens.shape[1], within=within))
 
@@ -310,7 +367,10 @@ class Trunk(nn.Module):
         if self.stage == "post":
             yield tap
             return
-        handle = self.final_norm.register_forward_pre_hook(lambda _, args: tap.append(args[0]))
+        if self.stage == "streams":
+            handle = self.decoder.layers[-1].register_forward_hook(lambda *call: tap.append(call[-1]))
+        else:
+            handle = self.final_norm.register_forward_pre_hook(lambda _, args: tap.append(args[0]))
         try:
             yield tap
         finally:
@@ -337,26 +397,41 @@ def packed(documents: Tensor) -> tuple[Tensor, Tensor]:
     return positions, (same & (columns[:, None] >= columns))[:, None]
 
 
-def cache_layer(kind: Kind) -> AttentionLayer | RecurrentLayer | _IdleLayer:
-    """What a layer of this kind keeps between passes. Raises RollbackError for one that cannot be put back exactly."""
+def new_cache(kinds: Sequence[Kind], batch_size: int, *, device: torch.device, spare: int = 0) -> Cache:
+    """An empty cache for layers of these kinds. spare: how many columns that stood it can drop at most, where that
+    takes memory. Raises RollbackError for a kind that cannot be put back exactly."""
+    if batch_size > 1 and any(kind.goes_apart for kind in kinds):
+        return Apart([new_cache(kinds, 1, device=device, spare=spare) for _ in range(batch_size)])
+    return Cache([_cache_layer(kind, spare) for kind in kinds], batch_size, device=device)
+
+
+def _cache_layer(kind: Kind, spare: int) -> AttentionLayer | RecurrentLayer | _IdleLayer:
     if kind.name in (_FULL, _SLIDING):
         return AttentionLayer()
     if kind.name == _INDEXED:
         return IndexedLayer()
+    if kind.rate:
+        return CompressedLayer(kind.rate)
+    if kind.name in _HYBRID:
+        return ConvolutionLayer(kind.states, spare=spare)
     if kind.is_recurrent:
         return RecurrentLayer(kind.states)
     if kind.name == "dummy":
         return _IdleLayer()
-    known = ", ".join((_FULL, _SLIDING, _INDEXED, *_RECURRENT))
+    known = ", ".join((_FULL, _SLIDING, _INDEXED, *_COMPRESSED, *_HYBRID, *_RECURRENT))
     raise RollbackError(f"layers of kind {kind.name!r} cannot be put back exactly; supported: {known}")
 
 
 def _kinds(config: PreTrainedConfig) -> list[Kind]:
     # A block's config may name more layers than it has.
-    return [
-        Kind(name, options.get("sliding_window"), options.get("number_of_states", 1))
-        for name, options in zip(*get_layer_types_and_kwargs(config), strict=False)
-    ]
+    return [_kind(name, options) for name, options in zip(*get_layer_types_and_kwargs(config), strict=False)]
+
+
+def _kind(name: str, options: Mapping[str, Any]) -> Kind:
+    if name in _COMPRESSED:
+        config = options["config"]
+        return Kind(name, config.sliding_window, rate=config.compress_rates[name])
+    return Kind(name, options.get("sliding_window"), options.get("number_of_states", 1))
 
 
 def _places(index: int, overrides: Mapping[str, object]) -> range:
