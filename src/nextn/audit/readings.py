@@ -183,7 +183,7 @@ def _kind(canonical: str, trunk: Container[str]) -> str:
 
 def _trunk_norms(blocks: Blocks) -> Iterator[tuple[str, list[TensorInfo]]]:
     newest = [blocks.of_trunk[index] for index in sorted(blocks.of_trunk, reverse=True)]
-    for path in sorted({path for layer in newest for path, info in layer.items() if _is_norm(info)}):
+    for path in sorted(path for path, forms in blocks.forms.items() if any(map(_is_norm, forms.values()))):
         yield path, [layer[path] for layer in newest if path in layer][:LAYERS]
     inventory = blocks.inventory
     root = inventory.shared.get("embedding", "").removesuffix(".weight").rpartition(".")[0]
