@@ -246,7 +246,7 @@ def head_stale(inventory: Inventory) -> Iterator[Finding]:
             "head-stale", "warning", RECORD, "the trunk's weights changed since the head was put beside them",
             f"a trunk with fingerprint {record.beside[:12]}", f"{retrain}, or put the old trunk back",
         )  # fmt: skip
-    elif record.trained_with != record.beside:
+    elif record.trained_with not in ("", record.beside):
         yield Finding(
             "head-stale", "note", RECORD, "the head was trained with another trunk, so fewer drafts may be kept",
             f"a trunk with fingerprint {record.trained_with[:12]}", retrain,
