@@ -21,6 +21,9 @@ check: $(VENV)/.ready
 test-gpu: $(VENV)/.ready
 	$(BIN)/python -m pytest -m gpu
 
+docs: $(VENV)/.ready
+	$(BIN)/python docs/make_families.py
+
 bench: $(VENV)/.ready
 	$(BIN)/python bench/loss.py --out bench/results/loss.json
 	$(BIN)/python bench/step.py --out bench/results/step.json

@@ -88,7 +88,7 @@ def bf16(array: np.ndarray) -> bytes:
 def e4m3(array: np.ndarray) -> bytes:
     """Finite fp32 -> F8_E4M3: round to nearest even, saturate at 448."""
     size = np.minimum(np.abs(array.astype(np.float64)), 448.0)
-    exponent = np.maximum(np.frexp(size)[1] - 1, -6)  # -6: subnormals have the smallest normal's exponent
+    exponent = np.frexp(np.maximum(size, 2.0**-6))[1] - 1  # subnormals have the smallest normal number's
     steps = np.rint(np.ldexp(size, 3 - exponent)).astype(np.int64)  # 8 to 16 for normal numbers, fewer below
     code = steps + 8 * (exponent + 6)  # 16 steps are 8 of the next exponent, and the code is the same
     return (code | np.where(np.signbit(array), 0x80, 0)).astype("u1").tobytes()

@@ -87,7 +87,8 @@ def _glm() -> Iterator[tuple[str, Layout]]:
     # Releases hold the experts as packed MXFP4, which no row describes: here they are as the rest.
     yield "deepseek_v4", Layout(
         config("deepseek_v4", ROUTED, INDEX, {
-            "num_key_value_heads": 1, "head_dim": 16, "qk_rope_head_dim": 8, "q_lora_rank": RANK, "o_groups": 2,
+            "num_key_value_heads": 1, "intermediate_size": None, "head_dim": 16, "qk_rope_head_dim": 8,
+            "q_lora_rank": RANK, "o_groups": 2,
             "o_lora_rank": 8, "num_hash_layers": 0, "compress_ratios": [4, 128], "hc_mult": STREAMS,
         }),
         (deepseek_v4(indexed=True, rate=4), deepseek_v4(indexed=False, rate=128)), deepseek_v4(indexed=False, rate=0),
@@ -138,12 +139,12 @@ def _qwen() -> Iterator[tuple[str, Layout]]:
     )  # fmt: skip
     qwen2 = norms() | gqa(bias=True) | dense()
     yield "mimo", Layout(config("mimo"), (qwen2, qwen2))
-    # V2.5 and Pro: one self_attn.qkv_proj, fp8, beside an o_proj in bf16.
+    # Sliding layers have twice the key-value heads. V2.5 and Pro have one self_attn.qkv_proj, fp8; its o_proj is bf16.
     sink = {"self_attn.attention_sink_bias": (HEADS,)}
-    local = norms("input_layernorm", "pre_mlp_layernorm") | gqa() | sink | dense()
+    local = norms("input_layernorm", "pre_mlp_layernorm") | gqa(kv=HEADS) | sink | dense()
     yield "mimo_v2", Layout(
         config("mimo_v2_flash", ROUTED, {"layer_types": ["full_attention", "sliding_attention"], "v_head_dim": 8}),
-        (norms() | gqa() | dense(), norms() | gqa() | sink | moe(shared="")), local,
+        (norms() | gqa() | dense(), norms() | gqa(kv=HEADS) | sink | moe(shared="")), local,
     )  # fmt: skip
 
 
@@ -256,7 +257,7 @@ def _ling() -> Iterator[tuple[str, Layout]]:
 
 
 def _rest() -> Iterator[tuple[str, Layout]]:
-    """The others."""
+    """Inkling, Mellum, MiniMax."""
     yield "inkling", Layout(
         config("inkling_text", ROUTED, SPLIT, {
             "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": KV, "swa_head_dim": DIM, "d_rel": 4,
@@ -278,6 +279,10 @@ def _rest() -> Iterator[tuple[str, Layout]]:
         }, SPLIT),
         (minimax | dense(), minimax | lightning_index | block),
     )  # fmt: skip
+
+
+def _latent() -> Iterator[tuple[str, Layout]]:
+    """Kimi, openPangu, dots, GigaChat; then Cohere."""
     # Releases pack the trunk's experts as MXFP4. The head's block lacks the residuals over layers, its experts are as
     # narrow as the trunk's.
     residual = {f"{half}_{part}.weight": shape for half in ("self_attention_res", "mlp_res") for part, shape in
@@ -340,4 +345,4 @@ def _rest() -> Iterator[tuple[str, Layout]]:
     )  # fmt: skip
 
 
-LAYOUTS = {name: layout for kind in (_glm, _qwen, _mixed, _ling, _rest) for name, layout in kind()}
+LAYOUTS = {name: layout for kind in (_glm, _qwen, _mixed, _ling, _rest, _latent) for name, layout in kind()}

@@ -17,9 +17,9 @@ def linear(out: int, into: int = H, *, bias: bool = False) -> Shapes:
     return {"weight": (out, into)} | ({"bias": (out,)} if bias else {})
 
 
-def gqa(*, bias: bool = False, qk: bool = False, gate: int = 1, root: str = "self_attn") -> Shapes:
+def gqa(*, bias: bool = False, qk: bool = False, gate: int = 1, kv: int = KV, root: str = "self_attn") -> Shapes:
     """Grouped-query attention; gate = 2 where q_proj makes the output gate, too (Qwen3-Next and later)."""
-    sizes = {"q_proj": gate * HEADS * DIM, "k_proj": KV * DIM, "v_proj": KV * DIM}
+    sizes = {"q_proj": gate * HEADS * DIM, "k_proj": kv * DIM, "v_proj": kv * DIM}
     shapes = {
         f"{each}.{part}": shape for each, size in sizes.items() for part, shape in linear(size, bias=bias).items()
     }

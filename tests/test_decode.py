@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from functools import cache
 
 import numpy as np
 import pytest
@@ -53,32 +54,36 @@ class Oracle:
         monkeypatch.setattr(decode_module._Batch, "_pick", choose)
 
 
-@pytest.mark.parametrize("drafts", range(1, 7))
-def test_greedy_equals_plain(model, drafts):
+@pytest.fixture(scope="module")
+def plain(model):
+    """plain(length, tokens): the trunk's own greedy text after a prompt of that length, decoded once for all tests."""
+    return cache(lambda length, tokens: decode(model, [prompt(length, seed=length)], max_tokens=tokens, drafts=0)[0][0])
+
+
+@pytest.mark.parametrize("drafts", [1, 2, 3, 6])
+def test_greedy_equals_plain(model, plain, drafts):
     """Catches any cache, position or roll-back fault that reaches the trunk's output."""
-    prompts = [prompt(17)]
-    assert decode(model, prompts, drafts=drafts, max_tokens=12)[0] == decode(model, prompts, drafts=0, max_tokens=12)[0]
+    assert decode(model, [prompt(17, seed=17)], drafts=drafts, max_tokens=14)[0][0] == plain(17, 14)
 
 
-@pytest.mark.parametrize("drafts", [1, 3, 6])
-def test_greedy_equals_plain_in_ragged_batches(model, drafts, monkeypatch):
+@pytest.mark.parametrize("drafts", [0, 1, 3, 6])
+def test_greedy_equals_plain_in_ragged_batches(model, plain, drafts, monkeypatch):
     """Rows of different lengths keep different counts, also 0 and all: a mix-up of rows or counts changes the text."""
-    prompts = [prompt(length, seed=length) for length in LENGTHS]
-    plain = [decode(model, [each], drafts=0, max_tokens=14)[0][0] for each in prompts]
-    assert decode(model, prompts, drafts=0, max_tokens=14)[0] == plain
-    Oracle(monkeypatch, plain, right=[drafts, 0, 1, drafts - 1, 2])
-    texts, log = decode(model, prompts, drafts=drafts, max_tokens=14, chunk=16)
-    assert texts == plain
-    assert {part.kept for each in log for part in each.rows if part.drafts} >= {0, 1}
+    prompts, texts = [prompt(length, seed=length) for length in LENGTHS], [plain(length, 14) for length in LENGTHS]
+    if drafts:
+        Oracle(monkeypatch, texts, right=[drafts, 0, 1, drafts - 1, 2])
+    found, log = decode(model, prompts, drafts=drafts, max_tokens=14, chunk=16)
+    assert found == texts
+    assert {part.kept for each in log for part in each.rows if part.drafts} >= ({0, 1} if drafts else set())
 
 
 @pytest.mark.parametrize("kept", range(6))
-def test_rejection_at_every_position(model, kept, monkeypatch):
+def test_rejection_at_every_position(model, plain, kept, monkeypatch):
     """Each round keeps exactly `kept` of 5 drafts: the roll-back of every length is right, and kept counts are told."""
-    text = decode(model, [prompt(9)], drafts=0, max_tokens=20)[0]
-    Oracle(monkeypatch, text, right=[kept])
-    found, log = decode(model, [prompt(9)], drafts=5, max_tokens=20)
-    assert found == text
+    text = plain(17, 14)
+    Oracle(monkeypatch, [text], right=[kept])
+    found, log = decode(model, [prompt(17, seed=17)], drafts=5, max_tokens=14)
+    assert found[0] == text
     judged = [part for each in log for part in each.rows if len(part.drafts) == 5]
     assert judged
     assert all(part.kept == kept and len(part.emitted) == kept + 1 for part in judged)
@@ -86,10 +91,10 @@ def test_rejection_at_every_position(model, kept, monkeypatch):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_long_prompt_in_chunks(name):
-    """1,000 tokens through chunks of 96 give what one pass gives, for the trunk and for the head's drafts."""
+    """500 tokens through chunks of 96 give what one pass gives, for the trunk and for the head's drafts."""
     model = build(name)
-    texts = [decode(model, [prompt(1000)], drafts=3, max_tokens=8, chunk=chunk) for chunk in (96, 2000)]
-    assert texts[0][0] == texts[1][0] == decode(model, [prompt(1000)], drafts=0, max_tokens=8)[0]
+    texts = [decode(model, [prompt(500)], drafts=3, max_tokens=8, chunk=chunk) for chunk in (96, 2000)]
+    assert texts[0][0] == texts[1][0] == decode(model, [prompt(500)], drafts=0, max_tokens=8)[0]
     drafted = [[part.drafts for each in log for part in each.rows] for _, log in texts]
     assert drafted[0] == drafted[1]
 

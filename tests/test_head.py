@@ -131,6 +131,14 @@ def test_own_embedding_and_output(name, own):
             assert torch.equal(model.head(tokens, hidden), before) == (role in own)
 
 
+def test_logits_are_scaled_as_the_trunks_are():
+    """Cohere2-MoE: unscaled drafts win no greedy comparison less, but their law is another one, and so is the loss."""
+    tokens, hidden = torch.randint(0, 64, (1, 9)), torch.randn(1, 9, 32)
+    with torch.no_grad():
+        scaled, plain = (build("cohere2_moe", logit_scale=each).head(tokens, hidden) for each in (0.25, 1.0))
+        torch.testing.assert_close(scaled, plain * 0.25)
+
+
 def test_no_final_norm_and_a_bias():
     """ERNIE-4.5: the block's raw state is read and recycled; the projection has a bias where the config says so."""
     head = build("ernie4_5_moe").head

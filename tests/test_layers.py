@@ -19,8 +19,11 @@ LAYERS = [
     ["checkpoint", "data", "blocks", "storage", "quantformats"],
     ["trunk"],
     ["inventory", "quantisation", "head"],
-    ["provenance"],
-    ["audit"],
+    ["provenance", "staging"],
+    ["audit", "fit"],
+    ["graft"],
+    ["relayout"],
+    ["keep"],
     ["decode", "model"],
     ["text", "evaluate", "plot"],
     ["train", "tracer"],
@@ -33,7 +36,7 @@ TWO_FILES = {"families": {"family_rows"}, "family_rows": {"families"}}
 # fmt: off
 NO_TORCH = (
     "errors", "families", "remote", "checkpoint", "bytelevel", "data", "acceptance", "storage", "quantformats",
-    "quantisation", "inventory", "provenance", "audit", "cli",
+    "quantisation", "inventory", "provenance", "audit", "graft", "relayout", "cli",
 )
 # fmt: on
 
@@ -124,4 +127,4 @@ def test_public_names_resolve():
 def test_line_budget():
     """Growth is a decision: raise the number in the change that needs it, and say why in docs/architecture.md."""
     files = [path for path in PACKAGE.rglob("*.py") if path.stem != "family_rows"]  # rows are facts, not code
-    assert sum(path.read_text().count("\n") for path in files) <= 5500
+    assert sum(path.read_text().count("\n") for path in files) <= 10000

@@ -16,6 +16,27 @@ def test_logits_are_those_of_transformers(name):
         torch.testing.assert_close(ours, trunk.model(input_ids=tokens).logits, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rotary_is_what_the_layers_get(name):
+    """A head's block that is handed other angles than the trunk's layers of its kind attends to other distances."""
+    trunk, tokens = build(name).trunk, torch.randint(0, 64, (2, 12))
+    given = {}
+    for layer, kind in zip(trunk.decoder.layers, trunk.kinds, strict=True):
+
+        def note(_, args, kwargs, kind=kind):
+            given[kind] = kwargs.get("position_embeddings")
+
+        layer.register_forward_pre_hook(note, with_kwargs=True)
+    with torch.no_grad():
+        trunk(tokens)
+        positions = torch.arange(12).expand(2, -1)
+        for kind, wanted in given.items():
+            found = trunk.rotary(trunk.embedding(tokens), positions, kind)
+            assert (found is None) == (wanted is None)
+            for ours, theirs in zip(found or (), wanted or (), strict=True):
+                torch.testing.assert_close(ours, theirs.expand_as(ours), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["glm4_moe", "mimo_v2"])
 @pytest.mark.parametrize("window", [None, 3])
 def test_masks_see_what_they_may(name, window):
@@ -42,11 +63,7 @@ def test_mask_only_where_one_is_needed():
 def test_block_is_made_like_the_layers_of_its_kind():
     """Step-3.5's sliding layers have heads of their own number; the config of the whole trunk names the other."""
     model = build("step3p5", modules=3)
-    assert [module.kind.name for module in model.head.stack] == [
-        "sliding_attention",
-        "full_attention",
-        "sliding_attention",
-    ]
+    assert [module.kind.window for module in model.head.stack] == [5, None, 5]
     assert [module.block.self_attn.num_heads for module in model.head.stack] == [2, 4, 2]
     assert [type(module.block.mlp).__name__ for module in model.head.stack] == [
         "Step3p7MLP", "Step3p7SparseMoeBlock", "Step3p7SparseMoeBlock"

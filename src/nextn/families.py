@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from reprlib import repr as brief
 from typing import Literal
 
 from nextn.errors import FamilyError
@@ -26,6 +27,7 @@ Support = Literal["runs", "loads", "ignores", "drops", "refuses", "absent"]
 Missing = Literal["raises", "unquantised", "module", "silent", "unknown"]
 
 ENGINES = ("vllm", "sglang", "llamacpp", "transformers")
+MAX_COUNT = 1000  # modules; published heads have at most eight
 _FACTS = ("embedded", "hidden", "recycled", "position0", "order")
 
 
@@ -34,8 +36,10 @@ class Engine:
     """What one engine does with a family's head; None = as the row says.
 
     trunks: roles for which it takes the trunk's tensor, whatever the file holds. unset: roles that keep an initial
-    value in a file that lacks them inside the module (vLLM: if it is pipeline-parallel). layers: the only layer indices
-    that it knows for the head. modules: how many it uses at most; None = all.
+    value in a file that lacks them inside the module (vLLM: if it is pipeline-parallel). skips: roles whose tensor at
+    the trunk's place its head loader skips, so that a version which does not hand over the trunk's leaves them unset.
+    plain: roles that it builds unquantised, whatever the config says. layers: the only layer indices that it knows for
+    the head. modules: how many it uses at most; None = all.
     """
 
     support: Support
@@ -48,6 +52,8 @@ class Engine:
     trunks: tuple[str, ...] = ("embedding", "output")
     missing: Missing = "unknown"
     unset: tuple[str, ...] = ()
+    skips: tuple[str, ...] = ()
+    plain: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()
     modules: int | None = None
     notes: tuple[str, ...] = ()
@@ -81,8 +87,9 @@ class Family:
     copies. trunk: where the trunk keeps embedding and output. wrappers: leading path that some checkpoints have -> what
     it stands for. spare_count: the config may promise one module more than there are. projection_bias: the config's
     field that gives the projection a bias. block: how the trunk's config differs for the head's block; a list has one
-    entry for each decoder layer of a module. cannot_run: why `Head` does not compute it. sources: what was read beside
-    the engines' code. unverified: what none of it could settle.
+    entry for each decoder layer of a module. own_block: the block has not the tensors of a trunk layer. cannot_run: why
+    `Head` does not compute it. sources: what was read beside the engines' code. unverified: what none of it could
+    settle.
     """
 
     name: str
@@ -109,6 +116,7 @@ class Family:
     experts: Literal["split", "fused", "stacked"] = "split"
     max_modules: int | None = None
     spare_count: bool = False
+    own_block: bool = False
     draft_types: tuple[str, ...] = ()
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     own: tuple[str, ...] = ()
@@ -191,8 +199,10 @@ class Family:
         """
         found = (lookup(config, path) for path in self.count_fields)
         count = next((value for value in found if value is not None), self.default_count)
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise FamilyError(f"{self.name}: {self.count_fields[0]} = {count!r}; expected a whole number >= 0")
+        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MAX_COUNT:
+            raise FamilyError(
+                f"{self.name}: {self.count_fields[0]} = {brief(count)}; expected a whole number from 0 to {MAX_COUNT}"
+            )
         if self.spare_count and count > 1:
             count -= 1
         if self.max_modules is not None and count > self.max_modules:
@@ -277,8 +287,8 @@ def _unwrapped(name: str, table: Mapping[str, str]) -> str:
 
 @cache
 def _pattern(template: str) -> re.Pattern[str]:
-    path = re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>\\d+)", re.escape(template))
-    return re.compile(path + r"(?:\.(?P<rest>.+))?")
+    path = re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>\\d{1,6})", re.escape(template))
+    return re.compile(path + r"(?:\.(?P<rest>.+))?", re.ASCII)
 
 
 @cache
@@ -315,10 +325,10 @@ def by_config(config: Mapping[str, object]) -> Family:
     A draft's own type (`deepseek_mtp`, ...) counts, too. Raises FamilyError that lists the known types.
     """
     text = config.get("text_config")
-    types = [str(part.get("model_type")) for part in (config, text) if isinstance(part, Mapping)]
+    types = [part.get("model_type") for part in (config, text) if isinstance(part, Mapping)]
     table = {kind: family for family in rows() for kind in (*family.model_types, *family.draft_types)}
     for kind in types:
-        if kind in table:
+        if isinstance(kind, str) and kind in table:
             return table[kind]
     known = ", ".join(sorted(kind for row in rows() for kind in row.model_types))
-    raise FamilyError(f"no family has model_type {types[0]!r}; known model types: {known}")
+    raise FamilyError(f"no family has model_type {brief(types[0])}; known model types: {known}")

@@ -76,10 +76,25 @@ def _module(root: str, **paths: str) -> dict[str, str]:
 
 
 def _vllm(
-    file: str, *notes: str, missing: Missing = "unquantised", zeroes: bool = False, unset: tuple[str, ...] = ()
+    file: str,
+    *notes: str,
+    missing: Missing = "unquantised",
+    zeroes: bool = False,
+    unset: tuple[str, ...] = (),
+    skips: tuple[str, ...] = (),
 ) -> Engine:
     zero: Literal["zero"] | None = "zero" if zeroes else None
-    return Engine("runs", _VLLM + file, position0=zero, missing=missing, unset=unset, notes=notes)
+    plain = ("projection",) if _PLAIN in "".join(notes) else ()
+    return Engine(
+        "runs",
+        _VLLM + file,
+        position0=zero,
+        missing=missing,
+        unset=unset,
+        skips=skips,
+        plain=plain,
+        notes=notes,
+    )
 
 
 def _sglang(file: str, *notes: str) -> Engine:
@@ -167,7 +182,7 @@ _DEEPSEEK_V4 = Family(
             "skips top-level embed.weight and head.weight: versions that do not hand over the trunk's leave both "
             "at initial values, for 0 % acceptance and no error (vllm#43456)",
             "refuses method mtp for DeepSeek-V4.1, whose mtp.* are DSpark stages", missing="module", zeroes=True,
-            unset=_LOST,
+            unset=_LOST, skips=("embedding", "output"),
         ),
         "sglang": _sglang("deepseek_v4_nextn.py", _ONE, "missing tensors are logged"),
         "llamacpp": Engine(
@@ -179,6 +194,7 @@ _DEEPSEEK_V4 = Family(
         "transformers": _ignores("deepseek_v4/modeling_deepseek_v4.py", _STATEFUL),
     },
     sources=("https://github.com/vllm-project/vllm/issues/43456", "https://github.com/vllm-project/vllm/pull/43459"),
+    own_block=True,
     remarks=("the results of the two projections are added, which equals one [e, h] matrix",),
     unverified=("which releases hold emb.tok_emb and head inside the module", "the format of the experts' scales"),
 )
@@ -188,7 +204,7 @@ _GLM4_MOE = replace(
     engines={
         "vllm": Engine(
             "runs", _VM + "glm4_moe_mtp.py", recycled="pre", position0="zero", missing="unquantised", unset=_LOST,
-            notes=(_PLAIN,),
+            plain=("projection",), notes=(_PLAIN,),
         ),
         "sglang": _sglang("glm4_moe_nextn.py", _ONE, "also reads an mtp.safetensors that the index does not name"),
         "llamacpp": _gguf("glm4-moe.cpp"),
@@ -229,7 +245,7 @@ _GLM5_NEXT = replace(
         "llamacpp": _kept("glm5-next.cpp", "its graph throws: not implemented yet"),
         "transformers": _ignores("glm5_next/modeling_glm5_next.py", _STATEFUL),
     },
-    sources=(),
+    sources=(), own_block=True,
     cannot_run="the trunk's layers have delta attention and hyper-connections, the head's block is sparse MLA",
     unverified=("release status", _FP8_UNKNOWN),
 )
@@ -293,7 +309,7 @@ _QWEN4_EXP = replace(
         "token_projection": "mtp.fc_embedding", "hidden_projection": "mtp.fc_hidden",
         "collapse": "mtp.hyper_connection_mixer", "block": "mtp.layers.{module}",
     },
-    hidden="streams", recycled="streams", block={},
+    hidden="streams", recycled="streams", block={}, experts="fused",
     engines={
         "vllm": _vllm("models/qwen4_exp/nvidia/mtp.py"),
         "sglang": _sglang("qwen4_exp_mtp.py"),
@@ -303,7 +319,7 @@ _QWEN4_EXP = replace(
     sources=(),
     cannot_run="hyper-connection streams in trunk and block, sparse attention with an indexer, two added projections",
     remarks=("hidden_norm runs over all streams at once; fc_hidden is shared by them",),
-    unverified=("release status", _FP8_UNKNOWN),
+    unverified=("release status", "that experts are fused in the file: transformers reads both", _FP8_UNKNOWN),
 )
 _MIMO = Family(
     name="mimo", title="MiMo-7B", model_types=("mimo",), draft_types=("mimo_mtp",), count_fields=_NEXTN,
@@ -380,7 +396,7 @@ _LONGCAT = Family(
         "llamacpp": _NONE,
         "transformers": _ignores("longcat_flash/modeling_longcat_flash.py"),
     },
-    sources=(),
+    sources=(), own_block=True,
     cannot_run="the head's block is one latent attention and a dense MLP, the trunk's layer class is two of each",
     remarks=(
         "the head is unquantised if disable_quant_module lists mtp",
@@ -395,8 +411,8 @@ _NEMOTRON_H = Family(
         "token_norm": "mtp.layers.0.enorm", "hidden_norm": "mtp.layers.0.hnorm", "projection": "mtp.layers.0.eh_proj",
         "final_norm": "mtp.layers.1.final_layernorm", "block": "mtp.layers",
     },
-    trunk={"embedding": "backbone.embeddings", "output": "lm_head"}, max_modules=1, wrappers=_TEXT,
-    block={"layers_block_type": ["full_attention", "moe"]},
+    trunk={"embedding": "backbone.embeddings", "output": "lm_head"}, max_modules=1,
+    wrappers={"language_model.": ""}, block={"layers_block_type": ["full_attention", "moe"]},
     engines={
         "vllm": Engine("runs", _VM + "nemotron_h_mtp.py", missing="unquantised", modules=1),
         "sglang": _sglang("nemotron_h_mtp.py"),
@@ -406,7 +422,7 @@ _NEMOTRON_H = Family(
         ),
         "transformers": _ignores("nemotron_h/modeling_nemotron_h.py", _STATEFUL),
     },
-    sources=(_LC + "nemotron.py",),
+    sources=(_LC + "nemotron.py",), own_block=True,
     remarks=(
         "final norm: LayerNorm in llamacpp, RMSNorm in vllm and sglang",
         "mtp_hybrid_override_pattern says which layers a module has; these names are those of the pattern *E",
@@ -506,7 +522,7 @@ _HY_V3 = Family(
 )
 _HY_V4 = Family(
     name="hy_v4", title="Hunyuan V4 (HY-V4)", model_types=("hy_v4",), draft_types=("hy_v4_mtp",), count_fields=_NEXTN,
-    default_count=0, names=_module("model.mtp_layers.{module}"), spare_count=True,
+    default_count=0, names=_module("model.mtp_layers.{module}"), spare_count=True, experts="fused",
     engines={
         "vllm": _vllm(
             "models/hy_v4/nvidia/mtp.py", _PLAIN,
@@ -517,7 +533,7 @@ _HY_V4 = Family(
         "llamacpp": Engine("drops", _LC + "hy_v4.py"),
         "transformers": _ignores("hy_v4/modeling_hy_v4.py"),
     },
-    sources=(),
+    sources=(_HF + "conversion_mapping.py",), own_block=True,
     cannot_run="the trunk's layers are hyper-connections; the head's block is sparse latent attention without them",
     remarks=("num_nextn_predict_layers is 1 or 2 for one module",), unverified=("release status", _FP8_UNKNOWN),
 )
@@ -629,7 +645,7 @@ _KIMI_K3 = Family(
         "llamacpp": _NONE,
         "transformers": _NONE,
     },
-    sources=(), cannot_run="transformers has no trunk of this type",
+    sources=(), own_block=True, cannot_run="transformers has no trunk of this type",
     remarks=("the output head reads the normed state, hidden and recycled are before the norm",),
     unverified=("one engine alone runs the head", "that eh_proj is bf16 in the release: vLLM builds it unquantised"),
 )

@@ -1,14 +1,15 @@
 """The quantisation formats: which modules a section of a config has quantised, and how it leaves modules out.
 
 A row of FORMATS per method; where engines read the same words differently, `covers` is None. Knows no files.
-Patterns are a stranger's: globs run through fnmatch, which does not backtrack without end, regular expressions on a
+Patterns are a stranger's: globs run as fnmatch writes them, atomic, so that none backtracks; regular expressions on a
 budget of processor time, after which the section counts as unusable.
 """
 
+import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from functools import cached_property
 from itertools import accumulate
 from reprlib import repr as brief
@@ -81,11 +82,11 @@ class Entries:
         self.names = frozenset(entries)
 
     @cached_property
-    def globs(self) -> list[str]:
+    def globs(self) -> re.Pattern[str]:
         found = [entry for entry in self.all if not {"*", "?", "["}.isdisjoint(entry)]
         if len(found) > MAX_GLOBS or sum(map(len, found)) > MAX_CHARS:
             raise ValueError(f"it has {len(found)} globs, at most {MAX_GLOBS} of {MAX_CHARS} characters are read")
-        return found
+        return re.compile("|".join(map(translate, found)) or r"(?!)")
 
     @cached_property
     def marked(self) -> Expressions:
@@ -114,7 +115,7 @@ def marked(entries: Entries, module: str) -> bool:
 
 
 def marked_or_glob(entries: Entries, module: str) -> bool:
-    return marked(entries, module) or any(fnmatchcase(module, glob) for glob in entries.globs)
+    return marked(entries, module) or entries.globs.match(module) is not None
 
 
 def component(entries: Entries, module: str) -> bool:
@@ -135,12 +136,12 @@ def bounded(entries: Entries, module: str) -> bool:
 
 
 def part_or_glob(entries: Entries, module: str) -> bool:
-    return part(entries, module) or any(fnmatchcase(module, glob) for glob in entries.globs)
+    return part(entries, module) or entries.globs.match(module) is not None
 
 
 def component_or_glob(entries: Entries, module: str) -> bool:
     seen = {module, module.removeprefix("language_model."), *module.split(".")}
-    return not entries.names.isdisjoint(seen) or any(fnmatchcase(name, glob) for name in seen for glob in entries.globs)
+    return not entries.names.isdisjoint(seen) or any(map(entries.globs.match, seen))
 
 
 def branches(modules: Iterable[str], kept: Collection[str], form: str = "{}") -> Iterator[str]:
@@ -216,8 +217,8 @@ class Awq(Listed):
 
     def without(self, modules: Sequence[str], others: Mapping[str, bool]) -> Section:
         kept = quantised(others)
-        plain = [] if self.entries.all else [name for name in others if not any(name in other for other in kept)]
-        return super().without([*modules, *plain], others)
+        plain = [] if self.entries.all else [name for name in others if name not in kept]
+        return super().without([*modules, *(name for name in plain if not any(name in k for k in kept))], others)
 
 
 class CompressedTensors(Listed):
@@ -366,8 +367,7 @@ def _globbed(modules: Iterable[str], kept: Collection[str]) -> Iterable[str]:
     return branches(modules, kept, "{}.*")
 
 
-# The sources are vllm/model_executor/layers/quantization/ and sglang/srt/layers/quantization/, file by file;
-# `bounded` is transformers.
+# Files of vllm/model_executor/layers/quantization/ and sglang/srt/layers/quantization/; `bounded` is transformers.
 _CONVERT = ("modules_to_not_convert",)
 # compressed_tensors/utils.py, should_ignore_layer; compressed-tensors' own utils/match.py reads the same.
 _COMPRESSED = Lists(("ignore",), (marked,), with_experts)
@@ -388,10 +388,7 @@ FORMATS: dict[str, Callable[[Section], Format]] = {
     "compressed-tensors": lambda section: CompressedTensors(section, _COMPRESSED),
     **dict.fromkeys(("fp8", "mxfp8", "fbgemm-fp8"), lambda section: Listed(section, _FP8)),
     "awq": lambda section: Awq(section, _AWQ),
-    **dict.fromkeys(
-        ("modelopt", "modelopt-fp8", "modelopt-fp4", "modelopt-mixed"),
-        lambda section: ModelOpt(section, _MODELOPT),
-    ),
+    "modelopt": lambda section: ModelOpt(section, _MODELOPT),
     "modelopt-file": lambda section: ModelOpt(section, _MODELOPT_FILE),
     "quark": lambda section: Listed(section, _QUARK),
     "bitsandbytes": lambda section: Listed(section, _BNB),

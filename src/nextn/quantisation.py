@@ -122,8 +122,10 @@ def _places(checkpoint: Checkpoint) -> Iterator[Place]:
             if not isinstance(section, dict):
                 raise ValueError(f"{'.'.join(keys)} is {brief(section)}, it must be an object")
             method = "modelopt" if file == MODELOPT_FILE else _method(keys, section)
-            form = "modelopt-file" if file == MODELOPT_FILE else method.lower().replace("_", "-")
-            if form.startswith("modelopt") and isinstance(inner := section.get("quantization"), dict):
+            form = method.lower().replace("_", "-")
+            if form.startswith("modelopt"):  # modelopt_fp4, ...
+                form = "modelopt-file" if file == MODELOPT_FILE else "modelopt"
+            if form == "modelopt" and isinstance(inner := section.get("quantization"), dict):
                 keys, section, form = (*keys, "quantization"), inner, "modelopt-file"  # as vLLM also reads it
             yield Place(file, keys, method, form, FORMATS.get(form, Format)(section))
         except ValueError as error:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nextn import __version__
+from nextn.cli.audit import audit
 from nextn.cli.common import AsJson, console, plain
 from nextn.errors import ConfigError, NextnError
 
@@ -33,6 +34,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Multi-Token Prediction: train heads, decode with them losslessly, see what they do.",
 )
+
+app.command()(audit)
 
 Drafts = Annotated[int, typer.Option("--drafts", "-k", help="Tokens drafted per round; 0 is plain decoding.")]
 MaxTokens = Annotated[int, typer.Option(help="New tokens at most.")]

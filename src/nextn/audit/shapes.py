@@ -1,0 +1,118 @@
+"""Shapes of the head against config.json and the trunk's layers, and the vocabulary against embedding and tokenizer."""
+
+from collections.abc import Iterator, Mapping
+
+from nextn.audit.blocks import Blocks
+from nextn.audit.finding import Finding, Severity
+from nextn.audit.words import counted, restore, some
+from nextn.checkpoint import CONFIG, TensorInfo
+from nextn.errors import CheckpointError
+from nextn.families import lookup
+from nextn.inventory import Inventory
+from nextn.storage import PLAIN
+
+IDS = ("shape", "vocabulary")
+TOKENIZER = "tokenizer.json"
+
+
+def shape(inventory: Inventory) -> Iterator[Finding]:
+    """A tensor of the head whose shape is not the config's, or not that of the trunk's layers."""
+    for info, expected, because in (*_against_config(inventory), *_against_trunk(inventory)):
+        yield Finding(
+            "shape", "error", info.name,
+            f"{info.name} is {list(info.shape)}.",
+            f"{expected}, {because}.",
+            f"{restore(inventory)}, with a BASE of the same size.",
+        )  # fmt: skip
+
+
+def vocabulary(inventory: Inventory) -> Iterator[Finding]:
+    """vocab_size, the rows of embedding and output head, and the tokenizer's ids do not agree."""
+    infos = {role: inventory.checkpoint.tensors[name] for role, name in inventory.shared.items()}
+    rows = {info.name: info.shape[0] for info in infos.values() if len(info.shape) == 2 and _plain(info)}
+    size = whole(inventory, "vocab_size")
+    for name, count in rows.items():
+        if size is not None and count != size:
+            yield _vocabulary(
+                "error", f"{CONFIG}: vocab_size", f"vocab_size is {size}, {name} has {count} rows.", count
+            )
+    if not rows:
+        return
+    try:
+        top = _top_id(inventory.checkpoint.read_json(TOKENIZER) or {})
+    except CheckpointError as error:
+        yield _vocabulary("warning", TOKENIZER, f"{error}", min(rows.values()))
+        return
+    if top >= min(rows.values()):
+        found = f"{TOKENIZER} has ids up to {top}, the embedding has {counted(min(rows.values()), 'row')}."
+        yield _vocabulary("error", TOKENIZER, found, min(rows.values()))
+
+
+def whole(inventory: Inventory, key: str) -> int | None:
+    """A positive whole number of the config, text model included; None for anything else."""
+    value = lookup(inventory.checkpoint.config, key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _vocabulary(severity: Severity, place: str, found: str, rows: int) -> Finding:
+    valid = f"One size: vocab_size = {rows}, and token ids below it."
+    return Finding("vocabulary", severity, place, found, valid, "Take config, tokenizer and weights of one model.")
+
+
+def _against_config(inventory: Inventory) -> Iterator[tuple[TensorInfo, str, str]]:
+    hidden = whole(inventory, "hidden_size")
+    if hidden is None:
+        return
+    wide = {"token_norm": [hidden], "hidden_norm": [hidden], "final_norm": [hidden], "projection": [hidden, 2 * hidden]}
+    wide |= {"token_projection": [hidden, hidden], "hidden_projection": [hidden, hidden]}
+    if inventory.family.hidden == "streams":
+        del wide["hidden_norm"]  # one family norms all its streams at once
+    for canonical, name in inventory.stored.items():
+        _, role, *rest = canonical.split(".", 2)
+        info = inventory.checkpoint.tensors[name]
+        if rest == ["weight"] and _plain(info) and list(info.shape) != wide.get(role, list(info.shape)):
+            yield info, str(wide[role]), f"as hidden_size is {hidden}"
+    yield from _own(inventory)
+
+
+def _own(inventory: Inventory) -> Iterator[tuple[TensorInfo, str, str]]:
+    """The head's own embedding and output heads have the trunk's shape."""
+    for canonical, name in inventory.stored.items():
+        role, info = inventory.role(canonical), inventory.checkpoint.tensors[name]
+        trunk = inventory.checkpoint.tensors.get(inventory.shared.get(role, ""))
+        if role in inventory.family.own and trunk and _plain(info) and _plain(trunk) and info.shape != trunk.shape:
+            yield info, str(list(trunk.shape)), f"as {trunk.name} is"
+
+
+def _against_trunk(inventory: Inventory) -> Iterator[tuple[TensorInfo, str, str]]:
+    if inventory.family.own_block:
+        return
+    blocks = Blocks(inventory)
+    for tensors in blocks.of_head.values():
+        for path, info in tensors.items():
+            likes = _alike(info, blocks.shapes.get(path, {}))
+            if likes and info.shape not in likes:
+                said = some([str(list(each)) for each in likes])
+                yield info, said, f"as {next(iter(likes.values())).name} is"
+
+
+def _alike(info: TensorInfo, shapes: Mapping[tuple[int, ...], TensorInfo]) -> dict[tuple[int, ...], TensorInfo]:
+    """Those of the trunk's that are stored as this one is: packed weights have other shapes."""
+    return {each: like for each, like in shapes.items() if like.dtype == info.dtype or (_plain(like) and _plain(info))}
+
+
+def _plain(info: TensorInfo) -> bool:
+    return info.dtype in PLAIN or info.dtype.startswith("F8")
+
+
+def _top_id(tokenizer: Mapping[str, object]) -> int:
+    """The highest token id of a tokenizer.json, added tokens included; -1 if it has none."""
+    model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
+    vocab = model.get("vocab") if isinstance(model, Mapping) else None
+    ids: list[object] = [len(vocab) - 1] if isinstance(vocab, list) else []
+    ids += vocab.values() if isinstance(vocab, Mapping) else ()
+    ids += (each.get("id") for each in added if isinstance(each, Mapping)) if isinstance(added, list) else ()
+    return max((each for each in ids if isinstance(each, int)), default=-1)
+
+
+RULES = (shape, vocabulary)

@@ -1,0 +1,281 @@
+"""The head that config.json promises against the one that is stored: absent, partial, elsewhere, or never promised.
+
+Where a head lies elsewhere, the rules that would count its parts at the promised place keep quiet: one cause, one
+finding.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from nextn.audit.blocks import Blocks
+from nextn.audit.finding import Finding
+from nextn.audit.words import convert, counted, engines, joined, restore, some
+from nextn.checkpoint import CONFIG
+from nextn.families import Family, lookup, rows
+from nextn.inventory import Inventory
+
+IDS = ("head-absent", "head-elsewhere", "head-unpromised", "modules-missing", "head-partial", "names-unknown")
+_MOST = 1000  # kinds of names that are tried against all families
+_FUSED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
+
+
+@dataclass(frozen=True)
+class Head:
+    """Where the head of one checkpoint lies, told from its names."""
+
+    inventory: Inventory
+
+    @cached_property
+    def roles(self) -> Mapping[int, frozenset[str]]:
+        """Module -> the roles that it stores, copies of the trunk's tensors aside."""
+        found: dict[int, set[str]] = defaultdict(set)
+        for canonical in self.inventory.stored:
+            module, role, *_ = canonical.split(".", 2)
+            if role not in self.inventory.family.copies:
+                found[int(module)].add(role)
+        return {module: frozenset(found[module]) for module in sorted(found)}
+
+    @cached_property
+    def heads(self) -> tuple[int, ...]:
+        """Modules that are a head's and not a layer of the trunk beyond those that the config counts."""
+        appended = "{layer}" in self.inventory.family.names["block"]
+        return tuple(module for module, roles in self.roles.items() if roles != {"block"} or not appended)
+
+    @cached_property
+    def swallowed(self) -> Mapping[int, list[str]]:
+        """Trunk layer -> the head's own paths in it: the config counts the head as a layer."""
+        names = self.inventory.family.names
+        if "{layer}" not in names["block"]:
+            return {}
+        root = names["block"] + "."
+        own = {path.removeprefix(root) for role, path in names.items() if role != "block" and path.startswith(root)}
+        found = {
+            index: [path for path in own if f"{path}.weight" in layer] for index, layer in self.inventory.layers.items()
+        }
+        return {index: sorted(paths) for index, paths in sorted(found.items()) if paths}
+
+    @cached_property
+    def foreign(self) -> tuple[tuple[Family, ...], tuple[str, ...]]:
+        """Families whose layout the strangers fit best, as those share layouts, and the strangers that fit."""
+        kinds = {re.sub(r"\d+", "0", name): name for name in reversed(self.inventory.strangers)}
+        tried = list(kinds.values())[:_MOST]
+        best: tuple[list[Family], list[str]] = [], []
+        for family in rows():
+            found = {name: family.canonical(name, self.inventory.num_layers) for name in tried}
+            fit = [name for name, canonical in found.items() if canonical]
+            if not any(canonical and canonical.split(".")[1] != "block" for canonical in found.values()):
+                continue
+            if len(fit) > len(best[1]):
+                best = [family], fit
+            elif fit and fit == best[1]:
+                best[0].append(family)
+        return tuple(best[0]), tuple(sorted(best[1]))
+
+    @property
+    def shift(self) -> int:
+        """By how many modules the head lies beyond the place that the config gives it."""
+        appended = "{layer}" in self.inventory.family.names["block"]
+        return self.heads[0] if self.heads and appended else 0
+
+    @property
+    def astray(self) -> bool:
+        """Whether the head lies anywhere but where the config puts it."""
+        return bool(self.swallowed or self.shift or (self.foreign[1] and not self.heads))
+
+
+def head_absent(inventory: Inventory) -> Iterator[Finding]:
+    """The config promises modules, and no tensor of any is stored."""
+    head = Head(inventory)
+    if not inventory.promised or head.roles or head.astray:
+        return
+    family, named = inventory.family, _named(inventory)
+    promise = f"{CONFIG} promises {counted(inventory.promised, 'module')}"
+    if not named:
+        promise = f"{CONFIG} has no {family.count_fields[0]}, for which {family.title} means {inventory.promised}"
+    listed = [name for name in inventory.checkpoint.index or {} if family.canonical(name, inventory.num_layers)]
+    if listed:
+        files = sorted({inventory.checkpoint.index[name] for name in listed if inventory.checkpoint.index})
+        count = counted(len(listed), "tensor")
+        found = f"{promise}, and the index puts {count} of it in {some(files)}, which does not hold them."
+        mend = f"Fetch {some(files)} again, or {restore(inventory)}"
+    else:
+        found, mend = f"{promise}, and no tensor of it is stored.", restore(inventory)
+    valid = f"Tensors such as {some(_own_names(family, inventory))}, or {family.count_fields[0]} = 0."
+    yield Finding("head-absent", "error" if named or listed else "warning", _count_place(inventory), found, valid, mend)
+
+
+def head_elsewhere(inventory: Inventory) -> Iterator[Finding]:
+    """A head is stored, under another layer index or in another family's layout than the config says."""
+    head, family = Head(inventory), inventory.family
+    if head.swallowed:
+        first, paths = next(iter(head.swallowed.items()))
+        yield Finding(
+            "head-elsewhere", "error", f"{CONFIG}: num_hidden_layers",
+            f"Layer {first} holds the head's {joined(paths)}, and the config counts it among the trunk's "
+            f"{inventory.num_layers} layers.",
+            f"num_hidden_layers = {first}: the head's layers come after the trunk's.",
+            f"Set num_hidden_layers to {first} in {CONFIG}.",
+        )  # fmt: skip
+    elif head.shift:
+        at, due = inventory.num_layers + head.shift, inventory.num_layers
+        filled = all(module in head.roles for module in range(head.shift))
+        yield Finding(
+            "head-elsewhere",
+            "error",
+            f"model.layers.{at}",
+            f"The head's first module is stored as layer {at}; with {due} trunk layers, engines look for it at {due}.",
+            f"num_hidden_layers = {at}, if the trunk has so many layers; else the head at model.layers.{due}.",
+            f"Set num_hidden_layers to {at} in {CONFIG}." if filled else restore(inventory),
+        )
+    families, names = head.foreign
+    if names:
+        titles = joined(each.name for each in families[:4])
+        yield Finding(
+            "head-elsewhere", "warning" if head.heads else "error", names[0],
+            f"{counted(len(names), 'kind')} of tensor, such as {some(names)}, lie in the layout of {titles}; "
+            f"{_looks(inventory)}.",
+            f"Names such as {some(_own_names(family, inventory))}.",
+            convert(inventory),
+        )  # fmt: skip
+
+
+def head_unpromised(inventory: Inventory) -> Iterator[Finding]:
+    """Modules are stored beyond those that the config promises."""
+    head = Head(inventory)
+    extra = [module for module in head.heads if module >= inventory.promised]
+    if not extra or head.shift or head.swallowed:
+        return
+    field = inventory.family.count_fields[0]
+    count = len(head.heads)
+    yield Finding(
+        "head-unpromised", "warning", _count_place(inventory),
+        f"{counted(count, 'module')} stored, {inventory.promised} promised: engines leave the others unread or refuse "
+        "them.",
+        f"{field} = {count}.",
+        f"Set {field} to {count + (inventory.family.spare_count and count > 1)} in {CONFIG}.",
+    )  # fmt: skip
+
+
+def modules_missing(inventory: Inventory) -> Iterator[Finding]:
+    """Some of the promised modules are not stored at all."""
+    head = Head(inventory)
+    lost = [str(module) for module in range(inventory.promised) if module not in head.roles]
+    if not lost or not head.roles or head.astray:
+        return
+    yield Finding(
+        "modules-missing", "error", _count_place(inventory),
+        f"{CONFIG} promises {inventory.promised} modules; of {some(lost)} no tensor is stored.",
+        f"All {inventory.promised}, or {inventory.family.count_fields[0]} = {inventory.promised - len(lost)}.",
+        restore(inventory),
+    )  # fmt: skip
+
+
+def head_partial(inventory: Inventory) -> Iterator[Finding]:
+    """A module lacks some of its tensors."""
+    head, blocks = Head(inventory), Blocks(inventory)
+    if head.astray:
+        return
+    for module in (each for each in head.roles if each < inventory.promised):
+        lost = sorted(_required(inventory.family, module) - head.roles[module])
+        layer, paths = blocks.missing(module)
+        names = [_published(inventory, module, role) for role in lost] + [
+            _published(inventory, module, f"block.{path}") for path in paths
+        ]
+        stored = len(inventory.of_module(module))
+        fused = [name for path, name in _block(inventory, module) if _FUSED.fullmatch(path)]
+        if fused and paths and inventory.family.experts == "split":
+            yield _experts_fused(inventory, fused)
+        elif names:
+            like = f"a block like the trunk's layer {layer}" if layer >= 0 else "a block"
+            yield Finding(
+                "head-partial", "error", names[0],
+                f"Module {module} stores {counted(stored, 'tensor')} and lacks {len(names)}: {some(names)}.",
+                f"{joined([*sorted(_required(inventory.family, module) - {'block'}), like])}.",
+                restore(inventory),
+            )  # fmt: skip
+
+
+def names_unknown(inventory: Inventory) -> Iterator[Finding]:
+    """Tensors look like a head's, and no known engine maps their names."""
+    head = Head(inventory)
+    known = {re.sub(r"\d+", "0", name) for name in head.foreign[1]}
+    names = [name for name in inventory.strangers if re.sub(r"\d+", "0", name) not in known]
+    beyond = [module for module in head.roles if module not in head.heads and module >= inventory.promised]
+    if beyond and not head.shift:
+        layers = [str(inventory.num_layers + module) for module in beyond]
+        yield Finding(
+            "names-unknown", "warning", f"{CONFIG}: num_hidden_layers",
+            f"Layers {some(layers)} are stored beyond the trunk's {inventory.num_layers}, without a head's norms.",
+            "num_hidden_layers that covers the trunk's layers, then the head's.",
+            f"Correct num_hidden_layers in {CONFIG}.",
+        )  # fmt: skip
+    if names:
+        yield Finding(
+            "names-unknown", "note" if _whole(head) else "warning", names[0],
+            f"{counted(len(names), 'tensor')} with names that no known engine maps: {some(names)}; "
+            f"{_looks(inventory)}.",
+            f"Names such as {some(_own_names(inventory.family, inventory))}.",
+            f"Rename them, or {restore(inventory)}",
+        )  # fmt: skip
+
+
+def _experts_fused(inventory: Inventory, names: list[str]) -> Finding:
+    return Finding(
+        "head-partial", "error", names[0],
+        f"The experts are stored fused, as {some(names)}: so transformers keeps them in memory; no engine reads them.",
+        "Experts one by one, such as experts.0.gate_proj.weight.",
+        convert(inventory),
+    )  # fmt: skip
+
+
+def _required(family: Family, module: int) -> frozenset[str]:
+    """The roles of a whole module, copies of the trunk's aside; what all modules share counts as the first's."""
+    return frozenset(
+        role for role, path in family.names.items() if role not in family.copies and (module == 0 or "{" in path)
+    )
+
+
+def _whole(head: Head) -> bool:
+    family, promised = head.inventory.family, range(head.inventory.promised)
+    return all(_required(family, module) <= head.roles.get(module, frozenset()) for module in promised)
+
+
+def _block(inventory: Inventory, module: int) -> Iterator[tuple[str, str]]:
+    stem = f"{module}.block."
+    return ((key.removeprefix(stem), name) for key, name in inventory.stored.items() if key.startswith(stem))
+
+
+def _published(inventory: Inventory, module: int, path: str) -> str:
+    return inventory.family.published(f"{module}.{path}", inventory.num_layers, wrapper=inventory.wrapper)
+
+
+def _own_names(family: Family, inventory: Inventory) -> list[str]:
+    """Where the family's engines look for the first module."""
+    roles = [role for role in family.names if role not in family.copies and role != "block"]
+    return [family.published(f"0.{role}", inventory.num_layers, wrapper=inventory.wrapper) for role in roles]
+
+
+def _looks(inventory: Inventory) -> str:
+    """Which engines look where, in words."""
+    family = inventory.family
+    readers = [name for name, engine in family.engines.items() if engine.support in ("runs", "loads")]
+    looking = f"{engines(readers)} look" if len(readers) > 1 else f"{engines(readers)} looks" if readers else ""
+    what = family.names["block"].format(module=0, layer=inventory.num_layers)
+    return f"{looking} for {family.name}'s head at {what}" if looking else "no engine runs this family's head"
+
+
+def _named(inventory: Inventory) -> bool:
+    """Whether the config itself says how many modules there are."""
+    return any(lookup(inventory.checkpoint.config, each) is not None for each in inventory.family.count_fields)
+
+
+def _count_place(inventory: Inventory) -> str:
+    fields = inventory.family.count_fields
+    said = (each for each in fields if lookup(inventory.checkpoint.config, each) is not None)
+    return f"{CONFIG}: {next(said, fields[0])}"
+
+
+RULES = (head_absent, head_elsewhere, head_unpromised, modules_missing, head_partial, names_unknown)

@@ -1,0 +1,112 @@
+"""`nextn audit`: findings as a table with a verdict, or as JSON; exit 0 clean, 1 findings, 2 nothing to judge."""
+
+import difflib
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nextn.cli.common import AsJson, console, plain
+from nextn.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+    from nextn.audit import Finding, Report
+
+_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
+
+
+def audit(
+    model: Annotated[str, typer.Argument(help="Checkpoint folder, .safetensors or .gguf file, or hub id.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    cache_dir: Annotated[Path | None, typer.Option(help="The hub's cache; left out: the usual place.")] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Read a hub id from the cache alone.")] = False,
+    family: Annotated[str | None, typer.Option(help="Family to judge by, over the config's model_type.")] = None,
+    ignore: Annotated[list[str] | None, typer.Option(help="Rule to leave out; may be repeated.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check a checkpoint's MTP head against its config and what engines expect; weights are not downloaded."""
+    started = time.perf_counter()
+    ignored = _known(ignore or [])
+    if model.endswith(".gguf"):
+        report = _gguf(Path(model))
+    else:
+        report = _safetensors(model, revision, cache_dir, offline=offline, family=family)
+    report = report.without(ignored)
+    seconds = time.perf_counter() - started
+    if as_json:
+        typer.echo(json.dumps(report.as_record() | {"seconds": round(seconds, 3)}))
+    else:
+        screen = console()
+        if report.findings:
+            screen.print(_table(report))
+        screen.print(_verdict(report, seconds))
+    raise typer.Exit(0 if report.clean else 1)
+
+
+def _safetensors(
+    model: str, revision: str | None, cache_dir: Path | None, *, offline: bool, family: str | None
+) -> "Report":
+    from nextn.audit import audit as judged
+    from nextn.checkpoint import Checkpoint
+    from nextn.families import by_name
+
+    row = by_name(family) if family else None
+    checkpoint = Checkpoint.open(model, revision=revision, cache_dir=cache_dir, offline=offline)
+    return judged(checkpoint, family=row)
+
+
+def _gguf(path: Path) -> "Report":
+    from nextn.audit.gguf import audit_gguf
+
+    return audit_gguf(path)
+
+
+def _known(rules: list[str]) -> list[str]:
+    from nextn.audit import IDS
+
+    for rule in rules:
+        if rule not in IDS:
+            near = difflib.get_close_matches(rule, IDS, n=1)
+            meant = f"did you mean {near[0]}?" if near else f"known: {', '.join(IDS)}"
+            raise ConfigError(f"--ignore {rule}: no such rule; {meant}")
+    return rules
+
+
+def _table(report: "Report") -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 1, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in report.findings:
+        style = _STYLES[finding.severity]
+        table.add_row(plain(f"{finding.severity}\n{finding.rule}", style=style), _told(finding))
+    return table
+
+
+def _told(finding: "Finding") -> "Text":
+    text = plain(shown(finding.place), style="bold")
+    text.append(f"\n{shown(finding.found)}\n")
+    text.append("valid  ", style="dim").append(f"{shown(finding.valid)}\n")
+    return text.append("mend   ", style="dim").append(shown(finding.mend), style="cyan")
+
+
+def _verdict(report: "Report", seconds: float) -> "Text":
+    counts = {each: sum(finding.severity == each for finding in report.findings) for each in _STYLES}
+    said = ", ".join(f"{number} {each}{'s' * (number != 1)}" for each, number in counts.items() if number)
+    stored = f"{report.family}: {report.promised} module{'s' * (report.promised != 1)} promised, "
+    stored += f"{len(report.modules)} stored"
+    text = plain("clean" if report.clean else "not clean", style="bold green" if report.clean else "bold red")
+    return text.append(
+        f"  {shown(report.path)}  {stored}  {said + '  ' if said else ''}{seconds:.1f} s", style="default"
+    )
+
+
+def shown(text: str) -> str:
+    """Names in a stranger's file cannot move the cursor, or fail to be printed."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -1,0 +1,245 @@
+"""Put a head back into a checkpoint that lost it, byte for byte; add the copies of shared tensors that engines want.
+
+Knows names, shapes and configs, never values; what cannot be told from headers is `audit`'s and `measure`'s matter.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from nextn.checkpoint import CONFIG, Checkpoint
+from nextn.errors import CheckpointError, ConfigError, FamilyError
+from nextn.families import ENGINES, Family, by_config, by_name, lookup
+from nextn.fit import absent, listed_nowhere, quantised_without, refuse_misfit
+from nextn.inventory import Inventory
+from nextn.provenance import Provenance, head_fingerprint, trunk_fingerprint
+from nextn.staging import (
+    Files,
+    Piece,
+    Plan,
+    Progress,
+    divide,
+    execute,
+    index_document,
+    new_folder,
+    quiet,
+    with_config,
+)
+
+ABOUT_HEAD = re.compile(r"mtp|nextn")
+
+
+def restore(
+    target: str | Path,
+    base: "str | Path | Checkpoint | None" = None,
+    *,
+    out: str | Path | None = None,
+    aliases: str | None = None,
+    family: str | None = None,
+    force: bool = False,
+    dry_run: bool = False,
+    on_bytes: Progress = quiet,
+) -> Plan:
+    """Give the folder `target` the head of `base` -> what was (or with `dry_run`, would be) done.
+
+    out: a new folder that gets everything; without it, `target` itself. aliases: an engine, whose missing copies of
+    embedding and output are written from the target's own trunk. family: the row's name, where model_type has none.
+    force: replace a whole head; take one of another vocabulary.
+
+    Of a hub base only the head and samples of the trunk are read. Copies are not taken from `base`: every engine can
+    use the trunk's, which may have been fine-tuned. Raises CheckpointError, FamilyError or ConfigError with the reason
+    where the head does not fit; the target is then as it was, as it is after any failure.
+    """
+    if base is None and aliases is None:
+        raise ConfigError("nothing to restore: give a base that has the head, or an engine that wants copies")
+    row = by_name(family) if family else None
+    there = _target(target, row)
+    here = None if base is None else _base(base, there, row)
+    plan = _plan(there, here, aliases, force=force)
+    plan = plan if out is None else replace(plan, folder=new_folder(out), whole=True)
+    if not dry_run and plan.pieces:
+        execute(
+            plan, seal=None if here is None else partial(_seal, there=there, here=here, plan=plan), on_bytes=on_bytes
+        )
+    return plan
+
+
+def opened(place: "str | Path | Checkpoint") -> Checkpoint:
+    return place if isinstance(place, Checkpoint) else Checkpoint.open(place)
+
+
+def _target(path: str | Path, family: Family | None) -> Inventory:
+    """What loaders see of the target: a head in a file that the index does not name is lost, too."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(f"{path}: not a folder. A head is put into a local folder; download a hub model first.")
+    checkpoint = Checkpoint.open(folder)
+    hidden = set(checkpoint.unindexed)
+    seen = {name: info for name, info in checkpoint.tensors.items() if info.file not in hidden}
+    inventory = Inventory.of(replace(checkpoint, tensors=seen), family=family)
+    lost = listed_nowhere(inventory, head=False)
+    if lost:
+        raise CheckpointError(
+            f"{path}: {len(lost)} tensors of the trunk are in the index and in no file, such as {lost[0]}. "
+            "Complete the target first."
+        )
+    return inventory
+
+
+def _base(place: "str | Path | Checkpoint", there: Inventory, family: Family | None) -> Inventory:
+    """The base's head; a side file without a config is read by the target's, which promises nothing for it."""
+    checkpoint = opened(place)
+    bare = not checkpoint.config
+    family = family or (there.family if bare else by_config(checkpoint.config))
+    if family.name != there.family.name:
+        raise FamilyError(
+            f"{checkpoint.path}: a head of family {family.name}, the target is {there.family.name}. "
+            f"Where both compute the same, `nextn convert --to {there.family.name}` first."
+        )
+    config = there.checkpoint.config if bare else checkpoint.config
+    here = Inventory.of(replace(checkpoint, config=config), family=family)
+    here = replace(here, promised=0) if bare else here
+    if not here.stored.keys() - here.copies.keys():
+        raise CheckpointError(f"{checkpoint.path}: holds no head of family {family.name}. Take the published model.")
+    if lost := absent(here):
+        raise CheckpointError(
+            f"{checkpoint.path}: its head is partial, without {', '.join(lost[:5])}{' ...' if lost[5:] else ''}. "
+            "Take a base with a whole head, such as the published model."
+        )
+    return here
+
+
+def _plan(there: Inventory, here: Inventory | None, engine: str | None, *, force: bool) -> Plan:
+    family, checkpoint = there.family, there.checkpoint
+    fresh: dict[str, Piece] = {}
+    gone: set[str] = set()
+    notes: list[str] = []
+    count = there.promised
+    if here is not None:
+        _refuse_whole(there, here, force=force)
+        notes += refuse_misfit(there, here, force=force)
+        gone = old_head(there)
+        own = sorted(here.stored.keys() - here.copies.keys())
+        fresh = {_published(there, name): Piece(here.checkpoint, here.stored[name]) for name in own}
+        count = len(here.modules)
+    if engine is not None:
+        fresh |= _copies(there, count, engine, notes)
+    elif here is not None and here.copies:
+        size = sum(here.checkpoint.tensors[name].nbytes for name in here.copies.values())
+        notes.append(
+            f"left out: the base's copies of {' and '.join(family.copies)} inside the modules ({size:,} bytes), as "
+            "engines take the trunk's. --add-aliases ENGINE writes them from the target's trunk"
+        )
+    documents = _configs(there, here, fresh, count) if here is not None else {}
+    files = divide(checkpoint, gone, fresh) if fresh else Files({}, None)
+    documents |= index_document(files, checkpoint)
+    return Plan(checkpoint, Path(checkpoint.path), family.name, files, documents, notes=tuple(notes))
+
+
+def _published(inventory: Inventory, canonical: str) -> str:
+    return inventory.family.published(canonical, inventory.num_layers, wrapper=inventory.wrapper)
+
+
+def old_head(inventory: Inventory) -> set[str]:
+    """Every tensor of the head under every spelling, copies of the trunk's aside."""
+    spellings = {canonical: {name} for canonical, name in inventory.stored.items()}
+    spellings |= {canonical: set(names) for canonical, names in inventory.twice.items()}
+    return {name for each, names in spellings.items() if each not in inventory.copies for name in names}
+
+
+def _refuse_whole(there: Inventory, here: Inventory, *, force: bool) -> None:
+    """A head is whole if it has every part of the base's, in whatever form; mangled ones have other parts."""
+    mine, theirs = ({_part(name) for name in each.stored.keys() - each.copies.keys()} for each in (here, there))
+    if not force and mine <= theirs:
+        raise CheckpointError(
+            f"{there.checkpoint.path}: has a whole head already ({len(there.modules)} modules). --force replaces it."
+        )
+
+
+def _part(canonical: str) -> str:
+    """A tensor's module: `0.block.mlp.down_proj` of its `.weight`; a bare parameter stands for itself."""
+    return canonical.rpartition(".")[0] if canonical.count(".") > 1 else canonical
+
+
+def _copies(there: Inventory, count: int, engine: str, notes: list[str]) -> dict[str, Piece]:
+    """Copies of the trunk's tensors that the engine would leave at initial values, as they are not in the module."""
+    family = there.family
+    if engine not in ENGINES:
+        raise ConfigError(f"engine {engine!r}; known: {', '.join(ENGINES)}")
+    wanted = [role for role in family.engines[engine].unset if role in family.copies]
+    pieces: dict[str, Piece] = {}
+    for role in wanted:
+        modules = range(count) if "{" in family.names[role] else range(min(count, 1))
+        for name in (f"{index}.{role}.weight" for index in modules):
+            if name not in there.stored:
+                pieces[_published(there, name)] = Piece(there.checkpoint, _trunk_tensor(there, role))
+    if not pieces:
+        state = (
+            "the target stores them" if wanted else f"it takes the trunk's {' and '.join(family.copies) or 'tensors'}"
+        )
+        notes.append(f"no copies to add for {engine}: {state}")
+    return pieces
+
+
+def _trunk_tensor(there: Inventory, role: str) -> str:
+    tied = role == "output" and lookup(there.checkpoint.config, "tie_word_embeddings")
+    name = there.shared.get(role) or (there.shared.get("embedding") if tied else None)
+    if name is None:
+        raise CheckpointError(f"{there.checkpoint.path}: has no {there.family.trunk[role]}.weight to copy.")
+    return name
+
+
+def _configs(
+    there: Inventory, here: Inventory, fresh: Mapping[str, Piece], count: int
+) -> dict[str, Mapping[str, object]]:
+    """The JSON files that must change so that engines look for the head and read it as it is stored."""
+    edited = quantised_without(there, here, fresh)
+    config: Mapping[str, object] = edited.pop(CONFIG, there.checkpoint.config)
+    counted = any(lookup(config, key) is not None for key in there.family.count_fields)
+    for key, value in _about_head(here.checkpoint.config).items():
+        if lookup(config, key) is None and not (counted and key in there.family.count_fields):
+            config = _set(config, key, value)
+    if there.family.num_modules(config) != count:
+        config = there.family.with_count(config, count)
+    return {**edited, **with_config(there.checkpoint, config)}
+
+
+def _about_head(config: Mapping[str, object]) -> dict[str, object]:
+    """Config fields that speak of the head by name, at the top or in `text_config`."""
+    inner = config.get("text_config")
+    fields = {**config, **(inner if isinstance(inner, Mapping) else {})}
+    return {key: value for key, value in fields.items() if ABOUT_HEAD.search(key) and value is not None}
+
+
+def _set(config: Mapping[str, object], key: str, value: object) -> dict[str, object]:
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping):
+        return {**config, "text_config": {**inner, key: value}}
+    return {**config, key: value}
+
+
+def trained_with(inventory: Inventory) -> str:
+    """Fingerprint of the trunk that the head was trained with; empty where neither record nor trunk is there."""
+    checkpoint = inventory.checkpoint
+    for header in checkpoint.headers.values():
+        if said := header.metadata.get("trained_with"):  # an extracted head
+            return said
+    record = Provenance.read(checkpoint)
+    if record is not None:
+        return record.trained_with
+    return trunk_fingerprint(inventory) if inventory.shared and inventory.layers else ""
+
+
+def staged_head(stage: Path, config: Mapping[str, object], family: Family) -> str:
+    """Fingerprint of the head in the new files, read back from this disk."""
+    return head_fingerprint(Inventory.of(replace(Checkpoint.open(stage), config={**config}), family=family))
+
+
+def _seal(stage: Path, there: Inventory, here: Inventory, plan: Plan) -> None:
+    config = plan.documents.get(CONFIG, there.checkpoint.config)
+    Provenance(
+        staged_head(stage, config, there.family), trained_with(here), trunk_fingerprint(there), here.checkpoint.path,
+        here.checkpoint.revision, "restore",
+    ).write(stage)  # fmt: skip
