@@ -261,7 +261,7 @@ def _rest() -> Iterator[tuple[str, Layout]]:
     yield "inkling", Layout(
         config("inkling_text", ROUTED, SPLIT, {
             "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": KV, "swa_head_dim": DIM, "d_rel": 4,
-            "rel_extent": 8, "sliding_window_size": 8, "local_layer_ids": [0],
+            "rel_extent": 8, "sliding_window_size": 8, "local_layer_ids": [0], "chain_hidden_post_norm": True,
         }),
         (inkling(sparse=False), inkling(sparse=True)), inkling(sparse=False), extra=norms("embed_norm"), composite=True,
     )  # fmt: skip

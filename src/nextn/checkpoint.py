@@ -273,7 +273,8 @@ class Problem:
 class Checkpoint:
     """The files of one checkpoint, opened: headers, config and index are read, tensors are read when asked for.
 
-    `tensors` covers all files; where two files hold the same name, the index decides, else the first file by name.
+    `tensors` covers all files; where two files hold the same name, the index decides, else model.safetensors, else the
+    first file by name.
     `sources` are all files by name. `revision` is the commit of a hub checkpoint.
     """
 
@@ -439,8 +440,8 @@ def _reconcile(
 ) -> tuple[dict[str, TensorInfo], list[Problem]]:
     problems: list[Problem] = []
     tensors: dict[str, TensorInfo] = {}
-    for file, header in headers.items():
-        for name, info in header.tensors.items():
+    for file in sorted(headers, key=lambda file: file != SINGLE):  # the one that loaders open without an index
+        for name, info in headers[file].tensors.items():
             first = tensors.setdefault(name, info)
             if first is not info:
                 problems.append(Problem("duplicate", file, name, f"{name} is in {first.file} and in {file}"))

@@ -182,7 +182,7 @@ _DEEPSEEK_V4 = Family(
             "skips top-level embed.weight and head.weight: versions that do not hand over the trunk's leave both "
             "at initial values, for 0 % acceptance and no error (vllm#43456)",
             "refuses method mtp for DeepSeek-V4.1, whose mtp.* are DSpark stages", missing="module", zeroes=True,
-            unset=_LOST, skips=("embedding", "output"),
+            unset=("embedding", "output"), skips=("embedding", "output"),
         ),
         "sglang": _sglang("deepseek_v4_nextn.py", _ONE, "missing tensors are logged"),
         "llamacpp": Engine(

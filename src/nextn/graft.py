@@ -4,7 +4,7 @@ Knows names, shapes and configs, never values; what cannot be told from headers 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,13 @@ from nextn.staging import (
     Piece,
     Plan,
     Progress,
+    changes,
     divide,
     execute,
     index_document,
     new_folder,
     quiet,
+    visible,
     with_config,
 )
 
@@ -75,10 +77,7 @@ def _target(path: str | Path, family: Family | None) -> Inventory:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise CheckpointError(f"{path}: not a folder. A head is put into a local folder; download a hub model first.")
-    checkpoint = Checkpoint.open(folder)
-    hidden = set(checkpoint.unindexed)
-    seen = {name: info for name, info in checkpoint.tensors.items() if info.file not in hidden}
-    inventory = Inventory.of(replace(checkpoint, tensors=seen), family=family)
+    inventory = Inventory.of(visible(Checkpoint.open(folder)), family=family)
     lost = listed_nowhere(inventory, head=False)
     if lost:
         raise CheckpointError(
@@ -135,7 +134,8 @@ def _plan(there: Inventory, here: Inventory | None, engine: str | None, *, force
     documents = _configs(there, here, fresh, count) if here is not None else {}
     files = divide(checkpoint, gone, fresh) if fresh else Files({}, None)
     documents |= index_document(files, checkpoint)
-    return Plan(checkpoint, Path(checkpoint.path), family.name, files, documents, notes=tuple(notes))
+    told = changes(checkpoint, documents)
+    return Plan(checkpoint, Path(checkpoint.path), family.name, files, documents, changes=told, notes=tuple(notes))
 
 
 def _published(inventory: Inventory, canonical: str) -> str:
@@ -197,27 +197,29 @@ def _configs(
     """The JSON files that must change so that engines look for the head and read it as it is stored."""
     edited = quantised_without(there, here, fresh)
     config: Mapping[str, object] = edited.pop(CONFIG, there.checkpoint.config)
-    counted = any(lookup(config, key) is not None for key in there.family.count_fields)
-    for key, value in _about_head(here.checkpoint.config).items():
-        if lookup(config, key) is None and not (counted and key in there.family.count_fields):
-            config = _set(config, key, value)
+    counts = there.family.count_fields
+    counted = any(lookup(config, path) is not None for path in counts)
+    config = _with_fields(config, here.checkpoint.config, counts if counted else ())
     if there.family.num_modules(config) != count:
         config = there.family.with_count(config, count)
     return {**edited, **with_config(there.checkpoint, config)}
 
 
-def _about_head(config: Mapping[str, object]) -> dict[str, object]:
-    """Config fields that speak of the head by name, at the top or in `text_config`."""
-    inner = config.get("text_config")
-    fields = {**config, **(inner if isinstance(inner, Mapping) else {})}
-    return {key: value for key, value in fields.items() if ABOUT_HEAD.search(key) and value is not None}
-
-
-def _set(config: Mapping[str, object], key: str, value: object) -> dict[str, object]:
-    inner = config.get("text_config")
-    if isinstance(inner, Mapping):
-        return {**config, "text_config": {**inner, key: value}}
-    return {**config, key: value}
+def _with_fields(
+    config: Mapping[str, object], base: Mapping[str, object], fields: Collection[str]
+) -> dict[str, object]:
+    """`config` with what `base` says of the head by name, where `config` says nothing; `fields` aside."""
+    text = base.get("text_config")
+    inner, outer = (text, base) if isinstance(text, Mapping) else (base, {})
+    nested = config.get("text_config")
+    new = [
+        {key: value for key, value in part.items()
+         if ABOUT_HEAD.search(key) and key not in fields and lookup(config, key) is None}
+        for part in (outer, inner)
+    ]  # fmt: skip
+    if isinstance(nested, Mapping) and new[1]:
+        return {**config, **new[0], "text_config": {**nested, **new[1]}}
+    return {**config, **new[0], **new[1]}
 
 
 def trained_with(inventory: Inventory) -> str:

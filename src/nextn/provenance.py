@@ -80,13 +80,14 @@ def trunk_fingerprint(inventory: Inventory) -> str:
 
 def _sampled(inventory: Inventory) -> Iterator[str]:
     yield from (inventory.shared[role] for role in sorted(inventory.shared))
-    for index in _spread(sorted(inventory.layers), _LAYERS):
+    for index in spread(sorted(inventory.layers), _LAYERS):
         layer = inventory.layers[index]
         paths = sorted(path for path, info in layer.items() if len(info.shape) > 1 and ".experts." not in path)
-        yield from (layer[path].name for path in _spread(paths, _WEIGHTS))
+        yield from (layer[path].name for path in spread(paths, _WEIGHTS))
 
 
-def _spread(items: Sequence[T], count: int) -> list[T]:
+def spread(items: Sequence[T], count: int) -> list[T]:
+    """At most `count` of `items`, evenly spread, the first and (of several) the last among them."""
     if len(items) <= count:
         return list(items)
-    return [items[place * (len(items) - 1) // (count - 1)] for place in range(count)]
+    return [items[place * (len(items) - 1) // max(1, count - 1)] for place in range(count)]

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from nextn.checkpoint import CONFIG, SINGLE, Checkpoint, TensorInfo
+from nextn.checkpoint import CONFIG, SINGLE, Checkpoint
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import Family, by_name, rows
 from nextn.fit import SIZES, absent, quantised_without
@@ -29,11 +29,13 @@ from nextn.staging import (
     Piece,
     Plan,
     Progress,
+    changes,
     divide,
     execute,
     index_document,
     new_folder,
     quiet,
+    visible,
     with_config,
 )
 
@@ -53,6 +55,7 @@ def convert(
     out: str | Path,
     *,
     to: str | None = None,
+    now: str | None = None,
     form: Form | None = None,
     gain: Shift | None = None,
     dry_run: bool = False,
@@ -60,7 +63,8 @@ def convert(
 ) -> Plan:
     """Write `source` into the new folder `out`, its head under the names of the family `to` -> what was done.
 
-    to: left out, the model's own family: a head under another known layout's names gets its own back. form: the head
+    to: left out, the model's own family: a head under another known layout's names gets its own back. now: the layout
+    that the head has, where its names do not tell. form: the head
     in an indexed file of its own (shards, also if left out), in mtp.safetensors that the index does not name, or all
     in one file. gain: shift the head's norm gains by one, in fp32, rounded to their dtype. Weight files that hold
     nothing of the head are hard-linked. Raises FamilyError that names what differs where the layouts do not compute
@@ -69,7 +73,7 @@ def convert(
     checkpoint = opened(source)
     own = Inventory.of(checkpoint)
     layout = by_name(to) if to else own.family
-    here = find_head(own, layout)
+    here = find_head(own, layout, by_name(now) if now else None)
     _refuse_other(here.family, layout, gain, len(here.modules))
     fresh, notes = _renamed(own, here, layout)
     if gain is not None:
@@ -83,21 +87,37 @@ def convert(
     return plan
 
 
-def find_head(own: Inventory, layout: Family) -> Inventory:
-    """The head as the layout sees it whose names it has: the model's own, else the likest to `layout`.
+def find_head(own: Inventory, layout: Family, now: Family | None = None) -> Inventory:
+    """The head as the layout sees it whose names it has: `now`, else the model's own, else the likest to `layout`.
 
     Raises CheckpointError for a head that is partial in every layout, or not there.
     """
-    for families in ([own.family], rows()):
-        found = [each for family in families if (each := _seen_by(family, own)) and each.stored and not absent(each)]
-        if found:
-            return min(found, key=lambda each: len(_differences(each.family, layout, len(each.modules))))
+    families = (now,) if now else (own.family, *rows())
+    found = [each for family in families if (each := _seen_by(family, own)) and each.stored and not absent(each)]
+    if found:
+        return min(found, key=partial(_distance, own=own, layout=layout))
     if own.stored:
         raise CheckpointError(
             f"{own.checkpoint.path}: its head is partial, without {', '.join(absent(own)[:5])}. "
             "`nextn restore` puts it back."
         )
     raise CheckpointError(f"{own.checkpoint.path}: holds no head in any known layout. `nextn restore` puts one back.")
+
+
+def _distance(here: Inventory, own: Inventory, layout: Family) -> tuple[int, bool, int, int]:
+    """Blocks are called as the trunk's layers are; then the model's own layout, one that computes the same as `layout`,
+    and one that knows more of the names inside the block.
+    """
+    paths = {path for layer in own.layers.values() for path in layer}
+    stem = own.family.names["block"].format(module=0, layer=own.num_layers)
+    fits, known = 0, 0
+    for canonical, name in here.stored.items():
+        if here.role(canonical) == "block":
+            rest = canonical.split(".", 2)[2]
+            path = own.family.published(f"0.block.{rest}", own.num_layers).removeprefix(f"{stem}.")
+            fits += path in paths
+            known += not name.endswith(rest)
+    return -fits, here.family.name != own.family.name, len(_differences(here.family, layout, len(here.modules))), -known
 
 
 def _seen_by(family: Family, own: Inventory) -> Inventory | None:
@@ -144,16 +164,16 @@ def _renamed(own: Inventory, here: Inventory, layout: Family) -> tuple[dict[str,
 
 def _shifted(fresh: Mapping[str, Piece], here: Inventory, gain: Shift) -> tuple[dict[str, Piece], str]:
     by = 1.0 if gain == "add-1" else -1.0
-    gains = {name for canonical, name in here.stored.items() if is_gain(canonical, here.info(canonical))}
+    gains = {name for canonical, name in here.stored.items() if is_gain(canonical)}
     pieces = {name: replace(piece, edit=shifting(piece.info.dtype, by)) if piece.name in gains else piece
               for name, piece in fresh.items()}  # fmt: skip
     exact = "exact in bf16 for gains from 0.5 to 2" if gain == "subtract-1" else "which rounds what lies near 0"
     return pieces, f"{gain} on {len(gains)} norm gains of the head, in fp32 rounded to their dtype: {exact}"
 
 
-def is_gain(canonical: str, info: TensorInfo) -> bool:
+def is_gain(canonical: str) -> bool:
     """Whether a tensor of the head is a norm's gain, which some families store as w for 1 + w."""
-    return len(info.shape) == 1 and _GAIN.search(canonical) is not None
+    return _GAIN.search(canonical) is not None
 
 
 def shifting(dtype: str, by: float) -> Callable[[bytes], bytes]:
@@ -175,18 +195,17 @@ def shifting(dtype: str, by: float) -> Callable[[bytes], bytes]:
 
 def _plan(own: Inventory, here: Inventory, layout: Family, fresh: dict[str, Piece], form: Form | None) -> Plan:
     gone = old_head(here) | set(here.copies.values())
-    hidden = set(own.checkpoint.unindexed)
-    seen = {name: info for name, info in own.checkpoint.tensors.items() if info.file not in hidden or name in gone}
-    checkpoint = replace(own.checkpoint, tensors=seen)
+    checkpoint = visible(own.checkpoint, {own.checkpoint.tensors[name].file for name in gone})
     files = divide(checkpoint, gone, fresh)
     if form == "single-file":
-        everything = {name: Piece(checkpoint, name) for name in seen if name not in gone} | fresh
-        files = Files({SINGLE: everything}, None, dropped=tuple({info.file for info in seen.values()}))
+        everything = {name: Piece(checkpoint, name) for name in checkpoint.tensors if name not in gone} | fresh
+        files = Files({SINGLE: everything}, None, dropped=tuple({info.file for info in checkpoint.tensors.values()}))
     elif form == "side-file":
         files = _beside(files, fresh)
     documents = _configs(replace(own, checkpoint=checkpoint), here, layout, fresh)
     documents |= index_document(files, checkpoint)
-    return Plan(checkpoint, Path(), layout.name, files, documents, whole=True)
+    told = changes(checkpoint, documents)
+    return Plan(checkpoint, Path(), layout.name, files, documents, whole=True, changes=told)
 
 
 def _beside(files: Files, fresh: Mapping[str, Piece]) -> Files:

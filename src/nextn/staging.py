@@ -8,7 +8,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from reprlib import repr as brief
 
@@ -75,7 +75,7 @@ class Plan:
     """What a verb will write. origin: the checkpoint that is changed or taken from. folder: where the files go.
 
     whole: `folder` is new and gets all other files of `origin`, too. documents: JSON files and what they will say, the
-    index included. metadata: of the new weight files. notes: what the user should know.
+    index included; changes: what of that is new, in words. metadata: of the new weight files. notes: for the user.
     """
 
     origin: Checkpoint = field(repr=False)
@@ -84,6 +84,7 @@ class Plan:
     files: Files
     documents: Mapping[str, Mapping[str, object]] = field(repr=False)
     whole: bool = False
+    changes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=lambda: {"format": "pt"})
 
@@ -96,16 +97,6 @@ class Plan:
         """Bytes of tensors, to be read and to be written."""
         return sum(piece.info.nbytes for piece in self.pieces)
 
-    @property
-    def changes(self) -> list[str]:
-        """`file: key: old -> new` for each JSON file but the index."""
-        return [
-            f"{file}: {line}"
-            for file, new in self.documents.items()
-            if file != INDEX and (self.whole or self.folder == Path(self.origin.path))
-            for line in _differences(self.origin.read_json(file) or {}, new)
-        ]
-
     def as_record(self) -> dict[str, object]:
         moves = [
             {"file": file, "tensor": name, "from": f"{piece.source.path}: {piece.name}", "dtype": piece.info.dtype,
@@ -113,10 +104,20 @@ class Plan:
             for file, pieces in self.files.weights.items() for name, piece in pieces.items()
         ]  # fmt: skip
         return {
-            "folder": str(self.folder), "family": self.family, "moves": moves, "changes": self.changes,
+            "folder": str(self.folder), "family": self.family, "moves": moves, "changes": list(self.changes),
             "renamed": dict(self.files.renamed), "dropped": list(self.files.dropped), "notes": list(self.notes),
             "bytes": self.num_bytes,
         }  # fmt: skip
+
+
+def changes(checkpoint: Checkpoint, documents: Mapping[str, Mapping[str, object]]) -> tuple[str, ...]:
+    """`file: key: old -> new` for each JSON file but the index."""
+    return tuple(
+        f"{file}: {line}"
+        for file, new in documents.items()
+        if file != INDEX
+        for line in _differences(checkpoint.read_json(file) or {}, new)
+    )
 
 
 def _differences(old: Mapping[str, object], new: Mapping[str, object]) -> Iterator[str]:
@@ -128,6 +129,16 @@ def _differences(old: Mapping[str, object], new: Mapping[str, object]) -> Iterat
             yield from (f"{key}.{line}" for line in _differences(before, after))
         else:
             yield f"{key}: {brief(before)} -> {brief(after)}"
+
+
+def visible(checkpoint: Checkpoint, also: Collection[str] = ()) -> Checkpoint:
+    """The tensors that loaders find, which open the files that the index names alone; and those in the files `also`."""
+    files = [file for file in checkpoint.files if file not in checkpoint.unindexed or file in also]
+    found: dict[str, TensorInfo] = {}
+    for name, info in ((name, info) for file in files for name, info in checkpoint.headers[file].tensors.items()):
+        first = checkpoint.tensors[name]
+        found.setdefault(name, first if first.file in files else info)
+    return replace(checkpoint, tensors=found)
 
 
 def divide(checkpoint: Checkpoint, gone: Collection[str], fresh: Mapping[str, Piece]) -> Files:

@@ -6,7 +6,7 @@ A rule is a function from an `Inventory` to findings; the rules know nothing of 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, field, replace
 
-from nextn.audit import engines, files, precision, shapes, structure
+from nextn.audit import engines, files, precision, shapes, structure, values
 from nextn.audit.finding import SEVERITIES, Finding, Severity
 from nextn.checkpoint import Checkpoint
 from nextn.errors import FamilyError
@@ -16,8 +16,12 @@ from nextn.inventory import Inventory
 __all__ = ["IDS", "RULES", "Finding", "Report", "Severity", "audit"]
 
 Rule = Callable[[Inventory], Iterable[Finding]]
-RULES: tuple[Rule, ...] = (*structure.RULES, *files.RULES, *shapes.RULES, *engines.RULES, *precision.RULES)
-IDS: tuple[str, ...] = (*structure.IDS, *files.IDS, *shapes.IDS, *engines.IDS, *precision.IDS)
+RULES: tuple[Rule, ...] = (
+    *structure.RULES, *files.RULES, *shapes.RULES, *engines.RULES, *precision.RULES, *values.RULES
+)  # fmt: skip
+IDS: tuple[str, ...] = (
+    *structure.IDS, *files.IDS, *shapes.IDS, *engines.IDS, *precision.IDS, *values.IDS
+)  # fmt: skip
 _ENOUGH = 2000  # names that are tried against every family
 
 

@@ -6,9 +6,10 @@ families with a block of their own, nothing is said.
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from nextn.checkpoint import TensorInfo
 from nextn.families import lookup
@@ -25,14 +26,15 @@ _BESIDE = re.compile(r"(.*\.)?(inv_freq|[kv]_scale|(input|output)_(scale|global_
 class Blocks:
     """The blocks of one checkpoint's head beside its trunk's layers.
 
-    A path is `self_attn.q_proj` for a weight, however it is quantised, and `self_attn.q_proj.bias` for anything else.
+    A path is that of the running model with its suffix; a part is `self_attn.q_proj` for a weight, however it is
+    quantised, and `self_attn.q_proj.bias` for anything else. A layer has few distinct paths, so each is read once.
     """
 
     inventory: Inventory
 
     @cached_property
     def of_head(self) -> Mapping[int, Mapping[str, TensorInfo]]:
-        """Module -> path as the running model has it, with suffix -> tensor."""
+        """Module -> path -> tensor."""
         found: dict[int, dict[str, TensorInfo]] = defaultdict(dict)
         for canonical, name in self.inventory.stored.items():
             module, role, *rest = canonical.split(".", 2)
@@ -41,73 +43,78 @@ class Blocks:
         return found
 
     @cached_property
-    def of_trunk(self) -> Mapping[int, Mapping[str, TensorInfo]]:
-        """The same for the trunk's layers."""
-        running = {path: self._running(path) for layer in self.inventory.layers.values() for path in layer}
-        return {
-            index: {running[path]: info for path, info in layer.items()}
-            for index, layer in self.inventory.layers.items()
-        }
-
-    @cached_property
-    def shapes(self) -> Mapping[str, Mapping[tuple[int, ...], TensorInfo]]:
-        """Path with suffix -> the shapes that it has in the trunk's layers, each with a tensor that has it."""
-        found: dict[str, dict[tuple[int, ...], TensorInfo]] = defaultdict(dict)
-        for layer in self.of_trunk.values():
+    def forms(self) -> Mapping[str, Mapping[tuple[str, tuple[int, ...]], TensorInfo]]:
+        """Path -> each (dtype, shape) that it has in the trunk's layers, with a tensor that has it."""
+        found: dict[str, dict[tuple[str, tuple[int, ...]], TensorInfo]] = {path: {} for path in self._running.values()}
+        for layer in self.inventory.layers.values():
             for path, info in layer.items():
-                found[path].setdefault(info.shape, info)
+                found[self._running[path]].setdefault((info.dtype, info.shape), info)
         return found
 
     def missing(self, module: int) -> tuple[int, tuple[str, ...]]:
-        """The trunk layer that a module's block resembles most, and that layer's paths which the block lacks.
+        """The trunk layer that a module's block resembles most, and that layer's parts which the block lacks.
 
         (-1, ...) where no layer resembles it: then single experts alone can be missed.
         """
-        block = _paths(self.of_head.get(module, {}))
-        kinds = _kinds(block)
+        parts = frozenset(part for part in _parts(self.of_head.get(module, {})).values() if part)
+        kinds = frozenset(map(_kind, parts))
         best = max(self._measures, key=lambda index: self._fit(index, kinds), default=-1)
         if best < 0:
             return -1, ()
-        lost = sorted(_paths(self.of_trunk[best]) - block)
+        lost = sorted(self._layers[best] - parts)
         if self.inventory.family.own_block or len(kinds & self._kinds[best]) < _ALIKE * len(kinds):
-            return -1, tuple(path for path in lost if _kind(path) in kinds)
+            return -1, tuple(part for part in lost if _kind(part) in kinds)
         return best, tuple(lost)
+
+    @property
+    def split_experts(self) -> bool:
+        """Whether the trunk stores its experts one by one."""
+        return any(".experts.*" in kind for kinds in self._kinds.values() for kind in kinds)
 
     def _fit(self, index: int, kinds: frozenset[str]) -> tuple[int, int]:
         common = len(kinds & self._kinds[index])
         return common, common - len(self._kinds[index])
 
     @cached_property
+    def _running(self) -> Mapping[str, str]:
+        """Path in the trunk's files -> path."""
+        family, num_layers = self.inventory.family, self.inventory.num_layers
+        root = family.names["block"].format(module=0, layer=num_layers)
+        found: dict[str, str] = {}
+        for path in dict.fromkeys(chain.from_iterable(self.inventory.layers.values())):
+            canonical = family.canonical(f"{root}.{path}", num_layers) or ""
+            found[path] = canonical.removeprefix("0.block.") if canonical.startswith("0.block.") else path
+        return found
+
+    @cached_property
+    def _layers(self) -> Mapping[int, frozenset[str]]:
+        """Trunk layer -> its parts."""
+        parts = _parts(self._running.values())
+        of = {path: parts[running] for path, running in self._running.items()}
+        return {index: frozenset(map(of.__getitem__, layer)) - {""} for index, layer in self.inventory.layers.items()}
+
+    @cached_property
     def _kinds(self) -> Mapping[int, frozenset[str]]:
-        return {index: _kinds(_paths(layer)) for index, layer in self.of_trunk.items()}
+        """Trunk layer -> its parts with one expert for all: a block that lost most of its experts still fits."""
+        kind = {part: _kind(part) for parts in self._layers.values() for part in parts}
+        return {index: frozenset(map(kind.__getitem__, parts)) for index, parts in self._layers.items()}
 
     @cached_property
     def _measures(self) -> list[int]:
         """The layers of the kind that the family's block has, where both say a kind; else all."""
-        wanted, said = (
-            self.inventory.family.block.get("layer_types"),
-            lookup(self.inventory.checkpoint.config, "layer_types"),
-        )
-        every = sorted(self.of_trunk)
+        wanted = self.inventory.family.block.get("layer_types")
+        said = lookup(self.inventory.checkpoint.config, "layer_types")
+        every = sorted(self.inventory.layers)
         if not (isinstance(wanted, list) and isinstance(said, list)):
             return every
         return [index for index in every if index < len(said) and said[index] == wanted[0]] or every
 
-    def _running(self, path: str) -> str:
-        family, num_layers = self.inventory.family, self.inventory.num_layers
-        root = family.names["block"].format(module=0, layer=num_layers)
-        canonical = family.canonical(f"{root}.{path}", num_layers) or ""
-        return canonical.removeprefix("0.block.") if canonical.startswith("0.block.") else path
+
+def _parts(paths: Collection[str]) -> dict[str, str]:
+    """Path -> the part that it belongs to; "" for what is none."""
+    names = frozenset(paths)
+    return {path: "" if _BESIDE.fullmatch(path) else split_name(path, names)[0] for path in names}
 
 
-def _paths(tensors: Mapping[str, TensorInfo]) -> frozenset[str]:
-    return frozenset(split_name(path, tensors)[0] for path in tensors if not _BESIDE.fullmatch(path))
-
-
-def _kinds(paths: frozenset[str]) -> frozenset[str]:
-    """The paths with one expert for all, so that a block which lost most of its experts still resembles a layer."""
-    return frozenset(map(_kind, paths))
-
-
-def _kind(path: str) -> str:
-    return re.sub(r"\.experts\.\d+", ".experts.*", path)
+def _kind(part: str) -> str:
+    return re.sub(r"\.experts\.\d+", ".experts.*", part)

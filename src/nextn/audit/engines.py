@@ -57,7 +57,8 @@ def shared_missing(inventory: Inventory) -> Iterator[Finding]:
     skipped = any(role in engine.skips for role in roles for engine in hurt[role])
     yield Finding(
         "shared-missing", "warning" if skipped else "note", places[0],
-        f"{joined(ROLES[role] for role in roles).capitalize()} {'are' if len(roles) > 1 else 'is'} stored as {known} alone, not inside the module: "
+        f"{joined(ROLES[role] for role in roles).capitalize()} {'are' if len(roles) > 1 else 'is'} stored as {known} "
+        "alone, not inside the module: "
         f"{'; '.join(_unset(name, engine, roles) for name, engine in running.items())}.",
         f"{joined(places)}, equal to {known}.",
         restore(inventory, "--add-aliases"),
@@ -160,12 +161,10 @@ def _place(inventory: Inventory, module: int, role: str) -> str:
 
 def _unset(name: str, engine: Engine, roles: list[str]) -> str:
     if any(role in engine.skips for role in roles):
-        return (
-            f"{ENGINES[name]}, in versions that do not hand the trunk's over, drafts from initial values, without error"
-        )
-    lost = [role for role in roles if role in engine.unset]
+        return f"{ENGINES[name]}, in versions that do not hand over the trunk's, drafts from initial values, unsaid"
+    lost = joined(ROLES[role] for role in roles if role in engine.unset)
     if lost:
-        return f"{ENGINES[name]}, if it is pipeline-parallel, drafts from an initial {joined(ROLES[role] for role in lost)}"
+        return f"{ENGINES[name]}, if it is pipeline-parallel, drafts from an initial {lost}"
     return f"{ENGINES[name]} takes the trunk's"
 
 

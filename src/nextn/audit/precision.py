@@ -30,11 +30,21 @@ class Part:
     like: str
 
 
-def quantisation(inventory: Inventory) -> Iterator[Finding]:
+def precision(inventory: Inventory) -> Iterator[Finding]:
+    """Every rule that looks at how the head's matrices are stored."""
+    blocks = Blocks(inventory)
+    parts = _parts(inventory, blocks)
+    yield from _quantisation(inventory, parts)
+    yield from _built_plain(inventory, parts)
+    yield from _scale_missing(inventory, parts)
+    yield from _precision_lower(inventory, blocks)
+
+
+def _quantisation(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
     """The quantisation config covers matrices of the head that are stored unquantised, or the reverse."""
     try:
         said = Quantisation.of(inventory.checkpoint)
-        wrong = _wrong(inventory, said)
+        wrong = _wrong(inventory, said, parts)
     except CheckpointError as error:
         yield Finding(
             "quantisation", "error", f"{CONFIG}: quantization_config", f"{error}",
@@ -55,10 +65,10 @@ def quantisation(inventory: Inventory) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def built_plain(inventory: Inventory) -> Iterator[Finding]:
+def _built_plain(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
     """A quantised matrix that an engine builds unquantised, whatever the config says."""
-    for role in sorted({part.role for part in _parts(inventory) if part.kind != "plain"}):
-        names = [part.module for part in _parts(inventory) if part.role == role and part.kind != "plain"]
+    for role in sorted({part.role for part in parts if part.kind != "plain"}):
+        names = [part.module for part in parts if part.role == role and part.kind != "plain"]
         builders = [name for name, engine in inventory.family.engines.items() if role in engine.plain]
         if builders:
             yield Finding(
@@ -69,9 +79,9 @@ def built_plain(inventory: Inventory) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def scale_missing(inventory: Inventory) -> Iterator[Finding]:
+def _scale_missing(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
     """fp8 numbers without the scale that they are to be multiplied by."""
-    names = [part.module for part in _parts(inventory) if part.kind == "fp8-bare"]
+    names = [part.module for part in parts if part.kind == "fp8-bare"]
     if names:
         beside = inventory.family.fp8.scale if inventory.family.fp8 else "weight_scale"
         yield Finding(
@@ -82,13 +92,9 @@ def scale_missing(inventory: Inventory) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def precision_lower(inventory: Inventory) -> Iterator[Finding]:
+def _precision_lower(inventory: Inventory, blocks: Blocks) -> Iterator[Finding]:
     """The head's block in fewer bits than the same matrices of the trunk."""
-    blocks = Blocks(inventory)
-    trunk: dict[str, int] = defaultdict(int)
-    for layer in blocks.of_trunk.values():
-        for path, info in layer.items():
-            trunk[path] = max(trunk[path], _bits(info))
+    trunk = {path: max(map(_bits, forms.values())) for path, forms in blocks.forms.items()}
     fewer: dict[tuple[int, int], list[str]] = defaultdict(list)
     for block in blocks.of_head.values():
         for path, info in block.items():
@@ -98,26 +104,26 @@ def precision_lower(inventory: Inventory) -> Iterator[Finding]:
         severity: Severity = "warning" if bits < _NARROW else "note"
         yield Finding(
             "precision-lower", severity, names[0],
-            f"{counted(len(names), 'matrix')} of the head, such as {some(names)}, stored in {bits} bits, the trunk's in "
-            f"{whole}.",
+            f"{counted(len(names), 'matrix')} of the head, such as {some(names)}, stored in {bits} bits, the trunk's "
+            f"in {whole}.",
             f"The trunk's {whole} bits: a head that is quantised too hard loses its acceptance, with no error.",
             f"nextn measure shows what it costs; {restore(inventory)} takes BASE's precision.",
         )  # fmt: skip
 
 
-def _wrong(inventory: Inventory, said: Quantisation | None) -> dict[tuple[bool, Storage], list[str]]:
+def _wrong(inventory: Inventory, said: Quantisation | None, parts: list[Part]) -> dict[tuple[bool, Storage], list[str]]:
     """(what the config says, how it is stored) -> the head's matrices for which the two do not agree.
 
-    Where the trunk has the same with the same matrix, engines know better than the config, as of small routers.
+    What the config covers and the trunk, too, stores unquantised, engines are known to build so, as small routers.
     """
     covers: Callable[[str], bool | None] = said.covers if said else lambda module: False
     wrong: dict[tuple[bool, Storage], list[str]] = defaultdict(list)
     plain, tensors = _never_quantised(inventory, said), inventory.checkpoint.tensors
-    for part in _parts(inventory):
+    for part in parts:
         if part.role not in plain and part.kind not in ("unknown", "fp8-bare"):
             covered = covers(part.module)
-            likewise = part.like and (storage(tensors, part.like), covers(part.like)) == (part.kind, covered)
-            if covered is not None and covered == (part.kind == "plain") and not likewise:
+            known = covered and part.like and storage(tensors, part.like) == "plain" and covers(part.like)
+            if covered is not None and covered == (part.kind == "plain") and not known:
                 wrong[covered, part.kind].append(part.module)
     return wrong
 
@@ -129,10 +135,10 @@ def _never_quantised(inventory: Inventory, said: Quantisation | None) -> set[str
     return roles | set(family.fp8.plain if family.fp8 and said and said.method == "fp8" else ())
 
 
-def _parts(inventory: Inventory) -> list[Part]:
+def _parts(inventory: Inventory, blocks: Blocks) -> list[Part]:
     """Every matrix of the head."""
-    tensors, blocks = inventory.checkpoint.tensors, Blocks(inventory)
-    trunk = {path: info.name for layer in blocks.of_trunk.values() for path, info in layer.items()}
+    tensors = inventory.checkpoint.tensors
+    trunk = {path: next(iter(forms.values())).name for path, forms in blocks.forms.items()}
     like = {info.name: trunk.get(path, "") for block in blocks.of_head.values() for path, info in block.items()}
     parts: dict[str, Part] = {}
     for canonical, name in inventory.stored.items():
@@ -157,4 +163,4 @@ def _told(kind: Storage) -> str:
     return "unquantised" if kind == "plain" else f"as {kind}"
 
 
-RULES = (quantisation, built_plain, scale_missing, precision_lower)
+RULES = (precision,)

@@ -90,15 +90,14 @@ def _against_trunk(inventory: Inventory) -> Iterator[tuple[TensorInfo, str, str]
     blocks = Blocks(inventory)
     for tensors in blocks.of_head.values():
         for path, info in tensors.items():
-            likes = _alike(info, blocks.shapes.get(path, {}))
-            if likes and info.shape not in likes:
-                said = some([str(list(each)) for each in likes])
-                yield info, said, f"as {next(iter(likes.values())).name} is"
+            likes = [like for like in blocks.forms.get(path, {}).values() if _comparable(info, like)]
+            if likes and all(like.shape != info.shape for like in likes):
+                yield info, some([str(list(like.shape)) for like in likes]), f"as {likes[0].name} is"
 
 
-def _alike(info: TensorInfo, shapes: Mapping[tuple[int, ...], TensorInfo]) -> dict[tuple[int, ...], TensorInfo]:
-    """Those of the trunk's that are stored as this one is: packed weights have other shapes."""
-    return {each: like for each, like in shapes.items() if like.dtype == info.dtype or (_plain(like) and _plain(info))}
+def _comparable(info: TensorInfo, like: TensorInfo) -> bool:
+    """Whether both are stored alike: packed weights have other shapes."""
+    return like.dtype == info.dtype or (_plain(like) and _plain(info))
 
 
 def _plain(info: TensorInfo) -> bool:

@@ -47,11 +47,15 @@ class Head:
     @cached_property
     def swallowed(self) -> Mapping[int, list[str]]:
         """Trunk layer -> the head's own paths in it: the config counts the head as a layer."""
-        names = self.inventory.family.names
+        names, copies = self.inventory.family.names, self.inventory.family.copies
         if "{layer}" not in names["block"]:
             return {}
         root = names["block"] + "."
-        own = {path.removeprefix(root) for role, path in names.items() if role != "block" and path.startswith(root)}
+        own = {
+            path.removeprefix(root)
+            for role, path in names.items()
+            if role not in ("block", *copies) and path.startswith(root)
+        }
         found = {
             index: [path for path in own if f"{path}.weight" in layer] for index, layer in self.inventory.layers.items()
         }
@@ -89,7 +93,7 @@ class Head:
 def head_absent(inventory: Inventory) -> Iterator[Finding]:
     """The config promises modules, and no tensor of any is stored."""
     head = Head(inventory)
-    if not inventory.promised or head.roles or head.astray:
+    if not inventory.promised or head.roles or head.astray or inventory.strangers:
         return
     family, named = inventory.family, _named(inventory)
     promise = f"{CONFIG} promises {counted(inventory.promised, 'module')}"
@@ -186,7 +190,7 @@ def head_partial(inventory: Inventory) -> Iterator[Finding]:
         ]
         stored = len(inventory.of_module(module))
         fused = [name for path, name in _block(inventory, module) if _FUSED.fullmatch(path)]
-        if fused and paths and inventory.family.experts == "split":
+        if fused and blocks.split_experts:
             yield _experts_fused(inventory, fused)
         elif names:
             like = f"a block like the trunk's layer {layer}" if layer >= 0 else "a block"
@@ -214,7 +218,7 @@ def names_unknown(inventory: Inventory) -> Iterator[Finding]:
         )  # fmt: skip
     if names:
         yield Finding(
-            "names-unknown", "note" if _whole(head) else "warning", names[0],
+            "names-unknown", "note" if _whole(head) else "warning" if head.roles else "error", names[0],
             f"{counted(len(names), 'tensor')} with names that no known engine maps: {some(names)}; "
             f"{_looks(inventory)}.",
             f"Names such as {some(_own_names(inventory.family, inventory))}.",

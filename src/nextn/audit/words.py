@@ -24,8 +24,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def joined(words: Iterable[str]) -> str:
-    """`a, b and c`."""
-    *most, last = words
+    """`a, b and c`; "" for none."""
+    *most, last = list(words) or [""]
     return f"{', '.join(most)} and {last}" if most else last
 
 

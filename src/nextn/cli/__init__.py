@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nextn import __version__
+from nextn.cli import move
 from nextn.cli.audit import audit
 from nextn.cli.common import AsJson, console, plain
 from nextn.errors import ConfigError, NextnError
@@ -186,6 +187,10 @@ def trace(
         cells = (str(row.round), row.phase, row.by, str(row.position), row.token, row.hidden, row.gives)
         table.add_row(*map(plain, cells), style=styles.get(row.phase))
     console().print(table)
+
+
+for verb in move.VERBS:
+    app.command()(verb)
 
 
 def _generate(model: "Model", text: str, settings: "Settings", stop: list[str], *, chat: bool, as_json: bool) -> None:

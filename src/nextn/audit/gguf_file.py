@@ -1,0 +1,211 @@
+"""A GGUF file's metadata and tensor table, and windows of its tensors; files of one split model count as one.
+
+Every count is checked against the bytes that are there before anything follows it; nothing is known of heads.
+"""
+
+import mmap
+import re
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from reprlib import repr as brief
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nextn.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
+
+Scalar = int | float | bool | str
+
+# https://github.com/ggml-org/ggml/blob/master/docs/gguf.md: value types by their number; 8 is a string, 9 an array.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_VERSIONS = (2, 3)
+# The largest published files have under 100 keys, 3,000 tensors, vocabularies of 300,000 and names of 64 bytes.
+_MAX_KEYS, _MAX_TENSORS, _MAX_ITEMS, _MAX_TEXT, _MAX_HEADER = 1 << 16, 1 << 18, 1 << 22, 1 << 24, 1 << 28
+_MAX_DIMS, _MAX_ROW, _MAX_FILES = 4, 1 << 20, 1000
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """shape: as ggml orders it, the contiguous dimension first. begin: offset in `file`; kind: the quantisation."""
+
+    name: str
+    kind: "GGMLQuantizationType"
+    shape: tuple[int, ...]
+    file: Path
+    begin: int
+    nbytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        rows = int(np.prod(self.shape[1:], dtype=object))
+        return self.nbytes // rows if rows else 0
+
+    def middle(self, most: int = _MAX_ROW) -> bytes:
+        """Up to 8 rows from the middle on, of at most `most` bytes in all; nothing if one is longer."""
+        if not 0 < self.row_bytes <= most:
+            return b""
+        row = self.nbytes // self.row_bytes // 2
+        with self.file.open("rb") as file:
+            file.seek(self.begin + row * self.row_bytes)
+            return file.read(min(8, most // self.row_bytes, self.nbytes // self.row_bytes - row) * self.row_bytes)
+
+    def values(self) -> NDArray[np.float64] | None:
+        """`middle` as numbers; None for a quantisation that the gguf package cannot undo."""
+        from gguf.quants import dequantize
+
+        data = np.frombuffer(self.middle(), np.uint8)
+        try:
+            with np.errstate(all="ignore"):  # a hostile scale may be infinite
+                return np.asarray(dequantize(data, self.kind), np.float64).reshape(-1) if len(data) else None
+        except NotImplementedError:
+            return None
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """metadata: single values by key; of arrays only the length is kept, as an int, under `<key>[]`."""
+
+    path: Path
+    metadata: dict[str, Scalar] = field(repr=False)
+    tensors: dict[str, GgufTensor] = field(repr=False)
+
+    @classmethod
+    def open(cls, path: Path) -> "GgufFile":
+        """Raises ConfigError without the gguf package, CheckpointError for damaged, foreign or missing files."""
+        try:
+            import gguf  # noqa: F401
+        except ImportError as error:
+            raise ConfigError("GGUF files need the gguf package: pip install 'nextn[gguf]'") from error
+        first = _read(path)
+        tensors = dict(first.tensors)
+        for other in _others(path, first.metadata):
+            more = _read(other).tensors
+            if both := tensors.keys() & more.keys():
+                raise CheckpointError(f"{other}: {brief(min(both))} is in another file of the split, too. Split again.")
+            tensors |= more
+        return cls(path, first.metadata, tensors)
+
+
+def _others(path: Path, metadata: dict[str, Scalar]) -> list[Path]:
+    """The other files of a split model, which llama.cpp names `<stem>-00001-of-00003.gguf`."""
+    count = metadata.get("split.count", 1)
+    if not isinstance(count, int) or count <= 1:
+        return []
+    found = re.fullmatch(r"(.+)-(\d{5})-of-(\d{5})\.gguf", path.name)
+    if found is None or int(found[3]) != count or count > _MAX_FILES:
+        raise CheckpointError(f"{path}: one of {count} files, whose names must end in -00001-of-{count:05d}.gguf.")
+    names = [f"{found[1]}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
+    absent = [name for name in names if not path.with_name(name).is_file()]
+    if absent:
+        raise CheckpointError(f"{path}: {len(absent)} of its {count} files are absent, such as {absent[0]}. Fetch all.")
+    return [path.with_name(name) for name in names if name != path.name]
+
+
+def _read(path: Path) -> GgufFile:
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Walk(path, data).file()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}.") from error
+    except (ValueError, struct.error) as error:  # also what `bytes.decode` and `mmap` of an empty file raise
+        raise CheckpointError(f"{path}: not a sound GGUF file: {error}. Fetch or write it again.") from error
+
+
+class _Walk:
+    """Reads forward through a header; `at` never passes the end of the file or _MAX_HEADER."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path, self.data, self.at = path, data, 0
+        self.end = min(len(data), _MAX_HEADER)
+
+    def file(self) -> GgufFile:
+        if self.data[:4] != b"GGUF":
+            raise ValueError(f"it starts with {self.data[:4]!r}, not with b'GGUF'")
+        self.at = 4
+        version = self._number("I")
+        if version not in _VERSIONS:
+            raise ValueError(f"version {version}, valid are {_VERSIONS}, little-endian")
+        num_tensors, num_keys = self._count(_MAX_TENSORS, "tensors"), self._count(_MAX_KEYS, "keys")
+        metadata = dict(self._pair() for _ in range(num_keys))
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
+            raise ValueError(f"general.alignment is {brief(alignment)}, it must be a power of two")
+        infos = [self._info() for _ in range(num_tensors)]
+        start = -(-self.at // alignment) * alignment
+        tensors = {each.name: each for each in (self._tensor(*info, start) for info in infos)}
+        if len(tensors) < len(infos):
+            raise ValueError("two tensors have the same name")
+        return GgufFile(self.path, metadata, tensors)
+
+    def _take(self, count: int) -> bytes:
+        if count > self.end - self.at:
+            raise ValueError(f"the header ends at byte {self.end}, {count} bytes are wanted at {self.at}: truncated")
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def _number(self, kind: str) -> int:
+        return int(struct.unpack(f"<{kind}", self._take(struct.calcsize(f"<{kind}")))[0])
+
+    def _count(self, most: int, what: str) -> int:
+        count = self._number("Q")
+        if count > most:
+            raise ValueError(f"it claims {count} {what}, at most {most} are read")
+        return count
+
+    def _text(self) -> str:
+        return self._take(self._count(_MAX_TEXT, "bytes of text")).decode()
+
+    def _pair(self) -> tuple[str, Scalar]:
+        key, kind = self._text(), self._number("I")
+        if kind == _ARRAY:
+            return f"{key}[]", self._skip_array()
+        if kind == _STRING:
+            return key, self._text()
+        size = struct.calcsize(f"<{self._scalar(kind)}")
+        value: Scalar = struct.unpack(f"<{self._scalar(kind)}", self._take(size))[0]
+        return key, value
+
+    def _scalar(self, kind: int) -> str:
+        if kind not in _SCALARS:
+            raise ValueError(f"value type {kind}, valid are 0 to 12 and no arrays of arrays")
+        return _SCALARS[kind]
+
+    def _skip_array(self) -> int:
+        kind, count = self._number("I"), self._count(_MAX_ITEMS, "items")
+        if kind == _STRING:
+            for _ in range(count):
+                self._take(self._count(_MAX_TEXT, "bytes of text"))
+        else:
+            self._take(count * struct.calcsize(f"<{self._scalar(kind)}"))
+        return count
+
+    def _info(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, num_dims = self._text(), self._number("I")
+        if num_dims > _MAX_DIMS:
+            raise ValueError(f"tensor {brief(name)} has {num_dims} dimensions, at most {_MAX_DIMS} are valid")
+        shape = tuple(self._number("Q") for _ in range(num_dims))
+        return name, shape, self._number("I"), self._number("Q")
+
+    def _tensor(self, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int) -> GgufTensor:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        count = int(np.prod(shape, dtype=object))
+        if shape and shape[0] % block:
+            raise ValueError(f"tensor {brief(name)} has rows of {shape[0]}, which blocks of {block} do not fill")
+        begin, nbytes = start + offset, count // block * size
+        if begin + nbytes > len(self.data):
+            raise ValueError(f"tensor {brief(name)} ends at byte {begin + nbytes}, the file at {len(self.data)}")
+        return GgufTensor(name, GGMLQuantizationType(kind), shape, self.path, begin, nbytes)
+
+
+def bits(tensor: GgufTensor) -> float:
+    """Bits a weight takes, scales included."""
+    count = int(np.prod(tensor.shape, dtype=object))
+    return 8 * tensor.nbytes / count if count else 0.0

@@ -1,0 +1,133 @@
+"""A hub on the loopback: keeps ranges, or breaks a promise that a test names. Knows nothing of what it serves."""
+
+import json
+import re
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+
+from nextn import remote
+from nextn.checkpoint import Checkpoint
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub:
+    """Serves `files` as org/model at SHA; `faults[name]` are taken one a request: a status, its headers, or a trick."""
+
+    def __init__(self, files):
+        self.files, self.faults, self.requests, self.delay = files, {}, [], 0.0
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"hub": self}))
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
+        self.thread.start()
+
+    def open(self, **options):
+        return Checkpoint.open("org/model", endpoint=self.url, **options)
+
+    def asked(self, name):
+        return [headers.get("Range") for path, headers in self.requests if path.endswith("/" + name)]
+
+    def stop(self):
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1  # header and body in one packet: two would wait 40 ms for each other
+    hub: Hub
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        path = self.path.split("?")[0]
+        self.hub.requests.append((path, self.headers))
+        time.sleep(self.hub.delay)
+        listing = re.fullmatch(r"/api/models/org/model/revision/(main|v1)", path)
+        name = "listing" if listing else path.removeprefix(f"/org/model/resolve/{SHA}/")
+        fault = next(iter(self.hub.faults.get(name, [])), None)
+        if fault is not None:
+            self.hub.faults[name].pop(0)
+        body = self.listing() if listing else self.hub.files.get(name)
+        if isinstance(fault, tuple):
+            self.answer(fault[0], fault[1], b"")
+        elif body is None:
+            self.answer(404, {"X-Error-Code": "EntryNotFound" if SHA in path else "RepoNotFound"}, b"")
+        elif listing and fault is None:
+            self.answer(200, {"Content-Type": "application/json"}, body)
+        else:
+            self.give(body, fault)
+
+    def listing(self):
+        return json.dumps({"sha": SHA, "siblings": [{"rfilename": name} for name in self.hub.files]}).encode()
+
+    def give(self, content, fault):
+        begin, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        part = content[begin : last + 1]
+        span = {"Content-Range": f"bytes {begin}-{begin + len(part) - 1}/{len(content)}"}
+        if fault == "stall":
+            time.sleep(0.5)
+        if fault == "whole":
+            self.answer(200, {}, content)
+        elif fault == "chunked":
+            self.answer(200, {"Transfer-Encoding": "chunked"}, b"%x\r\n%s\r\n0\r\n\r\n" % (len(content), content))
+        elif fault == "shifted":
+            self.answer(206, {"Content-Range": f"bytes {begin + 1}-{begin + len(part)}/{len(content) + 1}"}, part)
+        elif fault == "less":
+            self.answer(206, {"Content-Range": f"bytes {begin}-{begin}/{len(content)}"}, part[:1])
+        elif fault == "more":
+            self.answer(206, span, part + b"more")
+        elif fault == "short":
+            self.answer(206, span, part[:-1])
+        elif fault == "drop":
+            self.answer(206, span | {"Content-Length": str(len(part))}, part[: len(part) // 2])
+            self.close_connection = True
+        elif fault == "garbage":
+            self.answer(200, {"Content-Type": "text/html"}, b"<html>Please log in to the hotel's network</html>")
+        else:
+            self.answer(206, span, part)
+
+    def answer(self, status, headers, body):
+        self.send_response(status)
+        if "Transfer-Encoding" not in headers:
+            headers = {"Content-Length": str(len(body))} | headers
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_client():
+    """A hub client without the user's proxies and token, closed at the end."""
+    huggingface_hub.close_session()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+            patch.delenv(name, raising=False)
+        patch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent/token")
+        patch.setattr(constants, "HF_HUB_CACHE", "/nonexistent/cache")
+        yield
+    huggingface_hub.close_session()
+
+
+@pytest.fixture(autouse=True)
+def only_loopback(monkeypatch):
+    """No test may leave the machine, or wait as long as a user would."""
+    connect = socket.socket.connect
+
+    def guarded(self, address):
+        assert address[0] == "127.0.0.1", address
+        return connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(remote, "FIRST_WAIT", 0.001)

@@ -1,0 +1,361 @@
+"""audit: each rule finds its fault in a checkpoint of a published layout and keeps quiet on sound ones."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from artifacts import LAYERS, LAYOUTS, H, V, publish
+
+from nextn.audit import IDS, audit
+from nextn.checkpoint import INDEX, Checkpoint, RawTensor, write_json, write_safetensors
+from nextn.errors import CheckpointError, FamilyError
+from nextn.families import by_name
+
+
+def findings(folder, rule=None):
+    """All that is not a note, or all of one rule."""
+    found = audit(Checkpoint.open(folder)).findings
+    return [each for each in found if (each.rule == rule if rule else each.severity != "note")]
+
+
+def drop(pattern):
+    """A table without the tensors whose name fits."""
+
+    def change(table):
+        gone = [name for name in table if re.search(pattern, name)]
+        assert gone
+        for name in gone:
+            del table[name]
+
+    return change
+
+
+def rename(pattern, to):
+    def change(table):
+        for name in [each for each in table if re.search(pattern, each)]:
+            table[re.sub(pattern, to, name)] = table.pop(name)
+
+    return change
+
+
+def put(name, shape, dtype="BF16", fill=1):
+    """A tensor of ones bytes in place of another, or beside the others."""
+    size = {"BF16": 2, "F32": 4, "I32": 4}.get(dtype, 1)
+    return lambda table: table.update({name: RawTensor(dtype, shape, bytes([fill]) * (int(np.prod(shape)) * size))})
+
+
+HEAD = r"^model\.layers\.2\."
+GPTQ = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}}
+INT4 = {
+    "quantization_config": {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}},
+    }
+}  # fmt: skip
+MODELOPT = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
+
+
+def pack(table):
+    """Trunk and head as compressed-tensors packs them."""
+    for name in [each for each in table if re.search(r"(self_attn|mlp)\..*_proj\.weight$", each)]:
+        rows, columns = table.pop(name).shape
+        put(f"{name}_packed", (rows, columns // 8), "I32")(table)
+        put(f"{name}_scale", (rows, 1))(table)
+
+
+def pack_trunk(table):
+    """A recipe that passed the head by, and did not say so."""
+    head = {name: table[name] for name in table if re.match(r"mtp\.", name)}
+    pack(table)
+    for name in [each for each in table if each.startswith("mtp.")]:
+        del table[name]
+    table.update(head)
+
+
+# rule -> what breaks a checkpoint so, and what the finding must say
+BROKEN = {
+    "dropped by save_pretrained": (
+        "head-absent", "error", "qwen3_5", {"change": drop("^mtp")}, "promises 1 module, and no tensor of it"),
+    "dropped, config silent": (
+        "head-absent", "warning", "qwen3_next", {"change": drop("^mtp"), "config": {"mtp_num_hidden_layers": None}},
+        "has no mtp_num_hidden_layers, for which Qwen3-Next means 1"),
+    "one expert lost": (
+        "head-partial", "error", "deepseek_v3", {"change": drop(HEAD + r"mlp\.experts\.3\.up_proj")},
+        r"stores 31 tensors and lacks 1: model.layers.2.mlp.experts.3.up_proj\."),
+    "projection and a norm lost": (
+        "head-partial", "error", "glm4_moe", {"change": drop(HEAD + "(eh_proj|enorm)")},
+        r"lacks 2: model.layers.2.eh_proj, model.layers.2.enorm\."),
+    "block's attention lost": (
+        "head-partial", "error", "qwen3_5", {"change": drop("^mtp.*self_attn")}, "lacks 6: mtp.layers.0.self_attn.k_n"),
+    "own output head lost": (
+        "head-partial", "error", "step3p5", {"change": drop("shared_head.output")},
+        "lacks 1: model.layers.2.transformer.shared_head.output"),
+    "an expert of a block of its own": (
+        "head-partial", "error", "deepseek_v4", {"change": drop(r"^mtp.*experts\.3\.")}, r"lacks 3: mtp.0.*experts\.3"),
+    "experts as transformers fuses them": (
+        "head-partial", "error", "deepseek_v3", {"change": lambda table: (
+            drop(HEAD + r"mlp\.experts")(table), put("model.layers.2.mlp.experts.gate_up_proj", (4, 32, H))(table),
+            put("model.layers.2.mlp.experts.down_proj", (4, H, 16))(table))}, "experts are stored fused"),
+    "counted as a layer": (
+        "head-elsewhere", "error", "glm4_moe", {"config": {"num_hidden_layers": LAYERS + 1}},
+        "Layer 2 holds the head's eh_proj, enorm, hnorm and shared_head.norm, and the config counts it"),
+    "a layer too far": (
+        "head-elsewhere", "error", "glm4_moe", {"change": rename(r"layers\.2\.", "layers.5.")},
+        "stored as layer 5; with 2 trunk layers, engines look for it at 2"),
+    "another family's layout": (
+        "head-elsewhere", "error", "deepseek_v3", {"change": lambda table: (
+            rename(HEAD + "enorm", "mtp.pre_fc_norm_embedding")(table),
+            rename(HEAD + "hnorm", "mtp.pre_fc_norm_hidden")(table), rename(HEAD + "eh_proj", "mtp.fc")(table),
+            drop(HEAD)(table))}, "in the layout of qwen3_next.*vLLM, SGLang.* look.*at model.layers.2"),
+    "config silent": (
+        "head-unpromised", "warning", "qwen3_5", {"config": {"mtp_num_hidden_layers": 0}}, "1 module stored, 0 promis"),
+    "one of three lost": (
+        "modules-missing", "error", "step3p5", {"modules": 3, "change": drop(r"layers\.3\.")}, "3 modules; of 1 no"),
+    "nobody's names": (
+        "names-unknown", "error", "qwen3_5", {"change": rename("^mtp", "draft.mtp_head")},
+        "no known engine maps: draft.mtp_head.*at mtp.layers.0"),
+    "config counts too few layers": (
+        "names-unknown", "warning", "glm4_moe",
+        {"change": drop(HEAD), "config": {"num_hidden_layers": 1, "num_nextn_predict_layers": 0}},
+        "Layers 1 are stored beyond the trunk's 1"),
+    "norm of another width": (
+        "shape", "error", "glm4_moe", {"change": put("model.layers.2.enorm.weight", (H // 2,))}, r"is \[16\]"),
+    "projection of one half": (
+        "shape", "error", "qwen3_5", {"change": put("mtp.fc.weight", (H, H))}, r"mtp.fc.weight is \[32, 32\]"),
+    "block of another width": (
+        "shape", "error", "glm4_moe", {"change": put("model.layers.2.self_attn.o_proj.weight", (H, 2 * H))}, "o_proj"),
+    "own output of another vocabulary": (
+        "shape", "error", "step3p5",
+        {"change": put("model.layers.2.transformer.shared_head.output.weight", (V // 2, H))}, r"is \[32, 32\]"),
+    "vocabulary grown in the config": (
+        "vocabulary", "error", "glm4_moe", {"config": {"vocab_size": V + 8}}, "vocab_size is 72, .* has 64 rows"),
+    "trunk's embedding lost": (
+        "trunk-missing", "error", "deepseek_v4", {"change": rename("^embed", "model.embed_tokens")},
+        "not at embed.weight; model.embed_tokens.weight is stored, a name of another family: .*vLLM"),
+    "top-level embed and head alone": (
+        "shared-missing", "warning", "deepseek_v4", {"copies": False},
+        "embed.weight and head.weight alone.*vLLM, in versions.*initial values.*SGLang takes the trunk's"),
+    "pipeline-parallel vLLM": (
+        "shared-missing", "note", "deepseek_v3", {"copies": False}, "vLLM, if it is pipeline-parallel"),
+    "stale copy of the embedding": (
+        "copy-differs", "warning", "glm4_moe", {"change": put("model.layers.2.embed_tokens.weight", (V, H))},
+        "embed_tokens.weight: in its values; llama.cpp uses the copy; vLLM, SGLang and transformers use the trunk's"),
+    "copy of a smaller vocabulary": (
+        "copy-differs", "warning", "glm4_moe", {"change": put("model.layers.2.embed_tokens.weight", (V - 8, H))},
+        r"BF16 \[56, 32\] against BF16 \[64, 32\]"),
+    "own head replaced": (
+        "own-head-overwritten", "note", "step3p5", {}, "has its own output head; transformers puts the trunk's"),
+    "no layer 61": ("layer-index", "note", "deepseek_v3", {}, "transformers finds .* at layer 61 only; here it is l"),
+    "several modules as one": (
+        "too-many-modules", "note", "mimo_v2", {"modules": 3}, "3 modules are stored; vLLM uses 1"),
+    "ignored on load": ("engine-ignores", "note", "qwen3_5", {}, "transformers: skip the head"),
+    "lost at conversion": ("engine-drops", "note", "deepseek_v3", {}, "llama.cpp: lose the head"),
+    "refused": ("engine-refuses", "note", "bailing_hybrid", {}, "transformers: refuse"),
+    "kept without a graph": ("engine-loads", "note", "glm_ocr", {}, "llama.cpp: keep"),
+    "unknown to engines": ("engine-absent", "note", "mellum", {}, "vLLM, SGLang and llama.cpp: do not know"),
+    "packed trunk, plain head, int4": (
+        "quantisation", "error", "qwen3_5", {"change": pack_trunk, "config": INT4},
+        r"8 matrices of the head, such as mtp.*stored unquantised.*\(compressed-tensors\) has engines build"),
+    "packed trunk, plain head, GPTQ": (
+        "quantisation", "error", "qwen3_5", {"change": pack_trunk, "config": GPTQ}, "stored unquantised"),
+    "packed trunk, plain head, ModelOpt": (
+        "quantisation", "error", "qwen3_5", {"change": pack_trunk, "config": MODELOPT}, "stored unquantised"),
+    "packed head, left out": (
+        "quantisation", "error", "qwen3_5",
+        {"change": pack, "config": {"quantization_config": INT4["quantization_config"] | {"ignore": ["re:mtp.*"]}}},
+        "stored as compressed.*build them unquantised"),
+    "packed head, no config": (
+        "quantisation", "error", "qwen3_5", {"change": pack}, r"\(no quantisation\) has engines build them un"),
+    "projection in fp8": (
+        "quantisation", "error", "deepseek_v3", {"fp8": True, "change": lambda table: (
+            put("model.layers.2.eh_proj.weight", (H, 2 * H), "F8_E4M3")(table),
+            put("model.layers.2.eh_proj.weight_scale_inv", (1, 1), "F32")(table))},
+        "vLLM builds the projection unquantised"),
+    "a config that says nothing": (
+        "quantisation", "error", "qwen3_5", {"config": {"quantization_config": "fp8"}}, "must be an object"),
+    "scales lost": (
+        "scale-missing", "error", "deepseek_v3", {"fp8": True, "change": drop(HEAD + ".*weight_scale_inv")},
+        "matrices of the head, .* stored in fp8 without a scale"),
+    "head in fp8, trunk in bf16": (
+        "precision-lower", "warning", "qwen3_5", {"change": lambda table: (
+            put("mtp.layers.0.self_attn.o_proj.weight", (H, H), "F8_E4M3")(table),
+            put("mtp.layers.0.self_attn.o_proj.weight_scale_inv", (1, 1), "F32")(table))}, "in 8 bits, .* 16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_rule(fault, tmp_path):
+    """A rule that does not see its fault, calls it by another name, or says it without place, remedy or fact."""
+    rule, severity, family, options, says = BROKEN[fault]
+    found = findings(publish(tmp_path, family, **options), rule)
+    assert found, [each.rule for each in findings(tmp_path)]
+    assert found[0].severity == severity
+    assert re.search(says, found[0].found), found[0].found
+    assert all(each.place and each.valid and each.mend for each in found)
+    assert all(each.found[0] != " " and each.found.endswith(".") and each.mend for each in found)
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_one_cause_one_finding(fault, tmp_path):
+    """A fault that sets off other rules, too, hides its cause."""
+    rule, _, family, options, _ = BROKEN[fault]
+    others = {each.rule for each in findings(publish(tmp_path, family, **options))} - {rule}
+    allowed = {
+        "head in fp8, trunk in bf16": {"quantisation"},
+        "packed head, no config": {"quantisation"},
+        "projection in fp8": {"shape"},
+    }
+    assert others <= allowed.get(fault, set())
+
+
+def test_every_rule_has_its_fault():
+    """A rule without a test."""
+    elsewhere = {"index", "side-file", "stored-twice"}
+    assert {rule for rule, *_ in BROKEN.values()} | elsewhere == set(IDS)
+
+
+def variants(name):
+    family = by_name(name)
+    yield {}
+    yield {"shards": 3}
+    yield {"copies": False} if name != "deepseek_v4" else {}
+    yield from ({"wrapper": wrapper} for wrapper in family.wrappers)
+    if family.max_modules != 1:
+        yield {"modules": 2}
+    if family.fp8:
+        yield {"fp8": True}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_clean(name, tmp_path):
+    """A false alarm on a sound checkpoint, in any layout and form that the family is published in."""
+    for place, options in enumerate(variants(name)):
+        report = audit(Checkpoint.open(publish(tmp_path / str(place), name, **options)))
+        assert report.clean, (options, [each for each in report.findings if each.severity != "note"])
+        assert report.modules == tuple(range(report.promised))
+
+
+def test_head_alone_is_no_fault(tmp_path):
+    """What `extract` writes has no trunk, and is not to be blamed for it."""
+    publish(tmp_path, "glm4_moe", change=drop(r"^(model\.(layers\.[01]|embed|norm)|lm_head)"))
+    assert not findings(tmp_path)
+
+
+def test_index_and_files(tmp_path):
+    """A shard that never came, tensors that the index puts elsewhere or does not list: each file once."""
+    publish(tmp_path, "glm4_moe", shards=4)
+    index = json.loads((tmp_path / INDEX).read_text())
+    del index["weight_map"]["model.layers.2.enorm.weight"]
+    moved = next(name for name, file in index["weight_map"].items() if file.startswith("model-00001"))
+    index["weight_map"][moved] = "model-00003-of-00004.safetensors"
+    write_json(tmp_path / INDEX, index)
+    (tmp_path / "model-00002-of-00004.safetensors").unlink()
+    said = " | ".join(f"{each.place} {each.found}" for each in findings(tmp_path, "index"))
+    assert "model-00002-of-00004.safetensors, which is absent" in said
+    assert "enorm.weight, which the index does not list; 1 tensor of the head among them" in said
+    assert f"the index puts {moved} in" in said
+
+
+def test_head_in_a_file_that_never_came(tmp_path):
+    """The index knows where the head is; restoring it from elsewhere would be the longer way."""
+    publish(tmp_path, "glm4_moe", shards=2)
+    index = json.loads((tmp_path / INDEX).read_text())
+    head = {name for name in index["weight_map"] if name.startswith("model.layers.2.")}
+    index["weight_map"] |= dict.fromkeys(head, "model-00003-of-00003.safetensors")
+    write_json(tmp_path / INDEX, index)
+    for file in tmp_path.glob("*.safetensors"):
+        opened = Checkpoint.open(file)
+        rest = {name: opened.raw(name) for name in opened.tensors if name not in head}
+        write_safetensors(file, rest)
+    [absent] = findings(tmp_path, "head-absent")
+    assert "the index puts 34 tensors of it in model-00003-of-00003.safetensors" in absent.found
+    assert absent.mend.startswith("Fetch model-00003-of-00003.safetensors again")
+
+
+@pytest.mark.parametrize(
+    ("name", "severity", "says"),
+    [("glm4_moe", "warning", "SGLang reads it"), ("qwen3_5", "error", "no engine"), ("inkling", "note", "no engine")],
+)
+def test_side_file(name, severity, says, tmp_path):
+    """A head in mtp.safetensors that the index does not name: who reads it all the same is the row's to say."""
+    [found] = findings(publish(tmp_path, name, shards=2, side_file="mtp.safetensors"), "side-file")
+    assert (found.severity, found.place) == (severity, "mtp.safetensors")
+    assert says in found.found
+
+
+@pytest.mark.parametrize(("same", "severity"), [(True, "note"), (False, "warning")])
+def test_stored_twice(same, severity, tmp_path):
+    """Two spellings of one tensor: harmless if equal."""
+    published, other = (
+        f"model.layers.2.{path}.weight" for path in ("transformer.shared_head.norm", "shared_head.norm")
+    )
+
+    def twice(table):
+        table[other] = table[published if same else "model.layers.2.enorm.weight"]
+
+    [found] = findings(publish(tmp_path, "step3p5", change=twice), "stored-twice")
+    assert (found.severity, published in found.found, other in found.found) == (severity, True, True)
+
+
+def tokenizer(folder, **parts):
+    vocab = {f"t{place}": place for place in range(V - 2)}
+    write_json(folder / "tokenizer.json", {"model": {"vocab": vocab}, "added_tokens": []} | parts)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        ({"added_tokens": [{"id": V - 1}]}, None),
+        ({"added_tokens": [{"id": V}]}, "ids up to 64, the embedding has 64 rows"),
+        ({"model": {"vocab": [["a", 0.0]] * (V + 1)}}, "ids up to 64"),
+        ({"model": {"vocab": [["a", 0.0]] * V}}, None),
+        ({"model": 5, "added_tokens": {"id": 99}}, None),
+    ],
+)
+def test_tokenizer(parts, says, tmp_path):
+    """Added tokens that the embedding has no row for are read past its end; a small tokenizer is padding."""
+    found = findings(tokenizer(publish(tmp_path, "glm4_moe"), **parts), "vocabulary")
+    assert [bool(re.search(says, each.found)) for each in found] == ([True] if says else [])
+
+
+def test_broken_tokenizer_is_one_finding(tmp_path):
+    """A pointer file of Git LFS in place of tokenizer.json must not hide what else is wrong."""
+    publish(tmp_path, "glm4_moe", config={"vocab_size": V + 1})
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1")
+    assert {each.place for each in findings(tmp_path)} == {"config.json: vocab_size", "tokenizer.json"}
+
+
+def test_copies_are_compared_beyond_the_first_bytes(tmp_path):
+    """A copy that differs in its middle alone, as after training some rows of the embedding."""
+    rows = 4096
+
+    def grow(table):
+        for name in [each for each in table if re.search("embed_tokens|head.weight", each)]:
+            table[name] = RawTensor("BF16", (rows, H), bytes(rows * H * 2))
+        data = bytearray(rows * H * 2)
+        data[100_000:160_000] = b"\1" * 60_000
+        table["model.layers.2.embed_tokens.weight"] = RawTensor("BF16", (rows, H), bytes(data))
+
+    found = findings(publish(tmp_path, "glm4_moe", change=grow, config={"vocab_size": rows}), "copy-differs")
+    assert [each.place for each in found] == ["model.layers.2.embed_tokens.weight"]
+
+
+def test_what_cannot_be_judged(tmp_path):
+    """No row or no layer count: an error that names what is missing and, where it can, the families that would fit."""
+    with pytest.raises(FamilyError, match=r"fit the layout of deepseek_v3, .*glm4_moe.*try --family NAME"):
+        audit(Checkpoint.open(publish(tmp_path / "a", "glm4_moe", config={"model_type": "mine"})))
+    with pytest.raises(CheckpointError, match="num_hidden_layers is needed"):
+        audit(Checkpoint.open(publish(tmp_path / "b", "glm4_moe", config={"num_hidden_layers": "many"})))
+    report = audit(Checkpoint.open(tmp_path / "a"), family=by_name("glm4_moe"))
+    assert (report.family, report.clean) == ("glm4_moe", True)
+
+
+def test_worst_first_and_without(tmp_path):
+    """A table whose first line is a note, or --ignore that leaves the verdict as it was."""
+    publish(tmp_path, "deepseek_v3", change=drop(HEAD), config={"vocab_size": 1})
+    report = audit(Checkpoint.open(tmp_path))
+    assert [each.severity for each in report.findings] == sorted(each.severity for each in report.findings)
+    assert not report.clean
+    assert report.without({"head-absent", "vocabulary"}).clean

@@ -1,0 +1,202 @@
+"""`nextn audit`: exit codes, the table, JSON, hub ids, and how little of a large checkpoint it reads."""
+
+import json
+import sys
+
+import pytest
+from artifacts import publish
+from big import big
+from hub import Hub, only_loopback, own_client  # noqa: F401
+from huggingface_hub import constants
+
+from nextn import checkpoint
+from nextn.cli import main
+from nextn.cli.audit import shown
+
+
+@pytest.fixture
+def nextn(monkeypatch, capsys):
+    """Run `nextn audit` in this process -> exit code, stdout, stderr."""
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["nextn", "audit", *map(str, args)])
+        monkeypatch.setenv("COLUMNS", "160")
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return ended.value.code or 0, out, err
+
+    return run
+
+
+@pytest.fixture
+def lost(tmp_path):
+    """A checkpoint that save_pretrained took the head of."""
+
+    def change(table):
+        for name in [each for each in table if each.startswith("mtp.")]:
+            del table[name]
+
+    return publish(tmp_path / "lost model", "qwen3_5", change=change)
+
+
+def test_clean(nextn, tmp_path):
+    """Notes alone must not fail a script that checks a release."""
+    code, out, err = nextn(publish(tmp_path, "qwen3_5"))
+    assert (code, err) == (0, "")
+    assert "engine-ignores" in out
+    assert "clean  " in out
+    assert "1 module promised, 1 stored" in out
+
+
+def test_findings(nextn, lost):
+    """A verdict without the place, the fact, the valid state and the command that mends it."""
+    code, out, err = nextn(lost)
+    assert (code, err) == (1, "")
+    for part in ("error", "head-absent", "config.json: mtp_num_hidden_layers", "no tensor of it is stored", "valid",
+                 f"nextn restore '{lost}' --from BASE", "not clean", "1 error"):  # fmt: skip
+        assert part in out.replace("\n", "") or part in out
+
+
+def test_json(nextn, lost):
+    """A document that a script cannot read, or that says less than the table."""
+    code, out, _ = nextn(lost, "--json")
+    record = json.loads(out)
+    assert code == 1
+    assert (record["family"], record["promised"], record["modules"], record["clean"]) == ("qwen3_5", 1, [], False)
+    assert set(record["findings"][0]) == {"rule", "severity", "place", "found", "valid", "mend"}
+    assert 0 < record["seconds"] < 60
+
+
+def test_ignore(nextn, lost):
+    """A rule that is left out must not decide; a misspelt one must not be passed over."""
+    assert nextn(lost, "--ignore", "head-absent")[0] == 0
+    code, _, err = nextn(lost, "--ignore", "head-abscent")
+    assert (code, err) == (2, "error: --ignore head-abscent: no such rule; did you mean head-absent?\n")
+
+
+def test_family(nextn, tmp_path):
+    """A model of one's own with a known head: judged by the family that --family names."""
+    folder = publish(tmp_path, "glm4_moe", config={"model_type": "mine"})
+    code, _, err = nextn(folder)
+    assert code == 2
+    assert "try --family NAME" in err
+    assert nextn(folder, "--family", "glm4_moe")[0] == 0
+    code, _, err = nextn(folder, "--family", "glm")
+    assert (code, "unknown family 'glm'; known: bailing" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("model.safetensors", b"\xff" * 8 + b"{}", "not a sound safetensors file"),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+        ("config.json", b"{", "not readable as JSON"),
+        ("config.json", b"{}", "no family has model_type None"),
+        ("pytorch_model.bin", None, "no .safetensors file"),
+    ],
+)
+def test_nothing_to_judge(name, content, says, nextn, tmp_path):
+    """A traceback, or exit code 1, where the files cannot be judged."""
+    publish(tmp_path, "glm4_moe")
+    if content is None:
+        (tmp_path / "model.safetensors").rename(tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(content)
+    code, out, err = nextn(tmp_path)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert says in err
+    assert "Traceback" not in err
+
+
+def test_names_cannot_move_the_cursor(nextn, tmp_path):
+    """A stranger's tensor name that clears the screen, or that the terminal's encoding cannot print."""
+    evil = "mtp.\x1b[2J\u202e\ud800"
+    assert shown(evil) == r"mtp.\x1b[2J\u202e\ud800"
+
+    def change(table):
+        table["nextn.\x1b[2J[bold]"] = table["mtp.norm.weight"]
+
+    code, out, _ = nextn(publish(tmp_path, "qwen3_5", change=change))
+    assert (code, "\x1b[2J" in out, r"nextn.\x1b[2J[bold]" in out) == (0, False, True)
+
+
+def _point_at(hub, monkeypatch):
+    """As HF_ENDPOINT does."""
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    folder = publish(tmp_path, "glm4_moe", shards=3)
+    hub = Hub({file.name: file.read_bytes() for file in folder.iterdir()})
+    _point_at(hub, monkeypatch)
+    yield hub
+    hub.stop()
+
+
+def test_hub(nextn, hub):
+    """A hub id gives another verdict than the folder, or --revision is not passed on."""
+    assert nextn("org/model", "--revision", "v1")[0] == 0
+    assert any(path.endswith("/revision/v1") for path, _ in hub.requests)
+
+
+@pytest.mark.parametrize(
+    ("name", "faults", "says"),
+    [
+        ("listing", [(401, {})], "HTTP 401: the hub wants a token"),
+        ("listing", [(404, {"X-Error-Code": "RepoNotFound"})], "HTTP 404: there is no such repository"),
+        ("model-00002-of-00003.safetensors", [(429, {})] * 9, "HTTP 429 (5 of 5 tries)"),
+        ("model-00002-of-00003.safetensors", [(429, {"Retry-After": "9999"})], "asks to wait 9999 s"),
+        ("model-00002-of-00003.safetensors", ["drop"] * 9, "5 of 5 tries"),
+        ("config.json", ["drop"] * 9, "5 of 5 tries"),
+    ],
+)
+def test_hub_fails(name, faults, says, nextn, hub):
+    """More than one line, a traceback, or a verdict on half a checkpoint, where the hub does not answer."""
+    hub.faults[name] = faults
+    code, out, err = nextn("org/model")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: ")
+    assert says in err
+
+
+def test_truncated_header(nextn, hub):
+    """An upload that broke off inside the header."""
+    name = "model-00002-of-00003.safetensors"
+    hub.files[name] = hub.files[name][:200]
+    code, _, err = nextn("org/model")
+    assert (code, err.count("\n"), "truncated" in err) == (2, 1, True)
+
+
+def test_a_passing_fault_is_not_told(nextn, hub):
+    """One lost answer must not fail an audit of hundreds of requests."""
+    hub.faults |= {"model-00001-of-00003.safetensors": ["drop", (503, {})], "config.json": [(429, {})]}
+    assert nextn("org/model")[0] == 0
+
+
+def test_offline(nextn, tmp_path, hub):
+    """A request while offline."""
+    code, _, err = nextn("org/model", "--offline", "--cache-dir", tmp_path / "cache")
+    assert (code, "hf download org/model" in err, hub.requests) == (2, True, [])
+
+
+def test_little_is_read(nextn, monkeypatch):
+    """An audit that downloads weights: of 12 shards with 1,000 tensors each, less than 1 % and few requests."""
+    monkeypatch.setattr(checkpoint, "FIRST_READ", 64 * 1024)
+    files = big(12)
+    hub = Hub(files)
+    _point_at(hub, monkeypatch)
+    code, out, err = nextn("org/model", "--json")
+    hub.stop()
+    assert err == ""
+    assert json.loads(out)["modules"] == [0]
+    given = sum(getattr(content, "given", len(content)) for content in files.values())
+    assert given < 0.01 * sum(map(len, files.values()))
+    shards = [path for path, _ in hub.requests if path.endswith(".safetensors")]
+    assert len(hub.requests) < 150
+    assert len(shards) >= 12
+    assert code in (0, 1)  # its values are all zero

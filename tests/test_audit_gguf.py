@@ -1,0 +1,232 @@
+"""GGUF files: what llama.cpp would meet, and files that lie about themselves."""
+
+import builtins
+import zlib
+
+import numpy as np
+import pytest
+
+from nextn.audit.gguf import audit_gguf
+from nextn.errors import CheckpointError, ConfigError
+
+gguf = pytest.importorskip("gguf")
+H, V, LAYERS = 32, 64, 2
+Kind = gguf.GGMLQuantizationType
+BLOCK = {
+    "attn_norm.weight": (H,), "attn_q.weight": (H, H), "attn_k.weight": (H, H), "attn_v.weight": (H, H),
+    "attn_output.weight": (H, H), "attn_q_norm.weight": (16,), "attn_k_norm.weight": (16,),
+    "post_attention_norm.weight": (H,), "ffn_gate.weight": (H, H), "ffn_up.weight": (H, H), "ffn_down.weight": (H, H),
+}  # fmt: skip
+NEXTN = {
+    "nextn.eh_proj.weight": (H, 2 * H), "nextn.enorm.weight": (H,), "nextn.hnorm.weight": (H,),
+    "nextn.shared_head_norm.weight": (H,),
+}  # fmt: skip
+
+
+def table(modules=1):
+    """Name -> values as numpy orders them: the trunk, and `modules` blocks behind it."""
+    shapes = {"token_embd.weight": (V, H), "output.weight": (V, H), "output_norm.weight": (H,)}
+    for index in range(LAYERS + modules):
+        mine = BLOCK if index < LAYERS else BLOCK | NEXTN
+        shapes |= {f"blk.{index}.{rest}": shape for rest, shape in mine.items()}
+    return {name: make(name, shape) for name, shape in shapes.items()}
+
+
+def make(name, shape):
+    values = 0.1 * np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
+    return (values + (len(shape) == 1)).astype(np.float32)
+
+
+def write(path, tensors=None, *, arch="qwen35", count=LAYERS + 1, modules=1, kinds=None):
+    """kinds: name -> quantisation, F32 where it has none."""
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(count)
+    writer.add_array("tokenizer.ggml.tokens", ["a", "b"])
+    writer.add_array("tokenizer.ggml.scores", [0.5, 0.25])
+    if modules:
+        writer.add_nextn_predict_layers(modules)
+    for name, values in (table() if tensors is None else tensors).items():
+        kind = (kinds or {}).get(name, Kind.F32)
+        data = values if kind == Kind.F32 else gguf.quants.quantize(values, kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def told(path, **options):
+    return [(each.rule, each.severity) for each in audit_gguf(write(path / "m.gguf", **options)).findings]
+
+
+@pytest.mark.parametrize(
+    ("arch", "family"),
+    [
+        ("qwen35", "qwen3_5"), ("qwen35moe", "qwen3_5_moe"), ("qwen3next", "qwen3_next"), ("glm4moe", "glm4_moe"),
+        ("glm-dsa", "glm_moe_dsa"), ("step35", "step3p5"), ("deepseek2", "glm4_moe_lite"), ("mimo2", "mimo_v2"),
+        ("deepseek32", "deepseek_v32"), ("nemotron_h_moe", "nemotron_h"), ("hy_v3", "hy_v3"),
+        ("cohere2moe", "cohere2_moe"),
+    ],
+)  # fmt: skip
+def test_sound_file(arch, family, tmp_path):
+    """A finding on a sound file, or an architecture that lost its row."""
+    report = audit_gguf(write(tmp_path / "m.gguf", arch=arch))
+    assert (report.family, report.promised, report.modules, report.findings) == (family, 1, (0,), ())
+
+
+def test_promise(tmp_path):
+    """llama.cpp#24737, #21172: the metadata's count against the blocks, each way that they can differ."""
+    trunk = {name: values for name, values in table().items() if not name.startswith("blk.2.")}
+    plain = {name: values for name, values in table().items() if "nextn" not in name}
+    assert told(tmp_path, tensors=trunk, modules=0, count=2) == []
+    assert told(tmp_path, tensors=trunk) == [("head-absent", "error")]
+    assert told(tmp_path, tensors=plain) == [("head-absent", "error")]
+    assert told(tmp_path, modules=0) == [("head-unpromised", "error")]
+    assert told(tmp_path, tensors=table(2), count=4, modules=1) == [("head-elsewhere", "error")]
+    assert ("modules-missing", "error") in told(tmp_path, count=4, modules=2)
+
+
+def test_missing_tensors(tmp_path):
+    """One part of the head, or of the decoder block that goes with it."""
+    for name, expected in (
+        ("blk.2.nextn.eh_proj.weight", [("head-partial", "error")]),
+        ("blk.2.nextn.shared_head_norm.weight", [("head-partial", "note")]),
+        ("blk.2.attn_norm.weight", [("head-partial", "error")]),
+        ("blk.2.attn_q.weight", [("head-partial", "warning")]),
+    ):
+        tensors = table()
+        del tensors[name]
+        report = audit_gguf(write(tmp_path / "m.gguf", tensors))
+        assert [(each.rule, each.severity) for each in report.findings] == expected
+        assert name.removesuffix(".weight") in report.findings[0].place
+
+
+def test_copies(tmp_path):
+    """llama.cpp drafts with the copy where there is one: another model's, or a coarser one, is told."""
+    name = "blk.2.nextn.shared_head_head.weight"
+    same = table() | {name: table()["output.weight"]}
+    other = table() | {name: make("other", (V, H))}
+    assert told(tmp_path, tensors=same, arch="glm4moe") == []
+    assert told(tmp_path, tensors=same, arch="glm4moe", kinds={name: Kind.Q8_0}) == [("copy-differs", "note")]
+    assert told(tmp_path, tensors=other, arch="glm4moe") == [("copy-differs", "warning")]
+    assert told(tmp_path, tensors=other, arch="glm4moe", kinds={name: Kind.Q8_0}) == [("copy-differs", "warning")]
+    assert told(tmp_path, tensors=other, arch="step35") == []
+
+
+def test_precision(tmp_path):
+    """imp#1428, colibri#8: a projection of 4 bits kept next to no draft; 8 bits do."""
+    name = "blk.2.nextn.eh_proj.weight"
+    for kind, expected in (
+        (Kind.Q4_0, [("precision-lower", "warning")]),
+        (Kind.Q5_1, [("precision-lower", "note")]),
+        (Kind.Q8_0, []),
+        (Kind.BF16, []),
+    ):
+        assert told(tmp_path, kinds={name: kind}) == expected
+
+
+@pytest.mark.parametrize("by", [-1, 1])
+@pytest.mark.parametrize("part", ["head", "trunk"])
+def test_shifted_gains(part, by, tmp_path):
+    """A converter that adds the 1 of Qwen's norms to one side alone, or twice."""
+    tensors = table()
+    for name in tensors:
+        if name.endswith("norm.weight") and name.startswith("blk.2.") == (part == "head"):
+            tensors[name] = tensors[name] + np.float32(by)
+    report = audit_gguf(write(tmp_path / "m.gguf", tensors))
+    assert {(each.rule, each.severity) for each in report.findings} == {("gain-shifted", "warning")}
+    assert f"of the {part} lie 1 {'above' if by > 0 else 'below'}" in report.findings[0].found
+
+
+def test_numbers(tmp_path):
+    """A projection of zeros or NaN drafts one token for ever."""
+    for value, rule in ((0.0, "values-zero"), (np.nan, "values-nonfinite")):
+        tensors = table()
+        tensors["blk.2.nextn.eh_proj.weight"][...] = value
+        assert told(tmp_path, tensors=tensors) == [(rule, "error")]
+
+
+def test_engines(tmp_path):
+    """A head that llama.cpp carries and never runs, and an architecture without a row."""
+    assert told(tmp_path, arch="exaone-moe") == [("engine-loads", "warning")]
+    assert told(tmp_path, arch="deepseek4") == []
+    assert told(tmp_path, arch="llama") == [("engine-absent", "note")]
+
+
+def test_split(tmp_path):
+    """The head may lie in another file of a split model; a file that is absent is named."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen35", split_max_tensors=20)
+    writer.add_block_count(LAYERS + 1)
+    writer.add_nextn_predict_layers(1)
+    for name, values in table().items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    first, second, *_ = sorted(tmp_path.glob("*.gguf"))
+    assert audit_gguf(first).findings == ()
+    second.unlink()
+    with pytest.raises(CheckpointError, match=second.name):
+        audit_gguf(first)
+
+
+def test_says_too_little(tmp_path):
+    """No architecture, no count of blocks, more modules than blocks, no GGUF at all."""
+    with pytest.raises(CheckpointError, match="of 2 blocks"):
+        audit_gguf(write(tmp_path / "m.gguf", count=2, modules=3))
+    with pytest.raises(CheckpointError, match="block_count"):
+        audit_gguf(write(tmp_path / "m.gguf", count=1 << 31))
+    for data in (b"", b"GGUF", b"PK\3\4" * 9, b"GGUF" + (1).to_bytes(4, "little") + bytes(16)):
+        (tmp_path / "bad.gguf").write_bytes(data)
+        with pytest.raises(CheckpointError, match="not a sound GGUF file"):
+            audit_gguf(tmp_path / "bad.gguf")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        audit_gguf(tmp_path / "none.gguf")
+
+
+def test_without_the_package(tmp_path, monkeypatch):
+    """An extra that is absent is an error with its pip line, not a traceback."""
+    original = builtins.__import__
+
+    def refuse(name, *args, **options):
+        if name == "gguf":
+            raise ImportError(name)
+        return original(name, *args, **options)
+
+    path = write(tmp_path / "m.gguf")
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ConfigError, match=r"pip install 'nextn\[gguf\]'"):
+        audit_gguf(path)
+
+
+def test_counts_that_lie(tmp_path):
+    """Any count can claim 2**63 of something: refused by what is there, before anything is made of it."""
+    sound = write(tmp_path / "m.gguf").read_bytes()
+    for at in (8, 16, 24, sound.index(b"tokenizer.ggml.tokens") + 21 + 8, sound.index(b"blk.0.") - 8):
+        for claim in (2**63, 2**40, 2**32 + 5):
+            path = tmp_path / "lie.gguf"
+            path.write_bytes(sound[:at] + claim.to_bytes(8, "little") + sound[at + 8 :])
+            with pytest.raises(CheckpointError):
+                audit_gguf(path)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_mutations(tmp_path):
+    """Truncated, flipped and overwritten files end in a report or in CheckpointError."""
+    sound = write(tmp_path / "m.gguf", kinds={"blk.2.nextn.eh_proj.weight": Kind.Q8_0}).read_bytes()
+    header = sound.index(b"blk.2.nextn.shared_head_norm.weight") + 80
+    rng = np.random.default_rng(0)
+    path = tmp_path / "bad.gguf"
+    refused = 0
+    for step in range(500):
+        data = bytearray(sound[: rng.integers(1, len(sound))] if step % 5 == 0 else sound)
+        for at in rng.integers(0, min(header, len(data)), rng.integers(1, 6)):
+            data[at] = rng.choice([0, 1, 0x7F, 0x80, 0xFF, rng.integers(256)])
+        path.write_bytes(data)
+        try:
+            audit_gguf(path)
+        except CheckpointError:
+            refused += 1
+    assert 100 < refused < 500

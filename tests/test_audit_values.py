@@ -1,0 +1,308 @@
+"""Value rules: faults that leave names and shapes as they were, and sound heads that look a little like them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from artifacts import LAYERS, LAYOUTS, bf16, publish
+from tiny import FIXTURES
+
+from nextn.audit.gains import Norm, shifts
+from nextn.audit.readings import Readings, decode
+from nextn.audit.values import head_stale, values
+from nextn.checkpoint import Checkpoint, RawTensor
+from nextn.inventory import Inventory
+from nextn.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint
+
+HEAD = ("mtp.", f"model.layers.{LAYERS}.", f"model.layers.{LAYERS + 1}.")
+
+
+def take(folder) -> Inventory:
+    return Inventory.of(Checkpoint.open(folder))
+
+
+def found(folder, severity=None) -> list[str]:
+    return [each.rule for each in values(take(folder)) if severity in (None, each.severity)]
+
+
+def floats(tensor: RawTensor) -> np.ndarray:
+    return decode(tensor.data, tensor.dtype).reshape(tensor.shape)
+
+
+def edited(pick, make):
+    """A `change` for `publish`: replaces the values of the tensors whose names `pick` takes by make(values)."""
+
+    def change(table):
+        for name, old in table.items():
+            if pick(name):
+                table[name] = RawTensor(old.dtype, old.shape, bf16(make(floats(old))))
+
+    return change
+
+
+def is_norm(name):
+    return "norm" in name and name.endswith(".weight")
+
+
+def of_head(name):
+    return name.startswith(HEAD)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_sound_layouts(name, seed, tmp_path):
+    """A rule that fires where nothing is wrong teaches people to ignore it."""
+    assert found(publish(tmp_path, name, seed=seed)) == []
+
+
+@pytest.mark.parametrize("name", ["glm", "glm_one", "glm_two", "qwen"])
+def test_trained_heads(name):
+    """Trained gains from 1/5 to 5, some norms wholly above 1: no shift, and nothing untrained."""
+    assert found(FIXTURES / name) == []
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])
+@pytest.mark.parametrize("by", [-2, -1, 1, 2])
+def test_shifted_head(name, by, tmp_path):
+    """The commonest cause of 0 % acceptance: all shapes right, every gain off by one or two."""
+    pick = lambda each: of_head(each) and is_norm(each)  # noqa: E731
+    folder = publish(tmp_path, name, change=edited(pick, lambda gains: gains + by))
+    (finding,) = [each for each in values(take(folder)) if each.severity != "note" and each.rule == "gain-shifted"][:1]
+    assert f"of the head lie {abs(by)} {'above' if by > 0 else 'below'}" in finding.found
+    assert ("subtract-1" if by > 0 else "add-1") in finding.mend
+    assert ("twice" in finding.mend) == (abs(by) > 1)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])
+@pytest.mark.parametrize("by", [-1, 1])
+def test_shifted_trunk(name, by, tmp_path):
+    """MTPLX#306: the trunk is what was shifted, and no change of the head can mend it."""
+    pick = lambda each: not of_head(each) and is_norm(each)  # noqa: E731
+    folder = publish(tmp_path, name, change=edited(pick, lambda gains: gains + by))
+    assert ["of the trunk lie 1" in each.found for each in values(take(folder))] == [True]
+
+
+@pytest.mark.parametrize(("by", "severity"), [(-1, "warning"), (1, "warning")])
+def test_mixed_convention(by, severity, tmp_path):
+    """omlx#1507: only some norms of one head are off; they are named, the others are not."""
+    some = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
+    pick = lambda each: of_head(each) and any(path in each for path in some)  # noqa: E731
+    (finding,) = values(take(publish(tmp_path, "qwen3_5", change=edited(pick, lambda gains: gains + by))))
+    assert (finding.rule, finding.severity) == ("gain-shifted", severity)
+    assert finding.found.startswith("4 norms of the head")
+    assert "pre_fc_norm" not in finding.place
+
+
+def test_gains_that_cannot_tell(tmp_path):
+    """The two input norms alone, one more (omlx#3750), and a whole file one more (MLX): told, and not as a fault."""
+    inputs = publish(tmp_path / "a", "qwen3_5", change=edited(lambda each: "pre_fc" in each, lambda gains: gains + 1))
+    whole = publish(tmp_path / "b", "qwen3_5", change=edited(is_norm, lambda gains: gains + 1))
+    assert [each.severity for each in values(take(inputs))] == ["note"]
+    (finding,) = values(take(whole))
+    assert (finding.severity, "MLX" in finding.mend) == ("note", True)
+
+
+def spread(rng, mean, width, count=256) -> np.ndarray:
+    return rng.normal(mean, width, count).clip(1e-3)
+
+
+# Mean and width of (input, post-attention, q, k, final) of the trunk, of the head, of the head's other two norms.
+SOUND = {
+    "alike": ([(1, 0.1)] * 5, [(1, 0.1)] * 5, (1, 0.1)),
+    "small": ([(0.3, 0.1)] * 5, [(0.3, 0.12)] * 5, (0.25, 0.05)),
+    "large": ([(2, 0.2)] * 5, [(2, 0.2)] * 5, (0.5, 0.1)),
+    "wholly above 1": ([(2.5, 0.2)] * 5, [(1.9, 0.15)] * 5, (1.6, 0.1)),
+    "new head, small trunk": ([(0.3, 0.1)] * 5, [(1.02, 0.02)] * 5, (1, 0.02)),
+    "new head, large trunk": ([(2, 0.4)] * 5, [(1, 0.03)] * 5, (1, 0.03)),
+    "scaled": ([(1, 0.15)] * 5, [(2, 0.3)] * 5, (2, 0.3)),
+    "halved": ([(2, 0.3)] * 5, [(1, 0.15)] * 5, (0.5, 0.1)),
+    # Means as published (omlx#3750, mlx-vlm#2041).
+    "published": ([(0.9, 0.2), (1, 0.2), (1.28, 0.15), (1.36, 0.15), (3.75, 1.5)],
+                  [(1.1, 0.2), (0.9, 0.2), (1.3, 0.1), (1.25, 0.15), (2.5, 0.8)], (0.27, 0.06)),
+    "final norm far off": ([(1, 0.2)] * 5, [(1, 0.2)] * 4 + [(5, 0.9)], (0.5, 0.1)),
+}  # fmt: skip
+
+
+def sides(name, seed):
+    trunk, head, inputs = SOUND[name]
+    rng = np.random.default_rng(seed)
+    theirs = {f"trunk.{kind}": Norm(spread(rng, *each), str(kind)) for kind, each in enumerate(trunk)}
+    ours = {str(kind): Norm(spread(rng, *each), str(kind)) for kind, each in enumerate(head)}
+    return ours | {each: Norm(spread(rng, *inputs)) for each in ("token", "hidden")}, theirs
+
+
+def moved(side, by):
+    return {name: replace(norm, gains=norm.gains + by) for name, norm in side.items()}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_sound_gains(name):
+    """No mean and no spread of sound gains may pass for a shift: `mean < 0.5` did in omlx#3750."""
+    for seed in range(20):
+        told = list(shifts(*sides(name, seed), zero_centred=bool(seed % 2)))
+        assert not any(each.sure for each in told), told
+        assert not told or name in ("wholly above 1", "scaled"), told
+
+
+@pytest.mark.parametrize("whose", ["head", "trunk"])
+@pytest.mark.parametrize("by", [-2, -1, 1, 2])
+@pytest.mark.parametrize("name", ["alike", "small", "published", "final norm far off"])
+def test_shifted_gains(name, by, whose):
+    """The same gains, one side moved by one or two: a verdict, and never on the other side or the other way."""
+    right = 0
+    for seed in range(20):
+        ours, theirs = sides(name, seed)
+        pair = (moved(ours, by), theirs) if whose == "head" else (ours, moved(theirs, by))
+        told = [each for each in shifts(*pair, zero_centred=True) if each.sure]
+        assert {(each.whose, each.by > 0) for each in told} <= {(whose, by > 0)}, told
+        right += bool(told)
+    # Gains of 0.3 and one more are near 1, where training starts: a doubt, by design.
+    assert right == 0 if (name, by) == ("small", 1) else right >= 18
+
+
+def test_few_reads(tmp_path):
+    """A matrix read whole, or every expert's window, would read hundreds of gigabytes from the hub."""
+    inventory = take(publish(tmp_path, "deepseek_v3", modules=2))
+    sizes = []
+    original = type(inventory.checkpoint)._middle
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            type(inventory.checkpoint),
+            "_middle",
+            lambda self, info, size: sizes.append(size) or original(self, info, size),
+        )
+        list(values(inventory))
+    assert 40 < len(sizes) < 150
+    read = Readings.of(inventory)
+    assert all(len(inventory.info(each).shape) == 1 for each in read.norms)
+
+
+def test_unusable_values(tmp_path):
+    """NaN, infinity and memory that was never written (vllm#35548): errors that name the tensor."""
+
+    def poke(value):
+        def make(array):
+            array = array.copy()
+            array.flat[array.size // 2] = value
+            return array
+
+        return make
+
+    for value, rule in ((np.nan, "values-nonfinite"), (-np.inf, "values-nonfinite"), (3e30, "values-untrained")):
+        folder = publish(tmp_path / str(value), "glm4_moe", change=edited(lambda each: "eh_proj" in each, poke(value)))
+        (finding,) = values(take(folder))
+        assert (finding.rule, finding.severity, finding.place) == (rule, "error", "model.layers.2.eh_proj.weight")
+    folder = publish(tmp_path / "gain", "qwen3_5", change=edited(lambda each: each == "mtp.norm.weight", poke(np.nan)))
+    assert found(folder) == ["values-nonfinite"]
+    tiny = edited(lambda each: "mtp.fc" in each, lambda array: array * 1e-39)
+    assert found(publish(tmp_path / "denormal", "qwen3_5", change=tiny)) == ["values-untrained"]
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "expected"),
+    [
+        ("eh_proj", 0.0, [("values-zero", "error")]),
+        ("hnorm", 0.0, [("values-zero", "error")]),
+        ("o_proj", 0.0, [("values-zero", "warning")]),
+        ("o_proj", 0.25, [("values-constant", "warning")]),
+        ("enorm", 0.5, [("values-constant", "warning")]),
+        ("enorm", 1.0, []),
+        ("self_attn.q_proj.bias", 0.0, []),
+    ],
+)
+def test_zero_and_constant(part, value, expected, tmp_path):
+    """A head that answers one token for all (lattice#1373); a bias of zeros and one norm of ones are no fault."""
+    pick = lambda each: of_head(each) and part in each  # noqa: E731
+    folder = publish(tmp_path, "glm4_moe", change=edited(pick, lambda array: np.full_like(array, value)))
+    assert [(each.rule, each.severity) for each in values(take(folder))] == expected
+
+
+def test_never_trained(tmp_path):
+    """A head made anew beside a trained trunk, as a loader leaves it that drops mtp.* (transformers#46129)."""
+    fresh = np.random.default_rng(0)
+    matrix = lambda each: of_head(each) and not is_norm(each) and not each.endswith("bias")  # noqa: E731
+    normal = edited(matrix, lambda array: 0.02 * fresh.standard_normal(array.shape))
+    uniform = edited(matrix, lambda array: fresh.uniform(-1, 1, array.shape) * array.shape[-1] ** -0.5)
+    ones = edited(lambda each: of_head(each) and is_norm(each), np.ones_like)
+
+    def judged(folder, *changes):
+        def change(table):
+            for each in changes:
+                each(table)
+
+        return [
+            (each.rule, each.severity)
+            for each in values(take(publish(folder, "glm4_moe", copies=False, change=change)))
+        ]
+
+    assert judged(tmp_path / "both", normal, ones) == [("values-untrained", "warning")]
+    assert judged(tmp_path / "torch", uniform, ones) == [("values-untrained", "warning")]
+    assert judged(tmp_path / "matrices", normal) == [("values-untrained", "note")]
+    assert judged(tmp_path / "gains", ones) == [("values-untrained", "note")]
+    whole = edited(lambda each: len(each) > 0 and not is_norm(each), lambda a: 0.02 * fresh.standard_normal(a.shape))
+    assert judged(tmp_path / "model", whole, edited(is_norm, np.ones_like)) == []
+
+
+def test_identical_modules(tmp_path):
+    """sglang#25368's fault, in the file: three modules that are one; one weight that differs is a module of its own."""
+
+    def copy(table):
+        for name in [each for each in table if each.startswith("model.layers.2.")]:
+            table[name.replace("layers.2.", "layers.3.")] = table[name]
+
+    (finding,) = values(take(publish(tmp_path / "a", "glm4_moe", modules=2, change=copy)))
+    assert (finding.rule, finding.severity, finding.place) == ("modules-identical", "warning", "modules 0, 1")
+
+    def all_but_one(table):
+        copy(table)
+        edited(lambda each: each == "model.layers.3.enorm.weight", lambda gains: gains * 1.25)(table)
+
+    assert found(publish(tmp_path / "b", "glm4_moe", modules=2, change=all_but_one)) == []
+
+
+def test_copied_block(tmp_path):
+    """A head that starts as a copy of the trunk's last layer, saved before it was trained."""
+
+    def copy(table):
+        for name in [each for each in table if each.startswith("mtp.layers.0.")]:
+            table[name] = table[name.replace("mtp.layers.0.", "model.layers.1.")]
+
+    assert [(each.rule, each.severity) for each in values(take(publish(tmp_path, "qwen3_5", change=copy)))] == [
+        ("block-copied", "note")
+    ]
+
+
+def test_fp8_and_packed(tmp_path):
+    """The table against known codes; a head of packed integers is not judged, and that is said."""
+    codes = bytes([0x00, 0x01, 0x38, 0x40, 0x7E, 0xB8, 0x7F])
+    np.testing.assert_array_equal(decode(codes, "F8_E4M3"), [0, 2**-9, 1, 2, 448, -1, np.nan])
+    np.testing.assert_array_equal(decode(bytes([0x3C, 0xBC, 0x7C]), "F8_E5M2"), [1, -1, np.inf])
+
+    def pack(table):
+        for name, old in table.items():
+            if of_head(name):
+                table[name] = RawTensor("U8", old.shape, bytes(int(np.prod(old.shape))))
+
+    (finding,) = values(take(publish(tmp_path, "qwen3_5", change=pack)))
+    assert (finding.rule, finding.severity) == ("values-unjudged", "note")
+
+
+def stale(folder, **changes) -> list[tuple[str, str]]:
+    inventory = take(folder)
+    trunk = trunk_fingerprint(inventory)
+    record = Provenance(head_fingerprint(inventory), trunk, trunk, "org/base")
+    replace(record, **changes).write(folder)
+    return [(each.severity, each.found) for each in head_stale(take(folder))]
+
+
+def test_stale_head(tmp_path):
+    """A trunk that was tuned after the head was put beside it (speculators#366), and a head that was exchanged."""
+    folder = publish(tmp_path / "a", "glm4_moe")
+    assert list(head_stale(take(folder))) == []
+    assert stale(folder) == []
+    assert stale(folder, trained_with="other") == [("note", "The head was trained with another trunk: fewer drafts "
+                                                   "may be kept.")]  # fmt: skip
+    assert [severity for severity, _ in stale(folder, beside="other")] == ["warning"]
+    assert next(text for _, text in stale(folder, head="other")).startswith("The head's own tensors changed")
+    (folder / RECORD).write_text("[]")
+    assert [each.severity for each in head_stale(take(folder))] == ["note"]

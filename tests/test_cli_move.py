@@ -1,0 +1,100 @@
+"""restore, convert and extract on the command line: what is printed, exit codes, JSON."""
+
+import json
+
+import pytest
+from artifacts import load_json, publish
+from test_graft import lost, snapshot, take
+from test_remote import SHA
+from typer.testing import CliRunner
+
+from nextn import checkpoint
+from nextn.cli import app, main
+from nextn.fit import absent
+
+
+def nextn(*args):
+    return CliRunner().invoke(app, [str(each) for each in args], env={"COLUMNS": "200"})
+
+
+def test_restore(tmp_path):
+    """The plan before, the same told after; JSON that holds nothing but itself."""
+    base, target = (
+        publish(tmp_path / "base", "glm4_moe"),
+        lost(tmp_path / "target", "glm4_moe", config={"num_nextn_predict_layers": 0}),
+    )
+    before = snapshot(target)
+    told = nextn("restore", target, "--from", base, "--dry-run")
+    assert told.exit_code == 0, told.output
+    assert "would write" in told.output
+    assert "num_nextn_predict_layers: 0 -> 1" in told.output
+    assert "model.safetensors becomes model-00001-of-00002.safetensors" in told.output
+    assert snapshot(target) == before
+    record = json.loads(nextn("restore", target, "--from", base, "--json").output)
+    assert record["dry_run"] is False
+    assert record["bytes"] > 0
+    assert absent(take(target)) == []
+    told = nextn("restore", target, "--add-aliases", "vllm")
+    assert "wrote" in told.output
+
+
+def test_convert(tmp_path):
+    """Every flag reaches its meaning, and what excludes each other is said."""
+    source = publish(tmp_path / "source", "glm4_moe", shards=2)
+    assert nextn("convert", source, tmp_path / "side", "--side-file").exit_code == 0
+    assert (tmp_path / "side" / "mtp.safetensors").exists()
+    told = nextn("convert", tmp_path / "side", tmp_path / "one", "--single-file", "--gain", "subtract-1")
+    assert "norm gains" in told.output
+    told = nextn("convert", source, tmp_path / "three", "--single-file", "--shards")
+    assert told.exit_code == 2
+    assert "exclude each other" in told.output
+    told = nextn("convert", source, tmp_path / "three", "--gain", "twice")
+    assert told.exit_code == 2
+    assert not (tmp_path / "three").exists()
+
+
+def test_extract(tmp_path):
+    """The file that the user named, and a base for restore."""
+    assert (
+        nextn("extract", publish(tmp_path / "source", "glm4_moe"), tmp_path / "head" / "h.safetensors").exit_code == 0
+    )
+    assert load_json(tmp_path / "head" / "config.json")["model_type"] == "glm4_moe"
+    assert (
+        nextn("restore", lost(tmp_path / "t", "glm4_moe"), "--from", tmp_path / "head" / "h.safetensors").exit_code == 0
+    )
+
+
+def test_refusals(tmp_path, monkeypatch, capsys):
+    """One line on stderr and code 2; a missing base or target is no traceback."""
+    base, target = publish(tmp_path / "base", "glm4_moe"), publish(tmp_path / "target", "glm4_moe")
+    for args, reason in (
+        ([target, "--from", base], "whole head already"),
+        ([tmp_path / "none", "--from", base], "not a folder"),
+        ([target], "nothing to restore"),
+    ):
+        monkeypatch.setattr("sys.argv", ["nextn", "restore", *map(str, args)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert stopped.value.code == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ")
+        assert reason in said
+        assert len(said.splitlines()) == 1
+
+
+def test_hub_options(tmp_path, monkeypatch):
+    """Revision, cache and offline reach the hub's reader."""
+    asked = {}
+    base, target = publish(tmp_path / "base", "glm4_moe"), lost(tmp_path / "target", "glm4_moe")
+    opened = checkpoint.Checkpoint.open
+
+    def fake(place, **options):
+        if place == "org/model":
+            asked.update(options)
+            return opened(base)
+        return opened(place, **options)
+
+    monkeypatch.setattr(checkpoint.Checkpoint, "open", fake)
+    options = ["--revision", SHA, "--cache-dir", tmp_path / "cache", "--offline"]
+    assert nextn("restore", target, "--from", "org/model", *options).exit_code == 0
+    assert asked == {"revision": SHA, "cache_dir": tmp_path / "cache", "offline": True}
