@@ -85,10 +85,11 @@ class Family:
     without which a head does not have it. interleaved: paths in the block whose `gate_proj` and `up_proj` are stored as
     one, a row of each in turn. own: stored roles that are the head's own; the others of embedding and output are
     copies. trunk: where the trunk keeps embedding and output. wrappers: leading path that some checkpoints have -> what
-    it stands for. spare_count: the config may promise one module more than there are. own_block: the block has not
-    the tensors of a trunk layer. projection_bias: the config's field that gives the projection a bias. block: how the trunk's config differs for the head's block; a list has one
-    entry for each decoder layer of a module. cannot_run: why `Head` does not compute it. sources: what was read beside
-    the engines' code. unverified: what none of it could settle.
+    it stands for. spare_count: the config may promise one module more than there are. own_block: the block has not the
+    tensors of a trunk layer. projection_bias: the config's field that gives the projection a bias. block: how the
+    trunk's config differs for the head's block; a list has one entry for each decoder layer of a module. cannot_run:
+    why `Head` does not compute it. sources: what was read beside the engines' code. unverified: what none of it could
+    settle.
     """
 
     name: str
