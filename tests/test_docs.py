@@ -39,7 +39,7 @@ def test_each_family_is_told_whole(row):
     """A section without a fact of its row: a name, a source, a reason, a doubt."""
     told = "\n".join(made.section(row))
     facts = [*row.model_types, *row.names.values(), *row.sources, *row.count_fields, *row.wrappers]
-    facts += [made.text(each) for each in (*row.unverified, *row.disagreements, row.refusal)]
+    facts += [made.text(each) for each in (*row.unverified, *row.disagreements, row.cannot_run)]
     facts += [made.text(note) for engine in row.engines.values() for note in engine.notes]
     assert [fact for fact in facts if fact not in told] == []
 

@@ -33,6 +33,10 @@ class Step:
 class Module(nn.Module):
     """One MTP module (DeepSeek-V3, arXiv 2412.19437, eq. 21-23), with the family's conventions."""
 
+    projection: nn.Linear
+    token_projection: nn.Linear
+    hidden_projection: nn.Linear
+
     def __init__(self, family: Family, trunk: Trunk, index: int, count: int) -> None:
         super().__init__()
         size = trunk.config.hidden_size
