@@ -45,17 +45,10 @@ class Readings:
     def of(cls, inventory: Inventory) -> "Readings":
         own = sorted(inventory.stored.keys() - inventory.copies.keys())
         norms = spread([each for each in own if _is_norm(inventory.info(each))], HEAD_NORMS)
-<<<<<<< HEAD
         matrices = _sampled(inventory, [each for each in own if _is_matrix(inventory, inventory.info(each))])
-        blocks = Blocks(inventory)
-        like = dict(spread(sorted(_twins(blocks, matrices).items()), TRUNK_MATRICES))
-        all_kinds = dict(_trunk_norms(blocks))
-=======
-        matrices = _sampled(inventory, [each for each in own if len(inventory.info(each).shape) > 1])
         late = _late(inventory)
         like = dict(spread(sorted(_twins(late, matrices).items()), TRUNK_MATRICES))
         all_kinds = dict(_trunk_norms(inventory, late))
->>>>>>> values
         wanted = {_kind(each, all_kinds) for each in norms}
         kinds = {kind: infos for kind, infos in all_kinds.items() if kind in wanted}
         stored, samples = inventory.stored, inventory.checkpoint.samples
@@ -194,19 +187,11 @@ def _kind(canonical: str, trunk: Container[str]) -> str:
     return path if path in trunk else ""
 
 
-<<<<<<< HEAD
-def _trunk_norms(blocks: Blocks) -> Iterator[tuple[str, list[TensorInfo]]]:
-    newest = [blocks.of_trunk[index] for index in sorted(blocks.of_trunk, reverse=True)]
-    for path in sorted(path for path, forms in blocks.forms.items() if any(map(_is_norm, forms.values()))):
-        yield path, [layer[path] for layer in newest if path in layer][:LAYERS]
-    inventory = blocks.inventory
-=======
 def _trunk_norms(
     inventory: Inventory, late: Sequence[Mapping[str, TensorInfo]]
 ) -> Iterator[tuple[str, list[TensorInfo]]]:
     for path in sorted({path for layer in late for path, info in layer.items() if _is_norm(info)}):
         yield path, [layer[path] for layer in late if path in layer][:LAYERS]
->>>>>>> values
     root = inventory.shared.get("embedding", "").removesuffix(".weight").rpartition(".")[0]
     names = [f"{root}.{last}.weight".removeprefix(".") for last in ("norm", "norm_f", "final_layernorm")]
     found = [inventory.checkpoint.tensors[name] for name in names if name in inventory.checkpoint.tensors]
