@@ -531,6 +531,14 @@ _HY_V4 = Family(
     default_count=0, names=_module("model.mtp_layers.{module}"), spare_count=True, experts="fused",
     block={"layer_types": ["indexed_attention"], "mlp_layer_types": ["sparse"], "indexer_types": ["full"]},
     inside={"self_attn.gate_proj": "self_attn.linear_gate", "self_attn.sinks": "self_attn.learnable_sink_param"},
+    # transformers reads the published names, and writes others: hc_pre in the wrong place, all gates as attention's.
+    saved={
+        "model.layers.{layer}.mlp.linear_gate": "model.layers.{layer}.mlp.gate_proj",
+        "model.layers.{layer}.mlp.shared_experts.linear_gate": "model.layers.{layer}.mlp.shared_experts.gate_proj",
+        "model.hc_pre.hc_head": "model.hc_head",
+        "model.layers.{layer}.hc_pre.hc_attn_layer": "model.layers.{layer}.hc_attn_layer.hc_pre",
+        "model.layers.{layer}.hc_pre.hc_mlp_layer": "model.layers.{layer}.hc_mlp_layer.hc_pre",
+    },
     engines={
         "vllm": _vllm(
             "models/hy_v4/nvidia/mtp.py", _PLAIN,

@@ -251,7 +251,7 @@ class Trunk(nn.Module):
 
     def logits(self, normed: Tensor) -> Tensor:
         """normed [..., H] -> [..., V]."""
-        return self.output(normed)[..., : self.vocab_size]
+        return self.output(normed.to(self.output.weight.dtype))[..., : self.vocab_size]  # HY-V4's stays in fp32
 
     @property
     def readout(self) -> Tensor:
