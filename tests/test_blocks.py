@@ -87,7 +87,7 @@ def test_streams_side_by_side():
 
 @pytest.mark.parametrize("name", ["hy_v4", "glm5_next", "longcat_flash"])
 def test_plain_blocks(name):
-    """A block that keeps more of a layer than its parts would ask files for it; one that leaves out a norm or a residual
+    """A block that keeps more of a layer than its parts would ask files for it; one without a norm or a residual
     trains and decodes."""
     model = build(name)
     trunk, module, states = model.trunk, model.head.stack[0], torch.randn(1, 5, 32)
