@@ -14,8 +14,9 @@ import numpy as np
 from layouts import LAYOUTS
 from parts import DIM, EXPERTS, HEADS, INNER, KV, LAYERS, H, Shapes, V
 
-from nextn.checkpoint import NUMPY, RawTensor, write_index, write_json, write_safetensors
+from nextn.checkpoint import write_index
 from nextn.families import Family, by_name
+from nextn.tensor_file import RawTensor, write_json, write_safetensors
 
 __all__ = [
     "DIM", "EXPERTS", "HEADS", "INNER", "KV", "LAYERS", "LAYOUTS", "H", "Shapes", "V", "bf16", "e4m3",
@@ -194,7 +195,7 @@ def _blocks(family: Family, name: str, data: np.ndarray) -> dict[str, RawTensor]
     beside = f"{name.removesuffix('.weight')}.{family.fp8.scale}"
     return {
         name: RawTensor("F8_E4M3", data.shape, e4m3(scaled)),
-        beside: RawTensor("F32", scale.shape, scale.astype(NUMPY["F32"]).tobytes()),
+        beside: RawTensor("F32", scale.shape, scale.astype("<f4").tobytes()),
     }
 
 

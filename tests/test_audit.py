@@ -9,9 +9,10 @@ from artifacts import LAYERS, LAYOUTS, H, V, bf16, publish, values
 
 from nextn.audit import IDS, audit
 from nextn.audit.values import IDS as VALUES
-from nextn.checkpoint import INDEX, Checkpoint, RawTensor, write_json, write_safetensors
+from nextn.checkpoint import INDEX, Checkpoint
 from nextn.errors import CheckpointError, FamilyError
 from nextn.families import by_name
+from nextn.tensor_file import RawTensor, write_json, write_safetensors
 
 
 def findings(folder, rule=None):

@@ -11,7 +11,7 @@ from test_remote import Hub
 
 import nextn
 from nextn.audit import audit
-from nextn.checkpoint import CONFIG, INDEX, Checkpoint, RawTensor, write_json
+from nextn.checkpoint import CONFIG, INDEX, Checkpoint
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import by_name, rows
 from nextn.fit import absent
@@ -19,6 +19,7 @@ from nextn.inventory import Inventory
 from nextn.provenance import Provenance, head_fingerprint, trunk_fingerprint
 from nextn.quantisation import Quantisation
 from nextn.staging import visible
+from nextn.tensor_file import RawTensor, write_json
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ PACKAGE = Path(nextn.__file__).parent
 LAYERS = [
     ["errors"],
     ["families", "family_rows", "remote", "bytelevel", "loss", "sampling", "rollback", "layout", "acceptance"],
-    ["checkpoint", "data", "blocks", "storage", "quantformats"],
-    ["trunk"],
+    ["tensor_file", "data", "blocks", "storage", "quantformats"],
+    ["trunk", "checkpoint"],
     ["inventory", "quantisation", "head", "fp8"],
     ["weights", "snapshot"],
     ["filling"],
@@ -37,8 +37,8 @@ LAYERS = [
 TWO_FILES = {"families": {"family_rows"}, "family_rows": {"families"}}
 # fmt: off
 NO_TORCH = (
-    "errors", "families", "remote", "checkpoint", "bytelevel", "data", "acceptance", "storage", "quantformats",
-    "quantisation", "inventory", "snapshot", "provenance", "audit", "graft", "relayout", "cli",
+    "errors", "families", "remote", "tensor_file", "checkpoint", "bytelevel", "data", "acceptance", "storage",
+    "quantformats", "quantisation", "inventory", "snapshot", "provenance", "audit", "graft", "relayout", "cli",
 )
 # fmt: on
 

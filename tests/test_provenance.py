@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from artifacts import publish
 
-from nextn.checkpoint import Checkpoint, RawTensor
+from nextn.checkpoint import Checkpoint
 from nextn.errors import CheckpointError
 from nextn.inventory import Inventory
 from nextn.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint
+from nextn.tensor_file import RawTensor
 
 
 def take(folder) -> Inventory:
@@ -28,6 +29,11 @@ def nudge(name):
     return change
 
 
+def recast_to(dtype, name):
+    """The same bytes under another dtype."""
+    return lambda table: table.update({name: RawTensor(dtype, table[name].shape, table[name].data)})
+
+
 def test_trunk_fingerprint_sees_a_fine_tune(tmp_path):
     """A weight of the trunk that changed must change it; the head and the files' division must not."""
     whole = take(publish(tmp_path / "a", "glm4_moe"))
@@ -38,6 +44,8 @@ def test_trunk_fingerprint_sees_a_fine_tune(tmp_path):
     assert trunk_fingerprint(whole) != trunk_fingerprint(tuned)
     assert head_fingerprint(whole) == head_fingerprint(sharded) == head_fingerprint(tuned)
     assert head_fingerprint(whole) != head_fingerprint(head)
+    recast = take(publish(tmp_path / "e", "glm4_moe", change=recast_to("F16", "model.layers.2.eh_proj.weight")))
+    assert head_fingerprint(whole) != head_fingerprint(recast)
 
 
 def test_head_fingerprint_leaves_copies_out(tmp_path):

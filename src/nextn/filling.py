@@ -174,16 +174,16 @@ class _Account:
 
     def _twice(self) -> Iterator[tuple[str, str, bool]]:
         """Two places of one tensor, and whether they agree: two spellings, or one name in two files."""
+        checkpoint = self.inventory.checkpoint
         for names in self.inventory.twice.values():
             first, *others = [self.tensors[name] for name in names]
-            yield from ((first.name, other.name, self.weights.same(first, other)) for other in others)
-        checkpoint = self.inventory.checkpoint
+            yield from ((first.name, other.name, checkpoint.same(first, other)) for other in others)
         ours = {*self.inventory.stored.values(), *self.inventory.shared.values()}
         for name in sorted(ours & {each.tensor for each in checkpoint.problems if each.kind == "duplicate"}):
             used = self.tensors[name]
             for info in (header.tensors[name] for header in checkpoint.headers.values() if name in header.tensors):
                 if info.file != used.file:
-                    yield f"{name} in {used.file}", f"in {info.file}", self.weights.same(used, info)
+                    yield f"{name} in {used.file}", f"in {info.file}", checkpoint.same(used, info)
 
 
 def _trunk_wrapper(inventory: Inventory) -> str:

@@ -4,13 +4,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from nextn.checkpoint import Checkpoint, TensorInfo
+from nextn.checkpoint import Checkpoint
 from nextn.errors import CheckpointError
 from nextn.families import lookup
 from nextn.inventory import Inventory
 from nextn.quantisation import Quantisation
 from nextn.staging import Piece
 from nextn.storage import PLAIN, stored_modules
+from nextn.tensor_file import TensorInfo
 
 # Config fields that shapes of the head follow.
 SIZES = (

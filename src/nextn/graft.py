@@ -187,11 +187,8 @@ def _copies(there: Inventory, count: int, engine: str, notes: list[str]) -> dict
 
 def _differs(there: Inventory, copy: str) -> bool:
     """Whether a copy is not the trunk's tensor, bit for bit."""
-    mine, trunk = there.info(copy), there.checkpoint.info(_trunk_tensor(there, there.role(copy)))
-    if (mine.dtype, mine.shape) != (trunk.dtype, trunk.shape):
-        return True
-    pairs = zip(there.checkpoint.chunks(mine.name), there.checkpoint.chunks(trunk.name), strict=True)
-    return any(one != other for one, other in pairs)
+    trunk = there.checkpoint.info(_trunk_tensor(there, there.role(copy)))
+    return not there.checkpoint.same(there.info(copy), trunk)
 
 
 def _trunk_tensor(there: Inventory, role: str) -> str:

@@ -8,9 +8,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nextn.checkpoint import Checkpoint, TensorInfo
+from nextn.checkpoint import Checkpoint
 from nextn.errors import CheckpointError
 from nextn.families import Family, by_config, lookup
+from nextn.tensor_file import TensorInfo
 
 # What no trunk calls a tensor: the marks of a head, whoever wrote it.
 _HEADLIKE = re.compile(r"(^|[._])(mtp|nextn|eh_proj|enorm|hnorm|e_proj|h_proj)([._]|$)")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from nextn.checkpoint import Checkpoint, read_header, write_index, write_json, write_safetensors
+from nextn.checkpoint import Checkpoint, write_index
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import Family, by_config
 from nextn.filling import cast, empty_head, fill, head_tensors, trunk_state
@@ -19,6 +19,7 @@ from nextn.fp8 import pack, section
 from nextn.head import Head
 from nextn.inventory import Inventory
 from nextn.snapshot import folder_of, on_disk
+from nextn.tensor_file import read_header, write_json, write_safetensors
 from nextn.trunk import Trunk
 from nextn.weights import Weights
 
@@ -250,9 +251,8 @@ def _add_shard(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _index(folder: Path) -> None:
-    headers = {path.name: read_header(path).tensors for path in sorted(folder.glob("*.safetensors"))}
-    weight_map = {tensor: name for name, header in headers.items() for tensor in header}
-    write_index(folder, weight_map, sum(info.nbytes for header in headers.values() for info in header.values()))
+    infos = [info for path in sorted(folder.glob("*.safetensors")) for info in read_header(path).tensors.values()]
+    write_index(folder, {info.name: info.file for info in infos}, sum(info.nbytes for info in infos))
 
 
 def _swap(staging: Path, folder: Path) -> None:

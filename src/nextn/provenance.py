@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from nextn import __version__
-from nextn.checkpoint import Checkpoint, write_json
+from nextn.checkpoint import Checkpoint
 from nextn.errors import CheckpointError
 from nextn.inventory import Inventory
+from nextn.tensor_file import write_json
 
 RECORD = "nextn.json"
 # Samples: this many layers, evenly spread, and this many weights of each.

@@ -12,19 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from reprlib import repr as brief
 
-from nextn.checkpoint import (
-    CHUNK,
-    CONFIG,
-    INDEX,
-    SINGLE,
-    Checkpoint,
-    RawTensor,
-    TensorInfo,
-    write_json,
-    write_safetensors,
-)
+from nextn.checkpoint import CHUNK, CONFIG, INDEX, SINGLE, Checkpoint, index_json
 from nextn.errors import CheckpointError
 from nextn.remote import LocalFile, Source
+from nextn.tensor_file import RawTensor, TensorInfo, write_json, write_safetensors
 
 HEAD_FILE = "model-mtp.safetensors"  # llama.cpp's converter reads model*.safetensors alone
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -182,7 +173,7 @@ def index_document(files: Files, checkpoint: Checkpoint) -> dict[str, dict[str, 
         return {}
     new = {name: piece.info.nbytes for pieces in files.weights.values() for name, piece in pieces.items()}
     total = sum(new[name] if name in new else checkpoint.tensors[name].nbytes for name in files.index)
-    return {INDEX: {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.index.items()))}}
+    return {INDEX: index_json(files.index, total)}
 
 
 def execute(plan: Plan, *, seal: Callable[[Path], None] | None = None, on_bytes: Progress = quiet) -> None:

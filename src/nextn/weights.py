@@ -3,7 +3,7 @@
 Knows dtypes, scales and bytes; not what a tensor is for.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nextn import fp8
-from nextn.checkpoint import CHUNK, Checkpoint, TensorInfo
+from nextn.checkpoint import Checkpoint
 from nextn.errors import CheckpointError
 from nextn.families import Family, lookup
 from nextn.remote import LocalFile
@@ -103,17 +103,6 @@ class Weights(AbstractContextManager["Weights"]):
         """`name`, or its scales if the fault is theirs."""
         scale = self.scales.get(name)
         return name if scale is None or bool(torch.isfinite(self._raw(scale).float()).all()) else scale
-
-    def same(self, first: TensorInfo, second: TensorInfo) -> bool:
-        """Whether two stored tensors agree in dtype, shape and every bit."""
-        if (first.dtype, first.shape) != (second.dtype, second.shape):
-            return False
-        return all(one == two for one, two in zip(self._chunks(first), self._chunks(second), strict=True))
-
-    def _chunks(self, info: TensorInfo) -> Iterator[bytes]:
-        source = self.checkpoint.sources[info.file]
-        for begin in range(info.begin, info.end, CHUNK):
-            yield source.read(begin, min(begin + CHUNK, info.end))
 
     def _raw(self, name: str) -> Tensor:
         file = self.checkpoint.info(name).file

@@ -6,7 +6,7 @@ What an engine does is the family's row's to say; a fact that only some set-ups 
 from collections.abc import Iterator
 
 from nextn.audit.finding import Finding
-from nextn.audit.windows import same, same_form
+from nextn.audit.windows import same
 from nextn.audit.words import ENGINES, ROLES, aliases, engines, joined, some, verb
 from nextn.families import Engine, Support, lookup, rows
 from nextn.inventory import Inventory
@@ -134,7 +134,7 @@ def engine_support(inventory: Inventory) -> Iterator[Finding]:
 
 def _differing(inventory: Inventory, role: str, name: str, trunk: str) -> Finding:
     a, b = (inventory.checkpoint.tensors[each] for each in (name, trunk))
-    what = f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}" if not same_form(a, b) else "in its values"
+    what = f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}" if a.form != b.form else "in its values"
     copy = [each for each, engine in _running(inventory) if role not in engine.trunks]
     theirs = [each for each, engine in _running(inventory) if role in engine.trunks]
     users = "; ".join(

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from nextn.audit.blocks import Blocks
 from nextn.audit.gains import Norm
-from nextn.checkpoint import TensorInfo
 from nextn.inventory import Inventory
 from nextn.provenance import spread
 from nextn.storage import split_name
+from nextn.tensor_file import TensorInfo
 
 WHOLE = 256 * 1024  # bytes: no norm is longer
 WINDOW = 4096

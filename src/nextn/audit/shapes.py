@@ -5,11 +5,12 @@ from collections.abc import Iterator, Mapping
 from nextn.audit.blocks import Blocks
 from nextn.audit.finding import Finding, Severity
 from nextn.audit.words import counted, restore, some
-from nextn.checkpoint import CONFIG, TensorInfo
+from nextn.checkpoint import CONFIG
 from nextn.errors import CheckpointError
 from nextn.families import lookup
 from nextn.inventory import Inventory
 from nextn.storage import PLAIN
+from nextn.tensor_file import TensorInfo
 
 IDS = ("shape", "vocabulary")
 TOKENIZER = "tokenizer.json"

@@ -2,14 +2,11 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-from nextn.checkpoint import WORKERS, Checkpoint, TensorInfo
+from nextn.checkpoint import WORKERS, Checkpoint
+from nextn.tensor_file import TensorInfo
 
 SIZE = 4096  # bytes
 COUNT = 8
-
-
-def same_form(a: TensorInfo, b: TensorInfo) -> bool:
-    return (a.dtype, a.shape) == (b.dtype, b.shape)
 
 
 def same(checkpoint: Checkpoint, a: str, b: str) -> bool:
@@ -18,7 +15,7 @@ def same(checkpoint: Checkpoint, a: str, b: str) -> bool:
     Tensors of up to COUNT windows are compared whole. A difference that lies between windows is not seen.
     """
     infos = checkpoint.info(a), checkpoint.info(b)
-    if not same_form(*infos):
+    if infos[0].form != infos[1].form:
         return False
     with ThreadPoolExecutor(WORKERS) as pool:
         halves = [[pool.submit(_read, checkpoint, info, at) for at in _begins(info.nbytes)] for info in infos]
