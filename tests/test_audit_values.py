@@ -89,7 +89,7 @@ def test_mixed_convention(by, severity, tmp_path):
     pick = lambda each: of_head(each) and any(path in each for path in some)  # noqa: E731
     (finding,) = values(take(publish(tmp_path, "qwen3_5", change=edited(pick, lambda gains: gains + by))))
     assert (finding.rule, finding.severity) == ("gain-shifted", severity)
-    assert finding.found.startswith("4 norm gains of the head")
+    assert finding.found.startswith("4 norms of the head")
     assert "pre_fc_norm" not in finding.place
 
 
@@ -300,9 +300,9 @@ def test_stale_head(tmp_path):
     folder = publish(tmp_path / "a", "glm4_moe")
     assert list(head_stale(take(folder))) == []
     assert stale(folder) == []
-    assert stale(folder, trained_with="other") == [("note", "the head was trained with another trunk, so fewer drafts "
-                                                   "may be kept")]  # fmt: skip
+    assert stale(folder, trained_with="other") == [("note", "The head was trained with another trunk: fewer drafts "
+                                                   "may be kept.")]  # fmt: skip
     assert [severity for severity, _ in stale(folder, beside="other")] == ["warning"]
-    assert next(text for _, text in stale(folder, head="other")).startswith("the head's own tensors changed")
+    assert next(text for _, text in stale(folder, head="other")).startswith("The head's own tensors changed")
     (folder / RECORD).write_text("[]")
     assert [each.severity for each in head_stale(take(folder))] == ["note"]

@@ -269,17 +269,19 @@ def test_refused(case, tmp_path):
 
 
 def test_shape_of_a_block(tmp_path):
-    """A side file says nothing of sizes; the target's own layers do."""
+    """A side file says nothing of sizes, and configs may be silent; the target's own layers are not."""
 
     def narrow(table):
-        old = table["model.layers.2.self_attn.k_proj.weight"]
-        table["model.layers.2.self_attn.k_proj.weight"] = RawTensor(old.dtype, (8, 32), old.data[: 8 * 64])
+        for each in [each for each in table if each.endswith("self_attn.k_proj.weight")]:
+            table[each] = RawTensor("BF16", (8, 32), table[each].data[: 8 * 64])
 
     base = publish(tmp_path / "base", "glm4_moe", side_file="mtp.safetensors", change=narrow)
     shutil.copy(base / "mtp.safetensors", tmp_path / "alone.safetensors")
     target = lost(tmp_path / "target", "glm4_moe")
     with pytest.raises(CheckpointError, match=r"k_proj.weight is \[8, 32\], the target's layers have \[16, 32\]"):
         nextn.restore(target, tmp_path / "alone.safetensors")
+    with pytest.raises(CheckpointError, match=r"k_proj.weight is \[8, 32\]"):
+        nextn.restore(target, base)
 
 
 def test_added_tokens(tmp_path):
@@ -340,6 +342,7 @@ def test_out(tmp_path):
     base, target = publish(tmp_path / "base", "glm4_moe"), lost(tmp_path / "target", "glm4_moe", shards=2)
     (target / "extra").mkdir()
     (target / "extra" / "template.jinja").write_text("{{ messages }}")
+    (target / "tokenizer.json").write_text("{}")
     (target / ".cache").mkdir()
     (target / ".cache" / "x").write_text("")
     before = snapshot(target)
@@ -349,6 +352,7 @@ def test_out(tmp_path):
     assert absent(take(out)) == []
     first = "model-00001-of-00002.safetensors"
     assert os.path.samefile(out / first, target / first)
+    assert not os.path.samefile(out / "tokenizer.json", target / "tokenizer.json")
     assert (out / "extra" / "template.jinja").exists()
     assert not (out / ".cache").exists()
     assert not [path for path in out.parent.iterdir() if path != out]

@@ -593,11 +593,16 @@ _INKLING = Family(
         "vllm": _vllm("models/inkling/nvidia/mtp.py", missing="raises"),
         "sglang": Engine("runs", _SM + "inkling.py", missing="raises"),
         "llamacpp": _NONE,
-        "transformers": Engine("runs", _MTP_MODEL, embedded="raw", missing="raises"),
+        "transformers": Engine(
+            "runs", _MTP_MODEL, embedded="raw", missing="raises",
+            notes=("a sliding module (mtp_config.local_layer_ids) has no window: its mask is the causal one",),
+        ),
     },
     sources=(_HF + "conversion_mapping.py",),
     remarks=(
         "embedding: vLLM says that the raw one costs first-token acceptance 0.85 -> 0.70",
+        "with log_scaling_n_floor, full attention depends on the position: a pair's is its token's in transformers, "
+        "its state's elsewhere and here",
         "the head is bf16 whatever the trunk is, in mtp.safetensors",
     ),
 )

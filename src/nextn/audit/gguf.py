@@ -6,7 +6,7 @@ llama.cpp keeps a head in blocks behind the trunk's: `blk.N.nextn.*` beside the 
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from nextn.audit import Report
 from nextn.audit.finding import SEVERITIES, Finding, Severity
 from nextn.audit.gains import Norm, shifts
 from nextn.audit.gguf_file import GgufFile, GgufTensor, bits
-from nextn.audit.values import gain_finding, named, unusable, zero_or_constant
+from nextn.audit.values import gain_finding, unusable, zero_or_constant
+from nextn.audit.words import counted, some
 from nextn.errors import CheckpointError
 from nextn.families import Engine, Family, rows
 
@@ -32,7 +33,7 @@ _MAX_BLOCKS = 10_000
 # At 4 bits heads kept 0 to 4 % of their drafts, at 8 bits 39 to 59 % (colibri#8); one of Q6_K kept none (GSQ#11).
 FEW_BITS, SAFE_BITS = 5.0, 8.0
 LAYERS = 4
-CONVERT = "convert the model again with llama.cpp's convert_hf_to_gguf.py, from a checkpoint that nextn audit passes"
+CONVERT = "Convert the model again with llama.cpp's convert_hf_to_gguf.py, from a checkpoint that nextn audit passes"
 
 
 @dataclass(frozen=True)
@@ -112,49 +113,47 @@ def _is_own(rest: str) -> bool:
     return rest.startswith("nextn.")
 
 
+def _places(indices: Iterable[int]) -> str:
+    return some([f"blk.{index}" for index in sorted(indices)])
+
+
 def _promise(gguf: Gguf) -> Iterator[Finding]:
     key = f"{gguf.arch}.nextn_predict_layers"
     promised, heads = set(gguf.promised), set(gguf.heads)
-    where = named(f"blk.{index}" for index in gguf.promised)
+    count, where = counted(len(promised), "module"), f"blk.N.nextn.* in {_places(promised)}."
     if heads and not promised:
         yield Finding(
-            "head-unpromised", "error", key, f"blocks {named(map(str, sorted(heads)))} hold a head, the metadata has "
-            "no count: llama.cpp takes them for blocks of the trunk", f"{key} = {len(heads)}",
-            f"write the count: gguf-new-metadata or {CONVERT}",
+            "head-unpromised", "error", key,
+            f"A head in {_places(heads)}, and no count of modules: llama.cpp takes its blocks for the trunk's.",
+            f"{key} = {len(heads)}.", f"{CONVERT}.",
         )  # fmt: skip
     elif promised and not heads:
-        gone = [index for index in gguf.promised if not gguf.blocks.get(index)]
-        more = "; the blocks are absent, too, so that the file does not load" if gone else ""
+        gone = [index for index in promised if not gguf.blocks.get(index)]
+        more = f" {_places(gone)} absent as a whole, so that llama.cpp does not load the file." if gone else ""
         yield Finding(
-            "head-absent", "error", where, f"{key} promises {len(promised)}, and no block holds nextn tensors{more}",
-            "blk.N.nextn.* in the last blocks", f"nextn restore on the checkpoint, then {CONVERT}",
+            "head-absent", "error", key, f"{count} promised, none stored.{more}", where,
+            f"nextn restore on the checkpoint; then: {CONVERT}.",
         )  # fmt: skip
     elif heads - promised:
-        yield Finding(
-            "head-elsewhere", "error", named(f"blk.{index}" for index in sorted(heads - promised)),
-            f"nextn tensors outside the last {len(promised)} of {gguf.promised.stop} blocks", where, CONVERT,
-        )  # fmt: skip
+        found = f"A head in {_places(heads - promised)}, of {gguf.promised.stop} blocks with {count} promised."
+        yield Finding("head-elsewhere", "error", _places(heads - promised), found, where, f"{CONVERT}.")
     elif promised - heads:
-        yield Finding(
-            "modules-missing", "error", named(f"blk.{index}" for index in sorted(promised - heads)),
-            f"{key} promises {len(promised)} modules, {len(heads)} are stored", where, CONVERT,
-        )  # fmt: skip
+        found = f"{count} promised, {len(heads)} stored."
+        yield Finding("modules-missing", "error", _places(promised - heads), found, where, f"{CONVERT}.")
 
 
 def _parts(gguf: Gguf) -> Iterator[Finding]:
     for index in gguf.heads:
         lacking = [f"blk.{index}.nextn.{part}" for part in NEEDED if f"nextn.{part}.weight" not in gguf.blocks[index]]
         if lacking:
-            yield Finding(
-                "head-partial", "error", named(lacking), f"{len(lacking)} tensors of the head are absent",
-                ", ".join(NEEDED), CONVERT,
-            )  # fmt: skip
+            found = f"{counted(len(lacking), 'tensor')} of the head absent: llama.cpp does not load the file."
+            yield Finding("head-partial", "error", some(lacking), found, f"{', '.join(NEEDED)}.", f"{CONVERT}.")
         final = gguf.row is not None and "final_norm" in gguf.row.names
         if final and not {"nextn.shared_head_norm.weight", "layer_output_norm.weight"} & gguf.blocks[index].keys():
             yield Finding(
                 "head-partial", "note", f"blk.{index}.nextn.shared_head_norm",
-                "no final norm of the head's own: llama.cpp takes the trunk's, or does not load the file",
-                "the norm that the family's checkpoints store", CONVERT,
+                "No final norm of the head's own: llama.cpp takes the trunk's, or does not load the file.",
+                "The norm that checkpoints of the family store.", f"{CONVERT}.",
             )  # fmt: skip
 
 
@@ -163,15 +162,14 @@ def _block(gguf: Gguf) -> Iterator[Finding]:
     for index in sorted({*gguf.heads, *gguf.promised} if gguf.heads else ()):
         mine = {rest for rest in gguf.blocks.get(index, {}) if not _is_own(rest)}
         like = max((set(gguf.blocks[each]) for each in gguf.trunk), key=lambda block: len(block & mine), default=set())
-        lacking = sorted(rest for rest in like - mine if rest.startswith("attn_"))
-        if "attn_norm.weight" not in mine:
-            lacking = sorted({*lacking, "attn_norm.weight"})
+        needed = {rest for rest in like if rest.startswith("attn_")} | {"attn_norm.weight"}
+        lacking = sorted(needed - mine)
         if lacking:
-            severity: Severity = "error" if "attn_norm.weight" in lacking else "warning"
             yield Finding(
-                "head-partial", severity, named(f"blk.{index}.{rest}" for rest in lacking),
-                f"{len(lacking)} tensors of the head's block are absent, which the trunk's blocks have",
-                "a whole decoder block beside nextn.*", f"nextn restore on the checkpoint, then {CONVERT}",
+                "head-partial", "error" if "attn_norm.weight" in lacking else "warning",
+                some([f"blk.{index}.{rest}" for rest in lacking]),
+                f"{counted(len(lacking), 'tensor')} of the head's block absent, which blocks of the trunk have.",
+                "A whole decoder block beside nextn.*.", f"nextn restore on the checkpoint; then: {CONVERT}.",
             )  # fmt: skip
 
 
@@ -183,17 +181,14 @@ def _copies(gguf: Gguf) -> Iterator[Finding]:
             original = gguf.file.tensors.get(trunk) or gguf.file.tensors.get(TRUNK["embed_tokens"])
             if copy is None or original is None or (gguf.row is not None and PARTS[part] in gguf.row.own):
                 continue
-            if copy.shape != original.shape or not _alike(copy, original):
-                severity: Severity = "warning"
-                found = f"{copy.kind.name} {list(copy.shape)}, not the values of {original.name}"
-            elif copy.kind != original.kind:
-                severity, found = "note", f"{copy.kind.name}, where {original.name} is {original.kind.name}"
-            else:
-                continue
-            yield Finding(
-                "copy-differs", severity, copy.name, f"{found}: llama.cpp uses the copy, other engines the trunk's",
-                f"no copy, or one of {original.name}", f"leave the copy out: {CONVERT}",
-            )  # fmt: skip
+            differs = copy.shape != original.shape or not _alike(copy, original)
+            if differs or copy.kind != original.kind:
+                what = "other numbers than" if differs else f"{copy.kind.name}, not the {original.kind.name} of"
+                yield Finding(
+                    "copy-differs", "warning" if differs else "note", copy.name,
+                    f"{what} {original.name}: llama.cpp drafts with the copy, other engines with the trunk's.",
+                    f"No copy, or one of {original.name}.", f"{CONVERT}.",
+                )  # fmt: skip
 
 
 def _alike(one: GgufTensor, other: GgufTensor) -> bool:
@@ -215,9 +210,9 @@ def _precision(gguf: Gguf) -> Iterator[Finding]:
     for severity, tensors in few.items():
         kinds = ", ".join(sorted({each.kind.name for each in tensors}))
         yield Finding(
-            "precision-lower", severity, named(each.name for each in tensors),
-            f"the projection is {kinds}, {min(map(bits, tensors)):.1f} bits a weight: heads of 4 bits have kept 0 to "
-            "4 % of their drafts", "Q8_0 or more", "llama-quantize --tensor-type nextn.eh_proj=q8_0",
+            "precision-lower", severity, some([each.name for each in tensors]),
+            f"The projection in {kinds}, {min(map(bits, tensors)):.1f} bits a weight: heads of 4 bits have kept 0 "
+            "to 4 % of their drafts.", "Q8_0 or more.", "llama-quantize --tensor-type nextn.eh_proj=q8_0.",
         )  # fmt: skip
 
 
@@ -226,7 +221,7 @@ def _values(gguf: Gguf) -> Iterator[Finding]:
     head = {name: norm for index in gguf.heads for name, norm in _head_norms(gguf, index)}
     kinds = {norm.kind for norm in head.values()}
     trunk = {name: norm for name, norm in _trunk_norms(gguf) if norm.kind in kinds}
-    mend = f"{CONVERT}; for a family that stores w for 1 + w the converter must add 1 once, to head and trunk"
+    mend = f"{CONVERT}; where the family stores w for 1 + w, it adds 1 once, to head and trunk."
     zero_centred = gguf.row is not None and gguf.row.gain == "1+w"
     for shift in shifts(head, trunk, zero_centred=zero_centred):
         yield gain_finding(shift, convention="w", mend=mend)
@@ -269,14 +264,14 @@ def _engine(gguf: Gguf) -> Iterator[Finding]:
         return
     if gguf.engine is None:
         yield Finding(
-            "engine-absent", "note", "general.architecture", f"no family has the architecture {gguf.arch[:80]!r}: "
-            "judged by names alone", ", ".join(sorted(_ROWS)) + " and others", "see that your engine runs it",
+            "engine-absent", "note", "general.architecture",
+            f"No family known by the architecture {gguf.arch[:80]!r}: judged by names alone.",
+            "An architecture whose head llama.cpp runs.", "See whether your engine runs this one.",
         )  # fmt: skip
         return
-    drops = gguf.engine.support == "drops"
-    notes = "; ".join(gguf.engine.notes)
+    notes = "".join(f" ({note})" for note in gguf.engine.notes)
     yield Finding(
-        "engine-drops" if drops else "engine-loads", "warning", "general.architecture",
-        f"llama.cpp has no graph for the head of {gguf.arch}{': ' + notes if notes else ''}: it takes up room and "
-        "drafts nothing", "an architecture whose head llama.cpp runs", "serve the safetensors with another engine",
+        "engine-drops" if gguf.engine.support == "drops" else "engine-loads", "warning", "general.architecture",
+        f"llama.cpp has no graph for the head of {gguf.arch}{notes}: it takes up room and drafts nothing.",
+        "An architecture whose head llama.cpp runs.", "Serve the safetensors with another engine.",
     )  # fmt: skip

@@ -3,13 +3,14 @@
 At most about 130 reads of a checkpoint of any size; packed integers are left undecoded.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nextn.audit.blocks import Blocks
 from nextn.audit.gains import Norm
 from nextn.checkpoint import TensorInfo
 from nextn.inventory import Inventory
@@ -44,8 +45,11 @@ class Readings:
         own = sorted(inventory.stored.keys() - inventory.copies.keys())
         norms = spread([each for each in own if _is_norm(inventory.info(each))], HEAD_NORMS)
         matrices = _sampled(inventory, [each for each in own if len(inventory.info(each).shape) > 1])
-        like = dict(spread(sorted(_twins(inventory, matrices).items()), TRUNK_MATRICES))
-        kinds = {kind: infos for kind, infos in _trunk_norms(inventory) if kind in set(_kinds(inventory, norms))}
+        blocks = Blocks(inventory)
+        like = dict(spread(sorted(_twins(blocks, matrices).items()), TRUNK_MATRICES))
+        all_kinds = dict(_trunk_norms(blocks))
+        wanted = {_kind(each, all_kinds) for each in norms}
+        kinds = {kind: infos for kind, infos in all_kinds.items() if kind in wanted}
         stored, samples = inventory.stored, inventory.checkpoint.samples
         trunk = [info.name for infos in kinds.values() for info in infos]
         gains = iter(samples([*(stored[each] for each in norms), *trunk], WHOLE))
@@ -62,8 +66,8 @@ class Readings:
     def head_gains(self) -> dict[str, Norm]:
         """Tensor name -> gains as they multiply, of the norms that can be decoded."""
         return {
-            self.inventory.stored[each]: Norm(self._effective(gains), kind)
-            for (each, data), kind in zip(self.norms.items(), _kinds(self.inventory, list(self.norms)), strict=True)
+            self.inventory.stored[each]: Norm(self._effective(gains), _kind(each, self.trunk_norms))
+            for each, data in self.norms.items()
             if (gains := decode(data, self.inventory.info(each).dtype)) is not None
         }
 
@@ -151,35 +155,31 @@ def _sampled(inventory: Inventory, names: Sequence[str]) -> list[str]:
     return chosen
 
 
-def _path(inventory: Inventory, canonical: str, paths: Iterable[str]) -> str | None:
-    """Which of a trunk layer's `paths` does what this tensor of the head's block does."""
-    _, _, rest = canonical.partition(".block.")
-    name = inventory.stored[canonical]
-    same = [path for path in paths if rest and (path == rest or name.endswith(f".{path}"))]
-    return max(same, key=len) if same else None
+def _path(canonical: str) -> str:
+    """Path in the block, as the running model has it; nothing for what is outside."""
+    return canonical.partition(".block.")[2]
 
 
-def _twins(inventory: Inventory, matrices: Sequence[str]) -> dict[str, TensorInfo]:
-    """Canonical name -> tensor of the last trunk layer that has most of them."""
+def _twins(blocks: Blocks, matrices: Sequence[str]) -> dict[str, TensorInfo]:
+    """Canonical name -> tensor of the trunk's late layer that has most of them."""
     best: dict[str, TensorInfo] = {}
-    for index in sorted(inventory.layers, reverse=True)[:LAYERS]:
-        layer = inventory.layers[index]
-        found = {each: layer[path] for each in matrices if (path := _path(inventory, each, layer)) is not None}
-        best = max(best, found, key=len)
+    for index in sorted(blocks.of_trunk, reverse=True)[:LAYERS]:
+        layer = blocks.of_trunk[index]
+        best = max(best, {each: layer[_path(each)] for each in matrices if _path(each) in layer}, key=len)
     return best
 
 
-def _kinds(inventory: Inventory, norms: Sequence[str]) -> list[str]:
-    """For each norm of the head, the path of its like in the trunk's layers, `final`, or nothing."""
-    paths = {path for layer in inventory.layers.values() for path in layer}
-    final = {each for each in norms if inventory.role(each) == "final_norm"}
-    return ["final" if each in final else _path(inventory, each, paths) or "" for each in norms]
+def _kind(canonical: str, trunk: Container[str]) -> str:
+    """What a norm has in common with the trunk's: its path in the layers, `final`, or nothing."""
+    path = "final" if canonical.split(".")[1] == "final_norm" else _path(canonical)
+    return path if path in trunk else ""
 
 
-def _trunk_norms(inventory: Inventory) -> Iterator[tuple[str, list[TensorInfo]]]:
-    newest = [inventory.layers[index] for index in sorted(inventory.layers, reverse=True)]
+def _trunk_norms(blocks: Blocks) -> Iterator[tuple[str, list[TensorInfo]]]:
+    newest = [blocks.of_trunk[index] for index in sorted(blocks.of_trunk, reverse=True)]
     for path in sorted({path for layer in newest for path, info in layer.items() if _is_norm(info)}):
         yield path, [layer[path] for layer in newest if path in layer][:LAYERS]
+    inventory = blocks.inventory
     root = inventory.shared.get("embedding", "").removesuffix(".weight").rpartition(".")[0]
     names = [f"{root}.{last}.weight".removeprefix(".") for last in ("norm", "norm_f", "final_layernorm")]
     found = [inventory.checkpoint.tensors[name] for name in names if name in inventory.checkpoint.tensors]
