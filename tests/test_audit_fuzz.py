@@ -44,6 +44,9 @@ class Bytes:
     content: bytes
     name: str
 
+    def __str__(self) -> str:
+        return self.name
+
     def start(self, length: int) -> tuple[bytes, int]:
         return self.content[:length], len(self.content)
 
@@ -208,6 +211,7 @@ def test_strangers(batch, originals):
             json.dumps(report.as_record())
         else:
             outcomes["error"] += 1
+            assert len(str(report)) < 2000, f"case {number}"
     assert min(outcomes.values()) > CASES // BATCHES // 50, outcomes  # each way out is taken
 
 

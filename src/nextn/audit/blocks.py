@@ -43,6 +43,12 @@ class Blocks:
         return found
 
     @cached_property
+    def of_trunk(self) -> Mapping[int, Mapping[str, TensorInfo]]:
+        """Trunk layer -> path -> tensor."""
+        layers = self.inventory.layers.items()
+        return {index: {self._running[path]: info for path, info in layer.items()} for index, layer in layers}
+
+    @cached_property
     def forms(self) -> Mapping[str, Mapping[tuple[str, tuple[int, ...]], TensorInfo]]:
         """Path -> each (dtype, shape) that it has in the trunk's layers, with a tensor that has it."""
         found: dict[str, dict[tuple[str, tuple[int, ...]], TensorInfo]] = {path: {} for path in self._running.values()}

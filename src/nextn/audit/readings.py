@@ -15,6 +15,7 @@ from nextn.audit.gains import Norm
 from nextn.checkpoint import TensorInfo
 from nextn.inventory import Inventory
 from nextn.provenance import spread
+from nextn.storage import split_name
 
 WHOLE = 256 * 1024  # bytes: no norm is longer
 WINDOW = 4096
@@ -44,7 +45,7 @@ class Readings:
     def of(cls, inventory: Inventory) -> "Readings":
         own = sorted(inventory.stored.keys() - inventory.copies.keys())
         norms = spread([each for each in own if _is_norm(inventory.info(each))], HEAD_NORMS)
-        matrices = _sampled(inventory, [each for each in own if len(inventory.info(each).shape) > 1])
+        matrices = _sampled(inventory, [each for each in own if _is_matrix(inventory, inventory.info(each))])
         blocks = Blocks(inventory)
         like = dict(spread(sorted(_twins(blocks, matrices).items()), TRUNK_MATRICES))
         all_kinds = dict(_trunk_norms(blocks))
@@ -143,6 +144,11 @@ def _is_norm(info: TensorInfo) -> bool:
     )
 
 
+def _is_matrix(inventory: Inventory, info: TensorInfo) -> bool:
+    """Scales are as few and as equal as the matrices allow, and not judged."""
+    return len(info.shape) > 1 and "scale" not in split_name(info.name, inventory.checkpoint.tensors)[1]
+
+
 def _sampled(inventory: Inventory, names: Sequence[str]) -> list[str]:
     """The same places in every module; of the experts, which are many and alike, a fourth of the share."""
     share = max(4, HEAD_MATRICES // max(1, len(inventory.modules)))
@@ -177,7 +183,7 @@ def _kind(canonical: str, trunk: Container[str]) -> str:
 
 def _trunk_norms(blocks: Blocks) -> Iterator[tuple[str, list[TensorInfo]]]:
     newest = [blocks.of_trunk[index] for index in sorted(blocks.of_trunk, reverse=True)]
-    for path in sorted({path for layer in newest for path, info in layer.items() if _is_norm(info)}):
+    for path in sorted(path for path, forms in blocks.forms.items() if any(map(_is_norm, forms.values()))):
         yield path, [layer[path] for layer in newest if path in layer][:LAYERS]
     inventory = blocks.inventory
     root = inventory.shared.get("embedding", "").removesuffix(".weight").rpartition(".")[0]
