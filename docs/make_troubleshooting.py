@@ -32,9 +32,10 @@ from nextn.filling import running_form, trunk_state  # noqa: E402
 from nextn.head import Head  # noqa: E402
 from nextn.inventory import Inventory  # noqa: E402
 from nextn.model import Model  # noqa: E402
+from nextn.quantisation import Quantisation  # noqa: E402
 from nextn.relayout import convert  # noqa: E402
 from nextn.trunk import Trunk  # noqa: E402
-from nextn.weights import Weights  # noqa: E402
+from nextn.weights import FLOATS, Weights  # noqa: E402
 
 DRAFTS = 4
 INTRO = """\
@@ -79,14 +80,16 @@ def saved_by_transformers(base: Path, model: Path) -> None:
     AutoModelForCausalLM.from_pretrained(base).save_pretrained(model)
 
 
-def scales_left_behind(base: Path, model: Path) -> None:
-    """fp8 in blocks, as the family publishes it, by a tool that forgot the scales of the head."""
+def head_not_left_out(base: Path, model: Path) -> None:
+    """The model quantised to fp8, the head copied back in bf16, the list of what is unquantised forgotten."""
     Model.load(base).save(model, fp8=True)
+    old = {name: value for file in base.glob("*.safetensors") for name, value in load_file(file).items()}
     _rewrite(model, lambda name: name.endswith("_scale_inv"), lambda table, name: table.pop(name))
+    _rewrite(model, lambda name: name in old, lambda table, name: table.update({name: old[name]}))
 
 
 def gains_shifted(base: Path, model: Path) -> None:
-    convert(base, model, gain="add-1")
+    convert(base, model, gain="subtract-1")
 
 
 def one_for_all(base: Path, model: Path) -> None:
@@ -133,19 +136,20 @@ STORIES = (
         " from happening.",
     ),
     Story(
-        "The head lost its scales in a quantised checkpoint",
-        "glm", "scale-missing", scales_left_behind, ("nextn restore model --from base --force",),
+        "A quantised checkpoint whose config claims the head, too",
+        "glm", "quantisation", head_not_left_out, ("nextn restore model --from base --force",),
         "The quantised model answers well; with MTP on, nothing is accepted.",
-        "An fp8 weight is its scale times the stored number. The tool copied the head's weights and not their scales,"
-        " so an engine reads numbers up to 448 where 0.2 was meant. `restore` puts the bf16 head back and adds it to the"
-        " list of what the quantisation leaves out, so that engines build it unquantised.",
+        "The head was copied back in bf16, but the config's list of unquantised modules was not extended. An engine"
+        " goes by the config: it builds the head's layers for fp8 weights and scales, and has no place for what the"
+        " file holds. `restore` puts the bf16 head back and adds it to the list.",
     ),
     Story(
         "Norm gains shifted by one",
-        "qwen", "gain-shifted", gains_shifted, ("nextn convert model mended --gain subtract-1",),
+        "qwen", "gain-shifted", gains_shifted, ("nextn convert model mended --gain add-1",),
         "Shapes, names and dtypes are right, and acceptance is near zero.",
-        "Qwen3-Next and 3.5 store `w` for a gain of `1 + w`. A converter added the 1 to the head and kept the model"
-        " type, so engines add it again. No loader can see it; the audit compares the head's gains with the trunk's.",
+        "Qwen3-Next and 3.5 store `w` for a gain of `1 + w`. A converter from a format that stores the whole gain took"
+        " the 1 off a head that never had it on. No loader can see it; the audit compares the head's gains with the"
+        " trunk's.",
         mended="mended",
     ),
     Story(
@@ -195,7 +199,7 @@ def run(command: str, folder: Path) -> str:
         [sys.executable, "-m", "nextn", *words], cwd=folder, env=settings, capture_output=True, text=True, check=False
     )
     assert done.returncode in (0, 1), done.stderr
-    lines = (done.stdout + done.stderr).splitlines()
+    lines = (done.stdout + done.stderr).replace(f"{folder}/", "").splitlines()
     return re.sub(r"\n{2,}", "\n\n", "\n".join(line.rstrip() for line in lines)).strip() + "\n"
 
 
@@ -215,11 +219,19 @@ def as_engine(folder: Path, own: tuple[str, ...]) -> Model:
         torch.manual_seed(0)
         head = Head(replace(found.family, own=(*found.family.own, *own)), trunk, num_modules=found.promised)
         beside = set(weights.scales.values())
-        stored = {each: weights.read(name).float() for each, name in found.stored.items() if name not in beside}
+        names = {each: name for each, name in found.stored.items() if name not in beside and has_place(found, name)}
+        stored = {each: weights.read(name).float() for each, name in names.items()}
     wanted = head.state_dict()
     given = {f"stack.{name}": value for name, value in running_form(head, stored).items()}
     head.load_state_dict(wanted | {name: value for name, value in given.items() if name in wanted})
     return Model(trunk, head, head.family)
+
+
+def has_place(found: Inventory, name: str) -> bool:
+    """Whether an engine that goes by the quantisation config has a parameter for this tensor."""
+    config, info = Quantisation.of(found.checkpoint), found.checkpoint.info(name)
+    plain = info.dtype in FLOATS and len(info.shape) > 1
+    return not (plain and config is not None and config.covers(name.removesuffix(".weight")))
 
 
 def page() -> str:
