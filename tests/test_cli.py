@@ -134,7 +134,7 @@ def test_interrupted_and_resumed(number, run, tmp_path):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["generate", "/nowhere", "x"], "not a checkpoint folder"),
+        (["generate", "/nowhere", "x"], "neither a folder"),
         (["generate", "MODEL", ""], "prompt 0 is empty"),
         (["generate", "MODEL", "x", "-k", "-1"], "drafts = -1; expected a whole number >= 0"),
         (["generate", "MODEL", "x" * 300], "prompt 0 has 300 tokens; the context holds 256"),

@@ -19,7 +19,9 @@ LAYERS = [
     ["families", "family_rows", "remote", "bytelevel", "loss", "sampling", "rollback", "layout", "acceptance"],
     ["checkpoint", "data", "blocks", "storage", "quantformats"],
     ["trunk"],
-    ["inventory", "quantisation", "head"],
+    ["inventory", "quantisation", "head", "fp8"],
+    ["weights", "snapshot"],
+    ["filling"],
     ["provenance", "staging"],
     ["audit", "fit"],
     ["graft"],
@@ -37,7 +39,7 @@ TWO_FILES = {"families": {"family_rows"}, "family_rows": {"families"}}
 # fmt: off
 NO_TORCH = (
     "errors", "families", "remote", "checkpoint", "bytelevel", "data", "acceptance", "storage", "quantformats",
-    "quantisation", "inventory", "provenance", "audit", "graft", "relayout", "cli",
+    "quantisation", "inventory", "snapshot", "provenance", "audit", "graft", "relayout", "cli",
 )
 # fmt: on
 

@@ -3,17 +3,23 @@
 import json
 import os
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from stored import contents, in_one_file, set_config, tensors_of
 from tiny import BUILDS, CONFIGS, MOST, build, decode, prompt
 
 from nextn import layout
 from nextn.bytelevel import byte_tokenizer
+from nextn.checkpoint import Checkpoint
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.model import Model, head_tensors
+from nextn.families import by_name
+from nextn.filling import head_tensors
+from nextn.inventory import Inventory
+from nextn.model import Model
 
 
 @pytest.fixture
@@ -51,6 +57,128 @@ def test_round_trip(name, modules, tmp_path):
     )
     trunk = type(model.trunk.model).from_pretrained(tmp_path / "model")
     assert torch.equal(trunk.lm_head.weight, model.trunk.output.weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "modules", "fp8"),
+    [(*each, fp8) for each in BUILDS for fp8 in (False, True) if not fp8 or by_name(each[0]).fp8],
+)
+def test_published_round_trip(name, modules, fp8, tmp_path):
+    """bf16 and fp8 in the published layout: whole to an inventory, the same logits from one file as from shards, and
+    bit for bit the same files when saved again."""
+    build(name, modules=modules).save(tmp_path / "first", dtype=torch.bfloat16, fp8=fp8)
+    found = Inventory.of(Checkpoint.open(tmp_path / "first"))
+    assert (found.promised, found.modules, found.strangers) == (modules, tuple(range(modules)), ())
+    small = {info.name: info for info in found.checkpoint.tensors.values() if info.dtype == "F8_E4M3"}
+    assert bool(small) == fp8
+    if fp8:
+        plain = found.checkpoint.config["quantization_config"]["modules_to_not_convert"]
+        assert {f"{module}.weight" for module in plain} <= found.checkpoint.tensors.keys() - small
+        assert not [name for name in small if "conv" in name]  # a convolution is no Linear
+    model = Model.load(tmp_path / "first")
+    assert model.trunk.dtype == torch.bfloat16
+    assert model.notes == ()
+    model.save(tmp_path / "second", fp8=fp8)
+    first, second = contents(tmp_path / "first"), contents(tmp_path / "second")
+    for key in [key for key, value in first["config.json"].items() if value is None]:  # transformers fills it in
+        second["config.json"][key] = None
+    assert second == first
+    tokens = torch.tensor([prompt(7)])
+    hidden = model.trunk(tokens)
+    single = Model.load(in_one_file(tmp_path / "first"))
+    assert torch.equal(single.trunk(tokens).normed, hidden.normed)
+    assert torch.equal(single.head(tokens, hidden.eaten), model.head(tokens, hidden.eaten))
+
+
+def test_fp8_is_multiplied_by_its_scales(tmp_path):
+    """The trunk's fp8 as transformers never reads it: blocks whose last one is cut off, as in kv_a_proj_with_mqa."""
+    name, model = "model.layers.0.mlp.gate_proj.weight", build("glm4_moe", intermediate_size=160)
+    model.save(tmp_path / "model", dtype=torch.bfloat16, fp8=True)
+    stored = tensors_of(tmp_path / "model")
+    assert stored[name].dtype == torch.float8_e4m3fn
+    assert stored[name + "_scale_inv"].shape == (2, 1)
+    again = Model.load(tmp_path / "model")
+    old, new = (each.trunk.decoder.layers[0].mlp.gate_proj.weight for each in (model, again))
+    assert torch.allclose(new.float(), old, rtol=0.07, atol=2e-3)
+    section = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]
+    assert section["weight_block_size"] == [128, 128]
+    assert {"lm_head", "model.layers.2.eh_proj", "model.layers.1.mlp.gate"} <= set(section["modules_to_not_convert"])
+    again.save(tmp_path / "plain")
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+
+
+def test_fp8_trunk_without_a_scale(tmp_path):
+    """A weight read without its scale is off by a factor of thousands: the trunk's are looked at, too."""
+    build("glm4_moe").save(tmp_path / "model", fp8=True)
+    scale = "model.layers.1.self_attn.q_proj.weight_scale_inv"
+    in_one_file(tmp_path / "model", lambda table: table.pop(scale))
+    with pytest.raises(CheckpointError, match=f"the trunk cannot be read, 1 problem:\n  without its scales.*{scale}"):
+        Model.load(tmp_path / "model")
+
+
+def test_no_published_fp8():
+    with pytest.raises(FamilyError, match="no published fp8 layout"):
+        replace(build("glm4_moe"), family=replace(by_name("glm4_moe"), fp8=None)).save("nowhere", fp8=True)
+
+
+def test_compressed_tensors_fp8(tmp_path):
+    """One scale a tensor and one a row, as compressed-tensors writes them, with scales of activations beside."""
+    build("qwen3_5").save(tmp_path / "model", dtype=torch.bfloat16)
+    whole, row = "model.layers.0.mlp.up_proj.weight", "mtp.layers.0.mlp.up_proj.weight"
+
+    def quantise(table):
+        for name, scale in ((whole, torch.tensor(0.5)), (row, torch.full((64, 1), 0.25))):
+            table |= {name: torch.ones(64, 32).to(torch.float8_e4m3fn), f"{name}_scale": scale.bfloat16()}
+        table["mtp.layers.0.mlp.up_proj.input_scale"] = torch.tensor(1.0)
+
+    in_one_file(tmp_path / "model", quantise)
+    set_config(tmp_path / "model", quantization_config={"quant_method": "compressed-tensors", "config_groups": {}})
+    model = Model.load(tmp_path / "model")
+    assert bool((model.trunk.decoder.layers[0].mlp.up_proj.weight == 0.5).all())
+    assert bool((model.head.stack[0].block.mlp.up_proj.weight == 0.25).all())
+    assert model.notes == (
+        "scales of activations (1, such as mtp.layers.0.mlp.up_proj.input_scale) are of no use here",
+    )
+
+
+def test_a_trunk_that_cannot_be_read(tmp_path):
+    """GPTQ, where what reads it is not installed: the error names it and says what to do."""
+    build("qwen3_5").save(tmp_path / "model")
+
+    def pack(table):
+        del table["model.layers.0.mlp.up_proj.weight"]
+        table["model.layers.0.mlp.up_proj.qweight"] = torch.zeros(4, 64, dtype=torch.int32)
+
+    in_one_file(tmp_path / "model", pack)
+    set_config(tmp_path / "model", quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(CheckpointError, match=r"quantisation is gptq \(model.layers.0.mlp.up_proj.qweight and others"):
+        Model.load(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])
+def test_without_a_declared_dtype(name, tmp_path):
+    """No dtype in config.json: as stored, not as fp32."""
+    build(name).save(tmp_path / "model", dtype=torch.bfloat16)
+    set_config(tmp_path / "model", dtype=None)
+    assert Model.load(tmp_path / "model").trunk.dtype == torch.bfloat16
+
+
+def test_vision_language_wrapper(tmp_path):
+    """The text model of a vision-language checkpoint, tensors behind a prefix and sizes in text_config."""
+    build("qwen3_5").save(tmp_path / "model")
+    text = json.loads((tmp_path / "model" / "config.json").read_text())
+
+    def wrap(table):
+        for name in [each for each in table if each.startswith("model.")]:
+            table["model.language_model." + name.removeprefix("model.")] = table.pop(name)
+        table["model.visual.blocks.0.norm1.weight"] = torch.ones(4)
+
+    in_one_file(tmp_path / "model", wrap)
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    again = Model.load(tmp_path / "model", dtype=torch.float32)
+    assert torch.equal(again.trunk.decoder.layers[0].mlp.up_proj.weight,
+                       build("qwen3_5").trunk.decoder.layers[0].mlp.up_proj.weight)  # fmt: skip
+    assert again.notes == ("the text model (qwen3_5_text) of qwen3_5 alone is loaded, and would be saved",)
 
 
 PUBLISHED = {
@@ -291,7 +419,25 @@ def test_no_head(tmp_path):
     model.trunk.model.save_pretrained(tmp_path / "model")
     with pytest.raises(CheckpointError, match=r"no MTP head \(glm4_moe\): config.json promises 1 module"):
         Model.load(tmp_path / "model")
+    with pytest.raises(CheckpointError, match=r"`nextn audit .*`nextn restore .*model --from BASE`"):
+        Model.load(tmp_path / "model")
     assert Model.load(tmp_path / "model", need_head=False).head is None
+
+
+def test_a_head_that_the_config_keeps_silent_about(saved):
+    """Tensors are there and the config promises none: the error must not say that they are absent."""
+    folder, _ = saved
+    set_config(folder, num_nextn_predict_layers=0)
+    with pytest.raises(CheckpointError, match=r"promises|has no num_nextn.*enorm.weight are present"):
+        Model.load(folder)
+    assert Model.load(folder, need_head=False).head is None
+
+
+def test_without_a_config(saved):
+    folder, _ = saved
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config.json is absent or empty"):
+        Model.load(folder)
 
 
 def test_truncated_file(saved):
@@ -319,7 +465,7 @@ def test_tokenizer_of_another_model(tmp_path):
 
 @pytest.mark.parametrize("source", ["/nowhere/at/all", "no-such-folder", "a/b/c"])
 def test_no_such_checkpoint(source):
-    with pytest.raises(CheckpointError, match="not a checkpoint folder"):
+    with pytest.raises(CheckpointError, match="neither a folder"):
         Model.load(source)
 
 

@@ -203,9 +203,10 @@ def test_gain_bridges(tmp_path):
 def test_gains_are_norms(name, tmp_path):
     """A bias, a router's correction or a sink shifted by one is a ruined head."""
     inventory = take(publish(tmp_path, name))
-    found = {each for each in inventory.stored if is_gain(each, inventory.info(each))}
+    found = {each for each in inventory.stored if is_gain(each)}
     assert {each for each in inventory.stored if each.endswith("_norm.weight")} <= found
     assert not [each for each in found if each.endswith("bias") or "norm" not in each]
+    assert {len(inventory.info(each).shape) for each in found} == {1}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

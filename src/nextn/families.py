@@ -81,15 +81,15 @@ class Family:
     `block`, where the file stores them `embedding` and `output`, and what one family alone has.
     aliases: other spellings, read and never written. inside: transformers' path in the decoder layer -> the published
     one in the block, longer paths first, with `{expert}` for a number. saved: path in the trunk's files as transformers
-    writes them -> the published one, if that is another, first match first. own: stored roles that are the head's own;
-    the others of embedding and output are copies. trunk: where the trunk keeps embedding and output. wrappers: leading
-    path that some checkpoints have -> what it stands for. spare_count: the config may promise one module more than
-    there are. own_block: the block has not the tensors of a trunk layer. cannot_run: why `Head` does not compute it.
-    sources: what was read beside the engines' code. unverified: what none of it could settle. block: how the trunk's
-    config differs for the head's block; a list has one entry for each decoder layer of a module. projection_bias: the
-    config's field that gives the projection a bias. optional: role -> the config's field without which a head does not
-    have it.
-    interleaved: paths in the block whose `gate_proj` and `up_proj` are stored as one, row by row in turn.
+    writes them -> the published one, if that is another, first match first. optional: role -> the config's field
+    without which a head does not have it. interleaved: paths in the block whose `gate_proj` and `up_proj` are stored as
+    one, a row of each in turn. own: stored roles that are the head's own; the others of embedding and output are
+    copies. trunk: where the trunk keeps embedding and output. wrappers: leading path that some checkpoints have -> what
+    it stands for. spare_count: the config may promise one module more than there are. own_block: the block has not the
+    tensors of a trunk layer. projection_bias: the config's field that gives the projection a bias. block: how the
+    trunk's config differs for the head's block; a list has one entry for each decoder layer of a module. cannot_run:
+    why `Head` does not compute it. sources: what was read beside the engines' code. unverified: what none of it could
+    settle.
     """
 
     name: str
@@ -182,6 +182,10 @@ class Family:
         """`embedding` or `output` if that is what the trunk keeps under this tensor name, whatever the wrapper."""
         name = _unwrapped(name, self.wrappers)
         return next((role for role, path in self.trunk.items() if name == f"{path}.weight"), None)
+
+    def shared_name(self, role: str, *, wrapper: str = "") -> str:
+        """Inverse of `shared_role`; wrapper: one of `wrappers`, for a checkpoint whose trunk uses it."""
+        return _wrapped(f"{self.trunk[role]}.weight", wrapper, self.wrappers)
 
     def trunk_layer(self, name: str) -> tuple[int, str] | None:
         """Index and path inside the layer, if that is what a tensor of this name is, whatever the wrapper.

@@ -317,7 +317,9 @@ _QWEN4_EXP = replace(
         "transformers": _ignores("qwen4_exp/modeling_qwen4_exp.py", _STATEFUL),
     },
     sources=(),
-    cannot_run="hyper-connection streams in trunk and block, sparse attention with an indexer, two added projections",
+    cannot_run="all indexers read the positions of all columns from one cache layer, where rows of different lengths "
+    "do not fit; n-gram embeddings look back over tokens that no cache layer here holds; streams lie side by side in "
+    "one state, with gates instead of DeepSeek-V4's collapse",
     remarks=("hidden_norm runs over all streams at once; fc_hidden is shared by them",),
     unverified=("release status", "that experts are fused in the file: transformers reads both", _FP8_UNKNOWN),
 )
@@ -593,11 +595,16 @@ _INKLING = Family(
         "vllm": _vllm("models/inkling/nvidia/mtp.py", missing="raises"),
         "sglang": Engine("runs", _SM + "inkling.py", missing="raises"),
         "llamacpp": _NONE,
-        "transformers": Engine("runs", _MTP_MODEL, embedded="raw", missing="raises"),
+        "transformers": Engine(
+            "runs", _MTP_MODEL, embedded="raw", missing="raises",
+            notes=("a sliding module (mtp_config.local_layer_ids) has no window: its mask is the causal one",),
+        ),
     },
     sources=(_HF + "conversion_mapping.py",),
     remarks=(
         "embedding: vLLM says that the raw one costs first-token acceptance 0.85 -> 0.70",
+        "with log_scaling_n_floor, full attention depends on the position: a pair's is its token's in transformers, "
+        "its state's elsewhere and here",
         "the head is bf16 whatever the trunk is, in mtp.safetensors",
     ),
 )
@@ -628,7 +635,9 @@ _MINIMAX_M3 = Family(
         "transformers": _ignores("minimax_m3_vl/modeling_minimax_m3_vl.py"),
     },
     sources=(),
-    cannot_run="sparse attention with an indexer in trunk and block; AutoModelForCausalLM does not build the trunk",
+    cannot_run="the block indexer of its sparse layers keeps its keys by a call (update_index) that the cache layers "
+    "do not have; the names inside its block are not in the table; a vision-language checkpoint's head is not written "
+    "under language_model.",
     unverified=("recycled: one engine alone runs the head", _FP8_UNKNOWN),
 )
 _KIMI_K3 = Family(

@@ -33,6 +33,10 @@ class Step:
 class Module(nn.Module):
     """One MTP module (DeepSeek-V3, arXiv 2412.19437, eq. 21-23), with the family's conventions."""
 
+    projection: nn.Module
+    token_projection: nn.Module
+    hidden_projection: nn.Module
+
     def __init__(self, family: Family, trunk: Trunk, index: int, count: int) -> None:
         super().__init__()
         size = trunk.config.hidden_size
@@ -90,8 +94,8 @@ class Module(nn.Module):
         """Norms and projection -> what the block eats."""
         parts = [self.token_norm(embedded), self.hidden_norm(hidden)]
         if "projection" not in self.family.names:
-            token, states = self.token_projection(parts[0]), self.hidden_projection(parts[1])
-            return states + spread(token, states)
+            states = self.hidden_projection(parts[1])
+            return states + spread(self.token_projection(parts[0]), states)
         if self.family.concat == "hidden_first":
             parts.reverse()
         return self.projection(torch.cat(parts, dim=-1))

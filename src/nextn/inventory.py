@@ -95,6 +95,10 @@ def count_layers(checkpoint: Checkpoint) -> int:
         value = lookup(checkpoint.config, key)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
+    for key in ("layers_block_type", "hybrid_override_pattern"):  # Nemotron-H: one entry, or one letter, a layer
+        kinds = lookup(checkpoint.config, key)
+        if isinstance(kinds, list | str) and kinds:
+            return len(kinds)
     said = "has none" if checkpoint.config else "is absent or empty"
     raise CheckpointError(
         f"{checkpoint.path}: num_hidden_layers is needed to know where the head begins, and config.json {said}. "

@@ -7,18 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from nextn import __version__
 from nextn.checkpoint import Checkpoint, read_header, write_index, write_json, write_safetensors
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import Family, by_config
+from nextn.filling import cast, empty_head, fill, head_tensors, trunk_state
+from nextn.fp8 import pack, section
 from nextn.head import Head
-from nextn.layout import deinterleave, fuse_experts, interleave, split_experts
+from nextn.inventory import Inventory
+from nextn.snapshot import folder_of, on_disk
 from nextn.trunk import Trunk
+from nextn.weights import Weights
 
 
 @dataclass
@@ -41,54 +43,71 @@ class Model:
         dtype: torch.dtype = torch.float32,
     ) -> "Model":
         """A freshly initialised model of a transformers config (a dict with `model_type`), by the family's rule."""
-        family = _runnable(config)
+        family = _computed(by_config(config))
         if family.max_modules is not None and num_modules > family.max_modules:
             raise ConfigError(f"num_modules = {num_modules}; {family.name} has room for {family.max_modules}")
         trunk = Trunk.from_config(config, stage=family.hidden, dtype=dtype)
         return cls(trunk, Head(family, trunk, num_modules=num_modules), family, tokenizer)
 
     @classmethod
-    def load(cls, source: str | Path, *, dtype: torch.dtype | None = None, need_head: bool = True) -> "Model":
-        """A checkpoint folder or hub id. dtype None = as stored. need_head=False takes a checkpoint without a head.
+    def load(
+        cls,
+        source: str | Path,
+        *,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        offline: bool = False,
+        dtype: torch.dtype | None = None,
+        need_head: bool = True,
+    ) -> "Model":
+        """A checkpoint folder, a .safetensors file with its config.json beside it, or a hub id.
 
-        Raises CheckpointError that lists every head tensor that is missing, unexpected, mis-shaped or non-finite,
-        FamilyError for a model type without a row.
+        revision, cache_dir and offline are for hub ids; only the files that are needed are fetched. dtype None = as
+        stored; fp8 is multiplied by its scales. need_head=False takes a checkpoint without a head. Raises
+        CheckpointError that lists every head tensor that is missing, unexpected, mis-shaped, stored twice, not to be
+        read as numbers or non-finite; FamilyError for a model type without a row.
         """
-        folder = _folder(source)
-        checkpoint = Checkpoint.open(folder)
-        family = _runnable(checkpoint.config)
-        trunk = Trunk.from_pretrained(folder, stage=family.hidden, dtype=dtype)
-        _check_finite(folder, trunk.model.state_dict())
-        count = family.num_modules(checkpoint.config)
-        stored = {name for name in checkpoint.tensors if family.canonical(name, trunk.num_layers) is not None}
-        head: Head | None = None
-        notes: tuple[str, ...] = ()
-        if need_head or (count and stored):
-            if not count or not stored:
-                raise CheckpointError(_absent(folder, family, count, trunk.num_layers))
-            head = Head(family, trunk, num_modules=count)
-            notes = _fill(head, folder, checkpoint, sorted(stored))
-        return cls(trunk, head, family, _tokenizer(folder, trunk), notes)
+        checkpoint = Checkpoint.open(source, revision=revision, cache_dir=cache_dir, offline=offline)
+        family = _runnable(checkpoint)
+        inventory = Inventory.of(checkpoint, family=family)
+        with_head = need_head or bool(inventory.promised and inventory.stored)
+        if with_head and not (inventory.promised and inventory.stored):
+            raise CheckpointError(_absent(inventory))
+        inventory = on_disk(inventory, revision=revision, cache_dir=cache_dir, offline=offline)
+        folder = folder_of(inventory.checkpoint)
+        with Weights(inventory.checkpoint, family) as weights:
+            trunk, notes = _load_trunk(inventory, weights, dtype)
+            head: Head | None = None
+            if with_head:
+                head = empty_head(inventory, trunk)
+                notes += fill(head, inventory, weights)
+        return cls(trunk, head, family, _tokenizer(folder, trunk), tuple(notes))
 
     def save(
         self,
         folder: str | Path,
         *,
         dtype: torch.dtype | None = None,
+        fp8: bool = False,
         copies: bool = True,
         extra: Callable[[Path], None] | None = None,
     ) -> None:
         """Write a checkpoint folder in the family's published layout, whole or not at all; an old one is replaced.
 
-        dtype: cast to it on the way out (None = as is). copies: store the shared embedding and output head again inside
-        each module where the family does. extra(folder): writes more files, before the folder gets its name. Raises
-        CheckpointError if the folder cannot be written.
+        dtype: cast to it on the way out (None = as is). fp8: quantise what the family's fp8 release does, in blocks
+        with scales. copies: store the shared embedding and output head again inside each module where the family does.
+        extra(folder): writes more files, before the folder gets its name. Raises CheckpointError if the folder cannot
+        be written, FamilyError for fp8 where the family publishes none.
         """
+        if fp8 and self.family.fp8 is None:
+            raise FamilyError(f"{self.family.name} has no published fp8 layout; save it in bfloat16")
         folder = Path(folder)
         staging = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
         try:
             staging.mkdir(parents=True)
             self._write(staging, dtype, copies)
+            if fp8:
+                _quantise(staging, self.family, self.trunk.num_layers)
             if extra is not None:
                 extra(staging)
             _swap(staging, folder)
@@ -100,8 +119,13 @@ class Model:
     def _write(self, folder: Path, dtype: torch.dtype | None, copies: bool) -> None:
         model = self.trunk.model
         # Cast tensor by tensor: the model in memory stays as it is.
-        keeps = self.trunk.keeps_fp32
-        state = {name: _cast(value, None if keeps(name) else dtype) for name, value in model.state_dict().items()}
+        state: dict[str, Tensor] = {}
+        casts: dict[
+            tuple[int, torch.Size], Tensor
+        ] = {}  # by place in memory: what is tied stays so, and is stored once
+        for name, value in model.state_dict().items():
+            wanted = None if self.trunk.keeps_fp32(name) else dtype
+            state[name] = casts.setdefault((value.data_ptr(), value.shape), cast(value, wanted))
         model.save_pretrained(folder, state_dict=state)
         if self.family.saved:
             _rename(folder, self.family.trunk_name)
@@ -110,109 +134,98 @@ class Model:
         if self.head is not None:
             _add_shard(folder, head_tensors(self.head, copies, dtype=dtype))
         config = self.family.with_count(Checkpoint.open(folder).config, self.head.num_modules if self.head else 0)
-        config["dtype"] = str(dtype or model.dtype).removeprefix("torch.")
-        write_json(folder / "config.json", config)
+        write_json(folder / "config.json", _with_dtype(config, dtype or model.dtype))
 
 
-def load(source: str | Path, *, dtype: torch.dtype | None = None, need_head: bool = True) -> Model:
-    """`Model.load`: a checkpoint folder or hub id -> trunk, head and tokenizer; strict."""
-    return Model.load(source, dtype=dtype, need_head=need_head)
+def load(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    offline: bool = False,
+    dtype: torch.dtype | None = None,
+    need_head: bool = True,
+) -> Model:
+    """`Model.load`: a checkpoint folder, a .safetensors file or a hub id -> trunk, head and tokenizer; strict."""
+    return Model.load(source, revision=revision, cache_dir=cache_dir, offline=offline, dtype=dtype, need_head=need_head)
 
 
-def head_tensors(head: Head, copies: bool = True, *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The head's tensors under their published names, experts one by one where the family stores them so.
+def _load_trunk(inventory: Inventory, weights: Weights, dtype: torch.dtype | None) -> tuple[Trunk, list[str]]:
+    checkpoint, family = inventory.checkpoint, inventory.family
+    state, notes = trunk_state(inventory, weights)
+    # fp8 is not left to transformers: it needs accelerate, and takes a last block that is cut off for smaller blocks.
+    packed = weights.packed(state) if weights.method else None
+    folder, given = folder_of(checkpoint), None if packed else state
+    try:
+        trunk = Trunk.from_pretrained(folder, state=given, stage=family.hidden, dtype=dtype)
+    except CheckpointError as error:
+        reasons = [problem.message for problem in checkpoint.problems if problem.kind == "missing_file"]
+        if packed:
+            reasons.append(
+                f"its quantisation is {weights.method} ({packed} and others): install what transformers needs for it, "
+                f"or load the model that was quantised, in bf16 or fp8; `nextn audit {checkpoint.path}` and "
+                "`nextn restore` work on it as it is"
+            )
+        raise CheckpointError(". ".join([str(error), *reasons])) from error
+    _check_finite(checkpoint.path, trunk.model.state_dict())
+    kind, whole = trunk.model.config.model_type, checkpoint.config.get("model_type")
+    if kind != whole:
+        notes.append(f"the text model ({kind}) of {whole} alone is loaded, and would be saved")
+    return trunk, notes
 
-    dtype: cast to it what does not keep fp32 whatever the model's dtype (None = as is).
-    """
-    state = {
-        name.removeprefix("stack."): _cast(value, None if head.keeps_fp32(name) else dtype)
-        for name, value in head.state_dict().items()
+
+def _with_dtype(config: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
+    """The config that says dtype, at its top and wherever a part of it says one."""
+    parts = {
+        key: _with_dtype(part, dtype) for key, part in config.items() if isinstance(part, dict) and "dtype" in part
     }
-    if copies:
-        shared = {"embedding": head.trunk.embedding.weight, "output": head.trunk.output.weight}
-        for index in range(head.num_modules):
-            # clone: safetensors refuses two names for one storage, and the file does hold it twice
-            state |= {f"{index}.{role}.weight": _cast(shared[role], dtype).clone() for role in head.family.copies}
-    state = split_experts(interleave(state, head.family.interleaved), head.family.experts)
-    return {head.published(name): value.contiguous() for name, value in state.items()}
+    return {**config, **parts, "dtype": str(dtype).removeprefix("torch.")}
 
 
-def _fill(head: Head, folder: Path, checkpoint: Checkpoint, stored: list[str]) -> tuple[str, ...]:
-    """Load the stored head tensors into `head`, every one accounted for -> notes."""
-    wanted = {name: tuple(value.shape) for name, value in head_tensors(head, copies=False).items()}
-    copies = {name for name in stored if _role(head, name) in head.family.copies}
-    problems = [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in stored]
-    for name in stored:
-        info = checkpoint.tensors[name]
-        if name not in wanted and name not in copies:
-            problems.append(f"unexpected: {name} {info.shape}")
-        elif name in wanted and info.shape != wanted[name]:
-            problems.append(f"mis-shaped: {name} {info.shape}, expected {wanted[name]}")
-        elif info.dtype not in ("BF16", "F16", "F32", "F64"):
-            problems.append(f"wrong dtype: {name} is {info.dtype}; it cannot be used without its scales")
-    tensors = {} if problems else {name: _read(folder, checkpoint, name) for name in stored}
-    problems += [f"non-finite: {name}" for name, value in tensors.items() if not bool(torch.isfinite(value).all())]
-    if problems:
-        raise CheckpointError(f"{folder}: the head is not whole, {len(problems)} problems:\n  " + "\n  ".join(problems))
-    state = {str(head.family.canonical(name, head.trunk.num_layers)): tensors[name] for name in wanted}
-    state = deinterleave(state, head.family.interleaved)
-    head.load_state_dict({f"stack.{name}": value for name, value in fuse_experts(state).items()})
-    return tuple(note for name in sorted(copies) if (note := _compare(head, name, tensors[name])))
-
-
-def _compare(head: Head, name: str, copy: Tensor) -> str | None:
-    shared = head.trunk.embedding if _role(head, name) == "embedding" else head.trunk.output
-    own = shared.weight.detach()
-    if copy.shape != own.shape:
-        return f"{name} has shape {tuple(copy.shape)}, the trunk's {tuple(own.shape)}; the trunk's is used"
-    gap = (copy.to(own.dtype) - own).abs().max().item()
-    return f"{name} differs from the trunk's by up to {gap:.3g}; the trunk's is used" if gap else None
-
-
-def _role(head: Head, name: str) -> str:
-    return str(head.family.canonical(name, head.trunk.num_layers)).split(".")[1]
-
-
-def _read(folder: Path, checkpoint: Checkpoint, name: str) -> Tensor:
-    with safe_open(folder / checkpoint.tensors[name].file, framework="pt") as file:
-        return file.get_tensor(name)
-
-
-def _check_finite(folder: Path, state: Mapping[str, Tensor]) -> None:
+def _check_finite(path: str, state: Mapping[str, Tensor]) -> None:
     bad = [name for name, value in state.items() if value.is_floating_point() and not bool(torch.isfinite(value).all())]
     if bad:
-        raise CheckpointError(f"{folder}: {len(bad)} trunk tensors hold NaN or Inf: {', '.join(bad[:8])}")
+        raise CheckpointError(f"{path}: {len(bad)} trunk tensors hold NaN or Inf: {', '.join(bad[:8])}")
 
 
-def _runnable(config: Mapping[str, object]) -> Family:
-    family = by_config(config)
+def _runnable(checkpoint: Checkpoint) -> Family:
+    if not checkpoint.config:
+        raise CheckpointError(
+            f"{checkpoint.path}: config.json is absent or empty. Put the model's own beside the weights."
+        )
+    return _computed(by_config(checkpoint.config))
+
+
+def _computed(family: Family) -> Family:
     if not family.runs:
         raise FamilyError(family.cannot_run)
     return family
 
 
-def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return value.detach().to(dtype) if dtype is not None and value.is_floating_point() else value.detach()
-
-
-def _absent(folder: Path, family: Family, count: int, num_layers: int) -> str:
-    where = family.published("0.token_norm.weight", num_layers)
+def _absent(inventory: Inventory) -> str:
+    path, family, count = inventory.checkpoint.path, inventory.family, inventory.promised
+    where = family.published("0.token_norm.weight", inventory.num_layers, wrapper=inventory.wrapper)
     said = f"config.json promises {count} module(s)" if count else f"config.json has no {family.count_fields[0]}"
+    found = "present" if inventory.stored else "absent"
+    other = f"; {inventory.strangers[0]} and others are no names of this family" if inventory.strangers else ""
     return (
-        f"{folder}: no MTP head ({family.name}): {said}, and tensors like {where} are "
-        f"{'absent' if count else 'not expected'}. Restore the head from the base model, or decode with drafts = 0"
+        f"{path}: no MTP head ({family.name}): {said}, and tensors like {where} are {found}{other}. "
+        f"`nextn audit {path}` says more; `nextn restore {path} --from BASE` puts back the head of the model that this "
+        "one was made from; drafts = 0 decodes without one"
     )
 
 
-def _add_shard(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Put the head in a last shard of its own and index all shards."""
-    shards = sorted(folder.glob("*.safetensors"))
-    total = len(shards) + 1
-    names = [f"model-{index:05d}-of-{total:05d}.safetensors" for index in range(1, total + 1)]
-    for shard, name in zip(shards, names, strict=False):
-        shard.rename(folder / name)
-    save_file(dict(tensors), folder / names[-1], metadata={"format": "pt", "nextn": __version__})
+def _quantise(folder: Path, family: Family, num_layers: int) -> None:
+    """Rewrite every shard with fp8 weights and their scales, and the index and the config with them."""
+    plain = set()
+    for shard in sorted(folder.glob("*.safetensors")):
+        tensors = pack(load_file(shard), family, num_layers)
+        save_file(tensors, folder / "part", metadata={"format": "pt"})
+        (folder / "part").replace(shard)  # not in place: what was loaded is still mapped
+        matrices = [name for name, value in tensors.items() if value.ndim > 1 and value.itemsize > 1]
+        plain |= {name.removesuffix(".weight") for name in matrices if name.endswith(".weight")}
     _index(folder)
+    write_json(folder / "config.json", Checkpoint.open(folder).config | {"quantization_config": section(plain, family)})
 
 
 def _rename(folder: Path, name_of: Callable[[str], str]) -> None:
@@ -222,6 +235,17 @@ def _rename(folder: Path, name_of: Callable[[str], str]) -> None:
         names = [name for name, info in checkpoint.tensors.items() if info.file == file]
         raw = {name_of(name): checkpoint.raw(name) for name in names}
         write_safetensors(folder / file, raw, metadata={"format": "pt"})
+    _index(folder)
+
+
+def _add_shard(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Put the head in a last shard of its own and index all shards."""
+    shards = sorted(folder.glob("*.safetensors"))
+    total = len(shards) + 1
+    names = [f"model-{index:05d}-of-{total:05d}.safetensors" for index in range(1, total + 1)]
+    for shard, name in zip(shards, names, strict=False):
+        shard.rename(folder / name)
+    save_file(dict(tensors), folder / names[-1], metadata={"format": "pt"})
     _index(folder)
 
 
@@ -237,24 +261,6 @@ def _swap(staging: Path, folder: Path) -> None:
         folder.rename(old)
     staging.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _folder(source: str | Path) -> Path:
-    if Path(source).is_dir():
-        return Path(source)
-    if Path(source).exists() or str(source).count("/") != 1 or str(source).startswith((".", "/")):
-        raise CheckpointError(
-            f"{source}: not a checkpoint folder; expected a folder with config.json, or a hub id org/name"
-        )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"])
-        )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(f"{source}: neither a folder nor a model that the hub hands out: {error}") from error
 
 
 def _tokenizer(folder: Path, trunk: Trunk) -> PreTrainedTokenizerBase | None:

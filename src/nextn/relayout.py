@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from nextn.checkpoint import CONFIG, SINGLE, Checkpoint, TensorInfo
+from nextn.checkpoint import CONFIG, SINGLE, Checkpoint
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import Family, by_name, rows
 from nextn.fit import SIZES, absent, quantised_without
@@ -164,16 +164,16 @@ def _renamed(own: Inventory, here: Inventory, layout: Family) -> tuple[dict[str,
 
 def _shifted(fresh: Mapping[str, Piece], here: Inventory, gain: Shift) -> tuple[dict[str, Piece], str]:
     by = 1.0 if gain == "add-1" else -1.0
-    gains = {name for canonical, name in here.stored.items() if is_gain(canonical, here.info(canonical))}
+    gains = {name for canonical, name in here.stored.items() if is_gain(canonical)}
     pieces = {name: replace(piece, edit=shifting(piece.info.dtype, by)) if piece.name in gains else piece
               for name, piece in fresh.items()}  # fmt: skip
     exact = "exact in bf16 for gains from 0.5 to 2" if gain == "subtract-1" else "which rounds what lies near 0"
     return pieces, f"{gain} on {len(gains)} norm gains of the head, in fp32 rounded to their dtype: {exact}"
 
 
-def is_gain(canonical: str, info: TensorInfo) -> bool:
+def is_gain(canonical: str) -> bool:
     """Whether a tensor of the head is a norm's gain, which some families store as w for 1 + w."""
-    return len(info.shape) == 1 and _GAIN.search(canonical) is not None
+    return _GAIN.search(canonical) is not None
 
 
 def shifting(dtype: str, by: float) -> Callable[[bytes], bytes]:

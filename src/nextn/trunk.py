@@ -5,9 +5,11 @@ Everything that reads a model's internals is here, so a new transformers is one 
 
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -18,6 +20,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -84,6 +87,15 @@ class _Output(Protocol):
     last_hidden_state: Tensor
 
 
+class Readable(Protocol):
+    """A stored tensor, read at `[...]`; dtype is what comes out, None for what does not tell the model's."""
+
+    @property
+    def dtype(self) -> torch.dtype | None: ...
+
+    def __getitem__(self, key: object, /) -> Tensor: ...
+
+
 class _IdleLayer(DummyLayer):
     """A decoder layer without state."""
 
@@ -117,17 +129,28 @@ class Trunk(nn.Module):
         cls, config: Mapping[str, object], *, stage: Stage = "post", dtype: torch.dtype = torch.float32
     ) -> "Trunk":
         """A freshly initialised trunk of the given transformers config, a dict with `model_type`."""
-        known = AutoConfig.for_model(**dict(config))
+        known = AutoConfig.for_model(**copy.deepcopy(dict(config)))  # some configs write into the parts they are given
         return cls(_loader(known).from_config(known, dtype=dtype), stage=stage)
 
     @classmethod
-    def from_pretrained(cls, folder: Path, *, stage: Stage = "post", dtype: torch.dtype | None = None) -> "Trunk":
-        """The trunk of a checkpoint folder. Raises CheckpointError if a tensor would stay uninitialised."""
+    def from_pretrained(
+        cls,
+        folder: Path,
+        *,
+        state: Mapping[str, Readable] | None = None,
+        stage: Stage = "post",
+        dtype: torch.dtype | None = None,
+    ) -> "Trunk":
+        """The trunk of the folder's config; its tensors from state, by stored name, or as transformers reads the files.
+
+        state: plain numbers, whatever the config says of quantisation. dtype None = the config's, else the stored one.
+        Raises CheckpointError if a tensor would stay uninitialised, or where transformers cannot load it.
+        """
+        load = _from_files if state is None else partial(_from_state, state=state)
         with _quiet():
             try:
-                loader = _loader(AutoConfig.from_pretrained(folder))
-                model, info = loader.from_pretrained(folder, dtype=dtype or "auto", output_loading_info=True)
-            except (OSError, ValueError, KeyError) as error:
+                model, info = load(folder, dtype)
+            except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
                 raise CheckpointError(f"{folder}: transformers cannot load the trunk: {error}") from error
         bad = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
         if bad:
@@ -384,6 +407,33 @@ class Trunk(nn.Module):
                     for part in layer.modules()
                     if getattr(part, "layer_idx", None) is not None and part is not layer
                 )
+
+
+def _from_files(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, dict[str, list[str]]]:
+    loader = _loader(AutoConfig.from_pretrained(folder))
+    return loader.from_pretrained(folder, dtype=dtype or "auto", output_loading_info=True)
+
+
+def _from_state(
+    folder: Path, dtype: torch.dtype | None, *, state: Mapping[str, Readable]
+) -> tuple[PreTrainedModel, dict[str, list[str]]]:
+    config = AutoConfig.from_pretrained(folder)
+    loader = _loader(config)._model_mapping[type(config)]
+    if loader.config_class is not type(config):  # a vision-language type whose text model has a class
+        config = config.get_text_config()
+    for part in (config, config.get_text_config()):
+        vars(part).pop("quantization_config", None)
+    kinds = Counter(each.dtype for each in state.values() if each.dtype is not None)  # routers may be fp32 in any model
+    model, info = loader.from_pretrained(
+        None,
+        config=config,
+        state_dict=dict(state),
+        dtype=dtype or config.dtype or config.get_text_config().dtype or kinds.most_common(1)[0][0],
+        output_loading_info=True,
+    )
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model, info
 
 
 def packed(documents: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,18 +43,12 @@ class Blocks:
         return found
 
     @cached_property
-    def of_trunk(self) -> Mapping[int, Mapping[str, TensorInfo]]:
-        """Trunk layer -> path -> tensor."""
-        layers = self.inventory.layers.items()
-        return {index: {self._running[path]: info for path, info in layer.items()} for index, layer in layers}
-
-    @cached_property
     def forms(self) -> Mapping[str, Mapping[tuple[str, tuple[int, ...]], TensorInfo]]:
         """Path -> each (dtype, shape) that it has in the trunk's layers, with a tensor that has it."""
-        found: dict[str, dict[tuple[str, tuple[int, ...]], TensorInfo]] = {path: {} for path in self._running.values()}
+        found: dict[str, dict[tuple[str, tuple[int, ...]], TensorInfo]] = {path: {} for path in self.running.values()}
         for layer in self.inventory.layers.values():
             for path, info in layer.items():
-                found[self._running[path]].setdefault((info.dtype, info.shape), info)
+                found[self.running[path]].setdefault((info.dtype, info.shape), info)
         return found
 
     def missing(self, module: int) -> tuple[int, tuple[str, ...]]:
@@ -82,7 +76,7 @@ class Blocks:
         return common, common - len(self._kinds[index])
 
     @cached_property
-    def _running(self) -> Mapping[str, str]:
+    def running(self) -> Mapping[str, str]:
         """Path in the trunk's files -> path."""
         family, num_layers = self.inventory.family, self.inventory.num_layers
         root = family.names["block"].format(module=0, layer=num_layers)
@@ -95,8 +89,8 @@ class Blocks:
     @cached_property
     def _layers(self) -> Mapping[int, frozenset[str]]:
         """Trunk layer -> its parts."""
-        parts = _parts(self._running.values())
-        of = {path: parts[running] for path, running in self._running.items()}
+        parts = _parts(self.running.values())
+        of = {path: parts[running] for path, running in self.running.items()}
         return {index: frozenset(map(of.__getitem__, layer)) - {""} for index, layer in self.inventory.layers.items()}
 
     @cached_property

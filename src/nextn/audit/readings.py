@@ -19,8 +19,8 @@ from nextn.storage import split_name
 
 WHOLE = 256 * 1024  # bytes: no norm is longer
 WINDOW = 4096
-# How many tensors are read: of the head, of the trunk, and layers for each kind of norm.
-HEAD_NORMS, HEAD_MATRICES, TRUNK_MATRICES, LAYERS = 40, 48, 16, 4
+# How many tensors are read: of the head, of the trunk; layers for each kind of norm, of the last so many.
+HEAD_NORMS, HEAD_MATRICES, TRUNK_MATRICES, LAYERS, LATE = 40, 48, 16, 4, 16
 # Norms of other things than one hidden state: their gains cross 0 in published weights (mlx-vlm#2041).
 _OTHER_NORMS = ("hyper_connection", "hc_", "indexer", "linear_attn", "mamba", "mixer")
 
@@ -46,9 +46,9 @@ class Readings:
         own = sorted(inventory.stored.keys() - inventory.copies.keys())
         norms = spread([each for each in own if _is_norm(inventory.info(each))], HEAD_NORMS)
         matrices = _sampled(inventory, [each for each in own if _is_matrix(inventory, inventory.info(each))])
-        blocks = Blocks(inventory)
-        like = dict(spread(sorted(_twins(blocks, matrices).items()), TRUNK_MATRICES))
-        all_kinds = dict(_trunk_norms(blocks))
+        late = _late(inventory)
+        like = dict(spread(sorted(_twins(late, matrices).items()), TRUNK_MATRICES))
+        all_kinds = dict(_trunk_norms(inventory, late))
         wanted = {_kind(each, all_kinds) for each in norms}
         kinds = {kind: infos for kind, infos in all_kinds.items() if kind in wanted}
         stored, samples = inventory.stored, inventory.checkpoint.samples
@@ -166,11 +166,17 @@ def _path(canonical: str) -> str:
     return canonical.partition(".block.")[2]
 
 
-def _twins(blocks: Blocks, matrices: Sequence[str]) -> dict[str, TensorInfo]:
-    """Canonical name -> tensor of the trunk's late layer that has most of them."""
+def _late(inventory: Inventory) -> list[dict[str, TensorInfo]]:
+    """The trunk's last layers, last first, by the running model's paths; enough for one of each kind of attention."""
+    running = Blocks(inventory).running
+    newest = sorted(inventory.layers, reverse=True)[:LATE]
+    return [{running[path]: info for path, info in inventory.layers[index].items()} for index in newest]
+
+
+def _twins(late: Sequence[Mapping[str, TensorInfo]], matrices: Sequence[str]) -> dict[str, TensorInfo]:
+    """Canonical name -> tensor of the late layer that has most of them."""
     best: dict[str, TensorInfo] = {}
-    for index in sorted(blocks.of_trunk, reverse=True)[:LAYERS]:
-        layer = blocks.of_trunk[index]
+    for layer in late:
         best = max(best, {each: layer[_path(each)] for each in matrices if _path(each) in layer}, key=len)
     return best
 
@@ -181,11 +187,11 @@ def _kind(canonical: str, trunk: Container[str]) -> str:
     return path if path in trunk else ""
 
 
-def _trunk_norms(blocks: Blocks) -> Iterator[tuple[str, list[TensorInfo]]]:
-    newest = [blocks.of_trunk[index] for index in sorted(blocks.of_trunk, reverse=True)]
-    for path in sorted(path for path, forms in blocks.forms.items() if any(map(_is_norm, forms.values()))):
-        yield path, [layer[path] for layer in newest if path in layer][:LAYERS]
-    inventory = blocks.inventory
+def _trunk_norms(
+    inventory: Inventory, late: Sequence[Mapping[str, TensorInfo]]
+) -> Iterator[tuple[str, list[TensorInfo]]]:
+    for path in sorted({path for layer in late for path, info in layer.items() if _is_norm(info)}):
+        yield path, [layer[path] for layer in late if path in layer][:LAYERS]
     root = inventory.shared.get("embedding", "").removesuffix(".weight").rpartition(".")[0]
     names = [f"{root}.{last}.weight".removeprefix(".") for last in ("norm", "norm_f", "final_layernorm")]
     found = [inventory.checkpoint.tensors[name] for name in names if name in inventory.checkpoint.tensors]

@@ -14,7 +14,9 @@ from nextn.rollback import AttentionLayer
 
 
 class ConvolutionLayer(AttentionLayer, LinearAttentionLayer):
-    """spare: columns that `drop` can take back beyond the window, by as many more inputs held."""
+    """States [B, C, inputs], the newest last. spare: columns that `drop` can take back, by as many more inputs held."""
+
+    conv_states: dict[int, Tensor | None]
 
     def __init__(self, number_of_states: int, *, spare: int = 0) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
@@ -31,13 +33,12 @@ class ConvolutionLayer(AttentionLayer, LinearAttentionLayer):
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object
     ) -> Tensor:
         """conv_states [B, C, m] -> with the kernel's past before it. Before a text there are zeros."""
-        size = self.conv_kernel_size[state_idx] = conv_kernel_size
         past = self.conv_states[state_idx]
         if past is None:
-            past = conv_states.new_zeros(*conv_states.shape[:2], size + self._spare)
-        self.conv_states[state_idx] = torch.cat([past, conv_states], dim=-1)
+            past = conv_states.new_zeros(*conv_states.shape[:2], int(conv_kernel_size or 0) + self._spare)
+        states = self.conv_states[state_idx] = torch.cat([past, conv_states], dim=-1)
         self.has_previous_state[state_idx] = True
-        return self.conv_states[state_idx][..., self._spare :]
+        return states[..., self._spare :]
 
     def keep(self, counts: Sequence[int], num_columns: int) -> None:
         self._move(counts, num_columns)

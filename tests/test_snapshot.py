@@ -1,0 +1,152 @@
+"""snapshot: of a hub checkpoint, the files that loading needs and no others; then the cache alone."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hub import SHA, Handler, Hub, only_loopback, own_client  # noqa: F401  # fixtures: no other host, no token
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from stored import INDEX, set_config
+from tiny import build
+
+from nextn.errors import CheckpointError
+from nextn.model import Model
+
+SHARD = "model-00002-of-00002.safetensors"
+
+
+class Downloads(Handler):
+    """The hub's answers to a whole download, beside those to ranged reads."""
+
+    def listing(self):
+        return json.dumps(json.loads(super().listing()) | {"id": "org/model"}).encode()
+
+    def describe(self, name):
+        body = self.hub.files[name]
+        return {"X-Repo-Commit": SHA, "ETag": f'"{hashlib.sha256(body).hexdigest()}"', "Accept-Ranges": "bytes",
+                "Content-Length": str(len(body))}  # fmt: skip
+
+    def do_HEAD(self):
+        path = self.path.split("?")[0]
+        self.hub.requests.append((path, self.headers))
+        name = path.removeprefix(f"/org/model/resolve/{SHA}/")
+        if name in self.hub.files:
+            self.answer(200, self.describe(name), b"")
+        else:
+            self.answer(404, {"X-Error-Code": "EntryNotFound"}, b"")
+
+    def do_GET(self):
+        path = self.path.split("?")[0]
+        name = path.removeprefix(f"/org/model/resolve/{SHA}/")
+        if path == f"/api/models/org/model/tree/{SHA}":
+            files = [
+                {"type": "file", "path": each, "size": len(body), "oid": each} for each, body in self.hub.files.items()
+            ]
+            self.answer(200, {"Content-Type": "application/json"}, json.dumps(files).encode())
+        elif name in self.hub.files and "Range" not in self.headers:
+            self.hub.requests.append((path, {"Range": "all"}))
+            fault = next(iter(self.hub.faults.get("download", [])), None)
+            if fault is not None:
+                self.answer(fault, {}, b"")
+            else:
+                self.answer(200, self.describe(name), self.hub.files[name])
+        else:
+            super().do_GET()
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A GLM-layout checkpoint, its head in a side file that the index does not name, and files that nobody needs."""
+    folder = tmp_path / "published"
+    build("glm4_moe").save(folder)
+    (folder / SHARD).rename(folder / "mtp.safetensors")
+    record = json.loads((folder / INDEX).read_text())
+    record["weight_map"] = {name: file for name, file in record["weight_map"].items() if file != SHARD}
+    (folder / INDEX).write_text(json.dumps(record))
+    save_file({"lora_A": torch.zeros(2)}, folder / "adapter.safetensors")
+    (folder / "pytorch_model.bin").write_bytes(b"pickle")
+    (folder / "original").mkdir()
+    (folder / "original" / "params.json").write_text("{}")
+    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    served = Hub({name: path.read_bytes() for name, path in paths.items()})
+    served.server.RequestHandlerClass = type("Handler", (Downloads,), {"hub": served})
+    monkeypatch.setattr(constants, "ENDPOINT", served.url)
+    template = served.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    yield served
+    served.stop()
+
+
+def cached(cache: Path) -> set[str]:
+    (snapshot,) = cache.glob("models--org--model/snapshots/*")
+    assert snapshot.name == SHA
+    return {path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if not path.is_dir()}
+
+
+def test_only_what_is_needed(hub, tmp_path):
+    """An adapter, a pickle or another format's folder fetched; the head's own file left out; a second download."""
+    cache = tmp_path / "cache"
+    model = Model.load("org/model", cache_dir=cache)
+    expected = Model.load(tmp_path / "published")
+    assert torch.equal(model.head.stack[0].projection.weight, expected.head.stack[0].projection.weight)
+    assert model.notes == expected.notes
+    needed = {"config.json", "generation_config.json", INDEX, "model-00001-of-00002.safetensors", "mtp.safetensors"}
+    assert cached(cache) == needed & set(hub.files)
+    hub.requests.clear()
+    Model.load("org/model", cache_dir=cache, revision="v1")
+    assert not [path for path, headers in hub.requests if headers.get("Range") == "all"]
+    hub.stop()
+    again = Model.load("org/model", cache_dir=cache, offline=True)
+    assert torch.equal(again.trunk.output.weight, expected.trunk.output.weight)
+
+
+def test_no_head_no_download(hub, tmp_path):
+    """Hundreds of gigabytes are fetched, and only then the promised head turns out to be absent."""
+    del hub.files["mtp.safetensors"]
+    with pytest.raises(CheckpointError, match=r"org/model: no MTP head .*`nextn restore org/model --from BASE`"):
+        Model.load("org/model", cache_dir=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+    assert Model.load("org/model", cache_dir=tmp_path / "cache", need_head=False).head is None
+
+
+@pytest.mark.parametrize(("status", "words"), [(401, "the hub wants a token"), (403, "the token may not read this")])
+def test_refused_downloads(hub, tmp_path, status, words):
+    """A traceback of the hub's client in place of one line that says what to do."""
+    hub.faults["download"] = [status]
+    with pytest.raises(CheckpointError, match=f"org/model: the download failed with HTTP {status}: {words}"):
+        Model.load("org/model", cache_dir=tmp_path / "cache")
+
+
+def test_offline_without_a_cache(tmp_path):
+    with pytest.raises(CheckpointError, match=r"org/model: offline, and .*`hf download org/model`"):
+        Model.load("org/model", cache_dir=tmp_path, offline=True)
+
+
+def test_a_part_of_the_cache(hub, tmp_path):
+    """A cache that an interrupted download left: offline, what lacks is named; online, the rest is fetched."""
+    cache = tmp_path / "cache"
+    Model.load("org/model", cache_dir=cache)
+    (snapshot,) = cache.glob("models--org--model/snapshots/*")
+    (snapshot / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"in model-00001-of-00002\.safetensors, which is absent"):
+        Model.load("org/model", cache_dir=cache, offline=True)
+    assert Model.load("org/model", cache_dir=cache).head is not None
+
+
+def test_a_single_file(tmp_path):
+    """A file is loaded as it is called, with the config.json beside it."""
+    build("glm4_moe").save(tmp_path / "model")
+    table = {
+        name: value for file in (tmp_path / "model").glob("*.safetensors") for name, value in load_file(file).items()
+    }
+    (tmp_path / "one").mkdir()
+    save_file(table, tmp_path / "one" / "whole model.safetensors")
+    shutil.copy(tmp_path / "model" / "config.json", tmp_path / "one")
+    set_config(tmp_path / "one", dtype=None)
+    save_file({"unrelated": torch.zeros(1)}, tmp_path / "one" / "other.safetensors")
+    model = Model.load(tmp_path / "one" / "whole model.safetensors")
+    assert torch.equal(model.head.stack[0].projection.weight, table["model.layers.2.eh_proj.weight"])
