@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from artifacts import publish
 
 import nextn
 
@@ -103,6 +104,17 @@ def test_one_file_imports_transformers_models():
 def test_light_modules_do_not_import_torch(name):
     code = f"import sys, nextn.{name}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_audit_does_not_import_torch(tmp_path):
+    """The verb as a whole: every rule, of a checkpoint that sets some of them off."""
+    publish(tmp_path, "deepseek_v4", copies=False)
+    code = "import sys; from nextn.cli.audit import audit; import typer; app = typer.Typer(); app.command()(audit)\n"
+    code += f"try: app(['{tmp_path}', '--json'])\nexcept SystemExit as end: assert end.code == 1\n"
+    code += "assert not {'torch', 'transformers'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "shared-missing" in done.stdout
 
 
 def test_help_is_quick():
