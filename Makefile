@@ -28,6 +28,7 @@ bench: $(VENV)/.ready
 	$(BIN)/python bench/loss.py --out bench/results/loss.json
 	$(BIN)/python bench/step.py --out bench/results/step.json
 	$(BIN)/python bench/head.py --out bench/results/head.json
+	$(BIN)/python bench/audit.py --out bench/results/audit.json
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'nextn needs Python >= 3.11; set PYTHON=')"

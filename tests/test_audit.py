@@ -5,9 +5,10 @@ import re
 
 import numpy as np
 import pytest
-from artifacts import LAYERS, LAYOUTS, H, V, publish
+from artifacts import LAYERS, LAYOUTS, H, V, bf16, publish, values
 
 from nextn.audit import IDS, audit
+from nextn.audit.values import IDS as VALUES
 from nextn.checkpoint import INDEX, Checkpoint, RawTensor, write_json, write_safetensors
 from nextn.errors import CheckpointError, FamilyError
 from nextn.families import by_name
@@ -39,10 +40,13 @@ def rename(pattern, to):
     return change
 
 
-def put(name, shape, dtype="BF16", fill=1):
-    """A tensor of ones bytes in place of another, or beside the others."""
-    size = {"BF16": 2, "F32": 4, "I32": 4}.get(dtype, 1)
-    return lambda table: table.update({name: RawTensor(dtype, shape, bytes([fill]) * (int(np.prod(shape)) * size))})
+def put(name, shape, dtype="BF16"):
+    """Another tensor of this name: normal numbers, or any finite bytes."""
+    data = bf16(values(name, shape, gain=1.0, seed=1))
+    if dtype != "BF16":
+        size = int(np.prod(shape)) * (4 if dtype in ("F32", "I32") else 1)
+        data = np.random.default_rng(0).integers(0, 64, size, "u1").tobytes()
+    return lambda table: table.update({name: RawTensor(dtype, shape, data)})
 
 
 HEAD = r"^model\.layers\.2\."
@@ -211,7 +215,7 @@ def test_one_cause_one_finding(fault, tmp_path):
 
 def test_every_rule_has_its_fault():
     """A rule without a test."""
-    elsewhere = {"index", "side-file", "stored-twice"}
+    elsewhere = {"index", "side-file", "stored-twice", *VALUES}
     assert {rule for rule, *_ in BROKEN.values()} | elsewhere == set(IDS)
 
 

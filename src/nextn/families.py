@@ -8,7 +8,7 @@ The rows are in `family_rows`.
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from reprlib import repr as brief
 from typing import Literal
 
@@ -132,7 +132,7 @@ class Family:
         """Whether `Head` computes it; if not, `cannot_run` says why."""
         return not self.cannot_run
 
-    @property
+    @cached_property
     def copies(self) -> tuple[str, ...]:
         """Roles of shared tensors that the file stores again inside each module."""
         return tuple(role for role in ("embedding", "output") if role in self.names and role not in self.own)
@@ -168,13 +168,13 @@ class Family:
     def canonical(self, name: str, num_layers: int) -> str | None:
         """Inverse of `published`, whatever the wrapper; None for a tensor that is not the head's."""
         name = _unwrapped(name, self.wrappers)
-        for role, template in self._templates():
-            match = _pattern(template).fullmatch(name)
+        for role, pattern in self._patterns:
+            match = pattern.fullmatch(name)
             module = None if match is None else _module_index(match, num_layers)
             if match is not None and module is not None:
                 rest = match["rest"]
                 if rest and role == "block":
-                    rest = _renamed(rest, {stored: run for run, stored in self.inside.items()})
+                    rest = _renamed(rest, self._outside)
                 return f"{module}.{role}" + (f".{rest}" if rest else "")
         return None
 
@@ -225,10 +225,16 @@ class Family:
                 out = _with(out, path, count)
         return out
 
-    def _templates(self) -> Iterator[tuple[str, str]]:
-        yield from ((role, path) for role, path in self.names.items() if role != "block")
-        yield from ((role, path) for role, paths in self.aliases.items() for path in paths)
-        yield "block", self.names["block"]
+    @cached_property
+    def _patterns(self) -> tuple[tuple[str, re.Pattern[str]], ...]:
+        """The block last: in some layouts all other names lie under its path."""
+        paths = [(role, path) for role, path in self.names.items() if role != "block"]
+        paths += [(role, path) for role, others in self.aliases.items() for path in others]
+        return tuple((role, _pattern(path)) for role, path in [*paths, ("block", self.names["block"])])
+
+    @cached_property
+    def _outside(self) -> Mapping[str, str]:
+        return {stored: run for run, stored in self.inside.items()}
 
     def _runners(self) -> list[tuple[str, Engine]]:
         return [(name, engine) for name, engine in self.engines.items() if engine.support == "runs"]

@@ -317,7 +317,9 @@ _QWEN4_EXP = replace(
         "transformers": _ignores("qwen4_exp/modeling_qwen4_exp.py", _STATEFUL),
     },
     sources=(),
-    cannot_run="hyper-connection streams in trunk and block, sparse attention with an indexer, two added projections",
+    cannot_run="all indexers read the positions of all columns from one cache layer, where rows of different lengths "
+    "do not fit; n-gram embeddings look back over tokens that no cache layer here holds; streams lie side by side in "
+    "one state, with gates instead of DeepSeek-V4's collapse",
     remarks=("hidden_norm runs over all streams at once; fc_hidden is shared by them",),
     unverified=("release status", "that experts are fused in the file: transformers reads both", _FP8_UNKNOWN),
 )
@@ -633,7 +635,9 @@ _MINIMAX_M3 = Family(
         "transformers": _ignores("minimax_m3_vl/modeling_minimax_m3_vl.py"),
     },
     sources=(),
-    cannot_run="sparse attention with an indexer in trunk and block; AutoModelForCausalLM does not build the trunk",
+    cannot_run="the block indexer of its sparse layers keeps its keys by a call (update_index) that the cache layers "
+    "do not have; the names inside its block are not in the table; a vision-language checkpoint's head is not written "
+    "under language_model.",
     unverified=("recycled: one engine alone runs the head", _FP8_UNKNOWN),
 )
 _KIMI_K3 = Family(

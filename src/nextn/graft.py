@@ -124,7 +124,9 @@ def _plan(there: Inventory, here: Inventory | None, engine: str | None, *, force
         fresh = {_published(there, name): Piece(here.checkpoint, here.stored[name]) for name in own}
         count = len(here.modules)
     if engine is not None:
-        fresh |= _copies(there, count, engine, notes)
+        copies = _copies(there, count, engine, notes)
+        gone |= {name for canonical, name in there.copies.items() if _published(there, canonical) in copies}
+        fresh |= copies
     elif here is not None and here.copies:
         size = sum(here.checkpoint.tensors[name].nbytes for name in here.copies.values())
         notes.append(
@@ -164,23 +166,32 @@ def _part(canonical: str) -> str:
 
 
 def _copies(there: Inventory, count: int, engine: str, notes: list[str]) -> dict[str, Piece]:
-    """Copies of the trunk's tensors that the engine would leave at initial values, as they are not in the module."""
+    """Copies of the trunk's tensors that the engine would leave at initial values, and stored ones that differ."""
     family = there.family
     if engine not in ENGINES:
         raise ConfigError(f"engine {engine!r}; known: {', '.join(ENGINES)}")
-    wanted = [role for role in family.engines[engine].unset if role in family.copies]
-    pieces: dict[str, Piece] = {}
-    for role in wanted:
-        modules = range(count) if "{" in family.names[role] else range(min(count, 1))
-        for name in (f"{index}.{role}.weight" for index in modules):
-            if name not in there.stored:
-                pieces[_published(there, name)] = Piece(there.checkpoint, _trunk_tensor(there, role))
-    if not pieces:
-        state = (
-            "the target stores them" if wanted else f"it takes the trunk's {' and '.join(family.copies) or 'tensors'}"
-        )
-        notes.append(f"no copies to add for {engine}: {state}")
-    return pieces
+    unset = {*family.engines[engine].unset, *family.engines[engine].skips}
+    wanted = [role for role in family.copies if role in unset]
+    modules = {role: range(count) if "{" in family.names[role] else range(min(count, 1)) for role in wanted}
+    lacking = {f"{index}.{role}.weight": role for role in wanted for index in modules[role]}
+    lacking = {name: role for name, role in lacking.items() if name not in there.stored}
+    differing = {name: there.role(name) for name in there.copies if _differs(there, name)}
+    if not lacking and not differing:
+        takes = f"it takes the trunk's {' and '.join(family.copies) or 'tensors'}"
+        notes.append(f"no copies to add for {engine}: {'the target stores them' if wanted else takes}")
+    return {
+        _published(there, name): Piece(there.checkpoint, _trunk_tensor(there, role))
+        for name, role in {**lacking, **differing}.items()
+    }
+
+
+def _differs(there: Inventory, copy: str) -> bool:
+    """Whether a copy is not the trunk's tensor, bit for bit."""
+    mine, trunk = there.info(copy), there.checkpoint.info(_trunk_tensor(there, there.role(copy)))
+    if (mine.dtype, mine.shape) != (trunk.dtype, trunk.shape):
+        return True
+    pairs = zip(there.checkpoint.chunks(mine.name), there.checkpoint.chunks(trunk.name), strict=True)
+    return any(one != other for one, other in pairs)
 
 
 def _trunk_tensor(there: Inventory, role: str) -> str:

@@ -24,8 +24,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Provenance:
-    """head: fingerprint of the head's own tensors. trained_with: fingerprint of the trunk that it was trained with.
-    beside: that of the trunk that it was written beside. source, revision: where the head came from.
+    """head: fingerprint of the head's own tensors. trained_with: that of the trunk that it was trained with, empty if
+    that is not known. beside: that of the trunk that it was written beside. source, revision: where the head came
+    from.
     """
 
     head: str

@@ -16,12 +16,9 @@ from nextn.inventory import Inventory
 __all__ = ["IDS", "RULES", "Finding", "Report", "Severity", "audit"]
 
 Rule = Callable[[Inventory], Iterable[Finding]]
-RULES: tuple[Rule, ...] = (
-    *structure.RULES, *files.RULES, *shapes.RULES, *engines.RULES, *precision.RULES, *values.RULES
-)  # fmt: skip
-IDS: tuple[str, ...] = (
-    *structure.IDS, *files.IDS, *shapes.IDS, *engines.IDS, *precision.IDS, *values.IDS
-)  # fmt: skip
+_MODULES = (structure, files, shapes, engines, precision, values)
+RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
+IDS: tuple[str, ...] = tuple(rule for module in _MODULES for rule in module.IDS)
 _ENOUGH = 2000  # names that are tried against every family
 
 

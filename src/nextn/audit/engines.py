@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from nextn.audit.finding import Finding
 from nextn.audit.windows import same, same_form
-from nextn.audit.words import ENGINES, ROLES, engines, joined, restore, some, verb
+from nextn.audit.words import ENGINES, ROLES, aliases, engines, joined, some, verb
 from nextn.families import Engine, Support, lookup, rows
 from nextn.inventory import Inventory
 
@@ -61,7 +61,7 @@ def shared_missing(inventory: Inventory) -> Iterator[Finding]:
         "alone, not inside the module: "
         f"{'; '.join(_unset(name, engine, roles) for name, engine in running.items())}.",
         f"{joined(places)}, equal to {known}.",
-        restore(inventory, "--add-aliases"),
+        aliases(inventory, next(name for name, engine in running.items() if engine in hurt[roles[0]])),
     )  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def _differing(inventory: Inventory, role: str, name: str, trunk: str) -> Findin
         "copy-differs", "warning", name,
         f"{name} differs from {trunk}: {what}; {users or 'no engine runs this head'}.",
         f"A copy equal to {trunk}: the head was trained with one {ROLES[role]}.",
-        restore(inventory, "--add-aliases"),
+        aliases(inventory, next(iter(copy or theirs), "vllm")),
     )  # fmt: skip
 
 

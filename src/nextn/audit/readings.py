@@ -15,6 +15,7 @@ from nextn.audit.gains import Norm
 from nextn.checkpoint import TensorInfo
 from nextn.inventory import Inventory
 from nextn.provenance import spread
+from nextn.storage import split_name
 
 WHOLE = 256 * 1024  # bytes: no norm is longer
 WINDOW = 4096
@@ -44,7 +45,7 @@ class Readings:
     def of(cls, inventory: Inventory) -> "Readings":
         own = sorted(inventory.stored.keys() - inventory.copies.keys())
         norms = spread([each for each in own if _is_norm(inventory.info(each))], HEAD_NORMS)
-        matrices = _sampled(inventory, [each for each in own if len(inventory.info(each).shape) > 1])
+        matrices = _sampled(inventory, [each for each in own if _is_matrix(inventory, inventory.info(each))])
         late = _late(inventory)
         like = dict(spread(sorted(_twins(late, matrices).items()), TRUNK_MATRICES))
         all_kinds = dict(_trunk_norms(inventory, late))
@@ -141,6 +142,11 @@ def _is_norm(info: TensorInfo) -> bool:
         and 0 < info.nbytes <= WHOLE
         and not any(other in name for other in _OTHER_NORMS)
     )
+
+
+def _is_matrix(inventory: Inventory, info: TensorInfo) -> bool:
+    """Scales are as few and as equal as the matrices allow, and not judged."""
+    return len(info.shape) > 1 and "scale" not in split_name(info.name, inventory.checkpoint.tensors)[1]
 
 
 def _sampled(inventory: Inventory, names: Sequence[str]) -> list[str]:

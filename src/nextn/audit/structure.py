@@ -90,9 +90,16 @@ class Head:
         return bool(self.swallowed or self.shift or (self.foreign[1] and not self.heads))
 
 
-def head_absent(inventory: Inventory) -> Iterator[Finding]:
-    """The config promises modules, and no tensor of any is stored."""
+def structure(inventory: Inventory) -> Iterator[Finding]:
+    """Every rule that sets the promise against the names."""
     head = Head(inventory)
+    for rule in (_absent, _elsewhere, _unpromised, _modules_missing, _partial, _names_unknown):
+        yield from rule(head)
+
+
+def _absent(head: Head) -> Iterator[Finding]:
+    """The config promises modules, and no tensor of any is stored."""
+    inventory = head.inventory
     if not inventory.promised or head.roles or head.astray or inventory.strangers:
         return
     family, named = inventory.family, _named(inventory)
@@ -111,9 +118,9 @@ def head_absent(inventory: Inventory) -> Iterator[Finding]:
     yield Finding("head-absent", "error" if named or listed else "warning", _count_place(inventory), found, valid, mend)
 
 
-def head_elsewhere(inventory: Inventory) -> Iterator[Finding]:
+def _elsewhere(head: Head) -> Iterator[Finding]:
     """A head is stored, under another layer index or in another family's layout than the config says."""
-    head, family = Head(inventory), inventory.family
+    inventory, family = head.inventory, head.inventory.family
     if head.swallowed:
         first, paths = next(iter(head.swallowed.items()))
         yield Finding(
@@ -146,9 +153,9 @@ def head_elsewhere(inventory: Inventory) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def head_unpromised(inventory: Inventory) -> Iterator[Finding]:
+def _unpromised(head: Head) -> Iterator[Finding]:
     """Modules are stored beyond those that the config promises."""
-    head = Head(inventory)
+    inventory = head.inventory
     extra = [module for module in head.heads if module >= inventory.promised]
     if not extra or head.shift or head.swallowed:
         return
@@ -163,9 +170,9 @@ def head_unpromised(inventory: Inventory) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def modules_missing(inventory: Inventory) -> Iterator[Finding]:
+def _modules_missing(head: Head) -> Iterator[Finding]:
     """Some of the promised modules are not stored at all."""
-    head = Head(inventory)
+    inventory = head.inventory
     lost = [str(module) for module in range(inventory.promised) if module not in head.roles]
     if not lost or not head.roles or head.astray:
         return
@@ -177,9 +184,9 @@ def modules_missing(inventory: Inventory) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def head_partial(inventory: Inventory) -> Iterator[Finding]:
+def _partial(head: Head) -> Iterator[Finding]:
     """A module lacks some of its tensors."""
-    head, blocks = Head(inventory), Blocks(inventory)
+    inventory, blocks = head.inventory, Blocks(head.inventory)
     if head.astray:
         return
     for module in (each for each in head.roles if each < inventory.promised):
@@ -202,9 +209,9 @@ def head_partial(inventory: Inventory) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def names_unknown(inventory: Inventory) -> Iterator[Finding]:
+def _names_unknown(head: Head) -> Iterator[Finding]:
     """Tensors look like a head's, and no known engine maps their names."""
-    head = Head(inventory)
+    inventory = head.inventory
     known = {re.sub(r"\d+", "0", name) for name in head.foreign[1]}
     names = [name for name in inventory.strangers if re.sub(r"\d+", "0", name) not in known]
     beyond = [module for module in head.roles if module not in head.heads and module >= inventory.promised]
@@ -282,4 +289,4 @@ def _count_place(inventory: Inventory) -> str:
     return f"{CONFIG}: {next(said, fields[0])}"
 
 
-RULES = (head_absent, head_elsewhere, head_unpromised, modules_missing, head_partial, names_unknown)
+RULES = (structure,)

@@ -228,7 +228,7 @@ def head_stale(inventory: Inventory) -> Iterator[Finding]:
             "head-stale", "warning", RECORD, "The trunk's weights changed since the head was put beside them.",
             f"The trunk with fingerprint {record.beside[:12]}.", retrain,
         )  # fmt: skip
-    elif record.trained_with != record.beside:
+    elif record.trained_with not in ("", record.beside):
         yield Finding(
             "head-stale", "note", RECORD, "The head was trained with another trunk: fewer drafts may be kept.",
             f"The trunk with fingerprint {record.trained_with[:12]}.", retrain,

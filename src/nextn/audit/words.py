@@ -44,6 +44,11 @@ def restore(inventory: Inventory, *options: str) -> str:
     return " ".join(["nextn restore", shlex.quote(inventory.checkpoint.path), "--from BASE", *options])
 
 
+def aliases(inventory: Inventory, engine: str) -> str:
+    """The command that writes the trunk's embedding and output head into the modules, where `engine` wants them."""
+    return f"nextn restore {shlex.quote(inventory.checkpoint.path)} --add-aliases {engine}"
+
+
 def convert(inventory: Inventory) -> str:
     """The command that writes the head in the layout of the config's family."""
     return f"nextn convert {shlex.quote(inventory.checkpoint.path)} OUT --to {inventory.family.name}"
