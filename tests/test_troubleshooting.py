@@ -24,7 +24,9 @@ def test_story(story, tmp_path):
     assert "not clean" in broken
     assert "not clean" not in mended
     assert after > before + 1.4
-    written = next(part for part in made.PAGE.read_text().split("\n## ") if part.partition("\n")[0].endswith(story.title))
+    written = next(
+        part for part in made.PAGE.read_text().split("\n## ") if part.partition("\n")[0].endswith(story.title)
+    )
     told = written.partition("\n")[2]
     assert FIGURE.sub("#", told).strip() == FIGURE.sub("#", text).strip(), "stale: run `make docs`"
     figures = [[float(each) for each in re.findall(r"\*\*(\d\.\d\d)\*\*", page)] for page in (told, text)]
