@@ -114,7 +114,7 @@ BROKEN = {
             rename(HEAD + "hnorm", "mtp.pre_fc_norm_hidden")(table), rename(HEAD + "eh_proj", "mtp.fc")(table),
             drop(HEAD)(table))}, "in the layout of qwen3_next.*vLLM, SGLang.* look.*at model.layers.2"),
     "config silent": (
-        "head-unpromised", "warning", "qwen3_5", {"config": {"mtp_num_hidden_layers": 0}}, "1 module stored, 0 promis"),
+        "head-unpromised", "warning", "qwen3_5", {"config": {"mtp_num_hidden_layers": 0}}, "stored: 1, promised: 0"),
     "one of three lost": (
         "modules-missing", "error", "step3p5", {"modules": 3, "change": drop(r"layers\.3\.")}, "3 modules; of 1 no"),
     "nobody's names": (
@@ -123,7 +123,7 @@ BROKEN = {
     "config counts too few layers": (
         "names-unknown", "warning", "glm4_moe",
         {"change": drop(HEAD), "config": {"num_hidden_layers": 1, "num_nextn_predict_layers": 0}},
-        "Layers 1 are stored beyond the trunk's 1"),
+        r"1 layer \(1\) beyond the trunk's 1"),
     "norm of another width": (
         "shape", "error", "glm4_moe", {"change": put("model.layers.2.enorm.weight", (H // 2,))}, r"is \[16\]"),
     "projection of one half": (
@@ -134,7 +134,8 @@ BROKEN = {
         "shape", "error", "step3p5",
         {"change": put("model.layers.2.transformer.shared_head.output.weight", (V // 2, H))}, r"is \[32, 32\]"),
     "vocabulary grown in the config": (
-        "vocabulary", "error", "glm4_moe", {"config": {"vocab_size": V + 8}}, "vocab_size is 72, .* has 64 rows"),
+        "vocabulary", "error", "glm4_moe", {"config": {"vocab_size": V + 8}},
+        "vocab_size is 72, the rows are 64 of lm_head.weight and 64 of model"),
     "trunk's embedding lost": (
         "trunk-missing", "error", "deepseek_v4", {"change": rename("^embed", "model.embed_tokens")},
         "not at embed.weight; model.embed_tokens.weight is stored, a name of another family: .*vLLM"),
@@ -154,22 +155,22 @@ BROKEN = {
     "no layer 61": ("layer-index", "note", "deepseek_v3", {}, "transformers finds .* at layer 61 only; here it is l"),
     "several modules as one": (
         "too-many-modules", "note", "mimo_v2", {"modules": 3}, "3 modules are stored; vLLM uses 1"),
-    "ignored on load": ("engine-ignores", "note", "qwen3_5", {}, "transformers: skip the head"),
-    "lost at conversion": ("engine-drops", "note", "deepseek_v3", {}, "llama.cpp: lose the head"),
-    "refused": ("engine-refuses", "note", "bailing_hybrid", {}, "transformers: refuse"),
-    "kept without a graph": ("engine-loads", "note", "glm_ocr", {}, "llama.cpp: keep"),
-    "unknown to engines": ("engine-absent", "note", "mellum", {}, "vLLM, SGLang and llama.cpp: do not know"),
+    "ignored on load": ("engine-ignores", "note", "qwen3_5", {}, "transformers skips the head"),
+    "lost at conversion": ("engine-drops", "note", "deepseek_v3", {}, "llama.cpp loses the head"),
+    "refused": ("engine-refuses", "note", "bailing_hybrid", {}, "transformers refuses"),
+    "kept without a graph": ("engine-loads", "note", "glm_ocr", {}, "llama.cpp stores the head and cannot"),
+    "unknown to engines": ("engine-absent", "note", "mellum", {}, "vLLM, SGLang and llama.cpp lack this fam"),
     "packed trunk, plain head, int4": (
         "quantisation", "error", "qwen3_5", {"change": pack_trunk, "config": INT4},
-        r"8 matrices of the head, such as mtp.*stored unquantised.*\(compressed-tensors\) has engines build"),
+        r"stores 8 matrices, such as mtp.*, unquantised, .*\(compressed-tensors\) has engines build"),
     "packed trunk, plain head, GPTQ": (
-        "quantisation", "error", "qwen3_5", {"change": pack_trunk, "config": GPTQ}, "stored unquantised"),
+        "quantisation", "error", "qwen3_5", {"change": pack_trunk, "config": GPTQ}, ", unquantised, and"),
     "packed trunk, plain head, ModelOpt": (
-        "quantisation", "error", "qwen3_5", {"change": pack_trunk, "config": MODELOPT}, "stored unquantised"),
+        "quantisation", "error", "qwen3_5", {"change": pack_trunk, "config": MODELOPT}, ", unquantised, and"),
     "packed head, left out": (
         "quantisation", "error", "qwen3_5",
         {"change": pack, "config": {"quantization_config": INT4["quantization_config"] | {"ignore": ["re:mtp.*"]}}},
-        "stored as compressed.*build them unquantised"),
+        ", as compressed, .*build them unquantised"),
     "packed head, no config": (
         "quantisation", "error", "qwen3_5", {"change": pack}, r"\(no quantisation\) has engines build them un"),
     "projection in fp8": (
@@ -181,7 +182,7 @@ BROKEN = {
         "quantisation", "error", "qwen3_5", {"config": {"quantization_config": "fp8"}}, "must be an object"),
     "scales lost": (
         "scale-missing", "error", "deepseek_v3", {"fp8": True, "change": drop(HEAD + ".*weight_scale_inv")},
-        "matrices of the head, .* stored in fp8 without a scale"),
+        "matrices, .* in fp8 without a scale"),
     "head in fp8, trunk in bf16": (
         "precision-lower", "warning", "qwen3_5", {"change": lambda table: (
             put("mtp.layers.0.self_attn.o_proj.weight", (H, H), "F8_E4M3")(table),

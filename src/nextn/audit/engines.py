@@ -15,12 +15,12 @@ IDS = (
     "trunk-missing", "shared-missing", "copy-differs", "own-head-overwritten", "layer-index", "too-many-modules",
     "engine-loads", "engine-ignores", "engine-drops", "engine-refuses", "engine-absent",
 )  # fmt: skip
-_ALONE: dict[Support, str] = {
-    "loads": "keep the head at conversion and have no graph for it",
-    "ignores": "skip the head on load",
-    "drops": "lose the head at conversion",
-    "refuses": "refuse the model or its head",
-    "absent": "do not know the family",
+_ALONE: dict[Support, tuple[str, str]] = {
+    "loads": ("store", "the head and cannot run it"),
+    "ignores": ("skip", "the head on load"),
+    "drops": ("lose", "the head at conversion"),
+    "refuses": ("refuse", "the model or its head"),
+    "absent": ("lack", "this family"),
 }
 
 
@@ -32,14 +32,13 @@ def trunk_missing(inventory: Inventory) -> Iterator[Finding]:
         tied = role == "output" and lookup(inventory.checkpoint.config, "tie_word_embeddings") is not False
         if role in inventory.shared or tied or f"{path}.qweight" in inventory.checkpoint.tensors:
             continue
-        elsewhere = sorted({name for name in inventory.checkpoint.tensors if any(
-            each.shared_role(name) == role for each in rows())})  # fmt: skip
+        elsewhere = sorted(_known_places(role) & inventory.checkpoint.tensors.keys())
         instead = f"; {some(elsewhere)} is stored, a name of another family" if elsewhere else ""
         yield Finding(
             "trunk-missing", "error", f"{path}.weight",
             f"The {ROLES[role]} that trunk and head share is not at {path}.weight{instead}: {_runners(inventory)}",
             f"{path}.weight in a file of the checkpoint.",
-            "Fetch or write the trunk again: the head has no other." if not elsewhere else f"Rename {elsewhere[0]}.",
+            f"Rename {elsewhere[0]} to {path}.weight." if elsewhere else "Fetch or write the trunk again.",
         )  # fmt: skip
 
 
@@ -57,7 +56,7 @@ def shared_missing(inventory: Inventory) -> Iterator[Finding]:
     skipped = any(role in engine.skips for role in roles for engine in hurt[role])
     yield Finding(
         "shared-missing", "warning" if skipped else "note", places[0],
-        f"{joined(ROLES[role] for role in roles).capitalize()} {'are' if len(roles) > 1 else 'is'} stored as {known} "
+        f"The {joined(ROLES[role] for role in roles)} {'are' if len(roles) > 1 else 'is'} stored as {known} "
         "alone, not inside the module: "
         f"{'; '.join(_unset(name, engine, roles) for name, engine in running.items())}.",
         f"{joined(places)}, equal to {known}.",
@@ -120,13 +119,13 @@ def too_many_modules(inventory: Inventory) -> Iterator[Finding]:
 
 def engine_support(inventory: Inventory) -> Iterator[Finding]:
     """Engines that do not run this family's head at all."""
-    for support, does in _ALONE.items():
+    for support, (does, what) in _ALONE.items():
         names = [name for name, engine in inventory.family.engines.items() if engine.support == support]
         if names and inventory.stored:
             notes = [note for name in names for note in inventory.family.engines[name].notes]
             yield Finding(
                 f"engine-{support}", "note", inventory.family.name,
-                f"{engines(names)}: {does}{'; ' if notes else ''}{'; '.join(dict.fromkeys(notes))}.",
+                f"{verb(names, does)} {what}{': ' if notes else ''}{'; '.join(dict.fromkeys(notes))}.",
                 f"An engine that runs it: {_others(inventory, names)}.",
                 "Nothing in the checkpoint needs to be done.",
             )  # fmt: skip
@@ -146,6 +145,15 @@ def _differing(inventory: Inventory, role: str, name: str, trunk: str) -> Findin
         f"A copy equal to {trunk}: the head was trained with one {ROLES[role]}.",
         aliases(inventory, next(iter(copy or theirs), "vllm")),
     )  # fmt: skip
+
+
+def _known_places(role: str) -> set[str]:
+    """Where the trunks of all families keep it."""
+    return {
+        f"{wrapper}{row.trunk[role].removeprefix(meant)}.weight"
+        for row in rows()
+        for wrapper, meant in {"": "", **row.wrappers}.items()
+    }
 
 
 def _lacking(inventory: Inventory, role: str) -> list[int]:

@@ -59,7 +59,7 @@ def _quantisation(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
         effect = "find no scales, and fail or draft noise" if covered else "read packed numbers without their scales"
         yield Finding(
             "quantisation", "error", place,
-            f"{counted(len(names), 'matrix')} of the head, such as {some(names)}, stored {_told(kind)}, and the config "
+            f"The head stores {counted(len(names), 'matrix')}, such as {some(names)}, {_told(kind)}, and the config "
             f"({method}) has engines build them {claim}: they {effect}.",
             f"The head in the list of what is not converted ({method})." if covered else f"A config that says {kind}.",
             restore(inventory),
@@ -74,7 +74,7 @@ def _built_plain(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
         if builders:
             yield Finding(
                 "quantisation", "error", names[0],
-                f"{some(names)} stored {_told(storage(inventory.checkpoint.tensors, names[0]) or 'unknown')}; "
+                f"The head stores {some(names)} {_told(storage(inventory.checkpoint.tensors, names[0]) or 'unknown')}; "
                 f"{verb(builders, 'build')} the {role} unquantised, and would read it without its scales.",
                 f"The {role} in bf16.", restore(inventory),
             )  # fmt: skip
@@ -87,7 +87,7 @@ def _scale_missing(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]
         beside = inventory.family.fp8.scale if inventory.family.fp8 else "weight_scale"
         yield Finding(
             "scale-missing", "error", f"{names[0]}.weight",
-            f"{counted(len(names), 'matrix')} of the head, such as {some(names)}, stored in fp8 without a scale.",
+            f"The head stores {counted(len(names), 'matrix')}, such as {some(names)}, in fp8 without a scale.",
             f"{names[0]}.{beside} beside each weight: the numbers alone are off by orders of magnitude.",
             restore(inventory),
         )  # fmt: skip
@@ -105,8 +105,8 @@ def _precision_lower(inventory: Inventory, blocks: Blocks) -> Iterator[Finding]:
         severity: Severity = "warning" if bits < _NARROW else "note"
         yield Finding(
             "precision-lower", severity, names[0],
-            f"{counted(len(names), 'matrix')} of the head, such as {some(names)}, stored in {bits} bits, the trunk's "
-            f"in {whole}.",
+            f"The head stores {counted(len(names), 'matrix')}, such as {some(names)}, in {bits} bits, the trunk in "
+            f"{whole}.",
             f"The trunk's {whole} bits: a head that is quantised too hard loses its acceptance, with no error.",
             f"nextn measure shows what it costs; {restore(inventory)} takes BASE's precision.",
         )  # fmt: skip

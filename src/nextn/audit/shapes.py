@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from nextn.audit.blocks import Blocks
 from nextn.audit.finding import Finding, Severity
-from nextn.audit.words import counted, restore, some
+from nextn.audit.words import counted, joined, restore, some
 from nextn.checkpoint import CONFIG
 from nextn.errors import CheckpointError
 from nextn.families import lookup
@@ -32,11 +32,10 @@ def vocabulary(inventory: Inventory) -> Iterator[Finding]:
     infos = {role: inventory.checkpoint.tensors[name] for role, name in inventory.shared.items()}
     rows = {info.name: info.shape[0] for info in infos.values() if len(info.shape) == 2 and _plain(info)}
     size = whole(inventory, "vocab_size")
-    for name, count in rows.items():
-        if size is not None and count != size:
-            yield _vocabulary(
-                "error", f"{CONFIG}: vocab_size", f"vocab_size is {size}, {name} has {count} rows.", count
-            )
+    wrong = [name for name, count in rows.items() if size not in (None, count)]
+    if wrong:
+        found = f"vocab_size is {size}, the rows are {joined(f'{rows[name]} of {name}' for name in wrong)}."
+        yield _vocabulary("error", f"{CONFIG}: vocab_size", found, rows[wrong[0]])
     if not rows:
         return
     try:

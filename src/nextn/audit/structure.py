@@ -163,8 +163,7 @@ def _unpromised(head: Head) -> Iterator[Finding]:
     count = len(head.heads)
     yield Finding(
         "head-unpromised", "warning", _count_place(inventory),
-        f"{counted(count, 'module')} stored, {inventory.promised} promised: engines leave the others unread or refuse "
-        "them.",
+        f"Modules stored: {count}, promised: {inventory.promised}; engines leave the others unread, or refuse them.",
         f"{field} = {count}.",
         f"Set {field} to {count + (inventory.family.spare_count and count > 1)} in {CONFIG}.",
     )  # fmt: skip
@@ -219,7 +218,8 @@ def _names_unknown(head: Head) -> Iterator[Finding]:
         layers = [str(inventory.num_layers + module) for module in beyond]
         yield Finding(
             "names-unknown", "warning", f"{CONFIG}: num_hidden_layers",
-            f"Layers {some(layers)} are stored beyond the trunk's {inventory.num_layers}, without a head's norms.",
+            f"{counted(len(layers), 'layer')} ({some(layers)}) beyond the trunk's {inventory.num_layers}, without a "
+            "head's norms.",
             "num_hidden_layers that covers the trunk's layers, then the head's.",
             f"Correct num_hidden_layers in {CONFIG}.",
         )  # fmt: skip
