@@ -15,7 +15,7 @@ import nextn
 PACKAGE = Path(nextn.__file__).parent
 # From the bottom to the top: a module imports only what stands to its left or in an earlier row.
 LAYERS = [
-    ["errors"],
+    ["errors", "words"],
     ["families", "family_rows", "remote", "bytelevel", "loss", "sampling", "rollback", "layout", "acceptance"],
     ["tensor_file", "data", "blocks", "storage", "quantformats"],
     ["trunk", "checkpoint"],

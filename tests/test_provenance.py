@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from artifacts import publish
+from artifacts import publish, watched
 
 from nextn.checkpoint import Checkpoint
 from nextn.errors import CheckpointError
@@ -58,14 +58,8 @@ def test_head_fingerprint_leaves_copies_out(tmp_path):
 def test_few_reads(tmp_path):
     """A fingerprint that reads the experts would read a checkpoint of hundreds of gigabytes."""
     folder = publish(tmp_path, "deepseek_v3", config={"num_hidden_layers": 2})
-    names = []
-    checkpoint = Checkpoint.open(folder)
-    original = type(checkpoint)._middle
-    inventory = Inventory.of(checkpoint)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            type(checkpoint), "_middle", lambda self, info, size: names.append(info.name) or original(self, info, size)
-        )
+    inventory = take(folder)
+    with watched() as names:
         trunk_fingerprint(inventory)
     assert names
     assert not [name for name in names if ".experts." in name]

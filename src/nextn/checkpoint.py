@@ -139,13 +139,19 @@ class Checkpoint:
 
     def samples(self, names: Sequence[str], size: int = SAMPLE) -> list[bytes]:
         """The middle `size` bytes of each named tensor, whole where it is smaller; read side by side."""
-        with ThreadPoolExecutor(WORKERS) as pool:
-            return list(pool.map(lambda name: self._middle(self.info(name), size), names))
-
-    def _middle(self, info: TensorInfo, size: int) -> bytes:
+        infos = [self.info(name) for name in names]
         # Whole elements, whatever their width: the widest has 16 bytes.
-        begin = info.begin + max(0, info.nbytes - size) // 2 // 16 * 16
-        return self.sources[info.file].read(begin, min(begin + size, info.end))
+        return self.windows([(info, max(0, info.nbytes - size) // 2 // 16 * 16) for info in infos], size)
+
+    def windows(self, places: Sequence[tuple[TensorInfo, int]], size: int) -> list[bytes]:
+        """At most `size` bytes from each place, an offset in a tensor; read side by side."""
+
+        def read(place: tuple[TensorInfo, int]) -> bytes:
+            info, begin = place[0], place[0].begin + place[1]
+            return self.sources[info.file].read(begin, min(begin + size, info.end))
+
+        with ThreadPoolExecutor(WORKERS) as pool:
+            return list(pool.map(read, places))
 
     def read_bytes(self, name: str) -> bytes:
         return b"".join(self.chunks(name))

@@ -52,7 +52,7 @@ def trunk_state(inventory: Inventory, weights: Weights) -> tuple[dict[str, Store
 
     Raises CheckpointError that lists every tensor of the trunk whose scales are missing or do not fit.
     """
-    heads = {*inventory.stored.values(), *(name for names in inventory.twice.values() for name in names)}
+    heads = inventory.spellings(inventory.stored)
     state = {name: weights.stored(name) for name in weights.names() if name not in heads}
     notes = []
     for role in inventory.family.copies:
@@ -164,11 +164,11 @@ class _Account:
                 yield f"{name} differs from the trunk's by up to {gap:.3g}; the trunk's is used"
 
     def _missing(self) -> Iterator[str]:
-        family, inventory = self.head.family, self.inventory
+        inventory = self.inventory
         index = inventory.checkpoint.index or {}
         for canonical, parameter in self.wanted.items():
             if canonical not in inventory.stored:
-                name = family.published(canonical, inventory.num_layers, wrapper=inventory.wrapper)
+                name = inventory.published(canonical)
                 where = f"; by the index it is in {index[name]}" if name in index else ""
                 yield f"missing: {name} {tuple(parameter.shape)}{where}"
 

@@ -8,10 +8,9 @@ from nextn.checkpoint import Checkpoint
 from nextn.errors import CheckpointError
 from nextn.families import lookup
 from nextn.inventory import Inventory
-from nextn.quantisation import Quantisation
+from nextn.quantisation import Quantisation, declared
 from nextn.staging import Piece
-from nextn.storage import PLAIN, stored_modules
-from nextn.tensor_file import TensorInfo
+from nextn.storage import stored_modules, unpacked
 
 # Config fields that shapes of the head follow.
 SIZES = (
@@ -27,16 +26,16 @@ _SCHEME = ("weight_block_size", "group_size", "bits", "fmt", "format", "quant_al
 
 def absent(inventory: Inventory) -> list[str]:
     """What a head of this family has and this one lacks, as canonical names, of roles or of tensors."""
-    family, stored = inventory.family, inventory.stored
+    family = inventory.family
     count = max([inventory.promised, *(index + 1 for index in inventory.modules)])
-    have = {tuple(name.split(".")[:2]) for name in stored}
+    have = {tuple(name.split(".")[:2]) for name in inventory.stored}
     lost = [
         f"{index}.{role}"
         for index in range(count)
-        for role, path in family.names.items()
-        if role not in family.copies and (index == 0 or "{" in path) and (str(index), role) not in have
+        for role in family.names
+        if role in family.required(index) and (str(index), role) not in have
     ]
-    tails = {name.partition(".")[2] for name in stored.keys() - inventory.copies.keys()}
+    tails = {name.partition(".")[2] for name in inventory.own}
     for index in inventory.modules:
         module = {name.partition(".")[2] for name in inventory.of_module(index)}
         block = {tail for tail in tails if tail.startswith("block.")} if f"{index}.block" not in lost else set()
@@ -85,7 +84,7 @@ def _sizes(inventory: Inventory) -> dict[str, int]:
     sizes = {key: value for key in SIZES if isinstance(value := lookup(config, key), int)}
     stored = {**inventory.shared, **{inventory.role(each): name for each, name in inventory.stored.items()}}
     infos = {role: inventory.checkpoint.tensors[name] for role, name in stored.items()}
-    shapes = {role: info.shape for role, info in infos.items() if _unpacked(info)}
+    shapes = {role: info.shape for role, info in infos.items() if unpacked(info)}
     for role in ("output", "embedding"):
         if len(shapes.get(role, ())) == 2:
             sizes["vocab_size"], sizes["hidden_size"] = shapes[role]
@@ -110,11 +109,7 @@ def _odd_shapes(there: Inventory, here: Inventory) -> Iterator[str]:
 def _layer_shapes(inventory: Inventory, path: str) -> set[tuple[int, ...]]:
     """Shapes of one path in all layers of the trunk, packed ones aside."""
     found = (layer[path] for layer in inventory.layers.values() if path in layer)
-    return {info.shape for info in found if _unpacked(info)}
-
-
-def _unpacked(info: TensorInfo) -> bool:
-    return info.dtype in PLAIN or info.dtype.startswith("F8")
+    return {info.shape for info in found if unpacked(info)}
 
 
 def quantised_without(there: Inventory, here: Inventory, fresh: Mapping[str, Piece]) -> dict[str, Mapping[str, object]]:
@@ -163,5 +158,5 @@ def _refuse_scheme(
 
 
 def _scheme(checkpoint: Checkpoint) -> dict[str, object]:
-    section = lookup(checkpoint.config, "quantization_config")
-    return {key: section[key] for key in _SCHEME if key in section} if isinstance(section, Mapping) else {}
+    section = declared(checkpoint.config)
+    return {key: section[key] for key in _SCHEME if key in section}

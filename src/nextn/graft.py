@@ -100,7 +100,7 @@ def _base(place: "str | Path | Checkpoint", there: Inventory, family: Family | N
     config = there.checkpoint.config if bare else checkpoint.config
     here = Inventory.of(replace(checkpoint, config=config), family=family)
     here = replace(here, promised=0) if bare else here
-    if not here.stored.keys() - here.copies.keys():
+    if not here.own:
         raise CheckpointError(f"{checkpoint.path}: holds no head of family {family.name}. Take the published model.")
     if lost := absent(here):
         raise CheckpointError(
@@ -119,13 +119,12 @@ def _plan(there: Inventory, here: Inventory | None, engine: str | None, *, force
     if here is not None:
         _refuse_whole(there, here, force=force)
         notes += refuse_misfit(there, here, force=force)
-        gone = old_head(there)
-        own = sorted(here.stored.keys() - here.copies.keys())
-        fresh = {_published(there, name): Piece(here.checkpoint, here.stored[name]) for name in own}
+        gone = there.spellings(there.own)
+        fresh = {there.published(name): Piece(here.checkpoint, here.stored[name]) for name in here.own}
         count = len(here.modules)
     if engine is not None:
         copies = _copies(there, count, engine, notes)
-        gone |= {name for canonical, name in there.copies.items() if _published(there, canonical) in copies}
+        gone |= {name for canonical, name in there.copies.items() if there.published(canonical) in copies}
         fresh |= copies
     elif here is not None and here.copies:
         size = sum(here.checkpoint.tensors[name].nbytes for name in here.copies.values())
@@ -140,20 +139,9 @@ def _plan(there: Inventory, here: Inventory | None, engine: str | None, *, force
     return Plan(checkpoint, Path(checkpoint.path), family.name, files, documents, changes=told, notes=tuple(notes))
 
 
-def _published(inventory: Inventory, canonical: str) -> str:
-    return inventory.family.published(canonical, inventory.num_layers, wrapper=inventory.wrapper)
-
-
-def old_head(inventory: Inventory) -> set[str]:
-    """Every tensor of the head under every spelling, copies of the trunk's aside."""
-    spellings = {canonical: {name} for canonical, name in inventory.stored.items()}
-    spellings |= {canonical: set(names) for canonical, names in inventory.twice.items()}
-    return {name for each, names in spellings.items() if each not in inventory.copies for name in names}
-
-
 def _refuse_whole(there: Inventory, here: Inventory, *, force: bool) -> None:
     """A head is whole if it has every part of the base's, in whatever form; mangled ones have other parts."""
-    mine, theirs = ({_part(name) for name in each.stored.keys() - each.copies.keys()} for each in (here, there))
+    mine, theirs = ({_part(name) for name in each.own} for each in (here, there))
     if not force and mine <= theirs:
         raise CheckpointError(
             f"{there.checkpoint.path}: has a whole head already ({len(there.modules)} modules). --force replaces it."
@@ -180,7 +168,7 @@ def _copies(there: Inventory, count: int, engine: str, notes: list[str]) -> dict
         takes = f"it takes the trunk's {' and '.join(family.copies) or 'tensors'}"
         notes.append(f"no copies to add for {engine}: {'the target stores them' if wanted else takes}")
     return {
-        _published(there, name): Piece(there.checkpoint, _trunk_tensor(there, role))
+        there.published(name): Piece(there.checkpoint, _trunk_tensor(there, role))
         for name, role in {**lacking, **differing}.items()
     }
 
@@ -205,9 +193,8 @@ def _configs(
     """The JSON files that must change so that engines look for the head and read it as it is stored."""
     edited = quantised_without(there, here, fresh)
     config: Mapping[str, object] = edited.pop(CONFIG, there.checkpoint.config)
-    counts = there.family.count_fields
-    counted = any(lookup(config, path) is not None for path in counts)
-    config = _with_fields(config, here.checkpoint.config, counts if counted else ())
+    counted = there.family.count_fields if there.family.counted_in(config) else ()
+    config = _with_fields(config, here.checkpoint.config, counted)
     if there.family.num_modules(config) != count:
         config = there.family.with_count(config, count)
     return {**edited, **with_config(there.checkpoint, config)}

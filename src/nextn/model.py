@@ -205,7 +205,7 @@ def _computed(family: Family) -> Family:
 
 def _absent(inventory: Inventory) -> str:
     path, family, count = inventory.checkpoint.path, inventory.family, inventory.promised
-    where = family.published("0.token_norm.weight", inventory.num_layers, wrapper=inventory.wrapper)
+    where = inventory.published("0.token_norm.weight")
     said = f"config.json promises {count} module(s)" if count else f"config.json has no {family.count_fields[0]}"
     found = "present" if inventory.stored else "absent"
     other = f"; {inventory.strangers[0]} and others are no names of this family" if inventory.strangers else ""

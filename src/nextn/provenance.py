@@ -59,7 +59,7 @@ class Provenance:
 def head_fingerprint(inventory: Inventory) -> str:
     """SHA-256 over the head's own tensors, by canonical name: the same in every layout. Reads the whole head."""
     digest = hashlib.sha256()
-    for canonical in sorted(inventory.stored.keys() - inventory.copies.keys()):
+    for canonical in inventory.own:
         info = inventory.info(canonical)
         digest.update(json.dumps([canonical, info.dtype, info.shape]).encode())
         for piece in inventory.checkpoint.chunks(info.name):

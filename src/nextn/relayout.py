@@ -17,7 +17,6 @@ from nextn.families import Family, by_name, rows
 from nextn.fit import SIZES, absent, quantised_without
 from nextn.graft import (
     ABOUT_HEAD,
-    old_head,
     opened,
     staged_head,
     trained_with,
@@ -194,7 +193,7 @@ def shifting(dtype: str, by: float) -> Callable[[bytes], bytes]:
 
 
 def _plan(own: Inventory, here: Inventory, layout: Family, fresh: dict[str, Piece], form: Form | None) -> Plan:
-    gone = old_head(here) | set(here.copies.values())
+    gone = here.spellings(here.own) | set(here.copies.values())
     checkpoint = visible(own.checkpoint, {own.checkpoint.tensors[name].file for name in gone})
     files = divide(checkpoint, gone, fresh)
     if form == "single-file":

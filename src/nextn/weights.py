@@ -14,8 +14,10 @@ from torch import Tensor
 from nextn import fp8
 from nextn.checkpoint import Checkpoint
 from nextn.errors import CheckpointError
-from nextn.families import Family, lookup
+from nextn.families import Family
+from nextn.quantisation import declared
 from nextn.remote import LocalFile
+from nextn.storage import scale_of
 
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 # How activations were scaled: of no use where products are not computed in fp8.
@@ -43,12 +45,11 @@ class Weights(AbstractContextManager["Weights"]):
 
     def __init__(self, checkpoint: Checkpoint, family: Family) -> None:
         self.checkpoint = checkpoint
-        section = lookup(checkpoint.config, "quantization_config")
-        section = section if isinstance(section, dict) else {}
+        section = declared(checkpoint.config)
         self.method = str(section.get("quant_method", "an unnamed method")) if section else ""
         self._block = fp8.declared_block(section, family)
         tensors = checkpoint.tensors
-        found = {name: fp8.scale_of(name, tensors) for name, info in tensors.items() if info.dtype == fp8.WEIGHT}
+        found = {name: scale_of(name, tensors) for name, info in tensors.items() if info.dtype == fp8.WEIGHT}
         self.scales = {name: scale for name, scale in found.items() if scale is not None}
         self._stack, self._files = ExitStack(), dict[str, safe_open]()
 

@@ -18,9 +18,9 @@ from nextn.audit.finding import SEVERITIES, Finding, Severity
 from nextn.audit.gains import Norm, shifts
 from nextn.audit.gguf_file import GgufFile, GgufTensor, bits
 from nextn.audit.values import gain_finding, unusable, zero_or_constant
-from nextn.audit.words import counted, some
 from nextn.errors import CheckpointError
 from nextn.families import Engine, Family, rows
+from nextn.words import counted, some
 
 # Role in `blk.N.nextn.<part>`; every graph reads the first three.
 PARTS = {"eh_proj": "projection", "enorm": "token_norm", "hnorm": "hidden_norm", "shared_head_norm": "final_norm",

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 from nextn.audit.blocks import Blocks
 from nextn.audit.finding import Finding, Severity
-from nextn.audit.words import counted, restore, some, verb
+from nextn.audit.words import restore, verb
 from nextn.checkpoint import CONFIG
 from nextn.errors import CheckpointError
 from nextn.inventory import Inventory
 from nextn.quantisation import Quantisation
 from nextn.storage import PLAIN, Storage, split_name, storage
 from nextn.tensor_file import DTYPES, TensorInfo
+from nextn.words import counted, some
 
 IDS = ("quantisation", "scale-missing", "precision-lower")
 _NARROW = 16  # bits: below, a trunk's precision has been known to ruin a head

@@ -43,7 +43,7 @@ class Readings:
 
     @classmethod
     def of(cls, inventory: Inventory) -> "Readings":
-        own = sorted(inventory.stored.keys() - inventory.copies.keys())
+        own = inventory.own
         norms = spread([each for each in own if _is_norm(inventory.info(each))], HEAD_NORMS)
         matrices = _sampled(inventory, [each for each in own if _is_matrix(inventory, inventory.info(each))])
         late = _late(inventory)

@@ -12,12 +12,13 @@ import numpy as np
 from nextn.audit.finding import Finding, Severity
 from nextn.audit.gains import Norm, Shift, shifts
 from nextn.audit.readings import Readings, Values
-from nextn.audit.words import counted, restore, some
+from nextn.audit.words import restore
 from nextn.errors import CheckpointError
 from nextn.families import lookup
 from nextn.inventory import Inventory
 from nextn.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint
 from nextn.remote import LocalFile
+from nextn.words import counted, some
 
 IDS = (
     "gain-shifted", "values-nonfinite", "values-zero", "values-constant", "values-untrained", "values-unjudged",
