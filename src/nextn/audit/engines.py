@@ -105,17 +105,14 @@ def layer_index(inventory: Inventory) -> Iterator[Finding]:
 def too_many_modules(inventory: Inventory) -> Iterator[Finding]:
     """More modules than an engine uses."""
     count = len(inventory.modules)
-    fewer = [
-        (name, engine.modules)
-        for name, engine in inventory.family.runners.items()
-        if engine.modules and engine.modules < count
-    ]
+    used = {name: engine.modules for name, engine in inventory.family.runners.items()}
+    fewer = {name: number for name, number in used.items() if number and number < count}
     if fewer:
-        said = joined(f"{ENGINES[name]} uses {number}" for name, number in fewer)
+        said = joined(f"{ENGINES[name]} uses {number}" for name, number in fewer.items())
         yield Finding(
             "too-many-modules", "note", f"config.json: {inventory.family.count_fields[0]}",
             f"{count} modules are stored; {said}, and applies it again for the depths after it.",
-            f"An engine that runs them all: {_others(inventory, [name for name, _ in fewer])}.",
+            f"An engine that runs them all: {_others(inventory, [*fewer])}.",
             "Nothing in the checkpoint needs to be done; expect lower acceptance at the later depths.",
         )  # fmt: skip
 
