@@ -233,13 +233,13 @@ def _reconcile(
 def _against_index(tensors: Mapping[str, TensorInfo], index: Mapping[str, str], files: set[str]) -> Iterator[Problem]:
     named = Counter(index.values())
     for file in sorted(named.keys() - files):
-        yield Problem("missing_file", file, None, f"the index puts {named[file]} tensors in {file}, which is absent")
+        yield Problem("missing_file", file, None, f"The index puts {named[file]} tensors in {file}, which is absent")
     for name, file in index.items():
         info = tensors.get(name)
         if info is None and file in files:
-            yield Problem("missing_tensor", file, name, f"the index puts {name} in {file}, which does not hold it")
+            yield Problem("missing_tensor", file, name, f"The index puts {name} in {file}, which does not hold it")
         elif info is not None and info.file != file:
-            yield Problem("misplaced", info.file, name, f"the index puts {name} in {file}, it is in {info.file}")
+            yield Problem("misplaced", info.file, name, f"The index puts {name} in {file}, it is in {info.file}")
     for name, info in tensors.items():
         if info.file in named and name not in index:
             yield Problem("unlisted", info.file, name, f"{info.file} holds {name}, which the index does not list")

@@ -1,6 +1,6 @@
 """Put a head back into a checkpoint that lost it, byte for byte; add the copies of shared tensors that engines want.
 
-Knows names, shapes and configs, never values; what cannot be told from headers is `audit`'s and `measure`'s matter.
+Knows names, shapes and configs, never values; what cannot be told from headers is `audit`'s matter.
 """
 
 import re

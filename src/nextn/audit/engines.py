@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from nextn.audit.finding import Finding
 from nextn.audit.windows import same
 from nextn.audit.words import ENGINES, ROLES, aliases, engines, verb
+from nextn.checkpoint import CONFIG
 from nextn.families import Engine, Support, lookup, rows
 from nextn.inventory import Inventory
 from nextn.words import joined, some
@@ -110,7 +111,7 @@ def too_many_modules(inventory: Inventory) -> Iterator[Finding]:
     if fewer:
         said = joined(f"{ENGINES[name]} uses {number}" for name, number in fewer.items())
         yield Finding(
-            "too-many-modules", "note", f"config.json: {inventory.family.count_fields[0]}",
+            "too-many-modules", "note", f"{CONFIG}: {inventory.family.count_fields[0]}",
             f"{count} modules are stored; {said}, and applies it again for the depths after it.",
             f"An engine that runs them all: {_others(inventory, [*fewer])}.",
             "Nothing in the checkpoint needs to be done; expect lower acceptance at the later depths.",

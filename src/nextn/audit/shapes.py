@@ -24,7 +24,7 @@ def shape(inventory: Inventory) -> Iterator[Finding]:
             "shape", "error", info.name,
             f"{info.name} is {list(info.shape)}.",
             f"{expected}, {because}.",
-            f"{restore(inventory)}, with a BASE of the same size.",
+            f"Run `{restore(inventory, whole=True)}` with a BASE of the same size.",
         )  # fmt: skip
 
 

@@ -113,7 +113,7 @@ def _absent(head: Head) -> Iterator[Finding]:
         files = sorted({inventory.checkpoint.index[name] for name in listed if inventory.checkpoint.index})
         count = counted(len(listed), "tensor")
         found = f"{promise}, and the index puts {count} of it in {some(files)}, which does not hold them."
-        mend = f"Fetch {some(files)} again, or {restore(inventory)}"
+        mend = f"Fetch {some(files)} again, or run `{restore(inventory)}`."
     else:
         found, mend = f"{promise}, and no tensor of it is stored.", restore(inventory)
     valid = f"Tensors such as {some(_own_names(inventory))}, or {family.count_fields[0]} = 0."
@@ -151,7 +151,7 @@ def _elsewhere(head: Head) -> Iterator[Finding]:
             f"{counted(len(names), 'kind')} of tensor, such as {some(names)}, lie in the layout of {titles}; "
             f"{_looks(inventory)}.",
             f"Names such as {some(_own_names(inventory))}.",
-            convert(inventory),
+            convert(inventory, f"--to {inventory.family.name}"),
         )  # fmt: skip
 
 
@@ -229,7 +229,7 @@ def _names_unknown(head: Head) -> Iterator[Finding]:
             f"{counted(len(names), 'tensor')} with names that no known engine maps: {some(names)}; "
             f"{_looks(inventory)}.",
             f"Names such as {some(_own_names(inventory))}.",
-            f"Rename them, or {restore(inventory)}",
+            f"Rename them, or run `{restore(inventory, whole=_whole(head))}`.",
         )  # fmt: skip
 
 
@@ -238,7 +238,7 @@ def _experts_fused(inventory: Inventory, names: list[str]) -> Finding:
         "head-partial", "error", names[0],
         f"The experts are stored fused, as {some(names)}: so transformers keeps them in memory; no engine reads them.",
         "Experts one by one, such as experts.0.gate_proj.weight.",
-        convert(inventory),
+        restore(inventory),
     )  # fmt: skip
 
 

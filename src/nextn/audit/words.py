@@ -20,16 +20,19 @@ def verb(names: Sequence[str], stem: str) -> str:
     return f"{engines(names)} {stem}{'s' if len(names) == 1 else ''}"
 
 
-def restore(inventory: Inventory, *options: str) -> str:
-    """The command that puts the head of a base checkpoint into this one."""
-    return " ".join(["nextn restore", shlex.quote(inventory.checkpoint.path), "--from BASE", *options])
+def restore(inventory: Inventory, *, whole: bool = False) -> str:
+    """The command that puts the head of a base checkpoint into this one; whole: in place of one with all parts."""
+    return f"nextn restore {_path(inventory)} --from BASE{' --force' if whole else ''}"
 
 
 def aliases(inventory: Inventory, engine: str) -> str:
     """The command that writes the trunk's embedding and output head into the modules, where `engine` wants them."""
-    return f"nextn restore {shlex.quote(inventory.checkpoint.path)} --add-aliases {engine}"
+    return f"nextn restore {_path(inventory)} --add-aliases {engine}"
 
 
-def convert(inventory: Inventory) -> str:
-    """The command that writes the head in the layout of the config's family."""
-    return f"nextn convert {shlex.quote(inventory.checkpoint.path)} OUT --to {inventory.family.name}"
+def convert(inventory: Inventory, option: str) -> str:
+    return f"nextn convert {_path(inventory)} OUT {option}"
+
+
+def _path(inventory: Inventory) -> str:
+    return shlex.quote(inventory.checkpoint.path)
