@@ -15,6 +15,7 @@ from nextn.checkpoint import INDEX, Checkpoint
 from nextn.cli import app
 from nextn.errors import CheckpointError, FamilyError
 from nextn.families import by_name
+from nextn.graft import restore
 from nextn.tensor_file import RawTensor, write_json, write_safetensors
 
 
@@ -381,3 +382,18 @@ def test_worst_first_and_without(tmp_path):
     assert [each.severity for each in report.findings] == sorted(each.severity for each in report.findings)
     assert not report.clean
     assert report.without({"head-absent", "vocabulary"}).clean
+
+
+MENDED = ("head-absent", "head-partial", "modules-missing", "quantisation", "scale-missing")
+RESTORED = [fault for fault, (rule, *_) in BROKEN.items() if rule in MENDED and fault != "a config that says nothing"]
+
+
+@pytest.mark.parametrize("fault", RESTORED)
+def test_restore_mends(fault, tmp_path):
+    """A command that is refused, or that is not enough."""
+    rule, _, family, options, _ = BROKEN[fault]
+    folder = publish(tmp_path / "broken", family, **options)
+    mend = findings(folder, rule)[0].mend
+    assert mend.startswith("nextn restore")
+    restore(folder, publish(tmp_path / "base", family, modules=options.get("modules", 1)), force="--force" in mend)
+    assert not [each for each in findings(folder, rule) if each.severity == "error"]
