@@ -19,6 +19,7 @@ from huggingface_hub import is_offline_mode
 from nextn.errors import CheckpointError
 from nextn.remote import LocalFile, Source, cached_folder, folder_files, readable, repo_files
 from nextn.tensor_file import Header, RawTensor, TensorInfo, read_header, write_json
+from nextn.words import some
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -117,8 +118,7 @@ class Checkpoint:
     def info(self, name: str) -> TensorInfo:
         """The tensor called `name`; CheckpointError if there is none."""
         if name not in self.tensors:
-            some = ", ".join(list(self.tensors)[:3])
-            raise CheckpointError(f"{self.path}: no tensor {name!r} among its {len(self.tensors)}, such as {some}.")
+            raise CheckpointError(f"{self.path}: no tensor {name!r}; it has {some(self.tensors)}.")
         return self.tensors[name]
 
     def chunks(self, tensor: str | TensorInfo) -> Iterator[bytes]:
@@ -159,6 +159,10 @@ class Checkpoint:
     def read_json(self, name: str) -> dict[str, object] | None:
         """Another JSON file of the checkpoint, such as hf_quant_config.json; None where it is absent."""
         return _load_json(self.sources[name]) if name in self.sources else None
+
+
+def opened(place: str | Path | Checkpoint) -> Checkpoint:
+    return place if isinstance(place, Checkpoint) else Checkpoint.open(place)
 
 
 def _assemble(path: str, sources: Mapping[str, Source], *, revision: str | None = None) -> Checkpoint:

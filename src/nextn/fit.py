@@ -18,6 +18,7 @@ SIZES = (
     "moe_intermediate_size", "n_routed_experts", "num_experts", "moe_num_experts", "num_local_experts",
     "n_shared_experts", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
 )  # fmt: skip
+ABOUT_HEAD = re.compile(r"mtp|nextn")  # fields that name the head
 _EXPERTS = ("n_routed_experts", "num_experts", "moe_num_experts", "num_local_experts")
 _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
 # What two checkpoints of one quantisation method must agree on before bytes of one are read by the other's config.
@@ -68,12 +69,9 @@ def refuse_misfit(there: Inventory, here: Inventory, *, force: bool) -> list[str
         notes.append(f"another vocabulary: {wrong.pop('vocab_size')}; the head reads it through the trunk alone")
     reasons = [*wrong.values(), *_odd_shapes(there, here)]
     if reasons:
-        more = " ..." if reasons[5:] else ""
-        way = (
-            " If tokens were only added, --force takes it."
-            if [*wrong] == ["vocab_size"] and not here.family.own
-            else ""
-        )
+        more = f" and {len(reasons) - 5} more" if reasons[5:] else ""
+        added = [*wrong] == ["vocab_size"] and not here.family.own
+        way = " If tokens were only added, --force takes it." if added else ""
         where = f"{here.checkpoint.path}: its head does not fit {there.checkpoint.path}"
         raise CheckpointError(f"{where}: {'; '.join(reasons[:5])}{more}.{way}")
     return notes

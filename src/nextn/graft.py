@@ -3,18 +3,17 @@
 Knows names, shapes and configs, never values; what cannot be told from headers is `audit`'s matter.
 """
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from nextn.checkpoint import CONFIG, Checkpoint
+from nextn.checkpoint import CONFIG, Checkpoint, opened
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import ENGINES, Family, by_config, by_name, lookup
-from nextn.fit import absent, listed_nowhere, quantised_without, refuse_misfit
+from nextn.fit import ABOUT_HEAD, absent, listed_nowhere, quantised_without, refuse_misfit
 from nextn.inventory import Inventory
-from nextn.provenance import Provenance, head_fingerprint, trunk_fingerprint
+from nextn.provenance import Provenance, staged_head, trained_with, trunk_fingerprint
 from nextn.staging import (
     Files,
     Piece,
@@ -29,8 +28,7 @@ from nextn.staging import (
     visible,
     with_config,
 )
-
-ABOUT_HEAD = re.compile(r"mtp|nextn")
+from nextn.words import some
 
 
 def restore(
@@ -68,10 +66,6 @@ def restore(
     return plan
 
 
-def opened(place: "str | Path | Checkpoint") -> Checkpoint:
-    return place if isinstance(place, Checkpoint) else Checkpoint.open(place)
-
-
 def _target(path: str | Path, family: Family | None) -> Inventory:
     """What loaders see of the target: a head in a file that the index does not name is lost, too."""
     folder = Path(path).expanduser()
@@ -104,7 +98,7 @@ def _base(place: "str | Path | Checkpoint", there: Inventory, family: Family | N
         raise CheckpointError(f"{checkpoint.path}: holds no head of family {family.name}. Take the published model.")
     if lost := absent(here):
         raise CheckpointError(
-            f"{checkpoint.path}: its head is partial, without {', '.join(lost[:5])}{' ...' if lost[5:] else ''}. "
+            f"{checkpoint.path}: its head is partial, without {some(lost, 5)}. "
             "Take a base with a whole head, such as the published model."
         )
     return here
@@ -215,23 +209,6 @@ def _with_fields(
     if isinstance(nested, Mapping) and new[1]:
         return {**config, **new[0], "text_config": {**nested, **new[1]}}
     return {**config, **new[0], **new[1]}
-
-
-def trained_with(inventory: Inventory) -> str:
-    """Fingerprint of the trunk that the head was trained with; empty where neither record nor trunk is there."""
-    checkpoint = inventory.checkpoint
-    for header in checkpoint.headers.values():
-        if said := header.metadata.get("trained_with"):  # an extracted head
-            return said
-    record = Provenance.read(checkpoint)
-    if record is not None:
-        return record.trained_with
-    return trunk_fingerprint(inventory) if inventory.shared and inventory.layers else ""
-
-
-def staged_head(stage: Path, config: Mapping[str, object], family: Family) -> str:
-    """Fingerprint of the head in the new files, read back from this disk."""
-    return head_fingerprint(Inventory.of(replace(Checkpoint.open(stage), config={**config}), family=family))
 
 
 def _seal(stage: Path, there: Inventory, here: Inventory, plan: Plan) -> None:

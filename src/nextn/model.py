@@ -121,9 +121,8 @@ class Model:
         model = self.trunk.model
         # Cast tensor by tensor: the model in memory stays as it is.
         state: dict[str, Tensor] = {}
-        casts: dict[
-            tuple[int, torch.Size], Tensor
-        ] = {}  # by place in memory: what is tied stays so, and is stored once
+        # By place in memory: what is tied stays so, and is stored once.
+        casts: dict[tuple[int, torch.Size], Tensor] = {}
         for name, value in model.state_dict().items():
             wanted = None if self.trunk.keeps_fp32(name) else dtype
             state[name] = casts.setdefault((value.data_ptr(), value.shape), cast(value, wanted))
@@ -138,17 +137,7 @@ class Model:
         write_json(folder / "config.json", _with_dtype(config, dtype or model.dtype))
 
 
-def load(
-    source: str | Path,
-    *,
-    revision: str | None = None,
-    cache_dir: str | Path | None = None,
-    offline: bool = False,
-    dtype: torch.dtype | None = None,
-    need_head: bool = True,
-) -> Model:
-    """`Model.load`: a checkpoint folder, a .safetensors file or a hub id -> trunk, head and tokenizer; strict."""
-    return Model.load(source, revision=revision, cache_dir=cache_dir, offline=offline, dtype=dtype, need_head=need_head)
+load = Model.load
 
 
 def _load_trunk(inventory: Inventory, weights: Weights, dtype: torch.dtype | None) -> tuple[Trunk, list[str]]:

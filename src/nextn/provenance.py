@@ -5,14 +5,15 @@ The trunk's fingerprint is of samples, so that it costs a few small reads of a c
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from nextn import __version__
 from nextn.checkpoint import Checkpoint
 from nextn.errors import CheckpointError
+from nextn.families import Family
 from nextn.inventory import Inventory
 from nextn.tensor_file import write_json
 
@@ -78,6 +79,23 @@ def trunk_fingerprint(inventory: Inventory) -> str:
         info = inventory.checkpoint.info(name)
         digest.update(json.dumps([info.dtype, info.shape]).encode() + data)
     return digest.hexdigest()
+
+
+def trained_with(inventory: Inventory) -> str:
+    """Fingerprint of the trunk that the head was trained with; empty where neither record nor trunk is there."""
+    checkpoint = inventory.checkpoint
+    for header in checkpoint.headers.values():
+        if said := header.metadata.get("trained_with"):  # an extracted head
+            return said
+    record = Provenance.read(checkpoint)
+    if record is not None:
+        return record.trained_with
+    return trunk_fingerprint(inventory) if inventory.shared and inventory.layers else ""
+
+
+def staged_head(stage: Path, config: Mapping[str, object], family: Family) -> str:
+    """Fingerprint of the head in the new files, read back from this disk."""
+    return head_fingerprint(Inventory.of(replace(Checkpoint.open(stage), config={**config}), family=family))
 
 
 def _sampled(inventory: Inventory) -> Iterator[str]:
