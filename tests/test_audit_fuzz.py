@@ -62,6 +62,9 @@ class Serial(Executor):
     def __init__(self, _: int) -> None:
         pass
 
+    def map(self, function, *args):
+        return map(function, *args)
+
     def submit(self, function, *args):
         future = Future()
         try:

@@ -18,7 +18,7 @@ from nextn.fit import absent
 from nextn.inventory import Inventory
 from nextn.provenance import Provenance, head_fingerprint, trunk_fingerprint
 from nextn.quantisation import Quantisation
-from nextn.staging import visible
+from nextn.staging import _differences, visible
 from nextn.tensor_file import RawTensor, write_json
 
 
@@ -592,6 +592,6 @@ def test_provenance_goes_on(tmp_path):
 def test_a_list_is_told_by_its_changes():
     """Two long lists side by side, both cut short, in which nobody finds the difference."""
     before, after = {"ignore": ["lm_head", "a"], "bits": 4}, {"ignore": ["a", "b", "c", "d", "e"], "bits": 4}
-    told = staging._differences({"quantization_config": before}, {"quantization_config": after})
+    told = _differences({"quantization_config": before}, {"quantization_config": after})
     assert list(told) == ["quantization_config.ignore: - lm_head; + b, c, d and 1 more"]
-    assert list(staging._differences({"bits": [1, 2]}, {"bits": [2, 1]})) == ["bits: [1, 2] -> [2, 1]"]
+    assert list(_differences({"bits": [1, 2]}, {"bits": [2, 1]})) == ["bits: [1, 2] -> [2, 1]"]
