@@ -86,8 +86,12 @@ class IndexedLayer(AttentionLayer):
     _index: Tensor | None = None
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        self._index = written(self._index, indexer_key_states[:, None], self._starts)
-        return self._index[:, 0, : self._end]
+        return self.update_index(indexer_key_states[:, None])[:, 0]
+
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        """MiniMax-M3's name for it, with an axis of one head: [B, 1, m, dim]."""
+        self._index = written(self._index, idx_k, self._starts)
+        return self._index[:, :, : self._end]
 
     def select(self, rows: Tensor) -> None:
         super().select(rows)

@@ -29,11 +29,13 @@ from transformers.utils import logging as transformers_logging
 
 from nextn.blocks.compressed import CompressedLayer
 from nextn.blocks.convolution import ConvolutionLayer
+from nextn.blocks.residual import ResidualBlock
 from nextn.errors import CheckpointError, ConfigError, RollbackError
 from nextn.families import Stage
 from nextn.rollback import Apart, AttentionLayer, Cache, IndexedLayer, RecurrentLayer, causal
 
 _FULL, _SLIDING, _INDEXED = "full_attention", "sliding_attention", "indexed_attention"
+_BLOCKWISE = "minimax_m3_sparse"  # an indexer that picks blocks of columns, counted from column 0
 _RECURRENT = ("linear_attention", "conv")
 _COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
 # Attention whose layers have convolutions beside it -> what transformers calls its mask.
@@ -65,7 +67,7 @@ class Kind:
     @property
     def can_pack(self) -> bool:
         """Whether a mask and positions alone keep the documents of a row apart."""
-        return not (self.is_recurrent or self.rate or self.name in _HYBRID)
+        return not (self.is_recurrent or self.rate or self.name in (*_HYBRID, _BLOCKWISE))
 
     @property
     def goes_apart(self) -> bool:
@@ -164,11 +166,6 @@ class Trunk(nn.Module):
         return cast(_Decoder, self.model.get_decoder())
 
     @property
-    def prefix(self) -> str:
-        """Where the decoder stands in the model: `model.`, or `model.language_model.` in some vision-language types."""
-        return next(name for name, part in self.model.named_modules() if part is self.decoder) + "."
-
-    @property
     def final_norm(self) -> nn.Module:
         return self.decoder.norm if hasattr(self.decoder, "norm") else self.decoder.norm_f
 
@@ -254,7 +251,7 @@ class Trunk(nn.Module):
 
     def logits(self, normed: Tensor) -> Tensor:
         """normed [..., H] -> [..., V]."""
-        return self.output(normed)[..., : self.vocab_size]
+        return self.output(normed.to(self.output.weight.dtype))[..., : self.vocab_size]  # HY-V4's stays in fp32
 
     @property
     def readout(self) -> Tensor:
@@ -266,14 +263,18 @@ class Trunk(nn.Module):
         """An empty cache for batch_size rows. Raises RollbackError for a layer kind that cannot be put back exactly."""
         return new_cache(self.kinds, batch_size, device=self.device)
 
-    def block(self, index: int, count: int, overrides: Mapping[str, object]) -> nn.Module:
+    def block(
+        self, index: int, count: int, overrides: Mapping[str, object], *, parts: Mapping[str, str] = {}
+    ) -> nn.Module:
         """A fresh decoder layer of the trunk's class, for module `index` of `count`; overrides change its config.
 
         A list in overrides has one entry for each layer of a module: with several, the block is an nn.ModuleList.
+        parts: those of such a layer that make a `ResidualBlock`, if that is what the block is.
         """
         config = self._block_config(count, overrides)
         layer_class = cast(Callable[..., nn.Module], type(self.decoder.layers[-1]))
         layers = [layer_class(config, place) for place in _places(index, overrides)]
+        layers = [ResidualBlock(layer, parts) for layer in layers] if parts else layers
         block = layers[0] if len(layers) == 1 else nn.ModuleList(layers)
         self.initialize(block)
         _freeze_indexers(block)
@@ -458,7 +459,7 @@ def new_cache(kinds: Sequence[Kind], batch_size: int, *, device: torch.device, s
 def _cache_layer(kind: Kind, spare: int) -> AttentionLayer | RecurrentLayer | _IdleLayer:
     if kind.name in (_FULL, _SLIDING):
         return AttentionLayer()
-    if kind.name == _INDEXED:
+    if kind.name in (_INDEXED, _BLOCKWISE):
         return IndexedLayer()
     if kind.rate:
         return CompressedLayer(kind.rate)
@@ -468,7 +469,7 @@ def _cache_layer(kind: Kind, spare: int) -> AttentionLayer | RecurrentLayer | _I
         return RecurrentLayer(kind.states)
     if kind.name == "dummy":
         return _IdleLayer()
-    known = ", ".join((_FULL, _SLIDING, _INDEXED, *_COMPRESSED, *_HYBRID, *_RECURRENT))
+    known = ", ".join((_FULL, _SLIDING, _INDEXED, _BLOCKWISE, *_COMPRESSED, *_HYBRID, *_RECURRENT))
     raise RollbackError(f"layers of kind {kind.name!r} cannot be put back exactly; supported: {known}")
 
 
