@@ -85,12 +85,13 @@ class Family:
     without which a head does not have it. interleaved: paths in the block whose `gate_proj` and `up_proj` are stored as
     one, a row of each in turn. joined: those where the file has them apart, and transformers one under the other. own:
     stored roles that are the head's own; the others of embedding and output are copies. unwritten: copies that are read
-    and never written. trunk: where the trunk keeps embedding and output. wrappers: leading path that some checkpoints have -> what it stands for. spare_count: the
-    config may promise one module more than there are. own_block: the block has not the tensors of a trunk layer.
-    parts: what a plain residual block has -> its path in a layer of the trunk, where the block is made of such parts.
-    projection_bias: the config's field that gives the projection a bias. block: how the trunk's config differs for the
-    head's block; a list has one entry for each decoder layer of a module. cannot_run: why `Head` does not compute it.
-    sources: what was read beside the engines' code. unverified: what none of it could settle.
+    and never written. trunk: where the trunk keeps embedding and output. wrappers: leading path that some checkpoints
+    have -> what it stands for. spare_count: the config may promise one module more than there are. own_block: the block
+    has not the tensors of a trunk layer. parts: what a plain residual block has -> its path in a layer of the trunk,
+    where the block is made of such parts. projection_bias: the config's field that gives the projection a bias. block:
+    how the trunk's config differs for the head's block; a list has one entry for each decoder layer of a module.
+    cannot_run: why `Head` does not compute it. sources: what was read beside the engines' code. unverified: what none
+    of it could settle.
     """
 
     name: str

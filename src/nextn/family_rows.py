@@ -134,7 +134,7 @@ _DEEPSEEK_V3 = Family(
     sources=(
         "https://arxiv.org/abs/2412.19437", "https://github.com/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md",
         "https://github.com/vllm-project/vllm/issues/48492",
-        # The release's headers, printed: eh_proj and both copies in BF16, 576 rows of kv_a_proj_with_mqa under 5 scales.
+        # The release's headers, printed: eh_proj and both copies in BF16, 576 rows of kv_a_proj under 5 scales.
         "https://github.com/simpx/model-inspect/blob/main/README.md",
     ),
 )
@@ -216,6 +216,7 @@ _GLM4_MOE = replace(
         "transformers": Engine("runs", _MTP_MODEL, missing="raises", layers=(46, 92), modules=1),
     },
     sources=(_SGLANG + "model_loader/weight_utils.py", "https://github.com/vllm-project/vllm/issues/48492"),
+    unverified=(_ASSUMED_BF16,),
 )
 _GLM4_MOE_LITE = replace(
     _GLM4_MOE, name="glm4_moe_lite", title="GLM-4.7-Flash", model_types=("glm4_moe_lite",),
