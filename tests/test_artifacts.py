@@ -28,6 +28,7 @@ COMPOSITES: dict[str, tuple[str, dict[str, dict[str, object] | str | int]]] = {
         "vision_config": _EYES | {"num_key_value_heads": 2, "fullatt_block_indexes": [0]},
         "text_config": {"model_type": "exaone4"},
     }),
+    "glm5_next": ("model.language_model.", {"vision_config": _EYES}),
     "inkling": ("", {"vision_config": {"patch_size": 4, "num_hidden_layers": 4}}),
     "minimax_m3": ("language_model.", {"vision_config": _EYES, "projector_hidden_size": 16}),
     "step3p5": ("", {"model_type": "step3p7", "vision_config": _EYES | {"max_position_embeddings": 16}}),

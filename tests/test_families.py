@@ -377,6 +377,7 @@ RUNS = {
     "glm4_moe": _USUAL,
     "glm4_moe_lite": _USUAL,
     "glm_moe_dsa": _USUAL,
+    "glm5_next": _USUAL,
     "glm_ocr": _USUAL,
     "qwen3_next": ("embedding_first", "post", "post", "1+w", "keep"),
     "qwen3_5": ("embedding_first", "post", "post", "1+w", "keep"),

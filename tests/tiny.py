@@ -171,6 +171,28 @@ CONFIGS: dict[str, dict[str, object]] = {
         "bos_token_id": None,
         "eos_token_id": None,
     },
+    "glm5_next": {
+        "model_type": "glm5_next",
+        "text_config": _LATENT
+        | _INDEXED
+        | {
+            "model_type": "glm5_next_text",
+            "num_hidden_layers": 4,
+            "n_group": 1,
+            "qk_rope_head_dim": 0,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "hc_mult": 2,
+            "hc_sinkhorn_iters": 3,
+            "index_kpool": 2,
+            "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+            "indexer_types": ["full", "full", "shared", "full"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+            "initializer_range": 0.1,  # with more, the chunked delta rule is off the step by step one
+            "pad_token_id": None,
+        },
+        "vision_config": _VISION,
+    },
     "step3p5": {
         "model_type": "step3p7",
         "text_config": _DENSE

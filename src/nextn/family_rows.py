@@ -251,8 +251,7 @@ _GLM5_NEXT = replace(
         "llamacpp": _kept("glm5-next.cpp", "its graph throws: not implemented yet"),
         "transformers": _ignores("glm5_next/modeling_glm5_next.py", _STATEFUL),
     },
-    sources=(), own_block=True,
-    cannot_run="the trunk's layers have delta attention and hyper-connections, the head's block is sparse MLA",
+    sources=(), own_block=True, parts=_PARTS,
     unverified=("release status", _FP8_UNKNOWN),
 )
 _GLM_OCR = replace(

@@ -204,7 +204,7 @@ class Head(nn.Module):
             hidden.to(embedded.dtype),
             positions=positions,
             rotary=self.trunk.rotary(embedded, positions, module.kind),
-            mask=self.trunk.mask(module.kind, columns, cache=cache, within=within),
+            mask=self.trunk.mask(module.kind, columns, rows=len(tokens), cache=cache, within=within),
             cache=cache,
         )
 

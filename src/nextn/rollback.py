@@ -98,6 +98,13 @@ class IndexedLayer(AttentionLayer):
         self._index = None if self._index is None else self._index[rows]
 
 
+class PooledLayer(IndexedLayer):
+    """For an indexer that pools columns (GLM-5-Next): it asks for their number when its own are among them."""
+
+    def get_seq_length(self) -> int:
+        return self._end
+
+
 def written(slab: Tensor | None, states: Tensor, starts: Sequence[int]) -> Tensor:
     """The slab [B, heads, capacity, dim] with states [B, heads, m, dim] in the columns from starts[row] on; a larger
     one if they do not fit, so the slab given is not to be used again."""

@@ -8,7 +8,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -32,7 +32,7 @@ from nextn.blocks.convolution import ConvolutionLayer
 from nextn.blocks.residual import ResidualBlock
 from nextn.errors import CheckpointError, ConfigError, RollbackError
 from nextn.families import Stage
-from nextn.rollback import Apart, AttentionLayer, Cache, IndexedLayer, RecurrentLayer, causal
+from nextn.rollback import Apart, AttentionLayer, Cache, IndexedLayer, PooledLayer, RecurrentLayer, causal
 
 _FULL, _SLIDING, _INDEXED = "full_attention", "sliding_attention", "indexed_attention"
 _BLOCKWISE = "minimax_m3_sparse"  # an indexer that picks blocks of columns, counted from column 0
@@ -53,12 +53,14 @@ class Hidden:
 @dataclass(frozen=True)
 class Kind:
     """How a decoder layer attends. window: columns that a sliding layer sees, its own included; None = all before.
-    states: how many of convolutions or recurrences it has. rate: columns to an entry where attention is compressed."""
+    states: how many of convolutions or recurrences it has. rate: columns to an entry where attention is compressed.
+    pool: columns to a pool where an indexer picks pools."""
 
     name: str = _FULL
     window: int | None = None
     states: int = 1
     rate: int = 0
+    pool: int = 0
 
     @property
     def is_recurrent(self) -> bool:
@@ -67,22 +69,23 @@ class Kind:
     @property
     def can_pack(self) -> bool:
         """Whether a mask and positions alone keep the documents of a row apart."""
-        return not (self.is_recurrent or self.rate or self.name in (*_HYBRID, _BLOCKWISE))
+        return not (self.is_recurrent or self.rate or self.pool or self.name in (*_HYBRID, _BLOCKWISE))
 
     @property
     def goes_apart(self) -> bool:
         """Whether rows of different lengths cannot go together: transformers counts all from one offset."""
-        return self.name in _HYBRID
+        return self.name in _HYBRID or bool(self.pool)
 
 
 class _Decoder(Protocol):
-    """What is asked of transformers' decoders: `layers`, the final norm under one of two names, and a call."""
+    """What is asked of transformers' decoders: layers, final norm (under one of two names), initial values, a call."""
 
     layers: nn.ModuleList
     norm: nn.Module
     norm_f: nn.Module
 
     def __call__(self, **kwargs: object) -> "_Output": ...
+    def _init_weights(self, module: nn.Module) -> None: ...
 
 
 class _Output(Protocol):
@@ -231,7 +234,7 @@ class Trunk(nn.Module):
             width = tokens.shape[1]
             cache.begin(width)
             positions: Tensor | None = cache.positions(width)
-            mask = self._masks(lambda kind: self.mask(kind, width, cache=cache))
+            mask = self._masks(lambda kind: self.mask(kind, width, rows=len(tokens), cache=cache))
         else:
             positions, mask = self._packed(tokens, documents)
         with self._tapped() as tap:
@@ -328,7 +331,7 @@ class Trunk(nn.Module):
     def initialize(self, module: nn.Module) -> None:
         """Initial values by the trunk's own rule."""
         for part in module.modules():
-            self.model._init_weights(part)
+            self.decoder._init_weights(part)
 
     def rotary(self, states: Tensor, positions: Tensor, kind: Kind) -> object:
         """Position embeddings for states [B, T, H] at positions [B, T], as layers of this kind want them."""
@@ -345,12 +348,21 @@ class Trunk(nn.Module):
         return {label: rotary(states, positions, label) for label in rotary.layer_types}
 
     def mask(
-        self, kind: Kind, num_columns: int, *, cache: Cache | None = None, within: Tensor | None = None
+        self,
+        kind: Kind,
+        num_columns: int,
+        *,
+        rows: int = 1,
+        cache: Cache | None = None,
+        within: Tensor | None = None,
     ) -> Tensor | None:
         """What a layer of this kind may see: [B, 1, T, columns], or None where causal attention needs no mask.
 
         cache: the window that is open in it; else T columns from 0, and within [B, 1, T, T] bool limits them further.
+        Pools are masked by the layer, which wants to know [rows, T] that no column is padding.
         """
+        if kind.pool:
+            return torch.ones(rows, num_columns, dtype=torch.bool, device=self.device)
         always = kind.name == _INDEXED or self._is_eager
         if cache is not None:
             mask = cache.mask(num_columns, window=kind.window, always=always)
@@ -459,6 +471,8 @@ def new_cache(kinds: Sequence[Kind], batch_size: int, *, device: torch.device, s
 def _cache_layer(kind: Kind, spare: int) -> AttentionLayer | RecurrentLayer | _IdleLayer:
     if kind.name in (_FULL, _SLIDING):
         return AttentionLayer()
+    if kind.pool:
+        return PooledLayer()
     if kind.name in (_INDEXED, _BLOCKWISE):
         return IndexedLayer()
     if kind.rate:
@@ -475,7 +489,9 @@ def _cache_layer(kind: Kind, spare: int) -> AttentionLayer | RecurrentLayer | _I
 
 def _kinds(config: PreTrainedConfig) -> list[Kind]:
     # A block's config may name more layers than it has.
-    return [_kind(name, options) for name, options in zip(*get_layer_types_and_kwargs(config), strict=False)]
+    kinds = [_kind(name, options) for name, options in zip(*get_layer_types_and_kwargs(config), strict=False)]
+    pool = getattr(config, "index_kpool", 0)
+    return [replace(kind, pool=pool) if kind.name == _INDEXED else kind for kind in kinds]
 
 
 def _kind(name: str, options: Mapping[str, Any]) -> Kind:
