@@ -158,8 +158,7 @@ def _block(gguf: Gguf) -> Iterator[Finding]:
     for index in sorted({*gguf.heads, *gguf.promised} if gguf.heads else ()):
         mine = {rest for rest in gguf.blocks.get(index, {}) if not _is_own(rest)}
         like = max((set(gguf.blocks[each]) for each in gguf.trunk), key=lambda block: len(block & mine), default=set())
-        needed = {rest for rest in like if rest.startswith("attn_")} | {"attn_norm.weight"}
-        lacking = sorted(needed - mine)
+        lacking = sorted({rest for rest in like if rest.startswith("attn_")} - mine)
         if lacking:
             yield Finding(
                 "head-partial", "error" if "attn_norm.weight" in lacking else "warning",
