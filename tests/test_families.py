@@ -393,6 +393,7 @@ RUNS = {
     "exaone_moe": _USUAL,
     "inkling": ("hidden_first", "post", "post", "w", "keep"),
     "exaone4_5": _USUAL,
+    "longcat_flash": _USUAL,
     "mellum": _USUAL,
     "minimax_m3": ("embedding_first", "post", "pre", "1+w", "keep"),
     "cohere2_moe": _USUAL,

@@ -234,6 +234,20 @@ CONFIGS: dict[str, dict[str, object]] = {
         "vision_config": _VISION | {"hidden_size": 16},
         "projector_hidden_size": 16,
     },
+    "longcat_flash": {name: size for name, size in _LATENT.items() if name != "num_hidden_layers"}
+    | {
+        "model_type": "longcat_flash",
+        "num_layers": 2,
+        "q_lora_rank": 16,
+        "head_dim": 8,
+        "ffn_hidden_size": 64,
+        "expert_ffn_hidden_size": 16,
+        "n_routed_experts": 4,
+        "zero_expert_num": 2,
+        "moe_topk": 2,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
     "inkling": {
         "model_type": "inkling_mm_model",
         "text_config": _SIZES

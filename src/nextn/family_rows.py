@@ -404,11 +404,18 @@ _LONGCAT = Family(
         "transformers": _ignores("longcat_flash/modeling_longcat_flash.py"),
     },
     sources=(), own_block=True,
-    cannot_run="the head's block is one latent attention and a dense MLP, the trunk's layer class is two of each",
+    # The trunk's layers are two of each and a mixture of experts; their first halves are like the head's block.
+    parts={
+        "self_attn": "self_attn.0", "mlp": "mlps.0", "input_layernorm": "input_layernorm.0",
+        "post_attention_layernorm": "post_attention_layernorm.0",
+    },
+    block={"num_layers": 1},
     remarks=(
         "the head is unquantised if disable_quant_module lists mtp",
         "q_a_layernorm and kv_a_layernorm are scaled on load where the config says mla_scale_q_lora, "
         "mla_scale_kv_lora",
+        "transformers 5.23 wants tensors of the experts that compute nothing (zero_expert_num), which files do not "
+        "have: it refuses the layout, Nextn reads and writes it",
     ),
 )
 _NEMOTRON_H = Family(

@@ -126,6 +126,7 @@ class Trunk(nn.Module):
         self.config = model.config.get_text_config(decoder=True)
         self.kinds = _kinds(self.config)
         _freeze_indexers(model)
+        _cut_idle_experts(model)
         for module in self._mixers():
             module.register_forward_pre_hook(_record, with_kwargs=True)
 
@@ -413,13 +414,11 @@ class Trunk(nn.Module):
             handle.remove()
 
     def _mixers(self) -> Iterator[nn.Module]:
-        for layer, kind in zip(self.decoder.layers, self.kinds, strict=True):
-            if kind.is_recurrent:
-                yield from (
-                    part
-                    for part in layer.modules()
-                    if getattr(part, "layer_idx", None) is not None and part is not layer
-                )
+        layers = set(self.decoder.layers)
+        for part in self.decoder.layers.modules():
+            place = getattr(part, "layer_idx", None)
+            if place is not None and part not in layers and self.kinds[place].is_recurrent:
+                yield part
 
 
 def _from_files(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, dict[str, list[str]]]:
@@ -440,13 +439,29 @@ def _from_state(
     model, info = loader.from_pretrained(
         None,
         config=config,
-        state_dict=dict(state),
+        state_dict=_with_idle_experts(config.get_text_config(), state),
         dtype=dtype or config.dtype or config.get_text_config().dtype or kinds.most_common(1)[0][0],
         output_loading_info=True,
     )
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model, info
+
+
+def _with_idle_experts(config: PreTrainedConfig, state: Mapping[str, Readable]) -> dict[str, Readable]:
+    """LongCat's experts that compute nothing have rows in transformers and no tensors in files: any do, to be cut."""
+    out, first = dict(state), getattr(config, "n_routed_experts", 0)
+    likes = [name for name in state if name.endswith((".experts.0.gate_proj.weight", ".experts.0.up_proj.weight"))]
+    for expert in range(first, first + (getattr(config, "zero_expert_num", None) or 0)):
+        out |= {name.replace(".experts.0.", f".experts.{expert}."): state[name] for name in likes}
+    return out
+
+
+def _cut_idle_experts(model: nn.Module) -> None:
+    for part in model.modules():
+        rows = getattr(part, "gate_up_proj", None)
+        if getattr(part, "zero_expert_num", 0) and isinstance(rows, nn.Parameter):
+            part.gate_up_proj = nn.Parameter(rows.detach()[: cast(int, part.num_routed_experts)].clone())
 
 
 def packed(documents: Tensor) -> tuple[Tensor, Tensor]:
