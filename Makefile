@@ -23,6 +23,7 @@ test-gpu: $(VENV)/.ready
 
 docs: $(VENV)/.ready
 	$(BIN)/python docs/make_families.py
+	$(BIN)/python docs/make_troubleshooting.py
 
 bench: $(VENV)/.ready
 	$(BIN)/python bench/loss.py --out bench/results/loss.json

@@ -20,12 +20,21 @@ _QWEN = {
     "num_hidden_layers": 2,
     "layer_types": ["linear_attention", "full_attention"],
 }
+_V4 = {
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention"],
+    "mlp_layer_types": ["moe", "moe"],
+    "n_routed_experts": 2,
+    "sliding_window": 16,
+    "moe_intermediate_size": 64,
+}
 # name: (family, modules, depths trained, config)
 RECIPES: dict[str, tuple[str, int, int, dict[str, object]]] = {
     "glm": ("glm4_moe", 1, 4, _GLM),
     "glm_one": ("glm4_moe", 1, 1, _GLM),
     "glm_two": ("glm4_moe", 2, 2, _GLM),
     "qwen": ("qwen3_5", 1, 4, _QWEN),
+    "v4": ("deepseek_v4", 1, 4, _V4),
 }
 
 
@@ -34,7 +43,7 @@ def spread_gains(model: Model) -> None:
     """Norm gains start between about 1/5 and 5, as long training leaves them. All at 1, a norm before and a norm behind
     another are nearly the same, and no test could tell which state a head was given."""
     generator = torch.Generator().manual_seed(1)
-    for part in (model.trunk.decoder.norm, *(module.final_norm for module in model.head.stack)):
+    for part in (model.trunk.final_norm, *(module.final_norm for module in model.head.stack)):
         gains = torch.randn(part.weight.shape, generator=generator).mul(0.8).exp()
         part.weight.copy_(gains - float(model.family.gain == "1+w"))
 

@@ -2,16 +2,21 @@
 
 import json
 import re
+import shlex
 
 import numpy as np
 import pytest
 from artifacts import LAYERS, LAYOUTS, H, V, bf16, publish, values
+from typer.main import get_command
 
 from nextn.audit import IDS, audit
 from nextn.audit.values import IDS as VALUES
-from nextn.checkpoint import INDEX, Checkpoint, RawTensor, write_json, write_safetensors
+from nextn.checkpoint import INDEX, Checkpoint
+from nextn.cli import app
 from nextn.errors import CheckpointError, FamilyError
 from nextn.families import by_name
+from nextn.graft import restore
+from nextn.tensor_file import RawTensor, write_json, write_safetensors
 
 
 def findings(folder, rule=None):
@@ -113,7 +118,7 @@ BROKEN = {
             rename(HEAD + "hnorm", "mtp.pre_fc_norm_hidden")(table), rename(HEAD + "eh_proj", "mtp.fc")(table),
             drop(HEAD)(table))}, "in the layout of qwen3_next.*vLLM, SGLang.* look.*at model.layers.2"),
     "config silent": (
-        "head-unpromised", "warning", "qwen3_5", {"config": {"mtp_num_hidden_layers": 0}}, "1 module stored, 0 promis"),
+        "head-unpromised", "warning", "qwen3_5", {"config": {"mtp_num_hidden_layers": 0}}, "stored: 1, promised: 0"),
     "one of three lost": (
         "modules-missing", "error", "step3p5", {"modules": 3, "change": drop(r"layers\.3\.")}, "3 modules; of 1 no"),
     "nobody's names": (
@@ -122,7 +127,7 @@ BROKEN = {
     "config counts too few layers": (
         "names-unknown", "warning", "glm4_moe",
         {"change": drop(HEAD), "config": {"num_hidden_layers": 1, "num_nextn_predict_layers": 0}},
-        "Layers 1 are stored beyond the trunk's 1"),
+        r"1 layer \(1\) beyond the trunk's 1"),
     "norm of another width": (
         "shape", "error", "glm4_moe", {"change": put("model.layers.2.enorm.weight", (H // 2,))}, r"is \[16\]"),
     "projection of one half": (
@@ -133,7 +138,8 @@ BROKEN = {
         "shape", "error", "step3p5",
         {"change": put("model.layers.2.transformer.shared_head.output.weight", (V // 2, H))}, r"is \[32, 32\]"),
     "vocabulary grown in the config": (
-        "vocabulary", "error", "glm4_moe", {"config": {"vocab_size": V + 8}}, "vocab_size is 72, .* has 64 rows"),
+        "vocabulary", "error", "glm4_moe", {"config": {"vocab_size": V + 8}},
+        "vocab_size is 72, the rows are 64 of lm_head.weight and 64 of model"),
     "trunk's embedding lost": (
         "trunk-missing", "error", "deepseek_v4", {"change": rename("^embed", "model.embed_tokens")},
         "not at embed.weight; model.embed_tokens.weight is stored, a name of another family: .*vLLM"),
@@ -153,22 +159,22 @@ BROKEN = {
     "no layer 61": ("layer-index", "note", "deepseek_v3", {}, "transformers finds .* at layer 61 only; here it is l"),
     "several modules as one": (
         "too-many-modules", "note", "mimo_v2", {"modules": 3}, "3 modules are stored; vLLM uses 1"),
-    "ignored on load": ("engine-ignores", "note", "qwen3_5", {}, "transformers: skip the head"),
-    "lost at conversion": ("engine-drops", "note", "deepseek_v3", {}, "llama.cpp: lose the head"),
-    "refused": ("engine-refuses", "note", "bailing_hybrid", {}, "transformers: refuse"),
-    "kept without a graph": ("engine-loads", "note", "glm_ocr", {}, "llama.cpp: keep"),
-    "unknown to engines": ("engine-absent", "note", "mellum", {}, "vLLM, SGLang and llama.cpp: do not know"),
+    "ignored on load": ("engine-ignores", "note", "qwen3_5", {}, "transformers skips the head"),
+    "lost at conversion": ("engine-drops", "note", "deepseek_v3", {}, "llama.cpp loses the head"),
+    "refused": ("engine-refuses", "note", "bailing_hybrid", {}, "transformers refuses"),
+    "kept without a graph": ("engine-loads", "note", "glm_ocr", {}, "llama.cpp stores the head and cannot"),
+    "unknown to engines": ("engine-absent", "note", "mellum", {}, "vLLM, SGLang and llama.cpp lack this fam"),
     "packed trunk, plain head, int4": (
         "quantisation", "error", "qwen3_5", {"change": pack_trunk, "config": INT4},
-        r"8 matrices of the head, such as mtp.*stored unquantised.*\(compressed-tensors\) has engines build"),
+        r"stores 8 matrices, such as mtp.*, unquantised, .*\(compressed-tensors\) has engines build"),
     "packed trunk, plain head, GPTQ": (
-        "quantisation", "error", "qwen3_5", {"change": pack_trunk, "config": GPTQ}, "stored unquantised"),
+        "quantisation", "error", "qwen3_5", {"change": pack_trunk, "config": GPTQ}, ", unquantised, and"),
     "packed trunk, plain head, ModelOpt": (
-        "quantisation", "error", "qwen3_5", {"change": pack_trunk, "config": MODELOPT}, "stored unquantised"),
+        "quantisation", "error", "qwen3_5", {"change": pack_trunk, "config": MODELOPT}, ", unquantised, and"),
     "packed head, left out": (
         "quantisation", "error", "qwen3_5",
         {"change": pack, "config": {"quantization_config": INT4["quantization_config"] | {"ignore": ["re:mtp.*"]}}},
-        "stored as compressed.*build them unquantised"),
+        ", as compressed, .*build them unquantised"),
     "packed head, no config": (
         "quantisation", "error", "qwen3_5", {"change": pack}, r"\(no quantisation\) has engines build them un"),
     "projection in fp8": (
@@ -180,12 +186,24 @@ BROKEN = {
         "quantisation", "error", "qwen3_5", {"config": {"quantization_config": "fp8"}}, "must be an object"),
     "scales lost": (
         "scale-missing", "error", "deepseek_v3", {"fp8": True, "change": drop(HEAD + ".*weight_scale_inv")},
-        "matrices of the head, .* stored in fp8 without a scale"),
+        "matrices, .* in fp8 without a scale"),
     "head in fp8, trunk in bf16": (
         "precision-lower", "warning", "qwen3_5", {"change": lambda table: (
             put("mtp.layers.0.self_attn.o_proj.weight", (H, H), "F8_E4M3")(table),
             put("mtp.layers.0.self_attn.o_proj.weight_scale_inv", (1, 1), "F32")(table))}, "in 8 bits, .* 16"),
 }  # fmt: skip
+
+
+def well_worded(finding):
+    """Sentences, and commands that the command line takes: alone, or in backticks inside a sentence."""
+    assert finding.found.endswith(".")
+    assert finding.valid.endswith(".")
+    alone = finding.mend.startswith("nextn ")
+    assert alone or (finding.mend[0].isupper() and finding.mend.endswith("."))
+    for command in [finding.mend] if alone else re.findall("`(nextn .+?)`", finding.mend):
+        verb, *args = shlex.split(command)[1:]
+        get_command(app).commands[verb].make_context(verb, args or ["MODEL"])
+    assert alone or "nextn " not in re.sub("`.+?`", "", finding.mend)
 
 
 @pytest.mark.parametrize("fault", BROKEN)
@@ -196,8 +214,9 @@ def test_rule(fault, tmp_path):
     assert found, [each.rule for each in findings(tmp_path)]
     assert found[0].severity == severity
     assert re.search(says, found[0].found), found[0].found
-    assert all(each.place and each.valid and each.mend for each in found)
-    assert all(each.found[0] != " " and each.found.endswith(".") and each.mend for each in found)
+    for each in found:
+        assert each.place
+        well_worded(each)
 
 
 @pytest.mark.parametrize("fault", BROKEN)
@@ -258,7 +277,7 @@ def test_index_and_files(tmp_path):
     said = " | ".join(f"{each.place} {each.found}" for each in findings(tmp_path, "index"))
     assert "model-00002-of-00004.safetensors, which is absent" in said
     assert "enorm.weight, which the index does not list; 1 tensor of the head among them" in said
-    assert f"the index puts {moved} in" in said
+    assert f"The index puts {moved} in" in said
 
 
 def test_head_in_a_file_that_never_came(tmp_path):
@@ -363,3 +382,18 @@ def test_worst_first_and_without(tmp_path):
     assert [each.severity for each in report.findings] == sorted(each.severity for each in report.findings)
     assert not report.clean
     assert report.without({"head-absent", "vocabulary"}).clean
+
+
+MENDED = ("head-absent", "head-partial", "modules-missing", "quantisation", "scale-missing")
+RESTORED = [fault for fault, (rule, *_) in BROKEN.items() if rule in MENDED and fault != "a config that says nothing"]
+
+
+@pytest.mark.parametrize("fault", RESTORED)
+def test_restore_mends(fault, tmp_path):
+    """A command that is refused, or that is not enough."""
+    rule, _, family, options, _ = BROKEN[fault]
+    folder = publish(tmp_path / "broken", family, **options)
+    mend = findings(folder, rule)[0].mend
+    assert mend.startswith("nextn restore")
+    restore(folder, publish(tmp_path / "base", family, modules=options.get("modules", 1)), force="--force" in mend)
+    assert not [each for each in findings(folder, rule) if each.severity == "error"]

@@ -102,6 +102,12 @@ def test_missing_tensors(tmp_path):
         assert name.removesuffix(".weight") in report.findings[0].place
 
 
+def test_a_trunk_that_norms_after_attention(tmp_path):
+    """EXAONE-4.5 has no attn_norm in any block: its head must not be asked for one."""
+    tensors = {name: values for name, values in table().items() if not name.endswith("attn_norm.weight")}
+    assert told(tmp_path, tensors=tensors) == []
+
+
 def test_copies(tmp_path):
     """llama.cpp drafts with the copy where there is one: another model's, or a coarser one, is told."""
     name = "blk.2.nextn.shared_head_head.weight"

@@ -12,11 +12,11 @@ from transformers.modeling_layers import MtpModel
 
 from nextn.blocks.convolution import ConvolutionLayer
 from nextn.blocks.streams import collapse
-from nextn.checkpoint import read_header
 from nextn.errors import ConfigError, RollbackError
 from nextn.layout import deinterleave, interleave
 from nextn.model import Model
 from nextn.rollback import Apart, Cache
+from nextn.tensor_file import read_header
 
 
 def texts(rows, columns):

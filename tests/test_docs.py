@@ -1,5 +1,6 @@
 """The pages that are made from the code are what the code says."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 from tiny import CONFIGS
 
+from nextn.audit import IDS
 from nextn.families import rows
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -51,3 +53,10 @@ def test_tables_are_tables():
         cells = line.replace("\\|", "").count("|")
         assert not width or cells in (0, width), line
         width = cells
+
+
+def test_every_rule_is_explained():
+    """A finding that its reader cannot look up."""
+    told = (DOCS / "checkpoints.md").read_text()
+    named = {rule for cell in re.findall(r"^\| (`.*?) \|", told, re.M) for rule in re.findall(r"`([a-z-]+)`", cell)}
+    assert named == set(IDS)

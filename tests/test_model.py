@@ -283,7 +283,6 @@ PUBLISHED = {
         "model.layers.2.mlp.router.gate.weight",
         "model.layers.2.mlp.expert_bias",
         "model.layers.2.mlp.shared_mlp.up_proj.weight",
-        "model.layers.2.shared_head.weight",
     },
     "exaone_moe": {
         "mtp.fc.weight",

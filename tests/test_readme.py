@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nextn.cli import app
+from nextn.families import rows
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -55,3 +56,22 @@ def test_figures_are_the_records():
         speeds = f"{part['plain_tokens_per_s']:.0f} | {part['mtp_tokens_per_s']:.0f} | **{part['speedup']:.2f} x**"
         assert f"| {title} | {speeds} | {part['acceptance_length']:.2f} | {rates} |" in README
     assert record["identical_output"]
+
+
+def test_audit_figures_are_the_record():
+    """Seconds, memory and bytes of the audit as bench/audit.py last measured them."""
+    record = json.loads((ROOT / "bench" / "results" / "audit.json").read_text())
+    hub, folder = record["hub"], record["folder"]
+    share = f"{100 * hub['share_of_bytes']:.3f} %"
+    assert (
+        f"| {hub['seconds']:.1f} | {hub['peak_mb']:.0f} MB | {share} of the bytes, {hub['requests']} requests |"
+        in README
+    )
+    assert f"| a local folder | {folder['seconds']:.1f} | {folder['peak_mb']:.0f} MB | |" in README
+
+
+def test_families_are_counted():
+    """How many rows there are, and how many run."""
+    running = sum(row.runs for row in rows())
+    assert f"* **Families**, {len(rows())} of them" in README
+    assert f"; {running} of them, those" in README.replace("\n ", "")

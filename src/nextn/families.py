@@ -84,13 +84,14 @@ class Family:
     writes them -> the published one, if that is another, first match first. optional: role -> the config's field
     without which a head does not have it. interleaved: paths in the block whose `gate_proj` and `up_proj` are stored as
     one, a row of each in turn. joined: those where the file has them apart, and transformers one under the other. own:
-    stored roles that are the head's own; the others of embedding and output are copies. trunk: where the trunk keeps
-    embedding and output. wrappers: leading path that some checkpoints have -> what it stands for. spare_count: the
-    config may promise one module more than there are. own_block: the block has not the tensors of a trunk layer.
-    parts: what a plain residual block has -> its path in a layer of the trunk, where the block is made of such parts.
-    projection_bias: the config's field that gives the projection a bias. block: how the trunk's config differs for the
-    head's block; a list has one entry for each decoder layer of a module. cannot_run: why `Head` does not compute it.
-    sources: what was read beside the engines' code. unverified: what none of it could settle.
+    stored roles that are the head's own; the others of embedding and output are copies. unwritten: copies that are read
+    and never written. trunk: where the trunk keeps embedding and output. wrappers: leading path that some checkpoints
+    have -> what it stands for. spare_count: the config may promise one module more than there are. own_block: the block
+    has not the tensors of a trunk layer. parts: what a plain residual block has -> its path in a layer of the trunk,
+    where the block is made of such parts. projection_bias: the config's field that gives the projection a bias. block:
+    how the trunk's config differs for the head's block; a list has one entry for each decoder layer of a module.
+    cannot_run: why `Head` does not compute it. sources: what was read beside the engines' code. unverified: what none
+    of it could settle.
     """
 
     name: str
@@ -123,6 +124,7 @@ class Family:
     draft_types: tuple[str, ...] = ()
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     own: tuple[str, ...] = ()
+    unwritten: tuple[str, ...] = ()
     trunk: Mapping[str, str] = field(default_factory=lambda: {"embedding": "model.embed_tokens", "output": "lm_head"})
     wrappers: Mapping[str, str] = field(default_factory=dict)
     fp8: Fp8 | None = None
@@ -144,6 +146,15 @@ class Family:
     def once(self) -> tuple[str, ...]:
         """Roles of which the layout has one tensor for all modules, if it has room for several."""
         return () if self.max_modules == 1 else tuple(role for role, path in self.names.items() if "{" not in path)
+
+    @property
+    def runners(self) -> dict[str, Engine]:
+        """The engines that run the head."""
+        return {name: engine for name, engine in self.engines.items() if engine.support == "runs"}
+
+    def required(self, module: int) -> frozenset[str]:
+        """The roles of a whole module, copies aside; what all modules share counts as the first's."""
+        return frozenset(r for r, path in self.names.items() if r not in self.copies and (module == 0 or "{" in path))
 
     @property
     def disagreements(self) -> tuple[str, ...]:
@@ -208,8 +219,7 @@ class Family:
 
         Raises FamilyError for a count that is not a whole number or that the family cannot have.
         """
-        found = (lookup(config, path) for path in self.count_fields)
-        count = next((value for value in found if value is not None), self.default_count)
+        count = next((lookup(config, path) for path in self.counted_in(config)), self.default_count)
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MAX_COUNT:
             raise FamilyError(
                 f"{self.name}: {self.count_fields[0]} = {brief(count)}; expected a whole number from 0 to {MAX_COUNT}"
@@ -220,11 +230,15 @@ class Family:
             raise FamilyError(f"{self.name}: {count} modules promised, but the layout has room for {self.max_modules}")
         return count
 
+    def counted_in(self, config: Mapping[str, object]) -> list[str]:
+        """Those of `count_fields` that the config has."""
+        return [path for path in self.count_fields if lookup(config, path) is not None]
+
     def with_count(self, config: Mapping[str, object], count: int) -> dict[str, object]:
         """The config that promises `count` modules: in the fields that say so now, else in the family's first one."""
         count += self.spare_count and count > 1
         out = dict(config)
-        for path in [each for each in self.count_fields if lookup(config, each) is not None] or self.count_fields[:1]:
+        for path in self.counted_in(config) or self.count_fields[:1]:
             inner = out.get("text_config")
             if isinstance(inner, Mapping) and "." not in path and _at(out, path) is None:
                 out["text_config"] = _with(inner, path, count)
@@ -243,20 +257,17 @@ class Family:
     def _outside(self) -> Mapping[str, str]:
         return {stored: run for run, stored in self.inside.items()}
 
-    def _runners(self) -> list[tuple[str, Engine]]:
-        return [(name, engine) for name, engine in self.engines.items() if engine.support == "runs"]
-
     def _differing(self, fact: str) -> Iterator[str]:
         mine = getattr(self, fact)
         says: dict[str, list[str]] = {}
-        for name, engine in self._runners():
+        for name, engine in self.runners.items():
             says.setdefault(getattr(engine, fact) or mine, []).append(name)
         if set(says) - {mine}:
             yield f"{fact}: " + "; ".join(f"{value} in {', '.join(names)}" for value, names in says.items())
 
     def _overruled(self) -> Iterator[str]:
         for role in self.own:
-            names = [name for name, engine in self._runners() if role in engine.trunks]
+            names = [name for name, engine in self.runners.items() if role in engine.trunks]
             if names:
                 yield f"{role}: stored for each module, but {', '.join(names)} uses the trunk's"
 
@@ -273,6 +284,12 @@ def lookup(config: Mapping[str, object], path: str) -> object:
     inner = config.get("text_config")
     found = _at(config, path)
     return _at(inner, path) if found is None and isinstance(inner, Mapping) else found
+
+
+def lookup_count(config: Mapping[str, object], path: str) -> int | None:
+    """The same where it is a whole number above 0; None for anything else."""
+    value = lookup(config, path)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def _with(config: Mapping[str, object], path: str, value: object) -> dict[str, object]:

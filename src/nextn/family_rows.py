@@ -134,8 +134,9 @@ _DEEPSEEK_V3 = Family(
     sources=(
         "https://arxiv.org/abs/2412.19437", "https://github.com/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md",
         "https://github.com/vllm-project/vllm/issues/48492",
+        # The release's headers, printed: eh_proj and both copies in BF16, 576 rows of kv_a_proj under 5 scales.
+        "https://github.com/simpx/model-inspect/blob/main/README.md",
     ),
-    unverified=(_ASSUMED_BF16,),
 )
 _DEEPSEEK_V32 = replace(
     _DEEPSEEK_V3, name="deepseek_v32", title="DeepSeek-V3.2", model_types=("deepseek_v32",), draft_types=(),
@@ -146,7 +147,7 @@ _DEEPSEEK_V32 = replace(
         "llamacpp": _gguf("deepseek32.cpp", "the draft attends without the indexer"),
         "transformers": _ignores("deepseek_v32/modeling_deepseek_v32.py"),
     },
-    sources=("https://github.com/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md",),
+    sources=("https://github.com/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md",), unverified=(_ASSUMED_BF16,),
     remarks=("with index_share_for_mtp_iteration, engines pick indices at the first draft and reuse them",),
 )
 _DEEPSEEK_V4 = Family(
@@ -215,6 +216,7 @@ _GLM4_MOE = replace(
         "transformers": Engine("runs", _MTP_MODEL, missing="raises", layers=(46, 92), modules=1),
     },
     sources=(_SGLANG + "model_loader/weight_utils.py", "https://github.com/vllm-project/vllm/issues/48492"),
+    unverified=(_ASSUMED_BF16,),
 )
 _GLM4_MOE_LITE = replace(
     _GLM4_MOE, name="glm4_moe_lite", title="GLM-4.7-Flash", model_types=("glm4_moe_lite",),
@@ -515,7 +517,7 @@ _BAILING_HYBRID = replace(
 )
 _HY_V3 = Family(
     name="hy_v3", title="Hunyuan V3 (HY-V3)", model_types=("hy_v3",), draft_types=("hy_v3_mtp",), count_fields=_NEXTN,
-    default_count=0, names=_module("model.layers.{layer}", output="shared_head"),
+    default_count=0, names=_module("model.layers.{layer}", output="shared_head"), unwritten=("output",),
     block={"mlp_layer_types": ["sparse"]},
     inside={
         "mlp.gate": "mlp.router.gate", "mlp.e_score_correction_bias": "mlp.expert_bias",
@@ -528,7 +530,10 @@ _HY_V3 = Family(
         "transformers": _ignores("hy_v3/modeling_hy_v3.py"),
     },
     sources=(_HF + "conversion_mapping.py",),
-    unverified=("that releases hold shared_head.weight: vLLM's comment names it, every engine skips it",),
+    remarks=(
+        "a copy shared_head.weight is read and not written: vLLM's comment names it and every engine skips it, but "
+        "llama.cpp's converter stops at the name, so that the release cannot hold it",
+    ),
 )
 _HY_V4 = Family(
     name="hy_v4", title="Hunyuan V4 (HY-V4)", model_types=("hy_v4",), draft_types=("hy_v4_mtp",), count_fields=_NEXTN,

@@ -62,12 +62,6 @@ def block_of(shape: Sequence[int], scale: Sequence[int], declared: tuple[int, in
     return declared if tuple(scale) in ((), (1,), (1, 1)) else None
 
 
-def scale_of(name: str, tensors: Collection[str]) -> str | None:
-    """The tensor that holds the scales of the fp8 weight `name`; None if there is none."""
-    names = (f"{name}_scale_inv", f"{name}_scale", f"{name.removesuffix('.weight')}.scale")
-    return next((each for each in names if each in tensors), None)
-
-
 def declared_block(config: Mapping[str, object], family: Family) -> tuple[int, int]:
     """The block by a quantization_config (weight_block_size, compressed-tensors' block_structure), or the family's."""
     groups = config.get("config_groups")

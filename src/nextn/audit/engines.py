@@ -6,21 +6,23 @@ What an engine does is the family's row's to say; a fact that only some set-ups 
 from collections.abc import Iterator
 
 from nextn.audit.finding import Finding
-from nextn.audit.windows import same, same_form
-from nextn.audit.words import ENGINES, ROLES, aliases, engines, joined, some, verb
+from nextn.audit.windows import same
+from nextn.audit.words import ENGINES, ROLES, aliases, engines, verb
+from nextn.checkpoint import CONFIG
 from nextn.families import Engine, Support, lookup, rows
 from nextn.inventory import Inventory
+from nextn.words import joined, some
 
 IDS = (
     "trunk-missing", "shared-missing", "copy-differs", "own-head-overwritten", "layer-index", "too-many-modules",
     "engine-loads", "engine-ignores", "engine-drops", "engine-refuses", "engine-absent",
 )  # fmt: skip
-_ALONE: dict[Support, str] = {
-    "loads": "keep the head at conversion and have no graph for it",
-    "ignores": "skip the head on load",
-    "drops": "lose the head at conversion",
-    "refuses": "refuse the model or its head",
-    "absent": "do not know the family",
+_ALONE: dict[Support, tuple[str, str]] = {
+    "loads": ("store", "the head and cannot run it"),
+    "ignores": ("skip", "the head on load"),
+    "drops": ("lose", "the head at conversion"),
+    "refuses": ("refuse", "the model or its head"),
+    "absent": ("lack", "this family"),
 }
 
 
@@ -32,32 +34,31 @@ def trunk_missing(inventory: Inventory) -> Iterator[Finding]:
         tied = role == "output" and lookup(inventory.checkpoint.config, "tie_word_embeddings") is not False
         if role in inventory.shared or tied or f"{path}.qweight" in inventory.checkpoint.tensors:
             continue
-        elsewhere = sorted({name for name in inventory.checkpoint.tensors if any(
-            each.shared_role(name) == role for each in rows())})  # fmt: skip
+        elsewhere = sorted(_known_places(role) & inventory.checkpoint.tensors.keys())
         instead = f"; {some(elsewhere)} is stored, a name of another family" if elsewhere else ""
         yield Finding(
             "trunk-missing", "error", f"{path}.weight",
             f"The {ROLES[role]} that trunk and head share is not at {path}.weight{instead}: {_runners(inventory)}",
             f"{path}.weight in a file of the checkpoint.",
-            "Fetch or write the trunk again: the head has no other." if not elsewhere else f"Rename {elsewhere[0]}.",
+            f"Rename {elsewhere[0]} to {path}.weight." if elsewhere else "Fetch or write the trunk again.",
         )  # fmt: skip
 
 
 def shared_missing(inventory: Inventory) -> Iterator[Finding]:
     """Modules without their copies of shared tensors, where an engine would leave its own at initial values."""
     family = inventory.family
-    running = dict(_running(inventory))
+    running = family.runners
     hurt = {role: [each for each in running.values() if role in (*each.unset, *each.skips)] for role in family.copies}
     lack = {role: _lacking(inventory, role) for role in family.copies if hurt[role] and role in inventory.shared}
     roles = [role for role, modules in lack.items() if modules]
     if not roles:
         return
-    places = [_place(inventory, lack[role][0], role) for role in roles]
+    places = [inventory.published(f"{lack[role][0]}.{role}.weight") for role in roles]
     known = joined(inventory.shared[role] for role in roles)
     skipped = any(role in engine.skips for role in roles for engine in hurt[role])
     yield Finding(
         "shared-missing", "warning" if skipped else "note", places[0],
-        f"{joined(ROLES[role] for role in roles).capitalize()} {'are' if len(roles) > 1 else 'is'} stored as {known} "
+        f"The {joined(ROLES[role] for role in roles)} {'are' if len(roles) > 1 else 'is'} stored as {known} "
         "alone, not inside the module: "
         f"{'; '.join(_unset(name, engine, roles) for name, engine in running.items())}.",
         f"{joined(places)}, equal to {known}.",
@@ -78,7 +79,7 @@ def own_head_overwritten(inventory: Inventory) -> Iterator[Finding]:
     """An embedding or output head of the head's own that an engine replaces by the trunk's."""
     for role in inventory.family.own:
         names = [name for canonical, name in inventory.stored.items() if inventory.role(canonical) == role]
-        guilty = [name for name, engine in _running(inventory) if role in engine.trunks]
+        guilty = [name for name, engine in inventory.family.runners.items() if role in engine.trunks]
         if names and guilty:
             yield Finding(
                 "own-head-overwritten", "note", names[0],
@@ -91,7 +92,7 @@ def own_head_overwritten(inventory: Inventory) -> Iterator[Finding]:
 def layer_index(inventory: Inventory) -> Iterator[Finding]:
     """An engine knows the head at fixed layer indices only, and this head has another."""
     at = inventory.num_layers
-    for name, engine in _running(inventory):
+    for name, engine in inventory.family.runners.items():
         if inventory.stored and engine.layers and at not in engine.layers:
             known = joined(map(str, engine.layers))
             yield Finding(
@@ -105,28 +106,27 @@ def layer_index(inventory: Inventory) -> Iterator[Finding]:
 def too_many_modules(inventory: Inventory) -> Iterator[Finding]:
     """More modules than an engine uses."""
     count = len(inventory.modules)
-    fewer = [
-        (name, engine.modules) for name, engine in _running(inventory) if engine.modules and engine.modules < count
-    ]
+    used = {name: engine.modules for name, engine in inventory.family.runners.items()}
+    fewer = {name: number for name, number in used.items() if number and number < count}
     if fewer:
-        said = joined(f"{ENGINES[name]} uses {number}" for name, number in fewer)
+        said = joined(f"{ENGINES[name]} uses {number}" for name, number in fewer.items())
         yield Finding(
-            "too-many-modules", "note", f"config.json: {inventory.family.count_fields[0]}",
+            "too-many-modules", "note", f"{CONFIG}: {inventory.family.count_fields[0]}",
             f"{count} modules are stored; {said}, and applies it again for the depths after it.",
-            f"An engine that runs them all: {_others(inventory, [name for name, _ in fewer])}.",
+            f"An engine that runs them all: {_others(inventory, [*fewer])}.",
             "Nothing in the checkpoint needs to be done; expect lower acceptance at the later depths.",
         )  # fmt: skip
 
 
 def engine_support(inventory: Inventory) -> Iterator[Finding]:
     """Engines that do not run this family's head at all."""
-    for support, does in _ALONE.items():
+    for support, (does, what) in _ALONE.items():
         names = [name for name, engine in inventory.family.engines.items() if engine.support == support]
         if names and inventory.stored:
             notes = [note for name in names for note in inventory.family.engines[name].notes]
             yield Finding(
                 f"engine-{support}", "note", inventory.family.name,
-                f"{engines(names)}: {does}{'; ' if notes else ''}{'; '.join(dict.fromkeys(notes))}.",
+                f"{verb(names, does)} {what}{': ' if notes else ''}{'; '.join(dict.fromkeys(notes))}.",
                 f"An engine that runs it: {_others(inventory, names)}.",
                 "Nothing in the checkpoint needs to be done.",
             )  # fmt: skip
@@ -134,9 +134,9 @@ def engine_support(inventory: Inventory) -> Iterator[Finding]:
 
 def _differing(inventory: Inventory, role: str, name: str, trunk: str) -> Finding:
     a, b = (inventory.checkpoint.tensors[each] for each in (name, trunk))
-    what = f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}" if not same_form(a, b) else "in its values"
-    copy = [each for each, engine in _running(inventory) if role not in engine.trunks]
-    theirs = [each for each, engine in _running(inventory) if role in engine.trunks]
+    what = f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}" if a.form != b.form else "in its values"
+    copy = [each for each, engine in inventory.family.runners.items() if role not in engine.trunks]
+    theirs = [each for each, engine in inventory.family.runners.items() if role in engine.trunks]
     users = "; ".join(
         f"{verb(each, 'use')} {which}" for each, which in ((copy, "the copy"), (theirs, "the trunk's")) if each
     )
@@ -148,15 +148,20 @@ def _differing(inventory: Inventory, role: str, name: str, trunk: str) -> Findin
     )  # fmt: skip
 
 
+def _known_places(role: str) -> set[str]:
+    """Where the trunks of all families keep it."""
+    return {
+        f"{wrapper}{row.trunk[role].removeprefix(meant)}.weight"
+        for row in rows()
+        for wrapper, meant in {"": "", **row.wrappers}.items()
+    }
+
+
 def _lacking(inventory: Inventory, role: str) -> list[int]:
     """Modules of which something is stored, and not their copy of this shared tensor."""
     stored = {int(key.split(".")[0]) for key in inventory.copies if inventory.role(key) == role}
     once = "{" not in inventory.family.names[role]
     return [module for module in inventory.modules if module not in stored and not (once and module)]
-
-
-def _place(inventory: Inventory, module: int, role: str) -> str:
-    return inventory.family.published(f"{module}.{role}.weight", inventory.num_layers, wrapper=inventory.wrapper)
 
 
 def _unset(name: str, engine: Engine, roles: list[str]) -> str:
@@ -176,22 +181,14 @@ def _runners(inventory: Inventory) -> str:
     }  # fmt: skip
     lines = []
     for missing, (does, what) in told.items():
-        names = [name for name, engine in _running(inventory) if engine.missing == missing]
+        names = [name for name, engine in inventory.family.runners.items() if engine.missing == missing]
         if names:
             lines.append(f"{verb(names, does)} {what}")
     return "; ".join(lines) + "." if lines else "no engine runs this head."
 
 
-def _uses(engine: Engine) -> bool:
-    return engine.support == "runs"
-
-
-def _running(inventory: Inventory) -> list[tuple[str, Engine]]:
-    return [(name, engine) for name, engine in inventory.family.engines.items() if _uses(engine)]
-
-
 def _others(inventory: Inventory, names: list[str]) -> str:
-    rest = [name for name, _ in _running(inventory) if name not in names]
+    rest = [name for name in inventory.family.runners if name not in names]
     return engines(rest) if rest else "none known"
 
 

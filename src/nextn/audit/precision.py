@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 from nextn.audit.blocks import Blocks
 from nextn.audit.finding import Finding, Severity
-from nextn.audit.words import counted, restore, some, verb
-from nextn.checkpoint import CONFIG, DTYPES, TensorInfo
+from nextn.audit.words import restore, verb
+from nextn.checkpoint import CONFIG
 from nextn.errors import CheckpointError
 from nextn.inventory import Inventory
 from nextn.quantisation import Quantisation
 from nextn.storage import PLAIN, Storage, split_name, storage
+from nextn.tensor_file import DTYPES, TensorInfo
+from nextn.words import counted, some
 
 IDS = ("quantisation", "scale-missing", "precision-lower")
 _NARROW = 16  # bits: below, a trunk's precision has been known to ruin a head
@@ -58,10 +60,10 @@ def _quantisation(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
         effect = "find no scales, and fail or draft noise" if covered else "read packed numbers without their scales"
         yield Finding(
             "quantisation", "error", place,
-            f"{counted(len(names), 'matrix')} of the head, such as {some(names)}, stored {_told(kind)}, and the config "
+            f"The head stores {counted(len(names), 'matrix')}, such as {some(names)}, {_told(kind)}, and the config "
             f"({method}) has engines build them {claim}: they {effect}.",
             f"The head in the list of what is not converted ({method})." if covered else f"A config that says {kind}.",
-            restore(inventory),
+            restore(inventory, whole=True),
         )  # fmt: skip
 
 
@@ -73,9 +75,9 @@ def _built_plain(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
         if builders:
             yield Finding(
                 "quantisation", "error", names[0],
-                f"{some(names)} stored {_told(storage(inventory.checkpoint.tensors, names[0]) or 'unknown')}; "
+                f"The head stores {some(names)} {_told(storage(inventory.checkpoint.tensors, names[0]) or 'unknown')}; "
                 f"{verb(builders, 'build')} the {role} unquantised, and would read it without its scales.",
-                f"The {role} in bf16.", restore(inventory),
+                f"The {role} in bf16.", restore(inventory, whole=True),
             )  # fmt: skip
 
 
@@ -86,9 +88,9 @@ def _scale_missing(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]
         beside = inventory.family.fp8.scale if inventory.family.fp8 else "weight_scale"
         yield Finding(
             "scale-missing", "error", f"{names[0]}.weight",
-            f"{counted(len(names), 'matrix')} of the head, such as {some(names)}, stored in fp8 without a scale.",
+            f"The head stores {counted(len(names), 'matrix')}, such as {some(names)}, in fp8 without a scale.",
             f"{names[0]}.{beside} beside each weight: the numbers alone are off by orders of magnitude.",
-            restore(inventory),
+            restore(inventory, whole=True),
         )  # fmt: skip
 
 
@@ -104,10 +106,10 @@ def _precision_lower(inventory: Inventory, blocks: Blocks) -> Iterator[Finding]:
         severity: Severity = "warning" if bits < _NARROW else "note"
         yield Finding(
             "precision-lower", severity, names[0],
-            f"{counted(len(names), 'matrix')} of the head, such as {some(names)}, stored in {bits} bits, the trunk's "
-            f"in {whole}.",
+            f"The head stores {counted(len(names), 'matrix')}, such as {some(names)}, in {bits} bits, the trunk in "
+            f"{whole}.",
             f"The trunk's {whole} bits: a head that is quantised too hard loses its acceptance, with no error.",
-            f"nextn measure shows what it costs; {restore(inventory)} takes BASE's precision.",
+            f"Measure the acceptance; if it is low, run `{restore(inventory, whole=True)}`.",
         )  # fmt: skip
 
 

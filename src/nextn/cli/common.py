@@ -1,5 +1,6 @@
 """What the verbs share: options of one meaning, the console, text that is never taken for markup."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -8,6 +9,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
+CacheDir = Annotated[Path | None, typer.Option(help="The hub's cache; left out: the usual place.")]
+Offline = Annotated[bool, typer.Option("--offline", help="Read a hub id from the cache alone.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 

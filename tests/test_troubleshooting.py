@@ -1,0 +1,41 @@
+"""The five stories: audit names the cause, the command mends it, acceptance comes back, and the page tells it so."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+sys.path.insert(0, str(DOCS))
+
+import make_troubleshooting as made  # noqa: E402
+
+FIGURE = re.compile(r"\d+\.\d+(?= s$)|\d\.\d\d\b", re.M)
+
+
+@pytest.mark.parametrize("story", made.STORIES, ids=lambda story: story.rule)
+def test_story(story, tmp_path):
+    """A cause that audit does not name, a command that does not mend, or acceptance that stays where it was."""
+    text, before, after = made.tell(story, tmp_path)
+    broken, mended = (part.split("$ nextn")[0] for part in text.split("$ nextn audit")[1:])
+    assert re.search(rf"^{story.rule} ", broken, re.M), "the rule is named"
+    assert not re.search(rf"^{story.rule} ", mended, re.M)
+    assert "not clean" in broken
+    assert "not clean" not in mended
+    assert after > before + 1.4
+    written = next(
+        part for part in made.PAGE.read_text().split("\n## ") if part.partition("\n")[0].endswith(story.title)
+    )
+    told = written.partition("\n")[2]
+    assert FIGURE.sub("#", told).strip() == FIGURE.sub("#", text).strip(), "stale: run `make docs`"
+    figures = [[float(each) for each in re.findall(r"\*\*(\d\.\d\d)\*\*", page)] for page in (told, text)]
+    assert figures[0] == pytest.approx(figures[1], abs=0.1), "other machines round otherwise"
+
+
+def test_every_story_is_in_the_table():
+    """The summary leaves one out, or its figures are those of another day."""
+    table, *sections = made.PAGE.read_text().split("\n## ")
+    for story, section in zip(made.STORIES, sections, strict=True):
+        row = next(line for line in table.splitlines() if story.title in line)
+        assert re.findall(r"\d\.\d\d", row.rpartition("`")[2]) == re.findall(r"\*\*(\d\.\d\d)\*\*", section)
