@@ -29,10 +29,12 @@ from transformers.utils import logging as transformers_logging
 
 from nextn.blocks.compressed import CompressedLayer
 from nextn.blocks.convolution import ConvolutionLayer
+from nextn.blocks.idle import cut_idle, with_idle
+from nextn.blocks.indexers import AngledLayer, PooledLayer
 from nextn.blocks.residual import ResidualBlock
 from nextn.errors import CheckpointError, ConfigError, RollbackError
 from nextn.families import Stage
-from nextn.rollback import AngledLayer, Apart, AttentionLayer, Cache, IndexedLayer, PooledLayer, RecurrentLayer, causal
+from nextn.rollback import Apart, AttentionLayer, Cache, IndexedLayer, RecurrentLayer, causal
 
 _FULL, _SLIDING, _INDEXED = "full_attention", "sliding_attention", "indexed_attention"
 _BLOCKWISE = "minimax_m3_sparse"  # an indexer that picks blocks of columns, counted from column 0
@@ -128,7 +130,7 @@ class Trunk(nn.Module):
         self.config = model.config.get_text_config(decoder=True)
         self.kinds = _kinds(self.config)
         _freeze_indexers(model)
-        _cut_idle_experts(model)
+        cut_idle(model)
         for module in self._mixers():
             module.register_forward_pre_hook(_record, with_kwargs=True)
 
@@ -463,29 +465,13 @@ def _from_state(
     model, info = loader.from_pretrained(
         None,
         config=config,
-        state_dict=_with_idle_experts(config.get_text_config(), state),
+        state_dict=with_idle(state, config.get_text_config()),
         dtype=dtype or config.dtype or config.get_text_config().dtype or kinds.most_common(1)[0][0],
         output_loading_info=True,
     )
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model, info
-
-
-def _with_idle_experts(config: PreTrainedConfig, state: Mapping[str, Readable]) -> dict[str, Readable]:
-    """LongCat's experts that compute nothing have rows in transformers and no tensors in files: any do, to be cut."""
-    out, first = dict(state), getattr(config, "n_routed_experts", 0)
-    likes = [name for name in state if name.endswith((".experts.0.gate_proj.weight", ".experts.0.up_proj.weight"))]
-    for expert in range(first, first + (getattr(config, "zero_expert_num", None) or 0)):
-        out |= {name.replace(".experts.0.", f".experts.{expert}."): state[name] for name in likes}
-    return out
-
-
-def _cut_idle_experts(model: nn.Module) -> None:
-    for part in model.modules():
-        rows = getattr(part, "gate_up_proj", None)
-        if getattr(part, "zero_expert_num", 0) and isinstance(rows, nn.Parameter):
-            part.gate_up_proj = nn.Parameter(rows.detach()[: cast(int, part.num_routed_experts)].clone())
 
 
 def packed(documents: Tensor) -> tuple[Tensor, Tensor]:
