@@ -378,6 +378,7 @@ RUNS = {
     "glm4_moe_lite": _USUAL,
     "glm_moe_dsa": _USUAL,
     "glm5_next": _USUAL,
+    "qwen4_exp": ("embedding_first", "streams", "streams", "1+w", "keep"),
     "glm_ocr": _USUAL,
     "qwen3_next": ("embedding_first", "post", "post", "1+w", "keep"),
     "qwen3_5": ("embedding_first", "post", "post", "1+w", "keep"),

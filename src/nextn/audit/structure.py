@@ -196,7 +196,7 @@ def _partial(head: Head) -> Iterator[Finding]:
         names = [inventory.published(f"{module}.{each}") for each in [*lost, *(f"block.{path}" for path in paths)]]
         stored = len(inventory.of_module(module))
         fused = [name for path, name in _block(inventory, module) if _FUSED.fullmatch(path)]
-        if fused and blocks.split_experts:
+        if fused and blocks.split_experts and inventory.family.experts != "fused":
             yield _experts_fused(inventory, fused)
         elif names:
             like = f"a block like the trunk's layer {layer}" if layer >= 0 else "a block"
