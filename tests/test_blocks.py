@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_oracle import their_logits
 from tiny import CONFIGS, build, decode, prompt
 from transformers.cache_utils import DynamicCache, MtpCache
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING as TABLE
 from transformers.masking_utils import create_sliding_window_causal_mask
-from transformers.modeling_layers import MtpModel
 
 from nextn.blocks.convolution import ConvolutionLayer
 from nextn.blocks.streams import collapse
@@ -249,21 +249,6 @@ def switched(model, **facts):
     for module in model.head.stack:
         module.family = family
     return model
-
-
-def their_logits(oracle, text, modules):
-    """transformers' MTP over a whole text -> logits [T-D, D, V], each depth eating the text's own tokens."""
-    ids = torch.tensor([text])
-    with torch.inference_mode():
-        mtp = MtpModel.from_pretrained(oracle)
-        states = oracle.get_decoder()(input_ids=ids).last_hidden_state
-        cache, out = MtpCache(config=oracle.config.get_mtp_config()), []
-        for depth in range(1, modules + 1):
-            columns = len(text) - modules
-            eaten, positions = ids[:, depth : depth + columns], torch.arange(depth, depth + columns)[None]
-            states = mtp.forward_layer(depth - 1, states[:, :columns], positions, cache, input_ids=eaten)
-            out.append(mtp._project_to_logits(states))
-    return torch.stack(out, dim=2)[0]
 
 
 @pytest.mark.parametrize(("modules", "post_norm"), [(1, True), (3, True), (2, False)])
