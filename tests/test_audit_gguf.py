@@ -3,13 +3,13 @@
 import builtins
 import zlib
 
+import gguf
 import numpy as np
 import pytest
 
 from nextn.audit.gguf import audit_gguf
 from nextn.errors import CheckpointError, ConfigError
 
-gguf = pytest.importorskip("gguf")
 H, V, LAYERS = 32, 64, 2
 Kind = gguf.GGMLQuantizationType
 BLOCK = {
