@@ -4,9 +4,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nextn.errors import ConfigError
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
+
+    from nextn.model import Model
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
@@ -21,3 +25,15 @@ def plain(text: str, style: str | None = None) -> "Text":
     from rich.text import Text
 
     return Text(text, style=style or "")
+
+
+def load_model(model: str, dtype: str, *, need_head: bool) -> "Model":
+    """dtype: `float32`, `bfloat16`, or `auto` for as stored."""
+    import torch
+
+    from nextn.model import Model
+
+    dtypes = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    if dtype not in dtypes:
+        raise ConfigError(f"dtype {dtype!r}; expected one of {', '.join(dtypes)}")
+    return Model.load(model, dtype=dtypes[dtype], need_head=need_head)
