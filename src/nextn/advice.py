@@ -9,13 +9,13 @@ from nextn.benchmark import Report
 from nextn.cost import measured_costs
 from nextn.errors import ConfigError
 from nextn.model import Model
-from nextn.speedup import DEFINITION, Costs, best_drafts, break_even, expected_speedup
+from nextn.speedup import DEFINITION, Costs, alike, best_drafts, break_even, expected_length, expected_speedup
 
 DEFINITIONS = {
     "speedup": DEFINITION,
     "interval": "the same with every a_k at the low, and at the high end of its 95 % Wilson interval",
     "acceptance": acceptance.DEFINITION,
-    "overhead": "o, measured at the largest K and batch 1; the same o is taken for every K and batch",
+    "overhead": "o, measured at the largest K and batch 1 by this decoder; the same o is taken for every K and batch",
     "break_even": "the acceptance, alike at every depth, at which this K costs what it gives; null: not even 1 does",
     "pays": "the low end of the interval, at the best K, is above 1",
     "measured": "speed-up of the decoder at the largest K in this run, beside what was expected of it",
@@ -53,12 +53,12 @@ class Forecast:
         told = f"{gain} ({best.interval[0]:.2f} to {best.interval[1]:.2f}) at K = {best.drafts}"
         if self.pays:
             return f"turn it on: {told}"
+        if best.speedup > 1:
+            return f"leave it off here, as no gain is sure: {told}; more text would tell"
         if best.break_even is None:
             return f"leave it off here: {told}; at these costs no acceptance makes it pay"
-        return (
-            f"leave it off here: {told}; K = {best.drafts} pays from an acceptance of {best.break_even:.2f} on, "
-            f"and depth 1 has {self.rates[0]:.2f}"
-        )
+        has = alike(expected_length(self.rates[: best.drafts]), best.drafts)
+        return f"leave it off here: {told}; it pays from an acceptance of {best.break_even:.2f} on, and has {has:.2f}"
 
     def as_record(self) -> dict[str, object]:
         """What goes into JSON reports."""

@@ -30,7 +30,8 @@ DEFINITIONS = {
     "acceptance": acceptance.DEFINITION + "; 95 % Wilson intervals",
     "expected_speedup": DEFINITION + "; here o = 0, with the AL that was measured at this K",
     "achieved": "speedup / expected_speedup",
-    "overhead": "o: measured round / measured plain round - v(K+1) - K c, medians; re-runs and host work are in it",
+    "overhead": "o: seconds per round over those of plain decoding of the same prompt in the same turn, median, "
+    "- v(K+1) - K c; re-runs of kept columns and host work are in it",
     "share": "of the wall time behind the prefill: drafting, verifying, and everything outside the two (host)",
     "bytes_per_token": "weights read per new token: (trunk's pass + K draft steps) / AL",
     "bandwidth_used": "bytes_per_token * tokens_per_s / the bandwidth of a copy on this machine, measured in this run; "
@@ -106,10 +107,9 @@ class Run:
         return (len(self.tokens) - 1) / self.wall_s if len(self.rounds) > 1 else float("nan")
 
     @property
-    def round_times(self) -> list[float]:
-        """Seconds of each round that drafted all K."""
-        whole = [each for each in self.rounds[1:] if len(each.rows[0].drafts) == self.drafts]
-        return [each.draft_s + each.verify_s for each in whole]
+    def round_s(self) -> float:
+        """Seconds of a round, on average; nan without one."""
+        return self.wall_s / (len(self.rounds) - 1) if len(self.rounds) > 1 else float("nan")
 
 
 def runs(model: Model, prompts: Sequence[Prompt], plan: Plan, *, clock: Clock = time.perf_counter) -> Iterator[Run]:
@@ -254,6 +254,8 @@ class Report:
         """Over the domain's prompts that do not loop; over all of the domain's where each one does."""
         places = self._places(temperature, domain)
         plain, mtp = ([run for run in self._at(temperature, k) if run.prompt in places] for k in (0, drafts))
+        twins = {(run.prompt, run.repeat): run for run in plain}
+        pairs = [(run, twins[run.prompt, run.repeat]) for run in mtp]
         found = Acceptance.of(each for run in mtp if run.temperature or not run.repeat for each in run.rounds)
         length = found.length if drafts else 1.0
         price = self.costs.of_round(drafts)
@@ -264,11 +266,11 @@ class Report:
             drafts=drafts,
             domain=domain,
             tokens_per_s=speed,
-            speedup=Spread.of(_known([_ratio(run, plain) for run in mtp])),
+            speedup=Spread.of(_known([run.tokens_per_s / twin.tokens_per_s for run, twin in pairs])),
             acceptance=found,
             share=_share(mtp),
             expected=length / price,
-            overhead=_round_time(mtp) / _round_time(plain) - price if drafts else 0.0,
+            overhead=Spread.of(_known([run.round_s / twin.round_s for run, twin in pairs])).median - price,
             bytes_per_token=read,
             bandwidth_used=read * speed.median / self.machine.bandwidth,
         )
@@ -319,16 +321,6 @@ class Report:
 
 def _known(values: Sequence[float]) -> list[float]:
     return [value for value in values if value == value]
-
-
-def _ratio(run: Run, plain: Sequence[Run]) -> float:
-    twin = next(each for each in plain if (each.prompt, each.repeat) == (run.prompt, run.repeat))
-    return run.tokens_per_s / twin.tokens_per_s
-
-
-def _round_time(runs: Sequence[Run]) -> float:
-    times = [seconds for run in runs for seconds in run.round_times]
-    return statistics.median(times) if times else float("nan")
 
 
 def _share(runs: Sequence[Run]) -> dict[str, float]:

@@ -102,11 +102,15 @@ def best_drafts(costs: Costs, rates: Sequence[float], *, overhead: float = 0.0) 
 
 def break_even(costs: Costs, drafts: int, *, overhead: float = 0.0) -> float | None:
     """The acceptance, the same at every depth, at which K = `drafts` costs what it gives; None: not even 1 does."""
-    price = costs.of_round(drafts) + overhead
-    if price > drafts + 1:
+    return alike(costs.of_round(drafts) + overhead, drafts)
+
+
+def alike(length: float, drafts: int) -> float | None:
+    """The acceptance that gives this AL at K = `drafts`, if it is the same at every depth; None beyond K + 1."""
+    if length > drafts + 1:
         return None
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (middle, high) if expected_length([middle] * drafts) < price else (low, middle)
+        low, high = (middle, high) if expected_length([middle] * drafts) < length else (low, middle)
     return high

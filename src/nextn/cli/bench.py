@@ -234,7 +234,11 @@ def _tell(advice: "Advice") -> None:
         sizes = (str(each.costs.batch), str(each.costs.context))
         table.add_row(_at(each.temperature), *sizes, *expected, str(each.best.drafts if each.pays else 0), even)
     screen.print(table)
-    for line in (*(f"{_at(each.temperature)}: {each.words}" for each in advice.headlines), *_warnings(advice.report)):
+    for each in advice.headlines:
+        found = advice.report.figures(each.temperature, advice.report.plan.drafts[-1])
+        told = f"measured in this run at K = {found.drafts}: {found.speedup.median:.2f} x"
+        screen.print(plain(f"{_at(each.temperature)}: {each.words}; {told}"), soft_wrap=True)
+    for line in _warnings(advice.report):
         screen.print(plain(line), soft_wrap=True)
 
 
