@@ -65,7 +65,8 @@ def _module(name: str, index: int, copies: bool) -> Shapes:
     wide = {"projection": (H, 2 * H), "token_projection": (H, H), "hidden_projection": (H, H)}
     shapes: Shapes = {}
     for role, path in family.names.items():
-        if role == "block" or (role in family.copies and not copies) or (index and "{" not in path):
+        copied = role in family.copies and (role in family.unwritten or not copies)
+        if role == "block" or copied or (index and "{" not in path):
             continue
         own = {path: shape for path, shape in said.items() if re.match(rf"{role}(\.|$)", path)}
         shapes |= own or {f"{role}.weight": wide.get(role, (V, H) if role in ("embedding", "output") else (H,))}

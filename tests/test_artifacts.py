@@ -28,11 +28,12 @@ COMPOSITES: dict[str, tuple[str, dict[str, dict[str, object] | str | int]]] = {
         "vision_config": _EYES | {"num_key_value_heads": 2, "fullatt_block_indexes": [0]},
         "text_config": {"model_type": "exaone4"},
     }),
+    "glm5_next": ("model.language_model.", {"vision_config": _EYES}),
     "inkling": ("", {"vision_config": {"patch_size": 4, "num_hidden_layers": 4}}),
     "minimax_m3": ("language_model.", {"vision_config": _EYES, "projector_hidden_size": 16}),
     "step3p5": ("", {"model_type": "step3p7", "vision_config": _EYES | {"max_position_embeddings": 16}}),
 }  # fmt: skip
-ELSE = re.compile("vision|visual|audio|projector")  # what no layout has
+ELSE = re.compile("vision|visual|audio|projector|patch_merge")  # what no layout has
 KNOWN = [name for name in LAYOUTS if name in COMPOSITES or LAYOUTS[name].config["model_type"] in CONFIG_MAPPING]
 FP8 = [row.name for row in rows() if row.fp8]
 

@@ -118,9 +118,9 @@ def test_compressed_columns_can_be_dropped(dropped):
         torch.testing.assert_close(got, reference[:, 25 - dropped :], atol=3e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v4", "inkling"])
+@pytest.mark.parametrize("name", ["deepseek_v4", "inkling", "minimax_m3"])
 def test_state_between_documents_is_refused(name):
-    """Compressors and convolutions reach over the border of packed documents, whatever the mask says."""
+    """Compressors, convolutions, blocks of columns reach over the border of packed documents, whatever a mask says."""
     trunk = build(name).trunk
     assert not trunk.can_pack
     with pytest.raises(ConfigError, match="one document per row"):

@@ -377,6 +377,7 @@ RUNS = {
     "glm4_moe": _USUAL,
     "glm4_moe_lite": _USUAL,
     "glm_moe_dsa": _USUAL,
+    "glm5_next": _USUAL,
     "glm_ocr": _USUAL,
     "qwen3_next": ("embedding_first", "post", "post", "1+w", "keep"),
     "qwen3_5": ("embedding_first", "post", "post", "1+w", "keep"),
@@ -388,10 +389,12 @@ RUNS = {
     "step3p5": ("embedding_first", "pre", "pre", "1+w", "keep"),
     "bailing_hybrid": _USUAL,
     "hy_v3": _USUAL,
+    "hy_v4": _USUAL,
     "exaone_moe": _USUAL,
     "inkling": ("hidden_first", "post", "post", "w", "keep"),
     "exaone4_5": _USUAL,
     "mellum": _USUAL,
+    "minimax_m3": ("embedding_first", "post", "pre", "1+w", "keep"),
     "cohere2_moe": _USUAL,
 }
 

@@ -98,6 +98,20 @@ def test_trainer(base, tmp_path):
         assert record.trained_with != record.beside, "the trunk was trained on"
 
 
+def test_trainer_resumes(base, tmp_path):
+    """A checkpoint that holds more than the trunk must still be one that Trainer goes on from, to the same bits."""
+    ends = []
+    for out, starts in (("whole", [None]), ("parts", [1, None])):
+        for stop in starts:
+            model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+            run = trainer(model, tmp_path / out, [KeepHead(base)])
+            run.args.max_steps = stop or 2
+            run.args.lr_scheduler_type = "constant"
+            run.train(resume_from_checkpoint=(tmp_path / out / "checkpoint-1").exists())
+        ends.append(model.state_dict())
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
 def test_peft_merge(base, tmp_path):
     """Adapters are saved as they are; the merged model has its head again."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

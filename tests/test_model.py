@@ -282,7 +282,6 @@ PUBLISHED = {
         "model.layers.2.mlp.router.gate.weight",
         "model.layers.2.mlp.expert_bias",
         "model.layers.2.mlp.shared_mlp.up_proj.weight",
-        "model.layers.2.shared_head.weight",
     },
     "exaone_moe": {
         "mtp.fc.weight",
@@ -334,6 +333,48 @@ PUBLISHED = {
         "model.mtp.layers.2.pre_mlp_layernorm.weight",
         "model.mtp.layers.2.final_layernorm.weight",
     },
+    "glm5_next": {
+        "model.language_model.layers.0.self_attn.f_a_proj.weight",
+        "model.language_model.layers.0.self_attn.q_conv1d.weight",
+        "model.language_model.layers.1.hc_attn_fn",
+        "model.language_model.layers.4.enorm.weight",
+        "model.language_model.layers.4.eh_proj.weight",
+        "model.language_model.layers.4.shared_head.norm.weight",
+        "model.language_model.layers.4.shared_head.head.weight",
+        "model.language_model.layers.4.embed_tokens.weight",
+        "model.language_model.layers.4.input_layernorm.weight",
+        "model.language_model.layers.4.self_attn.kv_a_proj_with_mqa.weight",
+        "model.language_model.layers.4.self_attn.indexer.index_kpool_compress_ape",
+        "model.language_model.layers.4.mlp.experts.3.down_proj.weight",
+    },
+    "hy_v4": {
+        "model.hc_head.hc_head_fn",
+        "model.layers.1.hc_attn_layer.hc_pre.hc_fn",
+        "model.mtp_layers.0.enorm.weight",
+        "model.mtp_layers.0.hnorm.weight",
+        "model.mtp_layers.0.eh_proj.weight",
+        "model.mtp_layers.0.final_layernorm.weight",
+        "model.mtp_layers.0.input_layernorm.weight",
+        "model.mtp_layers.0.self_attn.linear_gate.weight",
+        "model.mtp_layers.0.self_attn.learnable_sink_param",
+        "model.mtp_layers.0.self_attn.indexer.wk.weight",
+        "model.mtp_layers.0.mlp.experts.gate_up_proj",
+        "model.mtp_layers.0.mlp.shared_experts.up_proj.weight",
+        "model.mtp_layers.0.mlp.gate.e_score_correction_bias",
+    },
+    "minimax_m3": {
+        "language_model.lm_head.weight",
+        "language_model.model.layers.1.self_attn.index_q_proj.weight",
+        "language_model.model.mtp.layers.1.enorm.weight",
+        "language_model.model.mtp.layers.1.eh_proj.weight",
+        "language_model.model.mtp.layers.0.final_layernorm.weight",
+        "language_model.model.mtp.layers.0.transformer_layer.input_layernorm.weight",
+        "language_model.model.mtp.layers.0.transformer_layer.self_attn.index_k_norm.weight",
+        "language_model.model.mtp.layers.0.transformer_layer.block_sparse_moe.e_score_correction_bias",
+        "language_model.model.mtp.layers.0.transformer_layer.block_sparse_moe.gate.weight",
+        "language_model.model.mtp.layers.0.transformer_layer.block_sparse_moe.experts.3.w2.weight",
+        "language_model.model.mtp.layers.0.transformer_layer.block_sparse_moe.shared_experts.up_proj.weight",
+    },
     "dots3_note": {"model.mtp.embed_tokens.weight", "model.layers.2.self_attn.k_rope_only_layernorm.weight"},
     "ernie4_5_moe": {
         "model.mtp_emb_norm.0.weight",
@@ -351,7 +392,9 @@ def test_published_names(name, tmp_path):
     build(name, modules=MOST[name]).save(tmp_path / "model")
     names = set(json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())["weight_map"])
     assert names >= PUBLISHED[name]
-    assert not [each for each in names if re.search(r"(^|\.)(stack|block)\.|experts\.gate_up_proj", each)]
+    fused = by_name(name).experts == "fused"
+    assert not [each for each in names if re.search(r"(^|\.)(stack|block)\.", each)]
+    assert any(re.search(r"experts\.gate_up_proj", each) for each in names) == fused
 
 
 def test_bfloat16_and_sharded(tmp_path):

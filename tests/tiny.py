@@ -159,6 +159,40 @@ CONFIGS: dict[str, dict[str, object]] = {
     "glm_moe_dsa": _LATENT
     | _INDEXED
     | {"model_type": "glm_moe_dsa", "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
+    "hy_v4": _LATENT
+    | _INDEXED
+    | {
+        "model_type": "hy_v4",
+        "num_hidden_layers": 3,
+        "indexer_types": ["full", "full", "shared"],
+        "hc_mult": 2,
+        "learnable_sink_init": 0.5,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
+    "glm5_next": {
+        "model_type": "glm5_next",
+        "text_config": _LATENT
+        | _INDEXED
+        | {
+            "model_type": "glm5_next_text",
+            "num_hidden_layers": 4,
+            "n_group": 1,
+            "qk_rope_head_dim": 0,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "hc_mult": 2,
+            "hc_sinkhorn_iters": 3,
+            "index_kpool": 2,
+            "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+            "indexer_types": ["full", "full", "shared", "full"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+            "initializer_range": 0.1,  # with more, the chunked delta rule is off the step by step one
+            "pad_token_id": None,
+        },
+        "vision_config": _VISION,
+    },
     "step3p5": {
         "model_type": "step3p7",
         "text_config": _DENSE
@@ -174,6 +208,31 @@ CONFIGS: dict[str, dict[str, object]] = {
             "mtp_mlp_layer_types": ["dense", "sparse", "sparse"],
         },
         "vision_config": _VISION,
+    },
+    "minimax_m3": {
+        "model_type": "minimax_m3_vl",
+        "text_config": _SIZES
+        | {
+            "num_hidden_layers": 2,
+            "intermediate_size": 16,
+            "dense_intermediate_size": 64,
+            "shared_intermediate_size": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rotary_dim": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+            "layer_types": ["full_attention", "minimax_m3_sparse"],
+            "mlp_layer_types": ["dense", "sparse"],
+            # Blocks that are dropped in every test text.
+            "index_n_heads": 2,
+            "index_head_dim": 8,
+            "index_block_size": 3,
+            "index_topk_blocks": 2,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+        "vision_config": _VISION | {"hidden_size": 16},
+        "projector_hidden_size": 16,
     },
     "inkling": {
         "model_type": "inkling_mm_model",
@@ -279,7 +338,14 @@ CONFIGS: dict[str, dict[str, object]] = {
 }
 
 # (family, modules) of every tiny model that is built: a second module where the layout has room and it says more.
-_SEVERAL = {"deepseek_v3": (2, 3), "glm4_moe": (2, 3), "step3p5": (3,), "exaone4_5": (2,), "mimo_v2": (3,)}
+_SEVERAL = {
+    "deepseek_v3": (2, 3),
+    "glm4_moe": (2, 3),
+    "step3p5": (3,),
+    "exaone4_5": (2,),
+    "mimo_v2": (3,),
+    "minimax_m3": (2,),
+}
 BUILDS = [(name, count) for name in CONFIGS for count in (1, *_SEVERAL.get(name, ()))]
 MOST = dict(BUILDS)
 

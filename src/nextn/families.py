@@ -6,7 +6,7 @@ The rows are in `family_rows`.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from reprlib import repr as brief
@@ -83,13 +83,15 @@ class Family:
     one in the block, longer paths first, with `{expert}` for a number. saved: path in the trunk's files as transformers
     writes them -> the published one, if that is another, first match first. optional: role -> the config's field
     without which a head does not have it. interleaved: paths in the block whose `gate_proj` and `up_proj` are stored as
-    one, a row of each in turn. own: stored roles that are the head's own; the others of embedding and output are
-    copies. trunk: where the trunk keeps embedding and output. wrappers: leading path that some checkpoints have -> what
-    it stands for. spare_count: the config may promise one module more than there are. own_block: the block has not the
-    tensors of a trunk layer. projection_bias: the config's field that gives the projection a bias. block: how the
-    trunk's config differs for the head's block; a list has one entry for each decoder layer of a module. cannot_run:
-    why `Head` does not compute it. sources: what was read beside the engines' code. unverified: what none of it could
-    settle.
+    one, a row of each in turn. joined: those where the file has them apart, and transformers one under the other. own:
+    stored roles that are the head's own; the others of embedding and output are copies. unwritten: copies that are read
+    and never written. trunk: where the trunk keeps embedding and output. wrappers: leading path that some checkpoints
+    have -> what it stands for. spare_count: the config may promise one module more than there are. own_block: the block
+    has not the tensors of a trunk layer. parts: what a plain residual block has -> its path in a layer of the trunk,
+    where the block is made of such parts. projection_bias: the config's field that gives the projection a bias. block:
+    how the trunk's config differs for the head's block; a list has one entry for each decoder layer of a module.
+    cannot_run: why `Head` does not compute it. sources: what was read beside the engines' code. unverified: what none
+    of it could settle.
     """
 
     name: str
@@ -113,13 +115,16 @@ class Family:
     saved: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, str] = field(default_factory=dict)
     interleaved: tuple[str, ...] = ()
+    joined: tuple[str, ...] = ()
     experts: Literal["split", "fused", "stacked"] = "split"
     max_modules: int | None = None
     spare_count: bool = False
     own_block: bool = False
+    parts: Mapping[str, str] = field(default_factory=dict)
     draft_types: tuple[str, ...] = ()
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     own: tuple[str, ...] = ()
+    unwritten: tuple[str, ...] = ()
     trunk: Mapping[str, str] = field(default_factory=lambda: {"embedding": "model.embed_tokens", "output": "lm_head"})
     wrappers: Mapping[str, str] = field(default_factory=dict)
     fp8: Fp8 | None = None
@@ -177,6 +182,10 @@ class Family:
                     rest = _renamed(rest, self._outside)
                 return f"{module}.{role}" + (f".{rest}" if rest else "")
         return None
+
+    def wrapper(self, names: Collection[str]) -> str:
+        """The one of `wrappers` that these names of a checkpoint have, or none: an empty path."""
+        return next((each for each in self.wrappers if any(name.startswith(each) for name in names)), "")
 
     def shared_role(self, name: str) -> str | None:
         """`embedding` or `output` if that is what the trunk keeps under this tensor name, whatever the wrapper."""

@@ -70,6 +70,10 @@ _ASSUMED_BF16 = "that the released fp8 keeps the projection in bf16: inferred fr
 _FP8_UNKNOWN = "which head tensors the fp8 release keeps in bf16"
 
 
+# A block of its own is plain: the trunk's attention, MLP and norms, and nothing of what else its layers have.
+_PARTS = {name: name for name in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")}
+
+
 def _module(root: str, **paths: str) -> dict[str, str]:
     usual = {"token_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj", "final_norm": "final_layernorm"}
     return {role: f"{root}.{path}" for role, path in (usual | paths).items()} | {"block": root}
@@ -130,8 +134,9 @@ _DEEPSEEK_V3 = Family(
     sources=(
         "https://arxiv.org/abs/2412.19437", "https://github.com/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md",
         "https://github.com/vllm-project/vllm/issues/48492",
+        # The release's headers, printed: eh_proj and both copies in BF16, 576 rows of kv_a_proj under 5 scales.
+        "https://github.com/simpx/model-inspect/blob/main/README.md",
     ),
-    unverified=(_ASSUMED_BF16,),
 )
 _DEEPSEEK_V32 = replace(
     _DEEPSEEK_V3, name="deepseek_v32", title="DeepSeek-V3.2", model_types=("deepseek_v32",), draft_types=(),
@@ -142,7 +147,7 @@ _DEEPSEEK_V32 = replace(
         "llamacpp": _gguf("deepseek32.cpp", "the draft attends without the indexer"),
         "transformers": _ignores("deepseek_v32/modeling_deepseek_v32.py"),
     },
-    sources=("https://github.com/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md",),
+    sources=("https://github.com/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md",), unverified=(_ASSUMED_BF16,),
     remarks=("with index_share_for_mtp_iteration, engines pick indices at the first draft and reuse them",),
 )
 _DEEPSEEK_V4 = Family(
@@ -211,6 +216,7 @@ _GLM4_MOE = replace(
         "transformers": Engine("runs", _MTP_MODEL, missing="raises", layers=(46, 92), modules=1),
     },
     sources=(_SGLANG + "model_loader/weight_utils.py", "https://github.com/vllm-project/vllm/issues/48492"),
+    unverified=(_ASSUMED_BF16,),
 )
 _GLM4_MOE_LITE = replace(
     _GLM4_MOE, name="glm4_moe_lite", title="GLM-4.7-Flash", model_types=("glm4_moe_lite",),
@@ -245,8 +251,7 @@ _GLM5_NEXT = replace(
         "llamacpp": _kept("glm5-next.cpp", "its graph throws: not implemented yet"),
         "transformers": _ignores("glm5_next/modeling_glm5_next.py", _STATEFUL),
     },
-    sources=(), own_block=True,
-    cannot_run="the trunk's layers have delta attention and hyper-connections, the head's block is sparse MLA",
+    sources=(), own_block=True, parts=_PARTS,
     unverified=("release status", _FP8_UNKNOWN),
 )
 _GLM_OCR = replace(
@@ -507,7 +512,7 @@ _BAILING_HYBRID = replace(
 )
 _HY_V3 = Family(
     name="hy_v3", title="Hunyuan V3 (HY-V3)", model_types=("hy_v3",), draft_types=("hy_v3_mtp",), count_fields=_NEXTN,
-    default_count=0, names=_module("model.layers.{layer}", output="shared_head"),
+    default_count=0, names=_module("model.layers.{layer}", output="shared_head"), unwritten=("output",),
     block={"mlp_layer_types": ["sparse"]},
     inside={
         "mlp.gate": "mlp.router.gate", "mlp.e_score_correction_bias": "mlp.expert_bias",
@@ -520,11 +525,24 @@ _HY_V3 = Family(
         "transformers": _ignores("hy_v3/modeling_hy_v3.py"),
     },
     sources=(_HF + "conversion_mapping.py",),
-    unverified=("that releases hold shared_head.weight: vLLM's comment names it, every engine skips it",),
+    remarks=(
+        "a copy shared_head.weight is read and not written: vLLM's comment names it and every engine skips it, but "
+        "llama.cpp's converter stops at the name, so that the release cannot hold it",
+    ),
 )
 _HY_V4 = Family(
     name="hy_v4", title="Hunyuan V4 (HY-V4)", model_types=("hy_v4",), draft_types=("hy_v4_mtp",), count_fields=_NEXTN,
     default_count=0, names=_module("model.mtp_layers.{module}"), spare_count=True, experts="fused",
+    block={"layer_types": ["indexed_attention"], "mlp_layer_types": ["sparse"], "indexer_types": ["full"]},
+    inside={"self_attn.gate_proj": "self_attn.linear_gate", "self_attn.sinks": "self_attn.learnable_sink_param"},
+    # transformers reads the published names, and writes others: hc_pre in the wrong place, all gates as attention's.
+    saved={
+        "model.layers.{layer}.mlp.linear_gate": "model.layers.{layer}.mlp.gate_proj",
+        "model.layers.{layer}.mlp.shared_experts.linear_gate": "model.layers.{layer}.mlp.shared_experts.gate_proj",
+        "model.hc_pre.hc_head": "model.hc_head",
+        "model.layers.{layer}.hc_pre.hc_attn_layer": "model.layers.{layer}.hc_attn_layer.hc_pre",
+        "model.layers.{layer}.hc_pre.hc_mlp_layer": "model.layers.{layer}.hc_mlp_layer.hc_pre",
+    },
     engines={
         "vllm": _vllm(
             "models/hy_v4/nvidia/mtp.py", _PLAIN,
@@ -535,8 +553,7 @@ _HY_V4 = Family(
         "llamacpp": Engine("drops", _LC + "hy_v4.py"),
         "transformers": _ignores("hy_v4/modeling_hy_v4.py"),
     },
-    sources=(_HF + "conversion_mapping.py",), own_block=True,
-    cannot_run="the trunk's layers are hyper-connections; the head's block is sparse latent attention without them",
+    sources=(_HF + "conversion_mapping.py",), own_block=True, parts=_PARTS,
     remarks=("num_nextn_predict_layers is 1 or 2 for one module",), unverified=("release status", _FP8_UNKNOWN),
 )
 _EXAONE_MOE = Family(
@@ -624,7 +641,17 @@ _MINIMAX_M3 = Family(
     name="minimax_m3", title="MiniMax-M3", model_types=("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3_text"),
     draft_types=("minimax_m3_mtp",), count_fields=("num_mtp_modules",), default_count=1,
     names=_module("model.mtp.layers.{module}") | {"block": "model.mtp.layers.{module}.transformer_layer"},
-    recycled="pre", gain="1+w", wrappers=_TEXT,
+    recycled="pre", gain="1+w", wrappers={"language_model.": ""}, joined=("mlp.shared_experts",),
+    block={"layer_types": ["minimax_m3_sparse"], "mlp_layer_types": ["sparse"]},
+    inside={
+        "self_attn.indexer.q_proj": "self_attn.index_q_proj", "self_attn.indexer.k_proj": "self_attn.index_k_proj",
+        "self_attn.indexer.q_norm": "self_attn.index_q_norm", "self_attn.indexer.k_norm": "self_attn.index_k_norm",
+        "mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
+        "mlp.gate": "block_sparse_moe.gate", "mlp.shared_experts": "block_sparse_moe.shared_experts",
+        "mlp.experts.{expert}.gate_proj": "block_sparse_moe.experts.{expert}.w1",
+        "mlp.experts.{expert}.down_proj": "block_sparse_moe.experts.{expert}.w2",
+        "mlp.experts.{expert}.up_proj": "block_sparse_moe.experts.{expert}.w3",
+    },
     engines={
         "vllm": _vllm(
             "models/minimax_m3/nvidia/mtp.py", "num_mtp_modules > 1 does not start the multi-module runner",
@@ -634,10 +661,7 @@ _MINIMAX_M3 = Family(
         "llamacpp": Engine("drops", _LC + "minimax.py"),
         "transformers": _ignores("minimax_m3_vl/modeling_minimax_m3_vl.py"),
     },
-    sources=(),
-    cannot_run="the block indexer of its sparse layers keeps its keys by a call (update_index) that the cache layers "
-    "do not have; the names inside its block are not in the table; a vision-language checkpoint's head is not written "
-    "under language_model.",
+    sources=(_HF + "conversion_mapping.py",),
     unverified=("recycled: one engine alone runs the head", _FP8_UNKNOWN),
 )
 _KIMI_K3 = Family(

@@ -13,7 +13,7 @@ from nextn.errors import CheckpointError
 from nextn.families import lookup
 from nextn.head import Head
 from nextn.inventory import Inventory
-from nextn.layout import deinterleave, fuse_experts, interleave, split_experts
+from nextn.layout import deinterleave, fuse_experts, interleave, join_pairs, part_pairs, split_experts
 from nextn.trunk import Trunk
 from nextn.weights import Stored, Weights, is_activation_scale
 
@@ -25,26 +25,31 @@ def cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def stored_form(head: Head, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The head's own state, by canonical name, in the form that the family stores; `running_form` undoes it."""
-    return split_experts(interleave(state, head.family.interleaved), head.family.experts)
+    state = part_pairs(interleave(state, head.family.interleaved), head.family.joined)
+    return split_experts(state, head.family.experts)
 
 
 def running_form(head: Head, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return fuse_experts(deinterleave(state, head.family.interleaved))
+    return join_pairs(fuse_experts(deinterleave(state, head.family.interleaved)), head.family.joined)
 
 
-def head_tensors(head: Head, copies: bool = True, *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def head_tensors(
+    head: Head, copies: bool = True, *, dtype: torch.dtype | None = None, wrapper: str = ""
+) -> dict[str, Tensor]:
     """The head's tensors under their published names, experts one by one where the family stores them so.
 
     copies: the shared ones again inside each module, as the family stores them. dtype: cast to it what does not keep
-    fp32 whatever the model's dtype (None = as is).
+    fp32 whatever the model's dtype (None = as is). wrapper: one of the family's, which the trunk's names have.
     """
     state = {name: cast(value, None if head.keeps_fp32(name) else dtype) for name, value in _own(head).items()}
     if copies:
         shared = {"embedding": head.trunk.embedding.weight, "output": head.trunk.output.weight}
         for index in range(head.num_modules):
             # clone: safetensors refuses two names for one storage, and the file does hold it twice
-            state |= {f"{index}.{role}.weight": cast(shared[role], dtype).clone() for role in head.family.copies}
-    return {head.published(name): value.contiguous() for name, value in stored_form(head, state).items()}
+            roles = [role for role in head.family.copies if role not in head.family.unwritten]
+            state |= {f"{index}.{role}.weight": cast(shared[role], dtype).clone() for role in roles}
+    stored, layers = stored_form(head, state), head.trunk.num_layers
+    return {head.family.published(name, layers, wrapper=wrapper): value.contiguous() for name, value in stored.items()}
 
 
 def trunk_state(inventory: Inventory, weights: Weights) -> tuple[dict[str, Stored], list[str]]:
@@ -187,8 +192,7 @@ class _Account:
 
 
 def _trunk_wrapper(inventory: Inventory) -> str:
-    some = next((info.name for info in inventory.layers.get(0, {}).values()), "")
-    return next((each for each in inventory.family.wrappers if some.startswith(each)), "")
+    return inventory.family.wrapper([info.name for info in inventory.layers.get(0, {}).values()])
 
 
 def _listed(title: str, problems: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ LARGEST = 448.0
 
 # Linears of a decoder layer that fp8 releases leave alone: routers, gates, the small projections of a delta net, what
 # is no Linear. Source: modules_to_not_convert in the published configs (DeepSeek-V3.2, Qwen3-Next-FP8, Qwen3.5-FP8).
-_PLAIN = re.compile(r"(^|\.)(gate|router|shared_expert_gate|in_proj_(a|b|ba)|conv1d|weights_proj)\.")
+_PLAIN = re.compile(r"(^|\.)(gate|router|shared_expert_gate|in_proj_(a|b|ba)|([qkv]_)?conv1d|weights_proj)\.")
 
 
 def quantise(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,7 @@ class Module(nn.Module):
         projections = [role for role in _PROJECTIONS if role in family.names]
         for role in projections:
             setattr(self, role, nn.Linear(_PROJECTIONS[role] * size, size, bias=bias, dtype=trunk.dtype))
-        self.block: nn.Module = trunk.block(index, count, family.block)
+        self.block: nn.Module = trunk.block(index, count, family.block, parts=family.parts)
         self.kinds = trunk.block_kinds(index, count, family.block)
         has_norm = "final_norm" in family.names and trunk.has(family.optional.get("final_norm"))
         self.final_norm = trunk.norm() if has_norm else nn.Identity()
@@ -160,11 +160,6 @@ class Head(nn.Module):
         """The decoder layers of all modules."""
         return [layer for index in range(self.num_modules) for layer in self._at(index).layers]
 
-    def published(self, name: str) -> str:
-        """Tensor name in a checkpoint of canonical `<module>.<role>[.<rest>]`, wrapped as the trunk's own are."""
-        wrapper = self.trunk.prefix if self.trunk.prefix in self.family.wrappers else ""
-        return self.family.published(name, self.trunk.num_layers, wrapper=wrapper)
-
     def module(self, depth: int) -> int:
         """Index of the module that computes `depth` (1-based)."""
         return min(depth, self.num_modules) - 1
@@ -209,7 +204,7 @@ class Head(nn.Module):
             hidden.to(embedded.dtype),
             positions=positions,
             rotary=self.trunk.rotary(embedded, positions, module.kind),
-            mask=self.trunk.mask(module.kind, columns, cache=cache, within=within),
+            mask=self.trunk.mask(module.kind, columns, rows=len(tokens), cache=cache, within=within),
             cache=cache,
         )
 

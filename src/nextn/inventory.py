@@ -85,8 +85,7 @@ class Inventory:
     @property
     def wrapper(self) -> str:
         """The leading path that this checkpoint's head has, as `Family.published` takes it."""
-        names = list(self.stored.values()) or list(self.shared.values())
-        return next((each for each in self.family.wrappers if any(name.startswith(each) for name in names)), "")
+        return self.family.wrapper(self.stored.values() or self.shared.values())
 
 
 def count_layers(checkpoint: Checkpoint) -> int:

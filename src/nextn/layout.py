@@ -72,5 +72,24 @@ def deinterleave(state: Mapping[str, Tensor], paths: Sequence[str]) -> dict[str,
     return out
 
 
+def part_pairs(state: Mapping[str, Tensor], paths: Sequence[str]) -> dict[str, Tensor]:
+    """`block.<path>.gate_up_proj.weight` [2I, H] -> `gate_proj` and `up_proj` [I, H]."""
+    out = dict(state)
+    for name in [each for each in state if _ends(each, paths, "gate_up_proj.weight")]:
+        gate, up = out.pop(name).chunk(2)
+        stem = name.removesuffix("gate_up_proj.weight")
+        out |= {f"{stem}gate_proj.weight": gate, f"{stem}up_proj.weight": up}
+    return out
+
+
+def join_pairs(state: Mapping[str, Tensor], paths: Sequence[str]) -> dict[str, Tensor]:
+    """Inverse of `part_pairs`."""
+    out = dict(state)
+    for name in [each for each in state if _ends(each, paths, "gate_proj.weight")]:
+        stem = name.removesuffix("gate_proj.weight")
+        out[f"{stem}gate_up_proj.weight"] = torch.cat([out.pop(f"{stem}{part}_proj.weight") for part in ("gate", "up")])
+    return out
+
+
 def _ends(name: str, paths: Sequence[str], part: str) -> bool:
     return any(name.endswith(f".block.{path}.{part}") for path in paths)

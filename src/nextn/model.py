@@ -132,7 +132,8 @@ class Model:
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
         if self.head is not None:
-            _add_shard(folder, head_tensors(self.head, copies, dtype=dtype))
+            wrapper = self.family.wrapper(Checkpoint.open(folder).tensors)
+            _add_shard(folder, head_tensors(self.head, copies, dtype=dtype, wrapper=wrapper))
         config = self.family.with_count(Checkpoint.open(folder).config, self.head.num_modules if self.head else 0)
         write_json(folder / "config.json", _with_dtype(config, dtype or model.dtype))
 

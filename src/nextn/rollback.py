@@ -86,12 +86,23 @@ class IndexedLayer(AttentionLayer):
     _index: Tensor | None = None
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        self._index = written(self._index, indexer_key_states[:, None], self._starts)
-        return self._index[:, 0, : self._end]
+        return self.update_index(indexer_key_states[:, None])[:, 0]
+
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        """MiniMax-M3's name for it, with an axis of one head: [B, 1, m, dim]."""
+        self._index = written(self._index, idx_k, self._starts)
+        return self._index[:, :, : self._end]
 
     def select(self, rows: Tensor) -> None:
         super().select(rows)
         self._index = None if self._index is None else self._index[rows]
+
+
+class PooledLayer(IndexedLayer):
+    """For an indexer that pools columns (GLM-5-Next): it asks for their number when its own are among them."""
+
+    def get_seq_length(self) -> int:
+        return self._end
 
 
 def written(slab: Tensor | None, states: Tensor, starts: Sequence[int]) -> Tensor:

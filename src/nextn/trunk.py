@@ -8,7 +8,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -29,11 +29,13 @@ from transformers.utils import logging as transformers_logging
 
 from nextn.blocks.compressed import CompressedLayer
 from nextn.blocks.convolution import ConvolutionLayer
+from nextn.blocks.residual import ResidualBlock
 from nextn.errors import CheckpointError, ConfigError, RollbackError
 from nextn.families import Stage
-from nextn.rollback import Apart, AttentionLayer, Cache, IndexedLayer, RecurrentLayer, causal
+from nextn.rollback import Apart, AttentionLayer, Cache, IndexedLayer, PooledLayer, RecurrentLayer, causal
 
 _FULL, _SLIDING, _INDEXED = "full_attention", "sliding_attention", "indexed_attention"
+_BLOCKWISE = "minimax_m3_sparse"  # an indexer that picks blocks of columns, counted from column 0
 _RECURRENT = ("linear_attention", "conv")
 _COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
 # Attention whose layers have convolutions beside it -> what transformers calls its mask.
@@ -51,12 +53,14 @@ class Hidden:
 @dataclass(frozen=True)
 class Kind:
     """How a decoder layer attends. window: columns that a sliding layer sees, its own included; None = all before.
-    states: how many of convolutions or recurrences it has. rate: columns to an entry where attention is compressed."""
+    states: how many of convolutions or recurrences it has. rate: columns to an entry where attention is compressed.
+    pool: columns to a pool where an indexer picks pools."""
 
     name: str = _FULL
     window: int | None = None
     states: int = 1
     rate: int = 0
+    pool: int = 0
 
     @property
     def is_recurrent(self) -> bool:
@@ -65,22 +69,23 @@ class Kind:
     @property
     def can_pack(self) -> bool:
         """Whether a mask and positions alone keep the documents of a row apart."""
-        return not (self.is_recurrent or self.rate or self.name in _HYBRID)
+        return not (self.is_recurrent or self.rate or self.pool or self.name in (*_HYBRID, _BLOCKWISE))
 
     @property
     def goes_apart(self) -> bool:
         """Whether rows of different lengths cannot go together: transformers counts all from one offset."""
-        return self.name in _HYBRID
+        return self.name in _HYBRID or bool(self.pool)
 
 
 class _Decoder(Protocol):
-    """What is asked of transformers' decoders: `layers`, the final norm under one of two names, and a call."""
+    """What is asked of transformers' decoders: layers, final norm (under one of two names), initial values, a call."""
 
     layers: nn.ModuleList
     norm: nn.Module
     norm_f: nn.Module
 
     def __call__(self, **kwargs: object) -> "_Output": ...
+    def _init_weights(self, module: nn.Module) -> None: ...
 
 
 class _Output(Protocol):
@@ -164,11 +169,6 @@ class Trunk(nn.Module):
         return cast(_Decoder, self.model.get_decoder())
 
     @property
-    def prefix(self) -> str:
-        """Where the decoder stands in the model: `model.`, or `model.language_model.` in some vision-language types."""
-        return next(name for name, part in self.model.named_modules() if part is self.decoder) + "."
-
-    @property
     def final_norm(self) -> nn.Module:
         return self.decoder.norm if hasattr(self.decoder, "norm") else self.decoder.norm_f
 
@@ -234,7 +234,7 @@ class Trunk(nn.Module):
             width = tokens.shape[1]
             cache.begin(width)
             positions: Tensor | None = cache.positions(width)
-            mask = self._masks(lambda kind: self.mask(kind, width, cache=cache))
+            mask = self._masks(lambda kind: self.mask(kind, width, rows=len(tokens), cache=cache))
         else:
             positions, mask = self._packed(tokens, documents)
         with self._tapped() as tap:
@@ -254,7 +254,7 @@ class Trunk(nn.Module):
 
     def logits(self, normed: Tensor) -> Tensor:
         """normed [..., H] -> [..., V]."""
-        return self.output(normed)[..., : self.vocab_size]
+        return self.output(normed.to(self.output.weight.dtype))[..., : self.vocab_size]  # HY-V4's stays in fp32
 
     @property
     def readout(self) -> Tensor:
@@ -266,14 +266,18 @@ class Trunk(nn.Module):
         """An empty cache for batch_size rows. Raises RollbackError for a layer kind that cannot be put back exactly."""
         return new_cache(self.kinds, batch_size, device=self.device)
 
-    def block(self, index: int, count: int, overrides: Mapping[str, object]) -> nn.Module:
+    def block(
+        self, index: int, count: int, overrides: Mapping[str, object], *, parts: Mapping[str, str] = {}
+    ) -> nn.Module:
         """A fresh decoder layer of the trunk's class, for module `index` of `count`; overrides change its config.
 
         A list in overrides has one entry for each layer of a module: with several, the block is an nn.ModuleList.
+        parts: those of such a layer that make a `ResidualBlock`, if that is what the block is.
         """
         config = self._block_config(count, overrides)
         layer_class = cast(Callable[..., nn.Module], type(self.decoder.layers[-1]))
         layers = [layer_class(config, place) for place in _places(index, overrides)]
+        layers = [ResidualBlock(layer, parts) for layer in layers] if parts else layers
         block = layers[0] if len(layers) == 1 else nn.ModuleList(layers)
         self.initialize(block)
         _freeze_indexers(block)
@@ -327,7 +331,7 @@ class Trunk(nn.Module):
     def initialize(self, module: nn.Module) -> None:
         """Initial values by the trunk's own rule."""
         for part in module.modules():
-            self.model._init_weights(part)
+            self.decoder._init_weights(part)
 
     def rotary(self, states: Tensor, positions: Tensor, kind: Kind) -> object:
         """Position embeddings for states [B, T, H] at positions [B, T], as layers of this kind want them."""
@@ -344,12 +348,21 @@ class Trunk(nn.Module):
         return {label: rotary(states, positions, label) for label in rotary.layer_types}
 
     def mask(
-        self, kind: Kind, num_columns: int, *, cache: Cache | None = None, within: Tensor | None = None
+        self,
+        kind: Kind,
+        num_columns: int,
+        *,
+        rows: int = 1,
+        cache: Cache | None = None,
+        within: Tensor | None = None,
     ) -> Tensor | None:
         """What a layer of this kind may see: [B, 1, T, columns], or None where causal attention needs no mask.
 
         cache: the window that is open in it; else T columns from 0, and within [B, 1, T, T] bool limits them further.
+        Pools are masked by the layer, which wants to know [rows, T] that no column is padding.
         """
+        if kind.pool:
+            return torch.ones(rows, num_columns, dtype=torch.bool, device=self.device)
         always = kind.name == _INDEXED or self._is_eager
         if cache is not None:
             mask = cache.mask(num_columns, window=kind.window, always=always)
@@ -458,7 +471,9 @@ def new_cache(kinds: Sequence[Kind], batch_size: int, *, device: torch.device, s
 def _cache_layer(kind: Kind, spare: int) -> AttentionLayer | RecurrentLayer | _IdleLayer:
     if kind.name in (_FULL, _SLIDING):
         return AttentionLayer()
-    if kind.name == _INDEXED:
+    if kind.pool:
+        return PooledLayer()
+    if kind.name in (_INDEXED, _BLOCKWISE):
         return IndexedLayer()
     if kind.rate:
         return CompressedLayer(kind.rate)
@@ -468,13 +483,15 @@ def _cache_layer(kind: Kind, spare: int) -> AttentionLayer | RecurrentLayer | _I
         return RecurrentLayer(kind.states)
     if kind.name == "dummy":
         return _IdleLayer()
-    known = ", ".join((_FULL, _SLIDING, _INDEXED, *_COMPRESSED, *_HYBRID, *_RECURRENT))
+    known = ", ".join((_FULL, _SLIDING, _INDEXED, _BLOCKWISE, *_COMPRESSED, *_HYBRID, *_RECURRENT))
     raise RollbackError(f"layers of kind {kind.name!r} cannot be put back exactly; supported: {known}")
 
 
 def _kinds(config: PreTrainedConfig) -> list[Kind]:
     # A block's config may name more layers than it has.
-    return [_kind(name, options) for name, options in zip(*get_layer_types_and_kwargs(config), strict=False)]
+    kinds = [_kind(name, options) for name, options in zip(*get_layer_types_and_kwargs(config), strict=False)]
+    pool = getattr(config, "index_kpool", 0)
+    return [replace(kind, pool=pool) if kind.name == _INDEXED else kind for kind in kinds]
 
 
 def _kind(name: str, options: Mapping[str, Any]) -> Kind:
