@@ -16,7 +16,18 @@ PACKAGE = Path(nextn.__file__).parent
 # From the bottom to the top: a module imports only what stands to its left or in an earlier row.
 LAYERS = [
     ["errors"],
-    ["families", "family_rows", "remote", "bytelevel", "loss", "sampling", "rollback", "layout", "acceptance"],
+    [
+        "families",
+        "family_rows",
+        "remote",
+        "bytelevel",
+        "loss",
+        "sampling",
+        "rollback",
+        "layout",
+        "acceptance",
+        "speedup",
+    ],
     ["checkpoint", "data", "blocks", "storage", "quantformats"],
     ["trunk"],
     ["inventory", "quantisation", "head", "fp8"],
@@ -29,17 +40,17 @@ LAYERS = [
     ["keep"],
     ["decode", "model"],
     ["text", "evaluate", "plot"],
-    ["train", "tracer"],
-    ["recipes"],
-    ["demo"],
+    ["train", "tracer", "cost", "workload"],
+    ["recipes", "benchmark"],
+    ["demo", "advice"],
     ["cli"],
 ]
 # One idea in two files: the rows are made of the classes, and the look-ups read the rows.
 TWO_FILES = {"families": {"family_rows"}, "family_rows": {"families"}}
 # fmt: off
 NO_TORCH = (
-    "errors", "families", "remote", "checkpoint", "bytelevel", "data", "acceptance", "storage", "quantformats",
-    "quantisation", "inventory", "snapshot", "provenance", "audit", "graft", "relayout", "cli",
+    "errors", "families", "remote", "checkpoint", "bytelevel", "data", "acceptance", "speedup", "storage",
+    "quantformats", "quantisation", "inventory", "snapshot", "provenance", "audit", "graft", "relayout", "cli",
 )
 # fmt: on
 
@@ -141,4 +152,4 @@ def test_public_names_resolve():
 def test_line_budget():
     """Growth is a decision: raise the number in the change that needs it, and say why in docs/architecture.md."""
     files = [path for path in PACKAGE.rglob("*.py") if path.stem != "family_rows"]  # rows are facts, not code
-    assert sum(path.read_text().count("\n") for path in files) <= 12000
+    assert sum(path.read_text().count("\n") for path in files) <= 13000

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from nextn import acceptance
 from nextn.acceptance import Acceptance
-from nextn.benchmark import Report
-from nextn.cost import measured_costs
+from nextn.benchmark import Plan, Report, Run, measured
+from nextn.cost import check, measured_costs
 from nextn.errors import ConfigError
 from nextn.model import Model
 from nextn.speedup import DEFINITION, Costs, alike, best_drafts, break_even, expected_length, expected_speedup
+from nextn.workload import Prompt
 
 DEFINITIONS = {
     "speedup": DEFINITION,
@@ -95,17 +97,25 @@ def forecast(found: Acceptance, costs: Costs, *, temperature: float, overhead: f
 
 def advised(
     model: Model,
-    report: Report,
+    prompts: Sequence[Prompt],
+    plan: Plan,
     *,
     batches: Sequence[int] = (1, 2, 4, 8),
     contexts: Sequence[int] = (),
+    source: str = "",
+    on_run: Callable[[Run], None] = lambda run: None,
     on_costs: Callable[[Costs], None] = lambda costs: None,
 ) -> "Advice":
-    """Measure the costs of every batch size and context (none given: the report's) -> advice. Raises ConfigError."""
-    cells = [(context, batch) for context in contexts or (report.costs.context,) for batch in batches]
-    found = []
-    for context, batch in cells:
-        found.append(measured_costs(model, drafts=report.plan.drafts[-1], batch=batch, context=context))
+    """Decode by the plan, then measure the costs of every batch size and context (none: the texts') -> advice.
+
+    Raises ConfigError, before anything is decoded, for sizes that do not fit the model.
+    """
+    largest = plan.drafts[-1]
+    for context, batch in product(contexts or (1,), batches):
+        check(model, drafts=largest, batch=batch, context=context)
+    report, found = measured(model, prompts, plan, source=source, on_run=on_run), []
+    for context, batch in product(contexts or (report.costs.context,), batches):
+        found.append(measured_costs(model, drafts=largest, batch=batch, context=context))
         on_costs(found[-1])
     return Advice(report, tuple(found))
 

@@ -38,11 +38,8 @@ def measured_costs(
 
     Each ends in its argmax on the host, as in decoding. Raises ConfigError where these do not fit the model.
     """
-    if model.head is None or min(drafts, batch, context, repeats) < 1:
-        raise ConfigError(f"{drafts=}, {batch=}, {context=}, {repeats=}: each must be at least 1, and needs a head")
-    limit = model.trunk.max_length
-    if limit is not None and context + drafts + 1 > limit:
-        raise ConfigError(f"context {context} + {drafts + 1} columns of a round do not fit the model's {limit}")
+    check(model, drafts=drafts, batch=batch, context=context)
+    assert model.head is not None
     bench = _Passes(model.trunk, model.head, batch, context)
     passes = [lambda m=m: bench.verify(m) for m in range(1, drafts + 2)] + [lambda: bench.draft(drafts)]
     times: list[list[float]] = [[] for _ in passes]
@@ -55,6 +52,15 @@ def measured_costs(
     *steps, chain = map(Spread.of, times)
     draft = Spread(chain.median / drafts, chain.low / drafts, chain.high / drafts, chain.num)
     return Costs(batch, context, tuple(steps), draft)
+
+
+def check(model: Model, *, drafts: int, batch: int, context: int) -> None:
+    """Raises ConfigError where costs cannot be measured so."""
+    if model.head is None or min(drafts, batch, context) < 1:
+        raise ConfigError(f"{drafts=}, {batch=}, {context=}: each must be at least 1, and the model needs a head")
+    limit = model.trunk.max_length
+    if limit is not None and context + drafts + 1 > limit:
+        raise ConfigError(f"context {context} + {drafts + 1} columns of a round do not fit the model's {limit}")
 
 
 def rotated(values: Iterable[int], turn: int) -> list[int]:

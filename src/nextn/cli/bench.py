@@ -15,8 +15,7 @@ from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
     from nextn.advice import Advice
-    from nextn.benchmark import Figures, Plan, Report
-    from nextn.model import Model
+    from nextn.benchmark import Figures, Report
 
     Step = Callable[[], None]
 
@@ -45,13 +44,15 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure plain and MTP decoding in turn over K: speed, acceptance, costs, memory; loops are told and left out."""
-    from nextn.benchmark import Plan
+    from nextn.benchmark import Plan, measured
+    from nextn.workload import read_prompts
 
     plan = Plan(_whole(drafts, "--drafts"), _numbers(temperatures), max_tokens, repeats, chat=chat, seed=seed)
     _ready(out)
-    loaded = load_model(model, dtype, need_head=True)
+    texts, loaded = read_prompts(prompts), load_model(model, dtype, need_head=True)
     with _progress(quiet=as_json) as progress:
-        report = _measured(loaded, model, prompts, plan, progress)
+        step = progress("decode", plan.num_runs(len(texts)))
+        report = measured(loaded, texts, plan, source=model, on_run=lambda _: step())
     if out is not None:
         _write(out, "bench.json", report.as_record(), lambda folder: _draw(report, folder))
     if as_json:
@@ -77,15 +78,25 @@ def advise(
     """Say whether MTP pays here, from measured acceptance and costs: the best K, the break-even, or "leave it off"."""
     from nextn.advice import advised
     from nextn.benchmark import Plan
+    from nextn.workload import read_prompts
 
     sizes, columns = _whole(batches, "--batches"), _whole(contexts, "--contexts") if contexts else ()
     plan = Plan((drafts,), _numbers(temperatures), max_tokens, repeats=1, chat=chat, seed=seed)
     _ready(out)
-    loaded = load_model(model, dtype, need_head=True)
+    texts, loaded = read_prompts(prompts), load_model(model, dtype, need_head=True)
     with _progress(quiet=as_json) as progress:
-        report = _measured(loaded, model, prompts, plan, progress)
-        step = progress("costs", len(sizes) * max(1, len(columns)))
-        advice = advised(loaded, report, batches=sizes, contexts=columns, on_costs=lambda _: step())
+        decoded = progress("decode", plan.num_runs(len(texts)))
+        costed = progress("costs", len(sizes) * max(1, len(columns)))
+        advice = advised(
+            loaded,
+            texts,
+            plan,
+            batches=sizes,
+            contexts=columns,
+            source=model,
+            on_run=lambda _: decoded(),
+            on_costs=lambda _: costed(),
+        )
     if out is not None:
         _write(out, "advice.json", advice.as_record(), lambda folder: _draw_costs(advice, folder))
     if as_json:
@@ -121,17 +132,6 @@ def _ready(out: Path | None) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {out}: not a folder that can be made ({error.strerror}); name another") from error
-
-
-def _measured(
-    loaded: "Model", source: str, prompts: Path | None, plan: "Plan", progress: "Callable[[str, int], Step]"
-) -> "Report":
-    from nextn.benchmark import measured
-    from nextn.workload import read_prompts
-
-    texts = read_prompts(prompts)
-    step = progress("decode", plan.num_runs(len(texts)))
-    return measured(loaded, texts, plan, source=source, on_run=lambda _: step())
 
 
 @contextmanager
