@@ -7,19 +7,22 @@ name: the same name has the same values in two artifacts of one seed. Shapes are
 import json
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 from layouts import LAYOUTS
 from parts import DIM, EXPERTS, HEADS, INNER, KV, LAYERS, H, Shapes, V
 
-from nextn.checkpoint import NUMPY, RawTensor, write_index, write_json, write_safetensors
+from nextn.checkpoint import Checkpoint, write_index
 from nextn.families import Family, by_name
+from nextn.tensor_file import RawTensor, write_json, write_safetensors
 
 __all__ = [
     "DIM", "EXPERTS", "HEADS", "INNER", "KV", "LAYERS", "LAYOUTS", "H", "Shapes", "V", "bf16", "e4m3",
-    "load_json", "publish", "tensors", "values", "write",
+    "load_json", "publish", "tensors", "values", "watched", "write",
 ]  # fmt: skip
 
 _SIZES: dict[str, object] = {
@@ -195,7 +198,7 @@ def _blocks(family: Family, name: str, data: np.ndarray) -> dict[str, RawTensor]
     beside = f"{name.removesuffix('.weight')}.{family.fp8.scale}"
     return {
         name: RawTensor("F8_E4M3", data.shape, e4m3(scaled)),
-        beside: RawTensor("F32", scale.shape, scale.astype(NUMPY["F32"]).tobytes()),
+        beside: RawTensor("F32", scale.shape, scale.astype("<f4").tobytes()),
     }
 
 
@@ -221,6 +224,21 @@ def write(folder: Path, table: Mapping[str, RawTensor], *, shards: int = 1) -> N
     for file in sorted(set(files.values())):
         write_safetensors(folder / file, {name: table[name] for name in table if files[name] == file})
     write_index(folder, files, sum(len(each.data) for each in table.values()))
+
+
+@contextmanager
+def watched() -> Iterator[list[str]]:
+    """The names of the tensors that samples are read of, one for each read."""
+    names: list[str] = []
+    read = Checkpoint.windows
+
+    def spy(self, places, size):
+        names.extend(info.name for info, _ in places)
+        return read(self, places, size)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoint, "windows", spy)
+        yield names
 
 
 def load_json(path: Path) -> dict:

@@ -124,7 +124,8 @@ def _qwen() -> Iterator[tuple[str, Layout]]:
     yield "qwen3_5", Layout(config("qwen3_5_text", DELTA), (recurrent | dense(), GATED | dense()))
     # bf16 releases fuse the trunk's experts and not the head's; fp8 ones fuse neither. Both load; here none is fused.
     yield "qwen3_5_moe", Layout(config("qwen3_5_moe_text", QWEN), (recurrent | QWEN_MOE, GATED | QWEN_MOE))
-    both = mixer("attn_hyper_connection") | mixer("mlp_hyper_connection") | fused(QWEN_MOE)
+    # As with 3.5, the trunk's experts load fused and not; transformers writes them one by one.
+    both = mixer("attn_hyper_connection") | mixer("mlp_hyper_connection")
     selected = gqa(qk=True, gate=2) | under("self_attn.indexer", {
         "index_qk_proj.weight": (24, H), "q_layernorm.weight": (8,), "k_layernorm.weight": (8,),
     })  # fmt: skip
@@ -133,7 +134,7 @@ def _qwen() -> Iterator[tuple[str, Layout]]:
             "hc_count": STREAMS, "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8,
             "indexer_budget": 8, "indexer_compress_ratio": 2,
         }),
-        (gdn() | both, selected | both),
+        (gdn() | both | QWEN_MOE, selected | both | QWEN_MOE), selected | both | fused(QWEN_MOE),
         extra=mixer("hyper_connection_mixer", inject=False), norm="",
         module=mixer("collapse", inject=False) | {"hidden_norm.weight": (STREAMS * H,)},
     )  # fmt: skip

@@ -12,10 +12,12 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from nextn.checkpoint import Checkpoint, write_json
+from nextn.audit.readings import decode
+from nextn.checkpoint import Checkpoint
 from nextn.families import by_name, rows
 from nextn.inventory import Inventory
 from nextn.model import Model
+from nextn.tensor_file import write_json
 
 _EYES = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 56,
@@ -82,6 +84,11 @@ def test_names_that_our_models_write(name, tmp_path):
     assert {each: info.shape for each, info in ours.items() if not ELSE.search(each)} == shapes
 
 
+def numbers(checkpoint, name) -> np.ndarray:
+    info = checkpoint.info(name)
+    return decode(checkpoint.read_bytes(name), info.dtype).reshape(info.shape)
+
+
 @pytest.mark.parametrize("name", FP8)
 def test_fp8(name, tmp_path):
     """A quantised tensor without its scales, a plain role in fp8, values that do not come back, or no config for it."""
@@ -96,12 +103,10 @@ def test_fp8(name, tmp_path):
     assert "block" in roles
     assert not roles & {*family.fp8.plain, "token_norm", "hidden_norm", "final_norm"}
     for each in quantised:
-        info = coarse.info(each)
-        raw = torch.frombuffer(bytearray(coarse.read_bytes(each)), dtype=torch.float8_e4m3fn).reshape(info.shape)
-        scale = coarse.read_numpy(f"{each.removesuffix('.weight')}.{family.fp8.scale}")
-        assert scale.shape == (*info.shape[:-2], 1, 1)
-        wanted = exact.read_numpy(each)
-        np.testing.assert_allclose(raw.float().numpy() * scale, wanted, rtol=2**-4, atol=scale.max() * 2**-10)
+        raw, scale, wanted = (numbers(*which) for which in (
+            (coarse, each), (coarse, f"{each.removesuffix('.weight')}.{family.fp8.scale}"), (exact, each)))  # fmt: skip
+        assert scale.shape == (*raw.shape[:-2], 1, 1)
+        np.testing.assert_allclose(raw * scale, wanted, rtol=2**-4, atol=scale.max() * 2**-10)
 
 
 def test_blocks(tmp_path):

@@ -2,16 +2,21 @@
 
 import json
 import re
+import shlex
 
 import numpy as np
 import pytest
 from artifacts import LAYERS, LAYOUTS, H, V, bf16, publish, values
+from typer.main import get_command
 
 from nextn.audit import IDS, audit
 from nextn.audit.values import IDS as VALUES
-from nextn.checkpoint import INDEX, Checkpoint, RawTensor, write_json, write_safetensors
+from nextn.checkpoint import INDEX, Checkpoint
+from nextn.cli import app
 from nextn.errors import CheckpointError, FamilyError
 from nextn.families import by_name
+from nextn.graft import restore
+from nextn.tensor_file import RawTensor, write_json, write_safetensors
 
 
 def findings(folder, rule=None):
@@ -189,6 +194,18 @@ BROKEN = {
 }  # fmt: skip
 
 
+def well_worded(finding):
+    """Sentences, and commands that the command line takes: alone, or in backticks inside a sentence."""
+    assert finding.found.endswith(".")
+    assert finding.valid.endswith(".")
+    alone = finding.mend.startswith("nextn ")
+    assert alone or (finding.mend[0].isupper() and finding.mend.endswith("."))
+    for command in [finding.mend] if alone else re.findall("`(nextn .+?)`", finding.mend):
+        verb, *args = shlex.split(command)[1:]
+        get_command(app).commands[verb].make_context(verb, args or ["MODEL"])
+    assert alone or "nextn " not in re.sub("`.+?`", "", finding.mend)
+
+
 @pytest.mark.parametrize("fault", BROKEN)
 def test_rule(fault, tmp_path):
     """A rule that does not see its fault, calls it by another name, or says it without place, remedy or fact."""
@@ -197,8 +214,9 @@ def test_rule(fault, tmp_path):
     assert found, [each.rule for each in findings(tmp_path)]
     assert found[0].severity == severity
     assert re.search(says, found[0].found), found[0].found
-    assert all(each.place and each.valid and each.mend for each in found)
-    assert all(each.found[0] != " " and each.found.endswith(".") and each.mend for each in found)
+    for each in found:
+        assert each.place
+        well_worded(each)
 
 
 @pytest.mark.parametrize("fault", BROKEN)
@@ -259,7 +277,7 @@ def test_index_and_files(tmp_path):
     said = " | ".join(f"{each.place} {each.found}" for each in findings(tmp_path, "index"))
     assert "model-00002-of-00004.safetensors, which is absent" in said
     assert "enorm.weight, which the index does not list; 1 tensor of the head among them" in said
-    assert f"the index puts {moved} in" in said
+    assert f"The index puts {moved} in" in said
 
 
 def test_head_in_a_file_that_never_came(tmp_path):
@@ -364,3 +382,18 @@ def test_worst_first_and_without(tmp_path):
     assert [each.severity for each in report.findings] == sorted(each.severity for each in report.findings)
     assert not report.clean
     assert report.without({"head-absent", "vocabulary"}).clean
+
+
+MENDED = ("head-absent", "head-partial", "modules-missing", "quantisation", "scale-missing")
+RESTORED = [fault for fault, (rule, *_) in BROKEN.items() if rule in MENDED and fault != "a config that says nothing"]
+
+
+@pytest.mark.parametrize("fault", RESTORED)
+def test_restore_mends(fault, tmp_path):
+    """A command that is refused, or that is not enough."""
+    rule, _, family, options, _ = BROKEN[fault]
+    folder = publish(tmp_path / "broken", family, **options)
+    mend = findings(folder, rule)[0].mend
+    assert mend.startswith("nextn restore")
+    restore(folder, publish(tmp_path / "base", family, modules=options.get("modules", 1)), force="--force" in mend)
+    assert not [each for each in findings(folder, rule) if each.severity == "error"]

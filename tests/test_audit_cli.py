@@ -9,7 +9,7 @@ from big import big
 from hub import Hub, only_loopback, own_client  # noqa: F401
 from huggingface_hub import constants
 
-from nextn import checkpoint
+from nextn import tensor_file
 from nextn.cli import main
 from nextn.cli.audit import shown
 
@@ -186,7 +186,7 @@ def test_offline(nextn, tmp_path, hub):
 
 def test_little_is_read(nextn, monkeypatch):
     """An audit that downloads weights: of 12 shards with 1,000 tensors each, less than 1 % and few requests."""
-    monkeypatch.setattr(checkpoint, "FIRST_READ", 64 * 1024)
+    monkeypatch.setattr(tensor_file, "FIRST_READ", 64 * 1024)
     files = big(12)
     hub = Hub(files)
     _point_at(hub, monkeypatch)

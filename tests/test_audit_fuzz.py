@@ -12,7 +12,7 @@ import pytest
 from artifacts import publish
 
 from nextn import checkpoint
-from nextn.audit import Report, audit, windows
+from nextn.audit import Report, audit
 from nextn.checkpoint import INDEX, _assemble
 from nextn.errors import NextnError
 
@@ -62,6 +62,9 @@ class Serial(Executor):
     def __init__(self, _: int) -> None:
         pass
 
+    def map(self, function, *args):
+        return map(function, *args)
+
     def submit(self, function, *args):
         future = Future()
         try:
@@ -73,8 +76,7 @@ class Serial(Executor):
 
 @pytest.fixture(autouse=True)
 def serial(monkeypatch):
-    for module in (checkpoint, windows):
-        monkeypatch.setattr(module, "ThreadPoolExecutor", Serial)
+    monkeypatch.setattr(checkpoint, "ThreadPoolExecutor", Serial)
 
 
 def junk(rng: random.Random, depth: int = 2) -> object:

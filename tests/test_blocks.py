@@ -4,19 +4,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_oracle import their_logits
 from tiny import CONFIGS, build, decode, prompt
 from transformers.cache_utils import DynamicCache, MtpCache
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING as TABLE
 from transformers.masking_utils import create_sliding_window_causal_mask
-from transformers.modeling_layers import MtpModel
 
 from nextn.blocks.convolution import ConvolutionLayer
 from nextn.blocks.streams import collapse
-from nextn.checkpoint import read_header
 from nextn.errors import ConfigError, RollbackError
 from nextn.layout import deinterleave, interleave
 from nextn.model import Model
 from nextn.rollback import Apart, Cache
+from nextn.tensor_file import read_header
 
 
 def texts(rows, columns):
@@ -64,6 +64,44 @@ def test_the_head_eats_what_the_last_layer_left():
         hidden = trunk(texts(2, 9))
         assert hidden.eaten.shape == (2, 9, 2, 32)
         torch.testing.assert_close(trunk.final_norm(trunk.decoder.hc_head(hidden.eaten)), hidden.normed)
+
+
+def test_streams_side_by_side():
+    """Qwen4's streams are one long state: normed as one, projected each alone, collapsed as by the trunk."""
+    model = build("qwen4_exp")
+    trunk, module, size = model.trunk, model.head.stack[0], 32
+    with torch.no_grad():
+        hidden = trunk(texts(2, 9))
+        assert hidden.eaten.shape == (2, 9, 2 * size)
+        torch.testing.assert_close(trunk.decoder.hyper_connection_mixer(hidden.eaten), hidden.normed)
+        embedded, normed = trunk.embed(texts(2, 9)), module.hidden_norm(hidden.eaten)
+        torch.testing.assert_close(normed.square().mean(-1), torch.ones(2, 9), atol=1e-3, rtol=0)
+        first, second = module._join(embedded, hidden.eaten).split(size, dim=-1)
+        both = module.token_projection(module.token_norm(embedded))
+        torch.testing.assert_close(first, both + module.hidden_projection(normed[..., :size]))
+        torch.testing.assert_close(second, both + module.hidden_projection(normed[..., size:]))
+
+
+# Blocks made of a layer's parts.
+
+
+@pytest.mark.parametrize("name", ["hy_v4", "glm5_next", "longcat_flash"])
+def test_plain_blocks(name):
+    """A block that keeps more of a layer than its parts would ask files for it; one without a norm or a residual
+    trains and decodes."""
+    model = build(name)
+    trunk, module, states = model.trunk, model.head.stack[0], torch.randn(1, 5, 32)
+    block, positions = module.block, torch.arange(5)[None]
+    assert set(dict(block.named_children())) == {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+    given = {"rotary": trunk.rotary(states, positions, module.kind), "mask": trunk.mask(module.kind, 5)}
+    with torch.no_grad():
+        block.input_layernorm.weight.uniform_()
+        block.post_attention_layernorm.weight.uniform_()
+        got = module._run_block(states, positions=positions, cache=None, **given)
+        block.self_attn.o_proj.weight.zero_()  # attention adds nothing: what is left is the MLP's half
+        half = module._run_block(states, positions=positions, cache=None, **given)
+        torch.testing.assert_close(half, states + block.mlp(block.post_attention_layernorm(states)))
+        assert (got - half).abs().max() > 1e-2
 
 
 def test_fp32_stays_fp32_in_a_bf16_checkpoint(tmp_path):
@@ -159,10 +197,15 @@ def test_dropping_more_than_is_held_raises():
         cache.truncate([5])
 
 
-def test_rows_of_different_lengths_go_apart():
-    """Inkling's attention counts all rows from one offset: in one pass, the shorter row would be wrong."""
-    trunk, tokens = build("inkling").trunk, texts(2, 20)
+@pytest.mark.parametrize("name", ["inkling", "glm5_next", "qwen4_exp"])
+def test_rows_of_different_lengths_go_apart(name):
+    """Their attention counts all rows from one offset: in one pass, the shorter row would be wrong. Neither pools, nor
+    n-grams, nor the convolution over them know columns that were not kept."""
+    trunk, tokens = build(name).trunk, texts(2, 20)
     with torch.inference_mode():
+        for path, value in trunk.named_parameters():
+            if ".ple.conv1d" in path:
+                value.normal_()  # zero in a fresh model
         reference, cache = whole(trunk, tokens), trunk.cache(2)
         assert isinstance(cache, Apart)
         trunk(tokens[:, :9], cache)
@@ -209,21 +252,6 @@ def switched(model, **facts):
     for module in model.head.stack:
         module.family = family
     return model
-
-
-def their_logits(oracle, text, modules):
-    """transformers' MTP over a whole text -> logits [T-D, D, V], each depth eating the text's own tokens."""
-    ids = torch.tensor([text])
-    with torch.inference_mode():
-        mtp = MtpModel.from_pretrained(oracle)
-        states = oracle.get_decoder()(input_ids=ids).last_hidden_state
-        cache, out = MtpCache(config=oracle.config.get_mtp_config()), []
-        for depth in range(1, modules + 1):
-            columns = len(text) - modules
-            eaten, positions = ids[:, depth : depth + columns], torch.arange(depth, depth + columns)[None]
-            states = mtp.forward_layer(depth - 1, states[:, :columns], positions, cache, input_ids=eaten)
-            out.append(mtp._project_to_logits(states))
-    return torch.stack(out, dim=2)[0]
 
 
 @pytest.mark.parametrize(("modules", "post_norm"), [(1, True), (3, True), (2, False)])

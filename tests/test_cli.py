@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from nextn.cli import main
 from nextn.model import Model
 
 TINY = {
@@ -42,6 +43,20 @@ def nextn(*args, **options):
     )
 
 
+@pytest.fixture
+def here(monkeypatch, capsys):
+    """The same without a process of its own, which imports torch: exit code, what it printed, what it complained of."""
+
+    def call(*args) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["nextn", *map(str, args)])
+        monkeypatch.setenv("COLUMNS", "160")
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, *capsys.readouterr()
+
+    return call
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A tiny model trained through the command line, on text files of the user's."""
@@ -68,39 +83,45 @@ def test_train_wrote_a_model(run):
     assert lines[-1]["decoded"]["rounds"] > 0
 
 
-def test_generate_as_text_and_json(run):
-    text = nextn("generate", run / "out" / "model", "line 1 of", "--max-tokens", 12, "-k", 3)
-    assert text.returncode == 0, text.stderr
-    assert "tokens/s  AL " in text.stdout
-    record = json.loads(nextn("generate", run / "out" / "model", "line 1 of", "--max-tokens", 12, "--json").stdout)
+def test_generate_as_text_and_json(run, here):
+    code, text, complaint = here("generate", run / "out" / "model", "line 1 of", "--max-tokens", 12, "-k", 3)
+    assert code == 0, complaint
+    assert "tokens/s  AL " in text
+    record = json.loads(here("generate", run / "out" / "model", "line 1 of", "--max-tokens", 12, "--json")[1])
     assert len(record["tokens"]) == 12
     assert "conditional" in record["definition"]
     plain = nextn("generate", run / "out" / "model", "-", "-k", 0, "--max-tokens", 12, "--json", input="line 1 of")
     assert json.loads(plain.stdout)["tokens"] == record["tokens"]
 
 
-def test_trace_prints_the_table(run):
-    table = nextn("trace", run / "out" / "model", "ab", "--max-tokens", 4).stdout
+def test_trace_prints_the_table(run, here):
+    _, table, _ = here("trace", run / "out" / "model", "ab", "--max-tokens", 4)
     assert "and hidden" in table
     assert "draft 1 = " in table
-    rows = json.loads(nextn("trace", run / "out" / "model", "ab", "--max-tokens", 4, "--json").stdout)
+    rows = json.loads(here("trace", run / "out" / "model", "ab", "--max-tokens", 4, "--json")[1])
     assert {row["phase"] for row in rows} >= {"prefill", "draft", "verify"}
 
 
+def training(run, out) -> list[str]:
+    return ["train", out, "--data", run / "text", "--model", run / "config.json", *SETTINGS, "--set", "steps=100"]
+
+
+def losses(folder) -> list[list[float]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+
+
+@pytest.fixture(scope="module")
+def whole(run):
+    """Losses of a run that nobody interrupts."""
+    assert nextn(*training(run, run / "whole")).returncode == 0
+    return losses(run / "whole")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-def test_interrupted_and_resumed(number, run, tmp_path):
+def test_interrupted_and_resumed(number, run, whole, here, tmp_path):
     """A signal in mid-run: a checkpoint, exit code 130, and the resumed run has the losses of an uninterrupted one."""
-    common = [
-        "train",
-        tmp_path / "out",
-        "--data",
-        run / "text",
-        "--model",
-        run / "config.json",
-        *SETTINGS,
-        "--set",
-        "steps=150",
-    ]
+    common = training(run, tmp_path / "out")
     args = [sys.executable, "-m", "nextn", *map(str, common)]
     process = subprocess.Popen(
         args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
@@ -115,20 +136,11 @@ def test_interrupted_and_resumed(number, run, tmp_path):
     assert "--resume" in stderr
     stopped = metrics.read_text().count("\n")
     assert 5 <= stopped < 60
-    again = nextn(*common)
-    assert again.returncode == 2
-    assert "holds a run already; use --resume" in again.stderr
+    code, _, complaint = here(*common)
+    assert code == 2
+    assert "holds a run already; use --resume" in complaint
     assert nextn(*common, "--resume").returncode == 0
-    assert nextn(*common[:1], tmp_path / "whole", *common[2:]).returncode == 0
-    losses = [
-        [
-            record["loss"]
-            for record in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-            if "loss" in record
-        ]
-        for folder in (tmp_path / "out", tmp_path / "whole")
-    ]
-    assert losses[0] == losses[1]
+    assert losses(tmp_path / "out") == whole
 
 
 @pytest.mark.parametrize(
@@ -152,18 +164,20 @@ def test_interrupted_and_resumed(number, run, tmp_path):
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
 )
-def test_bad_input_is_one_line_and_exit_code_2(args, words, run, tmp_path):
+def test_bad_input_is_one_line_and_exit_code_2(args, words, run, here, tmp_path):
     names = {"MODEL": run / "out" / "model", "OUT": tmp_path / "out", "CONFIG": run / "config.json"}
-    done = nextn(*(names.get(arg, arg) for arg in args))
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stderr.startswith("error: ")
+    code, _, complaint = here(*(names.get(arg, arg) for arg in args))
+    assert code == 2, complaint
+    assert words in complaint
+    assert complaint.startswith("error: ")
+    assert complaint.count("\n") == 1
 
 
-def test_usage_errors_exit_2():
-    assert nextn("nonsense").returncode == 2
-    assert nextn("generate").returncode == 2
+def test_usage_errors_exit_2(here):
+    done = nextn("generate", "/nowhere", "x")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: /nowhere: neither a folder")
+    assert here("nonsense")[0] == here("generate")[0] == 2
 
 
 def test_version():

@@ -9,6 +9,7 @@ from tiny import CONFIGS, build
 from nextn import fp8
 from nextn.families import by_name
 from nextn.filling import head_tensors
+from nextn.storage import scale_of
 
 BLOCK = (4, 8)
 
@@ -111,8 +112,8 @@ def test_where_scales_stand():
         "a.weight": "a.weight_scale_inv", "b.weight": "b.weight_scale", "c.weight": "c.scale",
         "experts.down_proj": "experts.down_proj_scale_inv",
     }.items():  # fmt: skip
-        assert fp8.scale_of(weight, {weight, scale}) == scale
-    assert fp8.scale_of("a.weight", {"a.weight", "b.weight_scale"}) is None
+        assert scale_of(weight, {weight, scale}) == scale
+    assert scale_of("a.weight", {"a.weight", "b.weight_scale"}) is None
 
 
 PLAIN = {

@@ -11,14 +11,15 @@ from test_remote import Hub
 
 import nextn
 from nextn.audit import audit
-from nextn.checkpoint import CONFIG, INDEX, Checkpoint, RawTensor, write_json
+from nextn.checkpoint import CONFIG, INDEX, Checkpoint
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import by_name, rows
 from nextn.fit import absent
 from nextn.inventory import Inventory
 from nextn.provenance import Provenance, head_fingerprint, trunk_fingerprint
 from nextn.quantisation import Quantisation
-from nextn.staging import visible
+from nextn.staging import _differences, visible
+from nextn.tensor_file import RawTensor, write_json
 
 
 @pytest.fixture(autouse=True)
@@ -586,3 +587,11 @@ def test_provenance_goes_on(tmp_path):
     assert record is not None
     assert record.trained_with == trunk_fingerprint(take(base))
     assert record.beside == trunk_fingerprint(take(last))
+
+
+def test_a_list_is_told_by_its_changes():
+    """Two long lists side by side, both cut short, in which nobody finds the difference."""
+    before, after = {"ignore": ["lm_head", "a"], "bits": 4}, {"ignore": ["a", "b", "c", "d", "e"], "bits": 4}
+    told = _differences({"quantization_config": before}, {"quantization_config": after})
+    assert list(told) == ["quantization_config.ignore: - lm_head; + b, c, d and 1 more"]
+    assert list(_differences({"bits": [1, 2]}, {"bits": [2, 1]})) == ["bits: [1, 2] -> [2, 1]"]

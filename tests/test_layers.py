@@ -15,21 +15,10 @@ import nextn
 PACKAGE = Path(nextn.__file__).parent
 # From the bottom to the top: a module imports only what stands to its left or in an earlier row.
 LAYERS = [
-    ["errors"],
-    [
-        "families",
-        "family_rows",
-        "remote",
-        "bytelevel",
-        "loss",
-        "sampling",
-        "rollback",
-        "layout",
-        "acceptance",
-        "speedup",
-    ],
-    ["checkpoint", "data", "blocks", "storage", "quantformats"],
-    ["trunk"],
+    ["errors", "words"],
+    ["families", "family_rows", "remote", "bytelevel", "loss", "sampling", "rollback", "layout", "acceptance"],
+    ["speedup", "tensor_file", "data", "blocks", "storage", "quantformats"],
+    ["trunk", "checkpoint"],
     ["inventory", "quantisation", "head", "fp8"],
     ["weights", "snapshot"],
     ["filling"],
@@ -49,8 +38,9 @@ LAYERS = [
 TWO_FILES = {"families": {"family_rows"}, "family_rows": {"families"}}
 # fmt: off
 NO_TORCH = (
-    "errors", "families", "remote", "checkpoint", "bytelevel", "data", "acceptance", "speedup", "storage",
-    "quantformats", "quantisation", "inventory", "snapshot", "provenance", "audit", "graft", "relayout", "cli",
+    "errors", "families", "remote", "tensor_file", "checkpoint", "bytelevel", "data", "acceptance", "speedup",
+    "storage", "quantformats", "quantisation", "inventory", "snapshot", "provenance", "audit", "graft", "relayout",
+    "cli",
 )
 # fmt: on
 

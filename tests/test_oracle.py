@@ -44,11 +44,11 @@ def theirs(folder, trunk, monkeypatch):
 
 
 def their_logits(model, text, modules):
-    """transformers' MTP over a whole text -> logits [T-1, D, V], the drafts being the text's own tokens where known."""
+    """transformers' MTP over a whole text -> logits [T-D, D, V], each depth eating the text's own tokens."""
     ids = torch.tensor([text])
     with torch.inference_mode():
         mtp = MtpModel.from_pretrained(model)
-        states = model(ids, output_hidden_states=True).hidden_states[-1]
+        states = model.get_decoder()(input_ids=ids).last_hidden_state
         cache, out = MtpCache(config=model.config.get_mtp_config()), []
         for depth in range(1, modules + 1):
             columns = len(text) - modules

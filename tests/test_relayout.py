@@ -10,12 +10,14 @@ from test_graft import bytes_of, lost, no_waiting_for_disks, own_names, snapshot
 from test_quantisation import GROUPS
 
 import nextn
-from nextn.checkpoint import CONFIG, INDEX, Checkpoint, RawTensor
+from nextn.audit.readings import decode
+from nextn.checkpoint import CONFIG, INDEX, Checkpoint
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import by_name
 from nextn.fit import absent
 from nextn.provenance import Provenance, head_fingerprint, trunk_fingerprint
 from nextn.relayout import _differences, is_gain, shifting
+from nextn.tensor_file import RawTensor
 
 _ = no_waiting_for_disks  # a fixture
 FORMS = ("shards", "side-file", "single-file")
@@ -32,6 +34,11 @@ def tensors(folder) -> dict[str, tuple]:
     """Name -> dtype, shape, bytes, of every file, indexed or not."""
     checkpoint = Checkpoint.open(folder)
     return {name: (info.dtype, info.shape, checkpoint.read_bytes(name)) for name, info in checkpoint.tensors.items()}
+
+
+def numbers(folder, name) -> np.ndarray:
+    checkpoint = Checkpoint.open(folder)
+    return decode(checkpoint.read_bytes(name), checkpoint.info(name).dtype)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -166,7 +173,7 @@ def test_gain(name, dtype, tmp_path):
     was, now = tensors(sound), tensors(tmp_path / "mended")
     assert {each for each in was if was[each] != now[each]} <= gains
     for each in gains:
-        old, new = (Checkpoint.open(folder).read_numpy(each) for folder in (sound, tmp_path / "mended"))
+        old, new = (numbers(folder, each) for folder in (sound, tmp_path / "mended"))
         assert np.abs(old - new).max() <= (2**-8 if dtype == "BF16" else 2**-24)
     assert f"{len(gains)} norm gains" in plan.notes[-1]
     record = Provenance.read(Checkpoint.open(tmp_path / "mended"))
@@ -194,8 +201,8 @@ def test_gain_bridges(tmp_path):
     source = publish(tmp_path / "source", "glm4_moe", copies=False)
     nextn.convert(source, tmp_path / "out", to="qwen3_next", gain="subtract-1")
     table = tensors(tmp_path / "out")
-    old = Checkpoint.open(source).read_numpy("model.layers.2.enorm.weight")
-    assert np.array_equal(Checkpoint.open(tmp_path / "out").read_numpy("mtp.pre_fc_norm_embedding.weight"), old - 1)
+    old = numbers(source, "model.layers.2.enorm.weight")
+    assert np.array_equal(numbers(tmp_path / "out", "mtp.pre_fc_norm_embedding.weight"), old - 1)
     assert "mtp.fc.weight" in table
 
 

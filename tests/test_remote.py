@@ -6,9 +6,10 @@ import pytest
 from hub import SHA, Hub, only_loopback, own_client  # noqa: F401
 from huggingface_hub import constants
 
-from nextn import checkpoint, remote
-from nextn.checkpoint import Checkpoint, RawTensor, write_index, write_json, write_safetensors
+from nextn import checkpoint, remote, tensor_file
+from nextn.checkpoint import Checkpoint, write_index
 from nextn.errors import CheckpointError
+from nextn.tensor_file import RawTensor, write_json, write_safetensors
 
 BIG = 3_000_000
 
@@ -48,13 +49,13 @@ def test_opening_reads_headers_only(hub):
     hub.open(revision="v1")
     names = sorted(path.rsplit("/", 1)[1] for path, _ in hub.requests)
     assert names == sorted({*hub.files, "v1"} - {"README.md"})
-    assert hub.asked("model-1.safetensors") == [f"bytes=0-{checkpoint.FIRST_READ - 1}"]
+    assert hub.asked("model-1.safetensors") == [f"bytes=0-{tensor_file.FIRST_READ - 1}"]
     assert {headers["Accept-Encoding"] for _, headers in hub.requests} == {"identity"}  # ranges of the file itself
 
 
 def test_long_header_takes_one_more_read(hub, monkeypatch):
     """Catches a long header that is read again from the start, or cut."""
-    monkeypatch.setattr(checkpoint, "FIRST_READ", 40)
+    monkeypatch.setattr(tensor_file, "FIRST_READ", 40)
     length = int.from_bytes(hub.files["model-1.safetensors"][:8], "little")
     assert hub.open().info("a").nbytes == BIG
     assert hub.asked("model-1.safetensors") == ["bytes=0-39", f"bytes=40-{length + 7}"]

@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nextn.checkpoint import Checkpoint, write_json
+from nextn.checkpoint import Checkpoint
 from nextn.families import by_name
+from nextn.tensor_file import write_json
 from nextn.weights import Weights
 
 FP8 = torch.float8_e4m3fn
@@ -68,13 +69,3 @@ def test_packed_tensors(tmp_path):
         assert weights.packed(weights.names()) == "a.qweight"
         assert weights.method == "awq"
         assert weights.problem("a.qweight").startswith("wrong dtype: a.qweight is I32")
-
-
-def test_same_bits(tmp_path):
-    """Equal numbers of another dtype are not the same."""
-    tensors = {"a": torch.ones(3), "b": torch.ones(3), "c": torch.ones(3, dtype=torch.bfloat16), "d": torch.zeros(3)}
-    with opened(tmp_path, tensors) as weights:
-        a, b, c, d = (weights.checkpoint.tensors[name] for name in "abcd")
-        assert weights.same(a, b)
-        assert not weights.same(a, c)
-        assert not weights.same(a, d)

@@ -193,6 +193,28 @@ CONFIGS: dict[str, dict[str, object]] = {
         },
         "vision_config": _VISION,
     },
+    "qwen4_exp": _SIZES
+    | _MOE
+    | _DELTA
+    | {
+        "model_type": "qwen4_exp_text",
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 16,
+        "hc_count": 2,
+        "hc_lowrank": 8,
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
+        "ple_layer_ids": [1, 3],
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 50,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 2,
+        "eos_token_id": 3,
+    },
     "step3p5": {
         "model_type": "step3p7",
         "text_config": _DENSE
@@ -233,6 +255,20 @@ CONFIGS: dict[str, dict[str, object]] = {
         },
         "vision_config": _VISION | {"hidden_size": 16},
         "projector_hidden_size": 16,
+    },
+    "longcat_flash": {name: size for name, size in _LATENT.items() if name != "num_hidden_layers"}
+    | {
+        "model_type": "longcat_flash",
+        "num_layers": 2,
+        "q_lora_rank": 16,
+        "head_dim": 8,
+        "ffn_hidden_size": 64,
+        "expert_ffn_hidden_size": 16,
+        "n_routed_experts": 4,
+        "zero_expert_num": 2,
+        "moe_topk": 2,
+        "bos_token_id": None,
+        "eos_token_id": None,
     },
     "inkling": {
         "model_type": "inkling_mm_model",

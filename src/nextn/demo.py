@@ -10,12 +10,12 @@ import torch
 
 from nextn.acceptance import Acceptance
 from nextn.bytelevel import byte_tokenizer
-from nextn.checkpoint import write_json
 from nextn.data import Corpus, Degeneracy, degeneracy, prompts, split, standard_library
 from nextn.decode import Round, Settings, rounds
 from nextn.model import Model
 from nextn.recipes import Recipe, by_name
 from nextn.sampling import Sampling
+from nextn.tensor_file import write_json
 from nextn.train import EvalRecord, Record, Trainer
 
 VOCAB_SIZE = 264  # 258 tokens, rounded up to a multiple of 8

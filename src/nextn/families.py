@@ -148,6 +148,15 @@ class Family:
         return () if self.max_modules == 1 else tuple(role for role, path in self.names.items() if "{" not in path)
 
     @property
+    def runners(self) -> dict[str, Engine]:
+        """The engines that run the head."""
+        return {name: engine for name, engine in self.engines.items() if engine.support == "runs"}
+
+    def required(self, module: int) -> frozenset[str]:
+        """The roles of a whole module, copies aside; what all modules share counts as the first's."""
+        return frozenset(r for r, path in self.names.items() if r not in self.copies and (module == 0 or "{" in path))
+
+    @property
     def disagreements(self) -> tuple[str, ...]:
         """Where engines that run the head differ from this row or from each other, and what else must be said."""
         return (*(line for fact in _FACTS for line in self._differing(fact)), *self._overruled(), *self.remarks)
@@ -210,8 +219,7 @@ class Family:
 
         Raises FamilyError for a count that is not a whole number or that the family cannot have.
         """
-        found = (lookup(config, path) for path in self.count_fields)
-        count = next((value for value in found if value is not None), self.default_count)
+        count = next((lookup(config, path) for path in self.counted_in(config)), self.default_count)
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MAX_COUNT:
             raise FamilyError(
                 f"{self.name}: {self.count_fields[0]} = {brief(count)}; expected a whole number from 0 to {MAX_COUNT}"
@@ -222,11 +230,15 @@ class Family:
             raise FamilyError(f"{self.name}: {count} modules promised, but the layout has room for {self.max_modules}")
         return count
 
+    def counted_in(self, config: Mapping[str, object]) -> list[str]:
+        """Those of `count_fields` that the config has."""
+        return [path for path in self.count_fields if lookup(config, path) is not None]
+
     def with_count(self, config: Mapping[str, object], count: int) -> dict[str, object]:
         """The config that promises `count` modules: in the fields that say so now, else in the family's first one."""
         count += self.spare_count and count > 1
         out = dict(config)
-        for path in [each for each in self.count_fields if lookup(config, each) is not None] or self.count_fields[:1]:
+        for path in self.counted_in(config) or self.count_fields[:1]:
             inner = out.get("text_config")
             if isinstance(inner, Mapping) and "." not in path and _at(out, path) is None:
                 out["text_config"] = _with(inner, path, count)
@@ -245,20 +257,17 @@ class Family:
     def _outside(self) -> Mapping[str, str]:
         return {stored: run for run, stored in self.inside.items()}
 
-    def _runners(self) -> list[tuple[str, Engine]]:
-        return [(name, engine) for name, engine in self.engines.items() if engine.support == "runs"]
-
     def _differing(self, fact: str) -> Iterator[str]:
         mine = getattr(self, fact)
         says: dict[str, list[str]] = {}
-        for name, engine in self._runners():
+        for name, engine in self.runners.items():
             says.setdefault(getattr(engine, fact) or mine, []).append(name)
         if set(says) - {mine}:
             yield f"{fact}: " + "; ".join(f"{value} in {', '.join(names)}" for value, names in says.items())
 
     def _overruled(self) -> Iterator[str]:
         for role in self.own:
-            names = [name for name, engine in self._runners() if role in engine.trunks]
+            names = [name for name, engine in self.runners.items() if role in engine.trunks]
             if names:
                 yield f"{role}: stored for each module, but {', '.join(names)} uses the trunk's"
 
@@ -275,6 +284,12 @@ def lookup(config: Mapping[str, object], path: str) -> object:
     inner = config.get("text_config")
     found = _at(config, path)
     return _at(inner, path) if found is None and isinstance(inner, Mapping) else found
+
+
+def lookup_count(config: Mapping[str, object], path: str) -> int | None:
+    """The same where it is a whole number above 0; None for anything else."""
+    value = lookup(config, path)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def _with(config: Mapping[str, object], path: str, value: object) -> dict[str, object]:

@@ -314,7 +314,8 @@ _QWEN4_EXP = replace(
         "token_projection": "mtp.fc_embedding", "hidden_projection": "mtp.fc_hidden",
         "collapse": "mtp.hyper_connection_mixer", "block": "mtp.layers.{module}",
     },
-    hidden="streams", recycled="streams", block={}, experts="fused",
+    hidden="streams", recycled="streams", experts="fused",
+    block={"layer_types": ["indexed_attention"], "ple_layer_ids": []}, own_block=True,
     engines={
         "vllm": _vllm("models/qwen4_exp/nvidia/mtp.py"),
         "sglang": _sglang("qwen4_exp_mtp.py"),
@@ -322,9 +323,6 @@ _QWEN4_EXP = replace(
         "transformers": _ignores("qwen4_exp/modeling_qwen4_exp.py", _STATEFUL),
     },
     sources=(),
-    cannot_run="all indexers read the positions of all columns from one cache layer, where rows of different lengths "
-    "do not fit; n-gram embeddings look back over tokens that no cache layer here holds; streams lie side by side in "
-    "one state, with gates instead of DeepSeek-V4's collapse",
     remarks=("hidden_norm runs over all streams at once; fc_hidden is shared by them",),
     unverified=("release status", "that experts are fused in the file: transformers reads both", _FP8_UNKNOWN),
 )
@@ -404,11 +402,18 @@ _LONGCAT = Family(
         "transformers": _ignores("longcat_flash/modeling_longcat_flash.py"),
     },
     sources=(), own_block=True,
-    cannot_run="the head's block is one latent attention and a dense MLP, the trunk's layer class is two of each",
+    # The trunk's layers are two of each and a mixture of experts; their first halves are like the head's block.
+    parts={
+        "self_attn": "self_attn.0", "mlp": "mlps.0", "input_layernorm": "input_layernorm.0",
+        "post_attention_layernorm": "post_attention_layernorm.0",
+    },
+    block={"num_layers": 1},
     remarks=(
         "the head is unquantised if disable_quant_module lists mtp",
         "q_a_layernorm and kv_a_layernorm are scaled on load where the config says mla_scale_q_lora, "
         "mla_scale_kv_lora",
+        "transformers 5.23 wants tensors of the experts that compute nothing (zero_expert_num), which files do not "
+        "have: it refuses the layout, Nextn reads and writes it",
     ),
 )
 _NEMOTRON_H = Family(

@@ -57,7 +57,7 @@ def trunk_state(inventory: Inventory, weights: Weights) -> tuple[dict[str, Store
 
     Raises CheckpointError that lists every tensor of the trunk whose scales are missing or do not fit.
     """
-    heads = {*inventory.stored.values(), *(name for names in inventory.twice.values() for name in names)}
+    heads = inventory.spellings(inventory.stored)
     state = {name: weights.stored(name) for name in weights.names() if name not in heads}
     notes = []
     for role in inventory.family.copies:
@@ -169,26 +169,26 @@ class _Account:
                 yield f"{name} differs from the trunk's by up to {gap:.3g}; the trunk's is used"
 
     def _missing(self) -> Iterator[str]:
-        family, inventory = self.head.family, self.inventory
+        inventory = self.inventory
         index = inventory.checkpoint.index or {}
         for canonical, parameter in self.wanted.items():
             if canonical not in inventory.stored:
-                name = family.published(canonical, inventory.num_layers, wrapper=inventory.wrapper)
+                name = inventory.published(canonical)
                 where = f"; by the index it is in {index[name]}" if name in index else ""
                 yield f"missing: {name} {tuple(parameter.shape)}{where}"
 
     def _twice(self) -> Iterator[tuple[str, str, bool]]:
         """Two places of one tensor, and whether they agree: two spellings, or one name in two files."""
+        checkpoint = self.inventory.checkpoint
         for names in self.inventory.twice.values():
             first, *others = [self.tensors[name] for name in names]
-            yield from ((first.name, other.name, self.weights.same(first, other)) for other in others)
-        checkpoint = self.inventory.checkpoint
+            yield from ((first.name, other.name, checkpoint.same(first, other)) for other in others)
         ours = {*self.inventory.stored.values(), *self.inventory.shared.values()}
         for name in sorted(ours & {each.tensor for each in checkpoint.problems if each.kind == "duplicate"}):
             used = self.tensors[name]
             for info in (header.tensors[name] for header in checkpoint.headers.values() if name in header.tensors):
                 if info.file != used.file:
-                    yield f"{name} in {used.file}", f"in {info.file}", self.weights.same(used, info)
+                    yield f"{name} in {used.file}", f"in {info.file}", checkpoint.same(used, info)
 
 
 def _trunk_wrapper(inventory: Inventory) -> str:

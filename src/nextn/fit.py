@@ -4,13 +4,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from nextn.checkpoint import Checkpoint, TensorInfo
+from nextn.checkpoint import Checkpoint
 from nextn.errors import CheckpointError
 from nextn.families import lookup
 from nextn.inventory import Inventory
-from nextn.quantisation import Quantisation
+from nextn.quantisation import Quantisation, declared
 from nextn.staging import Piece
-from nextn.storage import PLAIN, stored_modules
+from nextn.storage import stored_modules, unpacked
 
 # Config fields that shapes of the head follow.
 SIZES = (
@@ -18,6 +18,7 @@ SIZES = (
     "moe_intermediate_size", "n_routed_experts", "num_experts", "moe_num_experts", "num_local_experts",
     "n_shared_experts", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
 )  # fmt: skip
+ABOUT_HEAD = re.compile(r"mtp|nextn")  # fields that name the head
 _EXPERTS = ("n_routed_experts", "num_experts", "moe_num_experts", "num_local_experts")
 _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
 # What two checkpoints of one quantisation method must agree on before bytes of one are read by the other's config.
@@ -26,16 +27,16 @@ _SCHEME = ("weight_block_size", "group_size", "bits", "fmt", "format", "quant_al
 
 def absent(inventory: Inventory) -> list[str]:
     """What a head of this family has and this one lacks, as canonical names, of roles or of tensors."""
-    family, stored = inventory.family, inventory.stored
+    family = inventory.family
     count = max([inventory.promised, *(index + 1 for index in inventory.modules)])
-    have = {tuple(name.split(".")[:2]) for name in stored}
+    have = {tuple(name.split(".")[:2]) for name in inventory.stored}
     lost = [
         f"{index}.{role}"
         for index in range(count)
-        for role, path in family.names.items()
-        if role not in family.copies and (index == 0 or "{" in path) and (str(index), role) not in have
+        for role in family.names
+        if role in family.required(index) and (str(index), role) not in have
     ]
-    tails = {name.partition(".")[2] for name in stored.keys() - inventory.copies.keys()}
+    tails = {name.partition(".")[2] for name in inventory.own}
     for index in inventory.modules:
         module = {name.partition(".")[2] for name in inventory.of_module(index)}
         block = {tail for tail in tails if tail.startswith("block.")} if f"{index}.block" not in lost else set()
@@ -68,12 +69,9 @@ def refuse_misfit(there: Inventory, here: Inventory, *, force: bool) -> list[str
         notes.append(f"another vocabulary: {wrong.pop('vocab_size')}; the head reads it through the trunk alone")
     reasons = [*wrong.values(), *_odd_shapes(there, here)]
     if reasons:
-        more = " ..." if reasons[5:] else ""
-        way = (
-            " If tokens were only added, --force takes it."
-            if [*wrong] == ["vocab_size"] and not here.family.own
-            else ""
-        )
+        more = f" and {len(reasons) - 5} more" if reasons[5:] else ""
+        added = [*wrong] == ["vocab_size"] and not here.family.own
+        way = " If tokens were only added, --force takes it." if added else ""
         where = f"{here.checkpoint.path}: its head does not fit {there.checkpoint.path}"
         raise CheckpointError(f"{where}: {'; '.join(reasons[:5])}{more}.{way}")
     return notes
@@ -84,7 +82,7 @@ def _sizes(inventory: Inventory) -> dict[str, int]:
     sizes = {key: value for key in SIZES if isinstance(value := lookup(config, key), int)}
     stored = {**inventory.shared, **{inventory.role(each): name for each, name in inventory.stored.items()}}
     infos = {role: inventory.checkpoint.tensors[name] for role, name in stored.items()}
-    shapes = {role: info.shape for role, info in infos.items() if _unpacked(info)}
+    shapes = {role: info.shape for role, info in infos.items() if unpacked(info)}
     for role in ("output", "embedding"):
         if len(shapes.get(role, ())) == 2:
             sizes["vocab_size"], sizes["hidden_size"] = shapes[role]
@@ -109,11 +107,7 @@ def _odd_shapes(there: Inventory, here: Inventory) -> Iterator[str]:
 def _layer_shapes(inventory: Inventory, path: str) -> set[tuple[int, ...]]:
     """Shapes of one path in all layers of the trunk, packed ones aside."""
     found = (layer[path] for layer in inventory.layers.values() if path in layer)
-    return {info.shape for info in found if _unpacked(info)}
-
-
-def _unpacked(info: TensorInfo) -> bool:
-    return info.dtype in PLAIN or info.dtype.startswith("F8")
+    return {info.shape for info in found if unpacked(info)}
 
 
 def quantised_without(there: Inventory, here: Inventory, fresh: Mapping[str, Piece]) -> dict[str, Mapping[str, object]]:
@@ -162,5 +156,5 @@ def _refuse_scheme(
 
 
 def _scheme(checkpoint: Checkpoint) -> dict[str, object]:
-    section = lookup(checkpoint.config, "quantization_config")
-    return {key: section[key] for key in _SCHEME if key in section} if isinstance(section, Mapping) else {}
+    section = declared(checkpoint.config)
+    return {key: section[key] for key in _SCHEME if key in section}

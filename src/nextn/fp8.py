@@ -19,7 +19,9 @@ LARGEST = 448.0
 
 # Linears of a decoder layer that fp8 releases leave alone: routers, gates, the small projections of a delta net, what
 # is no Linear. Source: modules_to_not_convert in the published configs (DeepSeek-V3.2, Qwen3-Next-FP8, Qwen3.5-FP8).
-_PLAIN = re.compile(r"(^|\.)(gate|router|shared_expert_gate|in_proj_(a|b|ba)|([qkv]_)?conv1d|weights_proj)\.")
+_PLAIN = re.compile(
+    r"(^|\.)(gate|router|shared_expert_gate|in_proj_(a|b|ba)|([qkv]_)?conv1d|weights_proj|ngram_embedding)\."
+)
 
 
 def quantise(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -58,12 +60,6 @@ def block_of(shape: Sequence[int], scale: Sequence[int], declared: tuple[int, in
             if grid(shape, block) == tuple(scale):
                 return block
     return declared if tuple(scale) in ((), (1,), (1, 1)) else None
-
-
-def scale_of(name: str, tensors: Collection[str]) -> str | None:
-    """The tensor that holds the scales of the fp8 weight `name`; None if there is none."""
-    names = (f"{name}_scale_inv", f"{name}_scale", f"{name.removesuffix('.weight')}.scale")
-    return next((each for each in names if each in tensors), None)
 
 
 def declared_block(config: Mapping[str, object], family: Family) -> tuple[int, int]:

@@ -1,20 +1,19 @@
 """Put a head back into a checkpoint that lost it, byte for byte; add the copies of shared tensors that engines want.
 
-Knows names, shapes and configs, never values; what cannot be told from headers is `audit`'s and `measure`'s matter.
+Knows names, shapes and configs, never values; what cannot be told from headers is `audit`'s matter.
 """
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from nextn.checkpoint import CONFIG, Checkpoint
+from nextn.checkpoint import CONFIG, Checkpoint, opened
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import ENGINES, Family, by_config, by_name, lookup
-from nextn.fit import absent, listed_nowhere, quantised_without, refuse_misfit
+from nextn.fit import ABOUT_HEAD, absent, listed_nowhere, quantised_without, refuse_misfit
 from nextn.inventory import Inventory
-from nextn.provenance import Provenance, head_fingerprint, trunk_fingerprint
+from nextn.provenance import Provenance, staged_head, trained_with, trunk_fingerprint
 from nextn.staging import (
     Files,
     Piece,
@@ -29,8 +28,7 @@ from nextn.staging import (
     visible,
     with_config,
 )
-
-ABOUT_HEAD = re.compile(r"mtp|nextn")
+from nextn.words import some
 
 
 def restore(
@@ -68,10 +66,6 @@ def restore(
     return plan
 
 
-def opened(place: "str | Path | Checkpoint") -> Checkpoint:
-    return place if isinstance(place, Checkpoint) else Checkpoint.open(place)
-
-
 def _target(path: str | Path, family: Family | None) -> Inventory:
     """What loaders see of the target: a head in a file that the index does not name is lost, too."""
     folder = Path(path).expanduser()
@@ -100,11 +94,11 @@ def _base(place: "str | Path | Checkpoint", there: Inventory, family: Family | N
     config = there.checkpoint.config if bare else checkpoint.config
     here = Inventory.of(replace(checkpoint, config=config), family=family)
     here = replace(here, promised=0) if bare else here
-    if not here.stored.keys() - here.copies.keys():
+    if not here.own:
         raise CheckpointError(f"{checkpoint.path}: holds no head of family {family.name}. Take the published model.")
     if lost := absent(here):
         raise CheckpointError(
-            f"{checkpoint.path}: its head is partial, without {', '.join(lost[:5])}{' ...' if lost[5:] else ''}. "
+            f"{checkpoint.path}: its head is partial, without {some(lost, 5)}. "
             "Take a base with a whole head, such as the published model."
         )
     return here
@@ -119,13 +113,12 @@ def _plan(there: Inventory, here: Inventory | None, engine: str | None, *, force
     if here is not None:
         _refuse_whole(there, here, force=force)
         notes += refuse_misfit(there, here, force=force)
-        gone = old_head(there)
-        own = sorted(here.stored.keys() - here.copies.keys())
-        fresh = {_published(there, name): Piece(here.checkpoint, here.stored[name]) for name in own}
+        gone = there.spellings(there.own)
+        fresh = {there.published(name): Piece(here.checkpoint, here.stored[name]) for name in here.own}
         count = len(here.modules)
     if engine is not None:
         copies = _copies(there, count, engine, notes)
-        gone |= {name for canonical, name in there.copies.items() if _published(there, canonical) in copies}
+        gone |= {name for canonical, name in there.copies.items() if there.published(canonical) in copies}
         fresh |= copies
     elif here is not None and here.copies:
         size = sum(here.checkpoint.tensors[name].nbytes for name in here.copies.values())
@@ -140,20 +133,9 @@ def _plan(there: Inventory, here: Inventory | None, engine: str | None, *, force
     return Plan(checkpoint, Path(checkpoint.path), family.name, files, documents, changes=told, notes=tuple(notes))
 
 
-def _published(inventory: Inventory, canonical: str) -> str:
-    return inventory.family.published(canonical, inventory.num_layers, wrapper=inventory.wrapper)
-
-
-def old_head(inventory: Inventory) -> set[str]:
-    """Every tensor of the head under every spelling, copies of the trunk's aside."""
-    spellings = {canonical: {name} for canonical, name in inventory.stored.items()}
-    spellings |= {canonical: set(names) for canonical, names in inventory.twice.items()}
-    return {name for each, names in spellings.items() if each not in inventory.copies for name in names}
-
-
 def _refuse_whole(there: Inventory, here: Inventory, *, force: bool) -> None:
     """A head is whole if it has every part of the base's, in whatever form; mangled ones have other parts."""
-    mine, theirs = ({_part(name) for name in each.stored.keys() - each.copies.keys()} for each in (here, there))
+    mine, theirs = ({_part(name) for name in each.own} for each in (here, there))
     if not force and mine <= theirs:
         raise CheckpointError(
             f"{there.checkpoint.path}: has a whole head already ({len(there.modules)} modules). --force replaces it."
@@ -180,18 +162,15 @@ def _copies(there: Inventory, count: int, engine: str, notes: list[str]) -> dict
         takes = f"it takes the trunk's {' and '.join(family.copies) or 'tensors'}"
         notes.append(f"no copies to add for {engine}: {'the target stores them' if wanted else takes}")
     return {
-        _published(there, name): Piece(there.checkpoint, _trunk_tensor(there, role))
+        there.published(name): Piece(there.checkpoint, _trunk_tensor(there, role))
         for name, role in {**lacking, **differing}.items()
     }
 
 
 def _differs(there: Inventory, copy: str) -> bool:
     """Whether a copy is not the trunk's tensor, bit for bit."""
-    mine, trunk = there.info(copy), there.checkpoint.info(_trunk_tensor(there, there.role(copy)))
-    if (mine.dtype, mine.shape) != (trunk.dtype, trunk.shape):
-        return True
-    pairs = zip(there.checkpoint.chunks(mine.name), there.checkpoint.chunks(trunk.name), strict=True)
-    return any(one != other for one, other in pairs)
+    trunk = there.checkpoint.info(_trunk_tensor(there, there.role(copy)))
+    return not there.checkpoint.same(there.info(copy), trunk)
 
 
 def _trunk_tensor(there: Inventory, role: str) -> str:
@@ -208,9 +187,8 @@ def _configs(
     """The JSON files that must change so that engines look for the head and read it as it is stored."""
     edited = quantised_without(there, here, fresh)
     config: Mapping[str, object] = edited.pop(CONFIG, there.checkpoint.config)
-    counts = there.family.count_fields
-    counted = any(lookup(config, path) is not None for path in counts)
-    config = _with_fields(config, here.checkpoint.config, counts if counted else ())
+    counted = there.family.count_fields if there.family.counted_in(config) else ()
+    config = _with_fields(config, here.checkpoint.config, counted)
     if there.family.num_modules(config) != count:
         config = there.family.with_count(config, count)
     return {**edited, **with_config(there.checkpoint, config)}
@@ -231,23 +209,6 @@ def _with_fields(
     if isinstance(nested, Mapping) and new[1]:
         return {**config, **new[0], "text_config": {**nested, **new[1]}}
     return {**config, **new[0], **new[1]}
-
-
-def trained_with(inventory: Inventory) -> str:
-    """Fingerprint of the trunk that the head was trained with; empty where neither record nor trunk is there."""
-    checkpoint = inventory.checkpoint
-    for header in checkpoint.headers.values():
-        if said := header.metadata.get("trained_with"):  # an extracted head
-            return said
-    record = Provenance.read(checkpoint)
-    if record is not None:
-        return record.trained_with
-    return trunk_fingerprint(inventory) if inventory.shared and inventory.layers else ""
-
-
-def staged_head(stage: Path, config: Mapping[str, object], family: Family) -> str:
-    """Fingerprint of the head in the new files, read back from this disk."""
-    return head_fingerprint(Inventory.of(replace(Checkpoint.open(stage), config={**config}), family=family))
 
 
 def _seal(stage: Path, there: Inventory, here: Inventory, plan: Plan) -> None:

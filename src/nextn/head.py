@@ -42,7 +42,7 @@ class Module(nn.Module):
         size = trunk.config.hidden_size
         bias = bool(family.projection_bias and getattr(trunk.config, family.projection_bias))
         self.family, self.scale = family, trunk.scale
-        self.token_norm, self.hidden_norm = trunk.norm(), trunk.norm()
+        self.token_norm, self.hidden_norm = trunk.norm(), trunk.norm(trunk.hidden_shape[-1])
         projections = [role for role in _PROJECTIONS if role in family.names]
         for role in projections:
             setattr(self, role, nn.Linear(_PROJECTIONS[role] * size, size, bias=bias, dtype=trunk.dtype))
@@ -56,6 +56,8 @@ class Module(nn.Module):
             self.output = nn.Linear(size, trunk.vocab_size, bias=False, dtype=trunk.dtype)
         for name in (*projections, *family.own):
             trunk.initialize(getattr(self, name))
+        if "collapse" in family.names:
+            self.collapse = trunk.collapse()
         if "collapse_fn" in family.names:
             config = trunk.config
             self.eps = {"eps": config.hc_eps, "norm_eps": config.rms_norm_eps}
@@ -94,8 +96,10 @@ class Module(nn.Module):
         """Norms and projection -> what the block eats."""
         parts = [self.token_norm(embedded), self.hidden_norm(hidden)]
         if "projection" not in self.family.names:
-            states = self.hidden_projection(parts[1])
-            return states + spread(self.token_projection(parts[0]), states)
+            flat = parts[1].shape[-1] != parts[0].shape[-1]
+            states = self.hidden_projection(parts[1].unflatten(-1, (-1, parts[0].shape[-1])) if flat else parts[1])
+            states = states + spread(self.token_projection(parts[0]), states)
+            return states.flatten(-2) if flat else states
         if self.family.concat == "hidden_first":
             parts.reverse()
         return self.projection(torch.cat(parts, dim=-1))
@@ -116,7 +120,7 @@ class Module(nn.Module):
         return states
 
     def _finish(self, raw: Tensor) -> Step:
-        whole = raw
+        whole = self.collapse(raw) if "collapse" in self.family.names else raw
         if "collapse_fn" in self.family.names:
             whole = collapse(raw, self.collapse_fn, self.collapse_base, self.collapse_scale, **self.eps)
         normed = self.final_norm(whole)

@@ -5,12 +5,14 @@ Judges nothing: `audit` names what is wrong, `convert` moves it, `model` loads i
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from nextn.checkpoint import Checkpoint, TensorInfo
+from nextn.checkpoint import Checkpoint
 from nextn.errors import CheckpointError
-from nextn.families import Family, by_config, lookup
+from nextn.families import Family, by_config, lookup, lookup_count
+from nextn.tensor_file import TensorInfo
 
 # What no trunk calls a tensor: the marks of a head, whoever wrote it.
 _HEADLIKE = re.compile(r"(^|[._])(mtp|nextn|eh_proj|enorm|hnorm|e_proj|h_proj)([._]|$)")
@@ -59,7 +61,7 @@ class Inventory:
         twice = {canonical: tuple(names) for canonical, names in spellings.items() if len(names) > 1}
         return cls(checkpoint, family, num_layers, promised, stored, twice, shared, layers, tuple(strangers))
 
-    @property
+    @cached_property
     def modules(self) -> tuple[int, ...]:
         """Indices of the modules of which anything is stored."""
         return tuple(sorted({int(canonical.split(".")[0]) for canonical in self.stored}))
@@ -75,14 +77,27 @@ class Inventory:
     def info(self, canonical: str) -> TensorInfo:
         return self.checkpoint.tensors[self.stored[canonical]]
 
-    @property
+    def published(self, canonical: str) -> str:
+        """What this checkpoint calls, or would call, that tensor of the head."""
+        return self.family.published(canonical, self.num_layers, wrapper=self.wrapper)
+
+    def spellings(self, canonicals: Iterable[str]) -> set[str]:
+        """Tensor names of stored ones, under every spelling."""
+        return {name for each in canonicals for name in self.twice.get(each, (self.stored[each],))}
+
+    @cached_property
+    def own(self) -> list[str]:
+        """Canonical names of what is stored, less copies of the trunk's tensors; sorted."""
+        return sorted(self.stored.keys() - self.copies.keys())
+
+    @cached_property
     def copies(self) -> dict[str, str]:
         """Canonical name -> tensor name of shared tensors that are stored again inside the modules."""
         return {
             canonical: name for canonical, name in self.stored.items() if self.role(canonical) in self.family.copies
         }
 
-    @property
+    @cached_property
     def wrapper(self) -> str:
         """The leading path that this checkpoint's head has, as `Family.published` takes it."""
         return self.family.wrapper(self.stored.values() or self.shared.values())
@@ -91,9 +106,8 @@ class Inventory:
 def count_layers(checkpoint: Checkpoint) -> int:
     """The trunk's decoder layers by its config, text model included."""
     for key in ("num_hidden_layers", "num_layers"):
-        value = lookup(checkpoint.config, key)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
+        if count := lookup_count(checkpoint.config, key):
+            return count
     for key in ("layers_block_type", "hybrid_override_pattern"):  # Nemotron-H: one entry, or one letter, a layer
         kinds = lookup(checkpoint.config, key)
         if isinstance(kinds, list | str) and kinds:

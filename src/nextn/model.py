@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from nextn.checkpoint import Checkpoint, read_header, write_index, write_json, write_safetensors
+from nextn.checkpoint import Checkpoint, write_index
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import Family, by_config
 from nextn.filling import cast, empty_head, fill, head_tensors, trunk_state
@@ -19,6 +19,7 @@ from nextn.fp8 import pack, section
 from nextn.head import Head
 from nextn.inventory import Inventory
 from nextn.snapshot import folder_of, on_disk
+from nextn.tensor_file import read_header, write_json, write_safetensors
 from nextn.trunk import Trunk
 from nextn.weights import Weights
 
@@ -120,9 +121,8 @@ class Model:
         model = self.trunk.model
         # Cast tensor by tensor: the model in memory stays as it is.
         state: dict[str, Tensor] = {}
-        casts: dict[
-            tuple[int, torch.Size], Tensor
-        ] = {}  # by place in memory: what is tied stays so, and is stored once
+        # By place in memory: what is tied stays so, and is stored once.
+        casts: dict[tuple[int, torch.Size], Tensor] = {}
         for name, value in model.state_dict().items():
             wanted = None if self.trunk.keeps_fp32(name) else dtype
             state[name] = casts.setdefault((value.data_ptr(), value.shape), cast(value, wanted))
@@ -138,17 +138,7 @@ class Model:
         write_json(folder / "config.json", _with_dtype(config, dtype or model.dtype))
 
 
-def load(
-    source: str | Path,
-    *,
-    revision: str | None = None,
-    cache_dir: str | Path | None = None,
-    offline: bool = False,
-    dtype: torch.dtype | None = None,
-    need_head: bool = True,
-) -> Model:
-    """`Model.load`: a checkpoint folder, a .safetensors file or a hub id -> trunk, head and tokenizer; strict."""
-    return Model.load(source, revision=revision, cache_dir=cache_dir, offline=offline, dtype=dtype, need_head=need_head)
+load = Model.load
 
 
 def _load_trunk(inventory: Inventory, weights: Weights, dtype: torch.dtype | None) -> tuple[Trunk, list[str]]:
@@ -205,7 +195,7 @@ def _computed(family: Family) -> Family:
 
 def _absent(inventory: Inventory) -> str:
     path, family, count = inventory.checkpoint.path, inventory.family, inventory.promised
-    where = family.published("0.token_norm.weight", inventory.num_layers, wrapper=inventory.wrapper)
+    where = inventory.published("0.token_norm.weight")
     said = f"config.json promises {count} module(s)" if count else f"config.json has no {family.count_fields[0]}"
     found = "present" if inventory.stored else "absent"
     other = f"; {inventory.strangers[0]} and others are no names of this family" if inventory.strangers else ""
@@ -251,9 +241,8 @@ def _add_shard(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _index(folder: Path) -> None:
-    headers = {path.name: read_header(path).tensors for path in sorted(folder.glob("*.safetensors"))}
-    weight_map = {tensor: name for name, header in headers.items() for tensor in header}
-    write_index(folder, weight_map, sum(info.nbytes for header in headers.values() for info in header.values()))
+    infos = [info for path in sorted(folder.glob("*.safetensors")) for info in read_header(path).tensors.values()]
+    write_index(folder, {info.name: info.file for info in infos}, sum(info.nbytes for info in infos))
 
 
 def _swap(staging: Path, folder: Path) -> None:

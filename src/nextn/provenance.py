@@ -5,15 +5,17 @@ The trunk's fingerprint is of samples, so that it costs a few small reads of a c
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from nextn import __version__
-from nextn.checkpoint import Checkpoint, write_json
+from nextn.checkpoint import Checkpoint
 from nextn.errors import CheckpointError
+from nextn.families import Family
 from nextn.inventory import Inventory
+from nextn.tensor_file import write_json
 
 RECORD = "nextn.json"
 # Samples: this many layers, evenly spread, and this many weights of each.
@@ -58,7 +60,7 @@ class Provenance:
 def head_fingerprint(inventory: Inventory) -> str:
     """SHA-256 over the head's own tensors, by canonical name: the same in every layout. Reads the whole head."""
     digest = hashlib.sha256()
-    for canonical in sorted(inventory.stored.keys() - inventory.copies.keys()):
+    for canonical in inventory.own:
         info = inventory.info(canonical)
         digest.update(json.dumps([canonical, info.dtype, info.shape]).encode())
         for piece in inventory.checkpoint.chunks(info.name):
@@ -77,6 +79,23 @@ def trunk_fingerprint(inventory: Inventory) -> str:
         info = inventory.checkpoint.info(name)
         digest.update(json.dumps([info.dtype, info.shape]).encode() + data)
     return digest.hexdigest()
+
+
+def trained_with(inventory: Inventory) -> str:
+    """Fingerprint of the trunk that the head was trained with; empty where neither record nor trunk is there."""
+    checkpoint = inventory.checkpoint
+    for header in checkpoint.headers.values():
+        if said := header.metadata.get("trained_with"):  # an extracted head
+            return said
+    record = Provenance.read(checkpoint)
+    if record is not None:
+        return record.trained_with
+    return trunk_fingerprint(inventory) if inventory.shared and inventory.layers else ""
+
+
+def staged_head(stage: Path, config: Mapping[str, object], family: Family) -> str:
+    """Fingerprint of the head in the new files, read back from this disk."""
+    return head_fingerprint(Inventory.of(replace(Checkpoint.open(stage), config={**config}), family=family))
 
 
 def _sampled(inventory: Inventory) -> Iterator[str]:

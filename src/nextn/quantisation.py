@@ -11,6 +11,7 @@ from typing import cast
 
 from nextn.checkpoint import CONFIG, Checkpoint
 from nextn.errors import CheckpointError
+from nextn.families import lookup
 from nextn.quantformats import FORMATS, Format, Section, quantised
 from nextn.storage import stored_modules
 
@@ -104,6 +105,12 @@ class Quantisation:
             remedy = "Quantise the head as the trunk is, or take a checkpoint of another format"
             raise CheckpointError(f"{what} unquantised: {error}. {remedy}.") from error
         return section
+
+
+def declared(config: Mapping[str, object]) -> Mapping[str, object]:
+    """A config's own quantization_config, text model included, as it is; empty where there is none."""
+    section = lookup(config, "quantization_config")
+    return section if isinstance(section, Mapping) else {}
 
 
 def _fault(checkpoint: Checkpoint, file: str, error: ValueError) -> CheckpointError:

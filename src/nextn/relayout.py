@@ -11,19 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from nextn.checkpoint import CONFIG, SINGLE, Checkpoint
+from nextn.checkpoint import CONFIG, SINGLE, Checkpoint, opened
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import Family, by_name, rows
-from nextn.fit import SIZES, absent, quantised_without
-from nextn.graft import (
-    ABOUT_HEAD,
-    old_head,
-    opened,
-    staged_head,
-    trained_with,
-)
+from nextn.fit import ABOUT_HEAD, SIZES, absent, quantised_without
 from nextn.inventory import Inventory
-from nextn.provenance import Provenance, trunk_fingerprint
+from nextn.provenance import Provenance, staged_head, trained_with, trunk_fingerprint
 from nextn.staging import (
     Files,
     Piece,
@@ -38,6 +31,7 @@ from nextn.staging import (
     visible,
     with_config,
 )
+from nextn.words import some
 
 Form = Literal["shards", "side-file", "single-file"]
 Shift = Literal["add-1", "subtract-1"]
@@ -98,8 +92,7 @@ def find_head(own: Inventory, layout: Family, now: Family | None = None) -> Inve
         return min(found, key=partial(_distance, own=own, layout=layout))
     if own.stored:
         raise CheckpointError(
-            f"{own.checkpoint.path}: its head is partial, without {', '.join(absent(own)[:5])}. "
-            "`nextn restore` puts it back."
+            f"{own.checkpoint.path}: its head is partial, without {some(absent(own), 5)}. `nextn restore` puts it back."
         )
     raise CheckpointError(f"{own.checkpoint.path}: holds no head in any known layout. `nextn restore` puts one back.")
 
@@ -194,7 +187,7 @@ def shifting(dtype: str, by: float) -> Callable[[bytes], bytes]:
 
 
 def _plan(own: Inventory, here: Inventory, layout: Family, fresh: dict[str, Piece], form: Form | None) -> Plan:
-    gone = old_head(here) | set(here.copies.values())
+    gone = here.spellings(here.own) | set(here.copies.values())
     checkpoint = visible(own.checkpoint, {own.checkpoint.tensors[name].file for name in gone})
     files = divide(checkpoint, gone, fresh)
     if form == "single-file":

@@ -105,6 +105,18 @@ class PooledLayer(IndexedLayer):
         return self._end
 
 
+class AngledLayer(IndexedLayer):
+    """For a trunk (Qwen4) that puts the positions of all columns into its first indexed layer: they are the columns."""
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        start = max(self._starts)
+        return torch.arange(start, device=self.device).expand(3, len(self._starts), -1) if start else None
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor | None) -> None: ...
+
+
 def written(slab: Tensor | None, states: Tensor, starts: Sequence[int]) -> Tensor:
     """The slab [B, heads, capacity, dim] with states [B, heads, m, dim] in the columns from starts[row] on; a larger
     one if they do not fit, so the slab given is not to be used again."""
@@ -136,16 +148,16 @@ class RecurrentLayer(LinearAttentionLayer):
         # Sends one-token steps through update_conv_state; transformers' fused step writes the state in place.
         self.record_past = True
         self._mark: _States | None = None
-        self._replay: _Call | None = None
+        self._replay: dict[nn.Module, _Call] = {}
 
     def begin(self, lengths: Sequence[int], num_columns: int) -> None:
-        self._mark, self._replay = _States.of(self, copy=num_columns == 1), None
+        self._mark, self._replay = _States.of(self, copy=num_columns == 1), {}
 
     def record(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Remember the window's mixer call; called by a hook before the mixer runs."""
-        if self._replay is not None:
+        if module in self._replay:
             raise RollbackError(f"{type(module).__name__} ran twice in one window; its state cannot be put back")
-        self._replay = _Call(module, args, kwargs)
+        self._replay[module] = _Call(module, args, kwargs)
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object
@@ -169,14 +181,15 @@ class RecurrentLayer(LinearAttentionLayer):
         for count in sorted({count for count in counts if count < num_columns}):
             rows = torch.tensor([row for row, kept in enumerate(counts) if kept == count], device=self.device)
             self._put_back(rows, count)
-        self._mark = self._replay = None
+        self._mark, self._replay = None, {}
 
     def _put_back(self, rows: Tensor, count: int) -> None:
-        if self._mark is None or self._replay is None:
+        if self._mark is None or not self._replay:
             raise RollbackError("a recurrent layer was not watched during this window; its state cannot be put back")
         states = self._mark.rows(rows)
         if count:
-            states = self._replay.run(states, rows, count)
+            for call in self._replay.values():
+                states = call.run(states, rows, count)
         elif not states.known:
             raise RollbackError("a row cannot keep 0 columns of its first window: there is no state to go back to")
         states.write(self, rows)
@@ -245,7 +258,10 @@ class _Call:
         layer, cache.layers[index] = cache.layers[index], states.layer()
 
         def cut(value: object) -> object:
-            return value[rows, :count] if isinstance(value, Tensor) and value.ndim == 3 else value
+            # States [B, T, H] and tokens [B, T].
+            if isinstance(value, Tensor) and (value.ndim == 3 or value.dtype == torch.int64):
+                return value[rows, :count]
+            return value
 
         try:
             # forward, not __call__: the recording hook must not see the replay.

@@ -4,7 +4,6 @@ Knows the hub's downloads, and the inventory that says which files hold the trun
 """
 
 import re
-from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -60,16 +59,10 @@ def needed(inventory: Inventory) -> list[str]:
     """The files that loading opens: what the index names, what else holds a head's tensor, and what is beside it."""
     checkpoint = inventory.checkpoint
     named = set(checkpoint.files) - set(checkpoint.unindexed)
-    named |= {file for name in _head(inventory) for file in [checkpoint.tensors[name].file]}
+    heads = [*inventory.spellings(inventory.stored), *inventory.shared.values(), *inventory.strangers]
+    named |= {checkpoint.tensors[name].file for name in heads}
     beside = {name for name in checkpoint.sources if "/" not in name and any(fnmatch(name, each) for each in _BESIDE)}
     return sorted(named | beside)
-
-
-def _head(inventory: Inventory) -> Iterator[str]:
-    yield from inventory.stored.values()
-    yield from (name for names in inventory.twice.values() for name in names)
-    yield from inventory.shared.values()
-    yield from inventory.strangers
 
 
 def _reason(error: Exception) -> str:

@@ -12,19 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from reprlib import repr as brief
 
-from nextn.checkpoint import (
-    CHUNK,
-    CONFIG,
-    INDEX,
-    SINGLE,
-    Checkpoint,
-    RawTensor,
-    TensorInfo,
-    write_json,
-    write_safetensors,
-)
+from nextn.checkpoint import CHUNK, CONFIG, INDEX, SINGLE, Checkpoint, index_json
 from nextn.errors import CheckpointError
 from nextn.remote import LocalFile, Source
+from nextn.tensor_file import RawTensor, TensorInfo, write_json, write_safetensors
+from nextn.words import some
 
 HEAD_FILE = "model-mtp.safetensors"  # llama.cpp's converter reads model*.safetensors alone
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -111,7 +103,7 @@ class Plan:
 
 
 def changes(checkpoint: Checkpoint, documents: Mapping[str, Mapping[str, object]]) -> tuple[str, ...]:
-    """`file: key: old -> new` for each JSON file but the index."""
+    """`file: key: old -> new`, of a list `file: key: + new`, for each JSON file but the index."""
     return tuple(
         f"{file}: {line}"
         for file, new in documents.items()
@@ -128,7 +120,17 @@ def _differences(old: Mapping[str, object], new: Mapping[str, object]) -> Iterat
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             yield from (f"{key}.{line}" for line in _differences(before, after))
         else:
-            yield f"{key}: {brief(before)} -> {brief(after)}"
+            yield f"{key}: {_listed(before, after) or f'{brief(before)} -> {brief(after)}'}"
+
+
+def _listed(before: object, after: object) -> str:
+    """What a list of names lost and gained; "" for anything else, and for the same names in another order."""
+    lists = [each for each in (before or [], after) if isinstance(each, list) and all(type(x) is str for x in each)]
+    if len(lists) < 2:
+        return ""
+    old, new = map(dict.fromkeys, lists)
+    lost, gained = [name for name in old if name not in new], [name for name in new if name not in old]
+    return "; ".join(f"{sign} {some(names)}" for sign, names in (("-", lost), ("+", gained)) if names)
 
 
 def visible(checkpoint: Checkpoint, also: Collection[str] = ()) -> Checkpoint:
@@ -182,7 +184,7 @@ def index_document(files: Files, checkpoint: Checkpoint) -> dict[str, dict[str, 
         return {}
     new = {name: piece.info.nbytes for pieces in files.weights.values() for name, piece in pieces.items()}
     total = sum(new[name] if name in new else checkpoint.tensors[name].nbytes for name in files.index)
-    return {INDEX: {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.index.items()))}}
+    return {INDEX: index_json(files.index, total)}
 
 
 def execute(plan: Plan, *, seal: Callable[[Path], None] | None = None, on_bytes: Progress = quiet) -> None:

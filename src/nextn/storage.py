@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from nextn.checkpoint import TensorInfo
+    from nextn.tensor_file import TensorInfo
 
 Storage = Literal[
     "plain", "fp8-block", "fp8-tensor", "fp8-bare", "mxfp8", "nvfp4", "mxfp4", "int8", "compressed", "gptq", "awq",
@@ -29,6 +29,11 @@ BESIDE_MODULE = (
     ".qweight", ".qzeros", ".scales", ".g_idx", ".biases", ".SCB", ".weight_format",
 )  # fmt: skip
 SUFFIXES = (*(f".weight{suffix}" for suffix in BESIDE_WEIGHT), *BESIDE_MODULE)
+
+
+def unpacked(info: "TensorInfo") -> bool:
+    """Whether each element is a number of its own, fp8 with or without scales: the shape is the matrix's."""
+    return info.dtype in PLAIN or info.dtype.startswith("F8")
 
 
 def split_name(name: str, names: Collection[str]) -> tuple[str, str]:
@@ -56,7 +61,6 @@ def stored_modules(tensors: "Mapping[str, TensorInfo]") -> "Iterator[tuple[str, 
 def storage(tensors: "Mapping[str, TensorInfo]", module: str) -> Storage | None:
     """How `module` (a name without ".weight") is stored; None if nothing is, "fp8-bare" is fp8 without its scale."""
     weight = tensors.get(f"{module}.weight") or tensors.get(module)
-    stem = module if weight is None or weight.name == module else f"{module}.weight"
     if packed := tensors.get(f"{module}.qweight"):
         if (scales := tensors.get(f"{module}.scales")) is None:
             return "unknown"
@@ -68,14 +72,17 @@ def storage(tensors: "Mapping[str, TensorInfo]", module: str) -> Storage | None:
         return "mxfp4"
     if weight is None:
         return None
-    if f"{module}.SCB" in tensors or f"{stem}.absmax" in tensors:
+    if f"{module}.SCB" in tensors or f"{weight.name}.absmax" in tensors:
         return "bnb"
-    scale = next((tensors[name] for name in _scales(module, stem) if name in tensors), None)
-    return _scaled(weight, scale, second=f"{stem}_scale_2" in tensors)
+    scale = scale_of(weight.name, tensors)
+    return _scaled(weight, tensors[scale] if scale else None, second=f"{weight.name}_scale_2" in tensors)
 
 
-def _scales(module: str, stem: str) -> tuple[str, ...]:
-    return f"{stem}_scale_inv", f"{stem}_scale", f"{module}.scale", f"{module}.scales"
+def scale_of(weight: str, names: Collection[str]) -> str | None:
+    """The tensor that holds the scales of that one; None if there is none."""
+    module = weight.removesuffix(".weight")
+    beside = (f"{weight}_scale_inv", f"{weight}_scale", f"{module}.scale", f"{module}.scales")
+    return next((name for name in beside if name in names), None)
 
 
 def _scaled(weight: "TensorInfo", scale: "TensorInfo | None", *, second: bool) -> Storage:

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from nextn.checkpoint import write_json
 from nextn.data import Batch, Batches, Corpus
 from nextn.decode import Settings
 from nextn.errors import CheckpointError, ConfigError, TrainingError
@@ -22,6 +21,7 @@ from nextn.evaluate import Decoded, Forced, decoded, forced
 from nextn.head import outputs
 from nextn.loss import LambdaSchedule, LossReport, Targets, depth_weights, mtp_loss
 from nextn.model import Model
+from nextn.tensor_file import write_json
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from nextn.blocks.convolution import ConvolutionLayer
 from nextn.blocks.residual import ResidualBlock
 from nextn.errors import CheckpointError, ConfigError, RollbackError
 from nextn.families import Stage
-from nextn.rollback import Apart, AttentionLayer, Cache, IndexedLayer, PooledLayer, RecurrentLayer, causal
+from nextn.rollback import AngledLayer, Apart, AttentionLayer, Cache, IndexedLayer, PooledLayer, RecurrentLayer, causal
 
 _FULL, _SLIDING, _INDEXED = "full_attention", "sliding_attention", "indexed_attention"
 _BLOCKWISE = "minimax_m3_sparse"  # an indexer that picks blocks of columns, counted from column 0
@@ -54,13 +54,14 @@ class Hidden:
 class Kind:
     """How a decoder layer attends. window: columns that a sliding layer sees, its own included; None = all before.
     states: how many of convolutions or recurrences it has. rate: columns to an entry where attention is compressed.
-    pool: columns to a pool where an indexer picks pools."""
+    pool: columns to a pool where an indexer picks pools. angled: an indexer turns all columns' keys each time."""
 
     name: str = _FULL
     window: int | None = None
     states: int = 1
     rate: int = 0
     pool: int = 0
+    angled: bool = False
 
     @property
     def is_recurrent(self) -> bool:
@@ -69,12 +70,12 @@ class Kind:
     @property
     def can_pack(self) -> bool:
         """Whether a mask and positions alone keep the documents of a row apart."""
-        return not (self.is_recurrent or self.rate or self.pool or self.name in (*_HYBRID, _BLOCKWISE))
+        return not (self.is_recurrent or self.rate or self.goes_apart or self.name == _BLOCKWISE)
 
     @property
     def goes_apart(self) -> bool:
         """Whether rows of different lengths cannot go together: transformers counts all from one offset."""
-        return self.name in _HYBRID or bool(self.pool)
+        return self.name in _HYBRID or bool(self.pool) or self.angled
 
 
 class _Decoder(Protocol):
@@ -83,6 +84,7 @@ class _Decoder(Protocol):
     layers: nn.ModuleList
     norm: nn.Module
     norm_f: nn.Module
+    hyper_connection_mixer: nn.Module
 
     def __call__(self, **kwargs: object) -> "_Output": ...
     def _init_weights(self, module: nn.Module) -> None: ...
@@ -126,6 +128,7 @@ class Trunk(nn.Module):
         self.config = model.config.get_text_config(decoder=True)
         self.kinds = _kinds(self.config)
         _freeze_indexers(model)
+        _cut_idle_experts(model)
         for module in self._mixers():
             module.register_forward_pre_hook(_record, with_kwargs=True)
 
@@ -170,7 +173,11 @@ class Trunk(nn.Module):
 
     @property
     def final_norm(self) -> nn.Module:
-        return self.decoder.norm if hasattr(self.decoder, "norm") else self.decoder.norm_f
+        """What makes the normed state; in Qwen4, the norm inside what collapses the streams."""
+        for name in ("norm", "norm_f"):
+            if hasattr(self.decoder, name):
+                return cast(nn.Module, getattr(self.decoder, name))
+        return cast(nn.Module, self.decoder.hyper_connection_mixer.hc_norm)
 
     @property
     def embedding(self) -> nn.Embedding:
@@ -209,9 +216,11 @@ class Trunk(nn.Module):
 
     @property
     def hidden_shape(self) -> tuple[int, ...]:
-        """Of the state that the MTP head eats, for one token: (H,), or (S, H) of S streams."""
+        """Of the state that the MTP head eats, for one token: (H,), or (S, H) or (S * H,) of S streams."""
         size = self.config.hidden_size
-        return (self.config.hc_mult, size) if self.stage == "streams" else (size,)
+        if self.stage == "streams":
+            return (self.config.hc_mult, size) if hasattr(self.config, "hc_mult") else (self.config.hc_count * size,)
+        return (size,)
 
     @property
     def scale(self) -> float:
@@ -319,13 +328,20 @@ class Trunk(nn.Module):
         """Whether the model keeps this tensor in fp32 whatever its dtype, such as a router's correction bias."""
         return any(part in name for part in self.model._keep_in_fp32_modules_strict or ())
 
-    def norm(self) -> nn.Module:
-        """A fresh norm of the trunk's own class."""
+    def norm(self, size: int | None = None) -> nn.Module:
+        """A fresh norm of the trunk's own class. size: of what it norms, if not H."""
         reference = self.final_norm
         eps = getattr(reference, "variance_epsilon", getattr(reference, "eps", None))
-        norm: nn.Module = cast(Callable[..., nn.Module], type(reference))(self.config.hidden_size, eps=eps)
+        norm: nn.Module = cast(Callable[..., nn.Module], type(reference))(size or self.config.hidden_size, eps=eps)
         self.initialize(norm)
         return norm.to(next(reference.parameters()).dtype)
+
+    def collapse(self) -> nn.Module:
+        """What makes one state of streams that lie side by side (Qwen4), fresh, of the trunk's own class."""
+        mixer_class = cast(Callable[..., nn.Module], type(self.decoder.hyper_connection_mixer))
+        mixer = mixer_class(self.config, use_combine=False)
+        self.initialize(mixer)
+        return mixer.to(self.dtype)
 
     @torch.no_grad()
     def initialize(self, module: nn.Module) -> None:
@@ -338,6 +354,9 @@ class Trunk(nn.Module):
         rotary = getattr(self.decoder, "rotary_emb", None)
         if rotary is None:
             return None
+        if kind.angled:
+            count = int(positions[0, 0]) + positions.shape[1]  # rows go apart, so all of them start here
+            positions = torch.arange(count, device=self.device).expand(len(positions), -1)
         # Qwen3.5 counts positions in time, height and width; a text token has the same index in all three.
         positions = positions[None] if hasattr(rotary, "mrope_section") else positions
         if "layer_type" not in inspect.signature(rotary.forward).parameters:
@@ -359,7 +378,8 @@ class Trunk(nn.Module):
         """What a layer of this kind may see: [B, 1, T, columns], or None where causal attention needs no mask.
 
         cache: the window that is open in it; else T columns from 0, and within [B, 1, T, T] bool limits them further.
-        Pools are masked by the layer, which wants to know [rows, T] that no column is padding.
+        rows: where the layer wants a mask for each. Pools are masked by the layer, which wants to know [rows, T] that
+        no column is padding.
         """
         if kind.pool:
             return torch.ones(rows, num_columns, dtype=torch.bool, device=self.device)
@@ -371,6 +391,8 @@ class Trunk(nn.Module):
         else:
             mask = causal(torch.arange(num_columns, device=self.device)[None], num_columns, window=kind.window)
             mask = mask if within is None else mask & within
+        if kind.angled and mask is not None:
+            mask = mask.expand(rows, -1, -1, -1)
         if mask is None or not self._is_eager:
             return mask
         # Eager attention adds its mask to the scores.
@@ -413,13 +435,14 @@ class Trunk(nn.Module):
             handle.remove()
 
     def _mixers(self) -> Iterator[nn.Module]:
-        for layer, kind in zip(self.decoder.layers, self.kinds, strict=True):
-            if kind.is_recurrent:
-                yield from (
-                    part
-                    for part in layer.modules()
-                    if getattr(part, "layer_idx", None) is not None and part is not layer
-                )
+        layers, outer = set(self.decoder.layers), "-"
+        for name, part in self.decoder.layers.named_modules():
+            place = getattr(part, "layer_idx", None)
+            if place is None or part in layers or name.startswith(outer):
+                continue
+            outer = f"{name}."  # what is inside runs again with it
+            if self.kinds[place].is_recurrent:
+                yield part
 
 
 def _from_files(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, dict[str, list[str]]]:
@@ -440,13 +463,29 @@ def _from_state(
     model, info = loader.from_pretrained(
         None,
         config=config,
-        state_dict=dict(state),
+        state_dict=_with_idle_experts(config.get_text_config(), state),
         dtype=dtype or config.dtype or config.get_text_config().dtype or kinds.most_common(1)[0][0],
         output_loading_info=True,
     )
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model, info
+
+
+def _with_idle_experts(config: PreTrainedConfig, state: Mapping[str, Readable]) -> dict[str, Readable]:
+    """LongCat's experts that compute nothing have rows in transformers and no tensors in files: any do, to be cut."""
+    out, first = dict(state), getattr(config, "n_routed_experts", 0)
+    likes = [name for name in state if name.endswith((".experts.0.gate_proj.weight", ".experts.0.up_proj.weight"))]
+    for expert in range(first, first + (getattr(config, "zero_expert_num", None) or 0)):
+        out |= {name.replace(".experts.0.", f".experts.{expert}."): state[name] for name in likes}
+    return out
+
+
+def _cut_idle_experts(model: nn.Module) -> None:
+    for part in model.modules():
+        rows = getattr(part, "gate_up_proj", None)
+        if getattr(part, "zero_expert_num", 0) and isinstance(rows, nn.Parameter):
+            part.gate_up_proj = nn.Parameter(rows.detach()[: cast(int, part.num_routed_experts)].clone())
 
 
 def packed(documents: Tensor) -> tuple[Tensor, Tensor]:
@@ -473,6 +512,8 @@ def _cache_layer(kind: Kind, spare: int) -> AttentionLayer | RecurrentLayer | _I
         return AttentionLayer()
     if kind.pool:
         return PooledLayer()
+    if kind.angled:
+        return AngledLayer()
     if kind.name in (_INDEXED, _BLOCKWISE):
         return IndexedLayer()
     if kind.rate:
@@ -490,8 +531,8 @@ def _cache_layer(kind: Kind, spare: int) -> AttentionLayer | RecurrentLayer | _I
 def _kinds(config: PreTrainedConfig) -> list[Kind]:
     # A block's config may name more layers than it has.
     kinds = [_kind(name, options) for name, options in zip(*get_layer_types_and_kwargs(config), strict=False)]
-    pool = getattr(config, "index_kpool", 0)
-    return [replace(kind, pool=pool) if kind.name == _INDEXED else kind for kind in kinds]
+    pool, angled = getattr(config, "index_kpool", 0), hasattr(config, "indexer_compress_ratio")
+    return [replace(kind, pool=pool, angled=angled) if kind.name == _INDEXED else kind for kind in kinds]
 
 
 def _kind(name: str, options: Mapping[str, Any]) -> Kind:

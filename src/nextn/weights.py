@@ -3,7 +3,7 @@
 Knows dtypes, scales and bytes; not what a tensor is for.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
@@ -12,10 +12,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nextn import fp8
-from nextn.checkpoint import CHUNK, Checkpoint, TensorInfo
+from nextn.checkpoint import Checkpoint
 from nextn.errors import CheckpointError
-from nextn.families import Family, lookup
+from nextn.families import Family
+from nextn.quantisation import declared
 from nextn.remote import LocalFile
+from nextn.storage import scale_of
 
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 # How activations were scaled: of no use where products are not computed in fp8.
@@ -43,12 +45,11 @@ class Weights(AbstractContextManager["Weights"]):
 
     def __init__(self, checkpoint: Checkpoint, family: Family) -> None:
         self.checkpoint = checkpoint
-        section = lookup(checkpoint.config, "quantization_config")
-        section = section if isinstance(section, dict) else {}
+        section = declared(checkpoint.config)
         self.method = str(section.get("quant_method", "an unnamed method")) if section else ""
         self._block = fp8.declared_block(section, family)
         tensors = checkpoint.tensors
-        found = {name: fp8.scale_of(name, tensors) for name, info in tensors.items() if info.dtype == fp8.WEIGHT}
+        found = {name: scale_of(name, tensors) for name, info in tensors.items() if info.dtype == fp8.WEIGHT}
         self.scales = {name: scale for name, scale in found.items() if scale is not None}
         self._stack, self._files = ExitStack(), dict[str, safe_open]()
 
@@ -103,17 +104,6 @@ class Weights(AbstractContextManager["Weights"]):
         """`name`, or its scales if the fault is theirs."""
         scale = self.scales.get(name)
         return name if scale is None or bool(torch.isfinite(self._raw(scale).float()).all()) else scale
-
-    def same(self, first: TensorInfo, second: TensorInfo) -> bool:
-        """Whether two stored tensors agree in dtype, shape and every bit."""
-        if (first.dtype, first.shape) != (second.dtype, second.shape):
-            return False
-        return all(one == two for one, two in zip(self._chunks(first), self._chunks(second), strict=True))
-
-    def _chunks(self, info: TensorInfo) -> Iterator[bytes]:
-        source = self.checkpoint.sources[info.file]
-        for begin in range(info.begin, info.end, CHUNK):
-            yield source.read(begin, min(begin + CHUNK, info.end))
 
     def _raw(self, name: str) -> Tensor:
         file = self.checkpoint.info(name).file

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from nextn.checkpoint import TensorInfo
 from nextn.families import lookup
 from nextn.inventory import Inventory
 from nextn.storage import split_name
+from nextn.tensor_file import TensorInfo
 
 # Of a block's kinds of tensor, this part must be in the layer that it is measured by.
 _ALIKE = 0.9
@@ -48,7 +48,7 @@ class Blocks:
         found: dict[str, dict[tuple[str, tuple[int, ...]], TensorInfo]] = {path: {} for path in self.running.values()}
         for layer in self.inventory.layers.values():
             for path, info in layer.items():
-                found[self.running[path]].setdefault((info.dtype, info.shape), info)
+                found[self.running[path]].setdefault(info.form, info)
         return found
 
     def missing(self, module: int) -> tuple[int, tuple[str, ...]]:

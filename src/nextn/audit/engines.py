@@ -6,10 +6,12 @@ What an engine does is the family's row's to say; a fact that only some set-ups 
 from collections.abc import Iterator
 
 from nextn.audit.finding import Finding
-from nextn.audit.windows import same, same_form
-from nextn.audit.words import ENGINES, ROLES, aliases, engines, joined, some, verb
+from nextn.audit.windows import same
+from nextn.audit.words import ENGINES, ROLES, aliases, engines, verb
+from nextn.checkpoint import CONFIG
 from nextn.families import Engine, Support, lookup, rows
 from nextn.inventory import Inventory
+from nextn.words import joined, some
 
 IDS = (
     "trunk-missing", "shared-missing", "copy-differs", "own-head-overwritten", "layer-index", "too-many-modules",
@@ -45,13 +47,13 @@ def trunk_missing(inventory: Inventory) -> Iterator[Finding]:
 def shared_missing(inventory: Inventory) -> Iterator[Finding]:
     """Modules without their copies of shared tensors, where an engine would leave its own at initial values."""
     family = inventory.family
-    running = dict(_running(inventory))
+    running = family.runners
     hurt = {role: [each for each in running.values() if role in (*each.unset, *each.skips)] for role in family.copies}
     lack = {role: _lacking(inventory, role) for role in family.copies if hurt[role] and role in inventory.shared}
     roles = [role for role, modules in lack.items() if modules]
     if not roles:
         return
-    places = [_place(inventory, lack[role][0], role) for role in roles]
+    places = [inventory.published(f"{lack[role][0]}.{role}.weight") for role in roles]
     known = joined(inventory.shared[role] for role in roles)
     skipped = any(role in engine.skips for role in roles for engine in hurt[role])
     yield Finding(
@@ -77,7 +79,7 @@ def own_head_overwritten(inventory: Inventory) -> Iterator[Finding]:
     """An embedding or output head of the head's own that an engine replaces by the trunk's."""
     for role in inventory.family.own:
         names = [name for canonical, name in inventory.stored.items() if inventory.role(canonical) == role]
-        guilty = [name for name, engine in _running(inventory) if role in engine.trunks]
+        guilty = [name for name, engine in inventory.family.runners.items() if role in engine.trunks]
         if names and guilty:
             yield Finding(
                 "own-head-overwritten", "note", names[0],
@@ -90,7 +92,7 @@ def own_head_overwritten(inventory: Inventory) -> Iterator[Finding]:
 def layer_index(inventory: Inventory) -> Iterator[Finding]:
     """An engine knows the head at fixed layer indices only, and this head has another."""
     at = inventory.num_layers
-    for name, engine in _running(inventory):
+    for name, engine in inventory.family.runners.items():
         if inventory.stored and engine.layers and at not in engine.layers:
             known = joined(map(str, engine.layers))
             yield Finding(
@@ -104,15 +106,14 @@ def layer_index(inventory: Inventory) -> Iterator[Finding]:
 def too_many_modules(inventory: Inventory) -> Iterator[Finding]:
     """More modules than an engine uses."""
     count = len(inventory.modules)
-    fewer = [
-        (name, engine.modules) for name, engine in _running(inventory) if engine.modules and engine.modules < count
-    ]
+    used = {name: engine.modules for name, engine in inventory.family.runners.items()}
+    fewer = {name: number for name, number in used.items() if number and number < count}
     if fewer:
-        said = joined(f"{ENGINES[name]} uses {number}" for name, number in fewer)
+        said = joined(f"{ENGINES[name]} uses {number}" for name, number in fewer.items())
         yield Finding(
-            "too-many-modules", "note", f"config.json: {inventory.family.count_fields[0]}",
+            "too-many-modules", "note", f"{CONFIG}: {inventory.family.count_fields[0]}",
             f"{count} modules are stored; {said}, and applies it again for the depths after it.",
-            f"An engine that runs them all: {_others(inventory, [name for name, _ in fewer])}.",
+            f"An engine that runs them all: {_others(inventory, [*fewer])}.",
             "Nothing in the checkpoint needs to be done; expect lower acceptance at the later depths.",
         )  # fmt: skip
 
@@ -133,9 +134,9 @@ def engine_support(inventory: Inventory) -> Iterator[Finding]:
 
 def _differing(inventory: Inventory, role: str, name: str, trunk: str) -> Finding:
     a, b = (inventory.checkpoint.tensors[each] for each in (name, trunk))
-    what = f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}" if not same_form(a, b) else "in its values"
-    copy = [each for each, engine in _running(inventory) if role not in engine.trunks]
-    theirs = [each for each, engine in _running(inventory) if role in engine.trunks]
+    what = f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}" if a.form != b.form else "in its values"
+    copy = [each for each, engine in inventory.family.runners.items() if role not in engine.trunks]
+    theirs = [each for each, engine in inventory.family.runners.items() if role in engine.trunks]
     users = "; ".join(
         f"{verb(each, 'use')} {which}" for each, which in ((copy, "the copy"), (theirs, "the trunk's")) if each
     )
@@ -163,10 +164,6 @@ def _lacking(inventory: Inventory, role: str) -> list[int]:
     return [module for module in inventory.modules if module not in stored and not (once and module)]
 
 
-def _place(inventory: Inventory, module: int, role: str) -> str:
-    return inventory.family.published(f"{module}.{role}.weight", inventory.num_layers, wrapper=inventory.wrapper)
-
-
 def _unset(name: str, engine: Engine, roles: list[str]) -> str:
     if any(role in engine.skips for role in roles):
         return f"{ENGINES[name]}, in versions that do not hand over the trunk's, drafts from initial values, unsaid"
@@ -184,22 +181,14 @@ def _runners(inventory: Inventory) -> str:
     }  # fmt: skip
     lines = []
     for missing, (does, what) in told.items():
-        names = [name for name, engine in _running(inventory) if engine.missing == missing]
+        names = [name for name, engine in inventory.family.runners.items() if engine.missing == missing]
         if names:
             lines.append(f"{verb(names, does)} {what}")
     return "; ".join(lines) + "." if lines else "no engine runs this head."
 
 
-def _uses(engine: Engine) -> bool:
-    return engine.support == "runs"
-
-
-def _running(inventory: Inventory) -> list[tuple[str, Engine]]:
-    return [(name, engine) for name, engine in inventory.family.engines.items() if _uses(engine)]
-
-
 def _others(inventory: Inventory, names: list[str]) -> str:
-    rest = [name for name, _ in _running(inventory) if name not in names]
+    rest = [name for name in inventory.family.runners if name not in names]
     return engines(rest) if rest else "none known"
 
 

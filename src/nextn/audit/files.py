@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 from nextn.audit.finding import Finding, Severity
 from nextn.audit.windows import same
-from nextn.audit.words import counted, restore, some, verb
+from nextn.audit.words import restore, verb
 from nextn.checkpoint import INDEX, SINGLE, Problem
 from nextn.inventory import Inventory
+from nextn.words import counted, some
 
 IDS = ("index", "side-file", "stored-twice")
 _SEVERITY: dict[str, Severity] = {
@@ -67,7 +68,7 @@ def stored_twice(inventory: Inventory) -> Iterator[Finding]:
             "stored-twice", "note" if equal else "warning", names[0],
             f"The same part of the head is stored as {some(names)}, with {'equal' if equal else 'different'} values.",
             "One of them: which one an engine reads depends on its order.",
-            restore(inventory) if not equal else "Nothing needs to be done.",
+            restore(inventory, whole=True) if not equal else "Nothing needs to be done.",
         )  # fmt: skip
 
 
@@ -86,7 +87,7 @@ def _followed(inventory: Inventory, problem: Problem) -> bool:
 
 def _mend(inventory: Inventory, kind: str, file: str) -> str:
     if kind == "missing_file":
-        return f"Fetch {file} again (`hf download`), or {restore(inventory)} if only the head is lost."
+        return f"Fetch {file} again (`hf download`), or run `{restore(inventory)}` if only the head is lost."
     return "Write the index anew from the files, or fetch both again."
 
 

@@ -11,7 +11,8 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 class Finding:
     """error: the head will not work, in some engine at least. warning: it may not. note: worth knowing, no fault.
 
-    rule: its id, such as `head-absent`. place: file, tensor or config field. mend: a command, or what to do by hand.
+    rule: its id, such as `head-absent`. place: file, tensor or config field. found, valid: sentences. mend: one command
+    and nothing else, or sentences with commands in backticks.
     """
 
     rule: str

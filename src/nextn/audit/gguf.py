@@ -18,9 +18,9 @@ from nextn.audit.finding import SEVERITIES, Finding, Severity
 from nextn.audit.gains import Norm, shifts
 from nextn.audit.gguf_file import GgufFile, GgufTensor, bits
 from nextn.audit.values import gain_finding, unusable, zero_or_constant
-from nextn.audit.words import counted, some
 from nextn.errors import CheckpointError
 from nextn.families import Engine, Family, rows
+from nextn.words import counted, some
 
 # Role in `blk.N.nextn.<part>`; every graph reads the first three.
 PARTS = {"eh_proj": "projection", "enorm": "token_norm", "hnorm": "hidden_norm", "shared_head_norm": "final_norm",
@@ -33,7 +33,7 @@ _MAX_BLOCKS = 10_000
 # At 4 bits heads kept 0 to 4 % of their drafts, at 8 bits 39 to 59 % (colibri#8); one of Q6_K kept none (GSQ#11).
 FEW_BITS, SAFE_BITS = 5.0, 8.0
 LAYERS = 4
-CONVERT = "Convert the model again with llama.cpp's convert_hf_to_gguf.py, from a checkpoint that nextn audit passes"
+CONVERT = "Convert the model again with llama.cpp's convert_hf_to_gguf.py, from a checkpoint that `nextn audit` passes."
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,10 @@ class Gguf:
     def of(cls, file: GgufFile) -> "Gguf":
         arch = file.metadata.get("general.architecture")
         if not isinstance(arch, str):
-            raise CheckpointError(f"{file.path}: general.architecture is {arch!r}, it must be a name. {CONVERT}.")
+            raise CheckpointError(f"{file.path}: general.architecture is {arch!r}, it must be a name. {CONVERT}")
         count, modules = _count(file, f"{arch}.block_count"), _count(file, f"{arch}.nextn_predict_layers", default=0)
         if modules > count:
-            raise CheckpointError(
-                f"{file.path}: {arch}.nextn_predict_layers is {modules} of {count} blocks. {CONVERT}."
-            )
+            raise CheckpointError(f"{file.path}: {arch}.nextn_predict_layers is {modules} of {count} blocks. {CONVERT}")
         blocks: dict[int, dict[str, GgufTensor]] = defaultdict(dict)
         for name, tensor in file.tensors.items():
             if found := re.fullmatch(r"blk\.(\d{1,6})\.(.+)", name):
@@ -94,9 +92,7 @@ def audit_gguf(path: Path) -> Report:
 def _count(file: GgufFile, key: str, *, default: int | None = None) -> int:
     value = file.metadata.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_BLOCKS:
-        raise CheckpointError(
-            f"{file.path}: {key} is {value!r}, it must be a whole number to {_MAX_BLOCKS}. {CONVERT}."
-        )
+        raise CheckpointError(f"{file.path}: {key} is {value!r}, it must be a whole number to {_MAX_BLOCKS}. {CONVERT}")
     return value
 
 
@@ -125,21 +121,21 @@ def _promise(gguf: Gguf) -> Iterator[Finding]:
         yield Finding(
             "head-unpromised", "error", key,
             f"A head in {_places(heads)}, and no count of modules: llama.cpp takes its blocks for the trunk's.",
-            f"{key} = {len(heads)}.", f"{CONVERT}.",
+            f"{key} = {len(heads)}.", CONVERT,
         )  # fmt: skip
     elif promised and not heads:
         gone = [index for index in promised if not gguf.blocks.get(index)]
         more = f" {_places(gone)} absent as a whole, so that llama.cpp does not load the file." if gone else ""
         yield Finding(
             "head-absent", "error", key, f"{count} promised, none stored.{more}", where,
-            f"nextn restore on the checkpoint; then: {CONVERT}.",
+            f"Run `nextn restore` on the checkpoint first. {CONVERT}",
         )  # fmt: skip
     elif heads - promised:
         found = f"A head in {_places(heads - promised)}, of {gguf.promised.stop} blocks with {count} promised."
-        yield Finding("head-elsewhere", "error", _places(heads - promised), found, where, f"{CONVERT}.")
+        yield Finding("head-elsewhere", "error", _places(heads - promised), found, where, CONVERT)
     elif promised - heads:
         found = f"{count} promised, {len(heads)} stored."
-        yield Finding("modules-missing", "error", _places(promised - heads), found, where, f"{CONVERT}.")
+        yield Finding("modules-missing", "error", _places(promised - heads), found, where, CONVERT)
 
 
 def _parts(gguf: Gguf) -> Iterator[Finding]:
@@ -147,13 +143,13 @@ def _parts(gguf: Gguf) -> Iterator[Finding]:
         lacking = [f"blk.{index}.nextn.{part}" for part in NEEDED if f"nextn.{part}.weight" not in gguf.blocks[index]]
         if lacking:
             found = f"{counted(len(lacking), 'tensor')} of the head absent: llama.cpp does not load the file."
-            yield Finding("head-partial", "error", some(lacking), found, f"{', '.join(NEEDED)}.", f"{CONVERT}.")
+            yield Finding("head-partial", "error", some(lacking), found, f"{', '.join(NEEDED)}.", CONVERT)
         final = gguf.row is not None and "final_norm" in gguf.row.names
         if final and not {"nextn.shared_head_norm.weight", "layer_output_norm.weight"} & gguf.blocks[index].keys():
             yield Finding(
                 "head-partial", "note", f"blk.{index}.nextn.shared_head_norm",
                 "No final norm of the head's own: llama.cpp takes the trunk's, or does not load the file.",
-                "The norm that checkpoints of the family store.", f"{CONVERT}.",
+                "The norm that checkpoints of the family store.", CONVERT,
             )  # fmt: skip
 
 
@@ -168,7 +164,7 @@ def _block(gguf: Gguf) -> Iterator[Finding]:
                 "head-partial", "error" if "attn_norm.weight" in lacking else "warning",
                 some([f"blk.{index}.{rest}" for rest in lacking]),
                 f"{counted(len(lacking), 'tensor')} of the head's block absent, which blocks of the trunk have.",
-                "A whole decoder block beside nextn.*.", f"nextn restore on the checkpoint; then: {CONVERT}.",
+                "A whole decoder block beside nextn.*.", f"Run `nextn restore` on the checkpoint first. {CONVERT}",
             )  # fmt: skip
 
 
@@ -182,11 +178,11 @@ def _copies(gguf: Gguf) -> Iterator[Finding]:
                 continue
             differs = copy.shape != original.shape or not _alike(copy, original)
             if differs or copy.kind != original.kind:
-                what = "other numbers than" if differs else f"{copy.kind.name}, not the {original.kind.name} of"
+                what = "Other numbers than" if differs else f"{copy.kind.name}, not the {original.kind.name} of"
                 yield Finding(
                     "copy-differs", "warning" if differs else "note", copy.name,
                     f"{what} {original.name}: llama.cpp drafts with the copy, other engines with the trunk's.",
-                    f"No copy, or one of {original.name}.", f"{CONVERT}.",
+                    f"No copy, or one of {original.name}.", CONVERT,
                 )  # fmt: skip
 
 
@@ -211,7 +207,8 @@ def _precision(gguf: Gguf) -> Iterator[Finding]:
         yield Finding(
             "precision-lower", severity, some([each.name for each in tensors]),
             f"The projection in {kinds}, {min(map(bits, tensors)):.1f} bits a weight: heads of 4 bits have kept 0 "
-            "to 4 % of their drafts.", "Q8_0 or more.", "llama-quantize --tensor-type nextn.eh_proj=q8_0.",
+            "to 4 % of their drafts.", "Q8_0 or more.",
+            "Quantise again, with `llama-quantize --tensor-type nextn.eh_proj=q8_0`.",
         )  # fmt: skip
 
 
@@ -220,7 +217,7 @@ def _values(gguf: Gguf) -> Iterator[Finding]:
     head = {name: norm for index in gguf.heads for name, norm in _head_norms(gguf, index)}
     kinds = {norm.kind for norm in head.values()}
     trunk = {name: norm for name, norm in _trunk_norms(gguf) if norm.kind in kinds}
-    mend = f"{CONVERT}; where the family stores w for 1 + w, it adds 1 once, to head and trunk."
+    mend = f"{CONVERT} Where the family stores w for 1 + w, it adds 1 once, to head and trunk."
     zero_centred = gguf.row is not None and gguf.row.gain == "1+w"
     for shift in shifts(head, trunk, zero_centred=zero_centred):
         yield gain_finding(shift, convention="w", mend=mend)

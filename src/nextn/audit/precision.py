@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 from nextn.audit.blocks import Blocks
 from nextn.audit.finding import Finding, Severity
-from nextn.audit.words import counted, restore, some, verb
-from nextn.checkpoint import CONFIG, DTYPES, TensorInfo
+from nextn.audit.words import restore, verb
+from nextn.checkpoint import CONFIG
 from nextn.errors import CheckpointError
 from nextn.inventory import Inventory
 from nextn.quantisation import Quantisation
 from nextn.storage import PLAIN, Storage, split_name, storage
+from nextn.tensor_file import DTYPES, TensorInfo
+from nextn.words import counted, some
 
 IDS = ("quantisation", "scale-missing", "precision-lower")
 _NARROW = 16  # bits: below, a trunk's precision has been known to ruin a head
@@ -61,7 +63,7 @@ def _quantisation(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
             f"The head stores {counted(len(names), 'matrix')}, such as {some(names)}, {_told(kind)}, and the config "
             f"({method}) has engines build them {claim}: they {effect}.",
             f"The head in the list of what is not converted ({method})." if covered else f"A config that says {kind}.",
-            restore(inventory),
+            restore(inventory, whole=True),
         )  # fmt: skip
 
 
@@ -75,7 +77,7 @@ def _built_plain(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
                 "quantisation", "error", names[0],
                 f"The head stores {some(names)} {_told(storage(inventory.checkpoint.tensors, names[0]) or 'unknown')}; "
                 f"{verb(builders, 'build')} the {role} unquantised, and would read it without its scales.",
-                f"The {role} in bf16.", restore(inventory),
+                f"The {role} in bf16.", restore(inventory, whole=True),
             )  # fmt: skip
 
 
@@ -88,7 +90,7 @@ def _scale_missing(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]
             "scale-missing", "error", f"{names[0]}.weight",
             f"The head stores {counted(len(names), 'matrix')}, such as {some(names)}, in fp8 without a scale.",
             f"{names[0]}.{beside} beside each weight: the numbers alone are off by orders of magnitude.",
-            restore(inventory),
+            restore(inventory, whole=True),
         )  # fmt: skip
 
 
@@ -107,7 +109,7 @@ def _precision_lower(inventory: Inventory, blocks: Blocks) -> Iterator[Finding]:
             f"The head stores {counted(len(names), 'matrix')}, such as {some(names)}, in {bits} bits, the trunk in "
             f"{whole}.",
             f"The trunk's {whole} bits: a head that is quantised too hard loses its acceptance, with no error.",
-            f"nextn measure shows what it costs; {restore(inventory)} takes BASE's precision.",
+            f"Measure the acceptance; if it is low, run `{restore(inventory, whole=True)}`.",
         )  # fmt: skip
 
 

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from nextn.audit.blocks import Blocks
 from nextn.audit.gains import Norm
-from nextn.checkpoint import TensorInfo
 from nextn.inventory import Inventory
 from nextn.provenance import spread
 from nextn.storage import split_name
+from nextn.tensor_file import TensorInfo
 
 WHOLE = 256 * 1024  # bytes: no norm is longer
 WINDOW = 4096
@@ -43,7 +43,7 @@ class Readings:
 
     @classmethod
     def of(cls, inventory: Inventory) -> "Readings":
-        own = sorted(inventory.stored.keys() - inventory.copies.keys())
+        own = inventory.own
         norms = spread([each for each in own if _is_norm(inventory.info(each))], HEAD_NORMS)
         matrices = _sampled(inventory, [each for each in own if _is_matrix(inventory, inventory.info(each))])
         late = _late(inventory)

@@ -4,12 +4,14 @@ from collections.abc import Iterator, Mapping
 
 from nextn.audit.blocks import Blocks
 from nextn.audit.finding import Finding, Severity
-from nextn.audit.words import counted, joined, restore, some
-from nextn.checkpoint import CONFIG, TensorInfo
+from nextn.audit.words import restore
+from nextn.checkpoint import CONFIG
 from nextn.errors import CheckpointError
-from nextn.families import lookup
+from nextn.families import lookup_count
 from nextn.inventory import Inventory
-from nextn.storage import PLAIN
+from nextn.storage import unpacked
+from nextn.tensor_file import TensorInfo
+from nextn.words import counted, joined, some
 
 IDS = ("shape", "vocabulary")
 TOKENIZER = "tokenizer.json"
@@ -22,15 +24,15 @@ def shape(inventory: Inventory) -> Iterator[Finding]:
             "shape", "error", info.name,
             f"{info.name} is {list(info.shape)}.",
             f"{expected}, {because}.",
-            f"{restore(inventory)}, with a BASE of the same size.",
+            f"Run `{restore(inventory, whole=True)}` with a BASE of the same size.",
         )  # fmt: skip
 
 
 def vocabulary(inventory: Inventory) -> Iterator[Finding]:
     """vocab_size, the rows of embedding and output head, and the tokenizer's ids do not agree."""
     infos = {role: inventory.checkpoint.tensors[name] for role, name in inventory.shared.items()}
-    rows = {info.name: info.shape[0] for info in infos.values() if len(info.shape) == 2 and _plain(info)}
-    size = whole(inventory, "vocab_size")
+    rows = {info.name: info.shape[0] for info in infos.values() if len(info.shape) == 2 and unpacked(info)}
+    size = lookup_count(inventory.checkpoint.config, "vocab_size")
     wrong = [name for name, count in rows.items() if size not in (None, count)]
     if wrong:
         found = f"vocab_size is {size}, the rows are {joined(f'{rows[name]} of {name}' for name in wrong)}."
@@ -47,19 +49,13 @@ def vocabulary(inventory: Inventory) -> Iterator[Finding]:
         yield _vocabulary("error", TOKENIZER, found, min(rows.values()))
 
 
-def whole(inventory: Inventory, key: str) -> int | None:
-    """A positive whole number of the config, text model included; None for anything else."""
-    value = lookup(inventory.checkpoint.config, key)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
-
-
 def _vocabulary(severity: Severity, place: str, found: str, rows: int) -> Finding:
     valid = f"One size: vocab_size = {rows}, and token ids below it."
     return Finding("vocabulary", severity, place, found, valid, "Take config, tokenizer and weights of one model.")
 
 
 def _against_config(inventory: Inventory) -> Iterator[tuple[TensorInfo, str, str]]:
-    hidden = whole(inventory, "hidden_size")
+    hidden = lookup_count(inventory.checkpoint.config, "hidden_size")
     if hidden is None:
         return
     wide = {"token_norm": [hidden], "hidden_norm": [hidden], "final_norm": [hidden], "projection": [hidden, 2 * hidden]}
@@ -69,7 +65,7 @@ def _against_config(inventory: Inventory) -> Iterator[tuple[TensorInfo, str, str
     for canonical, name in inventory.stored.items():
         _, role, *rest = canonical.split(".", 2)
         info = inventory.checkpoint.tensors[name]
-        if rest == ["weight"] and _plain(info) and list(info.shape) != wide.get(role, list(info.shape)):
+        if rest == ["weight"] and unpacked(info) and list(info.shape) != wide.get(role, list(info.shape)):
             yield info, str(wide[role]), f"as hidden_size is {hidden}"
     yield from _own(inventory)
 
@@ -79,7 +75,7 @@ def _own(inventory: Inventory) -> Iterator[tuple[TensorInfo, str, str]]:
     for canonical, name in inventory.stored.items():
         role, info = inventory.role(canonical), inventory.checkpoint.tensors[name]
         trunk = inventory.checkpoint.tensors.get(inventory.shared.get(role, ""))
-        if role in inventory.family.own and trunk and _plain(info) and _plain(trunk) and info.shape != trunk.shape:
+        if role in inventory.family.own and trunk and unpacked(info) and unpacked(trunk) and info.shape != trunk.shape:
             yield info, str(list(trunk.shape)), f"as {trunk.name} is"
 
 
@@ -96,11 +92,7 @@ def _against_trunk(inventory: Inventory) -> Iterator[tuple[TensorInfo, str, str]
 
 def _comparable(info: TensorInfo, like: TensorInfo) -> bool:
     """Whether both are stored alike: packed weights have other shapes."""
-    return like.dtype == info.dtype or (_plain(like) and _plain(info))
-
-
-def _plain(info: TensorInfo) -> bool:
-    return info.dtype in PLAIN or info.dtype.startswith("F8")
+    return like.dtype == info.dtype or (unpacked(like) and unpacked(info))
 
 
 def _top_id(tokenizer: Mapping[str, object]) -> int:

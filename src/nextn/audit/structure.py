@@ -12,10 +12,11 @@ from functools import cached_property
 
 from nextn.audit.blocks import Blocks
 from nextn.audit.finding import Finding
-from nextn.audit.words import convert, counted, engines, joined, restore, some
+from nextn.audit.words import convert, restore, verb
 from nextn.checkpoint import CONFIG
-from nextn.families import Family, lookup, rows
+from nextn.families import Family, rows
 from nextn.inventory import Inventory
+from nextn.words import counted, joined, some
 
 IDS = ("head-absent", "head-elsewhere", "head-unpromised", "modules-missing", "head-partial", "names-unknown")
 _MOST = 1000  # kinds of names that are tried against all families
@@ -102,7 +103,8 @@ def _absent(head: Head) -> Iterator[Finding]:
     inventory = head.inventory
     if not inventory.promised or head.roles or head.astray or inventory.strangers:
         return
-    family, named = inventory.family, _named(inventory)
+    family = inventory.family
+    named = bool(family.counted_in(inventory.checkpoint.config))
     promise = f"{CONFIG} promises {counted(inventory.promised, 'module')}"
     if not named:
         promise = f"{CONFIG} has no {family.count_fields[0]}, for which {family.title} means {inventory.promised}"
@@ -111,16 +113,16 @@ def _absent(head: Head) -> Iterator[Finding]:
         files = sorted({inventory.checkpoint.index[name] for name in listed if inventory.checkpoint.index})
         count = counted(len(listed), "tensor")
         found = f"{promise}, and the index puts {count} of it in {some(files)}, which does not hold them."
-        mend = f"Fetch {some(files)} again, or {restore(inventory)}"
+        mend = f"Fetch {some(files)} again, or run `{restore(inventory)}`."
     else:
         found, mend = f"{promise}, and no tensor of it is stored.", restore(inventory)
-    valid = f"Tensors such as {some(_own_names(family, inventory))}, or {family.count_fields[0]} = 0."
+    valid = f"Tensors such as {some(_own_names(inventory))}, or {family.count_fields[0]} = 0."
     yield Finding("head-absent", "error" if named or listed else "warning", _count_place(inventory), found, valid, mend)
 
 
 def _elsewhere(head: Head) -> Iterator[Finding]:
     """A head is stored, under another layer index or in another family's layout than the config says."""
-    inventory, family = head.inventory, head.inventory.family
+    inventory = head.inventory
     if head.swallowed:
         first, paths = next(iter(head.swallowed.items()))
         yield Finding(
@@ -148,8 +150,8 @@ def _elsewhere(head: Head) -> Iterator[Finding]:
             "head-elsewhere", "warning" if head.heads else "error", names[0],
             f"{counted(len(names), 'kind')} of tensor, such as {some(names)}, lie in the layout of {titles}; "
             f"{_looks(inventory)}.",
-            f"Names such as {some(_own_names(family, inventory))}.",
-            convert(inventory),
+            f"Names such as {some(_own_names(inventory))}.",
+            convert(inventory, f"--to {inventory.family.name}"),
         )  # fmt: skip
 
 
@@ -189,21 +191,19 @@ def _partial(head: Head) -> Iterator[Finding]:
     if head.astray:
         return
     for module in (each for each in head.roles if each < inventory.promised):
-        lost = sorted(_required(inventory.family, module) - head.roles[module])
+        lost = sorted(inventory.family.required(module) - head.roles[module])
         layer, paths = blocks.missing(module)
-        names = [_published(inventory, module, role) for role in lost] + [
-            _published(inventory, module, f"block.{path}") for path in paths
-        ]
+        names = [inventory.published(f"{module}.{each}") for each in [*lost, *(f"block.{path}" for path in paths)]]
         stored = len(inventory.of_module(module))
         fused = [name for path, name in _block(inventory, module) if _FUSED.fullmatch(path)]
-        if fused and blocks.split_experts:
+        if fused and blocks.split_experts and inventory.family.experts != "fused":
             yield _experts_fused(inventory, fused)
         elif names:
             like = f"a block like the trunk's layer {layer}" if layer >= 0 else "a block"
             yield Finding(
                 "head-partial", "error", names[0],
                 f"Module {module} stores {counted(stored, 'tensor')} and lacks {len(names)}: {some(names)}.",
-                f"{joined([*sorted(_required(inventory.family, module) - {'block'}), like])}.",
+                f"{joined([*sorted(inventory.family.required(module) - {'block'}), like])}.",
                 restore(inventory),
             )  # fmt: skip
 
@@ -228,8 +228,8 @@ def _names_unknown(head: Head) -> Iterator[Finding]:
             "names-unknown", "note" if _whole(head) else "warning" if head.roles else "error", names[0],
             f"{counted(len(names), 'tensor')} with names that no known engine maps: {some(names)}; "
             f"{_looks(inventory)}.",
-            f"Names such as {some(_own_names(inventory.family, inventory))}.",
-            f"Rename them, or {restore(inventory)}",
+            f"Names such as {some(_own_names(inventory))}.",
+            f"Rename them, or run `{restore(inventory, whole=_whole(head))}`.",
         )  # fmt: skip
 
 
@@ -238,20 +238,13 @@ def _experts_fused(inventory: Inventory, names: list[str]) -> Finding:
         "head-partial", "error", names[0],
         f"The experts are stored fused, as {some(names)}: so transformers keeps them in memory; no engine reads them.",
         "Experts one by one, such as experts.0.gate_proj.weight.",
-        convert(inventory),
+        restore(inventory),
     )  # fmt: skip
-
-
-def _required(family: Family, module: int) -> frozenset[str]:
-    """The roles of a whole module, copies of the trunk's aside; what all modules share counts as the first's."""
-    return frozenset(
-        role for role, path in family.names.items() if role not in family.copies and (module == 0 or "{" in path)
-    )
 
 
 def _whole(head: Head) -> bool:
     family, promised = head.inventory.family, range(head.inventory.promised)
-    return all(_required(family, module) <= head.roles.get(module, frozenset()) for module in promised)
+    return all(family.required(module) <= head.roles.get(module, frozenset()) for module in promised)
 
 
 def _block(inventory: Inventory, module: int) -> Iterator[tuple[str, str]]:
@@ -259,34 +252,24 @@ def _block(inventory: Inventory, module: int) -> Iterator[tuple[str, str]]:
     return ((key.removeprefix(stem), name) for key, name in inventory.stored.items() if key.startswith(stem))
 
 
-def _published(inventory: Inventory, module: int, path: str) -> str:
-    return inventory.family.published(f"{module}.{path}", inventory.num_layers, wrapper=inventory.wrapper)
-
-
-def _own_names(family: Family, inventory: Inventory) -> list[str]:
+def _own_names(inventory: Inventory) -> list[str]:
     """Where the family's engines look for the first module."""
+    family = inventory.family
     roles = [role for role in family.names if role not in family.copies and role != "block"]
-    return [family.published(f"0.{role}", inventory.num_layers, wrapper=inventory.wrapper) for role in roles]
+    return [inventory.published(f"0.{role}") for role in roles]
 
 
 def _looks(inventory: Inventory) -> str:
     """Which engines look where, in words."""
     family = inventory.family
     readers = [name for name, engine in family.engines.items() if engine.support in ("runs", "loads")]
-    looking = f"{engines(readers)} look" if len(readers) > 1 else f"{engines(readers)} looks" if readers else ""
     what = family.names["block"].format(module=0, layer=inventory.num_layers)
-    return f"{looking} for {family.name}'s head at {what}" if looking else "no engine runs this family's head"
-
-
-def _named(inventory: Inventory) -> bool:
-    """Whether the config itself says how many modules there are."""
-    return any(lookup(inventory.checkpoint.config, each) is not None for each in inventory.family.count_fields)
+    return f"{verb(readers, 'look')} for {family.name}'s head at {what}" if readers else "no engine runs this head"
 
 
 def _count_place(inventory: Inventory) -> str:
-    fields = inventory.family.count_fields
-    said = (each for each in fields if lookup(inventory.checkpoint.config, each) is not None)
-    return f"{CONFIG}: {next(said, fields[0])}"
+    family = inventory.family
+    return f"{CONFIG}: {[*family.counted_in(inventory.checkpoint.config), *family.count_fields][0]}"
 
 
 RULES = (structure,)

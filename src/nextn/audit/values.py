@@ -3,7 +3,6 @@
 What packed integers are worth is not judged here: `precision` looks at how they are stored.
 """
 
-import shlex
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
@@ -12,12 +11,13 @@ import numpy as np
 from nextn.audit.finding import Finding, Severity
 from nextn.audit.gains import Norm, Shift, shifts
 from nextn.audit.readings import Readings, Values
-from nextn.audit.words import counted, restore, some
+from nextn.audit.words import convert, restore
 from nextn.errors import CheckpointError
 from nextn.families import lookup
 from nextn.inventory import Inventory
 from nextn.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint
 from nextn.remote import LocalFile
+from nextn.words import counted, some
 
 IDS = (
     "gain-shifted", "values-nonfinite", "values-zero", "values-constant", "values-untrained", "values-unjudged",
@@ -27,7 +27,6 @@ SMALL_HEAD = 64 * 1024 * 1024  # bytes: a head that may be read whole
 INITIALIZER_RANGE = 0.02  # transformers' own default, where config.json does not say
 FEW = 256  # fewer values say nothing about a distribution
 HUGE, TINY = 1e6, 1.17e-38
-_RETRAIN = "train it: nextn train --freeze-trunk"
 
 
 def values(inventory: Inventory) -> Iterator[Finding]:
@@ -42,11 +41,11 @@ def values(inventory: Inventory) -> Iterator[Finding]:
 def _gains(read: Readings) -> Iterator[Finding]:
     inventory = read.inventory
     for shift in shifts(read.head_gains, read.trunk_gains, zero_centred=inventory.family.gain == "1+w"):
-        option = f"--gain {'subtract' if shift.by > 0 else 'add'}-1{', twice' if abs(shift.by) > 1 else ''}"
+        undo = convert(inventory, f"--gain {'subtract' if shift.by > 0 else 'add'}-1")
         mend = {
-            "head": f"{restore(inventory)}, or nextn convert {shlex.quote(inventory.checkpoint.path)} OUT {option}.",
+            "head": f"Run `{undo}`{', twice' if abs(shift.by) > 1 else ''}, or `{restore(inventory, whole=True)}`.",
             "trunk": "Write the trunk again from its source with a converter that keeps the family's convention; the "
-            f"other way round, if it is the head that is off: {restore(inventory)}.",
+            f"other way round, if it is the head that is off: `{restore(inventory, whole=True)}`.",
             "both": "Nothing, if this file is for an engine that multiplies by what is stored (MLX); else write trunk "
             "and head again from their source.",
         }[shift.whose]
@@ -67,7 +66,7 @@ def gain_finding(shift: Shift, *, convention: str, mend: str) -> Finding:
 
 
 def _numbers(read: Readings) -> Iterator[Finding]:
-    inventory, mend = read.inventory, restore(read.inventory)
+    inventory, mend = read.inventory, restore(read.inventory, whole=True)
     stored = 1.0 if inventory.family.gain == "1+w" else 0.0
     gains = {name: norm.gains - stored for name, norm in read.head_gains.items()}
     matrices = {inventory.stored[each]: array for each, array in read.weights.items()}
@@ -132,7 +131,7 @@ def _untrained(read: Readings) -> Iterator[Finding]:
         yield Finding(
             "values-untrained", "warning" if len(signs) > 1 else "note", "the head",
             f"The head may never have been trained: {' and '.join(signs)}, unlike the trunk's.", "A trained head.",
-            f"{restore(inventory)}, or {_RETRAIN}.",
+            f"Train it, or run `{restore(inventory, whole=True)}`.",
         )  # fmt: skip
 
 
@@ -176,7 +175,7 @@ def _identical(read: Readings) -> Iterator[Finding]:
                 "modules-identical", "warning", f"modules {', '.join(map(str, modules))}",
                 f"{counted(len(modules), 'module')} of the same dtypes, shapes and numbers, where read.",
                 "Numbers of its own for each depth.",
-                f"{restore(inventory)}; if one was copied on purpose, promise it alone: "
+                f"Run `{restore(inventory, whole=True)}`; if one was copied on purpose, promise it alone: "
                 f"{inventory.family.count_fields[0]} = 1.",
             )  # fmt: skip
 
@@ -198,7 +197,7 @@ def _copied(read: Readings) -> Iterator[Finding]:
         yield Finding(
             "block-copied", "note", some([info.name for info, _ in read.like.values()]),
             "The head's block equals a layer of the trunk: copied, and not trained since.", "A block of its own.",
-            f"{restore(read.inventory)}, or {_RETRAIN}.",
+            f"Train it, or run `{restore(read.inventory, whole=True)}`.",
         )  # fmt: skip
 
 
@@ -207,7 +206,7 @@ def _unjudged(read: Readings) -> Iterator[Finding]:
         dtypes = sorted({read.inventory.info(each).dtype for each in read.inventory.stored})
         yield Finding(
             "values-unjudged", "note", "the head", f"Its numbers were not looked at: {', '.join(dtypes)}.",
-            "Floats, of 8 bits or more.", "Measure the acceptance: nextn measure.",
+            "Floats, of 8 bits or more.", "Measure the acceptance.",
         )  # fmt: skip
 
 
@@ -222,7 +221,7 @@ def head_stale(inventory: Inventory) -> Iterator[Finding]:
         return
     if record is None:
         return
-    retrain = f"Measure the acceptance; if it is low, {_RETRAIN}."
+    retrain = "Measure the acceptance; if it is low, train the head beside the trunk that is there now."
     if trunk_fingerprint(inventory) != record.beside:
         yield Finding(
             "head-stale", "warning", RECORD, "The trunk's weights changed since the head was put beside them.",
@@ -236,7 +235,8 @@ def head_stale(inventory: Inventory) -> Iterator[Finding]:
     if _is_small(inventory) and head_fingerprint(inventory) != record.head:
         yield Finding(
             "head-stale", "warning", RECORD, "The head's own tensors changed since the record was written.",
-            f"The head with fingerprint {record.head[:12]}, from {record.source[:100]}.", restore(inventory),
+            f"The head with fingerprint {record.head[:12]}, from {record.source[:100]}.",
+            restore(inventory, whole=True),
         )  # fmt: skip
 
 

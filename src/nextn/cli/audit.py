@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import AsJson, console, plain
+from nextn.cli.common import AsJson, CacheDir, Offline, Revision, console, plain
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 def audit(
     model: Annotated[str, typer.Argument(help="Checkpoint folder, .safetensors or .gguf file, or hub id.")],
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
-    cache_dir: Annotated[Path | None, typer.Option(help="The hub's cache; left out: the usual place.")] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Read a hub id from the cache alone.")] = False,
+    revision: Revision = None,
+    cache_dir: CacheDir = None,
+    offline: Offline = False,
     family: Annotated[str | None, typer.Option(help="Family to judge by, over the config's model_type.")] = None,
     ignore: Annotated[list[str] | None, typer.Option(help="Rule to leave out; may be repeated.")] = None,
     as_json: AsJson = False,

@@ -150,7 +150,7 @@ def _progress(*, quiet: bool) -> "Iterator[Callable[[str, int], Step]]":
 
 
 def _write(out: Path, name: str, record: Mapping[str, object], draw: Callable[[Path], None]) -> None:
-    from nextn.checkpoint import write_json
+    from nextn.tensor_file import write_json
 
     with TemporaryDirectory(dir=out, prefix=".") as staging:
         write_json(Path(staging) / name, record)

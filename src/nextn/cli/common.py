@@ -1,5 +1,6 @@
 """What the verbs share: options of one meaning, the console, text that is never taken for markup."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
 
     from nextn.model import Model
 
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
+CacheDir = Annotated[Path | None, typer.Option(help="The hub's cache; left out: the usual place.")]
+Offline = Annotated[bool, typer.Option("--offline", help="Read a hub id from the cache alone.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 

@@ -1,23 +1,21 @@
 """The verbs that move a head: restore, convert, extract."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import AsJson, console, plain
+from nextn.cli.common import AsJson, CacheDir, Offline, Revision, console, plain
 
 if TYPE_CHECKING:
     from nextn.checkpoint import Checkpoint
     from nextn.relayout import Form, Shift
     from nextn.staging import Plan, Progress
 
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
-CacheDir = Annotated[Path | None, typer.Option(help="The hub's cache, if not the usual one.")]
-Offline = Annotated[bool, typer.Option(help="Read hub models from the cache alone.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and the bytes; write nothing.")]
 _SHOWN = 12
 
@@ -43,11 +41,8 @@ def restore(
     from nextn.graft import restore as put_back
 
     have = None if base is None else _open(base, revision, cache_dir, offline)
-    with _bytes_bar(quiet=as_json or dry_run) as on_bytes:
-        plan = put_back(
-            target, have, out=out, aliases=add_aliases, family=family, force=force, dry_run=dry_run, on_bytes=on_bytes
-        )
-    _show(plan, dry_run=dry_run, as_json=as_json)
+    moved = partial(put_back, target, have, out=out, aliases=add_aliases, family=family, force=force)
+    _carry_out(moved, dry_run=dry_run, as_json=as_json)
 
 
 def convert(
@@ -72,9 +67,8 @@ def convert(
 
     form = _form({"single-file": single_file, "side-file": side_file, "shards": shards})
     have = _open(source, revision, cache_dir, offline)
-    with _bytes_bar(quiet=as_json or dry_run) as on_bytes:
-        plan = move(have, out, to=to, now=now, form=form, gain=_gain(gain), dry_run=dry_run, on_bytes=on_bytes)
-    _show(plan, dry_run=dry_run, as_json=as_json)
+    moved = partial(move, have, out, to=to, now=now, form=form, gain=_gain(gain))
+    _carry_out(moved, dry_run=dry_run, as_json=as_json)
 
 
 def extract(
@@ -91,9 +85,7 @@ def extract(
     from nextn.relayout import extract as take_out
 
     have = _open(model, revision, cache_dir, offline)
-    with _bytes_bar(quiet=as_json or dry_run) as on_bytes:
-        plan = take_out(have, out, copies=copies, dry_run=dry_run, on_bytes=on_bytes)
-    _show(plan, dry_run=dry_run, as_json=as_json)
+    _carry_out(partial(take_out, have, out, copies=copies), dry_run=dry_run, as_json=as_json)
 
 
 VERBS = (restore, convert, extract)
@@ -118,10 +110,16 @@ def _gain(said: str | None) -> "Shift | None":
     return said  # type: ignore[return-value]  # checked above
 
 
-def _show(plan: "Plan", *, dry_run: bool, as_json: bool) -> None:
+def _carry_out(verb: "Callable[..., Plan]", *, dry_run: bool, as_json: bool) -> None:
+    with _bytes_bar(quiet=as_json or dry_run) as on_bytes:
+        plan = verb(dry_run=dry_run, on_bytes=on_bytes)
     if as_json:
         typer.echo(json.dumps(plan.as_record() | {"dry_run": dry_run}))
         return
+    _show(plan, dry_run=dry_run)
+
+
+def _show(plan: "Plan", *, dry_run: bool) -> None:
     from rich.table import Table
 
     from nextn.checkpoint import INDEX
