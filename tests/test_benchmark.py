@@ -126,6 +126,7 @@ def test_loops_are_left_out_and_told():
     assert found.looping == {0.0: {1}, 1.0: set()}
     assert found.short == {0.0: {0, 1}, 1.0: set()}
     assert found.figures(0.0, 1).tokens_per_s.num == 1
+    assert not found.figures(0.0, 1).only_loops
     assert found.figures(1.0, 1).acceptance.rates == (0.5,)
     assert any("1 of 2 prompts gave loops" in said for said in found.warnings)
     assert any("below 200 tokens" in said for said in found.warnings)
@@ -137,6 +138,7 @@ def test_loops_alone_are_told_as_such():
     """Figures of nothing but loops without a word beside them."""
     found = report(run(0, [0] * 9, text=(1,) * 99), run(1, [1] * 9, text=(1,) * 99))
     assert found.figures(0.0, 1).tokens_per_s.num == 1
+    assert found.figures(0.0, 1).only_loops
     assert any("every text loops" in said for said in found.warnings)
 
 

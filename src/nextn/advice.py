@@ -19,7 +19,7 @@ DEFINITIONS = {
     "acceptance": acceptance.DEFINITION,
     "overhead": "o, measured at the largest K and batch 1 by this decoder; the same o is taken for every K and batch",
     "break_even": "the acceptance, alike at every depth, at which this K costs what it gives; null: not even 1 does",
-    "pays": "the low end of the interval, at the best K, is above 1",
+    "pays": "the low end of the interval, at the best K, is above 1, and some text was no loop",
     "measured": "speed-up of the decoder at the largest K in this run, beside what was expected of it",
 }
 
@@ -43,16 +43,19 @@ class Forecast:
     rates: tuple[float, ...]
     choices: tuple[Choice, ...]
     best: Choice
+    only_loops: bool
 
     @property
     def pays(self) -> bool:
-        return self.best.interval[0] > 1
+        return self.best.interval[0] > 1 and not self.only_loops
 
     @property
     def words(self) -> str:
         """The verdict."""
         best, gain = self.best, f"{self.best.speedup:.2f} x expected"
         told = f"{gain} ({best.interval[0]:.2f} to {best.interval[1]:.2f}) at K = {best.drafts}"
+        if self.only_loops:
+            return f"leave it off until other prompts tell: every text loops, and loops alone say {told}"
         if self.pays:
             return f"turn it on: {told}"
         if best.speedup > 1:
@@ -75,8 +78,10 @@ class Forecast:
         }
 
 
-def forecast(found: Acceptance, costs: Costs, *, temperature: float, overhead: float = 0.0) -> Forecast:
-    """found: of runs at the largest K. overhead: o, in plain one-token steps."""
+def forecast(
+    found: Acceptance, costs: Costs, *, temperature: float, overhead: float = 0.0, only_loops: bool = False
+) -> Forecast:
+    """found: of runs at the largest K; only_loops: all of them. overhead: o, in plain one-token steps."""
     bounds = found.intervals()
     if not bounds:
         raise ConfigError("no text was long enough for a round with drafts; give other prompts, or more max_tokens")
@@ -92,7 +97,7 @@ def forecast(found: Acceptance, costs: Costs, *, temperature: float, overhead: f
     # Where no K pays, the one that loses least is told.
     best = best_drafts(costs, found.rates, overhead=overhead)
     told = choices[best - 1] if best else max(choices, key=lambda each: each.speedup)
-    return Forecast(temperature, costs, found.rates, choices, told)
+    return Forecast(temperature, costs, found.rates, choices, told, only_loops)
 
 
 def advised(
@@ -135,7 +140,9 @@ class Advice:
         plan = self.report.plan
         largest = {at: self.report.figures(at, plan.drafts[-1]) for at in plan.temperatures}
         return [
-            forecast(each.acceptance, costs, temperature=at, overhead=max(0.0, each.overhead))
+            forecast(
+                each.acceptance, costs, temperature=at, overhead=max(0.0, each.overhead), only_loops=each.only_loops
+            )
             for at, each in largest.items()
             for costs in self.costs
         ]

@@ -37,6 +37,7 @@ DEFINITIONS = {
     "bandwidth_used": "bytes_per_token * tokens_per_s / the bandwidth of a copy on this machine, measured in this run; "
     "weights that stay in a cache can take it beyond 1",
     "looping": "prompts one of whose texts is a loop (data.degeneracy), at this temperature: left out of the figures",
+    "only_loops": "every one of these texts loops, so that none could be left out: the figures say nothing",
     "short": f"prompts with a text of fewer than {_TELLING} tokens, in which loops cannot be told for sure",
     "identical": "greedy texts with MTP that equal plain decoding's; below float32, near-ties may differ",
     "peak_memory": "bytes: resident peak of the process on a CPU, the allocator's peak on a GPU",
@@ -161,11 +162,12 @@ def measured(
 
 @dataclass(frozen=True)
 class Figures:
-    """What one K did at one temperature, over a domain's prompts or all; loops are left out."""
+    """What one K did at one temperature, over a domain's prompts or all; loops are left out, if there is more."""
 
     temperature: float
     drafts: int
     domain: str
+    only_loops: bool
     tokens_per_s: Spread
     speedup: Spread
     acceptance: Acceptance
@@ -189,6 +191,7 @@ class Figures:
             "temperature": self.temperature,
             "drafts": self.drafts,
             "domain": self.domain,
+            "only_loops": self.only_loops,
             "tokens_per_s": self.tokens_per_s.as_record(),
             "speedup": self.speedup.as_record(),
             **kept,
@@ -265,6 +268,7 @@ class Report:
             temperature=temperature,
             drafts=drafts,
             domain=domain,
+            only_loops=places <= self.looping[temperature],
             tokens_per_s=speed,
             speedup=Spread.of(_known([run.tokens_per_s / twin.tokens_per_s for run, twin in pairs])),
             acceptance=found,

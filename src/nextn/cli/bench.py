@@ -191,7 +191,8 @@ def _show(report: "Report") -> None:
         rows = [("", report.figures(temperature, drafts)) for drafts in report.plan.drafts]
         rows += [(f", {each}", report.figures(temperature, largest, each)) for each in by_domain(report.prompts)]
         for label, figures in rows:
-            table.add_row(plain(f"{_at(temperature)}{label}"), *_cells(figures))
+            marked = " (loops)" if figures.only_loops else ""
+            table.add_row(plain(f"{_at(temperature)}{label}{marked}"), *_cells(figures))
         table.add_section()
     screen = console()
     screen.print(table)
