@@ -17,7 +17,7 @@ PACKAGE = Path(nextn.__file__).parent
 LAYERS = [
     ["errors", "words"],
     ["families", "family_rows", "remote", "bytelevel", "loss", "sampling", "rollback", "layout", "acceptance"],
-    ["tensor_file", "data", "blocks", "storage", "quantformats"],
+    ["speedup", "tensor_file", "data", "blocks", "storage", "quantformats"],
     ["trunk", "checkpoint"],
     ["inventory", "quantisation", "head", "fp8"],
     ["weights", "snapshot"],
@@ -29,17 +29,18 @@ LAYERS = [
     ["keep"],
     ["decode", "model"],
     ["text", "evaluate", "plot"],
-    ["train", "tracer"],
-    ["recipes"],
-    ["demo"],
+    ["train", "tracer", "cost", "workload"],
+    ["recipes", "benchmark"],
+    ["demo", "advice"],
     ["cli"],
 ]
 # One idea in two files: the rows are made of the classes, and the look-ups read the rows.
 TWO_FILES = {"families": {"family_rows"}, "family_rows": {"families"}}
 # fmt: off
 NO_TORCH = (
-    "errors", "families", "remote", "tensor_file", "checkpoint", "bytelevel", "data", "acceptance", "storage",
-    "quantformats", "quantisation", "inventory", "snapshot", "provenance", "audit", "graft", "relayout", "cli",
+    "errors", "families", "remote", "tensor_file", "checkpoint", "bytelevel", "data", "acceptance", "speedup",
+    "storage", "quantformats", "quantisation", "inventory", "snapshot", "provenance", "audit", "graft", "relayout",
+    "cli",
 )
 # fmt: on
 
@@ -141,4 +142,4 @@ def test_public_names_resolve():
 def test_line_budget():
     """Growth is a decision: raise the number in the change that needs it, and say why in docs/architecture.md."""
     files = [path for path in PACKAGE.rglob("*.py") if path.stem != "family_rows"]  # rows are facts, not code
-    assert sum(path.read_text().count("\n") for path in files) <= 12000
+    assert sum(path.read_text().count("\n") for path in files) <= 13000

@@ -1,6 +1,5 @@
 """What a head is worth on held-out text: loss per depth and the acceptance the decoder will see."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +13,7 @@ from nextn.head import outputs
 from nextn.loss import Targets, cross_entropy
 from nextn.model import Model
 from nextn.sampling import overlap
+from nextn.speedup import expected_length
 
 DEFINITION = (
     "teacher-forced on held-out text: depth k eats the text's tokens and is compared with the trunk's law there. "
@@ -34,12 +34,12 @@ class Forced:
     @property
     def greedy_length(self) -> float:
         """AL at K = D under greedy decoding."""
-        return _length(self.match)
+        return expected_length(self.match)
 
     @property
     def sampled_length(self) -> float:
         """AL at K = D under sampling at temperature 1."""
-        return _length(self.overlap)
+        return expected_length(self.overlap)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,3 @@ def _survival(model: Model, states: Sequence[Tensor], valid: Tensor) -> Tensor:
             alive *= torch.stack([match.double(), overlap(p.softmax(-1), q.softmax(-1)).double()])
             survived[:, depth] += alive.sum(-1).cpu()
     return survived
-
-
-def _length(rates: Sequence[float]) -> float:
-    return 1 + sum(math.prod(rates[:k]) for k in range(1, len(rates) + 1))

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from nextn.acceptance import Acceptance
     from nextn.decode import Round
+    from nextn.speedup import Costs, Spread
 
 _INK, _MUTED, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
 _DEPTHS = ("#1f2933", "#d1495b", "#edae49", "#30638e", "#00798c", "#8d5a97", "#66a182", "#c97b63", "#5f6caf")
@@ -59,6 +60,36 @@ def acceptance(path: Path, rows: Mapping[str, "Acceptance"]) -> None:
         axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
         axes.set_xticks(range(1, 1 + max(len(figures.rates) for figures in rows.values())))
         axes.legend(frameon=False, labelcolor=_INK, loc="upper left", ncols=len(rows))
+
+
+def speedups(
+    path: Path, measured: "Mapping[str, Mapping[int, Spread]]", theory: Mapping[str, Sequence[tuple[int, float]]]
+) -> None:
+    """Measured speed-up against K, with quartiles, over the curve that acceptance and costs predict."""
+    with _figure(path, "Speed-up over plain decoding", "K, tokens drafted per round", "times as fast") as axes:
+        axes.axhline(1, color=_MUTED, lw=1)
+        for place, (label, spreads) in enumerate(measured.items()):
+            color, middles = _DEPTHS[3 - place % 4], [spread.median for spread in spreads.values()]
+            below = [spread.median - spread.low for spread in spreads.values()]
+            above = [spread.high - spread.median for spread in spreads.values()]
+            axes.plot(*zip(*theory[label], strict=True), color=color, lw=1.4, ls="--", label=f"{label}, theory")
+            axes.errorbar(
+                list(spreads), middles, yerr=[below, above], color=color, fmt="o", ms=5, capsize=3, label=label
+            )
+        axes.set_ylim(0, None)
+        axes.set_xticks(sorted({drafts for spreads in measured.values() for drafts in (0, *spreads)}))
+        axes.legend(frameon=False, labelcolor=_INK)
+
+
+def costs(path: Path, rows: "Sequence[Costs]") -> None:
+    """v(m): a trunk pass over m tokens in plain one-token steps, a line for each batch size and context."""
+    with _figure(path, "Cost of a trunk pass", "m, tokens in the pass", "one-token steps") as axes:
+        for place, each in enumerate(rows):
+            label = f"batch {each.batch}, context {each.context}: c = {each.c:.2f}"
+            axes.plot(range(1, 1 + len(each.v)), each.v, "o-", color=_DEPTHS[place % 9], lw=1.8, ms=4, label=label)
+        axes.set_ylim(0, None)
+        axes.set_xticks(range(1, 1 + max(len(each.v) for each in rows)))
+        axes.legend(frameon=False, labelcolor=_INK)
 
 
 def timeline(path: Path, plain: Sequence["Round"], mtp: Sequence["Round"], *, num_tokens: int) -> None:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nextn import __version__
-from nextn.cli import move
+from nextn.cli import bench, move
 from nextn.cli.audit import audit
-from nextn.cli.common import AsJson, console, plain
+from nextn.cli.common import AsJson, console, load_model, plain
 from nextn.errors import ConfigError, NextnError
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def generate(
     settings = Settings(
         drafts=drafts, sampling=sampling, sampled_drafts=not argmax_drafts, max_tokens=max_tokens, seed=seed
     )
-    loaded = _load(model, dtype, need_head=drafts > 0)
+    loaded = load_model(model, dtype, need_head=drafts > 0)
     text = sys.stdin.read() if prompt == "-" else prompt
     _generate(loaded, text, settings, stop or [], chat=chat, as_json=as_json)
 
@@ -170,7 +170,7 @@ def trace(
     from nextn.decode import Settings
     from nextn.tracer import trace as rows_of
 
-    loaded = _load(model, dtype, need_head=drafts > 0)
+    loaded = load_model(model, dtype, need_head=drafts > 0)
     rows = list(rows_of(loaded, prompt, Settings(drafts=drafts, max_tokens=max_tokens)))
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in rows]))
@@ -189,7 +189,7 @@ def trace(
     console().print(table)
 
 
-for verb in move.VERBS:
+for verb in (*move.VERBS, *bench.VERBS):
     app.command()(verb)
 
 
@@ -256,17 +256,6 @@ def _coloured(part: "RowRound") -> "Text":
     text = plain(kept, style="green")
     text.append(own)
     return text
-
-
-def _load(model: str, dtype: str, *, need_head: bool) -> "Model":
-    import torch
-
-    from nextn.model import Model
-
-    dtypes = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
-    if dtype not in dtypes:
-        raise ConfigError(f"dtype {dtype!r}; expected one of {', '.join(dtypes)}")
-    return Model.load(model, dtype=dtypes[dtype], need_head=need_head)
 
 
 def _merged(config: Path | None, pairs: list[str]) -> dict[str, object]:

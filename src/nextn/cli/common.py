@@ -5,9 +5,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nextn.errors import ConfigError
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
+
+    from nextn.model import Model
 
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
 CacheDir = Annotated[Path | None, typer.Option(help="The hub's cache; left out: the usual place.")]
@@ -25,3 +29,15 @@ def plain(text: str, style: str | None = None) -> "Text":
     from rich.text import Text
 
     return Text(text, style=style or "")
+
+
+def load_model(model: str, dtype: str, *, need_head: bool) -> "Model":
+    """dtype: `float32`, `bfloat16`, or `auto` for as stored."""
+    import torch
+
+    from nextn.model import Model
+
+    dtypes = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    if dtype not in dtypes:
+        raise ConfigError(f"dtype {dtype!r}; expected one of {', '.join(dtypes)}")
+    return Model.load(model, dtype=dtypes[dtype], need_head=need_head)

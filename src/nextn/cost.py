@@ -1,0 +1,195 @@
+"""What decoding costs on this machine: trunk passes, draft steps, memory bandwidth, the bytes that a step reads.
+
+It does not know what the tokens are: the clock is all that it asks.
+"""
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from nextn.errors import ConfigError
+from nextn.head import Head
+from nextn.model import Model
+from nextn.speedup import Costs, Spread
+from nextn.trunk import Trunk
+
+Clock = Callable[[], float]
+_CHUNK = 512
+
+
+@torch.inference_mode()
+def measured_costs(
+    model: Model,
+    *,
+    drafts: int,
+    batch: int = 1,
+    context: int = 256,
+    repeats: int = 7,
+    clock: Clock = time.perf_counter,
+) -> Costs:
+    """Passes of 1..drafts+1 tokens and a chain of `drafts` draft steps, in turn, `repeats` times after a warm-up.
+
+    Each ends in its argmax on the host, as in decoding. Raises ConfigError where these do not fit the model.
+    """
+    check(model, drafts=drafts, batch=batch, context=context)
+    assert model.head is not None
+    bench = _Passes(model.trunk, model.head, batch, context)
+    passes = [lambda m=m: bench.verify(m) for m in range(1, drafts + 2)] + [lambda: bench.draft(drafts)]
+    times: list[list[float]] = [[] for _ in passes]
+    for repeat in range(repeats + 1):
+        for place in rotated(range(len(passes)), repeat):
+            started = clock()
+            passes[place]()
+            if repeat:
+                times[place].append(clock() - started)
+    *steps, chain = map(Spread.of, times)
+    draft = Spread(chain.median / drafts, chain.low / drafts, chain.high / drafts, chain.num)
+    return Costs(batch, context, tuple(steps), draft)
+
+
+def check(model: Model, *, drafts: int, batch: int, context: int) -> None:
+    """Raises ConfigError where costs cannot be measured so."""
+    if model.head is None or min(drafts, batch, context) < 1:
+        raise ConfigError(f"{drafts=}, {batch=}, {context=}: each must be at least 1, and the model needs a head")
+    limit = model.trunk.max_length
+    if limit is not None and context + drafts + 1 > limit:
+        raise ConfigError(f"context {context} + {drafts + 1} columns of a round do not fit the model's {limit}")
+
+
+def rotated(values: Iterable[int], turn: int) -> list[int]:
+    """The values, begun `turn` places further on: whoever comes first or after whom changes from turn to turn."""
+    values = list(values)
+    start = turn % len(values)
+    return values[start:] + values[:start]
+
+
+class _Passes:
+    """Caches of `context` columns, over which passes are run that leave no column behind."""
+
+    def __init__(self, trunk: Trunk, head: Head, batch: int, context: int) -> None:
+        self.trunk, self.head, self.batch = trunk, head, batch
+        self.cache = trunk.cache(batch)
+        self.caches = [head.cache(batch) for _ in head.stack]
+        generator = torch.Generator().manual_seed(0)
+        self.tokens = torch.randint(trunk.vocab_size, (batch, context), generator=generator).to(trunk.device)
+        for start in range(0, context, _CHUNK):
+            tokens = self.tokens[:, start : start + _CHUNK]
+            self.states = trunk(tokens, self.cache).eaten
+            self.cache.keep([tokens.shape[1]] * batch)
+            for index, cache in enumerate(self.caches):
+                head.step(index, tokens, self.states, cache=cache)
+                cache.keep([tokens.shape[1]] * batch)
+
+    def verify(self, columns: int) -> list[list[int]]:
+        tokens = self.tokens[:, :1].expand(-1, columns)
+        best = self.trunk.logits(self.trunk(tokens, self.cache).normed).argmax(-1)
+        self.cache.keep([0] * self.batch)
+        return best.tolist()
+
+    def draft(self, drafts: int) -> Tensor:
+        tokens, states = self.tokens[:, :1], self.states[:, -1:]
+        for depth in range(1, drafts + 1):
+            index = self.head.module(depth)
+            step = self.head.step(index, tokens, states, cache=self.caches[index])
+            self.caches[index].keep([0] * self.batch)
+            chosen = self.head.logits(index, step.normed[:, 0]).argmax(-1).tolist()
+            tokens = torch.tensor(chosen, device=self.trunk.device)[:, None]
+        return tokens
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the figures come from. bandwidth: bytes/s, read and written, of a copy; peak_memory: bytes, of the process
+    on a CPU, of torch's allocator on a GPU. step_bytes, draft_bytes: weights that a plain and a draft step read."""
+
+    name: str
+    cores: int
+    threads: int
+    versions: dict[str, str]
+    dtype: str
+    bandwidth: float
+    step_bytes: int
+    draft_bytes: int
+    peak_memory: int
+
+    @classmethod
+    def of(cls, model: Model) -> "Machine":
+        """To be called last: peak_memory is what was used up to now."""
+        device = model.trunk.device
+        peak = peak_memory(device)  # before the copy, which needs much
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        return cls(
+            name=gpu or f"{platform.system()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            threads=torch.get_num_threads(),
+            versions=versions | {"transformers": transformers.__version__},
+            dtype=str(model.trunk.dtype).removeprefix("torch."),
+            bandwidth=copy_bandwidth(device),
+            step_bytes=step_bytes(model.trunk),
+            draft_bytes=draft_bytes(model.head) if model.head is not None else 0,
+            peak_memory=peak,
+        )
+
+
+def copy_bandwidth(
+    device: torch.device, *, num_bytes: int = 2**28, repeats: int = 5, clock: Clock = time.perf_counter
+) -> float:
+    """Bytes/s of copying num_bytes, each read and written; the median. num_bytes: well beyond the caches."""
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target, times = torch.empty_like(source), []
+    for repeat in range(repeats + 1):
+        started = clock()
+        target.copy_(source)
+        target[-1].item()  # waits for a GPU
+        if repeat:
+            times.append(clock() - started)
+    return 2 * num_bytes / Spread.of(times).median
+
+
+def step_bytes(trunk: Trunk) -> int:
+    """Weights that a pass over one token reads: all but those of an embedding that is no output head, and those of the
+    experts that the router leaves out."""
+    looked_up = () if trunk.embedding.weight is trunk.output.weight else (trunk.embedding.weight,)
+    return _read(trunk.model, trunk, looked_up)
+
+
+def draft_bytes(head: Head) -> int:
+    """Weights that a draft step reads: one module (their mean) and the output head."""
+    looked_up = tuple(part.weight for part in head.modules() if isinstance(part, nn.Embedding))
+    own = {id(head.output(index).weight): head.output(index).weight for index in range(head.num_modules)}
+    inner = _read(head, head.trunk, (*looked_up, *own.values()))
+    output = head.output(0).weight
+    return inner // head.num_modules + output.numel() * output.element_size()
+
+
+def _read(module: nn.Module, trunk: Trunk, without: tuple[Tensor, ...]) -> int:
+    skipped, total = {id(weight) for weight in without}, 0.0
+    chosen = getattr(trunk.config, "num_experts_per_tok", None) or 0
+    for name, weight in module.named_parameters():
+        if id(weight) in skipped:
+            continue
+        # Experts are one tensor [experts, ...] in transformers 5.
+        is_experts = chosen and ".experts." in f".{name}" and weight.ndim == 3
+        share = min(1.0, chosen / len(weight)) if is_experts else 1.0
+        total += weight.numel() * weight.element_size() * share
+    return round(total)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the allocator's peak on a GPU, else the process's resident peak; 0 where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux, bytes on macOS

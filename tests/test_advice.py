@@ -1,0 +1,160 @@
+"""Verdicts from hand-made costs and acceptances, and both measuring verbs on a fixture."""
+
+import json
+
+import pytest
+from tiny import FIXTURES
+from typer.testing import CliRunner
+
+from nextn import cost, plot
+from nextn.acceptance import Acceptance
+from nextn.advice import forecast
+from nextn.cli import app
+from nextn.errors import NextnError
+from nextn.speedup import Costs, Spread, expected_speedup
+
+
+def costs(v, c):
+    return Costs(1, 64, tuple(Spread(each, each, each, 1) for each in v), Spread(c, c, c, 1))
+
+
+def drafted(*rates, offered=1000):
+    kept = tuple(round(rate * offered) for rate in rates)
+    return Acceptance((offered,) * len(rates), kept, offered, offered)
+
+
+def test_mtp_that_pays():
+    """Not the best K; an interval that leaves out the value; an overhead that is not taken off."""
+    found = forecast(drafted(0.9, 0.8, 0.1), costs([1, 1.1, 1.2, 1.9], 0.1), temperature=0.0, overhead=0.2)
+    assert [choice.drafts for choice in found.choices] == [1, 2, 3]
+    assert found.best.drafts == 2
+    assert found.best.speedup == pytest.approx((1 + 0.9 + 0.72) / (1.2 + 0.2 + 0.2))
+    assert found.best.interval[0] < found.best.speedup < found.best.interval[1]
+    assert found.pays
+    assert found.words.startswith("turn it on: 1.64 x expected")
+    assert found.as_record()["best_drafts"] == 2
+
+
+def test_mtp_that_costs():
+    """An honest no: with the acceptance it would take, or that none is enough."""
+    found = forecast(drafted(0.3, 0.3), costs([1, 1.4, 2.0], 0.2), temperature=0.0)
+    assert not found.pays
+    assert found.best.drafts == 1
+    assert found.words.startswith("leave it off here: 0.81 x expected")
+    assert found.words.endswith("at K = 1; it pays from an acceptance of 0.60 on, and has 0.30")
+    assert found.as_record()["best_drafts"] == 0
+    dear = forecast(drafted(0.99), costs([1, 1.9], 0.5), temperature=0.0)
+    assert "no acceptance makes it pay" in dear.words
+
+
+def test_mtp_that_few_rounds_promise():
+    """Ten rounds of luck sold as a gain."""
+    few = forecast(drafted(0.6, offered=10), costs([1, 1.3], 0.2), temperature=1.0)
+    assert few.best.speedup > 1 > few.best.interval[0]
+    assert not few.pays
+    assert "no gain is sure" in few.words
+    assert forecast(drafted(0.6, offered=10000), costs([1, 1.3], 0.2), temperature=1.0).pays
+
+
+def test_loops_are_no_ground():
+    """A model that repeats itself, and is told to draft since that is so easy."""
+    found = forecast(drafted(0.99), costs([1, 1.1], 0.1), temperature=0.0, only_loops=True)
+    assert found.best.interval[0] > 1
+    assert not found.pays
+    assert found.words.startswith("leave it off until other prompts tell: every text loops")
+
+
+def test_no_round_no_forecast():
+    with pytest.raises(NextnError, match="no text was long enough"):
+        forecast(Acceptance((), (), 0, 0), costs([1, 1], 0.1), temperature=0.0)
+
+
+@pytest.fixture
+def prompts(tmp_path, monkeypatch):
+    """Token ids for a model without a tokenizer; the copy of 256 MiB is left out."""
+    monkeypatch.setattr(cost, "copy_bandwidth", lambda device: 5e9)
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": [3, 1, 4, 1], "domain": "x"}\n{"prompt": [2, 7], "domain": "y"}\n')
+    return path
+
+
+def nextn(*args):
+    return CliRunner().invoke(app, [*map(str, args)], env={"COLUMNS": "200"})
+
+
+def test_advise_says_yes_or_no(prompts, tmp_path):
+    """Every batch size and context has its forecast; at the largest K it is what was measured, loops or not."""
+    args = ["advise", FIXTURES / "qwen", "--prompts", prompts, "-k", 2, "--max-tokens", 24, "--batches", "1,2"]
+    done = nextn(*args, "--contexts", "16,40", "--json", "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    record = json.loads(done.stdout)
+    assert json.loads((tmp_path / "out" / "advice.json").read_text()) == record
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"advice.json", "costs.png"}
+    cells = [(each["temperature"], each["batch"], each["context"]) for each in record["forecasts"]]
+    assert cells == [(t, b, c) for t in (0, 1) for c in (16, 40) for b in (1, 2)]
+    assert record["verdict"] == record["forecasts"][0]["verdict"]
+    assert record["pays"] == record["verdict"].startswith("turn it on")
+    one = record["costs"][0]
+    again = costs(one["v"], one["c"])
+    overhead = max(0.0, record["measured"][0]["overhead"])
+    for choice in record["forecasts"][0]["by_drafts"]:
+        rates = record["measured"][0]["acceptance"]
+        wanted = expected_speedup(again, rates, choice["drafts"], overhead=overhead)
+        assert choice["speedup"] == pytest.approx(wanted)
+
+
+def test_advise_in_words(prompts):
+    done = nextn("advise", FIXTURES / "qwen", "--prompts", prompts, "-k", 2, "--max-tokens", 24, "--batches", 1)
+    assert done.exit_code == 0, done.output
+    assert "greedy: turn it on" in done.output or "greedy: leave it off" in done.output
+    assert "measured in this run at K = 2" in done.output
+    assert "break-even" in done.output
+
+
+def test_bench_as_text_and_files(prompts, tmp_path):
+    args = ["bench", FIXTURES / "qwen", "--prompts", prompts, "-k", "1,2", "--max-tokens", 16, "--repeats", 1]
+    done = nextn(*args, "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    for words in ("speed-up", "greedy, x", "temperature 1, y", "v(m) 1.00", "GB/s", "note: "):
+        assert words in done.output
+    names = {"bench.json", "speedup.png", "acceptance.png", "costs.png"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+
+
+@pytest.mark.parametrize("where", ["measuring", "writing"])
+def test_interrupted_leaves_nothing(prompts, tmp_path, monkeypatch, where):
+    """Ctrl-C while it measures, or between two files: exit code 130, and the folder is as it was."""
+
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "bench.json").write_text("old")
+    monkeypatch.setattr(*((cost, "copy_bandwidth") if where == "measuring" else (plot, "costs")), stop)
+    args = ["bench", FIXTURES / "qwen", "--prompts", prompts, "-k", "1", "--max-tokens", 4, "--repeats", 1]
+    assert nextn(*args, "--out", tmp_path / "out").exit_code == 130
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["bench.json"]
+    assert (tmp_path / "out" / "bench.json").read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["bench", FIXTURES / "qwen"], "no tokenizer"),
+        (["bench", FIXTURES / "qwen", "-k", "1,x"], "--drafts '1,x'; expected whole numbers"),
+        (["bench", FIXTURES / "qwen", "-k", "0"], "at least one of them above 0"),
+        (["bench", FIXTURES / "qwen", "--temperatures", "warm"], "--temperatures 'warm'; expected numbers"),
+        (["bench", FIXTURES / "qwen", "--out", "/proc/nextn"], "--out /proc/nextn: not a folder that can be made"),
+        (["advise", FIXTURES / "qwen", "--batches", "two"], "--batches 'two'"),
+        (["advise", FIXTURES / "qwen", "-k", "0"], "at least one of them above 0"),
+        (["advise", FIXTURES / "qwen", "--prompts", "P", "--contexts", "9999"], "do not fit the model's"),
+        (["advise", FIXTURES / "qwen", "--prompts", "P", "--batches", "0"], "each must be at least 1"),
+    ],
+    ids=str,
+)
+def test_bad_input(args, words, prompts):
+    """A mistake that ends in a traceback."""
+    short = ["--max-tokens", "4"] if "P" in args else []
+    done = nextn(*(prompts if arg == "P" else arg for arg in args), *short)
+    assert isinstance(done.exception, NextnError)
+    assert words in str(done.exception)

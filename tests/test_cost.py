@@ -1,0 +1,106 @@
+"""A clock that the passes move by hand, caches that stay as they were, bytes counted by hand."""
+
+import pytest
+import torch
+from tiny import FIXTURES, build
+
+from nextn import cost
+from nextn.cost import Machine, copy_bandwidth, draft_bytes, measured_costs, peak_memory, rotated, step_bytes
+from nextn.errors import ConfigError
+
+
+class Hands:
+    """A clock at whose hands only the passes turn."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.calls = 0.0, []
+        monkeypatch.setattr(cost._Passes, "verify", lambda passes, columns: self.turn(("verify", columns), columns**2))
+        monkeypatch.setattr(cost._Passes, "draft", lambda passes, drafts: self.turn(("draft", drafts), 0.5 * drafts))
+
+    def turn(self, call, seconds):
+        self.now += seconds
+        self.calls.append(call)
+
+    def __call__(self):
+        return self.now
+
+
+def test_costs_are_of_their_own_passes(trained, monkeypatch):
+    """v of the wrong m, a chain taken for one step, passes of one kind in a row, the warm-up counted."""
+    hands = Hands(monkeypatch)
+    found = measured_costs(trained["glm"], drafts=3, batch=2, context=20, repeats=4, clock=hands)
+    assert found.v == (1, 4, 9, 16)
+    assert found.c == 0.5
+    assert (found.batch, found.context, found.max_drafts, found.steps[0].num) == (2, 20, 3, 4)
+    assert found.of_round(2) == 9 + 2 * 0.5
+    turns = [hands.calls[place : place + 5] for place in range(0, 25, 5)]
+    assert all(sorted(turn) == sorted(turns[0]) for turn in turns)
+    assert len({turn[0] for turn in turns}) == 5
+
+
+@pytest.mark.parametrize("name", [folder.name for folder in sorted(FIXTURES.iterdir())])
+def test_passes_leave_nothing_behind(trained, name):
+    """Columns or state that a pass leaves make the next pass another one; recurrent and compressed layers as well."""
+    passes = cost._Passes(trained[name].trunk, trained[name].head, 2, 21)
+    with torch.inference_mode():
+        first = passes.verify(4), passes.draft(3).tolist()
+        assert (passes.verify(4), passes.draft(3).tolist()) == first
+    assert passes.cache.lengths == [21, 21]
+    assert {tuple(cache.lengths) for cache in passes.caches} == {(21, 21)}
+
+
+def test_costs_of_a_real_model(trained):
+    found = measured_costs(build("glm4_moe"), drafts=2, context=600, repeats=1)
+    assert len(found.v) == 3
+    assert min(*found.v, found.c) > 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"drafts": 0}, "at least 1"),
+        ({"drafts": 2, "batch": 0}, "at least 1"),
+        ({"drafts": 2, "context": 510}, "512"),
+    ],
+)
+def test_bad_settings(trained, wrong, words):
+    with pytest.raises(ConfigError, match=words):
+        measured_costs(trained["glm"], **wrong)
+
+
+def test_rotation_gives_each_the_first_place():
+    assert [rotated("abc", turn) for turn in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
+
+
+def test_bytes_by_hand():
+    """An embedding counted that is looked up, experts that do not run; the shared output forgotten."""
+    model = build("glm4_moe")
+    config, trunk = model.trunk.config, model.trunk.model
+    experts = {name: value for name, value in trunk.named_parameters() if value.ndim == 3}
+    assert experts
+    rest = sum(value.numel() for name, value in trunk.named_parameters() if name not in experts)
+    active = sum(value.numel() * config.num_experts_per_tok / len(value) for value in experts.values())
+    assert step_bytes(model.trunk) == 4 * (rest - 64 * 32 + active)
+    inner = dict(model.head.named_parameters())
+    share = config.num_experts_per_tok / config.n_routed_experts
+    own = sum(value.numel() * (share if value.ndim == 3 else 1) for value in inner.values())
+    assert draft_bytes(model.head) == 4 * (own + 64 * 32)
+
+
+def test_machine_says_what_it_is(trained, monkeypatch):
+    monkeypatch.setattr(cost, "copy_bandwidth", lambda device: 5e9)
+    found = Machine.of(trained["qwen"])
+    assert found.dtype == "float32"
+    assert found.bandwidth == 5e9
+    assert found.threads == torch.get_num_threads()
+    assert set(found.versions) == {"python", "torch", "transformers"}
+
+
+def test_bandwidth_counts_reading_and_writing():
+    ticks = iter(range(100))
+    assert copy_bandwidth(torch.device("cpu"), num_bytes=1000, repeats=3, clock=lambda: next(ticks)) == 2000
+
+
+def test_peak_memory_is_in_bytes():
+    """Kilobytes taken for bytes: a process with torch in it holds 100 MiB and more."""
+    assert 100 * 2**20 < peak_memory(torch.device("cpu")) < 100 * 2**30

@@ -1,0 +1,65 @@
+"""The built-in prompts, and files of the user's."""
+
+from pathlib import Path
+
+import pytest
+
+from nextn.bytelevel import byte_tokenizer
+from nextn.errors import ConfigError
+from nextn.model import Model
+from nextn.workload import Prompt, by_domain, read_prompts
+
+
+def test_built_in_prompts_are_in_four_domains():
+    """A line lost or misspelt; a prompt that ends in a space, which no tokenizer would end with."""
+    prompts = read_prompts()
+    assert {domain: len(places) for domain, places in by_domain(prompts).items()} == {
+        "code": 4, "prose": 4, "json": 4, "repetition": 4,
+    }  # fmt: skip
+    assert len({prompt.text for prompt in prompts}) == 16
+    assert all(150 <= len(prompt.text) <= 350 and not prompt.text.endswith(" ") for prompt in prompts)
+
+
+def test_txt_is_cut_at_blank_lines(tmp_path):
+    """Indentation stays: it belongs to code."""
+    (tmp_path / "mine.txt").write_text("\n\n  one\nline two\n \n\nsecond\n")
+    assert read_prompts(tmp_path / "mine.txt") == [Prompt("  one\nline two", "mine"), Prompt("second", "mine")]
+
+
+def test_jsonl_holds_text_or_tokens(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "a", "domain": "x"}\n\n{"prompt": [3, 1], "domain": "y"}\n{"prompt": "b"}\n')
+    assert read_prompts(path) == [Prompt("a", "x"), Prompt((3, 1), "y"), Prompt("b", "own")]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.jsonl", '{"prompt": "x"}\n{"prompt": ""}', "a.jsonl:2: expected"),
+        ("a.jsonl", '{"prompt": [1, true]}', "a.jsonl:1: expected"),
+        ("a.jsonl", '["x"]', "a.jsonl:1: expected"),
+        ("a.jsonl", "{", "a.jsonl:1: not JSON"),
+        ("a.txt", "\n \n", "holds no prompt"),
+        ("a.csv", "x", "prompts come from a .txt"),
+        ("a.txt", "\udcff", "cannot be read as UTF-8"),
+    ],
+)
+def test_bad_files_say_where(tmp_path, name, text, words):
+    (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match=words):
+        read_prompts(tmp_path / name)
+
+
+def test_absent_file():
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_prompts(Path("/nowhere.txt"))
+
+
+def test_text_needs_a_tokenizer(trained):
+    """Random tokens in place of the text would measure nothing."""
+    model = trained["qwen"]
+    with pytest.raises(ConfigError, match=r"no tokenizer.*token ids"):
+        Prompt("a", "x").tokens(model)
+    assert Prompt((3, 1), "x").tokens(model) == (3, 1)
+    spoken = Model(model.trunk, model.head, model.family, byte_tokenizer())
+    assert Prompt("ab", "x").tokens(spoken) == (97, 98)
