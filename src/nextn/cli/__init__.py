@@ -69,7 +69,7 @@ def demo(
     drafts: Drafts = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Train a byte-level code model with an MTP head, then decode with it off and on (about six minutes on 2 cores)."""
+    """Train a byte-level code model with an MTP head, then decode with it off and on (6 to 10 minutes on 2 cores)."""
     from nextn.demo import draw, run_demo
 
     with _stop_flag() as stopped, _progress(quiet=as_json) as on_record:

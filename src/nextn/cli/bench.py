@@ -14,6 +14,8 @@ from nextn.cli.common import AsJson, console, load_model, plain
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from nextn.advice import Advice
     from nextn.benchmark import Figures, Report
 
@@ -195,7 +197,7 @@ def _show(report: "Report") -> None:
             table.add_row(plain(f"{_at(temperature)}{label}{marked}"), *_cells(figures))
         table.add_section()
     screen = console()
-    screen.print(table)
+    _print_whole(table)
     lines = [
         f"v(m) {'  '.join(f'{value:.2f}' for value in costs.v)}   c {costs.c:.2f}   in plain steps of "
         f"{costs.steps[0].median * 1e3:.2f} ms, at context {costs.context}",
@@ -226,21 +228,26 @@ def _tell(advice: "Advice") -> None:
 
     screen, table = console(), Table(box=None, header_style="bold", pad_edge=False)
     choices = range(1, max(len(each.choices) for each in advice.forecasts) + 1)
-    for title in ("", "batch", "context", *(f"K = {drafts}" for drafts in choices), "best K", "break-even"):
+    for title in ("", "batch", "context", *(f"K={drafts}" for drafts in choices), "best K", "break-even"):
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
     for each in advice.forecasts:
         expected = [f"{choice.speedup:.2f}" for choice in each.choices]
         even = "none" if each.best.break_even is None else f"{each.best.break_even:.2f}"
         expected += [""] * (len(choices) - len(expected))
         sizes = (str(each.costs.batch), str(each.costs.context))
-        table.add_row(_at(each.temperature), *sizes, *expected, str(each.best.drafts if each.pays else 0), even)
-    screen.print(table)
+        table.add_row(f"T={each.temperature:g}", *sizes, *expected, str(each.best.drafts if each.pays else 0), even)
+    _print_whole(table)
     for each in advice.headlines:
         found = advice.report.figures(each.temperature, advice.report.plan.drafts[-1])
         told = f"measured in this run at K = {found.drafts}: {found.speedup.median:.2f} x"
         screen.print(plain(f"{_at(each.temperature)}: {each.words}; {told}"), soft_wrap=True)
     for line in _warnings(advice.report):
         screen.print(plain(line), soft_wrap=True)
+
+
+def _print_whole(table: "Table") -> None:
+    """Figures cut short are none: a narrow terminal folds the lines itself."""
+    console(width=max(console().width, 120)).print(table, crop=False)
 
 
 def _warnings(report: "Report") -> list[str]:

@@ -19,10 +19,10 @@ Offline = Annotated[bool, typer.Option("--offline", help="Read a hub id from the
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
-def console(*, stderr: bool = False) -> "Console":
+def console(*, stderr: bool = False, width: int | None = None) -> "Console":
     from rich.console import Console
 
-    return Console(stderr=stderr)
+    return Console(stderr=stderr, width=width)
 
 
 def plain(text: str, style: str | None = None) -> "Text":
