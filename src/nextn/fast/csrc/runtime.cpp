@@ -1,0 +1,181 @@
+// The team of threads, the table of ops, programs, and the C interface that native.py calls.
+#include "runtime.h"
+
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <string>
+#include <thread>
+
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace nextn {
+
+namespace {
+
+std::map<std::string, Select>& table() {
+  static std::map<std::string, Select> ops;
+  return ops;
+}
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// The system lends tile registers only to a process that asks, once (Linux, Documentation/arch/x86/xstate.rst).
+bool ask_for_tiles() {
+#if defined(__AMX_BF16__)
+  constexpr int kRequest = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return true;
+#endif
+}
+
+// About 20 microseconds of spinning; then the other thread is probably not scheduled, and waiting must cost nothing.
+constexpr int kSpins = 1000;
+
+// Until a run follows the last one closely, as in a draft loop, workers spin; later they sleep.
+constexpr int kIdleSpins = 20000;
+
+}  // namespace
+
+Op::Op(const char* name, Select select) { table()[name] = select; }
+
+struct Program {
+  std::vector<Call> calls;
+};
+
+// Threads that wait for programs. Between calls of which one is parallel, all meet at a barrier.
+class Team {
+ public:
+  explicit Team(int count) : count_(count) {
+    for (int index = 1; index < count; ++index) threads_.emplace_back([this, index] { serve(index); });
+  }
+
+  ~Team() {
+    calls_ = nullptr;
+    epoch_.fetch_add(1, std::memory_order_release);
+    epoch_.notify_all();
+    for (auto& thread : threads_) thread.join();
+  }
+
+  void run(const Call* calls, size_t num_calls) {
+    calls_ = calls, num_calls_ = num_calls;
+    if (count_ > 1) {
+      epoch_.fetch_add(1, std::memory_order_release);
+      epoch_.notify_all();
+    }
+    work(0);
+  }
+
+  void barrier() {
+    if (count_ == 1) return;
+    const uint32_t turn = turn_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == count_) {
+      arrived_.store(0, std::memory_order_relaxed);
+      turn_.store(turn + 1, std::memory_order_release);
+      return;
+    }
+    for (int spin = 0; turn_.load(std::memory_order_acquire) == turn; ++spin)
+      if (spin < kSpins)
+        pause();
+      else
+        std::this_thread::yield();
+  }
+
+ private:
+  void serve(int index) {
+    uint32_t seen = 0;
+    while (true) {
+      for (int spin = 0; epoch_.load(std::memory_order_acquire) == seen; ++spin)
+        if (spin < kIdleSpins)
+          pause();
+        else
+          epoch_.wait(seen, std::memory_order_acquire);
+      seen = epoch_.load(std::memory_order_acquire);
+      if (calls_ == nullptr) return;
+      work(index);
+    }
+  }
+
+  void work(int index) {
+    const Worker worker{index, count_, this};
+    const Call* calls = calls_;
+    const size_t num_calls = num_calls_;
+    for (size_t place = 0; place < num_calls; ++place) {
+      const Call& call = calls[place];
+      if (call.parallel || index == 0) call.kernel(call, worker);
+      if (call.parallel || (place + 1 < num_calls && calls[place + 1].parallel)) barrier();
+    }
+    // The caller may change the calls once run() returns, so all are done with them before.
+    barrier();
+  }
+
+  const int count_;
+  std::vector<std::thread> threads_;
+  const Call* calls_ = nullptr;
+  size_t num_calls_ = 0;
+  alignas(64) std::atomic<uint32_t> epoch_{0};
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<uint32_t> turn_{0};
+};
+
+void Worker::barrier() const { team->barrier(); }
+
+namespace {
+
+bool filled(Call& call, const char* name, const View* views, int64_t num_views, const int64_t* ints, int64_t num_ints,
+            const double* reals, int64_t num_reals) {
+  const auto found = table().find(name);
+  if (found == table().end()) return false;
+  call.views.assign(views, views + num_views);
+  call.ints.assign(ints, ints + num_ints);
+  call.reals.assign(reals, reals + num_reals);
+  return found->second(call);
+}
+
+}  // namespace
+
+}  // namespace nextn
+
+using nextn::Call, nextn::Program, nextn::Team, nextn::View;
+
+extern "C" {
+
+// 0 when the machine lends what the kernels were compiled for.
+int nextn_ready() { return nextn::ask_for_tiles() ? 0 : -1; }
+
+Team* nextn_team(int count) { return new Team(count); }
+void nextn_team_free(Team* team) { delete team; }
+
+Program* nextn_program() { return new Program; }
+void nextn_program_free(Program* program) { delete program; }
+
+// 0, or -1 for an op, types or strides that no kernel takes; the program is then as it was.
+int nextn_program_add(Program* program, const char* name, const View* views, int64_t num_views, const int64_t* ints,
+                      int64_t num_ints, const double* reals, int64_t num_reals) {
+  Call call;
+  if (!nextn::filled(call, name, views, num_views, ints, num_ints, reals, num_reals)) return -1;
+  program->calls.push_back(std::move(call));
+  return 0;
+}
+
+void nextn_program_run(const Program* program, Team* team) { team->run(program->calls.data(), program->calls.size()); }
+
+// One op at once: for packing weights and for tests.
+int nextn_call(Team* team, const char* name, const View* views, int64_t num_views, const int64_t* ints,
+               int64_t num_ints, const double* reals, int64_t num_reals) {
+  Call call;
+  if (!nextn::filled(call, name, views, num_views, ints, num_ints, reals, num_reals)) return -1;
+  team->run(&call, 1);
+  return 0;
+}
+}
