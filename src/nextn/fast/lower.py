@@ -1,0 +1,336 @@
+"""aten operations -> native instructions. What has no native form stays the operation itself, called from Python.
+
+An instruction's tensors are the recorded ones; `program.py` finds places for them.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nextn.fast.tape import Entry, Tape, aten, key
+
+
+@dataclass(frozen=True, eq=False)
+class Instruction:
+    """A native op over the tensors, the written ones first."""
+
+    op: str
+    tensors: tuple[Tensor, ...]
+    ints: tuple[int, ...] = ()
+    reals: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """An operation of the tape and what does the same natively; no instructions: only the operation itself does it."""
+
+    entry: Entry
+    instructions: Sequence[Instruction]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self.entry.tensors, *(tensor for each in self.instructions for tensor in each.tensors)]
+
+
+Pack = Callable[[Tensor], Tensor]
+Rule = Callable[["Lowering", Entry], list[Instruction] | None]
+
+
+class Lowering:
+    """tape: what was recorded. pack(weight [N, K] or [E, N, K]) -> the weight as the native products read it."""
+
+    def __init__(self, tape: Tape, pack: Pack) -> None:
+        self.tape, self.pack = tape, pack
+
+    def lowered(self) -> list[Lowered]:
+        """In order; operations that only make views are left out."""
+        return [Lowered(entry, self._of(entry)) for entry in self.tape.entries if not _makes_views(entry)]
+
+    def is_constant(self, tensor: Tensor) -> bool:
+        return key(tensor) not in self.tape.dynamic
+
+    def _of(self, entry: Entry) -> list[Instruction]:
+        if isinstance(entry.func, str):
+            views = [self.pack(view) if _is_weight(entry.func, at) else view for at, view in enumerate(entry.args)]
+            return [Instruction(entry.func, tuple(views), entry.ints, entry.reals)]
+        rule = _RULES.get(entry.func.overloadpacket)
+        return (rule(self, entry) if rule else None) or []
+
+
+def _is_weight(op: str, place: int) -> bool:
+    return op == "expert_linear" and place == 3
+
+
+def _makes_views(entry: Entry) -> bool:
+    read = {key(tensor) for tensor in entry.read}
+    return not isinstance(entry.func, str) and not entry.mutates and all(key(out) in read for out in entry.outs)
+
+
+def _rules() -> dict[Any, Rule]:
+    rules: dict[Any, Rule] = {}
+    for name in ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge", "minimum", "maximum", "remainder"):
+        rules[getattr(aten, name)] = _binary(name)
+    for name in ("bitwise_and", "bitwise_or", "bitwise_xor", "floor_divide", "pow"):
+        rules[getattr(aten, name)] = _binary(name)
+    for name in ("add_", "sub_", "mul_", "div_"):
+        rules[getattr(aten, name)] = _binary(name[:-1])
+    unary = "neg exp log sqrt rsqrt reciprocal abs sign silu sigmoid tanh relu cos sin bitwise_not"
+    rules |= {getattr(aten, name): _unary(name) for name in unary.split()}
+    for copying in ("_to_copy", "clone", "lift_fresh_copy", "contiguous", "alias_copy", "_unsafe_view"):
+        if hasattr(aten, copying):
+            rules[getattr(aten, copying)] = _unary("copy")
+    rules |= {aten.sum: _reduction("sum"), aten.mean: _reduction("mean"), aten.amax: _reduction("amax")}
+    filled = {name: getattr(aten, name) for name in ("zeros_like", "new_zeros", "zero_", "ones_like", "new_ones")}
+    rules |= {op: _fill(float("ones" in name)) for name, op in filled.items()}
+    return rules | {
+        aten.mm: _product,
+        aten.addmm: _product,
+        aten.copy_: _copy_into,
+        aten.embedding: _embedding,
+        aten.cat: _cat,
+        aten.stack: _stack,
+        aten.where: _where,
+        aten.masked_fill: _masked_fill,
+        aten.masked_fill_: _masked_fill,
+        aten._softmax: _softmax,
+        aten.topk: _topk,
+        aten.argmax: _argmax,
+        aten.cumsum: _cumsum,
+        aten.gather: _gather,
+        aten.scatter: _scatter,
+        aten.scatter_: _scatter,
+        aten.index: _index,
+        aten.index_select: _index_select,
+        aten.gelu: _gelu,
+        aten.softplus: _softplus,
+        aten.clamp: _clamp,
+        aten.clamp_min: _clamp,
+        aten.full_like: _full_like,
+        aten.native_layer_norm: _layer_norm,
+        aten.constant_pad_nd: _pad,
+    }
+
+
+def _like(tensor: Tensor, out: Tensor) -> Tensor:
+    return tensor.expand(out.shape)
+
+
+def _binary(name: str) -> Rule:
+    def rule(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
+        left, right = entry.args[:2]
+        if entry.kwargs.get("rounding_mode") is not None or not isinstance(left, Tensor):
+            return None
+        out = entry.outs[0]
+        alpha = [float(entry.kwargs.get("alpha", 1))] if name in ("add", "sub") else []
+        if isinstance(right, Tensor):
+            if name == "pow":
+                return None
+            return [Instruction(name, (out, _like(left, out), _like(right, out)), reals=tuple(alpha))]
+        return [Instruction(name, (out, _like(left, out)), reals=(float(right), *alpha))]
+
+    return rule
+
+
+def _unary(name: str) -> Rule:
+    def rule(lowering: Lowering, entry: Entry) -> list[Instruction]:
+        out, source = entry.outs[0], entry.args[0]
+        # A reshape that had to copy: both are dense then, in the order of the one that comes out.
+        source = source if source.shape == out.shape else _dense(source, out)
+        return [Instruction(name, (out, source))]
+
+    return rule
+
+
+def _dense(source: Tensor, out: Tensor) -> Tensor:
+    assert source.is_contiguous()
+    return source.view(out.shape)
+
+
+def _copy_into(lowering: Lowering, entry: Entry) -> list[Instruction]:
+    target, source = entry.args[:2]
+    return [Instruction("copy", (target, _like(source, target)))]
+
+
+def _fill(value: float) -> Rule:
+    return lambda lowering, entry: [Instruction("fill", (entry.outs[0],), reals=(value,))]
+
+
+def _full_like(lowering: Lowering, entry: Entry) -> list[Instruction]:
+    return [Instruction("fill", (entry.outs[0],), reals=(float(entry.args[1]),))]
+
+
+def _product(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
+    *bias, rows, weight = entry.args
+    if not lowering.is_constant(weight) or lowering.is_constant(rows) or weight.dtype != rows.dtype:
+        return None
+    if bias and (not lowering.is_constant(bias[0]) or bias[0].ndim != 1 or entry.kwargs):
+        return None
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    before: list[Instruction] = []
+    if rows.stride(1) != 1:
+        plain = torch.empty(rows.shape, dtype=rows.dtype)
+        lowering.tape.dynamic.add(key(plain))
+        before, rows = [Instruction("copy", (plain, rows))], plain
+    packed = lowering.pack(weight.t())
+    kind = int(weight.dtype == torch.bfloat16)
+    size = (weight.shape[1], weight.shape[0], kind)
+    return [*before, Instruction("linear", (entry.outs[0], rows, packed, *bias), ints=size)]
+
+
+def _embedding(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
+    weight, ids = entry.args[:2]
+    if not ids.is_contiguous():
+        return None
+    out = entry.outs[0]
+    return [Instruction("embedding", (out.view(-1, out.shape[-1]), weight, ids.view(-1)))]
+
+
+def _cat(lowering: Lowering, entry: Entry) -> list[Instruction]:
+    parts = entry.args[0]
+    dim = entry.args[1] if len(entry.args) > 1 else 0
+    out, start, steps = entry.outs[0], 0, []
+    for part in parts:
+        if part.ndim == 1 and not part.numel():
+            continue
+        steps.append(Instruction("copy", (out.narrow(dim, start, part.shape[dim]), part)))
+        start += part.shape[dim]
+    return steps
+
+
+def _stack(lowering: Lowering, entry: Entry) -> list[Instruction]:
+    dim = entry.args[1] if len(entry.args) > 1 else 0
+    return [Instruction("copy", (entry.outs[0].select(dim, at), part)) for at, part in enumerate(entry.args[0])]
+
+
+def _where(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
+    if len(entry.args) != 3 or not all(isinstance(each, Tensor) for each in entry.args):
+        return None
+    out = entry.outs[0]
+    return [Instruction("where", (out, *(_like(each, out) for each in entry.args)))]
+
+
+def _masked_fill(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
+    source, mask, value = entry.args
+    if isinstance(value, Tensor):
+        if not lowering.is_constant(value):
+            return None
+        value = value.item()
+    out = entry.outs[0]
+    return [Instruction("masked_fill", (out, _like(source, out), _like(mask, out)), reals=(float(value),))]
+
+
+def _reduction(name: str) -> Rule:
+    def rule(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
+        source = entry.args[0]
+        dims = entry.args[1] if len(entry.args) > 1 and entry.args[1] else range(source.ndim)
+        dims = {dim % source.ndim for dim in dims}
+        out = entry.outs[0]
+        for dim in sorted(dims) if out.ndim < source.ndim else ():
+            out = out.unsqueeze(dim)
+        return [Instruction(name, (out, source), ints=(sum(1 << dim for dim in dims),))]
+
+    return rule
+
+
+def _softmax(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
+    source, dim, half_to_float = entry.args
+    if dim % source.ndim != source.ndim - 1 or half_to_float:
+        return None
+    return [Instruction("softmax", (entry.outs[0], source))]
+
+
+def _topk(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
+    source, count, dim, largest = (*entry.args, -1, True)[:4] if len(entry.args) < 4 else entry.args[:4]
+    if dim % source.ndim != source.ndim - 1 or not largest:
+        return None
+    return [Instruction("topk", (*entry.outs, source), ints=(count,))]
+
+
+def _argmax(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
+    source = entry.args[0]
+    if len(entry.args) < 2 or entry.args[1] is None or entry.args[1] % source.ndim != source.ndim - 1:
+        return None
+    return [Instruction("argmax", (_without_kept(entry.outs[0], source), source))]
+
+
+def _without_kept(out: Tensor, source: Tensor) -> Tensor:
+    return out.squeeze(-1) if out.ndim == source.ndim else out
+
+
+def _cumsum(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
+    source, dim = entry.args[:2]
+    return [Instruction("cumsum", (entry.outs[0], source))] if dim % source.ndim == source.ndim - 1 else None
+
+
+def _gather(lowering: Lowering, entry: Entry) -> list[Instruction]:
+    source, dim, index = entry.args[:3]
+    return [Instruction("gather", (entry.outs[0], source, index), ints=(dim % source.ndim,))]
+
+
+def _scatter(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
+    target, dim, index, value = entry.args[:4]
+    if len(entry.args) > 4 or entry.kwargs:
+        return None
+    out = entry.outs[0]
+    steps = [] if entry.mutates else [Instruction("copy", (out, target))]
+    at = (dim % target.ndim,)
+    if isinstance(value, Tensor):
+        return [*steps, Instruction("scatter", (out, index, value), ints=at)]
+    return [*steps, Instruction("scatter_value", (out, index), ints=at, reals=(float(value),))]
+
+
+def _index(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
+    source, indices = entry.args
+    if len(indices) != 1 or indices[0].dtype != torch.int64 or not indices[0].is_contiguous():
+        return None
+    ids, out = indices[0].view(-1), entry.outs[0]
+    return [Instruction("index_select", (out.view(ids.shape[0], *source.shape[1:]), source, ids), ints=(0,))]
+
+
+def _index_select(lowering: Lowering, entry: Entry) -> list[Instruction]:
+    source, dim, ids = entry.args
+    return [Instruction("index_select", (entry.outs[0], source, ids), ints=(dim % source.ndim,))]
+
+
+def _gelu(lowering: Lowering, entry: Entry) -> list[Instruction]:
+    is_tanh = entry.kwargs.get("approximate") == "tanh"
+    return [Instruction("gelu", (entry.outs[0], entry.args[0]), ints=(int(is_tanh),))]
+
+
+def _softplus(lowering: Lowering, entry: Entry) -> list[Instruction]:
+    beta, threshold = (float(each) for each in (*entry.args[1:], *(1, 20)[len(entry.args) - 1 :]))
+    return [Instruction("softplus", (entry.outs[0], entry.args[0]), reals=(beta, threshold))]
+
+
+def _clamp(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
+    low, high = (*entry.args[1:], None, None)[:2]
+    if isinstance(low, Tensor) or isinstance(high, Tensor) or entry.kwargs:
+        return None
+    ends = (-math.inf if low is None else float(low), math.inf if high is None else float(high))
+    return [Instruction("clamp", (entry.outs[0], entry.args[0]), reals=ends)]
+
+
+def _layer_norm(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
+    source, shape, weight, bias, eps = entry.args
+    if len(shape) != 1 or weight is None or bias is None:
+        return None
+    return [Instruction("native_layer_norm", (entry.outs[0], source, weight, bias), reals=(float(eps),))]
+
+
+def _pad(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
+    source, pads = entry.args[:2]
+    value = float(entry.args[2]) if len(entry.args) > 2 else 0.0
+    if min(pads) < 0:
+        return None
+    inner = entry.outs[0]
+    for back, (low, _) in enumerate(zip(pads[::2], pads[1::2], strict=True), start=1):
+        inner = inner.narrow(-back, low, source.shape[-back])
+    return [Instruction("fill", (entry.outs[0],), reals=(value,)), Instruction("copy", (inner, source))]
+
+
+_RULES: dict[Any, Rule] = _rules()
