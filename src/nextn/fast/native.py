@@ -75,12 +75,31 @@ class Runtime:
     def __del__(self) -> None:
         self.library.nextn_team_free(self.team)
 
+    def pack(self, weight: Tensor) -> Tensor:
+        """The weight [N, K] of a linear layer, or [E, N, K] of E experts, as the linear ops read it: bytes."""
+        *_, n, k = weight.shape
+        size = self.library.nextn_packed_bytes(_TYPES.get(weight.dtype, -1), n, k)
+        if size < 0:
+            raise ConfigError(f"no native linear layer has weights of {weight.dtype}: torch.float32 or torch.bfloat16")
+        matrices = weight.reshape(-1, n, k)
+        packed = _aligned(size * len(matrices))
+        for place, matrix in enumerate(matrices):
+            self.call("pack", [packed[place * size : (place + 1) * size], matrix])
+        return packed
+
     def call(self, op: str, tensors: Sequence[Tensor], ints: Sequence[int] = (), reals: Sequence[float] = ()) -> None:
         """Run one op at once. Raises ConfigError where no kernel takes these types, sizes or strides."""
         arguments = _arguments(tensors, ints, reals)
         if arguments is None or self.library.nextn_call(self.team, op.encode(), *arguments):
             kinds = ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors)
             raise ConfigError(f"native op {op!r} takes no ({kinds}), {list(ints)}, {list(reals)}")
+
+
+def _aligned(size: int) -> Tensor:
+    """Bytes from the start of a cache line on."""
+    storage = torch.empty(size + 64, dtype=torch.bool)
+    start = -storage.data_ptr() % 64
+    return storage[start : start + size]
 
 
 def _arguments(tensors: Sequence[Tensor], ints: Sequence[int], reals: Sequence[float]) -> tuple[object, ...] | None:
@@ -122,6 +141,7 @@ def load() -> Runtime:
     views, ints, reals = ctypes.POINTER(View), ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_double)
     call = [ctypes.c_void_p, ctypes.c_char_p, views, ctypes.c_int64, ints, ctypes.c_int64, reals, ctypes.c_int64]
     library.nextn_program_add.argtypes = library.nextn_call.argtypes = call
+    library.nextn_packed_bytes.argtypes, library.nextn_packed_bytes.restype = [ctypes.c_int64] * 3, ctypes.c_int64
     library.nextn_team_free.argtypes = library.nextn_program_free.argtypes = [ctypes.c_void_p]
     library.nextn_program_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     if library.nextn_ready():

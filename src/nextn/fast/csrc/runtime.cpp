@@ -107,12 +107,12 @@ class Team {
   }
 
   void work(int index) {
-    const Worker worker{index, count_, this};
+    const Worker worker{index, count_, this}, alone{0, 1, this};
     const Call* calls = calls_;
     const size_t num_calls = num_calls_;
     for (size_t place = 0; place < num_calls; ++place) {
       const Call& call = calls[place];
-      if (call.parallel || index == 0) call.kernel(call, worker);
+      if (call.parallel || index == 0) call.kernel(call, call.parallel ? worker : alone);
       if (call.parallel || (place + 1 < num_calls && calls[place + 1].parallel)) barrier();
     }
     // The caller may change the calls once run() returns, so all are done with them before.

@@ -1,0 +1,175 @@
+// Linear layers over packed weights: the ops pack, linear and expert_linear.
+#include <vector>
+
+#include "product.h"
+
+namespace nextn {
+
+namespace {
+
+// Fewer multiplications than this take less time than two threads take to meet.
+constexpr int64_t kWorthSharing = 16384;
+
+int64_t block_columns(int64_t type) { return type == BF16 ? kTileColumns : kPanelColumns; }
+
+int64_t packed_bytes(int64_t type, int64_t n, int64_t k) {
+  if (type == BF16) return pieces(n, kTileColumns) * pieces(k, kTileDepth) * kTile * int64_t(sizeof(uint16_t));
+  return pieces(n, kPanelColumns) * kPanelColumns * k * int64_t(sizeof(float));
+}
+
+bool is_matrix(const View& view) { return view.ndim == 2 && (view.stride[1] == 1 || view.size[1] == 1); }
+
+bool is_bytes(const View& view) { return view.ndim == 1 && view.type == BOOL && view.stride[0] == 1; }
+
+bool is_weight_type(int64_t type) { return type == BF16 || type == F32; }
+
+// A block of 16 columns from `column` on: [tile of k][pair of k][column][2].
+void pack_tiles(const View& weight, int64_t column, uint16_t* to) {
+  const int64_t depth = pieces(weight.size[1], kTileDepth) * kTileDepth;
+  for (int64_t k = 0; k < depth; ++k)
+    for (int64_t j = 0; j < kTileColumns; ++j) {
+      const bool exists = column + j < weight.size[0] && k < weight.size[1];
+      const int64_t from = (column + j) * weight.stride[0] + k * weight.stride[1];
+      to[k / 2 * 2 * kTileColumns + 2 * j + k % 2] = exists ? data<uint16_t>(weight)[from] : uint16_t(0);
+    }
+}
+
+// A panel of 32 columns from `column` on: [k][column].
+void pack_panel(const View& weight, int64_t column, float* to) {
+  for (int64_t k = 0; k < weight.size[1]; ++k)
+    for (int64_t j = 0; j < kPanelColumns; ++j) {
+      const bool exists = column + j < weight.size[0];
+      const int64_t from = (column + j) * weight.stride[0] + k * weight.stride[1];
+      to[k * kPanelColumns + j] = exists ? data<float>(weight)[from] : 0.0f;
+    }
+}
+
+// views: dst (bytes), weight [n, k]
+void pack(const Call& call, const Worker& worker) {
+  const View &dst = call.views[0], &weight = call.views[1];
+  const int64_t width = block_columns(weight.type);
+  const int64_t bytes = packed_bytes(weight.type, width, weight.size[1]);
+  int64_t begin, end;
+  worker.share(pieces(weight.size[0], width), begin, end);
+  for (int64_t block = begin; block < end; ++block)
+    if (weight.type == BF16)
+      pack_tiles(weight, block * width, reinterpret_cast<uint16_t*>(dst.data + block * bytes));
+    else
+      pack_panel(weight, block * width, reinterpret_cast<float*>(dst.data + block * bytes));
+}
+
+bool select_pack(Call& call) {
+  if (call.views.size() != 2 || call.ints.size() || call.views[1].ndim != 2) return false;
+  const View &dst = call.views[0], &weight = call.views[1];
+  if (!is_bytes(dst) || !is_weight_type(weight.type)) return false;
+  if (dst.size[0] != packed_bytes(weight.type, weight.size[0], weight.size[1])) return false;
+  call.kernel = pack, call.parallel = true;
+  return true;
+}
+
+// This worker's share of the columns.
+void multiply(const Product& product, int64_t type, const Worker& worker) {
+  int64_t begin, end;
+  worker.share(pieces(product.n, block_columns(type)), begin, end);
+  if (begin == end || product.num_rows == 0) return;
+  (type == BF16 ? multiply_bf16 : multiply_f32)(product, begin, end);
+}
+
+// views: out [m, n], x [m, k], packed, bias [n] or none; ints: n, k, type
+void linear(const Call& call, const Worker& worker) {
+  Product product{};
+  product.out = &call.views[0], product.x = &call.views[1];
+  product.num_rows = product.x->size[0];
+  product.n = call.ints[0], product.k = call.ints[1];
+  product.packed = call.views[2].data;
+  if (call.views.size() > 3) product.bias = call.views[3].data, product.bias_type = call.views[3].type;
+  multiply(product, call.ints[2], worker);
+}
+
+// The rows of each expert, in order: rows [ends[e - 1], ends[e]) of the result are those that expert e takes.
+struct Groups {
+  std::vector<int64_t> rows, ends;
+
+  void fill(const View& ids, int64_t num_experts) {
+    const int64_t num_rows = ids.size[0];
+    const auto expert = [&](int64_t row) { return data<int64_t>(ids)[row * ids.stride[0]]; };
+    const auto exists = [&](int64_t row) { return expert(row) >= 0 && expert(row) < num_experts; };
+    ends.assign(num_experts + 1, 0);
+    rows.resize(num_rows);
+    for (int64_t row = 0; row < num_rows; ++row)
+      if (exists(row)) ++ends[expert(row) + 1];
+    for (int64_t e = 0; e < num_experts; ++e) ends[e + 1] += ends[e];
+    for (int64_t row = 0; row < num_rows; ++row)
+      if (exists(row)) rows[ends[expert(row)]++] = row;
+  }
+};
+
+// views: out [s, n], x [s, k], ids [s], packed (one matrix after another), bias [e, n] or none; ints: n, k, type.
+// A row whose id names no expert stays as it is.
+void expert_linear(const Call& call, const Worker& worker) {
+  static thread_local Groups groups;
+  const int64_t n = call.ints[0], k = call.ints[1], type = call.ints[2];
+  const int64_t bytes = packed_bytes(type, n, k), num_experts = call.views[3].size[0] / bytes;
+  groups.fill(call.views[2], num_experts);
+  const View* bias = call.views.size() > 4 ? &call.views[4] : nullptr;
+  for (int64_t expert = 0, begin = 0; expert < num_experts; begin = groups.ends[expert++]) {
+    Product product{};
+    product.out = &call.views[0], product.x = &call.views[1];
+    product.order = groups.rows.data() + begin, product.num_rows = groups.ends[expert] - begin;
+    product.n = n, product.k = k;
+    product.packed = call.views[3].data + expert * bytes;
+    if (bias) {
+      const int64_t size = bias->type == F32 ? sizeof(float) : sizeof(uint16_t);
+      product.bias = bias->data + expert * bias->stride[0] * size, product.bias_type = bias->type;
+    }
+    multiply(product, type, worker);
+  }
+}
+
+// What both ops ask of out, x, packed, bias and the ints; the number of matrices in `packed`, 0: not supported.
+int64_t matrices(const Call& call, size_t packed_at, int64_t bias_ndim) {
+  if (call.ints.size() != 3 || call.views.size() <= packed_at || call.views.size() > packed_at + 2) return 0;
+  const int64_t n = call.ints[0], k = call.ints[1], type = call.ints[2];
+  const View &out = call.views[0], &x = call.views[1], &packed = call.views[packed_at];
+  if (n < 1 || k < 1 || !is_weight_type(type) || x.type != type) return 0;
+  if (!is_matrix(out) || !is_matrix(x) || out.size[0] != x.size[0] || out.size[1] != n || x.size[1] != k) return 0;
+  if (out.type != F32 && (out.type != BF16 || type != BF16)) return 0;
+  if (!is_bytes(packed) || packed.size[0] % packed_bytes(type, n, k)) return 0;
+  if (call.views.size() > packed_at + 1) {
+    const View& bias = call.views[packed_at + 1];
+    if (!is_weight_type(bias.type) || bias.ndim != bias_ndim) return 0;
+    if (bias.size[bias_ndim - 1] != n || (bias.stride[bias_ndim - 1] != 1 && n > 1)) return 0;
+  }
+  return packed.size[0] / packed_bytes(type, n, k);
+}
+
+bool select_linear(Call& call) {
+  if (matrices(call, 2, 1) != 1) return false;
+  call.kernel = linear;
+  call.parallel = call.views[1].size[0] * call.ints[0] * call.ints[1] >= kWorthSharing;
+  return true;
+}
+
+bool select_expert_linear(Call& call) {
+  const int64_t num_experts = matrices(call, 3, 2);
+  if (num_experts == 0) return false;
+  const View &x = call.views[1], &ids = call.views[2];
+  if (ids.type != I64 || ids.ndim != 1 || ids.size[0] != x.size[0]) return false;
+  if (call.views.size() > 4 && call.views[4].size[0] != num_experts) return false;
+  call.kernel = expert_linear;
+  call.parallel = x.size[0] * call.ints[0] * call.ints[1] >= kWorthSharing;
+  return true;
+}
+
+const Op pack_op{"pack", select_pack};
+const Op linear_op{"linear", select_linear};
+const Op expert_linear_op{"expert_linear", select_expert_linear};
+
+}  // namespace
+
+}  // namespace nextn
+
+// -1 for types that are not packed.
+extern "C" int64_t nextn_packed_bytes(int64_t type, int64_t n, int64_t k) {
+  return nextn::is_weight_type(type) ? nextn::packed_bytes(type, n, k) : -1;
+}

@@ -1,0 +1,159 @@
+"""Native linear layers: the sums within the bound of fp32, one rounding, and rows that know nothing of each other."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from nextn.errors import ConfigError
+from nextn.fast.native import Runtime, load
+
+SIZES = [1, 5, 16, 33, 100, 256]
+ROWS = [1, 2, 15, 16, 17, 33, 70]
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
+dtypes = pytest.mark.parametrize("dtype", list(TYPES), ids=["f32", "bf16"])
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one-thread", "two-threads"])
+def runtime(request: pytest.FixtureRequest) -> Runtime:
+    return Runtime(load().library, request.param)
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def linear(runtime: Runtime, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    out = x.new_empty(len(x), len(weight)) if out is None else out
+    extra = [] if bias is None else [bias]
+    runtime.call("linear", [out, x, runtime.pack(weight), *extra], [*weight.shape, TYPES[weight.dtype]])
+    return out
+
+
+def experts(runtime: Runtime, x: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    out = x.new_full((len(x), weight.shape[1]), 7)
+    extra = [] if bias is None else [bias]
+    ints = [*weight.shape[1:], TYPES[weight.dtype]]
+    runtime.call("expert_linear", [out, x, ids, runtime.pack(weight), *extra], ints)
+    return out
+
+
+def assert_sums(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Each of K fp32 additions and the bias may be wrong by half a unit of the sum of magnitudes; then one rounding."""
+    exact, size = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
+    if bias is not None:
+        exact, size = exact + bias.double(), size + bias.double().abs()
+    bound = size * (x.shape[1] + 2) * 2**-24
+    if out.dtype == torch.bfloat16:
+        bound = bound + (exact.abs() + bound) * 2**-8
+    assert ((out.double() - exact).abs() <= bound).all()
+
+
+@dtypes
+@pytest.mark.parametrize("k", SIZES)
+@pytest.mark.parametrize("n", SIZES)
+def test_any_size_and_number_of_rows(runtime: Runtime, n: int, k: int, dtype: torch.dtype) -> None:
+    weight, x = drawn(n, k, dtype=dtype), drawn(max(ROWS), k, dtype=dtype, seed=1)
+    for rows in ROWS:
+        assert_sums(linear(runtime, x[:rows], weight), x[:rows], weight)
+
+
+@dtypes
+def test_more_rows_than_the_cache_holds(runtime: Runtime, dtype: torch.dtype) -> None:
+    weight, x = drawn(70, 4099, dtype=dtype), drawn(200, 4099, dtype=dtype, seed=1)
+    out = linear(runtime, x, weight)
+    assert_sums(out, x, weight)
+    assert torch.equal(linear(runtime, x[150:151], weight), out[150:151])
+
+
+@dtypes
+def test_strided_rows_and_nothing_beside_them_is_touched(runtime: Runtime, dtype: torch.dtype) -> None:
+    weight = drawn(2 * 100, 3 * 64, dtype=dtype)[::2, ::3]
+    x = drawn(20, 90, dtype=dtype)[1::2, 13:77]
+    frame = torch.full((21, 150), 7, dtype=dtype)
+    linear(runtime, x, weight, out=frame[1::2, 30:130])
+    assert_sums(frame[1::2, 30:130], x, weight)
+    frame[1::2, 30:130] = 7
+    assert (frame == 7).all()
+
+
+def test_rounds_once_and_to_even(runtime: Runtime) -> None:
+    """1 + 2^-8 lies between two bf16 values: it goes to the even one, and 2^-20 more goes up."""
+    weight = torch.eye(3, dtype=torch.bfloat16)
+    weight[1, 0] = weight[2, 0] = 1
+    x = torch.tensor([[1, 2**-8, 2**-8]], dtype=torch.bfloat16)
+    bias = torch.tensor([0, 0, 2**-20])
+    assert linear(runtime, x, weight, bias).tolist() == [[1, 1, 1 + 2**-7]]
+    assert linear(runtime, x, weight, bias, torch.empty(1, 3)).tolist() == [[1, 1 + 2**-8, 1 + 2**-8 + 2**-20]]
+
+
+@dtypes
+@pytest.mark.parametrize("bias_dtype", list(TYPES), ids=["f32-bias", "bf16-bias"])
+def test_bias(runtime: Runtime, dtype: torch.dtype, bias_dtype: torch.dtype) -> None:
+    weight, x, bias = drawn(100, 48, dtype=dtype), drawn(19, 48, dtype=dtype, seed=1), drawn(100, dtype=bias_dtype)
+    assert_sums(linear(runtime, x, weight, bias), x, weight, bias)
+    matrices = torch.stack([weight, -weight])
+    out = experts(runtime, x, torch.ones(19, dtype=torch.int64), matrices, torch.stack([bias, bias + 1]))
+    assert_sums(out, x, -weight, bias + 1)
+
+
+@dtypes
+@pytest.mark.parametrize("k", [33, 256])
+def test_a_row_knows_no_other_row(runtime: Runtime, k: int, dtype: torch.dtype) -> None:
+    weight, x = drawn(100, k, dtype=dtype), drawn(max(ROWS), k, dtype=dtype, seed=1)
+    alone = torch.cat([linear(runtime, row[None], weight) for row in x])
+    other = Runtime(runtime.library, 1)
+    for rows in ROWS:
+        assert torch.equal(linear(runtime, x[:rows], weight), alone[:rows])
+        assert torch.equal(linear(other, x[-rows:], weight), alone[-rows:])
+
+
+@dtypes
+@pytest.mark.parametrize("k", [33, 256])
+@pytest.mark.parametrize("num_experts", [1, 4, 9])
+def test_experts_are_linear_layers_bit_for_bit(runtime: Runtime, num_experts: int, k: int, dtype: torch.dtype) -> None:
+    """Few rows leave experts without any; many rows give one expert more than a tile."""
+    weight, x = drawn(num_experts, 50, k, dtype=dtype), drawn(70, k, dtype=dtype, seed=1)
+    ids = torch.randint(num_experts, (70,), generator=torch.Generator().manual_seed(2))
+    expected = torch.cat([linear(runtime, x[row : row + 1], weight[ids[row]]) for row in range(70)])
+    for rows in (1, 2, 3, 16, 70):
+        assert torch.equal(experts(runtime, x[:rows], ids[:rows], weight), expected[:rows])
+
+
+@dtypes
+def test_all_rows_to_one_expert_and_rows_to_none(runtime: Runtime, dtype: torch.dtype) -> None:
+    weight, x = drawn(3, 40, 64, dtype=dtype), drawn(40, 64, dtype=dtype, seed=1)
+    ids = torch.full((40,), 1)
+    assert torch.equal(experts(runtime, x, ids, weight), linear(runtime, x, weight[1]))
+    ids[[3, 39]] = torch.tensor([3, -1])
+    out = experts(runtime, x, ids, weight)
+    assert (out[[3, 39]] == 7).all()
+    assert torch.equal(out[:3], linear(runtime, x[:3], weight[1]))
+
+
+def test_ids_may_be_strided(runtime: Runtime) -> None:
+    weight, x = drawn(5, 8, 8, dtype=torch.float32), drawn(6, 8, dtype=torch.float32, seed=1)
+    ids = torch.tensor([[4, 0], [3, 0], [2, 0], [1, 0], [0, 1], [4, 1]])
+    assert torch.equal(experts(runtime, x, ids[:, 0], weight), experts(runtime, x, ids[:, 0].contiguous(), weight))
+
+
+def test_packed_weights_start_at_a_cache_line(runtime: Runtime) -> None:
+    assert runtime.pack(torch.ones(3, 5)).data_ptr() % 64 == 0
+
+
+def test_refuses_what_no_kernel_takes(runtime: Runtime) -> None:
+    weight, x = drawn(8, 8, dtype=torch.float32), drawn(2, 8, dtype=torch.float32)
+    packed, out = runtime.pack(weight), torch.empty(2, 8)
+    for views, ints in (
+        ([out, x.bfloat16(), packed], [8, 8, 0]),  # another type than the weights
+        ([out.bfloat16(), x, packed], [8, 8, 0]),
+        ([out, x, packed], [8, 8, 1]),
+        ([out, x, packed], [8, 7, 0]),
+        ([out[:1], x, packed], [8, 8, 0]),
+        ([out, x.T.contiguous().T, packed], [8, 8, 0]),
+        ([out, x, packed[:-1]], [8, 8, 0]),
+        ([out, x, packed, torch.empty(7)], [8, 8, 0]),
+    ):
+        with pytest.raises(ConfigError):
+            runtime.call("linear", views, ints)
+    with pytest.raises(ConfigError):
+        runtime.pack(weight.double())
