@@ -1,0 +1,215 @@
+// The sweep in tile registers (Intel AMX, bf16): keys times queries, then values times weights, both transposed, so that
+// keys and values are read as they lie in the slabs and only the few queries and weights are rearranged.
+#include <algorithm>
+
+#include "attention.h"
+
+#if defined(__AMX_BF16__)
+#include <immintrin.h>
+#endif
+
+namespace nextn {
+
+#if defined(__AMX_BF16__)
+
+namespace {
+
+constexpr int64_t kRows = 16;   // of a tile
+constexpr int64_t kDepth = 32;  // bf16 values in a row of a tile
+constexpr int64_t kGroups = 4;  // tiles of 16 value channels summed at once
+
+// 0 to 3: sums [16, lanes]; 4: the weights' sums [1, lanes]; 5: a row of ones; 6: keys or values [16, 32]; 7: queries
+// or weights [16 pairs, lanes, 2].
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  explicit TileConfig(int64_t lanes) {
+    for (int tile = 0; tile < 8; ++tile) {
+      bytes[tile] = tile == 5 || tile == 6 ? 64 : uint16_t(lanes * 4);
+      rows[tile] = tile == 4 || tile == 5 ? 1 : kRows;
+    }
+  }
+};
+
+struct alignas(64) Buffers {
+  float scores[kSpan * kQueries];
+  uint32_t weights[kSpan / 2 * kQueries];  // [pair of columns, lanes, 2] bf16
+  float totals[kQueries];
+};
+
+// GCC's tile loads do not tell it that they read memory.
+inline void finish_stores() { asm volatile("" ::: "memory"); }
+
+inline void zero_sums() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_zero(4);
+}
+
+// Scores of kTiles * 16 columns: [columns, lanes].
+template <int kTiles>
+void score(const uint16_t* keys, int64_t dim, const uint32_t* queries, int64_t lanes, float* scores) {
+  const int64_t row = lanes * 4, tile = kRows * dim;
+  zero_sums();
+  for (int64_t d = 0; d < dim; d += kDepth, keys += kDepth, queries += kRows * lanes) {
+    _tile_loadd(7, queries, row);
+    _tile_loadd(6, keys, dim * 2);
+    _tile_dpbf16ps(0, 6, 7);
+    _tile_loadd(6, keys + tile, dim * 2);
+    _tile_dpbf16ps(1, 6, 7);
+    if constexpr (kTiles == 4) {
+      _tile_loadd(6, keys + 2 * tile, dim * 2);
+      _tile_dpbf16ps(2, 6, 7);
+      _tile_loadd(6, keys + 3 * tile, dim * 2);
+      _tile_dpbf16ps(3, 6, 7);
+    }
+  }
+  _tile_stored(0, scores, row);
+  _tile_stored(1, scores + kRows * lanes, row);
+  if constexpr (kTiles == 4) {
+    _tile_stored(2, scores + 2 * kRows * lanes, row);
+    _tile_stored(3, scores + 3 * kRows * lanes, row);
+  }
+}
+
+// Sums of kTiles * 16 value channels over blocks of columns: [channels, lanes]; and of the weights alone, into totals.
+template <int kTiles>
+void weigh(const uint16_t* values, int64_t dim, int64_t blocks, const uint32_t* weights, int64_t lanes, float* sums,
+           float* totals) {
+  const int64_t row = lanes * 4, tile = kRows * kBlock;
+  zero_sums();
+  for (int64_t block = 0; block < blocks; ++block, values += kBlock * dim, weights += kRows * lanes) {
+    _tile_loadd(7, weights, row);
+    if (totals) _tile_dpbf16ps(4, 5, 7);
+    _tile_loadd(6, values, kBlock * 2);
+    _tile_dpbf16ps(0, 6, 7);
+    if constexpr (kTiles > 1) {
+      _tile_loadd(6, values + tile, kBlock * 2);
+      _tile_dpbf16ps(1, 6, 7);
+    }
+    if constexpr (kTiles > 2) {
+      _tile_loadd(6, values + 2 * tile, kBlock * 2);
+      _tile_dpbf16ps(2, 6, 7);
+    }
+    if constexpr (kTiles > 3) {
+      _tile_loadd(6, values + 3 * tile, kBlock * 2);
+      _tile_dpbf16ps(3, 6, 7);
+    }
+  }
+  _tile_stored(0, sums, row);
+  if constexpr (kTiles > 1) _tile_stored(1, sums + kRows * lanes, row);
+  if constexpr (kTiles > 2) _tile_stored(2, sums + 2 * kRows * lanes, row);
+  if constexpr (kTiles > 3) _tile_stored(3, sums + 3 * kRows * lanes, row);
+  if (totals) _tile_stored(4, totals, row);
+}
+
+using Weigh = void (*)(const uint16_t*, int64_t, int64_t, const uint32_t*, int64_t, float*, float*);
+constexpr Weigh kWeigh[] = {weigh<1>, weigh<2>, weigh<3>, weigh<4>};
+
+// [pair of d, lanes, 2] as the second operand wants it.
+void pack_queries(const Sweep& sweep, uint32_t* packed) {
+  const int64_t lanes = sweep.lanes, pairs = sweep.attention.dim_k / 2;
+  if (sweep.count < lanes) std::fill_n(packed, pairs * lanes, 0u);
+  for (int64_t query = 0; query < sweep.count; ++query) {
+    const char* from = sweep.query_at(query);
+    for (int64_t pair = 0; pair < pairs; ++pair) std::memcpy(packed + pair * lanes + query, from + pair * 4, 4);
+  }
+}
+
+// Two vectors hold the scores of an even number of columns, or, at 16 lanes, of two: each pair's weights side by side.
+void pack_weights(const Sweep& sweep, const float* scores, int64_t columns, uint32_t* packed) {
+  const int64_t lanes = sweep.lanes;
+  alignas(64) uint16_t order[32];
+  for (int64_t i = 0; i < 32; ++i) order[i] = uint16_t((i / 2 / lanes * 2 + i % 2) * lanes + i / 2 % lanes);
+  const __m512i index = _mm512_load_si512(order);
+  for (int64_t i = 0; i < columns * lanes; i += 2 * kLanes) {
+    const Lanes first = sweep.weights(scores + i), second = sweep.weights(scores + i + kLanes);
+    const auto both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    _mm512_store_si512(packed + i / 2, _mm512_permutexvar_epi16(index, both));
+  }
+}
+
+// sums [channels, lanes] = sums * factor + more
+void add_scaled(float* sums, const float* more, int64_t count, Lanes factor) {
+  for (int64_t i = 0; i < count; i += kLanes) put_lanes(sums + i, lanes_at(sums + i) * factor + lanes_at(more + i));
+}
+
+// Span by span: [Dv, lanes] sums, relative to the largest logit so far.
+Lanes sum_spans(Sweep& sweep, const uint32_t* queries, float* sums, float* more) {
+  const Attention& a = sweep.attention;
+  thread_local Buffers buffers;
+  const int64_t lanes = sweep.lanes;
+  const LaneInts replicate = lane_modulo(lanes);
+  Lanes totals = sweep.top_sum;
+  for (int64_t column = sweep.begin, next; column < sweep.end; column = next) {
+    next = std::min(column / kSpan * kSpan + kSpan, sweep.end);
+    const int64_t columns = next - column;
+    const auto* keys = reinterpret_cast<const uint16_t*>(a.key_slab(sweep.row, sweep.kv_head, column));
+    int64_t i = 0;
+    for (; i + 2 * kBlock <= columns; i += 2 * kBlock)
+      score<4>(keys + i * a.dim_k, a.dim_k, queries, lanes, buffers.scores + i * lanes);
+    if (i < columns) score<2>(keys + i * a.dim_k, a.dim_k, queries, lanes, buffers.scores + i * lanes);
+    const Lanes factor = sweep.advance(buffers.scores, column, columns);
+    pack_weights(sweep, buffers.scores, columns, buffers.weights);
+    finish_stores();
+    const auto* values = reinterpret_cast<const uint16_t*>(a.value_slab(sweep.row, sweep.kv_head, column));
+    for (int64_t j = 0; j < a.dim_v; j += kGroups * kRows)
+      kWeigh[std::min(kGroups, (a.dim_v - j) / kRows) - 1](values + j * kBlock, a.dim_v, columns / kBlock,
+                                                           buffers.weights, lanes, more + j * lanes,
+                                                           j ? nullptr : buffers.totals);
+    add_scaled(sums, more, a.dim_v * lanes, factor);
+    totals = totals * factor + __builtin_shuffle(lanes_at(buffers.totals), replicate);
+  }
+  return totals;
+}
+
+void store_out(const Sweep& sweep, const float* sums) {
+  const View& out = sweep.attention.out;
+  const int64_t lanes = sweep.lanes, stride = out.stride[3];
+  const auto index = (__m512i)(lane_modulo(kLanes) * int32_t(lanes));
+  for (int64_t query = 0; query < sweep.count; ++query)
+    for (int64_t j = 0; j < sweep.attention.dim_v; j += kLanes) {
+      float row[kLanes];
+      _mm512_storeu_ps(row, _mm512_i32gather_ps(index, sums + j * lanes + query, 4));
+      narrow(out, row, sweep.out_at(query) + j * stride * bytes_of(out), stride, kLanes);
+    }
+}
+
+}  // namespace
+
+bool tiles_take(int64_t dim_k, int64_t dim_v) { return dim_k % kDepth == 0 && dim_v % kRows == 0; }
+
+void sweep_tiles(Sweep& sweep) {
+  const Attention& a = sweep.attention;
+  thread_local std::vector<uint32_t> queries;
+  thread_local std::vector<float> sums, more;
+  queries.resize(std::max<size_t>(queries.size(), a.dim_k / 2 * kQueries));
+  sums.resize(std::max<size_t>(sums.size(), a.dim_v * kQueries));
+  more.resize(sums.size());
+  std::fill_n(sums.data(), a.dim_v * sweep.lanes, 0.0f);
+  pack_queries(sweep, queries.data());
+  const TileConfig config(sweep.lanes);
+  uint16_t ones[kDepth];
+  std::fill_n(ones, kDepth, uint16_t(0x3F80));
+  finish_stores();
+  _tile_loadconfig(&config);
+  _tile_loadd(5, ones, 64);
+  const Lanes totals = sum_spans(sweep, queries.data(), sums.data(), more.data());
+  _tile_release();
+  for (int64_t i = 0; i < a.dim_v * sweep.lanes; i += kLanes)
+    put_lanes(&sums[i], lanes_at(&sums[i]) / totals);
+  store_out(sweep, sums.data());
+}
+
+#else
+
+bool tiles_take(int64_t, int64_t) { return false; }
+void sweep_tiles(Sweep&) {}
+
+#endif
+
+}  // namespace nextn

@@ -1,0 +1,210 @@
+"""The native op `attend`: against a float64 reference, and bit for bit against itself whatever else is in the call."""
+
+from dataclasses import dataclass, field
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from nextn.errors import ConfigError
+from nextn.fast.native import Runtime, load
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+
+
+@cache
+def team(threads: int) -> Runtime:
+    return Runtime(load().library, threads)
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int = 4
+    kv_heads: int = 2
+    dim_k: int = 64
+    dim_v: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    scale: float = field(default=0.125)
+
+
+class Slabs:
+    """The cache of one layer, filled by the op alone."""
+
+    def __init__(self, shape: Shape, *, batch: int, capacity: int, stale: float = 0.0) -> None:
+        self.shape = shape
+        self.keys = torch.full((batch, shape.kv_heads, capacity, shape.dim_k), stale, dtype=shape.dtype)
+        self.values = torch.full((batch, shape.kv_heads, capacity, shape.dim_v), -stale, dtype=shape.dtype)
+        self.header = torch.tensor([self.keys.data_ptr(), self.values.data_ptr(), capacity])
+
+    def attend(self, window: "Window", starts: Tensor, *, threads: int = 1) -> Tensor:
+        shape = self.shape
+        out = torch.full((*window.q.shape[:3], shape.dim_v), float("nan"), dtype=shape.dtype)
+        views = [out, window.q, window.k, window.v, starts, self.header]
+        views += [window.sinks] if shape.sinks else []
+        team(threads).call("attend", views, [shape.window], [shape.scale, shape.softcap])
+        return out
+
+
+@dataclass
+class Window:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor
+
+    @classmethod
+    def random(cls, shape: Shape, *, batch: int, width: int, seed: int = 0) -> "Window":
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(heads: int, dim: int) -> Tensor:
+            # [B, m, heads, dim] as a linear layer leaves it, seen as [B, heads, m, dim]
+            drawn = torch.randn(batch, width, heads, dim, generator=generator)
+            return drawn.to(shape.dtype).transpose(1, 2)
+
+        q, k = draw(shape.heads, shape.dim_k) * 2, draw(shape.kv_heads, shape.dim_k)
+        sinks = torch.randn(shape.heads, generator=generator)
+        return cls(q, k, draw(shape.kv_heads, shape.dim_v), sinks.to(shape.dtype))
+
+    def columns(self, begin: int, end: int, rows: slice = slice(None)) -> "Window":
+        q, k, v = (x[rows, :, begin:end] for x in (self.q, self.k, self.v))
+        return Window(q, k, v, self.sinks)
+
+
+def reference(window: Window, shape: Shape) -> Tensor:
+    """Attention over a sequence from column 0 on, in float64."""
+    group = shape.heads // shape.kv_heads
+    q, k, v = window.q.double(), *(x.double().repeat_interleave(group, 1) for x in (window.k, window.v))
+    logits = q @ k.transpose(-1, -2) * shape.scale
+    if shape.softcap:
+        logits = shape.softcap * torch.tanh(logits / shape.softcap)
+    places = torch.arange(logits.shape[-1])
+    behind = places[:, None] - places
+    seen = (behind >= 0) & ((behind < shape.window) if shape.window else True)
+    logits = logits.masked_fill(~seen, -torch.inf)
+    if shape.sinks:
+        sinks = window.sinks.double()[None, :, None, None].expand(*logits.shape[:3], 1)
+        return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1] @ v
+    return logits.softmax(-1) @ v
+
+
+SHAPES = [
+    Shape(),
+    Shape(dtype=torch.float32),
+    Shape(heads=8, kv_heads=1, dim_k=128, dim_v=128),
+    Shape(heads=3, kv_heads=3, dim_k=192, dim_v=128),
+    Shape(heads=3, kv_heads=3, dim_k=192, dim_v=128, dtype=torch.float32),
+    Shape(heads=6, kv_heads=2, dim_k=32, dim_v=80, window=7),
+    Shape(heads=6, kv_heads=2, dim_k=24, dim_v=20, window=7),
+    Shape(heads=6, kv_heads=2, dim_k=24, dim_v=20, window=40, sinks=True, dtype=torch.float32),
+    Shape(heads=40, kv_heads=2, window=100, sinks=True, softcap=5.0),
+    Shape(softcap=5.0, dtype=torch.float32),
+    Shape(heads=2, kv_heads=2, window=1),
+]
+IDS = [f"{i}-{'bf16' if shape.dtype == torch.bfloat16 else 'fp32'}" for i, shape in enumerate(SHAPES)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+def test_windows_of_every_width_agree_with_the_reference(shape: Shape) -> None:
+    window, slabs, done = Window.random(shape, batch=2, width=700), Slabs(shape, batch=2, capacity=704), 0
+    parts = []
+    for width in (300, 1, 16, 2, 255, 9, 5, 112):
+        parts.append(slabs.attend(window.columns(done, done + width), torch.tensor([done, done])))
+        done += width
+    torch.testing.assert_close(
+        torch.cat(parts, 2).double(), reference(window, shape), atol=TOLERANCE[shape.dtype], rtol=TOLERANCE[shape.dtype]
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+def test_a_query_knows_no_other_query_of_its_call(shape: Shape) -> None:
+    """One by one, by sixteens, and all at once: the same bits. Two rows that stand elsewhere change nothing."""
+    window, total = Window.random(shape, batch=1, width=560), 560
+    whole = Slabs(shape, batch=1, capacity=576).attend(window, torch.tensor([0]))
+    slabs = Slabs(shape, batch=1, capacity=576, stale=3.0)
+    slabs.attend(window.columns(0, 500), torch.tensor([0]))
+    for begin, end in [(500, 516), (516, 517), (517, 520), (520, 529), (529, 530), (530, 532), (532, 548), (548, total)]:
+        assert torch.equal(slabs.attend(window.columns(begin, end), torch.tensor([begin])), whole[:, :, begin:end])
+    ragged = Window(*(torch.cat([x[:, :, 540:549], x[:, :, 3:12]]) for x in (window.q, window.k, window.v)), window.sinks)
+    both = Slabs(shape, batch=2, capacity=576)
+    both.attend(Window(*(torch.cat([x, x]) for x in (window.q, window.k, window.v)), window.sinks), torch.tensor([0, 0]))
+    out = both.attend(ragged, torch.tensor([540, 3]))
+    assert torch.equal(out, torch.cat([whole[:, :, 540:549], whole[:, :, 3:12]]))
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3] + SHAPES[6:8], ids=IDS[:3] + IDS[6:8])
+def test_what_stale_columns_hold_does_not_matter(shape: Shape) -> None:
+    """After a rollback the columns behind the window hold what was rejected."""
+    window, outs = Window.random(shape, batch=1, width=44), []
+    for stale in (0.0, 1e4, -77.0):
+        slabs = Slabs(shape, batch=1, capacity=64, stale=stale)
+        outs.append([slabs.attend(window.columns(0, 35), torch.tensor([0]))])
+        outs[-1].append(slabs.attend(window.columns(35, 44), torch.tensor([35])))
+        outs[-1].append(slabs.attend(window.columns(35, 36), torch.tensor([35])))
+    for first, *others in zip(*outs, strict=True):
+        assert first.isfinite().all()
+        assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[3], SHAPES[8]], ids=str)
+@pytest.mark.parametrize("width", [1, 9, 40])
+def test_threads_change_no_bit(shape: Shape, width: int) -> None:
+    """One row of three kv heads, or three rows: neither divides by two threads, so some wait for the other's columns."""
+    for batch in (1, 3):
+        window, outs = Window.random(shape, batch=batch, width=200), []
+        for threads in (1, 2):
+            slabs = Slabs(shape, batch=batch, capacity=224)
+            slabs.attend(window.columns(0, 160), torch.full((batch,), 0), threads=threads)
+            outs.append(slabs.attend(window.columns(160, 160 + width), torch.full((batch,), 160), threads=threads))
+        assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_slab_grows_by_copying_each_heads_prefix(dtype: torch.dtype) -> None:
+    shape = Shape(dtype=dtype)
+    window, small, large = Window.random(shape, batch=2, width=70), *(
+        Slabs(shape, batch=2, capacity=capacity) for capacity in (64, 96)
+    )
+    small.attend(window.columns(0, 60), torch.tensor([0, 0]))
+    large.keys[:, :, :64], large.values[:, :, :64] = small.keys, small.values
+    out = large.attend(window.columns(60, 70), torch.tensor([60, 60]))
+    torch.testing.assert_close(
+        out.double(), reference(window, shape)[:, :, 60:], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
+
+
+def test_a_sink_may_outweigh_everything() -> None:
+    shape = Shape(sinks=True, dtype=torch.float32)
+    window = Window.random(shape, batch=1, width=5)
+    window.sinks[:] = torch.tensor([500.0, -500.0, 0.0, 8.0])
+    out = Slabs(shape, batch=1, capacity=32).attend(window, torch.tensor([0]))
+    torch.testing.assert_close(out.double(), reference(window, shape), atol=2e-6, rtol=2e-6)
+    assert not out[:, 0].any()
+
+
+def test_out_may_have_any_strides() -> None:
+    shape = Shape()
+    window = Window.random(shape, batch=1, width=3)
+    slabs = Slabs(shape, batch=1, capacity=32)
+    out = torch.zeros(1, 64, 3, 4, dtype=shape.dtype).permute(0, 3, 2, 1)
+    views = [out, window.q, window.k, window.v, torch.tensor([0]), slabs.header]
+    load().call("attend", views, [0], [shape.scale, 0.0])
+    assert torch.equal(out, slabs.attend(window, torch.tensor([0])))
+
+
+@pytest.mark.parametrize("wrong", ["type", "heads", "inner stride", "starts", "scale"])
+def test_other_calls_are_refused(wrong: str) -> None:
+    shape = Shape(heads=3, kv_heads=2) if wrong == "heads" else Shape()
+    window, slabs = Window.random(shape, batch=1, width=2), Slabs(shape, batch=1, capacity=32)
+    starts = torch.tensor([0, 0] if wrong == "starts" else [0])
+    if wrong == "type":
+        window.v = window.v.float()
+    if wrong == "inner stride":
+        window.q = window.q.transpose(-1, -2).contiguous().transpose(-1, -2)
+    out = torch.empty_like(window.q)
+    views = [out, window.q, window.k, window.v, starts, slabs.header]
+    with pytest.raises(ConfigError, match="attend"):
+        load().call("attend", views, [0], [0.0 if wrong == "scale" else 0.125, 0.0])
