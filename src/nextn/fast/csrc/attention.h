@@ -5,7 +5,7 @@
 // query's view adds an exact 0, and a span without such columns multiplies by an exact 1.
 #pragma once
 
-#include "lanes.h"
+#include "attention_lanes.h"
 
 namespace nextn {
 
