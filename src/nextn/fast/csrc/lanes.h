@@ -1,0 +1,86 @@
+// Sums and maxima over a run in a fixed order: element j belongs to lane j % 64, and the lanes meet in a fixed tree.
+//
+// The order depends on the run's length alone, so a row's result is the same whatever stands around it.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "functions.h"
+
+namespace nextn {
+
+constexpr int64_t kLanes = 64;
+
+// Sixteen lanes as one value of the compiler's own vector type, on any machine.
+typedef float Vector __attribute__((vector_size(64)));
+
+inline Vector vector_at(const float* from) {
+  Vector out;
+  std::memcpy(&out, from, sizeof out);
+  return out;
+}
+
+struct Adding {
+  static constexpr float kStart = 0.0f;
+  template <typename V>
+  static V with(V a, V b) {
+    return a + b;
+  }
+};
+
+// NaN wins, as in torch.
+struct Maximum {
+  static constexpr float kStart = -kInf;
+  template <typename V>
+  static V with(V a, V b) {
+    return (a > b) | (a != a) ? a : b;
+  }
+};
+
+// Combines a run fed in pieces; all pieces but the last are multiples of kLanes.
+template <typename R>
+struct Lanes {
+  static constexpr int kVectors = 4;
+  Vector lane[kVectors];
+
+  Lanes() {
+    for (Vector& vector : lane) vector = Vector{} + R::kStart;
+  }
+
+  void feed(const float* from, int64_t count) {
+    Vector a = lane[0], b = lane[1], c = lane[2], d = lane[3];
+    for (; count >= kLanes; count -= kLanes, from += kLanes) {
+      a = R::with(a, vector_at(from)), b = R::with(b, vector_at(from + 16));
+      c = R::with(c, vector_at(from + 32)), d = R::with(d, vector_at(from + 48));
+    }
+    lane[0] = a, lane[1] = b, lane[2] = c, lane[3] = d;
+    if (count) feed_tail(from, count);
+  }
+
+  float result() const {
+    const Vector all = R::with(R::with(lane[0], lane[2]), R::with(lane[1], lane[3]));
+    float values[16];
+    std::memcpy(values, &all, sizeof values);
+    for (int width = 8; width; width /= 2)
+      for (int j = 0; j < width; ++j) values[j] = R::with(values[j], values[j + width]);
+    return values[0];
+  }
+
+ private:
+  void feed_tail(const float* from, int64_t count) {
+    float padded[kLanes];
+    std::fill_n(padded, kLanes, R::kStart);
+    std::memcpy(padded, from, count * sizeof(float));
+    for (int v = 0; v < kVectors; ++v) lane[v] = R::with(lane[v], vector_at(padded + 16 * v));
+  }
+};
+
+template <typename R>
+float combined(const float* from, int64_t count) {
+  Lanes<R> lanes;
+  lanes.feed(from, count);
+  return lanes.result();
+}
+
+}  // namespace nextn
