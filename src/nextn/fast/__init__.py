@@ -1,1 +1,1 @@
-"""The fast path: a model's passes recorded as programs of a small native runtime, behind the plain path's signatures."""
+"""The fast path: a model's passes recorded as programs of a small native runtime, behind the plain signatures."""

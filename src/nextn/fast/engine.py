@@ -112,6 +112,7 @@ class Passes:
             self._windows[rows, size] = self._recorded(rows, size)
         return self._windows[rows, size]
 
+    @torch.inference_mode(False)
     def _recorded(self, rows: int, size: int) -> _Window:
         tokens = torch.zeros(rows, size, dtype=torch.int64)
         starts, positions = torch.zeros(rows, dtype=torch.int64), torch.arange(size).repeat(rows, 1)

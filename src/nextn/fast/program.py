@@ -28,12 +28,9 @@ class Replay:
         self._steps, self.outputs, self.left = list(steps), list(outputs), list(left)
 
     @classmethod
-    def of(
-        cls, runtime: Runtime, inputs: Sequence[Tensor], run: Callable[[], Iterable[Tensor]], pack: Pack
-    ) -> "Replay":
-        """Record run() and lower it. Tensors that run() reads and that are not inputs are constants, wherever they
-        change. Raises Unrecordable."""
-        tape = Tape(inputs)
+    def of(cls, runtime: Runtime, tape: Tape, run: Callable[[], Iterable[Tensor]], pack: Pack) -> "Replay":
+        """Record run() and lower it. Tensors that run() reads and that are no inputs of the tape are constants of the
+        replay. Raises Unrecordable."""
         outputs = recorded(run, tape)
         groups = Lowering(tape, pack).lowered()
         arena = _Arena(tape, groups, outputs)

@@ -111,5 +111,6 @@ def _tensors(values: object) -> list[Tensor]:
 
 def recorded(run: Callable[[], Iterable[Tensor]], tape: Tape) -> list[Tensor]:
     """Run once on the tape -> what it returned. Raises Unrecordable."""
-    with torch.no_grad(), tape:
+    # In inference mode a dispatch mode would meet composite operations that are not taken apart.
+    with torch.inference_mode(False), torch.no_grad(), tape:
         return list(run())
