@@ -35,12 +35,12 @@ class Oracle:
         self.texts, self.right, self.round, self.depth = texts, right, -1, 0
         original, draft = decode_module._Batch._pick, decode_module._Batch._draft
 
-        def start(batch, num_drafts):
+        def start(batch):
             self.round, self.depth = self.round + 1, 0
-            return draft(batch, num_drafts)
+            return draft(batch)
 
-        def choose(batch, logits, seen, uniforms):
-            q, _ = original(batch, logits, seen, uniforms)
+        def choose(batch, guess, seen, uniforms):
+            q, _ = original(batch, guess, seen, uniforms)
             tokens = []
             for place, row in enumerate(batch.rows):
                 at = len(batch.new[place]) + self.depth
@@ -48,7 +48,7 @@ class Oracle:
                 wrong = self.depth >= self.right[(self.round + row) % len(self.right)]
                 tokens.append((true + 1) % 64 if wrong else true)
             self.depth += 1
-            return q, torch.tensor(tokens)
+            return q, tokens
 
         monkeypatch.setattr(decode_module._Batch, "_draft", start)
         monkeypatch.setattr(decode_module._Batch, "_pick", choose)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from nextn.errors import ConfigError
-from nextn.head import Head, Step
+from nextn.head import Head, Recursion, Step
+from nextn.policy import Chain, DraftLength, Fixed, RoundPlan
 from nextn.rollback import Cache
-from nextn.sampling import Sampling, accept, accept_greedy, law, pick, seen_prefixes
+from nextn.sampling import Prediction, Sampling, accept, accept_greedy, law, pick, seen_prefixes
 from nextn.trunk import Trunk
 
 
@@ -32,13 +33,14 @@ class Contract:
 
 @dataclass(frozen=True)
 class Settings:
-    """drafts: K, 0 = plain decoding. sampled_drafts: draw drafts from q, else take its argmax.
+    """drafts: K, 0 = plain decoding. p_min: a round drafts on only while the head is that sure. sampled_drafts: draw drafts from q, else take its argmax.
 
     max_tokens: new tokens per row. eos: token ids that end a row; None: the checkpoint's in `generate` and `stream`,
     none in `rounds`. chunk: columns per prefill pass. Raises ConfigError on values out of range.
     """
 
     drafts: int = 4
+    p_min: float = 0.0
     sampling: Sampling = field(default_factory=Sampling)
     sampled_drafts: bool = True
     max_tokens: int = 256
@@ -104,16 +106,19 @@ def rounds(
     prompts: Sequence[Sequence[int]],
     settings: Settings,
     *,
+    length: DraftLength | None = None,
     stop: Stop | None = None,
     observer: Observer | None = None,
 ) -> Iterator[Round]:
     """Decode all prompts as one batch; yields one Round per trunk pass, the first after the prefill (no drafts yet).
 
+    length: how many tokens each round drafts, settings.drafts at most; None = as many, but for settings.p_min.
     stop(row, new_tokens) -> number of new tokens to keep, or None to go on. Raises ConfigError for an empty prompt,
     one that does not fit the context, token ids outside the vocabulary, or drafts without a head.
     """
     _check(trunk, head, prompts, settings)
-    batch = _Batch(trunk, head, prompts, settings, stop=stop, observer=observer)
+    length = length or Fixed(settings.drafts, settings.p_min)
+    batch = _Batch(trunk, head, prompts, settings, length, stop=stop, observer=observer)
     with torch.inference_mode():
         yield batch.prefill()
         while batch.rows:
@@ -137,6 +142,47 @@ def _check(trunk: Trunk, head: Head | None, prompts: Sequence[Sequence[int]], se
             )
 
 
+class _Drafted:
+    """What a round drafts. chains: the policy's word for each row. drafts: per row; a row whose chain has ended goes on
+    with the others, but its tokens are no drafts. laws: per depth q [B, V], none in greedy decoding. ran: depths that
+    ran, also one from whose laws nothing was drawn."""
+
+    def __init__(self, chains: Sequence[Chain]) -> None:
+        self.chains = chains
+        self.drafts: list[list[int]] = [[] for _ in chains]
+        self.laws: list[Tensor] = []
+        self.ran = 0
+        self._takes: list[bool] = []
+
+    @property
+    def further(self) -> bool:
+        return any(chain.further for chain in self.chains)
+
+    def take(self, confidences: Sequence[float]) -> bool:
+        """Whether any row drafts from the laws of these confidences."""
+        pairs = zip(self.chains, confidences, strict=True)
+        self._takes = [chain.further and chain.more(confidence) for chain, confidence in pairs]
+        return any(self._takes)
+
+    def add(self, tokens: Sequence[int], q: Tensor | None) -> None:
+        for draft, token, taken in zip(self.drafts, tokens, self._takes, strict=True):
+            if taken:
+                draft.append(token)
+        if q is not None:
+            self.laws.append(q)
+
+    @property
+    def limits(self) -> list[int]:
+        return [len(draft) for draft in self.drafts]
+
+
+def _last(states: Tensor, widths: Sequence[int]) -> Tensor:
+    """states [B, T, H] -> [B, H]: each row's last column."""
+    if len(widths) == 1:
+        return states[:, widths[0] - 1]
+    return states[torch.arange(len(widths), device=states.device), torch.tensor(widths, device=states.device) - 1]
+
+
 class _Batch:
     """The state of one decode. Row r of every list and tensor belongs to prompt `self.rows[r]`; finished rows leave.
 
@@ -150,11 +196,13 @@ class _Batch:
         head: Head | None,
         prompts: Sequence[Sequence[int]],
         settings: Settings,
+        length: DraftLength,
         *,
         stop: Stop | None,
         observer: Observer | None,
     ) -> None:
         self.trunk, self.settings, self.stop, self.observer = trunk, settings, stop, observer
+        self.length = length
         self.head = head if settings.drafts else None
         self.rows = list(range(len(prompts)))
         self.tokens = [list(prompt) for prompt in prompts]
@@ -172,23 +220,26 @@ class _Batch:
     def prefill(self) -> Round:
         started = time.perf_counter()
         normed = self._prefill()
-        verdict = self._verdict(self.trunk.logits(normed)[:, None], [], [[] for _ in self.rows])
-        return self._emit([[] for _ in self.rows], verdict, started, started)
+        nothing = _Drafted([RoundPlan(0).begin() for _ in self.rows])
+        verdict = self._verdict(self.trunk.predict(normed[:, None]), nothing)
+        return self._emit(nothing.drafts, verdict, started, started)
 
     def round(self) -> Round:
         started = time.perf_counter()
-        drafts, laws = self._draft(self._num_drafts())
-        drafted = time.perf_counter()
-        window = [[tokens[-1], *draft] for tokens, draft in zip(self.tokens, drafts, strict=True)]
+        drafted = self._draft()
+        drafted_at = time.perf_counter()
+        window = [[tokens[-1], *draft] for tokens, draft in zip(self.tokens, drafted.drafts, strict=True)]
         self._watch("verify", None, window, self.cache, "")
         hidden = self.trunk(self._tensor(window), self.cache)
-        verdict = self._verdict(self.trunk.logits(hidden.normed), laws, drafts)
+        verdict = self._verdict(self.trunk.predict(hidden.normed), drafted)
         kept = [count for count, _ in verdict]
         self.cache.keep([count + 1 for count in kept])
         if self.head is not None:
-            stale = self._settle(len(laws), kept)
+            stale = self._settle(drafted.ran, kept)
             self._add_pending(hidden.eaten, [count + 1 for count in kept], skip=stale)
-        return self._emit(drafts, verdict, started, drafted)
+        for chain, count in zip(drafted.chains, kept, strict=True):
+            self.length.learn(chain.confidences, drafts=chain.drafts, kept=count)
+        return self._emit(drafted.drafts, verdict, started, drafted_at)
 
     def _prefill(self) -> Tensor:
         """Run the prompts through the trunk in chunks, feeding the head meanwhile -> normed [B, H], last columns."""
@@ -219,32 +270,32 @@ class _Batch:
             states = step.recycled if self.head.eats_recycled(depth + 1) else states
         self.pending = [pending[width:] for pending, width in zip(self.pending, widths, strict=True)]
 
-    def _draft(self, num_drafts: int) -> tuple[list[list[int]], list[Tensor]]:
-        """Chain num_drafts drafts -> the tokens per row, and per depth the law q [B, V] that they came from."""
-        drafts: list[list[int]] = [[] for _ in self.rows]
-        laws: list[Tensor] = []
-        if not num_drafts:
-            return drafts, laws
-        assert self.head is not None
+    def _draft(self) -> "_Drafted":
+        """Chain drafts while the policy wants more; it is asked before a draft is drawn, knowing how sure its law is."""
+        plan, room = self.length.plan(), self._room()
+        out = _Drafted([plan.begin(room) for _ in self.rows])
+        if self.head is None or not out.further:
+            return out
         self.bases = list(self.caches[0].lengths)
-        uniforms = self._uniforms(num_drafts)
-        widths = list(map(len, self.pending))
-        ends = torch.tensor(widths, device=self.trunk.device) - 1
-        states, seen = self._states(self.pending), self.seen
-        for depth in range(1, num_drafts + 1):
+        uniforms = None if self._is_greedy else self._uniforms(min(plan.max_drafts, room))
+        widths, tokens = list(map(len, self.pending)), [0] * len(self.rows)
+        states, seen, recursion = self._states(self.pending), self.seen, None
+        while out.further:
+            depth = out.ran = out.ran + 1
             if depth <= self.head.num_modules:
-                step = self._window("draft", depth, widths, states, drafts)
+                step = self._window("draft", depth, widths, states, out.drafts)
                 states = step.recycled if self.head.eats_recycled(depth + 1) else states
-                normed, chained = (each[torch.arange(len(ends)), ends] for each in (step.normed, step.recycled))
+                guess = self.head.predict(self.head.module(depth), _last(step.normed, widths))
             else:
-                step = self._recurse(depth, chained, drafts)
-                normed, chained = step.normed[:, 0], step.recycled[:, 0]
-            q, tokens = self._pick(self.head.logits(self.head.module(depth), normed), seen, uniforms[:, depth - 1])
-            laws.append(q)
-            for draft, token in zip(drafts, tokens.tolist(), strict=True):
-                draft.append(token)
-            seen = None if seen is None else seen.scatter(1, tokens[:, None], True)
-        return drafts, laws
+                if recursion is None:
+                    recursion = self.head.recursion(self.caches[-1], _last(step.recycled, widths))
+                guess = self._recurse(recursion, depth, tokens)
+            if not out.take([1.0] * len(self.rows) if plan.is_blind else guess.confidence):
+                break
+            q, tokens = self._pick(guess, seen, None if uniforms is None else uniforms[:, depth - 1])
+            out.add(tokens, q)
+            seen = None if seen is None else seen.scatter(1, self._tensor([[token] for token in tokens]), True)
+        return out
 
     def _window(
         self, phase: str, depth: int, widths: Sequence[int], states: Tensor, drafts: Sequence[Sequence[int]]
@@ -263,30 +314,25 @@ class _Batch:
         self.caches[index].keep(widths)
         return step
 
-    def _recurse(self, depth: int, chained: Tensor, drafts: Sequence[Sequence[int]]) -> Step:
-        """The last module goes on by one column: the newest draft and the state that the depth before handed on."""
+    def _recurse(self, recursion: Recursion, depth: int, tokens: Sequence[int]) -> Prediction:
         assert self.head is not None
-        cache = self.caches[-1]
-        tokens = [draft[-1:] for draft in drafts]
-        self._watch("draft", self.head.num_modules - 1, tokens, cache, f"g{depth - 1}")
-        step = self.head.step(self.head.num_modules - 1, self._tensor(tokens), chained[:, None], cache=cache)
-        cache.keep([1] * len(tokens))
-        return step
+        self._watch("draft", self.head.num_modules - 1, [[token] for token in tokens], self.caches[-1], f"g{depth - 1}")
+        return recursion.step(tokens)
 
-    def _settle(self, num_drafts: int, kept: Sequence[int]) -> list[int]:
+    def _settle(self, ran: int, kept: Sequence[int]) -> list[int]:
         """After verification: the head's caches go back to the columns that saw true states and true tokens only.
 
         -> per row, how many of the kept columns need no re-run: none, unless that fault is planted.
         """
         assert self.head is not None
-        if not num_drafts:
+        if not ran:
             return [0] * len(kept)
         num_modules, rerun = self.head.num_modules, self.settings.contract.rerun
         finals = list(map(len, self.pending))
-        stale = [0 if rerun or num_modules > 1 else min(count, num_drafts - 1) for count in kept]
+        stale = [0 if rerun or num_modules > 1 else min(count, ran - 1) for count in kept]
         if rerun:
             # Column i is final in module k once token i + k is known; modules that did not run have nothing to keep.
-            finals = [max(0, final - num_modules + 1) if num_drafts >= num_modules else 0 for final in finals]
+            finals = [max(0, final - num_modules + 1) if ran >= num_modules else 0 for final in finals]
         for cache in self.caches:
             cache.truncate([base + final + more for base, final, more in zip(self.bases, finals, stale, strict=True)])
         self.pending = [pending[final:] for pending, final in zip(self.pending, finals, strict=True)]
@@ -305,38 +351,40 @@ class _Batch:
         """The first column that is not final in the head."""
         return self.cache.lengths[row] - len(self.pending[row])
 
-    def _num_drafts(self) -> int:
-        """K of this round: no row needs more than its missing tokens, none may leave the context."""
+    def _room(self) -> int:
+        """The largest K of this round: no row needs more than its missing tokens, none may leave the context."""
         wanted = max(self.settings.max_tokens - len(new) for new in self.new) - 1
         room = wanted if self.trunk.max_length is None else self.trunk.max_length - max(map(len, self.tokens))
         return max(0, min(self.settings.drafts, wanted, room))
 
-    def _verdict(
-        self, logits: Tensor, laws: Sequence[Tensor], drafts: Sequence[Sequence[int]]
-    ) -> list[tuple[int, int]]:
-        """logits [B, K+1, V], q per depth -> (kept, next token) per row."""
-        sampling, proposed = self.settings.sampling, self._tensor(drafts)
-        if sampling.greedy and self.seen is None:
-            kept, following = accept_greedy(logits.argmax(-1), proposed)
-        else:
-            seen = None if self.seen is None else seen_prefixes(self.seen, proposed)
-            p = law(logits, sampling, seen)
-            q = torch.stack(list(laws), dim=1) if laws else p[:, :0]
-            uniforms = self._uniforms(len(laws) + 1)
-            verdict = accept(p, q, proposed, u=uniforms[:, :-1])
-            kept, following = verdict.kept, pick(verdict.rest, uniforms[:, -1])
-        return list(zip(kept.tolist(), following.tolist(), strict=True))
+    @property
+    def _is_greedy(self) -> bool:
+        return self.settings.sampling.greedy and self.seen is None
 
-    def _pick(self, logits: Tensor, seen: Tensor | None, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """logits [B, V] -> q [B, V] and one token a row from it. An argmax draft comes from a law with one token."""
-        sampling = self.settings.sampling
-        if sampling.greedy and seen is None:
-            return logits, logits.argmax(-1)
-        q = law(logits, sampling, seen)
+    def _verdict(self, predicted: Prediction, drafted: _Drafted) -> list[tuple[int, int]]:
+        """The trunk's prediction [B, K+1] -> (kept, next token) per row."""
+        if self._is_greedy:
+            return [accept_greedy(best, drafts) for best, drafts in zip(predicted.best, drafted.drafts, strict=True)]
+        proposed = self._tensor(drafted.drafts)
+        seen = None if self.seen is None else seen_prefixes(self.seen, proposed)
+        p = law(predicted.logits, self.settings.sampling, seen)
+        q = torch.stack(drafted.laws, dim=1) if drafted.laws else p[:, :0]
+        uniforms = self._uniforms(len(drafted.laws) + 1)
+        limits = torch.tensor(drafted.limits, device=self.trunk.device)
+        verdict = accept(p, q, proposed, u=uniforms[:, :-1], limit=limits)
+        following = pick(verdict.rest, uniforms[:, -1])
+        return list(zip(verdict.kept.tolist(), following.tolist(), strict=True))
+
+    def _pick(self, guess: Prediction, seen: Tensor | None, uniforms: Tensor | None) -> tuple[Tensor | None, list[int]]:
+        """-> q [B, V] and one token a row from it. An argmax draft comes from a law with one token; greedily, no law is
+        needed."""
+        if uniforms is None:
+            return None, guess.best
+        q = law(guess.logits, self.settings.sampling, seen)
         if self.settings.sampled_drafts:
-            return q, pick(q, uniforms)
+            return q, pick(q, uniforms).tolist()
         best = q.argmax(-1)
-        return torch.zeros_like(q).scatter(1, best[:, None], 1.0), best
+        return torch.zeros_like(q).scatter(1, best[:, None], 1.0), best.tolist()
 
     def _emit(
         self, drafts: list[list[int]], verdict: Sequence[tuple[int, int]], started: float, drafted: float

@@ -4,6 +4,7 @@ A module eats pairs: at column i the embedding of token t_{i+1} and the hidden s
 eats (t_{i+k}, the state of depth k-1 at column i). It does not know how drafts are verified.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -14,6 +15,7 @@ from nextn.blocks.streams import collapse, spread
 from nextn.errors import ConfigError
 from nextn.families import Family, by_name
 from nextn.rollback import Apart, Cache
+from nextn.sampling import Prediction
 from nextn.trunk import Kind, Trunk, new_cache, packed
 
 # How many columns a head's cache can drop where that takes memory: more than anyone drafts at once.
@@ -222,9 +224,17 @@ class Head(nn.Module):
     def _at(self, index: int) -> Module:
         return cast(Module, self.stack[index])
 
+    def predict(self, index: int, normed: Tensor) -> Prediction:
+        """normed [..., H] of module `index` -> what it predicts."""
+        return Prediction(self.logits(index, normed))
+
     def logits(self, index: int, normed: Tensor) -> Tensor:
         """normed [..., H] of module `index` -> [..., V]."""
         return self.output(index)(normed) if "output" in self.family.own else self.trunk.logits(normed)
+
+    def recursion(self, cache: Cache, state: Tensor) -> "Recursion":
+        """The last module going on by itself from the state [B, H] that the depth before handed on."""
+        return Recursion(self, cache, state)
 
     def hiddens(self, tokens: Tensor, hidden: Tensor, depths: int, *, documents: Tensor | None = None) -> list[Tensor]:
         """Teacher-forced, all columns at once: tokens [B, T], hidden [B, T, H] -> depth k's normed states [B, T-k, H].
@@ -259,6 +269,22 @@ class Head(nn.Module):
         columns = tokens.shape[1] - depths
         logits = [self.logits(self.module(depth), state[:, :columns]) for depth, state in enumerate(states, start=1)]
         return torch.stack(logits, dim=2)
+
+
+class Recursion:
+    """The last module, one column a step: each eats the newest draft and the state that the step before handed on."""
+
+    def __init__(self, head: Head, cache: Cache, state: Tensor) -> None:
+        self._head, self._cache, self._state = head, cache, state
+
+    def step(self, tokens: Sequence[int]) -> Prediction:
+        """tokens: one a row -> logits [B, V] of the next depth. The column stands until the cache is truncated."""
+        index = self._head.num_modules - 1
+        eaten = torch.tensor(tokens, device=self._state.device)[:, None]
+        step = self._head.step(index, eaten, self._state[:, None], cache=self._cache)
+        self._cache.keep([1] * len(tokens))
+        self._state = step.recycled[:, 0]
+        return Prediction(self._head.logits(index, step.normed[:, 0]))
 
 
 def outputs(trunk: Trunk, head: Head | None, depths: int) -> list[Tensor]:

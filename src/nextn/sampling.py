@@ -4,8 +4,11 @@ Pure functions over batches; every random number comes in as a uniform in [0, 1)
 Knows no model, cache or tokenizer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +47,23 @@ class Sampling:
     @property
     def needs_seen(self) -> bool:
         return self.repetition_penalty != 1
+
+
+class Prediction:
+    """logits [..., V] and what greedy decoding wants of them, on the host: each is read once, and only if asked for."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+    @cached_property
+    def best(self) -> Any:
+        """The argmax of each place, as nested lists of ints: the lowest index where several are equal."""
+        return self.logits.argmax(-1).tolist()
+
+    @cached_property
+    def confidence(self) -> Any:
+        """The probability of each argmax at temperature 1, as nested lists of floats."""
+        return self.logits.float().softmax(-1).amax(-1).tolist()
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,10 +159,12 @@ def accept(p: Tensor, q: Tensor, drafts: Tensor, *, u: Tensor, limit: Tensor | N
     return Verdict(kept, torch.where(refused[:, None] & (total > 0), residual / total, p_next))
 
 
-def accept_greedy(best: Tensor, drafts: Tensor, *, limit: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`accept` and `pick` at temperature 0, from the trunk's argmax best [B, K+1] -> kept [B], next token [B]."""
-    kept = _leading(best[:, :-1] == drafts, limit)
-    return kept, best.gather(1, kept[:, None])[:, 0]
+def accept_greedy(best: Sequence[int], drafts: Sequence[int]) -> tuple[int, int]:
+    """`accept` and `pick` of one row at temperature 0, from the trunk's argmax best [K+1] -> kept, next token."""
+    kept = 0
+    while kept < len(drafts) and best[kept] == drafts[kept]:
+        kept += 1
+    return kept, best[kept]
 
 
 def _leading(stands: Tensor, limit: Tensor | None) -> Tensor:

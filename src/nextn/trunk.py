@@ -35,6 +35,7 @@ from nextn.blocks.residual import ResidualBlock
 from nextn.errors import CheckpointError, ConfigError, RollbackError
 from nextn.families import Stage
 from nextn.rollback import Apart, AttentionLayer, Cache, IndexedLayer, RecurrentLayer, causal
+from nextn.sampling import Prediction
 
 _FULL, _SLIDING, _INDEXED = "full_attention", "sliding_attention", "indexed_attention"
 _BLOCKWISE = "minimax_m3_sparse"  # an indexer that picks blocks of columns, counted from column 0
@@ -266,6 +267,10 @@ class Trunk(nn.Module):
     def logits(self, normed: Tensor) -> Tensor:
         """normed [..., H] -> [..., V]."""
         return self.output(normed.to(self.output.weight.dtype))[..., : self.vocab_size]  # HY-V4's stays in fp32
+
+    def predict(self, normed: Tensor) -> Prediction:
+        """normed [..., H] -> what the trunk predicts."""
+        return Prediction(self.logits(normed))
 
     @property
     def readout(self) -> Tensor:
