@@ -1,6 +1,8 @@
 // Rows of activations times one packed matrix: what the linear ops hand to the kernels, and how results are stored.
 #pragma once
 
+#include <type_traits>
+
 #include "runtime.h"
 
 namespace nextn {
@@ -33,16 +35,25 @@ struct Product {
     return data<const T>(*x) + row(i) * x->stride[0];
   }
 
-  // Stores row i of columns [column, column + width), as far as they exist. The sums are spoilt.
+  // Stores `width` sums (kWidth at most) as row i of the columns from `column` on, as far as they exist; spoils the sums.
+  template <int64_t kWidth>
   void store(int64_t i, int64_t column, int64_t width, float* sums) const {
-    const int64_t count = column + width < n ? width : n - column;
+    if (width == kWidth && column + kWidth <= n)
+      store(i, column, sums, std::integral_constant<int64_t, kWidth>());  // a constant count is what makes it fast
+    else
+      store(i, column, sums, column + width <= n ? width : n - column);
+  }
+
+ private:
+  template <typename Count>
+  void store(int64_t i, int64_t column, float* sums, Count count) const {
+    const int64_t place = row(i) * out->stride[0] + column;
     if (bias && bias_type == F32)
       for (int64_t j = 0; j < count; ++j) sums[j] += reinterpret_cast<const float*>(bias)[column + j];
     else if (bias)
       for (int64_t j = 0; j < count; ++j) sums[j] += widened(reinterpret_cast<const uint16_t*>(bias)[column + j]);
-    const int64_t place = row(i) * out->stride[0] + column;
     if (out->type == F32)
-      __builtin_memcpy(data<float>(*out) + place, sums, count * sizeof(float));
+      for (int64_t j = 0; j < count; ++j) data<float>(*out)[place + j] = sums[j];
     else
       for (int64_t j = 0; j < count; ++j) data<uint16_t>(*out)[place + j] = narrowed(sums[j]);
   }
