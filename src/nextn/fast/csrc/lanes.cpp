@@ -74,7 +74,7 @@ void multiply(const Product& product, const float* const* x, const Kernels& kern
     for (int64_t i = 0; i < product.num_rows; i += kRows) {
       const int64_t count = i + kRows < product.num_rows ? kRows : product.num_rows - i;
       kernels[count - 1](x + i, product.packed + piece * bytes, depth, sums);
-      for (int64_t row = 0; row < count; ++row) product.store<kPanelColumns>(i + row, piece * width, width, sums + row * width);
+      for (int64_t row = 0; row < count; ++row) product.store(i + row, piece * width, width, sums + row * width);
     }
 }
 

@@ -194,7 +194,7 @@ void multiply_bf16(const Product& product, int64_t begin, int64_t end) {
         const Rows* x = rows + (i - first) / kRows;
         group(registers, x, count > kRows, packed + block * depth * kTile, num_blocks, depth, sums);
         for (int64_t row = 0; row < count; ++row)
-          product.store<kWidth>(i + row, block * kTileColumns, num_blocks * kTileColumns, sums + row * kWidth);
+          product.store(i + row, block * kTileColumns, num_blocks * kTileColumns, sums + row * kWidth);
       }
     }
   }
