@@ -1,11 +1,16 @@
 """Native linear layers: the sums within the bound of fp32, one rounding, and rows that know nothing of each other."""
 
+import os
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+import nextn.fast
 from nextn.errors import ConfigError
-from nextn.fast.native import Runtime, load
+from nextn.fast.native import Runtime, bound, load
 
 SIZES = [1, 5, 16, 33, 100, 256]
 ROWS = [1, 2, 15, 16, 17, 33, 70]
@@ -13,16 +18,26 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 dtypes = pytest.mark.parametrize("dtype", list(TYPES), ids=["f32", "bf16"])
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one-thread", "two-threads"])
-def runtime(request: pytest.FixtureRequest) -> Runtime:
-    return Runtime(load().library, request.param)
+@pytest.fixture(scope="module", params=["one-thread", "two-threads", "portable"])
+def runtime(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runtime:
+    """The portable one is compiled for no machine in particular: without tiles or long vectors."""
+    if request.param != "portable":
+        return Runtime(load().library, 1 if request.param == "one-thread" else 2)
+    path = tmp_path_factory.mktemp("portable") / "runtime.so"
+    folder = Path(nextn.fast.__file__).parent / "csrc"
+    sources = [folder / f"{name}.cpp" for name in ("runtime", "gemm", "tiles", "lanes")]
+    command = [os.environ.get("CXX", "g++"), "-std=c++20", "-O2", "-shared", "-fPIC", "-pthread", "-o", path, *sources]
+    subprocess.run(command, check=True)
+    return Runtime(bound(path), 2)
 
 
 def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def linear(runtime: Runtime, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def linear(
+    runtime: Runtime, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     out = x.new_empty(len(x), len(weight)) if out is None else out
     extra = [] if bias is None else [bias]
     runtime.call("linear", [out, x, runtime.pack(weight), *extra], [*weight.shape, TYPES[weight.dtype]])

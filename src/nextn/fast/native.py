@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,6 +117,31 @@ def _arguments(tensors: Sequence[Tensor], ints: Sequence[int], reals: Sequence[f
     )
 
 
+def bound(path: Path) -> ctypes.CDLL:
+    """The compiled library, its functions declared."""
+    library = ctypes.CDLL(str(path))
+    for name in ("nextn_team", "nextn_program"):
+        getattr(library, name).restype = ctypes.c_void_p
+    for name in ("nextn_team_free", "nextn_program_free", "nextn_program_run"):
+        getattr(library, name).restype = None
+    views, ints, reals = ctypes.POINTER(View), ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_double)
+    call: list[Any] = [
+        ctypes.c_void_p,
+        ctypes.c_char_p,
+        views,
+        ctypes.c_int64,
+        ints,
+        ctypes.c_int64,
+        reals,
+        ctypes.c_int64,
+    ]
+    library.nextn_program_add.argtypes = library.nextn_call.argtypes = call
+    library.nextn_packed_bytes.argtypes, library.nextn_packed_bytes.restype = [ctypes.c_int64] * 3, ctypes.c_int64
+    library.nextn_team_free.argtypes = library.nextn_program_free.argtypes = [ctypes.c_void_p]
+    library.nextn_program_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    return library
+
+
 @cache
 def load() -> Runtime:
     """Build (once a machine; some seconds) and load the runtime. Raises ConfigError where that cannot be done."""
@@ -133,17 +159,7 @@ def load() -> Runtime:
         )
     except (RuntimeError, OSError) as error:
         raise ConfigError(f"the native runtime could not be built: {error}") from error
-    library = ctypes.CDLL(str(path))
-    for name in ("nextn_team", "nextn_program"):
-        getattr(library, name).restype = ctypes.c_void_p
-    for name in ("nextn_team_free", "nextn_program_free", "nextn_program_run"):
-        getattr(library, name).restype = None
-    views, ints, reals = ctypes.POINTER(View), ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_double)
-    call = [ctypes.c_void_p, ctypes.c_char_p, views, ctypes.c_int64, ints, ctypes.c_int64, reals, ctypes.c_int64]
-    library.nextn_program_add.argtypes = library.nextn_call.argtypes = call
-    library.nextn_packed_bytes.argtypes, library.nextn_packed_bytes.restype = [ctypes.c_int64] * 3, ctypes.c_int64
-    library.nextn_team_free.argtypes = library.nextn_program_free.argtypes = [ctypes.c_void_p]
-    library.nextn_program_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    library = bound(Path(path))
     if library.nextn_ready():
         raise ConfigError("the system does not lend this process the tile registers that the native runtime uses")
     return Runtime(library, torch.get_num_threads())

@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kRows = 16;             // of one tile
 constexpr int64_t kGroup = 4;             // blocks of columns taken together
 constexpr int64_t kWidth = kGroup * kTileColumns;
-constexpr int64_t kAhead = 8;             // tiles by which weights are fetched early
+constexpr int64_t kAhead = 4;             // tiles by which weights are fetched early
 constexpr int64_t kResident = 512 * 1024;  // values of x, in tiles, that stay in the second-level cache
 
 // Up to 16 rows of x as a column of tiles: tile t starts at base + t * next, its rows are `row` values apart.
@@ -25,53 +25,68 @@ struct Rows {
   int count;
 };
 
-// Tiles 0-3 take sums, 4-5 rows of x, 5-7 weights.
-struct alignas(64) Config {
-  uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {};
+// The tile registers while a product is made: 0-3 take sums, 4 and 5 up to 16 rows of x each, 6 and 7 weights.
+class Registers {
+ public:
+  ~Registers() { _tile_release(); }
+
+  // For `upper` rows in 0, 1 and 4, and `lower` in 2, 3 and 5. Costs as much as a dozen tiles, so only on a change.
+  void shape(int upper, int lower) {
+    if (upper == upper_ && lower == lower_) return;
+    upper_ = upper, lower_ = lower;
+    struct alignas(64) {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } config;
+    config.rows[0] = config.rows[1] = config.rows[4] = uint8_t(upper);
+    config.rows[2] = config.rows[3] = config.rows[5] = uint8_t(lower);
+    _tile_loadconfig(&config);
+  }
+
+ private:
+  int upper_ = 0, lower_ = 0;
 };
 
-struct Loan {
-  ~Loan() { _tile_release(); }
-};
-
+// A line in four is enough for the machine to follow, and four times as cheap where the weights are near.
 void fetch(const uint16_t* tile) {
-  for (int64_t line = 0; line < kTile; line += 32) _mm_prefetch(reinterpret_cast<const char*>(tile + line), _MM_HINT_T0);
+  for (int64_t line = 0; line < kTile; line += 128) _mm_prefetch(tile + line, _MM_HINT_T0);
+}
+
+// How far ahead of tile t lies the one to fetch: at the end of a block, the one after the blocks read beside it.
+int64_t ahead(int64_t t, int64_t depth, int64_t num_blocks) {
+  return (t + kAhead < depth ? kAhead : kAhead + (num_blocks - 1) * depth) * kTile;
+}
+
+void clear() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
 }
 
 // Up to 16 rows times 1-4 blocks of columns, `depth` tiles deep; sums [16][64].
 template <int kBlocks>
 void narrow(const Rows& x, const uint16_t* weights, int64_t depth, float* sums) {
-  Config config;
-  for (int tile = 0; tile < 8; ++tile) config.rows[tile] = tile < 5 ? x.count : 16;
-  _tile_loadconfig(&config);
   const int64_t block = depth * kTile;
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int64_t t = 0; t < depth; ++t) {
-    const uint16_t* w = weights + t * kTile;
-    const int64_t ahead = t + kAhead < depth ? kAhead * kTile : kAhead * kTile + (kBlocks - 1) * block;
+  clear();
+  for (int64_t t = 0; t < depth; ++t, weights += kTile) {
+    const uint16_t* next = weights + ahead(t, depth, kBlocks);
+    for (int i = 0; i < kBlocks; ++i) fetch(next + i * block);
     _tile_loadd(4, x.base + t * x.next, x.row * 2);
-    _tile_loadd(5, w, 64);
-    fetch(w + ahead);
-    _tile_dpbf16ps(0, 4, 5);
+    _tile_loadd(6, weights, 64);
+    _tile_dpbf16ps(0, 4, 6);
     if constexpr (kBlocks > 1) {
-      _tile_loadd(6, w + block, 64);
-      fetch(w + block + ahead);
-      _tile_dpbf16ps(1, 4, 6);
+      _tile_loadd(7, weights + block, 64);
+      _tile_dpbf16ps(1, 4, 7);
     }
     if constexpr (kBlocks > 2) {
-      _tile_loadd(7, w + 2 * block, 64);
-      fetch(w + 2 * block + ahead);
-      _tile_dpbf16ps(2, 4, 7);
+      _tile_loadd(6, weights + 2 * block, 64);
+      _tile_dpbf16ps(2, 4, 6);
     }
     if constexpr (kBlocks > 3) {
-      _tile_loadd(5, w + 3 * block, 64);
-      fetch(w + 3 * block + ahead);
-      _tile_dpbf16ps(3, 4, 5);
+      _tile_loadd(7, weights + 3 * block, 64);
+      _tile_dpbf16ps(3, 4, 7);
     }
   }
   _tile_stored(0, sums, kWidth * 4);
@@ -82,46 +97,39 @@ void narrow(const Rows& x, const uint16_t* weights, int64_t depth, float* sums) 
 
 // 17 to 32 rows times 1-2 blocks of columns; sums [32][64].
 template <int kBlocks>
-void square(const Rows& x, const Rows& y, const uint16_t* weights, int64_t depth, float* sums) {
-  Config config;
-  for (int tile = 0; tile < 8; ++tile) config.rows[tile] = 16;
-  config.rows[2] = config.rows[3] = config.rows[5] = y.count;
-  _tile_loadconfig(&config);
+void square(const Rows& upper, const Rows& lower, const uint16_t* weights, int64_t depth, float* sums) {
   const int64_t block = depth * kTile;
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int64_t t = 0; t < depth; ++t) {
-    const uint16_t* w = weights + t * kTile;
-    const int64_t ahead = t + kAhead < depth ? kAhead * kTile : kAhead * kTile + (kBlocks - 1) * block;
-    _tile_loadd(4, x.base + t * x.next, x.row * 2);
-    _tile_loadd(6, w, 64);
-    fetch(w + ahead);
+  clear();
+  for (int64_t t = 0; t < depth; ++t, weights += kTile) {
+    const uint16_t* next = weights + ahead(t, depth, kBlocks);
+    for (int i = 0; i < kBlocks; ++i) fetch(next + i * block);
+    _tile_loadd(4, upper.base + t * upper.next, upper.row * 2);
+    _tile_loadd(6, weights, 64);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(5, y.base + t * y.next, y.row * 2);
+    _tile_loadd(5, lower.base + t * lower.next, lower.row * 2);
     _tile_dpbf16ps(2, 5, 6);
     if constexpr (kBlocks > 1) {
-      _tile_loadd(7, w + block, 64);
-      fetch(w + block + ahead);
+      _tile_loadd(7, weights + block, 64);
       _tile_dpbf16ps(1, 4, 7);
       _tile_dpbf16ps(3, 5, 7);
     }
   }
   _tile_stored(0, sums, kWidth * 4);
-  _tile_stored(2, sums + 16 * kWidth, kWidth * 4);
+  _tile_stored(2, sums + kRows * kWidth, kWidth * 4);
   if constexpr (kBlocks > 1) {
     _tile_stored(1, sums + 16, kWidth * 4);
-    _tile_stored(3, sums + 16 * kWidth + 16, kWidth * 4);
+    _tile_stored(3, sums + kRows * kWidth + 16, kWidth * 4);
   }
 }
 
 using Narrow = void (*)(const Rows&, const uint16_t*, int64_t, float*);
 constexpr Narrow kNarrow[] = {narrow<1>, narrow<2>, narrow<3>, narrow<4>};
 
-// Up to 32 rows times up to 4 blocks; sums [32][64].
-void group(const Rows* x, int64_t num_rows, const uint16_t* weights, int64_t num_blocks, int64_t depth, float* sums) {
-  if (num_rows <= kRows) return kNarrow[num_blocks - 1](x[0], weights, depth, sums);
+// One or two sets of rows times up to 4 blocks; sums [32][64].
+void group(Registers& registers, const Rows* x, bool two, const uint16_t* weights, int64_t num_blocks, int64_t depth,
+           float* sums) {
+  registers.shape(x[0].count, two ? x[1].count : x[0].count);
+  if (!two) return kNarrow[num_blocks - 1](x[0], weights, depth, sums);
   for (int64_t block = 0; block < num_blocks; block += 2) {
     const uint16_t* from = weights + block * depth * kTile;
     (block + 1 < num_blocks ? square<2> : square<1>)(x[0], x[1], from, depth, sums + block * kTileColumns);
@@ -171,7 +179,7 @@ std::vector<Rows>& split(const Product& product, int64_t begin, int64_t end, int
 
 void multiply_bf16(const Product& product, int64_t begin, int64_t end) {
   alignas(64) float sums[2 * kRows * kWidth];
-  const Loan loan;
+  Registers registers;
   const int64_t depth = pieces(product.k, kTileDepth), num_rows = product.num_rows;
   const int64_t fitting = kResident / (depth * kTileDepth) / (2 * kRows) * (2 * kRows);
   const int64_t chunk = fitting ? fitting : 2 * kRows;
@@ -183,7 +191,8 @@ void multiply_bf16(const Product& product, int64_t begin, int64_t end) {
       const int64_t num_blocks = block + kGroup < end ? kGroup : end - block;
       for (int64_t i = first; i < last; i += 2 * kRows) {
         const int64_t count = i + 2 * kRows < last ? 2 * kRows : last - i;
-        group(rows + (i - first) / kRows, count, packed + block * depth * kTile, num_blocks, depth, sums);
+        const Rows* x = rows + (i - first) / kRows;
+        group(registers, x, count > kRows, packed + block * depth * kTile, num_blocks, depth, sums);
         for (int64_t row = 0; row < count; ++row)
           product.store(i + row, block * kTileColumns, num_blocks * kTileColumns, sums + row * kWidth);
       }
