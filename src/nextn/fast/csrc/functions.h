@@ -3,6 +3,8 @@
 // Polynomials of Cephes (expf, logf, tanhf, sinf, cosf) and Eigen (erf). A fused multiply-add is written where it is meant.
 #pragma once
 
+#include "wide.h"
+
 #include <cmath>
 #include <cstdint>
 #include <limits>
