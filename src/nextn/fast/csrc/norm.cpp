@@ -59,7 +59,8 @@ bool rms_norm(Call& call) {
   if (call.views.size() < 2 || !are_norm_views(call, call.views.size() == 3) || call.reals.size() != 1) return false;
   call.kernel = call.views[0].type == F32 ? rms_norm_rows<float> : rms_norm_rows<uint16_t>;
   call.parallel = numel(call.views[0]) >= kParallel;
-  return inner_stride(call.views[0]) == 1 && call.ints.size() == 1 && call.ints[0] >= kAfterRounding && call.ints[0] <= kInFloat;
+  return inner_stride(call.views[0]) == 1 && call.ints.size() == 1 && call.ints[0] >= kAfterRounding &&
+         call.ints[0] <= kInFloat;
 }
 
 void layer_norm_rows(const Call& call, const Worker& worker) {

@@ -1,4 +1,4 @@
-// Walking views: dims merged once at select time, then runs along the innermost dim; loads and stores that convert types.
+// Walking views: dims merged once at select time, then runs along the innermost dim; conversions at loads and stores.
 #pragma once
 
 #include "wide.h"
@@ -118,7 +118,7 @@ void each_run(const Call& call, const Worker& worker, Body&& body) {
   }
 }
 
-// What kernels compute in (float or int64_t) from what is stored, and back; bf16 is stored as uint16_t, bool as uint8_t.
+// What kernels compute in (float or int64_t) from what is stored, and back; bf16 lies as uint16_t, bool as uint8_t.
 inline float wide(float value) { return value; }
 inline float wide(uint16_t value) { return widened(value); }
 inline int64_t wide(int64_t value) { return value; }
@@ -245,7 +245,7 @@ C converted(double real) {
   return C(real);
 }
 
-// Memory of this thread for a row that has to be converted; it grows and stays. `which` tells rows in use at once apart.
+// This thread's memory for a row that has to be converted; it grows and stays. `which` parts rows in use at once.
 inline float* scratch(int which, int64_t count) {
   thread_local std::vector<float> rows[5];
   if (int64_t(rows[which].size()) < count) rows[which].resize(count);

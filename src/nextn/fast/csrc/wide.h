@@ -1,4 +1,4 @@
-// Included before all else: GCC's loops use whole registers where they are 512 bits wide (it prefers half; 1.5 x slower).
+// Included before all else: GCC's loops use whole 512-bit registers (it prefers half of one, 1.5 times slower here).
 #pragma once
 
 #if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
