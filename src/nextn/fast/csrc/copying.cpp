@@ -34,8 +34,7 @@ void copy_mixed(const Call& call, const Worker& worker) {
   Operand<C> a;
   each_run<2>(call, worker, [&](int64_t count, char* const* at) {
     each_chunk<C>(call.views[0], at[0], count, [&](int64_t done, int64_t part, C* to) {
-      a.take(call.views[1], at[1], done, part);
-      for (int64_t i = 0; i < part; ++i) to[i] = a.at[i * a.step];
+      std::copy_n(a.all(call.views[1], at[1], done, part), part, to);
     });
   });
 }
@@ -71,18 +70,19 @@ bool fill(Call& call) {
   return true;
 }
 
+// Conditions are loaded as floats, which keep what is not zero, to be as wide as what they choose.
 template <typename C>
 void where_run(const Call& call, const Worker& worker) {
-  Operand<int64_t> chosen;
+  Operand<float> chosen;
   Operand<C> a, b;
   each_run<4>(call, worker, [&](int64_t count, char* const* at) {
     each_chunk<C>(call.views[0], at[0], count, [&](int64_t done, int64_t part, C* to) {
-      chosen.take(call.views[1], at[1], done, part);
-      a.take(call.views[2], at[2], done, part);
-      b.take(call.views[3], at[3], done, part);
+      const float* choice = chosen.all(call.views[1], at[1], done, part);
+      const C *x = a.all(call.views[2], at[2], done, part), *y = b.all(call.views[3], at[3], done, part);
+#pragma GCC ivdep
       for (int64_t i = 0; i < part; ++i) {
-        const C x = a.at[i * a.step], y = b.at[i * b.step];
-        to[i] = chosen.at[i * chosen.step] ? x : y;
+        const C yes = x[i], no = y[i];
+        to[i] = choice[i] != 0 ? yes : no;
       }
     });
   });
@@ -99,14 +99,15 @@ template <typename C>
 void masked_fill_run(const Call& call, const Worker& worker) {
   const C value = converted<C>(call.reals[0]);
   Operand<C> a;
-  Operand<int64_t> mask;
+  Operand<float> mask;
   each_run<3>(call, worker, [&](int64_t count, char* const* at) {
     each_chunk<C>(call.views[0], at[0], count, [&](int64_t done, int64_t part, C* to) {
-      a.take(call.views[1], at[1], done, part);
-      mask.take(call.views[2], at[2], done, part);
+      const C* x = a.all(call.views[1], at[1], done, part);
+      const float* hidden = mask.all(call.views[2], at[2], done, part);
+#pragma GCC ivdep
       for (int64_t i = 0; i < part; ++i) {
-        const C x = a.at[i * a.step];
-        to[i] = mask.at[i * mask.step] ? value : x;
+        const C kept = x[i];
+        to[i] = hidden[i] != 0 ? value : kept;
       }
     });
   });

@@ -1,7 +1,9 @@
-// exp, log, tanh, erf, sin and cos that GCC vectorises: no branches, no calls, the same bits in every lane and in tails.
+// exp, log, tanh, erf, sin and cos that GCC vectorises: no branches, no calls, the same bits in lanes and in tails.
 //
-// Polynomials of Cephes (expf, logf, tanhf, sinf, cosf) and Eigen (erf). A fused multiply-add is written where it is meant.
+// Polynomials of Cephes (expf, logf, tanhf, sinf, cosf), for erf of N. Juffa. A fused multiply-add is written as such.
 #pragma once
+
+#include "wide.h"
 
 #include <cmath>
 #include <cstdint>
@@ -91,21 +93,20 @@ inline float tanh_of(float x) {
 }
 
 inline float erf_of(float x) {
-  x = x > 4.0f ? 4.0f : x;
-  x = x < -4.0f ? -4.0f : x;
-  const float square = x * x;
-  const float over = polynomial(square, {-2.72614225801306e-10f, 2.77068142495902e-8f, -2.10102402082508e-6f,
-                                         -5.69250639462346e-5f, -7.34990630326855e-4f, -2.95459980854025e-3f,
-                                         -1.60960333262415e-2f});
-  const float under = polynomial(square, {-1.45660718464996e-5f, -2.13374055278905e-4f, -1.68282697438203e-3f,
-                                          -7.37332916720468e-3f, -1.42647390514189e-2f});
-  return x * over / under;
+  const float size = std::fabs(x), square = x * x;
+  const float p = polynomial(square, {-5.96761703e-4f, 4.99119423e-3f, -2.67681349e-2f, 1.12819925e-1f,
+                                      -3.76125336e-1f, 1.28379166e-1f});
+  const float t = size > 4.0f ? 4.0f : size;
+  const float power = polynomial(t, {-1.72853470e-5f, 3.83197126e-4f, -3.88396438e-3f, 2.42546219e-2f,
+                                     -1.06777877e-1f, -6.34846687e-1f, -1.28717512e-1f});
+  const float large = std::copysign(1.0f - exp_of(fused(power, t, -t)), x);
+  return size < 0.927734375f ? fused(p, x, x) : x == x ? large : x;
 }
 
 // log(1 + exp(x)), exact in both tails.
 inline float softplus_of(float x) { return (x > 0.0f ? x : 0.0f) + log1p_of(exp_of(-std::fabs(x))); }
 
-// sin(x + quarter * pi/2). The rotary angle of a far position needs the reduction in double; past 1e16 that is lost, too.
+// sin(x + quarter * pi/2). Rotary angles of far positions need the reduction in double; past 1e16 that fails, too.
 inline float sin_of(float x, double quarter) {
   const double n = std::floor(double(x) * 0.63661977236758134 + 0.5), at = n + quarter;
   const float r = float(fused(n, -6.0771005065061922e-11, fused(n, -1.5707963267341256, double(x))));

@@ -1,7 +1,7 @@
 // Elementwise ops: a function of one or two values over views of one shape, with conversions at the loads and stores.
 //
-// A function is a lambda (x, p) or (x, y, p); p holds the call's reals. It computes in float if any view is floating or a
-// scalar is not whole, else in int64_t; outputs may be an input's own memory, never a part of it.
+// A function is a lambda (x, p) or (x, y, p); p holds the call's reals. It computes in float if any view is floating or
+// a scalar is not whole, else in int64_t; outputs may be an input's own memory, never a part of it.
 #include "functions.h"
 #include "strided.h"
 

@@ -45,32 +45,43 @@ void reduce_rows(const Call& call, const Worker& worker) {
 // Kept elements side by side in memory go 16 at a time, each with its own 64 lanes: the same sums as along().
 constexpr int64_t kColumns = 16;
 
-template <typename R>
-Vector down(const View& reduced, const char* at, int64_t width) {
+template <typename T>
+Vector columns_at(const T* from, int64_t width) {
+  float values[kColumns] = {};
+  if (width == kColumns)
+    for (int64_t i = 0; i < kColumns; ++i) values[i] = float(wide(from[i]));
+  else
+    for (int64_t i = 0; i < width; ++i) values[i] = float(wide(from[i]));
+  return vector_at(values);
+}
+
+template <typename R, typename T>
+Vector down(const View& reduced, const T* at, int64_t width) {
+  const int64_t length = reduced.size[0], stride = reduced.stride[0];
+  // Lanes beyond the length hold nothing and change nothing.
+  int64_t num_lanes = kLanes;
+  while (num_lanes / 2 >= length && num_lanes > 1) num_lanes /= 2;
   Vector lane[kLanes];
-  std::fill_n(lane, kLanes, Vector{} + R::kStart);
-  const int64_t bytes = reduced.stride[0] * kBytes[reduced.type];
-  float buffer[kColumns] = {};
-  for (int64_t j = 0; j < reduced.size[0]; ++j) {
-    const bool direct = width == kColumns && reduced.type == F32;
-    if (!direct) load(buffer, at + j * bytes, reduced.type, 1, width);
-    const float* row = direct ? reinterpret_cast<const float*>(at + j * bytes) : buffer;
-    lane[j % kLanes] = R::with(lane[j % kLanes], vector_at(row));
+  std::fill_n(lane, num_lanes, Vector{} + R::kStart);
+  for (int64_t j = 0; j < length; ++j) {
+    Vector& sum = lane[j % kLanes];
+    sum = R::with(sum, columns_at(at + j * stride, width));
   }
-  for (int64_t half = kLanes / 2; half; half /= 2)
+  for (int64_t half = num_lanes / 2; half; half /= 2)
     for (int64_t j = 0; j < half; ++j) lane[j] = R::with(lane[j], lane[j + half]);
   return lane[0];
 }
 
-template <typename R>
+template <typename R, typename T>
 void reduce_columns(const Call& call, const Worker& worker) {
   const View& out = call.views[kOut];
-  const int64_t to_stride = inner_stride(out), bytes = kBytes[call.views[kKept].type];
+  const int64_t to_stride = inner_stride(out);
   const float divisor = float(call.reals.back());
   each_run<2>(call, worker, [&](int64_t count, char* const* at) {
     for (int64_t i = 0; i < count; i += kColumns) {
       const int64_t width = std::min(kColumns, count - i);
-      const Vector results = down<R>(call.views[kReduced], at[1] + i * bytes, width) / (Vector{} + divisor);
+      const T* from = reinterpret_cast<const T*>(at[1]) + i;
+      const Vector results = down<R>(call.views[kReduced], from, width) / (Vector{} + divisor);
       float values[kColumns];
       std::memcpy(values, &results, sizeof values);
       store(at[0] + i * to_stride * kBytes[out.type], out.type, to_stride, values, width);
@@ -129,6 +140,14 @@ void split(Call& call, int64_t mask) {
   call.views.push_back(inside[0]);
 }
 
+template <typename R>
+Kernel in_float_kernel(const View& kept, const View& reduced) {
+  const bool columns = inner_stride(kept) == 1 && row_length(kept) > 1 && reduced.ndim == 1;
+  if (columns && kept.type == F32) return reduce_columns<R, float>;
+  if (columns && kept.type == BF16) return reduce_columns<R, uint16_t>;
+  return reduce_rows<R>;
+}
+
 template <typename R, bool IsMean>
 bool reduce(Call& call) {
   if (call.views.size() != 2 || call.ints.size() != 1 || !call.reals.empty()) return false;
@@ -141,8 +160,7 @@ bool reduce(Call& call) {
   if ((length == 0 && std::is_same_v<R, Maximum>) || (IsMean && !in_float)) return false;
   call.reals.push_back(IsMean ? double(length) : 1.0);
   call.parallel = num_elements >= kParallel;
-  const bool columns = inner_stride(kept) == 1 && kept.size[kept.ndim - 1] > 1 && reduced.ndim == 1;
-  call.kernel = !in_float ? reduce_whole<R> : columns ? reduce_columns<R> : reduce_rows<R>;
+  call.kernel = in_float ? in_float_kernel<R>(kept, reduced) : reduce_whole<R>;
   return true;
 }
 

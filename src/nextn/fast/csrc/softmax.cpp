@@ -75,10 +75,16 @@ bool logsumexp(Call& call) {
   return floating(call.views[0]) && floating(call.views[1]);
 }
 
-// The lowest place of the largest; 0 in a row of NaN.
+// The lowest place of the largest; 0 in a row of NaN. Blocks without it are passed over in vectors.
 int64_t place_of(const float* row, float largest, int64_t count) {
-  for (int64_t i = 0; i < count; ++i)
-    if (row[i] == largest) return i;
+  constexpr int64_t kBlock = 64;
+  for (int64_t start = 0; start < count; start += kBlock) {
+    const int64_t end = std::min(count, start + kBlock);
+    int32_t found = 0;
+    for (int64_t i = start; i < end; ++i) found |= row[i] == largest;
+    for (int64_t i = start; found && i < end; ++i)
+      if (row[i] == largest) return i;
+  }
   return 0;
 }
 

@@ -1,5 +1,7 @@
-// Walking views: dims merged once at select time, then runs along the innermost dim; loads and stores that convert types.
+// Walking views: dims merged once at select time, then runs along the innermost dim; conversions at loads and stores.
 #pragma once
+
+#include "wide.h"
 
 #include <algorithm>
 #include <cstring>
@@ -116,7 +118,7 @@ void each_run(const Call& call, const Worker& worker, Body&& body) {
   }
 }
 
-// What kernels compute in (float or int64_t) from what is stored, and back; bf16 is stored as uint16_t, bool as uint8_t.
+// What kernels compute in (float or int64_t) from what is stored, and back; bf16 lies as uint16_t, bool as uint8_t.
 inline float wide(float value) { return value; }
 inline float wide(uint16_t value) { return widened(value); }
 inline int64_t wide(int64_t value) { return value; }
@@ -136,6 +138,8 @@ template <typename C, typename T>
 void load_as(C* to, const T* from, int64_t stride, int64_t count) {
   if (stride == 1)
     for (int64_t i = 0; i < count; ++i) to[i] = C(wide(from[i]));
+  else if (stride == 0)
+    std::fill_n(to, count, C(wide(*from)));
   else
     for (int64_t i = 0; i < count; ++i) to[i] = C(wide(from[i * stride]));
 }
@@ -198,6 +202,14 @@ struct Operand {
     if (step || done == 0)
       at = fetch(buffer, from + done * stride * kBytes[view.type], view.type, stride, step ? count : 1);
   }
+
+  // The same with a repeated element written out: for ops that loop one way only.
+  const C* all(const View& view, const char* from, int64_t done, int64_t count) {
+    const int64_t stride = inner_stride(view);
+    if (stride || done == 0)
+      at = fetch(buffer, from + done * stride * kBytes[view.type], view.type, stride, count);
+    return at;
+  }
 };
 
 // Calls body(done, count, to) for the chunks of a run, and stores what it left in `to` where that is not the out view.
@@ -233,9 +245,9 @@ C converted(double real) {
   return C(real);
 }
 
-// Memory of this thread for a row that has to be converted; it grows and stays. `which` tells rows in use at once apart.
+// This thread's memory for a row that has to be converted; it grows and stays. `which` parts rows in use at once.
 inline float* scratch(int which, int64_t count) {
-  thread_local std::vector<float> rows[2];
+  thread_local std::vector<float> rows[5];
   if (int64_t(rows[which].size()) < count) rows[which].resize(count);
   return rows[which].data();
 }
