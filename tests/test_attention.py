@@ -126,11 +126,24 @@ def test_a_query_knows_no_other_query_of_its_call(shape: Shape) -> None:
     whole = Slabs(shape, batch=1, capacity=576).attend(window, torch.tensor([0]))
     slabs = Slabs(shape, batch=1, capacity=576, stale=3.0)
     slabs.attend(window.columns(0, 500), torch.tensor([0]))
-    for begin, end in [(500, 516), (516, 517), (517, 520), (520, 529), (529, 530), (530, 532), (532, 548), (548, total)]:
+    for begin, end in [
+        (500, 516),
+        (516, 517),
+        (517, 520),
+        (520, 529),
+        (529, 530),
+        (530, 532),
+        (532, 548),
+        (548, total),
+    ]:
         assert torch.equal(slabs.attend(window.columns(begin, end), torch.tensor([begin])), whole[:, :, begin:end])
-    ragged = Window(*(torch.cat([x[:, :, 540:549], x[:, :, 3:12]]) for x in (window.q, window.k, window.v)), window.sinks)
+    ragged = Window(
+        *(torch.cat([x[:, :, 540:549], x[:, :, 3:12]]) for x in (window.q, window.k, window.v)), window.sinks
+    )
     both = Slabs(shape, batch=2, capacity=576)
-    both.attend(Window(*(torch.cat([x, x]) for x in (window.q, window.k, window.v)), window.sinks), torch.tensor([0, 0]))
+    both.attend(
+        Window(*(torch.cat([x, x]) for x in (window.q, window.k, window.v)), window.sinks), torch.tensor([0, 0])
+    )
     out = both.attend(ragged, torch.tensor([540, 3]))
     assert torch.equal(out, torch.cat([whole[:, :, 540:549], whole[:, :, 3:12]]))
 
@@ -165,8 +178,9 @@ def test_threads_change_no_bit(shape: Shape, width: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_slab_grows_by_copying_each_heads_prefix(dtype: torch.dtype) -> None:
     shape = Shape(dtype=dtype)
-    window, small, large = Window.random(shape, batch=2, width=70), *(
-        Slabs(shape, batch=2, capacity=capacity) for capacity in (64, 96)
+    window, small, large = (
+        Window.random(shape, batch=2, width=70),
+        *(Slabs(shape, batch=2, capacity=capacity) for capacity in (64, 96)),
     )
     small.attend(window.columns(0, 60), torch.tensor([0, 0]))
     large.keys[:, :, :64], large.values[:, :, :64] = small.keys, small.values

@@ -227,10 +227,7 @@ Lanes Sweep::advance(float* scores, int64_t column, int64_t columns) {
     best[1] = larger(lanes_at(scores + i + kLanes), best[1]);
   }
   Lanes most = larger(best[0], best[1]);
-  for (int64_t step = lanes; step < kLanes; step *= 2) {
-    const Lanes other = __builtin_shuffle(most, (lane_modulo(kLanes) + int32_t(step)) & int32_t(kLanes - 1));
-    most = larger(most, other);
-  }
+  for (int64_t step = lanes; step < kLanes; step *= 2) most = larger(most, rotated(most, int(step)));
   const Lanes before = top;
   top = larger(most * slope_, before);
   shown_ = top == lowest ? Lanes{} : top;

@@ -5,6 +5,10 @@
 
 #include "runtime.h"
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 namespace nextn {
 
 constexpr int64_t kLanes = 16;
@@ -19,33 +23,36 @@ inline Lanes lanes_at(const float* from) {
 
 inline void put_lanes(float* to, Lanes value) { std::memcpy(to, &value, sizeof value); }
 
-inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
-
-// Where `of` is 4: {0, 1, 2, 3, 0, 1, ...}, and {0, 0, 0, 0, 1, 1, ...}.
-inline LaneInts lane_modulo(int64_t of) {
-  LaneInts out;
-  for (int lane = 0; lane < kLanes; ++lane) out[lane] = int32_t(lane % of);
-  return out;
+// a > b ? a : b: b where either is NaN.
+inline Lanes larger(Lanes a, Lanes b) {
+#if defined(__AVX512F__)
+  return _mm512_max_ps(a, b);
+#else
+  return a > b ? a : b;
+#endif
 }
 
-inline LaneInts lane_quotient(int64_t of) {
-  LaneInts out;
-  for (int lane = 0; lane < kLanes; ++lane) out[lane] = int32_t(lane / of);
-  return out;
-}
+constexpr LaneInts kPlaces = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+// Lane i of the result is lane (i + step) % 16.
+inline Lanes rotated(Lanes x, int step) { return __builtin_shuffle(x, (kPlaces + step) & int32_t(kLanes - 1)); }
+
+// Where `of`, a power of two, is 4: {0, 1, 2, 3, 0, 1, ...}, and {0, 0, 0, 0, 1, 1, ...}.
+inline LaneInts lane_modulo(int64_t of) { return kPlaces & int32_t(of - 1); }
+inline LaneInts lane_quotient(int64_t of) { return kPlaces >> __builtin_ctz(uint32_t(of)); }
 
 inline float lane_sum(Lanes x) {
-  for (int step = kLanes / 2; step; step /= 2)
-    for (int lane = 0; lane < step; ++lane) x[lane] += x[lane + step];
-  return x[0];
+  x += rotated(x, 8);
+  x += rotated(x, 4);
+  x += rotated(x, 2);
+  return x[0] + x[1];
 }
 
 // 2^x for x < 128 to about 1e-7; exactly 1 for 0, exactly 0 below 2^-126; NaN stays NaN. Minimax of (2^x - 1) / x.
 inline Lanes exp2_of(Lanes x) {
   // Adding it rounds to a whole number, and leaves that number's exponent field in the lowest bits.
   const Lanes shift = Lanes{} + (12582912.0f + 127.0f);
-  const Lanes least = Lanes{} - 127.0f;
-  x = x < least ? least : x;
+  x = larger(Lanes{} - 127.0f, x);
   const Lanes shifted = x + shift;
   const Lanes part = x - (shifted - shift);
   const LaneInts power = reinterpret_cast<LaneInts>(shifted) << 23;
@@ -67,25 +74,31 @@ inline Lanes sigmoid_of(Lanes x) {
 // x keeps its accuracy near 0 only in absolute terms (about 1e-7).
 inline Lanes tanh_of(Lanes x) { return 2.0f * sigmoid_of(2.0f * x) - 1.0f; }
 
-// Row copies between types; a stride counts elements.
+// Copies between types; a stride counts elements.
 inline void widen(const View& view, const char* from, int64_t stride, float* to, int64_t count) {
-  if (view.type == F32) {
-    const float* values = reinterpret_cast<const float*>(from);
-    for (int64_t i = 0; i < count; ++i) to[i] = values[i * stride];
-  } else {
-    const uint16_t* values = reinterpret_cast<const uint16_t*>(from);
-    for (int64_t i = 0; i < count; ++i) to[i] = widened(values[i * stride]);
-  }
+  const auto copy = [=](const auto* values, auto convert) {
+    if (stride == 1)
+      for (int64_t i = 0; i < count; ++i) to[i] = convert(values[i]);
+    else
+      for (int64_t i = 0; i < count; ++i) to[i] = convert(values[i * stride]);
+  };
+  if (view.type == F32)
+    copy(reinterpret_cast<const float*>(from), [](float value) { return value; });
+  else
+    copy(reinterpret_cast<const uint16_t*>(from), widened);
 }
 
 inline void narrow(const View& view, const float* from, char* to, int64_t stride, int64_t count) {
-  if (view.type == F32) {
-    float* values = reinterpret_cast<float*>(to);
-    for (int64_t i = 0; i < count; ++i) values[i * stride] = from[i];
-  } else {
-    uint16_t* values = reinterpret_cast<uint16_t*>(to);
-    for (int64_t i = 0; i < count; ++i) values[i * stride] = narrowed(from[i]);
-  }
+  const auto copy = [=](auto* values, auto convert) {
+    if (stride == 1)
+      for (int64_t i = 0; i < count; ++i) values[i] = convert(from[i]);
+    else
+      for (int64_t i = 0; i < count; ++i) values[i * stride] = convert(from[i]);
+  };
+  if (view.type == F32)
+    copy(reinterpret_cast<float*>(to), [](float value) { return value; });
+  else
+    copy(reinterpret_cast<uint16_t*>(to), narrowed);
 }
 
 inline bool is_float(const View& view) { return view.type == F32 || view.type == BF16; }

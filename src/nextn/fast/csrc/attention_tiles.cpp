@@ -18,17 +18,17 @@ constexpr int64_t kRows = 16;   // of a tile
 constexpr int64_t kDepth = 32;  // bf16 values in a row of a tile
 constexpr int64_t kGroups = 4;  // tiles of 16 value channels summed at once
 
-// 0 to 3: sums [16, lanes]; 4: the weights' sums [1, lanes]; 5: a row of ones; 6: keys or values [16, 32]; 7: queries
-// or weights [16 pairs, lanes, 2].
+// 0 to 3: sums [16, lanes]; 4, 5: keys or values [16, 32]; 6: queries or weights [16 pairs, lanes, 2]; for `weigh`
+// 7: the weights' sums [1, lanes], and 5 a row of ones.
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start = 0, reserved[14] = {};
   uint16_t bytes[16] = {};
   uint8_t rows[16] = {};
 
-  explicit TileConfig(int64_t lanes) {
+  TileConfig(int64_t lanes, bool weighs) {
     for (int tile = 0; tile < 8; ++tile) {
-      bytes[tile] = tile == 5 || tile == 6 ? 64 : uint16_t(lanes * 4);
-      rows[tile] = tile == 4 || tile == 5 ? 1 : kRows;
+      bytes[tile] = tile == 4 || tile == 5 ? 64 : uint16_t(lanes * 4);
+      rows[tile] = weighs && (tile == 5 || tile == 7) ? 1 : kRows;
     }
   }
 };
@@ -47,7 +47,6 @@ inline void zero_sums() {
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  _tile_zero(4);
 }
 
 // Scores of kTiles * 16 columns: [columns, lanes].
@@ -56,16 +55,16 @@ void score(const uint16_t* keys, int64_t dim, const uint32_t* queries, int64_t l
   const int64_t row = lanes * 4, tile = kRows * dim;
   zero_sums();
   for (int64_t d = 0; d < dim; d += kDepth, keys += kDepth, queries += kRows * lanes) {
-    _tile_loadd(7, queries, row);
-    _tile_loadd(6, keys, dim * 2);
-    _tile_dpbf16ps(0, 6, 7);
-    _tile_loadd(6, keys + tile, dim * 2);
-    _tile_dpbf16ps(1, 6, 7);
+    _tile_loadd(6, queries, row);
+    _tile_loadd(4, keys, dim * 2);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, keys + tile, dim * 2);
+    _tile_dpbf16ps(1, 5, 6);
     if constexpr (kTiles == 4) {
-      _tile_loadd(6, keys + 2 * tile, dim * 2);
-      _tile_dpbf16ps(2, 6, 7);
-      _tile_loadd(6, keys + 3 * tile, dim * 2);
-      _tile_dpbf16ps(3, 6, 7);
+      _tile_loadd(4, keys + 2 * tile, dim * 2);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_loadd(5, keys + 3 * tile, dim * 2);
+      _tile_dpbf16ps(3, 5, 6);
     }
   }
   _tile_stored(0, scores, row);
@@ -82,29 +81,30 @@ void weigh(const uint16_t* values, int64_t dim, int64_t blocks, const uint32_t* 
            float* totals) {
   const int64_t row = lanes * 4, tile = kRows * kBlock;
   zero_sums();
+  _tile_zero(7);
   for (int64_t block = 0; block < blocks; ++block, values += kBlock * dim, weights += kRows * lanes) {
-    _tile_loadd(7, weights, row);
-    if (totals) _tile_dpbf16ps(4, 5, 7);
-    _tile_loadd(6, values, kBlock * 2);
-    _tile_dpbf16ps(0, 6, 7);
+    _tile_loadd(6, weights, row);
+    _tile_dpbf16ps(7, 5, 6);
+    _tile_loadd(4, values, kBlock * 2);
+    _tile_dpbf16ps(0, 4, 6);
     if constexpr (kTiles > 1) {
-      _tile_loadd(6, values + tile, kBlock * 2);
-      _tile_dpbf16ps(1, 6, 7);
+      _tile_loadd(4, values + tile, kBlock * 2);
+      _tile_dpbf16ps(1, 4, 6);
     }
     if constexpr (kTiles > 2) {
-      _tile_loadd(6, values + 2 * tile, kBlock * 2);
-      _tile_dpbf16ps(2, 6, 7);
+      _tile_loadd(4, values + 2 * tile, kBlock * 2);
+      _tile_dpbf16ps(2, 4, 6);
     }
     if constexpr (kTiles > 3) {
-      _tile_loadd(6, values + 3 * tile, kBlock * 2);
-      _tile_dpbf16ps(3, 6, 7);
+      _tile_loadd(4, values + 3 * tile, kBlock * 2);
+      _tile_dpbf16ps(3, 4, 6);
     }
   }
   _tile_stored(0, sums, row);
   if constexpr (kTiles > 1) _tile_stored(1, sums + kRows * lanes, row);
   if constexpr (kTiles > 2) _tile_stored(2, sums + 2 * kRows * lanes, row);
   if constexpr (kTiles > 3) _tile_stored(3, sums + 3 * kRows * lanes, row);
-  if (totals) _tile_stored(4, totals, row);
+  _tile_stored(7, totals, row);
 }
 
 using Weigh = void (*)(const uint16_t*, int64_t, int64_t, const uint32_t*, int64_t, float*, float*);
@@ -123,9 +123,9 @@ void pack_queries(const Sweep& sweep, uint32_t* packed) {
 // Two vectors hold the scores of an even number of columns, or, at 16 lanes, of two: each pair's weights side by side.
 void pack_weights(const Sweep& sweep, const float* scores, int64_t columns, uint32_t* packed) {
   const int64_t lanes = sweep.lanes;
-  alignas(64) uint16_t order[32];
-  for (int64_t i = 0; i < 32; ++i) order[i] = uint16_t((i / 2 / lanes * 2 + i % 2) * lanes + i / 2 % lanes);
-  const __m512i index = _mm512_load_si512(order);
+  // Where the first and, in the upper half, the second column of each pair stands.
+  const LaneInts place = lane_quotient(lanes) * int32_t(2 * lanes) + lane_modulo(lanes);
+  const auto index = (__m512i)(place | (place + int32_t(lanes)) << 16);
   for (int64_t i = 0; i < columns * lanes; i += 2 * kLanes) {
     const Lanes first = sweep.weights(scores + i), second = sweep.weights(scores + i + kLanes);
     const auto both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
@@ -145,9 +145,14 @@ Lanes sum_spans(Sweep& sweep, const uint32_t* queries, float* sums, float* more)
   const int64_t lanes = sweep.lanes;
   const LaneInts replicate = lane_modulo(lanes);
   Lanes totals = sweep.top_sum;
+  const TileConfig scores(lanes, false), weights(lanes, true);
+  uint16_t ones[kDepth];
+  std::fill_n(ones, kDepth, uint16_t(0x3F80));
   for (int64_t column = sweep.begin, next; column < sweep.end; column = next) {
     next = std::min(column / kSpan * kSpan + kSpan, sweep.end);
     const int64_t columns = next - column;
+    finish_stores();
+    _tile_loadconfig(&scores);
     const auto* keys = reinterpret_cast<const uint16_t*>(a.key_slab(sweep.row, sweep.kv_head, column));
     int64_t i = 0;
     for (; i + 2 * kBlock <= columns; i += 2 * kBlock)
@@ -156,25 +161,28 @@ Lanes sum_spans(Sweep& sweep, const uint32_t* queries, float* sums, float* more)
     const Lanes factor = sweep.advance(buffers.scores, column, columns);
     pack_weights(sweep, buffers.scores, columns, buffers.weights);
     finish_stores();
+    _tile_loadconfig(&weights);
+    _tile_loadd(5, ones, 64);
     const auto* values = reinterpret_cast<const uint16_t*>(a.value_slab(sweep.row, sweep.kv_head, column));
     for (int64_t j = 0; j < a.dim_v; j += kGroups * kRows)
       kWeigh[std::min(kGroups, (a.dim_v - j) / kRows) - 1](values + j * kBlock, a.dim_v, columns / kBlock,
-                                                           buffers.weights, lanes, more + j * lanes,
-                                                           j ? nullptr : buffers.totals);
+                                                           buffers.weights, lanes, more + j * lanes, buffers.totals);
     add_scaled(sums, more, a.dim_v * lanes, factor);
     totals = totals * factor + __builtin_shuffle(lanes_at(buffers.totals), replicate);
   }
   return totals;
 }
 
-void store_out(const Sweep& sweep, const float* sums) {
+// Multiplies by 1 / the weights' sums and turns [channels, lanes] into rows.
+void store_out(const Sweep& sweep, const float* sums, Lanes inverse) {
   const View& out = sweep.attention.out;
   const int64_t lanes = sweep.lanes, stride = out.stride[3];
-  const auto index = (__m512i)(lane_modulo(kLanes) * int32_t(lanes));
+  const auto index = (__m512i)(kPlaces * int32_t(lanes));
   for (int64_t query = 0; query < sweep.count; ++query)
     for (int64_t j = 0; j < sweep.attention.dim_v; j += kLanes) {
-      float row[kLanes];
-      _mm512_storeu_ps(row, _mm512_i32gather_ps(index, sums + j * lanes + query, 4));
+      const auto sum = (Lanes)_mm512_i32gather_ps(index, sums + j * lanes + query, 4);
+      alignas(64) float row[kLanes];
+      put_lanes(row, sum * inverse[query]);
       narrow(out, row, sweep.out_at(query) + j * stride * bytes_of(out), stride, kLanes);
     }
 }
@@ -192,17 +200,9 @@ void sweep_tiles(Sweep& sweep) {
   more.resize(sums.size());
   std::fill_n(sums.data(), a.dim_v * sweep.lanes, 0.0f);
   pack_queries(sweep, queries.data());
-  const TileConfig config(sweep.lanes);
-  uint16_t ones[kDepth];
-  std::fill_n(ones, kDepth, uint16_t(0x3F80));
-  finish_stores();
-  _tile_loadconfig(&config);
-  _tile_loadd(5, ones, 64);
   const Lanes totals = sum_spans(sweep, queries.data(), sums.data(), more.data());
   _tile_release();
-  for (int64_t i = 0; i < a.dim_v * sweep.lanes; i += kLanes)
-    put_lanes(&sums[i], lanes_at(&sums[i]) / totals);
-  store_out(sweep, sums.data());
+  store_out(sweep, sums.data(), 1.0f / totals);
 }
 
 #else
