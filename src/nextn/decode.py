@@ -271,7 +271,7 @@ class _Batch:
         self.pending = [pending[width:] for pending, width in zip(self.pending, widths, strict=True)]
 
     def _draft(self) -> "_Drafted":
-        """Chain drafts while the policy wants more; it is asked before a draft is drawn, knowing how sure its law is."""
+        """Chain drafts while the policy wants more; asked before a draft is drawn, of how sure its law is."""
         plan, room = self.length.plan(), self._room()
         out = _Drafted([plan.begin(room) for _ in self.rows])
         if self.head is None or not out.further:

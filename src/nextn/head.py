@@ -170,9 +170,13 @@ class Head(nn.Module):
         """Index of the module that computes `depth` (1-based)."""
         return min(depth, self.num_modules) - 1
 
+    def kinds(self, index: int) -> list[Kind]:
+        """How each layer of module `index` attends."""
+        return self._at(index).kinds
+
     def cache(self, batch_size: int) -> Cache:
         """An empty cache of one module's keys and values for batch_size rows."""
-        kinds = [kind for index in range(self.num_modules) for kind in self._at(index).kinds]
+        kinds = [kind for index in range(self.num_modules) for kind in self.kinds(index)]
         return new_cache(kinds, batch_size, device=self.trunk.device, spare=_SPARE)
 
     def eats_recycled(self, depth: int) -> bool:

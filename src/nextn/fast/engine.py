@@ -5,20 +5,22 @@ A window is padded to the next size that has a replay; padded columns are overwr
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nextn.fast.hooks import RecordingCache, RecordingLayer, RecordingTape, replaced
+from nextn.fast.hooks import RecordingCache, RecordingLayer, RecordingTape, note, replaced
 from nextn.fast.native import Runtime
 from nextn.fast.program import Replay
 from nextn.fast.slabs import Shape, Slabs
-from nextn.fast.tape import Tape
-from nextn.head import Head, Module, Step
+from nextn.head import Head, Step
+from nextn.sampling import Prediction
 from nextn.trunk import Hidden, Kind, Trunk
 
-_SIZES = (1, 2, 4, 6, 8, 12, 16, 32, 64, 128)
-Call = Callable[[Tensor, Tensor | None, RecordingCache], Iterable[Tensor]]
+_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64, 128)
+_CHAIN = 64  # more columns than anyone drafts at once
 
 
 class Weights:
@@ -38,18 +40,24 @@ class Weights:
 
 
 @dataclass(frozen=True, eq=False)
-class _Window:
-    """A replay and the tensors it reads. tokens, positions [B, m]; starts [B]; states [B, m, ...] of a head."""
+class Inputs:
+    """What a replay reads. tokens, positions [B, m]; starts [B]; states [B, m, ...] of a head."""
 
     tokens: Tensor
     positions: Tensor
     starts: Tensor
     states: Tensor | None
-    replay: Replay
+
+    @property
+    def all(self) -> list[Tensor]:
+        return [self.tokens, self.positions, self.starts, *([] if self.states is None else [self.states])]
+
+
+Call = Callable[[Inputs, RecordingCache], Iterable[Tensor]]
 
 
 class Passes:
-    """Windows of any size through one stack of layers. call(tokens, states, cache) -> the outputs of a pass."""
+    """Windows of any size through one stack of layers. call(inputs, cache) -> the outputs of a pass."""
 
     def __init__(
         self,
@@ -64,13 +72,13 @@ class Passes:
         self._runtime, self._weights, self._kinds, self._call = runtime, weights, list(kinds), call
         self._dtype, self._state_shape = dtype, state_shape
         self._headers = torch.zeros(len(kinds), 3, dtype=torch.int64)
-        self._windows: dict[tuple[int, int], _Window] = {}
+        self._replays: dict[tuple[int, int], tuple[Inputs, Replay]] = {}
         self._shapes: list[Shape] = []
 
     def cache(self, batch_size: int) -> Slabs:
         """Raises Unrecordable."""
         if not self._shapes:
-            self._window(batch_size, 1)  # a recording tells the layers' sizes
+            self._replay(batch_size, 1)  # a recording tells the layers' sizes
         return Slabs(self._shapes, batch_size, dtype=self._dtype)
 
     def run(self, tokens: Tensor, cache: Slabs, *, states: Tensor | None = None) -> list[Tensor]:
@@ -78,76 +86,101 @@ class Passes:
         cache.begin(tokens.shape[1])
         if tokens.shape[1] <= _SIZES[-1]:
             return self._piece(tokens, states, cache, 0)
-        pieces = [
-            [
-                out.clone()
-                for out in self._piece(part, None if states is None else states[:, at : at + _SIZES[-1]], cache, at)
-            ]
-            for at, part in zip(range(0, tokens.shape[1], _SIZES[-1]), tokens.split(_SIZES[-1], dim=1), strict=True)
-        ]
+        pieces = []
+        for start in range(0, tokens.shape[1], _SIZES[-1]):
+            part = slice(start, start + _SIZES[-1])
+            outs = self._piece(tokens[:, part], None if states is None else states[:, part], cache, start)
+            pieces.append([out.clone() for out in outs])
         return [torch.cat(outs, dim=1) for outs in zip(*pieces, strict=True)]
+
+    def bound(self, rows: int, cache: Slabs, *, columns: int = 1, offset: int = 0) -> tuple[Inputs, Replay]:
+        """The replay for such a window, made ready for this cache, `offset` columns behind what stands in it."""
+        inputs, replay = self._replay(rows, columns)
+        cache.reserve(max(cache.lengths) + offset + inputs.tokens.shape[1])
+        self._headers.copy_(cache.headers)
+        inputs.starts.copy_(torch.tensor(cache.lengths))
+        if offset:
+            inputs.starts.add_(offset)
+        torch.add(inputs.starts[:, None], torch.arange(inputs.tokens.shape[1]), out=inputs.positions)
+        return inputs, replay
 
     def _piece(self, tokens: Tensor, states: Tensor | None, cache: Slabs, offset: int) -> list[Tensor]:
         rows, columns = tokens.shape
-        window = self._window(rows, columns)
-        cache.reserve(max(cache.lengths) + offset + window.tokens.shape[1])
-        window.tokens[:, :columns] = tokens
-        if window.states is not None:
-            window.states[:, :columns] = states
-        self._bind(window, cache, offset)
-        window.replay.run()
-        return [out[:, :columns] for out in window.replay.outputs]
+        inputs, replay = self.bound(rows, cache, columns=columns, offset=offset)
+        inputs.tokens[:, :columns] = tokens
+        if inputs.states is not None and states is not None:
+            inputs.states[:, :columns] = states
+        replay.run()
+        return [out[:, :columns] for out in replay.outputs]
 
-    def _bind(self, window: _Window, cache: Slabs, offset: int) -> None:
-        self._headers.copy_(cache.headers)
-        starts = window.starts
-        starts.copy_(torch.tensor(cache.lengths))
-        if offset:
-            starts += offset
-        torch.add(starts[:, None], torch.arange(window.tokens.shape[1]), out=window.positions)
-
-    def _window(self, rows: int, columns: int) -> _Window:
+    def _replay(self, rows: int, columns: int) -> tuple[Inputs, Replay]:
         size = next(size for size in _SIZES if size >= columns)
-        if (rows, size) not in self._windows:
-            self._windows[rows, size] = self._recorded(rows, size)
-        return self._windows[rows, size]
+        if (rows, size) not in self._replays:
+            self._replays[rows, size] = self._recorded(rows, size)
+        return self._replays[rows, size]
 
     @torch.inference_mode(False)
-    def _recorded(self, rows: int, size: int) -> _Window:
+    def _recorded(self, rows: int, size: int) -> tuple[Inputs, Replay]:
         tokens = torch.zeros(rows, size, dtype=torch.int64)
         starts, positions = torch.zeros(rows, dtype=torch.int64), torch.arange(size).repeat(rows, 1)
         states = None if self._state_shape is None else torch.zeros(rows, size, *self._state_shape, dtype=self._dtype)
+        inputs = Inputs(tokens, positions, starts, states)
         cache = RecordingCache(self._kinds, self._headers, starts, positions)
-        tape = RecordingTape([tokens, positions, *([] if states is None else [states])], cache)
-        replay = Replay.of(self._runtime, tape, lambda: self._call(tokens, states, cache), self._weights.pack)
+        tape = RecordingTape(inputs.all, cache)
+        replay = Replay.of(self._runtime, tape, lambda: self._call(inputs, cache), self._weights.pack)
         layers = [layer for layer in cache.layers if isinstance(layer, RecordingLayer)]
         self._shapes = [layer.shape or (1, 1, 1) for layer in layers]
-        return _Window(tokens, positions, starts, states, replay)
+        return inputs, replay
+
+
+class _Read(Prediction):
+    """A prediction whose best and confidence were computed with the logits."""
+
+    def __init__(self, logits: Tensor, best: Tensor, confidence: Tensor) -> None:
+        super().__init__(logits)
+        self._best, self._confidence = best, confidence
+
+    @cached_property
+    def best(self) -> Any:
+        return self._best.tolist()
+
+    @cached_property
+    def confidence(self) -> Any:
+        return self._confidence.tolist()
+
+
+def _told(logits: Tensor) -> list[Tensor]:
+    """logits [n, V] -> themselves, their argmax [n] and its probability [n]; to be called while recording."""
+    best, confidence = torch.zeros(len(logits), dtype=torch.int64), torch.zeros(len(logits))
+    note("confidence", [best, confidence, logits], outs=2)
+    return [logits, best, confidence]
 
 
 class _Readout:
-    """Normed states through an output head: logits, their argmax and its probability."""
+    """Normed states through an output head."""
 
-    def __init__(self, runtime: Runtime, weights: Weights, logits: Callable[[Tensor], Tensor], like: Tensor) -> None:
-        self._runtime, self._weights, self._logits, self._like = runtime, weights, logits, like
+    def __init__(self, runtime: Runtime, weights: Weights, logits: Callable[[Tensor], Tensor]) -> None:
+        self._runtime, self._weights, self._logits = runtime, weights, logits
         self._replays: dict[int, tuple[Tensor, Replay]] = {}
 
-    def __call__(self, normed: Tensor) -> Tensor:
-        """normed [..., H] -> [..., V], overwritten by the next call of this size."""
-        flat = normed.reshape(-1, normed.shape[-1])
+    def __call__(self, normed: Tensor) -> Prediction:
+        """normed [..., H] -> what is predicted, overwritten by the next call of this size."""
+        shape, flat = normed.shape[:-1], normed.reshape(-1, normed.shape[-1])
         if len(flat) > _SIZES[-1]:
-            return self._logits(normed)
+            return Prediction(self._logits(normed))
         size = next(size for size in _SIZES if size >= len(flat))
         if size not in self._replays:
-            given = torch.zeros(size, normed.shape[-1], dtype=normed.dtype)
-            self._replays[size] = (
-                given,
-                Replay.of(self._runtime, Tape([given]), lambda: [self._logits(given)], self._weights.pack),
-            )
+            self._replays[size] = self._recorded(size, normed)
         given, replay = self._replays[size]
         given[: len(flat)] = flat
         replay.run()
-        return replay.outputs[0][: len(flat)].unflatten(0, normed.shape[:-1])
+        return _Read(*(out[: len(flat)].unflatten(0, shape) for out in replay.outputs))
+
+    @torch.inference_mode(False)
+    def _recorded(self, size: int, like: Tensor) -> tuple[Tensor, Replay]:
+        given = torch.zeros(size, like.shape[-1], dtype=like.dtype)
+        run = lambda: _told(self._logits(given))  # noqa: E731
+        return given, Replay.of(self._runtime, RecordingTape([given]), run, self._weights.pack)
 
 
 class FastTrunk:
@@ -157,8 +190,8 @@ class FastTrunk:
         self.plain = trunk
         self.vocab_size, self.max_length, self.hidden_shape = trunk.vocab_size, trunk.max_length, trunk.hidden_shape
         self.dtype, self.device = trunk.dtype, trunk.device
+        self.predict = _Readout(runtime, weights, trunk.logits)
         self._passes = Passes(runtime, weights, trunk.kinds, self._call, dtype=trunk.dtype)
-        self._readout = _Readout(runtime, weights, trunk.logits, trunk.embedding.weight)
 
     def cache(self, batch_size: int) -> Slabs:
         return self._passes.cache(batch_size)
@@ -167,12 +200,9 @@ class FastTrunk:
         """As `Trunk.forward` with a cache; the states are overwritten by the next pass."""
         return Hidden(*self._passes.run(tokens, cache))
 
-    def logits(self, normed: Tensor) -> Tensor:
-        return self._readout(normed)
-
-    def _call(self, tokens: Tensor, states: Tensor | None, cache: RecordingCache) -> list[Tensor]:
+    def _call(self, window: Inputs, cache: RecordingCache) -> list[Tensor]:
         with replaced(self.plain.model):
-            hidden = self.plain(tokens, cache)
+            hidden = self.plain(window.tokens, cache)
         return [hidden.normed, hidden.eaten]
 
 
@@ -182,14 +212,13 @@ class FastHead:
     def __init__(self, head: Head, trunk: FastTrunk, runtime: Runtime, weights: Weights) -> None:
         self.plain, self.stack, self.num_modules = head, head.stack, head.num_modules
         self.module, self.eats_recycled, self.family = head.module, head.eats_recycled, head.family
-        self._passes = [self._of_module(index, trunk, runtime, weights) for index in range(head.num_modules)]
+        kinds = [kind for index in range(head.num_modules) for kind in head.kinds(index)]
+        make = partial(Passes, runtime, weights, kinds, dtype=trunk.dtype, state_shape=trunk.hidden_shape)
+        self._passes = [make(partial(self._call, index)) for index in range(head.num_modules)]
+        self._chained = make(self._chain)
         own = "output" in head.family.own
         self._readouts = [
-            _Readout(
-                runtime, weights, lambda normed, index=index: head.logits(index, normed), head.trunk.embedding.weight
-            )
-            if own
-            else trunk._readout
+            _Readout(runtime, weights, partial(head.logits, index)) if own else trunk.predict
             for index in range(head.num_modules)
         ]
 
@@ -200,19 +229,48 @@ class FastHead:
         """As `Head.step` with a cache; the states are overwritten by the next pass."""
         return Step(*self._passes[index].run(tokens, cache, states=hidden))
 
-    def logits(self, index: int, normed: Tensor) -> Tensor:
+    def predict(self, index: int, normed: Tensor) -> Prediction:
         return self._readouts[index](normed)
 
-    def _of_module(self, index: int, trunk: FastTrunk, runtime: Runtime, weights: Weights) -> Passes:
-        head = self.plain
+    def recursion(self, cache: Slabs, state: Tensor) -> "FastRecursion":
+        return FastRecursion(self._chained, cache, state)
 
-        def call(tokens: Tensor, states: Tensor | None, cache: RecordingCache) -> list[Tensor]:
-            assert states is not None
-            with replaced(head, head.trunk.model):
-                step = head.step(index, tokens, states, cache=cache)
-            return [step.normed, step.recycled]
+    def _call(self, index: int, window: Inputs, cache: RecordingCache) -> list[Tensor]:
+        assert window.states is not None
+        with replaced(self.plain, self.plain.trunk.model):
+            step = self.plain.step(index, window.tokens, window.states, cache=cache)
+        return [step.normed, step.recycled]
 
-        module = head.stack[index]
-        assert isinstance(module, Module)
-        kinds = [kind for each in head.stack for kind in each.kinds]
-        return Passes(runtime, weights, kinds, call, dtype=trunk.dtype, state_shape=trunk.hidden_shape)
+    def _chain(self, window: Inputs, cache: RecordingCache) -> list[Tensor]:
+        """A step of the last module that leaves its inputs as the next step of a greedy chain wants them."""
+        assert window.states is not None
+        index = self.num_modules - 1
+        normed, recycled = self._call(index, window, cache)
+        outs = _told(self.plain.logits(index, normed[:, 0]))
+        window.tokens.copy_(outs[1][:, None])
+        window.states.copy_(recycled)
+        for place in (window.positions, window.starts):
+            place.add_(1)
+        return outs
+
+
+class FastRecursion:
+    """`Recursion` as one program a step, which feeds itself."""
+
+    def __init__(self, passes: Passes, cache: Slabs, state: Tensor) -> None:
+        self._cache = cache
+        cache.reserve(max(cache.lengths) + _CHAIN)
+        self._inputs, self._replay = passes.bound(len(state), cache)
+        assert self._inputs.states is not None
+        self._inputs.states[:, 0] = state
+        self._fed: list[int] | None = None
+
+    def step(self, tokens: Sequence[int]) -> Prediction:
+        if tokens != self._fed:
+            self._inputs.tokens[:, 0] = torch.tensor(tokens)
+        self._cache.begin(1)
+        self._replay.run()
+        self._cache.keep([1] * len(tokens))
+        prediction = _Read(*self._replay.outputs)
+        self._fed = prediction.best
+        return prediction

@@ -68,9 +68,9 @@ class RecordingCache(Cache):
 class RecordingTape(Tape):
     """A tape that knows the cache of the pass that it records."""
 
-    def __init__(self, inputs: Sequence[Tensor], cache: RecordingCache | None) -> None:
+    def __init__(self, inputs: Sequence[Tensor], cache: RecordingCache | None = None) -> None:
         super().__init__(inputs)
-        self.cache = cache
+        self.layers = [] if cache is None else cache.layers
 
 
 @contextmanager
@@ -87,6 +87,11 @@ def replaced(*modules: nn.Module) -> Iterator[None]:
     finally:
         for config, attention, experts in old:
             config._attn_implementation, config._experts_implementation = attention, experts
+
+
+def note(op: str, views: Sequence[Tensor], *, outs: int) -> None:
+    """Note a native op on the tape in use."""
+    _tape().native(op, views, outs=outs)
 
 
 def _tape() -> "RecordingTape":
@@ -111,7 +116,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [B, H, m, D] x 3 -> [B, m, H, Dv]."""
     tape = _tape()
-    layer = tape.cache.layers[module.layer_idx]
+    layer = tape.layers[module.layer_idx]
     if not isinstance(layer, RecordingLayer) or key.shape[2] != query.shape[2]:
         raise Unrecordable("attention over something else than the window's columns")
     strange = sorted(name for name, given in kwargs.items() if given is not None and name not in _IDLE)
@@ -127,8 +132,8 @@ def _attend(
 
 
 def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """transformers' experts interface: [T, H], [T, k], [T, k] -> [T, H]; after its `batched_mm`, which loads the weights
-    of every pair of a token and an expert."""
+    """transformers' experts interface: [T, H], [T, k], [T, k] -> [T, H]; after its `batched_mm`, which loads the
+    weights of every pair of a token and an expert."""
     if self.is_transposed or self._is_expert_parallel:
         raise Unrecordable("experts that are stored transposed, or spread over processes")
     chosen = top_k_index.shape[-1]
