@@ -91,14 +91,17 @@ def test_strided_rows_and_nothing_beside_them_is_touched(runtime: Runtime, dtype
     assert (frame == 7).all()
 
 
-def test_rounds_once_and_to_even(runtime: Runtime) -> None:
+@pytest.mark.parametrize("copies", [1, 30])
+def test_rounds_once_and_to_even(runtime: Runtime, copies: int) -> None:
     """1 + 2^-8 lies between two bf16 values: it goes to the even one, and 2^-20 more goes up."""
-    weight = torch.eye(3, dtype=torch.bfloat16)
-    weight[1, 0] = weight[2, 0] = 1
-    x = torch.tensor([[1, 2**-8, 2**-8]], dtype=torch.bfloat16)
-    bias = torch.tensor([0, 0, 2**-20])
-    assert linear(runtime, x, weight, bias).tolist() == [[1, 1, 1 + 2**-7]]
-    assert linear(runtime, x, weight, bias, torch.empty(1, 3)).tolist() == [[1, 1 + 2**-8, 1 + 2**-8 + 2**-20]]
+    weight = torch.tensor([[1, 0], [1, 1], [1, 1]], dtype=torch.bfloat16).repeat(copies, 1)
+    x, bias = torch.tensor([[1, 2**-8]], dtype=torch.bfloat16), torch.tensor([0, 0, 2**-20]).repeat(copies)
+    out = linear(runtime, x, weight, bias, torch.empty(1, 3 * copies))
+    assert out.tolist() == [[1, 1 + 2**-8, 1 + 2**-8 + 2**-20] * copies]
+    assert linear(runtime, x, weight, bias).tolist() == [[1, 1, 1 + 2**-7] * copies]
+    assert linear(runtime, x, weight, bias).equal(out.bfloat16())
+    weight[:, 0] += 2**-7  # now the lower neighbour is odd
+    assert linear(runtime, x, weight).tolist() == [[1 + 2**-7, 1 + 2**-6, 1 + 2**-6] * copies]
 
 
 @dtypes

@@ -29,9 +29,11 @@ void panel(const float* const* x, const char* weights, int64_t depth, float* sum
   constexpr int kVectors = kPanelColumns / kLanes;
   Floats acc[kCount][kVectors] = {};
   const Floats* w = reinterpret_cast<const Floats*>(weights);
-  for (int64_t k = 0; k < depth; ++k, w += kVectors)
+  for (int64_t k = 0; k < depth; ++k, w += kVectors) {
+    __builtin_prefetch(w + 16 * kVectors);
     for (int row = 0; row < kCount; ++row)
       for (int v = 0; v < kVectors; ++v) acc[row][v] += x[row][k] * w[v];
+  }
   for (int row = 0; row < kCount; ++row)
     for (int v = 0; v < kVectors; ++v) reinterpret_cast<Floats*>(sums + row * kPanelColumns)[v] = acc[row][v];
 }
