@@ -148,6 +148,19 @@ def test_a_query_knows_no_other_query_of_its_call(shape: Shape) -> None:
     assert torch.equal(out, torch.cat([whole[:, :, 540:549], whole[:, :, 3:12]]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_windows_left_edge_does_not_move_the_order_of_sums(dtype: torch.dtype) -> None:
+    """A call of 16 starts its sweep up to a block before a call of one does, and both cross several spans."""
+    shape = Shape(dtype=dtype, window=700)
+    window, total = Window.random(shape, batch=1, width=1300), 1300
+    slabs = Slabs(shape, batch=1, capacity=1312)
+    slabs.attend(window, torch.tensor([0]))
+    for begin in range(1200, total - 16, 16):
+        whole = slabs.attend(window.columns(begin, begin + 16), torch.tensor([begin]))
+        single = [slabs.attend(window.columns(i, i + 1), torch.tensor([i])) for i in range(begin, begin + 16)]
+        assert torch.equal(torch.cat(single, 2), whole)
+
+
 @pytest.mark.parametrize("shape", SHAPES[:3] + SHAPES[6:8], ids=IDS[:3] + IDS[6:8])
 def test_what_stale_columns_hold_does_not_matter(shape: Shape) -> None:
     """After a rollback the columns behind the window hold what was rejected."""
@@ -165,7 +178,7 @@ def test_what_stale_columns_hold_does_not_matter(shape: Shape) -> None:
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[3], SHAPES[8]], ids=str)
 @pytest.mark.parametrize("width", [1, 9, 40])
 def test_threads_change_no_bit(shape: Shape, width: int) -> None:
-    """One row of three kv heads, or three rows: neither divides by two threads, so some wait for the other's columns."""
+    """Where the streams do not divide by the threads, a thread attends to columns that the other wrote."""
     for batch in (1, 3):
         window, outs = Window.random(shape, batch=batch, width=200), []
         for threads in (1, 2):

@@ -67,7 +67,7 @@ def test_delta_agrees_with_transformers(dtype: torch.dtype, dims: tuple[int, int
             use_qk_l2norm_in_kernel=norm,
         )
         torch.testing.assert_close(states[:, last], state, atol=2e-5, rtol=2e-5)
-    torch.testing.assert_close(out, expected, **({} if dtype == torch.bfloat16 else dict(atol=2e-5, rtol=2e-5)))
+    torch.testing.assert_close(out, expected, **({} if dtype == torch.bfloat16 else {"atol": 2e-5, "rtol": 2e-5}))
     assert states[:, 8:].isnan().all()
 
 
@@ -128,7 +128,7 @@ def test_conv_agrees_with_torch(dtype: torch.dtype, kernel: int, biased: bool, s
     expected = expected.to(dtype)
     expected = F.silu(expected) if silu else expected
     # A sum that lies between two bf16 numbers may round to either.
-    torch.testing.assert_close(out, expected, **({} if dtype == torch.float32 else dict(atol=1e-3, rtol=8e-3)))
+    torch.testing.assert_close(out, expected, **({} if dtype == torch.float32 else {"atol": 1e-3, "rtol": 8e-3}))
     if dtype == torch.bfloat16:
         assert (out == expected).float().mean() > 0.97
     assert torch.equal(history[:, :, : kernel - 1 + 7], whole)

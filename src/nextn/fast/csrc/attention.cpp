@@ -13,7 +13,7 @@ namespace {
 
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
-// Blocks of columns that `attention` writes: one row and kv head.
+// The window's keys and values of one row and kv head.
 void write_columns(const Attention& a, int64_t row, int64_t kv_head) {
   for (int64_t i = 0; i < a.width; ++i) {
     const int64_t column = a.starts[row] + i;
@@ -135,7 +135,7 @@ void attend(const Call& call, const Worker& worker) {
     Sweep sweep(a, stream / a.kv_heads, stream % a.kv_heads, place);
     kSweep(sweep);
   };
-  // A worker that reads only what it wrote waits for nobody; else sweeps are dealt out in turn, as late ones are longer.
+  // A worker that reads only what it wrote waits for nobody; else sweeps are dealt out in turn: late ones are longer.
   if (sweeps == 1 || streams % worker.count == 0) {
     for (int64_t i = begin * sweeps; i < end * sweeps; ++i) run(i / sweeps, i % sweeps);
   } else {
@@ -154,9 +154,8 @@ bool select(Call& call) {
   const auto sized = [](const View& view, int64_t a, int64_t b, int64_t c, int64_t d) {
     return view.size[0] == a && view.size[1] == b && view.size[2] == c && view.size[3] == d;
   };
-  if (heads % kv_heads || !sized(k, batch, kv_heads, width, q.size[3]) || !sized(v, batch, kv_heads, width, v.size[3]) ||
-      !sized(out, batch, heads, width, v.size[3]))
-    return false;
+  if (heads % kv_heads || !sized(out, batch, heads, width, v.size[3])) return false;
+  if (!sized(k, batch, kv_heads, width, q.size[3]) || !sized(v, batch, kv_heads, width, v.size[3])) return false;
   if (q.stride[3] != 1 || k.stride[3] != 1 || v.stride[3] != 1) return false;
   if (starts.type != I64 || starts.ndim != 1 || starts.size[0] != batch || starts.stride[0] != 1) return false;
   if (header.type != I64 || header.ndim != 1 || header.size[0] != 3 || header.stride[0] != 1) return false;
@@ -185,7 +184,8 @@ Sweep::Sweep(const Attention& attention, int64_t row, int64_t kv_head, int64_t p
       count(std::min(kQueries, attention.queries() - first)), lanes(std::bit_ceil(uint64_t(count))),
       slope_(attention.softcap > 0 ? kLog2e : attention.scale * kLog2e) {
   const int64_t start = attention.starts[row];
-  const auto low_of = [&](int64_t high) { return attention.window ? std::max<int64_t>(0, high - attention.window + 1) : 0; };
+  const int64_t window = attention.window ? attention.window : std::numeric_limits<int32_t>::max();
+  const auto low_of = [=](int64_t high) { return std::max<int64_t>(0, high - window + 1); };
   inner_end = start + token(0) + 1, inner_begin = low_of(start + token(count - 1));
   begin = low_of(start + token(0)) / kBlock * kBlock;
   end = (start + token(count - 1) + kBlock) / kBlock * kBlock;

@@ -61,7 +61,7 @@ struct Sweep {
   // so far are to be multiplied by. Leaves scores for `weights`.
   Lanes advance(float* scores, int64_t column, int64_t columns);
 
-  // Two vectors of scores as weights of the softmax, relative to `top`.
+  // A vector of scores as weights of the softmax, relative to `top`.
   Lanes weights(const float* scores) const { return exp2_of(lanes_at(scores) * slope_ - shown_); }
 
  private:

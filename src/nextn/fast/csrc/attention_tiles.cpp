@@ -1,5 +1,5 @@
-// The sweep in tile registers (Intel AMX, bf16): keys times queries, then values times weights, both transposed, so that
-// keys and values are read as they lie in the slabs and only the few queries and weights are rearranged.
+// The sweep in tile registers (Intel AMX, bf16): keys times queries, then values times weights, both transposed: keys
+// and values are read as they lie in the slabs, and only the few queries and weights are rearranged.
 #include <algorithm>
 
 #include "attention.h"

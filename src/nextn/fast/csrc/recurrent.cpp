@@ -1,5 +1,5 @@
-// What layers with a recurrent state need: the gated delta rule and the causal convolution, with every state of the window
-// kept so that a rollback picks one, and the ops that do so.
+// What layers with a recurrent state need: the gated delta rule and the causal convolution, with every state of the
+// window kept so that a rollback picks one, and the ops that do so.
 //
 // States [B, room + 1, Hv, Dk, Dv] fp32: number 0 stands before the window, number j + 1 after its token j.
 // Histories [B, C, room + K - 1] of the input's type: the K - 1 inputs before the window, then the window's.
@@ -81,7 +81,8 @@ void delta_head(const Call& call, int64_t row, int64_t head, int64_t token) {
   normalise(key, dim_k, call.ints[1], 1.0f);
 
   const int64_t state = dim_k * dim_v, room = call.ints[0];
-  float* before = reinterpret_cast<float*>(address(call.views[6])) + ((row * (room + 1) + token) * heads + head) * state;
+  float* states = reinterpret_cast<float*>(address(call.views[6]));
+  float* before = states + ((row * (room + 1) + token) * heads + head) * state;
   float* after = before + heads * state;
   const Step step{key, query, dim_k, dim_v, std::exp(decay), rate};
   constexpr int kTogether = 4;
@@ -147,26 +148,30 @@ struct Channels {
 
 template <typename T>
 T rounded_to(float value) {
-  if constexpr (sizeof(T) == 2) return narrowed(value);
-  else return value;
+  if constexpr (sizeof(T) == 2)
+    return narrowed(value);
+  else
+    return value;
 }
 
 inline float wide_of(float value) { return value; }
 inline float wide_of(uint16_t value) { return widened(value); }
 
-// Appends the window to the histories and gathers `count` channels from `channel` on.
+// Appends the window to the histories of `count` channels from `channel` on, and gathers all that their sums need.
 template <typename T>
 void gather(const Call& call, int64_t row, int64_t channel, int64_t count, Channels& to) {
   const View &x = call.views[1], &weight = call.views[2];
-  const int64_t kernel = weight.size[1], width = x.size[2], before = kernel - 1, columns = call.ints[0] + before;
-  for (int64_t lane = 0; lane < count; ++lane) {
-    T* history = reinterpret_cast<T*>(address(call.views.back())) + (row * x.size[1] + channel + lane) * columns;
-    const T* input = reinterpret_cast<const T*>(element(x, row, channel + lane));
+  const int64_t before = weight.size[1] - 1, width = x.size[2], columns = call.ints[0] + before;
+  T* history = reinterpret_cast<T*>(address(call.views.back())) + (row * x.size[1] + channel) * columns;
+  const T* input = reinterpret_cast<const T*>(element(x, row, channel));
+  for (int64_t lane = 0; lane < count; ++lane, history += columns, input += x.stride[1]) {
+    for (int64_t t = 0; t < before; ++t) to.inputs[t * kLanes + lane] = wide_of(history[t]);
     for (int64_t t = 0; t < width; ++t) history[before + t] = input[t * x.stride[2]];
-    for (int64_t t = 0; t < before + width; ++t) to.inputs[t * kLanes + lane] = wide_of(history[t]);
-    for (int64_t j = 0; j < kernel; ++j)
-      widen(weight, element(weight, channel + lane, j), 1, &to.weights[j * kLanes + lane], 1);
   }
+  for (int64_t t = 0; t < width; ++t)
+    widen(x, element(x, row, channel, t), x.stride[1], &to.inputs[(before + t) * kLanes], count);
+  for (int64_t j = 0; j <= before; ++j)
+    widen(weight, element(weight, channel, j), weight.stride[0], &to.weights[j * kLanes], count);
 }
 
 // The sum rounds to the input's type before the activation, as it does in transformers (causal_conv1d_fn).
@@ -177,7 +182,10 @@ void convolve(Channels& channels, Lanes bias, int64_t kernel, int64_t width, boo
     for (int64_t j = 0; j < kernel; ++j)
       sum += lanes_at(&channels.weights[j * kLanes]) * lanes_at(&channels.inputs[(t + j) * kLanes]);
     sum += bias;
-    for (int lane = 0; lane < kLanes; ++lane) sum[lane] = wide_of(rounded_to<T>(sum[lane]));
+    alignas(64) float rounded[kLanes];
+    put_lanes(rounded, sum);
+    for (float& value : rounded) value = wide_of(rounded_to<T>(value));
+    sum = lanes_at(rounded);
     put_lanes(&channels.outputs[t * kLanes], silu ? sum * sigmoid_of(sum) : sum);
   }
 }
@@ -212,7 +220,8 @@ bool select_conv(Call& call) {
   if (views.size() < 4 || views.size() > 5 || call.ints.size() != 2 || !call.reals.empty()) return false;
   const View &out = views[0], &x = views[1], &weight = views[2];
   if (!is_float(x) || out.type != x.type || !is_float(weight) || !is_header(views.back())) return false;
-  if (x.ndim != 3 || out.ndim != 3 || weight.ndim != 2 || weight.size[0] != x.size[1] || weight.size[1] < 1) return false;
+  if (x.ndim != 3 || out.ndim != 3 || weight.ndim != 2) return false;
+  if (weight.size[0] != x.size[1] || weight.size[1] < 1) return false;
   if (!sized(out, x.size[0], x.size[1], x.size[2]) || x.size[2] > call.ints[0]) return false;
   if (views.size() == 5 && (!is_float(views[3]) || views[3].ndim != 1 || views[3].size[0] != x.size[1])) return false;
   if (call.ints[1] != 0 && call.ints[1] != 1) return false;
@@ -220,8 +229,8 @@ bool select_conv(Call& call) {
   return true;
 }
 
-// The K - 1 inputs before column counts[b] of the window move to the front. views: counts [B], header; ints: room, K, C,
-// B, type.
+// The K - 1 inputs before column counts[b] of the window move to the front.
+// views: counts [B], header; ints: room, K, C, B, type.
 void keep_history(const Call& call, const Worker& worker) {
   const int64_t before = call.ints[1] - 1, channels = call.ints[2], bytes = call.ints[4] == F32 ? 4 : 2;
   const int64_t columns = call.ints[0] + before;
