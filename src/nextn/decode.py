@@ -33,7 +33,8 @@ class Contract:
 
 @dataclass(frozen=True)
 class Settings:
-    """drafts: K, 0 = plain decoding. p_min: a round drafts on only while the head is that sure. sampled_drafts: draw drafts from q, else take its argmax.
+    """drafts: K, 0 = plain decoding. p_min: a round drafts on only while the head is that sure. sampled_drafts: draw
+    drafts from q, else take its argmax. block: judge the drafts of a round together, which keeps more of them.
 
     max_tokens: new tokens per row. eos: token ids that end a row; None: the checkpoint's in `generate` and `stream`,
     none in `rounds`. chunk: columns per prefill pass. Raises ConfigError on values out of range.

@@ -66,8 +66,11 @@ def _is_weight(op: str, place: int) -> bool:
 
 
 def _makes_views(entry: Entry) -> bool:
+    """Whether the operation only says where something lies, or will lie."""
+    if isinstance(entry.func, str) or entry.mutates:
+        return False
     read = {key(tensor) for tensor in entry.read}
-    return not isinstance(entry.func, str) and not entry.mutates and all(key(out) in read for out in entry.outs)
+    return entry.func.overloadpacket in (aten.new_empty, aten.empty_like) or all(key(out) in read for out in entry.outs)
 
 
 def _rules() -> dict[Any, Rule]:
