@@ -112,6 +112,15 @@ def test_a_refusal_by_rounding_falls_back_to_p() -> None:
     assert torch.equal(verdict.rest, p[:, 0])
 
 
+def test_a_block_refused_by_rounding_keeps_what_p_and_q_agree_on() -> None:
+    """0 / 0 at the first draft, where p and q are the same, when the second falls to the rounding."""
+    p = torch.tensor([[[0.5, 0.25, 0.25]] * 3])
+    q = torch.tensor([[[0.5, 0.25, 0.25], [0.5 + 2**-24, 0.25, 0.25]]])
+    verdict = accept_block(p, q, torch.tensor([[0, 0]]), u=torch.full((1, 2), LAST32))
+    assert verdict.kept.tolist() == [1]
+    assert torch.equal(verdict.rest, p[:, 1])
+
+
 def by_loop(best: Tensor, drafts: Tensor, limit: Tensor) -> tuple[list[int], list[int]]:
     kept = []
     for row, tokens, bound in zip(best.tolist(), drafts.tolist(), limit.tolist(), strict=True):
