@@ -108,7 +108,7 @@ def oracle(head, v, c, **how):
 @pytest.mark.parametrize("rate", [0.5, 0.7, 0.85, 0.95])
 def test_near_the_best_length_where_all_drafts_are_alike(rate, v, c):
     """A floor of another depth, a rate that does not settle: with nothing to tell laws apart, the best K is best."""
-    for told in (rate, 0.3):
+    for told in (rate, 0.3, 0.01):
         found = simulated(Adaptive(costs(v, c)), constant(rate, told=told), v, c).rate
         assert found > 0.95 * best_fixed(rate, v, c), told
 
