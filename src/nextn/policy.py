@@ -4,7 +4,6 @@ Of the model it sees confidences, the highest probability of each law of the hea
 decision falls before the draft that it is about is drawn, so that the text keeps the trunk's law. Imports no torch.
 """
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -218,6 +217,6 @@ def _bin(edges: Sequence[float], confidence: float) -> int:
 
 def _floor(steps: Sequence[float], usual: float) -> float:
     """The least survival of the next draft at which going on pays a rate of 1: the best of going on by 1, 2, ...
-    drafts at these costs, of which each after the next stands as usual. inf without a step."""
+    drafts at these costs, of which each after the next stands as usual. 0 behind the last."""
     prices, worths = accumulate(steps), accumulate(usual**place for place in range(len(steps)))
-    return min((price / worth for price, worth in zip(prices, worths, strict=True)), default=math.inf)
+    return min((price / worth for price, worth in zip(prices, worths, strict=True)), default=0.0)
