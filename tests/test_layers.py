@@ -17,8 +17,8 @@ PACKAGE = Path(nextn.__file__).parent
 LAYERS = [
     ["errors", "words"],
     ["families", "family_rows", "remote", "bytelevel", "loss", "sampling", "rollback", "layout", "acceptance"],
-    ["speedup", "tensor_file", "data", "blocks", "storage", "quantformats"],
-    ["trunk", "checkpoint"],
+    ["speedup", "tensor_file", "data", "shortlist", "blocks", "storage", "quantformats"],
+    ["trunk", "checkpoint", "policy"],
     ["inventory", "quantisation", "head", "fp8"],
     ["weights", "snapshot"],
     ["filling"],
@@ -38,7 +38,7 @@ LAYERS = [
 TWO_FILES = {"families": {"family_rows"}, "family_rows": {"families"}}
 # fmt: off
 NO_TORCH = (
-    "errors", "families", "remote", "tensor_file", "checkpoint", "bytelevel", "data", "acceptance", "speedup",
+    "errors", "families", "remote", "tensor_file", "checkpoint", "bytelevel", "data", "acceptance", "speedup", "policy",
     "storage", "quantformats", "quantisation", "inventory", "snapshot", "provenance", "audit", "graft", "relayout",
     "cli",
 )

@@ -6,122 +6,70 @@ from math import inf, nan
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from laws import (
+    CASES,
+    LAST32,
+    LAST64,
+    TOKENWISE,
+    Rule,
+    continued,
+    emitted,
+    in_blocks,
+    one_hot,
+    p_and_q,
+    random_laws,
+    rng,
+)
 from torch import Tensor
 from transformers.generation import logits_process as reference
 
 from nextn.errors import ConfigError
-from nextn.sampling import Sampling, accept, accept_greedy, law, overlap, pick, seen_prefixes
-
-LAST32, LAST64 = 1 - 2**-24, 1 - 2**-53  # the largest uniforms that torch.rand returns
+from nextn.sampling import Sampling, accept, accept_block, accept_greedy, law, overlap, pick, seen_prefixes
 
 quick = settings(deadline=None, max_examples=80, derandomize=True)
 seeds = st.integers(0, 10**6)
-
-
-def rng(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def normalised(weights: Tensor) -> Tensor:
-    return weights / weights.sum(-1, keepdim=True)
-
-
-def random_laws(*shape: int, seed: int = 0) -> Tensor:
-    """Uneven laws over the last axis, nowhere zero, float64."""
-    return normalised(torch.rand(*shape, generator=rng(seed), dtype=torch.float64).pow(3) + 1e-3)
-
-
-def one_hot(tokens: Tensor, vocab: int) -> Tensor:
-    return F.one_hot(tokens, vocab).double()
-
-
-# A chain is a list of conditional laws: entry j, [V^j, V], is the law of token j after each prefix of j tokens.
-
-
-def p_and_q(case: str, prefixes: int, vocab: int, seed: int) -> tuple[Tensor, Tensor]:
-    p, q = random_laws(prefixes, vocab, seed=seed), random_laws(prefixes, vocab, seed=seed + 1)
-    even = torch.arange(vocab) % 2 == 0
-    best, worst = one_hot(p.argmax(-1), vocab), one_hot(p.argmin(-1), vocab)
-    return {
-        "random": (p, q),
-        "equal": (p, p),
-        "disjoint": (normalised(p * even), normalised(q * ~even)),
-        "p has zeros": (normalised(p * even), q),
-        "q has zeros": (p, normalised(q * even)),
-        "q one-hot": (p, one_hot(q.argmax(-1), vocab)),
-        "q one-hot where p is zero": (normalised(p * (1 - worst)), worst),
-        "p one-hot": (best, q),
-        "both one-hot": (best, one_hot(q.argmax(-1), vocab)),
-    }[case]
-
-
-CASES = ["random", "equal", "disjoint", "p has zeros", "q has zeros", "q one-hot", "q one-hot where p is zero"]
-CASES += ["p one-hot", "both one-hot"]
-
-
-def along(chain: list[Tensor], drafts: Tensor) -> Tensor:
-    """The laws met along the prefixes of each row: drafts [N, K] -> [N, len(chain), V]."""
-    vocab = chain[0].shape[-1]
-    return torch.stack([table[number(drafts[:, :j], vocab)] for j, table in enumerate(chain)], 1)
-
-
-def number(prefix: Tensor, vocab: int) -> Tensor:
-    """Prefixes [N, j] as numbers to the base V: the row of a chain's table."""
-    return (prefix * vocab ** torch.arange(prefix.shape[1] - 1, -1, -1)).sum(-1)
-
-
-def sides(ratio: Tensor, side: Tensor) -> tuple[Tensor, Tensor]:
-    """A uniform at an end of what accepts (side 0, 1) or refuses (2, 3) a draft of p/q = ratio, and its probability."""
-    edge = ratio.clamp_max(1)
-    ends = torch.stack([torch.zeros_like(edge), edge * (1 - 1e-9), edge * (1 + 1e-9), torch.full_like(edge, LAST64)])
-    weights = torch.stack([edge, edge, 1 - edge, 1 - edge]) / 2
-    return ends.clamp_max(LAST64).gather(0, side[None])[0], weights.gather(0, side[None])[0]
-
-
-def emitted(p: list[Tensor], q: list[Tensor], limit: int | None) -> Tensor:
-    """The joint law [V^(K+1)] of K + 1 tokens of which the first come from a round and the others straight from p.
-
-    Exact: sums over every draft sequence with its probability under q, and both sides of every threshold with theirs.
-    """
-    num_drafts, vocab = len(q), p[0].shape[-1]
-    grid = torch.cartesian_prod(*[torch.arange(vocab)] * num_drafts, *[torch.arange(4)] * num_drafts)
-    drafts, side = grid[:, :num_drafts], grid[:, num_drafts:]
-    p_rows, q_rows, at = along(p, drafts), along(q, drafts), drafts[..., None]
-    q_draft = q_rows.gather(-1, at)[..., 0]
-    ratio = (p_rows[:, :-1].gather(-1, at)[..., 0] / q_draft).nan_to_num()
-    u, weight = sides(ratio, side)
-    weight = (q_draft * weight).prod(-1)
-    limits = None if limit is None else torch.full((len(grid),), limit)
-    verdict = accept(p_rows, q_rows, drafts, u=u, limit=limits)
-    total = torch.zeros(vocab ** (num_drafts + 1), dtype=torch.float64)
-    for kept in range(num_drafts + 1):
-        rows = verdict.kept == kept
-        tokens = torch.zeros(vocab**kept, vocab, dtype=torch.float64)
-        tokens.index_add_(0, number(drafts[rows, :kept], vocab), weight[rows, None] * verdict.rest[rows])
-        total += continued(tokens, p[kept + 1 :])
-    return total
-
-
-def continued(tokens: Tensor, chain: list[Tensor]) -> Tensor:
-    for table in chain:
-        tokens = tokens.reshape(-1, 1) * table
-    return tokens.flatten()
+RULES: dict[str, Rule] = {"one by one": TOKENWISE, "block": (accept_block, in_blocks)}
 
 
 @pytest.mark.parametrize(("num_drafts", "vocab"), [(1, 7), (2, 5), (3, 4)])
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_emitted_has_the_law_of_the_trunk(case: str, num_drafts: int, vocab: int) -> None:
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_what_is_emitted_has_the_law_of_the_trunk(rule: Rule, case: str, num_drafts: int, vocab: int) -> None:
     """Any error in the threshold, its strictness, the residual, its row, the prefix rule or the limit moves the law."""
     pairs = [p_and_q(case, vocab**j, vocab, seed=10 * j) for j in range(num_drafts + 1)]
     p, q = [p for p, _ in pairs], [q for _, q in pairs[:-1]]
     for limit in [None, *range(num_drafts + 1)]:
-        torch.testing.assert_close(emitted(p, q, limit), continued(p[0], p[1:]), atol=1e-12, rtol=0, msg=f"{limit=}")
+        found, _ = emitted(p, q, limit, rule=rule)
+        torch.testing.assert_close(found, continued(p[0], p[1:]), atol=1e-12, rtol=0, msg=f"{limit=}")
 
 
-def test_a_row_does_not_see_its_neighbours() -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_a_block_keeps_no_fewer_drafts(case: str) -> None:
+    """Block verification that forgets what a draft is worth; alone, a draft is judged as ever."""
+    more = 0
+    for seed in range(10):
+        pairs = [p_and_q(case, 4**j, 4, seed=100 * seed + 10 * j) for j in range(4)]
+        p, q = [p for p, _ in pairs], [q for _, q in pairs[:-1]]
+        for num_drafts in range(1, 4):
+            alone, block = (emitted(p[: num_drafts + 1], q[:num_drafts], None, rule=rule)[1] for rule in RULES.values())
+            assert block == pytest.approx(alone, abs=1e-12) if num_drafts == 1 else block > alone - 1e-12
+            more += block > alone + 1e-3
+    if case in ("random", "p has zeros", "q has zeros"):
+        assert more >= 10
+
+
+def test_a_block_is_judged_as_its_paper_counts() -> None:
+    """Sun et al. 2024, section 2: two tokens, two drafts; 10/9 are kept one by one and 11/9 as a block."""
+    p, q = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64), torch.tensor([2 / 3, 1 / 3], dtype=torch.float64)
+    chains = [p.expand(2**j, 2) for j in range(3)], [q.expand(2**j, 2) for j in range(2)]
+    kept = [emitted(*chains, None, rule=rule)[1] for rule in RULES.values()]
+    assert kept == pytest.approx([10 / 9, 11 / 9])
+
+
+@pytest.mark.parametrize("accept", [accept, accept_block])
+def test_a_row_does_not_see_its_neighbours(accept: Callable) -> None:
     """Limits, kept counts and residual rows that are indexed by the wrong row of the batch."""
     p, q, u = random_laws(40, 4, 5, seed=1), random_laws(40, 3, 5, seed=2), torch.rand(40, 3, generator=rng(3))
     drafts, limit = pick(q, torch.rand(40, 3, generator=rng(4))), torch.arange(40) % 4
@@ -134,7 +82,8 @@ def test_a_row_does_not_see_its_neighbours() -> None:
         assert torch.equal(alone.rest, together.rest[row])
 
 
-def test_without_drafts_the_trunk_decides() -> None:
+@pytest.mark.parametrize("accept", [accept, accept_block])
+def test_without_drafts_the_trunk_decides(accept: Callable) -> None:
     """K = 0 that crashes on the empty axis, or that takes a residual of nothing."""
     p, none = random_laws(2, 1, 5), torch.zeros(2, 0)
     verdict = accept(p, torch.zeros(2, 0, 5), none.long(), u=none)
@@ -143,7 +92,8 @@ def test_without_drafts_the_trunk_decides() -> None:
     assert accept_greedy([3], []) == (0, 3)
 
 
-def test_equal_laws_keep_every_draft_in_float32() -> None:
+@pytest.mark.parametrize("accept", [accept, accept_block])
+def test_equal_laws_keep_every_draft_in_float32(accept: Callable) -> None:
     """u * q that rounds up to p at the largest u, so that a perfect head is refused."""
     p = law(torch.randn(5000, 4, 9, generator=rng()) * 4, Sampling(temperature=1.0))
     drafts = pick(p, torch.rand(5000, 4, generator=rng(1)))[:, :-1]
@@ -161,6 +111,15 @@ def test_a_refusal_by_rounding_falls_back_to_p() -> None:
     assert torch.equal(verdict.rest, p[:, 0])
 
 
+def test_a_block_refused_by_rounding_keeps_what_p_and_q_agree_on() -> None:
+    """0 / 0 at the first draft, where p and q are the same, when the second falls to the rounding."""
+    p = torch.tensor([[[0.5, 0.25, 0.25]] * 3])
+    q = torch.tensor([[[0.5, 0.25, 0.25], [0.5 + 2**-24, 0.25, 0.25]]])
+    verdict = accept_block(p, q, torch.tensor([[0, 0]]), u=torch.full((1, 2), LAST32))
+    assert verdict.kept.tolist() == [1]
+    assert torch.equal(verdict.rest, p[:, 1])
+
+
 def by_loop(best: Tensor, drafts: Tensor, limit: Tensor) -> tuple[list[int], list[int]]:
     kept = []
     for row, tokens, bound in zip(best.tolist(), drafts.tolist(), limit.tolist(), strict=True):
@@ -169,7 +128,7 @@ def by_loop(best: Tensor, drafts: Tensor, limit: Tensor) -> tuple[list[int], lis
     return kept, [row[n] for row, n in zip(best.tolist(), kept, strict=True)]
 
 
-def with_laws(draw_q: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+def with_laws(draw_q: Callable[[Tensor], Tensor], accept: Callable = accept) -> Callable[..., tuple[Tensor, Tensor]]:
     def verify(best: Tensor, drafts: Tensor, *, limit: Tensor | None = None) -> tuple[Tensor, Tensor]:
         u = torch.rand(drafts.shape, generator=rng(1))
         verdict = accept(one_hot(best, 3), draw_q(drafts), drafts, u=u, limit=limit)
@@ -189,6 +148,7 @@ TWINS = {
     "fast": by_rows,
     "laws, argmax drafts": with_laws(lambda drafts: one_hot(drafts, 3)),
     "laws, sampled drafts": with_laws(lambda drafts: random_laws(*drafts.shape, 3)),
+    "laws, argmax drafts, as a block": with_laws(lambda drafts: one_hot(drafts, 3), accept_block),
 }
 
 

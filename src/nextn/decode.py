@@ -14,7 +14,7 @@ from nextn.errors import ConfigError
 from nextn.head import Head, Recursion, Step
 from nextn.policy import Chain, DraftLength, Fixed, RoundPlan
 from nextn.rollback import Cache
-from nextn.sampling import Prediction, Sampling, accept, accept_greedy, law, pick, seen_prefixes
+from nextn.sampling import Prediction, Sampling, accept, accept_block, accept_greedy, law, pick, seen_prefixes
 from nextn.trunk import Trunk
 
 
@@ -44,6 +44,7 @@ class Settings:
     p_min: float = 0.0
     sampling: Sampling = field(default_factory=Sampling)
     sampled_drafts: bool = True
+    block: bool = True
     max_tokens: int = 256
     eos: tuple[int, ...] | None = None
     seed: int = 0
@@ -372,7 +373,8 @@ class _Batch:
         q = torch.stack(drafted.laws, dim=1) if drafted.laws else p[:, :0]
         uniforms = self._uniforms(len(drafted.laws) + 1)
         limits = torch.tensor(drafted.limits, device=self.trunk.device)
-        verdict = accept(p, q, proposed, u=uniforms[:, :-1], limit=limits)
+        judge = accept_block if self.settings.block else accept
+        verdict = judge(p, q, proposed, u=uniforms[:, :-1], limit=limits)
         following = pick(verdict.rest, uniforms[:, -1])
         return list(zip(verdict.kept.tolist(), following.tolist(), strict=True))
 

@@ -4,7 +4,6 @@ Of the model it sees confidences, the highest probability of each law of the hea
 decision falls before the draft that it is about is drawn, so that the text keeps the trunk's law. Imports no torch.
 """
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -46,7 +45,7 @@ class RoundPlan:
         return len(self.edges) == 1
 
     def bin(self, confidence: float) -> int:
-        return max(0, bisect_right(self.edges, confidence) - 1)
+        return _bin(self.edges, confidence)
 
     def begin(self, limit: int | None = None) -> "Chain":
         """limit: no more drafts than this, whatever the plan says."""
@@ -206,7 +205,7 @@ class Adaptive:
             self.waited += 1
             return
         self.waited = 0
-        places = [max(0, bisect_right(EDGES, confidence) - 1) for confidence in confidences]
+        places = [_bin(EDGES, confidence) for confidence in confidences]
         self.stands.learn(places[: min(drafts, kept + 1)], kept)
         self.tokens += kept + 1
         self.price += self._price(drafts, len(confidences))
@@ -217,8 +216,12 @@ class Adaptive:
         return self.v[drafts] + steps * self.c + self.overhead * (steps > 0)
 
 
+def _bin(edges: Sequence[float], confidence: float) -> int:
+    return max(0, bisect_right(edges, confidence) - 1)
+
+
 def _floor(steps: Sequence[float], usual: float) -> float:
     """The least survival of the next draft at which going on pays a rate of 1: the best of going on by 1, 2, ...
-    drafts at these costs, of which each after the next stands as usual. inf without a step."""
+    drafts at these costs, of which each after the next stands as usual. 0 behind the last."""
     prices, worths = accumulate(steps), accumulate(usual**place for place in range(len(steps)))
-    return min((price / worth for price, worth in zip(prices, worths, strict=True)), default=math.inf)
+    return min((price / worth for price, worth in zip(prices, worths, strict=True)), default=0.0)

@@ -148,15 +148,54 @@ def accept(p: Tensor, q: Tensor, drafts: Tensor, *, u: Tensor, limit: Tensor | N
     """
     at = drafts[..., None]
     kept = _leading(u * q.gather(-1, at)[..., 0] < p[:, :-1].gather(-1, at)[..., 0], limit)
-    row = torch.arange(len(kept), device=kept.device)
+    return Verdict(kept, _rest(p, q, kept, limit=limit))
+
+
+def accept_block(p: Tensor, q: Tensor, drafts: Tensor, *, u: Tensor, limit: Tensor | None = None) -> Verdict:
+    """Block verification, Sun et al. 2024 (arXiv 2403.10444), algorithm 2: `accept` that judges drafts together.
+
+    What is emitted has the law p, and no fewer drafts are kept on average: one that p likes better than q makes up for
+    one before it that q likes better. Arguments and limit as for `accept`; a draft may stand over one that would not
+    stand alone, so that shares kept by depth are those of this rule.
+    """
+    num_drafts = drafts.shape[1]
+    if not num_drafts:
+        return accept(p, q, drafts, u=u, limit=limit)
+    worth = _worth(p, q, drafts)
+    depth = torch.arange(1, num_drafts + 1, device=drafts.device)
+    last = torch.full_like(drafts[:, 0], num_drafts) if limit is None else limit
+    # What of p is left for another token after drafts 1..i; none is needed behind the last.
+    left = (worth[:, 1:-1, None] * p[:, 1:-1] - q[:, 1:]).clamp_min(0).sum(-1)
+    chance = torch.where(depth == last[:, None], worth[:, 1:], F.pad(left, (0, 1)))
+    doubt = torch.where(depth == last[:, None], 1.0, F.pad(left, (0, 1)) + 1 - worth[:, 1:])
+    # The longest prefix that stands is kept, whatever the shorter ones do. At worth 1 the rule is 0 / 0 where p = q.
+    stands = (depth <= last[:, None]) & ((u * doubt < chance) | (worth[:, 1:] == 1))
+    kept = (stands * depth).amax(-1)
+    return Verdict(kept, _rest(p, q, kept, limit=limit, scale=worth))
+
+
+def _worth(p: Tensor, q: Tensor, drafts: Tensor) -> Tensor:
+    """[B, K+1]: 1, then min(1, worth before * p / q) at each draft: the chance that this prefix is part of the text."""
+    at = drafts[..., None]
+    p_draft, q_draft = p[:, :-1].gather(-1, at)[..., 0], q.gather(-1, at)[..., 0]
+    worth = [torch.ones_like(p_draft[:, 0])]
+    for depth in range(drafts.shape[1]):
+        worth.append((worth[-1] * p_draft[:, depth] / q_draft[:, depth]).clamp_max(1))
+    return torch.stack(worth, 1)
+
+
+def _rest(p: Tensor, q: Tensor, kept: Tensor, *, limit: Tensor | None, scale: Tensor | None = None) -> Tensor:
+    """The law [B, V] of the token behind the kept drafts: what q leaves of p, times scale [B, K+1], or p behind all."""
+    row, num_drafts = torch.arange(len(kept), device=kept.device), q.shape[1]
     p_next = p[row, kept]
-    if not drafts.shape[1]:
-        return Verdict(kept, p_next)
-    refused = kept < (drafts.shape[1] if limit is None else limit)
-    residual = (p_next - q[row, kept.clamp_max(drafts.shape[1] - 1)]).clamp_min(0)
+    if not num_drafts:
+        return p_next
+    refused = kept < (num_drafts if limit is None else limit)
+    wanted = p_next if scale is None else scale[row, kept][:, None] * p_next
+    residual = (wanted - q[row, kept.clamp_max(num_drafts - 1)]).clamp_min(0)
     total = residual.sum(-1, keepdim=True)
     # total is 0 where p and q differ by a rounding only
-    return Verdict(kept, torch.where(refused[:, None] & (total > 0), residual / total, p_next))
+    return torch.where(refused[:, None] & (total > 0), residual / total, p_next)
 
 
 def accept_greedy(best: Sequence[int], drafts: Sequence[int]) -> tuple[int, int]:

@@ -5,7 +5,7 @@ All through transformers' own registries, so no architecture is named here.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +116,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [B, H, m, D] x 3 -> [B, m, H, Dv]."""
     tape = _tape()
-    layer = tape.layers[module.layer_idx]
+    layer = tape.layers[cast(int, module.layer_idx)]
     if not isinstance(layer, RecordingLayer) or key.shape[2] != query.shape[2]:
         raise Unrecordable("attention over something else than the window's columns")
     strange = sorted(name for name, given in kwargs.items() if given is not None and name not in _IDLE)

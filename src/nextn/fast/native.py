@@ -104,8 +104,9 @@ def _aligned(size: int) -> Tensor:
 
 
 def _arguments(tensors: Sequence[Tensor], ints: Sequence[int], reals: Sequence[float]) -> tuple[object, ...] | None:
-    views = [View.of(tensor) for tensor in tensors]
-    if None in views:
+    found = [View.of(tensor) for tensor in tensors]
+    views = [view for view in found if view is not None]
+    if len(views) < len(found):
         return None
     return (
         (View * len(views))(*views),
