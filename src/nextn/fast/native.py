@@ -6,7 +6,7 @@ Knows no model: tensors go in as views, ops by name. Without a compiler there is
 import ctypes
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nextn.errors import ConfigError
+from nextn.fast.pages import Pages
 
 _SOURCES = Path(__file__).parent / "csrc"
 # No -ffast-math: -inf in masked scores must stay what it is.
@@ -76,14 +77,17 @@ class Runtime:
     def __del__(self) -> None:
         self.library.nextn_team_free(self.team)
 
-    def pack(self, weight: Tensor) -> Tensor:
-        """The weight [N, K] of a linear layer, or [E, N, K] of E experts, as the linear ops read it: bytes."""
+    def pack(self, weight: Tensor, take: Callable[[int], Tensor] | None = None) -> Tensor:
+        """The weight [N, K] of a linear layer, or [E, N, K] of E experts, as the linear ops read it: bytes.
+
+        take(size): memory for them, aligned to 64 bytes; left out: pages of their own.
+        """
         *_, n, k = weight.shape
         size = self.library.nextn_packed_bytes(_TYPES.get(weight.dtype, -1), n, k)
         if size < 0:
             raise ConfigError(f"no native linear layer has weights of {weight.dtype}: torch.float32 or torch.bfloat16")
         matrices = weight.reshape(-1, n, k)
-        packed = _aligned(size * len(matrices))
+        packed = (take or Pages().take)(size * len(matrices))
         for place, matrix in enumerate(matrices):
             self.call("pack", [packed[place * size : (place + 1) * size], matrix])
         return packed
@@ -94,13 +98,6 @@ class Runtime:
         if arguments is None or self.library.nextn_call(self.team, op.encode(), *arguments):
             kinds = ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors)
             raise ConfigError(f"native op {op!r} takes no ({kinds}), {list(ints)}, {list(reals)}")
-
-
-def _aligned(size: int) -> Tensor:
-    """Bytes from the start of a cache line on."""
-    storage = torch.empty(size + 64, dtype=torch.bool)
-    start = -storage.data_ptr() % 64
-    return storage[start : start + size]
 
 
 def _arguments(tensors: Sequence[Tensor], ints: Sequence[int], reals: Sequence[float]) -> tuple[object, ...] | None:
