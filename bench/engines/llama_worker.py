@@ -27,7 +27,7 @@ def load(options: dict) -> Engine:
         flags += ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(drafts)]
     own = ["-m", options["gguf"], "--host", "127.0.0.1", "--port", str(port)]
     child = subprocess.Popen([options["server"], *own, *flags], stdout=sys.stderr, stderr=sys.stderr)
-    atexit.register(child.terminate)
+    atexit.register(_end, child)
     _await(child, f"http://127.0.0.1:{port}/health")
     line = HTTPConnection("127.0.0.1", port)
 
@@ -69,6 +69,11 @@ def _await(child: subprocess.Popen, health: str) -> None:
         except (URLError, OSError):
             time.sleep(0.1)
     raise TimeoutError(f"llama-server was not ready after {START_S} s")
+
+
+def _end(child: subprocess.Popen) -> None:
+    child.terminate()
+    child.wait()
 
 
 def _free_port() -> int:
