@@ -31,6 +31,7 @@ from nextn.workload import read_prompts
 HERE = Path(__file__).parent / "engines"
 ENGINES = ["nextn", "transformers", "vllm", "llama.cpp"]
 IDLE_S = 2.0
+WARM_TOKENS = 32
 
 
 class Bench:
@@ -155,8 +156,9 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
 
 def decoded(bench: Bench, ids: Sequence[tuple[int, ...]], request: Request) -> list[Run]:
     """All turns, after one request to each setting that does not count, and a look at who works without one."""
+    short = replace(request, prompt=list(ids[0]), max_tokens=min(request.max_tokens, WARM_TOKENS))
     for setting in track(list(bench.settings), "warm up"):
-        bench.ask(setting, replace(request, prompt=list(ids[0]), drafts=setting.drafts))
+        bench.ask(setting, replace(short, drafts=setting.drafts))
     bench.look()
     runs = []
     for repeat, place, turn in track(list(turns(list(bench.settings), len(ids), bench.args.repeats)), "decode"):
