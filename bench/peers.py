@@ -42,6 +42,7 @@ class Bench:
         self.workers: dict[tuple, Worker] = {}
         self.unavailable: dict[str, str] = {}
         self.told: dict[str, dict[str, object]] = {}
+        self.environments: dict[tuple, dict[str, str]] = {}
         self.gguf: Path | None = None
 
     def start(self) -> None:
@@ -71,6 +72,9 @@ class Bench:
             idle = (cpu_seconds(worker.child.pid) - used) / IDLE_S
             name = " ".join(str(part) for part in key if part is not None)
             said = {part: worker.hello[part] for part in ("versions", "flags")}
+            said["environment"] = self.environments[key]
+            if key[0] in environments.ENGINES:
+                said["package"] = environments.ENGINES[key[0]][0]
             self.told[name] = {**said, "idle_cpu": round(idle, 3)}
 
     def close(self) -> None:
@@ -108,6 +112,8 @@ class Bench:
             options |= {"server": str(server), "gguf": str(gguf), "threads": threads, "drafts": drafts}
         else:
             options |= {"dtype": variant}
+        # For the record: which libraries, not where they lie on this machine.
+        self.environments[engine, variant, drafts] = {name: Path(value).name for name, value in env.items()}
         script = HERE / f"{engine.partition('.')[0]}_worker.py"
         log = self.folder / f"{engine}-{variant}-{drafts}.log"
         return Worker([str(python), str(script), json.dumps(options)], log=log, env=env, start_s=self.args.limit)

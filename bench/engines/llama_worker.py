@@ -29,13 +29,15 @@ def load(options: dict) -> Engine:
     child = subprocess.Popen([options["server"], *own, *flags], stdout=sys.stderr, stderr=sys.stderr)
     atexit.register(_end, child)
     _await(child, f"http://127.0.0.1:{port}/health")
-    line = HTTPConnection("127.0.0.1", port)
 
     def decode(request: Request) -> Answer:
         if request.drafts != drafts:
             raise ValueError(f"drafts = {request.drafts}; this server was started with {drafts}")
+        # A line of its own for each: the server hangs up on one that was silent while other engines had their turn.
+        line = HTTPConnection("127.0.0.1", port)
         line.request("POST", "/completion", json.dumps(_body(request)), {"Content-Type": "application/json"})
         found = json.loads(line.getresponse().read())
+        line.close()
         if "timings" not in found:
             raise ValueError(f"llama-server: {found}")
         times, tokens = found["timings"], found["tokens"]
