@@ -13,9 +13,11 @@ from nextn.model import Model
 def load(options: dict[str, str]) -> Engine:
     model = Model.load(options["checkpoint"], dtype=getattr(torch, options["dtype"]))
 
+    engine = model.engine(options.get("path", "auto"))
+
     def decode(request: Request) -> Answer:
         settings = Settings(drafts=request.drafts, max_tokens=request.max_tokens, eos=tuple(request.eos))
-        stream = rounds(model.trunk, model.head, [request.prompt], settings)
+        stream = rounds(engine.trunk, engine.head, [request.prompt], settings)
         log = [next(stream)]
         started = time.perf_counter()
         log += stream
@@ -24,7 +26,7 @@ def load(options: dict[str, str]) -> Engine:
         drafted, kept = sum(len(row.drafts) for row in rows), sum(row.kept for row in rows)
         return Answer([token for row in rows for token in row.emitted], seconds, len(rows) - 1, drafted, kept)
 
-    flags = {"dtype": options["dtype"], "threads": torch.get_num_threads()}
+    flags = {"dtype": options["dtype"], "threads": torch.get_num_threads(), "path": engine.path}
     return Engine(decode, {"nextn": nextn.__version__, "torch": torch.__version__}, flags)
 
 
