@@ -187,7 +187,7 @@ def test_whole_bench_on_a_fixture(trained, monkeypatch):
     assert all(set(each) <= told | set(DEFINITIONS) for each in record["figures"])
     assert set(record) == {
         "model", "definitions", "machine", "plan", "path", "domains", "texts", "identical", "warnings", "costs",
-        "figures", "theory",
+        "figures", "theory", "draft_vocab",
     }  # fmt: skip
     assert {"cores", "threads", "versions", "dtype", "bandwidth", "peak_memory"} <= set(record["machine"])
     assert [k for k, _ in record["theory"]["0"]] == [0, 1, 2, 3]

@@ -1,5 +1,7 @@
 """Text in, text out: streaming, stop strings, unfinished characters, results."""
 
+from collections import Counter
+
 import pytest
 import torch
 from tiny import build
@@ -7,6 +9,7 @@ from tiny import build
 from nextn.bytelevel import byte_tokenizer
 from nextn.decode import Settings
 from nextn.errors import ConfigError
+from nextn.shortlist import Shortlist
 from nextn.text import _Text, encode, eos_tokens, generate, stream
 
 
@@ -122,3 +125,21 @@ def test_eos_comes_from_the_checkpoint(model):
     made.trunk.model.generation_config.eos_token_id = [3, 4]
     assert eos_tokens(made) == (3, 4)
     torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("path", ["fast", "plain"])
+def test_a_shortlist_changes_the_drafts_and_not_the_text(trained, path):
+    """Tokens outside are never drafted; the trunk says them all the same."""
+    model = trained["glm"]
+    settings = Settings(drafts=3, max_tokens=40)
+    whole = generate(model, [[3, 1, 4]], settings, path=path)[0]
+    ids = sorted(Counter(whole.tokens).most_common(2))
+    model.head.shortlist = Shortlist(torch.tensor([token for token, _ in ids]), model.trunk.vocab_size)
+    try:
+        short = generate(model, [[3, 1, 4]], settings, path=path)[0]
+    finally:
+        model.head.shortlist = None
+    drafts = {token for part in short.rounds for token in part.drafts}
+    assert short.tokens == whole.tokens
+    assert drafts <= {token for token, _ in ids}
+    assert short.acceptance.length < whole.acceptance.length

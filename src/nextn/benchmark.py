@@ -20,6 +20,7 @@ from nextn.fast.choose import Engine
 from nextn.model import Model
 from nextn.policy import DraftLength
 from nextn.sampling import Sampling
+from nextn.shortlist import Shortlist
 from nextn.speedup import DEFINITION, Costs, Spread, expected_speedup
 from nextn.text import eos_tokens
 from nextn.workload import Prompt, by_domain
@@ -44,6 +45,7 @@ DEFINITIONS = {
     "looping": "prompts one of whose texts is a loop (data.degeneracy), at this temperature: left out of the figures",
     "only_loops": "every one of these texts loops, so that none could be left out: the figures say nothing",
     "short": f"prompts with a text of fewer than {_TELLING} tokens, in which loops cannot be told for sure",
+    "draft_vocab": "tokens that the head drafts from, and the share of the emitted ones outside, which it cannot draft",
     "identical": "greedy texts with MTP that equal plain decoding's; below float32, near-ties may differ",
     "peak_memory": "bytes: resident peak of the process on a CPU, the allocator's peak on a GPU",
 }
@@ -177,8 +179,8 @@ def measured(
     room = (model.trunk.max_length or max(lengths) * 2) - plan.drafts[-1] - 1
     context = min(round(statistics.mean(lengths)), room)
     costs = measured_costs(model, drafts=plan.drafts[-1], context=context, path=plan.path)
-    engine = model.engine(plan.path)
-    return Report(source, plan, tuple(prompts), tuple(log), costs, Machine.of(model), engine.reason)
+    engine, shortlist = model.engine(plan.path), model.head.shortlist if model.head else None
+    return Report(source, plan, tuple(prompts), tuple(log), costs, Machine.of(model), engine.reason, shortlist)
 
 
 @dataclass(frozen=True)
@@ -232,6 +234,16 @@ class Report:
     costs: Costs
     machine: Machine
     plain_because: str = ""
+    shortlist: Shortlist | None = None
+
+    @property
+    def outside(self) -> float:
+        """The share of emitted tokens that the head cannot draft, as they are not in its shortlist."""
+        if self.shortlist is None:
+            return 0.0
+        inside = set(self.shortlist.ids.tolist())
+        emitted = [token for run in self.runs if run.drafts for token in run.tokens]
+        return sum(token not in inside for token in emitted) / len(emitted)
 
     @cached_property
     def looping(self) -> dict[float, set[int]]:
@@ -271,6 +283,11 @@ class Report:
                 said.append(f"{at}: {short} of {total} prompts gave texts below {_TELLING} tokens: loops may be missed")
         if self.plain_because and self.plan.path == "auto":
             said.append(f"decoded on the plain path: {self.plain_because}")
+        if self.shortlist is not None:
+            said.append(
+                f"drafts come from {len(self.shortlist)} tokens; {self.outside:.1%} of the emitted ones are others: "
+                "no more acceptance than that is lost"
+            )
         same, texts = self.identical
         if same < texts:
             ties = "" if self.machine.dtype == "float32" else f"; near-ties in {self.machine.dtype} may do that"
@@ -333,6 +350,7 @@ class Report:
             "machine": vars(self.machine),
             "plan": vars(self.plan),
             "path": "plain" if self.plain_because else "fast",
+            "draft_vocab": None if self.shortlist is None else [len(self.shortlist), self.outside],
             "domains": domains,
             "texts": counts,
             "identical": {"same": same, "texts": texts},

@@ -16,6 +16,7 @@ from nextn.errors import ConfigError
 from nextn.families import Family, by_name
 from nextn.rollback import Apart, Cache
 from nextn.sampling import Prediction
+from nextn.shortlist import Shortlist
 from nextn.trunk import Kind, Trunk, new_cache, packed
 
 # How many columns a head's cache can drop where that takes memory: more than anyone drafts at once.
@@ -141,6 +142,7 @@ class Head(nn.Module):
         if num_modules < 1:
             raise ConfigError(f"num_modules = {num_modules}; a head has at least one module")
         self.family = family
+        self.shortlist: Shortlist | None = None  # what it drafts from, if not from the whole vocabulary
         self._trunk = (trunk,)  # in a tuple, so that nn.Module does not take the trunk's parameters for the head's
         self.stack = nn.ModuleList(Module(family, trunk, index, num_modules) for index in range(num_modules))
         for module in list(self.stack)[1:]:
@@ -233,7 +235,11 @@ class Head(nn.Module):
         return Prediction(self.logits(index, normed))
 
     def logits(self, index: int, normed: Tensor) -> Tensor:
-        """normed [..., H] of module `index` -> [..., V]."""
+        """normed [..., H] of module `index` -> [..., V]; -inf for what is not in the shortlist, if there is one."""
+        if self.shortlist is not None:
+            weight = self.output(index).weight
+            rows = self.shortlist.rows(weight)
+            return self.shortlist.expand(nn.functional.linear(normed.to(weight.dtype), rows))
         return self.output(index)(normed) if "output" in self.family.own else self.trunk.logits(normed)
 
     def recursion(self, cache: Cache, state: Tensor) -> "Recursion":

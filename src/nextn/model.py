@@ -42,7 +42,8 @@ class Model:
         Raises ConfigError for a path that is unknown, or `fast` where there is none.
         """
         parts = [self.trunk, *([] if self.head is None else [self.head])]
-        state = [(id(weight), weight._version) for part in parts for weight in part.parameters()]
+        state: list[object] = [(id(weight), weight._version) for part in parts for weight in part.parameters()]
+        state.append(None if self.head is None else self.head.shortlist)
         known = self._engines.get(path)
         if known is None or known[0] != state:
             known = self._engines[path] = (state, engine(self.trunk, self.head, path=path))

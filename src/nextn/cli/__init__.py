@@ -18,7 +18,19 @@ import typer
 from nextn import __version__
 from nextn.cli import bench, move
 from nextn.cli.audit import audit
-from nextn.cli.common import AsJson, Chat, Dtype, MaxTokens, PathName, console, load_model, plain
+from nextn.cli.common import (
+    AsJson,
+    Chat,
+    DraftText,
+    DraftVocab,
+    Dtype,
+    MaxTokens,
+    PathName,
+    console,
+    draft_from,
+    load_model,
+    plain,
+)  # fmt: skip
 from nextn.errors import ConfigError, NextnError
 
 if TYPE_CHECKING:
@@ -140,6 +152,8 @@ def generate(
     adaptive: Annotated[
         bool, typer.Option("--adaptive", help="As many drafts a round as pay, up to --drafts.")
     ] = False,
+    draft_vocab: DraftVocab = 0,
+    draft_text: DraftText = None,
     seed: int = 0,
     stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; may be repeated.")] = None,
     chat: Chat = False,
@@ -161,6 +175,7 @@ def generate(
         seed=seed,
     )
     loaded = load_model(model, dtype, need_head=drafts > 0)
+    draft_from(loaded, draft_vocab, draft_text)
     text = sys.stdin.read() if prompt == "-" else prompt
     length = _adaptive(loaded, drafts, path) if adaptive else None
     how = {"stop": stop or [], "chat": chat, "path": path, "length": length}

@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import AsJson, Chat, Dtype, MaxTokens, PathName, console, load_model, plain
+from nextn.cli.common import (
+    AsJson,
+    Chat,
+    DraftText,
+    DraftVocab,
+    Dtype,
+    MaxTokens,
+    PathName,
+    console,
+    draft_from,
+    load_model,
+    plain,
+)  # fmt: skip
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,6 +51,8 @@ def bench(
     chat: Chat = False,
     seed: int = 0,
     dtype: Dtype = "auto",
+    draft_vocab: DraftVocab = 0,
+    draft_text: DraftText = None,
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Also as many drafts a round as pay.")] = False,
     path: PathName = "auto",
     out: Out = None,
@@ -60,6 +74,7 @@ def bench(
     )
     _ready(out)
     texts, loaded = read_prompts(prompts), load_model(model, dtype, need_head=True)
+    draft_from(loaded, draft_vocab, draft_text)
     with _progress(quiet=as_json) as progress:
         step = progress("decode", plan.num_runs(len(texts)))
         report = measured(loaded, texts, plan, source=model, on_run=lambda _: step())

@@ -20,6 +20,10 @@ MaxTokens = Annotated[int, typer.Option(help="New tokens per text at most.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, or auto for as stored.")]
 Chat = Annotated[bool, typer.Option("--chat", help="Put the prompts through the chat template.")]
 PathName = Annotated[str, typer.Option("--path", help="auto; fast: the native runtime or an error; plain: torch.")]
+DraftVocab = Annotated[
+    int, typer.Option(help="Draft from that many tokens only, the most frequent of --draft-text; 0 = from all.")
+]
+DraftText = Annotated[Path | None, typer.Option(help="A text like those that will be decoded.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
@@ -45,3 +49,22 @@ def load_model(model: str, dtype: str, *, need_head: bool) -> "Model":
     if dtype not in dtypes:
         raise ConfigError(f"dtype {dtype!r}; expected one of {', '.join(dtypes)}")
     return Model.load(model, dtype=dtypes[dtype], need_head=need_head)
+
+
+def draft_from(model: "Model", size: int, text: Path | None) -> None:
+    """Have the head draft from the `size` most frequent tokens of the text. Raises ConfigError."""
+    if not size and text is None:
+        return
+    if not size or text is None:
+        raise ConfigError("--draft-vocab N and --draft-text FILE belong together: the N most frequent tokens of FILE")
+    from nextn.shortlist import Shortlist
+    from nextn.text import encode, eos_tokens
+
+    if model.head is None:
+        raise ConfigError("--draft-vocab: the model has no head to draft with")
+    try:
+        ids = encode(model, text.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--draft-text {text}: not a readable text: {error}") from error
+    vocab_size = model.trunk.vocab_size
+    model.head.shortlist = Shortlist.of([ids], size, vocab_size=vocab_size, always=eos_tokens(model))

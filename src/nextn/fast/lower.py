@@ -107,12 +107,14 @@ def _rules() -> dict[Any, Rule]:
         aten.scatter: _scatter,
         aten.scatter_: _scatter,
         aten.index: _index,
+        aten.index_put_: _index_put,
         aten.index_select: _index_select,
         aten.gelu: _gelu,
         aten.softplus: _softplus,
         aten.clamp: _clamp,
         aten.clamp_min: _clamp,
         aten.full_like: _full_like,
+        aten.new_full: _new_full,
         aten.native_layer_norm: _layer_norm,
         aten.constant_pad_nd: _pad,
     }
@@ -164,6 +166,10 @@ def _fill(value: float) -> Rule:
 
 def _full_like(lowering: Lowering, entry: Entry) -> list[Instruction]:
     return [Instruction("fill", (entry.outs[0],), reals=(float(entry.args[1]),))]
+
+
+def _new_full(lowering: Lowering, entry: Entry) -> list[Instruction]:
+    return [Instruction("fill", (entry.outs[0],), reals=(float(entry.args[2]),))]
 
 
 def _product(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
@@ -293,6 +299,16 @@ def _index(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
         return None
     ids, out = indices[0].view(-1), entry.outs[0]
     return [Instruction("index_select", (out.view(ids.shape[0], *source.shape[1:]), source, ids), ints=(0,))]
+
+
+def _index_put(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
+    target, indices, source = entry.args[:3]
+    *before, ids = indices
+    if len(entry.args) > 3 or any(each is not None for each in before) or ids is None or ids.dtype != torch.int64:
+        return None
+    if len(indices) != target.ndim or ids.ndim != 1:
+        return None
+    return [Instruction("scatter", (target, _like(ids, source), source), ints=(target.ndim - 1,))]
 
 
 def _index_select(lowering: Lowering, entry: Entry) -> list[Instruction]:
