@@ -21,7 +21,7 @@ LAYERS = [
     ["trunk", "checkpoint", "policy"],
     ["inventory", "quantisation", "head", "fp8"],
     ["weights", "snapshot"],
-    ["filling"],
+    ["filling", "fast"],
     ["provenance", "staging"],
     ["audit", "fit"],
     ["graft"],

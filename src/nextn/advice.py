@@ -120,7 +120,7 @@ def advised(
         check(model, drafts=largest, batch=batch, context=context)
     report, found = measured(model, prompts, plan, source=source, on_run=on_run), []
     for context, batch in product(contexts or (report.costs.context,), batches):
-        found.append(measured_costs(model, drafts=largest, batch=batch, context=context))
+        found.append(measured_costs(model, drafts=largest, batch=batch, context=context, path=plan.path))
         on_costs(found[-1])
     return Advice(report, tuple(found))
 

@@ -12,11 +12,13 @@ from itertools import product
 
 from nextn import acceptance
 from nextn.acceptance import Acceptance
-from nextn.cost import Clock, Machine, measured_costs, rotated
+from nextn.cost import Clock, Machine, adaptive, measured_costs, rotated
 from nextn.data import degeneracy
 from nextn.decode import Round, Settings, rounds
 from nextn.errors import ConfigError
+from nextn.fast.choose import Engine
 from nextn.model import Model
+from nextn.policy import DraftLength
 from nextn.sampling import Sampling
 from nextn.speedup import DEFINITION, Costs, Spread, expected_speedup
 from nextn.text import eos_tokens
@@ -24,7 +26,10 @@ from nextn.workload import Prompt, by_domain
 
 # Below it the check for loops takes honest text for loops too often, see `Degeneracy.looping`.
 _TELLING = 200
+# In place of a K: as many drafts a round as pay, see `policy.Adaptive`.
+ADAPTIVE = -1
 DEFINITIONS = {
+    "drafts": "K; -1: as many as pay in each round (policy.Adaptive), at most the largest K",
     "tokens_per_s": "new tokens per second of one prompt, prefill and first token left out; median and quartiles",
     "speedup": "tokens/s of MTP over plain decoding of the same prompt in the same turn; median and quartiles",
     "acceptance": acceptance.DEFINITION + "; 95 % Wilson intervals",
@@ -48,7 +53,7 @@ DEFINITIONS = {
 class Plan:
     """What to run: every K of `drafts` (0, plain decoding, always with it) at every temperature, `repeats` times.
 
-    Raises ConfigError for values out of range.
+    adaptive: also as many drafts as pay, up to the largest K. path: see `Model.engine`. Raises ConfigError for values out of range.
     """
 
     drafts: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)
@@ -57,6 +62,8 @@ class Plan:
     repeats: int = 3
     chat: bool = False
     seed: int = 0
+    adaptive: bool = False
+    path: str = "auto"
 
     def __post_init__(self) -> None:
         if not self.drafts or min(self.drafts) < 0 or not max(self.drafts):
@@ -70,13 +77,17 @@ class Plan:
         object.__setattr__(self, "drafts", tuple(sorted({0, *self.drafts})))
         object.__setattr__(self, "temperatures", tuple(dict.fromkeys(self.temperatures)))
 
+    @property
+    def choices(self) -> list[int]:
+        return [*self.drafts, *([ADAPTIVE] if self.adaptive else [])]
+
     def order(self, num_prompts: int) -> Iterator[tuple[int, int, float, list[int]]]:
         """(repeat, prompt, temperature, Ks in the order of this turn): who goes first changes from turn to turn."""
         for repeat, prompt, temperature in product(range(self.repeats), range(num_prompts), self.temperatures):
-            yield repeat, prompt, temperature, rotated(self.drafts, repeat + prompt)
+            yield repeat, prompt, temperature, rotated(self.choices, repeat + prompt)
 
     def num_runs(self, num_prompts: int) -> int:
-        return self.repeats * num_prompts * len(self.temperatures) * len(self.drafts)
+        return self.repeats * num_prompts * len(self.temperatures) * len(self.choices)
 
 
 @dataclass(frozen=True)
@@ -116,24 +127,32 @@ class Run:
 def runs(model: Model, prompts: Sequence[Prompt], plan: Plan, *, clock: Clock = time.perf_counter) -> Iterator[Run]:
     """All runs of the plan, in its order, after a short one of each K that does not count. Raises ConfigError."""
     ids = [prompt.tokens(model, chat=plan.chat) for prompt in prompts]
-    eos = eos_tokens(model)
+    eos, made = eos_tokens(model), model.engine(plan.path)
+    lengths: dict[float, DraftLength | None] = dict.fromkeys(plan.temperatures)
     for drafts in plan.drafts:
-        _run(model, ids[0], Settings(drafts=drafts, max_tokens=min(plan.max_tokens, 2 + 2 * drafts), eos=eos), clock)
+        settings = Settings(drafts=drafts, max_tokens=min(plan.max_tokens, 2 + 2 * drafts), eos=eos)
+        _run(made, ids[0], settings, None, clock)
+    if plan.adaptive:  # one for each temperature: what confidences are worth differs
+        limit, path = plan.drafts[-1], plan.path
+        lengths = {each: adaptive(model, limit=limit, context=len(ids[0]), path=path) for each in plan.temperatures}
     for repeat, place, temperature, order in plan.order(len(prompts)):
         for drafts in order:
             settings = Settings(
-                drafts=drafts,
+                drafts=plan.drafts[-1] if drafts == ADAPTIVE else drafts,
                 sampling=Sampling(temperature),
                 max_tokens=plan.max_tokens,
                 eos=eos,
                 seed=plan.seed + repeat,
             )
-            log, wall_s = _run(model, ids[place], settings, clock)
+            length = lengths[temperature] if drafts == ADAPTIVE else None
+            log, wall_s = _run(made, ids[place], settings, length, clock)
             yield Run(place, drafts, temperature, repeat, log, wall_s)
 
 
-def _run(model: Model, prompt: Sequence[int], settings: Settings, clock: Clock) -> tuple[tuple[Round, ...], float]:
-    stream = rounds(model.trunk, model.head, [prompt], settings)
+def _run(
+    made: Engine, prompt: Sequence[int], settings: Settings, length: DraftLength | None, clock: Clock
+) -> tuple[tuple[Round, ...], float]:
+    stream = rounds(made.trunk, made.head, [prompt], settings, length=length)
     log = [next(stream)]
     started = clock()
     log += stream
@@ -156,8 +175,9 @@ def measured(
     lengths = [len(prompts[run.prompt].tokens(model, chat=plan.chat)) + len(run.tokens) // 2 for run in log]
     room = (model.trunk.max_length or max(lengths) * 2) - plan.drafts[-1] - 1
     context = min(round(statistics.mean(lengths)), room)
-    costs = measured_costs(model, drafts=plan.drafts[-1], context=context)
-    return Report(source, plan, tuple(prompts), tuple(log), costs, Machine.of(model))
+    costs = measured_costs(model, drafts=plan.drafts[-1], context=context, path=plan.path)
+    engine = model.engine(plan.path)
+    return Report(source, plan, tuple(prompts), tuple(log), costs, Machine.of(model), engine.reason)
 
 
 @dataclass(frozen=True)
@@ -202,7 +222,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Report:
-    """All that one bench found; the figures are made from the runs."""
+    """All that one bench found; the figures are made from the runs. plain_because: why not on the fast path, if so."""
 
     source: str
     plan: Plan
@@ -210,6 +230,7 @@ class Report:
     runs: tuple[Run, ...] = field(repr=False)
     costs: Costs
     machine: Machine
+    plain_because: str = ""
 
     @cached_property
     def looping(self) -> dict[float, set[int]]:
@@ -247,6 +268,8 @@ class Report:
                 said.append(f"{at}: {loops} of {total} prompts gave loops and are left out")
             if short:
                 said.append(f"{at}: {short} of {total} prompts gave texts below {_TELLING} tokens: loops may be missed")
+        if self.plain_because and self.plan.path == "auto":
+            said.append(f"decoded on the plain path: {self.plain_because}")
         same, texts = self.identical
         if same < texts:
             ties = "" if self.machine.dtype == "float32" else f"; near-ties in {self.machine.dtype} may do that"
@@ -260,10 +283,12 @@ class Report:
         twins = {(run.prompt, run.repeat): run for run in plain}
         pairs = [(run, twins[run.prompt, run.repeat]) for run in mtp]
         found = Acceptance.of(each for run in mtp if run.temperature or not run.repeat for each in run.rounds)
-        length = found.length if drafts else 1.0
-        price = self.costs.of_round(drafts)
+        spent = [self.costs.of_round(len(each.rows[0].drafts)) for run in mtp for each in run.rounds[1:]]
+        price = statistics.mean(spent) if drafts == ADAPTIVE and spent else self.costs.of_round(max(0, drafts))
+        length = _length(mtp) if drafts == ADAPTIVE else found.length if drafts else 1.0
         speed = Spread.of(_known([run.tokens_per_s for run in mtp]))
-        read = (self.machine.step_bytes + drafts * self.machine.draft_bytes) / length
+        drafted = statistics.mean([len(each.rows[0].drafts) for run in mtp for each in run.rounds[1:]] or [0])
+        read = (self.machine.step_bytes + drafted * self.machine.draft_bytes) / length
         return Figures(
             temperature=temperature,
             drafts=drafts,
@@ -282,7 +307,7 @@ class Report:
     def table(self) -> list[Figures]:
         """Every temperature and K, over all prompts and by domain."""
         domains = ["all", *by_domain(self.prompts)]
-        return [self.figures(*key) for key in product(self.plan.temperatures, self.plan.drafts, domains)]
+        return [self.figures(*key) for key in product(self.plan.temperatures, self.plan.choices, domains)]
 
     def theory(self, temperature: float) -> list[tuple[int, float]]:
         """(K, expected speed-up) for every K up to the largest, from the a_k of the runs at the largest."""
@@ -306,6 +331,7 @@ class Report:
             "definitions": DEFINITIONS,
             "machine": vars(self.machine),
             "plan": vars(self.plan),
+            "path": "plain" if self.plain_because else "fast",
             "domains": domains,
             "texts": counts,
             "identical": {"same": same, "texts": texts},
@@ -321,6 +347,12 @@ class Report:
     def _places(self, temperature: float, domain: str) -> set[int]:
         places = set(range(len(self.prompts)) if domain == "all" else by_domain(self.prompts)[domain])
         return places - self.looping[temperature] or places
+
+
+def _length(runs: Sequence[Run]) -> float:
+    """Tokens per round, rounds without drafts among them; nan without rounds."""
+    num = sum(len(run.rounds) - 1 for run in runs)
+    return sum(len(run.tokens) - 1 for run in runs) / num if num else float("nan")
 
 
 def _known(values: Sequence[float]) -> list[float]:

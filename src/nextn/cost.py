@@ -15,8 +15,10 @@ import transformers
 from torch import Tensor, nn
 
 from nextn.errors import ConfigError
+from nextn.fast.choose import Engine
 from nextn.head import Head
 from nextn.model import Model
+from nextn.policy import Adaptive
 from nextn.speedup import Costs, Spread
 from nextn.trunk import Trunk
 
@@ -32,15 +34,17 @@ def measured_costs(
     batch: int = 1,
     context: int = 256,
     repeats: int = 7,
+    path: str = "auto",
     clock: Clock = time.perf_counter,
 ) -> Costs:
     """Passes of 1..drafts+1 tokens and a chain of `drafts` draft steps, in turn, `repeats` times after a warm-up.
 
-    Each ends in its argmax on the host, as in decoding. Raises ConfigError where these do not fit the model.
+    Each ends in its argmax on the host, as in decoding. path: see `Model.engine`. Raises ConfigError where these do not
+    fit the model.
     """
     check(model, drafts=drafts, batch=batch, context=context)
     assert model.head is not None
-    bench = _Passes(model.trunk, model.head, batch, context)
+    bench = _Passes(model.engine(path), batch, context)
     passes = [lambda m=m: bench.verify(m) for m in range(1, drafts + 2)] + [lambda: bench.draft(drafts)]
     times: list[list[float]] = [[] for _ in passes]
     for repeat in range(repeats + 1):
@@ -52,6 +56,12 @@ def measured_costs(
     *steps, chain = map(Spread.of, times)
     draft = Spread(chain.median / drafts, chain.low / drafts, chain.high / drafts, chain.num)
     return Costs(batch, context, tuple(steps), draft)
+
+
+def adaptive(model: Model, *, limit: int, batch: int = 1, context: int = 256, path: str = "auto") -> Adaptive:
+    """A draft length that pays, by what this machine takes for each. Raises ConfigError as `measured_costs`."""
+    costs = measured_costs(model, drafts=limit, batch=batch, context=context, repeats=3, path=path)
+    return Adaptive(costs)
 
 
 def check(model: Model, *, drafts: int, batch: int, context: int) -> None:
@@ -73,34 +83,41 @@ def rotated(values: Iterable[int], turn: int) -> list[int]:
 class _Passes:
     """Caches of `context` columns, over which passes are run that leave no column behind."""
 
-    def __init__(self, trunk: Trunk, head: Head, batch: int, context: int) -> None:
-        self.trunk, self.head, self.batch = trunk, head, batch
-        self.cache = trunk.cache(batch)
-        self.caches = [head.cache(batch) for _ in head.stack]
+    def __init__(self, made: Engine, batch: int, context: int) -> None:
+        assert made.head is not None
+        self.trunk, self.head, self.batch, self.context = made.trunk, made.head, batch, context
+        self.cache = self.trunk.cache(batch)
+        self.caches = [self.head.cache(batch) for _ in self.head.stack]
         generator = torch.Generator().manual_seed(0)
-        self.tokens = torch.randint(trunk.vocab_size, (batch, context), generator=generator).to(trunk.device)
+        self.tokens = torch.randint(self.trunk.vocab_size, (batch, context), generator=generator).to(self.trunk.device)
         for start in range(0, context, _CHUNK):
             tokens = self.tokens[:, start : start + _CHUNK]
-            self.states = trunk(tokens, self.cache).eaten
+            self.states = self.trunk(tokens, self.cache).eaten.clone()
             self.cache.keep([tokens.shape[1]] * batch)
             for index, cache in enumerate(self.caches):
-                head.step(index, tokens, self.states, cache=cache)
+                self.head.step(index, tokens, self.states, cache=cache)
                 cache.keep([tokens.shape[1]] * batch)
 
     def verify(self, columns: int) -> list[list[int]]:
         tokens = self.tokens[:, :1].expand(-1, columns)
-        best = self.trunk.logits(self.trunk(tokens, self.cache).normed).argmax(-1)
+        best = self.trunk.predict(self.trunk(tokens, self.cache).normed).best
         self.cache.keep([0] * self.batch)
-        return best.tolist()
+        return best
 
-    def draft(self, drafts: int) -> Tensor:
-        tokens, states = self.tokens[:, :1], self.states[:, -1:]
+    def draft(self, drafts: int) -> list[int]:
+        tokens, states, recursion = self.tokens[:, 0].tolist(), self.states[:, -1:], None
         for depth in range(1, drafts + 1):
-            index = self.head.module(depth)
-            step = self.head.step(index, tokens, states, cache=self.caches[index])
-            self.caches[index].keep([0] * self.batch)
-            chosen = self.head.logits(index, step.normed[:, 0]).argmax(-1).tolist()
-            tokens = torch.tensor(chosen, device=self.trunk.device)[:, None]
+            if depth <= self.head.num_modules:
+                index = self.head.module(depth)
+                eaten = torch.tensor(tokens, device=self.trunk.device)[:, None]
+                step = self.head.step(index, eaten, states, cache=self.caches[index])
+                self.caches[index].keep([0] * self.batch)
+                guess = self.head.predict(index, step.normed[:, 0])
+            else:
+                recursion = recursion or self.head.recursion(self.caches[-1], step.recycled[:, 0])
+                guess = recursion.step(tokens)
+            tokens = guess.best
+        self.caches[-1].truncate([self.context] * self.batch)
         return tokens
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nextn.errors import ConfigError
+from nextn.fast.engine import FastHead, FastRecursion, FastTrunk
 from nextn.head import Head, Recursion, Step
 from nextn.policy import Chain, DraftLength, Fixed, RoundPlan
 from nextn.rollback import Cache
@@ -103,8 +104,8 @@ Observer = Callable[[Event], None]
 
 
 def rounds(
-    trunk: Trunk,
-    head: Head | None,
+    trunk: Trunk | FastTrunk,
+    head: Head | FastHead | None,
     prompts: Sequence[Sequence[int]],
     settings: Settings,
     *,
@@ -127,7 +128,9 @@ def rounds(
             yield batch.round()
 
 
-def _check(trunk: Trunk, head: Head | None, prompts: Sequence[Sequence[int]], settings: Settings) -> None:
+def _check(
+    trunk: Trunk | FastTrunk, head: Head | FastHead | None, prompts: Sequence[Sequence[int]], settings: Settings
+) -> None:
     if not prompts:
         raise ConfigError("no prompt was given; expected at least one")
     if settings.drafts and head is None:
@@ -194,8 +197,8 @@ class _Batch:
 
     def __init__(
         self,
-        trunk: Trunk,
-        head: Head | None,
+        trunk: Trunk | FastTrunk,
+        head: Head | FastHead | None,
         prompts: Sequence[Sequence[int]],
         settings: Settings,
         length: DraftLength,
@@ -316,7 +319,7 @@ class _Batch:
         self.caches[index].keep(widths)
         return step
 
-    def _recurse(self, recursion: Recursion, depth: int, tokens: Sequence[int]) -> Prediction:
+    def _recurse(self, recursion: Recursion | FastRecursion, depth: int, tokens: Sequence[int]) -> Prediction:
         assert self.head is not None
         self._watch("draft", self.head.num_modules - 1, [[token] for token in tokens], self.caches[-1], f"g{depth - 1}")
         return recursion.step(tokens)

@@ -144,7 +144,8 @@ def train_demo(
 
 def decode_side(model: Model, texts: Sequence[Sequence[int]], settings: Settings) -> Side:
     """Decode prompts one after the other, batch 1."""
-    return Side(tuple(tuple(rounds(model.trunk, model.head, [text], settings)) for text in texts))
+    made = model.engine()
+    return Side(tuple(tuple(rounds(made.trunk, made.head, [text], settings)) for text in texts))
 
 
 def decode_pair(model: Model, texts: Sequence[Sequence[int]], settings: Settings) -> Pair:

@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from nextn.checkpoint import Checkpoint, write_index
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import Family, by_config
+from nextn.fast.choose import Engine, engine
 from nextn.filling import cast, empty_head, fill, head_tensors, trunk_state
 from nextn.fp8 import pack, section
 from nextn.head import Head
@@ -33,6 +34,19 @@ class Model:
     family: Family
     tokenizer: PreTrainedTokenizerBase | None = None
     notes: tuple[str, ...] = ()
+    _engines: dict[str, tuple[object, Engine]] = field(default_factory=dict, repr=False, compare=False)
+
+    def engine(self, path: str = "auto") -> Engine:
+        """What this model decodes on, see `fast.choose.engine`; made once, and anew when weights were changed in place.
+
+        Raises ConfigError for a path that is unknown, or `fast` where there is none.
+        """
+        parts = [self.trunk, *([] if self.head is None else [self.head])]
+        state = [(id(weight), weight._version) for part in parts for weight in part.parameters()]
+        known = self._engines.get(path)
+        if known is None or known[0] != state:
+            known = self._engines[path] = (state, engine(self.trunk, self.head, path=path))
+        return known[1]
 
     @classmethod
     def build(

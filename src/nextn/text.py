@@ -9,6 +9,7 @@ from nextn.acceptance import Acceptance
 from nextn.decode import Observer, Round, RowRound, Settings, rounds
 from nextn.errors import ConfigError
 from nextn.model import Model
+from nextn.policy import DraftLength
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,15 @@ def stream(
     *,
     stop: Sequence[str] = (),
     chat: bool = False,
+    path: str = "auto",
+    length: DraftLength | None = None,
     observer: Observer | None = None,
     on_round: Callable[[Round], None] | None = None,
 ) -> Iterator[Chunk]:
     """Decode prompts as one batch and yield a Chunk per row and round, as soon as the round is over.
 
     stop: strings that end a row; the text stops before them. settings.eos = None: `eos_tokens` of the checkpoint.
+    path: `auto`, `fast` or `plain`, see `Model.engine`. length: how many tokens each round drafts, see `rounds`.
     """
     eos = eos_tokens(model) if settings.eos is None else settings.eos
     settings = replace(settings, eos=eos)
@@ -97,7 +101,8 @@ def stream(
     callback = (lambda row, new: texts[row].stop_after(new)) if stop else None
     if stop:
         _tokenizer(model)
-    for each in rounds(model.trunk, model.head, ids, settings, stop=callback, observer=observer):
+    made = model.engine(path)
+    for each in rounds(made.trunk, made.head, ids, settings, length=length, stop=callback, observer=observer):
         if on_round is not None:
             on_round(each)
         for part in each.rows:
@@ -112,13 +117,26 @@ def generate(
     *,
     stop: Sequence[str] = (),
     chat: bool = False,
+    path: str = "auto",
+    length: DraftLength | None = None,
     observer: Observer | None = None,
 ) -> list[Result]:
     """Decode prompts as one batch to the end. Raises ConfigError for prompts or settings that cannot be used."""
     log: list[Round] = []
     texts, finishes = [""] * len(prompts), [""] * len(prompts)
     parts: list[list[RowRound]] = [[] for _ in prompts]
-    for chunk in stream(model, prompts, settings, stop=stop, chat=chat, observer=observer, on_round=log.append):
+    chunks = stream(
+        model,
+        prompts,
+        settings,
+        stop=stop,
+        chat=chat,
+        path=path,
+        length=length,
+        observer=observer,
+        on_round=log.append,
+    )
+    for chunk in chunks:
         texts[chunk.row] += chunk.text
         parts[chunk.row].append(chunk.part)
         finishes[chunk.row] = chunk.finish or ""

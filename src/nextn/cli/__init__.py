@@ -11,14 +11,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nextn import __version__
 from nextn.cli import bench, move
 from nextn.cli.audit import audit
-from nextn.cli.common import AsJson, console, load_model, plain
+from nextn.cli.common import AsJson, Chat, Dtype, MaxTokens, PathName, console, load_model, plain
 from nextn.errors import ConfigError, NextnError
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from nextn.decode import Round, RowRound, Settings
     from nextn.demo import Report
     from nextn.model import Model
+    from nextn.policy import DraftLength
     from nextn.train import Record
 
 app = typer.Typer(
@@ -39,7 +40,6 @@ app = typer.Typer(
 app.command()(audit)
 
 Drafts = Annotated[int, typer.Option("--drafts", "-k", help="Tokens drafted per round; 0 is plain decoding.")]
-MaxTokens = Annotated[int, typer.Option(help="New tokens at most.")]
 
 
 def main() -> None:
@@ -136,10 +136,15 @@ def generate(
     min_p: Annotated[float, typer.Option(help="0 = off.")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="1 = off.")] = 1.0,
     argmax_drafts: Annotated[bool, typer.Option(help="Draft the head's best token instead of a sample.")] = False,
+    p_min: Annotated[float, typer.Option(help="Stop a round's drafts where the head is less sure.")] = 0.0,
+    adaptive: Annotated[
+        bool, typer.Option("--adaptive", help="As many drafts a round as pay, up to --drafts.")
+    ] = False,
     seed: int = 0,
     stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; may be repeated.")] = None,
-    chat: Annotated[bool, typer.Option(help="Put the prompt through the chat template.")] = False,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto for as stored.")] = "auto",
+    chat: Chat = False,
+    dtype: Dtype = "auto",
+    path: PathName = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Decode one prompt with MTP; kept drafts are coloured, and the acceptance is printed below."""
@@ -148,11 +153,18 @@ def generate(
 
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     settings = Settings(
-        drafts=drafts, sampling=sampling, sampled_drafts=not argmax_drafts, max_tokens=max_tokens, seed=seed
+        drafts=drafts,
+        p_min=p_min,
+        sampling=sampling,
+        sampled_drafts=not argmax_drafts,
+        max_tokens=max_tokens,
+        seed=seed,
     )
     loaded = load_model(model, dtype, need_head=drafts > 0)
     text = sys.stdin.read() if prompt == "-" else prompt
-    _generate(loaded, text, settings, stop or [], chat=chat, as_json=as_json)
+    length = _adaptive(loaded, drafts, path) if adaptive else None
+    how = {"stop": stop or [], "chat": chat, "path": path, "length": length}
+    _generate(loaded, text, settings, how, as_json=as_json)
 
 
 @app.command()
@@ -193,15 +205,22 @@ for verb in (*move.VERBS, *bench.VERBS):
     app.command()(verb)
 
 
-def _generate(model: "Model", text: str, settings: "Settings", stop: list[str], *, chat: bool, as_json: bool) -> None:
+def _adaptive(model: "Model", drafts: int, path: str) -> "DraftLength":
+    from nextn.cost import adaptive
+
+    return adaptive(model, limit=drafts, path=path)
+
+
+def _generate(model: "Model", text: str, settings: "Settings", how: dict[str, Any], *, as_json: bool) -> None:
     from nextn.text import generate as whole
     from nextn.text import stream
 
     if as_json:
-        result = whole(model, [text], settings, stop=stop, chat=chat)[0]
+        result = whole(model, [text], settings, **how)[0]
         record = {"text": result.text, "tokens": list(result.tokens), "finish": result.finish}
         times = {"prefill_s": result.prefill_s, "draft_s": result.draft_s, "verify_s": result.verify_s}
-        typer.echo(json.dumps(record | times | {"tokens_per_s": result.tokens_per_s} | result.acceptance.as_record()))
+        said = {"tokens_per_s": result.tokens_per_s, "path": model.engine(how["path"]).path}
+        typer.echo(json.dumps(record | times | said | result.acceptance.as_record()))
         return
     from nextn.acceptance import Acceptance
 
@@ -209,7 +228,7 @@ def _generate(model: "Model", text: str, settings: "Settings", stop: list[str], 
     log: list[Round] = []
     for note in model.notes:
         typer.echo(f"note: {note}", err=True)
-    for chunk in stream(model, [text], settings, stop=stop, chat=chat, on_round=log.append):
+    for chunk in stream(model, [text], settings, **how, on_round=log.append):
         kept = bool(chunk.part.kept)
         screen.print(plain(chunk.text, style="green" if kept else None), end="", soft_wrap=True, highlight=False)
     figures = Acceptance.of(log)
@@ -217,6 +236,12 @@ def _generate(model: "Model", text: str, settings: "Settings", stop: list[str], 
     tokens = sum(len(each.rows[0].emitted) for each in log[1:])
     rates = "  ".join(f"a_{depth} {rate:.2f}" for depth, rate in enumerate(figures.rates, 1))
     speed = f"{tokens / seconds:.0f} tokens/s" if seconds else "one token"
+    made = model.engine(how["path"])
+    speed += f" ({made.path} path)"
+    if made.reason and how["path"] == "auto":
+        typer.echo(f"\nnote: plain path: {made.reason}", err=True)
+    if how["length"] is not None:
+        speed += f"  {how['length'].reason} "
     screen.print(
         f"\n[dim]{speed}  " + (f"AL {figures.length:.2f}  {rates}" if figures.num_rounds else "plain") + "[/dim]"
     )

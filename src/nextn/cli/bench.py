@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import AsJson, console, load_model, plain
+from nextn.cli.common import AsJson, Chat, Dtype, MaxTokens, PathName, console, load_model, plain
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,9 +26,6 @@ Prompts = Annotated[
     Path | None, typer.Option(help="Prompts of your own: .txt (blank lines between) or .jsonl; see docs/benchmarks.md.")
 ]
 Temperatures = Annotated[str, typer.Option(help="Comma-separated; 0 = greedy.")]
-MaxTokens = Annotated[int, typer.Option(help="New tokens per text at most.")]
-Chat = Annotated[bool, typer.Option("--chat", help="Put the prompts through the chat template.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, or auto for as stored.")]
 Out = Annotated[Path | None, typer.Option(help="Folder for the record and the figures.")]
 
 
@@ -42,6 +39,8 @@ def bench(
     chat: Chat = False,
     seed: int = 0,
     dtype: Dtype = "auto",
+    adaptive: Annotated[bool, typer.Option("--adaptive", help="Also as many drafts a round as pay.")] = False,
+    path: PathName = "auto",
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
@@ -49,7 +48,16 @@ def bench(
     from nextn.benchmark import Plan, measured
     from nextn.workload import read_prompts
 
-    plan = Plan(_whole(drafts, "--drafts"), _numbers(temperatures), max_tokens, repeats, chat=chat, seed=seed)
+    plan = Plan(
+        _whole(drafts, "--drafts"),
+        _numbers(temperatures),
+        max_tokens,
+        repeats,
+        chat=chat,
+        seed=seed,
+        adaptive=adaptive,
+        path=path,
+    )
     _ready(out)
     texts, loaded = read_prompts(prompts), load_model(model, dtype, need_head=True)
     with _progress(quiet=as_json) as progress:
@@ -74,6 +82,7 @@ def advise(
     chat: Chat = False,
     seed: int = 0,
     dtype: Dtype = "auto",
+    path: PathName = "auto",
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
@@ -83,7 +92,7 @@ def advise(
     from nextn.workload import read_prompts
 
     sizes, columns = _whole(batches, "--batches"), _whole(contexts, "--contexts") if contexts else ()
-    plan = Plan((drafts,), _numbers(temperatures), max_tokens, repeats=1, chat=chat, seed=seed)
+    plan = Plan((drafts,), _numbers(temperatures), max_tokens, repeats=1, chat=chat, seed=seed, path=path)
     _ready(out)
     texts, loaded = read_prompts(prompts), load_model(model, dtype, need_head=True)
     with _progress(quiet=as_json) as progress:
@@ -190,7 +199,7 @@ def _show(report: "Report") -> None:
         table.add_column(title, justify="left" if title in ("", "a_1 ... a_K") else "right", no_wrap=True)
     largest = report.plan.drafts[-1]
     for temperature in report.plan.temperatures:
-        rows = [("", report.figures(temperature, drafts)) for drafts in report.plan.drafts]
+        rows = [("", report.figures(temperature, drafts)) for drafts in report.plan.choices]
         rows += [(f", {each}", report.figures(temperature, largest, each)) for each in by_domain(report.prompts)]
         for label, figures in rows:
             marked = " (loops)" if figures.only_loops else ""
@@ -213,7 +222,7 @@ def _show(report: "Report") -> None:
 def _cells(figures: "Figures") -> list[str]:
     kept, speed, share = figures.acceptance, figures.tokens_per_s, figures.share
     return [
-        str(figures.drafts),
+        "auto" if figures.drafts < 0 else str(figures.drafts),
         f"{kept.length:.2f}" if kept.num_rounds else "",
         f"{speed.median:.0f} ({speed.low:.0f}-{speed.high:.0f})",
         f"{figures.speedup.median:.2f}",

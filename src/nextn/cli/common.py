@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
 CacheDir = Annotated[Path | None, typer.Option(help="The hub's cache; left out: the usual place.")]
 Offline = Annotated[bool, typer.Option("--offline", help="Read a hub id from the cache alone.")]
+MaxTokens = Annotated[int, typer.Option(help="New tokens per text at most.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, or auto for as stored.")]
+Chat = Annotated[bool, typer.Option("--chat", help="Put the prompts through the chat template.")]
+PathName = Annotated[str, typer.Option("--path", help="auto; fast: the native runtime or an error; plain: torch.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
