@@ -1,14 +1,16 @@
 """Small torch functions as replays: recorded on some inputs, run on others."""
 
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from nextn.fast.engine import Weights
+from nextn.fast.engine import FastHead, FastTrunk, Weights
 from nextn.fast.native import load
 from nextn.fast.program import Replay
 from nextn.fast.tape import Tape
+from nextn.model import Model
 
 Function = Callable[..., Tensor | Iterable[Tensor]]
 
@@ -39,3 +41,10 @@ def tape_of(function: Function, *inputs: Tensor) -> Tape:
     with torch.no_grad(), tape:
         listed(function(*inputs))
     return tape
+
+
+def fast_of(model: Model) -> SimpleNamespace:
+    """trunk and head of the model on the fast path."""
+    weights = Weights(load())
+    trunk = FastTrunk(model.trunk, load(), weights)
+    return SimpleNamespace(trunk=trunk, head=FastHead(model.head, trunk, load(), weights))

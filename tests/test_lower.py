@@ -157,7 +157,10 @@ LEFT = {
     "layer norm without gain": (lambda g: F.layer_norm(g.x, (8,)), ["aten.native_layer_norm.default"]),
     "pad that cuts": (lambda g: F.pad(g.x, (-1, 0)), ["aten.constant_pad_nd.default"]),
     "division that rounds": (lambda g: torch.div(g.x, g.y, rounding_mode="floor"), ["aten.div.Tensor_mode"]),
-    "between native ones": (lambda g: (g.x * 2).flip(0).add(g.y).roll(1, 0), ["aten.flip.default", "aten.roll.default"]),
+    "between native ones": (
+        lambda g: (g.x * 2).flip(0).add(g.y).roll(1, 0),
+        ["aten.flip.default", "aten.roll.default"],
+    ),
 }
 
 
