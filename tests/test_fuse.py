@@ -74,6 +74,14 @@ def root(wide):
     return torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * wide
 
 
+def fourth(wide):
+    return wide * torch.rsqrt(wide.pow(4).mean(-1, keepdim=True) + EPS)
+
+
+def other_products(wide):
+    return wide * torch.rsqrt((wide * WEIGHT).mean(-1, keepdim=True) + 100)
+
+
 WEIGHT = torch.randn(48, generator=torch.Generator().manual_seed(3))
 SPELLED = {
     "llama": lambda x: WEIGHT.to(x.dtype) * rms(x).to(x.dtype),
@@ -95,8 +103,8 @@ SPELLED = {
 OTHERWISE = {
     "mean of columns": lambda x: x.float() * torch.rsqrt(x.float().pow(2).mean(1, keepdim=True) + EPS),
     "of another": lambda x: x.float() * torch.rsqrt((x.float() + 1).pow(2).mean(-1, keepdim=True) + EPS),
-    "cubes": lambda x: x.float() * torch.rsqrt(x.float().abs().pow(3).mean(-1, keepdim=True) + EPS),
-    "products of two": lambda x: x.float() * torch.rsqrt((x.float() * WEIGHT).mean(-1, True).abs() + EPS),
+    "fourth powers": lambda x: fourth(x.float()),
+    "products of two": lambda x: other_products(x.float()),
     "root is kept": lambda x: (lambda root: (x.float() * root, root))(
         torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + EPS)
     ),
