@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # CPU threads: torch's default is one per core. Tests run with one, so that two workers do not fight over cores.
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test check docs bench clean
+.PHONY: demo test check docs bench bench-peers clean
 
 demo: $(VENV)/.ready
 	$(BIN)/nextn demo
@@ -30,6 +30,13 @@ bench: $(VENV)/.ready
 	$(BIN)/python bench/step.py --out bench/results/step.json
 	$(BIN)/python bench/head.py --out bench/results/head.json
 	$(BIN)/python bench/audit.py --out bench/results/audit.json
+
+# The peers are built once, beside the user's other caches; CHECKPOINT is a run of the recipe `code` unless named.
+CHECKPOINT ?= runs/code/model
+bench-peers: $(VENV)/.ready
+	$(BIN)/python bench/peers.py setup
+	test -d $(CHECKPOINT) || $(BIN)/nextn train runs/code --recipe code
+	$(BIN)/python bench/peers.py run $(CHECKPOINT) --out bench/results/peers.json
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'nextn needs Python >= 3.11; set PYTHON=')"

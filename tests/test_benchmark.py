@@ -186,8 +186,8 @@ def test_whole_bench_on_a_fixture(trained, monkeypatch):
     told = {"temperature", "drafts", "domain", "interval_95", "offered", "kept", "acceptance_length", "rounds"}
     assert all(set(each) <= told | set(DEFINITIONS) for each in record["figures"])
     assert set(record) == {
-        "model", "definitions", "machine", "plan", "domains", "texts", "identical", "warnings", "costs", "figures",
-        "theory",
+        "model", "definitions", "machine", "plan", "path", "domains", "texts", "identical", "warnings", "costs",
+        "figures", "theory",
     }  # fmt: skip
     assert {"cores", "threads", "versions", "dtype", "bandwidth", "peak_memory"} <= set(record["machine"])
     assert [k for k, _ in record["theory"]["0"]] == [0, 1, 2, 3]

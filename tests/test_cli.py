@@ -86,7 +86,7 @@ def test_train_wrote_a_model(run):
 def test_generate_as_text_and_json(run, here):
     code, text, complaint = here("generate", run / "out" / "model", "line 1 of", "--max-tokens", 12, "-k", 3)
     assert code == 0, complaint
-    assert "tokens/s  AL " in text
+    assert "tokens/s on the fast path  AL " in text
     record = json.loads(here("generate", run / "out" / "model", "line 1 of", "--max-tokens", 12, "--json")[1])
     assert len(record["tokens"]) == 12
     assert "conditional" in record["definition"]

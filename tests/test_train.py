@@ -7,9 +7,12 @@ import pytest
 import torch
 from tiny import CONFIGS, MOST, build, refrain
 
+from nextn.audit import audit
+from nextn.checkpoint import Checkpoint
 from nextn.data import Corpus
 from nextn.errors import CheckpointError, ConfigError, TrainingError
 from nextn.model import Model
+from nextn.provenance import Provenance
 from nextn.train import EvalRecord, StepRecord, TrainConfig, Trainer
 
 CONFIG = TrainConfig(
@@ -182,3 +185,18 @@ def test_schedule_rises_holds_and_falls():
     assert scales[9] == scales[50] == 1
     assert scales[99] == pytest.approx(0.1 + 0.9 / 50)
     assert scales[50:] == sorted(scales[50:], reverse=True)
+
+
+def test_a_trained_model_says_which_trunk_its_head_saw(corpus, tmp_path):
+    """The record is true when written, and the audit notices a trunk that is fine-tuned later."""
+    run = trainer(corpus, tmp_path / "run")
+    run.write_model(tmp_path / "model")
+    written = Checkpoint.open(tmp_path / "model")
+    record = Provenance.read(written)
+    assert (record.made_by, record.trained_with) == ("train", record.beside)
+    assert "head-stale" not in {finding.rule for finding in audit(written).findings}
+    with torch.no_grad():
+        for weight in run.model.trunk.model.parameters():
+            weight.mul_(1.01)
+    run.model.save(tmp_path / "tuned", extra=record.write)
+    assert "head-stale" in {finding.rule for finding in audit(Checkpoint.open(tmp_path / "tuned")).findings}

@@ -53,7 +53,8 @@ DEFINITIONS = {
 class Plan:
     """What to run: every K of `drafts` (0, plain decoding, always with it) at every temperature, `repeats` times.
 
-    adaptive: also as many drafts as pay, up to the largest K. path: see `Model.engine`. Raises ConfigError for values out of range.
+    adaptive: also as many drafts as pay, up to the largest K. path: see `Model.engine`. Raises ConfigError for values
+    out of range.
     """
 
     drafts: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)

@@ -138,7 +138,7 @@ def train_demo(
         on_record(record)
         last = record if isinstance(record, EvalRecord) and record.step == recipe.train.steps else None
     if last is not None:
-        model.save(folder / "model")
+        trainer.write_model(folder / "model")
     return last, held_out
 
 

@@ -36,7 +36,7 @@ class Provenance:
     beside: str
     source: str
     revision: str | None = None
-    made_by: Literal["restore", "train", "convert", "extract", "keep"] = "restore"
+    made_by: Literal["restore", "train", "convert"] = "restore"
     nextn: str = __version__
 
     def write(self, folder: Path) -> None:
@@ -91,6 +91,13 @@ def trained_with(inventory: Inventory) -> str:
     if record is not None:
         return record.trained_with
     return trunk_fingerprint(inventory) if inventory.shared and inventory.layers else ""
+
+
+def record_training(folder: Path, *, source: str) -> None:
+    """Write the record of a head that was trained together with the trunk in this folder. source: what trained it."""
+    inventory = Inventory.of(Checkpoint.open(folder))
+    trunk = trunk_fingerprint(inventory)
+    Provenance(head_fingerprint(inventory), trunk, trunk, source, made_by="train").write(folder)
 
 
 def staged_head(stage: Path, config: Mapping[str, object], family: Family) -> str:

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from nextn.evaluate import Decoded, Forced, decoded, forced
 from nextn.head import outputs
 from nextn.loss import LambdaSchedule, LossReport, Targets, depth_weights, mtp_loss
 from nextn.model import Model
+from nextn.provenance import record_training
 from nextn.tensor_file import write_json
 
 
@@ -204,6 +206,11 @@ class Trainer:
         for old in _checkpoints(self.out)[:-2]:
             _remove(old)
         return folder
+
+    def write_model(self, folder: Path) -> None:
+        """Write the model in its published layout, with the record of which trunk its head was trained with."""
+        record = partial(record_training, source=str(self.out))
+        self.model.save(folder, extra=record if self.model.head is not None else None)
 
     def has_checkpoint(self) -> bool:
         """Whether `out` holds a checkpoint that `resume` could go on from."""

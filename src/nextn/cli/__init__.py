@@ -120,7 +120,7 @@ def train(
     if trainer.step < trainer.config.steps:
         _say_stopped(out, f"nextn train {out} --resume (with the same options)")
         return
-    trainer.model.save(out / "model")
+    trainer.write_model(out / "model")
     typer.echo(json.dumps({"model": str(out / "model")}) if as_json else f"wrote {out / 'model'}")
 
 
@@ -237,7 +237,7 @@ def _generate(model: "Model", text: str, settings: "Settings", how: dict[str, An
     rates = "  ".join(f"a_{depth} {rate:.2f}" for depth, rate in enumerate(figures.rates, 1))
     speed = f"{tokens / seconds:.0f} tokens/s" if seconds else "one token"
     made = model.engine(how["path"])
-    speed += f" ({made.path} path)"
+    speed += f" on the {made.path} path"
     if made.reason and how["path"] == "auto":
         typer.echo(f"\nnote: plain path: {made.reason}", err=True)
     if how["length"] is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nextn.fast.hooks import RecordingCache, RecordingLayer, RecordingTape, note, replaced
 from nextn.fast.native import Runtime
+from nextn.fast.pages import Pages
 from nextn.fast.program import Replay
 from nextn.fast.slabs import Shape, Slabs
 from nextn.head import Head, Step
@@ -27,15 +28,14 @@ class Weights:
     """Packed weights by the tensor that they were made from, shared by all replays."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime, self._packed = runtime, dict[tuple[object, ...], tuple[Tensor, Tensor]]()
+        self._runtime, self._pages = runtime, Pages()
+        self._packed: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
 
     def pack(self, weight: Tensor) -> Tensor:
         """weight [N, K], or [E, N, K] of experts."""
         key = (weight.data_ptr(), weight.shape, weight.stride(), weight.dtype)
         if key not in self._packed:
-            parts = weight if weight.ndim == 3 else [weight]
-            packed = [self._runtime.pack(part) for part in parts]
-            self._packed[key] = (packed[0] if weight.ndim == 2 else torch.cat(packed), weight)
+            self._packed[key] = self._runtime.pack(weight, self._pages.take), weight
         return self._packed[key][0]
 
 

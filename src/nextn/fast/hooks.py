@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+from transformers import AttentionInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from nextn.fast.tape import Tape, Unrecordable
 from nextn.rollback import Cache
@@ -76,16 +76,15 @@ class RecordingTape(Tape):
 @contextmanager
 def replaced(*modules: nn.Module) -> Iterator[None]:
     """While open, attention and experts of these modules note native ops on the tape in use."""
-    configs = {
-        id(part.config): part.config for module in modules for part in module.modules() if hasattr(part, "config")
-    }
-    old = [(config, config._attn_implementation, config._experts_implementation) for config in configs.values()]
+    found: list[Any] = [getattr(part, "config", None) for module in modules for part in module.modules()]
+    configs = list({id(config): config for config in found if config is not None}.values())
+    old = [(config._attn_implementation, config._experts_implementation) for config in configs]
     try:
-        for config in configs.values():
+        for config in configs:
             config._attn_implementation, config._experts_implementation = _NAME, _NAME
         yield
     finally:
-        for config, attention, experts in old:
+        for config, (attention, experts) in zip(configs, old, strict=True):
             config._attn_implementation, config._experts_implementation = attention, experts
 
 
@@ -159,5 +158,5 @@ def _expert_linear(module: Any, name: str, states: Tensor, ids: Tensor) -> Tenso
     return out
 
 
-ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)
+AttentionInterface.register(_NAME, _attend)
 ALL_EXPERTS_FUNCTIONS.register(_NAME, _experts)

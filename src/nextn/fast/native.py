@@ -4,9 +4,14 @@ Knows no model: tensors go in as views, ops by name. Without a compiler there is
 """
 
 import ctypes
+import hashlib
 import os
+import platform
 import shutil
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,11 +20,13 @@ import torch
 from torch import Tensor
 
 from nextn.errors import ConfigError
+from nextn.fast.pages import Pages
 
 _SOURCES = Path(__file__).parent / "csrc"
 # No -ffast-math: -inf in masked scores must stay what it is.
 _FLAGS = ["-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"]
 _MAX_DIMS = 6
+_STALE = 900  # seconds after which a lock of the build is taken for left over
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2, torch.bool: 3}
 
 
@@ -76,14 +83,17 @@ class Runtime:
     def __del__(self) -> None:
         self.library.nextn_team_free(self.team)
 
-    def pack(self, weight: Tensor) -> Tensor:
-        """The weight [N, K] of a linear layer, or [E, N, K] of E experts, as the linear ops read it: bytes."""
+    def pack(self, weight: Tensor, take: Callable[[int], Tensor] | None = None) -> Tensor:
+        """The weight [N, K] of a linear layer, or [E, N, K] of E experts, as the linear ops read it: bytes.
+
+        take(size): memory for them, aligned to 64 bytes; left out: pages of their own.
+        """
         *_, n, k = weight.shape
         size = self.library.nextn_packed_bytes(_TYPES.get(weight.dtype, -1), n, k)
         if size < 0:
             raise ConfigError(f"no native linear layer has weights of {weight.dtype}: torch.float32 or torch.bfloat16")
         matrices = weight.reshape(-1, n, k)
-        packed = _aligned(size * len(matrices))
+        packed = (take or Pages().take)(size * len(matrices))
         for place, matrix in enumerate(matrices):
             self.call("pack", [packed[place * size : (place + 1) * size], matrix])
         return packed
@@ -94,13 +104,6 @@ class Runtime:
         if arguments is None or self.library.nextn_call(self.team, op.encode(), *arguments):
             kinds = ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors)
             raise ConfigError(f"native op {op!r} takes no ({kinds}), {list(ints)}, {list(reals)}")
-
-
-def _aligned(size: int) -> Tensor:
-    """Bytes from the start of a cache line on."""
-    storage = torch.empty(size + 64, dtype=torch.bool)
-    start = -storage.data_ptr() % 64
-    return storage[start : start + size]
 
 
 def _arguments(tensors: Sequence[Tensor], ints: Sequence[int], reals: Sequence[float]) -> tuple[object, ...] | None:
@@ -145,22 +148,58 @@ def bound(path: Path) -> ctypes.CDLL:
 
 @cache
 def load() -> Runtime:
-    """Build (once a machine; some seconds) and load the runtime. Raises ConfigError where that cannot be done."""
-    missing = [tool for tool in (os.environ.get("CXX", "g++"), "ninja") if shutil.which(tool) is None]
-    if missing:
-        raise ConfigError(f"the native runtime needs {' and '.join(missing)} to be built: install a C++20 compiler")
-    from torch.utils import cpp_extension
-
-    try:
-        path = cpp_extension.load(
-            "nextn_runtime",
-            [str(path) for path in sorted(_SOURCES.glob("*.cpp"))],
-            extra_cflags=_FLAGS,
-            is_python_module=False,
-        )
-    except (RuntimeError, OSError) as error:
-        raise ConfigError(f"the native runtime could not be built: {error}") from error
-    library = bound(Path(path))
+    """Build (once a machine, about a minute) and load the runtime. Raises ConfigError where that cannot be done."""
+    with _own_tools():
+        missing = [tool for tool in (os.environ.get("CXX", "g++"), "ninja") if shutil.which(tool) is None]
+        if missing:
+            raise ConfigError(
+                f"the native runtime is built by {' and '.join(missing)}, which is not there: install a C++20 compiler "
+                "and ninja"
+            )
+        library = bound(_built())
     if library.nextn_ready():
         raise ConfigError("the system does not lend this process the tile registers that the native runtime uses")
     return Runtime(library, torch.get_num_threads())
+
+
+def _built() -> Path:
+    from torch.utils import cpp_extension
+
+    sources = sorted(_SOURCES.iterdir())
+    # By what is built and for which processor: checkouts and machines may share a cache folder.
+    identity = [*(path.read_bytes() for path in sources), " ".join(_FLAGS).encode(), _processor().encode()]
+    name = f"nextn_runtime_{hashlib.sha256(b''.join(identity)).hexdigest()[:12]}"
+    folder = Path(cpp_extension._get_build_directory(name, verbose=False))
+    lock = folder / "lock"
+    if lock.exists() and time.time() - lock.stat().st_mtime > _STALE:
+        lock.unlink(missing_ok=True)  # of a build that was killed; torch would wait for it for ever
+    try:
+        path = cpp_extension.load(
+            name,
+            [str(path) for path in sources if path.suffix == ".cpp"],
+            extra_cflags=_FLAGS,
+            build_directory=str(folder),
+            is_python_module=False,
+        )
+    except (RuntimeError, OSError) as error:
+        raise ConfigError(f"the native runtime could not be built in {folder}: {str(error)[:2000]}") from error
+    return Path(path)
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return f"{platform.machine()} {flags}"
+
+
+@contextmanager
+def _own_tools() -> Iterator[None]:
+    """ninja may stand beside the interpreter, in an environment that is not activated."""
+    before = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join([before, str(Path(sys.executable).parent)])
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before

@@ -1,0 +1,93 @@
+"""llama.cpp's `llama-server` as a worker. Options: server, gguf, threads, context, drafts (fixed at its start).
+
+Prompts go out as token ids and texts come back as such; the time is the server's own, from the prefill's end to the
+last token.
+"""
+
+import atexit
+import json
+import socket
+import subprocess
+import sys
+import time
+from http.client import HTTPConnection
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from protocol import Answer, Engine, Request, serve
+
+START_S = 300
+
+
+def load(options: dict) -> Engine:
+    port, drafts = _free_port(), options["drafts"]
+    threads, context = str(options["threads"]), str(options["context"])
+    flags = ["-np", "1", "-c", context, "-t", threads, "-tb", threads, "--no-webui"]
+    if drafts:
+        flags += ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(drafts)]
+    own = ["-m", options["gguf"], "--host", "127.0.0.1", "--port", str(port)]
+    child = subprocess.Popen([options["server"], *own, *flags], stdout=sys.stderr, stderr=sys.stderr)
+    atexit.register(_end, child)
+    _await(child, f"http://127.0.0.1:{port}/health")
+
+    def decode(request: Request) -> Answer:
+        if request.drafts != drafts:
+            raise ValueError(f"drafts = {request.drafts}; this server was started with {drafts}")
+        # A line of its own for each: the server hangs up on one that was silent while other engines had their turn.
+        line = HTTPConnection("127.0.0.1", port)
+        line.request("POST", "/completion", json.dumps(_body(request)), {"Content-Type": "application/json"})
+        found = json.loads(line.getresponse().read())
+        line.close()
+        if "timings" not in found:
+            raise ValueError(f"llama-server: {found}")
+        times, tokens = found["timings"], found["tokens"]
+        drafted, kept = times.get("draft_n", 0), times.get("draft_n_accepted", 0)
+        # Each round gives its kept drafts and one token more; the prefill gives the first.
+        return Answer(tokens, times["predicted_ms"] / 1e3, len(tokens) - 1 - kept, drafted, kept)
+
+    return Engine(decode, {"llama.cpp": _version(options["server"])}, {"llama-server": " ".join(flags)})
+
+
+def _body(request: Request) -> dict[str, object]:
+    return {
+        "prompt": request.prompt,
+        "n_predict": request.max_tokens,
+        "temperature": 0.0,
+        "samplers": ["temperature"],
+        "return_tokens": True,
+        "cache_prompt": False,
+    }
+
+
+def _await(child: subprocess.Popen, health: str) -> None:
+    ends = time.monotonic() + START_S
+    while time.monotonic() < ends:
+        if child.poll() is not None:
+            raise RuntimeError(f"llama-server ended with code {child.returncode}")
+        try:
+            with urlopen(health, timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except (URLError, OSError):
+            time.sleep(0.1)
+    raise TimeoutError(f"llama-server was not ready after {START_S} s")
+
+
+def _end(child: subprocess.Popen) -> None:
+    child.terminate()
+    child.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def _version(server: str) -> str:
+    said = subprocess.run([server, "--version"], capture_output=True, text=True, check=True)
+    return (said.stderr + said.stdout).strip().splitlines()[0]
+
+
+if __name__ == "__main__":
+    serve(load)

