@@ -73,13 +73,13 @@ class Passes:
         self._dtype, self._state_shape = dtype, state_shape
         self._headers = torch.zeros(len(kinds), 3, dtype=torch.int64)
         self._replays: dict[tuple[int, int], tuple[Inputs, Replay]] = {}
-        self._shapes: list[Shape] = []
+        self._shapes: list[Shape | None] = []
 
-    def cache(self, batch_size: int) -> Slabs:
-        """Raises Unrecordable."""
+    def shapes(self, batch_size: int) -> list[Shape | None]:
+        """What each layer of the stack keeps of a column; None: the pass leaves it out. Raises Unrecordable."""
         if not self._shapes:
             self._replay(batch_size, 1)  # a recording tells the layers' sizes
-        return Slabs(self._shapes, batch_size, dtype=self._dtype)
+        return self._shapes
 
     def run(self, tokens: Tensor, cache: Slabs, *, states: Tensor | None = None) -> list[Tensor]:
         """tokens [B, m], states [B, m, ...] -> the outputs, [B, m, ...]; overwritten by the next pass of this size."""
@@ -129,8 +129,15 @@ class Passes:
         tape = RecordingTape(inputs.all, cache)
         replay = Replay.of(self._runtime, tape, lambda: self._call(inputs, cache), self._weights.pack)
         layers = [layer for layer in cache.layers if isinstance(layer, RecordingLayer)]
-        self._shapes = [layer.shape or (1, 1, 1) for layer in layers]
+        self._shapes = [layer.shape for layer in layers]
         return inputs, replay
+
+
+def _slabs(passes: Sequence[Passes], batch_size: int, *, dtype: torch.dtype) -> Slabs:
+    """Room for every layer that any of these passes over one stack meets. Raises Unrecordable."""
+    told = zip(*(each.shapes(batch_size) for each in passes), strict=True)
+    shapes = [next((shape for shape in layer if shape is not None), (1, 1, 1)) for layer in told]
+    return Slabs(shapes, batch_size, dtype=dtype)
 
 
 class _Read(Prediction):
@@ -194,7 +201,7 @@ class FastTrunk:
         self._passes = Passes(runtime, weights, trunk.kinds, self._call, dtype=trunk.dtype)
 
     def cache(self, batch_size: int) -> Slabs:
-        return self._passes.cache(batch_size)
+        return _slabs([self._passes], batch_size, dtype=self.dtype)
 
     def __call__(self, tokens: Tensor, cache: Slabs) -> Hidden:
         """As `Trunk.forward` with a cache; the states are overwritten by the next pass."""
@@ -211,6 +218,7 @@ class FastHead:
 
     def __init__(self, head: Head, trunk: FastTrunk, runtime: Runtime, weights: Weights) -> None:
         self.plain, self.stack, self.num_modules = head, head.stack, head.num_modules
+        self._dtype = trunk.dtype
         self.module, self.eats_recycled, self.family = head.module, head.eats_recycled, head.family
         kinds = [kind for index in range(head.num_modules) for kind in head.kinds(index)]
         make = partial(Passes, runtime, weights, kinds, dtype=trunk.dtype, state_shape=trunk.hidden_shape)
@@ -223,7 +231,8 @@ class FastHead:
         ]
 
     def cache(self, batch_size: int) -> Slabs:
-        return self._passes[0].cache(batch_size)
+        """For any of the modules."""
+        return _slabs(self._passes, batch_size, dtype=self._dtype)
 
     def step(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: Slabs) -> Step:
         """As `Head.step` with a cache; the states are overwritten by the next pass."""

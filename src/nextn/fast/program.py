@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from nextn.fast.fuse import fused
 from nextn.fast.lower import Lowered, Lowering
 from nextn.fast.native import Program, Runtime
 from nextn.fast.tape import Entry, Tape, Unrecordable, key, recorded
@@ -32,7 +33,9 @@ class Replay:
         """Record run() and lower it. Tensors that run() reads and that are no inputs of the tape are constants of the
         replay. Raises Unrecordable."""
         outputs = recorded(run, tape)
-        groups = Lowering(tape, pack).lowered()
+        lowering = Lowering(tape, pack)
+        kept = [*tape.inputs, *outputs]
+        groups = fused(lowering.lowered(), kept=kept, is_constant=lowering.is_constant)
         arena = _Arena(tape, groups, outputs)
         steps: list[Step] = []
         left: list[str] = []

@@ -1,0 +1,170 @@
+"""The fast path against the plain one: states, texts and drafts of every family that can be recorded."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from replays import fast_of
+from tiny import CONFIGS, FIXTURES, MOST, build, decode, prompt, refrain
+
+from nextn.acceptance import Acceptance
+from nextn.fast.tape import Unrecordable
+from nextn.model import Model
+
+RECORDED = (
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "hy_v3",
+    "exaone_moe",
+    "mellum",
+    "cohere2_moe",
+    "glm_ocr",
+    "exaone4_5",
+    "mimo_v2",
+    "ernie4_5_moe",
+)
+# Those that stay on the plain path, and why.
+PLAIN = {
+    "deepseek_v4": "kind compressed_sparse_attention",
+    "qwen3_next": "kind linear_attention",
+    "qwen3_5": "kind linear_attention",
+    "qwen3_5_moe": "kind linear_attention",
+    "bailing_hybrid": "kind linear_attention",
+    "deepseek_v32": "kind indexed_attention",
+    "glm_moe_dsa": "kind indexed_attention",
+    "hy_v4": "kind indexed_attention",
+    "glm5_next": "kind linear_attention",
+    "qwen4_exp": "kind linear_attention",
+    "step3p5": "depends on the values",
+    "minimax_m3": "kind minimax_m3_sparse",
+    "longcat_flash": "depends on the values",
+    "inkling": "kind hybrid_sliding",
+    "nemotron_h": "kind linear_attention",
+    "dots3_note": "kind indexed_attention",
+}
+TRAINED = ("glm", "glm_one", "glm_two")
+NEAR = {"rtol": 1e-5, "atol": 1e-5}
+LENGTHS = (3, 17, 40)
+
+
+def test_every_family_is_told():
+    assert sorted([*RECORDED, *PLAIN]) == sorted(CONFIGS)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_cannot_be_recorded_says_why(name):
+    with pytest.raises(Unrecordable, match=PLAIN[name]):
+        fast_of(build(name)).trunk.cache(1)
+
+
+@pytest.fixture(scope="module", params=RECORDED)
+def pair(request) -> tuple[Model, SimpleNamespace]:
+    """A model on both paths."""
+    model = build(request.param, modules=MOST[request.param])
+    return model, fast_of(model)
+
+
+@torch.inference_mode()
+def test_states_and_logits(pair):
+    """Windows that are padded and that are not, behind columns of which some were taken back."""
+    model, fast = pair
+    caches, head_caches = (
+        [each.cache(2) for each in paths] for paths in ((model.trunk, fast.trunk), (model.head, fast.head))
+    )
+    for columns in (9, 1, 3, 1):
+        tokens = torch.tensor([prompt(columns, seed=columns), prompt(columns, seed=columns + 1)])
+        hidden = [trunk(tokens, cache) for trunk, cache in zip((model.trunk, fast.trunk), caches, strict=True)]
+        torch.testing.assert_close(hidden[1].normed, hidden[0].normed, **NEAR)
+        torch.testing.assert_close(hidden[1].eaten, hidden[0].eaten, **NEAR)
+        logits = [trunk.predict(each.normed) for trunk, each in zip((model.trunk, fast.trunk), hidden, strict=True)]
+        compare(logits)
+        eaten = hidden[0].eaten.clone()
+        steps = [
+            head.step(0, tokens, eaten, cache=cache)
+            for head, cache in zip((model.head, fast.head), head_caches, strict=True)
+        ]
+        torch.testing.assert_close(steps[1].normed, steps[0].normed, **NEAR)
+        torch.testing.assert_close(steps[1].recycled, steps[0].recycled, **NEAR)
+        compare([head.predict(0, each.normed) for head, each in zip((model.head, fast.head), steps, strict=True)])
+        for cache in (*caches, *head_caches):
+            cache.keep([columns, (columns + 1) // 2])
+
+
+def compare(predictions) -> None:
+    plain, fast = predictions
+    torch.testing.assert_close(fast.logits, plain.logits, **NEAR)
+    assert fast.best == plain.best
+    torch.testing.assert_close(torch.tensor(fast.confidence), torch.tensor(plain.confidence), **NEAR)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("lengths", [(17,), LENGTHS], ids=["one", "ragged"])
+def test_texts_and_drafts(pair, lengths, drafts):
+    """Also what is drafted, which the text does not show; rows end at different times and leave."""
+    model, fast = pair
+    prompts = [prompt(length, seed=length) for length in lengths]
+    texts, log = decode(fast, prompts, drafts=drafts, max_tokens=10)
+    plain, other = decode(model, prompts, drafts=drafts, max_tokens=10)
+    assert texts == plain
+    assert [each.rows for each in log] == [each.rows for each in other]
+
+
+def test_bf16_rounds_say_what_plain_steps_say():
+    """A column's bits do not depend on how many others its pass has, so near-ties fall the same way."""
+    for name in RECORDED:
+        model = build(name, modules=MOST[name])
+        for part in (model.trunk, model.head):
+            part.to(torch.bfloat16)
+        fast = fast_of(model)
+        start = [prompt(21)]
+        assert decode(fast, start, drafts=3, max_tokens=24)[0] == decode(fast, start, drafts=0, max_tokens=24)[0], name
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_acceptance_of_trained_heads(name, trained):
+    model = trained[name]
+    prompts = refrain(6, 40, seed=9).tolist()
+    fast, plain = (decode(each, prompts, drafts=3, max_tokens=32) for each in (fast_of(model), model))
+    assert fast[0] == plain[0]
+    assert Acceptance.of(fast[1]) == Acceptance.of(plain[1])
+    assert Acceptance.of(fast[1]).length > 1.5
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_trained_bf16_rounds_say_what_plain_steps_say(name):
+    fast = fast_of(Model.load(FIXTURES / name, dtype=torch.bfloat16))
+    start = refrain(1, 40, seed=9).tolist()
+    texts, log = decode(fast, start, drafts=3, max_tokens=32)
+    assert texts == decode(fast, start, drafts=0, max_tokens=32)[0]
+    assert Acceptance.of(log).length > 1.5
+
+
+def test_windows_larger_than_the_largest_recording():
+    """Run in pieces of 128 columns: states, and the drafts that they lead to."""
+    model = build("glm4_moe")
+    fast = fast_of(model)
+    with torch.inference_mode():
+        tokens = torch.tensor([prompt(300, seed=seed) for seed in (1, 2)])
+        plain, found = model.trunk(tokens, model.trunk.cache(2)), fast.trunk(tokens, fast.trunk.cache(2))
+        torch.testing.assert_close(found.eaten, plain.eaten, **NEAR)
+        torch.testing.assert_close(fast.trunk.predict(found.normed).logits, model.trunk.logits(plain.normed), **NEAR)
+    prompts = [prompt(length, seed=length) for length in (150, 290)]
+    (texts, log), (wanted, other) = (decode(each, prompts, drafts=3, max_tokens=6) for each in (fast, model))
+    assert texts == wanted
+    assert [each.rows for each in log] == [each.rows for each in other]
+
+
+def test_a_chain_can_be_led_elsewhere():
+    """A recursion feeds itself its best tokens, and takes others where the caller drew others."""
+    model = build("glm4_moe")
+    fast = fast_of(copy.copy(model))
+    state = torch.randn(2, 32, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        chains = [head.recursion(head.cache(2), state) for head in (model.head, fast.head)]
+        best = [5, 9]
+        for drawn in (None, None, [7, 1], None, None):
+            guesses = [chain.step(drawn or best) for chain in chains]
+            compare(guesses)
+            best = guesses[0].best

@@ -1,0 +1,145 @@
+"""What the hooks note, what they refuse, and that they leave no trace."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from replays import Replayed
+from tiny import build
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from nextn.fast.hooks import RecordingCache, RecordingTape, replaced
+from nextn.fast.tape import Unrecordable
+from nextn.trunk import Kind
+
+attend = ALL_ATTENTION_FUNCTIONS["nextn"]
+experts = ALL_EXPERTS_FUNCTIONS["nextn"]
+FULL = Kind("full_attention")
+
+
+def cache_of(kind: Kind) -> RecordingCache:
+    starts, positions = torch.zeros(1, dtype=torch.int64), torch.arange(3)[None]
+    return RecordingCache([kind], torch.zeros(1, 3, dtype=torch.int64), starts, positions)
+
+
+def noted(kind: Kind = FULL, *, columns: int = 3, **kwargs):
+    """The entry that attention of 4 heads over 2, of 3 columns, leaves on the tape, and the layer."""
+    cache, query = cache_of(kind), torch.zeros(1, 4, 3, 16)
+    tape = RecordingTape([query], cache)
+    with torch.no_grad(), tape:
+        module = SimpleNamespace(layer_idx=0)
+        out, _ = attend(module, query, torch.zeros(1, 2, columns, 16), torch.zeros(1, 2, columns, 8), None, **kwargs)
+    assert out.shape == (1, 3, 4, 8)
+    return tape.entries[-1], cache.layers[0]
+
+
+def test_attention_is_noted_with_its_numbers():
+    entry, layer = noted(Kind("sliding_attention", 5), scaling=0.5, softcap=30.0, s_aux=torch.ones(4))
+    assert (entry.func, entry.ints, entry.reals) == ("attend", (5,), (0.5, 30.0))
+    assert [tuple(view.shape) for view in entry.args] == [
+        (1, 4, 3, 8),
+        (1, 4, 3, 16),
+        (1, 2, 3, 16),
+        (1, 2, 3, 8),
+        (1,),
+        (3,),
+        (4,),
+    ]
+    assert layer.shape == (2, 16, 8)
+    plain, _ = noted()
+    assert (plain.ints, plain.reals, len(plain.args)) == ((0,), (0.25, 0.0), 6)
+
+
+def test_attention_over_other_columns_is_refused():
+    with pytest.raises(Unrecordable, match="else than the window's columns"):
+        noted(columns=7)
+
+
+def test_attention_with_strange_arguments_is_refused():
+    noted(position_ids=torch.zeros(1), sliding_window=3, indices=None)
+    with pytest.raises(Unrecordable, match="attention with bias, indices"):
+        noted(indices=torch.zeros(1), bias=1, use_cache=True)
+
+
+def test_nothing_is_noted_without_a_recording():
+    with pytest.raises(Unrecordable, match="no pass is being recorded"):
+        attend(SimpleNamespace(layer_idx=0), *torch.zeros(3, 1, 1, 1, 1), None)
+
+
+def test_layers_without_native_form_are_refused():
+    with pytest.raises(Unrecordable, match="linear_attention"):
+        cache_of(Kind("linear_attention"))
+
+
+def test_the_length_of_the_cache_is_no_constant():
+    with pytest.raises(Unrecordable, match="how long the cache is"):
+        cache_of(FULL).get_seq_length()
+
+
+def implementations(model) -> set[tuple[str, str]]:
+    configs = [part.config for part in [*model.trunk.modules(), *model.head.modules()] if hasattr(part, "config")]
+    return {(config._attn_implementation, config._experts_implementation) for config in configs}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_configs_are_put_back(fails):
+    model = build("glm4_moe")
+    before = implementations(model)
+    try:
+        with replaced(model.trunk, model.head):
+            assert implementations(model) == {("nextn", "nextn")}
+            if fails:
+                raise Unrecordable("in the middle")
+    except Unrecordable:
+        assert fails
+    assert implementations(model) == before != {("nextn", "nextn")}
+
+
+class Experts(nn.Module):
+    """As transformers' experts without a gate say what they are."""
+
+    is_transposed, _is_expert_parallel, has_gate, has_bias, has_post_expert_norm = False, False, False, True, True
+    act_fn = staticmethod(torch.relu)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        shapes = {"up_proj": (4, 16, 8), "up_proj_bias": (4, 16), "down_proj": (4, 8, 16), "down_proj_bias": (4, 8)}
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape)))
+
+    def post_expert_norm(self, out):
+        return out * 0.5
+
+    def forward(self, states, ids, weights):
+        out = torch.zeros_like(states)
+        for token, place in torch.cartesian_prod(torch.arange(len(ids)), torch.arange(ids.shape[1])).tolist():
+            expert = ids[token, place]
+            inner = torch.relu(self.up_proj[expert] @ states[token] + self.up_proj_bias[expert])
+            out[token] += weights[token, place] * (self.down_proj[expert] @ inner + self.down_proj_bias[expert]) * 0.5
+        return out
+
+
+def given(seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(5)])
+    return torch.randn(5, 8, generator=generator), ids, torch.rand(5, 2, generator=generator)
+
+
+def test_experts_with_biases_and_a_norm(monkeypatch):
+    monkeypatch.setattr("replays.Tape", RecordingTape)
+    module = Experts()
+    made = Replayed(lambda *states: experts(module, *states), given(0))
+    assert made.replay.left == []
+    with torch.no_grad():
+        torch.testing.assert_close(made(*given(1))[0], module(*given(1)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("trait", ["is_transposed", "_is_expert_parallel"])
+def test_experts_laid_out_otherwise_are_refused(trait):
+    module = Experts()
+    setattr(module, trait, True)
+    with pytest.raises(Unrecordable, match="transposed, or spread"):
+        experts(module, *given(0))

@@ -1,0 +1,110 @@
+"""The door to the runtime: what it refuses, what it says, what it keeps alive."""
+
+import gc
+import shutil
+import weakref
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+from nextn.errors import ConfigError
+from nextn.fast import native
+from nextn.fast.native import Program, View, load
+
+
+@pytest.mark.parametrize(
+    ("compiler", "missing", "words"),
+    [
+        (None, {"g++"}, r"needs g\+\+ to be built"),
+        (None, {"ninja"}, "needs ninja to be built"),
+        (None, {"g++", "ninja"}, r"needs g\+\+ and ninja to be built"),
+        ("clang++-99", {"clang++-99"}, r"needs clang\+\+-99 to be built"),
+    ],
+)
+def test_without_a_compiler(monkeypatch, compiler, missing, words):
+    monkeypatch.delenv("CXX", raising=False)
+    if compiler:
+        monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool in missing else f"/bin/{tool}")
+    with pytest.raises(ConfigError, match=words):
+        load.__wrapped__()
+
+
+def test_a_build_that_fails(monkeypatch):
+    def fails(*args, **kwargs):
+        raise RuntimeError("no such header")
+
+    monkeypatch.setattr(shutil, "which", lambda tool: f"/bin/{tool}")
+    monkeypatch.setattr(cpp_extension, "load", fails)
+    with pytest.raises(ConfigError, match="could not be built: no such header"):
+        load.__wrapped__()
+
+
+def test_a_library_that_gets_no_tiles(monkeypatch):
+    library = load().library
+    refused = type("Library", (), {"nextn_ready": lambda self: 1})()
+    monkeypatch.setattr(cpp_extension, "load", lambda *args, **kwargs: "unused")
+    monkeypatch.setattr(native, "bound", lambda path: refused)
+    monkeypatch.setattr(shutil, "which", lambda tool: f"/bin/{tool}")
+    with pytest.raises(ConfigError, match="tile registers"):
+        load.__wrapped__()
+    assert library.nextn_ready() == 0
+
+
+@pytest.mark.parametrize(
+    ("op", "tensors"),
+    [
+        ("nosuch", [torch.zeros(2), torch.zeros(2)]),
+        ("neg", [torch.zeros(2), torch.zeros(3)]),
+        ("neg", [torch.zeros(2)]),
+        ("neg", [torch.zeros(2).double(), torch.zeros(2).double()]),
+        ("neg", [torch.zeros([1] * 7), torch.zeros([1] * 7)]),
+    ],
+    ids=["name", "shape", "count", "dtype", "dims"],
+)
+def test_refused(op, tensors):
+    """By a call, with what was asked for; by a program, which stays as it was."""
+    with pytest.raises(ConfigError, match=f"native op '{op}' takes no .*{tensors[0].dtype}"):
+        load().call(op, tensors)
+    program, out = Program(load()), torch.zeros(2)
+    assert program.add("neg", [out, torch.ones(2)])
+    assert not program.add(op, tensors)
+    program.run()
+    assert out.tolist() == [-1.0, -1.0]
+
+
+def test_weights_of_other_types_are_not_packed():
+    with pytest.raises(ConfigError, match=r"weights of torch.float16: torch.float32 or torch.bfloat16"):
+        load().pack(torch.zeros(4, 4, dtype=torch.float16))
+
+
+def test_views_say_where_and_how_a_tensor_lies():
+    tensor = torch.zeros(3, 4, 5, dtype=torch.bfloat16)[1:, ::2].transpose(0, 2)
+    view = View.of(tensor.expand(7, 5, 2, 2))
+    assert (view.data, view.type, view.ndim) == (tensor.data_ptr(), 1, 4)
+    assert (list(view.size), list(view.stride)) == ([7, 5, 2, 2, 0, 0], [0, 1, 10, 20, 0, 0])
+
+
+def test_calls_run_in_order():
+    one, two, three = torch.ones(4), torch.zeros(4), torch.zeros(4)
+    program = Program(load())
+    for out, source, addend in ((two, one, 2.0), (three, two, 3.0), (one, three, 4.0)):
+        assert program.add("add", [out, source], (), (addend, 1.0))
+    program.run()
+    program.run()
+    assert [out[0].item() for out in (two, three, one)] == [12.0, 15.0, 19.0]
+
+
+def test_a_program_keeps_its_tensors():
+    """Freed memory under a program would be read, and written."""
+    program, source = Program(load()), torch.ones(1000)
+    freed = weakref.ref(source)
+    assert program.add("neg", [torch.empty(1000), source])
+    del source
+    gc.collect()
+    assert freed() is not None
+    program.run()
+    del program
+    gc.collect()
+    assert freed() is None

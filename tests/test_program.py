@@ -1,0 +1,119 @@
+"""Replays: places in the arena, what torch runs between native operations, outputs that stay until the next run."""
+
+import gc
+
+import pytest
+import torch
+from replays import Replayed
+
+from nextn.fast import program
+from nextn.fast.native import load
+from nextn.fast.tape import Tape, Unrecordable
+
+SIZE = 1024
+
+
+def test_a_long_chain_runs_in_little_memory(monkeypatch):
+    """A tensor's place is given to the next once its last reader has run: 60 tensors stand in a few places."""
+    arenas = []
+
+    class Kept(program._Arena):
+        def __init__(self, *args):
+            super().__init__(*args)
+            arenas.append(self)
+
+    monkeypatch.setattr(program, "_Arena", Kept)
+
+    def chain(x):
+        first = state = x * 2
+        for step in range(30):
+            state = (state + step).tanh() + 0.01 * x
+        return state - first
+
+    made = Replayed(chain, [torch.zeros(SIZE)])
+    given = torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(made(given)[0], chain(given), rtol=1e-5, atol=1e-5)
+    assert arenas[0]._memory.nbytes <= 6 * SIZE * 4
+
+
+def test_living_tensors_never_share_a_place():
+    """All of many sizes are read again at the end."""
+
+    def function(x):
+        parts = [x[: 3 + 7 * at] * (at + 1) for at in range(20)]
+        dead = [(part + 1).exp() for part in parts]
+        return [part.sum() + other.amax() for part, other in zip(parts, dead, strict=True)]
+
+    made = Replayed(function, [torch.zeros(200)])
+    given = torch.linspace(-1, 1, 200)
+    torch.testing.assert_close(made(given), function(given), rtol=1e-5, atol=1e-5)
+
+
+def test_outputs_stand_until_the_next_run():
+    """Also an early one, an input that is handed through, and a view."""
+
+    def function(x):
+        early = x + 1
+        late = early
+        for _ in range(10):
+            late = late * 0.5 + 1
+        return early, x, early[1:], late
+
+    made = Replayed(function, [torch.zeros(64)])
+    given = torch.arange(64.0)
+    one = made(given)
+    for actual, wanted in zip(one, function(given), strict=True):
+        torch.testing.assert_close(actual, wanted)
+    again = made(given * 3)
+    assert all(before is after for before, after in zip(one, again, strict=True))
+    assert [out[1].item() for out in again[:3]] == [4.0, 3.0, 7.0]
+
+
+def test_operations_left_to_torch_run_in_their_place():
+    """In the order of the recording, with results of several tensors, and in place."""
+
+    def function(x):
+        ranked, order = (x * 2).sort(dim=0)
+        total = ranked.cumsum(0)
+        total.cumsum_(0)
+        return total + 1, order * 2
+
+    made = Replayed(function, [torch.zeros(16)])
+    given = torch.randn(16, generator=torch.Generator().manual_seed(2))
+    for actual, wanted in zip(made(given), function(given), strict=True):
+        torch.testing.assert_close(actual, wanted)
+    assert made.replay.left == ["aten.sort.default", "aten.cumsum_.default"]
+
+
+def test_a_kernel_that_refuses_leaves_the_operation_to_torch():
+    """fp64 has no kernel at all."""
+    made = Replayed(lambda x: (x + 1).double().sqrt().float() * 2, [torch.zeros(8)])
+    torch.testing.assert_close(made(torch.full((8,), 3.0))[0], torch.full((8,), 4.0))
+    assert made.replay.left == ["aten._to_copy.default", "aten.sqrt.default", "aten._to_copy.default"]
+
+
+def test_a_native_op_that_no_kernel_takes_is_refused_while_recording():
+    """Nothing could stand in for it."""
+    x, out = torch.zeros(8), torch.empty(3)
+    tape = Tape([x])
+
+    def run():
+        tape.native("softmax", [out, x], outs=1)
+        return [out]
+
+    with pytest.raises(Unrecordable, match=r"no native softmax for torch.float32 \(3,\), torch.float32 \(8,\)"):
+        program.Replay.of(load(), tape, run, load().pack)
+
+
+def test_constants_outlive_the_recording():
+    """The replay itself keeps what it reads."""
+
+    def made():
+        weight, bias = torch.full((4, 8), 2.0), torch.full((4,), 5.0)
+        return Replayed(lambda x: torch.addmm(bias, x, weight.t()) * (bias - 4), [torch.zeros(2, 8)])
+
+    kept = made()
+    kept.tape = None
+    gc.collect()
+    _fill = [torch.full((4, 8), -1.0) for _ in range(50)]
+    assert kept(torch.ones(2, 8))[0].tolist() == [[21.0] * 4] * 2
