@@ -1,0 +1,25 @@
+"""Recipes: each builds, fits its tokenizer, and has a head that is small beside its trunk."""
+
+import pytest
+
+from nextn.bytelevel import byte_tokenizer, vocab_size
+from nextn.cost import draft_bytes, step_bytes
+from nextn.errors import ConfigError
+from nextn.model import Model
+from nextn.recipes import by_name
+
+SIZE = -(-vocab_size(byte_tokenizer()) // 8) * 8
+
+
+@pytest.mark.parametrize(("name", "share"), [("demo", 0.2), ("code", 0.1)])
+def test_a_draft_step_reads_little(name, share):
+    """What makes drafting pay: the head of `code` reads less than a tenth of what its trunk does."""
+    recipe = by_name(name, vocab_size=SIZE)
+    model = Model.build(recipe.model, tokenizer=byte_tokenizer())
+    assert draft_bytes(model.head) < share * step_bytes(model.trunk)
+    assert recipe.train.length < recipe.model["max_position_embeddings"]
+
+
+def test_an_unknown_recipe():
+    with pytest.raises(ConfigError, match="known: demo, code"):
+        by_name("nonsense", vocab_size=SIZE)
