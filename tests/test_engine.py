@@ -149,7 +149,6 @@ def test_windows_larger_than_the_largest_recording():
         tokens = torch.tensor([prompt(300, seed=seed) for seed in (1, 2)])
         plain, found = model.trunk(tokens, model.trunk.cache(2)), fast.trunk(tokens, fast.trunk.cache(2))
         torch.testing.assert_close(found.eaten, plain.eaten, **NEAR)
-        torch.testing.assert_close(fast.trunk.predict(found.normed).logits, model.trunk.logits(plain.normed), **NEAR)
     prompts = [prompt(length, seed=length) for length in (150, 290)]
     (texts, log), (wanted, other) = (decode(each, prompts, drafts=3, max_tokens=6) for each in (fast, model))
     assert texts == wanted
