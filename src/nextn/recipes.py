@@ -13,6 +13,7 @@ from nextn.bytelevel import vocab_size as vocab_size_of
 from nextn.data import Corpus, prompts, split, standard_library
 from nextn.errors import ConfigError
 from nextn.model import Model
+from nextn.tensor_file import atomic
 from nextn.train import TrainConfig, Trainer
 
 
@@ -146,18 +147,28 @@ def training_run(
             f"the tokenizer has {vocab_size_of(known)} tokens, the model's vocab_size is {built.trunk.vocab_size}; "
             "raise vocab_size in the config"
         )
-    asked = _held_out_prompts(held_out, config.seed)
+    asked = held_out_prompts(held_out, seed=config.seed)
     return Trainer(built, corpus, config, out=out, held_out=held_out, prompts=asked)
 
 
-def _held_out_prompts(corpus: Corpus, seed: int) -> list[list[int]]:
-    """Eight prompts of 128 tokens; shorter ones where the text is short, none where there is next to none."""
+def held_out_prompts(corpus: Corpus, *, count: int = 8, seed: int = 0) -> list[list[int]]:
+    """count prompts of 128 tokens; shorter ones where the text is short, none where there is next to none."""
     for length in (128, 32, 8):
         try:
-            return [text.tolist() for text in prompts(corpus, count=8, length=length, seed=seed, continuation=0)]
+            return [text.tolist() for text in prompts(corpus, count=count, length=length, seed=seed, continuation=0)]
         except ConfigError:
             continue
     return []
+
+
+def write_prompts(file: Path, corpus: Corpus) -> None:
+    """Held-out text for `nextn bench --prompts`: up to 24 prompts, as token ids."""
+    for count in (24, 8, 1):
+        if found := held_out_prompts(corpus, count=count, seed=1):
+            lines = [json.dumps({"prompt": prompt, "domain": "held-out"}) for prompt in found]
+            with atomic(file) as target:
+                target.write("\n".join(lines).encode() + b"\n")
+            return
 
 
 def corpora(data: Sequence[Path], tokenizer: PreTrainedTokenizerBase) -> tuple[Corpus, Corpus]:

@@ -116,7 +116,7 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train a trunk and its MTP head jointly from scratch; Ctrl-C saves, --resume goes on exactly there."""
-    from nextn.recipes import training_run
+    from nextn.recipes import training_run, write_prompts
 
     settings = _merged(config, set_ or [])
     trainer = training_run(
@@ -133,6 +133,8 @@ def train(
         _say_stopped(out, f"nextn train {out} --resume (with the same options)")
         return
     trainer.write_model(out / "model")
+    if trainer.held_out:
+        write_prompts(out / "prompts.jsonl", trainer.held_out.corpus)
     typer.echo(json.dumps({"model": str(out / "model")}) if as_json else f"wrote {out / 'model'}")
 
 

@@ -170,7 +170,9 @@ def _built() -> Path:
     identity = [*(path.read_bytes() for path in sources), " ".join(_FLAGS).encode(), _processor().encode()]
     name = f"nextn_runtime_{hashlib.sha256(b''.join(identity)).hexdigest()[:12]}"
     folder = Path(cpp_extension._get_build_directory(name, verbose=False))
-    lock = folder / "lock"
+    made, lock = folder / f"{name}.so", folder / "lock"
+    if made.exists() and not lock.exists():
+        return made  # torch would build it again for sources at another place
     if lock.exists() and time.time() - lock.stat().st_mtime > _STALE:
         lock.unlink(missing_ok=True)  # of a build that was killed; torch would wait for it for ever
     try:
