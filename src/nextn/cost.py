@@ -99,12 +99,20 @@ class _Passes:
                 cache.keep([tokens.shape[1]] * batch)
 
     def verify(self, columns: int) -> list[list[int]]:
+        with self.trunk.alone():
+            return self._verify(columns)
+
+    def draft(self, drafts: int) -> list[int]:
+        with self.trunk.alone():
+            return self._draft(drafts)
+
+    def _verify(self, columns: int) -> list[list[int]]:
         tokens = self.tokens[:, :1].expand(-1, columns)
         best = self.trunk.predict(self.trunk(tokens, self.cache).normed).best
         self.cache.keep([0] * self.batch)
         return best
 
-    def draft(self, drafts: int) -> list[int]:
+    def _draft(self, drafts: int) -> list[int]:
         tokens, states, recursion = self.tokens[:, 0].tolist(), self.states[:, -1:], None
         for depth in range(1, drafts + 1):
             if depth <= self.head.num_modules:

@@ -123,9 +123,13 @@ def rounds(
     length = length or Fixed(settings.drafts, settings.p_min)
     batch = _Batch(trunk, head, prompts, settings, length, stop=stop, observer=observer)
     with torch.inference_mode():
-        yield batch.prefill()
+        with trunk.alone():
+            first = batch.prefill()
+        yield first
         while batch.rows:
-            yield batch.round()
+            with trunk.alone():
+                found = batch.round()
+            yield found
 
 
 def _check(

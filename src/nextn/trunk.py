@@ -7,7 +7,7 @@ import copy
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -267,6 +267,10 @@ class Trunk(nn.Module):
     def logits(self, normed: Tensor) -> Tensor:
         """normed [..., H] -> [..., V]."""
         return self.output(normed.to(self.output.weight.dtype))[..., : self.vocab_size]  # HY-V4's stays in fp32
+
+    def alone(self) -> AbstractContextManager[None]:
+        """To be open while passes run; the fast path wants it."""
+        return nullcontext()
 
     def predict(self, normed: Tensor) -> Prediction:
         """normed [..., H] -> what the trunk predicts."""

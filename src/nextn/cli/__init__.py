@@ -116,6 +116,7 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train a trunk and its MTP head jointly from scratch; Ctrl-C saves, --resume goes on exactly there."""
+    from nextn.data import Batches
     from nextn.recipes import training_run, write_prompts
 
     settings = _merged(config, set_ or [])
@@ -133,7 +134,7 @@ def train(
         _say_stopped(out, f"nextn train {out} --resume (with the same options)")
         return
     trainer.write_model(out / "model")
-    if trainer.held_out:
+    if isinstance(trainer.held_out, Batches):
         write_prompts(out / "prompts.jsonl", trainer.held_out.corpus)
     typer.echo(json.dumps({"model": str(out / "model")}) if as_json else f"wrote {out / 'model'}")
 

@@ -3,7 +3,8 @@
 A window is padded to the next size that has a replay; padded columns are overwritten by the next window.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -202,6 +203,16 @@ class FastTrunk:
 
     def cache(self, batch_size: int) -> Slabs:
         return _slabs([self._passes], batch_size, dtype=self.dtype)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """To be open while passes run: torch's own threads would wait for work on the cores that the team runs on."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
     def __call__(self, tokens: Tensor, cache: Slabs) -> Hidden:
         """As `Trunk.forward` with a cache; the states are overwritten by the next pass."""
