@@ -134,7 +134,7 @@ def test_more_drafts_than_a_window_holds():
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("bailing_hybrid", "another rule than the gated delta rule"), ("qwen4_exp", "with 2 states")]
+    ("name", "words"), [("bailing_hybrid", "another rule than the gated delta rule"), ("qwen4_exp", "with 3 states")]
 )
 def test_other_recurrent_layers_have_no_native_form(name, words):
     with pytest.raises(Unrecordable, match=words):
