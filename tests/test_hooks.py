@@ -10,8 +10,8 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from nextn.fast.hooks import RecordingCache, RecordingTape, replaced
-from nextn.fast.tape import Unrecordable
+from nextn.fast.hooks import RecordingCache, replaced
+from nextn.fast.tape import RecordingTape, Unrecordable
 from nextn.trunk import Kind
 
 attend = ALL_ATTENTION_FUNCTIONS["nextn"]
@@ -27,7 +27,7 @@ def cache_of(kind: Kind) -> RecordingCache:
 def noted(kind: Kind = FULL, *, columns: int = 3, **kwargs):
     """The entry that attention of 4 heads over 2, of 3 columns, leaves on the tape, and the layer."""
     cache, query = cache_of(kind), torch.zeros(1, 4, 3, 16)
-    tape = RecordingTape([query], cache)
+    tape = RecordingTape([query], cache.layers)
     with torch.no_grad(), tape:
         module = SimpleNamespace(layer_idx=0)
         out, _ = attend(module, query, torch.zeros(1, 2, columns, 16), torch.zeros(1, 2, columns, 8), None, **kwargs)

@@ -5,6 +5,7 @@ import torch
 from replays import fast_of
 from tiny import build, decode, prompt
 
+from nextn.fast.native import load
 from nextn.fast.slabs import Slabs
 
 SHAPES = [(2, 8, 4), (1, 16, 16)]
@@ -12,7 +13,7 @@ SHAPES = [(2, 8, 4), (1, 16, 16)]
 
 def filled(rows: int, columns: int) -> Slabs:
     """Column c of row r, layer l, holds 100 l + 10 r + c."""
-    slabs = Slabs(SHAPES, rows, dtype=torch.float32)
+    slabs = Slabs(SHAPES, rows, dtype=torch.float32, runtime=load())
     slabs.begin(columns)
     for layer, pair in enumerate(slabs._slabs):
         for slab in pair:
@@ -46,7 +47,7 @@ def test_growth_keeps_columns():
 
 
 def test_room_is_whole_blocks_and_doubles():
-    slabs = Slabs(SHAPES, 1, dtype=torch.bfloat16)
+    slabs = Slabs(SHAPES, 1, dtype=torch.bfloat16, runtime=load())
     rooms = []
     for columns in (1, 257, 513, 3001):
         slabs.reserve(columns)

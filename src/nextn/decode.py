@@ -253,15 +253,16 @@ class _Batch:
     def _prefill(self) -> Tensor:
         """Run the prompts through the trunk in chunks, feeding the head meanwhile -> normed [B, H], last columns."""
         last: dict[int, Tensor] = {}
-        for start in range(0, max(map(len, self.tokens)), self.settings.chunk):
-            parts = [tokens[start : start + self.settings.chunk] for tokens in self.tokens]
+        chunk = min(self.settings.chunk, self.trunk.max_window or self.settings.chunk)
+        for start in range(0, max(map(len, self.tokens)), chunk):
+            parts = [tokens[start : start + chunk] for tokens in self.tokens]
             counts = list(map(len, parts))
             self._watch("prefill", None, parts, self.cache, "")
             hidden = self.trunk(self._tensor(parts), self.cache)
             self.cache.keep(counts)
             for row, tokens in enumerate(self.tokens):
                 if counts[row] and start + counts[row] == len(tokens):
-                    last[row] = hidden.normed[row, counts[row] - 1]
+                    last[row] = hidden.normed[row, counts[row] - 1].clone()  # the next pass may write there
             if self.head is not None:
                 self._add_pending(hidden.eaten, counts)
                 self._feed()
@@ -364,7 +365,8 @@ class _Batch:
         """The largest K of this round: no row needs more than its missing tokens, none may leave the context."""
         wanted = max(self.settings.max_tokens - len(new) for new in self.new) - 1
         room = wanted if self.trunk.max_length is None else self.trunk.max_length - max(map(len, self.tokens))
-        return max(0, min(self.settings.drafts, wanted, room))
+        window = self.trunk.max_window
+        return max(0, min(self.settings.drafts, wanted, room, wanted if window is None else window - 1))
 
     @property
     def _is_greedy(self) -> bool:

@@ -205,6 +205,11 @@ class Trunk(nn.Module):
         return getattr(self.config, "max_position_embeddings", None)
 
     @property
+    def max_window(self) -> int | None:
+        """Columns that a window of its cache can have, or None where there is no limit."""
+        return None
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.embedding.weight.dtype
 

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nextn.fast.hooks import RecordingCache, RecordingLayer, RecordingTape, note, replaced
+from nextn.fast.hooks import RecordingCache, note, replaced
 from nextn.fast.native import Runtime
 from nextn.fast.pages import Pages
 from nextn.fast.program import Replay
+from nextn.fast.recurrent import ROOM, StateShape
 from nextn.fast.slabs import Shape, Slabs
+from nextn.fast.tape import RecordingTape
 from nextn.head import Head, Step
 from nextn.sampling import Prediction
 from nextn.trunk import Hidden, Kind, Trunk
@@ -74,9 +76,12 @@ class Passes:
         self._dtype, self._state_shape = dtype, state_shape
         self._headers = torch.zeros(len(kinds), 3, dtype=torch.int64)
         self._replays: dict[tuple[int, int], tuple[Inputs, Replay]] = {}
-        self._shapes: list[Shape | None] = []
+        self._shapes: list[Shape | StateShape | None] = []
+        # What has no limit goes in several pieces; recurrent state would have to be put back into one before the last.
+        self.max_window = ROOM if any(kind.is_recurrent for kind in kinds) else None
+        self._sizes = [size for size in _SIZES if size <= (self.max_window or size)]
 
-    def shapes(self, batch_size: int) -> list[Shape | None]:
+    def shapes(self, batch_size: int) -> list[Shape | StateShape | None]:
         """What each layer of the stack keeps of a column; None: the pass leaves it out. Raises Unrecordable."""
         if not self._shapes:
             self._replay(batch_size, 1)  # a recording tells the layers' sizes
@@ -85,11 +90,11 @@ class Passes:
     def run(self, tokens: Tensor, cache: Slabs, *, states: Tensor | None = None) -> list[Tensor]:
         """tokens [B, m], states [B, m, ...] -> the outputs, [B, m, ...]; overwritten by the next pass of this size."""
         cache.begin(tokens.shape[1])
-        if tokens.shape[1] <= _SIZES[-1]:
+        if tokens.shape[1] <= self._sizes[-1]:
             return self._piece(tokens, states, cache, 0)
         pieces = []
-        for start in range(0, tokens.shape[1], _SIZES[-1]):
-            part = slice(start, start + _SIZES[-1])
+        for start in range(0, tokens.shape[1], self._sizes[-1]):
+            part = slice(start, start + self._sizes[-1])
             outs = self._piece(tokens[:, part], None if states is None else states[:, part], cache, start)
             pieces.append([out.clone() for out in outs])
         return [torch.cat(outs, dim=1) for outs in zip(*pieces, strict=True)]
@@ -115,7 +120,7 @@ class Passes:
         return [out[:, :columns] for out in replay.outputs]
 
     def _replay(self, rows: int, columns: int) -> tuple[Inputs, Replay]:
-        size = next(size for size in _SIZES if size >= columns)
+        size = next(size for size in self._sizes if size >= columns)
         if (rows, size) not in self._replays:
             self._replays[rows, size] = self._recorded(rows, size)
         return self._replays[rows, size]
@@ -127,18 +132,17 @@ class Passes:
         states = None if self._state_shape is None else torch.zeros(rows, size, *self._state_shape, dtype=self._dtype)
         inputs = Inputs(tokens, positions, starts, states)
         cache = RecordingCache(self._kinds, self._headers, starts, positions)
-        tape = RecordingTape(inputs.all, cache)
+        tape = RecordingTape(inputs.all, cache.layers)
         replay = Replay.of(self._runtime, tape, lambda: self._call(inputs, cache), self._weights.pack)
-        layers = [layer for layer in cache.layers if isinstance(layer, RecordingLayer)]
-        self._shapes = [layer.shape for layer in layers]
+        self._shapes = [layer.shape for layer in cache.layers]
         return inputs, replay
 
 
-def _slabs(passes: Sequence[Passes], batch_size: int, *, dtype: torch.dtype) -> Slabs:
+def _slabs(passes: Sequence[Passes], batch_size: int, *, dtype: torch.dtype, runtime: Runtime) -> Slabs:
     """Room for every layer that any of these passes over one stack meets. Raises Unrecordable."""
     told = zip(*(each.shapes(batch_size) for each in passes), strict=True)
     shapes = [next((shape for shape in layer if shape is not None), (1, 1, 1)) for layer in told]
-    return Slabs(shapes, batch_size, dtype=dtype)
+    return Slabs(shapes, batch_size, dtype=dtype, runtime=runtime)
 
 
 class _Read(Prediction):
@@ -199,10 +203,12 @@ class FastTrunk:
         self.vocab_size, self.max_length, self.hidden_shape = trunk.vocab_size, trunk.max_length, trunk.hidden_shape
         self.dtype, self.device = trunk.dtype, trunk.device
         self.predict = _Readout(runtime, weights, trunk.logits)
+        self._runtime = runtime
         self._passes = Passes(runtime, weights, trunk.kinds, self._call, dtype=trunk.dtype)
+        self.max_window = self._passes.max_window
 
     def cache(self, batch_size: int) -> Slabs:
-        return _slabs([self._passes], batch_size, dtype=self.dtype)
+        return _slabs([self._passes], batch_size, dtype=self.dtype, runtime=self._runtime)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -229,7 +235,7 @@ class FastHead:
 
     def __init__(self, head: Head, trunk: FastTrunk, runtime: Runtime, weights: Weights) -> None:
         self.plain, self.stack, self.num_modules = head, head.stack, head.num_modules
-        self._dtype = trunk.dtype
+        self._runtime, self._dtype = runtime, trunk.dtype
         self.module, self.eats_recycled, self.family = head.module, head.eats_recycled, head.family
         kinds = [kind for index in range(head.num_modules) for kind in head.kinds(index)]
         make = partial(Passes, runtime, weights, kinds, dtype=trunk.dtype, state_shape=trunk.hidden_shape)
@@ -243,7 +249,7 @@ class FastHead:
 
     def cache(self, batch_size: int) -> Slabs:
         """For any of the modules."""
-        return _slabs(self._passes, batch_size, dtype=self._dtype)
+        return _slabs(self._passes, batch_size, dtype=self._dtype, runtime=self._runtime)
 
     def step(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: Slabs) -> Step:
         """As `Head.step` with a cache; the states are overwritten by the next pass."""

@@ -1,6 +1,6 @@
 """What of a transformers model is replaced by native ops while a pass is recorded: attention, the cache, experts.
 
-All through transformers' own registries, so no architecture is named here.
+All through transformers' own registries, so no architecture is named here; recurrent.py has what has no registry.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import AttentionInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from nextn.fast.tape import Tape, Unrecordable
+from nextn.fast.recurrent import RecordingRecurrentLayer, native_rule
+from nextn.fast.tape import Unrecordable, in_use
 from nextn.rollback import Cache
 from nextn.trunk import Kind
 
@@ -50,9 +50,13 @@ class RecordingCache(Cache):
         super().__init__([], len(starts))
         self._positions = positions
         for kind, header in zip(kinds, headers, strict=True):
-            if kind.name not in ("full_attention", "sliding_attention"):
-                raise Unrecordable(f"layers of kind {kind.name} have no native form")
-            self.layers.append(RecordingLayer(kind, header, starts))
+            if kind.name == "linear_attention" and kind.states == 1:
+                self.layers.append(RecordingRecurrentLayer(header))
+            elif kind.name in ("full_attention", "sliding_attention"):
+                self.layers.append(RecordingLayer(kind, header, starts))
+            else:
+                several = f" with {kind.states} states" if kind.states > 1 else ""
+                raise Unrecordable(f"layers of kind {kind.name}{several} have no native form")
 
     def positions(self, num_columns: int) -> Tensor:
         return self._positions
@@ -65,24 +69,17 @@ class RecordingCache(Cache):
         raise Unrecordable("the model asks how long the cache is")
 
 
-class RecordingTape(Tape):
-    """A tape that knows the cache of the pass that it records."""
-
-    def __init__(self, inputs: Sequence[Tensor], cache: RecordingCache | None = None) -> None:
-        super().__init__(inputs)
-        self.layers = [] if cache is None else cache.layers
-
-
 @contextmanager
 def replaced(*modules: nn.Module) -> Iterator[None]:
-    """While open, attention and experts of these modules note native ops on the tape in use."""
+    """While open, attention, experts and delta rules of these modules note native ops on the tape in use."""
     found: list[Any] = [getattr(part, "config", None) for module in modules for part in module.modules()]
     configs = list({id(config): config for config in found if config is not None}.values())
     old = [(config._attn_implementation, config._experts_implementation) for config in configs]
     try:
         for config in configs:
             config._attn_implementation, config._experts_implementation = _NAME, _NAME
-        yield
+        with native_rule(*modules):
+            yield
     finally:
         for config, (attention, experts) in zip(configs, old, strict=True):
             config._attn_implementation, config._experts_implementation = attention, experts
@@ -90,14 +87,7 @@ def replaced(*modules: nn.Module) -> Iterator[None]:
 
 def note(op: str, views: Sequence[Tensor], *, outs: int) -> None:
     """Note a native op on the tape in use."""
-    _tape().native(op, views, outs=outs)
-
-
-def _tape() -> "RecordingTape":
-    tape = _get_current_dispatch_mode()
-    if not isinstance(tape, RecordingTape):
-        raise Unrecordable("no pass is being recorded")
-    return tape
+    in_use().native(op, views, outs=outs)
 
 
 def _attend(
@@ -114,7 +104,7 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [B, H, m, D] x 3 -> [B, m, H, Dv]."""
-    tape = _tape()
+    tape = in_use()
     layer = tape.layers[cast(int, module.layer_idx)]
     if not isinstance(layer, RecordingLayer) or key.shape[2] != query.shape[2]:
         raise Unrecordable("attention over something else than the window's columns")
@@ -154,7 +144,7 @@ def _expert_linear(module: Any, name: str, states: Tensor, ids: Tensor) -> Tenso
     views = [out, states.contiguous(), ids.contiguous(), weight]
     views += [getattr(module, f"{name}_bias").detach()] if module.has_bias else []
     size = (weight.shape[1], weight.shape[2], int(weight.dtype == torch.bfloat16))
-    _tape().native("expert_linear", views, outs=1, ints=size)
+    in_use().native("expert_linear", views, outs=1, ints=size)
     return out
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from nextn.errors import NextnError
@@ -98,6 +98,22 @@ class Tape(TorchDispatchMode):
         saved = whole.clone()
         self._alive += [whole, saved]
         self._note(Entry(aten.copy_.default, (whole, saved), {}, [whole]))
+
+
+class RecordingTape(Tape):
+    """A tape that knows the layers of the cache of the pass that it records."""
+
+    def __init__(self, inputs: Sequence[Tensor], layers: Sequence[object] = ()) -> None:
+        super().__init__(inputs)
+        self.layers = layers
+
+
+def in_use() -> RecordingTape:
+    """The tape of the pass that is being recorded. Raises Unrecordable."""
+    tape = _get_current_dispatch_mode()
+    if not isinstance(tape, RecordingTape):
+        raise Unrecordable("no pass is being recorded")
+    return tape
 
 
 def key(tensor: Tensor) -> int:
