@@ -24,28 +24,30 @@ RECORDED = (
     "exaone4_5",
     "mimo_v2",
     "ernie4_5_moe",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
 )
 # Those that stay on the plain path, and why.
 PLAIN = {
     "deepseek_v4": "kind compressed_sparse_attention",
-    "qwen3_next": "kind linear_attention",
-    "qwen3_5": "kind linear_attention",
-    "qwen3_5_moe": "kind linear_attention",
-    "bailing_hybrid": "kind linear_attention",
+    "bailing_hybrid": "another rule than the gated delta rule",
     "deepseek_v32": "kind indexed_attention",
     "glm_moe_dsa": "kind indexed_attention",
     "hy_v4": "kind indexed_attention",
-    "glm5_next": "kind linear_attention",
+    "glm5_next": "kind indexed_attention",
     "qwen4_exp": "kind linear_attention",
     "step3p5": "depends on the values",
     "minimax_m3": "kind minimax_m3_sparse",
     "longcat_flash": "depends on the values",
     "inkling": "kind hybrid_sliding",
-    "nemotron_h": "kind linear_attention",
+    "nemotron_h": "kind dummy",
     "dots3_note": "kind indexed_attention",
 }
-TRAINED = ("glm", "glm_one", "glm_two")
+TRAINED = ("glm", "glm_one", "glm_two", "qwen")
 NEAR = {"rtol": 1e-5, "atol": 1e-5}
+# The plain path computes a window's delta rule in chunks, the native op token by token: other sums, same maths.
+CHUNKED = {"rtol": 1e-3, "atol": 1e-3}
 LENGTHS = (3, 17, 40)
 
 
@@ -73,13 +75,14 @@ def test_states_and_logits(pair):
     caches, head_caches = (
         [each.cache(2) for each in paths] for paths in ((model.trunk, fast.trunk), (model.head, fast.head))
     )
+    near = CHUNKED if any(kind.is_recurrent for kind in model.trunk.kinds) else NEAR
     for columns in (9, 1, 3, 1):
         tokens = torch.tensor([prompt(columns, seed=columns), prompt(columns, seed=columns + 1)])
         hidden = [trunk(tokens, cache) for trunk, cache in zip((model.trunk, fast.trunk), caches, strict=True)]
-        torch.testing.assert_close(hidden[1].normed, hidden[0].normed, **NEAR)
-        torch.testing.assert_close(hidden[1].eaten, hidden[0].eaten, **NEAR)
+        torch.testing.assert_close(hidden[1].normed, hidden[0].normed, **near)
+        torch.testing.assert_close(hidden[1].eaten, hidden[0].eaten, **near)
         logits = [trunk.predict(each.normed) for trunk, each in zip((model.trunk, fast.trunk), hidden, strict=True)]
-        compare(logits)
+        compare(logits, near)
         eaten = hidden[0].eaten.clone()
         steps = [
             head.step(0, tokens, eaten, cache=cache)
@@ -87,16 +90,16 @@ def test_states_and_logits(pair):
         ]
         torch.testing.assert_close(steps[1].normed, steps[0].normed, **NEAR)
         torch.testing.assert_close(steps[1].recycled, steps[0].recycled, **NEAR)
-        compare([head.predict(0, each.normed) for head, each in zip((model.head, fast.head), steps, strict=True)])
+        compare([head.predict(0, each.normed) for head, each in zip((model.head, fast.head), steps, strict=True)], near)
         for cache in (*caches, *head_caches):
             cache.keep([columns, (columns + 1) // 2])
 
 
-def compare(predictions) -> None:
+def compare(predictions, near=NEAR) -> None:
     plain, fast = predictions
-    torch.testing.assert_close(fast.logits, plain.logits, **NEAR)
+    torch.testing.assert_close(fast.logits, plain.logits, **near)
     assert fast.best == plain.best
-    torch.testing.assert_close(torch.tensor(fast.confidence), torch.tensor(plain.confidence), **NEAR)
+    torch.testing.assert_close(torch.tensor(fast.confidence), torch.tensor(plain.confidence), **near)
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
