@@ -46,8 +46,8 @@ PLAIN = {
 }
 TRAINED = ("glm", "glm_one", "glm_two", "qwen")
 NEAR = {"rtol": 1e-5, "atol": 1e-5}
-# The plain path computes a window's delta rule in chunks, the native op token by token: other sums, same maths.
-CHUNKED = {"rtol": 1e-3, "atol": 1e-3}
+# What fp32 rounds away in these tiny recurrent trunks: either path, and a rule in steps, is up to 3e-4 off fp64.
+ROUGH = {"rtol": 1e-3, "atol": 1e-3}
 LENGTHS = (3, 17, 40)
 
 
@@ -75,7 +75,7 @@ def test_states_and_logits(pair):
     caches, head_caches = (
         [each.cache(2) for each in paths] for paths in ((model.trunk, fast.trunk), (model.head, fast.head))
     )
-    near = CHUNKED if any(kind.is_recurrent for kind in model.trunk.kinds) else NEAR
+    near = ROUGH if any(kind.is_recurrent for kind in model.trunk.kinds) else NEAR
     for columns in (9, 1, 3, 1):
         tokens = torch.tensor([prompt(columns, seed=columns), prompt(columns, seed=columns + 1)])
         hidden = [trunk(tokens, cache) for trunk, cache in zip((model.trunk, fast.trunk), caches, strict=True)]

@@ -1,18 +1,15 @@
 """Trunks with gated delta rules on the fast path: the plain rounds' tokens and drafts, and bf16 against itself."""
 
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
+from replays import fast_of
 from test_decode import Oracle
 from tiny import build, decode, prompt
 
 from nextn.errors import RollbackError
-from nextn.fast.engine import FastHead, FastTrunk, Weights
-from nextn.fast.native import load
 from nextn.fast.recurrent import ROOM
-from nextn.fast.tape import Unrecordable
 
 NAMES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 # Shorter than the convolution's history, ends inside the first window, at its end, inside the third.
@@ -31,14 +28,10 @@ def plain(name):
 
 @cache
 def fast(name, dtype=torch.float32):
-    """trunk and head of a model, on the fast path."""
-    model = build(name, vocab_size=64)
+    model = build(name)
     for part in (model.trunk, model.head):
         part.to(dtype)
-    runtime = load()
-    weights = Weights(runtime)
-    trunk = FastTrunk(model.trunk, runtime, weights)
-    return SimpleNamespace(trunk=trunk, head=FastHead(model.head, trunk, runtime, weights))
+    return fast_of(model)
 
 
 def drafted(log):
@@ -131,14 +124,6 @@ def test_more_drafts_than_a_window_holds():
     found, log = decode(fast("qwen3_5"), [prompt(9)], drafts=50, max_tokens=60)
     assert found == text
     assert max(len(part.drafts) for each in log for part in each.rows) == ROOM - 1
-
-
-@pytest.mark.parametrize(
-    ("name", "words"), [("bailing_hybrid", "another rule than the gated delta rule"), ("qwen4_exp", "with 3 states")]
-)
-def test_other_recurrent_layers_have_no_native_form(name, words):
-    with pytest.raises(Unrecordable, match=words):
-        fast(name).trunk.cache(1)
 
 
 def test_the_plain_path_is_whole_after_a_recording():
