@@ -10,7 +10,7 @@ from torch.utils import cpp_extension
 
 from nextn.errors import ConfigError
 from nextn.fast import native
-from nextn.fast.native import Program, View, load
+from nextn.fast.native import Program, Runtime, View, load
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,7 @@ def test_a_build_that_fails(monkeypatch):
         raise RuntimeError("no such header")
 
     monkeypatch.setattr(shutil, "which", lambda tool: f"/bin/{tool}")
+    monkeypatch.setattr(native, "_processor", lambda: "another one, for which nothing was built")
     monkeypatch.setattr(cpp_extension, "load", fails)
     with pytest.raises(ConfigError, match=r"could not be built in .*: no such header"):
         load.__wrapped__()
@@ -108,3 +109,15 @@ def test_a_program_keeps_its_tensors():
     del program
     gc.collect()
     assert freed() is None
+
+
+def test_an_empty_program_stops_nobody():
+    """A program without calls that the team takes for its end, so that the next one waits for ever."""
+    team = Runtime(load().library, 2)
+    x, out = torch.randn(4, 1000), torch.zeros(4, 1000)
+    Program(team).run()
+    program = Program(team)
+    assert program.add("silu", [out, x])
+    for _ in range(3):
+        program.run()
+    torch.testing.assert_close(out, torch.nn.functional.silu(x))

@@ -61,7 +61,7 @@ class Team {
   }
 
   ~Team() {
-    calls_ = nullptr;
+    stopping_ = true;
     epoch_.fetch_add(1, std::memory_order_release);
     epoch_.notify_all();
     for (auto& thread : threads_) thread.join();
@@ -101,7 +101,7 @@ class Team {
         else
           epoch_.wait(seen, std::memory_order_acquire);
       seen = epoch_.load(std::memory_order_acquire);
-      if (calls_ == nullptr) return;
+      if (stopping_) return;
       work(index);
     }
   }
@@ -121,6 +121,7 @@ class Team {
 
   const int count_;
   std::vector<std::thread> threads_;
+  bool stopping_ = false;  // read and written like calls_: before the epoch moves, and after
   const Call* calls_ = nullptr;
   size_t num_calls_ = 0;
   alignas(64) std::atomic<uint32_t> epoch_{0};

@@ -12,7 +12,7 @@
 namespace nextn {
 
 // From this many elements on, the work is worth a barrier of all workers.
-constexpr int64_t kParallel = 1 << 16;
+constexpr int64_t kParallel = 1 << 11;
 
 // Elements that are converted at a time, to and from buffers on the stack.
 constexpr int64_t kChunk = 512;
