@@ -90,8 +90,9 @@ class _Passes:
         self.caches = [self.head.cache(batch) for _ in self.head.stack]
         generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(self.trunk.vocab_size, (batch, context), generator=generator).to(self.trunk.device)
-        for start in range(0, context, _CHUNK):
-            tokens = self.tokens[:, start : start + _CHUNK]
+        chunk = min(_CHUNK, self.trunk.max_window or _CHUNK)
+        for start in range(0, context, chunk):
+            tokens = self.tokens[:, start : start + chunk]
             self.states = self.trunk(tokens, self.cache).eaten.clone()
             self.cache.keep([tokens.shape[1]] * batch)
             for index, cache in enumerate(self.caches):

@@ -282,12 +282,12 @@ class _Batch:
 
     def _draft(self) -> "_Drafted":
         """Chain drafts while the policy wants more; asked before a draft is drawn, of how sure its law is."""
-        plan, room = self.length.plan(), self._room()
-        out = _Drafted([plan.begin(room) for _ in self.rows])
+        plan, rooms = self.length.plan(), self._rooms()
+        out = _Drafted([plan.begin(room) for room in rooms])
         if self.head is None or not out.further:
             return out
         self.bases = list(self.caches[0].lengths)
-        uniforms = None if self._is_greedy else self._uniforms(min(plan.max_drafts, room))
+        uniforms = None if self._is_greedy else self._uniforms([min(plan.max_drafts, room) for room in rooms])
         widths, tokens = list(map(len, self.pending)), [0] * len(self.rows)
         states, seen, recursion = self._states(self.pending), self.seen, None
         while out.further:
@@ -316,7 +316,8 @@ class _Batch:
         tokens = []
         for row, width in enumerate(widths):
             start = self._start(row) + depth
-            tokens.append([*self.tokens[row], *drafts[row]][start : start + width])
+            known = [*self.tokens[row], *drafts[row]][start : start + width]
+            tokens.append(known + [0] * (width - len(known)))  # a row that drafts no further; its column is dropped
         self._watch(
             phase, index, tokens, self.caches[index], f"g{depth - 1}" if self.head.eats_recycled(depth) else "h"
         )
@@ -361,12 +362,14 @@ class _Batch:
         """The first column that is not final in the head."""
         return self.cache.lengths[row] - len(self.pending[row])
 
-    def _room(self) -> int:
-        """The largest K of this round: no row needs more than its missing tokens, none may leave the context."""
-        wanted = max(self.settings.max_tokens - len(new) for new in self.new) - 1
-        room = wanted if self.trunk.max_length is None else self.trunk.max_length - max(map(len, self.tokens))
-        window = self.trunk.max_window
-        return max(0, min(self.settings.drafts, wanted, room, wanted if window is None else window - 1))
+    def _rooms(self) -> list[int]:
+        """The largest K of this round, per row: no more than its missing tokens; none may leave the context."""
+        limits = [self.settings.drafts]
+        if self.trunk.max_length is not None:
+            limits.append(self.trunk.max_length - max(map(len, self.tokens)))
+        if self.trunk.max_window is not None:
+            limits.append(self.trunk.max_window - 1)
+        return [max(0, min(*limits, self.settings.max_tokens - len(new) - 1)) for new in self.new]
 
     @property
     def _is_greedy(self) -> bool:
@@ -380,11 +383,11 @@ class _Batch:
         seen = None if self.seen is None else seen_prefixes(self.seen, proposed)
         p = law(predicted.logits, self.settings.sampling, seen)
         q = torch.stack(drafted.laws, dim=1) if drafted.laws else p[:, :0]
-        uniforms = self._uniforms(len(drafted.laws) + 1)
+        uniforms = self._uniforms([limit + 1 for limit in drafted.limits])
         limits = torch.tensor(drafted.limits, device=self.trunk.device)
         judge = accept_block if self.settings.block else accept
-        verdict = judge(p, q, proposed, u=uniforms[:, :-1], limit=limits)
-        following = pick(verdict.rest, uniforms[:, -1])
+        verdict = judge(p, q, proposed, u=uniforms[:, : proposed.shape[1]], limit=limits)
+        following = pick(verdict.rest, uniforms.gather(1, limits[:, None])[:, 0])
         return list(zip(verdict.kept.tolist(), following.tolist(), strict=True))
 
     def _pick(self, guess: Prediction, seen: Tensor | None, uniforms: Tensor | None) -> tuple[Tensor | None, list[int]]:
@@ -449,9 +452,12 @@ class _Batch:
             seen[row, tokens] = True
         return seen.to(self.trunk.device)
 
-    def _uniforms(self, count: int) -> Tensor:
-        draws = [torch.rand(count, generator=generator) for generator in self.generators]
-        return torch.stack(draws).to(self.trunk.device)
+    def _uniforms(self, counts: Sequence[int]) -> Tensor:
+        """[B, largest count]: as many numbers of each row's own as it needs, so that its neighbours change none."""
+        pairs = zip(counts, self.generators, strict=True)
+        return self._states([torch.rand(count, generator=generator) for count, generator in pairs]).to(
+            self.trunk.device
+        )
 
     def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Rows of different lengths, left-aligned; the cache never keeps the padding."""

@@ -142,6 +142,13 @@ def train_demo(
     return last, held_out
 
 
+def _loaded(folder: Path) -> Model:
+    """In bfloat16 on the fast path, where texts stay plain decoding's; else as stored, as torch's products are slower
+    in bfloat16 at this size and may fall to either side of near-ties."""
+    model = Model.load(folder, dtype=torch.bfloat16)
+    return model if model.engine().path == "fast" else Model.load(folder)
+
+
 def decode_side(model: Model, texts: Sequence[Sequence[int]], settings: Settings) -> Side:
     """Decode prompts one after the other, batch 1."""
     made = model.engine()
@@ -171,7 +178,7 @@ def run_demo(
     if evaluation is None:
         return None
     trained = time.perf_counter()
-    model = Model.load(folder / "model")
+    model = _loaded(folder / "model")
     texts = [text[:192].tolist() for text in prompts(held_out, count=12, length=192, seed=0)]
     greedy = Settings(drafts=drafts, max_tokens=160, eos=(held_out.eos,))
     sampled = replace(greedy, sampling=Sampling(temperature=1.0))

@@ -47,6 +47,7 @@ def engine(trunk: Trunk, head: Head | None, *, path: str = "auto") -> Engine:
         return Engine(trunk, head, str(error))
 
 
+@torch.inference_mode(False)  # what is made here outlives the caller's mode
 def _fast(trunk: Trunk, head: Head | None) -> Engine:
     if trunk.device.type != "cpu" or trunk.dtype not in _TOLERANCE:
         raise Unrecordable(
