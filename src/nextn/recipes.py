@@ -29,22 +29,8 @@ class Recipe:
 
 def byte_model(*, layers: int, hidden: int, vocab_size: int, max_length: int = 4096) -> dict[str, object]:
     """A deep, narrow trunk of the dense Qwen3.5 kind with attention in every layer: a draft step is cheap beside it."""
-    return {
-        "model_type": "qwen3_5_text",
-        "vocab_size": vocab_size,
-        "hidden_size": hidden,
-        "intermediate_size": 5 * hidden // 2,
-        "num_hidden_layers": layers,
-        "layer_types": ["full_attention"] * layers,
-        "num_attention_heads": hidden // 64,
-        "num_key_value_heads": hidden // 128,
-        "head_dim": 64,
-        "max_position_embeddings": max_length,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": 257,
-        "pad_token_id": 257,
-    }
+    shape = _shape(layers, hidden, vocab_size, max_length)
+    return shape | {"model_type": "qwen3_5_text", "layer_types": ["full_attention"] * layers}
 
 
 def mixed_model(*, layers: int, hidden: int, vocab_size: int, max_length: int = 4096) -> dict[str, object]:
@@ -52,15 +38,8 @@ def mixed_model(*, layers: int, hidden: int, vocab_size: int, max_length: int = 
 
     Deep, so that a draft step costs a sixteenth of a trunk pass; of this family, because most engines run its head.
     """
-    return {
+    return _shape(layers, hidden, vocab_size, max_length) | {
         "model_type": "glm4_moe",
-        "vocab_size": vocab_size,
-        "hidden_size": hidden,
-        "intermediate_size": 5 * hidden // 2,
-        "num_hidden_layers": layers,
-        "num_attention_heads": hidden // 64,
-        "num_key_value_heads": hidden // 128,
-        "head_dim": 64,
         "use_qk_norm": True,
         "attention_bias": False,
         "first_k_dense_replace": layers - 1,
@@ -70,6 +49,18 @@ def mixed_model(*, layers: int, hidden: int, vocab_size: int, max_length: int = 
         "moe_intermediate_size": 3 * hidden // 4,
         "n_group": 1,
         "topk_group": 1,
+    }
+
+
+def _shape(layers: int, hidden: int, vocab_size: int, max_length: int) -> dict[str, object]:
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": 5 * hidden // 2,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 128,
+        "head_dim": 64,
         "max_position_embeddings": max_length,
         "tie_word_embeddings": False,
         "bos_token_id": None,
