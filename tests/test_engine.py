@@ -170,3 +170,17 @@ def test_a_chain_can_be_led_elsewhere():
             guesses = [chain.step(drawn or best) for chain in chains]
             compare(guesses)
             best = guesses[0].best
+
+
+def test_a_chain_longer_than_the_slabs():
+    """Slabs that grow in the middle of a chain: the next draft step must not write where they were."""
+    model = build("glm4_moe")
+    fast = model.engine("fast")
+    texts = [
+        decode(SimpleNamespace(trunk=trunk, head=head), [prompt(200)], drafts=100, max_tokens=104)
+        for trunk, head in ((model.trunk, model.head), (fast.trunk, fast.head))
+    ]
+    assert texts[0][0] == texts[1][0]
+    assert [part.drafts for each in texts[0][1] for part in each.rows] == [
+        part.drafts for each in texts[1][1] for part in each.rows
+    ]

@@ -24,7 +24,6 @@ from nextn.sampling import Prediction
 from nextn.trunk import Hidden, Kind, Trunk
 
 _SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64, 128)
-_CHAIN = 64  # more columns than anyone drafts at once
 
 
 class Weights:
@@ -103,12 +102,16 @@ class Passes:
         """The replay for such a window, made ready for this cache, `offset` columns behind what stands in it."""
         inputs, replay = self._replay(rows, columns)
         cache.reserve(max(cache.lengths) + offset + inputs.tokens.shape[1])
-        self._headers.copy_(cache.headers)
+        self.attach(cache)
         inputs.starts.copy_(torch.tensor(cache.lengths))
         if offset:
             inputs.starts.add_(offset)
         torch.add(inputs.starts[:, None], torch.arange(inputs.tokens.shape[1]), out=inputs.positions)
         return inputs, replay
+
+    def attach(self, cache: Slabs) -> None:
+        """Replays read and write this cache from now on."""
+        self._headers.copy_(cache.headers)
 
     def _piece(self, tokens: Tensor, states: Tensor | None, cache: Slabs, offset: int) -> list[Tensor]:
         rows, columns = tokens.shape
@@ -284,8 +287,7 @@ class FastRecursion:
     """`Recursion` as one program a step, which feeds itself."""
 
     def __init__(self, passes: Passes, cache: Slabs, state: Tensor) -> None:
-        self._cache = cache
-        cache.reserve(max(cache.lengths) + _CHAIN)
+        self._passes, self._cache = passes, cache
         self._inputs, self._replay = passes.bound(len(state), cache)
         assert self._inputs.states is not None
         self._inputs.states[:, 0] = state
@@ -295,6 +297,7 @@ class FastRecursion:
         if tokens != self._fed:
             self._inputs.tokens[:, 0] = torch.tensor(tokens)
         self._cache.begin(1)
+        self._passes.attach(self._cache)  # the slabs may have grown
         self._replay.run()
         self._cache.keep([1] * len(tokens))
         prediction = _Read(*self._replay.outputs)
