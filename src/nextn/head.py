@@ -18,6 +18,7 @@ from nextn.rollback import Apart, Cache
 from nextn.sampling import Prediction
 from nextn.shortlist import Shortlist
 from nextn.trunk import Kind, Trunk, new_cache, packed
+from nextn.unroll import BlockCache, chain_mask
 
 # How many columns a head's cache can drop where that takes memory: more than anyone drafts at once.
 _SPARE = 128
@@ -87,7 +88,7 @@ class Module(nn.Module):
         positions: Tensor,
         rotary: object,
         mask: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: Cache | BlockCache | None = None,
     ) -> Step:
         """embedded, hidden [B, T, H] at positions [B, T] -> Step."""
         if self.family.position0 == "zero":
@@ -108,7 +109,13 @@ class Module(nn.Module):
         return self.projection(torch.cat(parts, dim=-1))
 
     def _run_block(
-        self, states: Tensor, *, positions: Tensor, rotary: object, mask: Tensor | None, cache: Cache | None
+        self,
+        states: Tensor,
+        *,
+        positions: Tensor,
+        rotary: object,
+        mask: Tensor | None,
+        cache: Cache | BlockCache | None,
     ) -> Tensor:
         for layer in self.layers:
             out = layer(
@@ -204,21 +211,31 @@ class Head(nn.Module):
                 for row, each in enumerate(cache.rows)
             ]
             return Step(*(torch.cat([getattr(step, name) for step in steps]) for name in ("normed", "recycled")))
-        module, columns = self._at(index), tokens.shape[1]
+        columns = tokens.shape[1]
         if cache is not None:
             cache.begin(columns)
             positions = cache.positions(columns)
         elif positions is None:
             positions = torch.arange(columns, device=tokens.device).expand_as(tokens)
+        kind = self._at(index).kind
+        mask = self.trunk.mask(kind, columns, rows=len(tokens), cache=cache, within=within)
+        return self._eat(index, tokens, hidden, positions=positions, mask=mask, cache=cache)
+
+    def _eat(
+        self,
+        index: int,
+        tokens: Tensor,
+        hidden: Tensor,
+        *,
+        positions: Tensor,
+        mask: Tensor | None,
+        cache: Cache | BlockCache | None,
+    ) -> Step:
+        module = self._at(index)
         embedded = module.embedding(tokens) if "embedding" in self.family.own else self._embed(tokens)
-        return module(
-            embedded,
-            hidden.to(embedded.dtype),
-            positions=positions,
-            rotary=self.trunk.rotary(embedded, positions, module.kind),
-            mask=self.trunk.mask(module.kind, columns, rows=len(tokens), cache=cache, within=within),
-            cache=cache,
-        )
+        rotary = self.trunk.rotary(embedded, positions, module.kind)
+        hidden = hidden.to(embedded.dtype)
+        return module(embedded, hidden, positions=positions, rotary=rotary, mask=mask, cache=cache)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return self.trunk.embed(tokens, raw=self.family.embedded == "raw")
@@ -251,20 +268,52 @@ class Head(nn.Module):
 
         documents [B, T] ids: attention and positions stay inside a document.
         """
+        return self._forced(tokens, hidden, depths, documents, None)
+
+    @property
+    def can_unroll(self) -> bool:
+        """Whether `unrolled` can be asked for: the last module keeps keys and values, and nothing else."""
+        return all(kind.is_plain for kind in self.kinds(self.num_modules - 1))
+
+    def unrolled(self, tokens: Tensor, hidden: Tensor, depths: int, *, documents: Tensor | None = None) -> list[Tensor]:
+        """`hiddens` as decoding computes them, for the chains that leave all columns at once.
+
+        They differ beyond the last module D. There, `hiddens` lets depth k attend to depth k of the columns before, at
+        positions i; decoding, and this, to the module's columns j <= i and to the chain's own depths, at positions
+        i + k - D. Memory for keys and masks is (depths - D + 1) times as much. Raises ConfigError where the head keeps
+        more between columns than keys and values.
+        """
+        if not self.can_unroll:
+            kinds = ", ".join(sorted({kind.name for kind in self.kinds(self.num_modules - 1)}))
+            raise ConfigError(f"a head with layers of kind {kinds} cannot be unrolled; decode with it instead")
+        layers = sum(len(self.kinds(index)) for index in range(self.num_modules))
+        return self._forced(tokens, hidden, depths, documents, BlockCache(layers))
+
+    def _forced(
+        self, tokens: Tensor, hidden: Tensor, depths: int, documents: Tensor | None, blocks: BlockCache | None
+    ) -> list[Tensor]:
+        """blocks: an empty cache of an unrolled pass; None: each depth sees its own keys."""
         length = tokens.shape[1]
         if not 1 <= depths < length:
             raise ConfigError(f"depths = {depths}; expected 1 <= depths < {length}, the number of tokens")
-        positions, within = (None, None) if documents is None else packed(documents)
+        positions: Tensor = torch.arange(length, device=tokens.device).expand_as(tokens)
+        within = None
+        if documents is not None:
+            positions, within = packed(documents)
         outs, recycled = [], hidden
         for depth in range(1, depths + 1):
-            columns = length - depth
-            step = self.step(
-                self.module(depth),
-                tokens[:, depth:],
-                (recycled if self.eats_recycled(depth) else hidden)[:, :columns],
-                positions=None if positions is None else positions[:, :columns],
-                within=None if within is None else within[:, :, :columns, :columns],
-            )
+            columns, index = length - depth, self.module(depth)
+            eaten, states = tokens[:, depth:], (recycled if self.eats_recycled(depth) else hidden)[:, :columns]
+            places = positions[:, :columns]
+            if blocks is None or depth < self.num_modules:
+                seen = None if within is None else within[:, :, :columns, :columns]
+                step = self.step(index, eaten, states, positions=places, within=seen)
+            else:
+                beyond = depth - self.num_modules
+                window = self._at(index).kind.window
+                seen = chain_mask(length, self.num_modules, depth, window=window, within=within, device=tokens.device)
+                mask = self.trunk.shown(seen)
+                step = self._eat(index, eaten, states, positions=places + beyond, mask=mask, cache=blocks)
             outs.append(step.normed)
             recycled = step.recycled
         return outs

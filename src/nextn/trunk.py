@@ -71,6 +71,11 @@ class Kind:
         return self.name in _RECURRENT
 
     @property
+    def is_plain(self) -> bool:
+        """Whether keys and values are all that it keeps between columns."""
+        return self.name in (_FULL, _SLIDING) and not (self.rate or self.goes_apart)
+
+    @property
     def can_pack(self) -> bool:
         """Whether a mask and positions alone keep the documents of a row apart."""
         return not (self.is_recurrent or self.rate or self.goes_apart or self.name == _BLOCKWISE)
@@ -409,7 +414,11 @@ class Trunk(nn.Module):
             mask = mask if within is None else mask & within
         if kind.angled and mask is not None:
             mask = mask.expand(rows, -1, -1, -1)
-        if mask is None or not self._is_eager:
+        return None if mask is None else self.shown(mask)
+
+    def shown(self, mask: Tensor) -> Tensor:
+        """A mask [B, 1, T, columns] bool, True = may be seen, as the layers want it."""
+        if not self._is_eager:
             return mask
         # Eager attention adds its mask to the scores.
         return torch.zeros(mask.shape, dtype=self.dtype, device=self.device).masked_fill(
