@@ -33,6 +33,17 @@ def byte_model(*, layers: int, hidden: int, vocab_size: int, max_length: int = 4
     return shape | {"model_type": "qwen3_5_text", "layer_types": ["full_attention"] * layers}
 
 
+def hybrid_model(*, layers: int, hidden: int, vocab_size: int, max_length: int = 4096) -> dict[str, object]:
+    """`byte_model` with the layers of Qwen3.5: three gated delta nets to one of attention, which the head's block is."""
+    return byte_model(layers=layers, hidden=hidden, vocab_size=vocab_size, max_length=max_length) | {
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * (layers // 4),
+        "linear_num_key_heads": hidden // 128,
+        "linear_num_value_heads": hidden // 64,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    }
+
+
 def mixed_model(*, layers: int, hidden: int, vocab_size: int, max_length: int = 4096) -> dict[str, object]:
     """A deep, narrow trunk in the layout of GLM-4.5, dense but for its last layer, and a head with small experts.
 
@@ -105,7 +116,24 @@ def by_name(name: str, *, vocab_size: int) -> Recipe:
                 compile=True,
                 save_every=100,
             ),
-            30,
+            28,
+        ),
+        "hybrid": Recipe(
+            "quarter-hour byte-level code model with gated delta nets, to see what MTP brings where state is recurrent",
+            hybrid_model(layers=8, hidden=256, vocab_size=vocab_size),
+            TrainConfig(
+                steps=400,
+                batch_size=8,
+                length=256,
+                depths=4,
+                lam="1.0",
+                optimizer="muon",
+                lr=3e-3,
+                matrix_lr=0.03,
+                weight_decay=0.01,
+                save_every=100,
+            ),
+            15,
         ),
     }
     if name not in recipes:
