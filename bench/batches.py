@@ -1,0 +1,96 @@
+"""Many texts at once, and long prompts: tokens/s of a batch with MTP on and off, and what a prefill takes by its chunk.
+
+Rows of a batch end together here (no eos), so that its size stays; every text is decoded to the same length.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import cycle, islice
+from pathlib import Path
+
+from nextn.acceptance import Acceptance
+from nextn.cost import Machine
+from nextn.decode import Settings, rounds
+from nextn.fast.choose import Engine
+from nextn.model import Model
+from nextn.sampling import Sampling
+from nextn.tensor_file import write_json
+from nextn.workload import read_prompts
+
+
+def decoded(engine: Engine, prompts: Sequence[Sequence[int]], settings: Settings) -> tuple[float, Acceptance]:
+    """-> tokens/s of all rows together behind the prefill, and what was kept."""
+    stream = rounds(engine.trunk, engine.head, prompts, settings)
+    next(stream)
+    started = time.perf_counter()
+    log = list(stream)
+    seconds = time.perf_counter() - started
+    return sum(len(part.emitted) for each in log for part in each.rows) / seconds, Acceptance.of(log)
+
+
+def batches(engine: Engine, prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> list[dict[str, object]]:
+    found = []
+    for temperature in (0.0, 1.0):
+        for size in args.batches:
+            rows = list(islice(cycle(prompts), size))
+            speeds: dict[int, list[float]] = {0: [], args.drafts: []}
+            length = 1.0
+            for turn in range(args.repeats + 1):  # the first turn records what is to be replayed
+                for drafts in (0, args.drafts) if turn % 2 else (args.drafts, 0):
+                    settings = Settings(
+                        drafts=drafts, max_tokens=args.tokens, sampling=Sampling(temperature), eos=(), seed=turn
+                    )
+                    speed, kept = decoded(engine, rows, settings)
+                    length = kept.length if drafts else length
+                    speeds[drafts] += [speed] if turn else []
+            plain, mtp = (statistics.median(each) for each in speeds.values())
+            gain = statistics.median(after / before for before, after in zip(*speeds.values(), strict=True))
+            row = {"temperature": temperature, "batch": size, "drafts": args.drafts, "acceptance_length": length}
+            found.append(row | {"plain": plain, "mtp": mtp, "speedup": gain})
+            print(f"T {temperature:.0f}  B {size:2d}  plain {plain:7.0f}  MTP {mtp:7.0f} tokens/s = {gain:.2f} x")
+    return found
+
+
+def prefills(engine: Engine, prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> list[dict[str, float]]:
+    text = list(islice(cycle(token for prompt in prompts for token in prompt), args.prompt))
+    found = []
+    for chunk in args.chunks:
+        times = []
+        for _ in range(args.repeats + 1):
+            started = time.perf_counter()
+            next(rounds(engine.trunk, engine.head, [text], Settings(drafts=args.drafts, chunk=chunk, eos=())))
+            times.append(time.perf_counter() - started)
+        seconds = statistics.median(times[1:])
+        found.append({"prompt": len(text), "chunk": chunk, "seconds": seconds})
+        rate = len(text) / seconds
+        print(f"prompt of {len(text)}, chunks of {chunk:4d}: {1e3 * seconds:6.0f} ms = {rate:,.0f} tokens/s")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--chunks", type=int, nargs="+", default=[32, 128, 512, 2048])
+    parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=192)
+    parser.add_argument("--prompt", type=int, default=2048)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--path", default="auto")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    model = Model.load(args.model)
+    engine = model.engine(args.path)
+    prompts = [list(prompt.text) for prompt in read_prompts(args.prompts)]
+    record = {"path": engine.path, "machine": asdict(Machine.of(model)), "definition": __doc__}
+    record |= {"batches": batches(engine, prompts, args), "prefills": prefills(engine, prompts, args)}
+    if args.out:
+        write_json(args.out, record)
+
+
+if __name__ == "__main__":
+    main()
