@@ -190,7 +190,7 @@ def main() -> None:
     setting |= {"dtype": "bfloat16", "lambda": LAMBDA, "torch": torch.__version__, "machine": platform.machine()}
     rows = [asdict(record) | {"error": error(record, records)} for record in records]
     if options.out:
-        options.out.write_text(json.dumps({"setting": setting, "records": rows}, indent=1) + "\n")
+        options.out.write_text(json.dumps({"setting": setting, "metrics": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,18 +17,20 @@ import torch
 from nextn.bytelevel import byte_tokenizer
 from nextn.data import Corpus, standard_library
 from nextn.recipes import Recipe, by_name
+from nextn.tasks import JointTask
 from nextn.train import Trainer
 
 
 def flops_per_token(trainer: Trainer, depths: int) -> float:
     """6 FLOPs per multiply-accumulate of a forward and backward pass: matrices, and attention over half the row."""
-    config, trunk = trainer.model.trunk.config, trainer.model.trunk
+    model = trainer.task.model
+    config, trunk = model.trunk.config, model.trunk
     attention = trainer.config.length * config.num_attention_heads * config.head_dim
     inner = sum(
         value.numel() for name, value in trunk.model.named_parameters() if value.ndim == 2 and "embed" not in name
     )
     output = trunk.output.weight.numel()
-    head = sum(value.numel() for value in trainer.model.head.parameters() if value.ndim >= 2)
+    head = sum(value.numel() for value in model.head.parameters() if value.ndim >= 2)
     return 6 * (inner + trunk.num_layers * attention + depths * (head + output + attention))
 
 
@@ -37,7 +39,7 @@ def trainer_of(recipe: Recipe, depths: int, corpus: Corpus, *, compile: bool) ->
 
     torch.manual_seed(0)
     config = replace(recipe.train, depths=depths, steps=1000, compile=compile)
-    return Trainer(Model.build(recipe.model), corpus, config, out=Path(tempfile.mkdtemp()))
+    return Trainer(JointTask(Model.build(recipe.model), corpus, config), out=Path(tempfile.mkdtemp()))
 
 
 def main() -> None:

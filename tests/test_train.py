@@ -5,15 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import CONFIGS, MOST, build, refrain
+from tiny import CONFIGS, MOST, build, refrains
 
 from nextn.audit import audit
 from nextn.checkpoint import Checkpoint
-from nextn.data import Corpus
 from nextn.errors import CheckpointError, ConfigError, TrainingError
+from nextn.metrics import EvalRecord, StepRecord
 from nextn.model import Model
 from nextn.provenance import Provenance
-from nextn.train import EvalRecord, StepRecord, TrainConfig, Trainer
+from nextn.tasks import JointTask
+from nextn.train import Trainer
+from nextn.train_config import TrainConfig
 
 CONFIG = TrainConfig(
     steps=6, batch_size=2, length=24, depths=3, warmup=1, lam="0.3,0.1@50%", dtype="float32", eval_batches=1
@@ -22,12 +24,11 @@ CONFIG = TrainConfig(
 
 @pytest.fixture(scope="module")
 def corpus():
-    texts = [(str(index), " ".join(map(str, row.tolist()))) for index, row in enumerate(refrain(12, 60, seed=1))]
-    return Corpus.from_texts(texts, lambda batch: [[int(word) for word in text.split()] for text in batch], eos=63)
+    return refrains(12, 60, seed=1)
 
 
 def trainer(corpus, out, config=CONFIG, name="glm4_moe", modules=1):
-    return Trainer(build(name, modules=modules, initializer_range=0.02), corpus, config, out=out)
+    return Trainer(JointTask(build(name, modules=modules, initializer_range=0.02), corpus, config), out=out)
 
 
 def losses(records):
@@ -47,7 +48,7 @@ def test_resume_is_exact(name, optimizer, corpus, tmp_path):
         records.append(record)
     second = trainer(corpus, tmp_path / "cut", config, name)
     with torch.no_grad():
-        for value in second.named.values():
+        for value in second.task.named.values():
             value.add_(1.0)  # resume must not depend on how the model was initialised
     assert second.resume()
     assert second.step == 3
@@ -87,11 +88,11 @@ def test_every_family_learns(name, corpus, tmp_path):
     """
     config = replace(CONFIG, steps=12, batch_size=4, lr=5e-3, lam="1.0", depths=max(2, MOST[name]))
     subject = trainer(corpus, tmp_path, config, name, modules=MOST[name])
-    loss = subject.loss(subject.batches.batch(0), lam=1.0)
+    loss = subject.task.loss(subject.task.example(0), lam=1.0)
     loss.total.backward()
-    asleep = [name for name, value in subject.named.items() if value.requires_grad and value.grad is None]
+    asleep = [name for name, value in subject.task.named.items() if value.requires_grad and value.grad is None]
     assert not [name for name in asleep if name.startswith("head.")]
-    frozen = [name for name, value in subject.named.items() if not value.requires_grad]
+    frozen = [name for name, value in subject.task.named.items() if not value.requires_grad]
     assert all(".indexer." in name or name.endswith("e_score_correction_bias") for name in frozen)
     records = [record for record in subject.run() if isinstance(record, StepRecord)]
     assert torch.isfinite(torch.tensor(losses(records))).all()
@@ -114,9 +115,9 @@ def test_evaluation_record(corpus, tmp_path):
 def test_trunk_only(corpus, tmp_path):
     """depths = 0 trains the trunk alone, and leaves the head as it was."""
     subject = trainer(corpus, tmp_path, replace(CONFIG, depths=0))
-    before = {name: value.clone() for name, value in subject.model.head.state_dict().items()}
+    before = {name: value.clone() for name, value in subject.task.model.head.state_dict().items()}
     assert all(len(loss) == 1 for loss in losses(subject.run()))
-    assert all(torch.equal(before[name], value) for name, value in subject.model.head.state_dict().items())
+    assert all(torch.equal(before[name], value) for name, value in subject.task.model.head.state_dict().items())
 
 
 def test_nan_loss_stops_and_keeps_the_last_checkpoint(corpus, tmp_path):
@@ -126,7 +127,7 @@ def test_nan_loss_stops_and_keeps_the_last_checkpoint(corpus, tmp_path):
     next(running)
     next(running)
     with torch.no_grad():
-        subject.model.trunk.output.weight.fill_(float("nan"))
+        subject.task.model.trunk.output.weight.fill_(float("nan"))
     with pytest.raises(TrainingError, match="the loss of step 2 is nan; batch 2 of seed 0"):
         next(running)
     assert Model.load(tmp_path / "step-0000001").head is not None
@@ -190,13 +191,13 @@ def test_schedule_rises_holds_and_falls():
 def test_a_trained_model_says_which_trunk_its_head_saw(corpus, tmp_path):
     """The record is true when written, and the audit notices a trunk that is fine-tuned later."""
     run = trainer(corpus, tmp_path / "run")
-    run.write_model(tmp_path / "model")
+    run.write_result(tmp_path / "model")
     written = Checkpoint.open(tmp_path / "model")
     record = Provenance.read(written)
     assert (record.made_by, record.trained_with) == ("train", record.beside)
     assert "head-stale" not in {finding.rule for finding in audit(written).findings}
     with torch.no_grad():
-        for weight in run.model.trunk.model.parameters():
+        for weight in run.task.model.trunk.model.parameters():
             weight.mul_(1.01)
-    run.model.save(tmp_path / "tuned", extra=record.write)
+    run.task.model.save(tmp_path / "tuned", extra=record.write)
     assert "head-stale" in {finding.rule for finding in audit(Checkpoint.open(tmp_path / "tuned")).findings}

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from nextn.data import Corpus
 from nextn.decode import Settings, rounds
 from nextn.model import Model
 
@@ -416,6 +417,14 @@ def refrain(count: int, length: int, *, seed: int, vocab_size: int = 40) -> torc
         phrase = torch.randperm(vocab_size, generator=generator)[:period]
         rows.append(phrase.repeat(length // period + 1)[:length])
     return torch.stack(rows)
+
+
+def refrains(count: int, length: int, *, seed: int) -> Corpus:
+    """Those rows as a corpus of `count` documents."""
+    texts = [
+        (str(place), " ".join(map(str, row.tolist()))) for place, row in enumerate(refrain(count, length, seed=seed))
+    ]
+    return Corpus.from_texts(texts, lambda batch: [[int(word) for word in text.split()] for text in batch], eos=63)
 
 
 def decode(model: Model, prompts: list[list[int]], **settings: object) -> tuple[list[list[int]], list]:

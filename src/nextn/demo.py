@@ -12,11 +12,13 @@ from nextn.acceptance import Acceptance
 from nextn.bytelevel import byte_tokenizer
 from nextn.data import Corpus, Degeneracy, degeneracy, prompts, split, standard_library
 from nextn.decode import Round, Settings, rounds
+from nextn.metrics import EvalRecord, Record
 from nextn.model import Model
 from nextn.recipes import Recipe, by_name
 from nextn.sampling import Sampling
+from nextn.tasks import JointTask
 from nextn.tensor_file import write_json
-from nextn.train import EvalRecord, Record, Trainer
+from nextn.train import Trainer
 
 VOCAB_SIZE = 264  # 258 tokens, rounded up to a multiple of 8
 
@@ -131,14 +133,14 @@ def train_demo(
     corpus, held_out = Corpus.from_files(train_files, tokenizer), Corpus.from_files(held_files, tokenizer)
     torch.manual_seed(recipe.train.seed)
     model = Model.build(recipe.model, tokenizer=tokenizer)
-    trainer = Trainer(model, corpus, recipe.train, out=folder / "run", held_out=held_out)
+    trainer = Trainer(JointTask(model, corpus, recipe.train, held_out=held_out), out=folder / "run")
     trainer.resume()
     last: EvalRecord | None = None
     for record in trainer.run(should_stop):
         on_record(record)
         last = record if isinstance(record, EvalRecord) and record.step == recipe.train.steps else None
     if last is not None:
-        trainer.write_model(folder / "model")
+        trainer.write_result(folder / "model")
     return last, held_out
 
 

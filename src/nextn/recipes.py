@@ -13,8 +13,10 @@ from nextn.bytelevel import vocab_size as vocab_size_of
 from nextn.data import Corpus, prompts, split, standard_library
 from nextn.errors import ConfigError
 from nextn.model import Model
+from nextn.tasks import JointTask
 from nextn.tensor_file import atomic
-from nextn.train import TrainConfig, Trainer
+from nextn.train import Trainer
+from nextn.train_config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,9 @@ def training_run(
     tokenizer: Path | None,
     num_modules: int,
     settings: Mapping[str, object],
-) -> Trainer:
-    """A trainer at step 0. data: files or folders, empty = the standard library; settings go over the recipe's.
+) -> tuple[Trainer, Corpus]:
+    """A trainer at step 0, and the held-out text. data: files or folders, empty = the standard library; settings go
+    over the recipe's.
 
     Raises ConfigError for data, configs or settings that cannot be used.
     """
@@ -167,7 +170,7 @@ def training_run(
             "raise vocab_size in the config"
         )
     asked = held_out_prompts(held_out, seed=config.seed)
-    return Trainer(built, corpus, config, out=out, held_out=held_out, prompts=asked)
+    return Trainer(JointTask(built, corpus, config, held_out=held_out, prompts=asked), out=out), held_out
 
 
 def held_out_prompts(corpus: Corpus, *, count: int = 8, seed: int = 0) -> list[list[int]]:

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
     from nextn.decode import Round, RowRound, Settings
     from nextn.demo import Report
+    from nextn.metrics import Record
     from nextn.model import Model
     from nextn.policy import DraftLength
-    from nextn.train import Record
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -116,11 +116,10 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train a trunk and its MTP head jointly from scratch; Ctrl-C saves, --resume goes on exactly there."""
-    from nextn.data import Batches
     from nextn.recipes import training_run, write_prompts
 
     settings = _merged(config, set_ or [])
-    trainer = training_run(
+    trainer, held_out = training_run(
         out, data=data or [], recipe=recipe, model=model, tokenizer=tokenizer, num_modules=modules, settings=settings
     )
     if resume and not trainer.resume():
@@ -133,9 +132,8 @@ def train(
     if trainer.step < trainer.config.steps:
         _say_stopped(out, f"nextn train {out} --resume (with the same options)")
         return
-    trainer.write_model(out / "model")
-    if isinstance(trainer.held_out, Batches):
-        write_prompts(out / "prompts.jsonl", trainer.held_out.corpus)
+    trainer.write_result(out / "model")
+    write_prompts(out / "prompts.jsonl", held_out)
     typer.echo(json.dumps({"model": str(out / "model")}) if as_json else f"wrote {out / 'model'}")
 
 
@@ -343,7 +341,7 @@ def _progress(*, quiet: bool) -> Iterator[Callable[["Record"], None]]:
     """A progress bar with the loss per depth; evaluations are printed above it."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from nextn.train import StepRecord, bits
+    from nextn.metrics import StepRecord, bits
 
     columns = (
         TextColumn("train"),

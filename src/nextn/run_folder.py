@@ -1,0 +1,93 @@
+"""A training run's folder: its log, and its checkpoints found, kept, removed and read. Knows no model."""
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nextn.errors import CheckpointError, ConfigError
+from nextn.metrics import Record
+from nextn.tensor_file import write_json
+from nextn.train_config import TrainConfig
+
+_STATE, _MOMENTS = "trainer.json", "optimizer.safetensors"
+_KEPT = 2
+
+
+class RunFolder:
+    """Raises CheckpointError where the folder cannot be made."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be written: {error}; choose another folder") from error
+        self.path = path
+
+    def checkpoints(self) -> list[Path]:
+        """The whole ones, oldest first: the state is written last, before a checkpoint gets its name."""
+        return sorted(folder for folder in self.path.glob("step-*") if (folder / _STATE).exists())
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint after `step` steps belongs."""
+        return self.path / f"step-{step:07d}"
+
+    def prune(self) -> None:
+        """Remove all checkpoints but the newest two, and what a killed process left half-written."""
+        for old in [*self.checkpoints()[:-_KEPT], *self.path.glob(".step-*")]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def log(self, step: int) -> "Log":
+        return Log(self.path / "metrics.jsonl", step)
+
+
+class Log:
+    """metrics.jsonl: one record a line. Lines of steps that a resumed run does again are dropped."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        old = path.read_text().splitlines() if path.exists() else []
+        kept = [line for line in old if _step_of(line) <= step]
+        path.write_text("".join(line + "\n" for line in kept))
+        self.file = path.open("a", buffering=1)
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def write(self, record: Record) -> None:
+        self.file.write(json.dumps(record.as_record()) + "\n")
+
+
+def _step_of(line: str) -> float:
+    try:
+        return int(json.loads(line)["step"])
+    except ValueError:  # cut by a kill
+        return math.inf
+
+
+def write_state(folder: Path, moments: Mapping[str, Tensor], config: TrainConfig, **state: object) -> None:
+    """What a checkpoint holds beside weights: the optimisers' tensors, the settings, and `state`, plain values."""
+    save_file(dict(moments), folder / _MOMENTS)
+    write_json(folder / _STATE, {**state, "config": asdict(config)})
+
+
+def read_state(folder: Path, config: TrainConfig) -> dict[str, object]:
+    """The plain values. Raises ConfigError for a checkpoint that was trained with other settings than `config`."""
+    state: dict[str, object] = json.loads((folder / _STATE).read_text())
+    then = state.pop("config")
+    assert isinstance(then, dict)
+    changed = sorted(key for key, value in asdict(config).items() if then.get(key) != value)
+    if changed:
+        raise ConfigError(f"{folder} was trained with another {', '.join(changed)}; resume with the same settings")
+    return state
+
+
+def read_moments(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / _MOMENTS)

@@ -1,0 +1,90 @@
+"""A run's folder: which checkpoints count, which go, and what of the log stands."""
+
+import json
+
+import pytest
+import torch
+
+from nextn.errors import CheckpointError, ConfigError
+from nextn.metrics import StepRecord
+from nextn.run_folder import RunFolder, read_moments, read_state, write_state
+from nextn.train_config import TrainConfig
+
+CONFIG = TrainConfig(steps=9, length=8, depths=1)
+
+
+def checkpoint(run, step):
+    folder = run.checkpoint(step)
+    folder.mkdir()
+    write_state(folder, {"a.exp_avg": torch.ones(2)}, CONFIG, step=step)
+    return folder
+
+
+def record(step):
+    return StepRecord(step, 9, step * 100, (1.0,), 1e-3, 0.3, 1.0, 50.0)
+
+
+def test_checkpoints_are_found_oldest_first_and_half_ones_are_not(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    for step in (12, 3):
+        checkpoint(run, step)
+    run.checkpoint(20).mkdir()
+    assert [folder.name for folder in run.checkpoints()] == ["step-0000003", "step-0000012"]
+
+
+def test_the_newest_two_are_kept(tmp_path):
+    run = RunFolder(tmp_path)
+    for step in (1, 2, 3):
+        checkpoint(run, step)
+    run.prune()
+    assert [folder.name for folder in run.checkpoints()] == ["step-0000002", "step-0000003"]
+
+
+def test_a_killed_writers_leftovers_go(tmp_path):
+    """A process that was killed while it wrote leaves a hidden folder, which no later run would name again."""
+    run = RunFolder(tmp_path)
+    checkpoint(run, 1)
+    (tmp_path / ".step-0000002.123.tmp").mkdir()
+    (tmp_path / ".step-0000002.123.tmp" / "model.safetensors").write_bytes(b"half")
+    run.prune()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000001"]
+
+
+def test_state_comes_back(tmp_path):
+    folder = checkpoint(RunFolder(tmp_path), 4)
+    assert read_state(folder, CONFIG) == {"step": 4}
+    assert torch.equal(read_moments(folder)["a.exp_avg"], torch.ones(2))
+
+
+def test_other_settings_are_named(tmp_path):
+    folder = checkpoint(RunFolder(tmp_path), 4)
+    with pytest.raises(ConfigError, match="trained with another lr; resume with the same settings"):
+        read_state(folder, TrainConfig(steps=9, length=8, depths=1, lr=1e-4))
+
+
+def test_the_log_drops_what_is_done_again(tmp_path):
+    run = RunFolder(tmp_path)
+    with run.log(0) as log:
+        for step in (1, 2, 3):
+            log.write(record(step))
+    with run.log(2) as log:
+        log.write(record(3))
+    lines = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [1, 2, 3]
+
+
+def test_a_line_cut_by_a_kill_is_dropped(tmp_path):
+    run = RunFolder(tmp_path)
+    with run.log(0) as log:
+        log.write(record(1))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "num_st')
+    with run.log(1):
+        pass
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        RunFolder(tmp_path / "file" / "run")
