@@ -16,18 +16,11 @@ PACKAGE = Path(nextn.__file__).parent
 # From the bottom to the top: a module imports only what stands to its left or in an earlier row.
 LAYERS = [
     ["errors", "words"],
-    [
-        "families",
-        "family_rows",
-        "remote",
-        "bytelevel",
-        "loss",
-        "sampling",
-        "rollback",
-        "unroll",
-        "layout",
-        "acceptance",
-    ],
+    ["families", "family_rows", "remote", "bytelevel", "layout", "acceptance"],
+    ["chunked", "sampling", "rollback", "unroll"],
+    ["loss", "teacher"],
+    ["divergences"],
+    ["objectives"],
     ["speedup", "tensor_file", "data", "shortlist", "blocks", "storage", "quantformats"],
     ["trunk", "checkpoint", "policy"],
     ["inventory", "quantisation", "head", "fp8"],

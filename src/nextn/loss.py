@@ -6,22 +6,18 @@ weight. Column i of depth k has eaten the tokens up to t_{i+k} and predicts t_{i
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from nextn.chunked import Objective, Work, check_chunk, weighted_sum, wide_dtype
 from nextn.errors import ConfigError
 
 IGNORE = -100
-
-# (logits [m, V] in fp32 or wider, the rows they belong to, is the gradient wanted)
-#   -> value of each row [m], d value / d logits [m, V] or None. The logits may be overwritten.
-Objective = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,9 +165,10 @@ def mtp_loss(
     _check_shapes(hiddens, labels, shares)
     counts = torch.stack([(wanted != IGNORE).sum() for wanted in labels])
     weights = [weight] * (depths + 1) if isinstance(weight, Tensor) else list(weight)
-    over = _denominators(denominator, counts)
+    over = denominators(denominator, counts, counts[:1])
     terms = [1.0, *(lam / depths * share for share in shares)]
-    scale = over.new_tensor(terms, dtype=_wide(hiddens[0], weights[0])) / over  # x / 0 weighs rows that are dropped
+    wide = wide_dtype(hiddens[0], weights[0])
+    scale = over.new_tensor(terms, dtype=wide) / over  # x / 0 weighs rows that are dropped
     total, sums = scale.new_zeros(()), scale.new_zeros(depths + 1)
     for shared in {id(each): each for each in weights}.values():  # depths that share a weight go through it together
         group = [k for k, each in enumerate(weights) if each is shared]
@@ -187,16 +184,15 @@ def mtp_loss(
     return LossReport(total=total, sums=sums, counts=counts)
 
 
-def _denominators(denominator: str | Tensor, counts: Tensor) -> Tensor:
+def denominators(denominator: str | Tensor, counts: Tensor, trunk: Tensor) -> Tensor:
+    """What each depth's sum is divided by: its own count, the trunk's, or the number given for it, shaped as counts."""
     if isinstance(denominator, Tensor):
         if denominator.shape != counts.shape:
-            raise ConfigError(
-                f"denominator is {tuple(denominator.shape)}; {len(counts)} numbers are needed, depth 0 first."
-            )
+            raise ConfigError(f"denominator is {tuple(denominator.shape)}; {len(counts)} numbers are needed, by depth.")
         return denominator.to(counts.device)
     if denominator not in ("valid", "tokens"):
         raise ConfigError(f"denominator {denominator!r} is unknown. Use 'valid', 'tokens' or a tensor of counts.")
-    return counts if denominator == "valid" else counts[:1]
+    return counts if denominator == "valid" else trunk
 
 
 def _check_shapes(hiddens: Sequence[Tensor], labels: Sequence[Tensor], shares: Sequence[float]) -> None:
@@ -228,14 +224,13 @@ def cross_entropy(
         raise ConfigError(
             f"labels {tuple(labels.shape)} and row weights need one number per row of hidden {tuple(hidden.shape)}."
         )
-    if chunk is not None and chunk < 1:
-        raise ConfigError(f"chunk {chunk} is not a number of rows. Give 1 or more, or None for about 64 MB of logits.")
+    check_chunk(chunk)
     rows = (labels != IGNORE).nonzero()[:, 0]
     scale = torch.ones_like(rows) if row_weights is None else row_weights[rows]
-    work = _Work(
-        rows=rows, scale=scale[:, None].to(_wide(hidden, weight)), objective=_label_nll(labels[rows]), chunk=chunk
-    )
-    return _Chunked.apply(hidden, weight, work, torch.is_grad_enabled())
+    scale = scale[:, None].to(wide_dtype(hidden, weight))
+    work = Work(rows=rows, scale=scale, objective=_label_nll(labels[rows]), chunk=chunk)
+    total, values = weighted_sum(hidden, weight, work)
+    return total, values.new_zeros(len(hidden)).index_copy(0, rows, values[:, 0])
 
 
 def _label_nll(labels: Tensor) -> Objective:
@@ -244,111 +239,9 @@ def _label_nll(labels: Tensor) -> Objective:
         chosen = logits.gather(1, at)
         top = logits.amax(-1, keepdim=True)
         mass = logits.sub_(top).exp_().sum(-1, keepdim=True)
-        nll = (mass.log() + (top - chosen))[:, 0]
+        nll = mass.log() + (top - chosen)
         if not wants_grad:
             return nll, None
         return nll, logits.div_(mass).scatter_add_(1, at, torch.full_like(chosen, -1))
 
     return objective
-
-
-@dataclass(frozen=True, eq=False)
-class _Work:
-    """Which rows of hidden count [M], what each weighs in the sum [M, 1], and how its logits are valued."""
-
-    rows: Tensor
-    scale: Tensor
-    objective: Objective
-    chunk: int | None
-
-
-class _Chunked(torch.autograd.Function):
-    """Sum of scale * objective(hidden @ weight.T); forward makes the gradients, backward only multiplies them."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, work: _Work, is_recording: bool) -> tuple[Tensor, Tensor]:
-        wide = work.scale.dtype
-        values = torch.zeros(len(hidden), dtype=wide, device=hidden.device)
-        grad_hidden = torch.zeros_like(hidden) if is_recording and hidden.requires_grad else None
-        # fp32 also for a bf16 weight: after 128 chunks a bf16 sum was 1.7 % off, an fp32 one 0.24 % (bf16 products).
-        grad_weight = torch.zeros_like(weight, dtype=wide) if is_recording and weight.requires_grad else None
-        dtype = _product_dtype(hidden, weight)
-        with torch.autocast(hidden.device.type, enabled=False):
-            _fill(hidden, weight.to(dtype), work, values=values, grad_hidden=grad_hidden, grad_weight=grad_weight)
-        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
-        ctx.mark_non_differentiable(values)
-        return (values[work.rows, None] * work.scale).sum(), values
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        made = ctx.saved_tensors
-        return *(None if grad is None else grad * grad_total.to(grad.dtype) for grad in made), None, None
-
-
-def _fill(
-    hidden: Tensor,
-    weight: Tensor,
-    work: _Work,
-    *,
-    values: Tensor,
-    grad_hidden: Tensor | None,
-    grad_weight: Tensor | None,
-) -> None:
-    """Fill in the values and add up the gradients that are wanted; the products are made in the dtype of `weight`."""
-    wants_grad = grad_hidden is not None or grad_weight is not None
-    chunk = work.chunk or _rows_per_chunk(weight, grad_weight)
-    buffer = weight.new_empty(min(chunk, len(work.rows)), len(weight))
-    for start in range(0, len(work.rows), chunk):
-        rows, scale = work.rows[start : start + chunk], work.scale[start : start + chunk]
-        inputs = hidden[rows].to(weight.dtype)
-        logits = torch.mm(inputs, weight.T, out=buffer[: len(rows)])
-        values[rows] = _value(logits, work.objective, start=start, wants_grad=wants_grad)  # logits become dlogits
-        if grad_hidden is not None:
-            grad_hidden[rows] = (logits @ weight * scale).to(hidden.dtype)
-        if grad_weight is not None:
-            _add_product(grad_weight, logits, (inputs * scale).to(weight.dtype))
-
-
-def _value(logits: Tensor, objective: Objective, *, start: int, wants_grad: bool) -> Tensor:
-    """Value each row [m] of a chunk, a cache-sized tile at a time, and put the gradient in the place of the logits."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    tile = max(1, _tile_bytes(logits) // (wide.itemsize * logits.shape[1]))
-    values = []
-    for at in range(0, len(logits), tile):
-        view = logits[at : at + tile]
-        value, gradient = objective(view.to(wide), slice(start + at, start + at + len(view)), wants_grad)
-        values.append(value)
-        if gradient is not None and gradient is not view:
-            view.copy_(gradient)
-    return torch.cat(values)
-
-
-def _add_product(grad_weight: Tensor, dlogits: Tensor, inputs: Tensor) -> None:
-    """grad_weight += dlogits.T @ inputs, by blocks of the vocabulary: their bf16 product stays in the cache (3x)."""
-    block = max(1, _tile_bytes(grad_weight) // (grad_weight.itemsize * grad_weight.shape[1]))
-    for at in range(0, len(grad_weight), block):
-        grad_weight[at : at + block] += dlogits[:, at : at + block].T @ inputs
-
-
-def _rows_per_chunk(weight: Tensor, grad_weight: Tensor | None) -> int:
-    """64 MiB of logits; under a weight gradient at least H/4 rows, a quarter of its size, so that its traffic pays."""
-    vocabulary, width = weight.shape
-    rows = (64 << 20) // (weight.itemsize * vocabulary)
-    return max(1, rows if grad_weight is None else max(rows, width // 4))
-
-
-def _tile_bytes(tensor: Tensor) -> int:
-    """On a CPU what stays in the cache (softmax 3x faster than whole chunks), on a GPU enough to outlast a launch."""
-    return 8 << 20 if tensor.device.type == "cpu" else 64 << 20
-
-
-def _wide(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    return torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
-
-
-def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """What autocast would multiply in (it leaves fp64 alone), else the wider of the two."""
-    dtype, device = torch.promote_types(hidden.dtype, weight.dtype), hidden.device.type
-    is_cast = torch.is_autocast_enabled(device) and dtype != torch.float64
-    return torch.get_autocast_dtype(device) if is_cast else dtype
