@@ -29,8 +29,8 @@ LAYERS = [
         "acceptance",
     ],
     ["speedup", "tensor_file", "data", "shortlist", "blocks", "storage", "quantformats"],
-    ["trunk", "checkpoint", "policy"],
-    ["inventory", "quantisation", "head", "fp8"],
+    ["trunk", "checkpoint", "policy", "records"],
+    ["inventory", "quantisation", "head", "fp8", "corpus_files"],
     ["weights", "snapshot"],
     ["filling", "fast"],
     ["provenance", "staging"],
@@ -51,7 +51,7 @@ TWO_FILES = {"families": {"family_rows"}, "family_rows": {"families"}}
 NO_TORCH = (
     "errors", "families", "remote", "tensor_file", "checkpoint", "bytelevel", "data", "acceptance", "speedup", "policy",
     "storage", "quantformats", "quantisation", "inventory", "snapshot", "provenance", "audit", "graft", "relayout",
-    "cli",
+    "records", "corpus_files", "cli",
 )
 # fmt: on
 

@@ -182,7 +182,7 @@ class Trainer:
             hiddens = [hidden.normed]
             if self.config.depths and self.model.head is not None:
                 hiddens += self.model.head.hiddens(tokens, hidden.eaten, self.config.depths, documents=documents)
-        targets = Targets(tokens, documents, documents >= 0)
+        targets = Targets(tokens, documents, batch.counted.to(tokens.device))
         weights = outputs(self.model.trunk, self.model.head, len(hiddens) - 1)
         return mtp_loss(hiddens, weights, targets, lam=lam, depth_weights=self.weights)
 
