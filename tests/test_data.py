@@ -12,7 +12,18 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nextn.bytelevel import byte_tokenizer
-from nextn.data import Batches, Corpus, degeneracy, encoder, prompts, split, standard_library
+from nextn.data import (
+    Batches,
+    Corpus,
+    Document,
+    degeneracy,
+    divided,
+    encoder,
+    openings,
+    prompts,
+    split,
+    standard_library,
+)
 from nextn.errors import ConfigError
 
 EOS = 999
@@ -378,3 +389,53 @@ def test_python_source_is_not_flagged(library):
     flagged = [degeneracy(window).looping for window in windows]
     assert len(flagged) > 300
     assert np.mean(flagged) < 0.02
+
+
+def masked(*marks):
+    """A document of ids 0.. for each string; + marks the tokens that count."""
+    documents = [Document(each, np.arange(len(each)), np.array([sign == "+" for sign in each])) for each in marks]
+    return Corpus.of(documents, lambda texts: [[10] for _ in texts], EOS)
+
+
+def test_openings_are_the_prompts_of_answers():
+    """Catches an opening that holds a token of the answer, and documents without a prompt or an answer in it."""
+    corpus = masked("--++-", "+++", "---", "-+-+-", "----+")
+    found = [ids.tolist() for ids in openings(corpus, count=9, seed=0)]
+    assert sorted(found) == [[0], [0, 1], [0, 1, 2, 3]]
+    assert [ids.tolist() for ids in openings(corpus, count=2, seed=0)] == found[:2]
+    orders = {tuple(map(len, openings(corpus, count=9, seed=seed))) for seed in range(9)}
+    assert len(orders) > 1
+    assert openings(numbered(20), count=3, seed=0) == []
+
+
+def test_a_document_ends_once():
+    """Catches a second eos behind one that the text has, and an eos nobody said that counts."""
+    said = Document("", np.array([1, EOS]), np.array([False, True])).closed(EOS)
+    assert (said.ids.tolist(), said.mask.tolist()) == ([1, EOS], [False, True])
+    unsaid = Document("", np.array([1, 2]), np.array([False, True])).closed(EOS)
+    assert (unsaid.ids.tolist(), unsaid.mask.tolist()) == ([1, 2, EOS], [False, True, False])
+    assert Document("", np.array([1, 2])).closed(EOS).mask is None
+
+
+def test_texts_beside_answers_count_whole():
+    """One document with a mask gives the whole corpus one; the others, their eos included, count."""
+    parts = [Document("a", np.array([5])), Document("b", np.array([1, 2]), np.array([False, True]))]
+    corpus = Corpus.of(parts, lambda texts: [[] for _ in texts], EOS)
+    assert corpus.mask.tolist() == [True, True, False, True, False]
+    assert (corpus.num_labels, corpus.newline) == (3, None)
+
+
+def test_a_fingerprint_tells_what_a_batch_would_show():
+    """Catches a cache that is taken for another corpus: other tokens, cuts or labels; names do not matter."""
+    base = masked("--++", "+-")
+    assert base.fingerprint == masked("--++", "+-").fingerprint
+    others = [masked("--++", "++"), masked("--+", "++-"), numbered(4, 2)]
+    assert len({each.fingerprint for each in (base, *others)}) == 4
+
+
+def test_divided_keeps_copies_together():
+    """Catches a text that is trained on and held out, and a side that stays empty though it need not."""
+    assert divided("abcd", [0.5, 0.01, 0.7, 0.01], held_out=0.05) == (["a", "c"], ["b", "d"])
+    assert divided("abc", [0.9, 0.9, 0.8], held_out=0.05) == (["a", "b"], ["c"])
+    assert divided("abc", [0.0, 0.0, 0.01], held_out=0.5) == (["c"], ["a", "b"])
+    assert divided("ab", [0.3, 0.3], held_out=0.5) == (["a", "b"], [])

@@ -22,8 +22,8 @@ LAYERS = [
     ["divergences"],
     ["objectives"],
     ["speedup", "tensor_file", "data", "shortlist", "blocks", "storage", "quantformats"],
-    ["trunk", "checkpoint", "policy"],
-    ["inventory", "quantisation", "head", "fp8"],
+    ["trunk", "checkpoint", "policy", "records"],
+    ["inventory", "quantisation", "head", "fp8", "corpus_files"],
     ["weights", "snapshot"],
     ["filling", "fast"],
     ["provenance", "staging"],
@@ -46,7 +46,7 @@ TWO_FILES = {"families": {"family_rows"}, "family_rows": {"families"}}
 NO_TORCH = (
     "errors", "families", "remote", "tensor_file", "checkpoint", "bytelevel", "data", "acceptance", "speedup", "policy",
     "storage", "quantformats", "quantisation", "inventory", "snapshot", "provenance", "audit", "graft", "relayout",
-    "cli",
+    "records", "corpus_files", "cli",
 )
 # fmt: on
 
@@ -148,4 +148,4 @@ def test_public_names_resolve():
 def test_line_budget():
     """Growth is a decision: raise the number in the change that needs it, and say why in docs/architecture.md."""
     files = [path for path in PACKAGE.rglob("*.py") if path.stem != "family_rows"]  # rows are facts, not code
-    assert sum(path.read_text().count("\n") for path in files) <= 15500
+    assert sum(path.read_text().count("\n") for path in files) <= 20_000

@@ -1,13 +1,17 @@
 """Recipes: each builds, fits its tokenizer, and has a head that is small beside its trunk."""
 
+import json
+
 import pytest
+from chats import chatty, said
 
 from nextn.bytelevel import byte_tokenizer, vocab_size
+from nextn.corpus_files import corpora
 from nextn.cost import draft_bytes, step_bytes
 from nextn.data import Corpus
 from nextn.errors import ConfigError
 from nextn.model import Model
-from nextn.recipes import by_name, write_prompts
+from nextn.recipes import by_name, held_out_prompts, training_run, write_prompts
 from nextn.workload import read_prompts
 
 SIZE = -(-vocab_size(byte_tokenizer()) // 8) * 8
@@ -36,3 +40,45 @@ def test_prompts_for_bench_are_read_back(tmp_path):
     found = read_prompts(tmp_path / "prompts.jsonl")
     assert len(found) == 24
     assert {(len(prompt.text), prompt.domain) for prompt in found} == {(128, "held-out")}
+
+
+CHATS = [{"messages": said(("user", f"ask {number}"), ("assistant", f"{number} it is"))} for number in range(400)]
+
+
+def write_chats(path):
+    path.write_text("".join(json.dumps(each) + "\n" for each in CHATS))
+    return path
+
+
+def test_prompts_of_conversations_end_where_the_assistant_begins(tmp_path):
+    """Catches held-out figures measured on pieces that no user would send."""
+    _, held = corpora([write_chats(tmp_path / "a.jsonl")], chatty(), held_out=0.3)
+    found = held_out_prompts(held, count=3)
+    assert len(found) == 3
+    assert all(bytes(prompt).startswith(b"<u>ask") and bytes(prompt).endswith(b"<a>") for prompt in found)
+
+
+def test_training_counts_answers_alone(tmp_path):
+    """Catches a mask that does not reach the loss: labels of a step are the assistant's tokens, or all with
+    all_tokens."""
+    chatty().save_pretrained(tmp_path / "tokenizer")
+    options = {"data": [str(write_chats(tmp_path / "a.jsonl"))], "recipe": "demo", "model": None, "num_modules": 1}
+    options |= {"tokenizer": tmp_path / "tokenizer"}
+    small = {"batch_size": 2, "length": 48, "compile": False, "depths": 1}
+    counts = {}
+    for all_tokens in (False, True):
+        run, *_ = training_run(tmp_path / "run", **options, settings=small, all_tokens=all_tokens)
+        example = run.task.example(0)
+        batch = example.batch
+        counts[all_tokens] = run.task.loss(example, lam=1.0).counts.tolist()
+        wanted = batch.counted[:, 1:] & (batch.documents[:, 1:] == batch.documents[:, :-1])
+        assert counts[all_tokens][0] == wanted.sum()
+    assert 0 < counts[False][0] < counts[True][0]
+
+
+def test_rows_longer_than_the_context(tmp_path):
+    """Catches a run whose positions the model was not made for."""
+    with pytest.raises(ConfigError, match=r"length = 5000; the model's context holds 4096"):
+        training_run(
+            tmp_path, data=[], recipe="demo", model=None, tokenizer=None, num_modules=1, settings={"length": 5000}
+        )

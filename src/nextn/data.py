@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.random import PCG64, SeedSequence
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Ids = NDArray[np.integer]
 Encode = Callable[[Sequence[str]], Sequence[Sequence[int] | Ids]]
+T = TypeVar("T")
 
 _TEST_FOLDERS = {"test", "tests", "idle_test"}
 _FOREIGN_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
@@ -60,11 +61,36 @@ def split(paths: Sequence[Path], *, held_out: float = 0.05, seed: int = 0) -> tu
         return list(paths), []
     if len(paths) < 2:
         raise ConfigError(f"{len(paths)} file(s) cannot be split by file; add files, or set held_out to 0")
-    root = os.path.commonpath([path.absolute().parent for path in paths])
-    marks = {path: _mark(f"{seed}:{path.absolute().relative_to(root).as_posix()}") for path in paths}
-    cut = bisect_left(sorted(marks.values()), held_out)
-    held = set(sorted(paths, key=marks.__getitem__)[: min(max(cut, 1), len(paths) - 1)])
-    return [path for path in paths if path not in held], [path for path in paths if path in held]
+    return divided(paths, path_marks(paths, seed=seed), held_out=held_out)
+
+
+def path_marks(paths: Sequence[Path], *, seed: int = 0) -> list[float]:
+    """The mark of each file: it hangs on the seed and the file's name below the common folder."""
+    root = os.path.commonpath([path.absolute().parent for path in paths]) if paths else ""
+    return [mark(f"{seed}:{path.absolute().relative_to(root).as_posix()}".encode()) for path in paths]
+
+
+def mark(name: bytes) -> float:
+    """A number in [0, 1) that hangs on the name alone; over many names it is uniform."""
+    return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest()) / 2**48
+
+
+def divided(items: Sequence[T], marks: Sequence[float], *, held_out: float) -> tuple[list[T], list[T]]:
+    """(train, held out), each in the given order: held out are those marked below that share of [0, 1).
+
+    Each side gets at least one mark, if there are two; items of one mark, such as copies of a text, stay together.
+    """
+    distinct = sorted(set(marks))
+    held = set(distinct[: min(max(bisect_left(distinct, held_out), 1), len(distinct) - 1)])
+    pairs = list(zip(items, marks, strict=True))
+    return [item for item, mark in pairs if mark not in held], [item for item, mark in pairs if mark in held]
+
+
+def encoded(texts: Iterable[tuple[str, str]], encode: Encode) -> "Iterator[Document]":
+    """(name, text) -> documents, a few at a time."""
+    for group in _groups(texts, 64):
+        for (name, _), ids in zip(group, encode([text for _, text in group]), strict=True):
+            yield Document(name, np.asarray(ids))
 
 
 def encoder(tokenizer: "PreTrainedTokenizerBase") -> Encode:
@@ -76,12 +102,42 @@ def encoder(tokenizer: "PreTrainedTokenizerBase") -> Encode:
     )["input_ids"]
 
 
+def newline_of(encode: Encode) -> int | None:
+    """The id that ends a line; None if there is none."""
+    newline = [int(id) for id in encode(["\n"])[0]]
+    return newline[-1] if newline else None
+
+
+def eos_of(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """The id that ends a document. Raises ConfigError for a tokenizer without one."""
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("the tokenizer has no eos token, which ends each document; set tokenizer.eos_token")
+    return int(tokenizer.eos_token_id)
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    """One text as ids [T]. mask [T] bool: which of them count as labels; None: all, and the eos behind them."""
+
+    name: str
+    ids: Ids
+    mask: NDArray[np.bool_] | None = None
+
+    def closed(self, eos: int) -> "Document":
+        """The same with an eos at its end; where a mask is, an eos that the text did not have does not count."""
+        if len(self.ids) and self.ids[-1] == eos:
+            return Document(self.name, _compact(self.ids), self.mask)
+        mask = None if self.mask is None else np.append(self.mask, False)
+        return Document(self.name, _compact(np.append(self.ids, eos)), mask)
+
+
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Documents end to end, each followed by one eos.
+    """Documents end to end, each ending with one eos.
 
     ids [N] uint16 or int32; starts [documents] int64, each document's first token; newline: the id that ends a line,
-    None if the tokenizer has none.
+    None if the tokenizer has none. mask [N] bool: which tokens count as labels, None if all do. notes: what reading
+    found worth saying that is no error.
     """
 
     ids: Ids
@@ -89,34 +145,54 @@ class Corpus:
     names: tuple[str, ...]
     eos: int
     newline: int | None
+    mask: NDArray[np.bool_] | None = None
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, documents: Iterable[Document], encode: Encode, eos: int, *, notes: Sequence[str] = ()) -> "Corpus":
+        """Empty documents are left out. Raises ConfigError if nothing remains, or nothing of it counts as a label."""
+        parts = [document.closed(eos) for document in documents if len(document.ids)]
+        if not parts:
+            raise ConfigError("the data is empty: no document with text in it; check the paths that were given")
+        mask = None
+        if any(part.mask is not None for part in parts):
+            mask = np.concatenate([np.ones(len(part.ids), bool) if part.mask is None else part.mask for part in parts])
+            if not mask.any():
+                raise ConfigError(
+                    "no token of the data counts as a label: no conversation has an assistant's turn, no prompt an "
+                    "answer; use --all-tokens to train on every token"
+                )
+        starts = np.cumsum([0, *(len(part.ids) for part in parts[:-1])])
+        names = tuple(part.name for part in parts)
+        ids = np.concatenate([part.ids for part in parts])
+        return cls(ids, starts, names, eos, newline_of(encode), mask, tuple(notes))
+
+    @property
+    def num_labels(self) -> int:
+        return self.num_tokens if self.mask is None else int(self.mask.sum())
 
     @classmethod
     def from_texts(cls, texts: Iterable[tuple[str, str]], encode: Encode, eos: int) -> "Corpus":
         """texts: (name, text) of each document; empty ones are left out. Raises ConfigError if nothing remains."""
-        names: list[str] = []
-        parts: list[Ids] = []
-        for group in _groups(texts, 64):
-            for (name, _), ids in zip(group, encode([text for _, text in group]), strict=True):
-                if len(ids):
-                    names.append(name)
-                    parts.append(_compact(np.append(ids, eos)))
-        if not parts:
-            raise ConfigError("the data is empty: no document with text in it; check the paths that were given")
-        starts = np.cumsum([0, *map(len, parts[:-1])])
-        newline = [int(id) for id in encode(["\n"])[0]]
-        return cls(np.concatenate(parts), starts, tuple(names), eos, newline[-1] if newline else None)
+        return cls.of(encoded(texts, encode), encode, eos)
 
     @classmethod
     def from_files(cls, paths: Iterable[Path], tokenizer: "PreTrainedTokenizerBase") -> "Corpus":
         """One document per file. Raises ConfigError for a file that cannot be read or is not UTF-8 text."""
-        eos = tokenizer.eos_token_id
-        if eos is None:
-            raise ConfigError("the tokenizer has no eos token, which ends each document; set tokenizer.eos_token")
-        return cls.from_texts(((path.as_posix(), _read(path)) for path in paths), encoder(tokenizer), eos)
+        texts = ((path.as_posix(), read_text(path)) for path in paths)
+        return cls.from_texts(texts, encoder(tokenizer), eos_of(tokenizer))
 
     @property
     def num_tokens(self) -> int:
         return len(self.ids)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over the tokens, where documents begin, and which tokens count."""
+        digest = hashlib.sha256()
+        for part in (self.ids.astype("<i4"), self.starts.astype("<i8"), self.mask):
+            digest.update(b"" if part is None else part.tobytes())
+        return digest.hexdigest()
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -126,10 +202,17 @@ class Corpus:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """tokens [B, T] int64; documents [B, T] int32, counted from 0 in each row, -1 for padding (which holds eos)."""
+    """tokens [B, T] int64; documents [B, T] int32, counted from 0 in each row, -1 for padding (which holds eos);
+    mask [B, T] bool: which tokens count as labels, padding never; None: all that are no padding."""
 
     tokens: "Tensor"
     documents: "Tensor"
+    mask: "Tensor | None" = None
+
+    @property
+    def counted(self) -> "Tensor":
+        """[B, T] bool: the tokens that count as labels."""
+        return self.documents >= 0 if self.mask is None else self.mask
 
 
 class Batches:
@@ -169,7 +252,8 @@ class Batches:
         real = columns < counts[:, None]
         tokens = np.where(real, self.corpus.ids[positions], self.corpus.eos)
         documents = np.where(real, self._documents(positions), -1)
-        return Batch(torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(documents.astype(np.int32)))
+        mask = None if self.corpus.mask is None else torch.from_numpy(self.corpus.mask[positions] & real)
+        return Batch(torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(documents.astype(np.int32)), mask)
 
     def _rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         epochs, index = np.divmod(rows, self.num_windows)
@@ -180,7 +264,7 @@ class Batches:
         # [2, windows]: first token, number of tokens.
         bits = PCG64(SeedSequence([self.seed, epoch]))
         windows = self._packed(bits) if self.pack else self._per_document(bits)
-        return windows[:, _shuffle(bits, windows.shape[1])]
+        return windows[:, shuffled(bits, windows.shape[1])]
 
     def _packed(self, bits: PCG64) -> NDArray[np.int64]:
         begins = int(bits.random_raw()) % self.corpus.num_tokens + np.arange(self.num_windows) * self.length
@@ -206,6 +290,26 @@ class Batches:
         return numbers
 
 
+def shuffled(bits: PCG64, count: int) -> NDArray[np.int64]:
+    """The numbers 0..count-1 in an order that stays the same in every version of numpy."""
+    # Generator.permutation may change between versions; the raw bits may not (NEP 19).
+    return np.argsort(bits.random_raw(count), kind="stable")
+
+
+def openings(corpus: Corpus, *, count: int, seed: int) -> list[Ids]:
+    """What stands before the first token that counts, of up to count documents drawn by the seed: their prompts.
+
+    Documents whose first token counts have none.
+    """
+    if corpus.mask is None:
+        return []
+    pieces = zip(corpus.starts.tolist(), corpus.lengths.tolist(), strict=True)
+    sizes = [(begin, int(corpus.mask[begin : begin + length].argmax())) for begin, length in pieces]
+    places = [(begin, size) for begin, size in sizes if size]
+    order = shuffled(PCG64(SeedSequence(seed)), len(places))[:count]
+    return [corpus.ids[begin : begin + size] for begin, size in (places[index] for index in order)]
+
+
 def prompts(corpus: Corpus, *, count: int, length: int, seed: int, continuation: int = 256) -> list[Ids]:
     """count pieces of real text, each [length + continuation] ids: the prompt, then what really follows it.
 
@@ -218,7 +322,7 @@ def prompts(corpus: Corpus, *, count: int, length: int, seed: int, continuation:
         )
     size = length + continuation
     places = _places(corpus, size)
-    order = _shuffle(PCG64(SeedSequence(seed)), len(places))
+    order = shuffled(PCG64(SeedSequence(seed)), len(places))
     taken: Counter[int] = Counter()
     ranked = []
     for document, begin in (places[index] for index in order):
@@ -282,14 +386,14 @@ def _sources(root: Path, *, tests: bool) -> Iterator[Path]:
 
 def _is_text(path: Path) -> bool:
     try:
-        _read(path)
+        read_text(path)
     except ConfigError:
         return False
     return True
 
 
-def _read(path: Path) -> str:
-    # Bytes, not text mode: line ends stay as they are.
+def read_text(path: Path) -> str:
+    """A UTF-8 text, its line ends as they are. Raises ConfigError for a file that is none."""
     try:
         text = path.read_bytes().decode()
     except OSError as error:
@@ -301,11 +405,6 @@ def _read(path: Path) -> str:
     return text
 
 
-def _mark(name: str) -> float:
-    # Uniform in [0, 1).
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest()) / 2**48
-
-
 def _groups(texts: Iterable[tuple[str, str]], size: int) -> Iterator[list[tuple[str, str]]]:
     iterator = iter(texts)
     while group := list(islice(iterator, size)):
@@ -314,11 +413,6 @@ def _groups(texts: Iterable[tuple[str, str]], size: int) -> Iterator[list[tuple[
 
 def _compact(ids: Ids) -> Ids:
     return ids.astype(np.uint16 if ids.max() <= np.iinfo(np.uint16).max else np.int32)
-
-
-def _shuffle(bits: PCG64, count: int) -> NDArray[np.int64]:
-    # Generator.permutation may change between numpy versions; the raw bits may not (NEP 19).
-    return np.argsort(bits.random_raw(count), kind="stable")
 
 
 def _places(corpus: Corpus, size: int) -> list[tuple[int, int]]:

@@ -64,7 +64,8 @@ def forced(model: Model, batches: Iterable[Batch], depths: int, *, dtype: torch.
             states = [hidden.normed]
             if model.head is not None and depths:
                 states += model.head.hiddens(tokens, hidden.eaten, depths, documents=documents)
-        targets, weights = Targets(tokens, documents, documents >= 0), outputs(model.trunk, model.head, depths)
+        targets = Targets(tokens, documents, batch.counted.to(tokens.device))
+        weights = outputs(model.trunk, model.head, depths)
         for depth, state in enumerate(states):
             labels = targets.labels(depth).flatten()
             _, nll = cross_entropy(state.flatten(0, 1), weights[depth], labels)

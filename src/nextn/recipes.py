@@ -6,12 +6,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from nextn.bytelevel import byte_tokenizer
 from nextn.bytelevel import vocab_size as vocab_size_of
-from nextn.data import Corpus, prompts, split, standard_library
+from nextn.corpus_files import corpora
+from nextn.data import Corpus, openings, prompts
 from nextn.errors import ConfigError
+from nextn.families import lookup_count
 from nextn.model import Model
 from nextn.tasks import JointTask
 from nextn.tensor_file import atomic
@@ -36,7 +38,7 @@ def byte_model(*, layers: int, hidden: int, vocab_size: int, max_length: int = 4
 
 
 def hybrid_model(*, layers: int, hidden: int, vocab_size: int, max_length: int = 4096) -> dict[str, object]:
-    """`byte_model` with the layers of Qwen3.5: three gated delta nets to one of attention, which the head's block is."""
+    """`byte_model` with Qwen3.5's layers: three gated delta nets to one of attention, which the head's block is."""
     return byte_model(layers=layers, hidden=hidden, vocab_size=vocab_size, max_length=max_length) | {
         "layer_types": [*["linear_attention"] * 3, "full_attention"] * (layers // 4),
         "linear_num_key_heads": hidden // 128,
@@ -146,35 +148,45 @@ def by_name(name: str, *, vocab_size: int) -> Recipe:
 def training_run(
     out: Path,
     *,
-    data: Sequence[Path],
+    data: Sequence[str | Path],
     recipe: str,
     model: Path | None,
     tokenizer: Path | None,
     num_modules: int,
     settings: Mapping[str, object],
-) -> tuple[Trainer, Corpus]:
-    """A trainer at step 0, and the held-out text. data: files or folders, empty = the standard library; settings go
-    over the recipe's.
+    all_tokens: bool = False,
+) -> tuple[Trainer, Corpus, Corpus]:
+    """A trainer at step 0, its text, and the held-out text. data, all_tokens: see `corpora`; settings go over the
+    recipe's.
 
     Raises ConfigError for data, configs or settings that cannot be used.
     """
     known = AutoTokenizer.from_pretrained(tokenizer) if tokenizer else byte_tokenizer()
     base = by_name(recipe, vocab_size=-(-vocab_size_of(known) // 8) * 8)
     config = TrainConfig.from_dict(asdict(base.train) | dict(settings))
-    corpus, held_out = corpora(data, known)
+    shape = _read_config(model) if model else base.model
+    context = lookup_count(shape, "max_position_embeddings")
+    if context is not None and config.length > context:
+        raise ConfigError(f"length = {config.length}; the model's context holds {context} tokens, so use at most that")
+    corpus, held_out = corpora(data, known, all_tokens=all_tokens, context=context)
     torch.manual_seed(config.seed)
-    built = Model.build(_read_config(model) if model else base.model, num_modules=num_modules, tokenizer=known)
+    built = Model.build(shape, num_modules=num_modules, tokenizer=known)
     if vocab_size_of(known) > built.trunk.vocab_size:
         raise ConfigError(
             f"the tokenizer has {vocab_size_of(known)} tokens, the model's vocab_size is {built.trunk.vocab_size}; "
             "raise vocab_size in the config"
         )
     asked = held_out_prompts(held_out, seed=config.seed)
-    return Trainer(JointTask(built, corpus, config, held_out=held_out, prompts=asked), out=out), held_out
+    return Trainer(JointTask(built, corpus, config, held_out=held_out, prompts=asked), out=out), corpus, held_out
 
 
 def held_out_prompts(corpus: Corpus, *, count: int = 8, seed: int = 0) -> list[list[int]]:
-    """count prompts of 128 tokens; shorter ones where the text is short, none where there is next to none."""
+    """count prompts of 128 tokens; shorter ones where the text is short, none where there is next to none.
+
+    Of conversations and answers, what stands before the answer; fewer prompts where there are fewer of these.
+    """
+    if found := openings(corpus, count=count, seed=seed):
+        return [prompt.tolist() for prompt in found]
     for length in (128, 32, 8):
         try:
             return [text.tolist() for text in prompts(corpus, count=count, length=length, seed=seed, continuation=0)]
@@ -191,21 +203,6 @@ def write_prompts(file: Path, corpus: Corpus) -> None:
             with atomic(file) as target:
                 target.write("\n".join(lines).encode() + b"\n")
             return
-
-
-def corpora(data: Sequence[Path], tokenizer: PreTrainedTokenizerBase) -> tuple[Corpus, Corpus]:
-    """(train, held-out) of text files and folders; one file alone is cut, several are split by name."""
-    files = standard_library() if not data else sorted(file for path in data for file in _files(path))
-    train, held_out = split(files)
-    return Corpus.from_files(train, tokenizer), Corpus.from_files(held_out or train, tokenizer)
-
-
-def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise ConfigError(f"{path}: no such file or folder; expected text files or folders of them")
-    return [file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".")]
 
 
 def _read_config(path: Path) -> dict[str, object]:

@@ -159,7 +159,7 @@ class JointTask:
     def _targets(self, batch: Batch) -> Targets:
         device = self.model.trunk.device
         documents = batch.documents.to(device)
-        return Targets(batch.tokens.to(device), documents, documents >= 0)
+        return Targets(batch.tokens.to(device), documents, batch.counted.to(device))
 
 
 def compile_layers(model: Model) -> None:

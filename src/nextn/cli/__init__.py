@@ -100,8 +100,15 @@ def demo(
 def train(
     out: Annotated[Path, typer.Argument(help="Run folder: checkpoints, metrics.jsonl, and `model` at the end.")],
     data: Annotated[
-        list[Path] | None, typer.Option(help="Text files or folders; left out: the standard library.")
+        list[str] | None,
+        typer.Option(
+            help="Text files, folders, .jsonl, .parquet, or a data set as org/name[:config][:split]; may be repeated; "
+            "left out: the standard library."
+        ),
     ] = None,
+    all_tokens: Annotated[
+        bool, typer.Option("--all-tokens", help="Prompts and users' turns count, too, not only answers.")
+    ] = False,
     recipe: Annotated[str, typer.Option(help="Named workload that gives the defaults.")] = "demo",
     model: Annotated[
         Path | None, typer.Option(help="config.json of a trunk to build, in transformers' format.")
@@ -119,9 +126,18 @@ def train(
     from nextn.recipes import training_run, write_prompts
 
     settings = _merged(config, set_ or [])
-    trainer, held_out = training_run(
-        out, data=data or [], recipe=recipe, model=model, tokenizer=tokenizer, num_modules=modules, settings=settings
+    trainer, text, held_out = training_run(
+        out,
+        data=data or [],
+        recipe=recipe,
+        model=model,
+        tokenizer=tokenizer,
+        num_modules=modules,
+        settings=settings,
+        all_tokens=all_tokens,
     )
+    for note in text.notes:
+        typer.echo(f"note: {note}", err=True)
     if resume and not trainer.resume():
         raise ConfigError(f"{out} holds no checkpoint to resume from; leave --resume out to start")
     if not resume and trainer.has_checkpoint():
