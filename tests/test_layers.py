@@ -24,7 +24,7 @@ LAYERS = [
     ["speedup", "tensor_file", "data", "shortlist", "blocks", "storage", "quantformats"],
     ["trunk", "checkpoint", "policy", "records"],
     ["inventory", "quantisation", "head", "fp8", "corpus_files", "imprint"],
-    ["weights", "snapshot"],
+    ["weights", "snapshot", "hidden_cache"],
     ["filling", "fast"],
     ["provenance", "staging"],
     ["audit", "fit"],
