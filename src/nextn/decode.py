@@ -112,16 +112,19 @@ def rounds(
     length: DraftLength | None = None,
     stop: Stop | None = None,
     observer: Observer | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> Iterator[Round]:
     """Decode all prompts as one batch; yields one Round per trunk pass, the first after the prefill (no drafts yet).
 
     length: how many tokens each round drafts, settings.drafts at most; None = as many, but for settings.p_min.
-    stop(row, new_tokens) -> number of new tokens to keep, or None to go on. Raises ConfigError for an empty prompt,
+    stop(row, new_tokens) -> number of new tokens to keep, or None to go on. numbers: with the seed, what each prompt's
+    random numbers hang on; None = its place. Raises ConfigError for an empty prompt,
     one that does not fit the context, token ids outside the vocabulary, or drafts without a head.
     """
     _check(trunk, head, prompts, settings)
     length = length or Fixed(settings.drafts, settings.p_min)
-    batch = _Batch(trunk, head, prompts, settings, length, stop=stop, observer=observer)
+    numbers = range(len(prompts)) if numbers is None else numbers
+    batch = _Batch(trunk, head, prompts, settings, length, stop=stop, observer=observer, numbers=numbers)
     with torch.inference_mode():
         with trunk.alone():
             first = batch.prefill()
@@ -209,6 +212,7 @@ class _Batch:
         *,
         stop: Stop | None,
         observer: Observer | None,
+        numbers: Sequence[int],
     ) -> None:
         self.trunk, self.settings, self.stop, self.observer = trunk, settings, stop, observer
         self.length = length
@@ -223,7 +227,7 @@ class _Batch:
         self.before = [empty for _ in prompts]
         self.bases: list[int] = []
         # One generator a row: a row draws the same numbers whatever else is in the batch.
-        self.generators = [torch.Generator().manual_seed(settings.seed * 2**20 + row) for row in self.rows]
+        self.generators = [torch.Generator().manual_seed(settings.seed * 2**20 + each) for each in numbers]
         self.seen = self._seen() if settings.sampling.needs_seen else None
 
     def prefill(self) -> Round:

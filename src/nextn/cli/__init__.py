@@ -6,7 +6,6 @@ Ctrl-C.
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import typer
 
 from nextn import __version__
 from nextn.cli import bench, move
+from nextn.cli.answer import answer
 from nextn.cli.audit import audit
 from nextn.cli.common import (
     AsJson,
@@ -30,6 +30,7 @@ from nextn.cli.common import (
     draft_from,
     load_model,
     plain,
+    stop_flag,
 )  # fmt: skip
 from nextn.errors import ConfigError, NextnError
 
@@ -84,7 +85,7 @@ def demo(
     """Train a byte-level code model with an MTP head, then decode with it off and on (6 to 10 minutes on 2 cores)."""
     from nextn.demo import draw, run_demo
 
-    with _stop_flag() as stopped, _progress(quiet=as_json) as on_record:
+    with stop_flag() as stopped, _progress(quiet=as_json) as on_record:
         report = run_demo(folder, drafts=drafts, on_record=on_record, should_stop=stopped)
     if report is None:
         _say_stopped(folder / "run", "nextn demo")
@@ -142,7 +143,7 @@ def train(
         raise ConfigError(f"{out} holds no checkpoint to resume from; leave --resume out to start")
     if not resume and trainer.has_checkpoint():
         raise ConfigError(f"{out} holds a run already; use --resume to go on with it, or another folder")
-    with _stop_flag() as stopped, _progress(quiet=as_json) as on_record:
+    with stop_flag() as stopped, _progress(quiet=as_json) as on_record:
         for record in trainer.run(stopped):
             on_record(record)
     if trainer.step < trainer.config.steps:
@@ -233,7 +234,7 @@ def trace(
     console().print(table)
 
 
-for verb in (*move.VERBS, *bench.VERBS):
+for verb in (answer, *move.VERBS, *bench.VERBS):
     app.command()(verb)
 
 
@@ -332,24 +333,6 @@ def _merged(config: Path | None, pairs: list[str]) -> dict[str, object]:
         except ValueError:
             values[key] = value
     return values
-
-
-@contextmanager
-def _stop_flag() -> Iterator[Callable[[], bool]]:
-    """SIGINT and SIGTERM set a flag that the loop looks at between steps; a second SIGINT interrupts at once."""
-    caught: list[int] = []
-
-    def note(number: int, _: object) -> None:
-        if caught and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        caught.append(number)
-
-    old = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: bool(caught)
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -1,5 +1,8 @@
 """What the verbs share: options of one meaning, the console, text that is never taken for markup."""
 
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,6 +40,24 @@ def plain(text: str, style: str | None = None) -> "Text":
     from rich.text import Text
 
     return Text(text, style=style or "")
+
+
+@contextmanager
+def stop_flag() -> Iterator[Callable[[], bool]]:
+    """SIGINT and SIGTERM set a flag that the loop looks at between steps; a second SIGINT interrupts at once."""
+    caught: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        if caught and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    old = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(caught)
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 def load_model(model: str, dtype: str, *, need_head: bool) -> "Model":
