@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from nextn.checkpoint import Checkpoint, write_index
 from nextn.errors import CheckpointError, ConfigError, FamilyError
@@ -84,11 +84,8 @@ class Model:
         read as numbers or non-finite; FamilyError for a model type without a row.
         """
         checkpoint = Checkpoint.open(source, revision=revision, cache_dir=cache_dir, offline=offline)
-        family = _runnable(checkpoint)
-        inventory = Inventory.of(checkpoint, family=family)
-        with_head = need_head or bool(inventory.promised and inventory.stored)
-        if with_head and not (inventory.promised and inventory.stored):
-            raise CheckpointError(_absent(inventory))
+        inventory = _inventory(checkpoint, need_head=need_head)
+        with_head, family = bool(inventory.promised and inventory.stored), inventory.family
         inventory = on_disk(inventory, revision=revision, cache_dir=cache_dir, offline=offline)
         folder = folder_of(inventory.checkpoint)
         with Weights(inventory.checkpoint, family) as weights:
@@ -154,6 +151,34 @@ class Model:
 
 
 load = Model.load
+
+
+def load_head(
+    source: str | Path, model: PreTrainedModel, *, revision: str | None = None, made: type[Trunk] = Trunk
+) -> Head:
+    """The head of the checkpoint `source`, strictly, on a trunk that is `made` of `model`, in the model's dtype.
+
+    Raises CheckpointError where the head is not whole or does not fit the model.
+    """
+    inventory = _inventory(Checkpoint.open(source, revision=revision), need_head=True)
+    inventory = on_disk(inventory, revision=revision)
+    with Weights(inventory.checkpoint, inventory.family) as weights:
+        head = empty_head(inventory, made(model, stage=inventory.family.hidden))
+        fill(head, inventory, weights)
+    return head
+
+
+def new_head(model: PreTrainedModel, *, num_modules: int, made: type[Trunk] = Trunk) -> Head:
+    """A freshly initialised head of `num_modules` modules on a trunk that is `made` of `model`."""
+    family = _computed(by_config(model.config.to_dict()))
+    return Head(family, made(model, stage=family.hidden), num_modules=num_modules)
+
+
+def _inventory(checkpoint: Checkpoint, *, need_head: bool) -> Inventory:
+    inventory = Inventory.of(checkpoint, family=_runnable(checkpoint))
+    if need_head and not (inventory.promised and inventory.stored):
+        raise CheckpointError(_absent(inventory))
+    return inventory
 
 
 def _load_trunk(inventory: Inventory, weights: Weights, dtype: torch.dtype | None) -> tuple[Trunk, list[str]]:

@@ -270,6 +270,21 @@ class Trunk(nn.Module):
         normed = out.last_hidden_state[:, :columns]
         return Hidden(normed * self.scale, tap[0][:, :columns] if tap else normed)
 
+    @contextmanager
+    def watched(self) -> Iterator[list[Hidden]]:
+        """The states of every pass of the trunk that runs inside, whoever calls the model, in order."""
+        seen: list[Hidden] = []
+
+        def note(module: nn.Module, args: object, out: Sequence[Tensor]) -> None:
+            seen.append(Hidden(out[0] * self.scale, tap.pop() if tap else out[0]))
+
+        with self._tapped() as tap:
+            handle = cast(nn.Module, self.decoder).register_forward_hook(note)
+            try:
+                yield seen
+            finally:
+                handle.remove()
+
     def embed(self, tokens: Tensor, *, raw: bool = False) -> Tensor:
         """tokens [B, T] -> [B, T, H]. raw: as stored, without the norm that some trunks have behind their embedding."""
         return functional.embedding(tokens, self.embedding.weight) if raw else self.embedding(tokens)
