@@ -2,9 +2,9 @@
 
 import ast
 import re
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -125,13 +125,14 @@ def test_audit_does_not_import_torch(tmp_path):
 
 
 def test_help_is_quick():
-    """`nextn --help` in under half a second; the best of five, as other work on the machine is not ours."""
+    """`nextn --help` takes less than half a second of a processor; its own time, as other work on it is not ours."""
     times = []
     for _ in range(5):
-        started = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-m", "nextn", "--help"], check=True, capture_output=True)
-        times.append(time.perf_counter() - started)
-    assert min(times) < 0.5
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+    assert 0 < min(times) < 0.5
 
 
 def test_public_names_resolve():
