@@ -27,6 +27,7 @@ LAYERS = [
     ["graft"],
     ["relayout"],
     ["keep"],
+    ["drafting"],
     ["decode", "model"],
     ["text", "evaluate", "plot"],
     ["train", "tracer", "cost", "workload"],
