@@ -112,12 +112,22 @@ def rounds(
     batch = _Batch(trunk, head, prompts, settings, length, stop=stop, observer=observer)
     with torch.inference_mode():
         with trunk.alone():
+            prepare(trunk, head, len(prompts), settings.drafts, fixed=isinstance(length, Fixed) and not length.p_min)
             first = batch.prefill()
         yield first
         while batch.rows:
             with trunk.alone():
                 found = batch.round()
             yield found
+
+
+def prepare(
+    trunk: Trunk | FastTrunk, head: Head | FastHead | None, rows: int, drafts: int, *, fixed: bool = False
+) -> None:
+    """Make what rounds of up to `drafts` drafts run on, so that none waits for it. fixed: mostly of just so many."""
+    trunk.prepare(rows, [1, drafts + 1] if fixed else range(1, drafts + 2), exact=fixed)
+    if head is not None and drafts:
+        head.prepare(rows, range(1, drafts + 2))
 
 
 def _check(
@@ -269,7 +279,8 @@ class _Batch:
         """Cut the row's new tokens where it ends -> (tokens of this round, reason or None)."""
         before, settings = len(self.new[row]), self.settings
         ends = [(index + 1, "eos") for index, token in enumerate(emitted) if token in (settings.eos or ())]
-        new = self.new[row] = self.new[row] + emitted
+        new = self.new[row]
+        new += emitted
         ends.append((settings.max_tokens - before, "length"))
         if self.trunk.max_length is not None and len(self.tokens[row]) >= self.trunk.max_length:
             ends.append((len(emitted) - (len(self.tokens[row]) - self.trunk.max_length), "context"))

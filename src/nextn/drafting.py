@@ -161,7 +161,7 @@ class Drafter:
     def _join(self) -> None:
         """The native chain over the caches as they are now, if there is one."""
         self._native = None
-        if isinstance(self.head, FastHead) and self._watch is None:
+        if self._watch is None:
             self._native = self.head.chain(self.caches[-1], self.sampling, sampled=self.sampled)
 
     def _looped(

@@ -285,6 +285,10 @@ class Trunk(nn.Module):
         """What the trunk predicts at each column of the pass that gave these states."""
         return self.predict(hidden.normed)
 
+    def prepare(self, rows: int, windows: Sequence[int], *, exact: bool) -> None:
+        """Told before a text which numbers of columns its passes will have; exact: each of them often. The fast path
+        makes what it needs for them."""
+
     def judge(self, sampling: Sampling, *, block: bool) -> Judge:
         """What judges the drafts of rounds."""
         return Judge(sampling, block=block)

@@ -27,8 +27,9 @@ from nextn.head import Head, Step
 from nextn.sampling import Judge, Prediction, Sampling
 from nextn.trunk import Hidden, Kind, Trunk
 
-# Columns of a window: the last token and the usual numbers of drafts, then what prompts go through in.
-_SIZES = (1, 2, 3, 4, 5, 7, 9, 11, 13, 17, 24, 32, 64, 128)
+# Columns of a window: the last token and usual numbers of drafts, then what prompts go through in.
+_SIZES = (1, 2, 3, 5, 7, 9, 11, 13, 17, 24, 32, 64, 128)
+_PADDED = 17  # a window runs on any replay up to this size that there is, rather than have one made for it
 
 Array = NDArray[np.int64]
 
@@ -106,6 +107,7 @@ class Passes:
         self.last: tuple[Replay, int] | None = None  # what ran last, and how many of its columns were asked for
         self._headers = torch.zeros(len(kinds), 3, dtype=torch.int64)
         self._replays: dict[tuple[int, int], tuple[Inputs, Replay]] = {}
+        self._chosen: dict[tuple[int, int], tuple[Inputs, Replay]] = {}  # by columns of the window
         self._shapes: list[Shape | StateShape | None] = []
         # What has no limit goes in several pieces; recurrent state would have to be put back into one before the last.
         self.max_window = ROOM if any(kind.is_recurrent for kind in kinds) else None
@@ -151,19 +153,40 @@ class Passes:
     def _piece(self, tokens: Tensor, states: Tensor | None, cache: Slabs, offset: int) -> list[Tensor]:
         columns = tokens.shape[1]
         inputs, replay = self.bound(cache, columns=columns, offset=offset)
-        inputs.tokens[:, :columns] = tokens
+        size = inputs.tokens.shape[1]
+        inputs.host[0][:, :columns] = tokens.numpy()
         if inputs.states is not None and states is not None:
             inputs.states[:, :columns] = states
         replay.run()
         self.last = replay, columns
-        return [out[:, :columns] for out in replay.outputs]
+        return replay.outputs if columns == size else [out[:, :columns] for out in replay.outputs]
 
     def replay(self, rows: int, columns: int) -> tuple[Inputs, Replay]:
-        """The replay for a window of so many columns, and what it reads. Raises Unrecordable."""
-        size = next(size for size in self._sizes if size >= columns)
+        """A replay for a window of so many columns, and what it reads. Raises Unrecordable."""
+        if (rows, columns) not in self._chosen:
+            usual = self._size(columns)
+            known = min((size for batch, size in self._replays if batch == rows and size >= columns), default=usual)
+            self._chosen[rows, columns] = self._made(rows, known if known <= max(usual, _PADDED) else usual)
+        return self._chosen[rows, columns]
+
+    def prepare(self, rows: int, windows: Iterable[int], *, exact: bool) -> list[Replay]:
+        """The replays for windows of so many columns, made now rather than in the middle of a text.
+
+        exact: of just these sizes, not of the next usual ones.
+        """
+        windows = [columns for columns in windows if columns <= self._sizes[-1]]
+        for columns in windows:
+            self._made(rows, columns if exact else self._size(columns))
+        return [self.replay(rows, columns)[1] for columns in windows]
+
+    def _made(self, rows: int, size: int) -> tuple[Inputs, Replay]:
         if (rows, size) not in self._replays:
             self._replays[rows, size] = self._recorded(rows, size)
+            self._chosen.clear()
         return self._replays[rows, size]
+
+    def _size(self, columns: int) -> int:
+        return next(size for size in self._sizes if size >= columns)
 
     @torch.inference_mode(False)
     def _recorded(self, rows: int, size: int) -> tuple[Inputs, Replay]:
@@ -216,18 +239,26 @@ class _Readout:
     def __init__(self, runtime: Runtime, weights: Weights, logits: Callable[[Tensor], Tensor]) -> None:
         self._runtime, self._weights, self._logits = runtime, weights, logits
         self._replays: dict[int, tuple[Tensor, Replay]] = {}
-        self._behind: dict[int, tuple[Replay, Replay]] = {}
+        self._behind: dict[Replay, Replay | None] = {}
+        self._views: dict[tuple[Replay, int], list[Tensor]] = {}
 
     def over(self, source: Replay, columns: int) -> Prediction:
         """What is predicted at the first columns of the states [B, m, H] that a pass has left as its first output."""
-        normed = source.outputs[0]
-        if normed.shape[:2].numel() > _SIZES[-1]:
+        self.prepare(source)
+        normed, replay = source.outputs[0], self._behind[source]
+        if replay is None:
             return self(normed[:, :columns])
-        if id(source) not in self._behind:
-            self._behind[id(source)] = source, self._recorded(normed.flatten(0, 1))
-        replay = self._behind[id(source)][1]
+        if (source, columns) not in self._views:
+            views = [out.unflatten(0, normed.shape[:2])[:, :columns] for out in replay.outputs]
+            self._views[source, columns] = views
         replay.run()
-        return _Read(*(out.unflatten(0, normed.shape[:2])[:, :columns] for out in replay.outputs))
+        return _Read(*self._views[source, columns])
+
+    def prepare(self, source: Replay) -> None:
+        """Make the replay for the states [B, m, H] that a pass leaves; none for more than a readout takes at once."""
+        if source not in self._behind:
+            flat = source.outputs[0].flatten(0, 1)
+            self._behind[source] = self._recorded(flat) if len(flat) <= _SIZES[-1] else None
 
     def __call__(self, normed: Tensor) -> Prediction:
         """normed [..., H] -> what is predicted, overwritten by the next call of this size."""
@@ -270,6 +301,11 @@ class FastTrunk:
 
     def cache(self, batch_size: int) -> Slabs:
         return _slabs([self._passes], batch_size, dtype=self.dtype, runtime=self._runtime)
+
+    def prepare(self, rows: int, windows: Sequence[int], *, exact: bool) -> None:
+        """As `Trunk.prepare`."""
+        for replay in self._passes.prepare(rows, windows, exact=exact):
+            self.predict.prepare(replay)
 
     def judge(self, sampling: Sampling, *, block: bool) -> Judge:
         """What judges the drafts of rounds."""
@@ -330,6 +366,13 @@ class FastHead:
 
     def predict(self, index: int, normed: Tensor) -> Prediction:
         return self._readouts[index](normed)
+
+    def prepare(self, rows: int, windows: Sequence[int]) -> None:
+        """As `Head.prepare`."""
+        largest = self._passes[0].max_window or _SIZES[-1]
+        several = range(1, min(largest, max(windows) + self.num_modules - 1) + 1)
+        for passes in [self._start] if self.num_modules == 1 else self._passes:
+            passes.prepare(rows, several, exact=False)
 
     def recursion(self, cache: Slabs, state: Tensor) -> "FastRecursion":
         return FastRecursion(self._chained, cache, state)
