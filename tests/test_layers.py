@@ -31,6 +31,7 @@ LAYERS = [
     ["graft"],
     ["relayout"],
     ["keep"],
+    ["drafting"],
     ["decode", "model"],
     ["text", "evaluate", "plot", "live_head"],
     ["train_config", "metrics", "tracer", "cost", "workload", "answers", "beside"],

@@ -15,7 +15,7 @@ from nextn.blocks.streams import collapse, spread
 from nextn.errors import ConfigError
 from nextn.families import Family, by_name
 from nextn.rollback import Apart, Cache
-from nextn.sampling import Prediction
+from nextn.sampling import Prediction, Sampling
 from nextn.shortlist import Shortlist
 from nextn.trunk import Kind, Trunk, new_cache, packed
 from nextn.unroll import BlockCache, chain_mask
@@ -258,6 +258,13 @@ class Head(nn.Module):
             rows = self.shortlist.rows(weight)
             return self.shortlist.expand(nn.functional.linear(normed.to(weight.dtype), rows))
         return self.output(index)(normed) if "output" in self.family.own else self.trunk.logits(normed)
+
+    def prepare(self, rows: int, windows: Sequence[int]) -> None:
+        """Told before a text which numbers of columns the head will catch up on, see `Trunk.prepare`."""
+
+    def chain(self, cache: Cache, sampling: Sampling, *, sampled: bool) -> None:
+        """The fast path may draft natively."""
+        return
 
     def recursion(self, cache: Cache, state: Tensor) -> "Recursion":
         """The last module going on by itself from the state [B, H] that the depth before handed on."""

@@ -7,6 +7,7 @@ decision falls before the draft that it is about is drawn, so that the text keep
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -106,6 +107,10 @@ class Fixed:
             raise ConfigError(f"{self.num_drafts=}, {self.p_min=}; expected a number of drafts, and p_min from 0 to 1")
 
     def plan(self) -> RoundPlan:
+        return self._plan
+
+    @cached_property
+    def _plan(self) -> RoundPlan:
         num, always = self.num_drafts, (0.0,) * self.num_drafts
         if not self.p_min:
             return RoundPlan(num, take=always, go=always)

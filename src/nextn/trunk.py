@@ -35,7 +35,7 @@ from nextn.blocks.residual import ResidualBlock
 from nextn.errors import CheckpointError, ConfigError, RollbackError
 from nextn.families import Stage
 from nextn.rollback import Apart, AttentionLayer, Cache, IndexedLayer, RecurrentLayer, causal
-from nextn.sampling import Prediction
+from nextn.sampling import Judge, Prediction, Sampling
 
 _FULL, _SLIDING, _INDEXED = "full_attention", "sliding_attention", "indexed_attention"
 _BLOCKWISE = "minimax_m3_sparse"  # an indexer that picks blocks of columns, counted from column 0
@@ -300,6 +300,18 @@ class Trunk(nn.Module):
     def predict(self, normed: Tensor) -> Prediction:
         """normed [..., H] -> what the trunk predicts."""
         return Prediction(self.logits(normed))
+
+    def read(self, hidden: Hidden) -> Prediction:
+        """What the trunk predicts at each column of the pass that gave these states."""
+        return self.predict(hidden.normed)
+
+    def prepare(self, rows: int, windows: Sequence[int], *, exact: bool) -> None:
+        """Told before a text which numbers of columns its passes will have; exact: each of them often. The fast path
+        makes what it needs for them."""
+
+    def judge(self, sampling: Sampling, *, block: bool) -> Judge:
+        """What judges the drafts of rounds."""
+        return Judge(sampling, block=block)
 
     @property
     def readout(self) -> Tensor:
