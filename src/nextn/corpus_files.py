@@ -85,11 +85,12 @@ def holds_records(source: Source) -> bool:
 
 
 def files_of(source: Source) -> list[Path]:
-    """A file, or all visible files below a folder, sorted."""
+    """A file, or all files below a folder, sorted; none that is hidden, or in a hidden folder."""
     path = Path(source)
     if path.is_file():
         return [path]
-    return sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+    found = (file for file in path.rglob("*") if file.is_file())
+    return sorted(file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts))
 
 
 def sorted_out(sources: Sequence[Source]) -> tuple[list[Path], list[Source]]:
