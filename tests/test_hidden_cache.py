@@ -117,6 +117,8 @@ def test_going_on_makes_only_what_is_missing(model, tmp_path, monkeypatch):
     monkeypatch.setattr(model.trunk, "forward", lambda *args, **more: runs.append(1) or real(*args, **more))
     assert [done for done, _ in cached(model, tmp_path / "cut", shard_bytes=2 * 2000).fill()] == [3, 4, 5]
     assert len(runs) == 2
+    shutil.copy(tmp_path / "cut" / "hidden-00000.safetensors", torn)  # sound, but of other batches
+    assert [done for done, _ in cached(model, tmp_path / "cut", shard_bytes=2 * 2000).fill()] == [3, 4, 5]
     for path in (tmp_path / "whole").iterdir():
         assert path.read_bytes() == (tmp_path / "cut" / path.name).read_bytes()
 
