@@ -14,7 +14,7 @@ from nextn.drafting import Contract, Drafted, Drafter, tensor
 from nextn.errors import ConfigError
 from nextn.fast.engine import FastHead, FastTrunk
 from nextn.head import Head
-from nextn.policy import DraftLength, Fixed
+from nextn.policy import PROBE, DraftLength, Fixed
 from nextn.rollback import Cache
 from nextn.sampling import Prediction, Sampling, Uniforms, accept_greedy
 from nextn.trunk import Trunk
@@ -130,7 +130,8 @@ def prepare(
     """Make what rounds of up to `drafts` drafts run on, so that none waits for it. fixed: mostly of just so many."""
     trunk.prepare(rows, [1, drafts + 1] if fixed else range(1, drafts + 2), exact=fixed)
     if head is not None and drafts:
-        head.prepare(rows, range(1, drafts + 2))
+        # Plain rounds between two that draft leave their columns to the head.
+        head.prepare(rows, range(1, drafts + 2 + (0 if fixed else PROBE)))
 
 
 def _check(

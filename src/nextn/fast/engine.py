@@ -236,8 +236,10 @@ def _told(logits: Tensor) -> list[Tensor]:
 class _Readout:
     """Normed states through an output head."""
 
-    def __init__(self, runtime: Runtime, weights: Weights, logits: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, runtime: Runtime, weights: Weights, logits: Callable[[Tensor], Tensor], weight: Tensor) -> None:
+        """logits(states) -> what is read from them by the weight [V, H]."""
         self._runtime, self._weights, self._logits = runtime, weights, logits
+        self._width, self._dtype = weight.shape[1], weight.dtype
         self._replays: dict[int, tuple[Tensor, Replay]] = {}
         self._behind: dict[Replay, Replay | None] = {}
         self._views: dict[tuple[Replay, int], list[Tensor]] = {}
@@ -265,14 +267,18 @@ class _Readout:
         shape, flat = normed.shape[:-1], normed.reshape(-1, normed.shape[-1])
         if len(flat) > _SIZES[-1]:
             return Prediction(self._logits(normed))
-        size = next(size for size in _SIZES if size >= len(flat))
-        if size not in self._replays:
-            given = torch.zeros(size, normed.shape[-1], dtype=normed.dtype)
-            self._replays[size] = given, self._recorded(given)
-        given, replay = self._replays[size]
+        given, replay = self.ready(len(flat))
         given[: len(flat)] = flat
         replay.run()
         return _Read(*(out[: len(flat)].unflatten(0, shape) for out in replay.outputs))
+
+    def ready(self, rows: int) -> tuple[Tensor, Replay]:
+        """The replay for so many states, and where it reads them."""
+        size = next(size for size in _SIZES if size >= rows)
+        if size not in self._replays:
+            given = torch.zeros(size, self._width, dtype=self._dtype)
+            self._replays[size] = given, self._recorded(given)
+        return self._replays[size]
 
     @torch.inference_mode(False)
     def _recorded(self, given: Tensor) -> Replay:
@@ -294,7 +300,7 @@ class FastTrunk:
         self.plain = trunk
         self.vocab_size, self.max_length, self.hidden_shape = trunk.vocab_size, trunk.max_length, trunk.hidden_shape
         self.dtype, self.device = trunk.dtype, trunk.device
-        self.predict = _Readout(runtime, weights, trunk.logits)
+        self.predict = _Readout(runtime, weights, trunk.logits, trunk.output.weight)
         self._runtime = runtime
         self._passes = Passes(runtime, weights, trunk.kinds, self._call, dtype=trunk.dtype)
         self.max_window = self._passes.max_window
@@ -352,7 +358,7 @@ class FastHead:
         self._chained, self._start = make(self._chain), make(self._first, feeds=self._eaten)
         own = "output" in head.family.own
         self._readouts = [
-            _Readout(runtime, weights, partial(head.logits, index)) if own else trunk.predict
+            _Readout(runtime, weights, partial(head.logits, index), head.output(index).weight) if own else trunk.predict
             for index in range(head.num_modules)
         ]
 
@@ -371,8 +377,12 @@ class FastHead:
         """As `Head.prepare`."""
         largest = self._passes[0].max_window or _SIZES[-1]
         several = range(1, min(largest, max(windows) + self.num_modules - 1) + 1)
-        for passes in [self._start] if self.num_modules == 1 else self._passes:
+        # Both ways to draft: which one it will be is not known here, and a head's recordings are short.
+        for passes in [*self._passes, *([self._start] if self.num_modules == 1 else [])]:
             passes.prepare(rows, several, exact=False)
+        self._chained.prepare(rows, [1], exact=False)
+        for readout in self._readouts:
+            readout.ready(rows)
 
     def recursion(self, cache: Slabs, state: Tensor) -> "FastRecursion":
         return FastRecursion(self._chained, cache, state)
