@@ -1,7 +1,11 @@
 """A head beside a Trainer's fine-tune: what reaches the trunk, what is counted, logged, saved and gone on with."""
 
 import math
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import peft
 import pytest
@@ -306,6 +310,23 @@ def test_rows_shorter_than_the_depths(qwen, tmp_path):
     train_head(run, qwen, HeadSettings(depths=4))
     run.train()
     assert all(math.isfinite(value) for value in values(run, "loss"))
+
+
+def test_two_processes_are_one(fixture_folder, tmp_path):
+    """Under DistributedDataParallel the head is outside of what is synchronised: its gradient, labels and figures must
+    still be those of all ranks, and joint, so must the trunk's."""
+    script, base = Path(__file__).with_name("ranks_beside.py"), fixture_folder / "glm_one"
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ends = []
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for name, launcher in (("one", []), ("two", ranks)):
+        command = [sys.executable, *launcher, script, base, tmp_path / name]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        ends.append(torch.load(tmp_path / f"{name}.pt"))
+    assert "head_match_2" in ends[0]
+    for name, value in ends[0].items():
+        torch.testing.assert_close(ends[1][name], value, atol=1e-5, rtol=1e-5, msg=name)
 
 
 def test_what_cannot_work_is_refused(qwen, tmp_path):
