@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny import prompt, refrain
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from nextn.audit import audit
 from nextn.beside import HeadSettings
@@ -310,6 +310,27 @@ def test_rows_shorter_than_the_depths(qwen, tmp_path):
     train_head(run, qwen, HeadSettings(depths=4))
     run.train()
     assert all(math.isfinite(value) for value in values(run, "loss"))
+
+
+def test_a_trainer_that_divides_by_micro_batches(qwen, tmp_path):
+    """Of a model that takes no count of labels the Trainer averages micro-batches; the head's loss stays one over all
+    labels of the step. And no step begins with the gradient of the one before."""
+    ends, begun = [], []
+    fresh = TrainerCallback()
+    fresh.on_step_begin = lambda *_, **__: begun.append(all(value.grad is None for value in head.parameters()))
+    for accepts in (True, False):
+        run = trainer_of(
+            load(qwen).requires_grad_(False), tmp_path, gradient_accumulation_steps=4, optim="sgd",
+            learning_rate=0.05, max_grad_norm=0, lr_scheduler_type="constant", data=Phrases(16),
+        )  # fmt: skip
+        run.model_accepts_loss_kwargs = accepts
+        run.add_callback(fresh)
+        head = train_head(run, qwen)
+        run.train()
+        ends.append(state(head))
+    for name, value in ends[0].items():
+        torch.testing.assert_close(ends[1][name], value, atol=1e-6, rtol=1e-4, msg=name)
+    assert begun == [True] * 4
 
 
 def test_two_processes_are_one(fixture_folder, tmp_path):
