@@ -1,14 +1,18 @@
 """A head beside a Trainer's fine-tune: what reaches the trunk, what is counted, logged, saved and gone on with."""
 
 import math
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import peft
 import pytest
 import torch
 from tiny import prompt, refrain
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from nextn.audit import audit
 from nextn.beside import HeadSettings
@@ -306,6 +310,44 @@ def test_rows_shorter_than_the_depths(qwen, tmp_path):
     train_head(run, qwen, HeadSettings(depths=4))
     run.train()
     assert all(math.isfinite(value) for value in values(run, "loss"))
+
+
+def test_a_trainer_that_divides_by_micro_batches(qwen, tmp_path):
+    """Of a model that takes no count of labels the Trainer averages micro-batches; the head's loss stays one over all
+    labels of the step. And no step begins with the gradient of the one before."""
+    ends, begun = [], []
+    fresh = TrainerCallback()
+    fresh.on_step_begin = lambda *_, **__: begun.append(all(value.grad is None for value in head.parameters()))
+    for accepts in (True, False):
+        run = trainer_of(
+            load(qwen).requires_grad_(False), tmp_path, gradient_accumulation_steps=4, optim="sgd",
+            learning_rate=0.05, max_grad_norm=0, lr_scheduler_type="constant", data=Phrases(16),
+        )  # fmt: skip
+        run.model_accepts_loss_kwargs = accepts
+        run.add_callback(fresh)
+        head = train_head(run, qwen)
+        run.train()
+        ends.append(state(head))
+    for name, value in ends[0].items():
+        torch.testing.assert_close(ends[1][name], value, atol=1e-6, rtol=1e-4, msg=name)
+    assert begun == [True] * 4
+
+
+def test_two_processes_are_one(fixture_folder, tmp_path):
+    """Under DistributedDataParallel the head is outside of what is synchronised: its gradient, labels and figures must
+    still be those of all ranks, and joint, so must the trunk's."""
+    script, base = Path(__file__).with_name("ranks_beside.py"), fixture_folder / "glm_one"
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ends = []
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for name, launcher in (("one", []), ("two", ranks)):
+        command = [sys.executable, *launcher, script, base, tmp_path / name]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        ends.append(torch.load(tmp_path / f"{name}.pt"))
+    assert "head_match_2" in ends[0]
+    for name, value in ends[0].items():
+        torch.testing.assert_close(ends[1][name], value, atol=1e-5, rtol=1e-5, msg=name)
 
 
 def test_what_cannot_work_is_refused(qwen, tmp_path):

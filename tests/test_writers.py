@@ -31,13 +31,14 @@ def test_numbers_by_their_place():
 def test_tensorboard_reads_them(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    writer = TensorBoard(tmp_path)
-    for step in (1, 2):
-        writer.write(Told(step, (0.5 * step,), {"AL": step}))
-    writer.close()
+    with TensorBoard(tmp_path) as writer:
+        for step in (1, 2, 3):
+            writer.write(Told(step, (9.0 if step == 3 else 0.5 * step,), {"AL": step}))
+    with TensorBoard(tmp_path, step=2) as writer:  # gone on with after step 2
+        writer.write(Told(3, (1.5,), {"AL": 3}))
     events = EventAccumulator(str(tmp_path)).Reload()
     assert sorted(events.Tags()["scalars"]) == ["forced/AL", "loss/0"]
-    assert [(each.step, each.value) for each in events.Scalars("loss/0")] == [(1, 0.5), (2, 1.0)]
+    assert [(each.step, each.value) for each in events.Scalars("loss/0")] == [(1, 0.5), (2, 1.0), (3, 1.5)]
 
 
 def test_without_the_package(tmp_path, monkeypatch):

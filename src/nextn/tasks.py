@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from nextn.checkpointing import checkpoint_layers
 from nextn.data import Batch, Batches, Corpus
 from nextn.decode import Settings
 from nextn.errors import ConfigError
@@ -101,8 +102,7 @@ class JointTask:
         self.held_out = held_out and batches(held_out)
         self.weights = depth_weights(config.depths, beta=config.beta)
         self.named = dict(_parameters(model))
-        if config.compile:
-            compile_layers(model)
+        prepare_layers(model, config)
 
     def example(self, step: int, *, rank: int = 0, world: int = 1) -> Example:
         return Example(self.batches.batch(step, rank=rank, world=world))
@@ -162,11 +162,18 @@ class JointTask:
         return Targets(batch.tokens.to(device), documents, batch.counted.to(device))
 
 
-def compile_layers(model: Model) -> None:
-    """Layer by layer: layers of one kind share a graph, which is compiled once; the head's block is such a layer."""
+def prepare_layers(model: Model, config: TrainConfig) -> None:
+    """Checkpoint and compile the decoder layers, as the settings say.
+
+    Layer by layer: layers of one kind share a graph, which is compiled once; the head's block is such a layer.
+    """
     blocks = model.head.layers if model.head is not None else []
-    for layer in [*model.trunk.decoder.layers, *blocks]:
-        layer.compile()
+    layers = [*model.trunk.decoder.layers, *blocks]
+    if config.checkpoint_layers:
+        checkpoint_layers(layers)
+    if config.compile:
+        for layer in layers:
+            layer.compile()
 
 
 def _parameters(model: Model) -> Iterator[tuple[str, nn.Parameter]]:

@@ -14,7 +14,8 @@ class TrainConfig:
     beta: depth weights proportional to beta^(k-1); None = equal. optimizer: `adamw`, or `muon` for the layers' matrices
     at matrix_lr (https://kellerjordan.github.io/posts/muon/) with AdamW at lr for all else. Rates rise over `warmup`
     steps and fall linearly to `final_lr` of themselves over the last `decay` share. dtype: `float32`, or `bfloat16` for
-    autocast. compile: decoder layers through torch.compile. save_every, eval_every: steps, 0 = only at the end.
+    autocast. compile: decoder layers through torch.compile. checkpoint_layers: they keep their inputs alone and compute
+    the rest again in the backward pass. save_every, eval_every: steps, 0 = only at the end.
     """
 
     steps: int
@@ -34,6 +35,7 @@ class TrainConfig:
     seed: int = 0
     dtype: str = "bfloat16"
     compile: bool = False
+    checkpoint_layers: bool = False
     save_every: int = 0
     eval_every: int = 0
     eval_batches: int = 4

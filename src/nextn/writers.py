@@ -1,8 +1,9 @@
-"""Where the figures of a run go beside its metrics.jsonl: tensorboard. A writer is given each record, and closed at the
-end; it knows of a record only what `as_record` says.
+"""Where the figures of a run go beside its metrics.jsonl: tensorboard. A writer is given each record, and knows of it
+only what `as_record` says.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -15,16 +16,19 @@ class Recorded(Protocol):
 
 
 class TensorBoard:
-    """Event files in `folder`, for `tensorboard --logdir`. Raises ConfigError where tensorboard is not installed."""
+    """Event files in `folder`, for `tensorboard --logdir`; what they hold of steps after `step` is not shown any more.
 
-    def __init__(self, folder: Path) -> None:
+    Raises ConfigError where tensorboard is not installed.
+    """
+
+    def __init__(self, folder: Path, *, step: int = 0) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
                 f"event files for tensorboard need a package: {error}; pip install 'nextn[tensorboard]'"
             ) from error
-        self._events = SummaryWriter(str(folder))
+        self._events = SummaryWriter(str(folder), purge_step=step + 1)
 
     def write(self, record: Recorded) -> None:
         """One scalar a number, at the record's step; those of a list are told apart by their place in it."""
@@ -34,8 +38,21 @@ class TensorBoard:
             self._events.add_scalar(tag, value, step)
         self._events.flush()
 
-    def close(self) -> None:
+    def __enter__(self) -> "TensorBoard":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._events.close()
+
+
+@contextmanager
+def event_log(folder: Path | None, *, step: int = 0) -> Iterator[Callable[[Recorded], None]]:
+    """Where to give each record, while it is open: a `TensorBoard` in folder; None: nowhere."""
+    if folder is None:
+        yield lambda record: None
+        return
+    with TensorBoard(folder, step=step) as writer:
+        yield writer.write
 
 
 def scalars(values: object, tag: str = "") -> Iterator[tuple[str, float]]:

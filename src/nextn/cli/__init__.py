@@ -121,10 +121,14 @@ def train(
     ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE over the recipe and --config.")] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint in OUT.")] = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Also write event files in OUT/tensorboard.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a trunk and its MTP head jointly from scratch; Ctrl-C saves, --resume goes on exactly there."""
     from nextn.recipes import training_run, write_prompts
+    from nextn.writers import event_log
 
     settings = _merged(config, set_ or [])
     trainer, text, held_out = training_run(
@@ -143,9 +147,11 @@ def train(
         raise ConfigError(f"{out} holds no checkpoint to resume from; leave --resume out to start")
     if not resume and trainer.has_checkpoint():
         raise ConfigError(f"{out} holds a run already; use --resume to go on with it, or another folder")
-    with stop_flag() as stopped, _progress(quiet=as_json) as on_record:
+    events = event_log(out / "tensorboard" if tensorboard else None, step=trainer.step)
+    with stop_flag() as stopped, _progress(quiet=as_json) as on_record, events as log:
         for record in trainer.run(stopped):
             on_record(record)
+            log(record)
     if trainer.step < trainer.config.steps:
         _say_stopped(out, f"nextn train {out} --resume (with the same options)")
         return
