@@ -234,7 +234,7 @@ def _absent(inventory: Inventory) -> str:
     return (
         f"{path}: no MTP head ({family.name}): {said}, and tensors like {where} are {found}{other}. "
         f"`nextn audit {path}` says more; `nextn restore {path} --from BASE` puts back the head of the model that this "
-        "one was made from; `nextn train --init-head` makes one; drafts = 0 decodes without one"
+        "one was made from; `nextn train --freeze-trunk --init-head` trains one; drafts = 0 decodes without one"
     )
 
 
