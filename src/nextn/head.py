@@ -76,6 +76,11 @@ class Module(nn.Module):
         return [*self.block] if isinstance(self.block, nn.ModuleList) else [self.block]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of its matrices."""
+        return cast(nn.Linear, getattr(self, "projection", None) or self.token_projection).weight.dtype
+
+    @property
     def kind(self) -> Kind:
         """How the layer of the block that attends does so."""
         return next(kind for kind in self.kinds if kind.name != "dummy")
@@ -233,6 +238,7 @@ class Head(nn.Module):
     ) -> Step:
         module = self._at(index)
         embedded = module.embedding(tokens) if "embedding" in self.family.own else self._embed(tokens)
+        embedded = embedded.to(module.dtype)  # of a head that trains in fp32 on a trunk in bf16
         rotary = self.trunk.rotary(embedded, positions, module.kind)
         hidden = hidden.to(embedded.dtype)
         return module(embedded, hidden, positions=positions, rotary=rotary, mask=mask, cache=cache)
