@@ -28,7 +28,7 @@ LAYERS = [
         "layout",
         "acceptance",
     ],
-    ["speedup", "tensor_file", "data", "shortlist", "blocks", "storage", "quantformats"],
+    ["speedup", "estimate", "tensor_file", "data", "shortlist", "blocks", "storage", "quantformats"],
     ["trunk", "checkpoint", "policy"],
     ["inventory", "quantisation", "head", "fp8"],
     ["weights", "snapshot"],
@@ -39,19 +39,19 @@ LAYERS = [
     ["relayout"],
     ["keep"],
     ["decode", "model"],
-    ["text", "evaluate", "plot"],
+    ["text", "evaluate", "plot", "columns"],
     ["train", "tracer", "cost", "workload"],
-    ["recipes", "benchmark"],
-    ["demo", "advice"],
+    ["recipes", "benchmark", "measure"],
+    ["demo", "advice", "card"],
     ["cli"],
 ]
 # One idea in two files: the rows are made of the classes, and the look-ups read the rows.
 TWO_FILES = {"families": {"family_rows"}, "family_rows": {"families"}}
 # fmt: off
 NO_TORCH = (
-    "errors", "families", "remote", "tensor_file", "checkpoint", "bytelevel", "data", "acceptance", "speedup", "policy",
-    "storage", "quantformats", "quantisation", "inventory", "snapshot", "provenance", "audit", "graft", "relayout",
-    "cli",
+    "errors", "families", "remote", "tensor_file", "checkpoint", "bytelevel", "data", "acceptance", "estimate",
+    "speedup", "policy", "storage", "quantformats", "quantisation", "inventory", "snapshot", "provenance", "audit",
+    "graft", "relayout", "cli",
 )
 # fmt: on
 
@@ -153,4 +153,4 @@ def test_public_names_resolve():
 def test_line_budget():
     """Growth is a decision: raise the number in the change that needs it, and say why in docs/architecture.md."""
     files = [path for path in PACKAGE.rglob("*.py") if path.stem != "family_rows"]  # rows are facts, not code
-    assert sum(path.read_text().count("\n") for path in files) <= 15500
+    assert sum(path.read_text().count("\n") for path in files) <= 17000

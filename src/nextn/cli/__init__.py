@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nextn import __version__
-from nextn.cli import bench, move
+from nextn.cli import bench, measure, move
 from nextn.cli.audit import audit
 from nextn.cli.common import (
     AsJson,
@@ -219,7 +219,7 @@ def trace(
     console().print(table)
 
 
-for verb in (*move.VERBS, *bench.VERBS):
+for verb in (*move.VERBS, *bench.VERBS, *measure.VERBS):
     app.command()(verb)
 
 
