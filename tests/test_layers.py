@@ -39,10 +39,10 @@ LAYERS = [
     ["relayout"],
     ["keep"],
     ["decode", "model"],
-    ["text", "evaluate", "plot", "columns"],
+    ["text", "evaluate", "plot", "columns", "variants"],
     ["train", "tracer", "cost", "workload"],
     ["recipes", "benchmark", "measure"],
-    ["demo", "advice", "card"],
+    ["demo", "advice", "card", "probe"],
     ["cli"],
 ]
 # One idea in two files: the rows are made of the classes, and the look-ups read the rows.
