@@ -21,7 +21,7 @@ LAYERS = [
     ["loss", "teacher"],
     ["divergences", "tuned"],
     ["objectives"],
-    ["speedup", "tensor_file", "data", "shortlist", "blocks", "storage", "quantformats"],
+    ["speedup", "estimate", "tensor_file", "data", "shortlist", "blocks", "storage", "quantformats"],
     ["trunk", "checkpoint", "policy", "records"],
     ["inventory", "quantisation", "head", "fp8", "corpus_files", "imprint"],
     ["weights", "snapshot", "hidden_cache"],
@@ -33,23 +33,23 @@ LAYERS = [
     ["keep"],
     ["drafting"],
     ["decode", "model"],
-    ["text", "evaluate", "plot", "live_head"],
+    ["text", "evaluate", "plot", "live_head", "columns", "variants"],
     ["telemetry", "train_config", "tracer", "cost", "workload", "answers", "beside"],
     ["metrics", "standing", "init_head", "head_files"],
     ["optimisers", "run_folder", "tasks"],
     ["head_task"],
     ["train", "hook"],
-    ["recipes", "benchmark"],
+    ["recipes", "benchmark", "measure"],
     ["head_runs"],
-    ["demo", "advice"],
+    ["demo", "advice", "card", "probe"],
     ["cli"],
 ]
 # One idea in two files: the rows are made of the classes, and the look-ups read the rows.
 TWO_FILES = {"families": {"family_rows"}, "family_rows": {"families"}}
 # fmt: off
 NO_TORCH = (
-    "errors", "families", "remote", "tensor_file", "checkpoint", "bytelevel", "data", "acceptance", "speedup", "policy",
-    "storage", "quantformats", "quantisation", "inventory", "snapshot", "provenance", "audit", "graft", "relayout",
+    "errors", "families", "remote", "tensor_file", "checkpoint", "bytelevel", "data", "acceptance", "estimate",
+    "speedup", "policy", "storage", "quantformats", "quantisation", "inventory", "snapshot", "provenance", "audit", "graft", "relayout",
     "records", "corpus_files", "cli",
 )
 # fmt: on
