@@ -21,6 +21,7 @@ LAYERS = [
     ["loss", "teacher"],
     ["divergences"],
     ["objectives"],
+    ["engines"],
     ["speedup", "tensor_file", "data", "shortlist", "blocks", "storage", "quantformats"],
     ["trunk", "checkpoint", "policy", "records"],
     ["inventory", "quantisation", "head", "fp8", "corpus_files"],
@@ -37,6 +38,7 @@ LAYERS = [
     ["optimisers", "run_folder", "tasks"],
     ["train"],
     ["recipes", "benchmark"],
+    ["verify"],
     ["demo", "advice"],
     ["cli"],
 ]
@@ -46,7 +48,7 @@ TWO_FILES = {"families": {"family_rows"}, "family_rows": {"families"}}
 NO_TORCH = (
     "errors", "families", "remote", "tensor_file", "checkpoint", "bytelevel", "data", "acceptance", "speedup", "policy",
     "storage", "quantformats", "quantisation", "inventory", "snapshot", "provenance", "audit", "graft", "relayout",
-    "records", "corpus_files", "cli",
+    "records", "corpus_files", "engines", "workload", "verify", "cli",
 )
 # fmt: on
 

@@ -31,6 +31,7 @@ from nextn.cli.common import (
     load_model,
     plain,
 )  # fmt: skip
+from nextn.cli.verify import verify
 from nextn.errors import ConfigError, NextnError
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ app = typer.Typer(
 )
 
 app.command()(audit)
+app.command()(verify)
 
 Drafts = Annotated[int, typer.Option("--drafts", "-k", help="Tokens drafted per round; 0 is plain decoding.")]
 
