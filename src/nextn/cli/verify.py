@@ -84,7 +84,8 @@ def _progress(budget: "Budget", *, quiet: bool) -> Iterator[Callable[[str], None
             return Text(f"{budget.used} requests")
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), Requests(""), TimeElapsedColumn())
-    with Progress(*columns, console=console(stderr=True), disable=quiet, transient=True) as bar:
+    screen = console(stderr=True)
+    with Progress(*columns, console=screen, disable=quiet or not screen.is_terminal, transient=True) as bar:
         task = bar.add_task("verify", total=None)
         yield lambda name: bar.update(task, description=name)
 

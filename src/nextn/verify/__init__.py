@@ -73,8 +73,7 @@ def verify(
         raise ConfigError(f"--against {against.url} is the endpoint under test; give the one without MTP")
     session = Session(target, against, prompts, settings)
     over: BudgetError | None = None
-    for endpoint in (target, *(() if against is None else (against,))):
-        session.begun[endpoint.url] = told.begin(endpoint)
+    told.read_counters(session)
     for name in names or CHECKS:
         on_check(name)
         try:
@@ -84,6 +83,7 @@ def verify(
             yield Check(name, "unclear", f"not finished: {over}")
         except EngineError as error:
             yield _broken(name, error)
+        told.read_counters(session)
 
 
 def _broken(name: str, error: EngineError) -> Check:

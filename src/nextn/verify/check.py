@@ -67,17 +67,25 @@ class Settings:
 
 @dataclass
 class Session:
-    """One run. target: MTP on. against: the same model without MTP, if there is one."""
+    """One run. target: MTP on. against: the same model without MTP, if there is one.
+
+    readings: an endpoint's counters before the first check and after each, or why there are none.
+    """
 
     target: Endpoint
     against: Endpoint | None
     prompts: Sequence[Prompt]
     settings: Settings
     run: str = field(default_factory=lambda: secrets.token_hex(4))
-    begun: dict[str, Counters | str] = field(default_factory=dict)
+    readings: dict[str, list[Counters | str]] = field(default_factory=dict)
     sampled: dict[tuple[str, int], list[Answer]] = field(default_factory=dict)
     _greedy: dict[str, list[Answer]] = field(default_factory=dict)
+    _tokens: dict[tuple[str, str], tuple[int, ...] | None] = field(default_factory=dict)
     _salts: count = field(default_factory=count)
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        return [each for each in (self.target, self.against) if each is not None]
 
     def greedy(self, endpoint: Endpoint) -> list[Answer]:
         """Greedy answers to all prompts, one at a time; asked for once."""
@@ -88,6 +96,20 @@ class Session:
     def ask(self, prompt: Prompt) -> Ask:
         """Greedy and past any prefix cache, which has a check of its own."""
         return Ask(prompt.text, self.settings.max_tokens, logprobs=TOP, cold=self.salt())
+
+    def behind(self, endpoint: Endpoint, prompt: str | tuple[int, ...], answer: Answer, place: int) -> Answer | None:
+        """The one token that comes behind a prompt and the first `place` tokens of its answer, as a fresh prompt, so
+        that nothing is drafted; None where the engine tells no token ids, or prompts go through a chat template."""
+        told = prompt if not isinstance(prompt, str) else answer.prompt_ids or self._ids(endpoint, prompt)
+        if endpoint.chat or told is None or answer.ids is None:
+            return None
+        return endpoint.answer(Ask((*told, *answer.ids[:place]), 1, logprobs=TOP, cold=self.salt()))
+
+    def _ids(self, endpoint: Endpoint, prompt: str) -> tuple[int, ...] | None:
+        key = (endpoint.url, prompt)
+        if key not in self._tokens:
+            self._tokens[key] = endpoint.tokens(prompt)
+        return self._tokens[key]
 
     def salt(self) -> str:
         """A text that no run has sent before."""

@@ -4,12 +4,14 @@ Behind the first difference the contexts differ, so nothing more is compared. Th
 sides tell: rounding moves both sides' log-probabilities a little, a fault moves one side's by much.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from nextn.engines.answers import Answer, Token
 from nextn.verify.check import Check
 
+# (which pair, its first answer, place of the first difference) -> the token that a fresh prompt gives there.
+Law = Callable[[int, Answer, int], Token | None]
 _SHOWN = 3  # differences told in full
 
 
@@ -72,9 +74,12 @@ class Agreement:
         return Check(name, outcome, evidence, "" if outcome == "passed" else advice, figures)  # type: ignore[arg-type]
 
 
-def agreement(pairs: Sequence[tuple[Answer, Answer]], *, tie_gap: float) -> Agreement:
-    """Compare answers pair by pair; a difference up to `tie_gap` nats is a near-tie."""
-    found = [difference(place, one, other) for place, (one, other) in enumerate(pairs)]
+def agreement(pairs: Sequence[tuple[Answer, Answer]], *, tie_gap: float, law: Law | None = None) -> Agreement:
+    """Compare answers pair by pair; a difference up to `tie_gap` nats is a near-tie.
+
+    law: the best tokens behind a pair's common beginning, asked for where neither answer has them.
+    """
+    found = [_weighed(difference(place, *pair), pair, law) for place, pair in enumerate(pairs)]
     differ = [each for each in found if each is not None]
     compared = sum(
         min(map(len, _names(*pair))) if each is None else each.place for pair, each in zip(pairs, found, strict=True)
@@ -102,6 +107,18 @@ def difference(prompt: int, one: Answer, other: Answer) -> Difference | None:
     place = min(len(names), len(others))
     gap = _lead(_at(one, names, place) or _at(other, others, place))
     return Difference(prompt, place, _name(names, place), _name(others, place), gap)
+
+
+def _weighed(found: Difference | None, pair: tuple[Answer, Answer], law: Law | None) -> Difference | None:
+    if found is None or found.gap is not None or law is None or found.one is None or found.other is None:
+        return found
+    token = law(found.prompt, pair[0], found.place)
+    gaps = [] if token is None else [token.listed(name) for name in (found.one, found.other)]
+    if token is None or not token.best or gaps == [None, None]:
+        return found
+    below = token.best[-1].logprob  # what is not listed is at most that likely
+    one, other = (below if gap is None else gap for gap in gaps)
+    return replace(found, gap=abs(one - other))
 
 
 def _names(one: Answer, other: Answer) -> tuple[Sequence[str | int], Sequence[str | int]]:

@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
-from nextn.engines.answers import Answer
-from nextn.engines.endpoint import Endpoint
+from nextn.engines.answers import Answer, Token
 from nextn.verify.check import Check, Session
-from nextn.verify.compare import agreement, difference
+from nextn.verify.compare import Law, agreement, difference
 from nextn.words import counted
 
 _DRAFTING = "compare logits at the place told; known causes: docs/verify.md"
@@ -17,43 +16,49 @@ def greedy(session: Session) -> Check:
     target, gap = session.target, session.settings.tie_gap
     if session.against is None:
         again = [target.answer(session.ask(prompt)) for prompt in session.prompts]
-        same = agreement(list(zip(session.greedy(target), again, strict=True)), tie_gap=gap)
+        same = agreement(list(zip(session.greedy(target), again, strict=True)), tie_gap=gap, law=_law(session))
         return same.check("greedy", "asked twice", tie_gap=gap, advice=_DRAFTING)
     pairs = list(zip(session.greedy(target), session.greedy(session.against), strict=True))
-    same = agreement(pairs, tie_gap=gap)
+    same = agreement(pairs, tie_gap=gap, law=_law(session))
     check = same.check("greedy", "MTP on against off", tie_gap=gap, advice=_DRAFTING)
     domains = sorted({session.prompts[each.prompt].domain for each in same.faults})
     return replace(check, evidence=f"{check.evidence}; domains: {', '.join(domains)}") if domains else check
 
 
+def _law(session: Session) -> Law:
+    """From the endpoint without MTP, if there is one."""
+    endpoint = session.against or session.target
+
+    def law(prompt: int, answer: Answer, place: int) -> Token | None:
+        found = session.behind(endpoint, session.prompts[prompt].text, answer, place)
+        return found.tokens[0] if found is not None and found.tokens else None
+
+    return law
+
+
 def replay(session: Session) -> Check:
     """Each token of a decoded text is asked for again as the first one behind its context, where nothing is drafted."""
     endpoint, gap = session.target, session.settings.tie_gap
-    pairs, drift = [], 0.0
-    for prompt, answer in zip(session.prompts, session.greedy(endpoint), strict=True):
-        ids = None if endpoint.chat else _prompt_ids(endpoint, prompt.text, answer)
-        if ids is None or answer.ids is None:
-            continue
-        for place in _places(len(answer.ids)):
-            ask = replace(session.ask(prompt), prompt=(*ids, *answer.ids[:place]), max_tokens=1)
-            again = endpoint.answer(ask)
+    pairs, origins, drift = [], [], 0.0
+    for row, (prompt, answer) in enumerate(zip(session.prompts, session.greedy(endpoint), strict=True)):
+        for place in _places(len(answer.tokens)):
+            again = session.behind(endpoint, prompt.text, answer, place)
+            if again is None:
+                break
             pairs.append((_only(answer, place), _only(again, 0)))
+            origins.append((row, place))
             drift = max(drift, _drift(answer, place, again))
     if not pairs:
         needs = "it needs token ids in answers and prompts (vLLM, llama.cpp), without --chat"
         return Check("replay", "unclear", f"the engine tells no token ids: {needs}")
     said = f"{counted(len(pairs), 'decoded token')} against the first token of a fresh prompt that ends there"
-    check = agreement(pairs, tie_gap=gap).check("replay", said, tie_gap=gap, advice=_DRAFTING)
+    same = agreement(pairs, tie_gap=gap)
+    faults = [replace(each, prompt=origins[each.prompt][0], place=origins[each.prompt][1]) for each in same.faults]
+    check = replace(same, faults=tuple(faults)).check("replay", said, tie_gap=gap, advice=_DRAFTING)
     check = replace(check, evidence=f"{check.evidence}; log-probabilities of equal tokens differ by up to {drift:.3f}")
     if check.outcome == "passed" and drift > gap:
         return replace(check, outcome="failed", advice="the verify pass computes other logits than the prefill does")
     return check
-
-
-def _prompt_ids(endpoint: Endpoint, prompt: str | tuple[int, ...], answer: Answer) -> tuple[int, ...] | None:
-    if not isinstance(prompt, str):
-        return prompt
-    return answer.prompt_ids or endpoint.tokens(prompt)
 
 
 def _places(length: int) -> list[int]:
@@ -68,8 +73,10 @@ def _only(answer: Answer, place: int) -> Answer:
 
 def _drift(answer: Answer, place: int, again: Answer) -> float:
     one, other = answer.tokens[place], again.tokens[0] if again.tokens else None
-    if other is None or one.name != other.name or one.logprob is None or other.logprob is None:
-        return 0.0
+    if other is None or one.name != other.name or not one.best or not other.best:
+        return 0.0  # llama.cpp writes 0.0, and no list, where it knows none
+    assert one.logprob is not None
+    assert other.logprob is not None
     return abs(one.logprob - other.logprob)
 
 
@@ -78,7 +85,7 @@ def concurrency(session: Session) -> Check:
     target, settings = session.target, session.settings
     alone = session.greedy(target)
     beside = session.at_once(target, [session.ask(prompt) for prompt in session.prompts])
-    same = agreement(list(zip(alone, beside, strict=True)), tie_gap=settings.tie_gap)
+    same = agreement(list(zip(alone, beside, strict=True)), tie_gap=settings.tie_gap, law=_law(session))
     said = f"{min(settings.concurrency, len(beside))} at once against alone"
     advice = "batch rows mix: docs/verify.md names known causes"
     check = same.check("concurrency", said, tie_gap=settings.tie_gap, advice=advice)

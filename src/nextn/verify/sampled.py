@@ -14,6 +14,7 @@ from nextn.verify.law import Comparison, Table, by_place, calibrated, compared, 
 from nextn.words import counted
 
 _ADVICE = "is the draft's own law used in the accept rule, after the same temperature and filters? See docs/verify.md"
+_UNTOLD = "llama.cpp tells none for drafted tokens (llama.cpp#27972)"
 _APART = 1_000_003  # seeds of the two endpoints never meet: equal seeds would make equal texts, and hide a difference
 
 
@@ -108,6 +109,8 @@ def sampled_own(session: Session) -> Check:
     tested = {where: each for where, each in found.items() if each is not None}
     if "later" not in tested:
         return Check("sampled-own", "unclear", "the text is too certain: hardly a draw could have come out otherwise")
+    if any(not token.best for each in texts for token in each.tokens):
+        return Check("sampled-own", "unclear", "not all tokens come with log-probabilities", _UNTOLD)
     failed = holm([each.p for each in tested.values()], settings.false_alarm)
     evidence = "; ".join(
         f"{where} tokens: the likeliest was drawn {each.seen} times in {each.num}, {each.expected:.0f} by its stated "

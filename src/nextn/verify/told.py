@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from nextn.engines import sources
 from nextn.engines.answers import Answer
@@ -11,7 +12,10 @@ from nextn.errors import EngineError
 from nextn.verify.check import Check, Session
 
 _EXACT = 1e-3  # nats: the same number printed twice
-_LOGPROBS = "log-probabilities of another row or position are told where several tokens come at once"
+_LOGPROBS = (
+    "log-probabilities are lost, or are another row's, where several tokens come at once; "
+    "known: llama.cpp#27972, vllm#53488, #38711, #34497"
+)
 
 
 def logprobs(session: Session) -> Check:
@@ -40,16 +44,17 @@ def logprobs(session: Session) -> Check:
 
 def _faults(answers: Sequence[Answer], tie_gap: float) -> list[str]:
     tokens = [(row, place, token) for row, each in enumerate(answers) for place, token in enumerate(each.tokens)]
-    told = [token.logprob for _, _, token in tokens if token.logprob is not None]
-    if told and not any(told):
-        return ["every log-probability is 0.0"]
-    wrong = []
+    untold = sum(token.logprob is None or not token.best for _, _, token in tokens)
+    zero = sum(token.logprob == 0.0 for _, _, token in tokens)
+    wrong = [f"{untold} of {len(tokens)} tokens come without a list of the likeliest"] if untold else []
+    if zero > len(tokens) / 2:
+        return [*wrong, f"{zero} of {len(tokens)} log-probabilities are exactly 0.0, as if every token were certain"]
     for row, place, token in tokens:
         where = f"prompt {row + 1}, token {place + 1}"
         listed = token.listed(token.name)
         if token.logprob is None or not token.best:
-            wrong.append(f"{where}: none told")
-        elif token.logprob > _EXACT or sum(math.exp(min(each.logprob, 1.0)) for each in token.best) > 1.01:
+            continue
+        if token.logprob > _EXACT or sum(math.exp(min(each.logprob, 1.0)) for each in token.best) > 1.01:
             wrong.append(f"{where}: not log-probabilities ({token.logprob:.3f}, list sums to more than 1)")
         elif listed is None:
             if token.logprob > token.best[-1].logprob + _EXACT or token.best[0].logprob - token.logprob > tie_gap:
@@ -66,14 +71,22 @@ def _apart(ones: Sequence[Answer], others: Sequence[Answer]) -> list[float]:
     found = []
     for one, other in zip(ones, others, strict=True):
         for mine, theirs in zip(one.tokens, other.tokens, strict=False):
-            if mine.name != theirs.name or mine.logprob is None or theirs.logprob is None:
+            if mine.name != theirs.name:
                 break
-            found.append(abs(mine.logprob - theirs.logprob))
+            if mine.best and theirs.best and mine.logprob is not None and theirs.logprob is not None:
+                found.append(abs(mine.logprob - theirs.logprob))
     return found
 
 
-def begin(endpoint: Endpoint) -> Counters | str:
-    """The counters now, or why there are none."""
+def read_counters(session: Session) -> None:
+    """Add a reading per endpoint; none where the first one failed."""
+    for endpoint in session.endpoints:
+        known = session.readings.setdefault(endpoint.url, [])
+        if not known or isinstance(known[0], Counters):
+            known.append(_reading(endpoint))
+
+
+def _reading(endpoint: Endpoint) -> Counters | str:
     try:
         return sources.from_metrics(endpoint.metrics(), model=endpoint.served.name)
     except EngineError as error:
@@ -82,6 +95,9 @@ def begin(endpoint: Endpoint) -> Counters | str:
 
 def mtp_on(session: Session) -> Check:
     """The engine's own counters must have moved in this run; without them nothing above is about MTP."""
+    for endpoint in session.endpoints:
+        session.greedy(endpoint)  # something must have been asked, also if this is the only check
+    read_counters(session)
     found = _moved(session, session.target)
     if isinstance(found, str):
         return Check("mtp-on", "unclear", found, "let the engine show its counters, or read its log")
@@ -100,12 +116,14 @@ _OFF = "start the engine with MTP on: the checks passed say nothing about it"
 
 def _moved(session: Session, endpoint: Endpoint) -> Counters | str:
     """What was counted during the run; from the answers themselves where there are no metrics."""
-    before = session.begun.get(endpoint.url)
-    if isinstance(before, Counters):
-        now = begin(endpoint)
-        return now if isinstance(now, str) else now.minus(before)
+    told = session.readings[endpoint.url]
+    counters = [each for each in told if isinstance(each, Counters)]
+    for earlier, later in pairwise(counters):
+        later.minus(earlier)  # raises where the engine was started anew in between
+    if len(counters) > 1:
+        return counters[-1].minus(counters[0])
     own = summed(each for answer in session.greedy(endpoint) if (each := sources.from_json(answer.raw)) is not None)
-    return own or str(before)
+    return own or str(told[0])
 
 
 def _rates(found: Counters) -> str:
