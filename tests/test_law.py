@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nextn.verify.law import by_place, calibrated, compared, counts, holm
+from nextn.verify.law import by_place, calibrated, combined, compared, counts, holm
 
 LAW = np.array([0.4, 0.3, 0.15, 0.1, 0.05])
 
@@ -36,7 +36,7 @@ def test_a_sharpened_law_is_found():
     sharp = LAW**2 / (LAW**2).sum()
     found = compared(by_place(texts(rng, LAW, 60) + texts(rng, sharp, 60), range(4)), 60, level=0.01, seed=0)
     assert found.p < 0.003
-    assert found.power > 0.8
+    assert found.power(0.01) > 0.8
 
 
 def test_place_of_the_difference():
@@ -48,11 +48,24 @@ def test_place_of_the_difference():
     assert 0.4 < found.distance < 0.8
 
 
+def test_prompts_together_find_more():
+    """A shift that no prompt shows alone; and prompts of one law together show none."""
+    rng = np.random.default_rng(6)
+    mild = LAW**1.5 / (LAW**1.5).sum()
+    parts = [compared(by_place(texts(rng, LAW, 60) + texts(rng, mild, 60), range(4)), 60, level=0.01, seed=seed)
+             for seed in range(12)]  # fmt: skip
+    found = combined(parts)
+    assert found.p < 0.003 < min(part.p for part in parts)
+    assert found.power(0.01) >= max(part.power(0.01) for part in parts)
+    alike = [compared(by_place(texts(rng, LAW, 120), range(4)), 60, level=0.01, seed=seed) for seed in range(12)]
+    assert combined(alike).p > 0.05
+
+
 def test_power_is_what_happens():
     """The stated power against simulated runs of the sharpened law."""
     rng = np.random.default_rng(3)
     sharp = LAW**2 / (LAW**2).sum()
-    stated = compared(by_place(texts(rng, LAW, 60, 1), [0]), 30, level=0.05, seed=0).power
+    stated = compared(by_place(texts(rng, LAW, 60, 1), [0]), 30, level=0.05, seed=0).power(0.05)
     hits = [
         compared(by_place(texts(rng, LAW, 30, 1) + texts(rng, sharp, 30, 1), [0]), 30, level=0.05, seed=seed).p <= 0.05
         for seed in range(100)

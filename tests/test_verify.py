@@ -61,7 +61,7 @@ def test_a_correct_engine_passes(run):
     assert "48 decoded tokens" in found["replay"].evidence
     assert "prompt tokens came from the cache" in found["prefix-cache"].evidence
     assert "512 prompt tokens of 600, MTP on against off" in found["long-context"].evidence
-    assert "6 tests of 40 against 40 texts" in found["sampled-law"].evidence
+    assert "9 tests of 40 against 40 texts" in found["sampled-law"].evidence
     assert "a_1 0.75" in found["mtp-on"].evidence
     assert not any(check.advice for check in found.values())
     json.dumps([check.figures for check in found.values()])

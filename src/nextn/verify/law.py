@@ -21,14 +21,40 @@ Table = NDArray[np.float32]  # [texts, distinct things]: how often each text has
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two sets of texts. p: of the permutation test. power: chance to find, at the given level, a law sharpened to
-    temperature 0.5 (each share squared and renormalised). place: the table where they differ most. distance: half the
-    sum of differences of the shares there (total variation, noise included)."""
+    """Two sets of texts. found: the statistic. null: what it is when texts are exchanged at random. sharp: what it
+    would be, were one law sharpened to temperature 0.5 (each share squared and renormalised).
 
-    p: float
-    power: float
+    place: the table where the sets differ most. distance: half the sum of differences of the shares there (total
+    variation, noise included).
+    """
+
+    found: float
+    null: NDArray[np.float64]
+    sharp: NDArray[np.float64]
     place: int
     distance: float
+
+    @property
+    def p(self) -> float:
+        return (1 + int((self.null >= self.found - 1e-9).sum())) / (1 + len(self.null))
+
+    def power(self, level: float) -> float:
+        """The chance to find the sharpened law by a test of this level."""
+        return float((self.sharp > np.quantile(self.null, 1 - level)).mean())
+
+    def as_record(self, level: float) -> dict[str, object]:
+        return {"p": self.p, "power": self.power(level), "place": self.place, "distance": self.distance}
+
+
+def combined(parts: Sequence[Comparison]) -> Comparison:
+    """One test of several prompts: texts are exchanged within each, and the statistics added up."""
+    worst = max(parts, key=lambda part: part.distance)
+    found, null, sharp = (
+        sum(part.found for part in parts),
+        np.sum([part.null for part in parts], axis=0),
+        np.sum([part.sharp for part in parts], axis=0),
+    )
+    return Comparison(found, null, sharp, worst.place, worst.distance)
 
 
 def by_place(texts: Sequence[Text], places: Sequence[int]) -> list[Table]:
@@ -55,13 +81,11 @@ def compared(tables: Sequence[Table], num: int, *, level: float, seed: int) -> C
     rng = np.random.default_rng(seed)
     label = np.arange(len(tables[0])) < num
     found = np.array([_chi_square(table, label[None])[0] for table in tables])
-    null = _permuted(tables, num, rounds=max(999, math.ceil(4 / level)), rng=rng)
-    p = (1 + int((null >= found.sum() - 1e-9).sum())) / (1 + len(null))
     worst = int(found.argmax())
     sums = [tables[worst][rows].sum(axis=0) for rows in (label, ~label)]
     apart = np.abs(sums[0] / max(sums[0].sum(), 1) - sums[1] / max(sums[1].sum(), 1)).sum() / 2
-    power = _power(tables, num, float(np.quantile(null, 1 - level)), rng=rng)
-    return Comparison(p, power, worst, float(apart))
+    null = _permuted(tables, num, rounds=max(999, math.ceil(4 / level)), rng=rng)
+    return Comparison(float(found.sum()), null, _sharpened(tables, num, rng=rng), worst, float(apart))
 
 
 def _chi_square(table: Table, labels: NDArray[np.bool_]) -> NDArray[np.float64]:
@@ -82,9 +106,10 @@ def _permuted(tables: Sequence[Table], num: int, *, rounds: int, rng: np.random.
     return np.concatenate(sums)
 
 
-def _power(tables: Sequence[Table], num: int, critical: float, *, rng: np.random.Generator, rounds: int = 200) -> float:
+def _sharpened(tables: Sequence[Table], num: int, *, rng: np.random.Generator) -> NDArray[np.float64]:
     """By simulation from the pooled shares of each table, as if its draws were independent."""
-    sums, share = np.zeros(rounds), num / len(tables[0])
+    rounds, share = 200, num / len(tables[0])
+    sums = np.zeros(rounds)
     for table in tables:
         law = table.sum(axis=0, dtype=np.float64)
         draws, law = round(law.sum()), law / law.sum()
@@ -93,7 +118,7 @@ def _power(tables: Sequence[Table], num: int, critical: float, *, rng: np.random
         total = ones + others
         expected = np.maximum(share * (1 - share) * total, 1e-12)
         sums += np.where(total > 0, (ones - share * total) ** 2 / expected, 0).sum(axis=1)
-    return float((sums > critical).mean())
+    return sums
 
 
 def holm(p_values: Sequence[float], level: float) -> list[bool]:

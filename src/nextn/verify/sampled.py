@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from nextn.engines.answers import Answer, Ask, Token
 from nextn.engines.endpoint import Endpoint
 from nextn.verify.check import TOP, Check, Session
-from nextn.verify.law import Comparison, Table, by_place, calibrated, compared, counts, holm
+from nextn.verify.law import Comparison, Table, by_place, calibrated, combined, compared, counts, holm
 from nextn.words import counted
 
 _ADVICE = "is the draft's own law used in the accept rule, after the same temperature and filters? See docs/verify.md"
@@ -23,13 +23,20 @@ _OUTSIDE = "outside the list"
 
 @dataclass(frozen=True)
 class _Test:
-    prompt: int
+    """prompt: its place, None for all together."""
+
+    prompt: int | None
     where: str
     found: Comparison
 
+    def told(self) -> str:
+        whose = "all prompts" if self.prompt is None else f"prompt {self.prompt + 1}"
+        at = f", most at token {self.found.place + 2}" if self.where == "later" else ""
+        return f"{whose}, {self.where} tokens: p {self.found.p:.2g}{at}, total variation {self.found.distance:.2f}"
+
 
 def sampled_law(session: Session) -> Check:
-    """The two endpoints' texts against each other, prompt by prompt, in three ways.
+    """The two endpoints' texts against each other, prompt by prompt and all together, in three ways.
 
     The first token; the later tokens, place by place; and the ranks of the later tokens in the lists of the likeliest,
     which a sharpened or flattened law moves in every context alike.
@@ -39,14 +46,17 @@ def sampled_law(session: Session) -> Check:
         return Check(
             "sampled-law", "unclear", "it takes a second endpoint: --against URL of the same model without MTP"
         )
-    level = settings.false_alarm / (3 * _num_prompts(session))
+    level = settings.false_alarm / (3 * (_num_prompts(session) + 1))
     tests: list[_Test] = []
     for prompt in range(_num_prompts(session)):
-        texts = [each for one in (session.target, session.against) for each in _texts(session, one, prompt)]
+        texts = [each for endpoint in session.endpoints for each in _texts(session, endpoint, prompt)]
         for where, tables in _tables(texts, settings.sampled_tokens).items():
             found = compared(tables, settings.samples, level=level, seed=settings.seed + prompt)
             tests.append(_Test(prompt, where, found))
-    return _told(tests, session)
+    for where in dict.fromkeys(each.where for each in tests):
+        parts = [each.found for each in tests if each.where == where]
+        tests += [_Test(None, where, combined(parts))] if len(parts) > 1 else []
+    return _told(tests, session, level)
 
 
 def _tables(texts: Sequence[Answer], length: int) -> dict[str, list[Table]]:
@@ -64,24 +74,24 @@ def _rank(token: Token) -> str:
     return _OUTSIDE if place is None or place >= TOP else str(place)
 
 
-def _told(tests: Sequence[_Test], session: Session) -> Check:
+def _told(tests: Sequence[_Test], session: Session, level: float) -> Check:
     settings = session.settings
     failed = holm([each.found.p for each in tests], settings.false_alarm)
-    power = _any([each.found.power for each in tests])
+    powers = [each.found.power(level) for each in tests]
+    power = max([_any([power for each, power in zip(tests, powers, strict=True) if each.prompt is not None]), *powers])
     evidence = f"{counted(len(tests), 'test')} of {settings.samples} against {settings.samples} texts; "
     evidence += (
         f"smallest p {min(each.found.p for each in tests):.2g}, false alarms {settings.false_alarm:g} over all; "
     )
     evidence += f"power {power:.2f} to find a law sharpened to temperature 0.5"
     wrong = [each for each, bad in zip(tests, failed, strict=True) if bad]
-    for each in wrong[:3]:
-        at = f", most at token {each.found.place + 2}" if each.where == "later" else ""
-        evidence += f"; prompt {each.prompt + 1}, {each.where} tokens: p {each.found.p:.2g}{at}, "
-        evidence += f"total variation {each.found.distance:.2f}"
+    for each in sorted(wrong, key=lambda each: each.found.p)[:4]:
+        evidence += f"; {each.told()}"
     if wrong and all(each.where != "first" for each in wrong):
         evidence += "; only drafted positions differ"
     figures: dict[str, object] = {
-        "tests": [{"prompt": each.prompt, "where": each.where} | vars(each.found) for each in tests]
+        "level": level,
+        "tests": [{"prompt": each.prompt, "where": each.where} | each.found.as_record(level) for each in tests],
     }
     if wrong:
         return Check("sampled-law", "failed", evidence, _ADVICE, figures)
