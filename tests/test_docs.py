@@ -10,6 +10,7 @@ from tiny import CONFIGS
 
 from nextn.audit import IDS
 from nextn.families import rows
+from nextn.verify import CHECKS
 
 DOCS = Path(__file__).parents[1] / "docs"
 sys.path.insert(0, str(DOCS))
@@ -60,3 +61,9 @@ def test_every_rule_is_explained():
     told = (DOCS / "checkpoints.md").read_text()
     named = {rule for cell in re.findall(r"^\| (`.*?) \|", told, re.M) for rule in re.findall(r"`([a-z-]+)`", cell)}
     assert named == set(IDS)
+
+
+def test_every_check_is_explained():
+    """A check that its reader cannot look up, in the order in which they run."""
+    told = (DOCS / "verify.md").read_text()
+    assert re.findall(r"^\| `([a-z-]+)` \|", told, re.M) == list(CHECKS)

@@ -21,6 +21,7 @@ LAYERS = [
     ["loss", "teacher"],
     ["divergences", "tuned"],
     ["objectives"],
+    ["engines"],
     ["speedup", "estimate", "tensor_file", "data", "shortlist", "blocks", "storage", "quantformats"],
     ["trunk", "checkpoint", "policy", "records"],
     ["inventory", "quantisation", "head", "fp8", "corpus_files", "imprint"],
@@ -41,6 +42,7 @@ LAYERS = [
     ["train", "hook"],
     ["recipes", "benchmark", "measure"],
     ["head_runs"],
+    ["verify"],
     ["demo", "advice", "card", "probe"],
     ["cli"],
 ]
@@ -49,8 +51,8 @@ TWO_FILES = {"families": {"family_rows"}, "family_rows": {"families"}}
 # fmt: off
 NO_TORCH = (
     "errors", "families", "remote", "tensor_file", "checkpoint", "bytelevel", "data", "acceptance", "estimate",
-    "speedup", "policy", "storage", "quantformats", "quantisation", "inventory", "snapshot", "provenance", "audit", "graft", "relayout",
-    "records", "corpus_files", "cli",
+    "speedup", "policy", "storage", "quantformats", "quantisation", "inventory", "snapshot", "provenance", "audit",
+    "graft", "relayout", "records", "corpus_files", "engines", "workload", "verify", "cli",
 )
 # fmt: on
 

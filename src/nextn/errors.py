@@ -5,6 +5,8 @@ NextnError
 ├── FamilyError       a family that is unknown, or a trunk without one        exit 2
 ├── CheckpointError   files that are absent, damaged, incomplete or foreign   exit 2
 ├── RollbackError     a cache that cannot be put back exactly                 exit 2
+├── EngineError       a served engine that is absent, slow, or says no        exit 2
+│   └── BudgetError   the requests or seconds allowed are used up             exit 2
 └── TrainingError     a run that cannot go on (non-finite loss, ...)          exit 1
 """
 
@@ -29,6 +31,18 @@ class CheckpointError(NextnError):
 
 class RollbackError(NextnError):
     """A cache holds state that cannot be put back exactly."""
+
+
+class EngineError(NextnError):
+    """A served engine does not answer, says no, or answers what cannot be read. status: its HTTP status, if any."""
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class BudgetError(EngineError):
+    """The requests or seconds allowed are used up; what was found so far stands."""
 
 
 class TrainingError(NextnError):

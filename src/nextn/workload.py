@@ -4,10 +4,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nextn.errors import ConfigError
-from nextn.model import Model
-from nextn.text import encode
+
+if TYPE_CHECKING:
+    from nextn.model import Model
 
 _BUILT_IN = Path(__file__).with_name("workload.jsonl")
 _FORMATS = '.txt (prompts between blank lines) or .jsonl ({"prompt": text or token ids, "domain": name} a line)'
@@ -20,8 +22,10 @@ class Prompt:
     text: str | tuple[int, ...]
     domain: str
 
-    def tokens(self, model: Model, *, chat: bool = False) -> tuple[int, ...]:
+    def tokens(self, model: "Model", *, chat: bool = False) -> tuple[int, ...]:
         """Token ids for this model. Raises ConfigError for text without a tokenizer."""
+        from nextn.text import encode  # prompts are read, and sent to engines, without torch
+
         if isinstance(self.text, str) and model.tokenizer is None:
             raise ConfigError(
                 "the checkpoint has no tokenizer, so prompts that are text cannot be read; pass a .jsonl file with "

@@ -32,6 +32,7 @@ from nextn.cli.common import (
 )  # fmt: skip
 from nextn.cli.runs import progress, say_stopped
 from nextn.cli.train import train
+from nextn.cli.verify import verify
 from nextn.errors import NextnError
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ app = typer.Typer(
 )
 
 app.command()(audit)
+app.command()(verify)
 
 Drafts = Annotated[int, typer.Option("--drafts", "-k", help="Tokens drafted per round; 0 is plain decoding.")]
 

@@ -1,0 +1,314 @@
+"""An OpenAI-compatible server on the loopback over a toy law, which breaks what a test names. Knows no nextn.
+
+The law: 40 characters; the logits of the next one are a row of a fixed table, chosen by the last three. Greedy texts,
+samples and log-probabilities are those of the law, so what a correct engine would answer is known.
+"""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz ,.;:-0123456789"
+NUM = len(LETTERS)
+ROWS = 4096
+ROUND = 3  # characters a round: every third is the trunk's own, the others are drafts
+_LOGITS = np.random.default_rng(7).normal(0, 2.0, (ROWS, NUM))
+_ORDER = _LOGITS.argsort(axis=1)
+# In one row of eight, two letters are level but for a rounding error.
+_TIED = np.arange(0, ROWS, 8)
+_LOGITS[_TIED, _ORDER[_TIED, -2]] = _LOGITS[_TIED, _ORDER[_TIED, -1]] - 0.004
+
+
+def ids_of(text):
+    return [LETTERS.find(char) if char in LETTERS else ord(char) % NUM for char in text]
+
+
+def row_of(context):
+    row = 0
+    for token in context[-3:]:
+        row = (row * 61 + token + 1) % ROWS
+    return row
+
+
+def log_softmax(logits):
+    shifted = logits - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+class FakeEngine:
+    """faults: names of what it breaks; see `Handler`. drafts: whether it has counters of drafts, and they move."""
+
+    def __init__(self, *faults, drafts=True, model="toy", context=600):
+        self.faults, self.drafts, self.model, self.context = set(faults), drafts, model, context
+        self.seen, self.running, self.num, self.requests = [], [], 0, []
+        self.drafted, self.kept, self.hits = 0, 0, 0
+        self.lock = threading.Lock()
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"engine": self}))
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def stop(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+    def decode(self, prompt, body, *, neighbour=None, stale=False):
+        """-> letters, their log-probability, the whole law at each place."""
+        rng = np.random.default_rng(body.get("seed"))
+        temperature, out, laws = body.get("temperature", 1.0), [], []
+        stops = [ids_of(stop) for stop in body.get("stop", [])]
+        for place in range(body["max_tokens"] + ("one-more" in self.faults)):
+            context = [*prompt, *out]
+            if neighbour is not None and place % 4 == 2:
+                context = [*neighbour, *out]
+            if stale and place < 2:
+                context = [*context[:-1], (context[-1] + 1) % NUM]
+            drafted = place % ROUND != 0
+            out.append(
+                self.choose(row_of(context), temperature, rng, drafted=drafted, laws=laws, long=len(prompt) > 400)
+            )
+            if any(out[-len(stop) :] == stop for stop in stops):
+                return out, laws, "stop"
+        return out, laws, "length"
+
+    def choose(self, row, temperature, rng, *, drafted, laws, long):
+        logits = _LOGITS[row]
+        if "rounding" in self.faults:  # as another kernel would: only the level ones change places
+            logits = logits + np.where(np.arange(NUM) == logits.argmax(), -0.01, 0.0)
+        law = log_softmax(logits)
+        laws.append(law)
+        if temperature == 0:
+            wrong = drafted and ("wrong" in self.faults or (long and "wrong-when-long" in self.faults))
+            return int(logits.argsort()[-4 if wrong and row % 5 == 0 else -1])
+        sharp = "sharp" in self.faults or (drafted and "sharp-drafts" in self.faults)
+        chances = np.exp(law * (2 if sharp else 1))
+        return int(rng.choice(NUM, p=chances / chances.sum()))
+
+    def cached(self, prompt):
+        """How much of a prompt was seen before, in blocks of 16; less than all of it."""
+        best = 0
+        for other in self.seen:
+            same = next(
+                (n for n, (a, b) in enumerate(zip(prompt, other, strict=False)) if a != b),
+                min(map(len, (prompt, other))),
+            )
+            best = max(best, same)
+        return min(best, len(prompt) - 1) // 16 * 16
+
+    def count(self, num):
+        """Rounds of ROUND - 1 drafts: three of four keep all, the fourth none."""
+        if self.drafts and "off" not in self.faults:
+            with self.lock:
+                rounds = max(1, num // ROUND)
+                self.drafted += 4 * rounds
+                self.kept += 3 * rounds
+
+    def metrics(self):
+        drafted, kept = self.drafted, self.kept
+        if "reset" in self.faults and self.num > 30:
+            drafted, kept = 4, 3
+        lines = ["# TYPE vllm:spec_decode_num_drafts counter"]
+        label = f'engine="0",model_name="{self.model}"'
+        if self.drafts:
+            lines += [
+                f"vllm:spec_decode_num_drafts_total{{{label}}} {drafted}.0",
+                f"vllm:spec_decode_num_draft_tokens_total{{{label}}} {2 * drafted}.0",
+                f"vllm:spec_decode_num_accepted_tokens_total{{{label}}} {2 * kept}.0",
+                *(
+                    f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{label},position="{p}"}} {kept}'
+                    for p in (0, 1)
+                ),
+            ]
+        return "\n".join([*lines, f"vllm:prefix_cache_hits_total{{{label}}} {self.hits}", ""])
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1  # header and body in one packet: two would wait 40 ms for each other
+    engine: FakeEngine
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        engine = self.engine
+        if "html" in engine.faults:
+            self.give(200, b"<!DOCTYPE html><html><title>Log in, please</title></html>", kind="text/html")
+        elif "foreign" in engine.faults:
+            self.give_json({"hello": ["world"]})
+        elif self.path == "/v1/models":
+            names = ["one", "two"] if "two-models" in engine.faults else [engine.model]
+            self.give_json({"data": [{"id": name, "max_model_len": engine.context} for name in names]})
+        elif self.path == "/metrics" and "no-metrics" not in engine.faults:
+            self.give(200, engine.metrics().encode(), kind="text/plain")
+        else:
+            self.give_json({"detail": "Not Found"}, status=404)
+
+    def do_POST(self):
+        engine = self.engine
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with engine.lock:
+            engine.num += 1
+            engine.requests.append((self.path, body, self.headers.get("Authorization")))
+        trick = next((each for each in engine.faults if each.startswith("http-")), None)
+        if trick and engine.num > 1:
+            self.fail(int(trick[5:]))
+        elif "busy-once" in engine.faults and engine.num == 2:
+            self.fail(503, {"Retry-After": "0"})
+        elif "key" in engine.faults and self.headers.get("Authorization") != "Bearer secret-key":
+            self.give_json({"error": {"message": f"bad key {self.headers.get('Authorization')}"}}, status=401)
+        elif "hang" in engine.faults and engine.num > 1:
+            time.sleep(30)
+        elif "drip" in engine.faults and engine.num > 1:
+            self.drip()
+        elif "huge" in engine.faults and engine.num > 1:
+            self.give(200, b'{"choices": "' + b"x" * 4_000_000 + b'"}')
+        elif "drop" in engine.faults and engine.num > 1:
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b'{"choi')
+            self.close_connection = True
+        elif self.path == "/tokenize" and "no-ids" not in engine.faults:
+            self.give_json({"tokens": ids_of(body["prompt"])})
+        elif self.path in ("/v1/completions", "/v1/chat/completions"):
+            self.complete(body, chat="chat" in self.path)
+        else:
+            self.give_json({"error": {"message": "no such route"}}, status=404)
+
+    def complete(self, body, *, chat):
+        engine = self.engine
+        if "strict" in engine.faults and "top_k" in body:
+            return self.give_json({"error": {"message": "unrecognized request argument: top_k"}}, status=400)
+        prompt = body["messages"][0]["content"] if chat else body["prompt"]
+        prompt = ids_of(prompt) if isinstance(prompt, str) else prompt
+        if len(prompt) + body["max_tokens"] > engine.context:
+            return self.give_json({"error": {"message": "longer than the context"}}, status=400)
+        if "tools" in body or "response_format" in body:
+            return self.formed(body)
+        with engine.lock:
+            engine.running.append(prompt)
+            cached = 0 if "cache_salt" in body or "no-cache" in engine.faults else engine.cached(prompt)
+            engine.seen = [*engine.seen[-200:], prompt]
+            engine.hits += cached
+        neighbour = None
+        if "mixed" in engine.faults:
+            time.sleep(0.02)
+            neighbour = next((other for other in engine.running if other != prompt), None)
+        stale = cached > 64 and "stale-cache" in engine.faults
+        out, laws, finish = engine.decode(prompt, body, neighbour=neighbour, stale=stale)
+        if "swapped" in engine.faults and neighbour is not None:
+            out, laws, finish = engine.decode(neighbour, body)
+        with engine.lock:
+            engine.running.remove(prompt)
+        engine.count(len(out))
+        self.answer(body, prompt, out, laws, finish, cached, chat=chat)
+
+    def answer(self, body, prompt, out, laws, finish, cached, *, chat):
+        engine, num = self.engine, len(out)
+        text = "".join(LETTERS[token] for token in out)
+        if finish == "stop" and "stop-leak" not in engine.faults:
+            text = min((text.split(stop)[0] for stop in body["stop"]), key=len)
+        if "stop-late" in engine.faults and finish == "stop":
+            text += LETTERS[out[-4]] + "z"
+        if body.get("stream"):
+            return self.stream(text, finish, chat=chat)
+        if "finish" in engine.faults:
+            finish = "done"
+        choice = {"index": 0, "finish_reason": finish}
+        choice |= {"message": {"content": text}} if chat else {"text": text}
+        if body.get("return_token_ids") and "no-ids" not in engine.faults:
+            choice |= {"token_ids": out, "prompt_token_ids": prompt}
+        if body.get("logprobs") and "no-logprobs" not in engine.faults:
+            choice |= {"logprobs": self.logprobs(body, out, laws, chat=chat)}
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": num}
+        if "hits-untold" not in engine.faults:
+            usage |= {"prompt_tokens_details": {"cached_tokens": cached}}
+        self.give_json({"choices": [choice], "usage": usage})
+
+    def logprobs(self, body, out, laws, *, chat):
+        faults = self.engine.faults
+        if "other-logprobs" in faults:
+            laws = [*laws[1:], laws[0]]
+        as_ids = body.get("return_tokens_as_token_ids") and "no-ids" not in faults
+
+        def name(token):
+            return f"token_id:{token}" if as_ids else LETTERS[token]
+
+        rows = []
+        for token, law in zip(out, laws, strict=True):
+            best = [int(each) for each in law.argsort()[::-1][:5]]
+            mine = 0.0 if "zero-logprobs" in faults else float(law[token])
+            told = {name(each): float(law[each]) for each in best}
+            if "untold-drafts" in faults and len(rows) % ROUND:  # as llama.cpp's server does
+                mine, told = 0.0, {}
+            rows.append((name(token), mine, told))
+        if chat:
+            return {"content": [
+                {"token": text, "logprob": mine,
+                 "top_logprobs": [{"token": each, "logprob": value} for each, value in best.items()]}
+                for text, mine, best in rows
+            ]}  # fmt: skip
+        texts, mine, best = zip(*rows, strict=True)
+        return {"tokens": list(texts), "token_logprobs": list(mine), "top_logprobs": list(best)}
+
+    def stream(self, text, finish, *, chat):
+        pieces = [text[start : start + ROUND] for start in range(0, len(text), ROUND)]
+        if "stream-loses" in self.engine.faults and len(pieces) > 2:
+            del pieces[2]
+        events = [{"choices": [{"delta": {"content": piece}} if chat else {"text": piece}]} for piece in pieces]
+        events += [{"choices": [{"delta": {}, "text": "", "finish_reason": finish}]}, {"choices": [], "usage": {}}]
+        data = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+        if "stream-breaks" not in self.engine.faults:
+            data += "data: [DONE]\n\n"
+        self.give(200, data.encode(), kind="text/event-stream")
+
+    def formed(self, body):
+        faults = self.engine.faults
+        if "no-forms" in faults:
+            return self.give_json({"error": {"message": "guided decoding is not supported"}}, status=400)
+        person = '{"name": "Ada", "age": 36, "colour": "red", "member": true}'
+        call = '{"city": "Lisbon", "unit": "celsius"}'
+        hot = body.get("temperature", 0) > 0  # what breaks is rare: greedy text is right
+        if hot and "broken-json" in faults:
+            person, call = person.replace('"red"', '"red" "red"'), call[:-3]
+        if hot and "misfit" in faults:
+            person, call = person.replace("36", '"36"'), call.replace("celsius", "kelvin")
+        if "cut" in faults:
+            person = person[:20]
+        choice = {"finish_reason": "length" if "cut" in faults else "stop", "message": {"content": person}}
+        if "tools" in body:
+            named = {"function": {"name": "weather", "arguments": call}}
+            choice["message"] = {"content": None, "tool_calls": [named]}
+        if "ignores-forms" in faults:
+            choice["message"] = {"content": "Ada is 36 years old."}
+        self.give_json({"choices": [choice], "usage": {}})
+
+    def drip(self):
+        """A byte now and then, for longer than anyone waits."""
+        self.send_response(200)
+        self.send_header("Content-Length", "100000")
+        self.end_headers()
+        for _ in range(200):
+            try:
+                self.wfile.write(b" ")
+                self.wfile.flush()
+            except OSError:
+                return
+            time.sleep(0.05)
+
+    def fail(self, status, headers=()):
+        self.give(status, json.dumps({"error": {"message": "it broke"}}).encode(), headers=dict(headers))
+
+    def give_json(self, found, status=200):
+        self.give(status, json.dumps(found).encode())
+
+    def give(self, status, body, *, kind="application/json", headers=None):
+        self.send_response(status)
+        for key, value in {"Content-Type": kind, "Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.wfile.write(body)

@@ -1,0 +1,201 @@
+"""HTTP to servers that are absent, slow, broken or hostile: one clear error each, within bounds."""
+
+import socket
+import time
+
+import pytest
+from fake_engine import FakeEngine
+
+from nextn.engines.answers import Ask
+from nextn.engines.client import Budget, Client, Limits, base_url
+from nextn.engines.endpoint import Endpoint, together
+from nextn.errors import BudgetError, ConfigError, EngineError
+
+QUICK = Limits(answer_s=0.6, answer_bytes=1_000_000, wait_s=1.0)
+
+
+@pytest.fixture
+def engine():
+    """Makes fake engines, and stops them."""
+    made = []
+
+    def make(*faults, **options):
+        made.append(FakeEngine(*faults, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.stop()
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # a proxy of the environment must not be asked for loopback
+
+
+def second_answer(made, limits=QUICK):
+    """The faults begin behind the probe, as an engine that is down from the start is told earlier."""
+    endpoint = Endpoint.open(made.url, Budget(limits))
+    return endpoint.answer(Ask("hello", 4))
+
+
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [
+        ("localhost:8000", "http://localhost:8000"),
+        ("http://localhost:8000/v1/", "http://localhost:8000"),
+        ("https://a.b/proxy/v1", "https://a.b/proxy"),
+        ("http://a.b/", "http://a.b"),
+    ],
+)
+def test_addresses(text, url):
+    assert base_url(text) == url
+
+
+@pytest.mark.parametrize("text", ["ftp://a.b", "http://", "file:///etc/passwd"])
+def test_other_addresses(text):
+    with pytest.raises(ConfigError, match="not an HTTP address"):
+        base_url(text)
+
+
+def test_an_address_holds_no_key():
+    """A password in an address would be printed with it."""
+    with pytest.raises(ConfigError, match="no user, password") as raised:
+        base_url("http://me:hunter2@a.b/")
+    assert "hunter2" not in str(raised.value)
+
+
+def test_down():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(EngineError, match=r"nothing answers.*is the engine running"):
+            Endpoint.open(url, Budget(QUICK))
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("html", "an HTML page titled 'Log in, please'"),
+        ("foreign", "lists no model"),
+        ("two-models", "serves one, two: choose one with --model"),
+    ],
+)
+def test_no_engine(engine, fault, words):
+    with pytest.raises((EngineError, ConfigError), match=words):
+        Endpoint.open(engine(fault).url, Budget(QUICK))
+
+
+def test_wrong_model(engine):
+    with pytest.raises(EngineError, match="has no model 'gpt'; it serves toy"):
+        Endpoint.open(engine().url, Budget(QUICK), model="gpt")
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "status"),
+    [
+        ("hang", "no whole answer within 0.6 s; raise --timeout", None),
+        ("drip", "no whole answer within 0.6 s; raise --timeout", None),
+        ("huge", "longer than 1,000,000 bytes", None),
+        ("drop", "broke off its answer.*of 3 tries", None),
+        ("http-500", "HTTP 500: the engine failed; see its log. It says: it broke", 500),
+        ("http-404", "HTTP 404: nothing there; check the address", 404),
+        ("http-400", "HTTP 400: the engine refuses the request", 400),
+        ("http-429", r"HTTP 429: the engine is busy: it broke \(2 of 3 tries\)", 429),
+    ],
+)
+def test_broken(engine, fault, words, status):
+    """Each says what and what to do, and none takes longer than its limit by much."""
+    started = time.monotonic()
+    with pytest.raises(EngineError, match=words) as raised:
+        second_answer(engine(fault), Limits(answer_s=0.6, answer_bytes=1_000_000, wait_s=0.6))
+    assert raised.value.status == status
+    assert time.monotonic() - started < 4
+
+
+def test_busy_is_asked_again(engine):
+    """One 503 must not end a run of hundreds of requests."""
+    made = engine("busy-once")
+    assert len(second_answer(made).text) == 4
+    assert made.num == 3
+
+
+def test_redirects_are_not_followed():
+    """They could take the key to another host."""
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+    from threading import Thread
+
+    class Away(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(302)
+            self.send_header("Location", "http://evil.example/")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Away)
+    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    with pytest.raises(EngineError, match=r"redirects to http://evil.example/; give that address"):
+        Endpoint.open(f"127.0.0.1:{server.server_port}", Budget(QUICK))
+    server.shutdown()
+    server.server_close()
+
+
+def test_key(engine, monkeypatch):
+    """The key is sent, comes from the variable named, and stands in no message, even if the engine repeats it."""
+    made = engine("key")
+    with pytest.raises(EngineError, match="set OPENAI_API_KEY, or name another variable with --key-env"):
+        Endpoint.open(made.url, Budget(QUICK))
+    monkeypatch.setenv("OPENAI_API_KEY", "wrong-key")
+    with pytest.raises(EngineError, match=r"bad key Bearer \*\*\*") as raised:
+        Endpoint.open(made.url, Budget(QUICK))
+    assert "wrong-key" not in str(raised.value)
+    monkeypatch.setenv("MINE", "secret-key")
+    assert Endpoint.open(made.url, Budget(QUICK), key_env="MINE").served.name == "toy"
+    with pytest.raises(ConfigError, match="--key-env OTHER: that variable is not set"):
+        Endpoint.open(made.url, Budget(QUICK), key_env="OTHER")
+    monkeypatch.setenv("MINE", "two\nlines")
+    with pytest.raises(ConfigError, match="no HTTP header can carry") as raised:
+        Endpoint.open(made.url, Budget(QUICK), key_env="MINE")
+    assert "two" not in str(raised.value)
+
+
+def test_requests_are_counted(engine):
+    """Two endpoints of one run share the budget; the retry counts, too."""
+    budget = Budget(Limits(requests=5))
+    Endpoint.open(engine().url, budget)
+    other = Endpoint.open(engine().url, budget)
+    assert budget.used == 4
+    other.metrics()
+    with pytest.raises(BudgetError, match="the 5 requests allowed are used up; raise --max-requests"):
+        other.metrics()
+
+
+def test_time_is_bounded(engine):
+    """A hanging engine ends when the run's time is over, not one answer's."""
+    made, budget = engine("hang"), Budget(Limits(answer_s=30, seconds=0.7))
+    with pytest.raises(BudgetError, match=r"0.7 s allowed are over; raise --max-seconds"):
+        Endpoint.open(made.url, budget).answer(Ask("a", 4))
+    with pytest.raises(BudgetError):
+        Client(made.url, budget).text("/metrics")
+
+
+@pytest.mark.parametrize("name", ["requests", "seconds", "answer_s", "tries"])
+def test_limits_above_zero(name):
+    with pytest.raises(ConfigError, match=f"limit {name} = 0"):
+        Limits(**{name: 0})
+
+
+def test_together():
+    """Results keep their order; an engine's error stands in its place; a bug of ours is raised."""
+    error = EngineError("no")
+
+    def fail():
+        raise error
+
+    assert together([lambda: 1, fail, lambda: 3]) == [1, error, 3]
+    with pytest.raises(ZeroDivisionError):
+        together([lambda: 1, lambda: 1 // 0])

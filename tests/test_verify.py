@@ -1,0 +1,317 @@
+"""`verify` passes on a correct engine, and on one that breaks a property it fails in that property's check, by name."""
+
+import json
+import sys
+
+import pytest
+from fake_engine import FakeEngine
+
+from nextn.cli import main
+from nextn.engines.client import Budget, Limits
+from nextn.engines.endpoint import Endpoint
+from nextn.errors import ConfigError
+from nextn.verify import CHECKS, Settings, verify
+from nextn.workload import Prompt, read_prompts
+
+SMALL = Settings(max_tokens=24, samples=40, sampled_prompts=2, sampled_tokens=6, context=600)
+PROMPTS = read_prompts()[::2]
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+@pytest.fixture
+def engine():
+    """Makes fake engines, and stops them."""
+    made = []
+
+    def make(*faults, **options):
+        made.append(FakeEngine(*faults, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.stop()
+
+
+@pytest.fixture
+def run(engine):
+    """Checks of an engine with these faults, alone or against a correct one -> by name."""
+
+    def checked(*faults, names=(), alone=False, against=(), limits=None, prompts=PROMPTS, settings=SMALL, **options):
+        budget = Budget(limits or Limits(answer_s=2, wait_s=0.6))
+        target = Endpoint.open(engine(*faults, **options).url, budget)
+        reference = None if alone else Endpoint.open(engine(*against, drafts="drafts-too" in against).url, budget)
+        return {check.name: check for check in verify(target, reference, prompts, settings, names=names)}
+
+    return checked
+
+
+def outcomes(found):
+    return {name: check.outcome for name, check in found.items()}
+
+
+def test_a_correct_engine_passes(run):
+    """All checks, and each says how much it looked at."""
+    found = run()
+    assert outcomes(found) == dict.fromkeys(CHECKS, "passed")
+    assert "8 of 8 texts identical, 192 tokens compared" in found["greedy"].evidence
+    assert "48 decoded tokens" in found["replay"].evidence
+    assert "prompt tokens came from the cache" in found["prefix-cache"].evidence
+    assert "512 prompt tokens of 600, MTP on against off" in found["long-context"].evidence
+    assert "9 tests of 40 against 40 texts" in found["sampled-law"].evidence
+    assert "a_1 0.75" in found["mtp-on"].evidence
+    assert not any(check.advice for check in found.values())
+    json.dumps([check.figures for check in found.values()])
+
+
+def test_one_endpoint(run):
+    """What takes two is said to be untold, and all else passes."""
+    found = outcomes(run(alone=True))
+    assert found.pop("sampled-law") == "unclear"
+    assert set(found.values()) == {"passed"}
+
+
+def test_rounding_is_no_finding(run):
+    """Another kernel's rounding: texts part at level tokens, which is counted and told."""
+    found = run("rounding", names=["greedy", "logprobs", "replay"])
+    assert outcomes(found) == {"greedy": "passed", "logprobs": "passed", "replay": "passed"}
+    figures = found["greedy"].figures
+    assert len(figures["tie_gaps"]) >= 4
+    assert max(figures["tie_gaps"]) < 0.02
+    assert "part at near-ties (gaps 0.0" in found["greedy"].evidence
+
+
+# fmt: off
+BROKEN = [
+    # fault, alone, check, words
+    ("wrong", False, "greedy", "MTP on against off: "),
+    ("wrong", False, "greedy", "nats apart"),
+    ("wrong", False, "greedy", "; domains: "),
+    ("wrong", True, "replay", "differ beyond a near-tie"),
+    ("wrong", True, "logprobs", "another token is likelier by"),
+    ("wrong-when-long", False, "long-context", "0 of 1 texts identical"),
+    ("other-logprobs", True, "logprobs", "the token that came is not in the list"),
+    ("other-logprobs", True, "replay", "log-probabilities of equal tokens differ by up to"),
+    ("zero-logprobs", True, "logprobs", "192 of 192 log-probabilities are exactly 0.0"),
+    ("untold-drafts", True, "logprobs", "128 of 192 tokens come without a list"),
+    ("one-more", True, "max-tokens", "max_tokens 1: 2 tokens came"),
+    ("finish", True, "max-tokens", "finish_reason 'done'; expected length or stop"),
+    ("stop-leak", True, "stop-strings", "the text contains it"),
+    ("stop-late", True, "stop-strings", "the text goes on behind the place"),
+    ("stream-loses", True, "streaming", "streamed text differs from character 7 on, twice"),
+    ("stream-breaks", True, "streaming", "the stream ends without [DONE]"),
+    ("mixed", True, "concurrency", "8 at once against alone: "),
+    ("swapped", True, "concurrency", "got the answer to prompt"),
+    ("stale-cache", True, "prefix-cache", "warm against cold: 0 of 4 texts identical"),
+    ("broken-json", False, "json-schema", "1 of 4 valid: not JSON"),
+    ("misfit", False, "json-schema", "'36' is no integer"),
+    ("broken-json", False, "tool-calls", "1 of 3 valid: not JSON"),
+    ("misfit", False, "tool-calls", "'kelvin' is not one of"),
+    ("sharp", False, "sampled-law", "ranks of later tokens"),
+    ("sharp-drafts", False, "sampled-law", "only drafted positions differ"),
+    ("sharp-drafts", True, "sampled-own", "later tokens: the likeliest was drawn"),
+    ("off", True, "mtp-on", "nothing was drafted in this run"),
+    ("http-500", True, "greedy", "the engine failed: "),
+    ("hang", True, "greedy", "no whole answer within 0.5 s"),
+    ("huge", True, "greedy", "longer than 1,000,000 bytes"),
+    ("drop", True, "greedy", "the engine broke off its answer"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("fault", "alone", "name", "words"), BROKEN)
+def test_broken(run, fault, alone, name, words):
+    faults = ("mixed", "swapped") if fault == "swapped" else (fault,)
+    limits = Limits(answer_s=0.5 if fault == "hang" else 5, wait_s=0.6, answer_bytes=1_000_000)
+    found = run(*faults, names=[name], alone=alone, limits=limits)[name]
+    assert (found.outcome, words in found.evidence) == ("failed", True), found.evidence
+    assert found.advice
+
+
+def test_counters_reset(run):
+    """The engine was started anew within the run: part of what was checked ran on another one."""
+    found = run("reset", names=["greedy", "replay", "mtp-on"], alone=True)["mtp-on"]
+    assert found.outcome == "failed"
+    assert "reset in mid-run" in found.evidence
+
+
+def test_a_reference_that_drafts(run):
+    found = run(names=["greedy", "mtp-on"], against=["drafts-too"])["mtp-on"]
+    assert found.outcome == "failed"
+    assert "MTP was compared with MTP" in found.evidence
+
+
+# fmt: off
+UNTOLD = [
+    ("no-metrics", "mtp-on", "/metrics: no metrics (HTTP 404); SGLang needs --enable-metrics"),
+    ("no-cache", "prefix-cache", "was never hit, so this run proves nothing"),
+    ("no-ids", "replay", "the engine tells no token ids"),
+    ("no-logprobs", "logprobs", "tells no log-probabilities"),
+    ("no-logprobs", "sampled-own", "tells no log-probabilities"),
+    ("untold-drafts", "sampled-own", "not all tokens come with log-probabilities"),
+    ("no-forms", "json-schema", "not supported: "),
+    ("no-forms", "tool-calls", "guided decoding is not supported"),
+    ("ignores-forms", "json-schema", "the engine ignores the request"),
+    ("cut", "json-schema", "all 4 answers were cut off at 200 tokens"),
+    ("http-503", "greedy", "the engine refuses: "),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("fault", "name", "words"), UNTOLD)
+def test_what_cannot_be_told(run, fault, name, words):
+    """Neither passed nor failed: an engine that cannot do it is not one that does it wrongly."""
+    found = run(fault, names=[name], alone=True)[name]
+    assert (found.outcome, words in found.evidence) == ("unclear", True), found.evidence
+
+
+def test_texts_alone(run):
+    """Without ids and log-probabilities, characters are compared, and a difference stays without a verdict."""
+    same = run("no-ids", "no-logprobs", names=["greedy"], against=["no-ids", "no-logprobs"])["greedy"]
+    assert (same.outcome, same.figures["unit"]) == ("passed", "character")
+    apart = run("no-ids", "no-logprobs", "wrong", names=["greedy"], against=["no-ids", "no-logprobs"])["greedy"]
+    assert apart.outcome == "unclear"
+    assert "no log-probabilities tell whether at a near-tie" in apart.evidence
+
+
+def test_sampled_texts_alone(run):
+    found = run("no-ids", "no-logprobs", "sharp", names=["sampled-law"], against=["no-ids", "no-logprobs"])[
+        "sampled-law"
+    ]
+    assert found.outcome == "failed"
+
+
+def test_gap_from_a_fresh_prompt(run):
+    """Where neither answer tells log-probabilities of drafted tokens, the context is asked for again."""
+    found = run("untold-drafts", "wrong", names=["greedy"], against=["untold-drafts"])["greedy"]
+    assert found.outcome == "failed"
+    assert "nats apart" in found.evidence
+    ties = run("untold-drafts", "rounding", names=["greedy"], against=["untold-drafts"])["greedy"]
+    assert (ties.outcome, len(ties.figures["tie_gaps"]) > 3) == ("passed", True), ties.evidence
+
+
+def test_cache_hits_by_the_counter(run):
+    """An engine that does not tell cached tokens in its answers has a counter of them."""
+    found = run("hits-untold", names=["prefix-cache"], alone=True)["prefix-cache"]
+    assert found.outcome == "passed"
+    assert found.figures["cached_tokens"] > 300
+
+
+def test_a_strict_engine(run):
+    """One that refuses fields beyond OpenAI's is asked without them."""
+    found = outcomes(run("strict", names=["greedy", "logprobs", "stop-strings", "replay"], alone=True))
+    assert found == {"greedy": "passed", "logprobs": "passed", "stop-strings": "passed", "replay": "unclear"}
+
+
+def test_certain_text_has_no_power(run):
+    """A test that could not have failed must not pass."""
+    settings = Settings(max_tokens=8, samples=8, sampled_prompts=1, sampled_tokens=2, context=600)
+    found = run(names=["sampled-law", "sampled-own"], settings=settings)
+    assert outcomes(found) == {"sampled-law": "unclear", "sampled-own": "unclear"}
+    assert "power 0." in found["sampled-law"].evidence
+
+
+def test_requests_run_out(run):
+    """What was found stands; the rest says that it was not run."""
+    found = run(alone=True, limits=Limits(requests=32))
+    assert list(found) == list(CHECKS)
+    assert found["greedy"].outcome == "passed"
+    assert "not finished: the 32 requests allowed are used up" in found["replay"].evidence
+    assert "not run: " in found["mtp-on"].evidence
+    assert set(outcomes(found).values()) == {"passed", "unclear"}
+
+
+def test_usage(engine):
+    budget = Budget()
+    endpoint = Endpoint.open(engine().url, budget)
+    with pytest.raises(ConfigError, match=r"no check greed; known: greedy, "):
+        next(verify(endpoint, None, PROMPTS, SMALL, names=["greed"]))
+    with pytest.raises(ConfigError, match="is the endpoint under test; give the one without MTP"):
+        next(verify(endpoint, endpoint, PROMPTS, SMALL))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_tokens", 0), ("samples", 1), ("false_alarm", 0.9), ("tie_gap", -1.0), ("concurrency", 1)]
+)
+def test_settings(name, value):
+    with pytest.raises(ConfigError, match=name):
+        Settings(**{name: value})
+
+
+def test_prompts_of_ids(run):
+    """Token ids of a .jsonl file go to the engine as they are."""
+    found = run(names=["greedy", "replay", "prefix-cache"], alone=True, prompts=[Prompt((3, 1, 4, 1, 5), "ids")])
+    assert outcomes(found) == {"greedy": "passed", "replay": "passed", "prefix-cache": "passed"}
+
+
+@pytest.fixture
+def nextn(monkeypatch, capsys):
+    """Run `nextn verify` in this process -> exit code, stdout, stderr."""
+
+    def call(*args):
+        monkeypatch.setattr(sys, "argv", ["nextn", "verify", *map(str, args)])
+        monkeypatch.setenv("COLUMNS", "300")
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return ended.value.code or 0, out, err
+
+    return call
+
+
+def test_command_passes(nextn, engine):
+    code, out, err = nextn(
+        engine().url, "--against", engine(drafts=False).url, "--check", "greedy", "--check", "mtp-on"
+    )
+    assert (code, err) == (0, "")
+    assert "MTP on against off: 16 of 16 texts identical" in out
+    assert "no findings  toy at http://127.0.0.1:" in out
+    assert "2 passed" in out
+
+
+def test_command_finds(nextn, engine):
+    code, out, _ = nextn(engine("one-more").url, "--check", "max-tokens", "--json")
+    record = json.loads(out)
+    assert (code, record["failed"], record["whole"], record["model"]) == (1, True, True, "toy")
+    assert record["checks"][0]["outcome"] == "failed"
+    code, out, _ = nextn(engine("one-more").url, "--check", "max-tokens")
+    assert code == 1
+    assert "findings  toy" in out
+    assert "to do  " in out
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["http://127.0.0.1:9"], "nothing answers"),
+        (["ftp://x"], "not an HTTP address"),
+        (["http://127.0.0.1:9", "--max-requests", "0"], "limit requests = 0"),
+        (["http://127.0.0.1:9", "--samples", "1"], "samples = 1; expected at least 8"),
+        (["http://127.0.0.1:9", "--key-env", "NOT_SET_ANYWHERE"], "that variable is not set"),
+    ],
+)
+def test_command_usage(nextn, args, words):
+    """One line, exit 2, no traceback."""
+    code, out, err = nextn(*args)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert words in err
+
+
+def test_interrupt_tells_what_was_found(nextn, engine, monkeypatch):
+    def interrupted(session):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(CHECKS, "replay", interrupted)
+    code, out, _ = nextn(engine().url, "--check", "greedy", "--check", "replay")
+    assert code == 130
+    assert "asked twice: 16 of 16" in out
+    assert "interrupted: the rest was not run" in out
+    assert nextn(engine("one-more").url, "--check", "max-tokens", "--check", "replay", "--json")[0] == 1
+
+
+def test_an_engine_cannot_move_the_cursor(nextn, engine):
+    code, out, _ = nextn(engine(model="a\x1b[2J[bold]").url, "--check", "max-tokens")
+    assert (code, "\x1b[2J" in out, r"a\x1b[2J[bold]" in out) == (0, False, True)
