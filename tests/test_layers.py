@@ -155,4 +155,4 @@ def test_public_names_resolve():
 def test_line_budget():
     """Growth is a decision: raise the number in the change that needs it, and say why in docs/architecture.md."""
     files = [path for path in PACKAGE.rglob("*.py") if path.stem != "family_rows"]  # rows are facts, not code
-    assert sum(path.read_text().count("\n") for path in files) <= 20_000
+    assert sum(path.read_text().count("\n") for path in files) <= 24_500
