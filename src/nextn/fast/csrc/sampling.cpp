@@ -19,10 +19,11 @@ void scale_to_one(float* law, float total, int64_t vocab) {
 
 // Keeps the k largest scores and all that equal the last of them.
 void keep_best(float* scores, int64_t k, int64_t vocab) {
-  thread_local std::vector<float> sorted;
-  sorted.assign(scores, scores + vocab);
-  std::nth_element(sorted.begin(), sorted.begin() + k - 1, sorted.end(), std::greater<float>());
-  const float least = sorted[k - 1];
+  // Few of many: one pass that rarely finds a better one than the k best so far.
+  thread_local std::vector<float> best;
+  best.resize(k);
+  std::partial_sort_copy(scores, scores + vocab, best.begin(), best.end(), std::greater<float>());
+  const float least = best.back();
   for (int64_t i = 0; i < vocab; ++i) scores[i] = scores[i] < least ? -kInf : scores[i];
 }
 
