@@ -28,6 +28,7 @@ docs: $(VENV)/.ready
 bench: $(VENV)/.ready
 	$(BIN)/python bench/loss.py --out bench/results/loss.json
 	$(BIN)/python bench/step.py --out bench/results/step.json
+	$(BIN)/python bench/train.py --out bench/results/train.json
 	$(BIN)/python bench/head.py --out bench/results/head.json
 	$(BIN)/python bench/audit.py --out bench/results/audit.json
 

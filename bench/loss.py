@@ -1,5 +1,7 @@
 """Time, extra memory and error of the MTP loss, forward and backward, against plain autograd and torch's chunked loss.
 
+"head, ..." are the losses of a head against its frozen trunk's law, whose laws of all depths are made besides.
+
 Each case runs in a process of its own; memory is the rise of its resident high-water mark above the inputs (Linux).
 
     python bench/loss.py --out loss.json
@@ -23,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nextn.loss import IGNORE, Targets, mtp_loss
+from nextn.objectives import OBJECTIVES, Teacher, head_loss
 
 LAMBDA = 0.3
 
@@ -80,6 +83,27 @@ def ours(hiddens: list[Tensor], weight: Tensor, targets: Targets, *, frozen: boo
     return report.total.detach()
 
 
+def head(hiddens: list[Tensor], weight: Tensor, targets: Targets, *, objective: str) -> Tensor:
+    """The trunk is frozen, and with it the output head that all depths share."""
+    teacher = Teacher(hiddens[0].detach(), weight.detach())
+    total = head_loss(hiddens[1:], teacher.weight, teacher, targets, objective=objective).total
+    total.backward()
+    return total.detach()
+
+
+def plain_kl(hiddens: list[Tensor], weight: Tensor, targets: Targets) -> Tensor:
+    """Both laws of one depth at a time in fp32, as most training code does it."""
+    total, weight = torch.zeros(()), weight.detach().float()
+    for k, hidden in enumerate(hiddens[1:], start=1):
+        valid = targets.labels(k) != IGNORE
+        law = (hiddens[0].detach()[:, k:][valid].float() @ weight.T).log_softmax(-1)
+        drafted = (hidden[valid].float() @ weight.T).log_softmax(-1)
+        loss = F.kl_div(drafted, law, log_target=True, reduction="batchmean") / (len(hiddens) - 1)
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
 METHODS: dict[str, Loss] = {
     "fp32 reference, depths in turn": partial(in_turn, mean=plain_fp32),
     "plain, all depths together": partial(together, mean=plain),
@@ -94,6 +118,11 @@ if hasattr(F, "linear_cross_entropy"):
         "torch auto mean": partial(in_turn, mean=partial(torch_mean, policy="auto")),
     }
 REFERENCE = next(iter(METHODS))
+HEAD_REFERENCE = "fp32 KL of a head, depths in turn"
+METHODS[HEAD_REFERENCE] = plain_kl
+METHODS |= {f"head, {objective}": partial(head, objective=objective) for objective in OBJECTIVES}
+REFERENCES = {name: REFERENCE for name in METHODS if "head" not in name}
+REFERENCES |= dict.fromkeys((HEAD_REFERENCE, "head, kl"), HEAD_REFERENCE)
 
 
 @dataclass(frozen=True)
@@ -155,7 +184,7 @@ def in_new_process(case: Case) -> Record:
 def run(options: argparse.Namespace) -> list[Record]:
     records = []
     for depths in options.depths:
-        for method in (REFERENCE, *(name for name in METHODS if name != REFERENCE and re.search(options.only, name))):
+        for method in chosen(options.only):
             if method == "plain, all depths together" and depths > 1:
                 continue  # 1.5 GB a depth
             case = {name: getattr(options, name) for name in ("tokens", "vocabulary", "width", "threads", "repeats")}
@@ -164,19 +193,31 @@ def run(options: argparse.Namespace) -> list[Record]:
     return records
 
 
-def error(record: Record, records: list[Record]) -> float:
-    return record.loss - next(r.loss for r in records if (r.method, r.depths) == (REFERENCE, record.depths))
+def chosen(pattern: str) -> list[str]:
+    """The methods that it finds, and what these are compared with, in the order of the table."""
+    found = {name for name in METHODS if re.search(pattern, name)}
+    return [name for name in METHODS if name in found | {REFERENCES[each] for each in found & REFERENCES.keys()}]
+
+
+def error(record: Record, records: list[Record]) -> float | None:
+    """The loss less that of the fp32 reference, where one stands for the same objective."""
+    for other in records:
+        if (other.method, other.depths) == (REFERENCES.get(record.method), record.depths):
+            return record.loss - other.loss
+    return None
 
 
 def print_row(record: Record, records: list[Record]) -> None:
-    shown = f"{record.seconds:8.2f} s {record.extra_mb:8.0f} MB {record.loss:12.6f} {error(record, records):+10.1e}"
-    print(f"{record.depths} depths  {record.method:32}{shown}", flush=True)
+    wrong = error(record, records)
+    shown = f"{record.seconds:8.2f} s {record.extra_mb:8.0f} MB {record.loss:12.6f} "
+    shown += "" if wrong is None else f"{wrong:+10.1e}"
+    print(f"{record.depths} depths  {record.method:36}{shown}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where the JSON record goes")
-    parser.add_argument("--only", default="", help="pattern of the methods to run beside the reference")
+    parser.add_argument("--only", default="", help="pattern of the methods to run beside their references")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     for name, default in (("tokens", 4096), ("vocabulary", 32768), ("width", 512), ("threads", 2), ("repeats", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)

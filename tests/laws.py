@@ -66,9 +66,11 @@ def number(prefix: Tensor, vocab: int) -> Tensor:
     return (prefix * vocab ** torch.arange(prefix.shape[1] - 1, -1, -1)).sum(-1)
 
 
-def sides(chance: Tensor, side: Tensor) -> tuple[Tensor, Tensor]:
-    """A uniform at an end of what lets a draft stand (side 0, 1) or not (2, 3) by this chance, and its probability."""
-    ends = [torch.zeros_like(chance), chance * (1 - 1e-9), chance * (1 + 1e-9), torch.full_like(chance, LAST64)]
+def sides(chance: Tensor, side: Tensor, gap: float) -> tuple[Tensor, Tensor]:
+    """A uniform at an end of what lets a draft stand (side 0, 1) or not (2, 3) by this chance, and its probability.
+
+    gap: how near a threshold they come; more than the rule's rounding."""
+    ends = [torch.zeros_like(chance), chance * (1 - gap), chance * (1 + gap), torch.full_like(chance, LAST64)]
     weights = torch.stack([chance, chance, 1 - chance, 1 - chance]) / 2
     return torch.stack(ends).clamp_max(LAST64).gather(0, side[None])[0], weights.gather(0, side[None])[0]
 
@@ -97,7 +99,9 @@ def in_blocks(p: Tensor, q: Tensor, drafts: Tensor, limits: Tensor) -> Tensor:
 TOKENWISE: Rule = (accept, tokenwise)
 
 
-def emitted(p: list[Tensor], q: list[Tensor], limit: Limit, *, rule: Rule = TOKENWISE) -> tuple[Tensor, float]:
+def emitted(
+    p: list[Tensor], q: list[Tensor], limit: Limit, *, rule: Rule = TOKENWISE, gap: float = 1e-9
+) -> tuple[Tensor, float]:
     """The joint law [V^(K+1)] of K + 1 tokens of which the first come from a round and the others straight from p.
 
     Exact: sums over every draft sequence with its probability under q, and both sides of every threshold with theirs.
@@ -112,7 +116,7 @@ def emitted(p: list[Tensor], q: list[Tensor], limit: Limit, *, rule: Rule = TOKE
     q_draft = q_rows.gather(-1, drafts[..., None])[..., 0]
     limits = limit(drafts) if callable(limit) else None if limit is None else torch.full((len(grid),), limit)
     bounds = torch.full((len(grid),), num_drafts) if limits is None else limits
-    u, weight = sides(chances(p_rows, q_rows, drafts, bounds), side)
+    u, weight = sides(chances(p_rows, q_rows, drafts, bounds), side, gap)
     weight = (q_draft * weight).prod(-1)
     verdict = judge(p_rows, q_rows, drafts, u=u, limit=limits)
     total = torch.zeros(vocab ** (num_drafts + 1), dtype=torch.float64)

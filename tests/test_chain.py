@@ -1,43 +1,137 @@
-"""One checkpoint through everything: saved, audited, converted there and back, loaded, and the same to the last bit."""
+"""All drafts of a round as one native call against the loop that is its twin: drafts, confidences, laws, text."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import CONFIGS, build, prompt
+from replays import fast_of
+from tiny import FIXTURES, build, prompt, refrain
 
-from nextn.audit import audit
-from nextn.checkpoint import Checkpoint
-from nextn.families import by_name
+from nextn.decode import Settings, rounds
+from nextn.drafting import Contract, Drafter
+from nextn.fast.chain import FastChain
 from nextn.model import Model
-from nextn.relayout import convert
+from nextn.policy import EDGES, DraftLength, Fixed, RoundPlan
+from nextn.sampling import Sampling
 
-FP8 = [(name, fp8) for name in CONFIGS for fp8 in (False, True) if not fp8 or by_name(name).fp8 is not None]
-
-
-def tensors(folder) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    found = Checkpoint.open(folder)
-    return {name: (info.dtype, info.shape, found.read_bytes(name)) for name, info in found.tensors.items()}
+LENGTHS = (3, 17, 40)
+WARM = Sampling(1.0, top_p=0.95)
 
 
-@torch.no_grad()
-def logits(model) -> torch.Tensor:
-    tokens = torch.tensor([prompt(12)])
-    return model.head(tokens, model.trunk(tokens).eaten)
+class Steep:
+    """Many bins; chains end at different depths, also before the first draft. It notes what it is told."""
+
+    def __init__(self, take: float = 0.3, go: float = 0.35) -> None:
+        self.take, self.go, self.told, self.reason = take, go, [], ""
+
+    def plan(self) -> RoundPlan:
+        table = tuple(0.5 + 0.5 * edge for edge in EDGES)
+        return RoundPlan(6, EDGES, table, (self.take,) * 6, (self.go,) * 6)
+
+    def learn(self, confidences, *, drafts, kept):
+        self.told.append(([round(each, 5) for each in confidences], drafts, kept))
 
 
-@pytest.mark.parametrize(("name", "fp8"), FP8)
-def test_chain(name, fp8, tmp_path):
-    """A step that changes a byte, a finding against what we wrote ourselves, or another head after all of it."""
-    model = build(name)
-    with torch.no_grad():
-        for value in model.head.parameters():  # some start constant, which audit is right to say
-            value.add_(0.01 * torch.randn_like(value))
-    model.save(tmp_path / "a", dtype=torch.bfloat16, fp8=fp8)
-    report = audit(Checkpoint.open(tmp_path / "a"))
-    assert report.clean, [finding for finding in report.findings if finding.severity != "note"]
-    convert(tmp_path / "a", tmp_path / "b", form="single-file")
-    convert(tmp_path / "b", tmp_path / "c", form="shards")
-    whole = tensors(tmp_path / "a")
-    assert tensors(tmp_path / "b") == whole
-    assert tensors(tmp_path / "c") == whole
-    first, last = Model.load(tmp_path / "a"), Model.load(tmp_path / "c")
-    assert torch.equal(logits(first), logits(last))
+@pytest.fixture(scope="module")
+def trained() -> SimpleNamespace:
+    return fast_of(Model.load(FIXTURES / "glm_one"))
+
+
+@pytest.fixture(scope="module")
+def random() -> SimpleNamespace:
+    return fast_of(build("glm4_moe"))
+
+
+def both(model, prompts, settings, length=None, monkeypatch=None):
+    """The rows of all rounds by the native chain and by the loop."""
+    found = []
+    for watched in (False, True):
+        observer = (lambda event: None) if watched else None
+        lengths = length() if length is not None else None
+        with pytest.MonkeyPatch.context() as patch:
+            if watched:
+                patch.setattr(FastChain, "run", lambda *_, **__: pytest.fail("no loop"))
+            else:
+                patch.setattr(Drafter, "_looped", lambda *_, **__: pytest.fail("no native chain"))
+            stream = rounds(model.trunk, model.head, prompts, settings, length=lengths, observer=observer)
+            found.append(([each.rows for each in stream], getattr(lengths, "told", None)))
+    return found
+
+
+@pytest.mark.parametrize("lengths", [(17,), LENGTHS], ids=["one", "ragged"])
+@pytest.mark.parametrize("sampled", [True, False])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), WARM, Sampling(0.7, top_k=5, min_p=0.02)])
+def test_it_drafts_what_the_loop_drafts(random, sampling, sampled, lengths):
+    """Rows leave at different times; the last rounds have room for fewer drafts."""
+    prompts = [prompt(length, seed=length) for length in lengths]
+    settings = Settings(drafts=4, max_tokens=23, sampling=sampling, sampled_drafts=sampled, eos=(5,), seed=2)
+    native, loop = both(random, prompts, settings)
+    assert native == loop
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), WARM])
+@pytest.mark.parametrize("length", [Steep, lambda: Steep(0.5, 0.2), lambda: Fixed(6, 0.6), lambda: Fixed(3)])
+def test_it_ends_where_the_plan_ends(trained, length: type[DraftLength], sampling):
+    """By the confidence of each row, before a draft is drawn; what it tells the policy is what the loop tells."""
+    prompts = [*refrain(3, 30, seed=4).tolist(), prompt(9, vocab_size=40)]
+    native, loop = both(trained, prompts, Settings(drafts=6, max_tokens=30, sampling=sampling), length)
+    assert native == loop
+    depths = {len(part.drafts) for rows in native[0] for part in rows}
+    assert len(depths) > 2
+
+
+def test_it_keeps_drafts(trained):
+    settings = Settings(drafts=6, max_tokens=40, sampling=Sampling(1.0))
+    native, _ = both(trained, refrain(4, 40, seed=9).tolist(), settings)
+    parts = [part for rows in native[0] for part in rows if part.drafts]
+    assert sum(part.kept for part in parts) > len(parts)
+
+
+@pytest.mark.parametrize("contract", [Contract(rerun=False), Contract(prefill=False), Contract(offset=-1)])
+def test_faults_can_be_planted(trained, contract):
+    native, loop = both(trained, refrain(2, 30, seed=1).tolist(), Settings(drafts=4, max_tokens=24, contract=contract))
+    assert native == loop
+
+
+def test_a_plan_that_grows(random):
+    """Room for more drafts than the last plan had, and slabs that grow in the middle of a text."""
+
+    class Growing:
+        reason, number = "", 0
+
+        def plan(self):
+            self.number += 1
+            return Fixed(self.number).plan()
+
+        def learn(self, confidences, *, drafts, kept):
+            pass
+
+    settings = Settings(drafts=60, max_tokens=150, sampling=Sampling(1.0))
+    native, loop = both(random, [prompt(200), prompt(3)], settings, Growing)
+    assert native == loop
+    assert max(len(part.drafts) for rows in native[0] for part in rows) > 20
+
+
+def test_others_take_the_loop(random):
+    """A penalty, which looks at each draft; several modules."""
+    two = fast_of(build("glm4_moe", modules=2))
+    for model, sampling in ((random, Sampling(1.0, repetition_penalty=1.3)), (two, Sampling(1.0))):
+        head = model.head
+        assert head.chain(head.cache(1), sampling, sampled=True) is None
+
+
+@torch.inference_mode()
+def test_laws_are_what_drafts_were_drawn_from(random):
+    head = random.head
+    cache = head.cache(1)
+    chain = head.chain(cache, WARM, sampled=True)
+    states = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(1))
+    uniforms = [[0.1, 0.5, 0.9]]
+    drafts, told, ran = chain.run([[1, 2, 3, 4, 5]], states, Fixed(3).plan(), limits=[3], uniforms=uniforms)
+    assert (ran, len(drafts[0]), told) == (3, 3, [[1.0] * 3])
+    assert cache.lengths == [7]
+    laws = chain.laws[:3, 0]
+    torch.testing.assert_close(laws.sum(-1), torch.ones(3))
+    for law, token, u in zip(laws, drafts[0], uniforms[0], strict=True):
+        assert law[:token].sum() <= u + 1e-6
+        assert law[: token + 1].sum() >= u - 1e-6

@@ -67,7 +67,7 @@ def run(tmp_path_factory):
         (folder / "text" / f"{index}.txt").write_text(f"line {index} of the text\n" * 40)
     done = nextn(
         *["train", folder / "out", "--data", folder / "text", "--model", folder / "config.json"],
-        *[*SETTINGS, "--set", "steps=4", "--json"],
+        *[*SETTINGS, "--set", "steps=4", "--tensorboard", "--json"],
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"model": str(folder / "out" / "model")}
@@ -81,6 +81,7 @@ def test_train_wrote_a_model(run):
     lines = [json.loads(line) for line in (run / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
     assert lines[-1]["decoded"]["rounds"] > 0
+    assert list((run / "out" / "tensorboard").glob("events.*"))
 
 
 def test_generate_as_text_and_json(run, here):

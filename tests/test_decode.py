@@ -12,7 +12,8 @@ from tiny import BUILDS, CONFIGS, build, decode, prompt
 
 from nextn import decode as decode_module
 from nextn.acceptance import Acceptance
-from nextn.decode import Contract, Settings, rounds
+from nextn.decode import Settings, rounds
+from nextn.drafting import Contract, Drafter
 from nextn.errors import ConfigError
 from nextn.sampling import Sampling, law
 
@@ -33,17 +34,17 @@ class Oracle:
 
     def __init__(self, monkeypatch, texts, right):
         self.texts, self.right, self.round, self.depth = texts, right, -1, 0
-        original, draft = decode_module._Batch._pick, decode_module._Batch._draft
+        pick, draft = Drafter.pick, decode_module._Batch._draft
 
         def start(batch):
-            self.round, self.depth = self.round + 1, 0
+            self.round, self.depth, self.batch = self.round + 1, 0, batch
             return draft(batch)
 
-        def choose(batch, guess, seen, uniforms):
-            q, _ = original(batch, guess, seen, uniforms)
+        def choose(drafter, guess, seen, uniforms):
+            q, _ = pick(drafter, guess, seen, uniforms)
             tokens = []
-            for place, row in enumerate(batch.rows):
-                at = len(batch.new[place]) + self.depth
+            for place, row in enumerate(self.batch.rows):
+                at = len(self.batch.new[place]) + self.depth
                 true = self.texts[row][at] if at < len(self.texts[row]) else 0
                 wrong = self.depth >= self.right[(self.round + row) % len(self.right)]
                 tokens.append((true + 1) % 64 if wrong else true)
@@ -51,7 +52,7 @@ class Oracle:
             return q, tokens
 
         monkeypatch.setattr(decode_module._Batch, "_draft", start)
-        monkeypatch.setattr(decode_module._Batch, "_pick", choose)
+        monkeypatch.setattr(Drafter, "pick", choose)
 
 
 @pytest.fixture(scope="module")

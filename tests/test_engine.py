@@ -9,8 +9,12 @@ from replays import fast_of
 from tiny import CONFIGS, FIXTURES, MOST, build, decode, prompt, refrain
 
 from nextn.acceptance import Acceptance
+from nextn.decode import Settings, rounds
+from nextn.fast.program import Replay
 from nextn.fast.tape import Unrecordable
 from nextn.model import Model
+from nextn.policy import Adaptive, Fixed
+from nextn.speedup import Costs, Spread
 
 RECORDED = (
     "deepseek_v3",
@@ -49,6 +53,7 @@ NEAR = {"rtol": 1e-5, "atol": 1e-5}
 # What fp32 rounds away in these tiny recurrent trunks: either path, and a rule in steps, is up to 3e-4 off fp64.
 ROUGH = {"rtol": 1e-3, "atol": 1e-3}
 LENGTHS = (3, 17, 40)
+COSTS = Costs(1, 40, tuple(Spread.of([1 + 0.05 * more]) for more in range(6)), Spread.of([0.05]))
 
 
 def test_every_family_is_told():
@@ -184,3 +189,37 @@ def test_a_chain_longer_than_the_slabs():
     assert [part.drafts for each in texts[0][1] for part in each.rows] == [
         part.drafts for each in texts[1][1] for part in each.rows
     ]
+
+
+@pytest.mark.parametrize(
+    ("length", "modules"), [(Fixed(5), 1), (Fixed(5), 2), (Fixed(5, 0.3), 1), (Adaptive(COSTS), 1)]
+)
+def test_no_round_waits_for_a_recording(length, modules, monkeypatch):
+    """All sizes are there once the prompt is through, also those of the last rounds, which have room for less."""
+    model = fast_of(build("glm4_moe", modules=modules))
+    made, recorded = [], Replay.of.__func__
+
+    def noted(cls, *args):
+        made.append(1)
+        return recorded(cls, *args)
+
+    monkeypatch.setattr(Replay, "of", classmethod(noted))
+    stream = rounds(model.trunk, model.head, [prompt(40)], Settings(drafts=5, max_tokens=30), length=length)
+    next(stream)
+    before = len(made)
+    log = list(stream)
+    assert before
+    assert len(made) == before
+    assert len({len(part.drafts) for each in log for part in each.rows}) > 1
+
+
+def test_a_window_runs_on_a_replay_that_there_is():
+    """A few columns on one that was made for more, but not on one made for prompts."""
+    trunk = fast_of(build("glm4_moe")).trunk
+    trunk.prepare(1, [6], exact=True)
+    size = lambda columns: trunk._passes.replay(1, columns)[0].tokens.shape[1]  # noqa: E731
+    assert [size(columns) for columns in (1, 2, 6, 30, 40)] == [6, 6, 6, 32, 64]
+    trunk.prepare(1, [1, 4], exact=True)
+    assert [size(columns) for columns in (1, 2, 4, 5, 7)] == [1, 4, 4, 6, 7]
+    trunk.prepare(1, [4, 8], exact=False)
+    assert [size(columns) for columns in (4, 5, 7, 8)] == [4, 5, 7, 9]

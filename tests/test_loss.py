@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from sizes import Sizes
 
 from nextn.errors import ConfigError
 from nextn.loss import IGNORE, LambdaSchedule, LossReport, Targets, cross_entropy, depth_weights, mtp_loss
@@ -199,21 +198,6 @@ def test_ignored_rows_cost_and_change_nothing():
     nothing, _ = cross_entropy(hidden, weight, torch.full_like(labels, IGNORE))
     assert nothing == 0
     assert torch.autograd.grad(nothing, weight)[0].abs().max() == 0
-
-
-class Sizes(TorchDispatchMode):
-    """Records the shape of every tensor that any operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: set[tuple[int, ...]] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.shapes |= {
-            tuple(t.shape) for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, Tensor)
-        }
-        return out
 
 
 @pytest.mark.parametrize(("chunk", "trains_weight"), [(4, True), (4, False), (None, True)])

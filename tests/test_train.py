@@ -58,6 +58,13 @@ def test_resume_is_exact(name, optimizer, corpus, tmp_path):
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
 
 
+def test_checkpointed_layers_change_no_loss(corpus, tmp_path):
+    """Trunk and head compute the same, again."""
+    config = replace(CONFIG, steps=3)
+    plain = losses(trainer(corpus, tmp_path / "plain", config).run())
+    assert losses(trainer(corpus, tmp_path / "lean", replace(config, checkpoint_layers=True)).run()) == plain
+
+
 def test_a_crash_repeats_only_the_steps_since_the_checkpoint(corpus, tmp_path):
     """After a kill between checkpoints, the log holds each step once."""
     config = replace(CONFIG, save_every=2)

@@ -419,12 +419,12 @@ def refrain(count: int, length: int, *, seed: int, vocab_size: int = 40) -> torc
     return torch.stack(rows)
 
 
-def refrains(count: int, length: int, *, seed: int) -> Corpus:
+def refrains(count: int, length: int, *, seed: int, eos: int = 63) -> Corpus:
     """Those rows as a corpus of `count` documents."""
     texts = [
         (str(place), " ".join(map(str, row.tolist()))) for place, row in enumerate(refrain(count, length, seed=seed))
     ]
-    return Corpus.from_texts(texts, lambda batch: [[int(word) for word in text.split()] for text in batch], eos=63)
+    return Corpus.from_texts(texts, lambda batch: [[int(word) for word in text.split()] for text in batch], eos=eos)
 
 
 def decode(model: Model, prompts: list[list[int]], **settings: object) -> tuple[list[list[int]], list]:

@@ -7,6 +7,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Acceptance": "acceptance",
     "Head": "head",
+    "HeadSettings": "beside",
     "JointTask": "tasks",
     "KeepHead": "keep",
     "Model": "model",
@@ -27,6 +28,7 @@ _HOME = {
     "rounds": "decode",
     "stream": "text",
     "trace": "tracer",
+    "train_head": "hook",
 }
 __all__ = sorted(_HOME)
 

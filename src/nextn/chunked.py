@@ -102,10 +102,12 @@ def _value(logits: Tensor, work: Work, *, start: int, wants_grad: bool) -> Tenso
     """Value the rows of a chunk -> [m, F], a cache-sized tile at a time; the gradient takes the place of the logits."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     tile = work.tile or tile_rows(logits.shape[1], wide, logits.device)
+    spare = logits if wide == logits.dtype else torch.empty_like(logits[:tile], dtype=wide)  # fresh pages are slow
     values = []
     for at in range(0, len(logits), tile):
         view = logits[at : at + tile]
-        value, gradient = work.objective(view.to(wide), slice(start + at, start + at + len(view)), wants_grad)
+        widened = view if spare is logits else spare[: len(view)].copy_(view)
+        value, gradient = work.objective(widened, slice(start + at, start + at + len(view)), wants_grad)
         values.append(value)
         if gradient is not None and gradient is not view:
             view.copy_(gradient)

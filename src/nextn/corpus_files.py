@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 Source = str | Path
 _FILES = (".txt", ".jsonl", ".parquet")
 _COLON = re.compile(r":(?![^\[]*\])")  # not that of a slice, as in train[:10%]
+HEADER = "nextn"  # a first line with this key says how the lines behind it were made
 _ROWS = 1024  # of a parquet file, in memory at a time
 
 
@@ -51,7 +52,7 @@ def corpora(
     that is alone is cut. all_tokens, context: see `Reader`. Raises ConfigError for what cannot be read.
     """
     reader, encode, eos = Reader(tokenizer, all_tokens, context), encoder(tokenizer), eos_of(tokenizer)
-    texts, record_sources = _sorted_out(sources)
+    texts, record_sources = sorted_out(sources or standard_library())
     documents = list(encoded(((path.as_posix(), read_text(path)) for path in texts), encode))
     marks = path_marks(texts)
     for place, record in chain.from_iterable(map(records, record_sources)):
@@ -84,17 +85,16 @@ def holds_records(source: Source) -> bool:
 
 
 def files_of(source: Source) -> list[Path]:
-    """A file, or all visible files below a folder, sorted."""
+    """A file, or all files below a folder, sorted; none that is hidden, or in a hidden folder."""
     path = Path(source)
     if path.is_file():
         return [path]
-    return sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+    found = (file for file in path.rglob("*") if file.is_file())
+    return sorted(file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts))
 
 
-def _sorted_out(sources: Sequence[Source]) -> tuple[list[Path], list[Source]]:
-    """Text files, and what is read by records."""
-    if not sources:
-        return standard_library(), []
+def sorted_out(sources: Sequence[Source]) -> tuple[list[Path], list[Source]]:
+    """Text files, those below folders among them, and what is read by records."""
     found: list[Source] = []
     for source in sources:
         found += [source] if holds_records(source) else files_of(source)
@@ -127,7 +127,8 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Record]]:
                 raise ConfigError(f"{place}: not JSON: {error}; expected one JSON object a line") from error
             if not isinstance(record, dict):
                 raise ConfigError(f"{place}: a JSON {type(record).__name__}; expected one JSON object a line")
-            yield place, record
+            if number > 1 or HEADER not in record:
+                yield place, record
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Record]]:

@@ -14,11 +14,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from nextn.decode import prepare
 from nextn.errors import ConfigError
+from nextn.fast.chain import FastChain
 from nextn.fast.choose import Engine
 from nextn.head import Head
 from nextn.model import Model
-from nextn.policy import Adaptive
+from nextn.policy import Adaptive, Fixed, RoundPlan
+from nextn.sampling import Sampling
 from nextn.speedup import Costs, Spread
 from nextn.trunk import Trunk
 
@@ -45,6 +48,7 @@ def measured_costs(
     check(model, drafts=drafts, batch=batch, context=context)
     assert model.head is not None
     bench = _Passes(model.engine(path), batch, context)
+    prepare(bench.trunk, bench.head, batch, drafts)
     passes = [lambda m=m: bench.verify(m) for m in range(1, drafts + 2)] + [lambda: bench.draft(drafts)]
     times: list[list[float]] = [[] for _ in passes]
     for repeat in range(repeats + 1):
@@ -88,6 +92,8 @@ class _Passes:
         self.trunk, self.head, self.batch, self.context = made.trunk, made.head, batch, context
         self.cache = self.trunk.cache(batch)
         self.caches = [self.head.cache(batch) for _ in self.head.stack]
+        self.chain = self.head.chain(self.caches[-1], Sampling(), sampled=True)
+        self.plans: dict[int, RoundPlan] = {}
         generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(self.trunk.vocab_size, (batch, context), generator=generator).to(self.trunk.device)
         chunk = min(_CHUNK, self.trunk.max_window or _CHUNK)
@@ -105,15 +111,22 @@ class _Passes:
 
     def draft(self, drafts: int) -> list[int]:
         with self.trunk.alone():
-            return self._draft(drafts)
+            return self._looped(drafts) if self.chain is None else self._chained(self.chain, drafts)
 
     def _verify(self, columns: int) -> list[list[int]]:
         tokens = self.tokens[:, :1].expand(-1, columns)
-        best = self.trunk.predict(self.trunk(tokens, self.cache).normed).best
+        best = self.trunk.read(self.trunk(tokens, self.cache)).best
         self.cache.keep([0] * self.batch)
         return best
 
-    def _draft(self, drafts: int) -> list[int]:
+    def _chained(self, chain: FastChain, drafts: int) -> list[int]:
+        plan = self.plans.setdefault(drafts, Fixed(drafts).plan())
+        tokens, limits = [[token] for token in self.tokens[:, 0].tolist()], [drafts] * self.batch
+        found, _, _ = chain.run(tokens, list(self.states[:, -1:]), plan, limits=limits, uniforms=None)
+        self.caches[-1].truncate([self.context] * self.batch)
+        return [row[-1] for row in found]
+
+    def _looped(self, drafts: int) -> list[int]:
         tokens, states, recursion = self.tokens[:, 0].tolist(), self.states[:, -1:], None
         for depth in range(1, drafts + 1):
             if depth <= self.head.num_modules:

@@ -34,13 +34,13 @@ _Score = tuple[Tensor, Tensor, Tensor | None]
 
 def scorer(name: str, laws: Laws, labels: Tensor, *, temperature: float) -> Objective:
     """The objective of rows with labels [M] (places in what the head drafts from, or -1), with `FIGURES`."""
-    divergence = _DIVERGENCES[name]
+    divergence, spare = _DIVERGENCES[name], torch.empty_like(laws.tile)
 
     def objective(logits: Tensor, rows: slice, wants_grad: bool) -> tuple[Tensor, Tensor | None]:
         law, label = laws.of(rows), labels[rows, None]
         z = logits if temperature == 1 else logits.div_(temperature)
         top, best = z.max(-1, keepdim=True)
-        q = torch.softmax(z.sub_(top), -1)
+        q = torch.softmax(z.sub_(top), -1, out=spare[: len(z)])
         log_mass = -q.gather(1, best).log()
         nll = (log_mass - z.gather(1, label.clamp_min(0))).where(label >= 0, 0)
         tile = _Tile(z, q, law, label, log_mass, nll, is_partial=laws.shortlist is not None)

@@ -71,7 +71,7 @@ def forced(model: Model, batches: Iterable[Batch], depths: int, *, dtype: torch.
             _, nll = cross_entropy(state.flatten(0, 1), weights[depth], labels)
             sums[depth] += nll.sum().item()
             counts[depth] += (labels >= 0).sum().item()
-        reached += _survival(model, states, targets.labels(depths) >= 0)
+        reached += survival(model, states, targets.labels(depths) >= 0)
     rates = (reached[:, 1:] / reached[:, :-1].clamp_min(1e-9)).tolist()
     return Forced(tuple((sums / counts.clamp_min(1)).tolist()), tuple(rates[0]), tuple(rates[1]))
 
@@ -88,7 +88,7 @@ def decoded(model: Model, prompts: Sequence[Sequence[int]], settings: Settings) 
     return Decoded(Acceptance.of(log), sum(check.looping for check in checks) / len(checks), checks)
 
 
-def _survival(model: Model, states: Sequence[Tensor], valid: Tensor) -> Tensor:
+def survival(model: Model, states: Sequence[Tensor], valid: Tensor) -> Tensor:
     """-> [2, D+1]: expected columns whose depths 1..k are all kept, by argmax and by 1 - TV; k = 0 counts all."""
     depths, columns = len(states) - 1, valid.shape[1]
     weights = outputs(model.trunk, model.head, depths)

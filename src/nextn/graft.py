@@ -40,13 +40,15 @@ def restore(
     family: str | None = None,
     force: bool = False,
     dry_run: bool = False,
+    trained_by: str | None = None,
     on_bytes: Progress = quiet,
 ) -> Plan:
     """Give the folder `target` the head of `base` -> what was (or with `dry_run`, would be) done.
 
     out: a new folder that gets everything; without it, `target` itself. aliases: an engine, whose missing copies of
     embedding and output are written from the target's own trunk. family: the row's name, where model_type has none.
-    force: replace a whole head; take one of another vocabulary.
+    force: replace a whole head; take one of another vocabulary. trained_by: the run that made `base` just now, for the
+    record, which then tells of a training.
 
     Of a hub base only the head and samples of the trunk are read. Copies are not taken from `base`: every engine can
     use the trunk's, which may have been fine-tuned. Raises CheckpointError, FamilyError or ConfigError with the reason
@@ -60,9 +62,8 @@ def restore(
     plan = _plan(there, here, aliases, force=force)
     plan = plan if out is None else replace(plan, folder=new_folder(out), whole=True)
     if not dry_run and plan.pieces:
-        execute(
-            plan, seal=None if here is None else partial(_seal, there=there, here=here, plan=plan), on_bytes=on_bytes
-        )
+        seal = None if here is None else partial(_seal, there=there, here=here, plan=plan, trained_by=trained_by)
+        execute(plan, seal=seal, on_bytes=on_bytes)
     return plan
 
 
@@ -211,9 +212,9 @@ def _with_fields(
     return {**config, **new[0], **new[1]}
 
 
-def _seal(stage: Path, there: Inventory, here: Inventory, plan: Plan) -> None:
+def _seal(stage: Path, there: Inventory, here: Inventory, plan: Plan, trained_by: str | None) -> None:
     config = plan.documents.get(CONFIG, there.checkpoint.config)
     Provenance(
-        staged_head(stage, config, there.family), trained_with(here), trunk_fingerprint(there), here.checkpoint.path,
-        here.checkpoint.revision, "restore",
+        staged_head(stage, config, there.family), trained_with(here), trunk_fingerprint(there),
+        trained_by or here.checkpoint.path, here.checkpoint.revision, "train" if trained_by else "restore",
     ).write(stage)  # fmt: skip

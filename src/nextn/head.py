@@ -15,7 +15,7 @@ from nextn.blocks.streams import collapse, spread
 from nextn.errors import ConfigError
 from nextn.families import Family, by_name
 from nextn.rollback import Apart, Cache
-from nextn.sampling import Prediction
+from nextn.sampling import Prediction, Sampling
 from nextn.shortlist import Shortlist
 from nextn.trunk import Kind, Trunk, new_cache, packed
 from nextn.unroll import BlockCache, chain_mask
@@ -74,6 +74,11 @@ class Module(nn.Module):
     def layers(self) -> list[nn.Module]:
         """The decoder layers of the block, in order; `kinds` says how each attends."""
         return [*self.block] if isinstance(self.block, nn.ModuleList) else [self.block]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its matrices."""
+        return cast(nn.Linear, getattr(self, "projection", None) or self.token_projection).weight.dtype
 
     @property
     def kind(self) -> Kind:
@@ -233,6 +238,7 @@ class Head(nn.Module):
     ) -> Step:
         module = self._at(index)
         embedded = module.embedding(tokens) if "embedding" in self.family.own else self._embed(tokens)
+        embedded = embedded.to(module.dtype)  # of a head that trains in fp32 on a trunk in bf16
         rotary = self.trunk.rotary(embedded, positions, module.kind)
         hidden = hidden.to(embedded.dtype)
         return module(embedded, hidden, positions=positions, rotary=rotary, mask=mask, cache=cache)
@@ -258,6 +264,13 @@ class Head(nn.Module):
             rows = self.shortlist.rows(weight)
             return self.shortlist.expand(nn.functional.linear(normed.to(weight.dtype), rows))
         return self.output(index)(normed) if "output" in self.family.own else self.trunk.logits(normed)
+
+    def prepare(self, rows: int, windows: Sequence[int]) -> None:
+        """Told before a text which numbers of columns the head will catch up on, see `Trunk.prepare`."""
+
+    def chain(self, cache: Cache, sampling: Sampling, *, sampled: bool) -> None:
+        """The fast path may draft natively."""
+        return
 
     def recursion(self, cache: Cache, state: Tensor) -> "Recursion":
         """The last module going on by itself from the state [B, H] that the depth before handed on."""

@@ -1,13 +1,14 @@
 """Keeping the head: transformers' `save_pretrained` writes the trunk alone; a hook puts the head back after each save.
 
-The head is the one that the model was loaded with, byte for byte: nothing here trains it.
+`keep_head` keeps the head that the model was loaded with, byte for byte. `save_with` takes it from wherever it is.
 """
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from inspect import signature
 from pathlib import Path
+from typing import Protocol
 
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -26,7 +27,7 @@ def keep_head(model: PreTrainedModel, source: str | Path | None = None, *, revis
     the model itself or its PEFT wrapper: adapters are saved as they are, a merged model gets its head. Raises
     CheckpointError now, not after the training, if `source` has no whole head.
     """
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    model = without_adapters(model)
     if isinstance(vars(model).get(_METHOD), _Saver):
         return
     source = source or model.config._name_or_path
@@ -35,7 +36,29 @@ def keep_head(model: PreTrainedModel, source: str | Path | None = None, *, revis
     base = _base(source, revision or getattr(model.config, "_commit_hash", None))
     with tempfile.TemporaryDirectory() as folder:
         extract(base, Path(folder) / "head.safetensors", dry_run=True)
-    setattr(model, _METHOD, _Saver(model, base))
+    save_with(model, _Stored(base))
+
+
+class Source(Protocol):
+    """Where the head comes from that a save puts beside the trunk."""
+
+    def held(self, folder: Path) -> AbstractContextManager[Path | Checkpoint]:
+        """What `restore` takes as a base, to be open while `folder` is written."""
+
+    def seal(self, folder: Path) -> None:
+        """Called when the head is in `folder`."""
+
+
+def save_with(model: PreTrainedModel, source: Source) -> None:
+    """From now on `model.save_pretrained` writes the head of `source`, and of no source before."""
+    known = vars(model).get(_METHOD)
+    save = known.save if isinstance(known, _Saver) else getattr(model, _METHOD)
+    setattr(model, _METHOD, _Saver(model, source, save))
+
+
+def without_adapters(model: PreTrainedModel) -> PreTrainedModel:
+    """The model inside a PEFT wrapper, or itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 class KeepHead(TrainerCallback):
@@ -52,27 +75,14 @@ class KeepHead(TrainerCallback):
         keep_head(model, self.source, revision=self.revision)
 
 
-class _Saver:
-    """Stands in for one model's `save_pretrained`."""
+class _Stored:
+    """The head of a checkpoint."""
 
-    def __init__(self, model: PreTrainedModel, base: Path | Checkpoint) -> None:
-        self.model, self.base, self.save = model, base, getattr(model, _METHOD)
-
-    def __call__(self, *args: object, **kwargs: object) -> None:
-        call = signature(self.save).bind(*args, **kwargs)
-        push = call.arguments.pop("push_to_hub", False)
-        folder = Path(str(call.arguments["save_directory"]))
-        with self._held(folder) as base:
-            self.save(*call.args, **call.kwargs)
-            _drop_old_index(folder)
-            if call.arguments.get("is_main_process", True) and any(folder.glob("model*.safetensors")):
-                restore(folder, base, force=True)
-        if push:  # saves again, into a folder of its own and with the head, and uploads that
-            hub = {"token": call.arguments.get("token"), **call.arguments.get("kwargs", {})}
-            self.model.push_to_hub(hub.pop("repo_id", folder.name), **hub)
+    def __init__(self, base: Path | Checkpoint) -> None:
+        self.base = base
 
     @contextmanager
-    def _held(self, folder: Path) -> Iterator[Path | Checkpoint]:
+    def held(self, folder: Path) -> Iterator[Path | Checkpoint]:
         """The base; a copy of its head where the save is about to overwrite it."""
         if not isinstance(self.base, Path) or folder.resolve() not in (self.base, self.base.parent):
             yield self.base
@@ -81,6 +91,30 @@ class _Saver:
             file = Path(aside) / "head.safetensors"
             extract(self.base, file)
             yield file
+
+    def seal(self, folder: Path) -> None:
+        """`restore` has written which trunk the head was made for."""
+
+
+class _Saver:
+    """Stands in for one model's `save_pretrained`."""
+
+    def __init__(self, model: PreTrainedModel, source: Source, save: Callable[..., None]) -> None:
+        self.model, self.source, self.save = model, source, save
+
+    def __call__(self, *args: object, **kwargs: object) -> None:
+        call = signature(self.save).bind(*args, **kwargs)
+        push = call.arguments.pop("push_to_hub", False)
+        folder = Path(str(call.arguments["save_directory"]))
+        with self.source.held(folder) as base:
+            self.save(*call.args, **call.kwargs)
+            _drop_old_index(folder)
+            if call.arguments.get("is_main_process", True) and any(folder.glob("model*.safetensors")):
+                restore(folder, base, force=True)
+                self.source.seal(folder)
+        if push:  # saves again, into a folder of its own and with the head, and uploads that
+            hub = {"token": call.arguments.get("token"), **call.arguments.get("kwargs", {})}
+            self.model.push_to_hub(hub.pop("repo_id", folder.name), **hub)
 
 
 def _base(source: str | Path, revision: str | None) -> Path | Checkpoint:

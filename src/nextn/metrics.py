@@ -4,11 +4,14 @@ import math
 from dataclasses import asdict, dataclass
 
 from nextn.evaluate import Decoded, Forced
+from nextn.telemetry import Foreseen
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimiser step. loss [D+1]: mean cross-entropy in nats, the trunk's first."""
+    """One optimiser step. loss: mean by depth over the batch: of joint training [D+1], cross-entropy in nats, the
+    trunk's first; of a head [D], its objective. match, overlap [D]: of a head, shares of equal argmax, and 1 - TV.
+    """
 
     step: int
     num_steps: int
@@ -18,6 +21,8 @@ class StepRecord:
     lam: float
     grad_norm: float
     tokens_per_s: float
+    match: tuple[float, ...] = ()
+    overlap: tuple[float, ...] = ()
 
     def as_record(self) -> dict[str, object]:
         return asdict(self)
@@ -39,7 +44,18 @@ class EvalRecord:
         return values
 
 
-Record = StepRecord | EvalRecord
+@dataclass(frozen=True)
+class HeadRecord:
+    """Held-out figures of a head after `step` steps; 0: of the one that training started from."""
+
+    step: int
+    foreseen: Foreseen
+
+    def as_record(self) -> dict[str, object]:
+        return {"step": self.step, "foreseen": self.foreseen.as_record()}
+
+
+Record = StepRecord | EvalRecord | HeadRecord
 
 
 def bits(nats: float) -> float:

@@ -1,7 +1,5 @@
 """A trunk, its head and its tokenizer as one thing: build, load strictly, save in the family's published layout."""
 
-import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from nextn.checkpoint import Checkpoint, write_index
 from nextn.errors import CheckpointError, ConfigError, FamilyError
@@ -20,7 +18,7 @@ from nextn.fp8 import pack, section
 from nextn.head import Head
 from nextn.inventory import Inventory
 from nextn.snapshot import folder_of, on_disk
-from nextn.tensor_file import read_header, write_json, write_safetensors
+from nextn.tensor_file import atomic_folder, read_header, write_json, write_safetensors
 from nextn.trunk import Trunk
 from nextn.weights import Weights
 
@@ -75,20 +73,19 @@ class Model:
         offline: bool = False,
         dtype: torch.dtype | None = None,
         need_head: bool = True,
+        skip_head: bool = False,
     ) -> "Model":
         """A checkpoint folder, a .safetensors file with its config.json beside it, or a hub id.
 
         revision, cache_dir and offline are for hub ids; only the files that are needed are fetched. dtype None = as
-        stored; fp8 is multiplied by its scales. need_head=False takes a checkpoint without a head. Raises
-        CheckpointError that lists every head tensor that is missing, unexpected, mis-shaped, stored twice, not to be
-        read as numbers or non-finite; FamilyError for a model type without a row.
+        stored; fp8 is multiplied by its scales. need_head=False takes a checkpoint without a head; skip_head loads the
+        trunk alone, whatever there is of a head. Raises CheckpointError that lists every head tensor that is missing,
+        unexpected, mis-shaped, stored twice, not to be read as numbers or non-finite; FamilyError for a model type
+        without a row.
         """
         checkpoint = Checkpoint.open(source, revision=revision, cache_dir=cache_dir, offline=offline)
-        family = _runnable(checkpoint)
-        inventory = Inventory.of(checkpoint, family=family)
-        with_head = need_head or bool(inventory.promised and inventory.stored)
-        if with_head and not (inventory.promised and inventory.stored):
-            raise CheckpointError(_absent(inventory))
+        inventory = _inventory(checkpoint, need_head=need_head and not skip_head)
+        with_head, family = not skip_head and bool(inventory.promised and inventory.stored), inventory.family
         inventory = on_disk(inventory, revision=revision, cache_dir=cache_dir, offline=offline)
         folder = folder_of(inventory.checkpoint)
         with Weights(inventory.checkpoint, family) as weights:
@@ -117,20 +114,12 @@ class Model:
         """
         if fp8 and self.family.fp8 is None:
             raise FamilyError(f"{self.family.name} has no published fp8 layout; save it in bfloat16")
-        folder = Path(folder)
-        staging = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-        try:
-            staging.mkdir(parents=True)
+        with atomic_folder(Path(folder)) as staging:
             self._write(staging, dtype, copies)
             if fp8:
                 _quantise(staging, self.family, self.trunk.num_layers)
             if extra is not None:
                 extra(staging)
-            _swap(staging, folder)
-        except OSError as error:
-            raise CheckpointError(f"{folder}: cannot be written: {error}; nothing was left behind") from error
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
 
     def _write(self, folder: Path, dtype: torch.dtype | None, copies: bool) -> None:
         model = self.trunk.model
@@ -154,6 +143,34 @@ class Model:
 
 
 load = Model.load
+
+
+def load_head(
+    source: str | Path, model: PreTrainedModel, *, revision: str | None = None, made: type[Trunk] = Trunk
+) -> Head:
+    """The head of the checkpoint `source`, strictly, on a trunk that is `made` of `model`, in the model's dtype.
+
+    Raises CheckpointError where the head is not whole or does not fit the model.
+    """
+    inventory = _inventory(Checkpoint.open(source, revision=revision), need_head=True)
+    inventory = on_disk(inventory, revision=revision)
+    with Weights(inventory.checkpoint, inventory.family) as weights:
+        head = empty_head(inventory, made(model, stage=inventory.family.hidden))
+        fill(head, inventory, weights)
+    return head
+
+
+def new_head(model: PreTrainedModel, *, num_modules: int, made: type[Trunk] = Trunk) -> Head:
+    """A freshly initialised head of `num_modules` modules on a trunk that is `made` of `model`."""
+    family = _computed(by_config(model.config.to_dict()))
+    return Head(family, made(model, stage=family.hidden), num_modules=num_modules)
+
+
+def _inventory(checkpoint: Checkpoint, *, need_head: bool) -> Inventory:
+    inventory = Inventory.of(checkpoint, family=_runnable(checkpoint))
+    if need_head and not (inventory.promised and inventory.stored):
+        raise CheckpointError(_absent(inventory))
+    return inventory
 
 
 def _load_trunk(inventory: Inventory, weights: Weights, dtype: torch.dtype | None) -> tuple[Trunk, list[str]]:
@@ -217,7 +234,7 @@ def _absent(inventory: Inventory) -> str:
     return (
         f"{path}: no MTP head ({family.name}): {said}, and tensors like {where} are {found}{other}. "
         f"`nextn audit {path}` says more; `nextn restore {path} --from BASE` puts back the head of the model that this "
-        "one was made from; drafts = 0 decodes without one"
+        "one was made from; `nextn train --freeze-trunk --init-head` trains one; drafts = 0 decodes without one"
     )
 
 
@@ -258,14 +275,6 @@ def _add_shard(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 def _index(folder: Path) -> None:
     infos = [info for path in sorted(folder.glob("*.safetensors")) for info in read_header(path).tensors.values()]
     write_index(folder, {info.name: info.file for info in infos}, sum(info.nbytes for info in infos))
-
-
-def _swap(staging: Path, folder: Path) -> None:
-    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    if folder.exists():
-        folder.rename(old)
-    staging.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _tokenizer(folder: Path, trunk: Trunk) -> PreTrainedTokenizerBase | None:

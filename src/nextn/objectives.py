@@ -148,11 +148,11 @@ class _Batch:
         return weighted_sum(group.hidden, group.weight, work)
 
     def _sizes(self, group: _Group) -> tuple[int, int]:
-        """Rows of a tile, columns of a block: on a CPU 8 and 32 MiB of fp32 laws, as many as a GPU's tile at most."""
+        """Rows of a tile, columns of a block. Three tiles live beside it: on a GPU each is a quarter of the loss's."""
         device = group.hidden.device
         tile = tile_rows(len(self.teacher.weight), torch.float32, device)
         tile = max(1, tile // (1 if device.type == "cpu" else 4))
-        return min(tile, self.chunk or tile), min(4 * tile, self.chunk or 4 * tile)
+        return min(tile, self.chunk or tile), min(2 * tile, self.chunk or 2 * tile)
 
 
 def _score_chain(batch: _Batch, per_column: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ decision falls before the draft that it is about is drawn, so that the text keep
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -20,7 +21,7 @@ _PRIOR, _MEMORY = 4.0, 512.0
 # What the rate is judged by, in plain steps: before the first round, while drafting, and while decoding is plain, when
 # rounds that draft are few and must tell soon.
 _FIRST, _LONG, _SHORT = 12.0, 256.0, 8.0
-_PROBE = 32  # rounds from one that drafts to the next while decoding is plain
+PROBE = 32  # rounds from one that drafts to the next while decoding is plain
 _USUAL = 0.7  # the acceptance to begin with
 
 
@@ -106,6 +107,10 @@ class Fixed:
             raise ConfigError(f"{self.num_drafts=}, {self.p_min=}; expected a number of drafts, and p_min from 0 to 1")
 
     def plan(self) -> RoundPlan:
+        return self._plan
+
+    @cached_property
+    def _plan(self) -> RoundPlan:
         num, always = self.num_drafts, (0.0,) * self.num_drafts
         if not self.p_min:
             return RoundPlan(num, take=always, go=always)
@@ -187,10 +192,10 @@ class Adaptive:
     def reason(self) -> str:
         if self.pays:
             return f"drafting: {self.rate:.2f} x plain decoding of late"
-        return f"plain: drafting gave {self.rate:.2f} x plain decoding; tried again every {_PROBE} rounds"
+        return f"plain: drafting gave {self.rate:.2f} x plain decoding; tried again every {PROBE} rounds"
 
     def plan(self) -> RoundPlan:
-        if not self.pays and self.waited < _PROBE - 1:
+        if not self.pays and self.waited < PROBE - 1:
             return RoundPlan(0)
         rate, usual = max(1.0, self.rate), self.stands.mean
         rows = [after - before for before, after in pairwise(self.v[: self.limit + 1])]

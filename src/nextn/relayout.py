@@ -253,7 +253,7 @@ def extract(
     fresh, _ = _renamed(own, here, own.family)
     if not copies:
         fresh = {name: piece for name, piece in fresh.items() if piece.name not in here.copies.values()}
-    config = _small_config(own, len(here.modules))
+    config = small_config(own, len(here.modules))
     _refuse_foreign_config(path.with_name(CONFIG), config)
     checkpoint = own.checkpoint
     metadata = {"format": "pt", "family": own.family.name, "source": checkpoint.path,
@@ -265,7 +265,7 @@ def extract(
     return plan
 
 
-def _small_config(own: Inventory, count: int) -> dict[str, object]:
+def small_config(own: Inventory, count: int) -> dict[str, object]:
     """What tells the head's family, names and sizes, flat."""
     config = own.checkpoint.config
     inner = config.get("text_config")

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -37,9 +38,14 @@ class RunFolder:
         """Where the checkpoint after `step` steps belongs."""
         return self.path / f"step-{step:07d}"
 
+    @property
+    def best(self) -> Path:
+        """Where the head with the best held-out figures is kept."""
+        return self.path / "best"
+
     def prune(self) -> None:
         """Remove all checkpoints but the newest two, and what a killed process left half-written."""
-        for old in [*self.checkpoints()[:-_KEPT], *self.path.glob(".step-*")]:
+        for old in [*self.checkpoints()[:-_KEPT], *self.path.glob(".step-*"), *self.path.glob(".best.*")]:
             shutil.rmtree(old, ignore_errors=True)
 
     def log(self, step: int) -> "Log":
@@ -78,11 +84,10 @@ def write_state(folder: Path, moments: Mapping[str, Tensor], config: TrainConfig
     write_json(folder / _STATE, {**state, "config": asdict(config)})
 
 
-def read_state(folder: Path, config: TrainConfig) -> dict[str, object]:
+def read_state(folder: Path, config: TrainConfig) -> dict[str, Any]:
     """The plain values. Raises ConfigError for a checkpoint that was trained with other settings than `config`."""
-    state: dict[str, object] = json.loads((folder / _STATE).read_text())
+    state: dict[str, Any] = json.loads((folder / _STATE).read_text())
     then = state.pop("config")
-    assert isinstance(then, dict)
     changed = sorted(key for key, value in asdict(config).items() if then.get(key) != value)
     if changed:
         raise ConfigError(f"{folder} was trained with another {', '.join(changed)}; resume with the same settings")

@@ -198,6 +198,57 @@ def _rest(p: Tensor, q: Tensor, kept: Tensor, *, limit: Tensor | None, scale: Te
     return torch.where(refused[:, None] & (total > 0), residual / total, p_next)
 
 
+class Judge:
+    """Drafts and the trunk's logits of a round -> how many drafts stand, and the token behind them."""
+
+    def __init__(self, sampling: Sampling, *, block: bool) -> None:
+        """block: judge a row's drafts together, see `accept_block`."""
+        self.sampling, self.block = sampling, block
+
+    def __call__(
+        self,
+        logits: Tensor,
+        q: Tensor | None,
+        drafts: Sequence[Sequence[int]],
+        u: Sequence[Sequence[float]],
+        *,
+        seen: Tensor | None = None,
+    ) -> list[tuple[int, int]]:
+        """logits [B, K+1, V]; q [B, K, V], None where no row has drafts; drafts, u: of each row up to K, and one number
+        more than drafts; seen [B, V] for a penalty -> of each row (kept, next token).
+        """
+        proposed, limits = _padded(drafts, logits.device, torch.int64), list(map(len, drafts))
+        uniforms, limit = _padded(u, logits.device, torch.float32), torch.tensor(limits, device=logits.device)
+        p = law(logits, self.sampling, None if seen is None else seen_prefixes(seen, proposed))
+        rule = accept_block if self.block else accept
+        q = p[:, :0] if q is None else q
+        verdict = rule(p, q, proposed, u=uniforms[:, : proposed.shape[1]], limit=limit)
+        following = pick(verdict.rest, uniforms.gather(1, limit[:, None])[:, 0])
+        return list(zip(verdict.kept.tolist(), following.tolist(), strict=True))
+
+
+def _padded(rows: Sequence[Sequence[float]], device: torch.device, dtype: torch.dtype) -> Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device, dtype=dtype)
+
+
+class Uniforms:
+    """The random numbers of one row, in order; a generator of its own, so that its neighbours change none."""
+
+    _MANY = 256
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._ready: list[float] = []
+
+    def take(self, count: int) -> list[float]:
+        """The next `count` numbers in [0, 1), of float32's grid."""
+        while len(self._ready) < count:
+            self._ready += torch.rand(self._MANY, generator=self._generator).tolist()
+        taken, self._ready = self._ready[:count], self._ready[count:]
+        return taken
+
+
 def accept_greedy(best: Sequence[int], drafts: Sequence[int]) -> tuple[int, int]:
     """`accept` and `pick` of one row at temperature 0, from the trunk's argmax best [K+1] -> kept, next token."""
     kept = 0

@@ -12,13 +12,14 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from nextn.checkpointing import checkpoint_layers
 from nextn.data import Batch, Batches, Corpus
 from nextn.decode import Settings
 from nextn.errors import ConfigError
 from nextn.evaluate import decoded, forced
 from nextn.head import outputs
 from nextn.loss import LossReport, Targets, depth_weights, mtp_loss
-from nextn.metrics import EvalRecord
+from nextn.metrics import EvalRecord, HeadRecord
 from nextn.model import Model
 from nextn.provenance import record_training
 from nextn.train_config import TrainConfig
@@ -45,10 +46,16 @@ class Report(Protocol):
 
 
 class Task(Protocol):
-    """named: every parameter that is trained, or stored with what is; those without a gradient are not stepped."""
+    """named: every parameter that is trained, or stored with what is; those without a gradient are not stepped.
 
-    config: TrainConfig
+    has_baseline: whether what training starts from is to be compared with.
+    """
+
     named: dict[str, nn.Parameter]
+    has_baseline: bool
+
+    @property
+    def config(self) -> TrainConfig: ...
 
     def example(self, step: int, *, rank: int = 0, world: int = 1) -> Example:
         """The rows of `rank` in the batch of step `step`: the same whenever and wherever it is asked for."""
@@ -59,7 +66,10 @@ class Task(Protocol):
     def loss(self, example: Example, lam: float, *, denominator: Tensor | None = None) -> Report:
         """denominator: what each depth's sum is divided by; left out, the example's own counts."""
 
-    def evaluate(self, step: int, *, last: bool = False) -> EvalRecord:
+    def figures(self, report: Report) -> dict[str, tuple[float, ...]]:
+        """What a step tells, as fields of `StepRecord`."""
+
+    def evaluate(self, step: int, *, last: bool = False) -> EvalRecord | HeadRecord:
         """Held-out figures after `step` steps; the last ones may cost more."""
 
     def write(self, folder: Path, extra: Callable[[Path], None]) -> None:
@@ -77,6 +87,8 @@ class JointTask:
 
     depths = 0 trains the trunk alone. prompts: decoded at the end for the figures of real decoding.
     """
+
+    has_baseline = False
 
     def __init__(
         self,
@@ -101,8 +113,7 @@ class JointTask:
         self.held_out = held_out and batches(held_out)
         self.weights = depth_weights(config.depths, beta=config.beta)
         self.named = dict(_parameters(model))
-        if config.compile:
-            compile_layers(model)
+        prepare_layers(model, config)
 
     def example(self, step: int, *, rank: int = 0, world: int = 1) -> Example:
         return Example(self.batches.batch(step, rank=rank, world=world))
@@ -128,6 +139,9 @@ class JointTask:
             depth_weights=self.weights,
             denominator="valid" if denominator is None else denominator,
         )
+
+    def figures(self, report: Report) -> dict[str, tuple[float, ...]]:
+        return {"loss": means(report.sums, report.counts)}
 
     def evaluate(self, step: int, *, last: bool = False) -> EvalRecord:
         source = self.held_out or self.batches
@@ -162,11 +176,23 @@ class JointTask:
         return Targets(batch.tokens.to(device), documents, batch.counted.to(device))
 
 
-def compile_layers(model: Model) -> None:
-    """Layer by layer: layers of one kind share a graph, which is compiled once; the head's block is such a layer."""
+def means(sums: Tensor, counts: Tensor) -> tuple[float, ...]:
+    """Sums by depth over what was counted; 0 where nothing was."""
+    return tuple((sums / counts.clamp_min(1)).tolist())
+
+
+def prepare_layers(model: Model, config: TrainConfig) -> None:
+    """Checkpoint and compile the decoder layers, as the settings say.
+
+    Layer by layer: layers of one kind share a graph, which is compiled once; the head's block is such a layer.
+    """
     blocks = model.head.layers if model.head is not None else []
-    for layer in [*model.trunk.decoder.layers, *blocks]:
-        layer.compile()
+    layers = [*model.trunk.decoder.layers, *blocks]
+    if config.checkpoint_layers:
+        checkpoint_layers(layers)
+    if config.compile:
+        for layer in layers:
+            layer.compile()
 
 
 def _parameters(model: Model) -> Iterator[tuple[str, nn.Parameter]]:

@@ -47,7 +47,7 @@ class Laws:
         shortlist: Tensor | None = None,
     ) -> None:
         """dtype: of p; tile, block: how many rows are asked for, and columns made, at most; shortlist: ids [N]."""
-        self.shortlist, self._temperature, self._tile = shortlist, teacher.temperature, tile
+        self.shortlist, self._temperature = shortlist, teacher.temperature
         self._states = teacher.hidden.detach().flatten(0, 1)
         self._weight = teacher.weight.detach().to(product_dtype(teacher.hidden, teacher.weight))
         self._columns, self._at = columns.unique_consecutive(return_inverse=True)
@@ -59,7 +59,7 @@ class Laws:
         self._laws = self._weight.new_empty(block, width, dtype=dtype)
         self._facts = self._laws.new_empty(block, 2)
         self._best = columns.new_empty(block, 1)
-        self._copy = self._laws.new_empty(min(tile, len(columns)), width)
+        self.tile = self._laws.new_empty(min(tile, len(columns)), width)  # of the rows asked for last
 
     def of(self, rows: slice) -> Law:
         """The law of each of the rows, in place of those given before."""
@@ -68,15 +68,15 @@ class Laws:
             self._make(range(first, min(first + len(self._laws), len(self._columns))))
         at = self._at[rows] - self._made.start
         mass, negentropy = self._facts[at].split(1, dim=1)
-        p = torch.index_select(self._laws, 0, at, out=self._copy[: len(at)])
+        p = torch.index_select(self._laws, 0, at, out=self.tile[: len(at)])
         return Law(p=p, mass=mass, negentropy=negentropy, best=self._best[at])
 
     def _make(self, places: range) -> None:
         self._made = places
         states = self._states[self._columns[places.start : places.stop]].to(self._weight.dtype)
         logits = torch.mm(states, self._weight.T, out=self._logits[: len(places)])
-        for start in range(0, len(places), self._tile):
-            self._soften(logits[start : start + self._tile], start)
+        for start in range(0, len(places), len(self.tile)):
+            self._soften(logits[start : start + len(self.tile)], start)
 
     def _soften(self, logits: Tensor, start: int) -> None:
         """Logits [t, V] -> the laws and facts of the block's columns from `start` on."""

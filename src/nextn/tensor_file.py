@@ -6,6 +6,7 @@ Knows one file at a time; which of them make up a checkpoint is `checkpoint`'s m
 import json
 import os
 import secrets
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -194,6 +195,28 @@ def atomic(path: Path) -> Iterator[BinaryIO]:
     finally:
         with suppress(OSError):
             temp.unlink()
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder to fill, that gets the name `folder` once the block has ended well; an old one is replaced.
+
+    After an exception `folder` is as it was and nothing else is left; a process that is killed leaves a hidden
+    `.<name>.<pid>.tmp` beside it. Raises CheckpointError if it cannot be written.
+    """
+    staging = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    try:
+        staging.mkdir(parents=True)
+        yield staging
+        if folder.exists():
+            folder.rename(old)
+        staging.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written: {error}; nothing was left behind") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def write_safetensors(

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nextn.errors import CheckpointError, TrainingError
 from nextn.loss import LambdaSchedule
-from nextn.metrics import EvalRecord, Record, StepRecord
+from nextn.metrics import EvalRecord, HeadRecord, Record, StepRecord
 from nextn.optimisers import load_state_tensors, optimisers, set_rates, state_tensors
 from nextn.run_folder import RunFolder, read_moments, read_state, write_state
+from nextn.standing import Standing
 from nextn.tasks import Task
 
 
@@ -26,32 +27,45 @@ class Trainer:
         self.task, self.config, self.folder, self.step = task, task.config, RunFolder(out), 0
         self.lam = LambdaSchedule.parse(self.config.lam, total=self.config.tokens)
         self.optimisers = optimisers(task.named, self.config)
+        self.standing = Standing(getattr(self.config, "patience", 0))
 
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> Iterator[Record]:
         """Train from the current step to the last; on should_stop() or the end, a checkpoint is written.
 
-        Raises TrainingError for a loss that is not finite; checkpoints written before stay.
+        A head that was better at an earlier evaluation is taken back at the end. Raises TrainingError for a loss that
+        is not finite; checkpoints written before stay.
         """
         with self.folder.log(self.step) as log:
-            while self.step < self.config.steps and not should_stop():
-                record: Record = self._step()
+            for record in self._records(should_stop):
                 log.write(record)
                 yield record
-                if _due(self.step, self.config.eval_every) and self.step < self.config.steps:
-                    record = self.evaluate()
-                    log.write(record)
-                    yield record
-                if _due(self.step, self.config.save_every):
-                    self.save()
-            if self.step == self.config.steps:
-                record = self.evaluate(last=True)
-                log.write(record)
-                yield record
-            self.save()
 
-    def evaluate(self, *, last: bool = False) -> EvalRecord:
-        """Held-out figures now."""
-        return self.task.evaluate(self.step, last=last)
+    def _records(self, should_stop: Callable[[], bool]) -> Iterator[Record]:
+        if self.step == 0 and self.task.has_baseline:
+            yield self.evaluate()
+        while not self.is_over and not should_stop():
+            yield self._step()
+            if _due(self.step, self.config.eval_every) and self.step < self.config.steps:
+                yield self.evaluate()
+            if _due(self.step, self.config.save_every):
+                self.save()
+        self.save()
+        if self.is_over:
+            yield self.evaluate(last=True)
+            if self.standing.best_step not in (0, self.step):
+                self.task.read(self.folder.best)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps are done, or held-out figures have not risen for long enough."""
+        return self.step == self.config.steps or self.standing.is_done
+
+    def evaluate(self, *, last: bool = False) -> EvalRecord | HeadRecord:
+        """Held-out figures now; the best head so far is kept."""
+        record = self.task.evaluate(self.step, last=last)
+        if isinstance(record, HeadRecord) and self.standing.see(self.step, record.foreseen):
+            self.task.write(self.folder.best, lambda _: None)
+        return record
 
     def save(self) -> Path:
         """Write `out/step-<n>`: the task's weights and the optimisers' state. Older ones are removed."""
@@ -83,7 +97,8 @@ class Trainer:
             load_state_tensors(self.optimisers, self.task.named, read_moments(folder))
         except CheckpointError as error:
             raise CheckpointError(f"{folder}: {error}") from error
-        self.step = int(str(state["step"]))
+        self.step = state["step"]
+        self.standing.load_state(state["standing"])
         return True
 
     def _step(self) -> StepRecord:
@@ -91,16 +106,12 @@ class Trainer:
         lam, scale = self.lam.at(self.step * config.tokens_per_step), config.schedule(self.step)
         set_rates(self.optimisers, scale)
         report = self.task.loss(self.task.example(self.step), lam)
-        if not bool(torch.isfinite(report.total)):
-            raise TrainingError(
-                f"the loss of step {self.step} is {report.total.item()}; batch {self.step} of seed {config.seed} or a "
-                f"learning rate of {config.lr * scale:.2g} broke it. Checkpoints in {self.folder.path} stand; try a "
-                "lower lr"
-            )
+        self._check_finite("loss", report.total)
         for optimiser in self.optimisers:
             optimiser.zero_grad(set_to_none=True)
         report.total.backward()
         norm = nn.utils.clip_grad_norm_(self.task.named.values(), config.clip)
+        self._check_finite("gradient", norm)  # before it spoils parameters that a checkpoint would hold
         for optimiser in self.optimisers:
             optimiser.step()
         self.step += 1
@@ -108,15 +119,29 @@ class Trainer:
             step=self.step,
             num_steps=config.steps,
             tokens=self.step * config.tokens_per_step,
-            loss=tuple((report.sums / report.counts.clamp_min(1)).tolist()),
             lr=config.lr * scale,
             lam=lam,
             grad_norm=float(norm),
             tokens_per_s=config.tokens_per_step / (time.perf_counter() - started),
+            **self.task.figures(report),
         )
 
+    def _check_finite(self, name: str, value: Tensor) -> None:
+        if not bool(torch.isfinite(value)):
+            rate = self.config.lr * self.config.schedule(self.step)
+            raise TrainingError(
+                f"the {name} of step {self.step} is {value.item()}; batch {self.step} of seed {self.config.seed} or a "
+                f"learning rate of {rate:.2g} broke it. Checkpoints in {self.folder.path} stand; try a lower lr"
+            )
+
     def _write_state(self, folder: Path) -> None:
-        write_state(folder, state_tensors(self.optimisers, self.task.named), self.config, step=self.step)
+        write_state(
+            folder,
+            state_tensors(self.optimisers, self.task.named),
+            self.config,
+            step=self.step,
+            standing=self.standing.as_state(),
+        )
 
 
 def _due(step: int, every: int) -> bool:

@@ -35,7 +35,7 @@ from nextn.blocks.residual import ResidualBlock
 from nextn.errors import CheckpointError, ConfigError, RollbackError
 from nextn.families import Stage
 from nextn.rollback import Apart, AttentionLayer, Cache, IndexedLayer, RecurrentLayer, causal
-from nextn.sampling import Prediction
+from nextn.sampling import Judge, Prediction, Sampling
 
 _FULL, _SLIDING, _INDEXED = "full_attention", "sliding_attention", "indexed_attention"
 _BLOCKWISE = "minimax_m3_sparse"  # an indexer that picks blocks of columns, counted from column 0
@@ -270,6 +270,21 @@ class Trunk(nn.Module):
         normed = out.last_hidden_state[:, :columns]
         return Hidden(normed * self.scale, tap[0][:, :columns] if tap else normed)
 
+    @contextmanager
+    def watched(self) -> Iterator[list[Hidden]]:
+        """The states of every pass of the trunk that runs inside, whoever calls the model, in order."""
+        seen: list[Hidden] = []
+
+        def note(module: nn.Module, args: object, out: Sequence[Tensor]) -> None:
+            seen.append(Hidden(out[0] * self.scale, tap.pop() if tap else out[0]))
+
+        with self._tapped() as tap:
+            handle = cast(nn.Module, self.decoder).register_forward_hook(note)
+            try:
+                yield seen
+            finally:
+                handle.remove()
+
     def embed(self, tokens: Tensor, *, raw: bool = False) -> Tensor:
         """tokens [B, T] -> [B, T, H]. raw: as stored, without the norm that some trunks have behind their embedding."""
         return functional.embedding(tokens, self.embedding.weight) if raw else self.embedding(tokens)
@@ -285,6 +300,18 @@ class Trunk(nn.Module):
     def predict(self, normed: Tensor) -> Prediction:
         """normed [..., H] -> what the trunk predicts."""
         return Prediction(self.logits(normed))
+
+    def read(self, hidden: Hidden) -> Prediction:
+        """What the trunk predicts at each column of the pass that gave these states."""
+        return self.predict(hidden.normed)
+
+    def prepare(self, rows: int, windows: Sequence[int], *, exact: bool) -> None:
+        """Told before a text which numbers of columns its passes will have; exact: each of them often. The fast path
+        makes what it needs for them."""
+
+    def judge(self, sampling: Sampling, *, block: bool) -> Judge:
+        """What judges the drafts of rounds."""
+        return Judge(sampling, block=block)
 
     @property
     def readout(self) -> Tensor:

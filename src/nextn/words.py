@@ -1,6 +1,6 @@
 """What messages share: lists cut short, counts with their noun."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 
 _LONGEST = 100  # characters of one name: those of a stranger's file have no bound
@@ -22,3 +22,9 @@ def joined(words: Iterable[str]) -> str:
     """`a, b and c`; "" for none."""
     *most, last = list(words) or [""]
     return f"{', '.join(most)} and {last}" if most else last
+
+
+def changes(then: Mapping[str, object], now: Mapping[str, object]) -> str:
+    """Which values differ, and how; empty if none does."""
+    keys = [key for key in {**then, **now} if then.get(key) != now.get(key)]
+    return ", ".join(f"{key} = {then.get(key)} (now {now.get(key)})" for key in keys)

@@ -6,17 +6,15 @@ Ctrl-C.
 
 import json
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nextn import __version__
-from nextn.cli import bench, move
+from nextn.cli import bench, measure, move
+from nextn.cli.answer import answer
 from nextn.cli.audit import audit
 from nextn.cli.common import (
     AsJson,
@@ -30,16 +28,18 @@ from nextn.cli.common import (
     draft_from,
     load_model,
     plain,
+    stop_flag,
 )  # fmt: skip
+from nextn.cli.runs import progress, say_stopped
+from nextn.cli.train import train
 from nextn.cli.verify import verify
-from nextn.errors import ConfigError, NextnError
+from nextn.errors import NextnError
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from nextn.decode import Round, RowRound, Settings
     from nextn.demo import Report
-    from nextn.metrics import Record
     from nextn.model import Model
     from nextn.policy import DraftLength
 
@@ -86,10 +86,10 @@ def demo(
     """Train a byte-level code model with an MTP head, then decode with it off and on (6 to 10 minutes on 2 cores)."""
     from nextn.demo import draw, run_demo
 
-    with _stop_flag() as stopped, _progress(quiet=as_json) as on_record:
+    with stop_flag() as stopped, progress(quiet=as_json) as on_record:
         report = run_demo(folder, drafts=drafts, on_record=on_record, should_stop=stopped)
     if report is None:
-        _say_stopped(folder / "run", "nextn demo")
+        say_stopped(folder / "run", "nextn demo")
         return
     paths = draw(report)
     if as_json:
@@ -98,61 +98,7 @@ def demo(
         _show_report(report, paths)
 
 
-@app.command()
-def train(
-    out: Annotated[Path, typer.Argument(help="Run folder: checkpoints, metrics.jsonl, and `model` at the end.")],
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Text files, folders, .jsonl, .parquet, or a data set as org/name[:config][:split]; may be repeated; "
-            "left out: the standard library."
-        ),
-    ] = None,
-    all_tokens: Annotated[
-        bool, typer.Option("--all-tokens", help="Prompts and users' turns count, too, not only answers.")
-    ] = False,
-    recipe: Annotated[str, typer.Option(help="Named workload that gives the defaults.")] = "demo",
-    model: Annotated[
-        Path | None, typer.Option(help="config.json of a trunk to build, in transformers' format.")
-    ] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="Folder of a tokenizer; left out: bytes.")] = None,
-    modules: Annotated[int, typer.Option(help="Distinct modules of the head; depths beyond them reuse the last.")] = 1,
-    config: Annotated[
-        Path | None, typer.Option(help="JSON file with training settings (see docs/training.md).")
-    ] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE over the recipe and --config.")] = None,
-    resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint in OUT.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Train a trunk and its MTP head jointly from scratch; Ctrl-C saves, --resume goes on exactly there."""
-    from nextn.recipes import training_run, write_prompts
-
-    settings = _merged(config, set_ or [])
-    trainer, text, held_out = training_run(
-        out,
-        data=data or [],
-        recipe=recipe,
-        model=model,
-        tokenizer=tokenizer,
-        num_modules=modules,
-        settings=settings,
-        all_tokens=all_tokens,
-    )
-    for note in text.notes:
-        typer.echo(f"note: {note}", err=True)
-    if resume and not trainer.resume():
-        raise ConfigError(f"{out} holds no checkpoint to resume from; leave --resume out to start")
-    if not resume and trainer.has_checkpoint():
-        raise ConfigError(f"{out} holds a run already; use --resume to go on with it, or another folder")
-    with _stop_flag() as stopped, _progress(quiet=as_json) as on_record:
-        for record in trainer.run(stopped):
-            on_record(record)
-    if trainer.step < trainer.config.steps:
-        _say_stopped(out, f"nextn train {out} --resume (with the same options)")
-        return
-    trainer.write_result(out / "model")
-    write_prompts(out / "prompts.jsonl", held_out)
-    typer.echo(json.dumps({"model": str(out / "model")}) if as_json else f"wrote {out / 'model'}")
+app.command()(train)
 
 
 @app.command()
@@ -235,7 +181,7 @@ def trace(
     console().print(table)
 
 
-for verb in (*move.VERBS, *bench.VERBS):
+for verb in (answer, *move.VERBS, *bench.VERBS, *measure.VERBS):
     app.command()(verb)
 
 
@@ -315,83 +261,3 @@ def _coloured(part: "RowRound") -> "Text":
     text = plain(kept, style="green")
     text.append(own)
     return text
-
-
-def _merged(config: Path | None, pairs: list[str]) -> dict[str, object]:
-    """Settings of a JSON file, then KEY=VALUE pairs over them; values are JSON, else text."""
-    values: dict[str, object] = {}
-    if config is not None:
-        try:
-            values = json.loads(config.read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{config}: not a readable JSON file: {error}") from error
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {pair!r}; expected KEY=VALUE, such as steps=1000")
-        try:
-            values[key] = json.loads(value)
-        except ValueError:
-            values[key] = value
-    return values
-
-
-@contextmanager
-def _stop_flag() -> Iterator[Callable[[], bool]]:
-    """SIGINT and SIGTERM set a flag that the loop looks at between steps; a second SIGINT interrupts at once."""
-    caught: list[int] = []
-
-    def note(number: int, _: object) -> None:
-        if caught and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        caught.append(number)
-
-    old = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: bool(caught)
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _progress(*, quiet: bool) -> Iterator[Callable[["Record"], None]]:
-    """A progress bar with the loss per depth; evaluations are printed above it."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from nextn.metrics import StepRecord, bits
-
-    columns = (
-        TextColumn("train"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[told]}"),
-    )
-    with Progress(*columns, console=console(stderr=True), disable=quiet) as bar:
-        task = bar.add_task("train", total=None, told="compiling")
-
-        def show(record: "Record") -> None:
-            if isinstance(record, StepRecord):
-                losses = " ".join(f"{bits(loss):.2f}" for loss in record.loss)
-                bar.update(
-                    task,
-                    completed=record.step,
-                    total=record.num_steps,
-                    told=f"bits {losses}  {record.tokens_per_s:,.0f} tok/s",
-                )
-                return
-            if quiet:
-                return
-            forced = record.forced
-            match, overlap = (" ".join(f"{rate:.2f}" for rate in rates) for rates in (forced.match, forced.overlap))
-            line = f"step {record.step}: held-out bits {' '.join(f'{bits(loss):.3f}' for loss in forced.loss)}"
-            line += f"  match {match} (AL {forced.greedy_length:.2f})  1-TV {overlap} (AL {forced.sampled_length:.2f})"
-            bar.console.print(line, highlight=False)
-
-        yield show
-
-
-def _say_stopped(run: Path, command: str) -> None:
-    typer.echo(f"stopped; the state is in {run}. Go on with: {command}", err=True)
-    raise typer.Exit(130)

@@ -30,6 +30,11 @@ _STALE = 900  # seconds after which a lock of the build is taken for left over
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2, torch.bool: 3}
 
 
+def type_of(dtype: torch.dtype) -> int:
+    """`Type` of runtime.h."""
+    return _TYPES[dtype]
+
+
 class View(ctypes.Structure):
     """`View` of runtime.h: sizes and strides count elements."""
 
@@ -69,6 +74,11 @@ class Program:
             return False
         self._kept += tensors
         return True
+
+    @property
+    def handle(self) -> int:
+        """For native code that runs it; it lives as long as this object."""
+        return self._handle
 
     def run(self) -> None:
         self._runtime.library.nextn_program_run(self._handle, self._runtime.team)
@@ -126,7 +136,7 @@ def bound(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     for name in ("nextn_team", "nextn_program"):
         getattr(library, name).restype = ctypes.c_void_p
-    for name in ("nextn_team_free", "nextn_program_free", "nextn_program_run"):
+    for name in ("nextn_team_free", "nextn_program_free", "nextn_program_run", "nextn_chain"):
         getattr(library, name).restype = None
     views, ints, reals = ctypes.POINTER(View), ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_double)
     call: list[Any] = [
@@ -143,6 +153,7 @@ def bound(path: Path) -> ctypes.CDLL:
     library.nextn_packed_bytes.argtypes, library.nextn_packed_bytes.restype = [ctypes.c_int64] * 3, ctypes.c_int64
     library.nextn_team_free.argtypes = library.nextn_program_free.argtypes = [ctypes.c_void_p]
     library.nextn_program_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    library.nextn_chain.argtypes = [ctypes.c_void_p] * 6
     return library
 
 

@@ -22,11 +22,15 @@ Step = Callable[[], None]
 class Replay:
     """Use: fill the inputs of the tape, call `run`, read `outputs`. Outputs are overwritten by the next run.
 
-    left: the torch operations that have no native form, in order; each run calls them from Python.
+    left: the torch operations that have no native form, in order; each run calls them from Python. program: all of it,
+    where there are none.
     """
 
-    def __init__(self, steps: Sequence[Step], outputs: Sequence[Tensor], left: Sequence[str]) -> None:
-        self._steps, self.outputs, self.left = list(steps), list(outputs), list(left)
+    def __init__(self, steps: Sequence[Program | Step], outputs: Sequence[Tensor], left: Sequence[str]) -> None:
+        self._steps = [step.run if isinstance(step, Program) else step for step in steps]
+        self.outputs, self.left = list(outputs), list(left)
+        first = steps[0] if steps else None
+        self.program = first if isinstance(first, Program) and not left else None
 
     @classmethod
     def of(cls, runtime: Runtime, tape: Tape, run: Callable[[], Iterable[Tensor]], pack: Pack) -> "Replay":
@@ -37,13 +41,13 @@ class Replay:
         kept = [*tape.inputs, *outputs]
         groups = fused(lowering.lowered(), kept=kept, is_constant=lowering.is_constant)
         arena = _Arena(tape, groups, outputs)
-        steps: list[Step] = []
+        steps: list[Program | Step] = []
         left: list[str] = []
         program: Program | None = None
         for group in groups:
             if program is None:
                 program = Program(runtime)
-                steps.append(program.run)
+                steps.append(program)
             if not _added(program, group, arena):
                 left.append(str(group.entry.func))
                 steps.append(_called(group.entry, arena))

@@ -4,6 +4,7 @@ The same row-wise protocol as `rollback.Cache`: a window is written behind each 
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ Shape = tuple[int, int, int]
 
 
 class Slabs(Cache):
-    """headers [layers, 3] int64: addresses of a layer's slabs, and the columns that they have room for.
+    """headers [layers, 3] int64: addresses of a layer's slabs, and the columns that they have room for. placement:
+    another object whenever they changed.
 
     The slabs of a layer that attends: keys and values [B, heads, columns, size]. Of a recurrent one: states
     [B, ROOM + 1, heads, key size, value size] fp32 before the window and after each of its columns, and histories
@@ -35,7 +37,7 @@ class Slabs(Cache):
         self.headers = torch.zeros(len(shapes), 3, dtype=torch.int64)
         self._place([self._fresh(shape) for shape in self._shapes])
 
-    @property
+    @cached_property
     def is_recurrent(self) -> bool:
         return any(isinstance(shape, StateShape) for shape in self._shapes)
 
@@ -47,8 +49,14 @@ class Slabs(Cache):
 
     def keep(self, counts: Sequence[int]) -> None:
         super().keep(counts)
-        self._counts.copy_(torch.tensor(counts))
-        self._keep.run()
+        if self.is_recurrent:
+            self._counts.copy_(torch.tensor(counts))
+            self._keep.run()
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """So many columns more stand, in room that was made for them: those that native code wrote by itself."""
+        assert not self.is_recurrent
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def truncate(self, lengths: Sequence[int]) -> None:
         if self.is_recurrent and list(lengths) != self.lengths:
@@ -86,6 +94,7 @@ class Slabs(Cache):
         self._slabs = slabs
         places = [(first.data_ptr(), second.data_ptr(), self._room) for first, second in slabs]
         self.headers.copy_(torch.tensor(places))
+        self.placement = object()
         self._counts, self._keep = torch.zeros(len(self.lengths), dtype=torch.int64), Program(self._runtime)
         for shape, header in zip(self._shapes, self.headers, strict=True):
             if isinstance(shape, StateShape):

@@ -131,6 +131,8 @@ class Team {
 
 void Worker::barrier() const { team->barrier(); }
 
+void run(const Program* program, Team* team) { team->run(program->calls.data(), program->calls.size()); }
+
 namespace {
 
 bool filled(Call& call, const char* name, const View* views, int64_t num_views, const int64_t* ints, int64_t num_ints,
@@ -169,7 +171,7 @@ int nextn_program_add(Program* program, const char* name, const View* views, int
   return 0;
 }
 
-void nextn_program_run(const Program* program, Team* team) { team->run(program->calls.data(), program->calls.size()); }
+void nextn_program_run(const Program* program, Team* team) { nextn::run(program, team); }
 
 // One op at once: for packing weights and for tests.
 int nextn_call(Team* team, const char* name, const View* views, int64_t num_views, const int64_t* ints,

@@ -23,6 +23,8 @@ struct View {
 };
 
 class Team;
+struct Program;  // a list of calls
+void run(const Program* program, Team* team);
 
 // One thread of the team during a run. All workers run every parallel call, each its share; index 0 is the caller.
 struct Worker {

@@ -1,24 +1,10 @@
 // softmax, log_softmax and logsumexp over the last dim, and the argmax with its probability.
-#include "lanes.h"
+#include "sampling.h"
 #include "strided.h"
 
 namespace nextn {
 
 namespace {
-
-// The sum of exp(x - shift), the terms into `terms` where that is not null; both in the order of lanes.h.
-float sum_of_exp(const float* row, float shift, float* terms, int64_t count) {
-  Lanes<Adding> lanes;
-  float buffer[kChunk];
-  for (int64_t done = 0; done < count; done += kChunk) {
-    const int64_t part = std::min(kChunk, count - done);
-    float* to = terms ? terms + done : buffer;
-#pragma GCC ivdep
-    for (int64_t i = 0; i < part; ++i) to[i] = exp_of(row[done + i] - shift);
-    lanes.feed(to, part);
-  }
-  return lanes.result();
-}
 
 template <typename Row>
 void each_result(const Call& call, const Worker& worker, Row&& write) {
@@ -73,19 +59,6 @@ bool logsumexp(Call& call) {
   call.kernel = logsumexp_rows;
   call.parallel = numel(call.views[1]) >= kParallel;
   return floating(call.views[0]) && floating(call.views[1]);
-}
-
-// The lowest place of the largest; 0 in a row of NaN. Blocks without it are passed over in vectors.
-int64_t place_of(const float* row, float largest, int64_t count) {
-  constexpr int64_t kBlock = 64;
-  for (int64_t start = 0; start < count; start += kBlock) {
-    const int64_t end = std::min(count, start + kBlock);
-    int32_t found = 0;
-    for (int64_t i = start; i < end; ++i) found |= row[i] == largest;
-    for (int64_t i = start; found && i < end; ++i)
-      if (row[i] == largest) return i;
-  }
-  return 0;
 }
 
 void argmax_rows(const Call& call, const Worker& worker) {

@@ -1,0 +1,92 @@
+"""What verbs that train share: the progress bar, settings from files and options."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from nextn.cli.common import console
+from nextn.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nextn.metrics import EvalRecord, HeadRecord, Record, StepRecord
+
+
+def merged(config: Path | None, pairs: list[str]) -> dict[str, object]:
+    """Settings of a JSON file, then KEY=VALUE pairs over them; values are JSON, else text."""
+    values: dict[str, object] = {}
+    if config is not None:
+        try:
+            values = json.loads(config.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{config}: not a readable JSON file: {error}") from error
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {pair!r}; expected KEY=VALUE, such as steps=1000")
+        try:
+            values[key] = json.loads(value)
+        except ValueError:
+            values[key] = value
+    return values
+
+
+@contextmanager
+def progress(*, quiet: bool) -> Iterator[Callable[["Record"], None]]:
+    """A progress bar with the loss per depth; evaluations are printed above it."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from nextn.metrics import StepRecord
+
+    columns = (
+        TextColumn("train"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[told]}"),
+    )
+    with Progress(*columns, console=console(stderr=True), disable=quiet) as bar:
+        task = bar.add_task("train", total=None, told="compiling")
+
+        def show(record: "Record") -> None:
+            if isinstance(record, StepRecord):
+                bar.update(task, completed=record.step, total=record.num_steps, told=_told(record))
+            elif not quiet:
+                bar.console.print(f"step {record.step}: held-out {_held_out(record)}", highlight=False)
+
+        yield show
+
+
+def say_stopped(run: Path, command: str) -> None:
+    typer.echo(f"stopped; the state is in {run}. Go on with: {command}", err=True)
+    raise typer.Exit(130)
+
+
+def _told(record: "StepRecord") -> str:
+    from nextn.metrics import bits
+
+    if not record.match:
+        return f"bits {' '.join(f'{bits(loss):.2f}' for loss in record.loss)}  {record.tokens_per_s:,.0f} tok/s"
+    losses, overlap = (_listed(each) for each in (record.loss, record.overlap))
+    return f"loss {losses}  1-TV {overlap}  {record.tokens_per_s:,.0f} tok/s"
+
+
+def _held_out(record: "EvalRecord | HeadRecord") -> str:
+    from nextn.metrics import EvalRecord, bits
+
+    if isinstance(record, EvalRecord):
+        forced = record.forced
+        losses = " ".join(f"{bits(loss):.3f}" for loss in forced.loss)
+        match, overlap = _listed(forced.match), _listed(forced.overlap)
+        lengths = forced.greedy_length, forced.sampled_length
+        return f"bits {losses}  match {match} (AL {lengths[0]:.2f})  1-TV {overlap} (AL {lengths[1]:.2f})"
+    told = record.foreseen
+    greedy, sampled = (f"{_listed(each.rates)} (AL {each.length:.3f})" for each in (told.greedy, told.sampled))
+    return f"greedy {greedy}  T = {told.temperature:g} {sampled}  +-{2 * told.noise():.3f}"
+
+
+def _listed(rates: tuple[float, ...]) -> str:
+    return " ".join(f"{rate:.2f}" for rate in rates)

@@ -1,0 +1,175 @@
+"""The verb `train`: trunk and head from scratch, or a head on a frozen trunk."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nextn.cli.common import AsJson, CacheDir, Offline, Revision, stop_flag
+from nextn.cli.runs import merged, progress, say_stopped
+from nextn.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nextn.head_runs import Start
+    from nextn.train import Trainer
+
+_JOINT, _HEAD = "Trunk and head from scratch", "A head on a frozen trunk"
+
+
+def train(
+    out: Annotated[Path, typer.Argument(help="Run folder: checkpoints, metrics.jsonl, and `model` at the end.")],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text files, folders, .jsonl, .parquet, or a data set as org/name[:config][:split]; may be repeated; "
+            "left out: the standard library."
+        ),
+    ] = None,
+    all_tokens: Annotated[
+        bool, typer.Option("--all-tokens", help="Prompts and users' turns count, too, not only answers.")
+    ] = False,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder of a tokenizer; left out: bytes, or the trunk's own.")
+    ] = None,
+    modules: Annotated[
+        int | None, typer.Option(help="Distinct modules of a new head; depths beyond them reuse the last.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="JSON file with training settings (see docs/training.md).")
+    ] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE over the defaults and --config.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in OUT.")] = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Also write event files in OUT/tensorboard.")
+    ] = False,
+    recipe: Annotated[
+        str, typer.Option(help="Named workload that gives the defaults.", rich_help_panel=_JOINT)
+    ] = "demo",
+    model: Annotated[
+        Path | None,
+        typer.Option(help="config.json of a trunk to build, in transformers' format.", rich_help_panel=_JOINT),
+    ] = None,
+    freeze_trunk: Annotated[
+        bool,
+        typer.Option("--freeze-trunk", help="Train the head of --from alone.", rich_help_panel=_HEAD),
+    ] = False,
+    from_: Annotated[
+        str | None, typer.Option("--from", help="Folder or hub id of the trunk.", rich_help_panel=_HEAD)
+    ] = None,
+    head: Annotated[
+        Path | None,
+        typer.Option(help="Start from the head in this file, not from the trunk's own.", rich_help_panel=_HEAD),
+    ] = None,
+    init_head: Annotated[
+        bool,
+        typer.Option("--init-head", help="Start from a new head, made of the trunk's parts.", rich_help_panel=_HEAD),
+    ] = False,
+    head_only: Annotated[
+        bool,
+        typer.Option("--head-only", help="Write OUT/head/head.safetensors, no model.", rich_help_panel=_HEAD),
+    ] = False,
+    drawn: Annotated[
+        bool,
+        typer.Option(
+            "--drawn",
+            help="The answers in --data were drawn from this trunk at the temperature of the settings.",
+            rich_help_panel=_HEAD,
+        ),
+    ] = False,
+    allow_worse: Annotated[
+        bool,
+        typer.Option("--allow-worse", help="Write a head that is worse than the first.", rich_help_panel=_HEAD),
+    ] = False,
+    revision: Revision = None,
+    cache_dir: CacheDir = None,
+    offline: Offline = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train trunk and MTP head from scratch, or with --freeze-trunk a head alone; Ctrl-C saves, --resume goes on."""
+    settings = merged(config, set_ or [])
+    if freeze_trunk:
+        if from_ is None:
+            raise ConfigError("--freeze-trunk needs a trunk: give its folder or hub id with --from")
+        from nextn.head_runs import Start
+
+        start = Start(from_, head, init_head, modules, revision, cache_dir, offline)
+        _train_head(
+            out,
+            start,
+            {"data": data or [], "all_tokens": all_tokens, "tokenizer": tokenizer, "drawn": drawn},
+            settings,
+            resume=resume,
+            tensorboard=tensorboard,
+            head_only=head_only,
+            allow_worse=allow_worse,
+            as_json=as_json,
+        )
+        return
+    if from_ is not None or head is not None or init_head or head_only or allow_worse or drawn:
+        raise ConfigError("--from, --head, --init-head, --head-only, --drawn and --allow-worse go with --freeze-trunk")
+    from nextn.recipes import training_run, write_prompts
+
+    trainer, text, held_out = training_run(
+        out,
+        data=data or [],
+        recipe=recipe,
+        model=model,
+        tokenizer=tokenizer,
+        num_modules=modules or 1,
+        settings=settings,
+        all_tokens=all_tokens,
+    )
+    _notes(text.notes)
+    _run(trainer, out, resume=resume, tensorboard=tensorboard, as_json=as_json)
+    trainer.write_result(out / "model")
+    write_prompts(out / "prompts.jsonl", held_out)
+    typer.echo(json.dumps({"model": str(out / "model")}) if as_json else f"wrote {out / 'model'}")
+
+
+def _train_head(
+    out: Path,
+    start: "Start",
+    text: dict[str, Any],
+    settings: dict[str, object],
+    *,
+    resume: bool,
+    tensorboard: bool,
+    head_only: bool,
+    allow_worse: bool,
+    as_json: bool,
+) -> None:
+    from nextn.head_runs import head_run
+    from nextn.recipes import write_prompts
+
+    run = head_run(out, start, settings=settings, **text)
+    _notes(run.notes)
+    _run(run.trainer, out, resume=resume, tensorboard=tensorboard, as_json=as_json)
+    write_prompts(out / "prompts.jsonl", run.held_out)
+    made = run.write(head_only=head_only, allow_worse=allow_worse)
+    standing = run.trainer.standing
+    said = f"wrote {made}" + ("" if standing.baseline is None else f": {standing}")
+    typer.echo(json.dumps({"model": str(made), **standing.as_record()}) if as_json else said)
+
+
+def _notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)
+
+
+def _run(trainer: "Trainer", out: Path, *, resume: bool, tensorboard: bool, as_json: bool) -> None:
+    """Train to the end; exits with code 130 where it was stopped before."""
+    if resume and not trainer.resume():
+        raise ConfigError(f"{out} holds no checkpoint to resume from; leave --resume out to start")
+    if not resume and trainer.has_checkpoint():
+        raise ConfigError(f"{out} holds a run already; use --resume to go on with it, or another folder")
+    from nextn.writers import event_log
+
+    events = event_log(out / "tensorboard" if tensorboard else None, step=trainer.step)
+    with stop_flag() as stopped, progress(quiet=as_json) as on_record, events as log:
+        for record in trainer.run(stopped):
+            on_record(record)
+            log(record)
+    if not trainer.is_over:
+        say_stopped(out, f"nextn train {out} --resume (with the same options)")

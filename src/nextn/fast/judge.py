@@ -1,0 +1,71 @@
+"""The verdict over the drafts of a round as one native call (csrc/sampling.cpp): law, judgement and pick."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nextn.fast.native import Program, Runtime
+from nextn.sampling import Judge, Sampling
+
+_KEPT = 32  # programs; logits and laws mostly stand where they stood in an earlier round
+
+
+class FastJudge(Judge):
+    """`Judge` without a penalty, at a temperature above 0."""
+
+    def __init__(self, runtime: Runtime, sampling: Sampling, *, block: bool) -> None:
+        super().__init__(sampling, block=block)
+        self._runtime = runtime
+        self._verdicts: dict[tuple[object, ...], _Verdict] = {}
+
+    def __call__(
+        self,
+        logits: Tensor,
+        q: Tensor | None,
+        drafts: Sequence[Sequence[int]],
+        u: Sequence[Sequence[float]],
+        *,
+        seen: Tensor | None = None,
+    ) -> list[tuple[int, int]]:
+        """As `Judge`, but for the order of sums."""
+        where = (logits.shape, logits.data_ptr(), None if q is None else q.data_ptr())
+        if where not in self._verdicts:
+            if len(self._verdicts) >= _KEPT:
+                self._verdicts.clear()
+            self._verdicts[where] = _Verdict.of(self._runtime, logits, q, self.sampling, block=self.block)
+        return self._verdicts[where].run(drafts, u)
+
+
+@dataclass(frozen=True, eq=False)
+class _Verdict:
+    """One program over logits and laws that stand still."""
+
+    program: Program
+    kept: Tensor
+    following: Tensor
+    drafts: np.ndarray
+    limits: np.ndarray
+    u: np.ndarray
+
+    @classmethod
+    def of(cls, runtime: Runtime, logits: Tensor, q: Tensor | None, sampling: Sampling, *, block: bool) -> "_Verdict":
+        rows, columns, vocab = logits.shape
+        p, rest = torch.zeros(rows, columns, vocab), torch.zeros(rows, vocab)
+        kept, following, limits = (torch.zeros(rows, dtype=torch.int64) for _ in range(3))
+        drafts, u = torch.zeros(rows, columns, dtype=torch.int64), torch.zeros(rows, columns)
+        program, laws = Program(runtime), torch.zeros(rows, 0, vocab) if q is None else q
+        reals = [sampling.temperature, sampling.top_p, sampling.min_p]
+        assert program.add("law", [p, logits], [sampling.top_k], reals)
+        assert program.add("judge", [kept, following, rest, p, laws, drafts, limits, u], [int(block)])
+        return cls(program, kept, following, drafts.numpy(), limits.numpy(), u.numpy())
+
+    def run(self, drafts: Sequence[Sequence[int]], u: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
+        for row, (tokens, numbers) in enumerate(zip(drafts, u, strict=True)):
+            self.limits[row] = len(tokens)
+            self.drafts[row, : len(tokens)] = tokens
+            self.u[row, : len(numbers)] = numbers
+        self.program.run()
+        return list(zip(self.kept.tolist(), self.following.tolist(), strict=True))

@@ -1,0 +1,172 @@
+"""A head trained on a frozen trunk: the trunk is read and never changed, and the head alone has gradients."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nextn.data import Batch, Batches, Corpus
+from nextn.errors import CheckpointError, ConfigError
+from nextn.head import Head, outputs
+from nextn.head_files import write_beside_trunk
+from nextn.inventory import Inventory
+from nextn.loss import Targets, depth_weights
+from nextn.metrics import HeadRecord
+from nextn.model import Model
+from nextn.objectives import HeadLoss, Teacher, head_loss
+from nextn.provenance import trunk_fingerprint
+from nextn.tasks import Example, Report, means, prepare_layers
+from nextn.telemetry import foreseen
+from nextn.tensor_file import atomic_folder
+from nextn.train_config import HeadConfig
+from nextn.trunk import Hidden
+
+_FILE = "head.safetensors"
+
+
+class HeadTask:
+    """model: trunk and head. The trunk stays in its dtype, in eval mode and without gradients; the head's parameters
+    are fp32 while they train, and cast to what they were when the result is written.
+
+    origin: the checkpoint that the trunk was loaded from. held_out: text for the figures, None for that which is
+    trained on. has_baseline: whether the head was one before, to be compared with. drawn: whether the answers in the
+    texts were drawn from this trunk at the config's temperature.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        corpus: Corpus,
+        config: HeadConfig,
+        *,
+        origin: Inventory,
+        held_out: Corpus | None = None,
+        has_baseline: bool = True,
+        drawn: bool = False,
+    ) -> None:
+        self.head = _checked(model, config)
+        self.model, self.config, self.origin, self.drawn = model, config, origin, drawn
+        self.has_baseline = has_baseline
+        batches = partial(
+            Batches, batch_size=config.batch_size, length=config.length, seed=config.seed, pack=model.trunk.can_pack
+        )
+        self.batches, self.held_out = batches(corpus), batches(held_out or corpus)
+        self.fingerprint = trunk_fingerprint(origin)
+        self.stored = freeze(model.trunk.model, self.head)
+        self.named = {f"head.{name}": value for name, value in self.head.named_parameters()}
+        self.weights = depth_weights(config.depths, beta=config.beta)
+        prepare_layers(model, config)
+
+    def example(self, step: int, *, rank: int = 0, world: int = 1) -> Example:
+        return Example(self.batches.batch(step, rank=rank, world=world))
+
+    def counts(self, example: Example) -> Tensor:
+        return self._targets(example.batch).counts(self.config.depths)[1:]
+
+    def loss(self, example: Example, lam: float, *, denominator: Tensor | None = None) -> HeadLoss:
+        """The objective of the config against the trunk's law, depths 1..K; lam multiplies it."""
+        trunk, config, targets = self.model.trunk, self.config, self._targets(example.batch)
+        hidden = self.hidden(example)
+        read = self.head.unrolled if config.kv == "decode" else self.head.hiddens
+        with self._autocast():
+            hiddens = read(targets.tokens, hidden.eaten, config.depths, documents=targets.documents)
+        return head_loss(
+            hiddens,
+            outputs(trunk, self.head, config.depths)[1:],
+            Teacher(hidden.normed, trunk.readout, config.temperature),
+            targets,
+            objective=config.objective,
+            depth_weights=self.weights,
+            denominator="valid" if denominator is None else denominator,
+            scale=lam,
+        )
+
+    def hidden(self, example: Example) -> Hidden:
+        """The trunk's states of a batch: those that are known, else read from the text."""
+        if example.hidden is not None:
+            return example.hidden
+        targets = self._targets(example.batch)
+        trunk = self.model.trunk
+        # A trunk in half precision is read as decoding reads it, without autocast.
+        with torch.no_grad(), self._autocast(enabled=trunk.dtype == torch.float32):
+            return trunk(targets.tokens, documents=targets.documents)
+
+    def figures(self, report: Report) -> dict[str, tuple[float, ...]]:
+        assert isinstance(report, HeadLoss)
+        parts = {"loss": report.sums, "match": report.match, "overlap": report.overlap}
+        return {name: means(sums, report.counts) for name, sums in parts.items()}
+
+    def evaluate(self, step: int, *, last: bool = False) -> HeadRecord:
+        """Held-out figures by `telemetry.DEFINITION`, as deep as the config says."""
+        examples = (Example(self.held_out.batch(place)) for place in range(self.config.eval_batches))
+        # Eager: a pass of another shape would be compiled for itself.
+        with torch.compiler.set_stance("force_eager"):
+            figures = foreseen(
+                self.model.trunk,
+                self.head,
+                ((each.batch, self.hidden(each)) for each in examples),
+                self.config.measured,
+                temperature=self.config.temperature,
+                drawn=self.drawn,
+                dtype=getattr(torch, self.config.dtype),
+            )
+        return HeadRecord(step, figures)
+
+    def write(self, folder: Path, extra: Callable[[Path], None]) -> None:
+        """The head alone, in fp32, and which trunk it belongs to."""
+        with atomic_folder(folder) as stage:
+            tensors = {name: value.contiguous() for name, value in self.head.state_dict().items()}
+            save_file(tensors, stage / _FILE, metadata={"trunk": self.fingerprint})
+            extra(stage)
+
+    def read(self, folder: Path) -> None:
+        """Raises CheckpointError for a head of another trunk, or of another shape."""
+        with safe_open(folder / _FILE, framework="pt") as file:
+            if (file.metadata() or {}).get("trunk") != self.fingerprint:
+                raise CheckpointError(
+                    f"{folder}: trained on another trunk than {self.origin.checkpoint.path}; give the same --from, or "
+                    "start anew in another folder"
+                )
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        try:
+            self.head.load_state_dict(tensors)
+        except RuntimeError as error:
+            raise CheckpointError(f"{folder}: not this head: {error}") from error
+
+    def write_result(self, folder: Path, source: Path) -> None:
+        """The trunk's own files with this head, in the family's published layout."""
+        write_beside_trunk(self.origin, self.head, folder, dtype=self.stored, source=str(source))
+
+    def _targets(self, batch: Batch) -> Targets:
+        device = self.model.trunk.device
+        return Targets(batch.tokens.to(device), batch.documents.to(device), batch.counted.to(device))
+
+    def _autocast(self, *, enabled: bool = True) -> torch.autocast:
+        enabled = enabled and self.config.dtype == "bfloat16"
+        return torch.autocast(self.model.trunk.device.type, torch.bfloat16, enabled=enabled)
+
+
+def freeze(trunk: torch.nn.Module, head: Head) -> torch.dtype:
+    """Make the trunk a constant and the head's parameters fp32 -> the dtype that the head had.
+
+    Both are put in eval mode: dropout would draw from a global random state.
+    """
+    trunk.requires_grad_(False).eval()
+    stored = next(value.dtype for value in head.parameters() if value.ndim > 1)
+    head.float().eval()
+    return stored
+
+
+def _checked(model: Model, config: HeadConfig) -> Head:
+    head, limit = model.head, model.trunk.max_length
+    if head is None:
+        raise ConfigError("the model has no head to train; --init-head makes one")
+    if limit is not None and config.length > limit:
+        raise ConfigError(f"length = {config.length}; the trunk was made for {limit} tokens at most")
+    if config.kv == "decode" and not head.can_unroll:
+        raise ConfigError("kv = 'decode': this head keeps more between columns than keys and values; use kv = 'own'")
+    return head

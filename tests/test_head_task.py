@@ -1,0 +1,247 @@
+"""A head on a frozen trunk: what may change and what may not, exact resume, the best head kept, bad input."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import CONFIGS, FIXTURES, MOST, build, refrains
+
+from nextn import run_folder
+from nextn.checkpoint import Checkpoint
+from nextn.errors import CheckpointError, ConfigError, TrainingError
+from nextn.head_task import HeadTask
+from nextn.inventory import Inventory
+from nextn.metrics import HeadRecord, StepRecord
+from nextn.model import Model
+from nextn.train import Trainer
+from nextn.train_config import HeadConfig
+
+CONFIG = HeadConfig(
+    steps=6, batch_size=2, length=24, depths=3, warmup=1, dtype="float32", eval_batches=2, eval_every=0, save_every=0
+)
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return refrains(12, 60, seed=1, eos=47)
+
+
+def of_fixture(corpus, config=CONFIG, *, name="glm", dtype=None, **settings):
+    """A task on a trained fixture, with the fixture as its origin."""
+    origin = Inventory.of(Checkpoint.open(FIXTURES / name))
+    return HeadTask(Model.load(FIXTURES / name, dtype=dtype), corpus, config, origin=origin, **settings)
+
+
+def of_family(name, folder, corpus, config):
+    model = build(name, modules=MOST[name], initializer_range=0.02)
+    model.save(folder)
+    return HeadTask(model, corpus, config, origin=Inventory.of(Checkpoint.open(folder)), has_baseline=False)
+
+
+def losses(records):
+    return [record.loss for record in records if isinstance(record, StepRecord)]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_only_the_head_changes(name, tmp_path):
+    """By name: after training, every tensor of the trunk is what it was, bit for bit, and none ever had a gradient;
+    every parameter of the head that takes one has one. Its loss falls."""
+    config = replace(CONFIG, steps=10, lr=5e-3, depths=max(2, MOST[name]), eval_batches=1)
+    task = of_family(name, tmp_path / "model", refrains(12, 60, seed=1), config)
+    trunk = task.model.trunk.model
+    before = {key: value.clone() for key, value in trunk.state_dict().items()}
+    trainer = Trainer(task, out=tmp_path / "run")
+    steps = []
+    for record in trainer.run():
+        steps += [record] if isinstance(record, StepRecord) else []
+        assert [key for key, value in trunk.named_parameters() if value.grad is not None or value.requires_grad] == []
+    assert [key for key, value in trunk.state_dict().items() if not torch.equal(value, before[key])] == []
+    asleep = [key for key, value in task.named.items() if value.requires_grad and value.grad is None]
+    assert asleep == []
+    assert all(key.startswith("head.") for key in task.named)
+    stepped = {id(each) for part in trainer.optimisers for group in part.param_groups for each in group["params"]}
+    assert not stepped & {id(value) for value in trunk.parameters()}
+    assert sum(steps[-1].loss) < sum(steps[0].loss)
+
+
+@pytest.mark.parametrize("kv", ["own", "decode"])
+@pytest.mark.parametrize("objective", ["ce", "kl", "tv", "e2e-tv"])
+def test_every_objective_trains(objective, kv, corpus, tmp_path):
+    task = of_fixture(corpus, replace(CONFIG, objective=objective, kv=kv, steps=2, eval_batches=1))
+    records = list(Trainer(task, out=tmp_path).run())
+    assert torch.isfinite(torch.tensor(losses(records))).all()
+    assert all(0 <= share <= 1 for record in records[1:3] for share in record.match + record.overlap)
+
+
+def test_what_later_depths_attend_to_is_the_configs(corpus):
+    """Depth 1 is the same, the depths beyond it are not."""
+    own, decode = (of_fixture(corpus, replace(CONFIG, kv=kv)) for kv in ("own", "decode"))
+    first, second = (task.loss(task.example(0), 1.0).sums for task in (own, decode))
+    torch.testing.assert_close(first[0], second[0])
+    assert (first[1:] - second[1:]).abs().min() > 1e-4
+
+
+def test_a_half_precision_head_trains_in_fp32(corpus):
+    """The trunk stays bf16; a step of 1e-4 that bf16 would round away stays."""
+    task = of_fixture(corpus, replace(CONFIG, dtype="bfloat16"), dtype=torch.bfloat16)
+    assert task.stored == torch.bfloat16
+    assert {value.dtype for value in task.named.values() if value.requires_grad} == {torch.float32}
+    assert task.model.trunk.dtype == torch.bfloat16
+    for dtype in ("bfloat16", "float32"):
+        task.config = replace(task.config, dtype=dtype)
+        task.loss(task.example(0), 1.0).total.backward()
+        assert task.named["head.stack.0.projection.weight"].grad.abs().sum() > 0
+
+
+def test_shares_of_two_ranks_add_up(corpus):
+    task = of_fixture(corpus)
+    whole = task.loss(task.example(0), 1.0)
+    shares = [task.example(0, rank=rank, world=2) for rank in (0, 1)]
+    counts = sum(task.counts(share) for share in shares)
+    assert torch.equal(counts, whole.counts)
+    parts = [task.loss(share, 1.0, denominator=counts) for share in shares]
+    torch.testing.assert_close(sum(part.total for part in parts), whole.total)
+
+
+def test_resume_is_exact(corpus, tmp_path):
+    config = replace(CONFIG, eval_every=2, patience=5)
+    whole = Trainer(of_fixture(corpus, config), out=tmp_path / "whole")
+    told = list(whole.run())
+    first = Trainer(of_fixture(corpus, config), out=tmp_path / "cut")
+    records = list(first.run(lambda: first.step >= 3))
+    second = Trainer(of_fixture(corpus, config), out=tmp_path / "cut")
+    assert second.resume()
+    records += second.run()
+    assert losses(records) == losses(told)
+    assert second.standing == whole.standing
+    assert all(
+        torch.equal(one, two) for one, two in zip(second.task.named.values(), whole.task.named.values(), strict=True)
+    )
+
+
+def test_a_checkpoint_holds_the_head_alone(corpus, tmp_path):
+    task = of_fixture(corpus)
+    list(Trainer(task, out=tmp_path).run())
+    stored = load_file(tmp_path / "step-0000006" / "head.safetensors")
+    assert stored.keys() == task.head.state_dict().keys()
+
+
+def test_another_trunk_is_refused(corpus, tmp_path):
+    list(Trainer(of_fixture(corpus), out=tmp_path).run())
+    with pytest.raises(CheckpointError, match=r"step-0000006: trained on another trunk than .*glm_one"):
+        Trainer(of_fixture(corpus, name="glm_one"), out=tmp_path).resume()
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_nan_names_the_batch_and_keeps_the_last_checkpoint(where, corpus, tmp_path, monkeypatch):
+    trainer = Trainer(of_fixture(corpus, replace(CONFIG, save_every=1)), out=tmp_path)
+    whole = trainer.task.loss
+
+    def broken(example, lam):
+        report = whole(example, lam)
+        if trainer.step == 2 and where == "gradient":
+            report.total.register_hook(lambda grad: grad * float("nan"))
+        return replace(report, total=report.total * float("nan")) if trainer.step == 2 and where == "loss" else report
+
+    monkeypatch.setattr(trainer.task, "loss", broken)
+    with pytest.raises(TrainingError, match=f"the {where} of step 2 is nan; batch 2 of seed 0"):
+        list(trainer.run())
+    again = Trainer(of_fixture(corpus, replace(CONFIG, save_every=1)), out=tmp_path)
+    assert again.resume()
+    assert all(torch.isfinite(value).all() for value in again.task.named.values())
+
+
+def test_the_best_head_is_taken_back_and_patience_ends_the_run(corpus, tmp_path):
+    """A learning rate that wrecks the head: its first evaluation is the best, and two worse ones end the run."""
+    config = replace(CONFIG, steps=40, lr=0.1, warmup=0, eval_every=2, patience=2)
+    trainer = Trainer(of_fixture(corpus, config), out=tmp_path)
+    records = [record for record in trainer.run() if isinstance(record, HeadRecord)]
+    assert trainer.step < 40
+    best = max(records[1:], key=lambda record: record.foreseen.score)
+    assert (trainer.standing.best_step, trainer.standing.best) == (best.step, best.foreseen)
+    assert trainer.task.evaluate(trainer.step).foreseen.score == pytest.approx(best.foreseen.score)
+    assert trainer.standing.is_worse
+    assert trainer.standing.baseline == records[0].foreseen
+
+
+def test_a_fresh_head_has_nothing_to_be_compared_with(corpus, tmp_path):
+    trainer = Trainer(of_fixture(corpus, has_baseline=False), out=tmp_path)
+    records = list(trainer.run())
+    assert isinstance(records[0], StepRecord)
+    assert not trainer.standing.is_worse
+
+
+def _slowly(folder):
+    """Train with a checkpoint at every step, each of which takes long to write."""
+    whole = run_folder.save_file
+
+    def save(*args, **kwargs):
+        whole(*args, **kwargs)
+        time.sleep(0.15)
+
+    run_folder.save_file = save
+    texts = refrains(12, 60, seed=1, eos=47)
+    list(Trainer(of_fixture(texts, replace(CONFIG, save_every=1, steps=40)), out=folder).run())
+
+
+def test_kill_9_during_a_checkpoint_loses_only_the_steps_behind_the_last(corpus, tmp_path):
+    """Killed while it writes: what is found is whole, the steps go on from it, and nothing half-written stays."""
+    config = replace(CONFIG, save_every=1, steps=40)
+    process = multiprocessing.get_context("fork").Process(target=_slowly, args=(tmp_path,))
+    process.start()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if (tmp_path / "step-0000003").exists() and any(tmp_path.glob(".step-*.tmp/optimizer.safetensors")):
+            break
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert any(tmp_path.glob(".step-*.tmp"))
+    trainer = Trainer(of_fixture(corpus, config), out=tmp_path)
+    assert trainer.resume()
+    done = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    assert done - 1 <= trainer.step <= done
+    trainer.save()
+    assert not any(tmp_path.glob(".step-*"))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"length": 4096}, "length = 4096; the trunk was made for 512 tokens at most"),
+        ({"objective": "mse"}, "objective = 'mse'; expected one of ce, kl"),
+        ({"kv": "both"}, "kv = 'both'; expected own or decode"),
+        ({"temperature": 0.0}, "temperature = 0.0; expected a number > 0"),
+        ({"depths": 0}, "depths = 0; a head has at least one"),
+        ({"depths": 24}, "fewer than length"),
+        ({"patience": 2}, "patience = 2 needs evaluations"),
+        ({"eval_depths": 24}, "eval_depths < length"),
+    ],
+)
+def test_bad_settings(values, words, corpus):
+    with pytest.raises(ConfigError, match=words):
+        of_fixture(corpus, replace(CONFIG, **values))
+
+
+def test_settings_of_heads_are_no_settings_of_joint_training():
+    from nextn.train_config import TrainConfig
+
+    with pytest.raises(ConfigError, match="unknown setting 'objective'"):
+        TrainConfig.from_dict({"steps": 1, "objective": "kl"})
+
+
+def test_a_head_that_cannot_be_unrolled(corpus, tmp_path):
+    with pytest.raises(ConfigError, match="use kv = 'own'"):
+        of_family("deepseek_v32", tmp_path / "model", corpus, replace(CONFIG, kv="decode"))
+
+
+def test_no_head(corpus):
+    model = Model.load(FIXTURES / "glm")
+    model.head = None
+    with pytest.raises(ConfigError, match="--init-head makes one"):
+        HeadTask(model, corpus, CONFIG, origin=Inventory.of(Checkpoint.open(FIXTURES / "glm")))

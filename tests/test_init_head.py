@@ -1,0 +1,126 @@
+"""A new head made of the trunk's parts: what is copied, that it computes what the trunk's layer did, how it begins."""
+
+import pytest
+import torch
+from tiny import CONFIGS, FIXTURES, MOST, build, prompt, refrain
+
+from nextn import init_head as module
+from nextn.errors import ConfigError
+from nextn.head import Head
+from nextn.init_head import init_head
+from nextn.model import Model
+
+TOKENS = torch.tensor([prompt(24, seed=row) for row in range(4)])
+
+
+def spread_gains(model):
+    """Norm gains off 1, so that a norm that is left out or taken for another is seen."""
+    with torch.no_grad():
+        for name, value in model.trunk.named_parameters():
+            if value.ndim == 1 and "norm" in name:
+                value.add_(torch.randn_like(value) * 0.2)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_gets_a_head(name):
+    """Nothing is left at random, losses are finite from the first step on, and every part gets a gradient."""
+    model = build(name, initializer_range=0.1)
+    head, notes = init_head(model.family, model.trunk, TOKENS, num_modules=MOST[name])
+    assert notes == []
+    assert head.state_dict().keys() == build(name, modules=MOST[name]).head.state_dict().keys()
+    hidden = model.trunk(TOKENS)
+    states = head.hiddens(TOKENS, hidden.eaten.detach(), max(2, MOST[name]))
+    logits = torch.cat([head.logits(head.module(k), state).flatten(0, 1) for k, state in enumerate(states, 1)])
+    assert torch.isfinite(logits).all()
+    logits.logsumexp(-1).sum().backward()
+    asleep = [key for key, value in head.named_parameters() if value.requires_grad and value.grad is None]
+    assert not asleep
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("nemotron_h", "exaone4_5")])
+def test_scaled_writers_compute_the_same_on_a_scaled_stream(name):
+    """A stream of a quarter of the size, and what is written into it divided by four: the same result by four."""
+    model = build(name, initializer_range=0.1)
+    trunk = model.trunk
+    spread_gains(model)
+    block = Head(model.family, trunk).stack[0]
+    with torch.no_grad():
+        places, _ = module._copy_layer(block.layers[0], block.kinds[0], trunk, model.family)
+    shape = trunk.hidden_shape if trunk.stage == "streams" else (trunk.config.hidden_size,)
+    states, positions = 2 * torch.randn(2, 8, *shape), torch.arange(8).expand(2, -1)
+    how = {
+        "positions": positions,
+        "rotary": trunk.rotary(trunk.embed(TOKENS[:2, :8]), positions, block.kind),
+        "mask": trunk.mask(block.kind, 8, rows=2),
+        "cache": None,
+    }
+    with torch.no_grad():
+        want = block._run_block(states, **how) / 4
+        module._scale_writers(block.layers[0], dict.fromkeys(places, 1 / 4))
+        torch.testing.assert_close(block._run_block(states / 4, **how), want, rtol=2e-3, atol=2e-3)
+    assert (want - states / 4).norm() > 0.002 * states.norm()
+
+
+def test_parts_are_the_last_of_their_kind_divided_by_the_size_of_their_stream():
+    model = build("qwen3_5", initializer_range=0.1)  # three recurrent layers, then one of attention
+    with torch.no_grad():
+        model.trunk.decoder.layers[-1].mlp.down_proj.weight.mul_(3)
+    head, _ = init_head(model.family, model.trunk, TOKENS)
+    layer, last = head.stack[0].layers[0], model.trunk.decoder.layers[-1]
+    size = module._stream_sizes(model.trunk, TOKENS)[-1]
+    assert torch.equal(layer.self_attn.q_proj.weight, last.self_attn.q_proj.weight)
+    torch.testing.assert_close(layer.self_attn.o_proj.weight * size, last.self_attn.o_proj.weight)
+    torch.testing.assert_close(layer.mlp.down_proj.weight * size, last.mlp.down_proj.weight)
+    assert torch.equal(head.stack[0].final_norm.weight, model.trunk.final_norm.weight)
+
+
+def test_what_the_family_has_of_its_own_is_the_trunks():
+    model = build("step3p5", modules=3)
+    head, _ = init_head(model.family, model.trunk, TOKENS, num_modules=3)
+    for own in head.stack:
+        assert torch.equal(own.output.weight, model.trunk.output.weight)
+        assert torch.equal(own.final_norm.weight, model.trunk.final_norm.weight)
+
+
+def test_a_layer_that_reads_its_stream_as_it_is_gets_one_of_its_size():
+    """EXAONE 4.5 has no norm in front of attention and MLP: the projection makes the stream as large as it was."""
+    model = build("exaone4_5", initializer_range=0.1)
+    head, _ = init_head(model.family, model.trunk, TOKENS)
+    sizes = module._stream_sizes(model.trunk, TOKENS)
+    writers = [each.self_attn.o_proj.weight for each in model.trunk.decoder.layers]
+    (place,) = [
+        at for at, each in enumerate(writers) if torch.equal(head.stack[0].layers[0].self_attn.o_proj.weight, each)
+    ]
+    assert head.stack[0].projection.weight[:, :32].diagonal().mean().item() == pytest.approx(sizes[place], abs=0.02)
+
+
+def test_it_learns_sooner_than_from_chance():
+    """On a trained trunk, cross-entropy against its law after a few steps."""
+    model = Model.load(FIXTURES / "glm", dtype=torch.float32)
+    model.trunk.requires_grad_(False)
+    tokens = refrain(16, 48, seed=3)
+    hidden = model.trunk(tokens)
+
+    def loss(head):
+        logits = head.logits(0, head.hiddens(tokens, hidden.eaten, 1)[0])
+        law = model.trunk.logits(hidden.normed[:, 1:]).softmax(-1)
+        return -(law * logits.log_softmax(-1)).sum(-1).mean()
+
+    def losses(head):
+        optimiser = torch.optim.AdamW([each for each in head.parameters() if each.requires_grad], lr=1e-3)
+        for _ in range(20):
+            optimiser.zero_grad()
+            loss(head).backward()
+            optimiser.step()
+        return loss(head).item()
+
+    torch.manual_seed(0)
+    fresh, _ = init_head(model.family, model.trunk, tokens)
+    chance = Head(model.family, model.trunk)
+    assert losses(fresh) < 0.8 * losses(chance)
+
+
+def test_modules_without_room():
+    model = build("qwen3_5")
+    with pytest.raises(ConfigError, match="modules = 2; qwen3_5 has room for 1"):
+        init_head(model.family, model.trunk, TOKENS, num_modules=2)
