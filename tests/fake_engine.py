@@ -183,12 +183,14 @@ class Handler(BaseHTTPRequestHandler):
         engine = self.engine
         if "strict" in engine.faults and "top_k" in body:
             return self.give_json({"error": {"message": "unrecognized request argument: top_k"}}, status=400)
+        if "no-chat" in engine.faults and chat:
+            return self.give_json({"error": {"message": "no chat template"}}, status=400)
         prompt = body["messages"][0]["content"] if chat else body["prompt"]
         prompt = ids_of(prompt) if isinstance(prompt, str) else prompt
         if len(prompt) + body["max_tokens"] > engine.context:
             return self.give_json({"error": {"message": "longer than the context"}}, status=400)
         if "tools" in body or "response_format" in body:
-            return self.formed(body)
+            return self.formed(body, chat=chat)
         with engine.lock:
             engine.running.append(prompt)
             cached = 0 if "cache_salt" in body or "no-cache" in engine.faults else engine.cached(prompt)
@@ -266,7 +268,7 @@ class Handler(BaseHTTPRequestHandler):
             data += "data: [DONE]\n\n"
         self.give(200, data.encode(), kind="text/event-stream")
 
-    def formed(self, body):
+    def formed(self, body, *, chat):
         faults = self.engine.faults
         if "no-forms" in faults:
             return self.give_json({"error": {"message": "guided decoding is not supported"}}, status=400)
@@ -285,6 +287,8 @@ class Handler(BaseHTTPRequestHandler):
             choice["message"] = {"content": None, "tool_calls": [named]}
         if "ignores-forms" in faults:
             choice["message"] = {"content": "Ada is 36 years old."}
+        if not chat:
+            choice = {"finish_reason": choice["finish_reason"], "text": choice["message"]["content"]}
         self.give_json({"choices": [choice], "usage": {}})
 
     def drip(self):

@@ -98,7 +98,7 @@ def test_wrong_model(engine):
         ("hang", "no whole answer within 0.6 s; raise --timeout", None),
         ("drip", "no whole answer within 0.6 s; raise --timeout", None),
         ("huge", "longer than 1,000,000 bytes", None),
-        ("drop", "broke off its answer.*of 3 tries", None),
+        ("drop", "broke off its answer.*1 of 3 tries", None),
         ("http-500", "HTTP 500: the engine failed; see its log. It says: it broke", 500),
         ("http-404", "HTTP 404: nothing there; check the address", 404),
         ("http-400", "HTTP 400: the engine refuses the request", 400),

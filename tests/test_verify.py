@@ -206,6 +206,13 @@ def test_a_strict_engine(run):
     assert found == {"greedy": "passed", "logprobs": "passed", "stop-strings": "passed", "replay": "unclear"}
 
 
+def test_without_a_chat_template(run):
+    """A base model: JSON is asked for by completions; tools need chat."""
+    found = outcomes(run("no-chat", names=["json-schema", "tool-calls"], alone=True))
+    assert found == {"json-schema": "passed", "tool-calls": "unclear"}
+    assert run("no-chat", "misfit", names=["json-schema"], alone=True)["json-schema"].outcome == "failed"
+
+
 def test_certain_text_has_no_power(run):
     """A test that could not have failed must not pass."""
     settings = Settings(max_tokens=8, samples=8, sampled_prompts=1, sampled_tokens=2, context=600)

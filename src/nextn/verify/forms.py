@@ -152,7 +152,13 @@ def _reference(session: Session, asks: list[Ask], fault_of: FaultOf) -> str:
 
 
 def _faults(endpoint: Endpoint, asks: list[Ask], fault_of: FaultOf) -> list[str | None]:
-    return [fault_of(endpoint.answer(ask, chat=True)) for ask in asks]
+    """By chat, or by completions where a model has no chat template and the ask needs none."""
+    try:
+        return [fault_of(endpoint.answer(ask, chat=True)) for ask in asks]
+    except EngineError as error:
+        if asks[0].tools or not is_refusal(error):
+            raise
+    return [fault_of(endpoint.answer(ask, chat=False)) for ask in asks]
 
 
 _IGNORED = "plain text came"
