@@ -21,7 +21,7 @@ LAYERS = [
     ["loss", "teacher"],
     ["divergences", "tuned"],
     ["objectives"],
-    ["speedup", "tensor_file", "data", "shortlist", "blocks", "storage", "quantformats"],
+    ["speedup", "estimate", "tensor_file", "data", "shortlist", "blocks", "storage", "quantformats"],
     ["trunk", "checkpoint", "policy", "records"],
     ["inventory", "quantisation", "head", "fp8", "corpus_files", "imprint"],
     ["weights", "snapshot", "hidden_cache"],
@@ -33,24 +33,24 @@ LAYERS = [
     ["keep"],
     ["drafting"],
     ["decode", "model"],
-    ["text", "evaluate", "plot", "live_head"],
+    ["text", "evaluate", "plot", "live_head", "columns"],
     ["telemetry", "train_config", "tracer", "cost", "workload", "answers", "beside"],
     ["metrics", "standing", "init_head", "head_files"],
     ["optimisers", "run_folder", "tasks"],
     ["head_task"],
     ["train", "hook"],
-    ["recipes", "benchmark"],
+    ["recipes", "benchmark", "measure"],
     ["head_runs"],
-    ["demo", "advice"],
+    ["demo", "advice", "card"],
     ["cli"],
 ]
 # One idea in two files: the rows are made of the classes, and the look-ups read the rows.
 TWO_FILES = {"families": {"family_rows"}, "family_rows": {"families"}}
 # fmt: off
 NO_TORCH = (
-    "errors", "families", "remote", "tensor_file", "checkpoint", "bytelevel", "data", "acceptance", "speedup", "policy",
-    "storage", "quantformats", "quantisation", "inventory", "snapshot", "provenance", "audit", "graft", "relayout",
-    "records", "corpus_files", "cli",
+    "errors", "families", "remote", "tensor_file", "checkpoint", "bytelevel", "data", "acceptance", "estimate",
+    "speedup", "policy", "storage", "quantformats", "quantisation", "inventory", "snapshot", "provenance", "audit",
+    "graft", "relayout", "records", "corpus_files", "cli",
 )
 # fmt: on
 
@@ -153,4 +153,4 @@ def test_public_names_resolve():
 def test_line_budget():
     """Growth is a decision: raise the number in the change that needs it, and say why in docs/architecture.md."""
     files = [path for path in PACKAGE.rglob("*.py") if path.stem != "family_rows"]  # rows are facts, not code
-    assert sum(path.read_text().count("\n") for path in files) <= 20_000
+    assert sum(path.read_text().count("\n") for path in files) <= 21_500

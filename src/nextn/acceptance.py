@@ -47,7 +47,7 @@ class Acceptance:
 
     def intervals(self, z: float = 1.96) -> tuple[tuple[float, float], ...]:
         """Wilson score intervals of a_1..a_K (95 % by default)."""
-        return tuple(_wilson(k, n, z) for k, n in zip(self.kept, self.offered, strict=True))
+        return tuple(wilson(k, n, z) for k, n in zip(self.kept, self.offered, strict=True))
 
     def as_record(self) -> dict[str, object]:
         """What goes into JSON reports."""
@@ -62,7 +62,8 @@ class Acceptance:
         }
 
 
-def _wilson(kept: int, offered: int, z: float) -> tuple[float, float]:
+def wilson(kept: float, offered: float, z: float = 1.96) -> tuple[float, float]:
+    """The Wilson score interval of kept / offered; neither need be whole."""
     if not offered:
         return (0.0, 1.0)
     rate, square = kept / offered, z * z / offered

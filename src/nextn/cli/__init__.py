@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nextn import __version__
-from nextn.cli import bench, move
+from nextn.cli import bench, measure, move
 from nextn.cli.answer import answer
 from nextn.cli.audit import audit
 from nextn.cli.common import (
@@ -179,7 +179,7 @@ def trace(
     console().print(table)
 
 
-for verb in (answer, *move.VERBS, *bench.VERBS):
+for verb in (answer, *move.VERBS, *bench.VERBS, *measure.VERBS):
     app.command()(verb)
 
 

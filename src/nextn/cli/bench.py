@@ -1,8 +1,7 @@
 """The verbs that measure: `nextn bench` and `nextn advise`. Files are written when all is measured, or none."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,27 +16,24 @@ from nextn.cli.common import (
     DraftVocab,
     Dtype,
     MaxTokens,
+    ModelName,
     PathName,
+    Prompts,
+    Temperatures,
     console,
     draft_from,
     load_model,
+    numbers,
     plain,
+    print_whole,
+    progress_bars,
 )  # fmt: skip
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from nextn.advice import Advice
     from nextn.benchmark import Figures, Report
 
-    Step = Callable[[], None]
-
-ModelName = Annotated[str, typer.Argument(help="Checkpoint folder or hub id.")]
-Prompts = Annotated[
-    Path | None, typer.Option(help="Prompts of your own: .txt (blank lines between) or .jsonl; see docs/benchmarks.md.")
-]
-Temperatures = Annotated[str, typer.Option(help="Comma-separated; 0 = greedy.")]
 Out = Annotated[Path | None, typer.Option(help="Folder for the record and the figures.")]
 
 
@@ -64,7 +60,7 @@ def bench(
 
     plan = Plan(
         _whole(drafts, "--drafts"),
-        _numbers(temperatures),
+        numbers(temperatures),
         max_tokens,
         repeats,
         chat=chat,
@@ -75,7 +71,7 @@ def bench(
     _ready(out)
     texts, loaded = read_prompts(prompts), load_model(model, dtype, need_head=True)
     draft_from(loaded, draft_vocab, draft_text)
-    with _progress(quiet=as_json) as progress:
+    with progress_bars(quiet=as_json) as progress:
         step = progress("decode", plan.num_runs(len(texts)))
         report = measured(loaded, texts, plan, source=model, on_run=lambda _: step())
     if out is not None:
@@ -107,10 +103,10 @@ def advise(
     from nextn.workload import read_prompts
 
     sizes, columns = _whole(batches, "--batches"), _whole(contexts, "--contexts") if contexts else ()
-    plan = Plan((drafts,), _numbers(temperatures), max_tokens, repeats=1, chat=chat, seed=seed, path=path)
+    plan = Plan((drafts,), numbers(temperatures), max_tokens, repeats=1, chat=chat, seed=seed, path=path)
     _ready(out)
     texts, loaded = read_prompts(prompts), load_model(model, dtype, need_head=True)
-    with _progress(quiet=as_json) as progress:
+    with progress_bars(quiet=as_json) as progress:
         decoded = progress("decode", plan.num_runs(len(texts)))
         costed = progress("costs", len(sizes) * max(1, len(columns)))
         advice = advised(
@@ -141,13 +137,6 @@ def _whole(text: str, name: str) -> tuple[int, ...]:
         raise ConfigError(f"{name} {text!r}; expected whole numbers with commas between, such as 1,2,4") from error
 
 
-def _numbers(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise ConfigError(f"--temperatures {text!r}; expected numbers with commas between, such as 0,1") from error
-
-
 def _ready(out: Path | None) -> None:
     """What would fail after the measuring fails before it."""
     if out is None:
@@ -158,21 +147,6 @@ def _ready(out: Path | None) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {out}: not a folder that can be made ({error.strerror}); name another") from error
-
-
-@contextmanager
-def _progress(*, quiet: bool) -> "Iterator[Callable[[str, int], Step]]":
-    """progress(what, total) adds a bar and returns what moves it by one."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console(stderr=True), disable=quiet, transient=True) as bar:
-
-        def added(what: str, total: int) -> "Step":
-            task = bar.add_task(what, total=total)
-            return lambda: bar.advance(task)
-
-        yield added
 
 
 def _write(out: Path, name: str, record: Mapping[str, object], draw: Callable[[Path], None]) -> None:
@@ -221,7 +195,7 @@ def _show(report: "Report") -> None:
             table.add_row(plain(f"{_at(temperature)}{label}{marked}"), *_cells(figures))
         table.add_section()
     screen = console()
-    _print_whole(table)
+    print_whole(table)
     lines = [
         f"v(m) {'  '.join(f'{value:.2f}' for value in costs.v)}   c {costs.c:.2f}   in plain steps of "
         f"{costs.steps[0].median * 1e3:.2f} ms, at context {costs.context}",
@@ -260,18 +234,13 @@ def _tell(advice: "Advice") -> None:
         expected += [""] * (len(choices) - len(expected))
         sizes = (str(each.costs.batch), str(each.costs.context))
         table.add_row(f"T={each.temperature:g}", *sizes, *expected, str(each.best.drafts if each.pays else 0), even)
-    _print_whole(table)
+    print_whole(table)
     for each in advice.headlines:
         found = advice.report.figures(each.temperature, advice.report.plan.drafts[-1])
         told = f"measured in this run at K = {found.drafts}: {found.speedup.median:.2f} x"
         screen.print(plain(f"{_at(each.temperature)}: {each.words}; {told}"), soft_wrap=True)
     for line in _warnings(advice.report):
         screen.print(plain(line), soft_wrap=True)
-
-
-def _print_whole(table: "Table") -> None:
-    """Figures cut short are none: a narrow terminal folds the lines itself."""
-    console(width=max(console().width, 120)).print(table, crop=False)
 
 
 def _warnings(report: "Report") -> list[str]:

@@ -12,10 +12,18 @@ from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
     from rich.text import Text
 
     from nextn.model import Model
 
+    Step = Callable[[], None]
+
+ModelName = Annotated[str, typer.Argument(help="Checkpoint folder or hub id.")]
+Prompts = Annotated[
+    Path | None, typer.Option(help="Prompts of your own: .txt (blank lines between) or .jsonl; see docs/benchmarks.md.")
+]
+Temperatures = Annotated[str, typer.Option(help="Comma-separated; 0 = greedy.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
 CacheDir = Annotated[Path | None, typer.Option(help="The hub's cache; left out: the usual place.")]
 Offline = Annotated[bool, typer.Option("--offline", help="Read a hub id from the cache alone.")]
@@ -89,3 +97,30 @@ def draft_from(model: "Model", size: int, text: Path | None) -> None:
         raise ConfigError(f"--draft-text {text}: not a readable text: {error}") from error
     vocab_size = model.trunk.vocab_size
     model.head.shortlist = Shortlist.of([ids], size, vocab_size=vocab_size, always=eos_tokens(model))
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--temperatures {text!r}; expected numbers with commas between, such as 0,1") from error
+
+
+@contextmanager
+def progress_bars(*, quiet: bool) -> "Iterator[Callable[[str, int], Step]]":
+    """progress(what, total) adds a bar and returns what moves it by one."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console(stderr=True), disable=quiet, transient=True) as bar:
+
+        def added(what: str, total: int) -> "Step":
+            task = bar.add_task(what, total=total)
+            return lambda: bar.advance(task)
+
+        yield added
+
+
+def print_whole(table: "Table") -> None:
+    """Figures cut short are none: a narrow terminal folds the lines itself."""
+    console(width=max(console().width, 120)).print(table, crop=False)

@@ -1,0 +1,128 @@
+"""The verb `nextn measure`: the acceptance that a head should have, and which conventions its weights want."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nextn.cli.common import (
+    AsJson,
+    Dtype,
+    MaxTokens,
+    ModelName,
+    PathName,
+    Prompts,
+    Temperatures,
+    console,
+    load_model,
+    numbers,
+    plain,
+    print_whole,
+    progress_bars,
+)  # fmt: skip
+from nextn.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nextn.estimate import Estimate
+    from nextn.measure import Measured
+
+
+def measure(
+    model: ModelName,
+    drafts: Annotated[int, typer.Option("--drafts", "-k", help="The largest K; every smaller one is told, too.")] = 4,
+    prompts: Prompts = None,
+    temperatures: Temperatures = "0,1",
+    max_tokens: MaxTokens = 256,
+    chat: Annotated[
+        bool | None, typer.Option("--chat/--no-chat", help="Chat template or not; left out: where there is one.")
+    ] = None,
+    seed: int = 0,
+    dtype: Dtype = "auto",
+    path: PathName = "auto",
+    min_acceptance: Annotated[
+        float | None, typer.Option(help="Exit with 1 if a_1 of the lowest temperature is below, for CI.")
+    ] = None,
+    model_card: Annotated[bool, typer.Option("--model-card", help="Print Markdown for a model card.")] = False,
+    out: Annotated[Path | None, typer.Option(help="File for the JSON record.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the acceptance per depth that a checkpoint's head should reach, with intervals and negative controls."""
+    from dataclasses import replace
+
+    from nextn.card import card
+    from nextn.cost import Machine
+    from nextn.measure import Plan, hashes, reference
+    from nextn.tensor_file import write_json
+    from nextn.workload import read_prompts
+
+    if min_acceptance is not None and not 0 <= min_acceptance <= 1:
+        raise ConfigError(f"--min-acceptance {min_acceptance}; expected a share from 0 to 1, such as 0.6")
+    plan = Plan(drafts, numbers(temperatures), max_tokens, chat, seed, path)
+    texts, loaded = read_prompts(prompts), load_model(model, dtype, need_head=True)
+    with progress_bars(quiet=as_json or model_card) as progress:
+        step = progress("texts", len(texts) * len(plan.temperatures))
+        found = reference(loaded, texts, plan, on_text=step)
+    found = replace(found, source=model, hashes=hashes(model), machine=Machine.of(loaded))
+    if out is not None:
+        write_json(out, found.as_record())
+    if as_json:
+        typer.echo(json.dumps(found.as_record()))
+    elif model_card:
+        typer.echo(card(found, command=shlex.join(["nextn", *sys.argv[1:]])))
+    else:
+        _show(found)
+    if min_acceptance is not None:
+        _judge(found, min_acceptance)
+
+
+VERBS = (measure,)
+
+
+def _show(found: "Measured") -> None:
+    from rich.table import Table
+
+    screen, depths = console(), range(1, found.plan.drafts + 1)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("", "texts", *(f"a_{k}" for k in depths), *(f"AL@{k}" for k in depths)):
+        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+    for temperature in found.plan.temperatures:
+        for place, rule in enumerate(found.rules(temperature)):
+            of = [found.figures(temperature, rule=rule, drafts=k) for k in depths]
+            label = rule if rule == "greedy" else f"T={temperature:g} {rule}"
+            lengths = [f"{each.length.value:.2f}" for each in of]
+            table.add_row(plain(label), str(of[-1].num_texts), *map(_cell, of[-1].rates), *lengths)
+            for domain in found.domains[1:] if not place else ():
+                one = found.figures(temperature, domain=domain)
+                lengths = [*[""] * (len(depths) - 1), f"{one.length.value:.2f}"]
+                table.add_row(plain(f"  {domain}"), str(one.num_texts), *map(_cell, one.rates), *lengths, style="dim")
+        table.add_section()
+    print_whole(table)
+    if (seen := found.controls) is not None:
+        screen.print(
+            plain(
+                f"controls, greedy where measured: a_1 over all columns {seen.columns:.2f}; shifted targets "
+                f"{seen.shifted:.2f}, shuffled hidden states {seen.shuffled:.2f}, by accident {seen.chance:.2f}; "
+                f"median rank of the text's token {seen.median_rank:.0f} of {seen.vocab_size}"
+            ),
+            soft_wrap=True,
+        )
+    screen.print(
+        plain(f"{found.how} pass, {found.family}; rules and intervals (95 %, by text): docs/measure.md"), soft_wrap=True
+    )
+    for warning in found.warnings:
+        screen.print(plain(f"note: {warning}"), soft_wrap=True)
+
+
+def _cell(rate: "Estimate") -> str:
+    return "" if rate.value != rate.value else f"{rate.value:.3f} ({rate.low:.2f}-{rate.high:.2f})"
+
+
+def _judge(found: "Measured", least: float) -> None:
+    """Exit code 1 where a_1 is below; so for one that could not be measured."""
+    rate = found.figures(found.plan.temperatures[0]).rates[0].value
+    if not rate >= least:
+        typer.echo(f"a_1 = {rate:.3f} is below --min-acceptance {least:g}", err=True)
+        raise typer.Exit(1)

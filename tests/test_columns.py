@@ -1,0 +1,191 @@
+"""Teacher-forced chains against the decoder: greedy to the last count, sampled within what chance allows."""
+
+from collections import Counter
+
+import pytest
+import torch
+from tiny import BUILDS, build, prompt, refrain
+
+from nextn import columns
+from nextn.acceptance import Acceptance
+from nextn.columns import RULES, Text, scored, states
+from nextn.decode import Contract, Settings, rounds
+from nextn.errors import ConfigError
+from nextn.estimate import difference
+from nextn.sampling import Sampling
+
+PROMPTS = [row.tolist() for row in refrain(16, 33, seed=10**6)]
+# Rules of sampled decoding -> the decoder's settings for each; it has none for `match`.
+SETTINGS = {"ratio": {"block": False}, "block": {}, "argmax": {"block": False, "sampled_drafts": False}}
+
+
+def decoded(model, prompts, settings, **more):
+    """Texts as columns wants them, and each row's own rounds."""
+    new, logs, ends = [[] for _ in prompts], [[] for _ in prompts], {}
+    for each in rounds(model.trunk, model.head, prompts, settings, **more):
+        for part in each.rows:
+            new[part.row] += part.emitted
+            logs[part.row].append(part)
+            ends[part.row] = part.finish
+    texts = [
+        Text(tuple(p), tuple(n), settings.sampling.temperature, ends[row] in ("eos", "context"))
+        for row, (p, n) in enumerate(zip(prompts, new, strict=True))
+    ]
+    return texts, logs
+
+
+def counts(logs, drafts):
+    """Acceptance over rows; per row offered and kept."""
+    each = [Acceptance.of([type("R", (), {"rows": [part]}) for part in log]) for log in logs]
+    pad = lambda values: [*values, *[0] * (drafts - len(values))]  # noqa: E731
+    return [pad(row.offered) for row in each], [pad(row.kept) for row in each]
+
+
+def walked(model, texts, drafts, rule, contract=None):
+    found = list(scored(model, texts, states(model.trunk, texts), drafts, contract=contract))
+    return [each.survivals[rule].walked(each.rooms, drafts) for each in found]
+
+
+CONTRACTS = [Contract(), Contract(prefill=False), Contract(offset=-1), Contract(prefill=False, offset=-1)]
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 5])
+@pytest.mark.parametrize("name", ["glm", "glm_two", "qwen", "v4"])
+@pytest.mark.parametrize("contract", CONTRACTS, ids=["right", "no prefill", "offset", "both"])
+def test_greedy_counts_are_the_decoders(name, drafts, contract, trained):
+    """Every offered and kept draft of every text, right and with faults; some texts end early."""
+    settings = Settings(drafts=drafts, max_tokens=28, contract=contract, eos=(7, 19))
+    texts, logs = decoded(trained[name], PROMPTS[:8], settings)
+    offered, kept = counts(logs, drafts)
+    assert any(text.ended for text in texts)
+    assert any(not text.ended for text in texts)
+    assert walked(trained[name], texts, drafts, "greedy", contract) == list(zip(offered, kept, strict=True))
+
+
+def test_context_ends_a_text_too():
+    """The last round may draft less: the same counts where the context is full."""
+    model = build("glm4_moe", max_position_embeddings=40)
+    texts, logs = decoded(model, PROMPTS[:3], Settings(drafts=3, max_tokens=28))
+    assert {len(text.tokens) for text in texts} == {40}
+    offered, kept = counts(logs, 3)
+    assert walked(model, texts, 3, "greedy") == list(zip(offered, kept, strict=True))
+
+
+@pytest.mark.parametrize("rule", SETTINGS)
+@pytest.mark.parametrize("name", ["glm", "glm_two"])
+def test_sampled_counts_agree_with_the_decoders(name, rule, trained):
+    """At a temperature at which some drafts stand and others do not: no paired difference that 1 in 10,000 has."""
+    drafts, many = 3, [row.tolist() for row in refrain(48, 20, seed=5)]
+    sampling = Sampling(4.0 if rule != "argmax" else 2.0 if name == "glm" else 1.3)
+    settings = Settings(drafts=drafts, max_tokens=30, sampling=sampling, seed=3, **SETTINGS[rule])
+    texts, logs = decoded(trained[name], many, settings)
+    offered, kept = counts(logs, drafts)
+    found = walked(trained[name], texts, drafts, rule)
+    survived = 1.0
+    for depth in range(drafts):
+        for ours, theirs in ((0, offered), (1, kept)):
+            gap = difference(
+                [each[ours][depth] for each in found],
+                [each[depth] for each in theirs],
+                [each[0] for each in offered],
+                error=1e-4,
+            )
+            rare = 9 / sum(each[0] for each in offered)  # what no text happened to show has no spread
+            assert gap.low - rare <= 0 <= gap.high + rare, (depth, ours, gap)
+            assert gap.high - gap.low < 0.2
+        survived *= sum(each[depth] for each in kept) / sum(each[depth] for each in offered)
+    assert 0.05 < survived < 0.9
+
+
+def test_rules_by_enumeration(trained):
+    """`match` and the others, depth 1 and 2, against sums over all drafts, from the laws themselves."""
+    model = trained["glm"]
+    text = Text(tuple(PROMPTS[0]), tuple(PROMPTS[0][:9]), 3.0)
+    hidden = states(model.trunk, [text])
+    (found,) = scored(model, [text], hidden, 2)
+    with torch.no_grad():
+        tokens = torch.tensor([text.tokens])
+        chains = model.head.unrolled(tokens, hidden[0].eaten[None], 2)
+        column = len(text.prompt) + 1  # start 2
+        (q1, q2) = ((model.head.logits(0, chain[0, column]).double() / 3).softmax(-1) for chain in chains)
+        normed = hidden[0].normed
+        p1, p2 = ((model.trunk.logits(normed[column + k]).double() / 3).softmax(-1) for k in (1, 2))
+    x1, x2 = text.new[3], text.new[4]
+    low = torch.minimum
+    wanted = {
+        "ratio": (low(p1, q1).sum(), low(p1[x1], q1[x1]) / p1[x1] * low(p2[x2], q2[x2]) / p2[x2]),
+        "match": ((p1 * q1).sum(), q1[x1] * q2[x2]),
+        "argmax": (p1[q1.argmax()], float(q1.argmax() == x1 and q2.argmax() == x2)),
+    }
+    # Block verification keeps the second with the worth that both drafts have together.
+    first = q1[x1] / p1[x1]
+    both = first * q2[x2] / p2[x2]
+    wanted["block"] = (low(p1, q1).sum(), min(1.0, first, both))
+    assert set(wanted) | {"greedy"} == set(RULES)
+    for rule, (expected, given) in wanted.items():
+        assert found.survivals[rule].expected[2, 0].item() == pytest.approx(float(expected), abs=1e-5), rule
+        assert found.survivals[rule].given[2, 2].item() == pytest.approx(float(given), rel=1e-4, abs=1e-6), rule
+    order = q1.argsort(descending=True).tolist()
+    assert found.ranks[2].item() == order.index(x1)
+    assert found.drafts[2].item() == order[0]
+
+
+@pytest.mark.parametrize(("name", "modules"), BUILDS)
+def test_stepping_is_the_parallel_pass(name, modules, monkeypatch):
+    """Where both can be: the same chains, at every start and depth; elsewhere stepping runs at all."""
+    model = build(name, modules=modules)
+    texts = [Text(tuple(prompt(5 + row, seed=row)), tuple(prompt(7 + row, seed=9 + row))) for row in range(2)]
+    hiddens, seen = states(model.trunk, texts), []
+    monkeypatch.setattr(columns, "_judged", lambda model, text, chains, *rest: seen.append(chains))
+    list(scored(model, texts, hiddens, modules + 2))
+    parallel, seen[:] = [*seen], []
+    monkeypatch.setattr(type(model.head), "can_unroll", False)
+    list(scored(model, texts, hiddens, modules + 2))
+    assert len(seen) == len(parallel) == 2
+    for one, other in zip(parallel, seen, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_a_later_pair_is_scored(trained):
+    """Offset +1, which nothing could draft with: the state at column i is the next column's."""
+    model = trained["glm"]
+    text = Text(tuple(PROMPTS[0]), tuple(PROMPTS[0][:9]))
+    (hidden,) = states(model.trunk, [text])
+    moved = type(hidden)(hidden.normed, torch.cat([hidden.eaten[1:], torch.zeros_like(hidden.eaten[:1])]))
+    (given,) = scored(model, [text], [hidden], 2, contract=Contract(offset=1))
+    (wanted,) = scored(model, [text], [moved], 2)
+    assert torch.equal(given.ranks, wanted.ranks)
+    (right,) = scored(model, [text], [hidden], 2)
+    assert not torch.equal(given.ranks, right.ranks)
+
+
+def test_walk_by_hand():
+    """Rounds follow kept drafts: the start behind a kept draft is never visited, one behind a doubtful one half."""
+    given = torch.tensor([[1.0, 0.5], [1.0, 1.0], [1.0, 0.0]], dtype=torch.float64)
+    offered, kept = columns.Survival(given, given[:, 1:]).walked([3, 2, 1], 1)
+    # Start 0 always; 1 with chance a half, which keeps for sure and skips 2; 2 by the other half.
+    assert offered == [1 + 0.5 + 0.5]
+    assert kept == [0.5 + 0.5]
+
+
+def test_short_texts_and_refusals(trained):
+    """One new token leaves nothing to judge; a fault that only decoding shows is named."""
+    model = trained["glm"]
+    text = Text(tuple(PROMPTS[0]), (1,))
+    (found,) = scored(model, [text], states(model.trunk, [text]), 4)
+    assert found.rooms == []
+    assert found.survivals["greedy"].walked(found.rooms, 4) == ([0.0] * 4, [0.0] * 4)
+    with pytest.raises(ConfigError, match="rerun"):
+        list(scored(model, [text], states(model.trunk, [text]), 1, contract=Contract(rerun=False)))
+
+
+def test_groups_hold_few_columns(trained, monkeypatch):
+    """Texts of many lengths in small groups give what they give alone."""
+    model = trained["glm"]
+    texts = [Text(tuple(PROMPTS[row][: 3 + row]), tuple(PROMPTS[row][3 + row : 14 + row])) for row in range(5)]
+    hiddens = states(model.trunk, texts)
+    whole = [each.ranks.tolist() for each in scored(model, texts, hiddens, 3)]
+    monkeypatch.setattr(columns, "_COLUMNS", 40)
+    monkeypatch.setattr(columns, "_STARTS", 4)
+    assert [each.ranks.tolist() for each in scored(model, texts, hiddens, 3)] == whole
+    assert Counter(map(len, columns._groups([columns._Fed(torch.zeros(15), torch.zeros(15), 0)] * 5))) == {2: 2, 1: 1}
