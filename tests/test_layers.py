@@ -33,7 +33,7 @@ LAYERS = [
     ["keep"],
     ["drafting"],
     ["decode", "model"],
-    ["text", "evaluate", "plot", "live_head", "columns"],
+    ["text", "evaluate", "plot", "live_head", "columns", "variants"],
     ["telemetry", "train_config", "tracer", "cost", "workload", "answers", "beside"],
     ["metrics", "standing", "init_head", "head_files"],
     ["optimisers", "run_folder", "tasks"],
@@ -41,7 +41,7 @@ LAYERS = [
     ["train", "hook"],
     ["recipes", "benchmark", "measure"],
     ["head_runs"],
-    ["demo", "advice", "card"],
+    ["demo", "advice", "card", "probe"],
     ["cli"],
 ]
 # One idea in two files: the rows are made of the classes, and the look-ups read the rows.

@@ -239,5 +239,24 @@ def test_verb(tmp_path):
         run(tmp_path, "--min-acceptance", "1", "--offset", "0") if False else run(tmp_path, "--min-acceptance", "0.999")
     )
     assert low.exit_code in (0, 1)
+    probed = json.loads(run(tmp_path, "--json", "--probe", "--temperatures", "0").stdout)["probe"]
+    assert probed["readings"]
     assert "| greedy |" in run(tmp_path, "--model-card").stdout
     assert isinstance(run(tmp_path, "--min-acceptance", "2").exception, ConfigError)
+
+
+def test_verb_that_probes(tmp_path):
+    """Projection halves in the other order in the file: named, and exit 1."""
+    from nextn.model import Model
+
+    model = Model.load(FIXTURES / "glm")
+    with torch.no_grad():
+        weight = model.head.stack[0].projection.weight
+        weight.copy_(torch.cat(weight.chunk(2, dim=1)[::-1], dim=1))
+    model.save(tmp_path / "glm", copies=False)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": prompt.text}) for prompt in PROMPTS))
+    arguments = ["measure", str(tmp_path / "glm"), "--prompts", str(prompts), "--max-tokens", "20", "-k", "1"]
+    told = CliRunner().invoke(app, [*arguments, "--path", "plain", "--temperatures", "1", "--probe"])
+    assert told.exit_code == 1, told.output
+    assert "the weights want projection of hidden first" in told.stdout

@@ -107,14 +107,14 @@ def numbers(text: str) -> tuple[float, ...]:
 
 
 @contextmanager
-def progress_bars(*, quiet: bool) -> "Iterator[Callable[[str, int], Step]]":
+def progress_bars(*, quiet: bool) -> "Iterator[Callable[[str, int | None], Step]]":
     """progress(what, total) adds a bar and returns what moves it by one."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console(stderr=True), disable=quiet, transient=True) as bar:
 
-        def added(what: str, total: int) -> "Step":
+        def added(what: str, total: int | None) -> "Step":
             task = bar.add_task(what, total=total)
             return lambda: bar.advance(task)
 

@@ -28,6 +28,8 @@ from nextn.errors import ConfigError
 if TYPE_CHECKING:
     from nextn.estimate import Estimate
     from nextn.measure import Measured
+    from nextn.model import Model
+    from nextn.probe import Probed
 
 
 def measure(
@@ -45,6 +47,9 @@ def measure(
     min_acceptance: Annotated[
         float | None, typer.Option(help="Exit with 1 if a_1 of the lowest temperature is below, for CI.")
     ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Try other conventions; exit with 1 if the weights want another.")
+    ] = False,
     model_card: Annotated[bool, typer.Option("--model-card", help="Print Markdown for a model card.")] = False,
     out: Annotated[Path | None, typer.Option(help="File for the JSON record.")] = None,
     as_json: AsJson = False,
@@ -66,16 +71,22 @@ def measure(
         step = progress("texts", len(texts) * len(plan.temperatures))
         found = reference(loaded, texts, plan, on_text=step)
     found = replace(found, source=model, hashes=hashes(model), machine=Machine.of(loaded))
+    probed = _probed(found, loaded, quiet=as_json or model_card) if probe else None
+    record = found.as_record() | ({} if probed is None else {"probe": probed.as_record()})
     if out is not None:
-        write_json(out, found.as_record())
+        write_json(out, record)
     if as_json:
-        typer.echo(json.dumps(found.as_record()))
+        typer.echo(json.dumps(record))
     elif model_card:
         typer.echo(card(found, command=shlex.join(["nextn", *sys.argv[1:]])))
     else:
         _show(found)
+        if probed is not None:
+            _tell(probed)
     if min_acceptance is not None:
         _judge(found, min_acceptance)
+    if probed is not None and not (probed.agrees and probed.works):
+        raise typer.Exit(1)
 
 
 VERBS = (measure,)
@@ -118,6 +129,40 @@ def _show(found: "Measured") -> None:
 
 def _cell(rate: "Estimate") -> str:
     return "" if rate.value != rate.value else f"{rate.value:.3f} ({rate.low:.2f}-{rate.high:.2f})"
+
+
+def _probed(found: "Measured", model: "Model", *, quiet: bool) -> "Probed":
+    from nextn.measure import continued
+    from nextn.probe import probe, readable
+    from nextn.variants import stored_copies
+
+    sampled = [drawn for temperature, drawn in found.drawn.items() if temperature]
+    prompts = [text.prompt for drawn in found.drawn.values() for text in drawn.texts][: len(found.prompts)]
+    drawn = sampled[0] if sampled else continued(model, prompts, found.plan, 1.0)
+    with progress_bars(quiet=quiet) as progress:
+        step = progress("readings", None)
+        copies = stored_copies(found.source, model)
+        return probe(model, readable(drawn.texts), found.plan.drafts, copies=copies, on_tried=step)
+
+
+def _tell(probed: "Probed") -> None:
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("reading", *(f"a_{k}" for k in range(1, len(probed.base.rates) + 1)), "drafts a column", "more"):
+        table.add_column(title, justify="left" if title == "reading" else "right", no_wrap=True)
+    shown = [each for each in probed.tried if len(each.keys) == 1 or each == probed.wanted]
+    for each in sorted([probed.base, *shown], key=lambda each: -each.per_column):
+        gain = probed.over(each, probed.base)
+        rates = ["" if rate != rate else f"{rate:.2f}" for rate in each.rates]
+        more = f"{gain.value:+.2f} ({gain.low:+.2f} to {gain.high:+.2f})" if each.keys else ""
+        style = "bold" if each == probed.wanted else None
+        table.add_row(plain(each.says), *rates, f"{each.per_column:.2f}", more, style=style)
+    print_whole(table)
+    console().print(plain(f"probe: {probed.words}"), soft_wrap=True)
+    if probed.ties:
+        told = "; ".join(each.says for each in probed.ties)
+        console().print(plain(f"cannot be told from it on these texts: {told}"), soft_wrap=True)
 
 
 def _judge(found: "Measured", least: float) -> None:
