@@ -41,7 +41,7 @@ LAYERS = [
     ["train", "hook"],
     ["recipes", "benchmark", "measure"],
     ["head_runs"],
-    ["demo", "advice", "card", "probe"],
+    ["demo", "advice", "card", "probe", "faults"],
     ["cli"],
 ]
 # One idea in two files: the rows are made of the classes, and the look-ups read the rows.
