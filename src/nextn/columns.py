@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from nextn.decode import Contract
+from nextn.drafting import Contract
 from nextn.errors import ConfigError
 from nextn.head import Head
 from nextn.model import Model

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from nextn.decode import Contract
+from nextn.drafting import Contract
 from nextn.head import Head
 from nextn.measure import Measured, reference, rescored
 from nextn.model import Model

@@ -19,7 +19,8 @@ from nextn.checkpoint import Checkpoint
 from nextn.columns import RULES, Scored, Text, scored, states
 from nextn.cost import Machine
 from nextn.data import degeneracy
-from nextn.decode import Contract, Round, Settings
+from nextn.decode import Round, Settings
+from nextn.drafting import Contract
 from nextn.errors import ConfigError
 from nextn.estimate import INTERVAL, Estimate, jackknifed, share
 from nextn.inventory import Inventory

@@ -14,7 +14,7 @@ from itertools import combinations
 from torch import Tensor
 
 from nextn.columns import Scored, Text, scored, states
-from nextn.decode import Contract
+from nextn.drafting import Contract
 from nextn.errors import ConfigError
 from nextn.estimate import Estimate, difference
 from nextn.families import Stage

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nextn.checkpoint import Checkpoint
-from nextn.decode import Contract
+from nextn.drafting import Contract
 from nextn.families import Family
 from nextn.head import Head
 from nextn.inventory import Inventory
