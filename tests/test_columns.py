@@ -9,7 +9,8 @@ from tiny import BUILDS, build, prompt, refrain
 from nextn import columns
 from nextn.acceptance import Acceptance
 from nextn.columns import RULES, Text, scored, states
-from nextn.decode import Contract, Settings, rounds
+from nextn.decode import Settings, rounds
+from nextn.drafting import Contract
 from nextn.errors import ConfigError
 from nextn.estimate import difference
 from nextn.sampling import Sampling

@@ -43,7 +43,7 @@ LAYERS = [
     ["recipes", "benchmark", "measure"],
     ["head_runs"],
     ["verify"],
-    ["demo", "advice", "card", "probe"],
+    ["demo", "advice", "card", "probe", "faults"],
     ["cli"],
 ]
 # One idea in two files: the rows are made of the classes, and the look-ups read the rows.

@@ -13,7 +13,7 @@ from nextn import cost
 from nextn.card import card
 from nextn.cli import app
 from nextn.data import degeneracy
-from nextn.decode import Contract
+from nextn.drafting import Contract
 from nextn.errors import ConfigError
 from nextn.measure import DEFINITIONS, Controls, Plan, hashes, reference, rescored
 from nextn.workload import Prompt

@@ -8,7 +8,7 @@ import torch
 from tiny import build, refrain
 
 from nextn.columns import Text
-from nextn.decode import Contract
+from nextn.drafting import Contract
 from nextn.errors import ConfigError
 from nextn.measure import Plan, continued
 from nextn.model import Model

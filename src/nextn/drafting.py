@@ -22,7 +22,8 @@ class Contract:
     """What an engine must get right besides the family's facts. The defaults are right; each change plants one fault.
 
     prefill: the head's cache is filled over the whole prompt. rerun: kept columns run again with the trunk's true
-    hidden states. offset: the pair at column i is (t_{i+1}, h_{i+offset}); 0 or -1.
+    hidden states. offset: the pair at column i is (t_{i+1}, h_{i+offset}); 0 or -1. +1 can be scored, see `columns`,
+    and not drafted with: that state is not known then.
     """
 
     prefill: bool = True
