@@ -132,6 +132,21 @@ def test_a_checkpoint_holds_the_head_alone(corpus, tmp_path):
     assert stored.keys() == task.head.state_dict().keys()
 
 
+def test_states_from_disk_train_the_same_head(corpus, tmp_path, monkeypatch):
+    """An epoch's states, made once: the same loss as from the text, and steps do not run the trunk again."""
+    task = of_fixture(corpus, replace(CONFIG, steps=4))
+    list(task.cached(tmp_path / "hidden").fill())
+    for step in range(4):
+        example = task.example(step)
+        assert example.hidden is not None
+        told, again = task.loss(example, 1.0), task.loss(replace(example, hidden=None), 1.0)
+        torch.testing.assert_close(told.sums, again.sums)
+    monkeypatch.setattr(task.model.trunk, "forward", lambda *args, **kwargs: pytest.fail("the trunk ran"))
+    Trainer(task, out=tmp_path / "run")._step()
+    with pytest.raises(ConfigError, match="limit"):
+        task.cached(tmp_path / "other", limit_gb=-1)
+
+
 def test_another_trunk_is_refused(corpus, tmp_path):
     list(Trainer(of_fixture(corpus), out=tmp_path).run())
     with pytest.raises(CheckpointError, match=r"step-0000006: trained on another trunk than .*glm_one"):

@@ -13,6 +13,7 @@ from nextn.data import Batch, Batches, Corpus
 from nextn.errors import CheckpointError, ConfigError
 from nextn.head import Head, outputs
 from nextn.head_files import write_beside_trunk
+from nextn.hidden_cache import HiddenCache
 from nextn.inventory import Inventory
 from nextn.loss import Targets, depth_weights
 from nextn.metrics import HeadRecord
@@ -55,13 +56,33 @@ class HeadTask:
             Batches, batch_size=config.batch_size, length=config.length, seed=config.seed, pack=model.trunk.can_pack
         )
         self.batches, self.held_out = batches(corpus), batches(held_out or corpus)
+        self.cache: HiddenCache | None = None
         self.fingerprint = trunk_fingerprint(origin)
         self.stored = freeze(model.trunk.model, self.head)
         self.named = {f"head.{name}": value for name, value in self.head.named_parameters()}
         self.weights = depth_weights(config.depths, beta=config.beta)
         prepare_layers(model, config)
 
+    def cached(self, folder: Path, limit_gb: float | None = None) -> HiddenCache:
+        """Take the trunk's states from `folder` from now on, once it is filled: an epoch of them, or all steps'.
+
+        limit_gb: the most that they may take, in 1e9 bytes. Raises ConfigError for a folder of other states.
+        """
+        epoch = -(-self.batches.num_windows // self.config.batch_size)
+        trunk = self.model.trunk
+        self.cache = HiddenCache(
+            trunk,
+            self.batches,
+            min(epoch, self.config.steps),
+            folder,
+            autocast=self._reads_autocast,
+            limit_gb=limit_gb,
+        )
+        return self.cache
+
     def example(self, step: int, *, rank: int = 0, world: int = 1) -> Example:
+        if self.cache is not None:
+            return Example(*self.cache.batch(step, rank=rank, world=world))
         return Example(self.batches.batch(step, rank=rank, world=world))
 
     def counts(self, example: Example) -> Tensor:
@@ -90,10 +111,8 @@ class HeadTask:
         if example.hidden is not None:
             return example.hidden
         targets = self._targets(example.batch)
-        trunk = self.model.trunk
-        # A trunk in half precision is read as decoding reads it, without autocast.
-        with torch.no_grad(), self._autocast(enabled=trunk.dtype == torch.float32):
-            return trunk(targets.tokens, documents=targets.documents)
+        with torch.no_grad(), self._autocast(enabled=self._reads_autocast):
+            return self.model.trunk(targets.tokens, documents=targets.documents)
 
     def figures(self, report: Report) -> dict[str, tuple[float, ...]]:
         assert isinstance(report, HeadLoss)
@@ -144,6 +163,11 @@ class HeadTask:
     def _targets(self, batch: Batch) -> Targets:
         device = self.model.trunk.device
         return Targets(batch.tokens.to(device), batch.documents.to(device), batch.counted.to(device))
+
+    @property
+    def _reads_autocast(self) -> bool:
+        """A trunk in half precision is read as decoding reads it, without autocast."""
+        return self.config.dtype == "bfloat16" and self.model.trunk.dtype == torch.float32
 
     def _autocast(self, *, enabled: bool = True) -> torch.autocast:
         enabled = enabled and self.config.dtype == "bfloat16"

@@ -13,6 +13,7 @@ from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
     from nextn.head_runs import Start
+    from nextn.hidden_cache import HiddenCache
     from nextn.train import Trainer
 
 _JOINT, _HEAD = "Trunk and head from scratch", "A head on a frozen trunk"
@@ -82,6 +83,13 @@ def train(
         bool,
         typer.Option("--allow-worse", help="Write a head that is worse than the first.", rich_help_panel=_HEAD),
     ] = False,
+    cache_gb: Annotated[
+        float | None,
+        typer.Option(
+            help="Keep the trunk's hidden states of an epoch in OUT/hidden, in at most that many 1e9 bytes.",
+            rich_help_panel=_HEAD,
+        ),
+    ] = None,
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
@@ -100,6 +108,7 @@ def train(
             start,
             {"data": data or [], "all_tokens": all_tokens, "tokenizer": tokenizer, "drawn": drawn},
             settings,
+            cache_gb=cache_gb,
             resume=resume,
             tensorboard=tensorboard,
             head_only=head_only,
@@ -107,8 +116,10 @@ def train(
             as_json=as_json,
         )
         return
-    if from_ is not None or head is not None or init_head or head_only or allow_worse or drawn:
-        raise ConfigError("--from, --head, --init-head, --head-only, --drawn and --allow-worse go with --freeze-trunk")
+    if from_ is not None or head is not None or init_head or head_only or allow_worse or drawn or cache_gb:
+        raise ConfigError(
+            "--from, --head, --init-head, --head-only, --drawn, --cache-gb, --allow-worse go with --freeze-trunk"
+        )
     from nextn.recipes import training_run, write_prompts
 
     trainer, text, held_out = training_run(
@@ -134,6 +145,7 @@ def _train_head(
     text: dict[str, Any],
     settings: dict[str, object],
     *,
+    cache_gb: float | None,
     resume: bool,
     tensorboard: bool,
     head_only: bool,
@@ -145,12 +157,24 @@ def _train_head(
 
     run = head_run(out, start, settings=settings, **text)
     _notes(run.notes)
+    if cache_gb is not None:
+        _fill(run.task.cached(out / "hidden", cache_gb), out, quiet=as_json)
     _run(run.trainer, out, resume=resume, tensorboard=tensorboard, as_json=as_json)
     write_prompts(out / "prompts.jsonl", run.held_out)
     made = run.write(head_only=head_only, allow_worse=allow_worse)
     standing = run.trainer.standing
     said = f"wrote {made}" + ("" if standing.baseline is None else f": {standing}")
     typer.echo(json.dumps({"model": str(made), **standing.as_record()}) if as_json else said)
+
+
+def _fill(cache: "HiddenCache", out: Path, *, quiet: bool) -> None:
+    from rich.progress import track
+
+    with stop_flag() as stopped:
+        told = list(track(cache.fill(stopped), "hidden states", total=cache.num_batches + 1, disable=quiet))
+    done, total = told[-1]
+    if done < total:
+        say_stopped(out, "the same command")
 
 
 def _notes(notes: Iterable[str]) -> None:

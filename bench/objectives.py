@@ -1,0 +1,272 @@
+"""Which loss, how many steps, which keys and which text make the best head: heads for frozen trunks, cell by cell.
+
+`bare`: a byte-level trunk that was trained without a head gets a new one. `stale`: a trunk and head that were trained
+together, the trunk then fine-tuned on other text, so that its head no longer matches; that head is trained on. `joint`,
+the head that was trained with its trunk, is what both are compared with. Each cell of the table trains one head, for
+about a minute on two cores; AL@1..8 are of `nextn.telemetry` on the trunk's own answers to held-out prompts, greedy
+ones for T = 0 and drawn ones for T = 1. What is in the results or in the work folder is not made again.
+
+    python bench/objectives.py                       # all cells: about two hours on two cores
+    python bench/objectives.py --only bare/kl        # those whose names begin so
+"""
+
+import argparse
+import json
+import platform
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from nextn.answers import answer
+from nextn.bytelevel import byte_tokenizer
+from nextn.checkpoint import Checkpoint
+from nextn.corpus_files import corpora
+from nextn.data import Batches, Corpus, prompts, split, standard_library
+from nextn.decode import Settings
+from nextn.head_task import HeadTask
+from nextn.init_head import init_head
+from nextn.inventory import Inventory
+from nextn.model import Model
+from nextn.objectives import OBJECTIVES
+from nextn.recipes import by_name
+from nextn.sampling import Sampling
+from nextn.tasks import JointTask
+from nextn.telemetry import foreseen
+from nextn.tensor_file import write_json
+from nextn.train import Trainer
+from nextn.train_config import HeadConfig, TrainConfig
+
+DEPTHS = 8
+CAP = 180  # seconds, after which a cell is cut short and says so
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of everything; the defaults are those of the table."""
+
+    layers: int = 8
+    hidden: int = 256
+    trunk_steps: int = 390
+    tune_steps: int = 150
+    head_steps: int = 200
+    batch_size: int = 8
+    length: int = 256
+    answers: int = 320
+    held_out: int = 24
+    answer_tokens: int = 192
+    files: int | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.length - self.answer_tokens
+
+
+@dataclass(frozen=True)
+class Cell:
+    trunk: str
+    objective: str
+    depths: int
+    kv: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.trunk}/{self.objective}/{self.depths}-step/{self.kv}/{self.text}"
+
+
+def cells() -> Iterator[Cell]:
+    for trunk, text, objective in product(("bare", "stale"), ("answers", "data"), OBJECTIVES):
+        if objective != "e2e-tv":  # of one step it is tv
+            yield Cell(trunk, objective, 1, "own", text)
+        for kv in ("own", "decode"):
+            yield Cell(trunk, objective, 4, kv, text)
+
+
+class Workload:
+    """Trunks, texts and answers in a folder, each made when it is first asked for."""
+
+    def __init__(self, folder: Path, size: Size) -> None:
+        self.folder, self.size, self.tokenizer = folder, size, byte_tokenizer()
+
+    def text(self, trunk: str) -> tuple[Corpus, Corpus]:
+        """(train, held out): Python's sources, or the prose of its documentation for the trunk that is fine-tuned."""
+        files = standard_library()[: self.size.files]
+        prose = [path for path in standard_library() if path.parent.name == "pydoc_data" and path.name != "__init__.py"]
+        if trunk == "stale":
+            return corpora(prose, self.tokenizer)
+        train, held_out = split([path for path in files if path not in prose])
+        return Corpus.from_files(train, self.tokenizer), Corpus.from_files(held_out, self.tokenizer)
+
+    def model(self, trunk: str) -> Path:
+        """The folder of `bare`, `joint` or `stale`."""
+        folder = self.folder / trunk
+        if not folder.exists():
+            getattr(self, f"_make_{trunk}")(folder)
+        return folder
+
+    def answers(self, trunk: str, kind: str) -> Path:
+        """The file of the trunk's answers: `train` (drawn, to texts that are trained on), `greedy` or `drawn`."""
+        file, size = self.folder / f"{trunk}-{kind}.jsonl", self.size
+        model, corpus = Model.load(self.model(trunk), need_head=False), self.text(trunk)[kind != "train"]
+        model.head = None
+        count = size.answers if kind == "train" else size.held_out
+        asked = prompts(corpus, count=count, length=size.prompt_tokens, seed=1, continuation=0)
+        settings = Settings(
+            drafts=0, sampling=Sampling(float(kind != "greedy")), max_tokens=size.answer_tokens, eos=(), seed=2
+        )
+        for told in answer(model, [each.tolist() for each in asked], settings, file, batch_size=32):
+            print(f"  {file.name}: {told.answers} of {told.total}", end="\r", flush=True)
+        return file
+
+    def own_text(self, trunk: str, kind: str) -> Corpus:
+        """Those answers as text."""
+        train, held_out = corpora([self.answers(trunk, kind)], self.tokenizer, held_out=0.01)
+        return train if kind == "train" else _joined(train, held_out)
+
+    def _make_bare(self, folder: Path) -> None:
+        self._train(folder, depths=0)
+
+    def _make_joint(self, folder: Path) -> None:
+        self._train(folder, depths=4)
+
+    def _make_stale(self, folder: Path) -> None:
+        model, (corpus, _) = Model.load(self.model("joint")), self.text("stale")
+        config = TrainConfig(
+            steps=self.size.tune_steps, batch_size=self.size.batch_size, length=self.size.length, depths=0, lr=5e-4
+        )
+        _run(Trainer(JointTask(model, corpus, config), out=self.folder / "run-stale"))
+        model.save(folder)
+
+    def _train(self, folder: Path, *, depths: int) -> None:
+        size, recipe = self.size, by_name("demo", vocab_size=264)
+        shape = recipe.model | {"num_hidden_layers": size.layers, "hidden_size": size.hidden}
+        shape |= {"layer_types": ["full_attention"] * size.layers, "num_attention_heads": size.hidden // 64}
+        shape |= {"num_key_value_heads": size.hidden // 128, "intermediate_size": 5 * size.hidden // 2}
+        torch.manual_seed(0)
+        model = Model.build(shape, tokenizer=self.tokenizer)
+        model.head = model.head if depths else None
+        config = replace(
+            recipe.train,
+            steps=size.trunk_steps,
+            depths=depths,
+            batch_size=2 * size.batch_size,
+            length=size.length,
+            compile=False,
+        )
+        corpus, held_out = self.text("bare")
+        _run(Trainer(JointTask(model, corpus, config, held_out=held_out), out=self.folder / f"run-{folder.name}"))
+        model.save(folder)
+
+
+def trained(workload: Workload, cell: Cell) -> dict[str, object]:
+    """Train the cell's head -> its figures, and what that took."""
+    size, folder = workload.size, workload.model(cell.trunk)
+    corpus = workload.text(cell.trunk)[0] if cell.text == "data" else workload.own_text(cell.trunk, "train")
+    model = Model.load(folder, need_head=False)
+    config = HeadConfig(
+        steps=size.head_steps,
+        batch_size=size.batch_size,
+        length=size.length,
+        depths=cell.depths,
+        objective=cell.objective,
+        kv=cell.kv,
+        eval_every=0,
+        eval_batches=1,
+        save_every=0,
+    )
+    if model.head is None:
+        torch.manual_seed(0)
+        tokens = Batches(corpus, batch_size=2, length=size.length, seed=0).batch(0).tokens
+        model.head, _ = init_head(model.family, model.trunk, tokens)
+    task = HeadTask(model, corpus, config, origin=Inventory.of(Checkpoint.open(folder)), has_baseline=False)
+    run, started = workload.folder / "run-cell", time.monotonic()
+    shutil.rmtree(run, ignore_errors=True)
+    trainer = Trainer(task, out=run)
+    for _ in trainer.run(lambda: time.monotonic() - started > CAP):
+        pass
+    seconds = time.monotonic() - started
+    return {"steps": trainer.step, "seconds": round(seconds, 1), **figures(workload, cell.trunk, model)}
+
+
+def figures(workload: Workload, trunk: str, model: Model) -> dict[str, object]:
+    """AL@1..8 and the acceptance by depth of model's head on its trunk's own answers, at T = 0 and T = 1."""
+    told: dict[str, object] = {}
+    for kind, rule in (("greedy", "greedy"), ("drawn", "sampled")):
+        corpus = workload.own_text(trunk, kind)
+        dealt = Batches(corpus, batch_size=8, length=workload.size.length, seed=0, pack=False)
+        batches = [dealt.batch(place) for place in range(-(-dealt.num_windows // 8))]
+        # Fewer drafts begin rounds elsewhere, so each K is walked through for itself.
+        each = [
+            getattr(foreseen(model.trunk, model.head, ((batch, None) for batch in batches), depths, drawn=True), rule)
+            for depths in range(1, DEPTHS + 1)
+        ]
+        told[f"AL_T{int(kind == 'drawn')}"] = [round(counts.length, 3) for counts in each]
+        told[f"acceptance_T{int(kind == 'drawn')}"] = [round(rate, 4) for rate in each[-1].rates]
+    return told
+
+
+def measure(out: Path, work: Path, size: Size, *, only: str = "") -> dict[str, object]:
+    """Make the cells that `out` does not hold yet, and write it after each."""
+    known = json.loads(out.read_text()) if out.exists() else {}
+    results: dict[str, dict[str, object]] = known.get("cells", {})
+    workload = Workload(work, size)
+    machine = {"cpu": platform.processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    for name in ("joint", "stale"):
+        if f"{name}/as it is" not in results and f"{name}/as it is".startswith(only):
+            model = Model.load(workload.model(name))
+            results[f"{name}/as it is"] = figures(workload, name, model)
+            write_json(out, {"machine": machine, "size": vars(size), "cells": results})
+    for cell in cells():
+        if cell.name not in results and cell.name.startswith(only):
+            results[cell.name] = trained(workload, cell)
+            write_json(out, {"machine": machine, "size": vars(size), "cells": results})
+            print(row(cell.name, results[cell.name]), flush=True)
+    return {"cells": results}
+
+
+def row(name: str, told: dict[str, object]) -> str:
+    lengths = [f"{told[key][k - 1]:5.2f}" for key in ("AL_T0", "AL_T1") for k in (1, 2, 4, 8)]
+    return f"{name:36} {' '.join(lengths[:4])}   {' '.join(lengths[4:])}   {told.get('seconds', '')}"
+
+
+def _joined(first: Corpus, second: Corpus) -> Corpus:
+    """Both parts of what was split."""
+    import numpy as np
+
+    if first is second:
+        return first
+    assert first.mask is not None
+    assert second.mask is not None
+    return replace(
+        first,
+        ids=np.concatenate([first.ids, second.ids]),
+        starts=np.concatenate([first.starts, second.starts + first.num_tokens]),
+        names=first.names + second.names,
+        mask=np.concatenate([first.mask, second.mask]),
+    )
+
+
+def _run(trainer: Trainer) -> None:
+    trainer.resume()
+    for record in trainer.run():
+        print(f"  {trainer.folder.path.name}: step {record.step} of {trainer.config.steps}", end="\r", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results") / "objectives.json")
+    parser.add_argument("--work", type=Path, default=Path("objectives-work"), help="trunks, answers, runs")
+    parser.add_argument("--only", default="", help="cells whose names begin so, such as bare/kl")
+    args = parser.parse_args()
+    print(f"{'':36} AL@1  @2    @4    @8  T = 0; the same at T = 1; seconds")
+    for name, told in measure(args.out, args.work, Size(), only=args.only)["cells"].items():
+        print(row(name, told))
+
+
+if __name__ == "__main__":
+    main()

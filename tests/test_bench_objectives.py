@@ -1,0 +1,36 @@
+"""The table of objectives at a tiny size: cells are made, resumed and told."""
+
+import json
+from pathlib import Path
+
+import objectives
+import pytest
+
+SIZE = objectives.Size(
+    layers=1, hidden=128, trunk_steps=2, tune_steps=1, head_steps=2, batch_size=2, length=48, answers=40, held_out=3,
+    answer_tokens=24, files=30,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("bench")
+
+
+def test_every_cell_has_a_name_of_its_own():
+    names = [cell.name for cell in objectives.cells()]
+    assert len(set(names)) == len(names) == 2 * 2 * (6 + 7 * 2)
+
+
+@pytest.mark.parametrize("only", ["bare/kl/4-step/decode/answers", "stale/tv/1-step/own/data", "joint/"])
+def test_a_cell_at_a_tiny_size(only, place):
+    out = place / "objectives.json"
+    objectives.measure(out, place / "work", SIZE, only=only)
+    told = {name: cell for name, cell in json.loads(out.read_text())["cells"].items() if name.startswith(only)}
+    (cell,) = told.values()
+    assert all(len(cell[key]) == 8 and min(cell[key]) >= 1 for key in ("AL_T0", "AL_T1"))
+    assert all(0 <= rate <= 1 for rate in cell["acceptance_T0"] + cell["acceptance_T1"])
+    before = out.stat().st_mtime_ns
+    objectives.measure(out, place / "work", SIZE, only=only)
+    assert out.stat().st_mtime_ns == before  # nothing is made twice
+    assert only in objectives.row(*next(iter(told.items())))
