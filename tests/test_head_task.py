@@ -90,7 +90,7 @@ def test_what_later_depths_attend_to_is_the_configs(corpus):
 def test_a_half_precision_head_trains_in_fp32(corpus):
     """The trunk stays bf16; a step of 1e-4 that bf16 would round away stays."""
     task = of_fixture(corpus, replace(CONFIG, dtype="bfloat16"), dtype=torch.bfloat16)
-    assert task.stored == torch.bfloat16
+    assert task.stored_dtype == torch.bfloat16
     assert {value.dtype for value in task.named.values() if value.requires_grad} == {torch.float32}
     assert task.model.trunk.dtype == torch.bfloat16
     for dtype in ("bfloat16", "float32"):

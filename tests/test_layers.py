@@ -16,7 +16,7 @@ PACKAGE = Path(nextn.__file__).parent
 # From the bottom to the top: a module imports only what stands to its left or in an earlier row.
 LAYERS = [
     ["errors", "words"],
-    ["families", "family_rows", "remote", "bytelevel", "layout", "acceptance", "writers"],
+    ["families", "family_rows", "remote", "bytelevel", "layout", "acceptance", "writers", "parallel"],
     ["chunked", "sampling", "rollback", "unroll", "checkpointing"],
     ["loss", "teacher"],
     ["divergences", "tuned"],
@@ -37,8 +37,9 @@ LAYERS = [
     ["text", "evaluate", "plot", "live_head", "columns", "variants"],
     ["telemetry", "train_config", "tracer", "cost", "workload", "answers", "beside"],
     ["metrics", "standing", "init_head", "head_files"],
+    ["sharding", "sharded_state"],
     ["optimisers", "run_folder", "tasks"],
-    ["head_task"],
+    ["head_task", "run_state"],
     ["train", "hook"],
     ["recipes", "benchmark", "measure"],
     ["head_runs"],

@@ -7,7 +7,7 @@ import torch
 
 from nextn.errors import CheckpointError, ConfigError
 from nextn.metrics import StepRecord
-from nextn.run_folder import RunFolder, read_moments, read_state, write_state
+from nextn.run_folder import RunFolder, read_moments, read_state, write_moments, write_state
 from nextn.train_config import TrainConfig
 
 CONFIG = TrainConfig(steps=9, length=8, depths=1)
@@ -16,7 +16,8 @@ CONFIG = TrainConfig(steps=9, length=8, depths=1)
 def checkpoint(run, step):
     folder = run.checkpoint(step)
     folder.mkdir()
-    write_state(folder, {"a.exp_avg": torch.ones(2)}, CONFIG, step=step)
+    write_moments(folder, {"a.exp_avg": torch.ones(2)})
+    write_state(folder, CONFIG, step=step)
     return folder
 
 

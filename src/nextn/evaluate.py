@@ -1,6 +1,6 @@
 """What a head is worth on held-out text: loss per depth and the acceptance the decoder will see."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -52,8 +52,18 @@ class Decoded:
 
 
 @torch.no_grad()
-def forced(model: Model, batches: Iterable[Batch], depths: int, *, dtype: torch.dtype = torch.float32) -> Forced:
-    """Teacher-forced figures over batches, `depths` deep; dtype: autocast to it, fp32 = none."""
+def forced(
+    model: Model,
+    batches: Iterable[Batch],
+    depths: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    total: Callable[[Tensor], Tensor] = lambda values: values,
+) -> Forced:
+    """Teacher-forced figures over batches, `depths` deep; dtype: autocast to it, fp32 = none.
+
+    total: adds values up over processes, each of which has rows of its own.
+    """
     assert model.head is not None or not depths
     sums, counts = torch.zeros(depths + 1, dtype=torch.float64), torch.zeros(depths + 1, dtype=torch.float64)
     reached = torch.zeros(2, depths + 1, dtype=torch.float64)
@@ -72,8 +82,9 @@ def forced(model: Model, batches: Iterable[Batch], depths: int, *, dtype: torch.
             sums[depth] += nll.sum().item()
             counts[depth] += (labels >= 0).sum().item()
         reached += survival(model, states, targets.labels(depths) >= 0)
+    sums, counts, reached = total(torch.cat([sums[None], counts[None], reached])).split([1, 1, 2])
     rates = (reached[:, 1:] / reached[:, :-1].clamp_min(1e-9)).tolist()
-    return Forced(tuple((sums / counts.clamp_min(1)).tolist()), tuple(rates[0]), tuple(rates[1]))
+    return Forced(tuple((sums / counts.clamp_min(1))[0].tolist()), tuple(rates[0]), tuple(rates[1]))
 
 
 def decoded(model: Model, prompts: Sequence[Sequence[int]], settings: Settings) -> Decoded:

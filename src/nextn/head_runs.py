@@ -14,11 +14,12 @@ from nextn.corpus_files import corpora
 from nextn.data import Batches, Corpus
 from nextn.errors import ConfigError, TrainingError
 from nextn.graft import restore
-from nextn.head_files import HEAD_FILE, write_alone
+from nextn.head_files import HEAD_FILE
 from nextn.head_task import HeadTask
 from nextn.init_head import init_head
 from nextn.inventory import Inventory
 from nextn.model import Model
+from nextn.parallel import ALONE, Ranks
 from nextn.snapshot import folder_of, on_disk
 from nextn.train import Trainer
 from nextn.train_config import HeadConfig
@@ -73,7 +74,7 @@ class HeadRun:
             )
         if head_only:
             path = out / "head" / HEAD_FILE
-            write_alone(self.task.origin, self.task.head, path, dtype=self.task.stored, source=str(out))
+            self.task.write_head(path, out)
             return path
         self.trainer.write_result(out / "model")
         return out / "model"
@@ -88,6 +89,7 @@ def head_run(
     all_tokens: bool = False,
     tokenizer: Path | None = None,
     drawn: bool = False,
+    ranks: Ranks = ALONE,
 ) -> HeadRun:
     """data, all_tokens: see `corpora`. settings: of `HeadConfig`. tokenizer: a folder, if
     not the model's own. drawn: the answers in the data were drawn from this trunk at the settings' temperature.
@@ -106,7 +108,16 @@ def head_run(
         tokens = Batches(corpus, batch_size=2, length=config.length, seed=config.seed, pack=False).batch(0).tokens
         model.head, told = init_head(model.family, model.trunk, tokens, num_modules=start.num_modules or 1)
         notes += told
-    task = HeadTask(model, corpus, config, origin=origin, held_out=held_out, has_baseline=not start.fresh, drawn=drawn)
+    task = HeadTask(
+        model,
+        corpus,
+        config,
+        origin=origin,
+        held_out=held_out,
+        has_baseline=not start.fresh,
+        drawn=drawn,
+        ranks=ranks,
+    )
     return HeadRun(Trainer(task, out=out), task, held_out, tuple(notes))
 
 

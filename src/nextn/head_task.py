@@ -12,16 +12,18 @@ from torch import Tensor
 from nextn.data import Batch, Batches, Corpus
 from nextn.errors import CheckpointError, ConfigError
 from nextn.head import Head, outputs
-from nextn.head_files import write_beside_trunk
+from nextn.head_files import write_alone, write_beside_trunk
 from nextn.hidden_cache import HiddenCache
 from nextn.inventory import Inventory
 from nextn.loss import Targets, depth_weights
 from nextn.metrics import HeadRecord
 from nextn.model import Model
 from nextn.objectives import HeadLoss, Teacher, head_loss
+from nextn.parallel import ALONE, Ranks
 from nextn.provenance import trunk_fingerprint
+from nextn.sharding import join, whole
 from nextn.tasks import Example, Report, means, prepare_layers
-from nextn.telemetry import foreseen
+from nextn.telemetry import Foreseen, foreseen
 from nextn.tensor_file import atomic_folder
 from nextn.train_config import HeadConfig
 from nextn.trunk import Hidden
@@ -48,20 +50,23 @@ class HeadTask:
         held_out: Corpus | None = None,
         has_baseline: bool = True,
         drawn: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
+        ranks.check_batch(config.batch_size)
         self.head = _checked(model, config)
         self.model, self.config, self.origin, self.drawn = model, config, origin, drawn
-        self.has_baseline = has_baseline
+        self.has_baseline, self.ranks = has_baseline, ranks
         batches = partial(
             Batches, batch_size=config.batch_size, length=config.length, seed=config.seed, pack=model.trunk.can_pack
         )
         self.batches, self.held_out = batches(corpus), batches(held_out or corpus)
         self.cache: HiddenCache | None = None
         self.fingerprint = trunk_fingerprint(origin)
-        self.stored = freeze(model.trunk.model, self.head)
-        self.named = {f"head.{name}": value for name, value in self.head.named_parameters()}
+        self.stored_dtype = freeze(model.trunk.model, self.head)
         self.weights = depth_weights(config.depths, beta=config.beta)
         prepare_layers(model, config)
+        self.joined = join(model.trunk, self.head, ranks, dtype=getattr(torch, config.dtype))
+        self.named = {f"head.{name}": value for name, value in self.head.named_parameters()}
 
     def cached(self, folder: Path, limit_gb: float | None = None) -> HiddenCache:
         """Take the trunk's states from `folder` from now on, once it is filled: an epoch of them, or all steps'.
@@ -121,19 +126,28 @@ class HeadTask:
 
     def evaluate(self, step: int, *, last: bool = False) -> HeadRecord:
         """Held-out figures by `telemetry.DEFINITION`, as deep as the config says."""
-        examples = (Example(self.held_out.batch(place)) for place in range(self.config.eval_batches))
         # Eager: a pass of another shape would be compiled for itself.
         with torch.compiler.set_stance("force_eager"):
-            figures = foreseen(
-                self.model.trunk,
-                self.head,
-                ((each.batch, self.hidden(each)) for each in examples),
-                self.config.measured,
-                temperature=self.config.temperature,
-                drawn=self.drawn,
-                dtype=getattr(torch, self.config.dtype),
-            )
-        return HeadRecord(step, figures)
+            return HeadRecord(step, self.joined.look(self._foreseen))
+
+    def _foreseen(self) -> Foreseen:
+        ranks, config = self.ranks, self.config
+        batches = (
+            self.held_out.batch(place, rank=ranks.rank, world=ranks.world) for place in range(config.eval_batches)
+        )
+        return foreseen(
+            self.model.trunk,
+            self.head,
+            ((batch, self.hidden(Example(batch))) for batch in batches),
+            config.measured,
+            temperature=config.temperature,
+            drawn=self.drawn,
+            dtype=getattr(torch, config.dtype),
+            ranks=ranks,
+        )
+
+    def stored(self) -> dict[str, Tensor]:
+        return {**self.named, **{f"head.{name}": value for name, value in self.head.named_buffers()}}
 
     def write(self, folder: Path, extra: Callable[[Path], None]) -> None:
         """The head alone, in fp32, and which trunk it belongs to."""
@@ -158,7 +172,15 @@ class HeadTask:
 
     def write_result(self, folder: Path, source: Path) -> None:
         """The trunk's own files with this head, in the family's published layout."""
-        write_beside_trunk(self.origin, self.head, folder, dtype=self.stored, source=str(source))
+        with whole(self.head, self.ranks):
+            if self.ranks.is_first:
+                write_beside_trunk(self.origin, self.head, folder, dtype=self.stored_dtype, source=str(source))
+
+    def write_head(self, file: Path, source: Path) -> None:
+        """The head alone, as a base for `restore`."""
+        with whole(self.head, self.ranks):
+            if self.ranks.is_first:
+                write_alone(self.origin, self.head, file, dtype=self.stored_dtype, source=str(source))
 
     def _targets(self, batch: Batch) -> Targets:
         device = self.model.trunk.device

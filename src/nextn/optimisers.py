@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from nextn.errors import CheckpointError
+from nextn.sharding import gather_gradients, like, undivided
 from nextn.train_config import TrainConfig
 
 
@@ -25,6 +26,7 @@ def optimisers(named: Mapping[str, nn.Parameter], config: TrainConfig) -> list[t
         muon = torch.optim.Muon(
             matrices, lr=config.matrix_lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
         )
+        muon.register_step_pre_hook(gather_gradients)
         found.append(muon)
     for optimiser in found:
         for group in optimiser.param_groups:
@@ -53,14 +55,31 @@ def state_tensors(each: Sequence[torch.optim.Optimizer], named: Mapping[str, nn.
 def load_state_tensors(
     each: Sequence[torch.optim.Optimizer], named: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Inverse of `state_tensors`. Raises CheckpointError that names what is missing."""
+    """Inverse of `state_tensors`, from whole tensors. Raises CheckpointError that names what is missing."""
     names, missing = {id(value): name for name, value in named.items()}, []
     for optimiser, parameter, keys in _wanted(each):
         stored = {key: tensors.get(f"{names[id(parameter)]}.{key}") for key in keys}
         missing += [f"{names[id(parameter)]}.{key}" for key, value in stored.items() if value is None]
-        optimiser.state[parameter] = stored
+        optimiser.state[parameter] = {
+            key: _moment(key, parameter, value) for key, value in stored.items() if value is not None
+        }
     if missing:
         raise CheckpointError(f"{len(missing)} optimiser tensors are missing: {', '.join(missing[:4])}")
+
+
+def empty_state(each: Sequence[torch.optim.Optimizer], named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Set all that the optimisers remember to zeros -> the same tensors by name, to be filled in place."""
+    for optimiser, parameter, keys in _wanted(each):
+        optimiser.state[parameter] = {key: _moment(key, parameter) for key in keys}
+    return state_tensors(each, named)
+
+
+def _moment(key: str, parameter: nn.Parameter, value: Tensor | None = None) -> Tensor:
+    """One tensor of a parameter's state, of zeros or from a whole one, cut as the optimiser has it."""
+    if key == "step":
+        return torch.zeros((), device=parameter.device) if value is None else value.to(parameter.device)
+    cut = torch.zeros_like(parameter) if value is None else like(value.to(parameter.device), parameter)
+    return undivided(cut) if key == "momentum_buffer" else cut  # Muon's are whole, as its gradients are
 
 
 def _wanted(

@@ -15,6 +15,7 @@ from nextn.data import Corpus, openings, prompts
 from nextn.errors import ConfigError
 from nextn.families import lookup_count
 from nextn.model import Model
+from nextn.parallel import ALONE, Ranks
 from nextn.tasks import JointTask
 from nextn.tensor_file import atomic
 from nextn.train import Trainer
@@ -155,6 +156,7 @@ def training_run(
     num_modules: int,
     settings: Mapping[str, object],
     all_tokens: bool = False,
+    ranks: Ranks = ALONE,
 ) -> tuple[Trainer, Corpus, Corpus]:
     """A trainer at step 0, its text, and the held-out text. data, all_tokens: see `corpora`; settings go over the
     recipe's.
@@ -177,7 +179,8 @@ def training_run(
             "raise vocab_size in the config"
         )
     asked = held_out_prompts(held_out, seed=config.seed)
-    return Trainer(JointTask(built, corpus, config, held_out=held_out, prompts=asked), out=out), corpus, held_out
+    task = JointTask(built, corpus, config, held_out=held_out, prompts=asked, ranks=ranks)
+    return Trainer(task, out=out), corpus, held_out
 
 
 def held_out_prompts(corpus: Corpus, *, count: int = 8, seed: int = 0) -> list[list[int]]:

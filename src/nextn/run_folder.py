@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -48,8 +49,9 @@ class RunFolder:
         for old in [*self.checkpoints()[:-_KEPT], *self.path.glob(".step-*"), *self.path.glob(".best.*")]:
             shutil.rmtree(old, ignore_errors=True)
 
-    def log(self, step: int) -> "Log":
-        return Log(self.path / "metrics.jsonl", step)
+    def log(self, step: int, *, discard: bool = False) -> "Log":
+        """discard: for a process that is not the one that logs."""
+        return Log(Path(os.devnull) if discard else self.path / "metrics.jsonl", step)
 
 
 class Log:
@@ -78,9 +80,13 @@ def _step_of(line: str) -> float:
         return math.inf
 
 
-def write_state(folder: Path, moments: Mapping[str, Tensor], config: TrainConfig, **state: object) -> None:
-    """What a checkpoint holds beside weights: the optimisers' tensors, the settings, and `state`, plain values."""
+def write_moments(folder: Path, moments: Mapping[str, Tensor]) -> None:
+    """The optimisers' tensors."""
     save_file(dict(moments), folder / _MOMENTS)
+
+
+def write_state(folder: Path, config: TrainConfig, **state: object) -> None:
+    """The settings and `state`, plain values; last of all, as it makes a checkpoint of the folder."""
     write_json(folder / _STATE, {**state, "config": asdict(config)})
 
 

@@ -4,10 +4,10 @@ The loop in `train` knows no model; a task knows no optimiser and no run folder.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,9 @@ from nextn.head import outputs
 from nextn.loss import LossReport, Targets, depth_weights, mtp_loss
 from nextn.metrics import EvalRecord, HeadRecord
 from nextn.model import Model
+from nextn.parallel import ALONE, Ranks
 from nextn.provenance import record_training
+from nextn.sharding import Joined, join, like, whole
 from nextn.train_config import TrainConfig
 from nextn.trunk import Hidden
 
@@ -48,9 +50,13 @@ class Report(Protocol):
 class Task(Protocol):
     """named: every parameter that is trained, or stored with what is; those without a gradient are not stepped.
 
-    has_baseline: whether what training starts from is to be compared with.
+    joined: the modules that a loss goes through, cut over the processes `ranks`. has_baseline: whether what training
+    starts from is to be compared with. fingerprint: of the trunk that checkpoints belong to; empty if they hold it.
     """
 
+    ranks: Ranks
+    joined: Joined
+    fingerprint: str
     named: dict[str, nn.Parameter]
     has_baseline: bool
 
@@ -72,6 +78,9 @@ class Task(Protocol):
     def evaluate(self, step: int, *, last: bool = False) -> EvalRecord | HeadRecord:
         """Held-out figures after `step` steps; the last ones may cost more."""
 
+    def stored(self) -> dict[str, Tensor]:
+        """What the checkpoints of several processes hold, by name: `named`, and buffers."""
+
     def write(self, folder: Path, extra: Callable[[Path], None]) -> None:
         """Write a checkpoint's weights, whole or not at all; extra(folder) adds files before it gets its name."""
 
@@ -85,10 +94,11 @@ class Task(Protocol):
 class JointTask:
     """Trunk and head from scratch, or on from where they are: both train on the same text.
 
-    depths = 0 trains the trunk alone. prompts: decoded at the end for the figures of real decoding.
+    depths = 0 trains the trunk alone. prompts: decoded at the end for the figures of real decoding, if this
+    process is alone.
     """
 
-    has_baseline = False
+    has_baseline, fingerprint = False, ""
 
     def __init__(
         self,
@@ -98,10 +108,12 @@ class JointTask:
         *,
         held_out: Corpus | None = None,
         prompts: Sequence[Sequence[int]] = (),
+        ranks: Ranks = ALONE,
     ) -> None:
+        ranks.check_batch(config.batch_size)
         if model.head is None and config.depths:
             raise ConfigError(f"depths = {config.depths}, but the model has no head; use depths = 0")
-        self.model, self.config, self.prompts = model, config, prompts
+        self.model, self.config, self.prompts, self.ranks = model, config, prompts, ranks
         batches = partial(
             Batches,
             batch_size=config.batch_size,
@@ -112,8 +124,9 @@ class JointTask:
         self.batches = batches(corpus)
         self.held_out = held_out and batches(held_out)
         self.weights = depth_weights(config.depths, beta=config.beta)
-        self.named = dict(_parameters(model))
         prepare_layers(model, config)
+        self.joined = join(model.trunk, model.head, ranks, dtype=getattr(torch, config.dtype))
+        self.named = dict(_parameters(model))
 
     def example(self, step: int, *, rank: int = 0, world: int = 1) -> Example:
         return Example(self.batches.batch(step, rank=rank, world=world))
@@ -144,15 +157,21 @@ class JointTask:
         return {"loss": means(report.sums, report.counts)}
 
     def evaluate(self, step: int, *, last: bool = False) -> EvalRecord:
-        source = self.held_out or self.batches
-        batches = (source.batch(index) for index in range(self.config.eval_batches))
-        told = None
         # Eager: decoding has a new shape at every step, and each would be compiled.
         with torch.compiler.set_stance("force_eager"):
-            figures = forced(self.model, batches, self.config.depths, dtype=getattr(torch, self.config.dtype))
-            if last and self.prompts and self.config.depths:
-                told = decoded(self.model, self.prompts, Settings(drafts=self.config.depths, max_tokens=96))
-        return EvalRecord(step, figures, told)
+            return self.joined.look(lambda: self._figures(step, last))
+
+    def _figures(self, step: int, last: bool) -> EvalRecord:
+        source, depths, ranks = self.held_out or self.batches, self.config.depths, self.ranks
+        batches = (source.batch(index, rank=ranks.rank, world=ranks.world) for index in range(self.config.eval_batches))
+        figures = forced(self.model, batches, depths, dtype=getattr(torch, self.config.dtype), total=ranks.total)
+        # A sharded model does not decode: each token would gather all layers.
+        if not (last and self.prompts and depths and ranks.is_alone):
+            return EvalRecord(step, figures)
+        return EvalRecord(step, figures, decoded(self.model, self.prompts, Settings(drafts=depths, max_tokens=96)))
+
+    def stored(self) -> dict[str, Tensor]:
+        return {**self.named, **dict(self.joined.named_buffers())}
 
     def write(self, folder: Path, extra: Callable[[Path], None]) -> None:
         self.model.save(folder, extra=extra)
@@ -162,18 +181,30 @@ class JointTask:
         named = dict(_parameters(stored))
         with torch.no_grad():
             for name, value in self.named.items():
-                value.copy_(named[name])
+                value.copy_(like(named[name], value))
             _copy_buffers(stored, self.model)
 
     def write_result(self, folder: Path, source: Path) -> None:
         """The model in its published layout, with the record of which trunk its head was trained with."""
         record = partial(record_training, source=str(source))
-        self.model.save(folder, extra=record if self.model.head is not None else None)
+        with whole(self.joined, self.ranks):
+            if self.ranks.is_first:
+                self.model.save(folder, extra=record if self.model.head is not None else None)
 
     def _targets(self, batch: Batch) -> Targets:
         device = self.model.trunk.device
         documents = batch.documents.to(device)
         return Targets(batch.tokens.to(device), documents, batch.counted.to(device))
+
+
+def summed(report: Report, ranks: Ranks) -> Report:
+    """The report of all processes' rows, without gradient; the totals of several are averaged, as gradients are."""
+    if ranks.is_alone:
+        return report
+    made = cast(Any, report)
+    parts = {each.name: getattr(made, each.name).detach() for each in fields(made)}
+    whole = {name: ranks.total(value.double() if value.is_floating_point() else value) for name, value in parts.items()}
+    return replace(made, **whole | {"total": whole["total"] / ranks.world})
 
 
 def means(sums: Tensor, counts: Tensor) -> tuple[float, ...]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from nextn.data import Batch
 from nextn.head import Head, outputs
 from nextn.loss import Targets
+from nextn.parallel import ALONE, Ranks
 from nextn.sampling import overlap
 from nextn.trunk import Hidden, Trunk
 
@@ -116,10 +117,12 @@ def foreseen(
     temperature: float = 1.0,
     drawn: bool = False,
     dtype: torch.dtype = torch.float32,
+    ranks: Ranks = ALONE,
 ) -> Foreseen:
     """Figures of `depths` drafts a round. hidden: the trunk's states of a batch, where they are known.
 
-    drawn: the text that counts was drawn from the trunk at the temperature. dtype: autocast to it, fp32 = none.
+    drawn: the text that counts was drawn from the trunk at the temperature. dtype: autocast to it, fp32 = none. ranks:
+    each process has rows of its own, and hears the figures of all.
     """
     totals = [[torch.zeros(depths, dtype=torch.float64) for _ in range(2)] for _ in range(2)]
     rows: list[list[list[float]]] = [[[], []], [[], []]]
@@ -140,8 +143,12 @@ def foreseen(
             totals[rule][1] += (starts[:, None] * reach[:, 1:]).sum((0, 2))
             rows[rule][0] += (starts[:, None] * reach).sum((1, 2)).tolist()
             rows[rule][1] += starts.sum(1).tolist()
+    columns = int(ranks.total(torch.tensor(columns)))
     greedy, sampled = (
-        Counts(tuple(total[0].tolist()), tuple(total[1].tolist()), tuple(told[0]), tuple(told[1]))
+        Counts(
+            *(tuple(ranks.total(each).tolist()) for each in total),
+            *(tuple(ranks.dealt(torch.tensor(each, dtype=torch.float64)).tolist()) for each in told),
+        )
         for total, told in zip(totals, rows, strict=True)
     )
     return Foreseen(greedy, sampled, columns, "decode" if head.can_unroll else "own", temperature)

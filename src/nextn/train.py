@@ -3,20 +3,20 @@
 It draws nothing from a global random state and reads no clock but for tokens/s: step s is the same work in every run.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
-
-from nextn.errors import CheckpointError, TrainingError
+from nextn import run_state
+from nextn.errors import TrainingError
 from nextn.loss import LambdaSchedule
 from nextn.metrics import EvalRecord, HeadRecord, Record, StepRecord
-from nextn.optimisers import load_state_tensors, optimisers, set_rates, state_tensors
-from nextn.run_folder import RunFolder, read_moments, read_state, write_state
+from nextn.optimisers import optimisers, set_rates
+from nextn.run_folder import RunFolder
+from nextn.sharding import clip
 from nextn.standing import Standing
-from nextn.tasks import Task
+from nextn.tasks import Report, Task, summed
 
 
 class Trainer:
@@ -24,7 +24,8 @@ class Trainer:
     to stop. out: the run's folder, for checkpoints and the log."""
 
     def __init__(self, task: Task, *, out: Path) -> None:
-        self.task, self.config, self.folder, self.step = task, task.config, RunFolder(out), 0
+        self.task, self.config, self.ranks = task, task.config, task.ranks
+        self.folder, self.step = RunFolder(out), 0
         self.lam = LambdaSchedule.parse(self.config.lam, total=self.config.tokens)
         self.optimisers = optimisers(task.named, self.config)
         self.standing = Standing(getattr(self.config, "patience", 0))
@@ -32,10 +33,11 @@ class Trainer:
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> Iterator[Record]:
         """Train from the current step to the last; on should_stop() or the end, a checkpoint is written.
 
-        A head that was better at an earlier evaluation is taken back at the end. Raises TrainingError for a loss that
-        is not finite; checkpoints written before stay.
+        A head that was better at an earlier evaluation is taken back at the end. Of several processes, all stop after
+        the same step when one should. Raises TrainingError for a loss that is not finite or a process that is lost;
+        checkpoints written before stay.
         """
-        with self.folder.log(self.step) as log:
+        with self.ranks.guarded(), self.folder.log(self.step, discard=not self.ranks.is_first) as log:
             for record in self._records(should_stop):
                 log.write(record)
                 yield record
@@ -43,7 +45,7 @@ class Trainer:
     def _records(self, should_stop: Callable[[], bool]) -> Iterator[Record]:
         if self.step == 0 and self.task.has_baseline:
             yield self.evaluate()
-        while not self.is_over and not should_stop():
+        while not self.is_over and not self.ranks.any(should_stop()):
             yield self._step()
             if _due(self.step, self.config.eval_every) and self.step < self.config.steps:
                 yield self.evaluate()
@@ -53,7 +55,7 @@ class Trainer:
         if self.is_over:
             yield self.evaluate(last=True)
             if self.standing.best_step not in (0, self.step):
-                self.task.read(self.folder.best)
+                run_state.read_weights(self.folder.best, self.task)
 
     @property
     def is_over(self) -> bool:
@@ -64,15 +66,17 @@ class Trainer:
         """Held-out figures now; the best head so far is kept."""
         record = self.task.evaluate(self.step, last=last)
         if isinstance(record, HeadRecord) and self.standing.see(self.step, record.foreseen):
-            self.task.write(self.folder.best, lambda _: None)
+            run_state.write_weights(self.folder.best, self.task)
         return record
 
     def save(self) -> Path:
         """Write `out/step-<n>`: the task's weights and the optimisers' state. Older ones are removed."""
         folder = self.folder.checkpoint(self.step)
         if folder not in self.folder.checkpoints():
-            self.task.write(folder, self._write_state)
-        self.folder.prune()
+            standing = self.standing.as_state()
+            run_state.write(folder, self.task, self.optimisers, step=self.step, standing=standing)
+        if self.ranks.is_first:
+            self.folder.prune()
         return folder
 
     def write_result(self, folder: Path) -> None:
@@ -90,13 +94,7 @@ class Trainer:
         """
         if not self.has_checkpoint():
             return False
-        folder = self.folder.checkpoints()[-1]
-        state = read_state(folder, self.config)
-        self.task.read(folder)
-        try:
-            load_state_tensors(self.optimisers, self.task.named, read_moments(folder))
-        except CheckpointError as error:
-            raise CheckpointError(f"{folder}: {error}") from error
+        state = run_state.read(self.folder.checkpoints()[-1], self.task, self.optimisers)
         self.step = state["step"]
         self.standing.load_state(state["standing"])
         return True
@@ -105,12 +103,13 @@ class Trainer:
         started, config = time.perf_counter(), self.config
         lam, scale = self.lam.at(self.step * config.tokens_per_step), config.schedule(self.step)
         set_rates(self.optimisers, scale)
-        report = self.task.loss(self.task.example(self.step), lam)
-        self._check_finite("loss", report.total)
+        report = self._loss(lam)
+        whole = summed(report, self.ranks)
+        self._check_finite("loss", whole.total.item())
         for optimiser in self.optimisers:
             optimiser.zero_grad(set_to_none=True)
         report.total.backward()
-        norm = nn.utils.clip_grad_norm_(self.task.named.values(), config.clip)
+        norm = clip(self.task.named.values(), config.clip)
         self._check_finite("gradient", norm)  # before it spoils parameters that a checkpoint would hold
         for optimiser in self.optimisers:
             optimiser.step()
@@ -121,27 +120,26 @@ class Trainer:
             tokens=self.step * config.tokens_per_step,
             lr=config.lr * scale,
             lam=lam,
-            grad_norm=float(norm),
+            grad_norm=norm,
             tokens_per_s=config.tokens_per_step / (time.perf_counter() - started),
-            **self.task.figures(report),
+            **self.task.figures(whole),
         )
 
-    def _check_finite(self, name: str, value: Tensor) -> None:
-        if not bool(torch.isfinite(value)):
+    def _loss(self, lam: float) -> Report:
+        """The loss of this process's rows, over the labels of all."""
+        ranks, task = self.ranks, self.task
+        example = task.example(self.step, rank=ranks.rank, world=ranks.world)
+        # Gradients are averaged over the processes, so each divides by the average count.
+        over = None if ranks.is_alone else ranks.total(task.counts(example)) / ranks.world
+        return task.joined.loss(lambda: task.loss(example, lam, denominator=over))
+
+    def _check_finite(self, name: str, value: float) -> None:
+        if not math.isfinite(value):
             rate = self.config.lr * self.config.schedule(self.step)
             raise TrainingError(
-                f"the {name} of step {self.step} is {value.item()}; batch {self.step} of seed {self.config.seed} or a "
+                f"the {name} of step {self.step} is {value}; batch {self.step} of seed {self.config.seed} or a "
                 f"learning rate of {rate:.2g} broke it. Checkpoints in {self.folder.path} stand; try a lower lr"
             )
-
-    def _write_state(self, folder: Path) -> None:
-        write_state(
-            folder,
-            state_tensors(self.optimisers, self.task.named),
-            self.config,
-            step=self.step,
-            standing=self.standing.as_state(),
-        )
 
 
 def _due(step: int, every: int) -> bool:

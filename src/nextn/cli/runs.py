@@ -60,8 +60,9 @@ def progress(*, quiet: bool) -> Iterator[Callable[["Record"], None]]:
         yield show
 
 
-def say_stopped(run: Path, command: str) -> None:
-    typer.echo(f"stopped; the state is in {run}. Go on with: {command}", err=True)
+def say_stopped(run: Path, command: str, *, quiet: bool = False) -> None:
+    if not quiet:
+        typer.echo(f"stopped; the state is in {run}. Go on with: {command}", err=True)
     raise typer.Exit(130)
 
 

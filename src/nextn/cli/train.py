@@ -96,6 +96,8 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train trunk and MTP head from scratch, or with --freeze-trunk a head alone; Ctrl-C saves, --resume goes on."""
+    from nextn.parallel import processes
+
     settings = merged(config, set_ or [])
     if freeze_trunk:
         if from_ is None:
@@ -103,18 +105,19 @@ def train(
         from nextn.head_runs import Start
 
         start = Start(from_, head, init_head, modules, revision, cache_dir, offline)
-        _train_head(
-            out,
-            start,
-            {"data": data or [], "all_tokens": all_tokens, "tokenizer": tokenizer, "drawn": drawn},
-            settings,
-            cache_gb=cache_gb,
-            resume=resume,
-            tensorboard=tensorboard,
-            head_only=head_only,
-            allow_worse=allow_worse,
-            as_json=as_json,
-        )
+        with processes() as ranks:
+            _train_head(
+                out,
+                start,
+                {"data": data or [], "all_tokens": all_tokens, "tokenizer": tokenizer, "drawn": drawn, "ranks": ranks},
+                settings,
+                cache_gb=cache_gb,
+                resume=resume,
+                tensorboard=tensorboard,
+                head_only=head_only,
+                allow_worse=allow_worse,
+                as_json=as_json,
+            )
         return
     if from_ is not None or head is not None or init_head or head_only or allow_worse or drawn or cache_gb:
         raise ConfigError(
@@ -122,21 +125,24 @@ def train(
         )
     from nextn.recipes import training_run, write_prompts
 
-    trainer, text, held_out = training_run(
-        out,
-        data=data or [],
-        recipe=recipe,
-        model=model,
-        tokenizer=tokenizer,
-        num_modules=modules or 1,
-        settings=settings,
-        all_tokens=all_tokens,
-    )
-    _notes(text.notes)
-    _run(trainer, out, resume=resume, tensorboard=tensorboard, as_json=as_json)
-    trainer.write_result(out / "model")
-    write_prompts(out / "prompts.jsonl", held_out)
-    typer.echo(json.dumps({"model": str(out / "model")}) if as_json else f"wrote {out / 'model'}")
+    with processes() as ranks:
+        trainer, text, held_out = training_run(
+            out,
+            data=data or [],
+            recipe=recipe,
+            model=model,
+            tokenizer=tokenizer,
+            num_modules=modules or 1,
+            settings=settings,
+            all_tokens=all_tokens,
+            ranks=ranks,
+        )
+        _notes(text.notes if ranks.is_first else ())
+        _run(trainer, out, resume=resume, tensorboard=tensorboard, as_json=as_json)
+        trainer.write_result(out / "model")
+    if ranks.is_first:
+        write_prompts(out / "prompts.jsonl", held_out)
+        typer.echo(json.dumps({"model": str(out / "model")}) if as_json else f"wrote {out / 'model'}")
 
 
 def _train_head(
@@ -156,12 +162,18 @@ def _train_head(
     from nextn.recipes import write_prompts
 
     run = head_run(out, start, settings=settings, **text)
-    _notes(run.notes)
+    ranks = run.trainer.ranks
+    _notes(run.notes if ranks.is_first else ())
     if cache_gb is not None:
+        if ranks.world > 1:
+            raise ConfigError("--cache-gb fills a cache in one process; run that once alone, without torchrun")
         _fill(run.task.cached(out / "hidden", cache_gb), out, quiet=as_json)
     _run(run.trainer, out, resume=resume, tensorboard=tensorboard, as_json=as_json)
-    write_prompts(out / "prompts.jsonl", run.held_out)
+    if ranks.is_first:
+        write_prompts(out / "prompts.jsonl", run.held_out)
     made = run.write(head_only=head_only, allow_worse=allow_worse)
+    if not ranks.is_first:
+        return
     standing = run.trainer.standing
     said = f"wrote {made}" + ("" if standing.baseline is None else f": {standing}")
     typer.echo(json.dumps({"model": str(made), **standing.as_record()}) if as_json else said)
@@ -184,16 +196,19 @@ def _notes(notes: Iterable[str]) -> None:
 
 def _run(trainer: "Trainer", out: Path, *, resume: bool, tensorboard: bool, as_json: bool) -> None:
     """Train to the end; exits with code 130 where it was stopped before."""
-    if resume and not trainer.resume():
-        raise ConfigError(f"{out} holds no checkpoint to resume from; leave --resume out to start")
-    if not resume and trainer.has_checkpoint():
-        raise ConfigError(f"{out} holds a run already; use --resume to go on with it, or another folder")
     from nextn.writers import event_log
 
-    events = event_log(out / "tensorboard" if tensorboard else None, step=trainer.step)
-    with stop_flag() as stopped, progress(quiet=as_json) as on_record, events as log:
+    # Processes that torchrun has started again go on from the last checkpoint, whatever they were called with.
+    found, ranks = trainer.has_checkpoint(), trainer.ranks
+    if resume and not found and not ranks.is_restart:
+        raise ConfigError(f"{out} holds no checkpoint to resume from; leave --resume out to start")
+    if found and not resume and not ranks.is_restart:
+        raise ConfigError(f"{out} holds a run already; use --resume to go on with it, or another folder")
+    trainer.resume()
+    events = event_log(out / "tensorboard" if tensorboard and ranks.is_first else None, step=trainer.step)
+    with stop_flag() as stopped, progress(quiet=as_json or not ranks.is_first) as on_record, events as log:
         for record in trainer.run(stopped):
             on_record(record)
             log(record)
     if not trainer.is_over:
-        say_stopped(out, f"nextn train {out} --resume (with the same options)")
+        say_stopped(out, f"nextn train {out} --resume (with the same options)", quiet=not ranks.is_first)

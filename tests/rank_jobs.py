@@ -1,0 +1,130 @@
+"""What the processes of a pair are asked to do: parts of a training run, and looks at what came out."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tiny import build, refrains
+from torch.distributed.tensor import DTensor
+
+from nextn.errors import CheckpointError, ConfigError, TrainingError
+from nextn.loss import Targets
+from nextn.metrics import EvalRecord, StepRecord
+from nextn.parallel import Ranks
+from nextn.sharding import whole
+from nextn.tasks import JointTask
+from nextn.train import Trainer
+from nextn.train_config import TrainConfig
+
+CONFIG = TrainConfig(
+    steps=4, batch_size=4, length=24, depths=3, warmup=1, lam="0.5", dtype="float32", eval_batches=1, lr=1e-3
+)
+
+
+class Ragged(JointTask):
+    """A joint task whose first row is mostly padding, so that processes have different numbers of labels."""
+
+    def _targets(self, batch):
+        whole = super()._targets(batch)
+        documents = whole.documents.clone()
+        if self.ranks.is_first:
+            documents[0, 5:] = -1
+        return Targets(whole.tokens, documents, documents >= 0)
+
+
+def trainer(ranks: Ranks, out: Path, name: str = "glm4_moe", modules: int = 1, seed: int = 0, **settings) -> Trainer:
+    model = build(name, modules=modules, seed=seed, initializer_range=0.05)
+    task = Ragged(model, refrains(12, 60, seed=1), replace(CONFIG, **settings), ranks=ranks)
+    return Trainer(task, out=out)
+
+
+def values(subject: Trainer) -> dict[str, torch.Tensor]:
+    """Whole parameters, on the first process; none on the others."""
+    with whole(subject.task.joined, subject.ranks):
+        if not subject.ranks.is_first:
+            return {}
+        return {name: value.detach().clone() for name, value in subject.task.joined.named_parameters()}
+
+
+def told(records) -> list[tuple[float, ...]]:
+    """What each step and evaluation said, times aside."""
+    lines = []
+    for record in records:
+        if isinstance(record, StepRecord):
+            lines.append((record.step, *record.loss, record.grad_norm))
+        elif isinstance(record, EvalRecord):
+            rates = record.forced.loss + record.forced.match + record.forced.overlap
+            lines.append((record.step, *rates))
+    return lines
+
+
+def train(ranks, out, settings=None, *, until=None, ask=None, resume=False):
+    """A run, or the part of it up to step `until` -> what it said, whole parameters, step. ask: who stops it."""
+    subject = trainer(ranks, out, **(settings or {}))
+    if resume:
+        assert subject.resume()
+    asks = ask in (None, ranks.rank)
+    lines = told(subject.run(lambda: asks and until is not None and subject.step >= until))
+    return lines, values(subject), subject.step
+
+
+def train_and_stop(ranks, out, settings, until, ask=None):
+    return train(ranks, out, settings, until=until, ask=ask)
+
+
+def go_on(ranks, out, settings=None):
+    return train(ranks, out, settings, resume=True)
+
+
+def export(ranks, out):
+    """Train, and write the result -> whole parameters."""
+    subject = trainer(ranks, out)
+    list(subject.run())
+    subject.write_result(out / "model")
+    return values(subject)
+
+
+def held(ranks, out):
+    """How many values this process keeps, and of how many; and whether tied weights are one parameter."""
+    subject = trainer(ranks, out, name="cohere2_moe")
+    parameters = [*subject.task.named.values()]
+    assert all(isinstance(each, DTensor) for each in parameters)
+    trunk = subject.task.model.trunk
+    kept = sum(each.to_local().numel() for each in parameters)
+    return kept, sum(each.numel() for each in parameters), trunk.embedding.weight is trunk.output.weight
+
+
+def break_batch(ranks, out):
+    """A weight that is not a number on one process alone: what each process says of it."""
+    subject = trainer(ranks, out)
+    if not ranks.is_first:
+        with torch.no_grad():
+            subject.task.model.trunk.final_norm.weight.to_local().fill_(float("nan"))
+    try:
+        list(subject.run())
+    except TrainingError as error:
+        return str(error)
+    return None
+
+
+def damaged(ranks, out, how):
+    """Train to step 2, then lose something of the checkpoint: what each process says on resuming."""
+    train(ranks, out, until=2)
+    shards = out / "step-0000002" / "shards"
+    if ranks.is_first:
+        victim = sorted(shards.iterdir())[0]
+        victim.unlink() if how == "lost" else victim.write_bytes(b"x" * victim.stat().st_size)
+    ranks.wait()
+    try:
+        trainer(ranks, out).resume()
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def uneven(ranks, out):
+    try:
+        trainer(ranks, out, batch_size=3)
+    except ConfigError as error:
+        return str(error)
+    return None
