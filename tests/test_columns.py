@@ -99,36 +99,39 @@ def test_sampled_counts_agree_with_the_decoders(name, rule, trained):
 
 
 def test_rules_by_enumeration(trained):
-    """`match` and the others, depth 1 and 2, against sums over all drafts, from the laws themselves."""
+    """Every start, depths 1 and 2, against sums over all drafts of both depths, from the laws themselves."""
     model = trained["glm"]
-    text = Text(tuple(PROMPTS[0]), tuple(PROMPTS[0][:9]), 3.0)
+    text = Text(tuple(PROMPTS[0]), tuple(torch.randint(0, 40, (30,), generator=torch.manual_seed(1)).tolist()), 3.0)
     hidden = states(model.trunk, [text])
     (found,) = scored(model, [text], hidden, 2)
     with torch.no_grad():
-        tokens = torch.tensor([text.tokens])
-        chains = model.head.unrolled(tokens, hidden[0].eaten[None], 2)
-        column = len(text.prompt) + 1  # start 2
-        (q1, q2) = ((model.head.logits(0, chain[0, column]).double() / 3).softmax(-1) for chain in chains)
-        normed = hidden[0].normed
-        p1, p2 = ((model.trunk.logits(normed[column + k]).double() / 3).softmax(-1) for k in (1, 2))
-    x1, x2 = text.new[3], text.new[4]
-    low = torch.minimum
-    wanted = {
-        "ratio": (low(p1, q1).sum(), low(p1[x1], q1[x1]) / p1[x1] * low(p2[x2], q2[x2]) / p2[x2]),
-        "match": ((p1 * q1).sum(), q1[x1] * q2[x2]),
-        "argmax": (p1[q1.argmax()], float(q1.argmax() == x1 and q2.argmax() == x2)),
-    }
-    # Block verification keeps the second with the worth that both drafts have together.
-    first = q1[x1] / p1[x1]
-    both = first * q2[x2] / p2[x2]
-    wanted["block"] = (low(p1, q1).sum(), min(1.0, first, both))
-    assert set(wanted) | {"greedy"} == set(RULES)
-    for rule, (expected, given) in wanted.items():
-        assert found.survivals[rule].expected[2, 0].item() == pytest.approx(float(expected), abs=1e-5), rule
-        assert found.survivals[rule].given[2, 2].item() == pytest.approx(float(given), rel=1e-4, abs=1e-6), rule
-    order = q1.argsort(descending=True).tolist()
-    assert found.ranks[2].item() == order.index(x1)
-    assert found.drafts[2].item() == order[0]
+        chains = model.head.unrolled(torch.tensor([text.tokens]), hidden[0].eaten[None], 2)
+        q1, q2 = ((model.head.logits(0, chain[0]).double() / 3).softmax(-1) for chain in chains)
+        p = (model.trunk.logits(hidden[0].normed).double() / 3).softmax(-1)
+    low, seen = torch.minimum, set()
+    for start in range(len(found.rooms) - 1):
+        column, (x1, x2) = len(text.prompt) - 1 + start, text.new[start + 1 : start + 3]
+        laws = q1[column], q2[column], p[column + 1], p[column + 2]
+        first, both = laws[0][x1] / laws[2][x1], laws[0][x1] / laws[2][x1] * laws[1] / laws[3]
+        alone = low(first, torch.tensor(1.0))
+        right = float(laws[0].argmax() == x1)
+        # depth 1 by the mean over its token; depth 2 given its token, and by the mean.
+        wanted = {
+            "ratio": (low(laws[2], laws[0]).sum(), alone * low(laws[1] / laws[3], p.new_ones(()))),
+            "block": (low(laws[2], laws[0]).sum(), low(alone, both)),
+            "argmax": (laws[2][laws[0].argmax()], right * (torch.arange(48) == laws[1].argmax())),
+            "match": ((laws[2] * laws[0]).sum(), laws[0][x1] * laws[1]),
+        }
+        assert set(wanted) | {"greedy"} == set(RULES)
+        for rule, (once, twice) in wanted.items():
+            survival, close = found.survivals[rule], {"rel": 1e-3, "abs": 1e-5}
+            assert survival.expected[start, 0].item() == pytest.approx(float(once), **close), rule
+            assert survival.given[start, 2].item() == pytest.approx(float(twice[x2]), **close), rule
+            assert survival.expected[start, 1].item() == pytest.approx(float((twice * laws[3]).sum()), **close), rule
+        seen.add(bool(abs(wanted["block"][1][x2] - wanted["ratio"][1][x2]) > 1e-3))
+        order = laws[0].argsort(descending=True).tolist()
+        assert (found.ranks[start].item(), found.drafts[start].item()) == (order.index(x1), order[0])
+    assert seen == {True, False}
 
 
 @pytest.mark.parametrize(("name", "modules"), BUILDS)
