@@ -4,17 +4,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from tiny import build, refrains
+from tiny import FIXTURES, build, refrains
 from torch.distributed.tensor import DTensor
 
+from nextn.checkpoint import Checkpoint
 from nextn.errors import CheckpointError, ConfigError, TrainingError
+from nextn.head_task import HeadTask
+from nextn.inventory import Inventory
 from nextn.loss import Targets
-from nextn.metrics import EvalRecord, StepRecord
+from nextn.metrics import EvalRecord, HeadRecord, StepRecord
+from nextn.model import Model
 from nextn.parallel import Ranks
 from nextn.sharding import whole
 from nextn.tasks import JointTask
 from nextn.train import Trainer
-from nextn.train_config import TrainConfig
+from nextn.train_config import HeadConfig, TrainConfig
 
 CONFIG = TrainConfig(
     steps=4, batch_size=4, length=24, depths=3, warmup=1, lam="0.5", dtype="float32", eval_batches=1, lr=1e-3
@@ -51,10 +55,14 @@ def told(records) -> list[tuple[float, ...]]:
     lines = []
     for record in records:
         if isinstance(record, StepRecord):
-            lines.append((record.step, *record.loss, record.grad_norm))
+            lines.append((record.step, *record.loss, *record.match, *record.overlap, record.grad_norm))
         elif isinstance(record, EvalRecord):
             rates = record.forced.loss + record.forced.match + record.forced.overlap
             lines.append((record.step, *rates))
+        elif isinstance(record, HeadRecord):
+            parts = (record.foreseen.greedy, record.foreseen.sampled)
+            figures = [(*each.rates, *each.emitted, *each.rounds) for each in parts]
+            lines.append((record.step, record.foreseen.columns, *figures[0], *figures[1]))
     return lines
 
 
@@ -74,6 +82,40 @@ def train_and_stop(ranks, out, settings, until, ask=None):
 
 def go_on(ranks, out, settings=None):
     return train(ranks, out, settings, resume=True)
+
+
+HEAD = HeadConfig(
+    steps=4, batch_size=4, length=24, depths=3, warmup=1, dtype="float32", eval_batches=2, eval_every=2, lr=1e-3
+)
+
+
+def head_trainer(ranks: Ranks, out: Path) -> Trainer:
+    """A head on a frozen trunk, both from a trained fixture."""
+    origin, corpus = Inventory.of(Checkpoint.open(FIXTURES / "glm")), refrains(12, 60, seed=1, eos=47)
+    return Trainer(HeadTask(Model.load(FIXTURES / "glm"), corpus, HEAD, origin=origin, ranks=ranks), out=out)
+
+
+def train_head(ranks, out, *, until=None, resume=False, write=False):
+    """A run, or a part of it -> what it said; of the trunk, whether it is what it was; the head's parameters."""
+    subject = head_trainer(ranks, out)
+    if resume:
+        assert subject.resume()
+    before = values(subject)
+    lines = told(subject.run(lambda: until is not None and subject.step >= until))
+    after = values(subject)
+    if write:
+        subject.write_result(out / "model")
+    frozen = [name for name in before if name.startswith("trunk.")]
+    head = {name: value for name, value in after.items() if name.startswith("head.")}
+    return lines, all(torch.equal(before[name], after[name]) for name in frozen), head
+
+
+def head_until(ranks, out, until):
+    return train_head(ranks, out, until=until)
+
+
+def head_to_the_end(ranks, out):
+    return train_head(ranks, out, resume=True, write=True)
 
 
 def export(ranks, out):

@@ -158,8 +158,8 @@ def test_nan_names_the_batch_and_keeps_the_last_checkpoint(where, corpus, tmp_pa
     trainer = Trainer(of_fixture(corpus, replace(CONFIG, save_every=1)), out=tmp_path)
     whole = trainer.task.loss
 
-    def broken(example, lam):
-        report = whole(example, lam)
+    def broken(example, lam, **over):
+        report = whole(example, lam, **over)
         if trainer.step == 2 and where == "gradient":
             report.total.register_hook(lambda grad: grad * float("nan"))
         return replace(report, total=report.total * float("nan")) if trainer.step == 2 and where == "loss" else report
