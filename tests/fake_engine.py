@@ -85,6 +85,8 @@ class FakeEngine:
             return int(logits.argsort()[-4 if wrong and row % 5 == 0 else -1])
         sharp = "sharp" in self.faults or (drafted and "sharp-drafts" in self.faults)
         chances = np.exp(law * (2 if sharp else 1))
+        if drafted and "garbage-drafts" in self.faults and rng.random() < 0.15:
+            chances = np.ones(NUM)
         return int(rng.choice(NUM, p=chances / chances.sum()))
 
     def cached(self, prompt):
@@ -235,6 +237,8 @@ class Handler(BaseHTTPRequestHandler):
         faults = self.engine.faults
         if "other-logprobs" in faults:
             laws = [*laws[1:], laws[0]]
+        if "flat-logprobs" in faults:
+            laws = [log_softmax(law * 0.7) for law in laws]
         as_ids = body.get("return_tokens_as_token_ids") and "no-ids" not in faults
 
         def name(token):
@@ -244,6 +248,7 @@ class Handler(BaseHTTPRequestHandler):
         for token, law in zip(out, laws, strict=True):
             best = [int(each) for each in law.argsort()[::-1][:5]]
             mine = 0.0 if "zero-logprobs" in faults else float(law[token])
+            mine += 0.5 * ("two-numbers" in faults and mine < -0.6)
             told = {name(each): float(law[each]) for each in best}
             if "untold-drafts" in faults and len(rows) % ROUND:  # as llama.cpp's server does
                 mine, told = 0.0, {}
@@ -260,6 +265,9 @@ class Handler(BaseHTTPRequestHandler):
     def stream(self, text, finish, *, chat):
         pieces = [text[start : start + ROUND] for start in range(0, len(text), ROUND)]
         if "stream-loses" in self.engine.faults and len(pieces) > 2:
+            del pieces[2]
+        if "stream-loses-once" in self.engine.faults:
+            self.engine.faults.remove("stream-loses-once")
             del pieces[2]
         events = [{"choices": [{"delta": {"content": piece}} if chat else {"text": piece}]} for piece in pieces]
         events += [{"choices": [{"delta": {}, "text": "", "finish_reason": finish}]}, {"choices": [], "usage": {}}]

@@ -11,9 +11,10 @@ from nextn.engines.client import Budget, Limits
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import ConfigError
 from nextn.verify import CHECKS, Settings, verify
+from nextn.verify.forms import SCHEMA, misfit
 from nextn.workload import Prompt, read_prompts
 
-SMALL = Settings(max_tokens=24, samples=40, sampled_prompts=2, sampled_tokens=6, context=600)
+SMALL = Settings(max_tokens=24, samples=64, sampled_prompts=2, sampled_tokens=6, context=600)
 PROMPTS = read_prompts()[::2]
 
 
@@ -61,7 +62,7 @@ def test_a_correct_engine_passes(run):
     assert "48 decoded tokens" in found["replay"].evidence
     assert "prompt tokens came from the cache" in found["prefix-cache"].evidence
     assert "512 prompt tokens of 600, MTP on against off" in found["long-context"].evidence
-    assert "9 tests of 40 against 40 texts" in found["sampled-law"].evidence
+    assert "9 tests of 64 against 64 texts" in found["sampled-law"].evidence
     assert "a_1 0.75" in found["mtp-on"].evidence
     assert not any(check.advice for check in found.values())
     json.dumps([check.figures for check in found.values()])
@@ -97,6 +98,8 @@ BROKEN = [
     ("other-logprobs", True, "replay", "log-probabilities of equal tokens differ by up to"),
     ("zero-logprobs", True, "logprobs", "192 of 192 log-probabilities are exactly 0.0"),
     ("untold-drafts", True, "logprobs", "128 of 192 tokens come without a list"),
+    ("two-numbers", True, "logprobs", " alone, "),
+    ("flat-logprobs", False, "logprobs", "MTP on and off differ by "),
     ("one-more", True, "max-tokens", "max_tokens 1: 2 tokens came"),
     ("finish", True, "max-tokens", "finish_reason 'done'; expected length or stop"),
     ("stop-leak", True, "stop-strings", "the text contains it"),
@@ -113,6 +116,7 @@ BROKEN = [
     ("sharp", False, "sampled-law", "ranks of later tokens"),
     ("sharp-drafts", False, "sampled-law", "only drafted positions differ"),
     ("sharp-drafts", True, "sampled-own", "later tokens: the likeliest was drawn"),
+    ("garbage-drafts", True, "sampled-own", "later tokens: one outside the list was drawn"),
     ("off", True, "mtp-on", "nothing was drafted in this run"),
     ("http-500", True, "greedy", "the engine failed: "),
     ("hang", True, "greedy", "no whole answer within 0.5 s"),
@@ -129,6 +133,29 @@ def test_broken(run, fault, alone, name, words):
     found = run(*faults, names=[name], alone=alone, limits=limits)[name]
     assert (found.outcome, words in found.evidence) == ("failed", True), found.evidence
     assert found.advice
+
+
+def test_a_stream_that_differs_once(run):
+    """Rounding may change a text between two requests; what comes again is a fault."""
+    assert run("stream-loses-once", names=["streaming"], alone=True)["streaming"].outcome == "passed"
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"name": "a", "age": 1, "colour": "red", "member": True}, ""),
+        ({"name": "a", "age": True, "colour": "red", "member": True}, "'True' is no integer"),
+        ({"name": "a", "age": 1, "colour": "grey", "member": True}, "is not one of"),
+        ({"name": "a" * 21, "age": 1, "colour": "red", "member": True}, "is too long"),
+        ({"name": "a", "age": 1, "colour": "red"}, "has the keys ['age', 'colour', 'name']"),
+        ({"name": "a", "age": 1, "colour": "red", "member": True, "x": 1}, "has the keys"),
+        ([], "is no object"),
+    ],
+)
+def test_misfit(value, words):
+    fault = misfit(value, SCHEMA)
+    assert words in fault
+    assert bool(fault) == bool(words)
 
 
 def test_counters_reset(run):

@@ -109,36 +109,50 @@ def _any(powers: Sequence[float]) -> float:
 
 
 def sampled_own(session: Session) -> Check:
-    """Are the likeliest tokens drawn as often as the engine's own probabilities say? One endpoint is enough."""
+    """Are the likeliest tokens, and those outside their list, drawn as often as the engine's own probabilities say?
+
+    One endpoint is enough. The first shows a law that was sharpened, the second one that was flattened or mixed up.
+    """
     settings = session.settings
     if not session.target.abilities.logprobs:
         return Check("sampled-own", "unclear", "the engine tells no log-probabilities")
     texts = [each for prompt in range(_num_prompts(session)) for each in _texts(session, session.target, prompt)]
     parts = {"first": [each.tokens[:1] for each in texts], "later": [each.tokens[1:] for each in texts]}
-    found = {where: calibrated(_draws(rows), level=settings.false_alarm / 2) for where, rows in parts.items()}
-    tested = {where: each for where, each in found.items() if each is not None}
-    if "later" not in tested:
+    level = settings.false_alarm / (len(parts) * len(_EVENTS))
+    found = {
+        f"{where} tokens: {name}": calibrated(
+            [event(token) for row in rows for token in row if token.best], level=level
+        )
+        for where, rows in parts.items()
+        for name, event in _EVENTS.items()
+    }
+    tested = {name: each for name, each in found.items() if each is not None}
+    if not any(name.startswith("later") for name in tested):
         return Check("sampled-own", "unclear", "the text is too certain: hardly a draw could have come out otherwise")
     if any(not token.best for each in texts for token in each.tokens):
         return Check("sampled-own", "unclear", "not all tokens come with log-probabilities", _UNTOLD)
     failed = holm([each.p for each in tested.values()], settings.false_alarm)
     evidence = "; ".join(
-        f"{where} tokens: the likeliest was drawn {each.seen} times in {each.num}, {each.expected:.0f} by its stated "
-        f"probability (p {each.p:.2g}; {100 * each.smallest:.1f} points would be found)"
-        for where, each in tested.items()
+        f"{name} was drawn {each.seen} times in {each.num}, {each.expected:.0f} by its stated probability "
+        f"(p {each.p:.2g}; {100 * each.smallest:.1f} points would be found)"
+        for name, each in tested.items()
     )
-    figures: dict[str, object] = {where: vars(each) for where, each in tested.items()}
+    figures: dict[str, object] = {name: vars(each) for name, each in tested.items()}
     outcome = "failed" if any(failed) else "passed"
     return Check("sampled-own", outcome, evidence, _ADVICE if any(failed) else "", figures)  # type: ignore[arg-type]
 
 
-def _draws(rows: Sequence[Sequence[Token]]) -> list[tuple[bool, float]]:
-    return [
-        (token.name == token.best[0].name, math.exp(min(0.0, token.best[0].logprob)))
-        for row in rows
-        for token in row
-        if token.best
-    ]
+def _likeliest(token: Token) -> tuple[bool, float]:
+    return token.name == token.best[0].name, math.exp(min(0.0, token.best[0].logprob))
+
+
+def _outside(token: Token) -> tuple[bool, float]:
+    """vLLM adds a token that was drawn to the list, behind those asked for."""
+    listed = sum(math.exp(min(0.0, each.logprob)) for each in token.best[:TOP])
+    return _rank(token) == _OUTSIDE, max(0.0, 1 - listed)
+
+
+_EVENTS = {"the likeliest": _likeliest, f"one {_OUTSIDE}": _outside}
 
 
 def _num_prompts(session: Session) -> int:
