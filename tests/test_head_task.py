@@ -147,6 +147,14 @@ def test_states_from_disk_train_the_same_head(corpus, tmp_path, monkeypatch):
         task.cached(tmp_path / "other", limit_gb=-1)
 
 
+def test_a_damaged_checkpoint_is_an_error_of_one_line(corpus, tmp_path):
+    list(Trainer(of_fixture(corpus), out=tmp_path).run())
+    path = tmp_path / "step-0000006" / "head.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="step-0000006: its head cannot be read"):
+        Trainer(of_fixture(corpus), out=tmp_path).resume()
+
+
 def test_another_trunk_is_refused(corpus, tmp_path):
     list(Trainer(of_fixture(corpus), out=tmp_path).run())
     with pytest.raises(CheckpointError, match=r"step-0000006: trained on another trunk than .*glm_one"):
@@ -158,8 +166,8 @@ def test_nan_names_the_batch_and_keeps_the_last_checkpoint(where, corpus, tmp_pa
     trainer = Trainer(of_fixture(corpus, replace(CONFIG, save_every=1)), out=tmp_path)
     whole = trainer.task.loss
 
-    def broken(example, lam):
-        report = whole(example, lam)
+    def broken(example, lam, **how):
+        report = whole(example, lam, **how)
         if trainer.step == 2 and where == "gradient":
             report.total.register_hook(lambda grad: grad * float("nan"))
         return replace(report, total=report.total * float("nan")) if trainer.step == 2 and where == "loss" else report
