@@ -47,6 +47,9 @@ def test_an_existing_head_is_trained_on_and_written(trunk, text, tmp_path):
     written = Model.load(made.write(allow_worse=True))
     assert any(not torch.equal(value, before[name]) for name, value in made.task.named.items())
     assert written.trunk.dtype == torch.bfloat16
+    again = run(tmp_path, Start(trunk), text)
+    assert again.trainer.resume()
+    assert again.write(allow_worse=True).exists()  # over the one that is there
     assert made.write(head_only=True, allow_worse=True) == tmp_path / "head" / "head.safetensors"
 
 

@@ -15,7 +15,6 @@ from nextn.inventory import Inventory
 from nextn.provenance import trunk_fingerprint
 from nextn.relayout import small_config
 from nextn.snapshot import folder_of
-from nextn.staging import Plan
 from nextn.tensor_file import atomic, write_json
 
 HEAD_FILE = "head.safetensors"
@@ -41,16 +40,25 @@ def write_alone(origin: Inventory, head: Head, path: Path, *, dtype: torch.dtype
         save_file(tensors, file.name, metadata=metadata)
 
 
-def write_beside_trunk(origin: Inventory, head: Head, folder: Path, *, dtype: torch.dtype | None, source: str) -> Plan:
-    """Write a checkpoint into the new `folder`: all files of `origin`, its head replaced by this one, or added.
+def write_beside_trunk(origin: Inventory, head: Head, folder: Path, *, dtype: torch.dtype | None, source: str) -> None:
+    """Write a checkpoint into `folder`: all files of `origin`, its head replaced by this one, or added.
 
     Weight files that hold nothing of a head are hard-linked; the trunk's tensors stay as stored, quantised ones too.
-    The head is written unquantised, and the configs say so. Raises CheckpointError where the folder cannot be written.
+    The head is written unquantised, and the configs say so. An old folder is replaced once the new one is whole. Raises
+    CheckpointError where it cannot be written.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".head-", dir=folder.parent) as alone:
-        path = Path(alone) / HEAD_FILE
-        write_alone(origin, head, path, dtype=dtype, source=source)
-        return restore(
-            folder_of(origin.checkpoint), path, out=folder, family=origin.family.name, force=True, trained_by=source
+    with tempfile.TemporaryDirectory(prefix=".head-", dir=folder.parent) as passing:
+        aside = Path(passing)
+        write_alone(origin, head, aside / HEAD_FILE, dtype=dtype, source=source)
+        restore(
+            folder_of(origin.checkpoint),
+            aside / HEAD_FILE,
+            out=aside / "new",
+            family=origin.family.name,
+            force=True,
+            trained_by=source,
         )
+        if folder.exists():
+            folder.rename(aside / "old")
+        (aside / "new").rename(folder)

@@ -91,8 +91,8 @@ def head_run(
     drawn: bool = False,
     ranks: Ranks = ALONE,
 ) -> HeadRun:
-    """data, all_tokens: see `corpora`. settings: of `HeadConfig`. tokenizer: a folder, if
-    not the model's own. drawn: the answers in the data were drawn from this trunk at the settings' temperature.
+    """data, all_tokens: see `corpora`. settings: of `HeadConfig`. tokenizer: a folder, if not the model's own. drawn:
+    the answers in the data were drawn from this trunk at the settings' temperature.
 
     Raises FamilyError for a trunk whose family has no row or cannot be run, CheckpointError for files that do not fit,
     ConfigError for data or settings that cannot be used.

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -158,17 +158,19 @@ class HeadTask:
 
     def read(self, folder: Path) -> None:
         """Raises CheckpointError for a head of another trunk, or of another shape."""
-        with safe_open(folder / _FILE, framework="pt") as file:
-            if (file.metadata() or {}).get("trunk") != self.fingerprint:
-                raise CheckpointError(
-                    f"{folder}: trained on another trunk than {self.origin.checkpoint.path}; give the same --from, or "
-                    "start anew in another folder"
-                )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         try:
-            self.head.load_state_dict(tensors)
-        except RuntimeError as error:
-            raise CheckpointError(f"{folder}: not this head: {error}") from error
+            with safe_open(folder / _FILE, framework="pt") as file:
+                trunk = (file.metadata() or {}).get("trunk")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if trunk == self.fingerprint:
+                self.head.load_state_dict(tensors)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise CheckpointError(f"{folder}: its head cannot be read: {error}") from error
+        if trunk != self.fingerprint:
+            raise CheckpointError(
+                f"{folder}: trained on another trunk than {self.origin.checkpoint.path}; give the same --from, or "
+                "start anew in another folder"
+            )
 
     def write_result(self, folder: Path, source: Path) -> None:
         """The trunk's own files with this head, in the family's published layout."""
