@@ -15,6 +15,7 @@ from nextn.acceptance import Acceptance
 from nextn.decode import Settings, rounds
 from nextn.drafting import Contract, Drafter
 from nextn.errors import ConfigError
+from nextn.fast.engine import FastHead
 from nextn.sampling import Sampling, law
 
 LENGTHS = (1, 2, 17, 40)
@@ -53,6 +54,7 @@ class Oracle:
 
         monkeypatch.setattr(decode_module._Batch, "_draft", start)
         monkeypatch.setattr(Drafter, "pick", choose)
+        monkeypatch.setattr(FastHead, "chain", lambda *_, **__: None)  # whose drafts are chosen in one native call
 
 
 @pytest.fixture(scope="module")
