@@ -11,6 +11,8 @@ from dataclasses import asdict
 from itertools import cycle, islice
 from pathlib import Path
 
+import torch
+
 from nextn.acceptance import Acceptance
 from nextn.cost import Machine
 from nextn.decode import Settings, rounds
@@ -80,10 +82,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--path", default="auto")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    model = Model.load(args.model)
+    model = Model.load(args.model, dtype=getattr(torch, args.dtype))
     engine = model.engine(args.path)
     prompts = [list(prompt.text) for prompt in read_prompts(args.prompts)]
     record = {"path": engine.path, "machine": asdict(Machine.of(model)), "definition": __doc__}

@@ -1,6 +1,7 @@
 """A run's folder: which checkpoints count, which go, and what of the log stands."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -61,6 +62,17 @@ def test_other_settings_are_named(tmp_path):
     folder = checkpoint(RunFolder(tmp_path), 4)
     with pytest.raises(ConfigError, match="trained with another lr; resume with the same settings"):
         read_state(folder, TrainConfig(steps=9, length=8, depths=1, lr=1e-4))
+
+
+def test_a_checkpoint_older_than_a_setting(tmp_path):
+    """It goes on with the setting's default, and with nothing else."""
+    file = checkpoint(RunFolder(tmp_path), 4) / "trainer.json"
+    state = json.loads(file.read_text())
+    del state["config"]["checkpoint_layers"]
+    file.write_text(json.dumps(state))
+    assert read_state(file.parent, CONFIG) == {"step": 4}
+    with pytest.raises(ConfigError, match="another checkpoint_layers"):
+        read_state(file.parent, replace(CONFIG, checkpoint_layers=True))
 
 
 def test_the_log_drops_what_is_done_again(tmp_path):

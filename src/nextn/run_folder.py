@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,8 @@ def write_state(folder: Path, config: TrainConfig, **state: object) -> None:
 def read_state(folder: Path, config: TrainConfig) -> dict[str, Any]:
     """The plain values. Raises ConfigError for a checkpoint that was trained with other settings than `config`."""
     state: dict[str, Any] = json.loads((folder / _STATE).read_text())
-    then = state.pop("config")
+    # A setting that is younger than the checkpoint had its default's effect.
+    then = {each.name: each.default for each in fields(config)} | state.pop("config")
     changed = sorted(key for key, value in asdict(config).items() if then.get(key) != value)
     if changed:
         raise ConfigError(f"{folder} was trained with another {', '.join(changed)}; resume with the same settings")

@@ -96,7 +96,8 @@ class Trainer:
             return False
         state = run_state.read(self.folder.checkpoints()[-1], self.task, self.optimisers)
         self.step = state["step"]
-        self.standing.load_state(state["standing"])
+        if "standing" in state:  # a checkpoint older than it has none
+            self.standing.load_state(state["standing"])
         return True
 
     def _step(self) -> StepRecord:
