@@ -84,10 +84,11 @@ def test_a_record_stays_on_its_side(tmp_path):
 
 
 def test_a_folder_of_everything(tmp_path):
-    """Texts, records and sources below a folder; hidden files stay out, and a text file's side hangs on its name."""
+    """Texts, records, sources below a folder; hidden and compiled files stay out; a text's side hangs on its name."""
     write(tmp_path / "data" / "in" / "a.jsonl")
     (tmp_path / "data" / ".git").mkdir()
-    for name in ("b.txt", "in/c.py", ".hidden", ".git/HEAD"):
+    (tmp_path / "data" / "in" / "__pycache__").mkdir()
+    for name in ("b.txt", "in/c.py", ".hidden", ".git/HEAD", "in/__pycache__/c.pyc"):
         (tmp_path / "data" / name).write_text(f"this is {name}")
     train, held = corpora([tmp_path / "data"], chatty())
     found = documents(train) | documents(held)

@@ -50,6 +50,17 @@ def test_bad_files_say_where(tmp_path, name, text, words):
         read_prompts(tmp_path / name)
 
 
+def test_stored_answers_are_prompts(tmp_path):
+    """The first line of what `nextn answer` writes is no prompt; a line like it further down is an error."""
+    lines = ['{"nextn": "answers"}', '{"prompt": [1, 2], "tokens": [3]}']
+    file = tmp_path / "answers.jsonl"
+    file.write_text("\n".join(lines))
+    assert read_prompts(file) == [Prompt((1, 2), "own")]
+    file.write_text("\n".join(reversed(lines)))
+    with pytest.raises(ConfigError, match=r"answers\.jsonl:2: expected"):
+        read_prompts(file)
+
+
 def test_absent_file():
     with pytest.raises(ConfigError, match="cannot be read"):
         read_prompts(Path("/nowhere.txt"))

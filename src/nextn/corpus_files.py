@@ -90,7 +90,11 @@ def files_of(source: Source) -> list[Path]:
     if path.is_file():
         return [path]
     found = (file for file in path.rglob("*") if file.is_file())
-    return sorted(file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    return sorted(file for file in found if not any(map(_is_hidden, file.relative_to(path).parts)))
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__pycache__"
 
 
 def sorted_out(sources: Sequence[Source]) -> tuple[list[Path], list[Source]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nextn.corpus_files import HEADER
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,8 +43,11 @@ def read_prompts(path: Path | None = None) -> list[Prompt]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
     if path.suffix == ".jsonl":
-        lines = enumerate(text.splitlines(), start=1)
-        prompts = [_parsed(line, f"{path}:{number}") for number, line in lines if line.strip()]
+        lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+        records = [_read(line, f"{path}:{number}") for number, line in lines]
+        if records and HEADER in records[0]:  # of stored answers, which are prompts, too
+            lines, records = lines[1:], records[1:]
+        prompts = [_parsed(each, f"{path}:{number}", line) for each, (number, line) in zip(records, lines, strict=True)]
     elif path.suffix == ".txt":
         prompts = [Prompt(part.strip("\n"), path.stem) for part in _paragraphs(text)]
     else:
@@ -63,12 +67,16 @@ def _paragraphs(text: str) -> list[str]:
     return ["\n".join(lines) for lines in parts if lines]
 
 
-def _parsed(line: str, place: str) -> Prompt:
+def _read(line: str, place: str) -> dict[str, object]:
     try:
         record = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{place}: not JSON: {error}") from error
-    prompt = record.get("prompt") if isinstance(record, dict) else None
+    return record if isinstance(record, dict) else {}
+
+
+def _parsed(record: dict[str, object], place: str, line: str) -> Prompt:
+    prompt = record.get("prompt")
     is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
     if not prompt or not (isinstance(prompt, str) or is_ids):
         raise ConfigError(f'{place}: expected {{"prompt": text or token ids, "domain": name}}, found {line[:80]}')
