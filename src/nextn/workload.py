@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nextn.corpus_files import HEADER
 from nextn.errors import ConfigError
@@ -67,7 +67,7 @@ def _paragraphs(text: str) -> list[str]:
     return ["\n".join(lines) for lines in parts if lines]
 
 
-def _read(line: str, place: str) -> dict[str, object]:
+def _read(line: str, place: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except ValueError as error:
@@ -75,7 +75,7 @@ def _read(line: str, place: str) -> dict[str, object]:
     return record if isinstance(record, dict) else {}
 
 
-def _parsed(record: dict[str, object], place: str, line: str) -> Prompt:
+def _parsed(record: dict[str, Any], place: str, line: str) -> Prompt:
     prompt = record.get("prompt")
     is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
     if not prompt or not (isinstance(prompt, str) or is_ids):
