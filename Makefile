@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-# CPU threads: torch's default is one per core. Tests run with one, so that two workers do not fight over cores.
+# CPU threads: torch's default is one per core. Tests run with one, in two processes, so that they do not fight over cores.
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: demo test check docs bench bench-peers clean
@@ -11,7 +11,7 @@ demo: $(VENV)/.ready
 	$(BIN)/nextn demo
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -m "not gpu and not engines"
+	$(BIN)/python -m pytest -m "not gpu and not engines" --numprocesses 2 --dist worksteal
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
