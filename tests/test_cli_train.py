@@ -95,6 +95,8 @@ def test_a_worse_head_is_exit_code_1(given, tmp_path, monkeypatch, capsys):
         (["--freeze-trunk"], "--freeze-trunk needs a trunk"),
         (["--from", "MODEL"], "go with --freeze-trunk"),
         (["--init-head"], "go with --freeze-trunk"),
+        (["--cache-gb", "0"], "go with --freeze-trunk"),
+        (["--freeze-trunk", "--from", "MODEL", "--recipe", "code"], "--model and --recipe build a trunk"),
         (["--freeze-trunk", "--from", "MODEL", "--modules", "2"], "modules = 2"),
         (["--freeze-trunk", "--from", "MODEL", "--set", "objective=mse"], "objective = 'mse'"),
         (["--freeze-trunk", "--from", "/nowhere"], "/nowhere"),

@@ -1,5 +1,6 @@
 """Teacher-forced chains against the decoder: greedy to the last count, sampled within what chance allows."""
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -161,6 +162,34 @@ def test_a_later_pair_is_scored(trained):
     assert torch.equal(given.ranks, wanted.ranks)
     (right,) = scored(model, [text], [hidden], 2)
     assert not torch.equal(given.ranks, right.ranks)
+
+
+def test_walk_is_the_law_of_rounds():
+    """Against all ways to keep and reject, weighed: where rounds begin, and what each is expected to give."""
+    torch.manual_seed(0)
+    keep = torch.rand(1, 2, 5, dtype=torch.float64)
+    valid = torch.tensor([[True, True, True, True, False]])
+    reach = torch.cat([torch.ones(1, 1, 5, dtype=torch.float64), keep.cumprod(1)], dim=1)
+    starts = columns.walk(reach, valid)
+    begins = torch.zeros(5, dtype=torch.float64)
+    # One number of kept drafts, 0 to 2, for each column, whether or not a round begins there.
+    for lengths in itertools.product(range(3), repeat=5):
+        chance = 1.0
+        for column, length in enumerate(lengths):
+            first, second = keep[0, :, column].tolist()
+            chance *= (1 - first, first * (1 - second), first * second)[length]
+        place = 0
+        while place < 4:
+            begins[place] += chance
+            place += lengths[place] + 1
+    torch.testing.assert_close(starts[0], begins)
+
+
+def test_rounds_begin_anew_behind_a_gap():
+    """A column that cannot begin a round, such as one of a prompt, ends the rounds before it."""
+    valid = torch.tensor([[True, True, False, False, True, True, True, True, True]])
+    starts = columns.walk(torch.ones(1, 4, 9, dtype=torch.float64), valid)
+    assert starts[0].tolist() == [1, 0, 0, 0, 1, 0, 0, 0, 1]
 
 
 def test_walk_by_hand():

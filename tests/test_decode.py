@@ -16,6 +16,7 @@ from nextn.decode import Settings, rounds
 from nextn.drafting import Contract, Drafter
 from nextn.errors import ConfigError
 from nextn.fast.engine import FastHead
+from nextn.policy import Fixed
 from nextn.sampling import Sampling, law
 
 LENGTHS = (1, 2, 17, 40)
@@ -90,6 +91,43 @@ def test_rejection_at_every_position(model, plain, kept, monkeypatch):
     judged = [part for each in log for part in each.rows if len(part.drafts) == 5]
     assert judged
     assert all(part.kept == kept and len(part.emitted) == kept + 1 for part in judged)
+
+
+class Late:
+    """A plan for the first twenty rounds, and four drafts in all others."""
+
+    reason = "a test"
+
+    def __init__(self, early):
+        self.early, self.asked = early.plan(), 0
+
+    def plan(self):
+        self.asked += 1
+        return self.early if self.asked <= 20 else Fixed(4).plan()
+
+    def learn(self, *_, **__):
+        pass
+
+
+@pytest.mark.parametrize(("name", "modules"), [("glm4_moe", 2), ("deepseek_v3", 3)])
+def test_modules_that_do_not_run_do_not_fall_behind(name, modules, monkeypatch):
+    """No law is sure enough, so only the first module runs in a round: what waits for the others stays short, and in
+    the end they draft what they draft behind twenty plain rounds."""
+    model, waiting, draft = build(name, modules=modules), [], Drafter.draft
+
+    def watched(drafter, *args):
+        waiting.append(max(map(len, drafter.pending)))
+        return draft(drafter, *args)
+
+    prompts, settings = [prompt(9, seed=1), prompt(4, seed=2)], Settings(drafts=4, max_tokens=40)
+    plain = list(rounds(model.trunk, model.head, prompts, settings, length=Late(Fixed(0))))
+    monkeypatch.setattr(Drafter, "draft", watched)
+    shy = list(rounds(model.trunk, model.head, prompts, settings, length=Late(Fixed(4, p_min=1.0))))
+    assert shy[20].rows == plain[20].rows
+    assert not any(part.drafts for part in shy[20].rows)
+    assert any(part.drafts for part in shy[21].rows)
+    assert [each.rows for each in shy] == [each.rows for each in plain]
+    assert max(waiting) <= modules + settings.drafts
 
 
 @pytest.mark.parametrize("name", CONFIGS)

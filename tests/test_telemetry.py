@@ -1,6 +1,5 @@
 """Acceptance told from texts: the law of rounds against brute force, and the decoder's own figures."""
 
-import itertools
 from dataclasses import asdict
 
 import pytest
@@ -11,7 +10,7 @@ from nextn.acceptance import Acceptance
 from nextn.data import Batch
 from nextn.model import Model
 from nextn.sampling import Sampling
-from nextn.telemetry import Foreseen, foreseen, walk
+from nextn.telemetry import Foreseen, foreseen
 
 K = 4
 
@@ -64,35 +63,6 @@ def test_batches_add_up(glm):
     assert parts.columns == whole.columns
     torch.testing.assert_close(torch.tensor(parts.sampled.kept), torch.tensor(whole.sampled.kept))
     assert parts.sampled.emitted == pytest.approx(whole.sampled.emitted)
-
-
-def test_walk_is_the_law_of_rounds():
-    """Against all ways to keep and reject, weighed: where rounds begin, and what each is expected to give."""
-    torch.manual_seed(0)
-    keep = torch.rand(1, 2, 5)
-    valid = torch.tensor([[True, True, True, True, False]])
-    starts, reach = walk(keep, valid)
-    begins = torch.zeros(5, dtype=torch.float64)
-    # One number of kept drafts, 0 to 2, for each column, whether or not a round begins there.
-    for lengths in itertools.product(range(3), repeat=5):
-        chance = 1.0
-        for column, length in enumerate(lengths):
-            first, second = keep[0, :, column].double().tolist()
-            chance *= (1 - first, first * (1 - second), first * second)[length]
-        place = 0
-        while place < 4:
-            begins[place] += chance
-            place += lengths[place] + 1
-    torch.testing.assert_close(starts[0], begins)
-    torch.testing.assert_close(reach[0, 2], keep[0].double().prod(0))
-
-
-def test_rounds_begin_anew_behind_a_gap():
-    """A column that cannot begin a round, such as one of a prompt, ends the rounds before it."""
-    keep = torch.ones(1, 3, 9)
-    valid = torch.tensor([[True, True, False, False, True, True, True, True, True]])
-    starts, _ = walk(keep, valid)
-    assert starts[0].tolist() == [1, 0, 0, 0, 1, 0, 0, 0, 1]
 
 
 def test_a_bad_head_is_worse_and_itself_is_not(glm):

@@ -70,17 +70,29 @@ class Survival:
         A round that keeps j drafts is followed by one j + 1 tokens on. So starts behind kept drafts are rarer, and a
         mean over all columns is something else.
         """
-        offered, kept = [0.0] * drafts, [0.0] * drafts
-        given, expected = self.given.tolist(), self.expected.tolist()
-        visits = [1.0] + [0.0] * (len(rooms) + drafts + 1)
-        for start, room in enumerate(rooms):
-            depth, chances = min(drafts, room), given[start]
-            for k in range(depth):
-                offered[k] += visits[start] * chances[k]
-                kept[k] += visits[start] * expected[start][k]
-                visits[start + k + 1] += visits[start] * (chances[k] - chances[k + 1])
-            visits[start + depth + 1] += visits[start] * chances[depth]
-        return offered, kept
+        if not rooms:
+            return [0.0] * drafts, [0.0] * drafts
+        room = torch.tensor(rooms)[:, None]
+        reach = self.given[:, : drafts + 1] * (torch.arange(drafts + 1) <= room)  # no draft is judged beyond the room
+        starts = walk(reach.T[None], torch.ones(1, len(rooms), dtype=torch.bool))[0, :, None]
+        judged = torch.arange(drafts) < room
+        offered, kept = (starts * each * judged for each in (reach[:, :-1], self.expected[:, :drafts]))
+        return offered.sum(0).tolist(), kept.sum(0).tolist()
+
+
+def walk(reach: Tensor, valid: Tensor) -> Tensor:
+    """reach [B, K+1, C] float64: the chance that a round from there keeps its first 0..K drafts; valid [B, C]: where
+    one may begin -> [B, C], the chance that one does: at the first of each run of valid columns, and behind each round.
+    """
+    rows, rounds, columns = reach.shape
+    ends = reach - torch.cat([reach[:, 1:], reach.new_zeros(rows, 1, columns)], dim=1)
+    starts = reach.new_zeros(rows, columns + rounds)
+    for column in range(columns):
+        here = valid[:, column]
+        begins = here & ~valid[:, column - 1] if column else here
+        starts[:, column] = torch.where(begins, 1.0, starts[:, column].where(here, 0.0))
+        starts[:, column + 1 : column + rounds + 1] += starts[:, column, None] * ends[:, :, column]
+    return starts[:, :columns]
 
 
 @dataclass(frozen=True, eq=False)

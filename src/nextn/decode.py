@@ -203,6 +203,8 @@ class _Batch:
         self.cache.keep(stand)
         if self.drafter is not None:
             self.drafter.add(hidden.eaten, stand, skip=self.drafter.settle(drafted.ran, kept))
+            if 0 < drafted.ran < self.drafter.head.num_modules:
+                self.drafter.feed(self.tokens)  # modules that did not run fall behind, and all columns would wait
         for confidences, drafts, count in zip(drafted.confidences, drafted.drafts, kept, strict=True):
             self.length.learn(confidences, drafts=len(drafts), kept=count)
         return self._emit(drafted.drafts, verdict, started, drafted_at)
@@ -241,7 +243,7 @@ class _Batch:
                     last[row] = hidden.normed[row, counts[row] - 1].clone()  # the next pass may write there
             if self.drafter is not None:
                 self.drafter.add(hidden.eaten, counts)
-                self.drafter.feed(self.tokens)
+                self.drafter.prefill(self.tokens)
         return torch.stack([last[row] for row in range(len(self.rows))])
 
     def _rooms(self) -> list[int]:

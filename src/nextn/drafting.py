@@ -129,13 +129,17 @@ class Drafter:
             # A copy in any case: the next pass of the trunk may write there.
             self.pending[row] = torch.cat([self.pending[row], states[0 if skip is None else skip[row] :]])
 
-    def feed(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Run every module over the pending columns whose tokens are known up to the deepest module."""
+    def prefill(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Run every module over what the trunk has seen of the prompt; a contract without prefill drops it instead."""
+        self.feed(tokens, run=self.contract.prefill)
+
+    def feed(self, tokens: Sequence[Sequence[int]], *, run: bool = True) -> None:
+        """Run every module over the pending columns whose tokens are known up to the deepest module, or drop those."""
         depths = range(1, self.head.num_modules + 1)
         known = [len(row) - self.head.num_modules - self._start(place) for place, row in enumerate(tokens)]
         widths = [max(0, min(len(pending), num)) for pending, num in zip(self.pending, known, strict=True)]
         states = _stacked([pending[:width] for pending, width in zip(self.pending, widths, strict=True)])
-        for depth in depths if max(widths) and self.contract.prefill else ():
+        for depth in depths if max(widths) and run else ():
             step = self._window("prefill", depth, widths, states, tokens)
             states = step.recycled if self.head.eats_recycled(depth + 1) else states
         self.pending = [pending[width:] for pending, width in zip(self.pending, widths, strict=True)]

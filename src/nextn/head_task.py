@@ -12,7 +12,7 @@ from torch import Tensor
 from nextn.data import Batch, Batches, Corpus
 from nextn.errors import CheckpointError, ConfigError
 from nextn.head import Head, outputs
-from nextn.head_files import write_alone, write_beside_trunk
+from nextn.head_files import HEAD_FILE, write_alone, write_beside_trunk
 from nextn.hidden_cache import HiddenCache
 from nextn.inventory import Inventory
 from nextn.loss import Targets, depth_weights
@@ -27,8 +27,6 @@ from nextn.telemetry import Foreseen, foreseen
 from nextn.tensor_file import atomic_folder
 from nextn.train_config import HeadConfig
 from nextn.trunk import Hidden
-
-_FILE = "head.safetensors"
 
 
 class HeadTask:
@@ -153,13 +151,13 @@ class HeadTask:
         """The head alone, in fp32, and which trunk it belongs to."""
         with atomic_folder(folder) as stage:
             tensors = {name: value.contiguous() for name, value in self.head.state_dict().items()}
-            save_file(tensors, stage / _FILE, metadata={"trunk": self.fingerprint})
+            save_file(tensors, stage / HEAD_FILE, metadata={"trunk": self.fingerprint})
             extra(stage)
 
     def read(self, folder: Path) -> None:
         """Raises CheckpointError for a head of another trunk, or of another shape."""
         try:
-            with safe_open(folder / _FILE, framework="pt") as file:
+            with safe_open(folder / HEAD_FILE, framework="pt") as file:
                 trunk = (file.metadata() or {}).get("trunk")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if trunk == self.fingerprint:

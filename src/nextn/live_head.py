@@ -18,7 +18,7 @@ from nextn.head import Head
 from nextn.keep import save_with, without_adapters
 from nextn.model import load_head
 from nextn.provenance import record_training
-from nextn.tensor_file import write_json
+from nextn.tensor_file import atomic, write_json
 
 FOLDER = "head"
 # In a folder of their own: beside adapters, a config.json would make transformers take them for a model.
@@ -86,7 +86,5 @@ class _AdapterSaver:
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    save_file(tensors, part, metadata=metadata)
-    part.replace(path)
+    with atomic(path) as file:
+        save_file(tensors, file.name, metadata=metadata)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from nextn.columns import walk
 from nextn.data import Batch
 from nextn.head import Head, outputs
 from nextn.loss import Targets
@@ -138,7 +139,8 @@ def foreseen(
         valid &= counted[:, 1 : valid.shape[1] + 1]  # the round's first token, which the trunk alone gives, counts, too
         columns += int(valid.sum())
         for rule, keep in enumerate(_keeps(trunk, head, tokens, states, temperature, drawn)):
-            starts, reach = walk(keep, valid.cpu())
+            reach = torch.cat([keep.new_ones(len(keep), 1, keep.shape[-1]), keep.cumprod(1)], dim=1)
+            starts = walk(reach, valid.cpu())
             totals[rule][0] += (starts[:, None] * reach[:, :-1]).sum((0, 2))
             totals[rule][1] += (starts[:, None] * reach[:, 1:]).sum((0, 2))
             rows[rule][0] += (starts[:, None] * reach).sum((1, 2)).tolist()
@@ -154,24 +156,6 @@ def foreseen(
     return Foreseen(greedy, sampled, columns, "decode" if head.can_unroll else "own", temperature)
 
 
-def walk(keep: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """keep [B, K, C]: the chance of each depth's draft, its shallower ones kept; valid [B, C]: where a round may begin.
-
-    -> starts [B, C]: the chance that a round begins there; reach [B, K+1, C]: that its first 0..K drafts are kept. A
-    round begins at the first column of each run of valid ones, and behind every round.
-    """
-    rows, depths, columns = keep.shape
-    reach = torch.cat([torch.ones(rows, 1, columns, dtype=torch.float64), keep.double().cumprod(1)], dim=1)
-    ends = reach - torch.cat([reach[:, 1:], torch.zeros(rows, 1, columns, dtype=torch.float64)], dim=1)
-    starts = torch.zeros(rows, columns + depths + 1, dtype=torch.float64)
-    for column in range(columns):
-        here = valid[:, column]
-        begins = here & ~valid[:, column - 1] if column else here
-        starts[:, column] = torch.where(begins, 1.0, starts[:, column].where(here, 0.0))
-        starts[:, column + 1 : column + depths + 2] += starts[:, column, None] * ends[:, :, column]
-    return starts[:, :columns], reach
-
-
 def _keeps(
     trunk: Trunk, head: Head, tokens: Tensor, states: list[Tensor], temperature: float, drawn: bool
 ) -> tuple[Tensor, Tensor]:
@@ -179,14 +163,14 @@ def _keeps(
     depths = len(states) - 1
     columns = tokens.shape[1] - depths
     weights = outputs(trunk, head, depths)
-    match, kept = (torch.zeros(len(tokens), depths, columns) for _ in range(2))
+    match, kept = (torch.zeros(len(tokens), depths, columns, dtype=torch.float64) for _ in range(2))
     for row in range(len(tokens)):  # one row of [columns, V] laws at a time bounds the memory
         logits = trunk.logits(states[0][row].to(trunk.output.weight.dtype)).float()
         laws = (logits / temperature).softmax(-1)
         for depth in range(1, depths + 1):
             guess = (states[depth][row, :columns].to(weights[depth].dtype) @ weights[depth].T).float()
             p, q = laws[depth : depth + columns], (guess / temperature).softmax(-1)
-            match[row, depth - 1] = (p.argmax(-1) == q.argmax(-1)).float().cpu()
+            match[row, depth - 1] = (p.argmax(-1) == q.argmax(-1)).cpu()
             text = tokens[row, depth + 1 : depth + 1 + columns, None]
             if drawn:
                 chance = (q[: len(text)].gather(1, text) / p[: len(text)].gather(1, text)).clamp_max(1)[:, 0]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from nextn.hidden_cache import HiddenCache
     from nextn.train import Trainer
 
+_RECIPE = "demo"
 _JOINT, _HEAD = "Trunk and head from scratch", "A head on a frozen trunk"
 
 
@@ -47,7 +48,7 @@ def train(
     ] = False,
     recipe: Annotated[
         str, typer.Option(help="Named workload that gives the defaults.", rich_help_panel=_JOINT)
-    ] = "demo",
+    ] = _RECIPE,
     model: Annotated[
         Path | None,
         typer.Option(help="config.json of a trunk to build, in transformers' format.", rich_help_panel=_JOINT),
@@ -99,48 +100,40 @@ def train(
     from nextn.parallel import processes
 
     settings = merged(config, set_ or [])
-    if freeze_trunk:
-        if from_ is None:
-            raise ConfigError("--freeze-trunk needs a trunk: give its folder or hub id with --from")
-        from nextn.head_runs import Start
-
-        start = Start(from_, head, init_head, modules, revision, cache_dir, offline)
-        with processes() as ranks:
-            _train_head(
-                out,
-                start,
-                {"data": data or [], "all_tokens": all_tokens, "tokenizer": tokenizer, "drawn": drawn, "ranks": ranks},
-                settings,
-                cache_gb=cache_gb,
-                resume=resume,
-                tensorboard=tensorboard,
-                head_only=head_only,
-                allow_worse=allow_worse,
-                as_json=as_json,
+    text = {"data": data or [], "all_tokens": all_tokens, "tokenizer": tokenizer}
+    how = {"resume": resume, "tensorboard": tensorboard, "as_json": as_json}
+    if not freeze_trunk:
+        if any((from_ is not None, head is not None, init_head, head_only, drawn, cache_gb is not None, allow_worse)):
+            raise ConfigError(
+                "--from, --head, --init-head, --head-only, --drawn, --cache-gb, --allow-worse go with --freeze-trunk"
             )
+        with processes() as ranks:
+            made: dict[str, Any] = {"recipe": recipe, "model": model, "num_modules": modules or 1, "settings": settings}
+            _train_joint(out, {**text, **made, "ranks": ranks}, **how)
         return
-    if from_ is not None or head is not None or init_head or head_only or allow_worse or drawn or cache_gb:
-        raise ConfigError(
-            "--from, --head, --init-head, --head-only, --drawn, --cache-gb, --allow-worse go with --freeze-trunk"
+    if from_ is None:
+        raise ConfigError("--freeze-trunk needs a trunk: give its folder or hub id with --from")
+    if model is not None or recipe != _RECIPE:
+        raise ConfigError("--model and --recipe build a trunk; with --freeze-trunk it comes --from a checkpoint")
+    from nextn.head_runs import Start
+
+    start = Start(from_, head, init_head, modules, revision, cache_dir, offline)
+    with processes() as ranks:
+        made = {"drawn": drawn, "settings": settings, "ranks": ranks}
+        _train_head(
+            out, start, {**text, **made}, cache_gb=cache_gb, head_only=head_only, allow_worse=allow_worse, **how
         )
+
+
+def _train_joint(out: Path, run: dict[str, Any], *, resume: bool, tensorboard: bool, as_json: bool) -> None:
     from nextn.recipes import training_run, write_prompts
 
-    with processes() as ranks:
-        trainer, text, held_out = training_run(
-            out,
-            data=data or [],
-            recipe=recipe,
-            model=model,
-            tokenizer=tokenizer,
-            num_modules=modules or 1,
-            settings=settings,
-            all_tokens=all_tokens,
-            ranks=ranks,
-        )
-        _notes(text.notes if ranks.is_first else ())
-        _run(trainer, out, resume=resume, tensorboard=tensorboard, as_json=as_json)
-        trainer.write_result(out / "model")
-    if ranks.is_first:
+    trainer, text, held_out = training_run(out, **run)
+    is_first = trainer.ranks.is_first
+    _notes(text.notes if is_first else ())
+    _run(trainer, out, resume=resume, tensorboard=tensorboard, as_json=as_json)
+    trainer.write_result(out / "model")
+    if is_first:
         write_prompts(out / "prompts.jsonl", held_out)
         typer.echo(json.dumps({"model": str(out / "model")}) if as_json else f"wrote {out / 'model'}")
 
@@ -149,7 +142,6 @@ def _train_head(
     out: Path,
     start: "Start",
     text: dict[str, Any],
-    settings: dict[str, object],
     *,
     cache_gb: float | None,
     resume: bool,
@@ -161,7 +153,7 @@ def _train_head(
     from nextn.head_runs import head_run
     from nextn.recipes import write_prompts
 
-    run = head_run(out, start, settings=settings, **text)
+    run = head_run(out, start, **text)
     ranks = run.trainer.ranks
     _notes(run.notes if ranks.is_first else ())
     if cache_gb is not None:
