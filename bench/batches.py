@@ -13,14 +13,14 @@ from pathlib import Path
 
 import torch
 
-from nextn.acceptance import Acceptance
-from nextn.cost import Machine
+from nextn.benchmarking.cost import Machine
+from nextn.benchmarking.workload import read_prompts
+from nextn.checkpoints.tensor_file import write_json
 from nextn.decode import Settings, rounds
 from nextn.fast.choose import Engine
+from nextn.figures.acceptance import Acceptance
 from nextn.model import Model
 from nextn.sampling import Sampling
-from nextn.tensor_file import write_json
-from nextn.workload import read_prompts
 
 
 def decoded(engine: Engine, prompts: Sequence[Sequence[int]], settings: Settings) -> tuple[float, Acceptance]:

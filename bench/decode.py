@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
-from nextn.cost import measured_costs, step_bytes
+from nextn.benchmarking.cost import measured_costs, step_bytes
+from nextn.checkpoints.tensor_file import write_json
 from nextn.decode import Settings, rounds
 from nextn.fast.choose import Engine
+from nextn.figures.speedup import Costs, expected_length, expected_speedup
 from nextn.model import Model
 from nextn.sampling import Prediction
-from nextn.speedup import Costs, expected_length, expected_speedup
-from nextn.tensor_file import write_json
 
 
 def shape(layers: int, hidden: int, vocab_size: int) -> dict[str, object]:

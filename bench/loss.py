@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextn.loss import IGNORE, Targets, mtp_loss
-from nextn.objectives import OBJECTIVES, Teacher, head_loss
+from nextn.losses.loss import IGNORE, Targets, mtp_loss
+from nextn.losses.objectives import OBJECTIVES, Teacher, head_loss
 
 LAMBDA = 0.3
 

@@ -3,8 +3,8 @@
 `bare`: a byte-level trunk that was trained without a head gets a new one. `stale`: a trunk and head that were trained
 together, the trunk then fine-tuned on other text, so that its head no longer matches; that head is trained on. `joint`,
 the head that was trained with its trunk, is what both are compared with. Each cell of the table trains one head, for
-about a minute on two cores; AL@1..8 are of `nextn.telemetry` on the trunk's own answers to held-out prompts, greedy
-ones for T = 0 and drawn ones for T = 1. What is in the results or in the work folder is not made again.
+about a minute on two cores; AL@1..8 are of `nextn.training.telemetry` on the trunk's own answers to held-out prompts,
+greedy ones for T = 0 and drawn ones for T = 1. What is in the results or in the work folder is not made again.
 
     python bench/objectives.py                       # all cells: about an hour and a half on two cores
     python bench/objectives.py --only bare/kl        # those whose names begin so
@@ -22,24 +22,24 @@ from pathlib import Path
 
 import torch
 
-from nextn.answers import answer
-from nextn.bytelevel import byte_tokenizer
-from nextn.checkpoint import Checkpoint
-from nextn.corpus_files import corpora
-from nextn.data import Batches, Corpus, prompts, split, standard_library
+from nextn.checkpoints.checkpoint import Checkpoint
+from nextn.checkpoints.inventory import Inventory
+from nextn.checkpoints.tensor_file import write_json
+from nextn.corpus.bytelevel import byte_tokenizer
+from nextn.corpus.corpus_files import corpora
+from nextn.corpus.data import Batches, Corpus, prompts, split, standard_library
 from nextn.decode import Settings
-from nextn.head_task import HeadTask
-from nextn.init_head import init_head
-from nextn.inventory import Inventory
+from nextn.losses.objectives import OBJECTIVES
 from nextn.model import Model
-from nextn.objectives import OBJECTIVES
-from nextn.recipes import by_name
 from nextn.sampling import Sampling
-from nextn.tasks import JointTask
-from nextn.telemetry import foreseen
-from nextn.tensor_file import write_json
-from nextn.train import Trainer
-from nextn.train_config import HeadConfig, TrainConfig
+from nextn.training.answers import answer
+from nextn.training.head_task import HeadTask
+from nextn.training.init_head import init_head
+from nextn.training.recipes import by_name
+from nextn.training.tasks import JointTask
+from nextn.training.telemetry import foreseen
+from nextn.training.train import Trainer
+from nextn.training.train_config import HeadConfig, TrainConfig
 
 DEPTHS = 8
 

@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from nextn.cost import Machine
+from nextn.benchmarking.cost import Machine
+from nextn.benchmarking.workload import read_prompts
 from nextn.model import Model
 from nextn.text import eos_tokens
-from nextn.workload import read_prompts
 
 HERE = Path(__file__).parent / "engines"
 ENGINES = ["nextn", "transformers", "vllm", "llama.cpp"]

@@ -10,12 +10,12 @@ import argparse
 import json
 from pathlib import Path
 
-from nextn.corpus_files import corpora
-from nextn.data import degeneracy
+from nextn.checkpoints.tensor_file import atomic
+from nextn.corpus.corpus_files import corpora
+from nextn.corpus.data import degeneracy
 from nextn.decode import Settings, rounds
 from nextn.model import Model
-from nextn.recipes import held_out_prompts
-from nextn.tensor_file import atomic
+from nextn.training.recipes import held_out_prompts
 
 
 def main() -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from nextn.bytelevel import byte_tokenizer
-from nextn.data import Corpus, standard_library
-from nextn.recipes import Recipe, by_name
-from nextn.tasks import JointTask
-from nextn.train import Trainer
+from nextn.corpus.bytelevel import byte_tokenizer
+from nextn.corpus.data import Corpus, standard_library
+from nextn.training.recipes import Recipe, by_name
+from nextn.training.tasks import JointTask
+from nextn.training.train import Trainer
 
 
 def flops_per_token(trainer: Trainer, depths: int) -> float:

@@ -25,15 +25,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextn.data import Corpus, standard_library
+from nextn.checkpoints.tensor_file import write_json
+from nextn.corpus.data import Corpus, standard_library
 from nextn.head import outputs
-from nextn.loss import LossReport
+from nextn.losses.loss import LossReport
 from nextn.model import Model
-from nextn.recipes import byte_model
-from nextn.tasks import Example, JointTask
-from nextn.tensor_file import write_json
-from nextn.train import Trainer
-from nextn.train_config import TrainConfig
+from nextn.training.recipes import byte_model
+from nextn.training.tasks import Example, JointTask
+from nextn.training.train import Trainer
+from nextn.training.train_config import TrainConfig
 
 LAYERS, WIDTH = 6, 256
 SIZES = {"batch-size": 4, "length": 512, "vocabulary": 32768, "threads": 2}

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from nextn.families import ENGINES, Engine, Family, rows
-from nextn.family_rows import EVERYWHERE
+from nextn.families.rows import EVERYWHERE
 
 HERE = Path(__file__).parent
 PAGE = HERE / "families.md"
@@ -46,7 +46,7 @@ How each published model stores and computes its MTP head (the extra layers that
 four inference engines do with it, and what `nextn` does. For those who publish checkpoints or serve them: most heads
 that draft badly are a file that lacks a tensor, or an engine that reads one in another way than the authors.
 
-This page is made by `make docs` from `src/nextn/family_rows.py`; change it there.
+This page is made by `make docs` from `src/nextn/families/rows.py`; change it there.
 
 ## Words
 

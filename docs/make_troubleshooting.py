@@ -25,18 +25,18 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 
 from tiny import FIXTURES, refrain  # noqa: E402
 
-from nextn.acceptance import Acceptance  # noqa: E402
-from nextn.checkpoint import INDEX, Checkpoint, write_index  # noqa: E402
+from nextn.checkpoints.checkpoint import INDEX, Checkpoint, write_index  # noqa: E402
+from nextn.checkpoints.inventory import Inventory  # noqa: E402
+from nextn.checkpoints.quantisation import Quantisation  # noqa: E402
+from nextn.checkpoints.tensor_file import read_header  # noqa: E402
+from nextn.checkpoints.weights import FLOATS, Weights  # noqa: E402
 from nextn.decode import Settings, rounds  # noqa: E402
+from nextn.figures.acceptance import Acceptance  # noqa: E402
 from nextn.filling import running_form, trunk_state  # noqa: E402
 from nextn.head import Head  # noqa: E402
-from nextn.inventory import Inventory  # noqa: E402
 from nextn.model import Model  # noqa: E402
-from nextn.quantisation import Quantisation  # noqa: E402
-from nextn.relayout import convert  # noqa: E402
-from nextn.tensor_file import read_header  # noqa: E402
+from nextn.moving.relayout import convert  # noqa: E402
 from nextn.trunk import Trunk  # noqa: E402
-from nextn.weights import FLOATS, Weights  # noqa: E402
 
 DRAFTS = 4
 INTRO = """\

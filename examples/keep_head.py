@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainin
 
 import nextn
 from nextn.audit import audit
-from nextn.checkpoint import Checkpoint
+from nextn.checkpoints.checkpoint import Checkpoint
 
 
 def tuned(model: torch.nn.Module, out: Path, source: str) -> Trainer:

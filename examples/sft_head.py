@@ -15,8 +15,8 @@ from trl import SFTConfig, SFTTrainer
 
 import nextn
 from nextn.audit import audit
-from nextn.bytelevel import byte_tokenizer
-from nextn.checkpoint import Checkpoint
+from nextn.checkpoints.checkpoint import Checkpoint
+from nextn.corpus.bytelevel import byte_tokenizer
 
 TINY = {
     "model_type": "qwen3_5_text", "vocab_size": 264, "hidden_size": 64, "intermediate_size": 128,

@@ -16,9 +16,9 @@ import pytest
 from layouts import LAYOUTS
 from parts import DIM, EXPERTS, HEADS, INNER, KV, LAYERS, H, Shapes, V
 
-from nextn.checkpoint import Checkpoint, write_index
+from nextn.checkpoints.checkpoint import Checkpoint, write_index
+from nextn.checkpoints.tensor_file import RawTensor, write_json, write_safetensors
 from nextn.families import Family, by_name
-from nextn.tensor_file import RawTensor, write_json, write_safetensors
 
 __all__ = [
     "DIM", "EXPERTS", "HEADS", "INNER", "KV", "LAYERS", "LAYOUTS", "H", "Shapes", "V", "bf16", "e4m3",

@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from nextn.checkpoint import INDEX
-from nextn.tensor_file import RawTensor, _layout
+from nextn.checkpoints.checkpoint import INDEX
+from nextn.checkpoints.tensor_file import RawTensor, _layout
 
 H, V, INNER, LAYERS, RANK = 7168, 129280, 2048, 61, 1536
 

@@ -11,8 +11,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from nextn import remote
-from nextn.checkpoint import Checkpoint
+from nextn.checkpoints import remote
+from nextn.checkpoints.checkpoint import Checkpoint
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 

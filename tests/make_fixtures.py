@@ -9,7 +9,7 @@ import time
 import torch
 from tiny import CONFIGS, FIXTURES, refrain
 
-from nextn.loss import Targets, mtp_loss
+from nextn.losses.loss import Targets, mtp_loss
 from nextn.model import Model
 
 _WIDE = {"hidden_size": 64, "vocab_size": 48, "initializer_range": 0.05, "max_position_embeddings": 512}

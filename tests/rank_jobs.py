@@ -7,18 +7,18 @@ import torch
 from tiny import FIXTURES, build, refrains
 from torch.distributed.tensor import DTensor
 
-from nextn.checkpoint import Checkpoint
+from nextn.checkpoints.checkpoint import Checkpoint
+from nextn.checkpoints.inventory import Inventory
+from nextn.distributed.parallel import Ranks
+from nextn.distributed.sharding import whole
 from nextn.errors import CheckpointError, ConfigError, TrainingError
-from nextn.head_task import HeadTask
-from nextn.inventory import Inventory
-from nextn.loss import Targets
-from nextn.metrics import EvalRecord, HeadRecord, StepRecord
+from nextn.losses.loss import Targets
 from nextn.model import Model
-from nextn.parallel import Ranks
-from nextn.sharding import whole
-from nextn.tasks import JointTask
-from nextn.train import Trainer
-from nextn.train_config import HeadConfig, TrainConfig
+from nextn.training.head_task import HeadTask
+from nextn.training.metrics import EvalRecord, HeadRecord, StepRecord
+from nextn.training.tasks import JointTask
+from nextn.training.train import Trainer
+from nextn.training.train_config import HeadConfig, TrainConfig
 
 CONFIG = TrainConfig(
     steps=4, batch_size=4, length=24, depths=3, warmup=1, lam="0.5", dtype="float32", eval_batches=1, lr=1e-3

@@ -6,8 +6,8 @@ import sys
 import torch
 from test_hook import Phrases, load, state, trainer_of
 
-from nextn.beside import HeadSettings
-from nextn.hook import train_head
+from nextn.finetune.beside import HeadSettings
+from nextn.finetune.hook import train_head
 
 base, out = sys.argv[1:]
 world = int(os.environ.get("WORLD_SIZE", "1"))

@@ -6,12 +6,13 @@ import pytest
 from tiny import FIXTURES
 from typer.testing import CliRunner
 
-from nextn import cost, plot
-from nextn.acceptance import Acceptance
-from nextn.advice import forecast
+from nextn.benchmarking import cost
+from nextn.benchmarking.advice import forecast
 from nextn.cli import app
 from nextn.errors import NextnError
-from nextn.speedup import Costs, Spread, expected_speedup
+from nextn.figures import plot
+from nextn.figures.acceptance import Acceptance
+from nextn.figures.speedup import Costs, Spread, expected_speedup
 
 
 def costs(v, c):

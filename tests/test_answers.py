@@ -8,11 +8,11 @@ import torch
 from chats import chatty, said
 from tiny import build
 
-from nextn.answers import answer, read_prompts
-from nextn.corpus_files import corpora
+from nextn.corpus.corpus_files import corpora
 from nextn.decode import Settings, rounds
 from nextn.errors import CheckpointError, ConfigError
 from nextn.sampling import Sampling
+from nextn.training.answers import answer, read_prompts
 
 ASKED = [list(f"prompt {number}{'!' * (number % 3)}".encode()) for number in range(7)]
 SETTINGS = Settings(drafts=2, sampling=Sampling(1.0, top_p=0.95), max_tokens=9, eos=(10, 20, 30, 40, 50), seed=5)

@@ -13,11 +13,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from nextn.audit.readings import decode
-from nextn.checkpoint import Checkpoint
+from nextn.checkpoints.checkpoint import Checkpoint
+from nextn.checkpoints.inventory import Inventory
+from nextn.checkpoints.tensor_file import write_json
 from nextn.families import by_name, rows
-from nextn.inventory import Inventory
 from nextn.model import Model
-from nextn.tensor_file import write_json
 
 _EYES = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 56,

@@ -11,12 +11,12 @@ from typer.main import get_command
 
 from nextn.audit import IDS, audit
 from nextn.audit.values import IDS as VALUES
-from nextn.checkpoint import INDEX, Checkpoint
+from nextn.checkpoints.checkpoint import INDEX, Checkpoint
+from nextn.checkpoints.tensor_file import RawTensor, write_json, write_safetensors
 from nextn.cli import app
 from nextn.errors import CheckpointError, FamilyError
 from nextn.families import by_name
-from nextn.graft import restore
-from nextn.tensor_file import RawTensor, write_json, write_safetensors
+from nextn.moving.graft import restore
 
 
 def findings(folder, rule=None):

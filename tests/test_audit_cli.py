@@ -9,7 +9,7 @@ from big import big
 from hub import Hub, only_loopback, own_client  # noqa: F401
 from huggingface_hub import constants
 
-from nextn import tensor_file
+from nextn.checkpoints import tensor_file
 from nextn.cli import main
 from nextn.cli.audit import shown
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from artifacts import publish
 
-from nextn import checkpoint
 from nextn.audit import Report, audit
-from nextn.checkpoint import INDEX, _assemble
+from nextn.checkpoints import checkpoint
+from nextn.checkpoints.checkpoint import INDEX, _assemble
 from nextn.errors import NextnError
 
 CASES = 10_000

@@ -10,10 +10,10 @@ from tiny import FIXTURES
 from nextn.audit.gains import Norm, shifts
 from nextn.audit.readings import Readings, decode
 from nextn.audit.values import head_stale, values
-from nextn.checkpoint import Checkpoint
-from nextn.inventory import Inventory
-from nextn.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint
-from nextn.tensor_file import RawTensor
+from nextn.checkpoints.checkpoint import Checkpoint
+from nextn.checkpoints.inventory import Inventory
+from nextn.checkpoints.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint
+from nextn.checkpoints.tensor_file import RawTensor
 
 HEAD = ("mtp.", f"model.layers.{LAYERS}.", f"model.layers.{LAYERS + 1}.")
 

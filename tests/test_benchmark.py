@@ -6,15 +6,15 @@ from collections import Counter
 import pytest
 from scipy.stats import binomtest
 
-from nextn import cost
-from nextn.acceptance import Acceptance
-from nextn.benchmark import DEFINITIONS, Plan, Report, Run, measured, runs
-from nextn.cost import Machine
+from nextn.benchmarking import cost
+from nextn.benchmarking.benchmark import DEFINITIONS, Plan, Report, Run, measured, runs
+from nextn.benchmarking.cost import Machine
+from nextn.benchmarking.workload import Prompt
 from nextn.decode import Round, RowRound, Settings, rounds
 from nextn.errors import ConfigError
+from nextn.figures.acceptance import Acceptance
+from nextn.figures.speedup import Costs, Spread
 from nextn.sampling import Sampling
-from nextn.speedup import Costs, Spread
-from nextn.workload import Prompt
 
 COSTS = Costs(1, 64, tuple(Spread(each, each, each, 1) for each in (2.0, 2.2, 2.4)), Spread(0.2, 0.2, 0.2, 1))
 MACHINE = Machine("box", 2, 1, {}, "float32", 1e3, step_bytes=100, draft_bytes=10, peak_memory=0)

@@ -12,11 +12,11 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 
 from nextn.blocks.convolution import ConvolutionLayer
 from nextn.blocks.streams import collapse
+from nextn.checkpoints.layout import deinterleave, interleave
+from nextn.checkpoints.tensor_file import read_header
 from nextn.errors import ConfigError, RollbackError
-from nextn.layout import deinterleave, interleave
 from nextn.model import Model
 from nextn.rollback import Apart, Cache
-from nextn.tensor_file import read_header
 
 
 def texts(rows, columns):

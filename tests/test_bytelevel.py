@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from nextn.bytelevel import byte_tokenizer, is_byte_tokenizer, vocab_size
+from nextn.corpus.bytelevel import byte_tokenizer, is_byte_tokenizer, vocab_size
 
 TEXTS = [
     "def f(a , b):\n\treturn a . b  # can 't ?\n",

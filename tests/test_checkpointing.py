@@ -4,9 +4,9 @@ import pytest
 import torch
 from tiny import build, prompt
 
-from nextn.checkpointing import checkpoint_layers
 from nextn.head import outputs
-from nextn.loss import Targets, mtp_loss
+from nextn.losses.loss import Targets, mtp_loss
+from nextn.training.checkpointing import checkpoint_layers
 
 
 def gradients(model, tokens):

@@ -14,9 +14,9 @@ import pytest
 from chats import chatty, said
 from tiny import build
 
-from nextn.answers import Tally
 from nextn.cli import main
 from nextn.cli.answer import _summary
+from nextn.training.answers import Tally
 
 
 @pytest.fixture(scope="module")

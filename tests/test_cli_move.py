@@ -8,9 +8,9 @@ from test_graft import lost, snapshot, take
 from test_remote import SHA
 from typer.testing import CliRunner
 
-from nextn import checkpoint
+from nextn.checkpoints import checkpoint
 from nextn.cli import app, main
-from nextn.fit import absent
+from nextn.moving.fit import absent
 
 
 def nextn(*args):

@@ -8,7 +8,7 @@ import torch
 from tiny import build
 
 from nextn import cli
-from nextn.bytelevel import byte_tokenizer
+from nextn.corpus.bytelevel import byte_tokenizer
 from nextn.model import Model
 
 SMALL = [

@@ -7,13 +7,13 @@ import pytest
 import torch
 from tiny import BUILDS, build, prompt, refrain
 
-from nextn import columns
-from nextn.acceptance import Acceptance
-from nextn.columns import RULES, Text, scored, states
 from nextn.decode import Settings, rounds
 from nextn.drafting import Contract
 from nextn.errors import ConfigError
-from nextn.estimate import difference
+from nextn.figures.acceptance import Acceptance
+from nextn.figures.estimate import difference
+from nextn.measuring import columns
+from nextn.measuring.columns import RULES, Text, scored, states
 from nextn.sampling import Sampling
 
 PROMPTS = [row.tolist() for row in refrain(16, 33, seed=10**6)]

@@ -4,8 +4,16 @@ import pytest
 import torch
 from tiny import FIXTURES, build
 
-from nextn import cost
-from nextn.cost import Machine, copy_bandwidth, draft_bytes, measured_costs, peak_memory, rotated, step_bytes
+from nextn.benchmarking import cost
+from nextn.benchmarking.cost import (
+    Machine,
+    copy_bandwidth,
+    draft_bytes,
+    measured_costs,
+    peak_memory,
+    rotated,
+    step_bytes,
+)
 from nextn.errors import ConfigError
 
 

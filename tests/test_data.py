@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from nextn.bytelevel import byte_tokenizer
-from nextn.data import (
+from nextn.corpus.bytelevel import byte_tokenizer
+from nextn.corpus.data import (
     Batches,
     Corpus,
     Document,
@@ -54,7 +54,7 @@ def held_out(library):
 
 def test_import_is_light():
     """Catches a torch or transformers import at module level, which costs seconds at each `--help`."""
-    code = "import nextn.data, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import nextn.corpus.data, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -79,14 +79,14 @@ def test_library_leaves_out_what_is_not_text(tmp_path, monkeypatch):
     (tmp_path / "tests" / "b.py").write_text("b")
     (tmp_path / "a.py").write_text("a")
     (tmp_path / "latin.py").write_bytes("# é".encode("latin-1"))
-    monkeypatch.setattr("nextn.data.sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr("nextn.corpus.data.sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
     assert [path.name for path in standard_library()] == ["a.py"]
     assert [path.name for path in standard_library(tests=True)] == ["a.py", "b.py"]
 
 
 def test_library_without_sources(tmp_path, monkeypatch):
     """Catches an empty default corpus that is only noticed later."""
-    monkeypatch.setattr("nextn.data.sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr("nextn.corpus.data.sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(ConfigError, match="holds no Python sources"):
         standard_library()
 

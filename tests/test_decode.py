@@ -11,11 +11,11 @@ from scipy.stats import chisquare
 from tiny import BUILDS, CONFIGS, build, decode, prompt
 
 from nextn import decode as decode_module
-from nextn.acceptance import Acceptance
 from nextn.decode import Settings, rounds
 from nextn.drafting import Contract, Drafter
 from nextn.errors import ConfigError
 from nextn.fast.engine import FastHead
+from nextn.figures.acceptance import Acceptance
 from nextn.policy import Fixed
 from nextn.sampling import Sampling, law
 

@@ -8,13 +8,13 @@ import torch
 from replays import fast_of
 from tiny import CONFIGS, FIXTURES, MOST, build, decode, prompt, refrain
 
-from nextn.acceptance import Acceptance
 from nextn.decode import Settings, rounds
 from nextn.fast.program import Replay
 from nextn.fast.tape import Unrecordable
+from nextn.figures.acceptance import Acceptance
+from nextn.figures.speedup import Costs, Spread
 from nextn.model import Model
 from nextn.policy import Adaptive, Fixed
-from nextn.speedup import Costs, Spread
 
 RECORDED = (
     "deepseek_v3",

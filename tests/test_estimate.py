@@ -6,7 +6,7 @@ import random
 import pytest
 from scipy.stats import binomtest, t
 
-from nextn.estimate import difference, jackknifed, share, student
+from nextn.figures.estimate import difference, jackknifed, share, student
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 15, 40, 199])

@@ -4,9 +4,9 @@ import pytest
 import torch
 from tiny import build, refrain
 
-from nextn.data import Batch
+from nextn.corpus.data import Batch
 from nextn.decode import Settings
-from nextn.evaluate import decoded, forced
+from nextn.training.evaluate import decoded, forced
 
 
 def test_forced_figures_by_hand():

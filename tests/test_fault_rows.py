@@ -7,9 +7,9 @@ import pytest
 import torch
 from tiny import refrain
 
-from nextn.faults import FAULTS, planted, under
-from nextn.measure import Plan, reference
-from nextn.workload import Prompt
+from nextn.benchmarking.workload import Prompt
+from nextn.measuring.faults import FAULTS, planted, under
+from nextn.measuring.measure import Plan, reference
 
 PROMPTS = [Prompt(tuple(row.tolist()), "x") for row in refrain(12, 33, seed=10**6)]
 PLAN = Plan(drafts=3, max_tokens=20, path="plain")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from tiny import decode, refrain
 
-from nextn.acceptance import Acceptance
 from nextn.decode import Contract
+from nextn.figures.acceptance import Acceptance
 
 PROMPTS = [row.tolist() for row in refrain(32, 33, seed=10**6)]
 

@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 from stored import INDEX, in_one_file, set_config, tensors_of
 from tiny import BUILDS, build
 
-from nextn.checkpoint import Checkpoint
+from nextn.checkpoints.checkpoint import Checkpoint
+from nextn.checkpoints.inventory import Inventory
 from nextn.errors import CheckpointError
-from nextn.inventory import Inventory
 from nextn.model import Model
 
 ENORM, PROJECTION = "model.layers.2.enorm.weight", "model.layers.2.eh_proj.weight"

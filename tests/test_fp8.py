@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import CONFIGS, build
 
-from nextn import fp8
+from nextn.checkpoints import fp8
+from nextn.checkpoints.storage import scale_of
 from nextn.families import by_name
 from nextn.filling import head_tensors
-from nextn.storage import scale_of
 
 BLOCK = (4, 8)
 

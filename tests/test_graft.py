@@ -11,15 +11,15 @@ from test_remote import Hub
 
 import nextn
 from nextn.audit import audit
-from nextn.checkpoint import CONFIG, INDEX, Checkpoint
+from nextn.checkpoints.checkpoint import CONFIG, INDEX, Checkpoint
+from nextn.checkpoints.inventory import Inventory
+from nextn.checkpoints.provenance import Provenance, head_fingerprint, trunk_fingerprint
+from nextn.checkpoints.quantisation import Quantisation
+from nextn.checkpoints.tensor_file import RawTensor, write_json
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import by_name, rows
-from nextn.fit import absent
-from nextn.inventory import Inventory
-from nextn.provenance import Provenance, head_fingerprint, trunk_fingerprint
-from nextn.quantisation import Quantisation
-from nextn.staging import _differences, visible
-from nextn.tensor_file import RawTensor, write_json
+from nextn.moving.fit import absent
+from nextn.moving.staging import _differences, visible
 
 
 @pytest.fixture(autouse=True)

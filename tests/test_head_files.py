@@ -8,14 +8,14 @@ import torch
 from tiny import FIXTURES, build
 
 from nextn.audit import audit
-from nextn.checkpoint import Checkpoint, write_index
+from nextn.checkpoints.checkpoint import Checkpoint, write_index
+from nextn.checkpoints.inventory import Inventory
+from nextn.checkpoints.provenance import Provenance, trunk_fingerprint
+from nextn.checkpoints.tensor_file import RawTensor, write_json, write_safetensors
 from nextn.errors import ConfigError
-from nextn.graft import restore
-from nextn.head_files import write_alone, write_beside_trunk
-from nextn.inventory import Inventory
 from nextn.model import Model
-from nextn.provenance import Provenance, trunk_fingerprint
-from nextn.tensor_file import RawTensor, write_json, write_safetensors
+from nextn.moving.graft import restore
+from nextn.training.head_files import write_alone, write_beside_trunk
 
 
 def trunk_bytes(folder):

@@ -8,12 +8,12 @@ import pytest
 import torch
 from tiny import FIXTURES, build
 
-from nextn.bytelevel import byte_tokenizer
-from nextn.checkpoint import Checkpoint
+from nextn.checkpoints.checkpoint import Checkpoint
+from nextn.corpus.bytelevel import byte_tokenizer
 from nextn.errors import CheckpointError, ConfigError, FamilyError, TrainingError
-from nextn.head_runs import Start, head_run, load_start
 from nextn.model import Model
-from nextn.relayout import extract
+from nextn.moving.relayout import extract
+from nextn.training.head_runs import Start, head_run, load_start
 
 SETTINGS = {"steps": 3, "batch_size": 2, "length": 32, "depths": 2, "eval_batches": 1, "dtype": "float32", "warmup": 0}
 

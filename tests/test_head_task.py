@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file
 from tiny import CONFIGS, FIXTURES, MOST, build, refrains
 
-from nextn import run_folder
-from nextn.checkpoint import Checkpoint
+from nextn.checkpoints.checkpoint import Checkpoint
+from nextn.checkpoints.inventory import Inventory
 from nextn.errors import CheckpointError, ConfigError, TrainingError
-from nextn.head_task import HeadTask
-from nextn.inventory import Inventory
-from nextn.metrics import HeadRecord, StepRecord
 from nextn.model import Model
-from nextn.train import Trainer
-from nextn.train_config import HeadConfig
+from nextn.training import run_folder
+from nextn.training.head_task import HeadTask
+from nextn.training.metrics import HeadRecord, StepRecord
+from nextn.training.train import Trainer
+from nextn.training.train_config import HeadConfig
 
 CONFIG = HeadConfig(
     steps=6, batch_size=2, length=24, depths=3, warmup=1, dtype="float32", eval_batches=2, eval_every=0, save_every=0
@@ -244,7 +244,7 @@ def test_bad_settings(values, words, corpus):
 
 
 def test_settings_of_heads_are_no_settings_of_joint_training():
-    from nextn.train_config import TrainConfig
+    from nextn.training.train_config import TrainConfig
 
     with pytest.raises(ConfigError, match="unknown setting 'objective'"):
         TrainConfig.from_dict({"steps": 1, "objective": "kl"})

@@ -8,10 +8,10 @@ import pytest
 import torch
 from tiny import CONFIGS, build
 
-from nextn.data import Batches, Corpus, Document
+from nextn.corpus.data import Batches, Corpus, Document
 from nextn.errors import CheckpointError, ConfigError
-from nextn.hidden_cache import KEY, HiddenCache
-from nextn.imprint import imprint
+from nextn.training.hidden_cache import KEY, HiddenCache
+from nextn.training.imprint import imprint
 
 
 def corpus(seed=0, *, masked=True):

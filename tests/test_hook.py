@@ -15,15 +15,15 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from nextn.audit import audit
-from nextn.beside import HeadSettings
-from nextn.checkpoint import Checkpoint
+from nextn.checkpoints.checkpoint import Checkpoint
+from nextn.checkpoints.inventory import Inventory
+from nextn.checkpoints.provenance import Provenance, head_fingerprint
 from nextn.errors import CheckpointError, ConfigError
+from nextn.finetune.beside import HeadSettings
+from nextn.finetune.hook import train_head
 from nextn.head import outputs
-from nextn.hook import train_head
-from nextn.inventory import Inventory
-from nextn.loss import Targets, mtp_loss
+from nextn.losses.loss import Targets, mtp_loss
 from nextn.model import Model, load_head
-from nextn.provenance import Provenance, head_fingerprint
 
 
 @pytest.fixture(params=["glm_one", "qwen"])

@@ -4,11 +4,11 @@ import pytest
 import torch
 from tiny import CONFIGS, FIXTURES, MOST, build, prompt, refrain
 
-from nextn import init_head as module
 from nextn.errors import ConfigError
 from nextn.head import Head
-from nextn.init_head import init_head
 from nextn.model import Model
+from nextn.training import init_head as module
+from nextn.training.init_head import init_head
 
 TOKENS = torch.tensor([prompt(24, seed=row) for row in range(4)])
 

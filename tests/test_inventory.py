@@ -3,9 +3,9 @@
 import pytest
 from artifacts import LAYERS, LAYOUTS, publish
 
-from nextn.checkpoint import Checkpoint
+from nextn.checkpoints.checkpoint import Checkpoint
+from nextn.checkpoints.inventory import Inventory
 from nextn.errors import CheckpointError, FamilyError
-from nextn.inventory import Inventory
 
 
 def take(folder) -> Inventory:

@@ -11,12 +11,12 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from nextn.audit import audit
-from nextn.checkpoint import Checkpoint
+from nextn.checkpoints.checkpoint import Checkpoint
+from nextn.checkpoints.inventory import Inventory
+from nextn.checkpoints.provenance import Provenance, head_fingerprint
 from nextn.errors import CheckpointError
-from nextn.inventory import Inventory
-from nextn.keep import KeepHead, keep_head
 from nextn.model import Model
-from nextn.provenance import Provenance, head_fingerprint
+from nextn.moving.keep import KeepHead, keep_head
 
 
 @pytest.fixture(params=["glm_one", "qwen"])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sizes import Sizes
 
 from nextn.errors import ConfigError
-from nextn.loss import IGNORE, LambdaSchedule, LossReport, Targets, cross_entropy, depth_weights, mtp_loss
+from nextn.losses.loss import IGNORE, LambdaSchedule, LossReport, Targets, cross_entropy, depth_weights, mtp_loss
 
 V, H = 11, 5
 
@@ -167,7 +167,7 @@ def test_depth_without_label_counts_nothing():
 @pytest.mark.parametrize("tile_bytes", [250, 1 << 20])
 def test_gradients_are_autograd_s(monkeypatch, chunk, tile_bytes):
     """Catches a wrong softmax gradient, rows lost between chunks or tiles, a gradient not scaled in backward."""
-    monkeypatch.setattr("nextn.chunked._tile_bytes", lambda device: tile_bytes)
+    monkeypatch.setattr("nextn.losses.chunked._tile_bytes", lambda device: tile_bytes)
     hidden, weight, labels, row_weights = random_rows(0)
     total, nll = cross_entropy(hidden, weight, labels, row_weights=row_weights, chunk=chunk)
     expected, expected_nll = naive(hidden, weight, labels, row_weights)
@@ -203,7 +203,7 @@ def test_ignored_rows_cost_and_change_nothing():
 @pytest.mark.parametrize(("chunk", "trains_weight"), [(4, True), (4, False), (None, True)])
 def test_no_more_logits_than_the_chunk(monkeypatch, chunk, trains_weight):
     """Catches logits of all rows being made anywhere, in forward or backward, and weight gradients nobody asked for."""
-    monkeypatch.setattr("nextn.chunked._rows_per_chunk", lambda weight, grad_weight: 6)
+    monkeypatch.setattr("nextn.losses.chunked._rows_per_chunk", lambda weight, grad_weight: 6)
     hiddens, weight, tokens = random_batch(4, rows=3)
     weight.requires_grad_(trains_weight)
     with Sizes() as seen:

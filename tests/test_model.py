@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from stored import contents, in_one_file, set_config, tensors_of
 from tiny import BUILDS, CONFIGS, MOST, build, decode, prompt
 
-from nextn import layout
-from nextn.bytelevel import byte_tokenizer
-from nextn.checkpoint import Checkpoint
+from nextn.checkpoints import layout
+from nextn.checkpoints.checkpoint import Checkpoint
+from nextn.checkpoints.inventory import Inventory
+from nextn.corpus.bytelevel import byte_tokenizer
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import by_name
 from nextn.filling import head_tensors
-from nextn.inventory import Inventory
 from nextn.model import Model
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from sizes import Sizes
 
 from nextn.errors import ConfigError
-from nextn.loss import IGNORE, Targets, cross_entropy
-from nextn.objectives import OBJECTIVES, Teacher, head_loss
+from nextn.losses.loss import IGNORE, Targets, cross_entropy
+from nextn.losses.objectives import OBJECTIVES, Teacher, head_loss
 
 V, H, W, T, D = 11, 5, 7, 8, 3  # W: the trunk's width, which need not be the head's
 EXACT = {"atol": 1e-10, "rtol": 0}
@@ -124,7 +124,7 @@ def test_tiles_and_blocks_change_nothing(monkeypatch, objective, tile_bytes):
     expected, report = naive(
         hiddens, weights, teacher, targets, objective=objective, shares=(1,) * D, over=targets.counts(D)[1:], scale=1
     )
-    monkeypatch.setattr("nextn.chunked._tile_bytes", lambda device: tile_bytes)
+    monkeypatch.setattr("nextn.losses.chunked._tile_bytes", lambda device: tile_bytes)
     loss = head_loss(hiddens, weights[0], teacher, targets, objective=objective)
     assert_equals_autograd(loss, expected, report, [*hiddens, weights[0]])
 
@@ -286,8 +286,8 @@ def test_bf16_is_close_to_fp32(objective, autocast):
 @pytest.mark.parametrize(("chunk", "trains_weight"), [(4, True), (4, False), (None, True)])
 def test_no_more_logits_than_the_chunk(monkeypatch, objective, chunk, trains_weight):
     """Catches logits or laws of all rows made anywhere, in either pass, and weight gradients nobody asked for."""
-    monkeypatch.setattr("nextn.chunked._rows_per_chunk", lambda weight, grad_weight: 6)
-    monkeypatch.setattr("nextn.chunked._tile_bytes", lambda device: 4 * V)
+    monkeypatch.setattr("nextn.losses.chunked._rows_per_chunk", lambda weight, grad_weight: 6)
+    monkeypatch.setattr("nextn.losses.chunked._tile_bytes", lambda device: 4 * V)
     hiddens, weights, teacher, tokens = random_batch(9, rows=3)
     weight = weights[0].detach().requires_grad_(trains_weight)
     frozen = Teacher(teacher.hidden.detach(), teacher.weight.detach())

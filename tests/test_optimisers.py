@@ -5,8 +5,8 @@ import torch
 from tiny import build
 
 from nextn.errors import CheckpointError
-from nextn.optimisers import load_state_tensors, optimisers, set_rates, state_tensors
-from nextn.train_config import TrainConfig
+from nextn.training.optimisers import load_state_tensors, optimisers, set_rates, state_tensors
+from nextn.training.train_config import TrainConfig
 
 
 def named(model):

@@ -6,10 +6,10 @@ import torch
 from pairs import Pair
 
 from nextn.audit import audit
-from nextn.checkpoint import Checkpoint
+from nextn.checkpoints.checkpoint import Checkpoint
+from nextn.distributed.parallel import ALONE, Ranks, processes
 from nextn.errors import ConfigError
 from nextn.model import Model
-from nextn.parallel import ALONE, Ranks, processes
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from laws import TOKENWISE, continued, emitted, in_blocks, number, random_laws
 
 from nextn.errors import ConfigError
+from nextn.figures.speedup import Costs, Spread, best_drafts, expected_speedup
 from nextn.policy import EDGES, Adaptive, Fixed, RoundPlan
 from nextn.sampling import accept_block
-from nextn.speedup import Costs, Spread, best_drafts, expected_speedup
 
 FLAT = tuple(1 + 0.005 * num for num in range(17))
 STEEP = tuple(1 + 0.06 * num for num in range(17))

@@ -7,13 +7,13 @@ import pytest
 import torch
 from tiny import build, refrain
 
-from nextn.columns import Text
 from nextn.drafting import Contract
 from nextn.errors import ConfigError
-from nextn.measure import Plan, continued
+from nextn.measuring.columns import Text
+from nextn.measuring.measure import Plan, continued
+from nextn.measuring.probe import Probed, Tried, probe
+from nextn.measuring.variants import read_as, variants
 from nextn.model import Model
-from nextn.probe import Probed, Tried, probe
-from nextn.variants import read_as, variants
 
 PROMPTS = [row.tolist() for row in refrain(24, 33, seed=10**6)]
 DEPTHS = 3

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from artifacts import publish, watched
 
-from nextn.checkpoint import Checkpoint
+from nextn.checkpoints.checkpoint import Checkpoint
+from nextn.checkpoints.inventory import Inventory
+from nextn.checkpoints.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint
+from nextn.checkpoints.tensor_file import RawTensor
 from nextn.errors import CheckpointError
-from nextn.inventory import Inventory
-from nextn.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint
-from nextn.tensor_file import RawTensor
 
 
 def take(folder) -> Inventory:

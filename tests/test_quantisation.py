@@ -7,12 +7,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nextn.checkpoint import Checkpoint
+from nextn.checkpoints.checkpoint import Checkpoint
+from nextn.checkpoints.quantformats import FORMATS
+from nextn.checkpoints.quantisation import Quantisation
+from nextn.checkpoints.storage import Storage, split_name, storage, stored_modules
+from nextn.checkpoints.tensor_file import RawTensor, TensorInfo, write_json, write_safetensors
 from nextn.errors import CheckpointError
-from nextn.quantformats import FORMATS
-from nextn.quantisation import Quantisation
-from nextn.storage import Storage, split_name, storage, stored_modules
-from nextn.tensor_file import RawTensor, TensorInfo, write_json, write_safetensors
 
 TRUNK = [f"model.layers.{i}.{name}" for i in (0, 6, 61) for name in ("self_attn.q_proj", "mlp.experts.0.up_proj")]
 DENSE = ["mtp.fc", "mtp.layers.0.self_attn.q_proj", "mtp.layers.0.mlp.down_proj"]

@@ -5,14 +5,14 @@ import json
 import pytest
 from chats import chatty, said
 
-from nextn.bytelevel import byte_tokenizer, vocab_size
-from nextn.corpus_files import corpora
-from nextn.cost import draft_bytes, step_bytes
-from nextn.data import Corpus
+from nextn.benchmarking.cost import draft_bytes, step_bytes
+from nextn.benchmarking.workload import read_prompts
+from nextn.corpus.bytelevel import byte_tokenizer, vocab_size
+from nextn.corpus.corpus_files import corpora
+from nextn.corpus.data import Corpus
 from nextn.errors import ConfigError
 from nextn.model import Model
-from nextn.recipes import by_name, held_out_prompts, training_run, write_prompts
-from nextn.workload import read_prompts
+from nextn.training.recipes import by_name, held_out_prompts, training_run, write_prompts
 
 SIZE = -(-vocab_size(byte_tokenizer()) // 8) * 8
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from chats import EOS, chatty, said
 
+from nextn.corpus.records import Reader
 from nextn.errors import ConfigError
-from nextn.records import Reader
 
 HELLO = said(("system", "s"), ("user", "hi"), ("assistant", "yes"), ("user", "é"), ("assistant", "né"))
 

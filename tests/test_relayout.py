@@ -11,13 +11,13 @@ from test_quantisation import GROUPS
 
 import nextn
 from nextn.audit.readings import decode
-from nextn.checkpoint import CONFIG, INDEX, Checkpoint
+from nextn.checkpoints.checkpoint import CONFIG, INDEX, Checkpoint
+from nextn.checkpoints.provenance import Provenance, head_fingerprint, trunk_fingerprint
+from nextn.checkpoints.tensor_file import RawTensor
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import by_name
-from nextn.fit import absent
-from nextn.provenance import Provenance, head_fingerprint, trunk_fingerprint
-from nextn.relayout import _differences, is_gain, shifting
-from nextn.tensor_file import RawTensor
+from nextn.moving.fit import absent
+from nextn.moving.relayout import _differences, is_gain, shifting
 
 _ = no_waiting_for_disks  # a fixture
 FORMS = ("shards", "side-file", "single-file")

@@ -6,10 +6,10 @@ import pytest
 from hub import SHA, Hub, only_loopback, own_client  # noqa: F401
 from huggingface_hub import constants
 
-from nextn import checkpoint, remote, tensor_file
-from nextn.checkpoint import Checkpoint, write_index
+from nextn.checkpoints import checkpoint, remote, tensor_file
+from nextn.checkpoints.checkpoint import Checkpoint, write_index
+from nextn.checkpoints.tensor_file import RawTensor, write_json, write_safetensors
 from nextn.errors import CheckpointError
-from nextn.tensor_file import RawTensor, write_json, write_safetensors
 
 BIG = 3_000_000
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from nextn.errors import CheckpointError, ConfigError
-from nextn.metrics import StepRecord
-from nextn.run_folder import RunFolder, read_moments, read_state, write_moments, write_state
-from nextn.train_config import TrainConfig
+from nextn.training.metrics import StepRecord
+from nextn.training.run_folder import RunFolder, read_moments, read_state, write_moments, write_state
+from nextn.training.train_config import TrainConfig
 
 CONFIG = TrainConfig(steps=9, length=8, depths=1)
 

@@ -9,11 +9,11 @@ from tiny import refrain
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from nextn.beside import HeadSettings
-from nextn.checkpoint import Checkpoint
+from nextn.checkpoints.checkpoint import Checkpoint
+from nextn.finetune.beside import HeadSettings
+from nextn.finetune.hook import train_head
 from nextn.head import outputs
-from nextn.hook import train_head
-from nextn.loss import Targets, mtp_loss
+from nextn.losses.loss import Targets, mtp_loss
 from nextn.model import load_head
 
 ROWS = [row.tolist() for row in refrain(6, 18, seed=3)]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import TOKENWISE, continued, emitted, in_blocks, random_laws, rng
 
-from nextn.data import Corpus
+from nextn.corpus.data import Corpus
 from nextn.errors import ConfigError
 from nextn.sampling import Sampling, accept_block, law, overlap
 from nextn.shortlist import Shortlist

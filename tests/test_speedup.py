@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from nextn.speedup import Costs, Spread, alike, best_drafts, break_even, expected_length, expected_speedup
+from nextn.figures.speedup import Costs, Spread, alike, best_drafts, break_even, expected_length, expected_speedup
 
 
 def costs(v, c, step=2.0):

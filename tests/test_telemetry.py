@@ -6,11 +6,11 @@ import pytest
 import torch
 from tiny import FIXTURES, decode, refrain
 
-from nextn.acceptance import Acceptance
-from nextn.data import Batch
+from nextn.corpus.data import Batch
+from nextn.figures.acceptance import Acceptance
 from nextn.model import Model
 from nextn.sampling import Sampling
-from nextn.telemetry import Foreseen, foreseen
+from nextn.training.telemetry import Foreseen, foreseen
 
 K = 4
 

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from nextn import tensor_file
-from nextn.checkpoint import Checkpoint
+from nextn.checkpoints import tensor_file
+from nextn.checkpoints.checkpoint import Checkpoint
+from nextn.checkpoints.tensor_file import RawTensor, atomic, read_header, write_json, write_safetensors
 from nextn.errors import CheckpointError
-from nextn.tensor_file import RawTensor, atomic, read_header, write_json, write_safetensors
 
 METADATA = {"format": "pt"}
 

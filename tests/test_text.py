@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import build
 
-from nextn.bytelevel import byte_tokenizer
+from nextn.corpus.bytelevel import byte_tokenizer
 from nextn.decode import Settings
 from nextn.errors import ConfigError
 from nextn.shortlist import Shortlist

@@ -13,7 +13,7 @@ import pytest
 from test_cli import TINY
 
 from nextn.model import Model
-from nextn.recipes import training_run
+from nextn.training.recipes import training_run
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 STEPS, EVERY = 40, 5

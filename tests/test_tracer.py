@@ -5,8 +5,8 @@ from collections import defaultdict
 import pytest
 from tiny import build, decode, prompt, refrain
 
+from nextn.benchmarking.tracer import trace
 from nextn.decode import Settings
-from nextn.tracer import trace
 
 
 @pytest.mark.parametrize("modules", [1, 2])

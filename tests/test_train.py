@@ -8,14 +8,14 @@ import torch
 from tiny import CONFIGS, MOST, build, refrains
 
 from nextn.audit import audit
-from nextn.checkpoint import Checkpoint
+from nextn.checkpoints.checkpoint import Checkpoint
+from nextn.checkpoints.provenance import Provenance
 from nextn.errors import CheckpointError, ConfigError, TrainingError
-from nextn.metrics import EvalRecord, StepRecord
 from nextn.model import Model
-from nextn.provenance import Provenance
-from nextn.tasks import JointTask
-from nextn.train import Trainer
-from nextn.train_config import TrainConfig
+from nextn.training.metrics import EvalRecord, StepRecord
+from nextn.training.tasks import JointTask
+from nextn.training.train import Trainer
+from nextn.training.train_config import TrainConfig
 
 CONFIG = TrainConfig(
     steps=6, batch_size=2, length=24, depths=3, warmup=1, lam="0.3,0.1@50%", dtype="float32", eval_batches=1

@@ -6,13 +6,13 @@ import sys
 import pytest
 from fake_engine import FakeEngine
 
+from nextn.benchmarking.workload import Prompt, read_prompts
 from nextn.cli import main
 from nextn.engines.client import Budget, Limits
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import ConfigError
 from nextn.verify import CHECKS, Settings, verify
 from nextn.verify.forms import SCHEMA, misfit
-from nextn.workload import Prompt, read_prompts
 
 SMALL = Settings(max_tokens=24, samples=64, sampled_prompts=2, sampled_tokens=6, context=600)
 PROMPTS = read_prompts()[::2]

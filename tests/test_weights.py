@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nextn.checkpoint import Checkpoint
+from nextn.checkpoints.checkpoint import Checkpoint
+from nextn.checkpoints.tensor_file import write_json
+from nextn.checkpoints.weights import Weights
 from nextn.families import by_name
-from nextn.tensor_file import write_json
-from nextn.weights import Weights
 
 FP8 = torch.float8_e4m3fn
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from nextn.bytelevel import byte_tokenizer
+from nextn.benchmarking.workload import Prompt, by_domain, read_prompts
+from nextn.corpus.bytelevel import byte_tokenizer
 from nextn.errors import ConfigError
 from nextn.model import Model
-from nextn.workload import Prompt, by_domain, read_prompts
 
 
 def test_built_in_prompts_are_in_four_domains():

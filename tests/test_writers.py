@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 import pytest
 
 from nextn.errors import ConfigError
-from nextn.writers import TensorBoard, scalars
+from nextn.training.writers import TensorBoard, scalars
 
 
 @dataclass

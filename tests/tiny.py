@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from nextn.data import Corpus
+from nextn.corpus.data import Corpus
 from nextn.decode import Settings, rounds
 from nextn.model import Model
 

@@ -6,9 +6,9 @@ from functools import cached_property
 
 from engines.protocol import Answer
 
-from nextn.cost import rotated
-from nextn.data import degeneracy
-from nextn.speedup import Spread
+from nextn.benchmarking.cost import rotated
+from nextn.corpus.data import degeneracy
+from nextn.figures.speedup import Spread
 
 # (prompt and common text, our next token, theirs) -> our logit less that of their token.
 Gap = Callable[[Sequence[int], int, int], float]

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import torch
 
-from nextn.acceptance import Acceptance
-from nextn.bytelevel import byte_tokenizer
-from nextn.data import Corpus, Degeneracy, degeneracy, prompts, split, standard_library
+from nextn.checkpoints.tensor_file import write_json
+from nextn.corpus.bytelevel import byte_tokenizer
+from nextn.corpus.data import Corpus, Degeneracy, degeneracy, prompts, split, standard_library
 from nextn.decode import Round, Settings, rounds
-from nextn.metrics import EvalRecord, Record
+from nextn.figures.acceptance import Acceptance
 from nextn.model import Model
-from nextn.recipes import Recipe, by_name
 from nextn.sampling import Sampling
-from nextn.tasks import JointTask
-from nextn.tensor_file import write_json
-from nextn.train import Trainer
+from nextn.training.metrics import EvalRecord, Record
+from nextn.training.recipes import Recipe, by_name
+from nextn.training.tasks import JointTask
+from nextn.training.train import Trainer
 
 VOCAB_SIZE = 264  # 258 tokens, rounded up to a multiple of 8
 
@@ -203,7 +203,7 @@ def draw(report: Report) -> list[Path]:
     """loss.png, acceptance.png and timeline.png beside the report."""
     import json
 
-    from nextn import plot
+    from nextn.figures import plot
 
     paths = [report.folder / name for name in ("loss.png", "acceptance.png", "timeline.png")]
     lines = (report.folder / "run" / "metrics.jsonl").read_text().splitlines()

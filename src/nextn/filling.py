@@ -8,14 +8,14 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from nextn import fp8
+from nextn.checkpoints import fp8
+from nextn.checkpoints.inventory import Inventory
+from nextn.checkpoints.layout import deinterleave, fuse_experts, interleave, join_pairs, part_pairs, split_experts
+from nextn.checkpoints.weights import Stored, Weights, is_activation_scale
 from nextn.errors import CheckpointError
 from nextn.families import lookup
 from nextn.head import Head
-from nextn.inventory import Inventory
-from nextn.layout import deinterleave, fuse_experts, interleave, join_pairs, part_pairs, split_experts
 from nextn.trunk import Trunk
-from nextn.weights import Stored, Weights, is_activation_scale
 
 
 def cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -9,18 +9,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from nextn.checkpoint import Checkpoint, write_index
+from nextn.checkpoints.checkpoint import Checkpoint, write_index
+from nextn.checkpoints.fp8 import pack, section
+from nextn.checkpoints.inventory import Inventory
+from nextn.checkpoints.snapshot import folder_of, on_disk
+from nextn.checkpoints.tensor_file import atomic_folder, read_header, write_json, write_safetensors
+from nextn.checkpoints.weights import Weights
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import Family, by_config
 from nextn.fast.choose import Engine, engine
 from nextn.filling import cast, empty_head, fill, head_tensors, trunk_state
-from nextn.fp8 import pack, section
 from nextn.head import Head
-from nextn.inventory import Inventory
-from nextn.snapshot import folder_of, on_disk
-from nextn.tensor_file import atomic_folder, read_header, write_json, write_safetensors
 from nextn.trunk import Trunk
-from nextn.weights import Weights
 
 
 @dataclass

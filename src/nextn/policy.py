@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import Protocol
 
 from nextn.errors import ConfigError
-from nextn.speedup import Costs, expected_length
+from nextn.figures.speedup import Costs, expected_length
 
 # Where bins of confidence begin: finer near 1, where a long chain is decided.
 EDGES = tuple(1 - (1 - place / 16) ** 2 for place in range(16))

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from nextn.acceptance import Acceptance
 from nextn.decode import Observer, Round, RowRound, Settings, rounds
 from nextn.errors import ConfigError
+from nextn.figures.acceptance import Acceptance
 from nextn.model import Model
 from nextn.policy import DraftLength
 

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field, replace
 
 from nextn.audit import engines, files, precision, shapes, structure, values
 from nextn.audit.finding import SEVERITIES, Finding, Severity
-from nextn.checkpoint import Checkpoint
+from nextn.checkpoints.checkpoint import Checkpoint
+from nextn.checkpoints.inventory import Inventory
 from nextn.errors import FamilyError
 from nextn.families import Family, by_config, rows
-from nextn.inventory import Inventory
 
 __all__ = ["IDS", "RULES", "Finding", "Report", "Severity", "audit"]
 

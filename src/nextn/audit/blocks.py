@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
+from nextn.checkpoints.inventory import Inventory
+from nextn.checkpoints.storage import split_name
+from nextn.checkpoints.tensor_file import TensorInfo
 from nextn.families import lookup
-from nextn.inventory import Inventory
-from nextn.storage import split_name
-from nextn.tensor_file import TensorInfo
 
 # Of a block's kinds of tensor, this part must be in the layer that it is measured by.
 _ALIKE = 0.9

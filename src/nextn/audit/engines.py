@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from nextn.audit.finding import Finding
 from nextn.audit.windows import same
 from nextn.audit.words import ENGINES, ROLES, aliases, engines, verb
-from nextn.checkpoint import CONFIG
+from nextn.checkpoints.checkpoint import CONFIG
+from nextn.checkpoints.inventory import Inventory
 from nextn.families import Engine, Support, lookup, rows
-from nextn.inventory import Inventory
 from nextn.words import joined, some
 
 IDS = (

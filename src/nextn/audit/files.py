@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from nextn.audit.finding import Finding, Severity
 from nextn.audit.windows import same
 from nextn.audit.words import restore, verb
-from nextn.checkpoint import INDEX, SINGLE, Problem
-from nextn.inventory import Inventory
+from nextn.checkpoints.checkpoint import INDEX, SINGLE, Problem
+from nextn.checkpoints.inventory import Inventory
 from nextn.words import counted, some
 
 IDS = ("index", "side-file", "stored-twice")

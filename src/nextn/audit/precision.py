@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from nextn.audit.blocks import Blocks
 from nextn.audit.finding import Finding, Severity
 from nextn.audit.words import restore, verb
-from nextn.checkpoint import CONFIG
+from nextn.checkpoints.checkpoint import CONFIG
+from nextn.checkpoints.inventory import Inventory
+from nextn.checkpoints.quantisation import Quantisation
+from nextn.checkpoints.storage import PLAIN, Storage, split_name, storage
+from nextn.checkpoints.tensor_file import DTYPES, TensorInfo
 from nextn.errors import CheckpointError
-from nextn.inventory import Inventory
-from nextn.quantisation import Quantisation
-from nextn.storage import PLAIN, Storage, split_name, storage
-from nextn.tensor_file import DTYPES, TensorInfo
 from nextn.words import counted, some
 
 IDS = ("quantisation", "scale-missing", "precision-lower")

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from nextn.audit.blocks import Blocks
 from nextn.audit.gains import Norm
-from nextn.inventory import Inventory
-from nextn.provenance import spread
-from nextn.storage import split_name
-from nextn.tensor_file import TensorInfo
+from nextn.checkpoints.inventory import Inventory
+from nextn.checkpoints.provenance import spread
+from nextn.checkpoints.storage import split_name
+from nextn.checkpoints.tensor_file import TensorInfo
 
 WHOLE = 256 * 1024  # bytes: no norm is longer
 WINDOW = 4096

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Mapping
 from nextn.audit.blocks import Blocks
 from nextn.audit.finding import Finding, Severity
 from nextn.audit.words import restore
-from nextn.checkpoint import CONFIG
+from nextn.checkpoints.checkpoint import CONFIG
+from nextn.checkpoints.inventory import Inventory
+from nextn.checkpoints.storage import unpacked
+from nextn.checkpoints.tensor_file import TensorInfo
 from nextn.errors import CheckpointError
 from nextn.families import lookup_count
-from nextn.inventory import Inventory
-from nextn.storage import unpacked
-from nextn.tensor_file import TensorInfo
 from nextn.words import counted, joined, some
 
 IDS = ("shape", "vocabulary")

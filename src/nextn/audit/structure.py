@@ -13,9 +13,9 @@ from functools import cached_property
 from nextn.audit.blocks import Blocks
 from nextn.audit.finding import Finding
 from nextn.audit.words import convert, restore, verb
-from nextn.checkpoint import CONFIG
+from nextn.checkpoints.checkpoint import CONFIG
+from nextn.checkpoints.inventory import Inventory
 from nextn.families import Family, rows
-from nextn.inventory import Inventory
 from nextn.words import counted, joined, some
 
 IDS = ("head-absent", "head-elsewhere", "head-unpromised", "modules-missing", "head-partial", "names-unknown")

@@ -12,11 +12,11 @@ from nextn.audit.finding import Finding, Severity
 from nextn.audit.gains import Norm, Shift, shifts
 from nextn.audit.readings import Readings, Values
 from nextn.audit.words import convert, restore
+from nextn.checkpoints.inventory import Inventory
+from nextn.checkpoints.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint
+from nextn.checkpoints.remote import LocalFile
 from nextn.errors import CheckpointError
 from nextn.families import lookup
-from nextn.inventory import Inventory
-from nextn.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint
-from nextn.remote import LocalFile
 from nextn.words import counted, some
 
 IDS = (

@@ -1,6 +1,6 @@
 """Whether two tensors have the same bytes, from a few windows of each: an answer for the price of a few small reads."""
 
-from nextn.checkpoint import Checkpoint
+from nextn.checkpoints.checkpoint import Checkpoint
 
 SIZE = 4096  # bytes
 COUNT = 8

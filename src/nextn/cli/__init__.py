@@ -159,8 +159,8 @@ def trace(
     """Show, round by round, which (token, hidden) pair sits at which position in prefill, draft, verify and re-run."""
     from dataclasses import asdict
 
+    from nextn.benchmarking.tracer import trace as rows_of
     from nextn.decode import Settings
-    from nextn.tracer import trace as rows_of
 
     loaded = load_model(model, dtype, need_head=drafts > 0)
     rows = list(rows_of(loaded, prompt, Settings(drafts=drafts, max_tokens=max_tokens)))
@@ -186,7 +186,7 @@ for verb in (answer, *move.VERBS, *bench.VERBS, *measure.VERBS):
 
 
 def _adaptive(model: "Model", drafts: int, path: str) -> "DraftLength":
-    from nextn.cost import adaptive
+    from nextn.benchmarking.cost import adaptive
 
     return adaptive(model, limit=drafts, path=path)
 
@@ -202,7 +202,7 @@ def _generate(model: "Model", text: str, settings: "Settings", how: dict[str, An
         said = {"tokens_per_s": result.tokens_per_s, "path": model.engine(how["path"]).path}
         typer.echo(json.dumps(record | times | said | result.acceptance.as_record()))
         return
-    from nextn.acceptance import Acceptance
+    from nextn.figures.acceptance import Acceptance
 
     screen = console()
     log: list[Round] = []

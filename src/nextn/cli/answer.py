@@ -11,7 +11,7 @@ import typer
 from nextn.cli.common import AsJson, Chat, Dtype, MaxTokens, PathName, console, load_model, stop_flag
 
 if TYPE_CHECKING:
-    from nextn.answers import Tally
+    from nextn.training.answers import Tally
 
 
 def answer(
@@ -38,10 +38,10 @@ def answer(
     as_json: AsJson = False,
 ) -> None:
     """Let the trunk answer prompts, to train a head on its answers; after Ctrl-C, the same command goes on."""
-    from nextn.answers import answer as answered
-    from nextn.answers import read_prompts
     from nextn.decode import Settings
     from nextn.sampling import Sampling
+    from nextn.training.answers import answer as answered
+    from nextn.training.answers import read_prompts
 
     sampling = Sampling(temperature, top_k, top_p)
     settings = Settings(drafts=drafts, sampling=sampling, max_tokens=max_tokens, seed=seed)

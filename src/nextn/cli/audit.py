@@ -67,7 +67,7 @@ def _safetensors(
     model: str, revision: str | None, cache_dir: Path | None, *, offline: bool, family: str | None
 ) -> "Report":
     from nextn.audit import audit as judged
-    from nextn.checkpoint import Checkpoint
+    from nextn.checkpoints.checkpoint import Checkpoint
     from nextn.families import by_name
 
     row = by_name(family) if family else None

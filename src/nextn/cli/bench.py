@@ -31,8 +31,8 @@ from nextn.cli.common import (
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nextn.advice import Advice
-    from nextn.benchmark import Figures, Report
+    from nextn.benchmarking.advice import Advice
+    from nextn.benchmarking.benchmark import Figures, Report
 
 Out = Annotated[Path | None, typer.Option(help="Folder for the record and the figures.")]
 
@@ -55,8 +55,8 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure plain and MTP decoding in turn over K: speed, acceptance, costs, memory; loops are told and left out."""
-    from nextn.benchmark import Plan, measured
-    from nextn.workload import read_prompts
+    from nextn.benchmarking.benchmark import Plan, measured
+    from nextn.benchmarking.workload import read_prompts
 
     plan = Plan(
         _whole(drafts, "--drafts"),
@@ -98,9 +98,9 @@ def advise(
     as_json: AsJson = False,
 ) -> None:
     """Say whether MTP pays here, from measured acceptance and costs: the best K, the break-even, or "leave it off"."""
-    from nextn.advice import advised
-    from nextn.benchmark import Plan
-    from nextn.workload import read_prompts
+    from nextn.benchmarking.advice import advised
+    from nextn.benchmarking.benchmark import Plan
+    from nextn.benchmarking.workload import read_prompts
 
     sizes, columns = _whole(batches, "--batches"), _whole(contexts, "--contexts") if contexts else ()
     plan = Plan((drafts,), numbers(temperatures), max_tokens, repeats=1, chat=chat, seed=seed, path=path)
@@ -150,7 +150,7 @@ def _ready(out: Path | None) -> None:
 
 
 def _write(out: Path, name: str, record: Mapping[str, object], draw: Callable[[Path], None]) -> None:
-    from nextn.tensor_file import write_json
+    from nextn.checkpoints.tensor_file import write_json
 
     with TemporaryDirectory(dir=out, prefix=".") as staging:
         write_json(Path(staging) / name, record)
@@ -160,7 +160,7 @@ def _write(out: Path, name: str, record: Mapping[str, object], draw: Callable[[P
 
 
 def _draw(report: "Report", folder: Path) -> None:
-    from nextn import plot
+    from nextn.figures import plot
 
     plan = report.plan
     tables = {_at(t): {k: report.figures(t, k) for k in plan.drafts if k} for t in plan.temperatures}
@@ -173,7 +173,7 @@ def _draw(report: "Report", folder: Path) -> None:
 
 
 def _draw_costs(advice: "Advice", folder: Path) -> None:
-    from nextn import plot
+    from nextn.figures import plot
 
     plot.costs(folder / "costs.png", advice.costs)
 
@@ -181,7 +181,7 @@ def _draw_costs(advice: "Advice", folder: Path) -> None:
 def _show(report: "Report") -> None:
     from rich.table import Table
 
-    from nextn.workload import by_domain
+    from nextn.benchmarking.workload import by_domain
 
     table, machine, costs = Table(box=None, header_style="bold", pad_edge=False), report.machine, report.costs
     for title in ("", "K", "AL", "tokens/s", "speed-up", "expected", "draft/verify/host", "a_1 ... a_K"):

@@ -26,10 +26,10 @@ from nextn.cli.common import (
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nextn.estimate import Estimate
-    from nextn.measure import Measured
+    from nextn.figures.estimate import Estimate
+    from nextn.measuring.measure import Measured
+    from nextn.measuring.probe import Probed
     from nextn.model import Model
-    from nextn.probe import Probed
 
 
 def measure(
@@ -57,11 +57,11 @@ def measure(
     """Measure the acceptance per depth that a checkpoint's head should reach, with intervals and negative controls."""
     from dataclasses import replace
 
-    from nextn.card import card
-    from nextn.cost import Machine
-    from nextn.measure import Plan, hashes, reference
-    from nextn.tensor_file import write_json
-    from nextn.workload import read_prompts
+    from nextn.benchmarking.cost import Machine
+    from nextn.benchmarking.workload import read_prompts
+    from nextn.checkpoints.tensor_file import write_json
+    from nextn.measuring.card import card
+    from nextn.measuring.measure import Plan, hashes, reference
 
     if min_acceptance is not None and not 0 <= min_acceptance <= 1:
         raise ConfigError(f"--min-acceptance {min_acceptance}; expected a share from 0 to 1, such as 0.6")
@@ -132,9 +132,9 @@ def _cell(rate: "Estimate") -> str:
 
 
 def _probed(found: "Measured", model: "Model", *, quiet: bool) -> "Probed":
-    from nextn.measure import continued
-    from nextn.probe import probe, readable
-    from nextn.variants import stored_copies
+    from nextn.measuring.measure import continued
+    from nextn.measuring.probe import probe, readable
+    from nextn.measuring.variants import stored_copies
 
     sampled = [drawn for temperature, drawn in found.drawn.items() if temperature]
     prompts = [text.prompt for drawn in found.drawn.values() for text in drawn.texts][: len(found.prompts)]

@@ -12,9 +12,9 @@ import typer
 from nextn.cli.common import AsJson, CacheDir, Offline, Revision, console, plain
 
 if TYPE_CHECKING:
-    from nextn.checkpoint import Checkpoint
-    from nextn.relayout import Form, Shift
-    from nextn.staging import Plan, Progress
+    from nextn.checkpoints.checkpoint import Checkpoint
+    from nextn.moving.relayout import Form, Shift
+    from nextn.moving.staging import Plan, Progress
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and the bytes; write nothing.")]
 _SHOWN = 12
@@ -38,7 +38,7 @@ def restore(
     as_json: AsJson = False,
 ) -> None:
     """Put a lost head back, byte for byte: one new file, index and config; a hub base is read by ranges."""
-    from nextn.graft import restore as put_back
+    from nextn.moving.graft import restore as put_back
 
     have = None if base is None else _open(base, revision, cache_dir, offline)
     moved = partial(put_back, target, have, out=out, aliases=add_aliases, family=family, force=force)
@@ -63,7 +63,7 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Move a head between layouts that compute the same, and between files; dtypes and scales stay bit for bit."""
-    from nextn.relayout import convert as move
+    from nextn.moving.relayout import convert as move
 
     form = _form({"single-file": single_file, "side-file": side_file, "shards": shards})
     have = _open(source, revision, cache_dir, offline)
@@ -82,7 +82,7 @@ def extract(
     as_json: AsJson = False,
 ) -> None:
     """Write the head alone into one file, which serves as a base for restore."""
-    from nextn.relayout import extract as take_out
+    from nextn.moving.relayout import extract as take_out
 
     have = _open(model, revision, cache_dir, offline)
     _carry_out(partial(take_out, have, out, copies=copies), dry_run=dry_run, as_json=as_json)
@@ -92,7 +92,7 @@ VERBS = (restore, convert, extract)
 
 
 def _open(place: str, revision: str | None, cache_dir: Path | None, offline: bool) -> "Checkpoint":
-    from nextn.checkpoint import Checkpoint
+    from nextn.checkpoints.checkpoint import Checkpoint
 
     return Checkpoint.open(place, revision=revision, cache_dir=cache_dir, offline=offline)
 
@@ -122,7 +122,7 @@ def _carry_out(verb: "Callable[..., Plan]", *, dry_run: bool, as_json: bool) -> 
 def _show(plan: "Plan", *, dry_run: bool) -> None:
     from rich.table import Table
 
-    from nextn.checkpoint import INDEX
+    from nextn.checkpoints.checkpoint import INDEX
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("file", "tensors", "bytes", "from"):

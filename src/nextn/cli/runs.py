@@ -12,7 +12,7 @@ from nextn.cli.common import console
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nextn.metrics import EvalRecord, HeadRecord, Record, StepRecord
+    from nextn.training.metrics import EvalRecord, HeadRecord, Record, StepRecord
 
 
 def merged(config: Path | None, pairs: list[str]) -> dict[str, object]:
@@ -39,7 +39,7 @@ def progress(*, quiet: bool) -> Iterator[Callable[["Record"], None]]:
     """A progress bar with the loss per depth; evaluations are printed above it."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from nextn.metrics import StepRecord
+    from nextn.training.metrics import StepRecord
 
     columns = (
         TextColumn("train"),
@@ -67,7 +67,7 @@ def say_stopped(run: Path, command: str, *, quiet: bool = False) -> None:
 
 
 def _told(record: "StepRecord") -> str:
-    from nextn.metrics import bits
+    from nextn.training.metrics import bits
 
     if not record.match:
         return f"bits {' '.join(f'{bits(loss):.2f}' for loss in record.loss)}  {record.tokens_per_s:,.0f} tok/s"
@@ -76,7 +76,7 @@ def _told(record: "StepRecord") -> str:
 
 
 def _held_out(record: "EvalRecord | HeadRecord") -> str:
-    from nextn.metrics import EvalRecord, bits
+    from nextn.training.metrics import EvalRecord, bits
 
     if isinstance(record, EvalRecord):
         forced = record.forced

@@ -12,9 +12,9 @@ from nextn.cli.runs import merged, progress, say_stopped
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nextn.head_runs import Start
-    from nextn.hidden_cache import HiddenCache
-    from nextn.train import Trainer
+    from nextn.training.head_runs import Start
+    from nextn.training.hidden_cache import HiddenCache
+    from nextn.training.train import Trainer
 
 _RECIPE = "demo"
 _JOINT, _HEAD = "Trunk and head from scratch", "A head on a frozen trunk"
@@ -97,7 +97,7 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train trunk and MTP head from scratch, or with --freeze-trunk a head alone; Ctrl-C saves, --resume goes on."""
-    from nextn.parallel import processes
+    from nextn.distributed.parallel import processes
 
     settings = merged(config, set_ or [])
     text = {"data": data or [], "all_tokens": all_tokens, "tokenizer": tokenizer}
@@ -115,7 +115,7 @@ def train(
         raise ConfigError("--freeze-trunk needs a trunk: give its folder or hub id with --from")
     if model is not None or recipe != _RECIPE:
         raise ConfigError("--model and --recipe build a trunk; with --freeze-trunk it comes --from a checkpoint")
-    from nextn.head_runs import Start
+    from nextn.training.head_runs import Start
 
     start = Start(from_, head, init_head, modules, revision, cache_dir, offline)
     with processes() as ranks:
@@ -126,7 +126,7 @@ def train(
 
 
 def _train_joint(out: Path, run: dict[str, Any], *, resume: bool, tensorboard: bool, as_json: bool) -> None:
-    from nextn.recipes import training_run, write_prompts
+    from nextn.training.recipes import training_run, write_prompts
 
     trainer, text, held_out = training_run(out, **run)
     is_first = trainer.ranks.is_first
@@ -150,8 +150,8 @@ def _train_head(
     allow_worse: bool,
     as_json: bool,
 ) -> None:
-    from nextn.head_runs import head_run
-    from nextn.recipes import write_prompts
+    from nextn.training.head_runs import head_run
+    from nextn.training.recipes import write_prompts
 
     run = head_run(out, start, **text)
     ranks = run.trainer.ranks
@@ -188,7 +188,7 @@ def _notes(notes: Iterable[str]) -> None:
 
 def _run(trainer: "Trainer", out: Path, *, resume: bool, tensorboard: bool, as_json: bool) -> None:
     """Train to the end; exits with code 130 where it was stopped before."""
-    from nextn.writers import event_log
+    from nextn.training.writers import event_log
 
     # Processes that torchrun has started again go on from the last checkpoint, whatever they were called with.
     found, ranks = trainer.has_checkpoint(), trainer.ranks

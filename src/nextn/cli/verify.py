@@ -42,11 +42,11 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Check that a served model says the same with MTP on and off: greedy, sampled, cached, JSON, tools, stops."""
+    from nextn.benchmarking.workload import read_prompts
     from nextn.engines.client import Budget, Limits
     from nextn.engines.endpoint import Endpoint
     from nextn.verify import Report, Settings
     from nextn.verify import verify as checks
-    from nextn.workload import read_prompts
 
     settings = Settings(
         max_tokens=max_tokens, tie_gap=tie_gap, samples=samples, concurrency=concurrency, context=context, seed=seed

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
-from nextn.acceptance import Acceptance
 from nextn.errors import EngineError
+from nextn.figures.acceptance import Acceptance
 
 _COUNTS = ("drafts", "draft_tokens", "accepted", "emitted")
 SHORTER = "some rounds drafted fewer tokens than the engine's limit: a_2, a_3, ... are lower bounds"

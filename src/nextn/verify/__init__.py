@@ -6,11 +6,11 @@ A check is a function from a `Session` to a `Check`; the checks know nothing of 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+from nextn.benchmarking.workload import Prompt
 from nextn.engines.endpoint import Endpoint, is_refusal
 from nextn.errors import BudgetError, ConfigError, EngineError
 from nextn.verify import context, exact, forms, sampled, told
 from nextn.verify.check import Check, Outcome, Session, Settings
-from nextn.workload import Prompt
 
 __all__ = ["CHECKS", "Check", "Outcome", "Report", "Session", "Settings", "verify"]
 

@@ -7,11 +7,11 @@ from functools import partial
 from itertools import count
 from typing import Literal
 
+from nextn.benchmarking.workload import Prompt
 from nextn.engines.answers import Answer, Ask
 from nextn.engines.counters import Counters
 from nextn.engines.endpoint import Endpoint, together
 from nextn.errors import ConfigError, EngineError
-from nextn.workload import Prompt
 
 Outcome = Literal["passed", "failed", "unclear"]
 TOP = 5  # best tokens asked for per position; OpenAI's completions give no more

@@ -1,0 +1,1 @@
+"""What decoding costs here, with MTP and without, and whether it pays."""

@@ -1,0 +1,262 @@
+"""Checkpoints as bytes: the headers of all files, the index, config.json, tensors read by range.
+
+Knows neither torch nor what a head is. A file that lies about itself raises CheckpointError; an index and files that
+merely disagree are listed in `Checkpoint.problems`, so that an audit can show them all.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from reprlib import repr as brief
+from typing import Literal
+
+from huggingface_hub import is_offline_mode
+
+from nextn.checkpoints.remote import LocalFile, Source, cached_folder, folder_files, readable, repo_files
+from nextn.checkpoints.tensor_file import Header, RawTensor, TensorInfo, read_header, write_json
+from nextn.errors import CheckpointError
+from nextn.words import some
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+MAX_JSON = 256 * 1024 * 1024
+CHUNK = 32 * 1024 * 1024
+WORKERS = 16
+SAMPLE = 4096
+
+
+def index_json(weight_map: Mapping[str, str], total_size: int) -> dict[str, object]:
+    """The index that tells loaders which file holds which tensor; `total_size` is the bytes of all tensors."""
+    return {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+
+
+def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) -> None:
+    """Write that index."""
+    write_json(folder / INDEX, index_json(weight_map, total_size))
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One disagreement between the index and the files; `file` is where the fault shows."""
+
+    kind: Literal["missing_file", "missing_tensor", "misplaced", "duplicate", "unlisted"]
+    file: str
+    tensor: str | None
+    message: str
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """The files of one checkpoint, opened: headers, config and index are read, tensors are read when asked for.
+
+    `tensors` covers all files; where two files hold the same name, the index decides, else model.safetensors, else the
+    first file by name.
+    `sources` are all files by name. `revision` is the commit of a hub checkpoint.
+    """
+
+    path: str
+    config: dict[str, object] = field(repr=False)
+    index: dict[str, str] | None = field(repr=False)
+    headers: dict[str, Header] = field(repr=False)
+    tensors: dict[str, TensorInfo] = field(repr=False)
+    problems: tuple[Problem, ...] = field(repr=False)
+    sources: Mapping[str, Source] = field(repr=False)
+    revision: str | None = None
+
+    @classmethod
+    def open(
+        cls,
+        path_or_id: str | Path,
+        *,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        offline: bool = False,
+        token: str | None = None,
+        endpoint: str | None = None,
+    ) -> "Checkpoint":
+        """Open a folder, a .safetensors file (with the config.json beside it, if any) or a hub id "org/name".
+
+        The keyword options are for hub ids. Of a hub checkpoint only headers, config and index are fetched, and nothing
+        is stored; files that the hub's cache holds are read there. `offline` reads that cache alone.
+        Raises for a damaged header or JSON file, and where there is no safetensors file.
+        """
+        path = Path(path_or_id).expanduser()
+        with readable(path):
+            if path.is_dir():
+                return _assemble(str(path), folder_files(path))
+            if path.is_file() and path.suffix == ".safetensors":
+                files = [file for file in (path, path.with_name(CONFIG)) if file.is_file()]
+                return _assemble(str(path), {file.name: LocalFile(file, file.name) for file in files})
+            hub_id = str(path_or_id)
+            if path.exists() or isinstance(path_or_id, Path) or not re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id, re.ASCII):
+                raise CheckpointError(f"{path_or_id}: neither a folder, a .safetensors file nor a hub id (org/name).")
+        if offline or is_offline_mode():
+            folder = cached_folder(hub_id, revision=revision, cache_dir=cache_dir)
+            return _assemble(hub_id, folder_files(folder), revision=folder.name)
+        sources, commit = repo_files(hub_id, revision=revision, cache_dir=cache_dir, token=token, endpoint=endpoint)
+        return _assemble(hub_id, sources, revision=commit)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The safetensors files, by name."""
+        return tuple(self.headers)
+
+    @property
+    def unindexed(self) -> tuple[str, ...]:
+        """Files that no loader opens which follows the index or, without one, the name model.safetensors."""
+        if self.index is None and SINGLE not in self.headers:
+            return ()
+        named = {SINGLE} if self.index is None else set(self.index.values())
+        return tuple(file for file in self.headers if file not in named)
+
+    def info(self, name: str) -> TensorInfo:
+        """The tensor called `name`; CheckpointError if there is none."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path}: no tensor {name!r}; it has {some(self.tensors)}.")
+        return self.tensors[name]
+
+    def chunks(self, tensor: str | TensorInfo) -> Iterator[bytes]:
+        """The tensor's bytes in order, at most CHUNK at a time."""
+        info = self.info(tensor) if isinstance(tensor, str) else tensor
+        source = self.sources[info.file]
+        for begin in range(info.begin, info.end, CHUNK):
+            yield source.read(begin, min(begin + CHUNK, info.end))
+
+    def raw(self, name: str) -> RawTensor:
+        """The tensor as `write_safetensors` takes it; its bytes are read when they are written."""
+        info = self.info(name)
+        return RawTensor(info.dtype, info.shape, lambda: self.chunks(name))
+
+    def same(self, a: TensorInfo, b: TensorInfo) -> bool:
+        """Whether two stored tensors agree in dtype, shape and every bit."""
+        return a.form == b.form and all(x == y for x, y in zip(self.chunks(a), self.chunks(b), strict=True))
+
+    def samples(self, names: Sequence[str], size: int = SAMPLE) -> list[bytes]:
+        """The middle `size` bytes of each named tensor, whole where it is smaller; read side by side."""
+        infos = [self.info(name) for name in names]
+        # Whole elements, whatever their width: the widest has 16 bytes.
+        return self.windows([(info, max(0, info.nbytes - size) // 2 // 16 * 16) for info in infos], size)
+
+    def windows(self, places: Sequence[tuple[TensorInfo, int]], size: int) -> list[bytes]:
+        """At most `size` bytes from each place, an offset in a tensor; read side by side."""
+
+        def read(place: tuple[TensorInfo, int]) -> bytes:
+            info, begin = place[0], place[0].begin + place[1]
+            return self.sources[info.file].read(begin, min(begin + size, info.end))
+
+        with ThreadPoolExecutor(WORKERS) as pool:
+            return list(pool.map(read, places))
+
+    def read_bytes(self, name: str) -> bytes:
+        return b"".join(self.chunks(name))
+
+    def read_json(self, name: str) -> dict[str, object] | None:
+        """Another JSON file of the checkpoint, such as hf_quant_config.json; None where it is absent."""
+        return _load_json(self.sources[name]) if name in self.sources else None
+
+
+def opened(place: str | Path | Checkpoint) -> Checkpoint:
+    return place if isinstance(place, Checkpoint) else Checkpoint.open(place)
+
+
+def _assemble(path: str, sources: Mapping[str, Source], *, revision: str | None = None) -> Checkpoint:
+    index = _weight_map(sources[INDEX]) if INDEX in sources else None
+    named = set(index.values()) if index else set()
+    # Files such as ._model.safetensors are resource forks that macOS leaves behind.
+    files = [n for n in sorted(sources) if n.endswith(".safetensors") and (n in named or not re.search(r"^\.|/", n))]
+    if not files:
+        raise CheckpointError(f"{path}: no .safetensors file. {_instead(list(sources))}")
+    headers = _read_headers([sources[name] for name in files])
+    tensors, problems = _reconcile(headers, index)
+    config = _load_json(sources[CONFIG]) if CONFIG in sources else {}
+    return Checkpoint(path, config, index, headers, tensors, tuple(problems), sources, revision)
+
+
+def _instead(names: Sequence[str]) -> str:
+    pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
+    if not pickles:
+        return f"It has {', '.join(names[:5]) or 'no files'}. Give the place that holds the weights."
+    return (
+        f"It has {', '.join(pickles[:3])}, but pickle is not read, as it can run code. Convert each file with "
+        "safetensors.torch.save_file(torch.load(FILE, weights_only=True), NEW_FILE), which keeps every tensor."
+    )
+
+
+def _read_headers(sources: Sequence[Source]) -> dict[str, Header]:
+    """Damaged local files are all named at once; a remote failure ends it, as the next request would meet the same."""
+    headers: dict[str, Header] = {}
+    failures: list[CheckpointError] = []
+    with ThreadPoolExecutor(min(WORKERS, len(sources))) as pool:
+        reading = [pool.submit(read_header, source) for source in sources]
+        try:
+            for source, header in zip(sources, reading, strict=True):
+                try:
+                    headers[source.name] = header.result()
+                except CheckpointError as error:
+                    failures.append(error)
+                    if not isinstance(source, LocalFile):
+                        raise
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    if failures:
+        raise CheckpointError("\n".join(map(str, failures))) from failures[0]
+    return headers
+
+
+def _weight_map(source: Source) -> dict[str, str]:
+    weight_map = _load_json(source).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{source}: weight_map is {brief(weight_map)}, it must map tensor names to file names.")
+    return weight_map
+
+
+def _reconcile(
+    headers: Mapping[str, Header], index: Mapping[str, str] | None
+) -> tuple[dict[str, TensorInfo], list[Problem]]:
+    problems: list[Problem] = []
+    tensors: dict[str, TensorInfo] = {}
+    for file in sorted(headers, key=lambda file: file != SINGLE):  # the one that loaders open without an index
+        for name, info in headers[file].tensors.items():
+            first = tensors.setdefault(name, info)
+            if first is not info:
+                problems.append(Problem("duplicate", file, name, f"{name} is in {first.file} and in {file}"))
+                if index and index.get(name) == file:
+                    tensors[name] = info
+    if index is not None:
+        problems += _against_index(tensors, index, set(headers))
+    return tensors, problems
+
+
+def _against_index(tensors: Mapping[str, TensorInfo], index: Mapping[str, str], files: set[str]) -> Iterator[Problem]:
+    named = Counter(index.values())
+    for file in sorted(named.keys() - files):
+        yield Problem("missing_file", file, None, f"The index puts {named[file]} tensors in {file}, which is absent")
+    for name, file in index.items():
+        info = tensors.get(name)
+        if info is None and file in files:
+            yield Problem("missing_tensor", file, name, f"The index puts {name} in {file}, which does not hold it")
+        elif info is not None and info.file != file:
+            yield Problem("misplaced", info.file, name, f"The index puts {name} in {file}, it is in {info.file}")
+    for name, info in tensors.items():
+        if info.file in named and name not in index:
+            yield Problem("unlisted", info.file, name, f"{info.file} holds {name}, which the index does not list")
+
+
+def _load_json(source: Source) -> dict[str, object]:
+    data, size = source.start(MAX_JSON)
+    if size > len(data):
+        raise CheckpointError(f"{source}: {size} bytes of JSON, at most {MAX_JSON} are read.")
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{source}: not readable as JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{source}: holds {brief(value)}, it must be a JSON object.")
+    return value

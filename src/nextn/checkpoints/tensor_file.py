@@ -1,0 +1,259 @@
+"""One safetensors file: its header, read and checked against the file's bytes; and whole files written, atomically.
+
+Knows one file at a time; which of them make up a checkpoint is `checkpoint`'s matter.
+"""
+
+import json
+import os
+import secrets
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from reprlib import repr as brief
+from typing import BinaryIO
+
+from nextn.checkpoints.remote import LocalFile, Source
+from nextn.errors import CheckpointError
+
+# Bits per element. The order is that of `enum Dtype` in the safetensors crate (tensor.rs, 0.8): files are laid out by
+# it, last first, which puts wide elements before narrow ones.
+DTYPES = {
+    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "C64": 64, "F64": 64, "I64": 64, "U64": 64,
+}  # fmt: skip
+RANK = {dtype: rank for rank, dtype in enumerate(DTYPES)}
+
+FIRST_READ = 256 * 1024  # holds a header of about 2,000 tensors; a longer one costs a second read
+MAX_HEADER = 100_000_000  # the crate's own limit
+
+Chunk = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where one tensor lies: `begin` and `end` are byte offsets from the start of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def form(self) -> tuple[str, tuple[int, ...]]:
+        return self.dtype, self.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What one safetensors file says about itself."""
+
+    tensors: dict[str, TensorInfo]
+    metadata: dict[str, str]
+
+
+def read_header(source: Source | Path) -> Header:
+    """Parse and check a safetensors header by the rules of the safetensors README, section "Format".
+
+    Every byte of the file must belong to exactly one tensor. Memory is bounded by the bytes that are really there.
+    """
+    source = LocalFile(source, source.name) if isinstance(source, Path) else source
+    first, size = source.start(FIRST_READ)
+    try:
+        data_begin = 8 + _header_length(first, size)
+        rest = source.read(len(first), data_begin) if len(first) < data_begin else b""
+        return _parse_header(first[8:data_begin] + rest, file=source.name, size=size)
+    except (ValueError, RecursionError) as error:  # also what `bytes.decode` and `json.loads` raise
+        raise CheckpointError(f"{source}: not a sound safetensors file: {error}. Fetch or write it again.") from error
+
+
+def _header_length(first: bytes, size: int) -> int:
+    if first.startswith(b"version https://git-lfs"):
+        raise ValueError("it is a Git LFS pointer, the weights were not fetched: run `git lfs pull`")
+    if size < 8:
+        raise ValueError(f"it has {size} bytes, the length field alone takes 8")
+    length = int.from_bytes(first[:8], "little")
+    if length > MAX_HEADER:
+        raise ValueError(f"the header claims {length} bytes, at most {MAX_HEADER} are allowed")
+    if length > size - 8:
+        raise ValueError(f"the header claims {length} bytes, {size - 8} follow: truncated, or a file of another kind")
+    return length
+
+
+def _parse_header(blob: bytes, *, file: str, size: int) -> Header:
+    if blob[:1] != b"{":
+        raise ValueError(f"the header starts with {blob[:1]!r}, it must start with b'{{'")
+    table = json.loads(blob.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+    metadata = _metadata(table.pop("__metadata__", None))
+    "".join([*table, *metadata, *metadata.values()]).encode()  # a lone surrogate, which JSON can escape, raises here
+    start = 8 + len(blob)
+    tensors = {name: _tensor(name, entry, file=file, start=start) for name, entry in table.items()}
+    _check_layout(tensors.values(), start=start, size=size)
+    return Header(tensors, metadata)
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        name, times = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {brief(name)} appears {times} times")
+    return table
+
+
+def _no_constant(text: str) -> object:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _metadata(entry: object) -> dict[str, str]:
+    if entry is None:
+        return {}
+    if not isinstance(entry, dict):
+        raise ValueError(f"__metadata__ is {brief(entry)}, it must map strings to strings")
+    for key, value in entry.items():
+        if not isinstance(value, str):
+            raise ValueError(f"__metadata__[{brief(key)}] is {brief(value)}, it must be a string")
+    return entry
+
+
+def _tensor(name: str, entry: object, *, file: str, start: int) -> TensorInfo:
+    match entry:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]}:
+            nbytes = _nbytes(name, dtype, shape)
+        case _:
+            raise ValueError(f"tensor {brief(name)} is {brief(entry)}, it must hold dtype, shape and data_offsets")
+    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < 2**63:
+        raise ValueError(f"tensor {brief(name)} has data_offsets {brief([begin, end])}, valid are 0 <= begin <= end")
+    if end - begin != nbytes:
+        raise ValueError(f"tensor {brief(name)} has {end - begin} bytes, {dtype} {brief(shape)} takes {nbytes}")
+    return TensorInfo(name, dtype, tuple(shape), file, start + begin, start + end)
+
+
+def _nbytes(name: str, dtype: str, shape: Sequence[object]) -> int:
+    if dtype not in DTYPES:
+        raise ValueError(f"tensor {brief(name)} has dtype {brief(dtype)}, valid are {', '.join(DTYPES)}")
+    count = 1
+    for dim in shape:
+        if type(dim) is not int or dim < 0:  # `type`, as True is an int
+            raise ValueError(f"tensor {brief(name)} has dimension {brief(dim)}, it must be a whole number >= 0")
+        count *= dim
+        if count >= 2**63:
+            raise ValueError(f"tensor {brief(name)} has shape {brief(shape)}, which overflows 63 bits")
+    if count * DTYPES[dtype] % 8:
+        raise ValueError(f"tensor {brief(name)} has {count} elements of {dtype}, which do not fill whole bytes")
+    return count * DTYPES[dtype] // 8
+
+
+def _check_layout(tensors: Iterable[TensorInfo], *, start: int, size: int) -> None:
+    """No overlaps and no holes, up to the last byte: the format forbids them so that nothing can hide in a file."""
+    order = sorted(tensors, key=lambda info: (info.begin, info.end))
+    if order and (end := order[-1].end) > size:
+        raise ValueError(f"its tensors end at byte {end}, the file at {size}: it is truncated by {end - size} bytes")
+    at = start
+    for info in order:
+        if info.begin != at:
+            what = "overlaps the one before" if info.begin < at else "leaves a hole before it"
+            raise ValueError(f"tensor {brief(info.name)} starts at byte {info.begin}, not at {at}: it {what}")
+        at = info.end
+    if at != size:
+        raise ValueError(f"{size - at} bytes after the last tensor belong to none")
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """A tensor to be written: its bytes, little-endian and in C order, or a function that yields them in pieces."""
+
+    dtype: str
+    shape: Sequence[int]
+    data: Chunk | Callable[[], Iterable[Chunk]]
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that gets the name `path` once the block has ended well and its bytes are on disk.
+
+    After any exception, an interrupt or a full disk included, `path` is as it was and no other file is left.
+    """
+    temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temp.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temp.replace(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}. It is as it was.") from error
+    finally:
+        with suppress(OSError):
+            temp.unlink()
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder to fill, that gets the name `folder` once the block has ended well; an old one is replaced.
+
+    After an exception `folder` is as it was and nothing else is left; a process that is killed leaves a hidden
+    `.<name>.<pid>.tmp` beside it. Raises CheckpointError if it cannot be written.
+    """
+    staging = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    try:
+        staging.mkdir(parents=True)
+        yield staging
+        if folder.exists():
+            folder.rename(old)
+        staging.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written: {error}; nothing was left behind") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, RawTensor], *, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write `tensors`, one piece in memory at a time, byte for byte as the safetensors library would."""
+    try:
+        spans, header = _layout(tensors, metadata)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: cannot be written: {error}.") from error
+    with atomic(path) as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for name, end in spans.items():
+            data = tensors[name].data
+            for piece in data() if callable(data) else [data]:
+                file.write(piece)
+            if (at := file.tell() - 8 - len(header)) != end:
+                raise CheckpointError(f"{path}: tensor {name} ended at byte {at} of the data, its shape says {end}.")
+
+
+def _layout(tensors: Mapping[str, RawTensor], metadata: Mapping[str, str] | None) -> tuple[dict[str, int], bytes]:
+    """Where each tensor ends, in the order of the file, and the header."""
+    sizes = {name: _nbytes(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    table: dict[str, object] = {} if metadata is None else {"__metadata__": dict(sorted(metadata.items()))}
+    ends: dict[str, int] = {}
+    at = 0
+    for name in sorted(tensors, key=lambda name: (-RANK[tensors[name].dtype], name)):
+        ends[name] = at + sizes[name]
+        shape = list(tensors[name].shape)
+        table[name] = {"dtype": tensors[name].dtype, "shape": shape, "data_offsets": [at, ends[name]]}
+        at = ends[name]
+    header = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+    return ends, header + b" " * (-len(header) % 8)
+
+
+def write_json(path: Path, value: Mapping[str, object]) -> None:
+    """Write `value` as indented JSON, keys in their order."""
+    text = json.dumps(value, ensure_ascii=False, indent=2)
+    with atomic(path) as file:
+        file.write(text.encode() + b"\n")

@@ -1,0 +1,1 @@
+"""Text of files and data sets, as token ids."""

@@ -1,0 +1,1 @@
+"""Several processes: which of them does what, and who holds which part."""

@@ -1,0 +1,1 @@
+"""What counts say: acceptance, intervals, the speed-up that they promise, and their pictures."""

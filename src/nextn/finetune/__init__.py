@@ -1,0 +1,1 @@
+"""A head inside transformers' and TRL's trainers."""

@@ -1,0 +1,1 @@
+"""The training losses, in chunks that bound the memory."""

@@ -1,0 +1,1 @@
+"""The acceptance that a head should have, and what changes it."""

@@ -1,0 +1,1 @@
+"""Heads between checkpoints: a plan first, then files."""

@@ -1,0 +1,64 @@
+"""A trained head as files: beside its trunk's own, which stay as they are bit for bit, or alone."""
+
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from nextn.checkpoints.checkpoint import CONFIG
+from nextn.checkpoints.inventory import Inventory
+from nextn.checkpoints.provenance import trunk_fingerprint
+from nextn.checkpoints.snapshot import folder_of
+from nextn.checkpoints.tensor_file import atomic, write_json
+from nextn.errors import ConfigError
+from nextn.filling import head_tensors
+from nextn.head import Head
+from nextn.moving.graft import restore
+from nextn.moving.relayout import small_config
+
+HEAD_FILE = "head.safetensors"
+
+
+def write_alone(origin: Inventory, head: Head, path: Path, *, dtype: torch.dtype | None, source: str) -> None:
+    """Write the head into the file `path`, as `relayout.extract` would: a base for `restore`, a config.json beside it.
+
+    origin: the checkpoint of the trunk that it was trained on. dtype: cast to it what is not fp32 in any model. source:
+    what trained it. Raises ConfigError for a name that is no .safetensors file's.
+    """
+    if path.suffix != ".safetensors":
+        raise ConfigError(f"{path}: a head is written into a .safetensors file")
+    wrapper = origin.family.wrapper([*origin.shared.values()])
+    tensors = head_tensors(head, copies=False, dtype=dtype, wrapper=wrapper)
+    metadata = {
+        "format": "pt", "family": origin.family.name, "source": source, "revision": "",
+        "trained_with": trunk_fingerprint(origin),
+    }  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path.with_name(CONFIG), small_config(origin, head.num_modules))
+    with atomic(path) as file:
+        save_file(tensors, file.name, metadata=metadata)
+
+
+def write_beside_trunk(origin: Inventory, head: Head, folder: Path, *, dtype: torch.dtype | None, source: str) -> None:
+    """Write a checkpoint into `folder`: all files of `origin`, its head replaced by this one, or added.
+
+    Weight files that hold nothing of a head are hard-linked; the trunk's tensors stay as stored, quantised ones too.
+    The head is written unquantised, and the configs say so. An old folder is replaced once the new one is whole. Raises
+    CheckpointError where it cannot be written.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".head-", dir=folder.parent) as passing:
+        aside = Path(passing)
+        write_alone(origin, head, aside / HEAD_FILE, dtype=dtype, source=source)
+        restore(
+            folder_of(origin.checkpoint),
+            aside / HEAD_FILE,
+            out=aside / "new",
+            family=origin.family.name,
+            force=True,
+            trained_by=source,
+        )
+        if folder.exists():
+            folder.rename(aside / "old")
+        (aside / "new").rename(folder)

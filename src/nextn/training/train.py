@@ -1,0 +1,147 @@
+"""One training loop over any task: a generator of records that resumes exactly where it stopped.
+
+It draws nothing from a global random state and reads no clock but for tokens/s: step s is the same work in every run.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from nextn.distributed.sharding import clip
+from nextn.errors import TrainingError
+from nextn.losses.loss import LambdaSchedule
+from nextn.training import run_state
+from nextn.training.metrics import EvalRecord, HeadRecord, Record, StepRecord
+from nextn.training.optimisers import optimisers, set_rates
+from nextn.training.run_folder import RunFolder
+from nextn.training.standing import Standing
+from nextn.training.tasks import Report, Task, summed
+
+
+class Trainer:
+    """Trains what `task` names, in place. `run` yields records; whoever consumes them draws progress and decides when
+    to stop. out: the run's folder, for checkpoints and the log."""
+
+    def __init__(self, task: Task, *, out: Path) -> None:
+        self.task, self.config, self.ranks = task, task.config, task.ranks
+        self.folder, self.step = RunFolder(out), 0
+        self.lam = LambdaSchedule.parse(self.config.lam, total=self.config.tokens)
+        self.optimisers = optimisers(task.named, self.config)
+        self.standing = Standing(getattr(self.config, "patience", 0))
+
+    def run(self, should_stop: Callable[[], bool] = lambda: False) -> Iterator[Record]:
+        """Train from the current step to the last; on should_stop() or the end, a checkpoint is written.
+
+        A head that was better at an earlier evaluation is taken back at the end. Of several processes, all stop after
+        the same step when one should. Raises TrainingError for a loss that is not finite or a process that is lost;
+        checkpoints written before stay.
+        """
+        with self.ranks.guarded(), self.folder.log(self.step, discard=not self.ranks.is_first) as log:
+            for record in self._records(should_stop):
+                log.write(record)
+                yield record
+
+    def _records(self, should_stop: Callable[[], bool]) -> Iterator[Record]:
+        if self.step == 0 and self.task.has_baseline:
+            yield self.evaluate()
+        while not self.is_over and not self.ranks.any(should_stop()):
+            yield self._step()
+            if _due(self.step, self.config.eval_every) and self.step < self.config.steps:
+                yield self.evaluate()
+            if _due(self.step, self.config.save_every):
+                self.save()
+        self.save()
+        if self.is_over:
+            yield self.evaluate(last=True)
+            if self.standing.best_step not in (0, self.step):
+                run_state.read_weights(self.folder.best, self.task)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps are done, or held-out figures have not risen for long enough."""
+        return self.step == self.config.steps or self.standing.is_done
+
+    def evaluate(self, *, last: bool = False) -> EvalRecord | HeadRecord:
+        """Held-out figures now; the best head so far is kept."""
+        record = self.task.evaluate(self.step, last=last)
+        if isinstance(record, HeadRecord) and self.standing.see(self.step, record.foreseen):
+            run_state.write_weights(self.folder.best, self.task)
+        return record
+
+    def save(self) -> Path:
+        """Write `out/step-<n>`: the task's weights and the optimisers' state. Older ones are removed."""
+        folder = self.folder.checkpoint(self.step)
+        if folder not in self.folder.checkpoints():
+            standing = self.standing.as_state()
+            run_state.write(folder, self.task, self.optimisers, step=self.step, standing=standing)
+        if self.ranks.is_first:
+            self.folder.prune()
+        return folder
+
+    def write_result(self, folder: Path) -> None:
+        """Write what was trained, in its published layout, with the record of the run that made it."""
+        self.task.write_result(folder, self.folder.path)
+
+    def has_checkpoint(self) -> bool:
+        """Whether `out` holds a checkpoint that `resume` could go on from."""
+        return bool(self.folder.checkpoints())
+
+    def resume(self) -> bool:
+        """Go back to the newest whole checkpoint under `out`; False if there is none.
+
+        Raises CheckpointError for one that is damaged, ConfigError for one that was trained with other settings.
+        """
+        if not self.has_checkpoint():
+            return False
+        state = run_state.read(self.folder.checkpoints()[-1], self.task, self.optimisers)
+        self.step = state["step"]
+        if "standing" in state:  # a checkpoint older than it has none
+            self.standing.load_state(state["standing"])
+        return True
+
+    def _step(self) -> StepRecord:
+        started, config = time.perf_counter(), self.config
+        lam, scale = self.lam.at(self.step * config.tokens_per_step), config.schedule(self.step)
+        set_rates(self.optimisers, scale)
+        report = self._loss(lam)
+        whole = summed(report, self.ranks)
+        self._check_finite("loss", whole.total.item())
+        for optimiser in self.optimisers:
+            optimiser.zero_grad(set_to_none=True)
+        report.total.backward()
+        norm = clip(self.task.named.values(), config.clip)
+        self._check_finite("gradient", norm)  # before it spoils parameters that a checkpoint would hold
+        for optimiser in self.optimisers:
+            optimiser.step()
+        self.step += 1
+        return StepRecord(
+            step=self.step,
+            num_steps=config.steps,
+            tokens=self.step * config.tokens_per_step,
+            lr=config.lr * scale,
+            lam=lam,
+            grad_norm=norm,
+            tokens_per_s=config.tokens_per_step / (time.perf_counter() - started),
+            **self.task.figures(whole),
+        )
+
+    def _loss(self, lam: float) -> Report:
+        """The loss of this process's rows, over the labels of all."""
+        ranks, task = self.ranks, self.task
+        example = task.example(self.step, rank=ranks.rank, world=ranks.world)
+        # Gradients are averaged over the processes, so each divides by the average count.
+        over = None if ranks.is_alone else ranks.total(task.counts(example)) / ranks.world
+        return task.joined.loss(lambda: task.loss(example, lam, denominator=over))
+
+    def _check_finite(self, name: str, value: float) -> None:
+        if not math.isfinite(value):
+            rate = self.config.lr * self.config.schedule(self.step)
+            raise TrainingError(
+                f"the {name} of step {self.step} is {value}; batch {self.step} of seed {self.config.seed} or a "
+                f"learning rate of {rate:.2g} broke it. Checkpoints in {self.folder.path} stand; try a lower lr"
+            )
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,133 @@
+"""The settings of a training run: checked where they are made, so that a run cannot begin with ones that do not fit."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Self
+
+from nextn.errors import ConfigError
+from nextn.losses.loss import LambdaSchedule, depth_weights
+from nextn.losses.objectives import OBJECTIVES
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """steps of batch_size rows of length tokens. depths: K of the loss. lam: see `LambdaSchedule.parse`.
+
+    beta: depth weights proportional to beta^(k-1); None = equal. optimizer: `adamw`, or `muon` for the layers' matrices
+    at matrix_lr (https://kellerjordan.github.io/posts/muon/) with AdamW at lr for all else. Rates rise over `warmup`
+    steps and fall linearly to `final_lr` of themselves over the last `decay` share. dtype: `float32`, or `bfloat16` for
+    autocast. compile: decoder layers through torch.compile. checkpoint_layers: they keep their inputs alone and compute
+    the rest again in the backward pass. save_every, eval_every: steps, 0 = only at the end.
+    """
+
+    steps: int
+    batch_size: int = 16
+    length: int = 256
+    depths: int = 4
+    lam: str = "0.3"
+    beta: float | None = None
+    optimizer: str = "adamw"
+    lr: float = 2e-3
+    matrix_lr: float = 0.02
+    final_lr: float = 0.05
+    warmup: int = 40
+    decay: float = 0.5
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    dtype: str = "bfloat16"
+    compile: bool = False
+    checkpoint_layers: bool = False
+    save_every: int = 0
+    eval_every: int = 0
+    eval_batches: int = 4
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("batch_size", 1), ("length", 2), ("depths", 0), ("warmup", 0), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} = {getattr(self, name)}; expected a whole number >= {least}")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"dtype = {self.dtype!r}; expected float32 or bfloat16")
+        if self.optimizer not in ("adamw", "muon"):
+            raise ConfigError(f"optimizer = {self.optimizer!r}; expected adamw or muon")
+        if self.depths >= self.length:
+            raise ConfigError(f"depths = {self.depths}; expected fewer than length = {self.length} tokens")
+        if not 0 <= self.decay <= 1 or not 0 < self.lr < 1 or self.clip <= 0:
+            raise ConfigError(
+                f"{self.decay=}, {self.lr=}, {self.clip=}; expected 0 <= decay <= 1, 0 < lr < 1, clip > 0"
+            )
+        LambdaSchedule.parse(self.lam, total=self.tokens)
+        depth_weights(self.depths, beta=self.beta)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> Self:
+        """Strict: an unknown key is a ConfigError."""
+        unknown = sorted(set(values) - {each.name for each in fields(cls)})
+        if unknown:
+            raise ConfigError(f"unknown setting {unknown[0]!r}; known: {', '.join(each.name for each in fields(cls))}")
+        try:
+            return cls(**values)  # type: ignore[arg-type]
+        except TypeError as error:  # one of another type, or `steps` left out
+            raise ConfigError(f"settings {dict(values)}: {error}") from error
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.tokens_per_step
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.length
+
+    def schedule(self, step: int) -> float:
+        """What the learning rates are multiplied by at step `step` (0-based)."""
+        rise = min(1.0, (step + 1) / (self.warmup + 1))
+        left = (self.steps - step) / max(1.0, self.decay * self.steps)
+        return rise * (self.final_lr + (1 - self.final_lr) * min(1.0, left))
+
+
+@dataclass(frozen=True)
+class HeadConfig(TrainConfig):
+    """Settings of a head that is trained on a frozen trunk; lam multiplies the loss.
+
+    objective: one of `objectives.OBJECTIVES`. temperature: of the trunk's law and the head's. kv: what the depths
+    beyond the last module attend to, `own` (each depth its own keys, cheap) or `decode` (what decoding really sees).
+    eval_depths: K of the held-out figures, 0 = depths. patience: stop after that many evaluations in turn without a
+    better held-out acceptance length, 0 = never. Deeper depths weigh beta^(k-1) (FastMTP, arXiv 2509.18362).
+    """
+
+    batch_size: int = 8
+    lam: str = "1.0"
+    beta: float | None = 0.8
+    lr: float = 1e-3
+    weight_decay: float = 0.01
+    warmup: int = 20
+    save_every: int = 200
+    eval_every: int = 100
+    objective: str = "kl"
+    temperature: float = 1.0
+    kv: str = "own"
+    eval_depths: int = 0
+    patience: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.objective not in OBJECTIVES:
+            raise ConfigError(f"objective = {self.objective!r}; expected one of {', '.join(OBJECTIVES)}")
+        if self.depths < 1:
+            raise ConfigError(f"depths = {self.depths}; a head has at least one")
+        if self.kv not in ("own", "decode"):
+            raise ConfigError(f"kv = {self.kv!r}; expected own or decode")
+        if not 0 < self.temperature < math.inf:
+            raise ConfigError(f"temperature = {self.temperature}; expected a number > 0, of the law that is learnt")
+        if not 0 <= self.eval_depths < self.length or self.patience < 0:
+            raise ConfigError(
+                f"{self.eval_depths=}, {self.patience=}; expected 0 <= eval_depths < length, patience >= 0"
+            )
+        if self.patience and not self.eval_every:
+            raise ConfigError(f"patience = {self.patience} needs evaluations; set eval_every")
+
+    @property
+    def measured(self) -> int:
+        """K of the held-out figures."""
+        return self.eval_depths or self.depths
