@@ -2,11 +2,11 @@
 
 `bare`: a byte-level trunk that was trained without a head gets a new one. `stale`: a trunk and head that were trained
 together, the trunk then fine-tuned on other text, so that its head no longer matches; that head is trained on. `joint`,
-the head that was trained with its trunk, is what both are compared with. Each cell of the table trains one head, for
-about a minute on two cores; AL@1..8 are of `nextn.training.telemetry` on the trunk's own answers to held-out prompts,
+the head that was trained with its trunk, is what both are compared with. Each cell of the table trains one head, in
+less than a minute on two cores; AL@1..8 are of `nextn.training.telemetry` on the trunk's own answers to held-out prompts,
 greedy ones for T = 0 and drawn ones for T = 1. What is in the results or in the work folder is not made again.
 
-    python bench/objectives.py                       # all cells: about an hour and a half on two cores
+    python bench/objectives.py                       # all cells: about an hour on two cores
     python bench/objectives.py --only bare/kl        # those whose names begin so
 """
 
@@ -48,16 +48,16 @@ DEPTHS = 8
 class Size:
     """How much of everything; the defaults are those of the table."""
 
-    layers: int = 8
-    hidden: int = 256
+    layers: int = 4
+    hidden: int = 192
     trunk_steps: int = 390
     tune_steps: int = 150
     head_steps: int = 200
     batch_size: int = 8
-    length: int = 256
+    length: int = 192
     answers: int = 320
     held_out: int = 24
-    answer_tokens: int = 192
+    answer_tokens: int = 128
     files: int | None = None
 
     @property
