@@ -16,7 +16,9 @@ from nextn.corpus.data import degeneracy
 from nextn.drafting import Contract
 from nextn.errors import ConfigError
 from nextn.measuring.card import card
-from nextn.measuring.measure import DEFINITIONS, Controls, Plan, hashes, reference, rescored
+from nextn.measuring.controls import Controls
+from nextn.measuring.measure import Plan, reference, rescored
+from nextn.measuring.record import DEFINITIONS, hashes
 
 PROMPTS = [Prompt(tuple(row.tolist()), "xy"[place % 2]) for place, row in enumerate(refrain(8, 33, seed=10**6))]
 PLAN = Plan(drafts=3, max_tokens=32, path="plain")
