@@ -42,7 +42,8 @@ LAYERS = [
 ]
 # fmt: off
 NO_TORCH = (
-    "errors", "families", "corpus.bytelevel", "corpus.data", "corpus.records", "corpus.corpus_files",
+    "errors", "families", "corpus.bytelevel", "corpus.text_files", "corpus.split", "corpus.data", "corpus.batches",
+    "corpus.prompts", "corpus.loops", "corpus.records", "corpus.corpus_files",
     "figures.acceptance", "figures.estimate", "figures.speedup", "policy", "checkpoints.remote",
     "checkpoints.tensor_file", "checkpoints.checkpoint", "checkpoints.storage", "checkpoints.quantformats",
     "checkpoints.quantisation", "checkpoints.inventory", "checkpoints.snapshot", "checkpoints.provenance", "audit",

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from nextn.benchmarking import cost
 from nextn.benchmarking.workload import Prompt
 from nextn.cli import app
-from nextn.corpus.data import degeneracy
+from nextn.corpus.loops import degeneracy
 from nextn.drafting import Contract
 from nextn.errors import ConfigError
 from nextn.measuring.card import card
@@ -161,7 +161,7 @@ def test_loops_are_left_out(found, monkeypatch):
     if loops and loops != set(range(8)):
         assert measured.figures(1.0).num_texts == 8 - len(loops)
         assert any("loop and are left out" in said for said in measured.warnings)
-    monkeypatch.setattr("nextn.corpus.data.Degeneracy.looping", property(lambda self: True))
+    monkeypatch.setattr("nextn.corpus.loops.Degeneracy.looping", property(lambda self: True))
     fresh = replace(measured)
     assert fresh.figures(1.0).num_texts == 8
     assert any("every text loops" in said for said in fresh.warnings)

@@ -27,7 +27,7 @@ DEFINITIONS = {
     "shuffled": "a_1 over all columns, with each text's hidden states in random order",
     "chance": "argmax and token by accident: the sum over the vocabulary of the products of their frequencies",
     "median_rank": "how many tokens depth 1 likes better than the text's, in the median; vocab_size tokens in all",
-    "looping": "texts that are loops (data.degeneracy): left out, unless all are",
+    "looping": "texts that are loops (loops.degeneracy): left out, unless all are",
     "short": f"texts of fewer than {TELLING} tokens, in which loops cannot be told for sure",
     "hashes": "head: SHA-256 of its own tensors; trunk: of samples; prompts: of their token ids as JSON",
 }

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nextn.benchmarking.workload import Prompt
-from nextn.corpus.data import degeneracy
+from nextn.corpus.loops import degeneracy
 from nextn.decode import Round, Settings
 from nextn.drafting import Contract
 from nextn.figures.acceptance import Acceptance
