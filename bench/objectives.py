@@ -25,9 +25,13 @@ import torch
 from nextn.checkpoints.checkpoint import Checkpoint
 from nextn.checkpoints.inventory import Inventory
 from nextn.checkpoints.tensor_file import write_json
+from nextn.corpus.batches import Batches
 from nextn.corpus.bytelevel import byte_tokenizer
 from nextn.corpus.corpus_files import corpora
-from nextn.corpus.data import Batches, Corpus, prompts, split, standard_library
+from nextn.corpus.data import Corpus
+from nextn.corpus.prompts import prompts
+from nextn.corpus.split import split
+from nextn.corpus.text_files import standard_library
 from nextn.decode import Settings
 from nextn.losses.objectives import OBJECTIVES
 from nextn.model import Model

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nextn.checkpoints.tensor_file import atomic
 from nextn.corpus.corpus_files import corpora
-from nextn.corpus.data import degeneracy
+from nextn.corpus.loops import degeneracy
 from nextn.decode import Settings, rounds
 from nextn.model import Model
 from nextn.training.recipes import held_out_prompts

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from nextn.corpus.bytelevel import byte_tokenizer
-from nextn.corpus.data import Corpus, standard_library
+from nextn.corpus.data import Corpus
+from nextn.corpus.text_files import standard_library
 from nextn.training.recipes import Recipe, by_name
 from nextn.training.tasks import JointTask
 from nextn.training.train import Trainer

@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nextn.checkpoints.tensor_file import write_json
-from nextn.corpus.data import Corpus, standard_library
+from nextn.corpus.data import Corpus
+from nextn.corpus.text_files import standard_library
 from nextn.head import outputs
 from nextn.losses.loss import LossReport
 from nextn.model import Model

@@ -1,11 +1,15 @@
-"""One torch thread: tiny models are faster so, and two processes do not fight over cores."""
+"""Fixtures of several test files. One torch thread: tiny models are faster so, and two processes share the cores."""
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from fake_engine import FakeEngine
 from tiny import FIXTURES
 
+from nextn.cli import main
 from nextn.model import Model
 
 torch.set_num_threads(1)
@@ -20,3 +24,31 @@ def fixture_folder() -> Path:
 def trained() -> dict[str, Model]:
     """The trained fixtures, in fp32. Shared: a test that changes a model changes a copy."""
     return {folder.name: Model.load(folder, dtype=torch.float32) for folder in sorted(FIXTURES.iterdir())}
+
+
+@pytest.fixture
+def here(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
+    """The command line in this process, as one of its own imports torch -> exit code, stdout, stderr."""
+
+    def call(*args, columns=160):
+        monkeypatch.setattr(sys, "argv", ["nextn", *map(str, args)])
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def engine():
+    """Makes fake engines, and stops them."""
+    made = []
+
+    def make(*faults, **options):
+        made.append(FakeEngine(*faults, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.stop()

@@ -10,6 +10,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
+import pytest
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.;:-0123456789"
 NUM = len(LETTERS)
@@ -324,3 +325,10 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.end_headers()
         self.wfile.write(body)
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch):
+    """Neither a key nor a proxy of the user's."""
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # it must not be asked for loopback

@@ -1,7 +1,7 @@
 """`nextn audit`: exit codes, the table, JSON, hub ids, and how little of a large checkpoint it reads."""
 
 import json
-import sys
+from functools import partial
 
 import pytest
 from artifacts import publish
@@ -10,23 +10,12 @@ from hub import Hub, only_loopback, own_client  # noqa: F401
 from huggingface_hub import constants
 
 from nextn.checkpoints import tensor_file
-from nextn.cli import main
 from nextn.cli.audit import shown
 
 
 @pytest.fixture
-def nextn(monkeypatch, capsys):
-    """Run `nextn audit` in this process -> exit code, stdout, stderr."""
-
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["nextn", "audit", *map(str, args)])
-        monkeypatch.setenv("COLUMNS", "160")
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return run
+def nextn(here):
+    return partial(here, "audit")
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from nextn.cli import main
 from nextn.model import Model
 
 TINY = {
@@ -41,20 +40,6 @@ def nextn(*args, **options):
         check=False,
         **options,
     )
-
-
-@pytest.fixture
-def here(monkeypatch, capsys):
-    """The same without a process of its own, which imports torch: exit code, what it printed, what it complained of."""
-
-    def call(*args) -> tuple[object, str, str]:
-        monkeypatch.setattr(sys, "argv", ["nextn", *map(str, args)])
-        monkeypatch.setenv("COLUMNS", "160")
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code, *capsys.readouterr()
-
-    return call
 
 
 @pytest.fixture(scope="module")

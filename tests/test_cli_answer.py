@@ -14,7 +14,6 @@ import pytest
 from chats import chatty, said
 from tiny import build
 
-from nextn.cli import main
 from nextn.cli.answer import _summary
 from nextn.training.answers import Tally
 
@@ -32,47 +31,35 @@ def folder(tmp_path_factory):
     return made
 
 
-@pytest.fixture
-def nextn(monkeypatch, capsys):
-    def call(*args):
-        monkeypatch.setattr(sys, "argv", ["nextn", *map(str, args)])
-        monkeypatch.setenv("COLUMNS", "160")
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code, *capsys.readouterr()
-
-    return call
-
-
 def arguments(folder, out, *more, prompts="chats.jsonl"):
     return ("answer", folder / "model", out, "--prompts", folder / prompts, "--path", "plain", *more)
 
 
-def test_answers_and_the_summary(folder, tmp_path, nextn):
+def test_answers_and_the_summary(folder, tmp_path, here):
     """The file and what is told of it; a second call finds all answers there."""
     out = tmp_path / "a.jsonl"
     asked = arguments(folder, out, "--count", 6, "--max-tokens", 5, "--batch", 4)
-    code, said, _ = nextn(*asked)
+    code, said, _ = here(*asked)
     assert code == 0
     assert "6 of 6 answers" in said
     stored = out.read_bytes()
     header, *answers = map(json.loads, stored.splitlines())
     assert len(answers) == 6
     assert (header["settings"]["sampling"]["temperature"], header["settings"]["drafts"]) == (1.0, 4)
-    code, said, _ = nextn(*asked, "--json")
+    code, said, _ = here(*asked, "--json")
     told = json.loads(said)
     assert (code, told["answers"], told["total"], told["file"]) == (0, 6, 6, str(out))
     assert told["tokens"] == sum(len(each["tokens"]) for each in answers)
     assert out.read_bytes() == stored
 
 
-def test_other_settings_are_a_usage_error(folder, tmp_path, nextn):
+def test_other_settings_are_a_usage_error(folder, tmp_path, here):
     out = tmp_path / "a.jsonl"
-    nextn(*arguments(folder, out, "--count", 2, "--max-tokens", 3))
-    code, _, complaint = nextn(*arguments(folder, out, "--count", 2, "--max-tokens", 3, "--temperature", 0.7))
+    here(*arguments(folder, out, "--count", 2, "--max-tokens", 3))
+    code, _, complaint = here(*arguments(folder, out, "--count", 2, "--max-tokens", 3, "--temperature", 0.7))
     assert code == 2
     assert "temperature = 1.0 (now 0.7)" in complaint
-    code, _, complaint = nextn(*arguments(folder, out, prompts="text.txt"))
+    code, _, complaint = here(*arguments(folder, out, prompts="text.txt"))
     assert (code, "--count 1000" in complaint) == (2, True)
 
 
@@ -85,7 +72,7 @@ def test_loops_are_told():
     assert _summary(replace(tally, looping=0), Path("a.jsonl")) == first
 
 
-def test_control_c_and_going_on(folder, tmp_path, nextn):
+def test_control_c_and_going_on(folder, tmp_path, here):
     """Interrupted inside a run: exit 130, whole batches only, and the same command ends with the file of one run."""
     out, whole = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     options = ("--max-tokens", 24, "--count", 12, "--batch", 2)
@@ -101,19 +88,19 @@ def test_control_c_and_going_on(folder, tmp_path, nextn):
     assert 3 <= cut.count(b"\n") < 13
     assert cut.count(b"\n") % 2 == 1
     for to in (out, whole):
-        assert nextn(*arguments(folder, to, *options))[0] == 0
+        assert here(*arguments(folder, to, *options))[0] == 0
     assert out.read_bytes() == whole.read_bytes()
     assert out.read_bytes().startswith(cut)
 
 
-def test_training_on_the_answers(folder, tmp_path, nextn):
+def test_training_on_the_answers(folder, tmp_path, here):
     """`nextn train --data` takes what `nextn answer` wrote."""
     out = tmp_path / "a.jsonl"
-    nextn(*arguments(folder, out, "--max-tokens", 4, "--count", 20))
+    here(*arguments(folder, out, "--max-tokens", 4, "--count", 20))
     small = ["steps=1", "batch_size=2", "length=16", "depths=1", "compile=false", "eval_batches=1"]
     config = json.loads((folder / "model" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
     options = [part for each in small for part in ("--set", each)]
     options += ["--tokenizer", folder / "model", "--model", tmp_path / "config.json"]
-    code, said, complaint = nextn("train", tmp_path / "run", "--data", out, *options)
+    code, said, complaint = here("train", tmp_path / "run", "--data", out, *options)
     assert (code, "wrote" in said) == (0, True), complaint

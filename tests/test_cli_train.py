@@ -1,13 +1,12 @@
 """`nextn train --freeze-trunk`: options that go together, what is said and written, exit codes."""
 
 import json
-import sys
+from functools import partial
 
 import pytest
 import torch
 from tiny import build
 
-from nextn import cli
 from nextn.corpus.bytelevel import byte_tokenizer
 from nextn.model import Model
 
@@ -30,18 +29,14 @@ def given(tmp_path_factory):
     return folder
 
 
-def nextn(*arguments, monkeypatch, capsys):
-    """-> exit code, standard output, standard error."""
-    monkeypatch.setattr(sys, "argv", ["nextn", "train", *map(str, arguments)])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    told = capsys.readouterr()
-    return end.value.code or 0, told.out, told.err
+@pytest.fixture
+def nextn(here):
+    return partial(here, "train")
 
 
-def test_a_head_is_trained_and_its_figures_told(given, tmp_path, monkeypatch, capsys):
+def test_a_head_is_trained_and_its_figures_told(given, tmp_path, nextn):
     how = ["--freeze-trunk", "--from", given / "model", "--data", given / "text", *SMALL]
-    code, out, err = nextn(tmp_path, *how, "--json", "--allow-worse", monkeypatch=monkeypatch, capsys=capsys)
+    code, out, err = nextn(tmp_path, *how, "--json", "--allow-worse")
     assert code == 0, err
     told = json.loads(out)
     assert told["model"] == str(tmp_path / "model")
@@ -50,14 +45,14 @@ def test_a_head_is_trained_and_its_figures_told(given, tmp_path, monkeypatch, ca
     assert Model.load(tmp_path / "model").head is not None
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps] == [0, 1, 2, 2, 3, 3]
-    code, _, err = nextn(tmp_path, *how, monkeypatch=monkeypatch, capsys=capsys)
+    code, _, err = nextn(tmp_path, *how)
     assert code == 2
     assert "holds a run already; use --resume" in err
 
 
-def test_a_fresh_head_alone(given, tmp_path, monkeypatch, capsys):
+def test_a_fresh_head_alone(given, tmp_path, nextn):
     how = ["--freeze-trunk", "--from", given / "model", "--data", given / "text", "--init-head", "--head-only", *SMALL]
-    code, out, err = nextn(tmp_path, *how, monkeypatch=monkeypatch, capsys=capsys)
+    code, out, err = nextn(tmp_path, *how)
     assert code == 0, err
     assert "wrote" in out
     assert "held-out greedy" in err
@@ -65,7 +60,7 @@ def test_a_fresh_head_alone(given, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "model").exists()
 
 
-def test_a_worse_head_is_exit_code_1(given, tmp_path, monkeypatch, capsys):
+def test_a_worse_head_is_exit_code_1(given, tmp_path, nextn):
     """A head that has its trunk's law, trained on the labels of a text that the trunk does not know."""
     model = Model.load(given / "model")
     with torch.no_grad():
@@ -83,7 +78,7 @@ def test_a_worse_head_is_exit_code_1(given, tmp_path, monkeypatch, capsys):
     model.save(tmp_path / "model")
     how = ["--freeze-trunk", "--from", tmp_path / "model", "--data", given / "text", *SMALL, "--set", "lr=0.5"]
     how += ["--set", "objective=ce", "--set", "steps=8", "--set", "eval_every=4"]
-    code, _, err = nextn(tmp_path / "run", *how, monkeypatch=monkeypatch, capsys=capsys)
+    code, _, err = nextn(tmp_path / "run", *how)
     assert code == 1, err
     assert "worse than the one it started from" in err
     assert not (tmp_path / "run" / "model").exists()
@@ -104,10 +99,10 @@ def test_a_worse_head_is_exit_code_1(given, tmp_path, monkeypatch, capsys):
         (["--freeze-trunk", "--from", "MODEL", "--resume", "--data", "TEXT", *SMALL], "holds no checkpoint"),
     ],
 )
-def test_bad_input_is_exit_code_2(options, words, given, tmp_path, monkeypatch, capsys):
+def test_bad_input_is_exit_code_2(options, words, given, tmp_path, nextn):
     (tmp_path / "empty").mkdir()
     places = {"MODEL": given / "model", "TEXT": given / "text", "EMPTY": tmp_path / "empty"}
     options = [places.get(each, each) for each in options]
-    code, _, err = nextn(tmp_path / "run", *options, monkeypatch=monkeypatch, capsys=capsys)
+    code, _, err = nextn(tmp_path / "run", *options)
     assert code == 2
     assert words in err

@@ -4,7 +4,7 @@ import socket
 import time
 
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import no_key  # noqa: F401
 
 from nextn.engines.answers import Ask
 from nextn.engines.client import Budget, Client, Limits, base_url
@@ -12,26 +12,6 @@ from nextn.engines.endpoint import Endpoint, together
 from nextn.errors import BudgetError, ConfigError, EngineError
 
 QUICK = Limits(answer_s=0.6, answer_bytes=1_000_000, wait_s=1.0)
-
-
-@pytest.fixture
-def engine():
-    """Makes fake engines, and stops them."""
-    made = []
-
-    def make(*faults, **options):
-        made.append(FakeEngine(*faults, **options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.stop()
-
-
-@pytest.fixture(autouse=True)
-def no_key(monkeypatch):
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # a proxy of the environment must not be asked for loopback
 
 
 def second_answer(made, limits=QUICK):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from chats import EOS, chatty, said
 
+from nextn.corpus.batches import Batches
 from nextn.corpus.corpus_files import corpora, records
-from nextn.corpus.data import Batches
 from nextn.errors import ConfigError
 
 RECORDS = [

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import build, refrain
 
-from nextn.corpus.data import Batch
+from nextn.corpus.batches import Batch
 from nextn.decode import Settings
 from nextn.training.evaluate import decoded, forced
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from tiny import CONFIGS, build
 
-from nextn.corpus.data import Batches, Corpus, Document
+from nextn.corpus.batches import Batches
+from nextn.corpus.data import Corpus, Document
 from nextn.errors import CheckpointError, ConfigError
 from nextn.training.hidden_cache import KEY, HiddenCache
 from nextn.training.imprint import imprint

@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from nextn.fast.hooks import RecordingCache, replaced
 from nextn.fast.tape import RecordingTape, Unrecordable
-from nextn.trunk import Kind
+from nextn.kinds import Kind
 
 attend = ALL_ATTENTION_FUNCTIONS["nextn"]
 experts = ALL_EXPERTS_FUNCTIONS["nextn"]

@@ -12,11 +12,13 @@ from typer.testing import CliRunner
 from nextn.benchmarking import cost
 from nextn.benchmarking.workload import Prompt
 from nextn.cli import app
-from nextn.corpus.data import degeneracy
+from nextn.corpus.loops import degeneracy
 from nextn.drafting import Contract
 from nextn.errors import ConfigError
 from nextn.measuring.card import card
-from nextn.measuring.measure import DEFINITIONS, Controls, Plan, hashes, reference, rescored
+from nextn.measuring.controls import Controls
+from nextn.measuring.measure import Plan, reference, rescored
+from nextn.measuring.record import DEFINITIONS, hashes
 
 PROMPTS = [Prompt(tuple(row.tolist()), "xy"[place % 2]) for place, row in enumerate(refrain(8, 33, seed=10**6))]
 PLAN = Plan(drafts=3, max_tokens=32, path="plain")
@@ -159,7 +161,7 @@ def test_loops_are_left_out(found, monkeypatch):
     if loops and loops != set(range(8)):
         assert measured.figures(1.0).num_texts == 8 - len(loops)
         assert any("loop and are left out" in said for said in measured.warnings)
-    monkeypatch.setattr("nextn.corpus.data.Degeneracy.looping", property(lambda self: True))
+    monkeypatch.setattr("nextn.corpus.loops.Degeneracy.looping", property(lambda self: True))
     fresh = replace(measured)
     assert fresh.figures(1.0).num_texts == 8
     assert any("every text loops" in said for said in fresh.warnings)

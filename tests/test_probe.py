@@ -10,8 +10,9 @@ from tiny import build, refrain
 from nextn.drafting import Contract
 from nextn.errors import ConfigError
 from nextn.measuring.columns import Text
-from nextn.measuring.measure import Plan, continued
+from nextn.measuring.measure import Plan
 from nextn.measuring.probe import Probed, Tried, probe
+from nextn.measuring.texts import continued
 from nextn.measuring.variants import read_as, variants
 from nextn.model import Model
 

@@ -6,8 +6,9 @@ from tiny import CONFIGS, build
 from transformers.cache_utils import DynamicCache
 
 from nextn.errors import RollbackError
+from nextn.kinds import Kind
 from nextn.rollback import AttentionLayer, Cache
-from nextn.trunk import Kind, Trunk
+from nextn.trunk import Trunk
 
 # fp32: chunked and step kernels of a delta net sum in other orders (5e-5 seen); one wrong column is 1e-1 and more.
 TOLERANCE = 3e-4

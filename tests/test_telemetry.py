@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import FIXTURES, decode, refrain
 
-from nextn.corpus.data import Batch
+from nextn.corpus.batches import Batch
 from nextn.figures.acceptance import Acceptance
 from nextn.model import Model
 from nextn.sampling import Sampling

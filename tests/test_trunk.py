@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import CONFIGS, build
 
-from nextn.trunk import Kind
+from nextn.kinds import Kind
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -1,13 +1,12 @@
 """`verify` passes on a correct engine, and on one that breaks a property it fails in that property's check, by name."""
 
 import json
-import sys
+from functools import partial
 
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import no_key  # noqa: F401
 
 from nextn.benchmarking.workload import Prompt, read_prompts
-from nextn.cli import main
 from nextn.engines.client import Budget, Limits
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import ConfigError
@@ -16,25 +15,6 @@ from nextn.verify.forms import SCHEMA, misfit
 
 SMALL = Settings(max_tokens=24, samples=64, sampled_prompts=2, sampled_tokens=6, context=600)
 PROMPTS = read_prompts()[::2]
-
-
-@pytest.fixture(autouse=True)
-def no_key(monkeypatch):
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-
-
-@pytest.fixture
-def engine():
-    """Makes fake engines, and stops them."""
-    made = []
-
-    def make(*faults, **options):
-        made.append(FakeEngine(*faults, **options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.stop()
 
 
 @pytest.fixture
@@ -282,18 +262,8 @@ def test_prompts_of_ids(run):
 
 
 @pytest.fixture
-def nextn(monkeypatch, capsys):
-    """Run `nextn verify` in this process -> exit code, stdout, stderr."""
-
-    def call(*args):
-        monkeypatch.setattr(sys, "argv", ["nextn", "verify", *map(str, args)])
-        monkeypatch.setenv("COLUMNS", "300")
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return call
+def nextn(here):
+    return partial(here, "verify", columns=300)
 
 
 def test_command_passes(nextn, engine):

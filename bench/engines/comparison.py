@@ -7,7 +7,7 @@ from functools import cached_property
 from engines.protocol import Answer
 
 from nextn.benchmarking.cost import rotated
-from nextn.corpus.data import degeneracy
+from nextn.corpus.loops import degeneracy
 from nextn.figures.speedup import Spread
 
 # (prompt and common text, our next token, theirs) -> our logit less that of their token.

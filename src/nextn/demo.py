@@ -10,7 +10,11 @@ import torch
 
 from nextn.checkpoints.tensor_file import write_json
 from nextn.corpus.bytelevel import byte_tokenizer
-from nextn.corpus.data import Corpus, Degeneracy, degeneracy, prompts, split, standard_library
+from nextn.corpus.data import Corpus
+from nextn.corpus.loops import Degeneracy, degeneracy
+from nextn.corpus.prompts import prompts
+from nextn.corpus.split import split
+from nextn.corpus.text_files import standard_library
 from nextn.decode import Round, Settings, rounds
 from nextn.figures.acceptance import Acceptance
 from nextn.model import Model

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from nextn.blocks.streams import collapse, spread
 from nextn.errors import ConfigError
 from nextn.families import Family, by_name
+from nextn.kinds import Kind, new_cache
 from nextn.rollback import Apart, Cache
 from nextn.sampling import Prediction, Sampling
 from nextn.shortlist import Shortlist
-from nextn.trunk import Kind, Trunk, new_cache, packed
+from nextn.trunk import Trunk, packed
 from nextn.unroll import BlockCache, chain_mask
 
 # How many columns a head's cache can drop where that takes memory: more than anyone drafts at once.

@@ -1,48 +1,30 @@
 """The trunk: the narrow door to transformers' models. Forward, embed, logits, new blocks, caches; nothing of the head.
 
-Everything that reads a model's internals is here, so a new transformers is one file to look at.
+Everything that reads a model's internals is here and in what it stands on: `loading` makes models, `kinds` says what
+their layers keep, `block_config` what a head's blocks are made of. So a new transformers is four files to look at.
 """
 
-import copy
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
-from transformers.cache_utils import DummyLayer, get_layer_types_and_kwargs
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedModel
 
-from nextn.blocks.compressed import CompressedLayer
-from nextn.blocks.convolution import ConvolutionLayer
-from nextn.blocks.idle import cut_idle, with_idle
-from nextn.blocks.indexers import AngledLayer, PooledLayer
+from nextn.block_config import block_config, places
+from nextn.blocks.idle import cut_idle
 from nextn.blocks.residual import ResidualBlock
-from nextn.errors import CheckpointError, ConfigError, RollbackError
+from nextn.errors import ConfigError
 from nextn.families import Stage
-from nextn.rollback import Apart, AttentionLayer, Cache, IndexedLayer, RecurrentLayer, causal
+from nextn.kinds import Kind, kinds_of, masks_of, new_cache
+from nextn.loading import Readable, fresh, loaded
+from nextn.rollback import Apart, Cache, causal
 from nextn.sampling import Judge, Prediction, Sampling
-
-_FULL, _SLIDING, _INDEXED = "full_attention", "sliding_attention", "indexed_attention"
-_BLOCKWISE = "minimax_m3_sparse"  # an indexer that picks blocks of columns, counted from column 0
-_RECURRENT = ("linear_attention", "conv")
-_COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
-# Attention whose layers have convolutions beside it -> what transformers calls its mask.
-_HYBRID = {"hybrid": _FULL, "hybrid_sliding": _SLIDING}
 
 
 @dataclass(frozen=True)
@@ -51,39 +33,6 @@ class Hidden:
 
     normed: Tensor
     eaten: Tensor
-
-
-@dataclass(frozen=True)
-class Kind:
-    """How a decoder layer attends. window: columns that a sliding layer sees, its own included; None = all before.
-    states: how many of convolutions or recurrences it has. rate: columns to an entry where attention is compressed.
-    pool: columns to a pool where an indexer picks pools. angled: an indexer turns all columns' keys each time."""
-
-    name: str = _FULL
-    window: int | None = None
-    states: int = 1
-    rate: int = 0
-    pool: int = 0
-    angled: bool = False
-
-    @property
-    def is_recurrent(self) -> bool:
-        return self.name in _RECURRENT
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether keys and values are all that it keeps between columns."""
-        return self.name in (_FULL, _SLIDING) and not (self.rate or self.goes_apart)
-
-    @property
-    def can_pack(self) -> bool:
-        """Whether a mask and positions alone keep the documents of a row apart."""
-        return not (self.is_recurrent or self.rate or self.goes_apart or self.name == _BLOCKWISE)
-
-    @property
-    def goes_apart(self) -> bool:
-        """Whether rows of different lengths cannot go together: transformers counts all from one offset."""
-        return self.name in _HYBRID or bool(self.pool) or self.angled
 
 
 class _Decoder(Protocol):
@@ -102,24 +51,6 @@ class _Output(Protocol):
     last_hidden_state: Tensor
 
 
-class Readable(Protocol):
-    """A stored tensor, read at `[...]`; dtype is what comes out, None for what does not tell the model's."""
-
-    @property
-    def dtype(self) -> torch.dtype | None: ...
-
-    def __getitem__(self, key: object, /) -> Tensor: ...
-
-
-class _IdleLayer(DummyLayer):
-    """A decoder layer without state."""
-
-    def begin(self, lengths: object, num_columns: int) -> None: ...
-    def keep(self, counts: object, num_columns: int) -> None: ...
-    def drop(self, counts: object) -> None: ...
-    def select(self, rows: Tensor) -> None: ...
-
-
 class Trunk(nn.Module):
     """A causal language model of transformers, seen through six methods.
 
@@ -134,7 +65,7 @@ class Trunk(nn.Module):
         self.model = model
         self.stage = stage
         self.config = model.config.get_text_config(decoder=True)
-        self.kinds = _kinds(self.config)
+        self.kinds = kinds_of(self.config)
         _freeze_indexers(model)
         cut_idle(model)
         for module in self._mixers():
@@ -145,8 +76,7 @@ class Trunk(nn.Module):
         cls, config: Mapping[str, object], *, stage: Stage = "post", dtype: torch.dtype = torch.float32
     ) -> "Trunk":
         """A freshly initialised trunk of the given transformers config, a dict with `model_type`."""
-        known = AutoConfig.for_model(**copy.deepcopy(dict(config)))  # some configs write into the parts they are given
-        return cls(_loader(known).from_config(known, dtype=dtype), stage=stage)
+        return cls(fresh(config, dtype), stage=stage)
 
     @classmethod
     def from_pretrained(
@@ -162,18 +92,7 @@ class Trunk(nn.Module):
         state: plain numbers, whatever the config says of quantisation. dtype None = the config's, else the stored one.
         Raises CheckpointError if a tensor would stay uninitialised, or where transformers cannot load it.
         """
-        load = _from_files if state is None else partial(_from_state, state=state)
-        with _quiet():
-            try:
-                model, info = load(folder, dtype)
-            except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-                raise CheckpointError(f"{folder}: transformers cannot load the trunk: {error}") from error
-        bad = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
-        if bad:
-            raise CheckpointError(
-                f"{folder}: {len(bad)} trunk tensors are missing or of another shape: {', '.join(bad[:8])}"
-            )
-        return cls(model, stage=stage)
+        return cls(loaded(folder, state, dtype), stage=stage)
 
     @property
     def decoder(self) -> "_Decoder":
@@ -256,7 +175,7 @@ class Trunk(nn.Module):
             width = tokens.shape[1]
             cache.begin(width)
             positions: Tensor | None = cache.positions(width)
-            mask = self._masks(lambda kind: self.mask(kind, width, rows=len(tokens), cache=cache))
+            mask = masks_of(self.kinds, lambda kind: self.mask(kind, width, rows=len(tokens), cache=cache))
         else:
             positions, mask = self._packed(tokens, documents)
         with self._tapped() as tap:
@@ -331,9 +250,9 @@ class Trunk(nn.Module):
         A list in overrides has one entry for each layer of a module: with several, the block is an nn.ModuleList.
         parts: those of such a layer that make a `ResidualBlock`, if that is what the block is.
         """
-        config = self._block_config(count, overrides)
+        config = block_config(self.config, self.kinds, count, overrides)
         layer_class = cast(Callable[..., nn.Module], type(self.decoder.layers[-1]))
-        layers = [layer_class(config, place) for place in _places(index, overrides)]
+        layers = [layer_class(config, place) for place in places(index, overrides)]
         layers = [ResidualBlock(layer, parts) for layer in layers] if parts else layers
         block = layers[0] if len(layers) == 1 else nn.ModuleList(layers)
         self.initialize(block)
@@ -346,27 +265,8 @@ class Trunk(nn.Module):
 
     def block_kinds(self, index: int, count: int, overrides: Mapping[str, object]) -> list[Kind]:
         """How each layer of that block attends."""
-        kinds = _kinds(self._block_config(count, overrides))
-        return [kinds[place] for place in _places(index, overrides)]
-
-    def _block_config(self, count: int, overrides: Mapping[str, object]) -> PreTrainedConfig:
-        config = copy.deepcopy(self.config)
-        config.per_layer_config = None
-        config.num_hidden_layers = len(_places(0, overrides)) * count
-        if hasattr(config, "num_mtp_layers"):
-            config.num_mtp_layers = count
-        for name, value in overrides.items():
-            if isinstance(value, list):
-                # Some configs say it themselves, under transformers' name for it.
-                own, value = getattr(config, f"mtp_{name}", None), value * count
-                value = value if own is None or len(own) < len(value) else own[: len(value)]
-            setattr(config, name, value)
-        if self.config.is_heterogeneous:
-            # A block is made like the trunk's layers of its kind, such as with the heads of the sliding ones.
-            own = self.config._heterogeneity_spec.per_layer_overrides
-            alike = {kind.name: own.get(place, {}) for place, kind in enumerate(self.kinds)}
-            config.per_layer_config = {place: alike.get(kind.name, {}) for place, kind in enumerate(_kinds(config))}
-        return config
+        kinds = kinds_of(block_config(self.config, self.kinds, count, overrides))
+        return [kinds[place] for place in places(index, overrides)]
 
     def has(self, field: str | None) -> bool:
         """Whether the config says yes to this field; to none, always."""
@@ -431,7 +331,7 @@ class Trunk(nn.Module):
         """
         if kind.pool:
             return torch.ones(rows, num_columns, dtype=torch.bool, device=self.device)
-        always = kind.name == _INDEXED or self._is_eager
+        always = kind.is_indexed or self._is_eager
         if cache is not None:
             mask = cache.mask(num_columns, window=kind.window, always=always)
         elif within is None and not always and (kind.window is None or num_columns <= kind.window):
@@ -456,12 +356,6 @@ class Trunk(nn.Module):
     def _is_eager(self) -> bool:
         return self.config._attn_implementation == "eager"
 
-    def _masks(self, of: Callable[[Kind], Tensor | None]) -> object:
-        masks = {_HYBRID.get(kind.name, kind.name): None if kind.is_recurrent else of(kind) for kind in set(self.kinds)}
-        if any(kind.name in _HYBRID for kind in self.kinds):
-            masks |= dict.fromkeys({*_HYBRID.values(), "linear_attention"} - masks.keys())
-        return masks if len(masks) > 1 else next(iter(masks.values()))
-
     def _packed(self, tokens: Tensor, documents: Tensor | None) -> tuple[Tensor | None, object]:
         # Padding (-1) stands at the right end, where causal attention hides it from every real column.
         if documents is None or bool(((documents == documents[:, :1]) | (documents < 0)).all()):
@@ -469,7 +363,7 @@ class Trunk(nn.Module):
         if not self.can_pack:
             raise ConfigError("this trunk cannot mask state between packed documents; use one document per row")
         positions, within = packed(documents)
-        return positions, self._masks(lambda kind: self.mask(kind, tokens.shape[1], within=within))
+        return positions, masks_of(self.kinds, lambda kind: self.mask(kind, tokens.shape[1], within=within))
 
     @contextmanager
     def _tapped(self) -> Iterator[list[Tensor]]:
@@ -497,33 +391,6 @@ class Trunk(nn.Module):
                 yield part
 
 
-def _from_files(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, dict[str, list[str]]]:
-    loader = _loader(AutoConfig.from_pretrained(folder))
-    return loader.from_pretrained(folder, dtype=dtype or "auto", output_loading_info=True)
-
-
-def _from_state(
-    folder: Path, dtype: torch.dtype | None, *, state: Mapping[str, Readable]
-) -> tuple[PreTrainedModel, dict[str, list[str]]]:
-    config = AutoConfig.from_pretrained(folder)
-    loader = _loader(config)._model_mapping[type(config)]
-    if loader.config_class is not type(config):  # a vision-language type whose text model has a class
-        config = config.get_text_config()
-    for part in (config, config.get_text_config()):
-        vars(part).pop("quantization_config", None)
-    kinds = Counter(each.dtype for each in state.values() if each.dtype is not None)  # routers may be fp32 in any model
-    model, info = loader.from_pretrained(
-        None,
-        config=config,
-        state_dict=with_idle(state, config.get_text_config()),
-        dtype=dtype or config.dtype or config.get_text_config().dtype or kinds.most_common(1)[0][0],
-        output_loading_info=True,
-    )
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model, info
-
-
 def packed(documents: Tensor) -> tuple[Tensor, Tensor]:
     """documents [B, T] -> positions [B, T] counted from each document's start, mask [B, 1, T, T] causal inside it."""
     length = documents.shape[1]
@@ -533,60 +400,6 @@ def packed(documents: Tensor) -> tuple[Tensor, Tensor]:
     positions = columns - torch.where(starts, columns, 0).cummax(dim=1).values
     same = documents[:, :, None] == documents[:, None, :]
     return positions, (same & (columns[:, None] >= columns))[:, None]
-
-
-def new_cache(kinds: Sequence[Kind], batch_size: int, *, device: torch.device, spare: int = 0) -> Cache:
-    """An empty cache for layers of these kinds. spare: how many columns that stood it can drop at most, where that
-    takes memory. Raises RollbackError for a kind that cannot be put back exactly."""
-    if batch_size > 1 and any(kind.goes_apart for kind in kinds):
-        return Apart([new_cache(kinds, 1, device=device, spare=spare) for _ in range(batch_size)])
-    return Cache([_cache_layer(kind, spare) for kind in kinds], batch_size, device=device)
-
-
-def _cache_layer(kind: Kind, spare: int) -> AttentionLayer | RecurrentLayer | _IdleLayer:
-    if kind.name in (_FULL, _SLIDING):
-        return AttentionLayer()
-    if kind.pool:
-        return PooledLayer()
-    if kind.angled:
-        return AngledLayer()
-    if kind.name in (_INDEXED, _BLOCKWISE):
-        return IndexedLayer()
-    if kind.rate:
-        return CompressedLayer(kind.rate)
-    if kind.name in _HYBRID:
-        return ConvolutionLayer(kind.states, spare=spare)
-    if kind.is_recurrent:
-        return RecurrentLayer(kind.states)
-    if kind.name == "dummy":
-        return _IdleLayer()
-    known = ", ".join((_FULL, _SLIDING, _INDEXED, _BLOCKWISE, *_COMPRESSED, *_HYBRID, *_RECURRENT))
-    raise RollbackError(f"layers of kind {kind.name!r} cannot be put back exactly; supported: {known}")
-
-
-def _kinds(config: PreTrainedConfig) -> list[Kind]:
-    # A block's config may name more layers than it has.
-    kinds = [_kind(name, options) for name, options in zip(*get_layer_types_and_kwargs(config), strict=False)]
-    pool, angled = getattr(config, "index_kpool", 0), hasattr(config, "indexer_compress_ratio")
-    return [replace(kind, pool=pool, angled=angled) if kind.name == _INDEXED else kind for kind in kinds]
-
-
-def _kind(name: str, options: Mapping[str, Any]) -> Kind:
-    if name in _COMPRESSED:
-        config = options["config"]
-        return Kind(name, config.sliding_window, rate=config.compress_rates[name])
-    return Kind(name, options.get("sliding_window"), options.get("number_of_states", 1))
-
-
-def _places(index: int, overrides: Mapping[str, object]) -> range:
-    """The places of module `index`'s layers in a config of the whole head."""
-    width = max((len(value) for value in overrides.values() if isinstance(value, list)), default=1)
-    return range(index * width, (index + 1) * width)
-
-
-def _loader(config: PreTrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
-    # Some vision-language types have no class for their text model alone.
-    return AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
 
 
 def _freeze_indexers(module: nn.Module) -> None:
@@ -600,17 +413,3 @@ def _record(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, objec
     cache = next((value for value in [*args, *kwargs.values()] if isinstance(value, Cache)), None)
     if cache is not None:
         cache.layers[module.layer_idx].record(module, args, kwargs)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    # transformers reports the head's tensors as unexpected; the strict loader accounts for every one of them.
-    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        if bars:
-            transformers_logging.enable_progress_bar()

@@ -12,7 +12,7 @@ from itertools import product
 
 from nextn.benchmarking.cost import Clock, Machine, adaptive, measured_costs, rotated
 from nextn.benchmarking.workload import Prompt, by_domain
-from nextn.corpus.data import degeneracy
+from nextn.corpus.loops import degeneracy
 from nextn.decode import Round, Settings, rounds
 from nextn.errors import ConfigError
 from nextn.fast.choose import Engine
@@ -42,7 +42,7 @@ DEFINITIONS = {
     "bytes_per_token": "weights read per new token: (trunk's pass + K draft steps) / AL",
     "bandwidth_used": "bytes_per_token * tokens_per_s / the bandwidth of a copy on this machine, measured in this run; "
     "weights that stay in a cache can take it beyond 1",
-    "looping": "prompts one of whose texts is a loop (data.degeneracy), at this temperature: left out of the figures",
+    "looping": "prompts one of whose texts is a loop (loops.degeneracy), at this temperature: left out of the figures",
     "only_loops": "every one of these texts loops, so that none could be left out: the figures say nothing",
     "short": f"prompts with a text of fewer than {_TELLING} tokens, in which loops cannot be told for sure",
     "draft_vocab": "tokens that the head drafts from, and the share of the emitted ones outside, which it cannot draft",

@@ -27,7 +27,7 @@ from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
     from nextn.figures.estimate import Estimate
-    from nextn.measuring.measure import Measured
+    from nextn.measuring.measured import Measured
     from nextn.measuring.probe import Probed
     from nextn.model import Model
 
@@ -61,7 +61,8 @@ def measure(
     from nextn.benchmarking.workload import read_prompts
     from nextn.checkpoints.tensor_file import write_json
     from nextn.measuring.card import card
-    from nextn.measuring.measure import Plan, hashes, reference
+    from nextn.measuring.measure import Plan, reference
+    from nextn.measuring.record import hashes
 
     if min_acceptance is not None and not 0 <= min_acceptance <= 1:
         raise ConfigError(f"--min-acceptance {min_acceptance}; expected a share from 0 to 1, such as 0.6")
@@ -132,8 +133,8 @@ def _cell(rate: "Estimate") -> str:
 
 
 def _probed(found: "Measured", model: "Model", *, quiet: bool) -> "Probed":
-    from nextn.measuring.measure import continued
     from nextn.measuring.probe import probe, readable
+    from nextn.measuring.texts import continued
     from nextn.measuring.variants import stored_copies
 
     sampled = [drawn for temperature, drawn in found.drawn.items() if temperature]

@@ -12,20 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nextn.corpus.data import (
-    Corpus,
-    Document,
-    divided,
-    encoded,
-    encoder,
-    eos_of,
-    mark,
-    newline_of,
-    path_marks,
-    read_text,
-    standard_library,
-)
+from nextn.corpus.data import Corpus, Document, encoded, encoder, eos_of, newline_of
 from nextn.corpus.records import Reader, Record
+from nextn.corpus.split import divided, mark, path_marks
+from nextn.corpus.text_files import read_text, standard_library
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:

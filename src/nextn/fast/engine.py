@@ -24,8 +24,9 @@ from nextn.fast.recurrent import ROOM, StateShape
 from nextn.fast.slabs import Shape, Slabs
 from nextn.fast.tape import RecordingTape
 from nextn.head import Head, Step
+from nextn.kinds import Kind
 from nextn.sampling import Judge, Prediction, Sampling
-from nextn.trunk import Hidden, Kind, Trunk
+from nextn.trunk import Hidden, Trunk
 
 # Columns of a window: the last token and usual numbers of drafts, then what prompts go through in.
 _SIZES = (1, 2, 3, 5, 7, 9, 11, 13, 17, 24, 32, 64, 128)

@@ -14,8 +14,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from nextn.fast.recurrent import RecordingRecurrentLayer, native_rule
 from nextn.fast.tape import Unrecordable, in_use
+from nextn.kinds import Kind
 from nextn.rollback import Cache
-from nextn.trunk import Kind
 
 _NAME = "nextn"
 # What attention is told that says nothing about which columns it sees, or that the cache knows better.

@@ -8,17 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from nextn.checkpoints.checkpoint import CONFIG
 from nextn.checkpoints.provenance import record_training
-from nextn.checkpoints.tensor_file import atomic, write_json
-from nextn.filling import head_tensors
 from nextn.head import Head
 from nextn.model import load_head
 from nextn.moving.keep import save_with, without_adapters
+from nextn.training.head_files import write_head, write_tensors
 
 FOLDER = "head"
 # In a folder of their own: beside adapters, a config.json would make transformers take them for a model.
@@ -43,14 +40,12 @@ class LiveHead:
     def write(self, folder: Path) -> None:
         """`head/head.safetensors` and its config.json, a base for `restore`."""
         head = self.head
-        tensors = head_tensors(head, copies=False, dtype=head.trunk.dtype)
-        _write_tensors(folder / _FILE, tensors, {"format": "pt", "family": head.family.name})
         config = head.family.with_count(head.trunk.model.config.to_dict(), head.num_modules)
-        write_json(folder / FOLDER / CONFIG, config)
+        write_head(head, folder / _FILE, config, dtype=head.trunk.dtype)
 
     def write_state(self, folder: Path) -> None:
         """`head/training.safetensors`, the parameters as they train."""
-        _write_tensors(folder / _STATE, self.head.state_dict())
+        write_tensors(folder / _STATE, self.head.state_dict())
 
     def read(self, folder: Path) -> None:
         """Back to what a checkpoint holds: the parameters as they trained, or as they were published.
@@ -83,8 +78,3 @@ class _AdapterSaver:
         self.save(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True):
             self.live.write(Path(save_directory))
-
-
-def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    with atomic(path) as file:
-        save_file(tensors, file.name, metadata=metadata)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from nextn.figures.estimate import Estimate
-from nextn.measuring.measure import Figures, Measured
+from nextn.measuring.measured import Figures, Measured
 
 # Rules of acceptance that engines use, in words; the others stay in the JSON.
 WORDS = {

@@ -12,7 +12,8 @@ from torch import nn
 
 from nextn.drafting import Contract
 from nextn.head import Head
-from nextn.measuring.measure import Measured, reference, rescored
+from nextn.measuring.measure import reference, rescored
+from nextn.measuring.measured import Measured
 from nextn.measuring.variants import Variant, read_as, variants
 from nextn.model import Model
 

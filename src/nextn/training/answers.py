@@ -17,7 +17,9 @@ from pathlib import Path
 
 from nextn.checkpoints.tensor_file import atomic
 from nextn.corpus.corpus_files import HEADER, Source, records, sorted_out
-from nextn.corpus.data import Corpus, degeneracy, prompts
+from nextn.corpus.data import Corpus
+from nextn.corpus.loops import degeneracy
+from nextn.corpus.prompts import prompts
 from nextn.corpus.records import Reader
 from nextn.decode import Settings, rounds
 from nextn.errors import CheckpointError, ConfigError

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nextn.corpus.data import Batch, Degeneracy, degeneracy
+from nextn.corpus.batches import Batch
+from nextn.corpus.loops import Degeneracy, degeneracy
 from nextn.decode import Settings, rounds
 from nextn.figures.acceptance import Acceptance
 from nextn.figures.speedup import expected_length

@@ -1,10 +1,12 @@
 """A trained head as files: beside its trunk's own, which stay as they are bit for bit, or alone."""
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from nextn.checkpoints.checkpoint import CONFIG
 from nextn.checkpoints.inventory import Inventory
@@ -20,8 +22,33 @@ from nextn.moving.relayout import small_config
 HEAD_FILE = "head.safetensors"
 
 
+def write_head(
+    head: Head,
+    path: Path,
+    config: Mapping[str, object],
+    *,
+    dtype: torch.dtype | None,
+    wrapper: str = "",
+    told: Mapping[str, str] = {},
+) -> None:
+    """Write the head into the file `path` under its published names, and `config` beside it: a base for `restore`.
+
+    dtype, wrapper: as of `filling.head_tensors`. told: what the file's header says beyond the family.
+    """
+    tensors = head_tensors(head, copies=False, dtype=dtype, wrapper=wrapper)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path.with_name(CONFIG), config)
+    write_tensors(path, tensors, {"format": "pt", "family": head.family.name, **told})
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file that is whole or not there."""
+    with atomic(path) as file:
+        save_file(tensors, file.name, metadata=metadata)
+
+
 def write_alone(origin: Inventory, head: Head, path: Path, *, dtype: torch.dtype | None, source: str) -> None:
-    """Write the head into the file `path`, as `relayout.extract` would: a base for `restore`, a config.json beside it.
+    """Write the head into the file `path`, as `relayout.extract` would.
 
     origin: the checkpoint of the trunk that it was trained on. dtype: cast to it what is not fp32 in any model. source:
     what trained it. Raises ConfigError for a name that is no .safetensors file's.
@@ -29,15 +56,9 @@ def write_alone(origin: Inventory, head: Head, path: Path, *, dtype: torch.dtype
     if path.suffix != ".safetensors":
         raise ConfigError(f"{path}: a head is written into a .safetensors file")
     wrapper = origin.family.wrapper([*origin.shared.values()])
-    tensors = head_tensors(head, copies=False, dtype=dtype, wrapper=wrapper)
-    metadata = {
-        "format": "pt", "family": origin.family.name, "source": source, "revision": "",
-        "trained_with": trunk_fingerprint(origin),
-    }  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path.with_name(CONFIG), small_config(origin, head.num_modules))
-    with atomic(path) as file:
-        save_file(tensors, file.name, metadata=metadata)
+    config = small_config(origin, head.num_modules)
+    told = {"source": source, "revision": "", "trained_with": trunk_fingerprint(origin)}
+    write_head(head, path, config, dtype=dtype, wrapper=wrapper, told=told)
 
 
 def write_beside_trunk(origin: Inventory, head: Head, folder: Path, *, dtype: torch.dtype | None, source: str) -> None:

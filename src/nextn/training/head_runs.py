@@ -12,8 +12,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from nextn.checkpoints.checkpoint import Checkpoint
 from nextn.checkpoints.inventory import Inventory
 from nextn.checkpoints.snapshot import folder_of, on_disk
+from nextn.corpus.batches import Batches
 from nextn.corpus.corpus_files import corpora
-from nextn.corpus.data import Batches, Corpus
+from nextn.corpus.data import Corpus
 from nextn.distributed.parallel import ALONE, Ranks
 from nextn.errors import ConfigError, TrainingError
 from nextn.model import Model

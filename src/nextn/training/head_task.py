@@ -12,7 +12,8 @@ from torch import Tensor
 from nextn.checkpoints.inventory import Inventory
 from nextn.checkpoints.provenance import trunk_fingerprint
 from nextn.checkpoints.tensor_file import atomic_folder
-from nextn.corpus.data import Batch, Batches, Corpus
+from nextn.corpus.batches import Batch, Batches
+from nextn.corpus.data import Corpus
 from nextn.distributed.parallel import ALONE, Ranks
 from nextn.distributed.sharding import join, whole
 from nextn.errors import CheckpointError, ConfigError

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nextn.checkpoints.tensor_file import RawTensor, read_header, write_json, write_safetensors
-from nextn.corpus.data import Batch, Batches, shuffled
+from nextn.corpus.batches import Batch, Batches, shuffled
 from nextn.errors import CheckpointError, ConfigError
 from nextn.training.imprint import imprint
 from nextn.trunk import Hidden, Trunk

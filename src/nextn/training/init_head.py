@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from nextn.errors import ConfigError
 from nextn.families import Family
 from nextn.head import Head, Module
-from nextn.trunk import Kind, Trunk
+from nextn.kinds import Kind
+from nextn.trunk import Trunk
 
 _NOISE = 0.02
 # What writes into the residual stream, by its last name in transformers' layers.

@@ -13,7 +13,8 @@ from nextn.checkpoints.tensor_file import atomic
 from nextn.corpus.bytelevel import byte_tokenizer
 from nextn.corpus.bytelevel import vocab_size as vocab_size_of
 from nextn.corpus.corpus_files import corpora
-from nextn.corpus.data import Corpus, openings, prompts
+from nextn.corpus.data import Corpus
+from nextn.corpus.prompts import openings, prompts
 from nextn.distributed.parallel import ALONE, Ranks
 from nextn.errors import ConfigError
 from nextn.families import lookup_count

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from nextn.checkpoints.provenance import record_training
-from nextn.corpus.data import Batch, Batches, Corpus
+from nextn.corpus.batches import Batch, Batches
+from nextn.corpus.data import Corpus
 from nextn.decode import Settings
 from nextn.distributed.parallel import ALONE, Ranks
 from nextn.distributed.sharding import Joined, join, like, whole

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nextn.corpus.data import Batch
+from nextn.corpus.batches import Batch
 from nextn.distributed.parallel import ALONE, Ranks
 from nextn.head import Head, outputs
 from nextn.losses.loss import Targets
