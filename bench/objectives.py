@@ -3,8 +3,8 @@
 `bare`: a byte-level trunk that was trained without a head gets a new one. `stale`: a trunk and head that were trained
 together, the trunk then fine-tuned on other text, so that its head no longer matches; that head is trained on. `joint`,
 the head that was trained with its trunk, is what both are compared with. Each cell of the table trains one head, in
-less than a minute on two cores; AL@1..8 are of `nextn.training.telemetry` on the trunk's own answers to held-out prompts,
-greedy ones for T = 0 and drawn ones for T = 1. What is in the results or in the work folder is not made again.
+less than a minute on two cores; AL@1..8 are of `nextn.training.telemetry` on the trunk's own answers to held-out
+prompts, greedy ones for T = 0 and drawn ones for T = 1. What is in the results or in the work folder is not made again.
 
     python bench/objectives.py                       # all cells: about an hour on two cores
     python bench/objectives.py --only bare/kl        # those whose names begin so
