@@ -26,13 +26,12 @@ CONFIG = TrainConfig(
 
 
 class Ragged(JointTask):
-    """A joint task whose first row is mostly padding, so that processes have different numbers of labels."""
+    """A joint task where some rows are mostly padding, so that processes and parts have different numbers of labels."""
 
     def _targets(self, batch):
         whole = super()._targets(batch)
         documents = whole.documents.clone()
-        if self.ranks.is_first:
-            documents[0, 5:] = -1
+        documents[whole.tokens[:, 0] % 3 == 0, 5:] = -1
         return Targets(whole.tokens, documents, documents >= 0)
 
 
@@ -89,15 +88,15 @@ HEAD = HeadConfig(
 )
 
 
-def head_trainer(ranks: Ranks, out: Path) -> Trainer:
+def head_trainer(ranks: Ranks, out: Path, config: HeadConfig = HEAD) -> Trainer:
     """A head on a frozen trunk, both from a trained fixture."""
     origin, corpus = Inventory.of(Checkpoint.open(FIXTURES / "glm")), refrains(12, 60, seed=1, eos=47)
-    return Trainer(HeadTask(Model.load(FIXTURES / "glm"), corpus, HEAD, origin=origin, ranks=ranks), out=out)
+    return Trainer(HeadTask(Model.load(FIXTURES / "glm"), corpus, config, origin=origin, ranks=ranks), out=out)
 
 
-def train_head(ranks, out, *, until=None, resume=False, write=False):
+def train_head(ranks, out, *, until=None, resume=False, write=False, config=HEAD):
     """A run, or a part of it -> what it said; of the trunk, whether it is what it was; the head's parameters."""
-    subject = head_trainer(ranks, out)
+    subject = head_trainer(ranks, out, config)
     if resume:
         assert subject.resume()
     before = values(subject)
@@ -112,6 +111,10 @@ def train_head(ranks, out, *, until=None, resume=False, write=False):
 
 def head_until(ranks, out, until):
     return train_head(ranks, out, until=until)
+
+
+def head_in_parts(ranks, out):
+    return train_head(ranks, out, config=replace(HEAD, accumulate=2))
 
 
 def head_to_the_end(ranks, out):

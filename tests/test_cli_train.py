@@ -40,7 +40,7 @@ def nextn(*arguments, monkeypatch, capsys):
 
 
 def test_a_head_is_trained_and_its_figures_told(given, tmp_path, monkeypatch, capsys):
-    how = ["--freeze-trunk", "--from", given / "model", "--data", given / "text", *SMALL]
+    how = ["--freeze-trunk", "--from", given / "model", "--data", given / "text", *SMALL, "--accumulate", "2"]
     code, out, err = nextn(tmp_path, *how, "--json", "--allow-worse", monkeypatch=monkeypatch, capsys=capsys)
     assert code == 0, err
     told = json.loads(out)
@@ -99,6 +99,7 @@ def test_a_worse_head_is_exit_code_1(given, tmp_path, monkeypatch, capsys):
         (["--freeze-trunk", "--from", "MODEL", "--recipe", "code"], "--model and --recipe build a trunk"),
         (["--freeze-trunk", "--from", "MODEL", "--modules", "2"], "modules = 2"),
         (["--freeze-trunk", "--from", "MODEL", "--set", "objective=mse"], "objective = 'mse'"),
+        (["--freeze-trunk", "--from", "MODEL", "--accumulate", "3"], "expected a divisor of batch_size = 8"),
         (["--freeze-trunk", "--from", "/nowhere"], "/nowhere"),
         (["--freeze-trunk", "--from", "MODEL", "--data", "EMPTY"], "empty"),
         (["--freeze-trunk", "--from", "MODEL", "--resume", "--data", "TEXT", *SMALL], "holds no checkpoint"),

@@ -42,6 +42,10 @@ def train(
         Path | None, typer.Option(help="JSON file with training settings (see docs/training.md).")
     ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE over the defaults and --config.")] = None,
+    accumulate: Annotated[
+        int | None,
+        typer.Option(help="Parts that the batch_size rows of a step pass in: less memory, the same gradient."),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in OUT.")] = False,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also write event files in OUT/tensorboard.")
@@ -99,7 +103,7 @@ def train(
     """Train trunk and MTP head from scratch, or with --freeze-trunk a head alone; Ctrl-C saves, --resume goes on."""
     from nextn.distributed.parallel import processes
 
-    settings = merged(config, set_ or [])
+    settings = merged(config, set_ or []) | ({} if accumulate is None else {"accumulate": accumulate})
     text = {"data": data or [], "all_tokens": all_tokens, "tokenizer": tokenizer}
     how = {"resume": resume, "tensorboard": tensorboard, "as_json": as_json}
     if not freeze_trunk:

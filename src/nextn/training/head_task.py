@@ -23,7 +23,7 @@ from nextn.model import Model
 from nextn.training.head_files import HEAD_FILE, write_alone, write_beside_trunk
 from nextn.training.hidden_cache import HiddenCache
 from nextn.training.metrics import HeadRecord
-from nextn.training.tasks import Example, Report, means, prepare_layers
+from nextn.training.tasks import Example, Report, held_out_batches, means, prepare_layers
 from nextn.training.telemetry import Foreseen, foreseen
 from nextn.training.train_config import HeadConfig
 from nextn.trunk import Hidden
@@ -50,14 +50,13 @@ class HeadTask:
         drawn: bool = False,
         ranks: Ranks = ALONE,
     ) -> None:
-        ranks.check_batch(config.batch_size)
+        ranks.check_batch(config.batch_size, parts=config.accumulate)
         self.head = _checked(model, config)
         self.model, self.config, self.origin, self.drawn = model, config, origin, drawn
         self.has_baseline, self.ranks = has_baseline, ranks
-        batches = partial(
-            Batches, batch_size=config.batch_size, length=config.length, seed=config.seed, pack=model.trunk.can_pack
-        )
-        self.batches, self.held_out = batches(corpus), batches(held_out or corpus)
+        batches = partial(Batches, length=config.length, seed=config.seed, pack=model.trunk.can_pack)
+        self.batches = batches(corpus, batch_size=config.batch_size)
+        self.held_out = batches(held_out or corpus, batch_size=config.rows_per_pass)
         self.cache: HiddenCache | None = None
         self.fingerprint = trunk_fingerprint(origin)
         self.stored_dtype = freeze(model.trunk.model, self.head)
@@ -130,9 +129,7 @@ class HeadTask:
 
     def _foreseen(self) -> Foreseen:
         ranks, config = self.ranks, self.config
-        batches = (
-            self.held_out.batch(place, rank=ranks.rank, world=ranks.world) for place in range(config.eval_batches)
-        )
+        batches = held_out_batches(self.held_out, config, ranks)
         return foreseen(
             self.model.trunk,
             self.head,

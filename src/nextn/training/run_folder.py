@@ -15,7 +15,7 @@ from torch import Tensor
 from nextn.checkpoints.tensor_file import write_json
 from nextn.errors import CheckpointError, ConfigError
 from nextn.training.metrics import Record
-from nextn.training.train_config import TrainConfig
+from nextn.training.train_config import INDIFFERENT, TrainConfig
 
 _STATE, _MOMENTS = "trainer.json", "optimizer.safetensors"
 _KEPT = 2
@@ -95,7 +95,8 @@ def read_state(folder: Path, config: TrainConfig) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((folder / _STATE).read_text())
     # A setting that is younger than the checkpoint had its default's effect.
     then = {each.name: each.default for each in fields(config)} | state.pop("config")
-    changed = sorted(key for key, value in asdict(config).items() if then.get(key) != value)
+    now = asdict(config)
+    changed = sorted(key for key in now.keys() - {*INDIFFERENT} if then.get(key) != now[key])
     if changed:
         raise ConfigError(f"{folder} was trained with another {', '.join(changed)}; resume with the same settings")
     return state

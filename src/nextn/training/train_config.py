@@ -9,10 +9,16 @@ from nextn.errors import ConfigError
 from nextn.losses.loss import LambdaSchedule, depth_weights
 from nextn.losses.objectives import OBJECTIVES
 
+# They say how a step is computed, not what it comes to: a run goes on with others.
+INDIFFERENT = ("accumulate", "checkpoint_layers")
+
 
 @dataclass(frozen=True)
 class TrainConfig:
     """steps of batch_size rows of length tokens. depths: K of the loss. lam: see `LambdaSchedule.parse`.
+
+    accumulate: parts of equal size that the rows of a step pass through the model in, one after the other; memory is
+    that of a part, what is learnt that of the whole. So a pass has batch_size / accumulate rows, over all processes.
 
     beta: depth weights proportional to beta^(k-1); None = equal. optimizer: `adamw`, or `muon` for the layers' matrices
     at matrix_lr (https://kellerjordan.github.io/posts/muon/) with AdamW at lr for all else. Rates rise over `warmup`
@@ -39,6 +45,7 @@ class TrainConfig:
     dtype: str = "bfloat16"
     compile: bool = False
     checkpoint_layers: bool = False
+    accumulate: int = 1
     save_every: int = 0
     eval_every: int = 0
     eval_batches: int = 4
@@ -47,6 +54,11 @@ class TrainConfig:
         for name, least in (("steps", 1), ("batch_size", 1), ("length", 2), ("depths", 0), ("warmup", 0), ("seed", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} = {getattr(self, name)}; expected a whole number >= {least}")
+        if self.accumulate < 1 or self.batch_size % self.accumulate:
+            raise ConfigError(
+                f"accumulate = {self.accumulate}; expected a divisor of batch_size = {self.batch_size}, the rows of a "
+                "step, which are dealt out in that many parts"
+            )
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"dtype = {self.dtype!r}; expected float32 or bfloat16")
         if self.optimizer not in ("adamw", "muon"):
@@ -74,6 +86,10 @@ class TrainConfig:
     @property
     def tokens(self) -> int:
         return self.steps * self.tokens_per_step
+
+    @property
+    def rows_per_pass(self) -> int:
+        return self.batch_size // self.accumulate
 
     @property
     def tokens_per_step(self) -> int:
