@@ -80,7 +80,8 @@ def train(
         bool,
         typer.Option(
             "--drawn",
-            help="The answers in --data were drawn from this trunk at the temperature of the settings.",
+            help="Files in --data that were not made by `nextn answer` hold answers drawn from this trunk, too, at the "
+            "temperature of the settings.",
             rich_help_panel=_HEAD,
         ),
     ] = False,

@@ -18,6 +18,7 @@ from nextn.distributed.parallel import ALONE, Ranks
 from nextn.errors import ConfigError, TrainingError
 from nextn.model import Model
 from nextn.moving.graft import restore
+from nextn.training.drawn import are_drawn
 from nextn.training.head_files import HEAD_FILE
 from nextn.training.head_task import HeadTask
 from nextn.training.init_head import init_head
@@ -92,7 +93,7 @@ def head_run(
     ranks: Ranks = ALONE,
 ) -> HeadRun:
     """data, all_tokens: see `corpora`. settings: of `HeadConfig`. tokenizer: a folder, if not the model's own. drawn:
-    the answers in the data were drawn from this trunk at the settings' temperature.
+    files that do not say how they were made hold answers drawn from this trunk at the settings' temperature.
 
     Raises FamilyError for a trunk whose family has no row or cannot be run, CheckpointError for files that do not fit,
     ConfigError for data or settings that cannot be used.
@@ -102,7 +103,8 @@ def head_run(
     config = HeadConfig.from_dict({"steps": _STEPS, "length": min(_LENGTH, limit)} | dict(settings))
     known = _tokenizer(model, tokenizer, start)
     corpus, held_out = corpora(data, known, all_tokens=all_tokens, context=model.trunk.max_length)
-    notes += corpus.notes
+    is_drawn, doubts = are_drawn(data, model.trunk, config.temperature, said=drawn, all_tokens=all_tokens)
+    notes += [*corpus.notes, *doubts]
     torch.manual_seed(config.seed)
     if start.fresh:
         tokens = Batches(corpus, batch_size=2, length=config.length, seed=config.seed, pack=False).batch(0).tokens
@@ -115,7 +117,7 @@ def head_run(
         origin=origin,
         held_out=held_out,
         has_baseline=not start.fresh,
-        drawn=drawn,
+        drawn=is_drawn,
         ranks=ranks,
     )
     return HeadRun(Trainer(task, out=out), task, held_out, tuple(notes))
