@@ -223,7 +223,7 @@ def test_nothing_to_resume(corpus, tmp_path):
         ({"optimizer": "sgd"}, "adamw or muon"),
         ({"lam": "much"}, "lambda 'much'"),
         ({"lr": 2.0}, "0 < lr < 1"),
-        ({"accumulate": 0}, "accumulate = 0; expected a divisor of batch_size = 2"),
+        ({"accumulate": 0}, "accumulate = 0; expected a whole number >= 1"),
         ({"accumulate": 3}, "accumulate = 3; expected a divisor of batch_size = 2"),
     ],
 )

@@ -36,7 +36,7 @@ def train(
         Path | None, typer.Option(help="Folder of a tokenizer; left out: bytes, or the trunk's own.")
     ] = None,
     modules: Annotated[
-        int | None, typer.Option(help="Distinct modules of a new head; depths beyond them reuse the last.")
+        int | None, typer.Option(min=1, help="Distinct modules of a new head; depths beyond them reuse the last.")
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="JSON file with training settings (see docs/training.md).")
@@ -44,7 +44,7 @@ def train(
     set_: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE over the defaults and --config.")] = None,
     accumulate: Annotated[
         int | None,
-        typer.Option(help="Parts that the batch_size rows of a step pass in: less memory, the same gradient."),
+        typer.Option(min=1, help="Parts that the batch_size rows of a step pass in: less memory, the same gradient."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in OUT.")] = False,
     tensorboard: Annotated[

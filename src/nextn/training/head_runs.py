@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from nextn.checkpoints.checkpoint import Checkpoint
 from nextn.checkpoints.inventory import Inventory
@@ -16,7 +16,7 @@ from nextn.corpus.corpus_files import corpora
 from nextn.corpus.data import Batches, Corpus
 from nextn.distributed.parallel import ALONE, Ranks
 from nextn.errors import ConfigError, TrainingError
-from nextn.model import Model
+from nextn.model import Model, read_tokenizer
 from nextn.moving.graft import restore
 from nextn.training.drawn import are_drawn
 from nextn.training.head_files import HEAD_FILE
@@ -108,7 +108,8 @@ def head_run(
     torch.manual_seed(config.seed)
     if start.fresh:
         tokens = Batches(corpus, batch_size=2, length=config.length, seed=config.seed, pack=False).batch(0).tokens
-        model.head, told = init_head(model.family, model.trunk, tokens, num_modules=start.num_modules or 1)
+        count = 1 if start.num_modules is None else start.num_modules
+        model.head, told = init_head(model.family, model.trunk, tokens, num_modules=count)
         notes += told
     task = HeadTask(
         model,
@@ -150,9 +151,9 @@ def _with_head(origin: Inventory, head: Path | None, near: Path) -> Iterator[Pat
 
 
 def _tokenizer(model: Model, folder: Path | None, start: Start) -> PreTrainedTokenizerBase:
-    known = AutoTokenizer.from_pretrained(folder) if folder else model.tokenizer
+    known = read_tokenizer(folder) if folder else model.tokenizer
     if known is None:
-        raise ConfigError(f"{start.model} has no tokenizer beside it; give the folder of one")
+        raise ConfigError(f"{start.model} has no tokenizer beside it; give the folder of one with --tokenizer")
     if len(known) > model.trunk.vocab_size:
         raise ConfigError(f"the tokenizer has {len(known)} tokens, the model's vocabulary {model.trunk.vocab_size}")
     return known

@@ -1,7 +1,6 @@
 """A head trained on a frozen trunk: the trunk is read and never changed, and the head alone has gradients."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from nextn.checkpoints.inventory import Inventory
 from nextn.checkpoints.provenance import trunk_fingerprint
 from nextn.checkpoints.tensor_file import atomic_folder
-from nextn.corpus.data import Batch, Batches, Corpus
+from nextn.corpus.data import Batch, Corpus
 from nextn.distributed.parallel import ALONE, Ranks
 from nextn.distributed.sharding import join, whole
 from nextn.errors import CheckpointError, ConfigError
@@ -23,7 +22,7 @@ from nextn.model import Model
 from nextn.training.head_files import HEAD_FILE, write_alone, write_beside_trunk
 from nextn.training.hidden_cache import HiddenCache
 from nextn.training.metrics import HeadRecord
-from nextn.training.tasks import Example, Report, held_out_batches, means, prepare_layers
+from nextn.training.tasks import Example, Report, dealt, held_out_batches, means, prepare_layers
 from nextn.training.telemetry import Foreseen, foreseen
 from nextn.training.train_config import HeadConfig
 from nextn.trunk import Hidden
@@ -54,9 +53,7 @@ class HeadTask:
         self.head = _checked(model, config)
         self.model, self.config, self.origin, self.drawn = model, config, origin, drawn
         self.has_baseline, self.ranks = has_baseline, ranks
-        batches = partial(Batches, length=config.length, seed=config.seed, pack=model.trunk.can_pack)
-        self.batches = batches(corpus, batch_size=config.batch_size)
-        self.held_out = batches(held_out or corpus, batch_size=config.rows_per_pass)
+        self.batches, self.held_out = dealt(corpus, held_out, model.trunk, config)
         self.cache: HiddenCache | None = None
         self.fingerprint = trunk_fingerprint(origin)
         self.stored_dtype = freeze(model.trunk.model, self.head)

@@ -25,7 +25,7 @@ from nextn.training.checkpointing import checkpoint_layers
 from nextn.training.evaluate import decoded, forced
 from nextn.training.metrics import EvalRecord, HeadRecord
 from nextn.training.train_config import TrainConfig
-from nextn.trunk import Hidden
+from nextn.trunk import Hidden, Trunk
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,14 +114,7 @@ class JointTask:
         if model.head is None and config.depths:
             raise ConfigError(f"depths = {config.depths}, but the model has no head; use depths = 0")
         self.model, self.config, self.prompts, self.ranks = model, config, prompts, ranks
-        batches = partial(
-            Batches,
-            length=config.length,
-            seed=config.seed,
-            pack=model.trunk.can_pack,
-        )
-        self.batches = batches(corpus, batch_size=config.batch_size)
-        self.held_out = batches(held_out or corpus, batch_size=config.rows_per_pass)
+        self.batches, self.held_out = dealt(corpus, held_out, model.trunk, config)
         self.weights = depth_weights(config.depths, beta=config.beta)
         prepare_layers(model, config)
         self.joined = join(model.trunk, model.head, ranks, dtype=getattr(torch, config.dtype))
@@ -196,8 +189,24 @@ class JointTask:
         return Targets(batch.tokens.to(device), documents, batch.counted.to(device))
 
 
+def dealt(corpus: Corpus, held_out: Corpus | None, trunk: Trunk, config: TrainConfig) -> tuple[Batches, Batches]:
+    """(what steps are made of, what evaluations are, in passes as large as those of training).
+
+    held_out: None for the text that is trained on. Raises ConfigError for text that the model or the settings do not
+    fit.
+    """
+    batches = partial(Batches, length=config.length, seed=config.seed, pack=trunk.can_pack)
+    for text in (corpus, held_out or corpus):
+        text.check_vocabulary(trunk.vocab_size)
+    what = "the held-out text, 5 % of the data,"
+    return (
+        batches(corpus, batch_size=config.batch_size),
+        batches(held_out or corpus, batch_size=config.rows_per_pass, what=what),
+    )
+
+
 def held_out_batches(held_out: Batches, config: TrainConfig, ranks: Ranks) -> Iterator[Batch]:
-    """This process's rows of an evaluation, in passes as large as those of training."""
+    """This process's rows of an evaluation."""
     passes = config.eval_batches * config.accumulate
     return (held_out.batch(index, rank=ranks.rank, world=ranks.world) for index in range(passes))
 

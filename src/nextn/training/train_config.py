@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self, get_args
 
 from nextn.errors import ConfigError
 from nextn.losses.loss import LambdaSchedule, depth_weights
@@ -11,6 +11,11 @@ from nextn.losses.objectives import OBJECTIVES
 
 # They say how a step is computed, not what it comes to: a run goes on with others.
 INDIFFERENT = ("accumulate", "checkpoint_layers")
+_LEAST = {
+    "steps": 1, "batch_size": 1, "length": 2, "depths": 0, "warmup": 0, "seed": 0, "accumulate": 1, "save_every": 0,
+    "eval_every": 0, "eval_batches": 1,
+}  # fmt: skip
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", type(None): "null"}
 
 
 @dataclass(frozen=True)
@@ -51,10 +56,20 @@ class TrainConfig:
     eval_batches: int = 4
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("batch_size", 1), ("length", 2), ("depths", 0), ("warmup", 0), ("seed", 0)):
+        for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} = {getattr(self, name)}; expected a whole number >= {least}")
-        if self.accumulate < 1 or self.batch_size % self.accumulate:
+        for name, fits, words in (
+            ("lr", 0 < self.lr < 1, "0 < lr < 1"),
+            ("matrix_lr", 0 < self.matrix_lr < 1, "0 < matrix_lr < 1"),
+            ("final_lr", 0 <= self.final_lr <= 1, "a share of lr, 0 <= final_lr <= 1"),
+            ("decay", 0 <= self.decay <= 1, "a share of the steps, 0 <= decay <= 1"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "a number >= 0"),
+            ("clip", self.clip > 0, "a norm of gradients > 0"),
+        ):
+            if not fits:
+                raise ConfigError(f"{name} = {getattr(self, name)}; expected {words}")
+        if self.batch_size % self.accumulate:
             raise ConfigError(
                 f"accumulate = {self.accumulate}; expected a divisor of batch_size = {self.batch_size}, the rows of a "
                 "step, which are dealt out in that many parts"
@@ -65,23 +80,19 @@ class TrainConfig:
             raise ConfigError(f"optimizer = {self.optimizer!r}; expected adamw or muon")
         if self.depths >= self.length:
             raise ConfigError(f"depths = {self.depths}; expected fewer than length = {self.length} tokens")
-        if not 0 <= self.decay <= 1 or not 0 < self.lr < 1 or self.clip <= 0:
-            raise ConfigError(
-                f"{self.decay=}, {self.lr=}, {self.clip=}; expected 0 <= decay <= 1, 0 < lr < 1, clip > 0"
-            )
         LambdaSchedule.parse(self.lam, total=self.tokens)
         depth_weights(self.depths, beta=self.beta)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Self:
-        """Strict: an unknown key is a ConfigError."""
-        unknown = sorted(set(values) - {each.name for each in fields(cls)})
+        """Strict: an unknown key and a value of another type are ConfigErrors. lam may be a number."""
+        known = {each.name: each.type for each in fields(cls)}
+        unknown = sorted(set(values) - {*known})
         if unknown:
-            raise ConfigError(f"unknown setting {unknown[0]!r}; known: {', '.join(each.name for each in fields(cls))}")
-        try:
-            return cls(**values)  # type: ignore[arg-type]
-        except TypeError as error:  # one of another type, or `steps` left out
-            raise ConfigError(f"settings {dict(values)}: {error}") from error
+            raise ConfigError(f"unknown setting {unknown[0]!r}; known: {', '.join(known)}")
+        if "steps" not in values:
+            raise ConfigError("steps is not set; expected a whole number >= 1")
+        return cls(**{name: _typed(name, value, known[name]) for name, value in values.items()})
 
     @property
     def tokens(self) -> int:
@@ -100,6 +111,17 @@ class TrainConfig:
         rise = min(1.0, (step + 1) / (self.warmup + 1))
         left = (self.steps - step) / max(1.0, self.decay * self.steps)
         return rise * (self.final_lr + (1 - self.final_lr) * min(1.0, left))
+
+
+def _typed(name: str, value: object, kind: object) -> Any:
+    """value, if it is of the kind that a field is annotated with."""
+    kinds = get_args(kind) or (kind,)
+    if kind is str and type(value) in (int, float):  # `lam`: 0.3
+        return str(value)
+    if type(value) in kinds or (float in kinds and type(value) is int):
+        return value
+    words = " or ".join(_WORDS[each] for each in kinds)
+    raise ConfigError(f"{name} = {value!r}; expected {words}")
 
 
 @dataclass(frozen=True)
