@@ -19,6 +19,7 @@ from nextn.errors import CheckpointError, ConfigError, TrainingError
 from nextn.model import Model
 from nextn.training import run_folder
 from nextn.training.head_task import HeadTask
+from nextn.training.hidden_cache import HiddenCache
 from nextn.training.metrics import HeadRecord, StepRecord
 from nextn.training.train import Trainer
 from nextn.training.train_config import HeadConfig
@@ -263,6 +264,45 @@ def test_kill_9_during_a_checkpoint_loses_only_the_steps_behind_the_last(corpus,
     assert done - 1 <= trainer.step <= done
     trainer.save()
     assert not any(tmp_path.glob(".step-*"))
+
+
+def _filling_slowly(folder):
+    """Fill a cache whose files take long to get their names."""
+    whole = os.fsync
+
+    def fsync(file):
+        whole(file)
+        time.sleep(0.15)
+
+    os.fsync = fsync
+    task = of_fixture(refrains(12, 60, seed=1, eos=47), replace(CONFIG, save_every=1))
+    list(task.cached(folder / "hidden").fill())
+
+
+def test_kill_9_while_states_are_written(corpus, tmp_path, monkeypatch):
+    """Whole files stay, the torn one goes, only what is missing is made again, and the steps are the same."""
+    monkeypatch.setitem(HiddenCache.__init__.__kwdefaults__, "shard_bytes", 1)
+    config = replace(CONFIG, save_every=1)
+    task = of_fixture(corpus, config)
+    list(task.cached(tmp_path / "whole").fill())
+    told = losses(Trainer(task, out=tmp_path / "one").run())
+    hidden = tmp_path / "two" / "hidden"
+    process = multiprocessing.get_context("fork").Process(target=_filling_slowly, args=(tmp_path / "two",))
+    process.start()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if (hidden / "hidden-00001.safetensors").exists() and any(hidden.glob(".hidden-*.tmp")):
+            break
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert any(hidden.glob(".hidden-*.tmp"))
+    task = of_fixture(corpus, config)
+    kept, *_ = list(task.cached(hidden).fill())
+    assert 2 <= kept[0] < 6
+    assert not any(hidden.glob(".*"))
+    for path in hidden.glob("hidden-*"):
+        assert path.read_bytes() == (tmp_path / "whole" / path.name).read_bytes()
+    assert losses(Trainer(task, out=tmp_path / "two").run()) == told
 
 
 @pytest.mark.parametrize(

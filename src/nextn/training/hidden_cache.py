@@ -25,7 +25,7 @@ from nextn.training.imprint import imprint
 from nextn.trunk import Hidden, Trunk
 from nextn.words import changes
 
-KEY = "cache.json"
+KEY, _SHARD = "cache.json", "hidden-"
 _NAMES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
@@ -90,6 +90,8 @@ class HiddenCache:
         missing = [shard for shard in own if not self._is_whole(shard)]
         left = sum(len(self._members(shard)) for shard in missing)
         self._check_room(left * self._batch_bytes)
+        for torn in self.folder.glob(f".{_SHARD}*.tmp"):  # of a process that was killed
+            torn.unlink(missing_ok=True)
         write_json(self.folder / KEY, self._key)
         total = sum(len(self._members(shard)) for shard in own)
         yield total - left, total
@@ -170,7 +172,7 @@ class HiddenCache:
         return range(shard * self._per_shard, min((shard + 1) * self._per_shard, self.num_batches))
 
     def _path(self, shard: int) -> Path:
-        return self.folder / f"hidden-{shard:05d}.safetensors"
+        return self.folder / f"{_SHARD}{shard:05d}.safetensors"
 
     def _is_whole(self, shard: int) -> bool:
         if not self._path(shard).exists():

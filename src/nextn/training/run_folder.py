@@ -45,8 +45,15 @@ class RunFolder:
         return self.path / "best"
 
     def prune(self) -> None:
-        """Remove all checkpoints but the newest two, and what a killed process left half-written."""
-        for old in [*self.checkpoints()[:-_KEPT], *self.path.glob(".step-*"), *self.path.glob(".best.*")]:
+        """Remove all checkpoints but the newest two, and what a killed process left half-written.
+
+        A best head that was moved aside, and its successor not yet in its place, is put back first.
+        """
+        aside = sorted(self.path.glob(".best.*old"))
+        if aside and not self.best.exists():
+            aside[-1].rename(self.best)
+        left = [path for pattern in (".step-*", ".best.*", ".head-*", ".start-*") for path in self.path.glob(pattern)]
+        for old in [*self.checkpoints()[:-_KEPT], *left]:
             shutil.rmtree(old, ignore_errors=True)
 
     def log(self, step: int, *, discard: bool = False) -> "Log":
