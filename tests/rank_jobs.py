@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from tiny import FIXTURES, build, refrains
@@ -15,6 +16,7 @@ from nextn.errors import CheckpointError, ConfigError, TrainingError
 from nextn.losses.loss import Targets
 from nextn.model import Model
 from nextn.training.head_task import HeadTask
+from nextn.training.hidden_cache import HiddenCache
 from nextn.training.metrics import EvalRecord, HeadRecord, StepRecord
 from nextn.training.tasks import JointTask
 from nextn.training.train import Trainer
@@ -94,9 +96,12 @@ def head_trainer(ranks: Ranks, out: Path, config: HeadConfig = HEAD) -> Trainer:
     return Trainer(HeadTask(Model.load(FIXTURES / "glm"), corpus, config, origin=origin, ranks=ranks), out=out)
 
 
-def train_head(ranks, out, *, until=None, resume=False, write=False, config=HEAD):
+def train_head(ranks, out, *, until=None, resume=False, write=False, config=HEAD, states=None):
     """A run, or a part of it -> what it said; of the trunk, whether it is what it was; the head's parameters."""
     subject = head_trainer(ranks, out, config)
+    if states is not None:
+        with patch.dict(HiddenCache.__init__.__kwdefaults__, shard_bytes=40_000):  # three batches, and one
+            list(subject.task.cached(states).fill(ranks=ranks))
     if resume:
         assert subject.resume()
     before = values(subject)
@@ -115,6 +120,10 @@ def head_until(ranks, out, until):
 
 def head_in_parts(ranks, out):
     return train_head(ranks, out, config=replace(HEAD, accumulate=2))
+
+
+def head_from_states(ranks, out, states):
+    return train_head(ranks, out, states=states)
 
 
 def head_to_the_end(ranks, out):

@@ -110,6 +110,21 @@ def test_a_head_in_parts(pair, tmp_path):
     same(parameters, cut)
 
 
+@pytest.mark.parametrize("filled_by", [1, 2])
+def test_a_head_from_states_on_disk(filled_by, pair, tmp_path):
+    """Two processes that read their rows of stored states equal one that does, whoever stored them. One of the two has
+    fewer batches to store than the other, and must go along until that has done."""
+    lines, _, parameters = rank_jobs.train_head(ALONE, tmp_path / "one", states=tmp_path / "alone")
+    states = tmp_path / ("alone" if filled_by == 1 else "together")
+    (cut_lines, is_same, cut), (second, _, _) = pair.run(rank_jobs.head_from_states, tmp_path / "two", states)
+    assert is_same
+    assert cut_lines == second
+    close(lines, cut_lines)
+    same(parameters, cut)
+    names = [path.name for path in sorted(states.iterdir())]
+    assert names == ["cache.json", "hidden-00000.safetensors", "hidden-00001.safetensors"]
+
+
 def test_any_process_stops_all(pair, tmp_path):
     """One process is told to stop; all stop after the same step, and one checkpoint is written, without pickles."""
     told = pair.run(rank_jobs.train_and_stop, tmp_path, {}, 3, 1)

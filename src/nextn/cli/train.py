@@ -12,6 +12,7 @@ from nextn.cli.runs import merged, progress, say_stopped
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
+    from nextn.distributed.parallel import Ranks
     from nextn.training.head_runs import Start
     from nextn.training.hidden_cache import HiddenCache
     from nextn.training.train import Trainer
@@ -162,9 +163,7 @@ def _train_head(
     ranks = run.trainer.ranks
     _notes(run.notes if ranks.is_first else ())
     if cache_gb is not None:
-        if ranks.world > 1:
-            raise ConfigError("--cache-gb fills a cache in one process; run that once alone, without torchrun")
-        _fill(run.task.cached(out / "hidden", cache_gb), out, quiet=as_json)
+        _fill(run.task.cached(out / "hidden", cache_gb), out, ranks, quiet=as_json)
     _run(run.trainer, out, resume=resume, tensorboard=tensorboard, as_json=as_json)
     if ranks.is_first:
         write_prompts(out / "prompts.jsonl", run.held_out)
@@ -176,14 +175,15 @@ def _train_head(
     typer.echo(json.dumps({"model": str(made), **standing.as_record()}) if as_json else said)
 
 
-def _fill(cache: "HiddenCache", out: Path, *, quiet: bool) -> None:
+def _fill(cache: "HiddenCache", out: Path, ranks: "Ranks", *, quiet: bool) -> None:
     from rich.progress import track
 
     with stop_flag() as stopped:
-        told = list(track(cache.fill(stopped), "hidden states", total=cache.num_batches + 1, disable=quiet))
+        rounds, hidden = cache.fill(stopped, ranks=ranks), quiet or not ranks.is_first
+        told = list(track(rounds, "hidden states", total=cache.num_batches + 1, disable=hidden))
     done, total = told[-1]
     if done < total:
-        say_stopped(out, "the same command")
+        say_stopped(out, "the same command", quiet=not ranks.is_first)
 
 
 def _notes(notes: Iterable[str]) -> None:

@@ -1,6 +1,7 @@
 """A head trained on a frozen trunk: the trunk is read and never changed, and the head alone has gradients."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -75,6 +76,8 @@ class HeadTask:
             min(epoch, self.config.steps),
             folder,
             autocast=self._reads_autocast,
+            read=self._states,
+            owner=self.fingerprint,
             limit_gb=limit_gb,
         )
         return self.cache
@@ -112,6 +115,13 @@ class HeadTask:
         targets = self._targets(example.batch)
         with torch.no_grad(), self._autocast(enabled=self._reads_autocast):
             return self.model.trunk(targets.tokens, documents=targets.documents)
+
+    def _states(self, batch: Batch) -> Hidden:
+        """The trunk's states of a whole batch, in passes as large as this process's in training."""
+        rows = self.config.rows_per_pass // self.ranks.world
+        pairs = zip(batch.tokens.split(rows), batch.documents.split(rows), strict=True)
+        made = [self.joined.look(partial(self.hidden, Example(Batch(*pair)))) for pair in pairs]
+        return Hidden(*(torch.cat([getattr(each, name) for each in made]) for name in ("normed", "eaten")))
 
     def figures(self, report: Report) -> dict[str, tuple[float, ...]]:
         assert isinstance(report, HeadLoss)
