@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from tiny import FIXTURES, build, refrains
@@ -15,6 +16,7 @@ from nextn.errors import CheckpointError, ConfigError, TrainingError
 from nextn.losses.loss import Targets
 from nextn.model import Model
 from nextn.training.head_task import HeadTask
+from nextn.training.hidden_cache import HiddenCache
 from nextn.training.metrics import EvalRecord, HeadRecord, StepRecord
 from nextn.training.tasks import JointTask
 from nextn.training.train import Trainer
@@ -26,13 +28,12 @@ CONFIG = TrainConfig(
 
 
 class Ragged(JointTask):
-    """A joint task whose first row is mostly padding, so that processes have different numbers of labels."""
+    """A joint task where some rows are mostly padding, so that processes and parts have different numbers of labels."""
 
     def _targets(self, batch):
         whole = super()._targets(batch)
         documents = whole.documents.clone()
-        if self.ranks.is_first:
-            documents[0, 5:] = -1
+        documents[whole.tokens[:, 0] % 3 == 0, 5:] = -1
         return Targets(whole.tokens, documents, documents >= 0)
 
 
@@ -89,15 +90,18 @@ HEAD = HeadConfig(
 )
 
 
-def head_trainer(ranks: Ranks, out: Path) -> Trainer:
+def head_trainer(ranks: Ranks, out: Path, config: HeadConfig = HEAD) -> Trainer:
     """A head on a frozen trunk, both from a trained fixture."""
     origin, corpus = Inventory.of(Checkpoint.open(FIXTURES / "glm")), refrains(12, 60, seed=1, eos=47)
-    return Trainer(HeadTask(Model.load(FIXTURES / "glm"), corpus, HEAD, origin=origin, ranks=ranks), out=out)
+    return Trainer(HeadTask(Model.load(FIXTURES / "glm"), corpus, config, origin=origin, ranks=ranks), out=out)
 
 
-def train_head(ranks, out, *, until=None, resume=False, write=False):
+def train_head(ranks, out, *, until=None, resume=False, write=False, config=HEAD, states=None):
     """A run, or a part of it -> what it said; of the trunk, whether it is what it was; the head's parameters."""
-    subject = head_trainer(ranks, out)
+    subject = head_trainer(ranks, out, config)
+    if states is not None:
+        with patch.dict(HiddenCache.__init__.__kwdefaults__, shard_bytes=40_000):  # three batches, and one
+            list(subject.task.cached(states).fill(ranks=ranks))
     if resume:
         assert subject.resume()
     before = values(subject)
@@ -112,6 +116,14 @@ def train_head(ranks, out, *, until=None, resume=False, write=False):
 
 def head_until(ranks, out, until):
     return train_head(ranks, out, until=until)
+
+
+def head_in_parts(ranks, out):
+    return train_head(ranks, out, config=replace(HEAD, accumulate=2))
+
+
+def head_from_states(ranks, out, states):
+    return train_head(ranks, out, states=states)
 
 
 def head_to_the_end(ranks, out):

@@ -1,14 +1,19 @@
 """`nextn train --freeze-trunk`: options that go together, what is said and written, exit codes."""
 
 import json
+import shutil
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from chats import chatty, said
 from tiny import build
 
 from nextn.corpus.bytelevel import byte_tokenizer
 from nextn.model import Model
+from nextn.training.head_task import HeadTask
+from nextn.training.train_config import TrainConfig
 
 SMALL = [
     *("--set", "steps=3", "--set", "batch_size=2", "--set", "length=32", "--set", "depths=2"),
@@ -18,14 +23,35 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
-    """A folder with a model and texts."""
+    """A folder with a model, texts, and what no head can be trained on."""
     folder = tmp_path_factory.mktemp("given")
-    model = build("glm4_moe", vocab_size=264, initializer_range=0.02)
-    model.tokenizer = byte_tokenizer()
-    model.save(folder / "model")
+    model = build("glm4_moe", vocab_size=264, initializer_range=0.02, max_position_embeddings=128)
+    for name, tokenizer in (("model", chatty()), ("unmarked", chatty(marked=False)), ("wordless", None)):
+        model.tokenizer = tokenizer
+        model.save(folder / name)
+    model.tokenizer, model.head = byte_tokenizer(), None
+    model.save(folder / "headless")
+    unknown = shutil.copytree(folder / "headless", folder / "unknown") / "config.json"
+    unknown.write_text(json.dumps(json.loads(unknown.read_text()) | {"model_type": "llama"}))
+    build("qwen3_5", vocab_size=264).save(folder / "other")
     (folder / "text").mkdir()
     for name in "abc":
         (folder / "text" / f"{name}.txt").write_text(f"{name} is a letter, and so on. " * 40)
+    (folder / "empty").mkdir()
+    (folder / "empty.jsonl").touch()
+    (folder / "short.txt").write_text("hello\n" * 3)
+    (folder / "few.txt").write_text("hello you\n" * 30)
+    (folder / "latin.txt").write_bytes(b"caf\xe9 " * 20)
+    (folder / "list.json").write_text("[1]")
+    records = {
+        "chats": {"messages": said(("user", "hi"), ("assistant", "yes " * 60))},
+        "users": {"messages": said(("user", "hi"))},
+        "wild": {"prompt": [1, 2, 3], "tokens": [5, 6, 9999] * 20},
+        "columns": {"question": "why?"},
+    }
+    for name, record in records.items():
+        (folder / f"{name}.jsonl").write_text((json.dumps(record) + "\n") * 20)
+    (folder / "broken.jsonl").write_text('{"text": "x"}\n{"text": \n')
     return folder
 
 
@@ -35,7 +61,7 @@ def nextn(here):
 
 
 def test_a_head_is_trained_and_its_figures_told(given, tmp_path, nextn):
-    how = ["--freeze-trunk", "--from", given / "model", "--data", given / "text", *SMALL]
+    how = ["--freeze-trunk", "--from", given / "model", "--data", given / "text", *SMALL, "--accumulate", "2"]
     code, out, err = nextn(tmp_path, *how, "--json", "--allow-worse")
     assert code == 0, err
     told = json.loads(out)
@@ -84,25 +110,161 @@ def test_a_worse_head_is_exit_code_1(given, tmp_path, nextn):
     assert not (tmp_path / "run" / "model").exists()
 
 
+MODEL, TEXT = ["--freeze-trunk", "--from", "@model"], ["--data", "@text"]
+
+
+def wrong(options, given, out, nextn):
+    """Run it -> what it says. It must be one error, with exit code 2, and leave no result."""
+    options = [str(given / each[1:]) if str(each).startswith("@") else each for each in options]
+    code, _, err = nextn(out, *options)
+    assert code == 2, err
+    assert err.count("error: ") == 1
+    assert "Traceback" not in err
+    assert not (out / "model").exists()
+    return err
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--freeze-trunk"], "--freeze-trunk needs a trunk"),
-        (["--from", "MODEL"], "go with --freeze-trunk"),
+        (["--from", "@model"], "go with --freeze-trunk"),
         (["--init-head"], "go with --freeze-trunk"),
         (["--cache-gb", "0"], "go with --freeze-trunk"),
-        (["--freeze-trunk", "--from", "MODEL", "--recipe", "code"], "--model and --recipe build a trunk"),
-        (["--freeze-trunk", "--from", "MODEL", "--modules", "2"], "modules = 2"),
-        (["--freeze-trunk", "--from", "MODEL", "--set", "objective=mse"], "objective = 'mse'"),
-        (["--freeze-trunk", "--from", "/nowhere"], "/nowhere"),
-        (["--freeze-trunk", "--from", "MODEL", "--data", "EMPTY"], "empty"),
-        (["--freeze-trunk", "--from", "MODEL", "--resume", "--data", "TEXT", *SMALL], "holds no checkpoint"),
+        ([*MODEL, "--recipe", "code"], "--model and --recipe build a trunk"),
+        ([*MODEL, "--modules", "2"], "modules = 2"),
+        ([*MODEL, *TEXT, *SMALL, "--resume"], "holds no checkpoint"),
+        ([*MODEL, *TEXT, *SMALL, "--cache-gb", "1e-9"], "the limit is 1e-09 GB"),
+        ([*MODEL, *TEXT, "--accumulate", "3"], "accumulate = 3; expected a divisor of batch_size = 8"),
+        (["--freeze-trunk", "--from", "@other", "--tokenizer", "@model", *TEXT, "--init-head", "--modules", "3"],
+         "modules = 3; qwen3_5 has room for 1"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_go_together(options, words, given, tmp_path, nextn):
+    assert words in wrong(options, given, tmp_path / "run", nextn)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("/nowhere", "/nowhere"),
+        ("@text", "no .safetensors file"),
+        ("@unknown", "no family has model_type 'llama'; known model types: "),
+        ("@headless", "`nextn train --freeze-trunk --init-head` trains one"),
+        ("@wordless", "has no tokenizer beside it; give the folder of one with --tokenizer"),
     ],
 )
-def test_bad_input_is_exit_code_2(options, words, given, tmp_path, nextn):
-    (tmp_path / "empty").mkdir()
-    places = {"MODEL": given / "model", "TEXT": given / "text", "EMPTY": tmp_path / "empty"}
-    options = [places.get(each, each) for each in options]
-    code, _, err = nextn(tmp_path / "run", *options)
-    assert code == 2
-    assert words in err
+def test_a_trunk_that_cannot_be_used(source, words, given, tmp_path, nextn):
+    assert words in wrong(["--freeze-trunk", "--from", source, *TEXT], given, tmp_path / "run", nextn)
+
+
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        ("@nothing.safetensors", "neither a folder, a .safetensors file nor a hub id"),
+        ("@headless/model.safetensors", "holds no head of family glm4_moe"),
+        ("@other", "a head of family qwen3_5, the target is glm4_moe"),
+    ],
+)
+def test_a_head_that_does_not_fit(head, words, given, tmp_path, nextn):
+    assert words in wrong([*MODEL, *TEXT, "--head", head], given, tmp_path / "run", nextn)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("@empty", "the data is empty"),
+        ("@empty.jsonl", "the data is empty"),
+        ("@nothing.txt", "nothing.txt: no such file or folder; expected text files"),
+        ("@latin.txt", "latin.txt: not UTF-8 text"),
+        ("@broken.jsonl", "broken.jsonl:2: not JSON"),
+        ("@columns.jsonl", 'columns.jsonl:1: its columns are question; expected "text", "messages"'),
+        ("@users.jsonl", "no conversation has an assistant's turn"),
+        ("@wild.jsonl", "token 9999 is not in the model's vocabulary of 264"),
+        ("@short.txt", "length=32: the corpus has only 13 tokens; use a shorter one or more text"),
+        ("@few.txt", "length=32: the held-out text, 5 % of the data, has only 21 tokens"),
+    ],
+)
+def test_data_that_cannot_be_used(source, words, given, tmp_path, nextn):
+    assert words in wrong([*MODEL, *SMALL, "--data", source], given, tmp_path / "run", nextn)
+
+
+def test_a_template_without_marks(given, tmp_path, nextn):
+    """Said with the way out, which works."""
+    how = ["--freeze-trunk", "--from", "@unmarked", "--data", "@chats.jsonl", *SMALL]
+    told = wrong(how, given, tmp_path / "run", nextn)
+    assert "chats.jsonl:1: the tokenizer's chat template does not say which tokens are the assistant's" in told
+    assert "--all-tokens" in told
+    how[2:5:2] = given / "unmarked", given / "chats.jsonl"
+    code, _, err = nextn(tmp_path / "all", *how, "--all-tokens", "--allow-worse")
+    assert code == 0, err
+
+
+def test_longer_than_the_context(given, tmp_path, nextn):
+    """Rows of more tokens than the model was made for are refused; conversations of more are cut, and it is said."""
+    told = wrong([*MODEL, *TEXT, "--set", "length=256"], given, tmp_path / "run", nextn)
+    assert "length = 256; the trunk was made for 128 tokens at most" in told
+    how = ["--freeze-trunk", "--from", given / "model", "--data", given / "chats.jsonl", *SMALL, "--allow-worse"]
+    code, _, err = nextn(tmp_path, *how)
+    assert code == 0, err
+    assert "conversations are longer than the model's context of 128 tokens; they are cut into rows" in err
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("steps=many", "steps = 'many'; expected a whole number"),
+        ("steps=true", "steps = True; expected a whole number"),
+        ("batch_size=2.5", "batch_size = 2.5; expected a whole number"),
+        ("lr=0", "lr = 0; expected 0 < lr < 1"),
+        ("clip=-1", "clip = -1; expected a norm of gradients > 0"),
+        ("final_lr=-2", "final_lr = -2; expected a share of lr"),
+        ("weight_decay=-3", "weight_decay = -3; expected a number >= 0"),
+        ("eval_batches=0", "eval_batches = 0; expected a whole number >= 1"),
+        ("save_every=-1", "save_every = -1; expected a whole number >= 0"),
+        ("compile=3", "compile = 3; expected true or false"),
+        ("beta=[1]", "beta = [1]; expected a number or null"),
+        ("lam=-1", "lambda values (-1.0,) must be finite and >= 0"),
+        ("objective=mse", "objective = 'mse'; expected one of ce, kl"),
+        ("temperature=0", "temperature = 0; expected a number > 0"),
+        ("lern=1", "unknown setting 'lern'; known: steps"),
+    ],
+)
+def test_settings_that_have_no_meaning(setting, words, given, tmp_path, nextn):
+    assert words in wrong([*MODEL, *TEXT, *SMALL, "--set", setting], given, tmp_path / "run", nextn)
+
+
+def test_files_of_settings_and_tokenizers(given, tmp_path, nextn):
+    for options, words in (
+        (["--config", "@list.json"], "list.json: a JSON list; expected an object of settings"),
+        (["--config", "@none.json"], "none.json: not a readable JSON file"),
+        (["--set", "steps"], "expected KEY=VALUE"),
+        (["--tokenizer", "@text"], "text: no tokenizer that can be read"),
+    ):
+        assert words in wrong([*MODEL, *TEXT, *options], given, tmp_path / "run", nextn)
+
+
+def test_a_number_for_lambda(given):
+    """--set lam=0.3 is a number in JSON, "0.3,0.1@50%" a text."""
+    assert TrainConfig.from_dict({"steps": 1, "lam": 0.3}).lam == "0.3"
+
+
+def test_a_loss_that_is_no_number(given, tmp_path, nextn, monkeypatch):
+    """Exit code 1, the batch by its number, what to do; the checkpoint before it goes on."""
+    real = HeadTask.loss
+
+    def loss(task, example, lam, **over):
+        report = real(task, example, lam, **over)
+        steps = len(list(tmp_path.glob("step-*")))
+        return replace(report, total=report.total * float("nan")) if steps == 2 else report
+
+    how = ["--freeze-trunk", "--from", given / "model", "--data", given / "text", *SMALL, "--set", "save_every=1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadTask, "loss", loss)
+        code, _, err = nextn(tmp_path, *how)
+    assert code == 1
+    assert "the loss of step 2 is nan; batch 2 of seed 0" in err
+    assert "try a lower lr" in err
+    assert not (tmp_path / "model").exists()
+    code, _, err = nextn(tmp_path, *how, "--resume", "--allow-worse")
+    assert code == 0, err

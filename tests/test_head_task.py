@@ -7,6 +7,7 @@ import signal
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,6 +19,7 @@ from nextn.errors import CheckpointError, ConfigError, TrainingError
 from nextn.model import Model
 from nextn.training import run_folder
 from nextn.training.head_task import HeadTask
+from nextn.training.hidden_cache import HiddenCache
 from nextn.training.metrics import HeadRecord, StepRecord
 from nextn.training.train import Trainer
 from nextn.training.train_config import HeadConfig
@@ -107,6 +109,45 @@ def test_shares_of_two_ranks_add_up(corpus):
     assert torch.equal(counts, whole.counts)
     parts = [task.loss(share, 1.0, denominator=counts) for share in shares]
     torch.testing.assert_close(sum(part.total for part in parts), whole.total)
+
+
+def gradients(task, out):
+    """What the first step reports, and the gradient of every parameter."""
+    report = Trainer(task, out=out)._differentiated(0.7)
+    return report, {name: value.grad for name, value in task.named.items()}
+
+
+@pytest.mark.parametrize("objective", ["kl", "lk", "e2e-tv"])
+def test_accumulated_gradients_are_those_of_the_whole_batch(objective, corpus, tmp_path, monkeypatch):
+    """In fp64, to 1e-10, with different numbers of labels in the parts."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # norms, which else round to fp32
+    masked = replace(corpus, mask=np.random.default_rng(0).random(corpus.num_tokens) < 1 / 3)
+    made = []
+    for parts in (1, 2, 4):
+        task = of_fixture(
+            masked, replace(CONFIG, batch_size=4, accumulate=parts, objective=objective), name="qwen"
+        )  # dense: grouped products of experts know no fp64
+        task.model.trunk.double(), task.head.double()
+        made.append(gradients(task, tmp_path))
+    whole, wanted = made[0]
+    assert whole.counts.min() > 0
+    for report, grads in made[1:]:
+        assert torch.equal(report.counts, whole.counts)
+        torch.testing.assert_close(report.total, whole.total, rtol=1e-12, atol=0)
+        for name, grad in wanted.items():
+            torch.testing.assert_close(grads[name], grad, rtol=0, atol=1e-10)
+
+
+def test_parts_of_stored_batches(corpus, tmp_path):
+    """Rows of states on disk are dealt out in parts like rows of text; the files are the same for any number."""
+    made = []
+    for parts in (1, 2):
+        task = of_fixture(corpus, replace(CONFIG, batch_size=4, accumulate=parts))
+        first, *_ = list(task.cached(tmp_path / "hidden").fill())
+        assert first == (0 if parts == 1 else 6, 6)
+        made.append(gradients(task, tmp_path))
+    for name, grad in made[0][1].items():
+        torch.testing.assert_close(made[1][1][name], grad, rtol=1e-4, atol=1e-6)
 
 
 def test_resume_is_exact(corpus, tmp_path):
@@ -223,6 +264,45 @@ def test_kill_9_during_a_checkpoint_loses_only_the_steps_behind_the_last(corpus,
     assert done - 1 <= trainer.step <= done
     trainer.save()
     assert not any(tmp_path.glob(".step-*"))
+
+
+def _filling_slowly(folder):
+    """Fill a cache whose files take long to get their names."""
+    whole = os.fsync
+
+    def fsync(file):
+        whole(file)
+        time.sleep(0.15)
+
+    os.fsync = fsync
+    task = of_fixture(refrains(12, 60, seed=1, eos=47), replace(CONFIG, save_every=1))
+    list(task.cached(folder / "hidden").fill())
+
+
+def test_kill_9_while_states_are_written(corpus, tmp_path, monkeypatch):
+    """Whole files stay, the torn one goes, only what is missing is made again, and the steps are the same."""
+    monkeypatch.setitem(HiddenCache.__init__.__kwdefaults__, "shard_bytes", 1)
+    config = replace(CONFIG, save_every=1)
+    task = of_fixture(corpus, config)
+    list(task.cached(tmp_path / "whole").fill())
+    told = losses(Trainer(task, out=tmp_path / "one").run())
+    hidden = tmp_path / "two" / "hidden"
+    process = multiprocessing.get_context("fork").Process(target=_filling_slowly, args=(tmp_path / "two",))
+    process.start()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if (hidden / "hidden-00001.safetensors").exists() and any(hidden.glob(".hidden-*.tmp")):
+            break
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert any(hidden.glob(".hidden-*.tmp"))
+    task = of_fixture(corpus, config)
+    kept, *_ = list(task.cached(hidden).fill())
+    assert 2 <= kept[0] < 6
+    assert not any(hidden.glob(".*"))
+    for path in hidden.glob("hidden-*"):
+        assert path.read_bytes() == (tmp_path / "whole" / path.name).read_bytes()
+    assert losses(Trainer(task, out=tmp_path / "two").run()) == told
 
 
 @pytest.mark.parametrize(

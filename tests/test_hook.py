@@ -1,10 +1,12 @@
 """A head beside a Trainer's fine-tune: what reaches the trunk, what is counted, logged, saved and gone on with."""
 
+import copy
 import math
 import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import peft
@@ -19,9 +21,10 @@ from nextn.checkpoints.checkpoint import Checkpoint
 from nextn.checkpoints.inventory import Inventory
 from nextn.checkpoints.provenance import Provenance, head_fingerprint
 from nextn.errors import CheckpointError, ConfigError
+from nextn.finetune import fresh
 from nextn.finetune.beside import HeadSettings
 from nextn.finetune.hook import train_head
-from nextn.head import outputs
+from nextn.head import Head, outputs
 from nextn.losses.loss import Targets, mtp_loss
 from nextn.model import Model, load_head
 
@@ -235,7 +238,10 @@ def test_a_frozen_trunk(qwen, tmp_path):
 
 def test_a_fresh_head_learns(qwen, tmp_path):
     """From nothing, in the fixtures' language: the loss of each depth falls, and acceptance rises. lr is the head's."""
-    run = trainer_of(load(qwen), tmp_path, max_steps=40, logging_steps=20, learning_rate=1e-6, data=Phrases(64))
+    run = trainer_of(
+        load(qwen), tmp_path, max_steps=40, logging_steps=20, learning_rate=1e-6, data=Phrases(64),
+        per_device_train_batch_size=8,
+    )  # fmt: skip
     head = train_head(run, settings=HeadSettings(depths=2, num_modules=1, lr=3e-3))
     run.train()
     assert head.num_modules == 1
@@ -245,6 +251,60 @@ def test_a_fresh_head_learns(qwen, tmp_path):
     first, last = values(run, "head_greedy_AL")
     assert last > first
     assert all(math.isfinite(value) for value in values(run, "head_grad_norm"))
+
+
+@pytest.fixture(scope="module")
+def speaker(fixture_folder):
+    """A trunk that has learnt which tokens are frequent, as in any language, and rows of such text."""
+    model = load(fixture_folder / "qwen")
+    weights, generator = 1.0 / torch.arange(1, 41) ** 1.5, torch.Generator().manual_seed(0)
+    rows = torch.multinomial(weights, 64 * 20, replacement=True, generator=generator).view(64, 20)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(40):
+        batch = rows[step % 4 :: 4]
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    return model.eval(), [{"input_ids": row, "labels": row} for row in rows]
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_fresh_head_begins_as_its_trunk(speaker, tmp_path, monkeypatch, kind):
+    """Made of the trunk's last layer, its first loss is well below that of random values; adapters do not hide the
+    layer, and making it draws nothing from the Trainer's random numbers."""
+
+    def first_loss(name):
+        model = copy.deepcopy(speaker[0])
+        layer = model.model.layers[-1].self_attn.q_proj.weight.clone()
+        if kind == "lora":
+            config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+            model = peft.get_peft_model(model, config)
+        run = trainer_of(model, tmp_path / name, max_steps=1, data=speaker[1], per_device_train_batch_size=64)
+        before = torch.get_rng_state()
+        with warnings.catch_warnings(action="error", category=UserWarning):
+            head = train_head(run, settings=HeadSettings(depths=2, num_modules=1))
+        assert torch.equal(torch.get_rng_state(), before)
+        is_copy = torch.equal(head.stack[0].layers[0].self_attn.q_proj.weight, layer)
+        run.train()
+        return values(run, "head_loss_1")[0], is_copy
+
+    made, is_copy = first_loss("made")
+    assert is_copy
+    monkeypatch.setattr(
+        fresh, "init_head", lambda family, trunk, _, num_modules: (Head(family, trunk, num_modules=num_modules), [])
+    )
+    random, is_copy = first_loss("random")
+    assert not is_copy
+    assert made < random - 0.5
+
+
+def test_a_fresh_head_needs_text_and_room(qwen, fixture_folder, tmp_path):
+    run = trainer_of(load(qwen), tmp_path)
+    run.train_dataset = None
+    with pytest.raises(ConfigError, match="give the Trainer a train_dataset first"):
+        train_head(run, settings=HeadSettings(num_modules=1))
+    with pytest.raises(ConfigError, match=r"modules = 5; .* has room for"):
+        train_head(trainer_of(load(qwen), tmp_path), settings=HeadSettings(num_modules=5))
 
 
 def test_evaluation_is_logged_and_changes_nothing(qwen, tmp_path):

@@ -35,16 +35,17 @@ def same(one, two, tolerance=1e-5):
     [
         ({"name": "glm4_moe", "modules": 2, "checkpoint_layers": True}, 1e-5),
         ({"name": "cohere2_moe"}, 1e-5),
+        ({"name": "glm4_moe", "accumulate": 2}, 1e-5),
         # Muon's products are made in bfloat16, whose rounding makes more of a last bit.
         ({"name": "qwen3_5", "optimizer": "muon"}, 5e-3),
         ({"name": "glm4_moe", "dtype": "bfloat16"}, 2e-2),
     ],
-    ids=["two modules", "tied", "muon", "bfloat16"],
+    ids=["two modules", "tied", "accumulated", "muon", "bfloat16"],
 )
 def test_two_processes_equal_one(settings, tolerance, pair, tmp_path):
     """Losses, gradient norms and held-out figures of each step, and the parameters after the last; the processes have
-    different numbers of labels."""
-    lines, parameters, _ = rank_jobs.train(ALONE, tmp_path / "one", settings)
+    different numbers of labels. Two that accumulate are one that does not."""
+    lines, parameters, _ = rank_jobs.train(ALONE, tmp_path / "one", settings | {"accumulate": 1})
     (first, cut, _), (second, _, _) = pair.run(rank_jobs.train, tmp_path / "two", settings)
     assert first == second
     close(lines, first, tolerance)
@@ -99,6 +100,29 @@ def test_a_head_on_a_frozen_trunk(pair, tmp_path):
     same(parameters, cut)
     head = Model.load(tmp_path / "two" / "model").head
     assert all(torch.equal(value, cut[f"head.{name}"].to(value.dtype)) for name, value in head.named_parameters())
+
+
+def test_a_head_in_parts(pair, tmp_path):
+    """Two processes that take their rows in two parts equal one that takes all at once."""
+    lines, _, parameters = rank_jobs.train_head(ALONE, tmp_path / "one")
+    (cut_lines, _, cut), _ = pair.run(rank_jobs.head_in_parts, tmp_path / "two")
+    close(lines, cut_lines)
+    same(parameters, cut)
+
+
+@pytest.mark.parametrize("filled_by", [1, 2])
+def test_a_head_from_states_on_disk(filled_by, pair, tmp_path):
+    """Two processes that read their rows of stored states equal one that does, whoever stored them. One of the two has
+    fewer batches to store than the other, and must go along until that has done."""
+    lines, _, parameters = rank_jobs.train_head(ALONE, tmp_path / "one", states=tmp_path / "alone")
+    states = tmp_path / ("alone" if filled_by == 1 else "together")
+    (cut_lines, is_same, cut), (second, _, _) = pair.run(rank_jobs.head_from_states, tmp_path / "two", states)
+    assert is_same
+    assert cut_lines == second
+    close(lines, cut_lines)
+    same(parameters, cut)
+    names = [path.name for path in sorted(states.iterdir())]
+    assert names == ["cache.json", "hidden-00000.safetensors", "hidden-00001.safetensors"]
 
 
 def test_any_process_stops_all(pair, tmp_path):

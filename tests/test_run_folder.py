@@ -26,6 +26,20 @@ def record(step):
     return StepRecord(step, 9, step * 100, (1.0,), 1e-3, 0.3, 1.0, 50.0)
 
 
+def test_a_best_head_that_was_moved_aside_is_put_back(tmp_path):
+    """Killed between the two renames that replace it; what else a killed process left is removed."""
+    folder = RunFolder(tmp_path)
+    for name in (".best.123.old", ".best.124.tmp", ".step-0000004.5.tmp", ".head-x", ".start-y"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "head.safetensors").write_text(name)
+    folder.prune()
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+    assert (folder.best / "head.safetensors").read_text() == ".best.123.old"
+    (tmp_path / ".best.old").mkdir()  # its successor is in place
+    folder.prune()
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
 def test_checkpoints_are_found_oldest_first_and_half_ones_are_not(tmp_path):
     run = RunFolder(tmp_path / "run")
     for step in (12, 3):
@@ -68,11 +82,11 @@ def test_a_checkpoint_older_than_a_setting(tmp_path):
     """It goes on with the setting's default, and with nothing else."""
     file = checkpoint(RunFolder(tmp_path), 4) / "trainer.json"
     state = json.loads(file.read_text())
-    del state["config"]["checkpoint_layers"]
+    del state["config"]["compile"]
     file.write_text(json.dumps(state))
     assert read_state(file.parent, CONFIG) == {"step": 4}
-    with pytest.raises(ConfigError, match="another checkpoint_layers"):
-        read_state(file.parent, replace(CONFIG, checkpoint_layers=True))
+    with pytest.raises(ConfigError, match="another compile"):
+        read_state(file.parent, replace(CONFIG, compile=True))
 
 
 def test_the_log_drops_what_is_done_again(tmp_path):

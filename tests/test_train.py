@@ -3,17 +3,19 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from tiny import CONFIGS, MOST, build, refrains
+from tiny import CONFIGS, FIXTURES, MOST, build, refrains
 
 from nextn.audit import audit
 from nextn.checkpoints.checkpoint import Checkpoint
 from nextn.checkpoints.provenance import Provenance
+from nextn.distributed.parallel import ALONE
 from nextn.errors import CheckpointError, ConfigError, TrainingError
 from nextn.model import Model
 from nextn.training.metrics import EvalRecord, StepRecord
-from nextn.training.tasks import JointTask
+from nextn.training.tasks import JointTask, held_out_batches
 from nextn.training.train import Trainer
 from nextn.training.train_config import TrainConfig
 
@@ -63,6 +65,53 @@ def test_checkpointed_layers_change_no_loss(corpus, tmp_path):
     config = replace(CONFIG, steps=3)
     plain = losses(trainer(corpus, tmp_path / "plain", config).run())
     assert losses(trainer(corpus, tmp_path / "lean", replace(config, checkpoint_layers=True)).run()) == plain
+
+
+def ragged(corpus):
+    """The corpus with a third of its tokens as labels, so that parts of a batch have different numbers of them."""
+    return replace(corpus, mask=np.random.default_rng(0).random(corpus.num_tokens) < 1 / 3)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_accumulated_gradients_are_those_of_the_whole_batch(parts, tmp_path, monkeypatch):
+    """In fp64, to 1e-10: catches a mean of the parts' means, parts that share rows, and a gradient that is cleared."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # norms, which else round to fp32
+    made = []
+    for accumulate in (1, parts):
+        config = replace(CONFIG, batch_size=4, accumulate=accumulate)
+        model = Model.load(FIXTURES / "qwen")  # dense: grouped products of experts know no fp64
+        model.trunk.double(), model.head.double()
+        text = ragged(refrains(12, 60, seed=1, eos=47))
+        subject = Trainer(JointTask(model, text, config), out=tmp_path / str(accumulate))
+        report = subject._differentiated(0.3)
+        made.append((report, {name: value.grad for name, value in subject.task.named.items()}))
+    (one, whole), (several, added) = made
+    assert torch.equal(several.counts, one.counts)
+    torch.testing.assert_close(several.sums, one.sums, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(several.total, one.total, rtol=1e-12, atol=1e-12)
+    for name, grad in whole.items():
+        if grad is None:
+            assert added[name] is None
+        else:
+            torch.testing.assert_close(added[name], grad, rtol=0, atol=1e-10)
+            assert grad.abs().max() > 1e-6
+
+
+def test_accumulation_is_how_and_not_what(corpus, tmp_path):
+    """Steps, log and held-out figures are those of whole batches, and a run goes on with other parts."""
+    config = replace(CONFIG, batch_size=4)
+    told = list(trainer(ragged(corpus), tmp_path / "whole", config).run())
+    first = trainer(ragged(corpus), tmp_path / "cut", replace(config, accumulate=4))
+    records = list(first.run(lambda: first.step >= 3))
+    rows = [example.tokens.shape for example in held_out_batches(first.task.held_out, first.config, ALONE)]
+    assert rows == [(1, 24)] * 4
+    second = trainer(ragged(corpus), tmp_path / "cut", replace(config, accumulate=2, checkpoint_layers=True))
+    assert second.resume()
+    records += second.run()
+    for one, two in zip(losses(told), losses(records), strict=True):
+        assert two == pytest.approx(one, rel=1e-4)
+    assert records[-1].forced.loss == pytest.approx(told[-1].forced.loss, rel=1e-4)
+    assert [record.tokens for record in records[:-1]] == [record.tokens for record in told[:-1]]
 
 
 def test_a_crash_repeats_only_the_steps_since_the_checkpoint(corpus, tmp_path):
@@ -174,6 +223,8 @@ def test_nothing_to_resume(corpus, tmp_path):
         ({"optimizer": "sgd"}, "adamw or muon"),
         ({"lam": "much"}, "lambda 'much'"),
         ({"lr": 2.0}, "0 < lr < 1"),
+        ({"accumulate": 0}, "accumulate = 0; expected a whole number >= 1"),
+        ({"accumulate": 3}, "accumulate = 3; expected a divisor of batch_size = 2"),
     ],
 )
 def test_bad_settings(values, words):

@@ -160,10 +160,10 @@ def load_head(
     return head
 
 
-def new_head(model: PreTrainedModel, *, num_modules: int, made: type[Trunk] = Trunk) -> Head:
-    """A freshly initialised head of `num_modules` modules on a trunk that is `made` of `model`."""
+def live_trunk(model: PreTrainedModel, *, made: type[Trunk] = Trunk) -> tuple[Family, Trunk]:
+    """The family of a model in memory, and a trunk that is `made` of it. Raises FamilyError for one without a row."""
     family = _computed(by_config(model.config.to_dict()))
-    return Head(family, made(model, stage=family.hidden), num_modules=num_modules)
+    return family, made(model, stage=family.hidden)
 
 
 def _inventory(checkpoint: Checkpoint, *, need_head: bool) -> Inventory:
@@ -277,10 +277,22 @@ def _index(folder: Path) -> None:
     write_index(folder, {info.name: info.file for info in infos}, sum(info.nbytes for info in infos))
 
 
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder. Raises ConfigError where there is none that can be read."""
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # tokenizers raises nothing narrower
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigError(
+            f"{folder}: no tokenizer that can be read: {reason}; give a folder with tokenizer.json and "
+            "tokenizer_config.json"
+        ) from error
+
+
 def _tokenizer(folder: Path, trunk: Trunk) -> PreTrainedTokenizerBase | None:
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         return None
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = read_tokenizer(folder)
     if len(tokenizer) > trunk.vocab_size:
         raise CheckpointError(
             f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {trunk.vocab_size}: "

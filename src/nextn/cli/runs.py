@@ -23,6 +23,8 @@ def merged(config: Path | None, pairs: list[str]) -> dict[str, object]:
             values = json.loads(config.read_text())
         except (OSError, ValueError) as error:
             raise ConfigError(f"{config}: not a readable JSON file: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{config}: a JSON {type(values).__name__}; expected an object of settings")
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:

@@ -12,6 +12,7 @@ from nextn.cli.runs import merged, progress, say_stopped
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
+    from nextn.distributed.parallel import Ranks
     from nextn.training.head_runs import Start
     from nextn.training.hidden_cache import HiddenCache
     from nextn.training.train import Trainer
@@ -36,12 +37,16 @@ def train(
         Path | None, typer.Option(help="Folder of a tokenizer; left out: bytes, or the trunk's own.")
     ] = None,
     modules: Annotated[
-        int | None, typer.Option(help="Distinct modules of a new head; depths beyond them reuse the last.")
+        int | None, typer.Option(min=1, help="Distinct modules of a new head; depths beyond them reuse the last.")
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="JSON file with training settings (see docs/training.md).")
     ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE over the defaults and --config.")] = None,
+    accumulate: Annotated[
+        int | None,
+        typer.Option(min=1, help="Parts that the batch_size rows of a step pass in: less memory, the same gradient."),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in OUT.")] = False,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also write event files in OUT/tensorboard.")
@@ -76,7 +81,8 @@ def train(
         bool,
         typer.Option(
             "--drawn",
-            help="The answers in --data were drawn from this trunk at the temperature of the settings.",
+            help="Files in --data that were not made by `nextn answer` hold answers drawn from this trunk, too, at the "
+            "temperature of the settings.",
             rich_help_panel=_HEAD,
         ),
     ] = False,
@@ -99,7 +105,7 @@ def train(
     """Train trunk and MTP head from scratch, or with --freeze-trunk a head alone; Ctrl-C saves, --resume goes on."""
     from nextn.distributed.parallel import processes
 
-    settings = merged(config, set_ or [])
+    settings = merged(config, set_ or []) | ({} if accumulate is None else {"accumulate": accumulate})
     text = {"data": data or [], "all_tokens": all_tokens, "tokenizer": tokenizer}
     how = {"resume": resume, "tensorboard": tensorboard, "as_json": as_json}
     if not freeze_trunk:
@@ -157,9 +163,7 @@ def _train_head(
     ranks = run.trainer.ranks
     _notes(run.notes if ranks.is_first else ())
     if cache_gb is not None:
-        if ranks.world > 1:
-            raise ConfigError("--cache-gb fills a cache in one process; run that once alone, without torchrun")
-        _fill(run.task.cached(out / "hidden", cache_gb), out, quiet=as_json)
+        _fill(run.task.cached(out / "hidden", cache_gb), out, ranks, quiet=as_json)
     _run(run.trainer, out, resume=resume, tensorboard=tensorboard, as_json=as_json)
     if ranks.is_first:
         write_prompts(out / "prompts.jsonl", run.held_out)
@@ -171,14 +175,15 @@ def _train_head(
     typer.echo(json.dumps({"model": str(made), **standing.as_record()}) if as_json else said)
 
 
-def _fill(cache: "HiddenCache", out: Path, *, quiet: bool) -> None:
+def _fill(cache: "HiddenCache", out: Path, ranks: "Ranks", *, quiet: bool) -> None:
     from rich.progress import track
 
     with stop_flag() as stopped:
-        told = list(track(cache.fill(stopped), "hidden states", total=cache.num_batches + 1, disable=quiet))
+        rounds, hidden = cache.fill(stopped, ranks=ranks), quiet or not ranks.is_first
+        told = list(track(rounds, "hidden states", total=cache.num_batches + 1, disable=hidden))
     done, total = told[-1]
     if done < total:
-        say_stopped(out, "the same command")
+        say_stopped(out, "the same command", quiet=not ranks.is_first)
 
 
 def _notes(notes: Iterable[str]) -> None:

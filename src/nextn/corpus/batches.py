@@ -39,16 +39,23 @@ class Batches:
     documents; each epoch moves the cuts, and sees every token once.
     num_windows: rows of one epoch. A batch may hold the end of one epoch and the beginning of the next. The order comes
     from raw PCG64 bits, which numpy keeps the same between versions. Raises ConfigError for settings that the corpus
-    cannot fill.
+    cannot fill; what: the corpus, for that message.
     """
 
-    def __init__(self, corpus: Corpus, *, batch_size: int, length: int, seed: int, pack: bool = True) -> None:
+    def __init__(
+        self,
+        corpus: Corpus,
+        *,
+        batch_size: int,
+        length: int,
+        seed: int,
+        pack: bool = True,
+        what: str = "the corpus",
+    ) -> None:
         if batch_size < 1 or length < 2 or seed < 0:
             raise ConfigError(f"{batch_size=}, {length=}, {seed=}: expected batch_size >= 1, length >= 2 and seed >= 0")
         if pack and corpus.num_tokens < length:
-            raise ConfigError(
-                f"{length=}: the corpus has only {corpus.num_tokens} tokens; use a shorter one or more text"
-            )
+            raise ConfigError(f"{length=}: {what} has only {corpus.num_tokens} tokens; use a shorter one or more text")
         self.corpus, self.batch_size, self.length, self.seed, self.pack = corpus, batch_size, length, seed, pack
         self.num_windows = corpus.num_tokens // length if pack else int(self._pieces().sum())
         self._windows = lru_cache(maxsize=2)(self._draw)

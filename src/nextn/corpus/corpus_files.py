@@ -68,6 +68,19 @@ def records(source: Source) -> Iterator[tuple[str, Record]]:
     return _dataset_rows(str(source))
 
 
+def header_of(source: Source) -> Record | None:
+    """The first line of a file of stored answers, which says how they were made; None for any other source."""
+    path = Path(source)
+    if path.suffix != ".jsonl" or not path.is_file():
+        return None
+    with path.open("rb") as file:
+        try:
+            first = json.loads(file.readline())
+        except ValueError:  # reading the records says what is wrong with it
+            return None
+    return first if isinstance(first, dict) and first.get(HEADER) == "answers" else None
+
+
 def holds_records(source: Source) -> bool:
     """Whether the source is read record by record; else it is a text file or a folder."""
     path = Path(source)

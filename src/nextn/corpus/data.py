@@ -133,6 +133,16 @@ class Corpus:
             digest.update(b"" if part is None else part.tobytes())
         return digest.hexdigest()
 
+    def check_vocabulary(self, size: int) -> None:
+        """Raise ConfigError, with the document, for a token that a model of that many does not have."""
+        if int(self.ids.max()) >= size:
+            place = int(self.ids.argmax())
+            name = self.names[int(np.searchsorted(self.starts, place, side="right")) - 1]
+            raise ConfigError(
+                f"{name}: token {self.ids[place]} is not in the model's vocabulary of {size}; give text, or ids of "
+                "this model's tokenizer"
+            )
+
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each document, its eos included."""

@@ -65,12 +65,13 @@ class Ranks:
         """Go on when all processes are here."""
         self.any(False)
 
-    def check_batch(self, batch_size: int) -> None:
-        """Raise ConfigError for rows that cannot be dealt out evenly."""
-        if batch_size % self.world:
+    def check_batch(self, batch_size: int, *, parts: int = 1) -> None:
+        """Raise ConfigError for rows that cannot be dealt out evenly over the processes, and in `parts` on each."""
+        if batch_size % (self.world * parts):
+            more = f" in {parts} parts (accumulate)" if parts > 1 else ""
             raise ConfigError(
-                f"batch_size = {batch_size} on {self.world} processes: every process takes the same number of rows; "
-                f"use a multiple of {self.world}"
+                f"batch_size = {batch_size} on {self.world} processes{more}: every process takes the same number of "
+                f"rows; use a multiple of {self.world * parts}"
             )
 
     @contextmanager

@@ -32,7 +32,7 @@ def write_shards(
     owner: what `read_shards` must be given, too. finish(folder): called by the first process when the tensors are on
     disk, before the folder gets its name. Raises CheckpointError, on all processes, where it cannot be written.
     """
-    staging = folder.with_name(f".{folder.name}.tmp")
+    staging, old = (folder.with_name(f".{folder.name}.{end}") for end in ("tmp", "old"))
     if ranks.is_first:
         shutil.rmtree(staging, ignore_errors=True)
         (staging / _SHARDS).mkdir(parents=True)
@@ -45,8 +45,11 @@ def write_shards(
     if ranks.is_first:
         write_json(staging / _INDEX, {"owner": owner, "files": _sizes(staging)})
         finish(staging)
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
         staging.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
     ranks.wait()
 
 

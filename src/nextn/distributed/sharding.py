@@ -44,6 +44,12 @@ class Joined(nn.Module):
         """work(), whose total is to be differentiated."""
         return cast(tuple[R, Tensor], self(lambda: _with_total(work())))[0]
 
+    def exchange(self, now: bool) -> None:
+        """Whether the next backward pass adds its gradients up over the processes; those of a pass that does not are
+        kept whole on each process until one does."""
+        if isinstance(self, FSDPModule):
+            self.set_requires_gradient_sync(now)
+
     @torch.no_grad()
     def look(self, work: Callable[[], T]) -> T:
         """work(), without gradients. All processes must do the same passes in it."""

@@ -41,4 +41,7 @@ def by_config(config: Mapping[str, object]) -> Family:
         if isinstance(kind, str) and kind in table:
             return table[kind]
     known = ", ".join(sorted(kind for row in rows() for kind in row.model_types))
-    raise FamilyError(f"no family has model_type {brief(types[0])}; known model types: {known}")
+    raise FamilyError(
+        f"no family has model_type {brief(types[0])}; known model types: {known}. A head needs a "
+        "row of facts: docs/families.md lists them"
+    )

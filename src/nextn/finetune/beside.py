@@ -30,7 +30,7 @@ class HeadSettings:
     as without a head, and `lam` means nothing. depths: K of the loss. beta: depth weights proportional to beta^(k-1);
     None = equal. objective: `ce` on the text's tokens, or another of `objectives`, on the trunk's law. unrolled: depths
     attend to what decoding lets them see (`Head.unrolled`). lr: of the head, on the Trainer's schedule; None = the
-    Trainer's. num_modules: of a fresh head; 0 = the head is loaded.
+    Trainer's. num_modules: of a fresh head, made of the trunk's parts; 0 = the head is loaded.
     """
 
     joint: bool = False

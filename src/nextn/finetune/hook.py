@@ -16,10 +16,11 @@ from transformers.trainer_utils import IntervalStrategy
 
 from nextn.errors import ConfigError
 from nextn.finetune.beside import Beside, HeadSettings, SeveredTrunk, Tally
+from nextn.finetune.fresh import fresh_head
 from nextn.finetune.live_head import LiveHead, save_beside
 from nextn.finetune.tuned import targets_of
 from nextn.head import Head
-from nextn.model import load_head, new_head
+from nextn.model import load_head
 from nextn.moving.keep import without_adapters
 from nextn.training.checkpointing import checkpoint_layers
 from nextn.trunk import Trunk
@@ -48,7 +49,7 @@ def train_head(
     with torch.random.fork_rng():
         torch.manual_seed(trainer.args.seed)  # of a fresh head, the same on every rank
         if settings.num_modules:
-            head = new_head(model, num_modules=settings.num_modules, made=made)
+            head = fresh_head(trainer, model, num_modules=settings.num_modules, made=made)
         else:
             head = load_head(_source(model, source), model, revision=revision, made=made)
     head.float().to(trainer.args.device)

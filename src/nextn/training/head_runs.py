@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from nextn.checkpoints.checkpoint import Checkpoint
 from nextn.checkpoints.inventory import Inventory
@@ -17,8 +17,9 @@ from nextn.corpus.corpus_files import corpora
 from nextn.corpus.data import Corpus
 from nextn.distributed.parallel import ALONE, Ranks
 from nextn.errors import ConfigError, TrainingError
-from nextn.model import Model
+from nextn.model import Model, read_tokenizer
 from nextn.moving.graft import restore
+from nextn.training.drawn import are_drawn
 from nextn.training.head_files import HEAD_FILE
 from nextn.training.head_task import HeadTask
 from nextn.training.init_head import init_head
@@ -93,7 +94,7 @@ def head_run(
     ranks: Ranks = ALONE,
 ) -> HeadRun:
     """data, all_tokens: see `corpora`. settings: of `HeadConfig`. tokenizer: a folder, if not the model's own. drawn:
-    the answers in the data were drawn from this trunk at the settings' temperature.
+    files that do not say how they were made hold answers drawn from this trunk at the settings' temperature.
 
     Raises FamilyError for a trunk whose family has no row or cannot be run, CheckpointError for files that do not fit,
     ConfigError for data or settings that cannot be used.
@@ -103,11 +104,13 @@ def head_run(
     config = HeadConfig.from_dict({"steps": _STEPS, "length": min(_LENGTH, limit)} | dict(settings))
     known = _tokenizer(model, tokenizer, start)
     corpus, held_out = corpora(data, known, all_tokens=all_tokens, context=model.trunk.max_length)
-    notes += corpus.notes
+    is_drawn, doubts = are_drawn(data, model.trunk, config.temperature, said=drawn, all_tokens=all_tokens)
+    notes += [*corpus.notes, *doubts]
     torch.manual_seed(config.seed)
     if start.fresh:
         tokens = Batches(corpus, batch_size=2, length=config.length, seed=config.seed, pack=False).batch(0).tokens
-        model.head, told = init_head(model.family, model.trunk, tokens, num_modules=start.num_modules or 1)
+        count = 1 if start.num_modules is None else start.num_modules
+        model.head, told = init_head(model.family, model.trunk, tokens, num_modules=count)
         notes += told
     task = HeadTask(
         model,
@@ -116,7 +119,7 @@ def head_run(
         origin=origin,
         held_out=held_out,
         has_baseline=not start.fresh,
-        drawn=drawn,
+        drawn=is_drawn,
         ranks=ranks,
     )
     return HeadRun(Trainer(task, out=out), task, held_out, tuple(notes))
@@ -149,9 +152,9 @@ def _with_head(origin: Inventory, head: Path | None, near: Path) -> Iterator[Pat
 
 
 def _tokenizer(model: Model, folder: Path | None, start: Start) -> PreTrainedTokenizerBase:
-    known = AutoTokenizer.from_pretrained(folder) if folder else model.tokenizer
+    known = read_tokenizer(folder) if folder else model.tokenizer
     if known is None:
-        raise ConfigError(f"{start.model} has no tokenizer beside it; give the folder of one")
+        raise ConfigError(f"{start.model} has no tokenizer beside it; give the folder of one with --tokenizer")
     if len(known) > model.trunk.vocab_size:
         raise ConfigError(f"the tokenizer has {len(known)} tokens, the model's vocabulary {model.trunk.vocab_size}")
     return known

@@ -12,7 +12,7 @@ from torch import Tensor
 from nextn.checkpoints.inventory import Inventory
 from nextn.checkpoints.provenance import trunk_fingerprint
 from nextn.checkpoints.tensor_file import atomic_folder
-from nextn.corpus.batches import Batch, Batches
+from nextn.corpus.batches import Batch
 from nextn.corpus.data import Corpus
 from nextn.distributed.parallel import ALONE, Ranks
 from nextn.distributed.sharding import join, whole
@@ -24,7 +24,7 @@ from nextn.model import Model
 from nextn.training.head_files import HEAD_FILE, write_alone, write_beside_trunk
 from nextn.training.hidden_cache import HiddenCache
 from nextn.training.metrics import HeadRecord
-from nextn.training.tasks import Example, Report, means, prepare_layers
+from nextn.training.tasks import Example, Report, dealt, held_out_batches, means, prepare_layers
 from nextn.training.telemetry import Foreseen, foreseen
 from nextn.training.train_config import HeadConfig
 from nextn.trunk import Hidden
@@ -51,14 +51,11 @@ class HeadTask:
         drawn: bool = False,
         ranks: Ranks = ALONE,
     ) -> None:
-        ranks.check_batch(config.batch_size)
+        ranks.check_batch(config.batch_size, parts=config.accumulate)
         self.head = _checked(model, config)
         self.model, self.config, self.origin, self.drawn = model, config, origin, drawn
         self.has_baseline, self.ranks = has_baseline, ranks
-        batches = partial(
-            Batches, batch_size=config.batch_size, length=config.length, seed=config.seed, pack=model.trunk.can_pack
-        )
-        self.batches, self.held_out = batches(corpus), batches(held_out or corpus)
+        self.batches, self.held_out = dealt(corpus, held_out, model.trunk, config)
         self.cache: HiddenCache | None = None
         self.fingerprint = trunk_fingerprint(origin)
         self.stored_dtype = freeze(model.trunk.model, self.head)
@@ -80,6 +77,8 @@ class HeadTask:
             min(epoch, self.config.steps),
             folder,
             autocast=self._reads_autocast,
+            read=self._states,
+            owner=self.fingerprint,
             limit_gb=limit_gb,
         )
         return self.cache
@@ -118,6 +117,13 @@ class HeadTask:
         with torch.no_grad(), self._autocast(enabled=self._reads_autocast):
             return self.model.trunk(targets.tokens, documents=targets.documents)
 
+    def _states(self, batch: Batch) -> Hidden:
+        """The trunk's states of a whole batch, in passes as large as this process's in training."""
+        rows = self.config.rows_per_pass // self.ranks.world
+        pairs = zip(batch.tokens.split(rows), batch.documents.split(rows), strict=True)
+        made = [self.joined.look(partial(self.hidden, Example(Batch(*pair)))) for pair in pairs]
+        return Hidden(*(torch.cat([getattr(each, name) for each in made]) for name in ("normed", "eaten")))
+
     def figures(self, report: Report) -> dict[str, tuple[float, ...]]:
         assert isinstance(report, HeadLoss)
         parts = {"loss": report.sums, "match": report.match, "overlap": report.overlap}
@@ -131,9 +137,7 @@ class HeadTask:
 
     def _foreseen(self) -> Foreseen:
         ranks, config = self.ranks, self.config
-        batches = (
-            self.held_out.batch(place, rank=ranks.rank, world=ranks.world) for place in range(config.eval_batches)
-        )
+        batches = held_out_batches(self.held_out, config, ranks)
         return foreseen(
             self.model.trunk,
             self.head,

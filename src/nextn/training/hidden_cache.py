@@ -20,12 +20,13 @@ from torch import Tensor
 
 from nextn.checkpoints.tensor_file import RawTensor, read_header, write_json, write_safetensors
 from nextn.corpus.batches import Batch, Batches, shuffled
+from nextn.distributed.parallel import ALONE, Ranks
 from nextn.errors import CheckpointError, ConfigError
 from nextn.training.imprint import imprint
 from nextn.trunk import Hidden, Trunk
 from nextn.words import changes
 
-KEY = "cache.json"
+KEY, _SHARD = "cache.json", "hidden-"
 _NAMES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
@@ -41,9 +42,11 @@ Form = tuple[torch.dtype, tuple[int, ...]]
 class HiddenCache:
     """Batches 0..num_batches-1 of `batches`, and what the trunk makes of them.
 
-    dtype: of the stored states, None = the trunk's own. autocast: run the trunk under bfloat16 autocast, as training
-    does. limit_gb: the most it may take on disk, in 1e9 bytes. shard_bytes: about the size of a file, and of what is in
-    memory while one is made. Raises ConfigError for a folder that holds the states of another trunk, text or batching.
+    dtype: of the stored states, None = the trunk's own. autocast: the trunk is run under bfloat16 autocast, as training
+    does. read: makes the states of a batch, None = the trunk as it is. owner: what the trunk is told from others by,
+    None = its `imprint`. limit_gb: the most it may take on disk, in 1e9 bytes. shard_bytes: about the size of a file,
+    and of what is in memory while one is made. Raises ConfigError for a folder that holds the states of another trunk,
+    text or batching.
     """
 
     def __init__(
@@ -55,6 +58,8 @@ class HiddenCache:
         *,
         dtype: torch.dtype | None = torch.bfloat16,
         autocast: bool = False,
+        read: Callable[[Batch], Hidden] | None = None,
+        owner: str | None = None,
         limit_gb: float | None = None,
         shard_bytes: int = 256 * 2**20,
     ) -> None:
@@ -62,6 +67,7 @@ class HiddenCache:
             raise ConfigError(f"{num_batches=}, {limit_gb=}: expected num_batches >= 1 and a limit above 0")
         self.trunk, self.batches, self.num_batches, self.folder = trunk, batches, num_batches, folder
         self.dtype, self.autocast, self.limit_gb = dtype or trunk.dtype, autocast, limit_gb
+        self.owner, self.read = owner or imprint(trunk.model), read or self._run
         if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ConfigError(f"hidden states cannot be kept in {self.dtype}; use bfloat16 or float32")
         self._forms = _forms(trunk, batches, self.dtype)
@@ -78,31 +84,44 @@ class HiddenCache:
         return self.num_batches * self._batch_bytes
 
     def fill(
-        self, should_stop: Callable[[], bool] = lambda: False, *, rank: int = 0, world: int = 1
+        self, should_stop: Callable[[], bool] = lambda: False, *, ranks: Ranks = ALONE
     ) -> Iterator[tuple[int, int]]:
-        """Run the trunk for the shards that are not there, or not whole: of them, those of `rank` in a world.
+        """Run the trunk for the shards that are not there, or not whole; each process makes every world-th one.
 
-        Yields (batches done, all batches of this rank), at first and after each. should_stop is asked before each
-        batch; whole shards stay. Raises ConfigError before it starts if the limit or the free space is too small,
-        CheckpointError where a file cannot be written.
+        Yields (batches done, all batches), at first and after each round of all processes. should_stop is asked before
+        each; whole shards stay. Raises ConfigError before it starts if the limit or the free space is too small,
+        CheckpointError where a file cannot be written, TrainingError where another process is lost.
         """
-        own = range(rank, -(-self.num_batches // self._per_shard), world)
-        missing = [shard for shard in own if not self._is_whole(shard)]
-        left = sum(len(self._members(shard)) for shard in missing)
+        with ranks.guarded():
+            yield from self._fill(should_stop, ranks)
+
+    def _fill(self, should_stop: Callable[[], bool], ranks: Ranks) -> Iterator[tuple[int, int]]:
+        own = range(ranks.rank, -(-self.num_batches // self._per_shard), ranks.world)
+        todo = [index for shard in own if not self._is_whole(shard) for index in self._members(shard)]
+        left = _summed(len(todo), ranks)
         self._check_room(left * self._batch_bytes)
+        if ranks.is_first:
+            self._prepare()
+        tensors: dict[str, RawTensor] = {}
+        while True:
+            yield self.num_batches - left, self.num_batches
+            if not left or ranks.any(should_stop()):
+                return
+            # A process that has nothing left goes along: a pass of a trunk in parts is one of all that hold them.
+            index = todo[0] if todo else 0
+            made = self._made(index)
+            if todo:
+                tensors |= {f"{index}.{name}": _raw(value) for name, value in made.items()}
+                members = self._members(index // self._per_shard)
+                if todo.pop(0) == members[-1]:
+                    write_safetensors(self._path(index // self._per_shard), tensors)
+                    tensors = {}
+            left = _summed(len(todo), ranks)
+
+    def _prepare(self) -> None:
+        for torn in self.folder.glob(f".{_SHARD}*.tmp"):  # of a process that was killed
+            torn.unlink(missing_ok=True)
         write_json(self.folder / KEY, self._key)
-        total = sum(len(self._members(shard)) for shard in own)
-        yield total - left, total
-        for shard in missing:
-            tensors: dict[str, RawTensor] = {}
-            for index in self._members(shard):
-                if should_stop():
-                    return
-                tensors |= {f"{index}.{name}": _raw(value) for name, value in self._made(index).items()}
-                left -= 1
-                if index == self._members(shard)[-1]:
-                    write_safetensors(self._path(shard), tensors)
-                yield total - left, total
 
     def batch(self, step: int, *, rank: int = 0, world: int = 1) -> tuple[Batch, Hidden]:
         """Rows rank::world of what step `step` trains on; the states are on the trunk's device, in its dtype.
@@ -121,7 +140,7 @@ class HiddenCache:
     def _identity(self) -> dict[str, object]:
         dealt = self.batches
         return {
-            "trunk": imprint(self.trunk.model),
+            "trunk": self.owner,
             "text": dealt.corpus.fingerprint,
             "batch_size": dealt.batch_size,
             "length": dealt.length,
@@ -170,7 +189,7 @@ class HiddenCache:
         return range(shard * self._per_shard, min((shard + 1) * self._per_shard, self.num_batches))
 
     def _path(self, shard: int) -> Path:
-        return self.folder / f"hidden-{shard:05d}.safetensors"
+        return self.folder / f"{_SHARD}{shard:05d}.safetensors"
 
     def _is_whole(self, shard: int) -> bool:
         if not self._path(shard).exists():
@@ -183,11 +202,14 @@ class HiddenCache:
         return found == {f"{index}.{name}": form for index in self._members(shard) for name, form in forms.items()}
 
     @torch.no_grad()
-    def _made(self, index: int) -> dict[str, Tensor]:
-        batch = self.batches.batch(index)
+    def _run(self, batch: Batch) -> Hidden:
         tokens, documents = batch.tokens.to(self.trunk.device), batch.documents.to(self.trunk.device)
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
-            hidden = self.trunk(tokens, documents=documents)
+            return self.trunk(tokens, documents=documents)
+
+    def _made(self, index: int) -> dict[str, Tensor]:
+        batch = self.batches.batch(index)
+        hidden = self.read(batch)
         found = {"tokens": batch.tokens, "documents": batch.documents, "eaten": hidden.eaten, "normed": hidden.normed}
         found |= {} if batch.mask is None else {"mask": batch.mask}
         return {name: found[name].to("cpu", dtype) for name, (dtype, _) in self._forms.items()}
@@ -218,6 +240,10 @@ def _forms(trunk: Trunk, batches: Batches, dtype: torch.dtype) -> dict[str, Form
     if trunk.stage != "post":  # else the normed state is the eaten one, scaled
         forms["normed"] = (dtype, (*rows, trunk.config.hidden_size))
     return forms
+
+
+def _summed(count: int, ranks: Ranks) -> int:
+    return int(ranks.total(torch.tensor(count, device=ranks.device)))
 
 
 def _opened(path: Path) -> safe_open:

@@ -76,7 +76,11 @@ def _copy_layer(layer: nn.Module, kind: Kind, trunk: Trunk, family: Family) -> t
     parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, value in layer.state_dict().items():
         parts[name.partition(".")[0]][name] = value
-    others = [each.state_dict() for each in trunk.decoder.layers]
+    others = [
+        # What adapters (LoRA) are added to is called so inside them.
+        {name.replace(".base_layer.", "."): value for name, value in each.state_dict().items()}
+        for each in trunk.decoder.layers
+    ]
     places, left = {}, []
     for part, own in parts.items():
         found = [_counterparts(own, other, family.parts) for other in others]

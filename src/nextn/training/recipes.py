@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from nextn.checkpoints.tensor_file import atomic
 from nextn.corpus.bytelevel import byte_tokenizer
@@ -18,7 +17,7 @@ from nextn.corpus.prompts import openings, prompts
 from nextn.distributed.parallel import ALONE, Ranks
 from nextn.errors import ConfigError
 from nextn.families import lookup_count
-from nextn.model import Model
+from nextn.model import Model, read_tokenizer
 from nextn.training.tasks import JointTask
 from nextn.training.train import Trainer
 from nextn.training.train_config import TrainConfig
@@ -137,7 +136,7 @@ def training_run(
 
     Raises ConfigError for data, configs or settings that cannot be used.
     """
-    known = AutoTokenizer.from_pretrained(tokenizer) if tokenizer else byte_tokenizer()
+    known = read_tokenizer(tokenizer) if tokenizer else byte_tokenizer()
     base = by_name(recipe, vocab_size=-(-vocab_size_of(known) // 8) * 8)
     config = TrainConfig.from_dict(asdict(base.train) | dict(settings))
     shape = _read_config(model) if model else base.model

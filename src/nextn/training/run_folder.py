@@ -15,7 +15,7 @@ from torch import Tensor
 from nextn.checkpoints.tensor_file import write_json
 from nextn.errors import CheckpointError, ConfigError
 from nextn.training.metrics import Record
-from nextn.training.train_config import TrainConfig
+from nextn.training.train_config import INDIFFERENT, TrainConfig
 
 _STATE, _MOMENTS = "trainer.json", "optimizer.safetensors"
 _KEPT = 2
@@ -45,8 +45,15 @@ class RunFolder:
         return self.path / "best"
 
     def prune(self) -> None:
-        """Remove all checkpoints but the newest two, and what a killed process left half-written."""
-        for old in [*self.checkpoints()[:-_KEPT], *self.path.glob(".step-*"), *self.path.glob(".best.*")]:
+        """Remove all checkpoints but the newest two, and what a killed process left half-written.
+
+        A best head that was moved aside, and its successor not yet in its place, is put back first.
+        """
+        aside = sorted(self.path.glob(".best.*old"))
+        if aside and not self.best.exists():
+            aside[-1].rename(self.best)
+        left = [path for pattern in (".step-*", ".best.*", ".head-*", ".start-*") for path in self.path.glob(pattern)]
+        for old in [*self.checkpoints()[:-_KEPT], *left]:
             shutil.rmtree(old, ignore_errors=True)
 
     def log(self, step: int, *, discard: bool = False) -> "Log":
@@ -95,7 +102,8 @@ def read_state(folder: Path, config: TrainConfig) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((folder / _STATE).read_text())
     # A setting that is younger than the checkpoint had its default's effect.
     then = {each.name: each.default for each in fields(config)} | state.pop("config")
-    changed = sorted(key for key, value in asdict(config).items() if then.get(key) != value)
+    now = asdict(config)
+    changed = sorted(key for key in now.keys() - {*INDIFFERENT} if then.get(key) != now[key])
     if changed:
         raise ConfigError(f"{folder} was trained with another {', '.join(changed)}; resume with the same settings")
     return state

@@ -26,7 +26,7 @@ from nextn.training.checkpointing import checkpoint_layers
 from nextn.training.evaluate import decoded, forced
 from nextn.training.metrics import EvalRecord, HeadRecord
 from nextn.training.train_config import TrainConfig
-from nextn.trunk import Hidden
+from nextn.trunk import Hidden, Trunk
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,19 +111,11 @@ class JointTask:
         prompts: Sequence[Sequence[int]] = (),
         ranks: Ranks = ALONE,
     ) -> None:
-        ranks.check_batch(config.batch_size)
+        ranks.check_batch(config.batch_size, parts=config.accumulate)
         if model.head is None and config.depths:
             raise ConfigError(f"depths = {config.depths}, but the model has no head; use depths = 0")
         self.model, self.config, self.prompts, self.ranks = model, config, prompts, ranks
-        batches = partial(
-            Batches,
-            batch_size=config.batch_size,
-            length=config.length,
-            seed=config.seed,
-            pack=model.trunk.can_pack,
-        )
-        self.batches = batches(corpus)
-        self.held_out = held_out and batches(held_out)
+        self.batches, self.held_out = dealt(corpus, held_out, model.trunk, config)
         self.weights = depth_weights(config.depths, beta=config.beta)
         prepare_layers(model, config)
         self.joined = join(model.trunk, model.head, ranks, dtype=getattr(torch, config.dtype))
@@ -163,8 +155,8 @@ class JointTask:
             return self.joined.look(lambda: self._figures(step, last))
 
     def _figures(self, step: int, last: bool) -> EvalRecord:
-        source, depths, ranks = self.held_out or self.batches, self.config.depths, self.ranks
-        batches = (source.batch(index, rank=ranks.rank, world=ranks.world) for index in range(self.config.eval_batches))
+        depths, ranks = self.config.depths, self.ranks
+        batches = held_out_batches(self.held_out, self.config, ranks)
         figures = forced(self.model, batches, depths, dtype=getattr(torch, self.config.dtype), total=ranks.total)
         # A sharded model does not decode: each token would gather all layers.
         if not (last and self.prompts and depths and ranks.is_alone):
@@ -198,14 +190,45 @@ class JointTask:
         return Targets(batch.tokens.to(device), documents, batch.counted.to(device))
 
 
+def dealt(corpus: Corpus, held_out: Corpus | None, trunk: Trunk, config: TrainConfig) -> tuple[Batches, Batches]:
+    """(what steps are made of, what evaluations are, in passes as large as those of training).
+
+    held_out: None for the text that is trained on. Raises ConfigError for text that the model or the settings do not
+    fit.
+    """
+    batches = partial(Batches, length=config.length, seed=config.seed, pack=trunk.can_pack)
+    for text in (corpus, held_out or corpus):
+        text.check_vocabulary(trunk.vocab_size)
+    what = "the held-out text, 5 % of the data,"
+    return (
+        batches(corpus, batch_size=config.batch_size),
+        batches(held_out or corpus, batch_size=config.rows_per_pass, what=what),
+    )
+
+
+def held_out_batches(held_out: Batches, config: TrainConfig, ranks: Ranks) -> Iterator[Batch]:
+    """This process's rows of an evaluation."""
+    passes = config.eval_batches * config.accumulate
+    return (held_out.batch(index, rank=ranks.rank, world=ranks.world) for index in range(passes))
+
+
+def added(reports: Sequence[Report]) -> Report:
+    """The report of the parts of a batch together, without gradient."""
+    first, *rest = map(_values, reports)
+    return replace(cast(Any, reports[0]), **{name: sum((each[name] for each in rest), first[name]) for name in first})
+
+
 def summed(report: Report, ranks: Ranks) -> Report:
     """The report of all processes' rows, without gradient; the totals of several are averaged, as gradients are."""
     if ranks.is_alone:
         return report
-    made = cast(Any, report)
-    parts = {each.name: getattr(made, each.name).detach() for each in fields(made)}
-    whole = {name: ranks.total(value.double() if value.is_floating_point() else value) for name, value in parts.items()}
-    return replace(made, **whole | {"total": whole["total"] / ranks.world})
+    parts = _values(report).items()
+    whole = {name: ranks.total(value.double() if value.is_floating_point() else value) for name, value in parts}
+    return replace(cast(Any, report), **whole | {"total": whole["total"] / ranks.world})
+
+
+def _values(report: Report) -> dict[str, Tensor]:
+    return {each.name: getattr(report, each.name).detach() for each in fields(cast(Any, report))}
 
 
 def means(sums: Tensor, counts: Tensor) -> tuple[float, ...]:

@@ -6,7 +6,10 @@ It draws nothing from a global random state and reads no clock but for tokens/s:
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+
+import torch
 
 from nextn.distributed.sharding import clip
 from nextn.errors import TrainingError
@@ -16,7 +19,7 @@ from nextn.training.metrics import EvalRecord, HeadRecord, Record, StepRecord
 from nextn.training.optimisers import optimisers, set_rates
 from nextn.training.run_folder import RunFolder
 from nextn.training.standing import Standing
-from nextn.training.tasks import Report, Task, summed
+from nextn.training.tasks import Report, Task, added, summed
 
 
 class Trainer:
@@ -104,12 +107,10 @@ class Trainer:
         started, config = time.perf_counter(), self.config
         lam, scale = self.lam.at(self.step * config.tokens_per_step), config.schedule(self.step)
         set_rates(self.optimisers, scale)
-        report = self._loss(lam)
-        whole = summed(report, self.ranks)
-        self._check_finite("loss", whole.total.item())
         for optimiser in self.optimisers:
             optimiser.zero_grad(set_to_none=True)
-        report.total.backward()
+        whole = summed(self._differentiated(lam), self.ranks)
+        self._check_finite("loss", whole.total.item())
         norm = clip(self.task.named.values(), config.clip)
         self._check_finite("gradient", norm)  # before it spoils parameters that a checkpoint would hold
         for optimiser in self.optimisers:
@@ -126,13 +127,24 @@ class Trainer:
             **self.task.figures(whole),
         )
 
-    def _loss(self, lam: float) -> Report:
-        """The loss of this process's rows, over the labels of all."""
-        ranks, task = self.ranks, self.task
-        example = task.example(self.step, rank=ranks.rank, world=ranks.world)
-        # Gradients are averaged over the processes, so each divides by the average count.
-        over = None if ranks.is_alone else ranks.total(task.counts(example)) / ranks.world
-        return task.joined.loss(lambda: task.loss(example, lam, denominator=over))
+    def _differentiated(self, lam: float) -> Report:
+        """Make the gradients of this process's rows, part by part, over the labels of all -> what the parts told."""
+        ranks, task, parts = self.ranks, self.task, self.config.accumulate
+        examples = [
+            task.example(self.step, rank=ranks.rank + ranks.world * part, world=ranks.world * parts)
+            for part in range(parts)
+        ]
+        over = None
+        if ranks.world * parts > 1:
+            # Gradients are averaged over the processes, so each divides by the average count.
+            over = ranks.total(torch.stack([task.counts(each) for each in examples]).sum(0)) / ranks.world
+        reports = []
+        for part, example in enumerate(examples, start=1):
+            report = task.joined.loss(partial(task.loss, example, lam, denominator=over))
+            task.joined.exchange(part == parts)
+            report.total.backward()
+            reports.append(report)
+        return added(reports)
 
     def _check_finite(self, name: str, value: float) -> None:
         if not math.isfinite(value):

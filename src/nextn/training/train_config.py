@@ -3,16 +3,27 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self, get_args
 
 from nextn.errors import ConfigError
 from nextn.losses.loss import LambdaSchedule, depth_weights
 from nextn.losses.objectives import OBJECTIVES
 
+# They say how a step is computed, not what it comes to: a run goes on with others.
+INDIFFERENT = ("accumulate", "checkpoint_layers")
+_LEAST = {
+    "steps": 1, "batch_size": 1, "length": 2, "depths": 0, "warmup": 0, "seed": 0, "accumulate": 1, "save_every": 0,
+    "eval_every": 0, "eval_batches": 1,
+}  # fmt: skip
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", type(None): "null"}
+
 
 @dataclass(frozen=True)
 class TrainConfig:
     """steps of batch_size rows of length tokens. depths: K of the loss. lam: see `LambdaSchedule.parse`.
+
+    accumulate: parts of equal size that the rows of a step pass through the model in, one after the other; memory is
+    that of a part, what is learnt that of the whole. So a pass has batch_size / accumulate rows, over all processes.
 
     beta: depth weights proportional to beta^(k-1); None = equal. optimizer: `adamw`, or `muon` for the layers' matrices
     at matrix_lr (https://kellerjordan.github.io/posts/muon/) with AdamW at lr for all else. Rates rise over `warmup`
@@ -39,41 +50,57 @@ class TrainConfig:
     dtype: str = "bfloat16"
     compile: bool = False
     checkpoint_layers: bool = False
+    accumulate: int = 1
     save_every: int = 0
     eval_every: int = 0
     eval_batches: int = 4
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("batch_size", 1), ("length", 2), ("depths", 0), ("warmup", 0), ("seed", 0)):
+        for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} = {getattr(self, name)}; expected a whole number >= {least}")
+        for name, fits, words in (
+            ("lr", 0 < self.lr < 1, "0 < lr < 1"),
+            ("matrix_lr", 0 < self.matrix_lr < 1, "0 < matrix_lr < 1"),
+            ("final_lr", 0 <= self.final_lr <= 1, "a share of lr, 0 <= final_lr <= 1"),
+            ("decay", 0 <= self.decay <= 1, "a share of the steps, 0 <= decay <= 1"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "a number >= 0"),
+            ("clip", self.clip > 0, "a norm of gradients > 0"),
+        ):
+            if not fits:
+                raise ConfigError(f"{name} = {getattr(self, name)}; expected {words}")
+        if self.batch_size % self.accumulate:
+            raise ConfigError(
+                f"accumulate = {self.accumulate}; expected a divisor of batch_size = {self.batch_size}, the rows of a "
+                "step, which are dealt out in that many parts"
+            )
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"dtype = {self.dtype!r}; expected float32 or bfloat16")
         if self.optimizer not in ("adamw", "muon"):
             raise ConfigError(f"optimizer = {self.optimizer!r}; expected adamw or muon")
         if self.depths >= self.length:
             raise ConfigError(f"depths = {self.depths}; expected fewer than length = {self.length} tokens")
-        if not 0 <= self.decay <= 1 or not 0 < self.lr < 1 or self.clip <= 0:
-            raise ConfigError(
-                f"{self.decay=}, {self.lr=}, {self.clip=}; expected 0 <= decay <= 1, 0 < lr < 1, clip > 0"
-            )
         LambdaSchedule.parse(self.lam, total=self.tokens)
         depth_weights(self.depths, beta=self.beta)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Self:
-        """Strict: an unknown key is a ConfigError."""
-        unknown = sorted(set(values) - {each.name for each in fields(cls)})
+        """Strict: an unknown key and a value of another type are ConfigErrors. lam may be a number."""
+        known = {each.name: each.type for each in fields(cls)}
+        unknown = sorted(set(values) - {*known})
         if unknown:
-            raise ConfigError(f"unknown setting {unknown[0]!r}; known: {', '.join(each.name for each in fields(cls))}")
-        try:
-            return cls(**values)  # type: ignore[arg-type]
-        except TypeError as error:  # one of another type, or `steps` left out
-            raise ConfigError(f"settings {dict(values)}: {error}") from error
+            raise ConfigError(f"unknown setting {unknown[0]!r}; known: {', '.join(known)}")
+        if "steps" not in values:
+            raise ConfigError("steps is not set; expected a whole number >= 1")
+        return cls(**{name: _typed(name, value, known[name]) for name, value in values.items()})
 
     @property
     def tokens(self) -> int:
         return self.steps * self.tokens_per_step
+
+    @property
+    def rows_per_pass(self) -> int:
+        return self.batch_size // self.accumulate
 
     @property
     def tokens_per_step(self) -> int:
@@ -84,6 +111,17 @@ class TrainConfig:
         rise = min(1.0, (step + 1) / (self.warmup + 1))
         left = (self.steps - step) / max(1.0, self.decay * self.steps)
         return rise * (self.final_lr + (1 - self.final_lr) * min(1.0, left))
+
+
+def _typed(name: str, value: object, kind: object) -> Any:
+    """value, if it is of the kind that a field is annotated with."""
+    kinds = get_args(kind) or (kind,)
+    if kind is str and type(value) in (int, float):  # `lam`: 0.3
+        return str(value)
+    if type(value) in kinds or (float in kinds and type(value) is int):
+        return value
+    words = " or ".join(_WORDS[each] for each in kinds)
+    raise ConfigError(f"{name} = {value!r}; expected {words}")
 
 
 @dataclass(frozen=True)
