@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Self
 
-from nextn.errors import ConfigError
+from nextn.errors import ConfigError, need_whole
 from nextn.losses.loss import LambdaSchedule, depth_weights
 from nextn.losses.objectives import OBJECTIVES
 
@@ -44,9 +44,7 @@ class TrainConfig:
     eval_batches: int = 4
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("batch_size", 1), ("length", 2), ("depths", 0), ("warmup", 0), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} = {getattr(self, name)}; expected a whole number >= {least}")
+        need_whole(self, steps=1, batch_size=1, length=2, depths=0, warmup=0, seed=0)
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"dtype = {self.dtype!r}; expected float32 or bfloat16")
         if self.optimizer not in ("adamw", "muon"):
