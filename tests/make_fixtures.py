@@ -30,7 +30,13 @@ _V4 = {
     "sliding_window": 16,
     "moe_intermediate_size": 64,
 }
-_STEP = {"intermediate_size": 64, "share_expert_dim": 16, "moe_intermediate_size": 32, "head_dim": 16}
+_STEP = {
+    "intermediate_size": 128,
+    "share_expert_dim": 16,
+    "moe_intermediate_size": 64,
+    "head_dim": 16,
+    "sliding_window": 48,
+}
 # name: (family, modules, depths trained, config)
 RECIPES: dict[str, tuple[str, int, int, dict[str, object]]] = {
     "glm": ("glm4_moe", 1, 4, _GLM),
@@ -39,7 +45,7 @@ RECIPES: dict[str, tuple[str, int, int, dict[str, object]]] = {
     "qwen": ("qwen3_5", 1, 4, _QWEN),
     "v4": ("deepseek_v4", 1, 4, _V4),
     "glm_fork": ("glm4_moe", 1, 2, _GLM),
-    "step_fork": ("step3p5", 3, 3, _STEP),
+    "step": ("step3p5", 3, 3, _STEP),
 }
 
 

@@ -15,6 +15,8 @@ from nextn.measuring.measured import Measured
 
 # Greedy texts of one model part at near-ties, late; those of another model early.
 _OTHER = 0.5
+# The share of K drafts a round from which on rounds count as whole.
+_WHOLE = 0.95
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Case:
                 f"template: of {self.templated} of {len(self.seen.answers)} prompts the engine makes other tokens than "
                 "this checkpoint's chat template; compare the two, and ask without --own-template"
             )
-        if self.seen.answers and not self.seen.temperature and _OTHER < self.fresh < 1:
+        if self.fresh > _OTHER and tells_texts(self.seen):
             said.append(
                 f"{self.fresh:.0%} of the engine's greedy text is not what this checkpoint says: other weights, a "
                 "quantised trunk, or another template"
@@ -92,8 +94,12 @@ def depth_of(counters: Counters) -> int | None:
 
 
 def observation(counters: Counters, drafts: int) -> Observed:
-    """Counts by position, else the AL by counts, else the engine's own. Raises EngineError for none of them."""
-    if counters.per_position:
+    """Counts by position, else the AL by counts, else the engine's own. Raises EngineError for none of them.
+
+    Where many rounds were shorter than K, counts by position do not say how many were offered: then the AL.
+    """
+    shorter = counters.draft_tokens is not None and counters.draft_tokens < _WHOLE * drafts * (counters.drafts or 0)
+    if counters.per_position and (counters.per_position_offered or not shorter):
         found = counters.acceptance()
         return Observed(found.offered, found.kept)
     rounds = counters.drafts or (counters.draft_tokens or 0) // drafts
@@ -106,11 +112,16 @@ def observation(counters: Counters, drafts: int) -> Observed:
 
 def fresh(seen: Seen, measured: Measured) -> float:
     """The share of the engine's text that is not the reference's own; 1 where it is sampled, or not told."""
-    if seen.temperature or not seen.answers or not all(answer.ids for answer in seen.answers):
+    if not tells_texts(seen):
         return 1.0
     texts = [measured.drawn[seen.temperature].texts[place].new for place in seen.places or ()]
     same = sum(_common(text, answer.ids or ()) for text, answer in zip(texts, seen.answers, strict=True))
     return 1 - same / max(1, sum(map(len, texts)))
+
+
+def tells_texts(seen: Seen) -> bool:
+    """Whether the engine's text can be compared with the reference's: greedy, and told as token ids."""
+    return not seen.temperature and bool(seen.answers) and all(answer.ids for answer in seen.answers)
 
 
 def templated(seen: Seen, measured: Measured) -> int:
