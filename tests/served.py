@@ -14,9 +14,11 @@ class ServedModel(FakeEngine):
     """contract: what its decoder gets wrong. faults, beside the fake engine's: `reset`, `busy` (others ask, too),
     `other-trunk` (its text is not this model's), `own-template` (it puts a token before each prompt)."""
 
-    def __init__(self, model, *faults, contract=None, drafts=3):
+    def __init__(self, *faults, model, contract=None, drafts=3):
         self.served, self.contract, self.depths = model, contract or Contract(), drafts
         self.rounds, self.places, self.turn = 0, [0] * drafts, threading.Lock()
+        if "reset" in faults:
+            self.rounds, self.places = 100, [60] * drafts
         super().__init__("no-logprobs", *faults, model="tiny")
 
     def decode(self, prompt, body, **_):

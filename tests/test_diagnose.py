@@ -20,7 +20,7 @@ from nextn.measuring.diagnose import diagnose
 from nextn.measuring.drive import Seen, driven, halves
 from nextn.measuring.faults import FAULTS, planted
 from nextn.measuring.hypotheses import Observed
-from nextn.measuring.measure import Plan, reference
+from nextn.measuring.measure import Plan, continued
 from nextn.measuring.variants import read_as
 
 PROMPTS = [Prompt(tuple(row.tolist()), "xy"[place % 2]) for place, row in enumerate(refrain(12, 33, seed=10**6))]
@@ -34,7 +34,7 @@ def counted(model, fault="", *, prompts=OTHERS):
     if fault:
         found = next(each for each in FAULTS if each.name == fault)
         model, contract = read_as(model, contract, [planted(found, model)])
-    pooled = reference(model, prompts, PLAN, contract=contract).drawn[0.0].pooled
+    pooled = continued(model, [prompt.text for prompt in prompts], PLAN, 0.0, contract=contract).pooled
     drafts = pooled.offered[0]
     return Counters("vLLM", drafts, 3 * drafts, sum(pooled.kept), pooled.kept)
 
@@ -156,7 +156,7 @@ def serve(trained):
     running = []
 
     def started(*faults, **settings):
-        running.append(ServedModel(trained["glm"], *faults, **settings))
+        running.append(ServedModel(*faults, model=trained["glm"], **settings))
         return Endpoint.open(running[-1].url, Budget(Limits(requests=200, seconds=60)))
 
     yield started

@@ -119,7 +119,8 @@ class Diagnosis:
         best = self.causes[0]
         fine = next(each for each in self.causes if each.name == FINE)
         times = best.over(fine)
-        ratio = f"{times:.0f}" if times < 1e6 else f"10^{math.log10(times):.0f}"
+        ratio = f"{times:.0f}" if times < 1e6 else f"10^{min(30.0, math.log10(times)):.0f}"
+        ratio = ratio if times < 1e30 else f"more than {ratio}"
         return f"{' or '.join(self.named)}: {figures}; {ratio} times likelier than an engine without fault"
 
     @property
