@@ -20,7 +20,8 @@ from nextn.measuring.diagnose import diagnose
 from nextn.measuring.drive import Seen, driven, halves
 from nextn.measuring.faults import FAULTS, planted
 from nextn.measuring.hypotheses import Observed
-from nextn.measuring.measure import Plan, continued
+from nextn.measuring.plan import Plan
+from nextn.measuring.texts import continued
 from nextn.measuring.variants import read_as
 
 PROMPTS = [Prompt(tuple(row.tolist()), "xy"[place % 2]) for place, row in enumerate(refrain(12, 33, seed=10**6))]

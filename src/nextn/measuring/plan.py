@@ -26,7 +26,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.rule not in DECODED:
-            raise ConfigError(f"rule {self.rule!r}; expected one of {', '.join(DECODED)}: others are scored, not decoded")
+            raise ConfigError(
+                f"rule {self.rule!r}; expected one of {', '.join(DECODED)}: others are scored, not decoded"
+            )
         if self.drafts < 1:
             raise ConfigError(f"drafts = {self.drafts}; expected 1 or more: depth 1 is the least that can be measured")
         if self.max_tokens < 3:
