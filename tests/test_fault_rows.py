@@ -57,6 +57,13 @@ def test_all_others_can_be_planted_too(trained, measured):
             assert found is None or 1 <= found.figures(1.0).length.value <= 4
 
 
+def test_columns_not_run_again_with_several_modules(trained, measured):
+    """The last rounds of a text draft fewer tokens than there are modules: those that did not run keep nothing."""
+    fault = next(each for each in FAULTS if each.name == "no-rerun")
+    wrong = under(measured["glm_two"], trained["glm_two"], fault)
+    assert 1 < wrong.figures(1.0).length.value < measured["glm_two"].figures(1.0).length.value + 0.2
+
+
 def test_rows_are_whole(trained):
     names = [fault.name for fault in FAULTS]
     assert len(set(names)) == len(names)

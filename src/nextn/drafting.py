@@ -110,7 +110,7 @@ class Drafter:
         num_modules, rerun = self.head.num_modules, self.contract.rerun
         finals = list(map(len, self.pending))
         stale = [0 if rerun or num_modules > 1 else min(count, ran - 1) for count in kept]
-        if rerun:
+        if rerun or ran < num_modules:
             # Column i is final in module k once token i + k is known; modules that did not run have nothing to keep.
             finals = [max(0, final - num_modules + 1) if ran >= num_modules else 0 for final in finals]
         for cache in self.caches:

@@ -15,6 +15,7 @@ from nextn.cli import bench, measure, move
 from nextn.cli.answer import answer
 from nextn.cli.audit import audit
 from nextn.cli.demo import demo
+from nextn.cli.diagnose import diagnose
 from nextn.cli.generate import generate
 from nextn.cli.trace import trace
 from nextn.cli.train import train
@@ -27,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Multi-Token Prediction: train heads, decode with them losslessly, see what they do.",
 )
-for verb in (audit, verify, demo, train, generate, trace, answer, *move.VERBS, *bench.VERBS, *measure.VERBS):
+for verb in (audit, verify, diagnose, demo, train, generate, trace, answer, *move.VERBS, *bench.VERBS, *measure.VERBS):
     app.command()(verb)
 
 

@@ -103,7 +103,7 @@ class Measured:
         """Rules of acceptance that there are figures for, the usual one first."""
         if temperature in self.scored:
             return ["greedy"] if not temperature else [rule for rule in RULES if rule != "greedy"]
-        return ["block" if temperature else "greedy"]
+        return [self.plan.rule if temperature else "greedy"]
 
     def places(self, temperature: float, domain: str = "all") -> set[int]:
         """The domain's texts that do not loop; all of them where each one does."""

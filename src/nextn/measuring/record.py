@@ -20,8 +20,8 @@ DEFINITIONS = {
     "rule": RULES,
     "pass": "parallel: every column of a text at once; stepped: one by one through the head's caches; decoder: counted "
     "while decoding. The first two take the law of what is kept, given the text, so no draft is drawn",
-    "decoder": "what was counted while the texts were decoded; temperature 0 by rule greedy, else by block. Wilson "
-    "intervals that take rounds as independent",
+    "decoder": "what was counted while the texts were decoded; temperature 0 by rule greedy, else by settings.rule. "
+    "Wilson intervals that take rounds as independent",
     "columns": "a_1 over all columns alike, to compare the controls with",
     "shifted": "depth 1's argmax against the token after the one that it predicts",
     "shuffled": "a_1 over all columns, with each text's hidden states in random order",

@@ -56,6 +56,8 @@ def continued(
             max_tokens=plan.max_tokens,
             seed=plan.seed + start,
             contract=contract if is_drafted else Contract(),
+            block=plan.rule == "block",
+            sampled_drafts=plan.rule != "argmax",
         )
         batch = prompts[start : start + _BATCH]
         results += generate(model, batch, settings, path=plan.path)

@@ -1,0 +1,121 @@
+"""`nextn diagnose` from the shell: tables, JSON, exit codes, and one clear line for each thing that is not there."""
+
+import json
+
+import pytest
+from fake_engine import FakeEngine
+from served import ServedModel
+from tiny import FIXTURES, refrain
+from typer.testing import CliRunner
+
+from nextn.cli import app
+from nextn.errors import NextnError
+
+LOG = (
+    "INFO [metrics.py:96] SpecDecoding metrics: Mean acceptance length: 2.04, Accepted throughput: 20.0 tokens/s, "
+    "Drafted throughput: 60.0 tokens/s, Accepted: 312 tokens, Drafted: 900 tokens, Per-position acceptance rate: {}, "
+    "Avg Draft acceptance rate: 34.7%\n"
+)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": row.tolist()}) + "\n" for row in refrain(8, 33, seed=10**6)))
+    return path
+
+
+@pytest.fixture
+def serve():
+    running = []
+
+    def started(*faults, kind=FakeEngine, **settings):
+        running.append(kind(*faults, **settings))
+        return running[-1].url
+
+    yield started
+    for each in running:
+        each.stop()
+
+
+def run(engine, prompts, *more, code=None):
+    args = ["diagnose", FIXTURES / "glm", "--engine", engine, "--prompts", prompts, "--max-tokens", 20]
+    args += ["--path", "plain", "--dtype", "float32", "--temperatures", "0", *more]
+    result = CliRunner().invoke(app, [str(each) for each in args])
+    assert code is None or result.exit_code == code, result.output + str(result.exception)
+    return result
+
+
+def test_a_log(tmp_path, prompts):
+    """As a table and as JSON; the file that --out names holds what --json prints."""
+    log = tmp_path / "engine.log"
+    log.write_text(LOG.format("0.690, 0.440, 0.250"))
+    said = run(log, prompts, code=1).stdout
+    assert "finding: wrong-hidden" in said
+    assert "seen in  ggml-org/llama.cpp#24025" in said
+    assert "to do" in said
+    assert "--drive" in said
+    record = json.loads(run(log, prompts, "--json", "--out", tmp_path / "out.json", code=1).stdout)
+    assert record == json.loads((tmp_path / "out.json").read_text())
+    assert record["named"] == ["wrong-hidden"]
+    assert record["settings"]["drafts"] == 3
+
+
+def test_driving_a_running_engine(serve, prompts, trained):
+    url = serve(kind=ServedModel, model=trained["glm"])
+    said = run(url, prompts, "--drive", code=0).stdout
+    assert "fine: the engine shows what this head should give" in said
+    assert "would not show" in said
+    named = json.loads(run(url, prompts, "--drive", "--json", code=0).stdout)
+    assert named["cases"][0]["prompts"] == 8
+
+
+def test_counters_of_a_running_engine_as_they_are(serve, prompts, trained):
+    """Without --drive nothing is asked of it but its metrics; none yet are none."""
+    url = serve(kind=ServedModel, model=trained["glm"])
+    error = run(url, prompts).exception
+    assert "counts no round that drafted" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("faults", "more", "told"),
+    [
+        (["no-metrics"], [], "no metrics"),
+        (["html"], [], "no metrics"),
+        (["html"], ["--drive"], "an HTML page"),
+        ([], ["--served", "other"], "no model_name 'other'"),
+        ([], ["--served", "other", "--drive"], "has no model 'other'"),
+        (["two-models"], ["--drive"], "choose one with"),
+        (["key"], ["--drive"], "it wants a key"),
+    ],
+)
+def test_what_an_engine_may_lack(serve, prompts, faults, more, told):
+    error = run(serve(*faults), prompts, *more).exception
+    assert isinstance(error, NextnError)
+    assert error.exit_code == 2
+    assert told in str(error)
+    assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "told"),
+    [
+        ("nothing of drafts\n", [], "no figures of drafts"),
+        ("Decode batch. #running-req: 1, accept len: 1.90, gen throughput\n", [], "with --drafts"),
+        (LOG.format("0.690, 0.440, 0.250"), ["--drafts", "4"], "are of 3"),
+        (LOG.format("0.690, 0.440, 0.250"), ["--temperatures", "0,1"], "of one temperature"),
+        (LOG.format("0.690, 0.440, 0.250"), ["--rule", "match"], "expected one of block"),
+    ],
+)
+def test_what_a_file_may_lack(tmp_path, prompts, text, more, told):
+    log = tmp_path / "engine.log"
+    log.write_text(text)
+    error = run(log, prompts, *more).exception
+    assert isinstance(error, NextnError)
+    assert told in str(error)
+
+
+def test_neither_file_nor_engine(prompts):
+    assert "no such file, and no address" in str(run("engine.log", prompts).exception)
+    assert "nothing answers" in str(run("localhost:9", prompts).exception)
+    assert "nothing answers" in str(run("localhost:9", prompts, "--drive").exception)
