@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import torch
 from tiny import FIXTURES, build, refrains
+from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from nextn.checkpoints.checkpoint import Checkpoint
@@ -146,6 +147,14 @@ def held(ranks, out):
     trunk = subject.task.model.trunk
     kept = sum(each.to_local().numel() for each in parameters)
     return kept, sum(each.numel() for each in parameters), trunk.embedding.weight is trunk.output.weight
+
+
+def exchanges(ranks, out, accumulate):
+    """How often gradients are added up over the processes in one step."""
+    subject = trainer(ranks, out, accumulate=accumulate)
+    with patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as reduce:
+        subject._step()
+    return reduce.call_count
 
 
 def break_batch(ranks, out):

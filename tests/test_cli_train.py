@@ -62,9 +62,11 @@ def nextn(here):
 
 def test_a_head_is_trained_and_its_figures_told(given, tmp_path, nextn):
     how = ["--freeze-trunk", "--from", given / "model", "--data", given / "text", *SMALL, "--accumulate", "2"]
-    code, out, err = nextn(tmp_path, *how, "--json", "--allow-worse")
+    code, out, err = nextn(tmp_path, *how, "--json", "--allow-worse", "--curve")
     assert code == 0, err
     told = json.loads(out)
+    assert [len(point["greedy"]["acceptance"]) for point in told["curve"]] == [*range(1, 9)]
+    assert told["curve"][1]["score"] == pytest.approx(told["best"]["score"])
     assert told["model"] == str(tmp_path / "model")
     assert told["best"]["greedy"]["AL"] >= 1
     assert told["baseline"]["kv"] == "decode"
@@ -78,10 +80,12 @@ def test_a_head_is_trained_and_its_figures_told(given, tmp_path, nextn):
 
 def test_a_fresh_head_alone(given, tmp_path, nextn):
     how = ["--freeze-trunk", "--from", given / "model", "--data", given / "text", "--init-head", "--head-only", *SMALL]
-    code, out, err = nextn(tmp_path, *how)
+    code, out, err = nextn(tmp_path, *how, "--curve")
     assert code == 0, err
     assert "wrote" in out
     assert "held-out greedy" in err
+    rows = [line.split() for line in err[err.index("drafts") :].splitlines()[1:]]
+    assert [row[0] for row in rows if row] == [str(count) for count in range(1, 9)]
     assert (tmp_path / "head" / "head.safetensors").exists()
     assert not (tmp_path / "model").exists()
 

@@ -226,6 +226,19 @@ def test_the_best_head_is_taken_back_and_patience_ends_the_run(corpus, tmp_path)
     assert trainer.standing.baseline == records[0].foreseen
 
 
+def test_the_curve_is_what_evaluations_say(corpus):
+    """Of each number of drafts; more drafts never make rounds shorter, and rows bound them."""
+    task = of_fixture(corpus, replace(CONFIG, eval_depths=2))
+    points = task.curve(5)
+    assert [len(point.greedy.rates) for point in points] == [1, 2, 3, 4, 5]
+    assert points[1] == task.evaluate(0).foreseen
+    lengths = [point.greedy.length for point in points]
+    assert lengths[0] > 1.2
+    assert lengths[2] > lengths[0]
+    short = of_fixture(corpus, replace(CONFIG, length=4, depths=2))
+    assert len(short.curve()) == 3
+
+
 def test_a_fresh_head_has_nothing_to_be_compared_with(corpus, tmp_path):
     trainer = Trainer(of_fixture(corpus, has_baseline=False), out=tmp_path)
     records = list(trainer.run())

@@ -110,6 +110,13 @@ def test_a_head_in_parts(pair, tmp_path):
     same(parameters, cut)
 
 
+def test_parts_leave_the_exchange_to_the_last(pair, tmp_path):
+    """Four units are reduced in a step; FSDP reduces one of them twice where there are two parts, not all of them."""
+    (whole, _), (parts, _) = (pair.run(rank_jobs.exchanges, tmp_path, count) for count in (1, 2))
+    assert whole > 0
+    assert parts <= whole + 1
+
+
 @pytest.mark.parametrize("filled_by", [1, 2])
 def test_a_head_from_states_on_disk(filled_by, pair, tmp_path):
     """Two processes that read their rows of stored states equal one that does, whoever stored them. One of the two has

@@ -1,7 +1,7 @@
 """What verbs that train share: the progress bar, settings from files and options."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
     from nextn.training.metrics import EvalRecord, HeadRecord, Record, StepRecord
+    from nextn.training.telemetry import Foreseen
 
 
 def merged(config: Path | None, pairs: list[str]) -> dict[str, object]:
@@ -66,6 +67,22 @@ def say_stopped(run: Path, command: str, *, quiet: bool = False) -> None:
     if not quiet:
         typer.echo(f"stopped; the state is in {run}. Go on with: {command}", err=True)
     raise typer.Exit(130)
+
+
+def show_curve(points: Sequence["Foreseen"]) -> None:
+    """A table of acceptance lengths: of 1, 2, ... drafts a round, and what each draft more brings."""
+    from rich.table import Table
+
+    table = Table(
+        "drafts", "greedy AL", "more", f"AL at T = {points[0].temperature:g}", "more", box=None, pad_edge=False
+    )
+    before = (1.0, 1.0)
+    for count, point in enumerate(points, start=1):
+        now = (point.greedy.length, point.sampled.length)
+        cells = [text for new, old in zip(now, before, strict=True) for text in (f"{new:.3f}", f"{new - old:+.3f}")]
+        table.add_row(str(count), *cells)
+        before = now
+    console(stderr=True).print(table)
 
 
 def _told(record: "StepRecord") -> str:

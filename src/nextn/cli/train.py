@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nextn.cli.common import AsJson, CacheDir, Offline, Revision, stop_flag
-from nextn.cli.runs import merged, progress, say_stopped
+from nextn.cli.runs import merged, progress, say_stopped, show_curve
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -90,6 +90,10 @@ def train(
         bool,
         typer.Option("--allow-worse", help="Write a head that is worse than the first.", rich_help_panel=_HEAD),
     ] = False,
+    curve: Annotated[
+        bool,
+        typer.Option("--curve", help="At the end, tell the acceptance length of 1 to 8 drafts.", rich_help_panel=_HEAD),
+    ] = False,
     cache_gb: Annotated[
         float | None,
         typer.Option(
@@ -109,9 +113,11 @@ def train(
     text = {"data": data or [], "all_tokens": all_tokens, "tokenizer": tokenizer}
     how = {"resume": resume, "tensorboard": tensorboard, "as_json": as_json}
     if not freeze_trunk:
-        if any((from_ is not None, head is not None, init_head, head_only, drawn, cache_gb is not None, allow_worse)):
+        given = (from_ is not None, head is not None, init_head, head_only, drawn, cache_gb is not None, allow_worse)
+        if any((*given, curve)):
             raise ConfigError(
-                "--from, --head, --init-head, --head-only, --drawn, --cache-gb, --allow-worse go with --freeze-trunk"
+                "--from, --head, --init-head, --head-only, --drawn, --cache-gb, --allow-worse, --curve go with "
+                "--freeze-trunk"
             )
         with processes() as ranks:
             made: dict[str, Any] = {"recipe": recipe, "model": model, "num_modules": modules or 1, "settings": settings}
@@ -127,7 +133,14 @@ def train(
     with processes() as ranks:
         made = {"drawn": drawn, "settings": settings, "ranks": ranks}
         _train_head(
-            out, start, {**text, **made}, cache_gb=cache_gb, head_only=head_only, allow_worse=allow_worse, **how
+            out,
+            start,
+            {**text, **made},
+            cache_gb=cache_gb,
+            head_only=head_only,
+            allow_worse=allow_worse,
+            curve=curve,
+            **how,
         )
 
 
@@ -154,6 +167,7 @@ def _train_head(
     tensorboard: bool,
     head_only: bool,
     allow_worse: bool,
+    curve: bool,
     as_json: bool,
 ) -> None:
     from nextn.training.head_runs import head_run
@@ -167,12 +181,18 @@ def _train_head(
     _run(run.trainer, out, resume=resume, tensorboard=tensorboard, as_json=as_json)
     if ranks.is_first:
         write_prompts(out / "prompts.jsonl", run.held_out)
+    points = run.task.curve() if curve else []
+    if points and ranks.is_first and not as_json:
+        show_curve(points)
     made = run.write(head_only=head_only, allow_worse=allow_worse)
     if not ranks.is_first:
         return
     standing = run.trainer.standing
     said = f"wrote {made}" + ("" if standing.baseline is None else f": {standing}")
-    typer.echo(json.dumps({"model": str(made), **standing.as_record()}) if as_json else said)
+    told: dict[str, object] = {"model": str(made), **standing.as_record()}
+    if points:
+        told["curve"] = [point.as_record() for point in points]
+    typer.echo(json.dumps(told) if as_json else said)
 
 
 def _fill(cache: "HiddenCache", out: Path, ranks: "Ranks", *, quiet: bool) -> None:

@@ -133,16 +133,22 @@ class HeadTask:
         """Held-out figures by `telemetry.DEFINITION`, as deep as the config says."""
         # Eager: a pass of another shape would be compiled for itself.
         with torch.compiler.set_stance("force_eager"):
-            return HeadRecord(step, self.joined.look(self._foreseen))
+            return HeadRecord(step, self.joined.look(partial(self._foreseen, self.config.measured)))
 
-    def _foreseen(self) -> Foreseen:
+    def curve(self, most: int = 8) -> list[Foreseen]:
+        """Held-out figures of 1, 2, ..., `most` drafts a round, fewer where rows are shorter. All processes call it."""
+        depths = range(1, min(most, self.config.length - 1) + 1)
+        with torch.compiler.set_stance("force_eager"):
+            return [self.joined.look(partial(self._foreseen, count)) for count in depths]
+
+    def _foreseen(self, depths: int) -> Foreseen:
         ranks, config = self.ranks, self.config
         batches = held_out_batches(self.held_out, config, ranks)
         return foreseen(
             self.model.trunk,
             self.head,
             ((batch, self.hidden(Example(batch))) for batch in batches),
-            config.measured,
+            depths,
             temperature=config.temperature,
             drawn=self.drawn,
             dtype=getattr(torch, config.dtype),
