@@ -5,13 +5,13 @@ thing); a shorter stretch of it is timed and scaled up by columns. `python bench
 """
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
 
 import torch
 
+from nextn.checkpoints.tensor_file import write_json
 from nextn.head import StandaloneHead
 
 
@@ -51,8 +51,7 @@ def main() -> None:
     record["ratio"] = record["loop_s"] / record["fast_s"]
     print("  ".join(f"{key} {value:.3g}" for key, value in record.items()))
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        write_json(args.out, record)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,10 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from memory import resident
 from torch import Tensor
 
+from nextn.checkpoints.tensor_file import write_json
 from nextn.losses.loss import IGNORE, Targets, mtp_loss
 from nextn.losses.objectives import OBJECTIVES, Teacher, head_loss
 
@@ -153,13 +155,6 @@ def inputs(case: Case, tokens: int) -> tuple[list[Tensor], Tensor, Targets]:
     return hiddens, weight, Targets(torch.arange(tokens)[None] * 7919 % case.vocabulary)
 
 
-def resident(field: str) -> int:
-    """VmRSS (now) or VmHWM (the most so far) of this process in bytes."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) * 1024
-
-
 def measure(case: Case) -> Record:
     torch.set_num_threads(case.threads)
     METHODS[case.method](*inputs(case, tokens=16))  # loads kernels and threads
@@ -231,7 +226,7 @@ def main() -> None:
     setting |= {"dtype": "bfloat16", "lambda": LAMBDA, "torch": torch.__version__, "machine": platform.machine()}
     rows = [asdict(record) | {"error": error(record, records)} for record in records]
     if options.out:
-        options.out.write_text(json.dumps({"setting": setting, "metrics": rows}, indent=1) + "\n")
+        write_json(options.out, {"setting": setting, "metrics": rows})
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from rich.table import Table
 
 from nextn.benchmarking.cost import Machine
 from nextn.benchmarking.workload import read_prompts
+from nextn.checkpoints.tensor_file import write_json
 from nextn.model import Model
 from nextn.text import eos_tokens
 
@@ -250,8 +251,7 @@ def main() -> None:
     record = measure(args)
     show(record)
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        write_json(args.out, record)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ One run, interleaved, medians; writes JSON. `python bench/step.py --out step.jso
 """
 
 import argparse
-import json
 import platform
 import statistics
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from nextn.checkpoints.tensor_file import write_json
 from nextn.corpus.bytelevel import byte_tokenizer
 from nextn.corpus.data import Corpus
 from nextn.corpus.text_files import standard_library
@@ -69,9 +69,8 @@ def main() -> None:
         rows.append(row | {"flops_predict": predicted, "over_prediction": ratio / predicted})
         print("  ".join(f"{key} {value:.3g}" for key, value in rows[-1].items()))
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         machine = {"cpu": platform.processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-        args.out.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+        write_json(args.out, {"machine": machine, "rows": rows})
 
 
 if __name__ == "__main__":

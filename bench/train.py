@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from memory import resident
 from torch import Tensor
 
 from nextn.checkpoints.tensor_file import write_json
@@ -89,13 +90,6 @@ def corpus(vocabulary: int) -> Corpus:
         lambda group: [[zlib.crc32(word.encode()) % (vocabulary - 1) for word in text.split()] for text in group],
         eos=vocabulary - 1,
     )
-
-
-def resident(field: str) -> int:
-    """VmRSS (now) or VmHWM (the most so far) of this process in bytes."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) * 1024
 
 
 def serve(case: Case, options: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from corpora import library
 
-from nextn.corpus.loops import degeneracy
+from nextn.corpus.loops import cautions, degeneracy
 
 LINE = "    return self._value.encode('utf-8', errors='strict') + other[index]\n"
 CODE = Path(degeneracy.__code__.co_filename).read_text()[1000:]
@@ -56,3 +56,15 @@ def test_python_source_is_not_flagged():
     flagged = [degeneracy(window).looping for window in windows]
     assert len(flagged) > 300
     assert np.mean(flagged) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("loops", "short", "said"),
+    [(0, 0, []), (8, 0, ["every text loops"]), (3, 0, ["3 of 8 prompts gave loops"]),
+     (8, 2, ["every text loops", "2 of 8 prompts gave texts below 200"]), (0, 1, ["1 of 8 prompts gave texts"])],
+)  # fmt: skip
+def test_cautions(loops, short, said):
+    """Catches figures over loops alone, or over what is left, that are told as if they were of all texts."""
+    found = cautions("temperature 0", 8, loops=loops, short=short)
+    assert len(found) == len(said)
+    assert all(each.startswith("temperature 0: ") and part in each for each, part in zip(found, said, strict=True))

@@ -160,7 +160,7 @@ def test_loops_are_left_out(found, monkeypatch):
     loops = {place for place, text in enumerate(texts) if degeneracy(text.new).looping}
     if loops and loops != set(range(8)):
         assert measured.figures(1.0).num_texts == 8 - len(loops)
-        assert any("loop and are left out" in said for said in measured.warnings)
+        assert any("gave loops and are left out" in said for said in measured.warnings)
     monkeypatch.setattr("nextn.corpus.loops.Degeneracy.looping", property(lambda self: True))
     fresh = replace(measured)
     assert fresh.figures(1.0).num_texts == 8

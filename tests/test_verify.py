@@ -293,7 +293,7 @@ def test_command_finds(nextn, engine):
         (["http://127.0.0.1:9"], "nothing answers"),
         (["ftp://x"], "not an HTTP address"),
         (["http://127.0.0.1:9", "--max-requests", "0"], "limit requests = 0"),
-        (["http://127.0.0.1:9", "--samples", "1"], "samples = 1; expected at least 8"),
+        (["http://127.0.0.1:9", "--samples", "1"], "samples = 1; expected a whole number >= 8"),
         (["http://127.0.0.1:9", "--key-env", "NOT_SET_ANYWHERE"], "that variable is not set"),
     ],
 )

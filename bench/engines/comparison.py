@@ -7,13 +7,11 @@ from functools import cached_property
 from engines.protocol import Answer
 
 from nextn.benchmarking.cost import rotated
-from nextn.corpus.loops import degeneracy
+from nextn.corpus.loops import TELLING, degeneracy
 from nextn.figures.speedup import Spread
 
 # (prompt and common text, our next token, theirs) -> our logit less that of their token.
 Gap = Callable[[Sequence[int], int, int], float]
-# Below it loops cannot be told for sure, see `Degeneracy.looping`.
-TELLING = 200
 DEFINITIONS = {
     "tokens_per_s": "new tokens per second of one text, from the prefill's token to the last one, by the engine's own "
     "clock; median and quartiles",

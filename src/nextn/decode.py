@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nextn.drafting import Contract, Drafted, Drafter, tensor
-from nextn.errors import ConfigError
+from nextn.errors import ConfigError, need_whole
 from nextn.fast.engine import FastHead, FastTrunk
 from nextn.head import Head
 from nextn.policy import PROBE, DraftLength, Fixed
@@ -41,9 +41,7 @@ class Settings:
     contract: Contract = field(default_factory=Contract)
 
     def __post_init__(self) -> None:
-        for name, least in (("drafts", 0), ("max_tokens", 1), ("chunk", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} = {getattr(self, name)}; expected a whole number >= {least}")
+        need_whole(self, drafts=0, max_tokens=1, chunk=1)
         if self.contract.offset not in (0, -1):
             raise ConfigError(f"contract.offset = {self.contract.offset}; expected 0 or -1")
 

@@ -49,3 +49,11 @@ class TrainingError(NextnError):
     """A training run cannot go on; what was saved before stays valid."""
 
     exit_code = 1
+
+
+def need_whole(settings: object, **least: int) -> None:
+    """Raise ConfigError for the first of these fields that is smaller than its least value."""
+    for name, low in least.items():
+        value = getattr(settings, name)
+        if value < low:
+            raise ConfigError(f"{name} = {value}; expected a whole number >= {low}")

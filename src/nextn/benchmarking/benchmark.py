@@ -12,7 +12,7 @@ from itertools import product
 
 from nextn.benchmarking.cost import Clock, Machine, adaptive, measured_costs, rotated
 from nextn.benchmarking.workload import Prompt, by_domain
-from nextn.corpus.loops import degeneracy
+from nextn.corpus.loops import TELLING, cautions, degeneracy
 from nextn.decode import Round, Settings, rounds
 from nextn.errors import ConfigError
 from nextn.fast.choose import Engine
@@ -25,8 +25,6 @@ from nextn.sampling import Sampling
 from nextn.shortlist import Shortlist
 from nextn.text import eos_tokens
 
-# Below it the check for loops takes honest text for loops too often, see `Degeneracy.looping`.
-_TELLING = 200
 # In place of a K: as many drafts a round as pay, see `policy.Adaptive`.
 ADAPTIVE = -1
 DEFINITIONS = {
@@ -44,7 +42,7 @@ DEFINITIONS = {
     "weights that stay in a cache can take it beyond 1",
     "looping": "prompts one of whose texts is a loop (loops.degeneracy), at this temperature: left out of the figures",
     "only_loops": "every one of these texts loops, so that none could be left out: the figures say nothing",
-    "short": f"prompts with a text of fewer than {_TELLING} tokens, in which loops cannot be told for sure",
+    "short": f"prompts with a text of fewer than {TELLING} tokens, in which loops cannot be told for sure",
     "draft_vocab": "tokens that the head drafts from, and the share of the emitted ones outside, which it cannot draft",
     "identical": "greedy texts with MTP that equal plain decoding's; below float32, near-ties may differ",
     "peak_memory": "bytes: resident peak of the process on a CPU, the allocator's peak on a GPU",
@@ -257,7 +255,7 @@ class Report:
     def short(self) -> dict[float, set[int]]:
         """temperature -> prompts one of whose texts is too short to tell whether it loops."""
         return {
-            temperature: {run.prompt for run in self._at(temperature) if len(run.tokens) < _TELLING}
+            temperature: {run.prompt for run in self._at(temperature) if len(run.tokens) < TELLING}
             for temperature in self.plan.temperatures
         }
 
@@ -273,14 +271,8 @@ class Report:
         """Why figures may say less than they seem to."""
         said = []
         for temperature in self.plan.temperatures:
-            at, total = f"temperature {temperature:g}", len(self.prompts)
             loops, short = len(self.looping[temperature]), len(self.short[temperature])
-            if loops == total:
-                said.append(f"{at}: every text loops, and loops are easy to draft: these figures say nothing")
-            elif loops:
-                said.append(f"{at}: {loops} of {total} prompts gave loops and are left out")
-            if short:
-                said.append(f"{at}: {short} of {total} prompts gave texts below {_TELLING} tokens: loops may be missed")
+            said += cautions(f"temperature {temperature:g}", len(self.prompts), loops=loops, short=short)
         if self.plain_because and self.plan.path == "auto":
             said.append(f"decoded on the plain path: {self.plain_because}")
         if self.shortlist is not None:

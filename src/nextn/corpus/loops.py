@@ -7,6 +7,8 @@ import numpy as np
 
 from nextn.corpus.data import Ids
 
+TELLING = 200  # below so many tokens loops cannot be told for sure, see `Degeneracy.looping`
+
 
 @dataclass(frozen=True)
 class Degeneracy:
@@ -43,6 +45,18 @@ def degeneracy(text: str | Sequence[int] | Ids, *, max_period: int = 256) -> Deg
         loop=loop / max(len(ids), 1),
         period=-period,
     )
+
+
+def cautions(of: str, total: int, *, loops: int, short: int) -> list[str]:
+    """What to say of figures over the texts of so many prompts, `of` a temperature: how many loop or are too short."""
+    said = []
+    if loops == total:
+        said.append(f"{of}: every text loops, and loops are easy to draft: these figures say little")
+    elif loops:
+        said.append(f"{of}: {loops} of {total} prompts gave loops and are left out")
+    if short:
+        said.append(f"{of}: {short} of {total} prompts gave texts below {TELLING} tokens: loops may be missed")
+    return said
 
 
 def _recurrence(ids: Ids, period: int) -> int:

@@ -7,6 +7,7 @@ from functools import cached_property
 from nextn import __version__
 from nextn.benchmarking.cost import Machine
 from nextn.benchmarking.workload import Prompt, by_domain
+from nextn.corpus.loops import cautions
 from nextn.drafting import Contract
 from nextn.errors import ConfigError
 from nextn.figures.estimate import Estimate, jackknifed, share
@@ -15,7 +16,7 @@ from nextn.measuring.columns import RULES, Scored, Text
 from nextn.measuring.controls import Controls
 from nextn.measuring.plan import Plan
 from nextn.measuring.record import DEFINITIONS, prompts_hash
-from nextn.measuring.texts import TELLING, Drawn
+from nextn.measuring.texts import Drawn
 
 
 @dataclass(frozen=True)
@@ -122,14 +123,8 @@ class Measured:
         """Why figures may say less than they seem to."""
         said = []
         for temperature, drawn in self.drawn.items():
-            at, total, loops = f"temperature {temperature:g}", len(drawn.texts), len(self.looping[temperature])
-            short = len(drawn.short)
-            if loops == total:
-                said.append(f"{at}: every text loops, and loops are easy to draft: these figures say little")
-            elif loops:
-                said.append(f"{at}: {loops} of {total} texts loop and are left out")
-            if short:
-                said.append(f"{at}: {short} of {total} texts have fewer than {TELLING} tokens: loops may be missed")
+            loops, short = len(self.looping[temperature]), len(drawn.short)
+            said += cautions(f"temperature {temperature:g}", len(drawn.texts), loops=loops, short=short)
         if len(self.prompts) < 8:
             said.append(f"{len(self.prompts)} texts: intervals of so few are wide, and rest on their being alike")
         return said + (self.controls.warnings if self.controls else [])

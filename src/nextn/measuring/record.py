@@ -8,10 +8,10 @@ from nextn.checkpoints.checkpoint import Checkpoint
 from nextn.checkpoints.inventory import Inventory
 from nextn.checkpoints.provenance import head_fingerprint, trunk_fingerprint
 from nextn.checkpoints.snapshot import on_disk
+from nextn.corpus.loops import TELLING
 from nextn.figures.acceptance import DEFINITION
 from nextn.figures.estimate import INTERVAL
 from nextn.measuring.columns import RULES
-from nextn.measuring.texts import TELLING
 
 DEFINITIONS = {
     "acceptance": DEFINITION.partition(";")[0] + "; rounds follow each other through the text as in decoding at this K",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nextn.benchmarking.workload import Prompt
-from nextn.corpus.loops import degeneracy
+from nextn.corpus.loops import TELLING, degeneracy
 from nextn.decode import Round, Settings
 from nextn.drafting import Contract
 from nextn.figures.acceptance import Acceptance
@@ -15,7 +15,6 @@ from nextn.sampling import Sampling
 from nextn.text import Result, generate
 
 _BATCH = 8  # rows decoded together
-TELLING = 200  # below so many tokens loops cannot be told for sure (`Degeneracy.looping`)
 
 
 @dataclass(frozen=True, eq=False)

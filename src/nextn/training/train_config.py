@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self, get_args
 
-from nextn.errors import ConfigError
+from nextn.errors import ConfigError, need_whole
 from nextn.losses.loss import LambdaSchedule, depth_weights
 from nextn.losses.objectives import OBJECTIVES
 
@@ -56,9 +56,7 @@ class TrainConfig:
     eval_batches: int = 4
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} = {getattr(self, name)}; expected a whole number >= {least}")
+        need_whole(self, **_LEAST)
         for name, fits, words in (
             ("lr", 0 < self.lr < 1, "0 < lr < 1"),
             ("matrix_lr", 0 < self.matrix_lr < 1, "0 < matrix_lr < 1"),

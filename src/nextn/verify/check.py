@@ -11,7 +11,7 @@ from nextn.benchmarking.workload import Prompt
 from nextn.engines.answers import Answer, Ask
 from nextn.engines.counters import Counters
 from nextn.engines.endpoint import Endpoint, together
-from nextn.errors import ConfigError, EngineError
+from nextn.errors import ConfigError, EngineError, need_whole
 
 Outcome = Literal["passed", "failed", "unclear"]
 TOP = 5  # best tokens asked for per position; OpenAI's completions give no more
@@ -48,17 +48,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        least = {
-            "max_tokens": 8,
-            "samples": 8,
-            "sampled_prompts": 1,
-            "sampled_tokens": 2,
-            "concurrency": 2,
-            "context": 256,
-        }
-        for name, low in least.items():
-            if getattr(self, name) < low:
-                raise ConfigError(f"{name} = {getattr(self, name)}; expected at least {low}")
+        need_whole(self, max_tokens=8, samples=8, sampled_prompts=1, sampled_tokens=2, concurrency=2, context=256)
         if not 0 < self.false_alarm < 0.5:
             raise ConfigError(f"false_alarm = {self.false_alarm}; expected a chance such as 0.01")
         if self.tie_gap < 0:
