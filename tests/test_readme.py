@@ -47,27 +47,128 @@ def test_make_targets_exist():
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
+def record(name):
+    return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())
+
+
+def section(title):
+    """Its text in one line, so that it may be wrapped anywhere."""
+    return " ".join(re.search(rf"^## {title}\n(.*?)(?=^## )", README, re.MULTILINE | re.DOTALL)[1].split())
+
+
 def test_figures_are_the_records():
     """The table of the README is what `make demo` wrote into the committed record."""
-    record = json.loads((ROOT / "bench" / "results" / "demo.json").read_text())
+    demo = record("demo")
     for name, title in (("greedy", "greedy, identical output"), ("temperature_1", "temperature 1, same law")):
-        part = record[name]
+        part = demo[name]
         rates = ", ".join(f"{rate:.2f}" for rate in part["acceptance"])
         speeds = f"{part['plain_tokens_per_s']:.0f} | {part['mtp_tokens_per_s']:.0f} | **{part['speedup']:.2f} x**"
         assert f"| {title} | {speeds} | {part['acceptance_length']:.2f} | {rates} |" in README
-    assert record["identical_output"]
+    assert demo["identical_output"]
 
 
 def test_audit_figures_are_the_record():
     """Seconds, memory and bytes of the audit as bench/audit.py last measured them."""
-    record = json.loads((ROOT / "bench" / "results" / "audit.json").read_text())
-    hub, folder = record["hub"], record["folder"]
+    audit = record("audit")
+    hub, folder = audit["hub"], audit["folder"]
     share = f"{100 * hub['share_of_bytes']:.3f} %"
     assert (
         f"| {hub['seconds']:.1f} | {hub['peak_mb']:.0f} MB | {share} of the bytes, {hub['requests']} requests |"
         in README
     )
     assert f"| a local folder | {folder['seconds']:.1f} | {folder['peak_mb']:.0f} MB | |" in README
+
+
+def bench_figures(name, temperature, drafts):
+    """-> plain tokens/s, the figures with MTP over all prompts, how many prompts stand behind them."""
+    found = record(name)
+    plain, mtp = (
+        each
+        for k in (0, drafts)
+        for each in found["figures"]
+        if (each["temperature"], each["drafts"], each["domain"]) == (temperature, k, "all")
+    )
+    texts = found["texts"][f"{temperature:g}"]
+    loops = 0 if mtp["only_loops"] else len(texts["looping"])
+    return plain["tokens_per_s"]["median"], mtp, texts["prompts"] - loops
+
+
+def decode_lines():
+    """The table of bench/decode.py."""
+    found = record("decode")
+    fast, plain, long = found["costs"]["fast"], found["costs"]["plain"], found["ms_per_token"]
+    step = [1000 * each["step_s"][0]["median"] for each in (fast, plain)]
+    verify = [", ".join(f"{each['v'][m - 1]:.2f}" for m in (5, 9, 13)) for each in (fast, plain)]
+    columns = [", ".join(f"{long[path][size]:.1f}" for size in ("512", "2048", "8192")) for path in ("fast", "plain")]
+    forced = {each["rate"]: each for each in found["forced"] if each["drafts"] == 4}
+    speeds = ", ".join(f"{forced[rate]['speedup']:.2f} x" for rate in (0.7, 0.9))
+    share = f"{100 * min(forced[rate]['achieved'] for rate in (0.7, 0.9)):.0f}"
+    yield f"{found['parameters'] / 1e6:.0f} M parameters, bf16, two CPU cores, batch 1"
+    bound = f"{found['step_over_bound']:.2f} x the time that reading its weights takes"
+    yield f"| a plain step | **{step[0]:.1f} ms**, {bound} | {step[1]:.1f} ms |"
+    yield f"| verifying 5, 9, 13 tokens, in plain steps | {verify[0]} | {verify[1]} |"
+    yield f"| a plain step at 512, 2,048, 8,192 columns | {columns[0]} ms | {columns[1]} ms |"
+    yield f"| MTP at forced acceptance 0.7, 0.9 (K = 4) | {speeds} ({share} % of the formula) | |"
+
+
+def recipe_lines():
+    """The recipes `code` and `hybrid`, and batches of the former."""
+    for title, name, temperature, drafts in (
+        ("greedy, K = 16, {} texts that do not loop", "code-greedy", 0.0, 16),
+        ("temperature 1, K = 9, {} texts", "code", 1.0, 9),
+    ):
+        plain, mtp, texts = bench_figures(name, temperature, drafts)
+        speeds = f"{plain:.0f} | {mtp['tokens_per_s']['median']:.0f} | **{mtp['speedup']['median']:.2f} x**"
+        yield f"| {title.format(texts)} | {speeds} | {mtp['acceptance_length']:.1f} |"
+    identical = [record(name)["identical"] for name in ("code", "code-greedy")]
+    assert all(each["same"] == each["texts"] for each in identical)
+    yield f"All {sum(each['texts'] for each in identical)} greedy texts with MTP are the plain ones, token for token."
+    plain, mtp, _ = bench_figures("hybrid", 1.0, 6)
+    speeds = f"{mtp['tokens_per_s']['median']:,.0f} against {plain:,.0f} tokens/s"
+    yield f"{speeds}, {mtp['speedup']['median']:.2f} x at temperature 1 and K = 6"
+    batches = {each["batch"]: each for each in record("batches")["batches"] if not each["temperature"]}
+    one, four, eight, sixteen = (f"{batches[size]['speedup']:.1f}" for size in (1, 4, 8, 16))
+    assert {each["drafts"] for each in batches.values()} == {4}
+    yield f"{one}, {four}, {eight} and {sixteen} x at batches of 1, 4, 8 and 16 (K = 4, greedy;"
+
+
+def peer_lines():
+    """The table of bench/peers.py: tokens/s at K = 0, 1, 2, 4; nothing where an engine cannot."""
+    found = record("peers")
+    figures = {(each["engine"], each["variant"], each["drafts"]): each for each in found["figures"]}
+    yield f"GLM-4.5's layout, 16 layers, {found['parameters'] / 1e6:.0f} M parameters"
+    for title, engine, variant in (
+        ("nextn, bf16", "nextn", "bfloat16"),
+        ("llama.cpp, bf16", "llama.cpp", "bfloat16"),
+        ("vLLM on CPUs, compiled, bf16", "vllm", "compiled"),
+        ("vLLM on CPUs, eager, bf16", "vllm", "eager"),
+        ("transformers `generate`, float32", "transformers", "float32"),
+        ("transformers `generate`, bf16", "transformers", "bfloat16"),
+    ):
+        row = [figures.pop((engine, variant, drafts), None) for drafts in (0, 1, 2, 4)]
+        cells = ["" if each is None else f"{each['tokens_per_s']['median']:.0f}" for each in row]
+        cells[3] = f"**{cells[3]}**" if engine == "nextn" else cells[3]
+        cells.append("" if row[3] is None else f"{row[3]['acceptance_length']:.2f}")
+        yield " ".join(f"| {title} | {' | '.join(cells)} |".split())
+    assert not figures
+
+
+# What is no measurement, or none that a record holds.
+SAID = (
+    "14 of the 27 families", "C++20", "batch 1", "GLM-4.5's layout, 16 layers", "Qwen3.5's layout",
+    "27 minutes of the same two cores", "K = 1 | K = 2 | K = 4 | AL at K = 4",
+)  # fmt: skip
+
+
+def test_figures_of_speed_are_the_records():
+    """Catches a record that was measured anew and a README that was not, and a figure that stands in no record."""
+    rest = section("Fast")
+    for line in (*decode_lines(), *recipe_lines(), *peer_lines()):
+        assert line in rest, line
+        rest = rest.replace(line, "")
+    for phrase in SAID:
+        rest = rest.replace(phrase, "")
+    assert re.findall(r"\b\d[\d,.]*", rest) == []
 
 
 def test_families_are_counted():
