@@ -7,8 +7,10 @@ import pytest
 from scipy.stats import binomtest
 
 from nextn.benchmarking import cost
-from nextn.benchmarking.benchmark import DEFINITIONS, Plan, Report, Run, measured, runs
+from nextn.benchmarking.benchmark import measured
 from nextn.benchmarking.cost import Machine
+from nextn.benchmarking.report import DEFINITIONS, Report
+from nextn.benchmarking.runs import Plan, Run, runs
 from nextn.benchmarking.workload import Prompt
 from nextn.decode import Round, RowRound, Settings, rounds
 from nextn.errors import ConfigError

@@ -4,8 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from nextn.benchmarking.benchmark import Plan, Report, Run, measured
+from nextn.benchmarking.benchmark import measured
 from nextn.benchmarking.cost import check, measured_costs
+from nextn.benchmarking.report import Report
+from nextn.benchmarking.runs import Plan, Run
 from nextn.benchmarking.workload import Prompt
 from nextn.errors import ConfigError
 from nextn.figures import acceptance

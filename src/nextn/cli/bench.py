@@ -32,7 +32,7 @@ from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
     from nextn.benchmarking.advice import Advice
-    from nextn.benchmarking.benchmark import Figures, Report
+    from nextn.benchmarking.report import Figures, Report
 
 Out = Annotated[Path | None, typer.Option(help="Folder for the record and the figures.")]
 
@@ -55,7 +55,8 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure plain and MTP decoding in turn over K: speed, acceptance, costs, memory; loops are told and left out."""
-    from nextn.benchmarking.benchmark import Plan, measured
+    from nextn.benchmarking.benchmark import measured
+    from nextn.benchmarking.runs import Plan
     from nextn.benchmarking.workload import read_prompts
 
     plan = Plan(
@@ -99,7 +100,7 @@ def advise(
 ) -> None:
     """Say whether MTP pays here, from measured acceptance and costs: the best K, the break-even, or "leave it off"."""
     from nextn.benchmarking.advice import advised
-    from nextn.benchmarking.benchmark import Plan
+    from nextn.benchmarking.runs import Plan
     from nextn.benchmarking.workload import read_prompts
 
     sizes, columns = _whole(batches, "--batches"), _whole(contexts, "--contexts") if contexts else ()
