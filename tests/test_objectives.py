@@ -299,6 +299,52 @@ def test_no_more_logits_than_the_chunk(monkeypatch, objective, chunk, trains_wei
     assert (weight.grad is not None) == trains_weight
 
 
+def rows_of_logits(seen):
+    """The most rows of anything as wide as the vocabulary."""
+    return max(shape[0] for shape in seen.shapes - {(H, V), (W, V)} if shape[1:] == (V,))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("chunk", [2, None])
+def test_no_more_laws_than_the_chunk_or_the_text(monkeypatch, objective, chunk):
+    """Catches laws and tiles of as many rows as a cache holds, beside a smaller chunk or text."""
+    monkeypatch.setattr("nextn.losses.chunked._tile_bytes", lambda device: 10**6)
+    hiddens, weights, teacher, tokens = random_batch(9, rows=3)
+    with Sizes() as seen:
+        loss = head_loss(hiddens, weights[0].detach(), teacher, Targets(tokens), objective=objective, chunk=chunk)
+        loss.total.backward()
+    assert rows_of_logits(seen) == (chunk or loss.counts.sum())
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_tiles_under_a_shortlist_are_the_vocabulary_s(monkeypatch, objective):
+    """Catches tiles by the few tokens that the head drafts from: the trunk's logits are of all, and as many rows."""
+    hiddens, weights, teacher, tokens = random_batch(3, rows=3)
+    shortlist, targets = torch.tensor([1, 7]), Targets(tokens)
+    options = {"objective": objective, "shortlist": shortlist}
+    whole = head_loss(hiddens, weights[0][shortlist], teacher, targets, **options)
+    monkeypatch.setattr("nextn.losses.chunked._tile_bytes", lambda device: 2 * 4 * V)
+    with Sizes() as seen:
+        loss = head_loss(hiddens, weights[0][shortlist], teacher, targets, **options)
+    torch.testing.assert_close(loss.total, whole.total, **EXACT)
+    torch.testing.assert_close(report_of(loss), report_of(whole), **EXACT)
+    assert rows_of_logits(seen) == 4
+
+
+@pytest.mark.parametrize("is_recording", [True, False])
+def test_passes_of_the_chain(monkeypatch, is_recording):
+    """Catches a first pass, for the overlaps alone, that makes gradients as well, and a second one under no_grad."""
+    grads, products = [], []
+    product = torch.mm
+    monkeypatch.setattr("nextn.losses.chunked._add_product", lambda *args: grads.append(1))
+    monkeypatch.setattr(torch, "mm", lambda *args, **kwargs: products.append(1) or product(*args, **kwargs))
+    hiddens, weights, teacher, tokens = random_batch(10)
+    with torch.set_grad_enabled(is_recording):
+        head_loss(hiddens, weights[0], teacher, Targets(tokens), objective="e2e-tv")
+    assert (len(grads), len(products)) == ((1, 4) if is_recording else (0, 2))
+
+
 def test_depths_share_the_teacher_s_law(monkeypatch):
     """Catches a law made once for each depth, which is the trunk's product and softmax D times over."""
     made = []
@@ -341,6 +387,7 @@ def test_hard_labels_are_the_training_loss():
         ({"shortlist": torch.arange(3)}, "drafts from 3 tokens"),
         ({"teacher": Teacher(torch.zeros(2, T - 1, H), torch.zeros(V, H))}, "teacher's hidden"),
         ({"teacher": Teacher(torch.zeros(2, T, H), torch.zeros(V, H), 0.0)}, "temperature 0.0"),
+        ({"teacher": Teacher(torch.zeros(2, T, H), torch.zeros(V, H), math.inf)}, "temperature inf"),
         ({"depth_weights": (1.0, 1.0)}, "2 depth weights"),
         ({"denominator": "mean"}, "'mean' is unknown"),
         ({"denominator": torch.ones(2)}, "1 numbers are needed"),
@@ -353,3 +400,10 @@ def test_bad_calls_are_refused(changes, says):
     good = {"hiddens": hiddens, "weights": weights[0], "teacher": teacher, "targets": Targets(tokens)}
     with pytest.raises(ConfigError, match=says):
         head_loss(**(good | changes))
+
+
+def test_every_depth_s_weight_is_looked_at():
+    """Catches a deeper output head of another size, which would be read past its end or left in part."""
+    hiddens, weights, teacher, tokens = random_batch(0, depths=2, own=True)
+    with pytest.raises(ConfigError, match=r"weight is \(10, 5\); the head drafts from 11 tokens"):
+        head_loss(hiddens, [weights[0], weights[1][1:]], teacher, Targets(tokens))
