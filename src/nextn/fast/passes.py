@@ -16,6 +16,7 @@ from nextn.fast.hooks import RecordingCache
 from nextn.fast.native import Runtime
 from nextn.fast.program import Replay
 from nextn.fast.recurrent import ROOM, StateShape
+from nextn.fast.scratch import Scratch
 from nextn.fast.slabs import Shape, Slabs
 from nextn.fast.tape import RecordingTape
 from nextn.fast.weights import Weights
@@ -82,6 +83,7 @@ class Passes:
     ) -> None:
         self._runtime, self._weights, self._kinds, self._call = runtime, weights, list(kinds), call
         self._dtype, self._state_shape, self._feeds = dtype, state_shape, feeds
+        self._scratch = Scratch()
         self._attached: object = None
         self.last: tuple[Replay, int] | None = None  # what ran last, and how many of its columns were asked for
         self._headers = torch.zeros(len(kinds), 3, dtype=torch.int64)
@@ -99,7 +101,7 @@ class Passes:
         return self._shapes
 
     def run(self, tokens: Tensor, cache: Slabs, *, states: Tensor | None = None) -> list[Tensor]:
-        """tokens [B, m], states [B, m, ...] -> the outputs, [B, m, ...]; overwritten by the next pass of this size."""
+        """tokens [B, m], states [B, m, ...] -> the outputs, [B, m, ...]; overwritten by the next pass."""
         cache.begin(tokens.shape[1])
         if tokens.shape[1] <= self._sizes[-1]:
             return self._piece(tokens, states, cache, 0)
@@ -173,7 +175,7 @@ class Passes:
         inputs = Inputs.of(rows, size, states)
         cache = RecordingCache(self._kinds, self._headers, inputs.starts, inputs.positions)
         tape = RecordingTape([*inputs.all, *self._feeds(rows)], cache.layers)
-        replay = Replay.of(self._runtime, tape, partial(self._pass, inputs, cache), self._weights.pack)
+        replay = Replay.of(self._runtime, tape, partial(self._pass, inputs, cache), self._weights.pack, self._scratch)
         self._shapes = [layer.shape for layer in cache.layers]
         return inputs, replay
 

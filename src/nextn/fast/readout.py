@@ -11,6 +11,7 @@ from nextn.fast.hooks import note
 from nextn.fast.native import Runtime
 from nextn.fast.passes import SIZES
 from nextn.fast.program import Replay
+from nextn.fast.scratch import Scratch
 from nextn.fast.tape import RecordingTape
 from nextn.fast.weights import Weights
 from nextn.sampling import Prediction
@@ -46,6 +47,7 @@ class Readout:
         """logits(states) -> what is read from them by the weight [V, H]."""
         self._runtime, self._weights, self._logits = runtime, weights, logits
         self._width, self._dtype = weight.shape[1], weight.dtype
+        self._scratch = Scratch()
         self._replays: dict[int, tuple[Tensor, Replay]] = {}
         self._behind: dict[Replay, Replay | None] = {}
         self._views: dict[tuple[Replay, int], list[Tensor]] = {}
@@ -69,7 +71,7 @@ class Readout:
             self._behind[source] = self._recorded(flat) if len(flat) <= SIZES[-1] else None
 
     def __call__(self, normed: Tensor) -> Prediction:
-        """normed [..., H] -> what is predicted, overwritten by the next call of this size."""
+        """normed [..., H] -> what is predicted, overwritten by the next prediction."""
         shape, flat = normed.shape[:-1], normed.reshape(-1, normed.shape[-1])
         if len(flat) > SIZES[-1]:
             return Prediction(self._logits(normed))
@@ -89,4 +91,4 @@ class Readout:
     @torch.inference_mode(False)
     def _recorded(self, given: Tensor) -> Replay:
         run = lambda: told(self._logits(given))  # noqa: E731
-        return Replay.of(self._runtime, RecordingTape([given]), run, self._weights.pack)
+        return Replay.of(self._runtime, RecordingTape([given]), run, self._weights.pack, self._scratch)
