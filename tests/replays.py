@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from nextn.fast.engine import FastHead, FastTrunk, Weights
+from nextn.fast.engine import FastHead, FastTrunk
 from nextn.fast.native import load
 from nextn.fast.program import Replay
 from nextn.fast.tape import Tape
+from nextn.fast.weights import Weights
 from nextn.model import Model
 
 Function = Callable[..., Tensor | Iterable[Tensor]]

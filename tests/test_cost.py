@@ -41,7 +41,14 @@ def test_costs_are_of_their_own_passes(trained, monkeypatch):
     assert found.c == 0.5
     assert (found.batch, found.context, found.max_drafts, found.steps[0].num) == (2, 20, 3, 4)
     assert found.of_round(2) == 9 + 2 * 0.5
-    turns = [hands.calls[place : place + 5] for place in range(0, 25, 5)]
+    pairs = list(zip(hands.calls[::2], hands.calls[1::2], strict=True))
+    turns = [pairs[place : place + 5] for place in range(0, 25, 5)]
+    before = {after: before for before, after in turns[0]}
+    assert before == {
+        ("verify", 1): ("verify", 1),
+        **{("verify", num): ("draft", num - 1) for num in (2, 3, 4)},
+        ("draft", 3): ("verify", 4),
+    }
     assert all(sorted(turn) == sorted(turns[0]) for turn in turns)
     assert len({turn[0] for turn in turns}) == 5
 

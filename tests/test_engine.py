@@ -223,3 +223,17 @@ def test_a_window_runs_on_a_replay_that_there_is():
     assert [size(columns) for columns in (1, 2, 4, 5, 7)] == [1, 4, 4, 6, 7]
     trunk.prepare(1, [4, 8], exact=False)
     assert [size(columns) for columns in (4, 5, 7, 8)] == [4, 5, 7, 9]
+
+
+def test_sizes_share_their_memory():
+    """What lies between operations, and weights that are made as the model runs: a router's in float32."""
+    model = build("glm4_moe")
+    for part in (model.trunk, model.head):
+        part.to(torch.bfloat16)
+    trunk = fast_of(model).trunk
+    passes, packed = trunk._passes, []
+    for columns in (1, 5, 3):
+        passes.replay(1, columns)
+        packed.append(len(passes._weights._packed))
+    assert len({replay.outputs[0].untyped_storage().data_ptr() for _, replay in passes._replays.values()}) == 1
+    assert packed[0] == packed[2] > 0

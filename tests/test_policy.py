@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from laws import TOKENWISE, continued, emitted, in_blocks, number, random_laws
 
 from nextn.errors import ConfigError
 from nextn.figures.speedup import Costs, Spread, best_drafts, expected_speedup
-from nextn.policy import EDGES, Adaptive, Fixed, RoundPlan
+from nextn.policy import EDGES, Adaptive, Calibration, Fixed, RoundPlan
 from nextn.sampling import accept_block
 
 FLAT = tuple(1 + 0.005 * num for num in range(17))
@@ -201,6 +202,86 @@ def test_floors_are_the_rule():
     assert plan.take == pytest.approx([rule.rate * margin for margin in (0.1, 0.2, 0.3)])
     assert plan.go[:2] == pytest.approx([rule.rate * (0.1 + margin) / 0.7 for margin in (0.2, 0.3)])
     assert rule.plan() == plan
+
+
+class Shrinking:
+    """`Calibration` by its definition: 4 drafts of the prior, and all that was seen shrinks by 1/512 a round."""
+
+    def __init__(self, prior):
+        self.prior, self.offered, self.kept = prior, [0.0] * len(prior), [0.0] * len(prior)
+
+    def learn(self, places, kept):
+        for values in (self.offered, self.kept):
+            values[:] = [value * 511 / 512 for value in values]
+        for depth, place in enumerate(places):
+            self.offered[place] += 1
+            self.kept[place] += depth < kept
+
+    @property
+    def table(self):
+        seen = zip(self.kept, self.offered, self.prior, strict=True)
+        return tuple((kept + 4 * hope) / (offered + 4) for kept, offered, hope in seen)
+
+    @property
+    def mean(self):
+        return (sum(self.kept) + 4 * 0.7) / (sum(self.offered) + 4)
+
+
+def test_calibration_is_its_definition():
+    """Also behind the rounds at which its weights are scaled down, every 10,600."""
+    draw, prior = random.Random(1), [0.5 + place / 32 for place in range(16)]
+    rules = Calibration(prior), Shrinking(prior)
+    for turn in range(12_000):
+        places = [draw.randrange(16) for _ in range(draw.randrange(5))]
+        for rule in rules:
+            rule.learn(places, len(places) // 2)
+        if turn % 1000 == 0 or 10_590 < turn < 10_660:
+            assert rules[0].table == pytest.approx(rules[1].table)
+            assert rules[0].mean == pytest.approx(rules[1].mean)
+
+
+# Drafts at temperature 1 by the head's confidence, as a trained head's were recorded: (share of laws, chance to stand).
+RECORDED = {0.08: (0.15, 0.77), 0.35: (0.25, 0.70), 0.85: (0.25, 0.82), 0.97: (0.35, 0.95)}
+
+
+def recorded(draw, turn):
+    shares = [share for share, _ in RECORDED.values()]
+    while True:
+        told = draw.choices(list(RECORDED), shares)[0]
+        yield told, RECORDED[told][1]
+
+
+@pytest.mark.parametrize(("v", "c"), [(FLAT, 0.07), (STEEP, 0.05)])
+def test_settles_within_a_few_dozen_rounds(v, c):
+    """A rate that begins far off, a rule that goes on jumping. Over many texts, as single ones are luck."""
+    mean = sum(share * rate for share, rate in RECORDED.values())
+    best = best_drafts(costs(v, c), [mean] * (len(v) - 1))
+    aimed = simulated(Fixed(best), recorded, v, c, rounds=8000).rate
+    first, later = Result(), []
+    for seed in range(100, 220):
+        rule = Adaptive(costs(v, c))
+        text = simulated(rule, recorded, v, c, rounds=48, seed=seed)
+        first.tokens, first.price = first.tokens + text.tokens, first.price + text.price
+        if seed < 110:
+            lengths = simulated(rule, recorded, v, c, rounds=300, seed=seed).lengths
+            later.append(sum(lengths) / len(lengths))
+    assert first.rate > 0.97 * aimed
+    assert best - 2 < min(later) <= max(later) < best + 2
+
+
+def test_a_rule_is_kept_while_little_is_new():
+    """A rule made anew in each round, or one that is kept although drafting stopped paying."""
+    rule, seen = Adaptive(costs(FLAT, 0.07)), []
+    for turn in range(200):
+        seen.append(rule.plan())
+        rule.learn([0.9] * 6, drafts=6, kept=(6, 3)[turn % 2])
+    changes = [turn for turn in range(1, 200) if seen[turn] is not seen[turn - 1]]
+    assert changes[:7] == list(range(1, 8))
+    assert all(later - turn <= 17 for turn, later in pairwise(changes))
+    assert len(changes) < 40
+    for _ in range(600):
+        rule.learn([0.9] * 6, drafts=6, kept=0)
+    assert rule.plan().max_drafts == 0
 
 
 def test_a_jump_of_the_costs_is_looked_beyond():

@@ -8,6 +8,7 @@ from replays import Replayed
 
 from nextn.fast import program
 from nextn.fast.native import load
+from nextn.fast.scratch import Scratch
 from nextn.fast.tape import Tape, Unrecordable
 
 SIZE = 1024
@@ -117,3 +118,27 @@ def test_constants_outlive_the_recording():
     gc.collect()
     _fill = [torch.full((4, 8), -1.0) for _ in range(50)]
     assert kept(torch.ones(2, 8))[0].tolist() == [[21.0] * 4] * 2
+
+
+def test_replays_take_turns_in_one_scratch():
+    """Of different sizes, the larger recorded last: no more memory than it takes, and no trace of the other one."""
+    scratch, made = Scratch(), []
+    for size in (5, 40):
+        x = torch.zeros(size)
+
+        def run(x=x):
+            state = x + 1
+            return [state, (state * 2).exp() + state]
+
+        made.append((x, program.Replay.of(load(), Tape([x]), run, load().pack, scratch)))
+    for turn in range(3):
+        for x, replay in made:
+            x.fill_(turn / 4)
+            replay.run()
+            state = x + 1
+            torch.testing.assert_close(replay.outputs, [state, (state * 2).exp() + state])
+    assert len({replay.outputs[0].untyped_storage().data_ptr() for _, replay in made}) == 1
+    assert scratch.take(8).data_ptr() == made[0][1].outputs[0].untyped_storage().data_ptr()
+    large = scratch.take(2**27)
+    assert len(large) == 2**27
+    assert large.data_ptr() % 64 == 0

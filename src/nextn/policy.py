@@ -22,6 +22,9 @@ _PRIOR, _MEMORY = 4.0, 512.0
 # rounds that draft are few and must tell soon.
 _FIRST, _LONG, _SHORT = 12.0, 256.0, 8.0
 PROBE = 32  # rounds from one that drafts to the next while decoding is plain
+# A rule is kept for a share of the rounds seen so far, and for no more than this many: what is new in fewer is noise.
+_SHARE, _LONGEST = 8, 16
+_LARGE = 1e9  # weights of rounds beyond this are scaled down
 _USUAL = 0.7  # the acceptance to begin with
 
 
@@ -81,6 +84,9 @@ class Chain:
         return taken
 
 
+_PLAIN = RoundPlan(0)
+
+
 class DraftLength(Protocol):
     """Sets how many tokens each round drafts."""
 
@@ -133,25 +139,31 @@ class Calibration:
 
     def __init__(self, prior: Sequence[float]) -> None:
         self.prior = tuple(prior)
-        self.offered, self.kept = [0.0] * len(prior), [0.0] * len(prior)
+        # Rather than all bins shrinking at every round, each round counts more than the one before, this much.
+        self._offered, self._kept, self._weight = [0.0] * len(prior), [0.0] * len(prior), 1.0
 
     def learn(self, places: Sequence[int], kept: int) -> None:
         """The drafts of one round that were offered, all those before them having stood; the first `kept` stood."""
-        for values in (self.offered, self.kept):
-            values[:] = [value * (1 - 1 / _MEMORY) for value in values]
-        for depth, place in enumerate(places):
-            self.offered[place] += 1
-            self.kept[place] += depth < kept
+        self._weight = weight = self._weight / (1 - 1 / _MEMORY)
+        for place in places:
+            self._offered[place] += weight
+        for place in places[:kept]:
+            self._kept[place] += weight
+        if weight > _LARGE:
+            self._offered, self._kept = ([value / weight for value in each] for each in (self._offered, self._kept))
+            self._weight = 1.0
 
     @property
     def table(self) -> tuple[float, ...]:
-        seen = zip(self.kept, self.offered, self.prior, strict=True)
-        return tuple((kept + _PRIOR * prior) / (offered + _PRIOR) for kept, offered, prior in seen)
+        prior = _PRIOR * self._weight
+        seen = zip(self._kept, self._offered, self.prior, strict=True)
+        return tuple([(kept + prior * hope) / (offered + prior) for kept, offered, hope in seen])
 
     @property
     def mean(self) -> float:
         """Over all drafts seen."""
-        return (sum(self.kept) + _PRIOR * _USUAL) / (sum(self.offered) + _PRIOR)
+        prior = _PRIOR * self._weight
+        return (sum(self._kept) + prior * _USUAL) / (sum(self._offered) + prior)
 
 
 class Adaptive:
@@ -170,14 +182,18 @@ class Adaptive:
         self.limit = costs.max_drafts if limit is None else limit
         if not 1 <= self.limit <= costs.max_drafts:
             raise ConfigError(f"limit = {limit}; expected 1 to {costs.max_drafts}, the drafts that costs are known for")
-        # A pass over more tokens that was measured as cheaper is noise.
-        self.v, self.c, self.overhead = tuple(accumulate(costs.v, max)), costs.c, overhead
+        self.v, self.c, self.overhead = _rising(costs.v[: self.limit + 1]), costs.c, overhead
+        rows = [after - before for before, after in pairwise(self.v)]
+        self._rows, self._steps = rows, [self.c + row for row in rows]
         # Drafts that are sampled from flat laws stand as often as others do; in greedy decoding they do not.
         hopes = [max(_USUAL, (low + high) / 2) for low, high in pairwise((*EDGES, 1.0))]
         self.stands = Calibration(hopes)
         usual = [expected_length([_USUAL] * num) / self._price(num, num) for num in range(1, self.limit + 1)]
         self.price, self.tokens = _FIRST, _FIRST * max(usual)
         self.waited = 0
+        self._floors: dict[float, tuple[list[float], list[float]]] = {}  # by the usual acceptance, to a hundredth
+        self._kept: RoundPlan | None = None
+        self._learned = self._since = 0  # rounds that drafted: all, and those since the rule was made
 
     @property
     def rate(self) -> float:
@@ -196,20 +212,30 @@ class Adaptive:
 
     def plan(self) -> RoundPlan:
         if not self.pays and self.waited < PROBE - 1:
-            return RoundPlan(0)
-        rate, usual = max(1.0, self.rate), self.stands.mean
-        rows = [after - before for before, after in pairwise(self.v[: self.limit + 1])]
-        steps = [self.c + row for row in rows]
-        take = [rate * _floor([row, *steps[depth + 1 :]], usual) for depth, row in enumerate(rows)]
+            return _PLAIN
+        if self._kept is None or not self.pays or self._since >= min(_LONGEST, 1 + self._learned // _SHARE):
+            self._kept, self._since = self._made(), 0
+        return self._kept
+
+    def _made(self) -> RoundPlan:
+        rate, usual = max(1.0, self.rate), max(0.01, round(self.stands.mean, 2))
+        if usual not in self._floors:
+            self._floors[usual] = self._floors_at(usual)
+        take, go = (tuple([rate * floor for floor in floors]) for floors in self._floors[usual])
+        return RoundPlan(self.limit, EDGES, self.stands.table, take, go)
+
+    def _floors_at(self, usual: float) -> tuple[list[float], list[float]]:
+        """`take` and `go` at a rate of 1, where laws not yet seen stand with this probability."""
+        rows, steps = self._rows, self._steps
+        take = [_floor([row, *steps[depth + 1 :]], usual) for depth, row in enumerate(rows)]
         # The next law is unseen when its head step is decided on: it counts as a usual one.
-        go = [rate * _floor(steps[depth + 1 :], usual) / usual for depth in range(self.limit)]
-        return RoundPlan(self.limit, EDGES, self.stands.table, tuple(take), tuple(go))
+        return take, [_floor(steps[depth + 1 :], usual) / usual for depth in range(self.limit)]
 
     def learn(self, confidences: Sequence[float], *, drafts: int, kept: int) -> None:
         if not confidences:
             self.waited += 1
             return
-        self.waited = 0
+        self.waited, self._learned, self._since = 0, self._learned + 1, self._since + 1
         places = [_bin(EDGES, confidence) for confidence in confidences]
         self.stands.learn(places[: min(drafts, kept + 1)], kept)
         self.tokens += kept + 1
@@ -219,6 +245,19 @@ class Adaptive:
 
     def _price(self, drafts: int, steps: int) -> float:
         return self.v[drafts] + steps * self.c + self.overhead * (steps > 0)
+
+
+def _rising(values: Sequence[float]) -> tuple[float, ...]:
+    """The closest values from 1 on that do not fall (pool adjacent violators): a pass over more tokens that was
+    measured as cheaper is noise, of its own and of what is beside it alike."""
+    pools: list[tuple[float, int]] = []  # (sum, number)
+    for value in values:
+        total, num = value, 1
+        while pools and pools[-1][0] * num > total * pools[-1][1]:
+            before, others = pools.pop()
+            total, num = total + before, num + others
+        pools.append((total, num))
+    return tuple(max(1.0, total / num) for total, num in pools for _ in range(num))
 
 
 def _bin(edges: Sequence[float], confidence: float) -> int:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import transformers
@@ -26,6 +27,7 @@ from nextn.sampling import Sampling
 from nextn.trunk import Trunk
 
 Clock = Callable[[], float]
+Pass = Callable[[], object]
 _CHUNK = 512
 
 
@@ -42,6 +44,8 @@ def measured_costs(
 ) -> Costs:
     """Passes of 1..drafts+1 tokens and a chain of `drafts` draft steps, in turn, `repeats` times after a warm-up.
 
+    Each comes behind what it follows in decoding, as that is what it finds in the processor's caches: a plain step
+    behind another one, a verification behind its drafts, drafts behind a verification.
     Each ends in its argmax on the host, as in decoding. path: see `Model.engine`. Raises ConfigError where these do not
     fit the model.
     """
@@ -49,12 +53,16 @@ def measured_costs(
     assert model.head is not None
     bench = _Passes(model.engine(path), batch, context)
     prepare(bench.trunk, bench.head, batch, drafts)
-    passes = [lambda m=m: bench.verify(m) for m in range(1, drafts + 2)] + [lambda: bench.draft(drafts)]
-    times: list[list[float]] = [[] for _ in passes]
+    verify: list[Pass] = [partial(bench.verify, num) for num in range(drafts + 2)]
+    chains: list[Pass] = [partial(bench.draft, num) for num in range(drafts + 1)]
+    pairs = [(verify[1], verify[1]), *zip(chains[1:], verify[2:], strict=True), (verify[-1], chains[-1])]
+    times: list[list[float]] = [[] for _ in pairs]
     for repeat in range(repeats + 1):
-        for place in rotated(range(len(passes)), repeat):
+        for place in rotated(range(len(pairs)), repeat):
+            before, timed = pairs[place]
+            before()
             started = clock()
-            passes[place]()
+            timed()
             if repeat:
                 times[place].append(clock() - started)
     *steps, chain = map(Spread.of, times)
@@ -64,7 +72,7 @@ def measured_costs(
 
 def adaptive(model: Model, *, limit: int, batch: int = 1, context: int = 256, path: str = "auto") -> Adaptive:
     """A draft length that pays, by what this machine takes for each. Raises ConfigError as `measured_costs`."""
-    costs = measured_costs(model, drafts=limit, batch=batch, context=context, repeats=3, path=path)
+    costs = measured_costs(model, drafts=limit, batch=batch, context=context, repeats=7, path=path)
     return Adaptive(costs)
 
 

@@ -5,20 +5,17 @@
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nextn.fast.native import Runtime, type_of
+from nextn.fast.passes import Passes
 from nextn.fast.program import Replay
 from nextn.fast.slabs import Slabs
 from nextn.policy import RoundPlan
 from nextn.sampling import Sampling
-
-if TYPE_CHECKING:
-    from nextn.fast.engine import Passes
 
 _POINTERS = ("edges", "table", "take", "go", "limits", "uniforms", "eaten")
 _WRITTEN = ("drafts", "counts", "asked", "confidences", "laws", "survival", "ended")
@@ -59,7 +56,7 @@ class FastChain:
     """Drafts of the rows of one cache, from one way to sample. laws [K, B, V] is overwritten by the next round."""
 
     def __init__(
-        self, runtime: Runtime, start: "Passes", chained: "Passes", cache: Slabs, sampling: Sampling, *, sampled: bool
+        self, runtime: Runtime, start: Passes, chained: Passes, cache: Slabs, sampling: Sampling, *, sampled: bool
     ) -> None:
         self._runtime, self._start, self._chained, self._cache = runtime, start, chained, cache
         self._plan: RoundPlan | None = None

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 
 from nextn.errors import ConfigError
-from nextn.fast.engine import FastHead, FastTrunk, Weights
+from nextn.fast.engine import FastHead, FastTrunk
 from nextn.fast.native import load
 from nextn.fast.tape import Unrecordable
+from nextn.fast.weights import Weights
 from nextn.head import Head
 from nextn.trunk import Trunk
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nextn.fast.native import Program, Runtime
+from nextn.fast.scratch import Scratch
 from nextn.sampling import Judge, Sampling
 
 _KEPT = 32  # programs; logits and laws mostly stand where they stood in an earlier round
@@ -18,7 +19,7 @@ class FastJudge(Judge):
 
     def __init__(self, runtime: Runtime, sampling: Sampling, *, block: bool) -> None:
         super().__init__(sampling, block=block)
-        self._runtime = runtime
+        self._runtime, self._scratch = runtime, Scratch()
         self._verdicts: dict[tuple[object, ...], _Verdict] = {}
 
     def __call__(
@@ -35,7 +36,8 @@ class FastJudge(Judge):
         if where not in self._verdicts:
             if len(self._verdicts) >= _KEPT:
                 self._verdicts.clear()
-            self._verdicts[where] = _Verdict.of(self._runtime, logits, q, self.sampling, block=self.block)
+            made = _Verdict.of(self._runtime, self._scratch, logits, q, self.sampling, block=self.block)
+            self._verdicts[where] = made
         return self._verdicts[where].run(drafts, u)
 
 
@@ -51,9 +53,19 @@ class _Verdict:
     u: np.ndarray
 
     @classmethod
-    def of(cls, runtime: Runtime, logits: Tensor, q: Tensor | None, sampling: Sampling, *, block: bool) -> "_Verdict":
+    def of(
+        cls,
+        runtime: Runtime,
+        scratch: Scratch,
+        logits: Tensor,
+        q: Tensor | None,
+        sampling: Sampling,
+        *,
+        block: bool,
+    ) -> "_Verdict":
         rows, columns, vocab = logits.shape
-        p, rest = torch.zeros(rows, columns, vocab), torch.zeros(rows, vocab)
+        memory = scratch.take(4 * rows * (columns + 1) * vocab).view(torch.float32)
+        p, rest = memory[: rows * columns * vocab].view(rows, columns, vocab), memory[-rows * vocab :].view(rows, vocab)
         kept, following, limits = (torch.zeros(rows, dtype=torch.int64) for _ in range(3))
         drafts, u = torch.zeros(rows, columns, dtype=torch.int64), torch.zeros(rows, columns)
         program, laws = Program(runtime), torch.zeros(rows, 0, vocab) if q is None else q

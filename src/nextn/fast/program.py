@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from nextn.fast.fuse import fused
 from nextn.fast.lower import Lowered, Lowering
 from nextn.fast.native import Program, Runtime
+from nextn.fast.scratch import Scratch
 from nextn.fast.tape import Entry, Tape, Unrecordable, key, recorded
 
 _ALIGNMENT = 64  # bytes: a cache line, and what the widest loads want
@@ -20,7 +21,8 @@ Step = Callable[[], None]
 
 
 class Replay:
-    """Use: fill the inputs of the tape, call `run`, read `outputs`. Outputs are overwritten by the next run.
+    """Use: fill the inputs of the tape, call `run`, read `outputs`. Outputs are overwritten by the next run,
+    its own or that of another replay with its scratch.
 
     left: the torch operations that have no native form, in order; each run calls them from Python. program: all of it,
     where there are none.
@@ -33,14 +35,21 @@ class Replay:
         self.program = first if isinstance(first, Program) and not left else None
 
     @classmethod
-    def of(cls, runtime: Runtime, tape: Tape, run: Callable[[], Iterable[Tensor]], pack: Pack) -> "Replay":
+    def of(
+        cls,
+        runtime: Runtime,
+        tape: Tape,
+        run: Callable[[], Iterable[Tensor]],
+        pack: Pack,
+        scratch: Scratch | None = None,
+    ) -> "Replay":
         """Record run() and lower it. Tensors that run() reads and that are no inputs of the tape are constants of the
-        replay. Raises Unrecordable."""
+        replay. scratch: of several replays, None: its own. Raises Unrecordable."""
         outputs = recorded(run, tape)
         lowering = Lowering(tape, pack)
         kept = [*tape.inputs, *outputs]
         groups = fused(lowering.lowered(), kept=kept, is_constant=lowering.is_constant)
-        arena = _Arena(tape, groups, outputs)
+        arena = _Arena(tape, groups, outputs, scratch or Scratch())
         steps: list[Program | Step] = []
         left: list[str] = []
         program: Program | None = None
@@ -92,19 +101,18 @@ def _called(entry: Entry, arena: "_Arena") -> Step:
 class _Arena:
     """Places for what the tape's operations write: by size and life, first fit."""
 
-    def __init__(self, tape: Tape, groups: Sequence[Lowered], outputs: Sequence[Tensor]) -> None:
+    def __init__(self, tape: Tape, groups: Sequence[Lowered], outputs: Sequence[Tensor], scratch: Scratch) -> None:
         self._fixed = {key(tensor) for tensor in tape.inputs}
         self._offsets: dict[int, int] = {}
         self._dynamic = tape.dynamic
         lives, sizes = self._lives(groups, outputs)
-        self._memory = torch.zeros(self._plan(lives, sizes) + _ALIGNMENT, dtype=torch.uint8)
-        self._base = -self._memory.data_ptr() % _ALIGNMENT
+        self._memory = scratch.take(self._plan(lives, sizes))
 
     def placed(self, tensor: Tensor) -> Tensor:
         """The tensor as it stands in the arena; constants and inputs stand where they are."""
         if key(tensor) in self._fixed or key(tensor) not in self._dynamic:
             return tensor
-        start = (self._base + self._offsets[key(tensor)]) // tensor.itemsize
+        start = self._offsets[key(tensor)] // tensor.itemsize
         out = torch.empty(0, dtype=tensor.dtype)
         return out.set_(self._memory.untyped_storage(), start + tensor.storage_offset(), tensor.shape, tensor.stride())
 
