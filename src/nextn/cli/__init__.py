@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nextn import __version__
-from nextn.cli import bench, measure, move
+from nextn.cli import bench, canary, measure, move
 from nextn.cli.answer import answer
 from nextn.cli.audit import audit
 from nextn.cli.common import (
@@ -52,6 +52,7 @@ app = typer.Typer(
 
 app.command()(audit)
 app.command()(verify)
+app.add_typer(canary.app, name="canary")
 
 Drafts = Annotated[int, typer.Option("--drafts", "-k", help="Tokens drafted per round; 0 is plain decoding.")]
 
