@@ -171,6 +171,19 @@ def test_counts_that_do_not_add_up(kits, trained):
     assert "C14" in [each.clause.id for each in report.broken]
 
 
+def test_rounding_is_no_finding(kits, trained):
+    """One draft less in one prompt, which no fault gives: within what arithmetic may flip."""
+    canary = kits("glm_one")
+    found = seen(trained["glm_one"], Contract(), canary, 3)
+    (at, first), *others = found.counts
+    less = replace(
+        first, accepted=first.accepted - 1, per_position=(*first.per_position[:2], first.per_position[2] - 1)
+    )
+    report = check(canary, replace(found, counts=((at, less), *others)))
+    assert report.fits[0].off == 1
+    assert report.is_right
+
+
 def test_counts_of_nothing_known(kits, trained):
     """No clause is blamed, and still it does not pass."""
     canary = kits("glm_one")

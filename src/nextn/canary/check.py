@@ -16,6 +16,8 @@ from nextn.errors import ConfigError
 
 # Kept drafts that rounding may add or take, of those that should be kept.
 _SLACK, _LEAST = 0.03, 2
+# A fault is named within the slack if its counts are so many times nearer than the right ones.
+_CLEARLY = 4
 # The fact of a family's row that an engine's convention changes -> the clause that it is about.
 _FACTS = {"embedded": "C2", "hidden": "C3", "position0": "C4", "recycled": "C7", "order": "C11"}
 _BY_TEXT, _BY_COUNTS, _SAMPLED = "C8", "C14", "C13"
@@ -75,7 +77,7 @@ class Report:
             return ()
         right = min(fit.off for fit in self.fits if fit.reading.name in ("right", "rounded"))
         best = self.fits[0].off
-        if right == best or (right <= self.slack and best):
+        if right == best or (right <= self.slack and _CLEARLY * best >= right):
             return (self.canary.right,)
         if best > self.slack and 2 * best > right:
             return ()
