@@ -36,6 +36,7 @@ LAYERS = [
     ["measuring", "verify"],
     ["distributed"],
     ["training"],
+    ["canary"],
     ["finetune"],
     ["demo"],
     ["cli"],
@@ -47,7 +48,8 @@ NO_TORCH = (
     "figures.acceptance", "figures.estimate", "figures.speedup", "policy", "checkpoints.remote",
     "checkpoints.tensor_file", "checkpoints.checkpoint", "checkpoints.storage", "checkpoints.quantformats",
     "checkpoints.quantisation", "checkpoints.inventory", "checkpoints.snapshot", "checkpoints.provenance", "audit",
-    "moving.graft", "moving.relayout", "engines", "benchmarking.workload", "verify", "cli",
+    "moving.graft", "moving.relayout", "engines", "benchmarking.workload", "verify", "canary.check", "canary.drive",
+    "canary.kit", "canary.language", "canary.shapes", "cli",
 )
 # fmt: on
 

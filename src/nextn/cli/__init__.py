@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from nextn import __version__
-from nextn.cli import bench, measure, move
+from nextn.cli import bench, canary, measure, move
 from nextn.cli.answer import answer
 from nextn.cli.audit import audit
 from nextn.cli.demo import demo
@@ -30,6 +30,7 @@ app = typer.Typer(
 )
 for verb in (audit, verify, diagnose, demo, train, generate, trace, answer, *move.VERBS, *bench.VERBS, *measure.VERBS):
     app.command()(verb)
+app.add_typer(canary.app, name="canary")
 
 
 def main() -> None:

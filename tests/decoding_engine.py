@@ -1,0 +1,114 @@
+"""Our own decoder as an engine: texts and counters of a canary's prompts, in Python or behind a loopback server.
+
+Counts as vLLM does where `whole`: the last round drafts as many tokens as any, also beyond the text's end.
+"""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from nextn.canary.drive import Seen
+from nextn.canary.expected import DRAFTS
+from nextn.decode import Settings
+from nextn.drafting import Contract
+from nextn.engines.counters import Counters
+from nextn.measuring.faults import FAULTS, planted
+from nextn.measuring.variants import read_as
+from nextn.text import generate
+
+BY_NAME = {fault.name: fault for fault in FAULTS}
+
+
+def faulty(model, name):
+    """-> (model, contract) under a fault; None where this head cannot have it."""
+    fault = BY_NAME[name]
+    if fault.contract:
+        return (model, Contract(**fault.contract)) if model.head.num_modules == 1 else None
+    reading = planted(fault, model)
+    return None if reading is None else read_as(model, Contract(), [reading])
+
+
+def answered(model, contract, prompts, drafts, tokens, *, whole=False):
+    """Of each prompt its new tokens, and counters."""
+    settings = Settings(drafts=drafts, max_tokens=tokens + whole * (DRAFTS + 1), eos=(), contract=contract)
+    return [_cut(each, drafts, tokens) for each in generate(model, prompts, settings, path="plain")]
+
+
+def _cut(result, drafts, tokens):
+    rounds, emitted = [], 1
+    for part in result.rounds[1:]:
+        if emitted < tokens:
+            rounds.append(part)
+            emitted += len(part.emitted)
+    kept = [part.kept for part in rounds if part.drafts]
+    positions = tuple(sum(each > place for each in kept) for place in range(drafts))
+    drafted = sum(len(part.drafts) for part in rounds)
+    return result.tokens[:tokens], Counters("ours", len(kept), drafted, sum(kept), positions)
+
+
+def seen(model, contract, canary, drafts, *, whole=False):
+    found = answered(model, contract, [each.ids for each in canary.prompts], drafts, canary.max_tokens, whole=whole)
+    return Seen(tuple(text for text, _ in found), tuple(((at,), each) for at, (_, each) in enumerate(found)))
+
+
+class Server:
+    """OpenAI's completions of token ids over `answered`, one at a time; vLLM's counters at /metrics."""
+
+    def __init__(self, model, contract=None, *, drafts=3, metrics=True, wrong=False):
+        self.model, self.contract, self.drafts = model, contract or Contract(), drafts
+        self.metrics, self.wrong, self.total, self.asked = metrics, wrong, [0, 0, 0, *[0] * drafts], []
+        handler = type("Bound", (_Handler,), {"engine": self})
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def stop(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+    def complete(self, body):
+        prompt = body["prompt"]
+        self.asked.append(body)
+        if isinstance(prompt, str):  # the question that finds out what the engine tells
+            return [0] * body["max_tokens"]
+        ((text, found),) = answered(self.model, self.contract, [prompt], self.drafts, body["max_tokens"], whole=True)
+        news = [found.drafts, found.draft_tokens, found.accepted, *found.per_position]
+        self.total = [old + new for old, new in zip(self.total, news, strict=True)]
+        return [*text[:5], (text[5] + 1) % 40, *text[6:]] if self.wrong else list(text)
+
+    def counted(self):
+        names = ("drafts", "draft_tokens", "accepted_tokens")
+        lines = [f"vllm:spec_decode_num_{name}_total {value}" for name, value in zip(names, self.total, strict=False)]
+        lines += [
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}} {value}'
+            for place, value in enumerate(self.total[3:])
+        ]
+        return "\n".join(["# TYPE vllm:spec_decode_num_drafts counter", *lines, ""])
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1
+    engine: Server
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        if self.path == "/v1/models":
+            self.give(json.dumps({"data": [{"id": "canary"}]}))
+        elif self.engine.metrics:
+            self.give(self.engine.counted())
+        else:
+            self.give("{}", 404)
+
+    def do_POST(self):
+        tokens = self.engine.complete(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        choice = {"text": "?", "token_ids": tokens, "finish_reason": "length", "index": 0}
+        self.give(json.dumps({"choices": [choice], "usage": {"prompt_tokens": 1}}))
+
+    def give(self, text, status=200):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text.encode())))
+        self.end_headers()
+        self.wfile.write(text.encode())

@@ -1,0 +1,261 @@
+"""The kit against our own decoder: a healthy one passes, one with a planted fault breaks the clause of that fault."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from decoding_engine import Server, faulty, seen
+from tiny import FIXTURES, refrain
+
+from nextn.canary.check import check, clauses
+from nextn.canary.contract import CLAUSES, clause_of
+from nextn.canary.drive import from_files
+from nextn.canary.expected import record
+from nextn.canary.kit import FILE, Canary, tally
+from nextn.cli import main
+from nextn.drafting import Contract
+from nextn.engines.counters import Counters
+from nextn.errors import ConfigError
+from nextn.measuring.faults import FAULTS
+
+PLANTED = [fault.name for fault in FAULTS if not fault.rule]
+# No trained fixture has an output head of its own.
+NOT_HERE = {"own-output-lost"}
+NAMES = ["glm", "glm_one", "glm_two", "qwen"]
+
+
+@pytest.fixture(scope="module")
+def kits(tmp_path_factory):
+    """Records of the fixtures, made once: name -> Canary."""
+    made = {}
+
+    def of(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            found = record(FIXTURES / name, refrain(8, 33, seed=10**6).tolist(), count=6, tokens=24)
+            (folder / FILE).write_text(json.dumps(found))
+            made[name] = Canary.read(folder)
+        return made[name]
+
+    return of
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("drafts", [1, 3, 4])
+def test_a_correct_engine_passes(kits, trained, drafts, whole):
+    """Whether it drafts beyond the end of a text or not."""
+    canary = kits("glm_one")
+    report = check(canary, seen(trained["glm_one"], Contract(), canary, drafts, whole=whole))
+    assert not report.failed
+    assert report.drafts == drafts
+    assert report.fits[0].off == 0
+    assert {each.clause.id: each.said for each in report.outcomes}["C8"] == "held"
+
+
+@pytest.mark.parametrize("fault", [name for name in PLANTED if name not in NOT_HERE])
+def test_each_fault_is_named(fault, kits, trained):
+    """The confusion test: decoded under the fault, the engine breaks its clause wherever the fault changes a count, and
+    it changes one in some fixture."""
+    shown = []
+    for name in NAMES:
+        planted = faulty(trained[name], fault)
+        if planted is None:
+            continue
+        canary = kits(name)
+        report = check(canary, seen(*planted, canary, 4))
+        assert report.fits[0].off == 0
+        if any(fit.off == 0 and fit.reading.name in ("right", "rounded") for fit in report.fits):
+            assert report.is_right
+            continue
+        assert clause_of(fault) in [each.clause for each in report.broken]
+        assert fault in [each.name for each in report.named]
+        shown.append(name)
+    assert shown, f"{fault} changes no count in any fixture"
+
+
+def test_an_engine_over_http(kits, trained, tmp_path, capsys):
+    """Counters are read around each prompt, and caches are not used."""
+    canary, server = kits("glm"), Server(trained["glm"])
+    try:
+        assert verdict(["check", canary.folder, "--engine", server.url, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["drafts"] == 3
+        assert not found["failed"]
+        salts = {body["cache_salt"] for body in server.asked[1:]}
+        assert len(salts) == len(canary.prompts)
+        server.model, server.contract = faulty(trained["glm"], "no-prefill")
+        assert verdict(["check", canary.folder, "--engine", server.url]) == 1
+        told = capsys.readouterr().out
+        assert "C5" in told
+        assert "ml-explore/mlx-lm#990" in told
+        assert "breaks C5 (prefill)" in " ".join(told.split())
+    finally:
+        server.stop()
+
+
+def test_texts_that_differ(kits, trained, capsys):
+    """A token other than the trunk's, which is far ahead: rollback, and its counts are not compared."""
+    canary, server = kits("glm"), Server(trained["glm"], wrong=True)
+    try:
+        assert verdict(["check", canary.folder, "--engine", server.url, "-k", "3", "--json"]) == 1
+    finally:
+        server.stop()
+    found = json.loads(capsys.readouterr().out)
+    said = {each["clause"]: each for each in found["clauses"]}
+    assert said["C8"]["said"] == "broken"
+    assert "new token 5" in said["C8"]["expected"]
+    assert said["C5"]["said"] == "untold"
+
+
+def test_no_counters(kits, trained, capsys):
+    canary, server = kits("glm"), Server(trained["glm"], metrics=False)
+    try:
+        assert verdict(["check", canary.folder, "--engine", server.url, "-k", "3", "--json"]) == 1
+    finally:
+        server.stop()
+    found = json.loads(capsys.readouterr().out)
+    assert [each["clause"] for each in found["clauses"] if each["said"] == "broken"] == ["C14"]
+
+
+def verdict(arguments):
+    """Exit code of `nextn canary ...`."""
+    import sys
+
+    sys.argv = ["nextn", "canary", *map(str, arguments)]
+    with pytest.raises(SystemExit) as end:
+        main()
+    return end.value.code
+
+
+def test_files_in_place_of_an_engine(kits, trained, tmp_path):
+    """Answers with counters of all prompts together."""
+    canary = kits("glm_one")
+    found = seen(trained["glm_one"], Contract(), canary, 3)
+    answers, counters = tmp_path / "answers.jsonl", tmp_path / "counters.json"
+    answers.write_text("\n".join(json.dumps({"tokens": text}) for text in found.texts))
+    counters.write_text(json.dumps([each.as_record() for _, each in found.counts]))
+    report = check(canary, from_files(canary, answers, counters))
+    assert not report.failed
+    assert report.drafts == 3
+    assert len(report.seen.counts) == 1
+    assert verdict(["check", canary.folder, "--answers", answers, "--counters", counters]) == 0
+
+
+def test_llama_timings_have_no_positions(kits, trained, tmp_path):
+    """Counters of each answer, without positions: rounds and kept drafts alone still tell a fault."""
+    canary = kits("glm_one")
+    for contract, failed in ((Contract(), False), (Contract(prefill=False), True)):
+        found = seen(trained["glm_one"], contract, canary, 3)
+        lines = [
+            {"tokens": text, "timings": {"draft_n": each.draft_tokens, "draft_n_accepted": each.accepted,
+                                         "predicted_n": len(text)}}
+            for text, (_, each) in zip(found.texts, found.counts, strict=True)
+        ]  # fmt: skip
+        answers = tmp_path / "answers.jsonl"
+        answers.write_text("\n".join(map(json.dumps, lines)))
+        report = check(canary, from_files(canary, answers, None))
+        assert report.failed is failed
+        assert ("C5" in [each.clause.id for each in report.broken]) is failed
+
+
+def test_counts_that_do_not_add_up(kits, trained):
+    canary = kits("glm_one")
+    found = seen(trained["glm_one"], Contract(), canary, 3)
+    doubled = [(at, replace(each, drafts=3 * each.drafts)) for at, each in found.counts]
+    report = check(canary, replace(found, counts=tuple(doubled)))
+    assert "C14" in [each.clause.id for each in report.broken]
+
+
+def test_rounding_is_no_finding(kits, trained):
+    """One draft less in one prompt, which no fault gives: within what arithmetic may flip."""
+    canary = kits("glm_one")
+    found = seen(trained["glm_one"], Contract(), canary, 3)
+    (at, first), *others = found.counts
+    less = replace(
+        first, accepted=first.accepted - 1, per_position=(*first.per_position[:2], first.per_position[2] - 1)
+    )
+    report = check(canary, replace(found, counts=((at, less), *others)))
+    assert report.fits[0].off == 1
+    assert report.is_right
+
+
+def test_counts_of_nothing_known(kits, trained):
+    """No clause is blamed, and still it does not pass."""
+    canary = kits("glm_one")
+    found = seen(trained["glm_one"], Contract(), canary, 3)
+    half = [
+        (at, Counters("x", per_position=(each.per_position[0] // 2,) * 3, drafts=None))
+        for at, each in found.counts
+    ]  # fmt: skip
+    report = check(canary, replace(found, counts=tuple(half)))
+    assert report.failed
+    assert not report.named
+    assert not report.broken
+    assert "no known fault" in report.words
+
+
+def test_near_ties_are_no_finding(kits, trained):
+    canary = kits("glm")
+    found = seen(trained["glm"], Contract(), canary, 3)
+    other = (*found.texts[0][:4], (found.texts[0][4] + 1) % 40, *found.texts[0][5:])
+    gaps = (*canary.prompts[0].gaps[:4], 0.1, *canary.prompts[0].gaps[5:])
+    level = replace(canary, prompts=(replace(canary.prompts[0], gaps=gaps), *canary.prompts[1:]))
+    texts = replace(found, texts=(other, *found.texts[1:]))
+    assert not check(level, texts).failed
+    assert [each.clause.id for each in check(canary, texts).broken] == ["C8"]
+
+
+def test_an_engine_by_its_convention(kits, trained):
+    """GLM's head in vLLM hands on another state and zeroes the first column: both clauses are told."""
+    canary = kits("glm")
+    reading = next(each for each in canary.readings if each.name == "engine:vllm")
+    assert set(clauses(reading)) == {"C4", "C7"}
+
+
+@pytest.mark.parametrize(
+    ("kept", "rounds", "positions"),
+    [
+        ([2, 0, 2, 1], "4", ["3", "2", "0"]),  # 1 + 3 + 1 + 3 + 2 = 10 tokens, none too many
+        ([3, 3, 3], "2 to 3", ["2 to 3", "2 to 3", "2 to 3"]),  # one is missing in the last: some do not draft
+        ([2, 2, 0, 3], "4", ["3", "2 to 3", "0 to 1"]),  # two are missing
+    ],
+)
+def test_the_last_round(kept, rounds, positions):
+    """Drafts that reach beyond the last token may be counted or not."""
+    found = tally(kept, 3, 10)
+    assert (found.rounds.words, [each.words for each in found.positions]) == (rounds, positions)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "--engine URL"),
+        (["--engine", "localhost:1", "--counters", "x"], "--counters belongs to --answers"),
+        (["--answers", "absent.jsonl"], "cannot be read"),
+        (["--engine", "localhost:1"], "nothing answers"),
+    ],
+)
+def test_usage(kits, arguments, said, capsys):
+    assert verdict(["check", kits("glm").folder, *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_no_canary(tmp_path, capsys):
+    assert verdict(["check", tmp_path, "--engine", "localhost:1"]) == 2
+    assert "canary build" in capsys.readouterr().err
+    (tmp_path / FILE).write_text('{"format": 2}')
+    with pytest.raises(ConfigError, match="format 2"):
+        Canary.read(tmp_path)
+
+
+def test_clauses_name_every_fault_once():
+    """A fault that no clause is about could not be told."""
+    named = [fault for clause in CLAUSES for fault in clause.faults]
+    assert len(set(named)) == len(named)
+    assert {fault.name for fault in FAULTS} <= set(named)
+    assert [clause.id for clause in CLAUSES] == [f"C{number}" for number in range(1, len(CLAUSES) + 1)]
