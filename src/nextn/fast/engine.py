@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from nextn.fast.slabs import Shape, Slabs
 from nextn.fast.tape import RecordingTape
 from nextn.head import Head, Step
 from nextn.kinds import Kind
-from nextn.sampling import Judge, Prediction, Sampling
+from nextn.sampling import Judge, Prediction, Sampling, Told
 from nextn.trunk import Hidden, Trunk
 
 # Columns of a window: the last token and usual numbers of drafts, then what prompts go through in.
@@ -211,22 +210,6 @@ def _slabs(passes: Sequence[Passes], batch_size: int, *, dtype: torch.dtype, run
     return Slabs(shapes, batch_size, dtype=dtype, runtime=runtime)
 
 
-class _Read(Prediction):
-    """A prediction whose best and confidence were computed with the logits."""
-
-    def __init__(self, logits: Tensor, best: Tensor, confidence: Tensor) -> None:
-        super().__init__(logits)
-        self._best, self._confidence = best, confidence
-
-    @cached_property
-    def best(self) -> Any:
-        return self._best.tolist()
-
-    @cached_property
-    def confidence(self) -> Any:
-        return self._confidence.tolist()
-
-
 def _told(logits: Tensor) -> list[Tensor]:
     """logits [n, V] -> themselves, their argmax [n] and its probability [n]; to be called while recording."""
     best, confidence = torch.zeros(len(logits), dtype=torch.int64), torch.zeros(len(logits))
@@ -255,7 +238,7 @@ class _Readout:
             views = [out.unflatten(0, normed.shape[:2])[:, :columns] for out in replay.outputs]
             self._views[source, columns] = views
         replay.run()
-        return _Read(*self._views[source, columns])
+        return Told(*self._views[source, columns])
 
     def prepare(self, source: Replay) -> None:
         """Make the replay for the states [B, m, H] that a pass leaves; none for more than a readout takes at once."""
@@ -271,7 +254,7 @@ class _Readout:
         given, replay = self.ready(len(flat))
         given[: len(flat)] = flat
         replay.run()
-        return _Read(*(out[: len(flat)].unflatten(0, shape) for out in replay.outputs))
+        return Told(*(out[: len(flat)].unflatten(0, shape) for out in replay.outputs))
 
     def ready(self, rows: int) -> tuple[Tensor, Replay]:
         """The replay for so many states, and where it reads them."""
@@ -449,6 +432,6 @@ class FastRecursion:
         self._passes.attach(self._cache)  # the slabs may have grown
         self._replay.run()
         self._cache.keep([1] * len(tokens))
-        prediction = _Read(*self._replay.outputs)
+        prediction = Told(*self._replay.outputs)
         self._fed = prediction.best
         return prediction
