@@ -247,6 +247,7 @@ def test_texts_at_the_same_time_do_not_meet(glm):
     streams = [rounds(*parts(fast), start, Settings(drafts=3, max_tokens=10)) for start in starts]
     texts = [[], []]
     for each in zip(*streams, strict=False):
+        assert not torch.is_inference_mode_enabled()
         for text, found in zip(texts, each, strict=True):
             text += found.rows[0].emitted
     for text, start in zip(texts, starts, strict=True):

@@ -111,15 +111,15 @@ def rounds(
     length = length or Fixed(settings.drafts, settings.p_min)
     numbers = range(len(prompts)) if numbers is None else numbers
     batch = _Batch(trunk, head, prompts, settings, length, stop=stop, observer=observer, numbers=numbers)
-    with torch.inference_mode():
-        with trunk.alone():
-            prepare(trunk, head, len(prompts), settings.drafts, fixed=isinstance(length, Fixed) and not length.p_min)
-            first = batch.prefill()
-        yield first
-        while batch.rows:
-            with trunk.alone():
-                found = batch.round()
-            yield found
+    # Not across a yield: the mode is the thread's, and several decodes may take turns in it.
+    with torch.inference_mode(), trunk.alone():
+        prepare(trunk, head, len(prompts), settings.drafts, fixed=isinstance(length, Fixed) and not length.p_min)
+        first = batch.prefill()
+    yield first
+    while batch.rows:
+        with torch.inference_mode(), trunk.alone():
+            found = batch.round()
+        yield found
 
 
 def prepare(trunk: AnyTrunk, head: AnyHead | None, rows: int, drafts: int, *, fixed: bool = False) -> None:
