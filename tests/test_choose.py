@@ -58,3 +58,23 @@ def test_changed_weights_are_packed_anew():
 
 def test_half_precision_has_no_native_form():
     assert "torch.float16" in choose.engine(Model.build(CONFIGS["glm4_moe"], dtype=torch.float16).trunk, None).reason
+
+
+def test_a_model_goes_to_its_device(fixture_folder):
+    """meta stands for a device that is not a CPU: it has no fast path, and that is said."""
+    model = Model.load(fixture_folder / "glm", device="meta")
+    assert {part.device.type for part in (*model.trunk.parameters(), *model.head.parameters())} == {"meta"}
+    assert "there is none on meta" in model.engine().reason
+
+
+@pytest.mark.parametrize("device", ["nonsense", "cuda:97"])
+def test_a_device_that_is_not_there(fixture_folder, device):
+    with pytest.raises(ConfigError, match=f"{device}.*expected one of cpu"):
+        Model.load(fixture_folder / "glm", device=device)
+
+
+def test_a_model_that_moved_is_chosen_for_anew():
+    """Copies of weights, or their addresses, that are no longer the model's."""
+    model = build("glm4_moe")
+    model.engine()
+    assert "there is none on meta" in model.to(torch.device("meta")).engine().reason

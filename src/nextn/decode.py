@@ -12,12 +12,10 @@ from torch import Tensor
 
 from nextn.drafting import Contract, Drafted, Drafter, tensor
 from nextn.errors import ConfigError, need_whole
-from nextn.fast.engine import FastHead, FastTrunk
-from nextn.head import Head
+from nextn.fast.choose import AnyHead, AnyTrunk
 from nextn.policy import PROBE, DraftLength, Fixed
 from nextn.rollback import Cache
 from nextn.sampling import Prediction, Sampling, Uniforms, accept_greedy
-from nextn.trunk import Trunk
 
 
 @dataclass(frozen=True)
@@ -90,8 +88,8 @@ Observer = Callable[[Event], None]
 
 
 def rounds(
-    trunk: Trunk | FastTrunk,
-    head: Head | FastHead | None,
+    trunk: AnyTrunk,
+    head: AnyHead | None,
     prompts: Sequence[Sequence[int]],
     settings: Settings,
     *,
@@ -111,20 +109,18 @@ def rounds(
     length = length or Fixed(settings.drafts, settings.p_min)
     numbers = range(len(prompts)) if numbers is None else numbers
     batch = _Batch(trunk, head, prompts, settings, length, stop=stop, observer=observer, numbers=numbers)
-    with torch.inference_mode():
-        with trunk.alone():
-            prepare(trunk, head, len(prompts), settings.drafts, fixed=isinstance(length, Fixed) and not length.p_min)
-            first = batch.prefill()
-        yield first
-        while batch.rows:
-            with trunk.alone():
-                found = batch.round()
-            yield found
+    # Not across a yield: the mode is the thread's, and several decodes may take turns in it.
+    with torch.inference_mode(), trunk.alone():
+        prepare(trunk, head, len(prompts), settings.drafts, fixed=isinstance(length, Fixed) and not length.p_min)
+        first = batch.prefill()
+    yield first
+    while batch.rows:
+        with torch.inference_mode(), trunk.alone():
+            found = batch.round()
+        yield found
 
 
-def prepare(
-    trunk: Trunk | FastTrunk, head: Head | FastHead | None, rows: int, drafts: int, *, fixed: bool = False
-) -> None:
+def prepare(trunk: AnyTrunk, head: AnyHead | None, rows: int, drafts: int, *, fixed: bool = False) -> None:
     """Make what rounds of up to `drafts` drafts run on, so that none waits for it. fixed: mostly of just so many."""
     trunk.prepare(rows, [1, drafts + 1] if fixed else range(1, drafts + 2), exact=fixed)
     if head is not None and drafts:
@@ -132,9 +128,7 @@ def prepare(
         head.prepare(rows, range(1, drafts + 2 + (0 if fixed else PROBE)))
 
 
-def _check(
-    trunk: Trunk | FastTrunk, head: Head | FastHead | None, prompts: Sequence[Sequence[int]], settings: Settings
-) -> None:
+def _check(trunk: AnyTrunk, head: AnyHead | None, prompts: Sequence[Sequence[int]], settings: Settings) -> None:
     if not prompts:
         raise ConfigError("no prompt was given; expected at least one")
     if settings.drafts and head is None:
@@ -159,8 +153,8 @@ class _Batch:
 
     def __init__(
         self,
-        trunk: Trunk | FastTrunk,
-        head: Head | FastHead | None,
+        trunk: AnyTrunk,
+        head: AnyHead | None,
         prompts: Sequence[Sequence[int]],
         settings: Settings,
         length: DraftLength,
@@ -194,7 +188,7 @@ class _Batch:
         drafted_at = time.perf_counter()
         window = [[tokens[-1], *draft] for tokens, draft in zip(self.tokens, drafted.drafts, strict=True)]
         self._watch("verify", None, window, self.cache, "")
-        hidden = self.trunk(tensor(window, self.trunk.device), self.cache)
+        hidden = self.trunk(tensor(window), self.cache)
         verdict = self._verdict(self.trunk.read(hidden), drafted)
         kept = [count for count, _ in verdict]
         stand = [count + 1 for count in kept]
@@ -207,7 +201,7 @@ class _Batch:
             self.length.learn(confidences, drafts=len(drafts), kept=count)
         return self._emit(drafted.drafts, verdict, started, drafted_at)
 
-    def _drafter(self, head: Head | FastHead) -> Drafter:
+    def _drafter(self, head: AnyHead) -> Drafter:
         settings, trunk = self.settings, self.trunk
         like = torch.empty(0, *trunk.hidden_shape, dtype=trunk.dtype, device=trunk.device)
         return Drafter(
@@ -234,7 +228,7 @@ class _Batch:
             parts = [tokens[start : start + chunk] for tokens in self.tokens]
             counts = list(map(len, parts))
             self._watch("prefill", None, parts, self.cache, "")
-            hidden = self.trunk(tensor(parts, self.trunk.device), self.cache)
+            hidden = self.trunk(tensor(parts), self.cache)
             self.cache.keep(counts)
             for row, tokens in enumerate(self.tokens):
                 if counts[row] and start + counts[row] == len(tokens):

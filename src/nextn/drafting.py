@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nextn.fast.engine import FastHead, FastRecursion
-from nextn.head import Head, Recursion, Step
+from nextn.fast.choose import AnyHead, AnyRecursion
+from nextn.head import Step
 from nextn.policy import Chain, RoundPlan
 from nextn.rollback import Cache
-from nextn.sampling import Prediction, Sampling, Uniforms, law, pick
+from nextn.sampling import Prediction, Sampling, Uniforms, draw
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Drafter:
 
     def __init__(
         self,
-        head: Head | FastHead,
+        head: AnyHead,
         like: Tensor,
         num_rows: int,
         *,
@@ -89,9 +89,9 @@ class Drafter:
             return Drafted.nothing(len(limits))
         self.bases = list(self.caches[0].lengths)
         numbers = None if uniforms is None else [row.take(limit) for row, limit in zip(uniforms, limits, strict=True)]
-        if self._native is None:
+        widths = list(map(len, self.pending))
+        if self._native is None or not self._native.follows(plan, max(widths)):
             return self._looped(plan, limits, tokens, numbers, seen)
-        widths = map(len, self.pending)
         eaten = [row[end - width + 1 :] for row, end, width in zip(tokens, self.ends, widths, strict=True)]
         drafts, confidences, ran = self._native.run(eaten, self.pending, plan, limits=limits, uniforms=numbers)
         laws = self._native.laws
@@ -153,15 +153,11 @@ class Drafter:
         self._join()
 
     def pick(self, guess: Prediction, seen: Tensor | None, uniforms: Tensor | None) -> tuple[Tensor | None, list[int]]:
-        """-> q [B, V] and one token a row from it. An argmax draft comes from a law with one token; greedily, no law is
-        needed."""
+        """-> q [B, V] and one token a row from it; greedily, no law is needed."""
         if uniforms is None:
             return None, guess.best
-        q = law(guess.logits, self.sampling, seen)
-        if self.sampled:
-            return q, pick(q, uniforms).tolist()
-        best = q.argmax(-1)
-        return torch.zeros_like(q).scatter(1, best[:, None], 1.0), best.tolist()
+        q, tokens = draw(guess.logits, self.sampling, uniforms, sampled=self.sampled, seen=seen)
+        return q, tokens.tolist()
 
     def _join(self) -> None:
         """The native chain over the caches as they are now, if there is one."""
@@ -216,11 +212,11 @@ class Drafter:
             known = list(tokens[row][start : start + width])
             eaten.append(known + [0] * (width - len(known)))  # a row that drafts no further; its column is dropped
         self._tell(phase, index, eaten, depth)
-        step = self.head.step(index, tensor(eaten, states.device), states, cache=self.caches[index])
+        step = self.head.step(index, tensor(eaten), states, cache=self.caches[index])
         self.caches[index].keep(widths)
         return step
 
-    def _recurse(self, recursion: Recursion | FastRecursion, depth: int, tokens: Sequence[int]) -> Prediction:
+    def _recurse(self, recursion: AnyRecursion, depth: int, tokens: Sequence[int]) -> Prediction:
         self._tell("draft", self.head.num_modules - 1, [[token] for token in tokens], depth)
         return recursion.step(tokens)
 
@@ -240,10 +236,10 @@ def _taken(chains: Sequence[Chain], confidences: Sequence[float]) -> bool:
     return any(taken)  # all are asked
 
 
-def tensor(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """[B, largest length]: rows of different lengths, left-aligned; no cache keeps the padding."""
+def tensor(rows: Sequence[Sequence[int]]) -> Tensor:
+    """[B, largest length], on the host: rows of different lengths, left-aligned; no cache keeps the padding."""
     width = max(map(len, rows))
-    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device, dtype=torch.long)
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.long)
 
 
 def _stacked(rows: Sequence[Tensor]) -> Tensor:

@@ -208,15 +208,16 @@ class Head(nn.Module):
         within: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Step:
-        """Module `index` over pairs: tokens [B, T], hidden [B, T, H]. With a cache the T columns are a window that the
-        caller closes with `cache.keep`; without one, positions count from 0 and attention is causal, and within
-        [B, 1, T, T] limits it further."""
+        """Module `index` over pairs: tokens [B, T], maybe on the host, hidden [B, T, H]. With a cache the T columns are
+        a window that the caller closes with `cache.keep`; without one, positions count from 0 and attention is causal,
+        and within [B, 1, T, T] limits it further."""
         if isinstance(cache, Apart):
             steps = [
                 self.step(index, tokens[row : row + 1], hidden[row : row + 1], cache=each)
                 for row, each in enumerate(cache.rows)
             ]
             return Step(*(torch.cat([getattr(step, name) for step in steps]) for name in ("normed", "recycled")))
+        tokens = tokens.to(hidden.device, non_blocking=True)
         columns = tokens.shape[1]
         if cache is not None:
             cache.begin(columns)

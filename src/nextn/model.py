@@ -35,12 +35,13 @@ class Model:
     _engines: dict[str, tuple[object, Engine]] = field(default_factory=dict, repr=False, compare=False)
 
     def engine(self, path: str = "auto") -> Engine:
-        """What this model decodes on, see `fast.choose.engine`; made once, and anew when weights were changed in place.
+        """What this model decodes on, see `fast.choose.engine`; made once, and anew when weights changed or moved.
 
         Raises ConfigError for a path that is unknown, or `fast` where there is none.
         """
         parts = [self.trunk, *([] if self.head is None else [self.head])]
-        state: list[object] = [(id(weight), weight._version) for part in parts for weight in part.parameters()]
+        weights = [weight for part in parts for weight in part.parameters()]
+        state: list[object] = [(id(weight), weight.device, weight._version) for weight in weights]
         state.append(None if self.head is None else self.head.shortlist)
         known = self._engines.get(path)
         if known is None or known[0] != state:
@@ -72,17 +73,20 @@ class Model:
         cache_dir: str | Path | None = None,
         offline: bool = False,
         dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
         need_head: bool = True,
         skip_head: bool = False,
     ) -> "Model":
         """A checkpoint folder, a .safetensors file with its config.json beside it, or a hub id.
 
         revision, cache_dir and offline are for hub ids; only the files that are needed are fetched. dtype None = as
-        stored; fp8 is multiplied by its scales. need_head=False takes a checkpoint without a head; skip_head loads the
-        trunk alone, whatever there is of a head. Raises CheckpointError that lists every head tensor that is missing,
-        unexpected, mis-shaped, stored twice, not to be read as numbers or non-finite; FamilyError for a model type
-        without a row.
+        stored; fp8 is multiplied by its scales. device: such as `cuda`, where trunk and head are put. need_head=False
+        takes a checkpoint without a head; skip_head loads the trunk alone, whatever there is of a head. Raises
+        CheckpointError that lists every head tensor that is missing, unexpected, mis-shaped, stored twice, not to be
+        read as numbers or non-finite; FamilyError for a model type without a row; ConfigError for a device that is not
+        there.
         """
+        place = _device(device)
         checkpoint = Checkpoint.open(source, revision=revision, cache_dir=cache_dir, offline=offline)
         inventory = _inventory(checkpoint, need_head=need_head and not skip_head)
         with_head, family = not skip_head and bool(inventory.promised and inventory.stored), inventory.family
@@ -94,7 +98,14 @@ class Model:
             if with_head:
                 head = empty_head(inventory, trunk)
                 notes += fill(head, inventory, weights)
-        return cls(trunk, head, family, _tokenizer(folder, trunk), tuple(notes))
+        return cls(trunk, head, family, _tokenizer(folder, trunk), tuple(notes)).to(place)
+
+    def to(self, device: torch.device) -> "Model":
+        """This model, with trunk and head on the device."""
+        self.trunk.to(device)
+        if self.head is not None:
+            self.head.to(device)
+        return self
 
     def save(
         self,
@@ -209,6 +220,18 @@ def _check_finite(path: str, state: Mapping[str, Tensor]) -> None:
     bad = [name for name, value in state.items() if value.is_floating_point() and not bool(torch.isfinite(value).all())]
     if bad:
         raise CheckpointError(f"{path}: {len(bad)} trunk tensors hold NaN or Inf: {', '.join(bad[:8])}")
+
+
+def _device(name: str | torch.device) -> torch.device:
+    """Raises ConfigError for a device that is not there."""
+    known = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device = {name!r}; expected one of {', '.join(known)}") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device = {str(device)!r} is not there for torch; expected one of {', '.join(known)}")
+    return device
 
 
 def _runnable(checkpoint: Checkpoint) -> Family:

@@ -66,6 +66,24 @@ class Prediction:
         return self.logits.float().softmax(-1).amax(-1).tolist()
 
 
+class Told(Prediction):
+    """A prediction whose best, and maybe confidence, were computed with the logits."""
+
+    def __init__(self, logits: Tensor, best: Tensor, confidence: Tensor | None = None) -> None:
+        super().__init__(logits)
+        self._best, self._confidence = best, confidence
+
+    @cached_property
+    def best(self) -> Any:
+        return self._best.tolist()
+
+    @cached_property
+    def confidence(self) -> Any:
+        return (
+            self.logits.float().softmax(-1).amax(-1).tolist() if self._confidence is None else self._confidence.tolist()
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Verdict:
     """What became of the drafts of each row: how many stand, and the law of the token after them."""
@@ -105,10 +123,17 @@ def _penalised(scores: Tensor, penalty: float) -> Tensor:
 
 def _nucleus(probs: Tensor, top_p: float) -> Tensor:
     """The law on the tokens whose betters weigh less than top_p together (Holtzman et al. 2020, section 3.1)."""
+    if probs.is_cuda:  # sorts them all sooner than it tells the host how many need it, and a graph cannot tell
+        return _cut(probs, torch.arange(probs.shape[-1], device=probs.device).expand_as(probs), top_p)
     # Tokens of at most (1 - top_p) / V are out, even all of them together; half of that leaves room for rounding.
     # They are not sorted, because sorting takes 10 ms a row at V = 150k.
     size = int((probs > (1 - top_p) / 2 / probs.shape[-1]).sum(-1, dtype=torch.int32).max())
-    inside = probs.topk(size).indices.sort().values  # by index, so that the stable sort breaks ties by index
+    return _cut(probs, probs.topk(size).indices.sort().values, top_p)
+
+
+def _cut(probs: Tensor, inside: Tensor, top_p: float) -> Tensor:
+    """`_nucleus` of which only the tokens `inside` [..., N] can be part, in ascending order, so that the stable sort
+    breaks ties by index."""
     weights, order = probs.gather(-1, inside).sort(dim=-1, descending=True, stable=True)
     betters = F.pad(weights.cumsum(-1)[..., :-1], (1, 0))
     kept = _normalised(weights * (betters < top_p))
@@ -137,6 +162,18 @@ def pick(law: Tensor, u: Tensor) -> Tensor:
     cdf = law.cumsum(-1).masked_fill(law <= 0, 0)
     target = u[..., None] * cdf.amax(-1, keepdim=True)  # u < 1 keeps it below the largest sum, in any rounding
     return (cdf > target).byte().argmax(-1)
+
+
+def draw(
+    logits: Tensor, sampling: Sampling, u: Tensor, *, sampled: bool, seen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The head's logits [B, V] -> q [B, V] and one token a row: drawn from the law by u [B], or else its argmax, which
+    comes from a law with one token."""
+    q = law(logits, sampling, seen)
+    if sampled:
+        return q, pick(q, u)
+    best = q.argmax(-1)
+    return torch.zeros_like(q).scatter(1, best[:, None], 1.0), best
 
 
 def accept(p: Tensor, q: Tensor, drafts: Tensor, *, u: Tensor, limit: Tensor | None = None) -> Verdict:
@@ -219,12 +256,17 @@ class Judge:
         """
         proposed, limits = _padded(drafts, logits.device, torch.int64), list(map(len, drafts))
         uniforms, limit = _padded(u, logits.device, torch.float32), torch.tensor(limits, device=logits.device)
-        p = law(logits, self.sampling, None if seen is None else seen_prefixes(seen, proposed))
+        found = self.decide(logits, logits[:, :0] if q is None else q, proposed, uniforms, limit, seen=seen)
+        return [(kept, following) for kept, following in found.tolist()]
+
+    def decide(
+        self, logits: Tensor, q: Tensor, drafts: Tensor, u: Tensor, limit: Tensor, *, seen: Tensor | None = None
+    ) -> Tensor:
+        """The same over tensors alone: drafts [B, K], u [B, K + 1], limit [B] -> [B, 2] int64: kept, next token."""
+        p = law(logits, self.sampling, None if seen is None else seen_prefixes(seen, drafts))
         rule = accept_block if self.block else accept
-        q = p[:, :0] if q is None else q
-        verdict = rule(p, q, proposed, u=uniforms[:, : proposed.shape[1]], limit=limit)
-        following = pick(verdict.rest, uniforms.gather(1, limit[:, None])[:, 0])
-        return list(zip(verdict.kept.tolist(), following.tolist(), strict=True))
+        verdict = rule(p, q, drafts, u=u[:, : drafts.shape[1]], limit=limit)
+        return torch.stack([verdict.kept, pick(verdict.rest, u.gather(1, limit[:, None])[:, 0])], dim=1)
 
 
 def _padded(rows: Sequence[Sequence[float]], device: torch.device, dtype: torch.dtype) -> Tensor:

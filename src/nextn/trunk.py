@@ -160,13 +160,15 @@ class Trunk(nn.Module):
         return getattr(self.config, "logit_scale", 1.0) / getattr(self.config, "logits_mup_width_multiplier", 1.0)
 
     def forward(self, tokens: Tensor, cache: Cache | None = None, *, documents: Tensor | None = None) -> Hidden:
-        """tokens [B, T] -> Hidden. With a cache, the T columns are a window that the caller closes with `cache.keep`.
+        """tokens [B, T], maybe on the host -> Hidden. With a cache, the T columns are a window that the caller closes
+        with `cache.keep`.
 
         documents [B, T] ids: attention and positions stay inside a document (training only, attention trunks only).
         """
         if isinstance(cache, Apart):
             rows = [self(tokens[row : row + 1], each) for row, each in enumerate(cache.rows)]
             return Hidden(torch.cat([row.normed for row in rows]), torch.cat([row.eaten for row in rows]))
+        tokens = tokens.to(self.device, non_blocking=True)
         columns = tokens.shape[1]
         if cache is not None:
             if columns == 1 and any(kind.rate for kind in self.kinds) and len(set(cache.lengths)) > 1:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from nextn.decode import prepare
 from nextn.errors import ConfigError
-from nextn.fast.chain import FastChain
-from nextn.fast.choose import Engine
+from nextn.fast.choose import AnyChain, Engine
 from nextn.figures.speedup import Costs, Spread
 from nextn.head import Head
 from nextn.model import Model
@@ -103,7 +102,7 @@ class _Passes:
         self.chain = self.head.chain(self.caches[-1], Sampling(), sampled=True)
         self.plans: dict[int, RoundPlan] = {}
         generator = torch.Generator().manual_seed(0)
-        self.tokens = torch.randint(self.trunk.vocab_size, (batch, context), generator=generator).to(self.trunk.device)
+        self.tokens = torch.randint(self.trunk.vocab_size, (batch, context), generator=generator)
         chunk = min(_CHUNK, self.trunk.max_window or _CHUNK)
         for start in range(0, context, chunk):
             tokens = self.tokens[:, start : start + chunk]
@@ -127,7 +126,7 @@ class _Passes:
         self.cache.keep([0] * self.batch)
         return best
 
-    def _chained(self, chain: FastChain, drafts: int) -> list[int]:
+    def _chained(self, chain: AnyChain, drafts: int) -> list[int]:
         plan = self.plans.setdefault(drafts, Fixed(drafts).plan())
         tokens, limits = [[token] for token in self.tokens[:, 0].tolist()], [drafts] * self.batch
         found, _, _ = chain.run(tokens, list(self.states[:, -1:]), plan, limits=limits, uniforms=None)
@@ -139,7 +138,7 @@ class _Passes:
         for depth in range(1, drafts + 1):
             if depth <= self.head.num_modules:
                 index = self.head.module(depth)
-                eaten = torch.tensor(tokens, device=self.trunk.device)[:, None]
+                eaten = torch.tensor(tokens)[:, None]
                 step = self.head.step(index, eaten, states, cache=self.caches[index])
                 self.caches[index].keep([0] * self.batch)
                 guess = self.head.predict(index, step.normed[:, 0])

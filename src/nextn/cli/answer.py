@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import AsJson, Chat, Dtype, MaxTokens, PathName, console, load_model, stop_flag
+from nextn.cli.common import AsJson, Chat, Device, Dtype, MaxTokens, PathName, console, load_model, stop_flag
 
 if TYPE_CHECKING:
     from nextn.training.answers import Tally
@@ -35,6 +35,7 @@ def answer(
     chat: Chat = False,
     dtype: Dtype = "auto",
     path: PathName = "auto",
+    device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
     """Let the trunk answer prompts, to train a head on its answers; after Ctrl-C, the same command goes on."""
@@ -45,7 +46,7 @@ def answer(
 
     sampling = Sampling(temperature, top_k, top_p)
     settings = Settings(drafts=drafts, sampling=sampling, max_tokens=max_tokens, seed=seed)
-    loaded = load_model(model, dtype, need_head=False)
+    loaded = load_model(model, dtype, need_head=False, device=device)
     asked, notes = read_prompts(prompts, loaded, count=count, length=length, seed=seed, chat=chat)
     for note in notes:
         typer.echo(f"note: {note}", err=True)

@@ -12,6 +12,7 @@ import typer
 from nextn.cli.common import (
     AsJson,
     Chat,
+    Device,
     DraftText,
     DraftVocab,
     Dtype,
@@ -51,6 +52,7 @@ def bench(
     draft_text: DraftText = None,
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Also as many drafts a round as pay.")] = False,
     path: PathName = "auto",
+    device: Device = "cpu",
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
@@ -70,7 +72,7 @@ def bench(
         path=path,
     )
     _ready(out)
-    texts, loaded = read_prompts(prompts), load_model(model, dtype, need_head=True)
+    texts, loaded = read_prompts(prompts), load_model(model, dtype, need_head=True, device=device)
     draft_from(loaded, draft_vocab, draft_text)
     with progress_bars(quiet=as_json) as progress:
         step = progress("decode", plan.num_runs(len(texts)))
@@ -95,6 +97,7 @@ def advise(
     seed: int = 0,
     dtype: Dtype = "auto",
     path: PathName = "auto",
+    device: Device = "cpu",
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
@@ -106,7 +109,7 @@ def advise(
     sizes, columns = _whole(batches, "--batches"), _whole(contexts, "--contexts") if contexts else ()
     plan = Plan((drafts,), numbers(temperatures), max_tokens, repeats=1, chat=chat, seed=seed, path=path)
     _ready(out)
-    texts, loaded = read_prompts(prompts), load_model(model, dtype, need_head=True)
+    texts, loaded = read_prompts(prompts), load_model(model, dtype, need_head=True, device=device)
     with progress_bars(quiet=as_json) as progress:
         decoded = progress("decode", plan.num_runs(len(texts)))
         costed = progress("costs", len(sizes) * max(1, len(columns)))

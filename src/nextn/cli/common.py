@@ -31,7 +31,10 @@ Drafts = Annotated[int, typer.Option("--drafts", "-k", help="Tokens drafted per 
 MaxTokens = Annotated[int, typer.Option(help="New tokens per text at most.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, or auto for as stored.")]
 Chat = Annotated[bool, typer.Option("--chat", help="Put the prompts through the chat template.")]
-PathName = Annotated[str, typer.Option("--path", help="auto; fast: the native runtime or an error; plain: torch.")]
+PathName = Annotated[
+    str, typer.Option("--path", help="auto; fast: native runtime (CPU), CUDA graphs, or an error; plain: torch.")
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")]
 DraftVocab = Annotated[
     int, typer.Option(help="Draft from that many tokens only, the most frequent of --draft-text; 0 = from all.")
 ]
@@ -69,7 +72,7 @@ def stop_flag() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def load_model(model: str, dtype: str, *, need_head: bool) -> "Model":
+def load_model(model: str, dtype: str, *, need_head: bool, device: str = "cpu") -> "Model":
     """dtype: `float32`, `bfloat16`, or `auto` for as stored."""
     import torch
 
@@ -78,7 +81,7 @@ def load_model(model: str, dtype: str, *, need_head: bool) -> "Model":
     dtypes = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
     if dtype not in dtypes:
         raise ConfigError(f"dtype {dtype!r}; expected one of {', '.join(dtypes)}")
-    return Model.load(model, dtype=dtypes[dtype], need_head=need_head)
+    return Model.load(model, dtype=dtypes[dtype], need_head=need_head, device=device)
 
 
 def draft_from(model: "Model", size: int, text: Path | None) -> None:

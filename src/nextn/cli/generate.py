@@ -10,6 +10,7 @@ import typer
 from nextn.cli.common import (
     AsJson,
     Chat,
+    Device,
     Drafts,
     DraftText,
     DraftVocab,
@@ -50,6 +51,7 @@ def generate(
     chat: Chat = False,
     dtype: Dtype = "auto",
     path: PathName = "auto",
+    device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
     """Decode one prompt with MTP; kept drafts are coloured, and the acceptance is printed below."""
@@ -65,7 +67,7 @@ def generate(
         max_tokens=max_tokens,
         seed=seed,
     )
-    loaded = load_model(model, dtype, need_head=drafts > 0)
+    loaded = load_model(model, dtype, need_head=drafts > 0, device=device)
     draft_from(loaded, draft_vocab, draft_text)
     text = sys.stdin.read() if prompt == "-" else prompt
     length = _adaptive(loaded, drafts, path) if adaptive else None
@@ -89,7 +91,8 @@ def _decoded(model: "Model", text: str, settings: "Settings", how: dict[str, Any
     result = whole(model, [text], settings, **how)[0]
     record = {"text": result.text, "tokens": list(result.tokens), "finish": result.finish}
     times = {"prefill_s": result.prefill_s, "draft_s": result.draft_s, "verify_s": result.verify_s}
-    said = {"tokens_per_s": result.tokens_per_s, "path": model.engine(how["path"]).path}
+    made = model.engine(how["path"])
+    said = {"tokens_per_s": result.tokens_per_s, "path": made.path, "runtime": made.runtime}
     return record | times | said | result.acceptance.as_record()
 
 

@@ -74,6 +74,10 @@ class FastChain:
         self._next_told = _Told.of(self._next)
         self.laws: Tensor | None = None
 
+    def follows(self, plan: RoundPlan, columns: int) -> bool:
+        """Whether `run` can do what the plan says behind so many columns."""
+        return True
+
     def run(
         self,
         tokens: Sequence[Sequence[int]],

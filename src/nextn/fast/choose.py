@@ -5,26 +5,36 @@ from dataclasses import dataclass
 import torch
 
 from nextn.errors import ConfigError
-from nextn.fast.engine import FastHead, FastTrunk
+from nextn.fast.captured import CapturedHead, CapturedRecursion, CapturedTrunk
+from nextn.fast.chain import FastChain
+from nextn.fast.engine import FastHead, FastRecursion, FastTrunk
+from nextn.fast.links import CapturedChain
 from nextn.fast.native import load
 from nextn.fast.tape import Unrecordable
 from nextn.fast.weights import Weights
-from nextn.head import Head
+from nextn.head import Head, Recursion
 from nextn.trunk import Trunk
+
+# What decoding is given, whichever path it is on.
+AnyTrunk = Trunk | FastTrunk | CapturedTrunk
+AnyHead = Head | FastHead | CapturedHead
+AnyChain = FastChain | CapturedChain
+AnyRecursion = Recursion | FastRecursion | CapturedRecursion
 
 PATHS = ("auto", "fast", "plain")
 # How far hidden states may be from the plain path's, relative to their size: many roundings, and no wrong column.
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 _WINDOWS = (7, 1, 3)  # columns: what a prefill, a plain step and a verification look like
 
 
 @dataclass(frozen=True, eq=False)
 class Engine:
-    """What decoding runs on. reason: why it is the plain path; empty on the fast one."""
+    """What decoding runs on. reason: why it is the plain path; empty on the fast one. runtime: what runs the passes."""
 
-    trunk: Trunk | FastTrunk
-    head: Head | FastHead | None
+    trunk: AnyTrunk
+    head: AnyHead | None
     reason: str = ""
+    runtime: str = "torch"
 
     @property
     def path(self) -> str:
@@ -34,7 +44,8 @@ class Engine:
 def engine(trunk: Trunk, head: Head | None, *, path: str = "auto") -> Engine:
     """path: `auto` takes the fast path where it can; `fast` raises ConfigError where it cannot; `plain` never does.
 
-    The fast path packs a copy of the weights: after they change, it must be made anew.
+    On CPUs that is the native runtime, on CUDA devices CUDA graphs. It keeps a packed copy of the weights, or where
+    they are: after they change or move, it must be made anew.
     """
     if path not in PATHS:
         raise ConfigError(f"path = {path!r}; expected one of {', '.join(PATHS)}")
@@ -48,18 +59,32 @@ def engine(trunk: Trunk, head: Head | None, *, path: str = "auto") -> Engine:
         return Engine(trunk, head, str(error))
 
 
-@torch.inference_mode(False)  # what is made here outlives the caller's mode
 def _fast(trunk: Trunk, head: Head | None) -> Engine:
-    if trunk.device.type != "cpu" or trunk.dtype not in _TOLERANCE:
-        raise Unrecordable(
-            f"{trunk.dtype} on {trunk.device.type} has no native runtime; float32 and bfloat16 on CPUs do"
-        )
+    make = {"cpu": _native, "cuda": _captured}.get(trunk.device.type)
+    if make is None:
+        raise Unrecordable(f"there is none on {trunk.device.type}; there is on CPUs and on CUDA devices")
+    try:
+        made = make(trunk, head)
+        _check(trunk, head, made)
+    except torch.AcceleratorError as error:
+        raise Unrecordable(f"the device cannot capture it: {error}") from error
+    return made
+
+
+@torch.inference_mode(False)  # what is made here outlives the caller's mode
+def _native(trunk: Trunk, head: Head | None) -> Engine:
+    if trunk.dtype not in (torch.float32, torch.bfloat16):
+        raise Unrecordable(f"{trunk.dtype} has no native runtime on CPUs; float32 and bfloat16 do")
     runtime = load()
     weights = Weights(runtime)
     fast = FastTrunk(trunk, runtime, weights)
-    made = Engine(fast, None if head is None else FastHead(head, fast, runtime, weights))
-    _check(trunk, head, made)
-    return made
+    made = None if head is None else FastHead(head, fast, runtime, weights)
+    return Engine(fast, made, runtime="native code")
+
+
+def _captured(trunk: Trunk, head: Head | None) -> Engine:
+    fast = CapturedTrunk(trunk)
+    return Engine(fast, None if head is None else CapturedHead(head, fast), runtime="CUDA graphs")
 
 
 @torch.inference_mode()

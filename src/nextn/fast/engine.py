@@ -14,11 +14,11 @@ from nextn.fast.judge import FastJudge
 from nextn.fast.native import Runtime
 from nextn.fast.passes import SIZES, Inputs, Passes
 from nextn.fast.program import Replay
-from nextn.fast.readout import Read, Readout, told
+from nextn.fast.readout import Readout, told
 from nextn.fast.slabs import Slabs
 from nextn.fast.weights import Weights
 from nextn.head import Head, Step
-from nextn.sampling import Judge, Prediction, Sampling
+from nextn.sampling import Judge, Prediction, Sampling, Told
 from nextn.trunk import Hidden, Trunk
 
 
@@ -191,6 +191,6 @@ class FastRecursion:
         self._passes.attach(self._cache)  # the slabs may have grown
         self._replay.run()
         self._cache.keep([1] * len(tokens))
-        prediction = Read(*self._replay.outputs)
+        prediction = Told(*self._replay.outputs)
         self._fed = prediction.best
         return prediction

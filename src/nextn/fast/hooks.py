@@ -72,14 +72,21 @@ class RecordingCache(Cache):
 @contextmanager
 def replaced(*modules: nn.Module) -> Iterator[None]:
     """While open, attention, experts and delta rules of these modules note native ops on the tape in use."""
+    with implemented(*modules, attention=_NAME, experts=_NAME), native_rule(*modules):
+        yield
+
+
+@contextmanager
+def implemented(*modules: nn.Module, experts: str, attention: str | None = None) -> Iterator[None]:
+    """While open, these modules take what transformers' registries have under these names; None: as before."""
     found: list[Any] = [getattr(part, "config", None) for module in modules for part in module.modules()]
     configs = list({id(config): config for config in found if config is not None}.values())
     old = [(config._attn_implementation, config._experts_implementation) for config in configs]
     try:
         for config in configs:
-            config._attn_implementation, config._experts_implementation = _NAME, _NAME
-        with native_rule(*modules):
-            yield
+            config._experts_implementation = experts
+            config._attn_implementation = attention or config._attn_implementation
+        yield
     finally:
         for config, (attention, experts) in zip(configs, old, strict=True):
             config._attn_implementation, config._experts_implementation = attention, experts

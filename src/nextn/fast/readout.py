@@ -1,8 +1,6 @@
 """Normed states through an output head: logits, and of each law its best token and how sure it is."""
 
 from collections.abc import Callable
-from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,23 +12,7 @@ from nextn.fast.program import Replay
 from nextn.fast.scratch import Scratch
 from nextn.fast.tape import RecordingTape
 from nextn.fast.weights import Weights
-from nextn.sampling import Prediction
-
-
-class Read(Prediction):
-    """A prediction whose best and confidence were computed with the logits."""
-
-    def __init__(self, logits: Tensor, best: Tensor, confidence: Tensor) -> None:
-        super().__init__(logits)
-        self._best, self._confidence = best, confidence
-
-    @cached_property
-    def best(self) -> Any:
-        return self._best.tolist()
-
-    @cached_property
-    def confidence(self) -> Any:
-        return self._confidence.tolist()
+from nextn.sampling import Prediction, Told
 
 
 def told(logits: Tensor) -> list[Tensor]:
@@ -62,7 +44,7 @@ class Readout:
             views = [out.unflatten(0, normed.shape[:2])[:, :columns] for out in replay.outputs]
             self._views[source, columns] = views
         replay.run()
-        return Read(*self._views[source, columns])
+        return Told(*self._views[source, columns])
 
     def prepare(self, source: Replay) -> None:
         """Make the replay for the states [B, m, H] that a pass leaves; none for more than a readout takes at once."""
@@ -78,7 +60,7 @@ class Readout:
         given, replay = self.ready(len(flat))
         given[: len(flat)] = flat
         replay.run()
-        return Read(*(out[: len(flat)].unflatten(0, shape) for out in replay.outputs))
+        return Told(*(out[: len(flat)].unflatten(0, shape) for out in replay.outputs))
 
     def ready(self, rows: int) -> tuple[Tensor, Replay]:
         """The replay for so many states, and where it reads them."""
