@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from nextn.errors import ConfigError
-from nextn.measuring.causes import FINE, apart, chi_square_above, components, groups, joined, named, ranked
+from nextn.measuring.causes import FINE, alike, apart, chi_square_above, joined, named, ranked
 from nextn.measuring.hypotheses import UNKNOWN_WORKLOAD, Expected, Observed
 
 RIGHT, NEAR, FAR = (0.7, 0.6, 0.5, 0.4), (0.66, 0.56, 0.46, 0.36), (0.7, 0.3, 0.3, 0.3)
@@ -69,11 +69,14 @@ def test_more_rounds_tell_more():
     one, other = (expected(rng, name, rates, 200) for name, rates in (("one", RIGHT), ("other", NEAR)))
     few, many = seen(rng, RIGHT, 5), seen(rng, RIGHT, 400)
     assert 1 <= apart(few, one, other) < apart(many, one, other)
-    twin = replace(one, name="twin")
-    far = expected(rng, "far", FAR, 200)
-    assert groups(many, [one, twin, far]) == [("one", "twin"), ("far",)]
-    assert apart(many, one, far) == apart(many, far, one) > 1e6
-    assert components(["a", "b", "c", "d"], {("a", "c"), ("c", "d")}) == [("a", "c", "d"), ("b",)]
+    twin, far = replace(one, name="twin"), expected(rng, "far", FAR, 200)
+    assert alike("one", (many, [one, twin, far])) == ("twin",)
+    assert alike("far", (many, [one, twin, far])) == ()
+    assert apart(many, far, one) > 1e6
+    # Two observations tell what one does not.
+    middling = seen(rng, RIGHT, 30)
+    assert alike("one", (middling, [one, other])) == ("other",)
+    assert alike("one", *[(middling, [one, other])] * 12) == ()
 
 
 def test_none_of_them():

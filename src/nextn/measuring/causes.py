@@ -23,7 +23,7 @@ from nextn.measuring.hypotheses import Expected, Observed
 
 FINE = "fine"
 # Ratios of likelihoods: a fault is named from the first on (against "fine"), told from another from the second on; two
-# hypotheses cannot be told apart where the ratio that is expected between them stays below the third.
+# hypotheses cannot be told apart where the ratio to be expected between them is below the third.
 NAMED, TOLD, APART = 100.0, 10.0, 100.0
 NUMERICS = 0.05  # standard deviation of log(a / (1 - a)) between kernels that are all right
 _TOGETHER = 0.8  # correlation of the workload's effect between depths
@@ -83,40 +83,26 @@ def joined(parts: Sequence[Sequence[Cause]]) -> list[Cause]:
     )
 
 
-def apart(observed: Observed, one: Expected, other: Expected, *, fresh: float = 1.0, workload: bool = False) -> float:
-    """The ratio of likelihoods that this many rounds are expected to give, whichever of the two holds: the smaller."""
-    ratios = []
-    for true, wrong in ((one, other), (other, one)):
-        seen = _typical(observed, true)
-        right, left = (_judged(seen, each, fresh, workload=workload) for each in (true, wrong))
-        ratios.append(right.over(left))
-    return min(ratios)
+def apart(observed: Observed, true: Expected, other: Expected, *, fresh: float = 1.0, workload: bool = False) -> float:
+    """The ratio of likelihoods, true to other, that an engine with as many rounds shows where `true` holds exactly."""
+    seen = _typical(observed, true)
+    right, wrong = (_judged(seen, each, fresh, workload=workload) for each in (true, other))
+    return right.over(wrong)
 
 
-def groups(
-    observed: Observed, expected: Sequence[Expected], *, fresh: float = 1.0, workload: bool = False
-) -> list[tuple[str, ...]]:
-    """Hypotheses that cannot be told apart with so many rounds, together; each name is in one group."""
-    return components(
-        [each.name for each in expected],
-        {
-            (one.name, other.name)
-            for place, one in enumerate(expected)
-            for other in expected[place + 1 :]
-            if apart(observed, one, other, fresh=fresh, workload=workload) < APART
-        },
-    )
+def alike(
+    name: str, *cases: tuple[Observed, Sequence[Expected]], fresh: float = 1.0, workload: bool = False
+) -> tuple[str, ...]:
+    """Hypotheses that so many rounds cannot tell from this one where it holds.
 
-
-def components(names: Sequence[str], links: set[tuple[str, str]]) -> list[tuple[str, ...]]:
-    """What hangs together by links, in the order of the names."""
-    home = {name: {name} for name in names}
-    for one, other in links:
-        whole = home[one] | home[other]
-        for name in whole:
-            home[name] = whole
-    found = dict.fromkeys(tuple(name for name in names if name in home[first]) for first in names)
-    return list(found)
+    cases: what was observed at each temperature, with the same hypotheses in the same order.
+    """
+    names = [each.name for each in cases[0][1]]
+    place, totals = names.index(name), [0.0] * len(names)
+    for seen, expected in cases:
+        for other, hypothesis in enumerate(expected):
+            totals[other] += math.log(apart(seen, expected[place], hypothesis, fresh=fresh, workload=workload))
+    return tuple(each for each, total in zip(names, totals, strict=True) if each != name and total < math.log(APART))
 
 
 def named(causes: Sequence[Cause]) -> tuple[str, ...]:

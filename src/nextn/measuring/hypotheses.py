@@ -65,6 +65,11 @@ class Expected:
     def depths(self) -> int:
         return len(self.kept[0])
 
+    def only(self, places: Sequence[int]) -> "Expected":
+        """The same of some of the texts."""
+        domains = [self.domains[place] for place in places] if self.domains else ()
+        return replace(self, offered=_at(self.offered, places), kept=_at(self.kept, places), domains=domains)
+
     @cached_property
     def counts(self) -> np.ndarray:
         """[2, texts, depths] float64: offered, kept."""
@@ -118,10 +123,7 @@ class Expected:
         groups = sorted(set(self.domains))
         if len(groups) < 2:
             return np.full(self.depths, UNKNOWN_WORKLOAD)
-        places = [[place for place, name in enumerate(self.domains) if name == group] for group in groups]
-        parts = [
-            replace(self, offered=_at(self.offered, each), kept=_at(self.kept, each), domains=()) for each in places
-        ]
+        parts = [self.only([place for place, name in enumerate(self.domains) if name == group]) for group in groups]
         odds = np.log([each.rates / (1 - each.rates) for each in parts])
         noise = np.mean([1 / ((each.weights + 1) * each.rates * (1 - each.rates)) for each in parts], axis=0)
         return np.maximum(LEAST_WORKLOAD, np.sqrt(np.maximum(0.0, odds.var(0, ddof=1) - noise)))
