@@ -1,14 +1,16 @@
-"""Trains the tiny models under tests/fixtures: `python tests/make_fixtures.py`, about two minutes on one core.
+"""Trains the tiny models under tests/fixtures: `python tests/make_fixtures.py`, about three minutes on one core.
 
-They speak `tiny.refrain`: a random phrase, again and again. Trunk and head learn it together, four depths deep.
+They speak `tiny.refrain`: a random phrase, again and again; those called `fork`, `tiny.forked`, whose laws are broad.
+Trunk and head learn it together.
 """
 
 import argparse
 import time
 
 import torch
-from tiny import CONFIGS, FIXTURES, refrain
+from tiny import FIXTURES, build, forked, refrain
 
+from nextn.head import outputs
 from nextn.losses.loss import Targets, mtp_loss
 from nextn.model import Model
 
@@ -28,6 +30,7 @@ _V4 = {
     "sliding_window": 16,
     "moe_intermediate_size": 64,
 }
+_STEP = {"intermediate_size": 64, "share_expert_dim": 16, "moe_intermediate_size": 32, "head_dim": 16}
 # name: (family, modules, depths trained, config)
 RECIPES: dict[str, tuple[str, int, int, dict[str, object]]] = {
     "glm": ("glm4_moe", 1, 4, _GLM),
@@ -35,6 +38,8 @@ RECIPES: dict[str, tuple[str, int, int, dict[str, object]]] = {
     "glm_two": ("glm4_moe", 2, 2, _GLM),
     "qwen": ("qwen3_5", 1, 4, _QWEN),
     "v4": ("deepseek_v4", 1, 4, _V4),
+    "glm_fork": ("glm4_moe", 1, 2, _GLM),
+    "step_fork": ("step3p5", 3, 3, _STEP),
 }
 
 
@@ -50,18 +55,19 @@ def spread_gains(model: Model) -> None:
 
 def train(name: str, *, steps: int) -> Model:
     family, modules, depths, changes = RECIPES[name]
-    torch.manual_seed(0)
-    model = Model.build(CONFIGS[family] | _WIDE | changes, num_modules=modules)
+    language = forked if name.endswith("_fork") else refrain
+    model = build(family, modules=modules, **_WIDE, **changes)
     assert model.head is not None
+    weights = outputs(model.trunk, model.head, depths)
     spread_gains(model)
     parameters = [*model.trunk.parameters(), *model.head.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
     for step in range(steps):
-        tokens = refrain(32, 64, seed=step + 1)
+        tokens = language(32, 64, seed=step + 1)
         hidden = model.trunk(tokens)
         hiddens = [hidden.normed, *model.head.hiddens(tokens, hidden.eaten, depths)]
-        report = mtp_loss(hiddens, model.trunk.output.weight, Targets(tokens), lam=1.0)
+        report = mtp_loss(hiddens, weights, Targets(tokens), lam=1.0)
         optimizer.zero_grad()
         report.total.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)

@@ -419,6 +419,21 @@ def refrain(count: int, length: int, *, seed: int, vocab_size: int = 40) -> torc
     return torch.stack(rows)
 
 
+def forked(count: int, length: int, *, seed: int, vocab_size: int = 40, other: float = 0.3) -> torch.Tensor:
+    """Refrains in which each place of the phrase has two tokens: the other one comes with that chance, each time anew.
+
+    So the law of what comes next is broad, and which of the two is likelier must be counted in the row.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for _ in range(count):
+        period = int(torch.randint(5, 12, (1,), generator=generator))
+        pair = torch.randperm(vocab_size, generator=generator)[: 2 * period].view(2, period)
+        takes = (torch.rand(length, generator=generator) < other).long()
+        rows.append(pair[takes, torch.arange(length) % period])
+    return torch.stack(rows)
+
+
 def refrains(count: int, length: int, *, seed: int, eos: int = 63) -> Corpus:
     """Those rows as a corpus of `count` documents."""
     texts = [

@@ -30,6 +30,7 @@ from nextn.cli.common import (
     plain,
     stop_flag,
 )  # fmt: skip
+from nextn.cli.diagnose import diagnose
 from nextn.cli.runs import progress, say_stopped
 from nextn.cli.train import train
 from nextn.cli.verify import verify
@@ -52,6 +53,7 @@ app = typer.Typer(
 
 app.command()(audit)
 app.command()(verify)
+app.command()(diagnose)
 
 Drafts = Annotated[int, typer.Option("--drafts", "-k", help="Tokens drafted per round; 0 is plain decoding.")]
 

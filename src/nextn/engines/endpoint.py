@@ -90,15 +90,28 @@ class Endpoint:
 
     def metrics(self) -> str:
         """The engine's counters as Prometheus text. Raises EngineError where there are none."""
-        try:
-            text = self.client.text("/metrics")
-        except EngineError as error:
-            if error.status in _REFUSED:
-                raise _no_metrics(self.url, f"HTTP {error.status}", error.status) from error
-            raise
-        if text.lstrip()[:1] in ("<", "{", ""):
-            raise _no_metrics(self.url, "what is there is no Prometheus text")
-        return text
+        return _metrics(self.client)
+
+
+def metrics_of(url: str, budget: Budget, *, key_env: str | None = None) -> str:
+    """The same of an address, and nothing else is asked of it."""
+    client = Client(url, budget, key=_key(key_env), key_env=key_env or KEY_ENV)
+    try:
+        return _metrics(client)
+    finally:
+        client.close()
+
+
+def _metrics(client: Client) -> str:
+    try:
+        text = client.text("/metrics")
+    except EngineError as error:
+        if error.status in _REFUSED:
+            raise _no_metrics(client.url, f"HTTP {error.status}", error.status) from error
+        raise
+    if text.lstrip()[:1] in ("<", "{", ""):
+        raise _no_metrics(client.url, "what is there is no Prometheus text")
+    return text
 
 
 def is_refusal(error: EngineError) -> bool:

@@ -38,6 +38,9 @@ _BATCH, _TELLING = 8, 200
 # A control above this share is no control: the texts repeat themselves, or the head does not look at what it is given.
 _CONTROL, _LOW = 0.1, 0.2
 
+# Rules of acceptance that the decoder has, of those that can be scored (`RULES`).
+DECODED = ("block", "ratio", "argmax")
+
 DEFINITIONS = {
     "acceptance": DEFINITION.partition(";")[0] + "; rounds follow each other through the text as in decoding at this K",
     "length": "AL@K = 1 + sum over k <= K of a_1 ... a_k: tokens per round of K drafts, the trunk's own included",
@@ -45,8 +48,8 @@ DEFINITIONS = {
     "rule": RULES,
     "pass": "parallel: every column of a text at once; stepped: one by one through the head's caches; decoder: counted "
     "while decoding. The first two take the law of what is kept, given the text, so no draft is drawn",
-    "decoder": "what was counted while the texts were decoded; temperature 0 by rule greedy, else by block. Wilson "
-    "intervals that take rounds as independent",
+    "decoder": "what was counted while the texts were decoded; temperature 0 by rule greedy, else by settings.rule. "
+    "Wilson intervals that take rounds as independent",
     "columns": "a_1 over all columns alike, to compare the controls with",
     "shifted": "depth 1's argmax against the token after the one that it predicts",
     "shuffled": "a_1 over all columns, with each text's hidden states in random order",
@@ -61,7 +64,8 @@ DEFINITIONS = {
 @dataclass(frozen=True)
 class Plan:
     """drafts: the largest K. max_tokens: of each continuation. chat: through the chat template; None: text, where there
-    is a template. path: what the texts are decoded on, see `Model.engine`. Raises ConfigError for values out of range.
+    is a template. path: what the texts are decoded on, see `Model.engine`. rule: of the decoder above temperature 0:
+    block, ratio or argmax. Raises ConfigError for values out of range.
     """
 
     drafts: int = 4
@@ -70,8 +74,13 @@ class Plan:
     chat: bool | None = None
     seed: int = 0
     path: str = "auto"
+    rule: str = "block"
 
     def __post_init__(self) -> None:
+        if self.rule not in DECODED:
+            raise ConfigError(
+                f"rule {self.rule!r}; expected one of {', '.join(DECODED)}: others are scored, not decoded"
+            )
         if self.drafts < 1:
             raise ConfigError(f"drafts = {self.drafts}; expected 1 or more: depth 1 is the least that can be measured")
         if self.max_tokens < 3:
@@ -219,7 +228,7 @@ class Measured:
         """Rules of acceptance that there are figures for, the usual one first."""
         if temperature in self.scored:
             return ["greedy"] if not temperature else [rule for rule in RULES if rule != "greedy"]
-        return ["block" if temperature else "greedy"]
+        return [self.plan.rule if temperature else "greedy"]
 
     def places(self, temperature: float, domain: str = "all") -> set[int]:
         """The domain's texts that do not loop; all of them where each one does."""
@@ -314,7 +323,7 @@ def reference(
     """
     if model.head is None:
         raise ConfigError("the checkpoint has no head, so there is nothing to measure")
-    ids, contract = [_tokens(model, prompt, plan.chat) for prompt in prompts], contract or Contract()
+    ids, contract = [prompt_tokens(model, prompt, plan.chat) for prompt in prompts], contract or Contract()
     drawn = {t: continued(model, ids, plan, t, contract=contract, on_text=on_text) for t in plan.temperatures}
     found = Measured(plan, contract, tuple(prompts), drawn, {}, "decoder", family=model.family.name)
     return rescored(found, model, contract) if contract.rerun else found
@@ -356,6 +365,8 @@ def continued(
             max_tokens=plan.max_tokens,
             seed=plan.seed + start,
             contract=contract if is_drafted else Contract(),
+            block=plan.rule == "block",
+            sampled_drafts=plan.rule != "argmax",
         )
         batch = prompts[start : start + _BATCH]
         results += generate(model, batch, settings, path=plan.path)
@@ -386,7 +397,8 @@ def _filled(counts: Sequence[int], drafts: int) -> list[float]:
     return [*map(float, counts), *[0.0] * (drafts - len(counts))]
 
 
-def _tokens(model: Model, prompt: Prompt, chat: bool | None) -> tuple[int, ...]:
+def prompt_tokens(model: Model, prompt: Prompt, chat: bool | None) -> tuple[int, ...]:
+    """Token ids of a prompt. chat: see `Plan`. Raises ConfigError for text without a tokenizer."""
     if chat is None:
         chat = bool(model.tokenizer is not None and model.tokenizer.chat_template)
     return prompt.tokens(model, chat=chat)
