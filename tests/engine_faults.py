@@ -91,7 +91,7 @@ class Planted:
 
 PLANTED = (
     Planted("dropped", "the head's tensors are not in the files", _dropped, rules=("head-absent",)),
-    Planted("renamed", "the head's tensors have another family's names", _renamed, rules=("head-absent",)),
+    Planted("renamed", "the head's tensors have another family's names", _renamed, rules=("names-unknown",)),
     Planted("swapped", "the halves of the projection are exchanged", _swapped, keys=("concat",)),
     Planted("shifted", "1 is subtracted from the gains of the head's norms", _shifted, keys=("gain:all:+1",)),
     Planted("stale", "the head is that of a trunk of another seed", _stale, words="of another trunk"),

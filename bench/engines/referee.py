@@ -18,7 +18,7 @@ from nextn.drafting import Contract
 from nextn.engines.counters import Counters, summed
 from nextn.engines.sources import from_metrics
 from nextn.errors import EngineError
-from nextn.figures.estimate import jackknifed, share
+from nextn.figures.estimate import Estimate, jackknifed, share
 from nextn.measuring.columns import Scored, Text, scored, states
 from nextn.measuring.measure import Measured, Plan, reference
 from nextn.measuring.variants import Variant, read_as
@@ -33,7 +33,8 @@ ROWS = {"vllm": "vllm", "llama.cpp": "llamacpp", "transformers": "transformers"}
 LEADS = "a column before the first: the prompt's first token with the last state of the request before"
 FACTS = ("embedded", "hidden", "recycled", "position0", "order")
 DEFINITIONS = {
-    "engine": "a_1..a_K from the engine's own counters: kept per position over kept per the position before",
+    "engine": "a_1..a_K from the engine's own counters over the texts that equal ours: kept at a position over kept "
+    "at the one before",
     "ours": "the same of our decoder as the family's row says, counted as the engine counts: where it drafts no more "
     "than is missing to the end, its counters take the shorter last round for one whose deeper drafts were lost",
     "interval_95": "of `ours`, by text, as `nextn measure` makes it",
@@ -41,7 +42,7 @@ DEFINITIONS = {
     "measure": "a_1..a_K by `nextn measure`, where a depth that had no room is not counted as lost",
     "difference": "engine less measure, per depth, with the 95 % interval of a jackknife over texts, each "
     "left out on both sides: paired, as both are counted on the same texts",
-    "counts": "[rounds, kept at depth 1, ..., kept at depth K], over all texts",
+    "counts": "[rounds, kept at depth 1, ..., kept at depth K], over the texts that equal ours",
     "same_counts": "counts are those of our decoder, to the last round",
     "convention": "where the engine's documented convention differs from the row; [] where it does not",
     "same_under_convention": "counts are those of our decoder switched to that convention, to the last round",
@@ -124,6 +125,10 @@ class Ours:
         texts = tuple(replace(text, ended=False) for text in longer.drawn[0.0].texts)
         return cls(model, tuple(prompts), tokens, reference(model, asked, plan), texts)
 
+    @property
+    def texts(self) -> list[tuple[int, ...]]:
+        return [text.new for text in self.measured.drawn[0.0].texts]
+
     def scores(self, readings: Sequence[Variant] = (), *, leads: bool = False) -> list[Scored]:
         """The long texts under a reading of the head. leads: with llama.cpp's column before the first, see LEADS."""
         model, contract = read_as(self.model, Contract(), list(readings))
@@ -183,31 +188,39 @@ def compared(ours: Ours, engine: str, plain: Seen, seen: Sequence[Seen]) -> dict
 
 
 def _row(ours: Ours, engine: str, seen: Seen, row: Sequence[Scored], convention: Sequence[Scored]) -> dict[str, object]:
-    drafts, overruns = seen.drafts, OVERRUNS[engine]
-    by_row = ours.counts(row, drafts, overruns=overruns)
-    by_convention = ours.counts(convention, drafts, overruns=overruns)
+    drafts, overruns, texts = seen.drafts, OVERRUNS[engine], ours.texts
+    places = [place for place, text in enumerate(seen.texts) if text == texts[place]]
+    theirs, by_row, by_convention = (
+        [counts[place] for place in places]
+        for counts in (seen.counts, *(ours.counts(each, drafts, overruns=overruns) for each in (row, convention)))
+    )
     by_text = [counts_of([each], drafts) for each in by_row]
     held = [share(*([row[depth] for row in by_text] for depth in (k, k - 1))) for k in range(1, drafts + 1)]
-    rates = rates_of(seen.counts, drafts)
+    rates = rates_of(theirs, drafts)
     return {
         "drafts": drafts,
         **_texts(ours, seen),
         "engine": rates,
         "ours": [each.value for each in held],
         "interval_95": [[each.low, each.high] for each in held],
-        "inside": all(rate is None or each.low <= rate <= each.high for rate, each in zip(rates, held, strict=True)),
+        "inside": all(_inside(*each) for each in zip(rates, held, strict=True)),
         "measure": [each.value for each in ours.measured.figures(0.0, drafts=drafts).rates],
-        "difference": _differences(seen.counts, by_row, drafts),
-        "counts": counts_of(seen.counts, drafts),
+        "difference": _differences(theirs, by_row, drafts),
+        "counts": counts_of(theirs, drafts),
         "row_counts": counts_of(by_row, drafts),
-        "same_counts": counts_of(seen.counts, drafts) == counts_of(by_row, drafts),
+        "same_counts": counts_of(theirs, drafts) == counts_of(by_row, drafts),
         "convention_counts": counts_of(by_convention, drafts),
-        "same_under_convention": counts_of(seen.counts, drafts) == counts_of(by_convention, drafts),
+        "same_under_convention": counts_of(theirs, drafts) == counts_of(by_convention, drafts),
     }
 
 
+def _inside(rate: float | None, held: Estimate) -> bool:
+    """Whether it is in the interval, whose ends at 0 and 1 are rounded."""
+    return rate is None or held.low - 1e-9 <= rate <= held.high + 1e-9
+
+
 def _texts(ours: Ours, seen: Seen) -> dict[str, object]:
-    texts = [text.new[: ours.tokens] for text in ours.measured.drawn[0.0].texts]
+    texts = ours.texts
     found = [ours.gap(*each) for each in zip(ours.prompts, texts, seen.texts, strict=True)]
     whole = [len(text) == len(theirs) for text, theirs in zip(texts, seen.texts, strict=True)]
     same = sum(gap is None and full for gap, full in zip(found, whole, strict=True))

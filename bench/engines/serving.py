@@ -32,14 +32,21 @@ class Bench:
         self.workers: dict[str, Worker] = {}
 
     def served(
-        self, engine: str, checkpoint: Path, prompts: Sequence[tuple[int, ...]], drafts: Sequence[int], tokens: int
+        self,
+        engine: str,
+        checkpoint: Path,
+        prompts: Sequence[tuple[int, ...]],
+        drafts: Sequence[int],
+        tokens: int,
+        **more: object,
     ) -> Served:
-        """drafts: every K but 0; transformers takes the number of the head's modules alone. Raises Unavailable."""
+        """drafts: every K but 0; transformers takes the number of the head's modules alone. more: options of the
+        worker. Raises Unavailable."""
         gguf = self._converted(checkpoint) if engine == "llama.cpp" else None
         seen = []
         for k in (0, *drafts):
             if engine != "transformers" or not k:
-                worker = self._loaded(engine, self._options(engine, checkpoint, gguf, k))
+                worker = self._loaded(engine, {**self._options(engine, checkpoint, gguf, k), **more})
             seen.append(asked(worker, prompts, k, tokens))
         return Served(seen[0], tuple(seen[1:]), worker.hello["versions"], worker.hello["flags"])
 

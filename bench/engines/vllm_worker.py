@@ -1,5 +1,5 @@
 """vLLM on CPUs as a worker. Options: checkpoint, dtype, eager, context, drafts (of this engine: fixed at its start),
-counts (whether it counts its drafts, as its server does).
+counts (whether it counts its drafts, as its server does), attention (its backend, where it is not to choose).
 
 The engine runs in this process and is stepped by hand: no second process, no server, and what a step gives is a round.
 """
@@ -28,6 +28,10 @@ def load(options: dict) -> Engine:
         "disable_log_stats": not options.get("counts", False),
         "speculative_config": {"method": "mtp", "num_speculative_tokens": drafts} if drafts else None,
     }
+    if options.get("attention"):
+        settings["attention_config"] = {"backend": options["attention"]}
+        if drafts:
+            settings["speculative_config"]["attention_backend"] = options["attention"]
     engine = LLM(options["checkpoint"], skip_tokenizer_init=True, **settings).llm_engine
 
     def decode(request: Request) -> Answer:
