@@ -102,7 +102,7 @@ def test_pair(family, engine, bench, put):
     put("pairs", f"{family} {engine}", {"versions": served.versions, "flags": served.flags, **record})
     if (family, engine) in INEXACT:
         assert record["plain"]["gaps"], "plain decoding is exact now: compare it as the others"
-        assert all(each["identical"] >= record["prompts"] // 2 for each in record["by_drafts"])
+        assert all(each["identical"] > record["prompts"] // 3 for each in record["by_drafts"])
         return
     agrees(record)
 
