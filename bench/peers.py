@@ -5,9 +5,6 @@ docs/benchmarks.md, "Peers", says what is compared and what to beware of.
 """
 
 import argparse
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -19,6 +16,7 @@ from engines import environments
 from engines.client import Unavailable, Worker, cpu_seconds
 from engines.comparison import Gap, Report, Run, Setting, settings, turns
 from engines.protocol import Request
+from engines.starting import Starter
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -29,7 +27,6 @@ from nextn.checkpoints.tensor_file import write_json
 from nextn.model import Model
 from nextn.text import eos_tokens
 
-HERE = Path(__file__).parent / "engines"
 ENGINES = ["nextn", "transformers", "vllm", "llama.cpp"]
 IDLE_S = 2.0
 WARM_TOKENS = 32
@@ -45,6 +42,7 @@ class Bench:
         self.told: dict[str, dict[str, object]] = {}
         self.environments: dict[tuple, dict[str, str]] = {}
         self.gguf: Path | None = None
+        self.starter = Starter(args.engines, args.threads, args.limit)
 
     def start(self) -> None:
         """One after the other: an engine that is loading or compiling must not slow down another's start."""
@@ -99,35 +97,22 @@ class Bench:
             self.settings.remove(setting)
 
     def _started(self, engine: str, variant: str, drafts: int | None) -> Worker:
-        root, threads = self.args.engines, self.args.threads
-        if engine in environments.ENGINES and (reason := environments.missing(root, engine)) is not None:
-            raise Unavailable(reason)
-        python, env = Path(sys.executable), {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         options: dict[str, object] = {"checkpoint": str(self.folder / "model"), "context": self.args.context}
         if engine == "vllm":
-            python = environments.vllm_python(root)
-            env |= environments.vllm_variables(root, threads)
             options |= {"dtype": "bfloat16", "eager": variant == "eager", "drafts": drafts}
         elif engine == "llama.cpp":
-            server, gguf = environments.llama_server(root), self._converted()
-            options |= {"server": str(server), "gguf": str(gguf), "threads": threads, "drafts": drafts}
+            options |= {"gguf": str(self._converted()), "drafts": drafts}
         else:
             options |= {"dtype": variant}
         # For the record: which libraries, not where they lie on this machine.
-        self.environments[engine, variant, drafts] = {name: Path(value).name for name, value in env.items()}
-        script = HERE / f"{engine.partition('.')[0]}_worker.py"
-        log = self.folder / f"{engine}-{variant}-{drafts}.log"
-        return Worker([str(python), str(script), json.dumps(options)], log=log, env=env, start_s=self.args.limit)
+        said = {name: Path(value).name for name, value in self.starter.variables(engine).items()}
+        self.environments[engine, variant, drafts] = said
+        return self.starter.start(engine, options, log=self.folder / f"{engine}-{variant}-{drafts}.log")
 
     def _converted(self) -> Path:
-        """The checkpoint as bf16 GGUF, by llama.cpp's own converter."""
-        if self.gguf is None:
-            gguf, source = self.folder / "model.gguf", environments.llama_source(self.args.engines)
-            command = [sys.executable, str(HERE / "to_gguf.py"), str(source), str(self.folder / "model"), str(gguf)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise Unavailable(f"conversion to GGUF failed: {done.stderr.strip().splitlines()[-1]}")
-            self.gguf = gguf
+        """The checkpoint as bf16 GGUF; not asked for where the engine is not there."""
+        self.starter.check("llama.cpp")
+        self.gguf = self.gguf or self.starter.converted(self.folder / "model", self.folder / "model.gguf")
         return self.gguf
 
 

@@ -39,7 +39,7 @@ def load(options):
             import time
             time.sleep(60)
         return Answer.of([[request.prompt[0]], [5, 6], [7]], 0.5, request)
-    return Engine(decode, {{"fake": "1"}}, options)
+    return Engine(decode, {{"fake": "1"}}, options, metrics=(lambda: "up 1") if options.get("counts") else None)
 
 serve(load)
 """
@@ -161,16 +161,16 @@ def test_record_is_json_and_says_what_is_missing():
 def test_rounds_make_an_answer():
     """The prefill's token is no round's; without drafts nothing is kept, whatever came in one step."""
     parts = [[1], [2, 3, 4], [5]]
-    assert Answer.of(parts, 0.5, Request([0], 9, 2, [])) == Answer([1, 2, 3, 4, 5], 0.5, 2, 4, 2)
+    assert Answer.of(parts, 0.5, Request([0], 9, 2, [])) == Answer([1, 2, 3, 4, 5], 0.5, 2, 4, 2, [3, 1])
     assert Answer.of(parts, 0.5, Request([0], 9, 0, [])).kept == 0
 
 
 def test_a_worker_answers_through_its_own_talk(worker):
     """What an engine prints, from Python or beside it, does not end up between the answers."""
     child = worker(dtype="bfloat16")
-    assert child.hello == {"ready": True, "versions": {"fake": "1"}, "flags": {"dtype": "bfloat16"}}
+    assert child.hello == {"ready": True, "versions": {"fake": "1"}, "flags": {"dtype": "bfloat16"}, "counts": False}
     for first in (3, 4):
-        assert child.ask(Request([first], 9, 2, [])) == Answer([first, 5, 6, 7], 0.5, 2, 4, 1)
+        assert child.ask(Request([first], 9, 2, [])) == Answer([first, 5, 6, 7], 0.5, 2, 4, 1, [2, 1])
     assert "and one in C++ that does" in child.log.read_text()
     if sys.platform.startswith("linux"):
         assert cpu_seconds(child.child.pid) > 0
@@ -189,6 +189,23 @@ def test_a_worker_that_ends_says_why(worker):
         child.ask(Request([1], 9, 8, []))
     with pytest.raises(Unavailable, match="code 3"):
         child.ask(Request([1], 9, 2, []))
+
+
+def test_a_worker_loads_again_and_tells_its_counters(worker):
+    """In the same process; one that cannot load says why, answers nothing, and can load again."""
+    child = worker(counts=True)
+    assert child.metrics() == "up 1"
+    pid = child.child.pid
+    child.load({"dtype": "float32"})
+    assert (child.hello["flags"], child.child.pid) == ({"dtype": "float32"}, pid)
+    with pytest.raises(Unavailable, match="no counters"):
+        child.metrics()
+    with pytest.raises(Unavailable, match="no such model"):
+        child.load({"broken": True})
+    with pytest.raises(Unavailable, match="no engine is loaded"):
+        child.ask(Request([1], 9, 2, []))
+    child.load({})
+    assert child.ask(Request([1], 9, 2, [])).tokens == [1, 5, 6, 7]
 
 
 def test_a_worker_that_hangs_is_ended(worker):

@@ -39,23 +39,24 @@ class Worker:
                 start_new_session=True,
             )
         self.pending = b""
-        self.hello = self._answer(start_s)
-        if not self.hello.get("ready"):
+        try:
+            self.hello = self._greeting(start_s)
+        except Unavailable:
             self.close()
-            raise Unavailable(str(self.hello.get("unavailable", f"no greeting but {self.hello}")))
+            raise
+
+    def load(self, options: Mapping[str, object], *, start_s: float = 900) -> None:
+        """The same engine with other options, in the same process. Raises Unavailable; the worker can load again."""
+        self._send({"load": dict(options)})
+        self.hello = self._greeting(start_s)
 
     def ask(self, request: Request, *, limit_s: float = 300) -> Answer:
         """Raises Unavailable for an error, an end or no answer."""
-        assert self.child.stdin is not None
-        try:
-            self.child.stdin.write((json.dumps(vars(request)) + "\n").encode())
-            self.child.stdin.flush()
-        except OSError:
-            raise Unavailable(self._end()) from None
-        found = self._answer(limit_s)
-        if "error" in found:
-            raise Unavailable(str(found["error"]))
-        return Answer(**found)
+        return Answer(**self._told(vars(request), limit_s))
+
+    def metrics(self, *, limit_s: float = 60) -> str:
+        """The engine's counters as Prometheus text. Raises Unavailable where it has none."""
+        return str(self._told({"metrics": True}, limit_s)["text"])
 
     def close(self) -> None:
         """Ends the child, and what it started: first by the end of its stdin, then by force."""
@@ -68,6 +69,27 @@ class Worker:
         except subprocess.TimeoutExpired:
             self._kill()
         self.child.stdout.close()
+
+    def _greeting(self, start_s: float) -> dict:
+        hello = self._answer(start_s)
+        if not hello.get("ready"):
+            raise Unavailable(str(hello.get("unavailable", f"no greeting but {hello}")))
+        return hello
+
+    def _told(self, asked: Mapping[str, object], limit_s: float) -> dict:
+        self._send(asked)
+        found = self._answer(limit_s)
+        if "error" in found:
+            raise Unavailable(str(found["error"]))
+        return found
+
+    def _send(self, asked: Mapping[str, object]) -> None:
+        assert self.child.stdin is not None
+        try:
+            self.child.stdin.write((json.dumps(asked) + "\n").encode())
+            self.child.stdin.flush()
+        except OSError:
+            raise Unavailable(self._end()) from None
 
     def _kill(self) -> None:
         os.killpg(self.child.pid, signal.SIGKILL)

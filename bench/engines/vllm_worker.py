@@ -1,4 +1,5 @@
-"""vLLM on CPUs as a worker. Options: checkpoint, dtype, eager, context, drafts (of this engine: fixed at its start).
+"""vLLM on CPUs as a worker. Options: checkpoint, dtype, eager, context, drafts (of this engine: fixed at its start),
+counts (whether it counts its drafts, as its server does), attention (its backend, where it is not to choose).
 
 The engine runs in this process and is stepped by hand: no second process, no server, and what a step gives is a round.
 """
@@ -7,6 +8,7 @@ import time
 
 import torch
 import vllm
+from prometheus_client import generate_latest
 from protocol import Answer, Engine, Request, serve
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -23,8 +25,13 @@ def load(options: dict) -> Engine:
         "max_num_seqs": 1,
         "kv_cache_memory_bytes": KV_BYTES,
         "enable_prefix_caching": False,
+        "disable_log_stats": not options.get("counts", False),
         "speculative_config": {"method": "mtp", "num_speculative_tokens": drafts} if drafts else None,
     }
+    if options.get("attention"):
+        settings["attention_config"] = {"backend": options["attention"]}
+        if drafts:
+            settings["speculative_config"]["attention_backend"] = options["attention"]
     engine = LLM(options["checkpoint"], skip_tokenizer_init=True, **settings).llm_engine
 
     def decode(request: Request) -> Answer:
@@ -47,7 +54,13 @@ def load(options: dict) -> Engine:
         return Answer.of(parts, ended - started, request)
 
     flags = {**settings, "threads": torch.get_num_threads()}
-    return Engine(decode, {"vllm": vllm.__version__, "torch": torch.__version__}, flags)
+    return Engine(
+        decode,
+        {"vllm": vllm.__version__, "torch": torch.__version__},
+        flags,
+        metrics=(lambda: generate_latest().decode()) if options.get("counts") else None,
+        close=engine.engine_core.shutdown,
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,76 @@
+"""One checkpoint through one engine in float32, plain and at every K. Engines that fix K at their start load again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engines.client import Worker
+from engines.referee import Seen, asked
+from engines.starting import Starter
+
+CONTEXT = 256
+
+
+@dataclass(frozen=True)
+class Served:
+    """plain: K = 0; seen: every other K. versions, flags: what the engine says of itself at the last K."""
+
+    plain: Seen
+    seen: tuple[Seen, ...]
+    versions: dict[str, str]
+    flags: dict[str, object]
+
+
+@dataclass
+class Bench:
+    """Engines by name, started when they are first asked for and then kept. folder: takes logs and GGUF files."""
+
+    starter: Starter
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.workers: dict[str, Worker] = {}
+
+    def served(
+        self,
+        engine: str,
+        checkpoint: Path,
+        prompts: Sequence[tuple[int, ...]],
+        drafts: Sequence[int],
+        tokens: int,
+        **more: object,
+    ) -> Served:
+        """drafts: every K but 0; transformers takes the number of the head's modules alone. more: options of the
+        worker. Raises Unavailable."""
+        gguf = self._converted(checkpoint) if engine == "llama.cpp" else None
+        seen = []
+        for k in (0, *drafts):
+            if engine != "transformers" or not k:
+                worker = self._loaded(engine, {**self._options(engine, checkpoint, gguf, k), **more})
+            seen.append(asked(worker, prompts, k, tokens))
+        return Served(seen[0], tuple(seen[1:]), worker.hello["versions"], worker.hello["flags"])
+
+    def close(self) -> None:
+        while self.workers:
+            self.workers.popitem()[1].close()
+
+    def _loaded(self, engine: str, options: dict[str, object]) -> Worker:
+        """In the process that is there, or a new one."""
+        worker = self.workers.get(engine)
+        if worker is not None and worker.child.poll() is None:
+            worker.load({**self.starter.own(engine), **options}, start_s=self.starter.limit_s)
+        else:
+            worker = self.workers[engine] = self.starter.start(engine, options, log=self.folder / f"{engine}.log")
+        return worker
+
+    def _options(self, engine: str, checkpoint: Path, gguf: Path | None, drafts: int) -> dict[str, object]:
+        if engine == "llama.cpp":
+            return {"gguf": str(gguf), "context": CONTEXT, "drafts": drafts, "exact": True}
+        options: dict[str, object] = {"checkpoint": str(checkpoint), "dtype": "float32"}
+        if engine == "vllm":
+            options |= {"context": CONTEXT, "drafts": drafts, "eager": True, "counts": True}
+        return options
+
+    def _converted(self, checkpoint: Path) -> Path:
+        self.starter.check("llama.cpp")
+        return self.starter.converted(checkpoint, self.folder / f"{checkpoint.name}.gguf", dtype="f32")

@@ -1,0 +1,97 @@
+"""Writes the tables of docs/engines.md from bench/results/engines.json, which `make test-engines` writes."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PAGE = HERE / "engines.md"
+RECORD = HERE.parent / "bench" / "results" / "engines.json"
+Record = Mapping[str, Any]
+
+
+def page(text: str, record: Record) -> str:
+    """The page with every table made anew; a mark is `<!-- NAME -->`, its table goes on to `<!-- / -->`."""
+
+    def made(mark: re.Match[str]) -> str:
+        return f"<!-- {mark[1]} -->\n" + "\n".join(_table(mark[1], record)) + "\n<!-- / -->"
+
+    return re.sub(r"<!-- ([a-z]+) -->\n.*?<!-- / -->", made, text, flags=re.S)
+
+
+def _table(name: str, record: Record) -> Iterator[str]:
+    if name == "versions" or record.get(name):
+        yield from TABLES[name](record)
+    else:
+        yield "Not run yet."
+
+
+def pairs(record: Record) -> Iterator[str]:
+    yield from _compared(record["pairs"])
+
+
+def modules(record: Record) -> Iterator[str]:
+    yield from _compared({f"{key} modules": each for key, each in record["modules"].items()})
+
+
+def head(record: Record) -> Iterator[str]:
+    yield from _compared(record["head"])
+
+
+def versions(record: Record) -> Iterator[str]:
+    yield "| pair | date | versions |"
+    yield "|---|---|---|"
+    for section in ("pairs", "modules", "head"):
+        for key, each in sorted(record.get(section, {}).items()):
+            told = ", ".join(f"{name} {version}" for name, version in each["versions"].items())
+            yield f"| {section}: {key} | {each['date']} | {told} |"
+
+
+def faults(record: Record) -> Iterator[str]:
+    yield "| planted | what was done | engine, K = 3 | audit | measure, and its probe | diagnose |"
+    yield "|---|---|---|---|---|---|"
+    for key, each in sorted(record["faults"].items()):
+        told = f"refuses: {each['refused']}" if "refused" in each else _rates(each["engine"])
+        rules = ", ".join(f"`{rule}`" for rule in each["audit"]) or "clean"
+        measured = f"{_rates(each['measure']['rates'])}: {each['probe']['verdict']}" if "probe" in each else ""
+        named = ", ".join(f"`{name}`" for name in each.get("diagnose", ()))
+        yield f"| {key} | {each['does']} | {_cell(told)} | {rules} | {_cell(measured)} | {named} |"
+
+
+def _compared(told: Mapping[str, Record]) -> Iterator[str]:
+    yield "| | K | texts as ours | engine: a_1..a_K | ours | inside 95 % | counts as ours | with its convention |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for key, each in told.items():
+        for row in each["by_drafts"]:
+            cells = [
+                key,
+                row["drafts"],
+                f"{row['identical']}/{each['prompts']}",
+                _rates(row["engine"]),
+                _rates(row["ours"]),
+                "yes" if row["inside"] else "no",
+                "yes" if row["same_counts"] else f"{row['counts']}, ours {row['row_counts']}",
+                "yes" if row["same_under_convention"] else f"{row['convention_counts']}",
+            ]
+            yield "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _rates(rates: list[float | None]) -> str:
+    return ", ".join("-" if rate is None else f"{rate:.2f}" for rate in rates)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+TABLES = {"pairs": pairs, "modules": modules, "head": head, "versions": versions, "faults": faults}
+
+
+def main() -> None:
+    PAGE.write_text(page(PAGE.read_text(), json.loads(RECORD.read_text())))
+
+
+if __name__ == "__main__":
+    main()

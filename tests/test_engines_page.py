@@ -1,0 +1,60 @@
+"""docs/engines.md holds the figures of the committed record, and no others."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+sys.path.insert(0, str(DOCS))
+
+import make_engines as made  # noqa: E402
+
+ROW = {
+    "drafts": 2,
+    "identical": 3,
+    "engine": [0.5, None],
+    "ours": [0.5, 0.25],
+    "inside": True,
+    "same_counts": False,
+    "counts": [9, 4, 0],
+    "row_counts": [9, 4, 1],
+    "same_under_convention": True,
+}
+RECORD = {"pairs": {"f e": {"prompts": 4, "date": "2026-11-22", "versions": {"e": "1"}, "by_drafts": [ROW]}}}
+
+
+def test_page_is_fresh():
+    """The record changed and the page not, or a figure was written by hand."""
+    text = made.PAGE.read_text()
+    assert made.page(text, json.loads(made.RECORD.read_text())) == text, "stale: run docs/make_engines.py"
+
+
+def test_what_was_not_run_is_said():
+    """An absent section is no empty table."""
+    assert made.page("<!-- head -->\n<!-- / -->", RECORD) == "<!-- head -->\nNot run yet.\n<!-- / -->"
+
+
+def test_a_table_from_a_record():
+    """A cell per figure; what was never reached is a dash; counts are told where they differ."""
+    page = made.page("before\n<!-- pairs -->\nold\n<!-- / -->\nbehind\n", RECORD)
+    assert page.startswith("before\n<!-- pairs -->\n| | K |")
+    assert page.endswith("\n<!-- / -->\nbehind\n")
+    assert "old" not in page
+    row = "| f e | 2 | 3/4 | 0.50, - | 0.50, 0.25 | yes | [9, 4, 0], ours [9, 4, 1] | yes |"
+    assert row in page.splitlines()
+    widths = {line.count("|") for line in page.splitlines() if line.startswith("|")}
+    assert len(widths) == 1
+    assert made.page(page, RECORD) == page
+
+
+def test_a_fault_that_the_engine_refuses():
+    told = {"does": "d", "audit": ["head-absent"], "refused": "ValueError: a | b"}
+    line = list(made.faults({"faults": {"dropped": told}}))[-1]
+    assert line == "| dropped | d | refuses: ValueError: a \\| b | `head-absent` |  |  |"
+
+
+@pytest.mark.parametrize("mark", sorted(made.TABLES))
+def test_every_table_is_on_the_page(mark):
+    assert f"<!-- {mark} -->" in made.PAGE.read_text()
