@@ -15,7 +15,7 @@ import json
 import platform
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -238,6 +238,27 @@ def row(name: str, told: dict[str, object]) -> str:
     return f"{name:36} {' '.join(lengths[:4])}   {' '.join(lengths[4:])}   {told.get('cpu_seconds', '')}"
 
 
+def markdown(cells: Mapping[str, Mapping[str, object]]) -> str:
+    """The table of docs/training.md."""
+    names = [name for name in ("joint/as it is", "stale/as it is") if name in cells]
+    names += sorted((name for name in cells if name not in names), key=_place)
+    lines = ["| head | steps | keys | text | T = 0: AL@1, 2, 4, 8 | T = 1 |", "|---|---|---|---|---|---|"]
+    for name in names:
+        trunk, objective, *how = name.split("/")
+        steps, keys, text = how or ("", "", "")
+        both = [", ".join(f"{cells[name][key][k - 1]:.2f}" for k in (1, 2, 4, 8)) for key in ("AL_T0", "AL_T1")]
+        lines.append(
+            f"| {trunk}, {objective} | {steps.removesuffix('-step')} | {keys} | {text} | {both[0]} | {both[1]} |"
+        )
+    return "\n".join(lines)
+
+
+def _place(name: str) -> tuple[object, ...]:
+    """By trunk, then what is varied, the objectives in their order."""
+    trunk, objective, steps, keys, text = name.split("/")
+    return trunk, text, -int(steps[0]), keys != "own", OBJECTIVES.index(objective)
+
+
 def _joined(first: Corpus, second: Corpus) -> Corpus:
     """Both parts of what was split."""
     import numpy as np
@@ -265,10 +286,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results") / "objectives.json")
     parser.add_argument("--work", type=Path, default=Path("objectives-work"), help="trunks, answers, runs")
+    parser.add_argument(
+        "--markdown", action="store_true", help="print what is in the results, as docs/training.md has it"
+    )
+    parser.add_argument("--head-steps", type=int, default=Size.head_steps)
     parser.add_argument("--only", default="", help="cells whose names begin so, such as bare/kl")
     args = parser.parse_args()
+    if args.markdown:
+        print(markdown(json.loads(args.out.read_text())["cells"]))
+        return
     print(f"{'':36} AL@1  @2    @4    @8  T = 0; the same at T = 1; CPU seconds")
-    for name, told in measure(args.out, args.work, Size(), only=args.only)["cells"].items():
+    for name, told in measure(args.out, args.work, replace(Size(), head_steps=args.head_steps), only=args.only)[
+        "cells"
+    ].items():
         print(row(name, told))
 
 

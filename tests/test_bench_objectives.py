@@ -34,3 +34,10 @@ def test_a_cell_at_a_tiny_size(only, place):
     objectives.measure(out, place / "work", SIZE, only=only)
     assert out.stat().st_mtime_ns == before  # nothing is made twice
     assert only in objectives.row(*next(iter(told.items())))
+
+
+def test_the_documented_table_is_the_recorded_one():
+    root = Path(__file__).parents[1]
+    cells = json.loads((root / "bench/results/objectives.json").read_text())["cells"]
+    assert objectives.markdown(cells) in (root / "docs/training.md").read_text()
+    assert cells.keys() <= {"joint/as it is", "stale/as it is", *(cell.name for cell in objectives.cells())}

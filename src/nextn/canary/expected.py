@@ -37,6 +37,7 @@ DEFINITIONS = {
     "rounds": "per K and prompt, a digit a round: how many of its K drafts stand. The first round follows the first "
     "new token, each keeps its drafts and one token more, the last is the one that reaches token max_tokens. An engine "
     "that drafts no more than is missing cuts the last one",
+    "looping": "greedy texts that repeat themselves, on which most faults are hidden",
     "sampled": "temperature 1, K = 4: conditional acceptance by depth for each rule of acceptance, 95 % intervals",
 }
 
@@ -77,6 +78,7 @@ def record(
         "hashes": hashes(str(folder)) | {"files": _files(folder), "prompts": prompts_hash(_ids(asked))},
         "settings": {"drafts": list(range(1, DRAFTS + 1)), "max_tokens": tokens, "tie": TIE},
         "prompts": _told(model, measured, tokens),
+        "looping": len(measured.looping[0.0]),
         "readings": [each.as_record() for each in readings(model, measured, folder)],
         "sampled": {rule: _rates(measured, rule) for rule in RULES if rule != "greedy"},
         "vector": vector(model, _ids(asked)[0], drafts=3),

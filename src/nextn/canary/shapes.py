@@ -76,6 +76,9 @@ SHAPES: Mapping[str, Shape] = {
             "qk_rope_head_dim": 64,
             "qk_nope_head_dim": 64,
             "v_head_dim": 64,
+            # As released: without the first, vLLM makes no correction bias, and ends with the file's at hand.
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
         },
     ),
 }

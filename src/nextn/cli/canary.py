@@ -41,6 +41,9 @@ def build(
         typer.echo(json.dumps(record))
         return
     _tell(Canary.read(out), out)
+    if record["looping"]:
+        said = f"{record['looping']} of its texts loop, which hides faults: try another --seed"
+        console().print(plain(said, style="yellow"), soft_wrap=True)
 
 
 @app.command()
