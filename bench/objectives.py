@@ -33,6 +33,7 @@ from nextn.corpus.prompts import prompts
 from nextn.corpus.split import split
 from nextn.corpus.text_files import standard_library
 from nextn.decode import Settings
+from nextn.errors import ConfigError
 from nextn.losses.objectives import OBJECTIVES
 from nextn.model import Model
 from nextn.sampling import Sampling
@@ -217,6 +218,8 @@ def figures(workload: Workload, trunk: str, model: Model) -> dict[str, object]:
 def measure(out: Path, work: Path, size: Size, *, only: str = "") -> dict[str, object]:
     """Make the cells that `out` does not hold yet, and write it after each."""
     known = json.loads(out.read_text()) if out.exists() else {}
+    if known and known["size"] != vars(size):
+        raise ConfigError(f"{out} holds cells of another size, {known['size']}; name another file with --out")
     results: dict[str, dict[str, object]] = known.get("cells", {})
     workload = Workload(work, size)
     machine = {"cpu": platform.processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}

@@ -1,10 +1,13 @@
 """The table of objectives at a tiny size: cells are made, resumed and told."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import objectives
 import pytest
+
+from nextn.errors import ConfigError
 
 SIZE = objectives.Size(
     layers=1, hidden=128, trunk_steps=2, tune_steps=1, head_steps=2, batch_size=2, length=48, answers=40, held_out=3,
@@ -33,6 +36,8 @@ def test_a_cell_at_a_tiny_size(only, place):
     before = out.stat().st_mtime_ns
     objectives.measure(out, place / "work", SIZE, only=only)
     assert out.stat().st_mtime_ns == before  # nothing is made twice
+    with pytest.raises(ConfigError, match="cells of another size"):
+        objectives.measure(out, place / "work", replace(SIZE, head_steps=3), only=only)
     assert only in objectives.row(*next(iter(told.items())))
 
 
