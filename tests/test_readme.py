@@ -114,8 +114,10 @@ def decode_lines():
 def recipe_lines():
     """The recipes `code` and `hybrid`, and batches of the former."""
     for title, name, temperature, drafts in (
-        ("greedy, K = 16, {} texts that do not loop", "code-greedy", 0.0, 16),
-        ("temperature 1, K = 9, {} texts", "code", 1.0, 9),
+        ("greedy, K = 15, {} texts that do not loop", "code-greedy", 0.0, 15),
+        ("greedy, as many drafts as pay", "code-greedy", 0.0, -1),
+        ("temperature 1, K = 10, {} texts", "code", 1.0, 10),
+        ("temperature 1, as many drafts as pay", "code", 1.0, -1),
     ):
         plain, mtp, texts = bench_figures(name, temperature, drafts)
         speeds = f"{plain:.0f} | {mtp['tokens_per_s']['median']:.0f} | **{mtp['speedup']['median']:.2f} x**"
