@@ -28,7 +28,7 @@ def demo(
     with stop_flag() as stopped, progress(quiet=as_json) as on_record:
         report = run_demo(folder, drafts=drafts, on_record=on_record, should_stop=stopped)
     if report is None:
-        say_stopped(folder / "run", "nextn demo")
+        say_stopped(folder / "run", "nextn demo" if folder == Path("demo") else f"nextn demo --folder {folder}")
         return
     paths = draw(report)
     if as_json:
