@@ -31,7 +31,6 @@ OVERRUNS = {"vllm": True, "llama.cpp": False, "transformers": False}
 ROWS = {"vllm": "vllm", "llama.cpp": "llamacpp", "transformers": "transformers"}
 # common/speculative.cpp: `begin` does not set `pending_h` back.
 LEADS = "a column before the first: the prompt's first token with the last state of the request before"
-FACTS = ("embedded", "hidden", "recycled", "position0", "order")
 DEFINITIONS = {
     "engine": "a_1..a_K from the engine's own counters over the texts that equal ours: kept at a position over kept "
     "at the one before",
@@ -95,14 +94,10 @@ def _of_rounds(lengths: Sequence[int], drafts: int, tokens: int) -> Counters:
 
 def conventions(model: Model, engine: str) -> list[Variant]:
     """Where this engine is documented to differ from the family's row, as readings of the head."""
-    row = model.family.engines.get(ROWS[engine])
-    if row is None:
-        return []
-    differs = {fact: getattr(row, fact) for fact in FACTS if getattr(row, fact) is not None}
+    found = model.family.conventions(ROWS[engine])
     return [
         Variant(fact, f"{fact}: {value} for {getattr(model.family, fact)}", facts={fact: value})
-        for fact, value in differs.items()
-        if value != getattr(model.family, fact)
+        for fact, value in found.items()
     ]
 
 

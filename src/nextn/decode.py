@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nextn.drafting import Contract, Drafted, Drafter, tensor
+from nextn.drafting import Contract, Drafted, Drafter
 from nextn.errors import ConfigError, need_whole
 from nextn.fast.choose import AnyHead, AnyTrunk
 from nextn.policy import PROBE, DraftLength, Fixed
 from nextn.rollback import Cache
-from nextn.sampling import Prediction, Sampling, Uniforms, accept_greedy
+from nextn.sampling import Prediction, Sampling, Uniforms, accept_greedy, ragged
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class _Batch:
         drafted_at = time.perf_counter()
         window = [[tokens[-1], *draft] for tokens, draft in zip(self.tokens, drafted.drafts, strict=True)]
         self._watch("verify", None, window, self.cache, "")
-        hidden = self.trunk(tensor(window), self.cache)
+        hidden = self.trunk(ragged(window, torch.long), self.cache)
         verdict = self._verdict(self.trunk.read(hidden), drafted)
         kept = [count for count, _ in verdict]
         stand = [count + 1 for count in kept]
@@ -228,7 +228,7 @@ class _Batch:
             parts = [tokens[start : start + chunk] for tokens in self.tokens]
             counts = list(map(len, parts))
             self._watch("prefill", None, parts, self.cache, "")
-            hidden = self.trunk(tensor(parts), self.cache)
+            hidden = self.trunk(ragged(parts, torch.long), self.cache)
             self.cache.keep(counts)
             for row, tokens in enumerate(self.tokens):
                 if counts[row] and start + counts[row] == len(tokens):

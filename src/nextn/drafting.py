@@ -14,7 +14,7 @@ from nextn.fast.choose import AnyHead, AnyRecursion
 from nextn.head import Step
 from nextn.policy import Chain, RoundPlan
 from nextn.rollback import Cache
-from nextn.sampling import Prediction, Sampling, Uniforms, draw
+from nextn.sampling import Prediction, Sampling, Uniforms, draw, ragged
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Drafter:
         chains = [plan.begin(limit) for limit in limits]
         drafts: list[list[int]] = [[] for _ in limits]
         laws: list[Tensor] = []
-        uniforms = None if numbers is None else _stacked([torch.tensor(row) for row in numbers])
+        uniforms = None if numbers is None else ragged(numbers, torch.float32)
         widths, tokens, ran = list(map(len, self.pending)), [0] * len(limits), 0
         states, recursion = _stacked(self.pending), None
         while any(chain.further for chain in chains):
@@ -212,7 +212,7 @@ class Drafter:
             known = list(tokens[row][start : start + width])
             eaten.append(known + [0] * (width - len(known)))  # a row that drafts no further; its column is dropped
         self._tell(phase, index, eaten, depth)
-        step = self.head.step(index, tensor(eaten), states, cache=self.caches[index])
+        step = self.head.step(index, ragged(eaten, torch.long), states, cache=self.caches[index])
         self.caches[index].keep(widths)
         return step
 
@@ -234,12 +234,6 @@ def _taken(chains: Sequence[Chain], confidences: Sequence[float]) -> bool:
     """Whether any row drafts from the laws of these confidences."""
     taken = [chain.further and chain.more(each) for chain, each in zip(chains, confidences, strict=True)]
     return any(taken)  # all are asked
-
-
-def tensor(rows: Sequence[Sequence[int]]) -> Tensor:
-    """[B, largest length], on the host: rows of different lengths, left-aligned; no cache keeps the padding."""
-    width = max(map(len, rows))
-    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.long)
 
 
 def _stacked(rows: Sequence[Tensor]) -> Tensor:

@@ -254,8 +254,8 @@ class Judge:
         """logits [B, K+1, V]; q [B, K, V], None where no row has drafts; drafts, u: of each row up to K, and one number
         more than drafts; seen [B, V] for a penalty -> of each row (kept, next token).
         """
-        proposed, limits = _padded(drafts, logits.device, torch.int64), list(map(len, drafts))
-        uniforms, limit = _padded(u, logits.device, torch.float32), torch.tensor(limits, device=logits.device)
+        proposed, limits = ragged(drafts, torch.int64, logits.device), list(map(len, drafts))
+        uniforms, limit = ragged(u, torch.float32, logits.device), torch.tensor(limits, device=logits.device)
         found = self.decide(logits, logits[:, :0] if q is None else q, proposed, uniforms, limit, seen=seen)
         return [(kept, following) for kept, following in found.tolist()]
 
@@ -269,7 +269,8 @@ class Judge:
         return torch.stack([verdict.kept, pick(verdict.rest, u.gather(1, limit[:, None])[:, 0])], dim=1)
 
 
-def _padded(rows: Sequence[Sequence[float]], device: torch.device, dtype: torch.dtype) -> Tensor:
+def ragged(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """[B, largest length]: rows of different lengths, left-aligned, 0 behind; on the host unless told otherwise."""
     width = max(map(len, rows))
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device, dtype=dtype)
 

@@ -15,7 +15,7 @@ from nextn.benchmarking.workload import Prompt
 from nextn.canary.vector import vector
 from nextn.decode import Settings
 from nextn.drafting import Contract
-from nextn.families import ENGINES, Family
+from nextn.families import ENGINES
 from nextn.measuring.columns import RULES, Scored
 from nextn.measuring.faults import FAULTS, Fault, under
 from nextn.measuring.measure import Measured, Plan, reference, rescored
@@ -96,7 +96,7 @@ def readings(model: Model, measured: Measured, folder: Path | None = None) -> It
         if (rounds := _faulty(model, measured, fault, tokens)) is not None:
             yield Reading(fault.name, fault.does, rounds, fault.issues)
     for engine in ENGINES:
-        if facts := _conventions(model.family, engine):
+        if facts := model.family.conventions(engine):
             says = f"as {engine} runs this family: " + ", ".join(f"{name} {value}" for name, value in facts.items())
             change = Variant(f"engine:{engine}", says, facts=facts)
             found = rescored(measured, *read_as(model, Contract(), [change]))
@@ -148,13 +148,6 @@ def _faulty(model: Model, measured: Measured, fault: Fault, tokens: int) -> dict
         return {k: decoded(model, prompts, k, contract, tokens=tokens) for k in range(1, DRAFTS + 1)}
     found = under(measured, model, fault)
     return None if found is None else walked(found.scored[0.0], tokens)
-
-
-def _conventions(family: Family, engine: str) -> dict[str, object]:
-    """What an engine is said to do otherwise than the row."""
-    known = family.engines[engine]
-    told = {name: getattr(known, name) for name in ("embedded", "hidden", "recycled", "position0", "order")}
-    return {name: value for name, value in told.items() if value is not None and value != getattr(family, name)}
 
 
 def _robust(model: Model, prompts: Sequence[Sequence[int]], count: int, tokens: int) -> list[Sequence[int]]:

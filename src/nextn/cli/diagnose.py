@@ -107,7 +107,7 @@ def _show(found: "Diagnosis") -> None:
     screen = console()
     table = Table(box=None, header_style="bold", pad_edge=False)
     depths = range(1, found.measured.plan.drafts + 1)
-    for title in ("", *(f"a_{k}" for k in depths), "AL", "likelier by", "fits"):
+    for title in ("", *(f"a_{k}" for k in depths), "AL", "likelihood", "fits"):
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
     several = len(found.cases) > 1
     for case in found.cases:
@@ -143,8 +143,8 @@ def _rates(cause: "Cause") -> list[str]:
 
 
 def _odds(cause: "Cause") -> str:
-    """How many times less likely than the first."""
-    return "" if cause.ratio == 1 else f"1/{1 / cause.ratio:.3g}" if cause.ratio > 1e-30 else "0"
+    """To that of the likeliest cause."""
+    return "1" if cause.ratio == 1 else f"1/{1 / cause.ratio:.3g}" if cause.ratio > 1e-30 else "0"
 
 
 def _fit(cause: "Cause") -> str:

@@ -161,6 +161,11 @@ class Family:
         """Where engines that run the head differ from this row or from each other, and what else must be said."""
         return (*(line for fact in _FACTS for line in self._differing(fact)), *self._overruled(), *self.remarks)
 
+    def conventions(self, engine: str) -> dict[str, object]:
+        """Facts of this row that the engine is documented to take otherwise, as it takes them."""
+        told = {fact: getattr(self.engines[engine], fact) for fact in _FACTS}
+        return {fact: value for fact, value in told.items() if value not in (None, getattr(self, fact))}
+
     def published(self, name: str, num_layers: int, *, wrapper: str = "") -> str:
         """Tensor name in the checkpoint of canonical `<module>.<role>[.<rest>]`; num_layers = the trunk's layers.
 

@@ -16,7 +16,7 @@ from nextn.fast.graph import Captured
 from nextn.fast.still import Room, StillCache, Window
 from nextn.fast.windows import SIZES, Fed, Windows
 from nextn.policy import RoundPlan
-from nextn.sampling import Sampling, draw
+from nextn.sampling import Sampling, draw, ragged
 
 if TYPE_CHECKING:
     from nextn.fast.captured import CapturedHead
@@ -60,10 +60,10 @@ class CapturedChain:
         links = self._links()
         fed, first = links.start.bound(self._cache, max(widths), behind=ran)
         assert fed.states is not None
-        fed.tell(_padded(tokens, torch.int64), self._cache.lengths, widths)
+        fed.tell(ragged(tokens, torch.int64), self._cache.lengths, widths)
         fed.states[:batch, : max(widths)] = pad_sequence(list(states), batch_first=True)
         if uniforms is not None:
-            links.uniforms[:batch, :ran].copy_(_padded(uniforms, torch.float32)[:, :ran], non_blocking=True)
+            links.uniforms[:batch, :ran].copy_(ragged(uniforms, torch.float32)[:, :ran], non_blocking=True)
         first.run()
         for _ in range(1, ran):
             links.chained.run()
@@ -138,8 +138,3 @@ class _Links:
         self.drafts.index_copy_(1, self.depth, tokens[:, None])
         self.fed.follow(tokens, starts, recycled)
         self.depth.add_(1)
-
-
-def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
-    """[B, largest length], on the host."""
-    return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)

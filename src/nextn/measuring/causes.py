@@ -41,12 +41,11 @@ class Cause:
     misfit: float
     rates: tuple[float, ...]
     length: float
-    says: str = ""
     ratio: float = field(default=1.0)
 
     def as_record(self) -> dict[str, object]:
         """What goes into JSON."""
-        told = {"acceptance": list(self.rates), "length": self.length, "says": self.says}
+        told = {"acceptance": list(self.rates), "length": self.length}
         return {name: getattr(self, name) for name in ("name", "log_likelihood", "ratio", "misfit")} | told
 
     def over(self, other: "Cause") -> float:
@@ -141,7 +140,7 @@ def _judged(observed: Observed, expected: Expected, fresh: float, *, workload: b
     by_depth = bool(observed.offered)
     likely, misfit = (_by_depth if by_depth else _by_length)(observed, expected, fresh, workload=workload)
     rates = tuple(map(float, expected.raw))
-    return Cause(expected.name, likely, misfit, rates, 1 + expected.per_round[0], expected.says)
+    return Cause(expected.name, likely, misfit, rates, 1 + expected.per_round[0])
 
 
 def _by_depth(observed: Observed, expected: Expected, fresh: float, *, workload: bool) -> tuple[float, float]:

@@ -46,7 +46,7 @@ class Expected:
     """One hypothesis. offered, kept: [texts][depths], of rounds as in `Observed`, sums of chances where `chances`.
 
     domains: of each text, for the spread between workloads; () = all alike. chances: the kept are expectations, so
-    that the engine's draws add to their spread. says: in words.
+    that the engine's draws add to their spread.
     """
 
     name: str
@@ -54,7 +54,6 @@ class Expected:
     kept: Rows
     domains: Sequence[str] = ()
     chances: bool = False
-    says: str = ""
 
     def __post_init__(self) -> None:
         shapes = {tuple(map(len, rows)) for rows in (self.offered, self.kept)}
