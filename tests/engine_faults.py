@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -63,13 +64,13 @@ def _stale(files: Files) -> dict[str, Tensor]:
     return files.tensors | {name: files.other[name] for name in own}
 
 
-def _quantised(files: Files) -> dict[str, Tensor]:
-    """Matrices to 4 bits, one scale a row, to the nearest."""
+def _quantised(bits: int, files: Files) -> dict[str, Tensor]:
+    """Matrices to so many bits, one scale a row, to the nearest."""
 
     def rounded(value: Tensor) -> Tensor:
         if value.ndim < 2:
             return value
-        scale = (value.float().abs().amax(-1, keepdim=True) / 7).clamp_min(1e-12)
+        scale = (value.float().abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)).clamp_min(1e-12)
         return ((value.float() / scale).round() * scale).to(value.dtype)
 
     roles = {canonical.split(".")[1] for canonical in files.names} - {"embedding", "output"}
@@ -79,7 +80,7 @@ def _quantised(files: Files) -> dict[str, Tensor]:
 @dataclass(frozen=True)
 class Planted:
     """change: what is done to the files. It is to be named by `audit` with one of these rules, by `measure --probe`
-    with these readings, or in these words of the probe's verdict."""
+    with these readings, or in these words of the probe's verdict, or by `diagnose` with this cause."""
 
     name: str
     does: str
@@ -87,6 +88,7 @@ class Planted:
     rules: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
     words: str = ""
+    cause: str = ""
 
 
 PLANTED = (
@@ -95,7 +97,8 @@ PLANTED = (
     Planted("swapped", "the halves of the projection are exchanged", _swapped, keys=("concat",)),
     Planted("shifted", "1 is subtracted from the gains of the head's norms", _shifted, keys=("gain:all:+1",)),
     Planted("stale", "the head is that of a trunk of another seed", _stale, words="of another trunk"),
-    Planted("quantised", "the head's matrices are rounded to 4 bits", _quantised),
+    Planted("quantised", "the head's matrices are rounded to 4 bits", partial(_quantised, 4), cause="fine"),
+    Planted("crushed", "the head's matrices are rounded to 2 bits", partial(_quantised, 2), cause="head-2-bit"),
 )
 
 

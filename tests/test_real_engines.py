@@ -41,9 +41,8 @@ PAIRS = [
     ("deepseek_v3", "transformers"),
     ("glm4_moe", "transformers"),
 ]
-# vLLM's latent attention for CPUs with AMX takes no float32; its plain one does, and parts from ours without MTP, too.
+# vLLM's latent attention for CPUs with AMX takes no float32; its plain one does.
 OPTIONS = {("deepseek_v3", "vllm"): {"attention": "CPU_MLA"}}
-INEXACT = {("deepseek_v3", "vllm")}
 NEAR = 1e-3  # of logits in float32: another order of sums may choose the other token
 ROOT = environments.default_folder()
 
@@ -100,10 +99,6 @@ def test_pair(family, engine, bench, put):
     served = bench.served(engine, folder, ours.prompts, drafts, TOKENS, **more)
     record = compared(ours, engine, served.plain, served.seen)
     put("pairs", f"{family} {engine}", {"versions": served.versions, "flags": served.flags, **record})
-    if (family, engine) in INEXACT:
-        assert record["plain"]["gaps"], "plain decoding is exact now: compare it as the others"
-        assert all(each["identical"] > record["prompts"] // 3 for each in record["by_drafts"])
-        return
     agrees(record)
 
 
@@ -169,8 +164,8 @@ def test_planted(fault, engine, whole, bench, put, tmp_path):
         record["measure"], record["probe"] = looked(bad, prompts)
     put("faults", f"{fault.name} {engine}", record)
     assert record.get("identical", len(prompts)) == len(prompts), "a head can make text slow, never other"
-    if "refused" not in record and engine == "llama.cpp" and record["engine"][0] >= min(0.9, record["good"][0]):
-        assert record["diagnose"] == ["fine"], "what does no harm is no cause"
+    if fault.cause and engine == "llama.cpp":  # vLLM has a convention of its own on top
+        assert record["diagnose"] == [fault.cause]
     if fault.rules:
         assert set(fault.rules) & set(record["audit"])
     if fault.keys:

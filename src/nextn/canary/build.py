@@ -29,7 +29,6 @@ _CONFIG = TrainConfig(
     lam="1.0",
     optimizer="muon",
     lr=3e-3,
-    matrix_lr=0.03,
     warmup=20,
     weight_decay=0.01,
     dtype="float32",
@@ -86,7 +85,7 @@ def _trained(family: str, seed: int, steps: tuple[int, int], on_record: Callable
     model = Model.build(shape.config, tokenizer=tokenizer)
     spread_gains(model, seed)
     for depths, count in ((0, steps[0]), (_CONFIG.depths, steps[1])):
-        config = replace(_CONFIG, steps=count, depths=depths, seed=seed)
+        config = replace(_CONFIG, steps=count, depths=depths, seed=seed, matrix_lr=shape.matrix_lr)
         with tempfile.TemporaryDirectory() as folder:
             for each in Trainer(JointTask(model, corpus, config), out=Path(folder)).run():
                 on_record(each)

@@ -36,7 +36,7 @@ CLAUSES: tuple[Clause, ...] = (
            ("head-unset",)),
     Clause("C11", "several modules", "module k at depth k, each with a cache of its own",
            ("one-module", "modules-permuted")),
-    Clause("C12", "precision", "the head is computed no coarser than it is stored", ("head-quantised",)),
+    Clause("C12", "precision", "the head is computed no coarser than it is stored", ("head-quantised", "head-2-bit")),
     Clause("C13", "sampling rule", "above temperature 0 a draft is kept with min(1, p / q), or by a rule that keeps "
            "more", ("exact-match", "argmax-drafts")),
     Clause("C14", "metrics", "rounds, drafted tokens and kept drafts by position are counted, and add up to the tokens",

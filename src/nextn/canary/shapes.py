@@ -39,11 +39,13 @@ _EXPERTS: Mapping[str, object] = {
 @dataclass(frozen=True)
 class Shape:
     """config: of transformers. marks: special tokens of the family's tokenizer. steps: of the trunk alone, then of
-    both: few, as a head that is always right would hide faults."""
+    both: few, as a head that is always right would hide faults. matrix_lr: Muon's rate; where queries and keys have no
+    norm, larger steps saturate attention and nothing but letter frequencies is learned."""
 
     config: Mapping[str, object]
     marks: tuple[str, ...] = ()
     steps: tuple[int, int] = (300, 55)
+    matrix_lr: float = 0.03
 
 
 SHAPES: Mapping[str, Shape] = {
@@ -76,10 +78,24 @@ SHAPES: Mapping[str, Shape] = {
             "qk_rope_head_dim": 64,
             "qk_nope_head_dim": 64,
             "v_head_dim": 64,
-            # As released: without the first, vLLM makes no correction bias, and ends with the file's at hand.
+            # As released. Without the first, vLLM makes no correction bias, and ends with the file's at hand; without
+            # YaRN, its rotation for CPUs (0.32) reads the shared key, a slice of wider rows, as if rows were 64 wide.
             "topk_method": "noaux_tc",
+            "max_position_embeddings": 4 * 1024,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 1024,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
             "scoring_func": "sigmoid",
         },
+        steps=(400, 100),
+        matrix_lr=0.006,
     ),
 }
 

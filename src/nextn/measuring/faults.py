@@ -82,6 +82,8 @@ def _put(head: Head, name: str, value: torch.Tensor) -> None:
     setattr(head.get_submodule(path), last, nn.Parameter(value, requires_grad=False))
 
 
+_KEEP = "leave the head in bf16 (or 8 bits); it is a few per cent of the weights"
+
 # fmt: off
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -165,7 +167,12 @@ FAULTS: tuple[Fault, ...] = (
         "0 to 4 %, or a few points; the head in bf16 brings it back",
         ("kekzl/imp#1428", "JustVugg/colibri#8", "waybarrios/vllm-mlx#471", "IST-DASLab/GSQ#11"),
         variant=Variant("head-quantised", "the head at 4 bits", change=partial(_rounded, 4)),
-        advice="leave the head in bf16 (or 8 bits); it is a few per cent of the weights",
+        advice=_KEEP,
+    ),
+    Fault(
+        "head-2-bit", "the head's matrices at 2 bits, rounded to the nearest", "low at every depth, not 0",
+        variant=Variant("head-2-bit", "the head at 2 bits", change=partial(_rounded, 2)),
+        advice=_KEEP,
     ),
     Fault(
         "exact-match", "a drawn draft is kept only if the trunk draws the same token",
