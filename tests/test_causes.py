@@ -174,6 +174,7 @@ def test_the_worst_fit_of_several():
     parts = [[cause("a", 0, 0.2)], [cause("a", -9000, 0.9)]]
     assert joined(parts)[0].misfit == pytest.approx(0.4)
     assert joined([[cause("a", 0, 0.9)]] * 2)[0].misfit == 1
+    assert [each.name for each in joined([[cause("a", -5), cause("b", -1)], [cause("a", -5)]])] == ["a"]
     assert 1e290 < parts[0][0].over(parts[1][0]) < math.inf
 
 
@@ -187,6 +188,13 @@ def test_the_law_of_counts(offered, effect):
     assert law.sum() == pytest.approx(1)
     assert law @ shares == pytest.approx(rate)
     assert law @ (shares - rate) ** 2 == pytest.approx((1 if offered == 1 else share) * rate * (1 - rate), rel=1e-3)
+
+
+def test_two_rounds_vary_no_more_than_two_can():
+    """One text tells little, yet the engine's counts have a law."""
+    one = Expected("one", [[9.0]], [[5.0]])
+    found = [ranked(Observed((2,), (kept,)), [one])[0].log_likelihood for kept in range(3)]
+    assert sum(map(math.exp, found)) == pytest.approx(1)
 
 
 def test_the_law_of_lengths():
