@@ -217,6 +217,8 @@ def test_an_engine_by_its_convention(kits, trained):
     canary = kits("glm")
     reading = next(each for each in canary.readings if each.name == "engine:vllm")
     assert set(clauses(reading)) == {"C4", "C7"}
+    assert reading.rounds != canary.right.rounds
+    assert "no-rerun" not in {each.name for each in kits("glm_two").readings}  # its columns are run again in any case
 
 
 def small(*others, prompts=2, rounds=(1, 1, 0)):
