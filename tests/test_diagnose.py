@@ -21,7 +21,7 @@ from nextn.errors import ConfigError, EngineError
 from nextn.measuring.cases import Case, check_drafts, depth_of, fresh, observation, templated
 from nextn.measuring.causes import FINE
 from nextn.measuring.columns import Text
-from nextn.measuring.diagnose import Diagnosis, _of_places, diagnose
+from nextn.measuring.diagnose import Diagnosis, _of_places, audited, diagnose
 from nextn.measuring.drive import Seen, counters_of, driven, halves
 from nextn.measuring.drive import drive as drive_prompts
 from nextn.measuring.faults import FAULTS, planted
@@ -427,3 +427,56 @@ def test_an_address_is_asked_and_ids_go_through_no_template(trained):
     endpoint = SimpleNamespace(chat=True)
     with pytest.raises(ConfigError, match="go through no template"):
         driven(endpoint, trained["glm"], PROMPTS, PLAN)
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """The plans of the references that `diagnose` takes, which say nothing."""
+    found, drawn = [], Drawn((Text((7,), (1, 2, 3)),), (), None)
+
+    def reference(model, prompts, plan, **_):
+        found.append(plan)
+        return SimpleNamespace(drawn=dict.fromkeys(plan.temperatures, drawn), places=lambda temperature: {0})
+
+    monkeypatch.setattr("nextn.measuring.diagnose.reference", reference)
+    monkeypatch.setattr("nextn.measuring.diagnose.expectation", lambda name, *_: replace(GOOD, name=name))
+    monkeypatch.setattr(
+        "nextn.measuring.diagnose.expectations", lambda measured, *_, **__: {each: [GOOD] for each in measured.drawn}
+    )
+    return found
+
+
+def test_the_reference_drafts_as_the_engine_does(plans):
+    """As deep as it ever did, at the temperatures that were seen."""
+    seen = [Seen(0.0, Counters("x", 9, None, 5, (5,)), (0,)), Seen(0.7, Counters("x", 9, None, 5, (3, 2)), (0,))]
+    diagnose(None, [Prompt((7,), "x")], seen, replace(PLAN, drafts=1))
+    assert [(plan.drafts, plan.temperatures) for plan in plans] == [(2, (0.0, 0.7))]
+    diagnose(None, [Prompt((7,), "x")], [Seen(0.0, Counters("SGLang", length=1.5), (0,))], replace(PLAN, drafts=1))
+    assert plans[1].drafts == 1
+
+
+@pytest.mark.parametrize(
+    ("chat", "template", "prompt", "places", "other"),
+    [
+        (None, "x", "text", None, [False]),
+        (True, "x", "text", None, [False]),
+        (False, "x", "text", None, [True]),
+        (False, "x", "text", (0,), []),  # the same prompts, so the same template
+        (False, None, "text", None, []),
+        (False, "x", (7,), None, []),
+    ],
+)
+def test_the_other_template_is_a_cause(plans, chat, template, prompt, places, other):
+    """Of prompts that nobody knows, where there is a template that they may have gone through, or not."""
+    model = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template))
+    seen = [Seen(0.0, Counters("x", 9, None, 5, (5,)), places)]
+    found = diagnose(model, [Prompt(prompt, "x")], seen, replace(PLAN, chat=chat))
+    assert [plan.chat for plan in plans[1:]] == other
+    assert ("template" in {each.name for each in found.cases[0].expected}) == bool(other)
+
+
+def test_what_audit_finds_to_mend(monkeypatch):
+    findings = [SimpleNamespace(severity=each, rule="r", found=f"a {each}") for each in ("error", "warning", "note")]
+    monkeypatch.setattr("nextn.measuring.diagnose.Checkpoint", SimpleNamespace(open=lambda source: source))
+    monkeypatch.setattr("nextn.measuring.diagnose.audit", lambda _: SimpleNamespace(findings=findings))
+    assert audited("x") == ["audit: error, r: a error", "audit: warning, r: a warning"]
