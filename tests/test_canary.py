@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from test_docs import DOCS
 from tiny import FIXTURES, refrain
 
 from nextn.audit import audit
+from nextn.canary import expected
 from nextn.canary.build import build
 from nextn.canary.contract import CLAUSES
 from nextn.canary.expected import DRAFTS, decoded, record, walked
@@ -121,6 +123,44 @@ def test_gaps_mark_near_ties(trained, tmp_path):
     for each in found["prompts"]:
         assert len(each["gaps"]) == len(each["tokens"]) == 8 + DRAFTS + 1
         assert each["close"] == [place for place, gap in enumerate(each["gaps"][:8]) if gap <= 0.25]
+
+
+def test_gaps_are_those_of_the_next_best(trained):
+    """Of each new token to the trunk's second choice, in its own column."""
+    model, prompt = trained["glm_one"], refrain(1, 12, seed=5)[0].tolist()
+    ((*new,),) = [each.tokens for each in generate(model, [prompt], _plain(4), path="plain")]
+    found = expected._gaps(model, prompt, new)
+    assert len(found) == len(new)
+    for place, (token, gap) in enumerate(zip(new, found, strict=True)):
+        law = model.trunk.logits(model.trunk(torch.tensor([prompt + new[:place]])).normed)[0, -1].log_softmax(-1)
+        others = law[torch.arange(len(law)) != token]
+        assert gap == pytest.approx((law[token] - others.max()).item(), abs=1e-4)
+
+
+@pytest.mark.parametrize(("count", "chosen"), [(2, "cd"), (3, "bcd"), (4, "abcd")])
+def test_prompts_of_sure_texts_come_first(monkeypatch, count, chosen):
+    """Those that end, then those with a near tie among the tokens that count, are left out; the order stays."""
+    texts = {"a": (1, 9, 1), "b": (1, 2, 3), "c": (1, 2, 3), "d": (1, 2, 3)}
+    gaps = {"a": [1.0, 1.0, 1.0], "b": [1.0, 0.25, 1.0], "c": [1.0, 1.0, 0.0], "d": [1.0, 1.0, 1.0]}
+    model = SimpleNamespace(trunk=SimpleNamespace(config=SimpleNamespace(eos_token_id=9)))
+    monkeypatch.setattr(
+        expected, "generate", lambda _, asked, *__, **___: [SimpleNamespace(tokens=texts[x]) for x in asked]
+    )
+    monkeypatch.setattr(expected, "_gaps", lambda _, prompt, __: gaps[prompt])
+    assert "".join(expected._robust(model, list(texts), count, 2)) == chosen
+
+
+def test_what_a_record_holds(monkeypatch):
+    """Every reading has rounds at every K; near ties of the tokens that count; the second load is the coarse one."""
+    loaded, load = [], Model.load
+    monkeypatch.setattr(Model, "load", lambda folder, *, dtype: loaded.append(dtype) or load(folder, dtype=dtype))
+    monkeypatch.setattr(expected, "_gaps", lambda *_: [1.0, 1.0, 0.25, 0.26, *[0.0] * (DRAFTS + 1)])
+    found = record(FIXTURES / "glm_one", refrain(2, 20, seed=5).tolist(), count=2, tokens=4)
+    assert [each["close"] for each in found["prompts"]] == [[2], [2]]
+    assert loaded == [torch.float32, torch.bfloat16]
+    assert {tuple(each["rounds"]) for each in found["readings"]} == {("1", "2", "3", "4")}
+    assert "no-rerun" in {each["name"] for each in found["readings"]}
+    assert set(found["sampled"]) == {"ratio", "block", "argmax", "match"}
 
 
 def vectors(trained):

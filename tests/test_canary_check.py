@@ -7,15 +7,16 @@ import pytest
 from decoding_engine import Server, faulty, seen
 from tiny import FIXTURES, refrain
 
-from nextn.canary.check import check, clauses
+from nextn.canary.check import Fit, Report, check, clauses
 from nextn.canary.contract import CLAUSES, clause_of
-from nextn.canary.drive import from_files
+from nextn.canary.drive import Seen, driven, from_files
 from nextn.canary.expected import record
-from nextn.canary.kit import FILE, Canary, tally
+from nextn.canary.kit import FILE, Asked, Canary, Told, tally
 from nextn.cli import main
 from nextn.drafting import Contract
+from nextn.engines.answers import Answer
 from nextn.engines.counters import Counters
-from nextn.errors import ConfigError
+from nextn.errors import ConfigError, EngineError
 from nextn.measuring.faults import FAULTS
 
 PLANTED = [fault.name for fault in FAULTS if not fault.rule]
@@ -102,10 +103,11 @@ def test_texts_that_differ(kits, trained, capsys):
     """A token other than the trunk's, which is far ahead: rollback, and its counts are not compared."""
     canary, server = kits("glm"), Server(trained["glm"], wrong=True)
     try:
-        assert verdict(["check", canary.folder, "--engine", server.url, "-k", "3", "--json"]) == 1
+        assert verdict(["check", canary.folder, "--engine", server.url, "--json"]) == 1
     finally:
         server.stop()
     found = json.loads(capsys.readouterr().out)
+    assert found["drafts"] == 3
     said = {each["clause"]: each for each in found["clauses"]}
     assert said["C8"]["said"] == "broken"
     assert "new token 5" in said["C8"]["expected"]
@@ -215,6 +217,182 @@ def test_an_engine_by_its_convention(kits, trained):
     canary = kits("glm")
     reading = next(each for each in canary.readings if each.name == "engine:vllm")
     assert set(clauses(reading)) == {"C4", "C7"}
+    assert reading.rounds != canary.right.rounds
+    assert "no-rerun" not in {each.name for each in kits("glm_two").readings}  # its columns are run again in any case
+
+
+def small(*others, prompts=2, rounds=(1, 1, 0)):
+    """A record made by hand, at K = 2: texts of six tokens, of which the fourth is nearly level."""
+    asked = Asked("", (0,), tuple(range(1, 12)), (1.0, 1.0, 1.0, 0.25, *[1.0] * 7))
+    readings = tuple(Told(name, name, (), (), {2: (rounds,) * prompts}) for name in ("right", *others))
+    return Canary("x", "glm4_moe", 6, 0.25, (2,), (asked,) * prompts, readings, {})
+
+
+TEXT = (1, 2, 3, 4, 5, 6)
+
+
+def judged(offs, counts=()):
+    """A report on counts that are so far away from each reading, with a slack of 2."""
+    canary = small(*list(offs)[1:])
+    fits = sorted((Fit(each, offs[each.name]) for each in canary.readings), key=lambda fit: fit.off)
+    return Report(canary, Seen((TEXT, TEXT), counts), 2, (), tuple(fits), slack=2)
+
+
+@pytest.mark.parametrize(
+    ("offs", "named"),
+    [
+        ({"right": 0, "no-prefill": 0}, ["right"]),
+        ({"right": 2, "no-prefill": 1}, ["right"]),  # what rounding may flip
+        ({"right": 2, "no-prefill": 0}, ["no-prefill"]),  # within it, and exactly a fault's
+        ({"right": 9, "rounded": 1, "no-prefill": 1}, ["right"]),
+        ({"right": 3, "no-prefill": 2, "no-rerun": 2}, ["no-prefill", "no-rerun"]),
+        ({"right": 8, "no-prefill": 3}, ["no-prefill"]),
+        ({"right": 20, "no-prefill": 15}, []),
+    ],
+)
+def test_what_explains_the_counts(offs, named):
+    assert [each.name for each in judged(offs).named] == named
+
+
+def test_what_counts_can_tell():
+    """A clause is held only if each of its faults would have shown, beside what the counts are off anyway."""
+    found = judged({"right": 0, "gain-less": 0, "halves-swapped": 9, "no-prefill": 9})
+    told = {each.clause.id: (each.said, each.evidence) for each in found.outcomes}
+    assert told["C2"] == ("untold", "gain-less gives the same counts at K = 2")
+    assert told["C3"] == ("untold", "this head cannot show it")
+    assert told["C5"] == ("held", "no-prefill would be 9 kept drafts away")
+    assert told["C13"] == ("untold", "greedy texts do not show it")
+    found = judged({"right": 2, "wrong-hidden": 1, "no-prefill": 2, "pair-shifted": 3})
+    told = {each.clause.id: each.said for each in found.outcomes}
+    assert (told["C1"], told["C3"], told["C5"]) == ("held", "untold", "untold")
+
+
+def test_faults_with_the_same_counts():
+    """Each of their clauses names the other; what was counted is added up over prompts that kept fewer depths."""
+    counts = ((0,), Counters("x", 3, 6, 3, (2, 1))), ((1,), Counters("x", 3, 6, 1, (1,)))
+    found = judged({"right": 9, "no-prefill": 0, "no-rerun": 0}, counts)
+    assert [each.clause.id for each in found.broken] == ["C5", "C6"]
+    assert found.broken[0].evidence.endswith("the same counts as no-rerun")
+    assert found.broken[0].seen == "rounds 6; kept 4; by position 3, 1"
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "near", "seen"),
+    [
+        ((1, 2, 3, 9, 5, 6), 3, True, ""),
+        ((1, 2, 9, 4, 5, 6), 2, False, "9"),
+        ((1, 2, 3), 3, False, "the end"),  # a text that ends is no near-tie
+        ((*TEXT, 7), 5, False, "6"),
+    ],
+)
+def test_where_a_text_parts(text, place, near, seen):
+    report = check(small(), Seen((text, TEXT), ()), drafts=2)
+    assert [(each.prompt, each.place, each.near) for each in report.texts] == [(0, place, near)]
+    outcome = next(each for each in report.outcomes if each.clause.id == "C8")
+    assert (outcome.said, outcome.seen) == ("held" if near else "broken", seen)
+    both = check(small(), Seen((text, text), ()), drafts=2)
+    assert next(each.said for each in both.outcomes if each.clause.id == "C8") == ("untold" if near else "broken")
+
+
+def test_counters_of_all_prompts_at_once():
+    """They are compared even if a text parts at a near-tie; those of that prompt alone are not."""
+    texts, right = ((1, 2, 3, 9, 5, 6), TEXT), Counters("x", 6, 12, 4, (4, 0))
+    assert [each.off for each in check(small(), Seen(texts, (((0, 1), right),))).fits] == [0]
+    assert check(small(), Seen(texts, (((0,), right),))).fits == ()
+
+
+def test_rounds_that_some_answers_do_not_tell():
+    """They are no reason to pass over those that others tell, neither for K nor for the sum."""
+    counts = ((0,), Counters("x", None, 6, 2)), ((1,), Counters("x", 9, 18, 2))
+    report = check(small(), Seen((TEXT, TEXT), counts))
+    assert report.drafts == 2
+    assert next(each for each in report.broken if each.clause.id == "C14").evidence.startswith("prompts 1:")
+
+
+@pytest.mark.parametrize(("prompts", "slack"), [(2, 2), (25, 3)])
+def test_slack_grows_with_the_drafts(prompts, slack):
+    counts = tuple(((at,), Counters("x", 2, 4, 4, (2, 2))) for at in range(prompts))
+    assert check(small(prompts=prompts, rounds=(2, 2)), Seen((TEXT,) * prompts, counts)).slack == slack
+
+
+def test_only_recorded_k():
+    canary = small()
+    for asked in (lambda: check(canary, Seen((TEXT, TEXT), ()), drafts=9), lambda: canary.tally(canary.right, 9, [0])):
+        with pytest.raises(ConfigError, match="K = 9; the canary holds counts for K = 2"):
+            asked()
+
+
+def test_figures_of_a_record():
+    """The AL of its rounds; positions that an engine does not tell kept nothing."""
+    canary = small()
+    assert canary.length(canary.right, 2) == pytest.approx(1 + 2 / 3)
+    assert tally([2, 0, 2, 1], 3, 10).off(Counters("x", 4, 12, 3, (3,))) == 2
+
+
+class Late:
+    """An endpoint whose counters rise by 4 a prompt, some readings after the answer; with `timings` in place of
+    them where `late` is None."""
+
+    served = type("Served", (), {"name": "x"})
+
+    def __init__(self, answer, *, late=0, rises=4):
+        self.given, self.late, self.rises, self.asked, self.read = answer, late, rises, [], 99
+
+    def metrics(self):
+        if self.late is None:
+            raise EngineError("no metrics here")
+        self.read += 1
+        rounds = self.rises * (len(self.asked) - (self.read <= self.late))
+        names = {"drafts": rounds, "draft_tokens": 2 * rounds, "accepted_tokens": rounds}
+        return "".join(f"vllm:spec_decode_num_{name}_total {value}\n" for name, value in names.items())
+
+    def answer(self, ask, *, chat):
+        self.asked.append(ask)
+        self.read = 0
+        return self.given
+
+
+@pytest.mark.parametrize(("late", "rises"), [(0, 4), (5, 4), (0, 0)])
+def test_counters_that_are_late(monkeypatch, late, rises):
+    """Two equal readings are none yet while they are those from before the answer; an engine may never draft."""
+    monkeypatch.setattr("nextn.canary.drive._SETTLE_S", 0)
+    found = driven(Late(Answer("ab", "length"), late=late, rises=rises), small())
+    assert [(places, each.drafts) for places, each in found.counts] == [((0,), rises), ((1,), rises)]
+
+
+def test_an_engine_that_tells_text_alone():
+    """Its bytes are the ids; counters may come with each answer. No run is served from the cache of another."""
+    endpoint, ticks = (
+        Late(Answer("\u00e9", "length", raw={"timings": {"draft_n": 4, "draft_n_accepted": 3}}), late=None),
+        [],
+    )
+    for _ in range(2):
+        found = driven(endpoint, small(), on_prompt=lambda: ticks.append(1))
+    assert found.texts == ((0xC3, 0xA9),) * 2
+    assert [each.accepted for _, each in found.counts] == [3, 3]
+    assert found.without == "no metrics here"
+    assert len({each.cold for each in endpoint.asked}) == len(ticks) == 4
+
+
+def test_answers_of_a_file(tmp_path):
+    """Texts stand for their bytes, empty lines for nothing; one answer a prompt, and counters from somewhere."""
+    path, line = tmp_path / "answers.jsonl", json.dumps({"text": "\u00e9"}) + "\n"
+    path.write_text(line + "\n" + line)
+    found = from_files(small(), path, None)
+    assert found.texts == ((0xC3, 0xA9),) * 2
+    assert "give --counters" in next(
+        each.evidence for each in check(small(), found, drafts=2).broken if each.clause.id == "C14"
+    )
+    path.write_text(line * 3)
+    with pytest.raises(ConfigError, match="3 answers; the canary has 2 prompts"):
+        from_files(small(), path, None)
+
+
+@pytest.mark.parametrize("text", ["[]", "x", '{"format": 1}', '{"format": 1, "settings": null, "prompts": 1}'])
+def test_what_is_no_record(tmp_path, text):
+    (tmp_path / FILE).write_text(text)
+    with pytest.raises(ConfigError, match=r"not the record of a canary|build it anew"):
+        Canary.read(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from nextn.figures.estimate import difference
 from nextn.measuring import columns
 from nextn.measuring.columns import RULES, Text, scored, states
 from nextn.sampling import Sampling
+from nextn.trunk import Hidden
 
 PROMPTS = [row.tolist() for row in refrain(16, 33, seed=10**6)]
 # Rules of sampled decoding -> the decoder's settings for each; it has none for `match`.
@@ -185,11 +187,19 @@ def test_walk_is_the_law_of_rounds():
     torch.testing.assert_close(starts[0], begins)
 
 
-def test_rounds_begin_anew_behind_a_gap():
+@pytest.mark.parametrize(
+    ("valid", "starts"),
+    [
+        ("110011111", "100010001"),
+        ("111001111", "100001000"),
+        ("110111111", "100100010"),  # the round from the first column would end behind the gap
+        ("011111111", "010001000"),
+    ],
+)
+def test_rounds_begin_anew_behind_a_gap(valid, starts):
     """A column that cannot begin a round, such as one of a prompt, ends the rounds before it."""
-    valid = torch.tensor([[True, True, False, False, True, True, True, True, True]])
-    starts = columns.walk(torch.ones(1, 4, 9, dtype=torch.float64), valid)
-    assert starts[0].tolist() == [1, 0, 0, 0, 1, 0, 0, 0, 1]
+    able, found = (torch.tensor([[int(each) for each in text]]) for text in (valid, starts))
+    assert torch.equal(columns.walk(torch.ones(1, 4, 9, dtype=torch.float64), able > 0), found.double())
 
 
 def test_walk_by_hand():
@@ -199,6 +209,32 @@ def test_walk_by_hand():
     # Start 0 always; 1 with chance a half, which keeps for sure and skips 2; 2 by the other half.
     assert offered == [1 + 0.5 + 0.5]
     assert kept == [0.5 + 0.5]
+    # What is expected is counted, what is given is walked.
+    expected = torch.tensor([[0.4], [0.8], [0.2]], dtype=torch.float64)
+    offered, kept = columns.Survival(given, expected).walked([3, 2, 1], 1)
+    assert (offered, kept) == ([2], [pytest.approx(0.4 + 0.5 * 0.8 + 0.5 * 0.2)])
+
+
+class Narrow:
+    """A trunk that takes three columns at a time, and says what it is given."""
+
+    max_window, device = 3, torch.device("cpu")
+
+    def __init__(self):
+        self.widths = []
+
+    def cache(self, rows):
+        return SimpleNamespace(keep=self.widths.append)
+
+    def __call__(self, window, cache):
+        return Hidden(*[window[..., None].float()] * 2)
+
+
+def test_states_of_a_trunk_with_narrow_windows():
+    trunk = Narrow()
+    (found,) = states(trunk, [Text((1, 2, 3, 4), (5, 6, 7))])
+    assert trunk.widths == [[3], [3], [1]]
+    assert found.normed[:, 0].tolist() == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_short_texts_and_refusals(trained):

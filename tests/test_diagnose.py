@@ -1,7 +1,10 @@
 """Planted faults are named from counters alone, by position or in total; what is no fault is called none."""
 
 import json
+import re
 from dataclasses import replace
+from threading import Lock
+from types import SimpleNamespace
 
 import pytest
 from served import ServedModel
@@ -13,15 +16,20 @@ from nextn.engines.answers import Answer, Token
 from nextn.engines.client import Budget, Limits
 from nextn.engines.counters import Counters
 from nextn.engines.endpoint import Endpoint
+from nextn.engines.sources import FIRST_TOKENS
 from nextn.errors import ConfigError, EngineError
-from nextn.measuring.cases import check_drafts, depth_of, observation
+from nextn.measuring.cases import Case, check_drafts, depth_of, fresh, observation, templated
 from nextn.measuring.causes import FINE
-from nextn.measuring.diagnose import diagnose
-from nextn.measuring.drive import Seen, driven, halves
+from nextn.measuring.columns import Text
+from nextn.measuring.diagnose import Diagnosis, _of_places, audited, diagnose
+from nextn.measuring.drive import Seen, counters_of, driven, halves
+from nextn.measuring.drive import drive as drive_prompts
 from nextn.measuring.faults import FAULTS, planted
-from nextn.measuring.hypotheses import Observed
+from nextn.measuring.hypotheses import Expected, Observed
+from nextn.measuring.measure import reference
 from nextn.measuring.plan import Plan
-from nextn.measuring.texts import continued
+from nextn.measuring.suspects import expectations
+from nextn.measuring.texts import Drawn, continued
 from nextn.measuring.variants import read_as
 
 PROMPTS = [Prompt(tuple(row.tolist()), "xy"[place % 2]) for place, row in enumerate(refrain(12, 33, seed=10**6))]
@@ -204,3 +212,271 @@ def test_another_template_is_told(trained, counters):
     assert found.cases[0].templated == 12
     assert found.cases[0].workload
     assert any(note.startswith("template: of 12 of 12") for note in found.notes)
+
+
+def expects(name, *rates, texts=50):
+    """A hypothesis of rounds that are alike in all texts."""
+    offered, kept, left = [], [], 10.0
+    for rate in rates:
+        offered.append(left)
+        left *= rate
+        kept.append(left)
+    return Expected(name, [offered] * texts, [kept] * texts)
+
+
+def case(kept, *hypotheses, offered=1000, **known):
+    """Of an engine that kept so many drafts at depths 1 and 2."""
+    seen = Seen(0.0, Counters("x", per_position=kept), (0,), **known)
+    return Case(seen, Observed((offered, kept[0]), kept), hypotheses, 1.0, 0)
+
+
+GOOD, BAD = expects(FINE, 0.7, 0.5), expects("no-prefill", 0.3, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("cases", "named"),
+    [
+        ([case((700, 350), GOOD), case((100, 10), GOOD)], ("context-length",)),
+        ([case((700, 350), GOOD), case((950, 900), GOOD)], ()),  # long prompts that keep more
+        ([case((100, 10), GOOD), case((100, 10), GOOD)], ()),  # low on short ones, too
+        ([case((100, 10), GOOD)], ()),
+        ([case((700, 350), GOOD, expects("no-prefill", 0.7, 0.5)), case((300, 150), GOOD, BAD)], ("no-prefill",)),
+        ([case((20, 10), expects(FINE, 0.15, 0.5), expects("no-prefill", 0.02, 0.5))], ("no-prefill",)),
+        ([case((150, 75), expects(FINE, 0.15, 0.5), expects("no-prefill", 0.02, 0.5))], ("weights",)),
+    ],
+)
+def test_what_is_the_matter(cases, named):
+    """By hand: a fault that explains the counts comes before the length of prompts, and before a poor head."""
+    assert Diagnosis("x", None, tuple(cases)).named == named
+
+
+def test_words_of_a_verdict():
+    unknown = [Diagnosis("x", None, (case(kept, GOOD),)).words for kept in ((950, 900), (100, 10))]
+    assert [": AL 2.85" in unknown[0], "above what" in unknown[0], "below what" in unknown[1]] == [True] * 3
+    some, many, countless = (
+        Diagnosis("x", None, (case((count * 3 // 10, count * 3 // 20), GOOD, BAD, offered=count),)).words
+        for count in (40, 100, 10**6)
+    )
+    assert re.search(r"; \d+ times", some)
+    assert re.search(r"; 10\^\d+ times", many)
+    assert "; more than 10^30 times" in countless
+
+
+def test_what_is_named_is_not_said_twice():
+    twin = replace(BAD, name="no-rerun")
+    found = Diagnosis("x", None, (case((300, 150), GOOD, BAD, twin, expects("near", 0.301, 0.5)),))
+    assert sorted(found.named) == ["near", "no-prefill", "no-rerun"]
+    assert found.alike == ()
+
+
+def test_kept_drafts_of_a_case():
+    assert case((700, 350), GOOD).kept == pytest.approx(1.05)
+    assert replace(case((700, 350), GOOD), observed=Observed(length=2.5)).kept == 1.5
+
+
+def test_other_text_is_said_where_it_can_be():
+    """Of greedy text that is told as ids, and only where most of it is other text."""
+    answers = (Answer("x", "length", (Token("x", 1),)),)
+    found = case((700, 350), GOOD, answers=answers)
+    said = {share: [note[:3] for note in replace(found, fresh=share).notes] for share in (0.4, 0.6)}
+    assert said == {0.4: [], 0.6: ["60%"]}
+    assert replace(found, seen=replace(found.seen, temperature=1.0)).notes == []
+
+
+def test_rounds_that_were_shorter_than_k():
+    """Counts by position do not say how many rounds drafted so deep, unless the engine tells it."""
+    short = Counters("vLLM", 100, 201, 120, (70, 40, 10))
+    assert observation(short, 3) == Observed(length=2.2, rounds=100)
+    assert observation(replace(short, per_position_offered=(100, 60, 41)), 3) == Observed((100, 70, 40), (70, 40, 10))
+    assert depth_of(replace(short, per_position=())) == 3
+    assert depth_of(Counters("x", 100, per_position=(70,), per_position_offered=(100, 60, 41))) == 3
+    check_drafts([Seen(0.0, short)], None)
+
+
+def test_how_much_text_is_the_reference_s():
+    """Up to the first other token; a text that ends sooner is the reference's as far as it goes."""
+    drawn = Drawn((Text((7,), (1, 2, 3, 4)), Text((8,), (5, 6, 7, 8))), (), None)
+    measured = SimpleNamespace(drawn={0.0: drawn, 1.0: drawn})
+
+    def answer(*ids, prompt=None):
+        return Answer("x", "stop", tuple(Token("x", each) for each in ids), prompt_ids=prompt)
+
+    seen = Seen(0.0, Counters("x"), (0, 1), (answer(1, 2), answer(5, 6, 0, 8, prompt=(8,))))
+    assert fresh(seen, measured) == 0.5
+    assert fresh(replace(seen, temperature=1.0), measured) == 1
+    assert templated(seen, measured) == 0
+    assert templated(replace(seen, answers=(answer(1, prompt=(9,)), answer(5))), measured) == 1
+
+
+def test_hypotheses_by_temperature(trained):
+    """Greedy decoding has one rule of acceptance; above it each has its own, of chances. All know the domains."""
+    plan, seen = replace(PLAN, temperatures=(0.0, 1.0), max_tokens=12), []
+    rules = [each for each in FAULTS if each.rule]
+    measured = reference(trained["glm_two"], PROMPTS[:6], plan)
+    found = expectations(measured, trained["glm_two"], faults=rules, on_fault=lambda: seen.append(1))
+    assert len(seen) == len(rules)
+    for temperature, hypotheses in found.items():
+        assert [each.name for each in hypotheses] == [FINE, "nothing-kept", *[each.name for each in rules]]
+        assert all(list(each.domains) == list("xyxyxy") for each in hypotheses)
+        fine, nothing, *wrong = hypotheses
+        assert nothing.raw.max() == 0
+        for each in (fine, *wrong):
+            assert each.chances == (temperature > 0)
+        assert all((each.raw[0] < fine.raw[0]) == (temperature > 0) for each in wrong)
+
+
+def test_the_same_prompts_with_their_loops():
+    """Given the same prompts, an engine counts loops, too; of others they are left out, as no text should be one."""
+    measured = SimpleNamespace(places=lambda temperature: {0, 2})
+    uneven = Expected(FINE, [[1.0], [2.0], [3.0]], [[0.0]] * 3)
+    for places, sizes in (((1, 2), [2, 3]), (None, [1, 3])):
+        (found,) = _of_places([uneven], measured, Seen(0.0, Counters("x"), places))
+        assert found.counts[0][:, 0].tolist() == sizes
+
+
+class Counting:
+    """An endpoint whose counters are Counters: before and after."""
+
+    served, chat = SimpleNamespace(name="x"), False
+
+    def __init__(self, answers, *readings):
+        self.answers, self.readings, self.asked, self.lock = answers, list(readings), [], Lock()
+
+    def metrics(self):
+        return self.readings.pop(0)
+
+    def answer(self, ask):
+        with self.lock:
+            self.asked.append(ask)
+        found = self.answers[ask.prompt[0]]
+        if isinstance(found, EngineError):
+            raise found
+        return found
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Drives prompts of one token each -> (Seen, the endpoint, how often it was told of an answer)."""
+    monkeypatch.setattr("nextn.measuring.drive.from_metrics", lambda text, model: text)
+
+    def run(answers, after, *, temperature=0.0, seed=3):
+        endpoint, told = Counting(answers, replace(after, drafts=0, draft_tokens=0, accepted=0, emitted=0), after), []
+        prompts = [(place,) for place in range(len(answers))]
+        seen = drive_prompts(
+            endpoint, prompts, range(len(answers)), temperature, 5, seed=seed, on_answer=lambda: told.append(1)
+        )
+        return seen, endpoint, len(told)
+
+    return run
+
+
+def answers_of(count, **known):
+    return [Answer(str(place), "length", **known) for place in range(count)]
+
+
+IDS = {"tokens": tuple(Token("x", 1) for _ in range(5))}
+
+
+def test_each_prompt_has_a_seed_and_a_cache_of_its_own(asked):
+    """And every answer comes back, in the prompts' order, though only some are asked at once."""
+    counters, salts = Counters("x", 20, 60, 30, emitted=50), []
+    for temperature, seed in ((0.0, 3), (1.0, 3), (0.0, 4)):
+        seen, endpoint, told = asked(answers_of(11), counters, temperature=temperature, seed=seed)
+        assert [each.text for each in seen.answers] == [str(place) for place in range(11)]
+        assert told == 11
+        assert sorted(ask.seed for ask in endpoint.asked) == list(range(seed, seed + 11))
+        salts += [ask.cold for ask in endpoint.asked]
+    assert len(set(salts)) == len(salts)
+
+
+def test_a_refused_prompt_ends_the_drive(asked):
+    with pytest.raises(EngineError, match="too long"):
+        asked([*answers_of(2), EngineError("too long")], Counters("x", 2, 6, 3))
+
+
+@pytest.mark.parametrize(
+    ("accepted", "known", "alone"),
+    [
+        (40, IDS, True),  # 60 tokens for 50: the last round of each may give K too many
+        (80, IDS, False),
+        (80, {"completion_tokens": 5}, False),
+        (80, {"completion_tokens": 50}, True),
+        (80, {}, True),  # nobody knows
+    ],
+)
+def test_whether_others_asked(asked, accepted, known, alone):
+    seen, _, _ = asked(answers_of(10, **known), Counters("x", 20, 60, accepted))
+    assert seen.alone == alone
+
+
+def test_the_first_token_of_a_request_is_no_draft(asked):
+    """SGLang counts it with what its rounds gave; no other engine does."""
+    for accepted, notes, kept, emitted in (
+        (30, (FIRST_TOKENS, "x"), 20, 40),
+        (4, (FIRST_TOKENS, "x"), 0, 40),
+        (30, ("x",), 30, 50),
+    ):
+        after = Counters("SGLang", 20, None, accepted, emitted=50, notes=notes)
+        seen, _, _ = asked(answers_of(10), after)
+        assert (seen.counters.accepted, seen.counters.emitted, seen.counters.notes) == (kept, emitted, ("x",))
+
+
+def test_an_address_is_asked_and_ids_go_through_no_template(trained):
+    with pytest.raises(EngineError, match="nothing answers"):
+        counters_of("http://localhost:9/v1", Budget(Limits(requests=2, seconds=5)))
+    endpoint = SimpleNamespace(chat=True)
+    with pytest.raises(ConfigError, match="go through no template"):
+        driven(endpoint, trained["glm"], PROMPTS, PLAN)
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """The plans of the references that `diagnose` takes, which say nothing."""
+    found, drawn = [], Drawn((Text((7,), (1, 2, 3)),), (), None)
+
+    def reference(model, prompts, plan, **_):
+        found.append(plan)
+        return SimpleNamespace(drawn=dict.fromkeys(plan.temperatures, drawn), places=lambda temperature: {0})
+
+    monkeypatch.setattr("nextn.measuring.diagnose.reference", reference)
+    monkeypatch.setattr("nextn.measuring.diagnose.expectation", lambda name, *_: replace(GOOD, name=name))
+    monkeypatch.setattr(
+        "nextn.measuring.diagnose.expectations", lambda measured, *_, **__: {each: [GOOD] for each in measured.drawn}
+    )
+    return found
+
+
+def test_the_reference_drafts_as_the_engine_does(plans):
+    """As deep as it ever did, at the temperatures that were seen."""
+    seen = [Seen(0.0, Counters("x", 9, None, 5, (5,)), (0,)), Seen(0.7, Counters("x", 9, None, 5, (3, 2)), (0,))]
+    diagnose(None, [Prompt((7,), "x")], seen, replace(PLAN, drafts=1))
+    assert [(plan.drafts, plan.temperatures) for plan in plans] == [(2, (0.0, 0.7))]
+    diagnose(None, [Prompt((7,), "x")], [Seen(0.0, Counters("SGLang", length=1.5), (0,))], replace(PLAN, drafts=1))
+    assert plans[1].drafts == 1
+
+
+@pytest.mark.parametrize(
+    ("chat", "template", "prompt", "places", "other"),
+    [
+        (None, "x", "text", None, [False]),
+        (True, "x", "text", None, [False]),
+        (False, "x", "text", None, [True]),
+        (False, "x", "text", (0,), []),  # the same prompts, so the same template
+        (False, None, "text", None, []),
+        (False, "x", (7,), None, []),
+    ],
+)
+def test_the_other_template_is_a_cause(plans, chat, template, prompt, places, other):
+    """Of prompts that nobody knows, where there is a template that they may have gone through, or not."""
+    model = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template))
+    seen = [Seen(0.0, Counters("x", 9, None, 5, (5,)), places)]
+    found = diagnose(model, [Prompt(prompt, "x")], seen, replace(PLAN, chat=chat))
+    assert [plan.chat for plan in plans[1:]] == other
+    assert ("template" in {each.name for each in found.cases[0].expected}) == bool(other)
+
+
+def test_what_audit_finds_to_mend(monkeypatch):
+    findings = [SimpleNamespace(severity=each, rule="r", found=f"a {each}") for each in ("error", "warning", "note")]
+    monkeypatch.setattr("nextn.measuring.diagnose.Checkpoint", SimpleNamespace(open=lambda source: source))
+    monkeypatch.setattr("nextn.measuring.diagnose.audit", lambda _: SimpleNamespace(findings=findings))
+    assert audited("x") == ["audit: error, r: a error", "audit: warning, r: a warning"]

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from tiny import CONFIGS
@@ -366,6 +367,18 @@ def test_known_disagreements():
     assert "order: recursive in vllm; unchained in sglang; chained in llamacpp" in lines
     assert any(line.startswith("output:") and "transformers" in line for line in ROWS["step3p5"].disagreements)
     assert "recycled: pre in vllm; post in sglang, llamacpp, transformers" in ROWS["glm4_moe"].disagreements
+
+
+def test_conventions_of_an_engine():
+    """What it takes otherwise than the row, and nothing else: neither what is unsaid nor what it takes alike."""
+    row = ROWS["glm4_moe"]
+    assert row.conventions("vllm") == {"recycled": "pre", "position0": "zero"}
+    assert row.conventions("sglang") == {}
+    assert replace(row, position0="zero").conventions("vllm") == {"recycled": "pre"}
+    facts = {"embedded": "raw", "hidden": "pre", "recycled": "pre", "position0": "zero", "order": "chained"}
+    other = replace(row, engines=row.engines | {"sglang": replace(row.engines["sglang"], **facts)})
+    assert other.conventions("sglang") == {name: each for name, each in facts.items() if each != getattr(row, name)}
+    assert len(other.conventions("sglang")) >= 4
 
 
 # Typed, not derived: the families that `Head` computes as it stands, with what it goes by.

@@ -6,10 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 from tiny import refrain
+from torch import nn
 
 from nextn.benchmarking.workload import Prompt
-from nextn.measuring.faults import FAULTS, planted, under
+from nextn.drafting import Contract
+from nextn.measuring.faults import FAULTS, _rounded, planted, under
 from nextn.measuring.measure import Plan, reference
+from nextn.measuring.variants import read_as
 
 PROMPTS = [Prompt(tuple(row.tolist()), "x") for row in refrain(12, 33, seed=10**6)]
 PLAN = Plan(drafts=3, max_tokens=20, path="plain")
@@ -62,6 +65,45 @@ def test_columns_not_run_again_with_several_modules(trained, measured):
     fault = next(each for each in FAULTS if each.name == "no-rerun")
     wrong = under(measured["glm_two"], trained["glm_two"], fault)
     assert 1 < wrong.figures(1.0).length.value < measured["glm_two"].figures(1.0).length.value + 0.2
+
+
+def parameters(model, fault):
+    """Of the head as it is, and under a fault of its weights."""
+    found = next(each for each in FAULTS if each.name == fault)
+    wrong, _ = read_as(model, Contract(), [planted(found, model)])
+    return [dict(each.head.named_parameters()) for each in (model, wrong)]
+
+
+@pytest.mark.parametrize(("fault", "most"), [("head-quantised", 7), ("head-2-bit", 1)])
+def test_rounded_rows(fault, most, trained):
+    """Whole steps of a scale a row, whose largest value stays; vectors, such as gains, are left alone."""
+    right, wrong = parameters(trained["glm"], fault)
+    for name, value in right.items():
+        if value.ndim == 1:
+            assert torch.equal(wrong[name], value)
+            continue
+        scale = value.abs().amax(-1, keepdim=True) / most
+        torch.testing.assert_close(wrong[name], (value / scale).round() * scale)
+        assert not wrong[name].requires_grad
+    zeros = nn.Linear(2, 2)
+    nn.init.zeros_(zeros.weight)
+    _rounded(4, zeros)
+    assert zeros.weight.abs().max() == 0
+
+
+def test_a_head_that_was_not_loaded(trained):
+    """Initial values: gains of one, small matrices, the same every time."""
+    right, wrong = parameters(trained["glm"], "head-unset")
+    for name, value in wrong.items():
+        assert value.shape == right[name].shape
+        assert (value == 1).all() if value.ndim == 1 else 0.01 < value.std() < 0.03
+    again = parameters(trained["glm"], "head-unset")[1]
+    assert all(torch.equal(value, again[name]) for name, value in wrong.items())
+
+
+def test_a_fault_of_decoding_is_decoded(trained, measured):
+    fault = next(each for each in FAULTS if each.name == "no-rerun")
+    assert not under(measured["glm"], trained["glm"], fault).contract.rerun
 
 
 def test_rows_are_whole(trained):

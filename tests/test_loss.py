@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sizes import Sizes
 
 from nextn.errors import ConfigError
+from nextn.losses.chunked import Work, _rows_per_chunk, tile_rows, weighted_sum
 from nextn.losses.loss import IGNORE, LambdaSchedule, LossReport, Targets, cross_entropy, depth_weights, mtp_loss
 
 V, H = 11, 5
@@ -163,6 +164,23 @@ def test_depth_without_label_counts_nothing():
     assert report.total == 0
 
 
+def test_output_heads_of_their_own():
+    """Catches a depth whose logits are made with another depth's output head, or are lost where one is shared."""
+    hiddens, weight, tokens = random_batch(3)
+    own = random_batch(4)[1]
+    weights, targets = [weight, own, weight, own], Targets(tokens)
+    report = mtp_loss(hiddens, weights, targets, lam=0.3)
+    parts = [
+        brute_force(hiddens, each, targets, lam=0.3, shares=(1,) * 3, denominator="valid") for each in (weight, own)
+    ]
+    sums = torch.stack([parts[k % 2][1][k] for k in range(4)])
+    means = sums / report.counts
+    torch.testing.assert_close(report.sums, sums.detach(), atol=1e-10, rtol=0)
+    expected = means[0] + 0.1 * means[1:].sum()
+    ours, theirs = (torch.autograd.grad(total, [*hiddens, weight, own]) for total in (report.total, expected))
+    torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 7, 1000, None])
 @pytest.mark.parametrize("tile_bytes", [250, 1 << 20])
 def test_gradients_are_autograd_s(monkeypatch, chunk, tile_bytes):
@@ -179,10 +197,31 @@ def test_gradients_are_autograd_s(monkeypatch, chunk, tile_bytes):
         torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
 
 
+def test_gradients_are_not_differentiated_again():
+    """Catches a second derivative that is wrong in silence: the gradients were made as constants."""
+    hidden, weight, labels, _ = random_rows(0)
+    (gradient,) = torch.autograd.grad(cross_entropy(hidden, weight, labels)[0] ** 2, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 1 / 3), (torch.float16, 2.0**16)])
+def test_a_factor_of_the_loss_is_not_rounded(dtype, factor):
+    """Catches a share of micro-batches read as bf16 (0.2 % off), and the first scale of fp16 training read as inf."""
+    hidden, weight, labels, row_weights = random_rows(0, dtype=dtype)
+    total, _ = cross_entropy(hidden, weight, labels, row_weights=row_weights / 1000)
+    once, scaled = (torch.autograd.grad(total * by, [hidden, weight], retain_graph=True) for by in (1, factor))
+    for gradient, found in zip(once, scaled, strict=True):
+        assert torch.equal(found, (gradient.float() * factor).to(dtype))
+        assert torch.isfinite(found).all()
+
+
 def test_large_logits_stay_finite():
     """Catches a softmax without its maximum taken out, and a likelihood that underflows to -log 0."""
     hidden, weight, labels = torch.tensor([[1.0]]), torch.tensor([[500.0], [-500.0]]), torch.tensor([1])
     assert cross_entropy(hidden, weight, labels)[0] == 1000
+    level = torch.full((2, 1), 1e6)
+    assert cross_entropy(hidden, level, labels)[0].item() == pytest.approx(math.log(2))
 
 
 def test_ignored_rows_cost_and_change_nothing():
@@ -212,6 +251,39 @@ def test_no_more_logits_than_the_chunk(monkeypatch, chunk, trains_weight):
     assert max(math.prod(shape) for shape in logits) == (chunk or 6) * V
     assert ((V, H) in seen.shapes) == trains_weight
     assert (weight.grad is not None) == trains_weight
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "width", "dtype", "trains_weight", "rows"),
+    [
+        (1 << 16, 64, torch.float32, False, 256),
+        (1 << 16, 64, torch.bfloat16, False, 512),
+        (1 << 16, 4096, torch.float32, False, 256),
+        (1 << 16, 4096, torch.float32, True, 1024),
+        (1 << 16, 64, torch.float32, True, 256),
+        (1 << 25, 1, torch.float32, True, 1),
+        (1 << 25, 1, torch.float32, False, 1),
+    ],
+)
+def test_rows_of_a_chunk(vocabulary, width, dtype, trains_weight, rows):
+    """64 MiB of logits, or a quarter of a weight gradient; a row at least, which may be larger than both."""
+    weight = torch.empty(vocabulary, width, dtype=dtype, device="meta")
+    assert _rows_per_chunk(weight, weight if trains_weight else None) == rows
+    assert tile_rows(1 << 25, dtype, torch.device("cpu")) == 1
+
+
+def test_a_chunk_is_widened_by_tiles():
+    """Catches fp32 logits of a whole bf16 chunk, which would take twice the memory that the chunk was to bound."""
+    hidden, weight, *_ = random_rows(0, dtype=torch.bfloat16)
+    seen = []
+
+    def objective(logits, rows, wants_grad):
+        seen.append((logits.dtype, len(logits), logits.untyped_storage().nbytes()))
+        return logits[:, :1].clone(), logits
+
+    work = Work(torch.arange(12), torch.ones(12, 1), objective, chunk=6, tile=2)
+    weighted_sum(hidden, weight, work)
+    assert seen == [(torch.float32, 2, 2 * V * 4)] * 6
 
 
 def test_frozen_hidden_still_trains_the_weight():
@@ -261,6 +333,16 @@ def test_autocast_multiplies_in_bf16():
     assert rounded == same != cross_entropy(hidden, weight, labels)[0]
 
 
+def test_autocast_leaves_fp64_alone():
+    """Catches fp64, in which gradients are checked, being rounded to bf16 under autocast; a wide weight counts, too."""
+    hidden, weight, labels, _ = random_rows(8)
+    exact, _ = cross_entropy(hidden, weight, labels)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert cross_entropy(hidden, weight, labels)[0] == exact
+    total, nll = cross_entropy(hidden.detach().float(), weight, labels)
+    assert total.dtype == nll.dtype == torch.float64
+
+
 def test_frozen_bf16_weight_under_an_fp32_head():
     """Catches mixed dtypes being refused, or the head's fp32 hidden being rounded to the trunk's bf16."""
     hidden, weight, labels, _ = random_rows(9, dtype=torch.float32)
@@ -274,6 +356,7 @@ def test_depth_weights():
     assert depth_weights(3) == (1.0, 1.0, 1.0)
     assert depth_weights(2, beta=0.5) == pytest.approx((4 / 3, 2 / 3))
     assert depth_weights(2, custom=[1, 0.5]) == (1.0, 0.5)
+    assert depth_weights(2, beta=1) == (1.0, 1.0)
     assert depth_weights(0, beta=0.6) == ()
 
 
@@ -303,6 +386,7 @@ def test_beta_and_custom_exclude_each_other():
         ("0.3@0, 0.1@67%, 0@900", 669, 0.3),
         ("0.3@0, 0.1@67%, 0@900", 670, 0.1),
         ("0.3@0, 0.1@67%, 0@900", 2000, 0.0),
+        ("0.3, 0.1@33.3%", 332, 0.3),  # 33.3 / 100 * 1000 = 332.99999999999994
     ],
 )
 def test_lambda_schedule(text, tokens, value):
@@ -319,6 +403,7 @@ def test_lambda_schedule(text, tokens, value):
         "0.3@",
         "-0.1",
         "nan",
+        "inf",
         "0.3@5",
         "0.3,0.1",
         "0.3,0.2@9,0.1@9",

@@ -181,6 +181,7 @@ def test_a_plan_is_followed_by_hand():
         2,
     )
     assert plan.begin(0).further is False
+    assert plan.begin(9).limit == 4
     chain = plan.begin(1)
     assert (chain.more(0.9), chain.further) == (True, False)
 
@@ -238,6 +239,78 @@ def test_calibration_is_its_definition():
         if turn % 1000 == 0 or 10_590 < turn < 10_660:
             assert rules[0].table == pytest.approx(rules[1].table)
             assert rules[0].mean == pytest.approx(rules[1].mean)
+
+
+def test_calibration_lasts():
+    """Weights that overflow in a server that runs for long: 1.002 to the power of its rounds."""
+    rule = Calibration([0.5])
+    for _ in range(370_000):
+        rule.learn((), 0)
+    assert rule.table == (0.5,)
+
+
+def test_what_is_learned_of_a_round():
+    """Drafts behind the first that does not stand, and laws that were not drafted from, tell nothing."""
+    rule, edges = Adaptive(costs(FLAT, 0.1), overhead=0.5), RoundPlan(1, EDGES)
+    before = rule.stands.table
+    rule.learn([0.97, 0.5, 0.2], drafts=2, kept=0)
+    rule.learn([0.97, 0.1], drafts=1, kept=1)
+    assert [rule.stands.table[at] == pytest.approx(value) for at, value in enumerate(before)] == [
+        at != edges.bin(0.97) for at in range(len(before))
+    ]
+
+
+def test_the_rate_by_hand():
+    """Tokens by what rounds cost, the head's steps without a draft and the overhead of a round that drafts among it."""
+    rule = Adaptive(costs(FLAT, 0.1), overhead=0.5)
+    best = best_drafts(costs(FLAT, 0.1), [0.7] * 16, overhead=0.5)
+    assert rule.rate == pytest.approx(expected_speedup(costs(FLAT, 0.1), [0.7] * 16, best, overhead=0.5))
+    tokens, price = rule.tokens, rule.price
+    rule.learn([0.9, 0.9, 0.2], drafts=2, kept=1)
+    assert (rule.tokens, rule.price) == pytest.approx((tokens + 2, price + FLAT[2] + 3 * 0.1 + 0.5))
+
+
+def test_how_long_rounds_are_remembered():
+    """256 plain steps while drafting pays; 8 while it does not, so that a text which turned easy shows soon."""
+    rule = Adaptive(costs(FLAT, 0.1))
+    for kept, longest in ((6, 256), (0, 8)):
+        for _ in range(600):
+            rule.learn([0.9] * 6, drafts=6, kept=kept)
+        assert rule.price == pytest.approx(longest)
+    rule.tokens = rule.price
+    assert not rule.pays  # what brings as much as plain decoding is not worth it
+
+
+def test_probes_of_plain_decoding():
+    """Every 32nd round drafts, by what is known by then and at floors of plain decoding's rate."""
+    rule, drafted = Adaptive(costs(FLAT, 0.1)), []
+    for _ in range(600):
+        rule.learn([0.9] * 16, drafts=16, kept=0)
+    for turn in range(100):
+        plan = rule.plan()
+        if plan.max_drafts:
+            drafted.append(turn)
+            assert plan.take[0] == pytest.approx(FLAT[1] - 1)
+            assert plan.table == rule.stands.table
+            rule.learn([0.9], drafts=1, kept=0)
+        else:
+            rule.learn([], drafts=0, kept=0)
+    assert drafted == [31, 63, 95]
+
+
+def test_what_is_hoped_of_confidences():
+    """At first a law stands as often as it is sure, and no less often than drafts do on average."""
+    table = Adaptive(costs(FLAT, 0.1)).plan().table
+    assert table[0] == pytest.approx(0.7)
+    assert table[-1] == pytest.approx((EDGES[-1] + 1) / 2)
+
+
+@pytest.mark.parametrize(
+    ("measured", "used"),
+    [((1.0, 1.4, 1.1, 1.1, 2.0), (1.0, 1.2, 1.2, 1.2, 2.0)), ((1.0, 0.8, 1.2), (1.0, 1.0, 1.2))],
+)
+def test_costs_that_fall_are_pooled(measured, used):
+    assert Adaptive(costs(measured, 0.1)).v == pytest.approx(used)
 
 
 # Drafts at temperature 1 by the head's confidence, as a trained head's were recorded: (share of laws, chance to stand).
@@ -307,6 +380,7 @@ def test_fixed_is_fixed(p_min):
     assert taken == {0.0: [True] * 3, 0.6: [True, True, False], 1.0: [True, False]}[p_min]
     assert not Fixed(0).plan().begin().further
     assert "3 drafts" in rule.reason
+    assert ("sure" in rule.reason) == (p_min > 0)
 
 
 @pytest.mark.parametrize("rule", [TOKENWISE, (accept_block, in_blocks)], ids=["one by one", "block"])
@@ -341,7 +415,13 @@ def _length(plan, q, path):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: Fixed(-1), lambda: Fixed(2, 1.5), lambda: Adaptive(costs(FLAT, 0.1), limit=17)]
+    "make",
+    [
+        lambda: Fixed(-1),
+        lambda: Fixed(2, 1.5),
+        lambda: Adaptive(costs(FLAT, 0.1), limit=17),
+        lambda: Adaptive(costs(FLAT, 0.1), limit=0),
+    ],
 )
 def test_what_is_no_length(make):
     with pytest.raises(ConfigError, match="expected"):

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers.generation import logits_process as reference
 
 from nextn.errors import ConfigError
-from nextn.sampling import Sampling, accept, accept_block, accept_greedy, law, overlap, pick, seen_prefixes
+from nextn.sampling import Sampling, accept, accept_block, accept_greedy, law, overlap, pick, ragged, seen_prefixes
 
 quick = settings(deadline=None, max_examples=80, derandomize=True)
 seeds = st.integers(0, 10**6)
@@ -162,6 +162,14 @@ def test_greedy_twins_keep_the_leading_matches(verify: Callable, seed: int, num_
     limit = torch.randint(num_drafts + 1, (8,), generator=rng(seed)) if limited else torch.full((8,), num_drafts)
     kept, following = verify(best, drafts, limit=limit if limited else None)
     assert (kept.tolist(), following.tolist()) == by_loop(best, drafts, limit)
+
+
+def test_ragged_rows_are_padded_behind() -> None:
+    """Token ids as large as float32 cannot hold stay what they are."""
+    assert ragged([[5, 2**24 + 1], [], [7]], torch.long).tolist() == [[5, 2**24 + 1], [0, 0], [7, 0]]
+    found = ragged([[0.5], [0.25, 1]], torch.float32)
+    assert (found.dtype, found.tolist()) == (torch.float32, [[0.5, 0.0], [0.25, 1.0]])
+    assert ragged([[], []], torch.long).shape == (2, 0)
 
 
 def test_overlap_is_how_often_a_draft_stands() -> None:

@@ -234,7 +234,7 @@ def check(canary: Canary, seen: Seen, *, drafts: int | None = None) -> Report:
         found for place in range(len(canary.prompts)) if (found := _differs(canary, place, seen.texts[place]))
     )
     groups = comparable(seen, texts)
-    drafts = drafts or _drafts([counters for _, counters in groups])
+    drafts = drafts or _drafts([counters for _, counters in seen.counts])
     if drafts not in canary.drafts:
         raise ConfigError(f"K = {drafts}; the canary holds counts for K = {', '.join(map(str, canary.drafts))}")
     fits = [

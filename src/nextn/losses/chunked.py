@@ -69,7 +69,7 @@ class _Chunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         made = ctx.saved_tensors
-        return *(None if grad is None else grad * grad_total.to(grad.dtype) for grad in made), None, None
+        return *(None if grad is None else grad * grad_total for grad in made), None, None
 
 
 def _fill(

@@ -90,7 +90,9 @@ def walk(reach: Tensor, valid: Tensor) -> Tensor:
     for column in range(columns):
         here = valid[:, column]
         begins = here & ~valid[:, column - 1] if column else here
-        starts[:, column] = torch.where(begins, 1.0, starts[:, column].where(here, 0.0))
+        ahead = starts[:, column : column + rounds]
+        ahead.copy_(ahead.where(here[:, None], 0.0))  # also of rounds that would reach beyond the gap
+        starts[:, column] = torch.where(begins, 1.0, starts[:, column])
         starts[:, column + 1 : column + rounds + 1] += starts[:, column, None] * ends[:, :, column]
     return starts[:, :columns]
 
