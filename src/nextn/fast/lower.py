@@ -31,6 +31,11 @@ class Lowered:
     entry: Entry
     instructions: Sequence[Instruction]
 
+    @classmethod
+    def native(cls, step: Instruction) -> "Lowered":
+        """Without a torch form: were the kernel to refuse, nothing could stand in for what it does."""
+        return cls(Entry(step.op, step.tensors, {}, [step.tensors[0]], step.ints, step.reals), [step])
+
     @property
     def tensors(self) -> list[Tensor]:
         return [*self.entry.tensors, *(tensor for each in self.instructions for tensor in each.tensors)]

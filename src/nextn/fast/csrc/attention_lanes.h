@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "runtime.h"
+#include "sixteen.h"
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -90,10 +90,8 @@ inline void widen(const View& view, const char* from, int64_t stride, float* to,
 
 inline void narrow(const View& view, const float* from, char* to, int64_t stride, int64_t count) {
   const auto copy = [=](auto* values, auto convert) {
-    if (stride == 1)
-      for (int64_t i = 0; i < count; ++i) values[i] = convert(from[i]);
-    else
-      for (int64_t i = 0; i < count; ++i) values[i * stride] = convert(from[i]);
+    if (stride == 1) return by_sixteen(count, [=](auto load, auto store) { store(values, load(from)); });
+    for (int64_t i = 0; i < count; ++i) values[i * stride] = convert(from[i]);
   };
   if (view.type == F32)
     copy(reinterpret_cast<float*>(to), [](float value) { return value; });

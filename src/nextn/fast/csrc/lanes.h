@@ -12,8 +12,10 @@ namespace nextn {
 
 constexpr int64_t kLanes = 64;
 
-// Sixteen lanes as one value of the compiler's own vector type, on any machine.
+// Sixteen lanes as one value of the compiler's own vector type, on any machine; its halves, and theirs.
 typedef float Vector __attribute__((vector_size(64)));
+typedef float Half __attribute__((vector_size(32)));
+typedef float Quarter __attribute__((vector_size(16)));
 
 inline Vector vector_at(const float* from) {
   Vector out;
@@ -38,6 +40,10 @@ struct Maximum {
   }
 };
 
+struct Itself {
+  Vector operator()(Vector values) const { return values; }
+};
+
 // Combines a run fed in pieces; all pieces but the last are multiples of kLanes.
 template <typename R>
 struct Lanes {
@@ -48,38 +54,42 @@ struct Lanes {
     for (Vector& vector : lane) vector = Vector{} + R::kStart;
   }
 
-  void feed(const float* from, int64_t count) {
+  // map: of each vector before it is combined.
+  template <typename Map = Itself>
+  void feed(const float* from, int64_t count, Map map = {}) {
     Vector a = lane[0], b = lane[1], c = lane[2], d = lane[3];
     for (; count >= kLanes; count -= kLanes, from += kLanes) {
-      a = R::with(a, vector_at(from)), b = R::with(b, vector_at(from + 16));
-      c = R::with(c, vector_at(from + 32)), d = R::with(d, vector_at(from + 48));
+      a = R::with(a, map(vector_at(from))), b = R::with(b, map(vector_at(from + 16)));
+      c = R::with(c, map(vector_at(from + 32))), d = R::with(d, map(vector_at(from + 48)));
     }
     lane[0] = a, lane[1] = b, lane[2] = c, lane[3] = d;
-    if (count) feed_tail(from, count);
+    if (count) feed_tail(from, count, map);
   }
 
   float result() const {
     const Vector all = R::with(R::with(lane[0], lane[2]), R::with(lane[1], lane[3]));
-    float values[16];
-    std::memcpy(values, &all, sizeof values);
-    for (int width = 8; width; width /= 2)
-      for (int j = 0; j < width; ++j) values[j] = R::with(values[j], values[j + width]);
-    return values[0];
+    const Half eight = R::with(__builtin_shufflevector(all, all, 0, 1, 2, 3, 4, 5, 6, 7),
+                               __builtin_shufflevector(all, all, 8, 9, 10, 11, 12, 13, 14, 15));
+    const Quarter four = R::with(__builtin_shufflevector(eight, eight, 0, 1, 2, 3),
+                                 __builtin_shufflevector(eight, eight, 4, 5, 6, 7));
+    return R::with(R::with(four[0], four[2]), R::with(four[1], four[3]));
   }
 
  private:
-  void feed_tail(const float* from, int64_t count) {
+  template <typename Map>
+  void feed_tail(const float* from, int64_t count, Map map) {
     float padded[kLanes];
     std::fill_n(padded, kLanes, R::kStart);
     std::memcpy(padded, from, count * sizeof(float));
-    for (int v = 0; v < kVectors; ++v) lane[v] = R::with(lane[v], vector_at(padded + 16 * v));
+    for (int v = 0; v < kVectors; ++v) lane[v] = R::with(lane[v], map(vector_at(padded + 16 * v)));
   }
 };
 
-template <typename R>
-float combined(const float* from, int64_t count) {
+// map(start) must be start again: tails are filled with it.
+template <typename R, typename Map = Itself>
+float combined(const float* from, int64_t count, Map map = {}) {
   Lanes<R> lanes;
-  lanes.feed(from, count);
+  lanes.feed(from, count, map);
   return lanes.result();
 }
 

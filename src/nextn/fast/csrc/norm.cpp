@@ -1,6 +1,7 @@
 // RMS and layer norms over the last dim. rms_norm gives the bits of the ops it stands for: copy to float, pow 2, mean,
 // add eps, rsqrt, mul, and the gain.
 #include "lanes.h"
+#include "sixteen.h"
 #include "strided.h"
 
 namespace nextn {
@@ -9,22 +10,22 @@ namespace {
 
 enum Gain { kAfterRounding = 0, kOnePlus = 1, kInFloat = 2 };
 
-float mean_square(const float* row, float* squares, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) squares[i] = row[i] * row[i];
-  return combined<Adding>(squares, count) / float(count);
+float mean_square(const float* row, int64_t count) {
+  return combined<Adding>(row, count, [](Vector values) { return product(values, values); }) / float(count);
 }
 
 // to = the row times `scale` times its gain; the first rounding of kAfterRounding is to the out type T.
 template <typename T>
 void apply_gain(T* to, const float* row, float scale, const float* weight, int64_t gain, int64_t count) {
-  if (weight == nullptr)
-    for (int64_t i = 0; i < count; ++i) to[i] = stored<T>(row[i] * scale);
-  else if (gain == kOnePlus)
-    for (int64_t i = 0; i < count; ++i) to[i] = stored<T>(row[i] * scale * (weight[i] + 1.0f));
-  else if (gain == kInFloat)
-    for (int64_t i = 0; i < count; ++i) to[i] = stored<T>(row[i] * scale * weight[i]);
-  else
-    for (int64_t i = 0; i < count; ++i) to[i] = stored<T>(wide(stored<T>(row[i] * scale)) * weight[i]);
+  by_sixteen(count, [&](auto load, auto store) {
+    const Sixteen scaled = load(row) * scale;
+    if (weight == nullptr)
+      store(to, scaled);
+    else if (gain == kOnePlus)
+      store(to, scaled * (load(weight) + 1.0f));
+    else
+      store(to, (gain == kInFloat ? scaled : rounded<T>(scaled)) * load(weight));
+  });
 }
 
 // A weight or bias [D] as floats.
@@ -40,7 +41,7 @@ void rms_norm_rows(const Call& call, const Worker& worker) {
   const float eps = float(call.reals[0]);
   each_row<2>(call, worker, [&](char* const* at) {
     const float* row = fetch_row(0, a, at[1]);
-    const float scale = 1.0f / std::sqrt(mean_square(row, scratch(1, length), length) + eps);
+    const float scale = 1.0f / std::sqrt(mean_square(row, length) + eps);
     apply_gain(reinterpret_cast<T*>(at[0]), row, scale, weight, call.ints[0], length);
   });
 }
@@ -70,10 +71,10 @@ void layer_norm_rows(const Call& call, const Worker& worker) {
   const float eps = float(call.reals[0]);
   each_row<2>(call, worker, [&](char* const* at) {
     const float* row = fetch_row(0, a, at[1]);
-    float *to = scratch(1, length), *squares = scratch(4, length);
+    float* to = scratch(1, length);
     const float mean = combined<Adding>(row, length) / float(length);
     for (int64_t i = 0; i < length; ++i) to[i] = row[i] - mean;
-    const float scale = 1.0f / std::sqrt(mean_square(to, squares, length) + eps);
+    const float scale = 1.0f / std::sqrt(mean_square(to, length) + eps);
     for (int64_t i = 0; i < length; ++i) to[i] = fused(to[i] * scale, weight[i], bias[i]);
     store(at[0], out.type, inner_stride(out), to, length);
   });

@@ -2,7 +2,7 @@
 //
 // A function is a lambda (x, p) or (x, y, p); p holds the call's reals. It computes in float if any view is floating or
 // a scalar is not whole, else in int64_t; outputs may be an input's own memory, never a part of it.
-#include "functions.h"
+#include "sixteen.h"
 #include "strided.h"
 
 namespace nextn {
@@ -248,6 +248,22 @@ bool gelu(Call& call) {
   return call.ints[0] ? unary<kReal, kGeluTanh, 0>(call) : unary<kReal, kGeluErf, 0>(call);
 }
 
+template <typename T>
+void silu_same(const Call& call, const Worker& worker) {
+  each_run<2>(call, worker, [&](int64_t count, char* const* at) {
+    by_sixteen(count, [&](auto load, auto store) {
+      store(reinterpret_cast<T*>(at[0]), silu_of(load(reinterpret_cast<const T*>(at[1]))));
+    });
+  });
+}
+
+bool silu(Call& call) {
+  if (!unary<kReal, [](float x, auto) { return silu_of(x); }, 0>(call)) return false;
+  if (inner_stride(call.views[1]) == 1 && plain(call, F32)) call.kernel = silu_same<float>;
+  if (inner_stride(call.views[1]) == 1 && plain(call, BF16)) call.kernel = silu_same<uint16_t>;
+  return true;
+}
+
 bool bitwise_not(Call& call) {
   const bool logical = !call.views.empty() && call.views[0].type == BOOL;
   return logical ? unary<kWhole, [](int64_t x, auto) { return int64_t(!x); }, 0>(call)
@@ -285,7 +301,7 @@ const Op unary_ops[] = {
     {"reciprocal", of_one<kReal, [](float x, auto) { return 1.0f / x; }>},
     {"abs", of_one<kEither, [](auto x, auto) { return std::abs(x); }>},
     {"sign", of_one<kEither, [](auto x, auto) { return decltype(x)((x > 0) - (x < 0)); }>},
-    {"silu", of_one<kReal, [](float x, auto) { return x / (1.0f + exp_of(-x)); }>},
+    {"silu", silu},
     {"sigmoid", of_one<kReal, [](float x, auto) { return sigmoid_of(x); }>},
     {"tanh", of_one<kReal, [](float x, auto) { return tanh_of(x); }>},
     {"relu", of_one<kEither, [](auto x, auto) { return x < 0 ? decltype(x)(0) : x; }>},

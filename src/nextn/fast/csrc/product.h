@@ -1,7 +1,7 @@
 // Rows of activations times one packed matrix: what the linear ops hand to the kernels, and how results are stored.
 #pragma once
 
-#include "runtime.h"
+#include "sixteen.h"
 
 namespace nextn {
 
@@ -14,19 +14,6 @@ constexpr int64_t kTile = kTileColumns * kTileDepth;
 constexpr int64_t kPanelColumns = 32;
 
 inline int64_t pieces(int64_t total, int64_t size) { return (total + size - 1) / size; }
-
-typedef float Floats16 __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint32_t Words16 __attribute__((vector_size(64)));
-typedef uint16_t Halves16 __attribute__((vector_size(32), aligned(2), may_alias));
-
-// `narrowed` for sixteen values; of a loop over it the compiler makes no vectors.
-inline void narrow16(const float* from, uint16_t* to) {
-  const Floats16 values = *reinterpret_cast<const Floats16*>(from);
-  const Words16 bits = (Words16)values;
-  const Words16 rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-  const Words16 kept = values == values ? rounded : Words16{} + 0x7FC0;
-  *reinterpret_cast<Halves16*>(to) = __builtin_convertvector(kept, Halves16);
-}
 
 // out[r] = W x[r] + bias for some rows r. W [n, k] is packed; sums are fp32, in the order of k, and round once.
 struct Product {
@@ -46,6 +33,11 @@ struct Product {
     return data<const T>(*x) + row(i) * x->stride[0];
   }
 
+  template <typename T>
+  static void keep(T* to, const float* sums, int64_t count) {
+    by_sixteen(count, [&](auto load, auto store) { store(to, load(sums)); });
+  }
+
   // Stores `width` sums as row i of the columns from `column` on, as far as they exist; spoils the sums.
   void store(int64_t i, int64_t column, int64_t width, float* sums) const {
     const int64_t count = column + width <= n ? width : n - column;
@@ -54,15 +46,10 @@ struct Product {
     else if (bias)
       for (int64_t j = 0; j < count; ++j) sums[j] += widened(reinterpret_cast<const uint16_t*>(bias)[column + j]);
     const int64_t place = row(i) * out->stride[0] + column;
-    int64_t j = 0;
-    if (out->type == F32) {
-      for (; j + 16 <= count; j += 16)
-        *reinterpret_cast<Floats16*>(data<float>(*out) + place + j) = *reinterpret_cast<Floats16*>(sums + j);
-      for (; j < count; ++j) data<float>(*out)[place + j] = sums[j];
-    } else {
-      for (; j + 16 <= count; j += 16) narrow16(sums + j, data<uint16_t>(*out) + place + j);
-      for (; j < count; ++j) data<uint16_t>(*out)[place + j] = narrowed(sums[j]);
-    }
+    if (out->type == F32)
+      keep(data<float>(*out) + place, sums, count);
+    else
+      keep(data<uint16_t>(*out) + place, sums, count);
   }
 };
 
