@@ -14,12 +14,12 @@ from nextn.engines.client import Budget, Limits
 from nextn.engines.counters import Counters
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import ConfigError, EngineError
-from nextn.measuring.cases import check_drafts, depth_of, observation
+from nextn.measuring.cases import check_drafts
 from nextn.measuring.causes import FINE
 from nextn.measuring.diagnose import diagnose
 from nextn.measuring.drive import Seen, driven, halves
 from nextn.measuring.faults import FAULTS, planted
-from nextn.measuring.hypotheses import Observed
+from nextn.measuring.hypotheses import Observed, depth_of, observation
 from nextn.measuring.plan import Plan
 from nextn.measuring.texts import continued
 from nextn.measuring.variants import read_as
