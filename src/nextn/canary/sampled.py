@@ -15,8 +15,8 @@ from nextn.model import Model
 from nextn.sampling import Sampling
 from nextn.text import generate
 
-# Canaries are sure of their text: of first drafts the rules keep shares that differ by 0 to 8 points at 1, where hundreds
-# of texts do not tell them apart, and by 11 to 33 at 2. It is the highest that OpenAI's interface allows.
+# Canaries are sure of their text: of first drafts the rules keep shares that differ by 0 to 8 points at 1, where
+# hundreds of texts do not tell them apart, and by 11 to 33 at 2. It is the highest that OpenAI's interface allows.
 TEMPERATURE = 2.0
 PASSES = 16
 # How the last round of a text drafts: as many as any, or no more than are missing.
