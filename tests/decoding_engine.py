@@ -5,15 +5,19 @@ Counts as vLLM does where `whole`: the last round drafts as many tokens as any, 
 
 import json
 import threading
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from nextn.canary.drive import Seen
+import torch
+
+from nextn.canary.drive import Drawn, Seen
 from nextn.canary.expected import DRAFTS
 from nextn.decode import Settings
 from nextn.drafting import Contract
-from nextn.engines.counters import Counters
+from nextn.engines.counters import Counters, counted, summed
 from nextn.measuring.faults import FAULTS, planted
 from nextn.measuring.variants import read_as
+from nextn.sampling import Judge, Sampling, law, pick
 from nextn.text import generate
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
@@ -28,10 +32,39 @@ def faulty(model, name):
     return None if reading is None else read_as(model, Contract(), [reading])
 
 
-def answered(model, contract, prompts, drafts, tokens, *, whole=False):
-    """Of each prompt its new tokens, and counters."""
-    settings = Settings(drafts=drafts, max_tokens=tokens + whole * (DRAFTS + 1), eos=(), contract=contract)
-    return [_cut(each, drafts, tokens) for each in generate(model, prompts, settings, path="plain")]
+def answered(model, contract, prompts, drafts, tokens, *, whole=False, rule="block", temperature=0.0, seed=0):
+    """Of each prompt its new tokens, and counters. rule: of acceptance, above temperature 0."""
+    settings = Settings(
+        drafts=drafts,
+        max_tokens=tokens + whole * (DRAFTS + 1),
+        eos=(),
+        contract=contract,
+        sampling=Sampling(temperature),
+        seed=seed or 0,
+        block=rule == "block",
+        sampled_drafts=rule != "argmax",
+    )
+    with _matching(model) if rule == "match" and temperature else nullcontext():
+        return [_cut(each, drafts, tokens) for each in generate(model, prompts, settings, path="plain")]
+
+
+class _Matching(Judge):
+    """A draft stands only if the trunk, too, draws it."""
+
+    def decide(self, logits, q, drafts, u, limit, *, seen=None):
+        drawn = pick(law(logits, self.sampling), u)
+        stands = (drawn[:, :-1] == drafts) & (torch.arange(drafts.shape[1]) < limit[:, None])
+        kept = stands.long().cumprod(-1).sum(-1)
+        return torch.stack([kept, drawn.gather(1, kept[:, None])[:, 0]], dim=1)
+
+
+@contextmanager
+def _matching(model):
+    model.trunk.judge = lambda sampling, *, block: _Matching(sampling, block=block)
+    try:
+        yield
+    finally:
+        del model.trunk.judge
 
 
 def _cut(result, drafts, tokens):
@@ -51,11 +84,24 @@ def seen(model, contract, canary, drafts, *, whole=False):
     return Seen(tuple(text for text, _ in found), tuple(((at,), each) for at, (_, each) in enumerate(found)))
 
 
+def drawn(model, canary, drafts, rule, *, passes=8, whole=True, seed=1):
+    """Of texts above temperature 0."""
+    prompts, count = [each.ids for each in canary.prompts] * passes, len(canary.prompts)
+    how = {"rule": rule, "whole": whole, "temperature": canary.sampled.temperature, "seed": seed}
+    found = answered(model, Contract(), prompts, drafts, canary.max_tokens, **how)
+    texts = [text for text, _ in found]
+    passed = tuple(tuple(texts[start : start + count]) for start in range(0, len(texts), count))
+    return Drawn(passed, counted(summed(counters for _, counters in found)))
+
+
 class Server:
     """OpenAI's completions of token ids over `answered`, one at a time; vLLM's counters at /metrics."""
 
-    def __init__(self, model, contract=None, *, drafts=3, metrics=True, wrong=False):
+    def __init__(
+        self, model, contract=None, *, drafts=3, metrics=True, wrong=False, rule="block", seeds=True, whole=True
+    ):
         self.model, self.contract, self.drafts = model, contract or Contract(), drafts
+        self.rule, self.seeds, self.whole = rule, seeds, whole
         self.metrics, self.wrong, self.total, self.asked = metrics, wrong, [0, 0, 0, *[0] * drafts], []
         handler = type("Bound", (_Handler,), {"engine": self})
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -71,7 +117,9 @@ class Server:
         self.asked.append(body)
         if isinstance(prompt, str):  # the question that finds out what the engine tells
             return [0] * body["max_tokens"]
-        ((text, found),) = answered(self.model, self.contract, [prompt], self.drafts, body["max_tokens"], whole=True)
+        how = {"temperature": body["temperature"], "seed": body.get("seed") if self.seeds else 0}
+        how |= {"rule": self.rule, "whole": self.whole}
+        ((text, found),) = answered(self.model, self.contract, [prompt], self.drafts, body["max_tokens"], **how)
         news = [found.drafts, found.draft_tokens, found.accepted, *found.per_position]
         self.total = [old + new for old, new in zip(self.total, news, strict=True)]
         return [*text[:5], (text[5] + 1) % 40, *text[6:]] if self.wrong else list(text)

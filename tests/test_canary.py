@@ -23,6 +23,7 @@ from nextn.canary.contract import CLAUSES
 from nextn.canary.expected import DRAFTS, decoded, record, walked
 from nextn.canary.kit import FILE, Canary
 from nextn.canary.language import documents, prompts
+from nextn.canary.sampled import PASSES
 from nextn.canary.shapes import SHAPES
 from nextn.canary.vector import vector
 from nextn.checkpoints.checkpoint import Checkpoint
@@ -191,6 +192,20 @@ def test_every_clause_is_explained():
     for fault in FAULTS:
         clause = next(clause for clause in CLAUSES if fault.name in clause.faults)
         assert any(issue in parts[clause.id] for issue in fault.issues) or not fault.issues
+
+
+def test_rules_of_acceptance_are_recorded(built):
+    """For each K and ending: block keeps no less than min(1, p/q), a comparison of two samples keeps less."""
+    found = {each.name: each for each in Canary.read(built / "glm4_moe").sampled.rules}
+    assert {name: each.fault for name, each in found.items()} == {
+        "ratio": "", "block": "", "argmax": "argmax-drafts", "match": "exact-match"
+    }  # fmt: skip
+    for drafts, ending in ((drafts, ending) for drafts in range(1, DRAFTS + 1) for ending in ("whole", "cut")):
+        kept = {name: sum(map(sum, each.counts[drafts][ending][1])) for name, each in found.items()}
+        assert kept["match"] < 0.9 * kept["ratio"] <= 0.9 * kept["block"] * (1 + 1e-6)
+        offered = found["ratio"].counts[drafts][ending][0]
+        assert len(offered) == PASSES
+        assert {len(row) for row in offered} == {drafts}
 
 
 def test_readings_have_no_torch(built):

@@ -3,8 +3,9 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from decoding_engine import Server, faulty, seen
+from decoding_engine import Server, drawn, faulty, seen
 from tiny import FIXTURES, refrain
 
 from nextn.canary.check import Fit, Report, check, clauses
@@ -22,6 +23,8 @@ from nextn.measuring.faults import FAULTS
 PLANTED = [fault.name for fault in FAULTS if not fault.rule]
 # No trained fixture has an output head of its own.
 NOT_HERE = {"own-output-lost"}
+# The fixtures are surer of their text than canaries: hotter, rules of acceptance differ as they do there.
+HEAT = 3.0
 NAMES = ["glm", "glm_one", "glm_two", "qwen"]
 
 
@@ -33,7 +36,7 @@ def kits(tmp_path_factory):
     def of(name):
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
-            found = record(FIXTURES / name, refrain(8, 33, seed=10**6).tolist(), count=6, tokens=24)
+            found = record(FIXTURES / name, refrain(8, 33, seed=10**6).tolist(), count=6, tokens=24, temperature=HEAT)
             (folder / FILE).write_text(json.dumps(found))
             made[name] = Canary.read(folder)
         return made[name]
@@ -122,6 +125,130 @@ def test_no_counters(kits, trained, capsys):
         server.stop()
     found = json.loads(capsys.readouterr().out)
     assert [each["clause"] for each in found["clauses"] if each["said"] == "broken"] == ["C14"]
+
+
+RULES = [("ratio", ""), ("block", ""), ("match", "exact-match"), ("argmax", "argmax-drafts")]
+
+
+def sampling_rule(canary, model, drafts, found):
+    """What is said of C13."""
+    report = check(canary, seen(model, Contract(), canary, drafts), drafts=drafts, drawn=found)
+    return next(each for each in report.outcomes if each.clause.id == "C13")
+
+
+@pytest.mark.parametrize(("drafts", "whole"), [(1, True), (4, True), (4, False)])
+@pytest.mark.parametrize(("rule", "fault"), RULES)
+def test_the_rule_of_acceptance_is_told(rule, fault, drafts, whole, kits, trained):
+    """The decoder under each rule: at the least and the largest K, whether its last rounds are whole or cut."""
+    canary, model = kits("glm"), trained["glm"]
+    said = sampling_rule(canary, model, drafts, drawn(model, canary, drafts, rule, whole=whole))
+    assert said.said == ("broken" if fault else "held")
+    assert said.fault == fault
+    assert bool(said.expected and said.seen) is bool(fault)
+    assert ("jundot/omlx#3370" in said.issues) is (rule == "match")
+    if drafts > 1 and not fault:
+        assert f"counts as with {rule}" in said.evidence
+
+
+@pytest.mark.parametrize("ending", ["whole", "cut"])
+@pytest.mark.parametrize("rule", [rule for rule, _ in RULES])
+def test_expected_counts_are_those_of_decoding(rule, ending, kits, trained):
+    """Rounds, and those that kept each depth, as many in a pass as the decoder counts."""
+    canary, passes = kits("glm"), 24
+    told = next(each for each in canary.sampled.rules if each.name == rule)
+    offered, kept = (np.array(side).mean(0) for side in told.counts[3][ending])
+    found = drawn(trained["glm"], canary, 3, rule, passes=passes, whole=ending == "whole").counters.acceptance()
+    for ours, theirs in ((offered, found.offered), (kept, found.kept)):
+        assert np.array(theirs) / passes == pytest.approx(ours, rel=0.12 if rule == "argmax" else 0.06, abs=0.5)
+
+
+@pytest.mark.parametrize(("rule", "fault"), RULES)
+def test_the_rule_by_the_acceptance_length(rule, fault, kits, trained):
+    """llama.cpp's timings: kept drafts as far as the text goes, rounds from its tokens, no positions."""
+    canary, model = kits("glm"), trained["glm"]
+    found = drawn(model, canary, 3, rule, whole=False)
+    tokens, texts = sum(len(text) for texts in found.texts for text in texts), 8 * len(canary.prompts)
+    rounds = tokens - texts - found.counters.accepted
+    told = replace(found, counters=replace(found.counters, per_position=(), drafts=rounds))
+    said = sampling_rule(canary, model, 3, told)
+    assert (said.said, said.fault) == ("broken" if fault else "held", fault)
+
+
+def test_what_does_not_tell_the_rule(kits, trained):
+    canary, model = kits("glm"), trained["glm"]
+    found = drawn(model, canary, 3, "ratio")
+    few = Counters("ours", 6, 18, 5, (4, 1, 0))
+    none = Counters("ours", 0, 0, 0, (0, 0, 0))
+    short = tuple(tuple(text[:-2] for text in texts) for texts in found.texts)
+    for other, words in (
+        (replace(found, counters=None, without="nothing at /metrics"), "nothing at /metrics"),
+        (replace(found, counters=few), "cannot be told apart in so many rounds"),
+        (replace(found, counters=none), "counts no round that drafted"),
+        (replace(found, texts=found.texts[:1] * 8), "the same texts at every seed"),
+        (replace(found, texts=short), "ignore_eos"),
+        (None, "--sampled"),
+    ):
+        said = sampling_rule(canary, model, 3, other)
+        assert said.said == "untold"
+        assert words in said.evidence
+
+
+def test_no_known_rule(kits, trained):
+    """What keeps less than every rule breaks the clause without a name; what keeps more may be no lossless rule."""
+    canary, model = kits("glm"), trained["glm"]
+    found = drawn(model, canary, 3, "ratio")
+    rounds = found.counters.drafts
+    for kept, said, words in (((0, 0, 0), "broken", "keeps less than ratio"), ((rounds,) * 3, "untold", "verify")):
+        counters = Counters("ours", rounds, 3 * rounds, sum(kept), kept)
+        outcome = sampling_rule(canary, model, 3, replace(found, counters=counters))
+        assert outcome.said == said
+        assert words in outcome.evidence
+
+
+def test_other_faults_hide_the_rule(kits, trained):
+    """A head that does not see the prompt keeps less at any temperature."""
+    canary, model = kits("glm"), trained["glm"]
+    planted = seen(model, Contract(prefill=False), canary, 3)
+    report = check(canary, planted, drawn=drawn(model, canary, 3, "ratio"))
+    said = {each.clause.id: each for each in report.outcomes}
+    assert said["C5"].said == "broken"
+    assert said["C13"].said == "untold"
+    assert "greedy counts" in said["C13"].evidence
+
+
+def test_sampled_over_http(kits, trained, capsys):
+    """A request for each prompt and pass, seeds differ, texts do not end before; one clause breaks and is named."""
+    canary, server = kits("glm"), Server(trained["glm"], rule="match")
+    try:
+        assert verdict(["check", canary.folder, "--engine", server.url, "--sampled", "--passes", "2"]) == 1
+    finally:
+        server.stop()
+    told = " ".join(capsys.readouterr().out.split())
+    assert "breaks C13 (sampling rule)" in told
+    assert "counts as with exact-match" in told
+    assert "met in jundot/omlx#3370" in told
+    count = len(canary.prompts)
+    asked = server.asked[1 + count :]
+    assert len(server.asked) == 1 + 3 * count
+    assert len({body["seed"] for body in asked}) == len({body["cache_salt"] for body in asked}) == 2 * count
+    assert {body["temperature"] for body in asked} == {canary.sampled.temperature}
+    assert all(body["ignore_eos"] for body in asked)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [({"metrics": False}, "no metrics"), ({"seeds": False}, "the same texts at every seed")]
+)
+def test_sampled_without_an_answer(how, words, kits, trained, capsys):
+    canary, server = kits("glm"), Server(trained["glm"], **how)
+    try:
+        verdict(["check", canary.folder, "--engine", server.url, "--sampled", "--passes", "2", "-k", "3", "--json"])
+    finally:
+        server.stop()
+    found = json.loads(capsys.readouterr().out)
+    said = next(each for each in found["clauses"] if each["clause"] == "C13")
+    assert said["said"] == "untold"
+    assert words in said["evidence"]
+    assert found["sampled"]["passes"] == 2
 
 
 def verdict(arguments):
@@ -415,6 +542,7 @@ def test_the_last_round(kept, rounds, positions):
         ([], "--engine URL"),
         (["--engine", "localhost:1", "--counters", "x"], "--counters belongs to --answers"),
         (["--answers", "absent.jsonl"], "cannot be read"),
+        (["--answers", "absent.jsonl", "--sampled"], "--sampled belongs to --engine"),
         (["--engine", "localhost:1"], "nothing answers"),
     ],
 )
@@ -426,8 +554,8 @@ def test_usage(kits, arguments, said, capsys):
 def test_no_canary(tmp_path, capsys):
     assert verdict(["check", tmp_path, "--engine", "localhost:1"]) == 2
     assert "canary build" in capsys.readouterr().err
-    (tmp_path / FILE).write_text('{"format": 2}')
-    with pytest.raises(ConfigError, match="format 2"):
+    (tmp_path / FILE).write_text('{"format": 1}')
+    with pytest.raises(ConfigError, match="format 1"):
         Canary.read(tmp_path)
 
 

@@ -6,7 +6,16 @@ import pytest
 
 from nextn.engines.counters import SHORTER, Counters, counted, summed
 from nextn.engines.prometheus import Series, series, total
-from nextn.engines.sources import FIRST_TOKENS, ROUNDED, from_json, from_log, from_metrics, prefix_hits, read
+from nextn.engines.sources import (
+    FIRST_TOKENS,
+    ROUNDED,
+    from_json,
+    from_log,
+    from_metrics,
+    less_first,
+    prefix_hits,
+    read,
+)
 from nextn.errors import EngineError
 
 VLLM = """\
@@ -228,3 +237,11 @@ def test_sum_of_none():
     assert summed([]) is None
     lengths = [Counters("x", length=2.0), Counters("x", length=3.0)]
     assert summed(lengths).length == 2.5
+
+
+def test_first_tokens_are_no_drafts():
+    """SGLang's generated tokens less its rounds: one of each request came from no round."""
+    text = "sglang:spec_verify_calls_total 40\nsglang:generation_tokens_total 100\n"
+    found = less_first(from_metrics(text), 5)
+    assert (found.accepted, found.emitted, found.notes) == (55, 95, ())
+    assert less_first(found, 5) == found

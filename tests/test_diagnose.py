@@ -18,14 +18,14 @@ from nextn.engines.counters import Counters
 from nextn.engines.endpoint import Endpoint
 from nextn.engines.sources import FIRST_TOKENS
 from nextn.errors import ConfigError, EngineError
-from nextn.measuring.cases import Case, check_drafts, depth_of, fresh, observation, templated
+from nextn.measuring.cases import Case, check_drafts, fresh, templated
 from nextn.measuring.causes import FINE
 from nextn.measuring.columns import Text
 from nextn.measuring.diagnose import Diagnosis, _of_places, audited, diagnose
 from nextn.measuring.drive import Seen, counters_of, driven, halves
 from nextn.measuring.drive import drive as drive_prompts
 from nextn.measuring.faults import FAULTS, planted
-from nextn.measuring.hypotheses import Expected, Observed
+from nextn.measuring.hypotheses import Expected, Observed, depth_of, observation
 from nextn.measuring.measure import reference
 from nextn.measuring.plan import Plan
 from nextn.measuring.suspects import expectations

@@ -8,9 +8,20 @@ from fusions import both
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
+def gated(x):
+    up = x.flip(0)
+    return F.silu(x) * up
+
+
 def later(x):
+    up = x.flip(0)
     gate = F.silu(x)
-    return gate * (x.flip(0) + 1)
+    return gate * (up + 1)
+
+
+def read_again(x):
+    gate = F.silu(x)
+    return gate * x.flip(0)
 
 
 def halves(x):
@@ -19,16 +30,17 @@ def halves(x):
 
 
 SPELLED = {
-    "gate first": lambda x: F.silu(x) * x.flip(0),
+    "gate first": gated,
     "gate last": lambda x: x.flip(0) * F.silu(x),
     "something between": later,
     "halves of one product": halves,
+    "one row for all": lambda x: F.silu(x) * x[0, 0],
     "a width of no whole registers": lambda x: F.silu(x[..., :21]) * x[..., 21:42],
 }
 OTHERWISE = {
     "read twice": lambda x: (lambda gate: gate * x.flip(0) + gate)(F.silu(x)),
     "kept": lambda x: (lambda gate: (gate * x.flip(0), gate))(F.silu(x)),
-    "a gain for all rows": lambda x: F.silu(x) * x[0, 0],
+    "its input is read before the product": read_again,
     "another function": lambda x: torch.sigmoid(x) * x.flip(0),
     "a number": lambda x: F.silu(x) * 2,
     "its square": lambda x: (lambda gate: gate * gate)(F.silu(x)),

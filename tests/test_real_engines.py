@@ -49,9 +49,10 @@ ROOT = environments.default_folder()
 
 def canary(family: str, seed: int = 0) -> Path:
     """A trained tiny checkpoint, built once; another shape or language is another folder."""
-    from nextn.canary import build, language, shapes  # where engines are tested alone
+    from nextn.canary import build, kit, language, shapes  # where engines are tested alone
 
     said = [repr(shapes.shape_of(family)), *(Path(part.__file__).read_text() for part in (build, language))]
+    said.append(str(kit.FORMAT))
     folder = ROOT / "canary" / f"{family}-{seed}-{hashlib.sha256(''.join(said).encode()).hexdigest()[:12]}"
     if not (folder / "canary.json").exists():
         build.build(folder, family, seed=seed)

@@ -2,15 +2,17 @@
 
 Greedy texts and counts on the same prompts are the same in every engine that does the same arithmetic, so counts are
 compared with those of every reading of the head, one by one; no statistics are needed, but for what rounding may flip.
+Texts above temperature 0 are drawn: the rule of acceptance alone is told by likelihoods (`rules`).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from nextn.canary.contract import CLAUSES, Clause, clause_of
-from nextn.canary.drive import Seen
+from nextn.canary.contract import CLAUSES, Clause, Outcome, clause_of
+from nextn.canary.drive import Drawn, Seen
 from nextn.canary.kit import Canary, Range, Told
+from nextn.canary.rules import judged
 from nextn.engines.counters import Counters
 from nextn.errors import ConfigError
 
@@ -21,24 +23,6 @@ _CLEARLY = 4
 # The fact of a family's row that an engine's convention changes -> the clause that it is about.
 _FACTS = {"embedded": "C2", "hidden": "C3", "position0": "C4", "recycled": "C7", "order": "C11"}
 _BY_TEXT, _BY_COUNTS, _SAMPLED = "C8", "C14", "C13"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One clause. said: held, broken or untold. expected, seen: where broken. fault, issues: what fits, and where it
-    was met before."""
-
-    clause: Clause
-    said: str
-    evidence: str
-    expected: str = ""
-    seen: str = ""
-    fault: str = ""
-    issues: tuple[str, ...] = ()
-
-    def as_record(self) -> dict[str, object]:
-        told = {name: getattr(self, name) for name in ("said", "evidence", "expected", "seen", "fault")}
-        return {"clause": self.clause.id, "name": self.clause.name, **told, "issues": list(self.issues)}
 
 
 @dataclass(frozen=True)
@@ -60,7 +44,8 @@ class Text:
 
 @dataclass(frozen=True)
 class Report:
-    """What one check found. drafts: K. fits: every reading, the nearest first; empty without counters."""
+    """What one check found. drafts: K. fits: every reading, the nearest first; empty without counters. drawn: what was
+    seen above temperature 0, if it was asked for."""
 
     canary: Canary
     seen: Seen
@@ -68,6 +53,7 @@ class Report:
     texts: tuple[Text, ...]
     fits: tuple[Fit, ...] = field(repr=False)
     slack: int = 0
+    drawn: Drawn | None = None
 
     @cached_property
     def named(self) -> tuple[Told, ...]:
@@ -127,6 +113,7 @@ class Report:
             "seen": [counters.as_record() | {"prompts": list(places)} for places, counters in self.seen.counts],
             "off": {each.reading.name: each.off for each in self.fits},
             "texts": [vars(each) for each in self.texts],
+            "sampled": None if self.drawn is None else self.drawn.as_record(),
         }
 
     def counts(self, reading: Told) -> dict[str, str]:
@@ -151,13 +138,21 @@ class Report:
         if clause.id == _BY_COUNTS:
             return self._metrics(clause)
         if clause.id == _SAMPLED:
-            return Outcome(clause, "untold", "greedy texts do not show it")
+            return self._sampling(clause)
         if not self.fits:
             return Outcome(clause, "untold", "no counts to compare: the engine tells none, or its texts are others")
         for reading in self.named:
             if clause.id in clauses(reading):
                 return self._broken(clause, reading)
         return self._excluded(clause)
+
+    def _sampling(self, clause: Clause) -> Outcome:
+        """A fault that greedy counts show would move those of sampled texts, too."""
+        if self.drawn is None:
+            return Outcome(clause, "untold", "greedy texts do not show it; --sampled asks an engine for others")
+        if self.fits and not self.is_right:
+            return Outcome(clause, "untold", "the greedy counts are not right, so those above temperature 0 are not")
+        return judged(clause, self.canary, self.drafts, self.drawn)
 
     def _broken(self, clause: Clause, reading: Told) -> Outcome:
         other = [each.name for each in self.named if each != reading and clause.id not in clauses(each)]
@@ -228,15 +223,19 @@ class Report:
         return Outcome(clause, "held", "rounds and kept drafts add up to the tokens")
 
 
-def check(canary: Canary, seen: Seen, *, drafts: int | None = None) -> Report:
-    """drafts: K; None: as the counters say. Raises ConfigError where they do not say it, or it was not recorded."""
+def check(canary: Canary, seen: Seen, *, drafts: int | None = None, drawn: Drawn | None = None) -> Report:
+    """drafts: K; None: as the counters say. drawn: for the clause that greedy texts do not show.
+
+    Raises ConfigError where the counters do not say K, or it was not recorded.
+    """
     texts = tuple(
         found for place in range(len(canary.prompts)) if (found := _differs(canary, place, seen.texts[place]))
     )
     groups = comparable(seen, texts)
     drafts = drafts or _drafts([counters for _, counters in seen.counts])
     if drafts not in canary.drafts:
-        raise ConfigError(f"K = {drafts}; the canary holds counts for K = {', '.join(map(str, canary.drafts))}")
+        known = ", ".join(map(str, canary.drafts))
+        raise ConfigError(f"K = {drafts}; the canary holds counts for K = {known}: let the engine draft so many")
     fits = [
         Fit(reading, sum(canary.tally(reading, drafts, places).off(counters) for places, counters in groups))
         for reading in canary.readings
@@ -244,7 +243,7 @@ def check(canary: Canary, seen: Seen, *, drafts: int | None = None) -> Report:
     ]
     kept = sum(canary.tally(canary.right, drafts, places).accepted.high for places, _ in groups)
     slack = max(_LEAST, round(_SLACK * kept))
-    return Report(canary, seen, drafts, texts, tuple(sorted(fits, key=lambda fit: fit.off)), slack)
+    return Report(canary, seen, drafts, texts, tuple(sorted(fits, key=lambda fit: fit.off)), slack, drawn)
 
 
 def clauses(reading: Told) -> tuple[str, ...]:

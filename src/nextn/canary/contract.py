@@ -45,6 +45,24 @@ CLAUSES: tuple[Clause, ...] = (
 # fmt: on
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """One clause. said: held, broken or untold. expected, seen: where broken. fault, issues: what fits, and where it
+    was met before."""
+
+    clause: Clause
+    said: str
+    evidence: str
+    expected: str = ""
+    seen: str = ""
+    fault: str = ""
+    issues: tuple[str, ...] = ()
+
+    def as_record(self) -> dict[str, object]:
+        told = {name: getattr(self, name) for name in ("said", "evidence", "expected", "seen", "fault")}
+        return {"clause": self.clause.id, "name": self.clause.name, **told, "issues": list(self.issues)}
+
+
 def clause_of(fault: str) -> Clause | None:
     """The clause that a fault breaks; None for one that breaks none."""
     return next((clause for clause in CLAUSES if fault in clause.faults), None)

@@ -3,7 +3,7 @@
 import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from nextn.canary.kit import Canary
 from nextn.engines import sources
 from nextn.engines.answers import Answer, Ask
-from nextn.engines.counters import Counters, counted
+from nextn.engines.counters import Counters, counted, summed
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import ConfigError, EngineError
 
@@ -28,6 +28,19 @@ class Seen:
     without: str = ""
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """What an engine did above temperature 0. texts: [passes][prompts], new tokens. counters: over all of them."""
+
+    texts: tuple[tuple[tuple[int, ...], ...], ...]
+    counters: Counters | None
+    without: str = ""
+
+    def as_record(self) -> dict[str, object]:
+        told = None if self.counters is None else self.counters.as_record()
+        return {"passes": len(self.texts), "seen": told}
+
+
 def driven(endpoint: Endpoint, canary: Canary, *, on_prompt: Callable[[], None] = lambda: None) -> Seen:
     """Ask for every prompt's greedy text, with the engine's counters before and after each.
 
@@ -37,19 +50,52 @@ def driven(endpoint: Endpoint, canary: Canary, *, on_prompt: Callable[[], None] 
     counts: list[tuple[tuple[int, ...], Counters]] = []
     run, without = uuid.uuid4().hex, ""
     for place, asked in enumerate(canary.prompts):
-        before, without = _settled(endpoint)
         ask = Ask(asked.ids, canary.max_tokens, cold=f"canary {run} {place}")
-        answer = endpoint.answer(ask, chat=False)
-        texts.append(_tokens(answer))
-        if before is not None:
-            after, without = _settled(endpoint, moved=before)
-            found = None if after is None else counted(after.minus(before))
-        else:
-            found = sources.from_json(answer.raw)
+        (text,), found, without = _asked(endpoint, [ask], on_prompt)
+        texts.append(text)
         if found is not None:
             counts.append(((place,), found))
-        on_prompt()
     return Seen(tuple(texts), tuple(counts), without)
+
+
+def drawn(endpoint: Endpoint, canary: Canary, passes: int, *, on_prompt: Callable[[], None] = lambda: None) -> Drawn:
+    """Ask for texts of every prompt at the canary's temperature, each with a seed of its own, that go on behind an end
+    of text; counters before the first and after the last. Raises EngineError, BudgetError."""
+    run, count = uuid.uuid4().hex, len(canary.prompts)
+    asks = [
+        Ask(
+            asked.ids,
+            canary.max_tokens,
+            canary.sampled.temperature,
+            seed=turn * count + place,
+            cold=f"canary {run} {turn} {place}",
+            endless=True,
+        )
+        for turn in range(passes)
+        for place, asked in enumerate(canary.prompts)
+    ]
+    texts, found, without = _asked(endpoint, asks, on_prompt)
+    return Drawn(tuple(tuple(texts[turn * count : (turn + 1) * count]) for turn in range(passes)), found, without)
+
+
+def _asked(
+    endpoint: Endpoint, asks: Sequence[Ask], on_prompt: Callable[[], None]
+) -> tuple[list[tuple[int, ...]], Counters | None, str]:
+    """-> texts, what was counted over all of them, and why nothing was."""
+    before, without = _settled(endpoint)
+    texts, own = [], []
+    for ask in asks:
+        answer = endpoint.answer(ask, chat=False)
+        texts.append(_tokens(answer))
+        if (found := sources.from_json(answer.raw)) is not None:
+            own.append(found)
+        on_prompt()
+    if before is None:
+        gained = summed(own)
+    else:
+        after, without = _settled(endpoint, moved=before)
+        gained = None if after is None else sources.less_first(after.minus(before), len(asks))
+    return texts, None if gained is None else counted(gained), without
 
 
 def from_files(canary: Canary, answers: Path, counters: Path | None) -> Seen:

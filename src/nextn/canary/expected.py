@@ -12,11 +12,13 @@ import transformers
 
 from nextn import __version__
 from nextn.benchmarking.workload import Prompt
+from nextn.canary.kit import FORMAT
+from nextn.canary.sampled import TEMPERATURE, sampled
 from nextn.canary.vector import vector
 from nextn.decode import Settings
 from nextn.drafting import Contract
 from nextn.families import ENGINES
-from nextn.measuring.columns import RULES, Scored
+from nextn.measuring.columns import Scored
 from nextn.measuring.faults import FAULTS, Fault, under
 from nextn.measuring.measure import Measured, Plan, reference, rescored
 from nextn.measuring.record import hashes, prompts_hash
@@ -38,7 +40,10 @@ DEFINITIONS = {
     "new token, each keeps its drafts and one token more, the last is the one that reaches token max_tokens. An engine "
     "that drafts no more than is missing cuts the last one",
     "looping": "greedy texts that repeat themselves, on which most faults are hidden",
-    "sampled": "temperature 1, K = 4: conditional acceptance by depth for each rule of acceptance, 95 % intervals",
+    "sampled": "texts drawn at `temperature`, in several passes over the prompts. acceptance: of each rule, "
+    "conditional, at the largest K, 95 % intervals. counts: per K and pass, how many rounds kept every shallower draft "
+    "(offered), and this one, too (kept), as the laws expect. whole: the last round of a text drafts as many as any; "
+    "cut: no more than are missing",
 }
 
 
@@ -60,16 +65,22 @@ class Reading:
 
 
 def record(
-    folder: Path, prompts: Sequence[Sequence[int]], *, count: int = 16, tokens: int = 48, seed: int = 0
+    folder: Path,
+    prompts: Sequence[Sequence[int]],
+    *,
+    count: int = 16,
+    tokens: int = 48,
+    seed: int = 0,
+    temperature: float = TEMPERATURE,
 ) -> dict[str, object]:
     """The JSON document beside the checkpoint `folder`. prompts: to choose `count` from, see `_robust`. tokens: new
-    ones of each text."""
+    ones of each text. temperature: of those that are drawn."""
     model = Model.load(folder, dtype=torch.float32)
     asked = [Prompt(tuple(each), "canary") for each in _robust(model, prompts, count, tokens)]
-    plan = Plan(DRAFTS, (0.0, 1.0), tokens + _MORE, chat=False, seed=seed, path="plain")
+    plan = Plan(DRAFTS, (0.0,), tokens + _MORE, chat=False, seed=seed, path="plain")
     measured = reference(model, asked, plan)
     return {
-        "format": 1,
+        "format": FORMAT,
         "family": model.family.name,
         "seed": seed,
         "versions": {"nextn": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
@@ -80,7 +91,7 @@ def record(
         "prompts": _told(model, measured, tokens),
         "looping": len(measured.looping[0.0]),
         "readings": [each.as_record() for each in readings(model, measured, folder)],
-        "sampled": {rule: _rates(measured, rule) for rule in RULES if rule != "greedy"},
+        "sampled": sampled(model, _ids(asked), temperature, tokens=tokens, drafts=DRAFTS, seed=seed),
         "vector": vector(model, _ids(asked)[0], drafts=3),
     }
 
@@ -180,10 +191,6 @@ def _told(model: Model, measured: Measured, tokens: int) -> list[dict[str, objec
         close = [place for place, gap in enumerate(gaps[:tokens]) if gap <= TIE]
         told.append(said | {"gaps": [round(gap, 4) for gap in gaps], "close": close})
     return told
-
-
-def _rates(measured: Measured, rule: str) -> list[dict[str, float | None]]:
-    return [each.as_record() for each in measured.figures(1.0, rule=rule).rates]
 
 
 def _ids(prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:

@@ -11,6 +11,7 @@ from nextn.engines.counters import Counters
 from nextn.errors import ConfigError
 
 FILE = "canary.json"
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,31 @@ class Told:
     rounds: Mapping[int, tuple[tuple[int, ...], ...]]
 
 
+Rows = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule of acceptance above temperature 0. fault: its name as a fault; "" for a rule that holds the clause.
+
+    counts: K -> how the last round of a text drafts (`whole` or `cut`) -> (offered, kept), [passes][depths] each.
+    """
+
+    name: str
+    says: str
+    fault: str
+    issues: tuple[str, ...]
+    counts: Mapping[int, Mapping[str, tuple[Rows, Rows]]]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What each rule keeps of texts that are drawn at a temperature."""
+
+    temperature: float
+    rules: tuple[Rule, ...]
+
+
 @dataclass(frozen=True)
 class Canary:
     """A record. tie: nats up to which another rounding may choose another token. max_tokens: new ones of each text."""
@@ -98,7 +124,7 @@ class Canary:
     drafts: tuple[int, ...]
     prompts: tuple[Asked, ...]
     readings: tuple[Told, ...]
-    sampled: Mapping[str, Any]
+    sampled: Sampled
 
     @classmethod
     def read(cls, folder: Path) -> "Canary":
@@ -116,9 +142,9 @@ class Canary:
 
     @classmethod
     def _of(cls, folder: str, found: dict[str, Any]) -> "Canary":
-        if found["format"] != 1:
+        if found["format"] != FORMAT:
             raise ConfigError(
-                f"{folder}: record of format {found['format']}; this version reads format 1: build it anew"
+                f"{folder}: record of format {found['format']}; this version reads format {FORMAT}: build it anew"
             )
         settings = found["settings"]
         prompts = tuple(
@@ -130,7 +156,7 @@ class Canary:
             for each in found["readings"]
         )
         sizes = int(settings["max_tokens"]), float(settings["tie"]), tuple(settings["drafts"])
-        return cls(folder, str(found["family"]), *sizes, prompts, readings, found["sampled"])
+        return cls(folder, str(found["family"]), *sizes, prompts, readings, _sampled(found["sampled"]))
 
     @cached_property
     def right(self) -> Told:
@@ -151,3 +177,22 @@ class Canary:
 
 def _rounds(found: Mapping[str, Sequence[str]]) -> dict[int, tuple[tuple[int, ...], ...]]:
     return {int(k): tuple(tuple(map(int, digits)) for digits in texts) for k, texts in found.items()}
+
+
+def _sampled(found: Mapping[str, Any]) -> Sampled:
+    rules = [
+        Rule(
+            each["name"],
+            each["says"],
+            each["fault"],
+            tuple(each["issues"]),
+            {int(k): {how: _pair(told) for how, told in ends.items()} for k, ends in each["counts"].items()},
+        )
+        for each in found["rules"]
+    ]
+    return Sampled(float(found["temperature"]), tuple(rules))
+
+
+def _pair(told: Mapping[str, Sequence[Sequence[float]]]) -> tuple[Rows, Rows]:
+    offered, kept = (tuple(map(tuple, told[side])) for side in ("offered", "kept"))
+    return offered, kept

@@ -11,8 +11,9 @@ from nextn.cli.common import AsJson, console, plain, progress_bars
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nextn.canary.check import Outcome, Report
-    from nextn.canary.drive import Seen
+    from nextn.canary.check import Report
+    from nextn.canary.contract import Outcome
+    from nextn.canary.drive import Drawn, Seen
     from nextn.canary.kit import Canary
 
 app = typer.Typer(no_args_is_help=True, help="A tiny trained checkpoint with what an engine must count on it.")
@@ -55,6 +56,10 @@ def check(
         Path | None, typer.Option(help="What was counted over --answers: metrics, log or JSON.")
     ] = None,
     drafts: Annotated[int | None, typer.Option("--drafts", "-k", help="K; left out: as counted.")] = None,
+    sampled: Annotated[
+        bool, typer.Option("--sampled", help="Ask above temperature 0, too, to tell C13, the rule of acceptance.")
+    ] = False,
+    passes: Annotated[int, typer.Option(min=1, help="Passes over the prompts for --sampled, seeds differ.")] = 8,
     model: Annotated[str | None, typer.Option(help="Model name, where the endpoint serves several.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for one answer.")] = 120,
     max_seconds: Annotated[float, typer.Option(help="Seconds in all.")] = 900,
@@ -62,7 +67,8 @@ def check(
     out: Annotated[Path | None, typer.Option(help="File for the JSON record.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Hold an engine to the contract: its greedy texts and counts on the canary's prompts, clause by clause."""
+    """Hold an engine to the contract: its texts and counts on the canary's prompts, clause by clause; greedy ones, and
+    with --sampled others."""
     from nextn.canary.check import check as checked
     from nextn.canary.drive import from_files
     from nextn.canary.kit import Canary
@@ -75,12 +81,18 @@ def check(
         raise ConfigError(
             "--counters belongs to --answers: an endpoint's counters are read before and after each prompt"
         )
+    if engine is None and sampled:
+        raise ConfigError("--sampled belongs to --engine: texts above temperature 0 are asked for")
+    drawn = None
     if answers is not None:
         seen = from_files(known, answers, counters)
     else:
         assert engine is not None
-        seen = _driven(known, engine, model, key_env, timeout=timeout, max_seconds=max_seconds, quiet=as_json)
-    report = checked(known, seen, drafts=drafts)
+        turns = passes if sampled else 0
+        seen, drawn = _driven(
+            known, engine, model, key_env, passes=turns, timeout=timeout, max_seconds=max_seconds, quiet=as_json
+        )
+    report = checked(known, seen, drafts=drafts, drawn=drawn)
     if out is not None:
         write_json(out, report.as_record())
     if as_json:
@@ -96,19 +108,23 @@ def _driven(
     model: str | None,
     key_env: str | None,
     *,
+    passes: int,
     timeout: float,
     max_seconds: float,
     quiet: bool,
-) -> "Seen":
-    from nextn.canary.drive import driven
+) -> "tuple[Seen, Drawn | None]":
+    """passes: over the prompts above temperature 0, 0 for none."""
+    from nextn.canary.drive import drawn, driven
     from nextn.engines.client import Budget, Limits
     from nextn.engines.endpoint import Endpoint
 
-    budget = Budget(Limits(requests=100 * len(canary.prompts), seconds=max_seconds, answer_s=timeout))
+    count = len(canary.prompts)
+    budget = Budget(Limits(requests=(100 + 10 * passes) * count, seconds=max_seconds, answer_s=timeout))
     endpoint = Endpoint.open(url, budget, model=model, key_env=key_env)
     with progress_bars(quiet=quiet) as progress:
-        step = progress("prompts", len(canary.prompts))
-        return driven(endpoint, canary, on_prompt=step)
+        step = progress("prompts", count * (1 + passes))
+        seen = driven(endpoint, canary, on_prompt=step)
+        return seen, drawn(endpoint, canary, passes, on_prompt=step) if passes else None
 
 
 def _tell(canary: "Canary", out: Path) -> None:

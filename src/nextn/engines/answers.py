@@ -18,7 +18,8 @@ class Ask:
     """One request. prompt: text, or token ids. logprobs: how many best tokens per position, 0 for none.
 
     schema: a JSON schema that the text must fit. tools: OpenAI's function tools; choice: one that must be called.
-    cold: a text of its own, so that nothing comes from a prefix cache (vLLM, SGLang: cache_salt).
+    cold: a text of its own, so that nothing comes from a prefix cache (vLLM, SGLang: cache_salt). endless: go on behind
+    an end-of-text token, up to max_tokens (vLLM, SGLang, llama.cpp: ignore_eos).
     """
 
     prompt: str | tuple[int, ...]
@@ -31,6 +32,7 @@ class Ask:
     tools: tuple[Mapping[str, object], ...] = ()
     choice: str | None = None
     cold: str | None = None
+    endless: bool = False
 
     def body(self, model: str, *, chat: bool, extras: bool, stream: bool = False) -> dict[str, object]:
         """The JSON that is posted. extras: fields beyond OpenAI's: ids of tokens, and no filter on the law.
@@ -57,6 +59,7 @@ class Ask:
             said |= {"return_token_ids": True}
             said |= {"return_tokens_as_token_ids": True} if self.logprobs else {}
             said |= {"cache_salt": self.cold, "cache_prompt": False} if self.cold else {}
+            said |= {"ignore_eos": True} if self.endless else {}
         return said
 
 

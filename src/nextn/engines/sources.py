@@ -8,6 +8,7 @@ The names were read in vLLM 0.32 (vllm/v1/spec_decode/metrics.py, benchmarks/ser
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,15 @@ def from_metrics(text: str, *, model: str | None = None) -> Counters:
     if rounds is not None or length is not None:
         return _of_sglang(rounds, length, found)
     raise EngineError("the metrics hold no counters of drafts: MTP is off, or the engine is too old to count them")
+
+
+def less_first(counters: Counters, requests: int) -> Counters:
+    """Without the first token of each request, which no round gave, where an engine counts it."""
+    if FIRST_TOKENS not in counters.notes or counters.accepted is None or counters.emitted is None:
+        return counters
+    left = tuple(note for note in counters.notes if note != FIRST_TOKENS)
+    accepted, emitted = max(0, counters.accepted - requests), counters.emitted - requests
+    return replace(counters, accepted=accepted, emitted=emitted, notes=left)
 
 
 def prefix_hits(text: str, *, model: str | None = None) -> float | None:

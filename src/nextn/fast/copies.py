@@ -28,6 +28,12 @@ def _only_copies(group: Lowered) -> bool:
 
 def left_out(groups: Sequence[Lowered], kept: Sequence[Tensor]) -> list[Lowered]:
     """The groups without such copies. kept: what is read after the pass, or stands before it."""
+    while len(fewer := _fewer(groups, kept)) < len(groups):  # a part may be waiting for the one before it
+        groups = fewer
+    return fewer
+
+
+def _fewer(groups: Sequence[Lowered], kept: Sequence[Tensor]) -> list[Lowered]:
     touched = Touched(groups, kept)
     out = list(groups)
     gone = set()

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from nextn.fast.lower import Instruction, Lowered
+from nextn.fast.tape import key
 from nextn.fast.touched import FLOATS, Touched, is_dense, same, single
 
 
@@ -27,6 +28,6 @@ def _gate(groups: Sequence[Lowered], touched: Touched, at: int) -> tuple[int, Lo
     out, *factors = product.tensors
     for one, b in (factors, factors[::-1]):
         unchanged = not any(at < each < place for each in touched.by(a))
-        if same(one, gate) and unchanged and out.dtype in FLOATS and is_dense(out, a, b):
+        if same(one, gate) and key(b) != key(gate) and unchanged and out.dtype in FLOATS and is_dense(out, a, b):
             return place, Lowered.native(Instruction("silu_mul", (out, a, b)))
     return None

@@ -1,22 +1,17 @@
 """What was observed of one part of an engine's work, in the form in which hypotheses judge it."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from nextn.engines.counters import Counters
-from nextn.errors import ConfigError, EngineError
-from nextn.figures.speedup import expected_length
+from nextn.errors import ConfigError
 from nextn.measuring.causes import Cause, ranked
 from nextn.measuring.drive import Seen
-from nextn.measuring.hypotheses import Expected, Observed
+from nextn.measuring.hypotheses import Expected, Observed, depth_of
 from nextn.measuring.measured import Measured
 
 # Greedy texts of one model part at near-ties, late; those of another model early.
 _OTHER = 0.5
-# The share of K drafts a round from which on rounds count as whole.
-_WHOLE = 0.95
 
 
 @dataclass(frozen=True)
@@ -41,11 +36,7 @@ class Case:
     @property
     def kept(self) -> float:
         """Drafts kept per round: AL - 1."""
-        seen = self.observed
-        if seen.length is not None:
-            return seen.length - 1
-        rates = [kept / asked if asked else math.nan for asked, kept in zip(seen.offered, seen.kept, strict=True)]
-        return expected_length(rates) - 1
+        return self.observed.al - 1
 
     @cached_property
     def causes(self) -> list[Cause]:
@@ -82,32 +73,6 @@ class Case:
             "fresh": self.fresh,
             "workload": self.workload,
         }
-
-
-def depth_of(counters: Counters) -> int | None:
-    """K: the deepest draft; None where it is not told."""
-    if counters.per_position:
-        return max(len(counters.per_position), len(counters.per_position_offered))
-    if counters.drafts and counters.draft_tokens:
-        return math.ceil(counters.draft_tokens / counters.drafts)
-    return None
-
-
-def observation(counters: Counters, drafts: int) -> Observed:
-    """Counts by position, else the AL by counts, else the engine's own. Raises EngineError for none of them.
-
-    Where many rounds were shorter than K, counts by position do not say how many were offered: then the AL.
-    """
-    shorter = counters.draft_tokens is not None and counters.draft_tokens < _WHOLE * drafts * (counters.drafts or 0)
-    if counters.per_position and (counters.per_position_offered or not shorter):
-        found = counters.acceptance()
-        return Observed(found.offered, found.kept)
-    rounds = counters.drafts or (counters.draft_tokens or 0) // drafts
-    if rounds and counters.accepted is not None:
-        return Observed(length=1 + counters.accepted / rounds, rounds=rounds)
-    if counters.length is not None:
-        return Observed(length=counters.length)
-    raise EngineError(f"{counters.engine}: counts no round that drafted; is MTP on, and was anything asked?")
 
 
 def fresh(seen: Seen, measured: Measured) -> float:

@@ -25,6 +25,7 @@ FINE = "fine"
 # Ratios of likelihoods: a fault is named from the first on (against "fine"), told from another from the second on; two
 # hypotheses cannot be told apart where the ratio to be expected between them is below the third.
 NAMED, TOLD, APART = 100.0, 10.0, 100.0
+UNFIT = 0.001  # a cause whose misfit is below does not fit
 NUMERICS = 0.05  # standard deviation of log(a / (1 - a)) between kernels that are all right
 _TOGETHER = 0.8  # correlation of the workload's effect between depths
 _FAR = 8.0  # residuals beyond so many standard deviations are cut, in the copula alone
@@ -51,6 +52,12 @@ class Cause:
     def over(self, other: "Cause") -> float:
         """How many times likelier the counts are under this one; at most 1e300."""
         return math.exp(min(690.0, self.log_likelihood - other.log_likelihood))
+
+    def times(self, other: "Cause") -> str:
+        """`over` in words."""
+        ratio = self.over(other)
+        told = f"{ratio:.0f}" if ratio < 1e6 else f"10^{min(30.0, math.log10(ratio)):.0f}"
+        return f"{told} times" if ratio < 1e30 else f"more than {told} times"
 
 
 def ranked(
@@ -109,9 +116,9 @@ def named(causes: Sequence[Cause]) -> tuple[str, ...]:
     beaten by `NAMED`; () where even the likeliest does not fit (once in 1000 if it holds)."""
     best = causes[0]
     fine = next((each for each in causes if each.name == FINE), None)
-    if fine is not None and best.over(fine) < NAMED and fine.misfit >= 0.001:
+    if fine is not None and best.over(fine) < NAMED and fine.misfit >= UNFIT:
         return (FINE,)
-    if best.misfit < 0.001:
+    if best.misfit < UNFIT:
         return ()
     return tuple(each.name for each in causes if best.over(each) < TOLD and each.name != FINE)
 

@@ -30,6 +30,7 @@ RULES = {
 }
 # Columns of a parallel pass: texts go together up to so many. Starts whose laws are in memory at once.
 _COLUMNS, _STARTS = 2048, 128
+_SIDES = ("given", "expected")  # of a Survival
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,26 @@ class Survival:
         """
         if not rooms:
             return [0.0] * drafts, [0.0] * drafts
-        room = torch.tensor(rooms)[:, None]
-        reach = self.given[:, : drafts + 1] * (torch.arange(drafts + 1) <= room)  # no draft is judged beyond the room
-        starts = walk(reach.T[None], torch.ones(1, len(rooms), dtype=torch.bool))[0, :, None]
-        judged = torch.arange(drafts) < room
-        offered, kept = (starts * each * judged for each in (reach[:, :-1], self.expected[:, :drafts]))
-        return offered.sum(0).tolist(), kept.sum(0).tolist()
+        starts, reach, judged = _begun(self.given[None, :, : drafts + 1], rooms)
+        offered, kept = (starts * each * judged for each in (reach[..., :-1], self.expected[:, :drafts]))
+        return offered.sum((0, 1)).tolist(), kept.sum((0, 1)).tolist()
+
+
+def counted(parts: Sequence[Survival], rooms: Sequence[int], drafts: int) -> tuple[Tensor, Tensor]:
+    """`walked` of texts with the same rooms, [texts, K] each, as counters tell it that say of positions what was kept
+    alone: offered are the rounds that kept every shallower draft, also those that had no room to draft so deep."""
+    given, expected = (torch.stack([getattr(each, name)[: len(rooms)] for each in parts]) for name in _SIDES)
+    starts, reach, judged = _begun(given[..., : drafts + 1], rooms)
+    return (starts * reach[..., :-1]).sum(1), (starts * expected[..., :drafts] * judged).sum(1)
+
+
+def _begun(given: Tensor, rooms: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """given [B, S, K+1] -> [B, S, 1], the chance that a round begins there; [B, S, K+1], given within the room; [S, K],
+    whether a depth is judged."""
+    room, depths = torch.tensor(rooms)[:, None], torch.arange(given.shape[-1])
+    reach = given * (depths <= room)  # no draft is judged beyond the room
+    starts = walk(reach.transpose(1, 2), torch.ones(given.shape[:2], dtype=torch.bool))
+    return starts[..., None], reach, depths[:-1] < room
 
 
 def walk(reach: Tensor, valid: Tensor) -> Tensor:

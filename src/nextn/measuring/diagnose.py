@@ -1,6 +1,5 @@
 """Why an engine keeps fewer drafts than it should: its counters against a checkpoint's head, right and under faults."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,10 +8,10 @@ from nextn import __version__
 from nextn.audit import audit
 from nextn.benchmarking.workload import Prompt
 from nextn.checkpoints.checkpoint import Checkpoint
-from nextn.measuring.cases import Case, depth_of, fresh, observation, templated
+from nextn.measuring.cases import Case, fresh, templated
 from nextn.measuring.causes import FINE, Cause, alike, joined, named
 from nextn.measuring.drive import Seen
-from nextn.measuring.hypotheses import Expected
+from nextn.measuring.hypotheses import Expected, depth_of, observation
 from nextn.measuring.measure import reference
 from nextn.measuring.measured import Measured
 from nextn.measuring.plan import Plan
@@ -118,10 +117,7 @@ class Diagnosis:
             return f"no known fault explains it: {figures}, {side} what is expected of any of {len(self.causes)} causes"
         best = self.causes[0]
         fine = next(each for each in self.causes if each.name == FINE)
-        times = best.over(fine)
-        ratio = f"{times:.0f}" if times < 1e6 else f"10^{min(30.0, math.log10(times)):.0f}"
-        ratio = ratio if times < 1e30 else f"more than {ratio}"
-        return f"{' or '.join(self.named)}: {figures}; {ratio} times likelier than an engine without fault"
+        return f"{' or '.join(self.named)}: {figures}; {best.times(fine)} likelier than an engine without fault"
 
     @property
     def notes(self) -> list[str]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from nextn.engines.answers import Answer, Ask
 from nextn.engines.client import Budget
 from nextn.engines.counters import Counters
 from nextn.engines.endpoint import Endpoint, metrics_of, together
-from nextn.engines.sources import FIRST_TOKENS, from_metrics, read
+from nextn.engines.sources import from_metrics, less_first, read
 from nextn.errors import ConfigError, EngineError
 from nextn.measuring.plan import Plan
 from nextn.measuring.texts import tokens_of
@@ -109,21 +109,12 @@ def drive(
                 raise answer
             answers.append(answer)
             on_answer()
-    gained = _less_first(_counters(endpoint).minus(before), len(places))
+    gained = less_first(_counters(endpoint).minus(before), len(places))
     return Seen(temperature, gained, tuple(places), tuple(answers), _alone(gained, answers))
 
 
 def _counters(endpoint: Endpoint) -> Counters:
     return from_metrics(endpoint.metrics(), model=endpoint.served.name)
-
-
-def _less_first(counters: Counters, requests: int) -> Counters:
-    """Without the first token of each request, which no round gave, where an engine counts it."""
-    if FIRST_TOKENS not in counters.notes or counters.accepted is None or counters.emitted is None:
-        return counters
-    left = tuple(note for note in counters.notes if note != FIRST_TOKENS)
-    accepted, emitted = max(0, counters.accepted - requests), counters.emitted - requests
-    return replace(counters, accepted=accepted, emitted=emitted, notes=left)
 
 
 def _alone(counters: Counters, answers: Sequence[Answer]) -> bool:

@@ -11,11 +11,16 @@ from functools import cached_property
 
 import numpy as np
 
-from nextn.errors import ConfigError
+from nextn.engines.counters import Counters
+from nextn.errors import ConfigError, EngineError
 from nextn.figures.estimate import student
+from nextn.figures.speedup import expected_length
 
 # Standard deviations of log(a / (1 - a)) between workloads: at least, and where the reference has no domains.
 LEAST_WORKLOAD, UNKNOWN_WORKLOAD = 0.25, 0.6
+
+# The share of K drafts a round from which on rounds count as whole.
+_WHOLE = 0.95
 
 Rows = Sequence[Sequence[float]]
 
@@ -39,6 +44,16 @@ class Observed:
             raise ConfigError(f"offered {self.offered}, kept {self.kept}; expected 0 <= kept <= offered at each depth")
         if not self.offered and self.length is None:
             raise ConfigError("neither counts by depth nor an acceptance length: there is nothing to compare")
+
+    @property
+    def rates(self) -> list[float]:
+        """a_k of each depth; nan where it was not offered."""
+        return [kept / asked if asked else math.nan for asked, kept in zip(self.offered, self.kept, strict=True)]
+
+    @property
+    def al(self) -> float:
+        """AL, tokens a round."""
+        return expected_length(self.rates) if self.length is None else self.length
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +153,33 @@ class Expected:
         mean = stood.sum() / total
         spread = ((stood - mean * rounds) ** 2).sum() * texts / max(1, texts - 1) / total**2
         return float(mean), float(spread)
+
+
+def depth_of(counters: Counters) -> int | None:
+    """K: the deepest draft; None where it is not told."""
+    if counters.per_position:
+        return max(len(counters.per_position), len(counters.per_position_offered))
+    if counters.drafts and counters.draft_tokens:
+        return math.ceil(counters.draft_tokens / counters.drafts)
+    return None
+
+
+def observation(counters: Counters, drafts: int, *, whole: float = _WHOLE) -> Observed:
+    """Counts by position, else the AL by counts, else the engine's own. Raises EngineError for none of them.
+
+    whole: the share of K drafts a round from which on rounds count as whole. Where they are shorter, counts by position
+    do not say how many were offered: then the AL.
+    """
+    shorter = counters.draft_tokens is not None and counters.draft_tokens < whole * drafts * (counters.drafts or 0)
+    if counters.per_position and (counters.per_position_offered or not shorter):
+        found = counters.acceptance()
+        return Observed(found.offered, found.kept)
+    rounds = counters.drafts or (counters.draft_tokens or 0) // drafts
+    if rounds and counters.accepted is not None:
+        return Observed(length=1 + counters.accepted / rounds, rounds=rounds)
+    if counters.length is not None:
+        return Observed(length=counters.length)
+    raise EngineError(f"{counters.engine}: counts no round that drafted; is MTP on, and was anything asked?")
 
 
 def _at(rows: Rows, places: Sequence[int]) -> Rows:
