@@ -161,7 +161,8 @@ def peer_lines():
 # What is no measurement, or none that a record holds.
 SAID = (
     "14 of the 27 families", "C++20", "batch 1", "GLM-4.5's layout, 16 layers", "Qwen3.5's layout",
-    "20 minutes of the same two cores, up to 27 on slower days", "--asked 600 --count 40", "K = 1 | K = 2 | K = 4 | AL at K = 4",
+    "20 minutes of the same two cores, up to 27 on slower days", "--asked 600 --count 40",
+    "K = 1 | K = 2 | K = 4 | AL at K = 4",
 )  # fmt: skip
 
 
