@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # CPU threads: torch's default is one per core. Tests run with one, in two processes, so that they do not fight over cores.
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test check test-gpu test-engines docs bench bench-peers clean
+.PHONY: demo test check test-gpu test-transformers test-engines docs bench bench-peers clean
 
 demo: $(VENV)/.ready
 	$(BIN)/nextn demo
@@ -20,6 +20,11 @@ check: $(VENV)/.ready
 
 test-gpu: $(VENV)/.ready
 	$(BIN)/python -m pytest -m gpu
+
+# The part of test-engines that needs no engine but transformers, which is here anyway. Its checkpoints are trained once and
+# kept beside the user's other caches.
+test-transformers: $(VENV)/.ready
+	$(BIN)/python -m pytest -m engines -k "transformers or several_modules"
 
 # Real engines, built once beside the user's other caches, on tiny checkpoints that are trained there, too: most of an
 # hour the first time. What they said goes into the record, and from there into docs/engines.md.
