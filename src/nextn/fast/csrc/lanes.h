@@ -68,10 +68,12 @@ struct Lanes {
 
   float result() const {
     const Vector all = R::with(R::with(lane[0], lane[2]), R::with(lane[1], lane[3]));
-    const Half eight = R::with(__builtin_shufflevector(all, all, 0, 1, 2, 3, 4, 5, 6, 7),
-                               __builtin_shufflevector(all, all, 8, 9, 10, 11, 12, 13, 14, 15));
-    const Quarter four = R::with(__builtin_shufflevector(eight, eight, 0, 1, 2, 3),
-                                 __builtin_shufflevector(eight, eight, 4, 5, 6, 7));
+    Half eight[2];
+    std::memcpy(eight, &all, sizeof eight);
+    eight[0] = R::with(eight[0], eight[1]);
+    Quarter part[2];
+    std::memcpy(part, eight, sizeof part);
+    const Quarter four = R::with(part[0], part[1]);
     return R::with(R::with(four[0], four[2]), R::with(four[1], four[3]));
   }
 
