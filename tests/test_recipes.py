@@ -12,7 +12,8 @@ from nextn.corpus.corpus_files import corpora
 from nextn.corpus.data import Corpus
 from nextn.errors import ConfigError
 from nextn.model import Model
-from nextn.training.recipes import by_name, held_out_prompts, training_run, write_prompts
+from nextn.training.joint_runs import joint_run
+from nextn.training.recipes import by_name, held_out_prompts, write_prompts
 
 SIZE = -(-vocab_size(byte_tokenizer()) // 8) * 8
 
@@ -62,15 +63,14 @@ def test_training_counts_answers_alone(tmp_path):
     """Catches a mask that does not reach the loss: labels of a step are the assistant's tokens, or all with
     all_tokens."""
     chatty().save_pretrained(tmp_path / "tokenizer")
-    options = {"data": [str(write_chats(tmp_path / "a.jsonl"))], "recipe": "demo", "model": None, "num_modules": 1}
-    options |= {"tokenizer": tmp_path / "tokenizer"}
+    options = {"data": [str(write_chats(tmp_path / "a.jsonl"))], "recipe": "demo", "tokenizer": tmp_path / "tokenizer"}
     small = {"batch_size": 2, "length": 48, "compile": False, "depths": 1}
     counts = {}
     for all_tokens in (False, True):
-        run, *_ = training_run(tmp_path / "run", **options, settings=small, all_tokens=all_tokens)
-        example = run.task.example(0)
+        task = joint_run(tmp_path / "run", **options, settings=small, all_tokens=all_tokens).trainer.task
+        example = task.example(0)
         batch = example.batch
-        counts[all_tokens] = run.task.loss(example, lam=1.0).counts.tolist()
+        counts[all_tokens] = task.loss(example, lam=1.0).counts.tolist()
         wanted = batch.counted[:, 1:] & (batch.documents[:, 1:] == batch.documents[:, :-1])
         assert counts[all_tokens][0] == wanted.sum()
     assert 0 < counts[False][0] < counts[True][0]
@@ -79,6 +79,4 @@ def test_training_counts_answers_alone(tmp_path):
 def test_rows_longer_than_the_context(tmp_path):
     """Catches a run whose positions the model was not made for."""
     with pytest.raises(ConfigError, match=r"length = 5000; the model's context holds 4096"):
-        training_run(
-            tmp_path, data=[], recipe="demo", model=None, tokenizer=None, num_modules=1, settings={"length": 5000}
-        )
+        joint_run(tmp_path, recipe="demo", settings={"length": 5000})

@@ -13,7 +13,7 @@ import pytest
 from test_cli import TINY
 
 from nextn.model import Model
-from nextn.training.recipes import training_run
+from nextn.training.joint_runs import joint_run
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 STEPS, EVERY = 40, 5
@@ -124,16 +124,10 @@ def test_killed_restarted_stopped_and_resumed(launch, given, tmp_path):
     assert said.count("wrote") == 1
     assert Model.load(out / "model").head is not None
 
-    alone, _, _ = training_run(
-        tmp_path / "whole",
-        data=[given / "texts"],
-        recipe="demo",
-        model=given / "config.json",
-        tokenizer=None,
-        num_modules=1,
-        settings=RUN,
+    alone = joint_run(
+        tmp_path / "whole", data=[given / "texts"], recipe="demo", model=given / "config.json", settings=RUN
     )
-    list(alone.run())
+    list(alone.trainer.run())
     one, two = losses(tmp_path / "whole"), losses(out)
     assert one.keys() == two.keys() == set(range(1, STEPS + 1))
     assert all(two[step] == pytest.approx(one[step], abs=1e-4) for step in one)

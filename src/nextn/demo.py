@@ -9,22 +9,15 @@ from pathlib import Path
 import torch
 
 from nextn.checkpoints.tensor_file import write_json
-from nextn.corpus.bytelevel import byte_tokenizer
 from nextn.corpus.data import Corpus
 from nextn.corpus.loops import Degeneracy, degeneracy
 from nextn.corpus.prompts import prompts
-from nextn.corpus.split import split
-from nextn.corpus.text_files import standard_library
 from nextn.decode import Round, Settings, rounds
 from nextn.figures.acceptance import Acceptance
 from nextn.model import Model
 from nextn.sampling import Sampling
+from nextn.training.joint_runs import joint_run
 from nextn.training.metrics import EvalRecord, Record
-from nextn.training.recipes import Recipe, by_name
-from nextn.training.tasks import JointTask
-from nextn.training.train import Trainer
-
-VOCAB_SIZE = 264  # 258 tokens, rounded up to a multiple of 8
 
 
 @dataclass(frozen=True)
@@ -129,23 +122,20 @@ class Report:
 
 
 def train_demo(
-    folder: Path, recipe: Recipe, *, on_record: Callable[[Record], None], should_stop: Callable[[], bool]
-) -> tuple[EvalRecord | None, Corpus]:
-    """Train the recipe into `folder/model` -> (the last evaluation, held-out corpus); None if it was stopped early."""
-    tokenizer = byte_tokenizer()
-    train_files, held_files = split(standard_library())
-    corpus, held_out = Corpus.from_files(train_files, tokenizer), Corpus.from_files(held_files, tokenizer)
-    torch.manual_seed(recipe.train.seed)
-    model = Model.build(recipe.model, tokenizer=tokenizer)
-    trainer = Trainer(JointTask(model, corpus, recipe.train, held_out=held_out), out=folder / "run")
-    trainer.resume()
-    last: EvalRecord | None = None
-    for record in trainer.run(should_stop):
-        on_record(record)
-        last = record if isinstance(record, EvalRecord) and record.step == recipe.train.steps else None
-    if last is not None:
-        trainer.write_result(folder / "model")
-    return last, held_out
+    folder: Path, *, on_record: Callable[[Record], None], should_stop: Callable[[], bool]
+) -> tuple[EvalRecord, Corpus] | None:
+    """Train the recipe `demo` in `folder/run`, the result in `folder/model` -> (held-out figures of what was trained
+    together, held-out corpus); None if it was stopped early."""
+    run = joint_run(folder / "run", recipe="demo", settings={})
+    figures: list[EvalRecord] = []
+    for trainer in run.stages(folder / "model"):
+        trainer.resume()
+        for record in trainer.run(should_stop):
+            on_record(record)
+            figures += [record] if isinstance(record, EvalRecord) else []
+        if not trainer.is_over:
+            return None
+    return figures[-1], run.held_out
 
 
 def _loaded(folder: Path) -> Model:
@@ -179,11 +169,10 @@ def run_demo(
 ) -> Report | None:
     """The whole demo; None if it was stopped, to be resumed by the next call. Writes model, report.json and metrics."""
     started = time.perf_counter()
-    recipe = by_name("demo", vocab_size=VOCAB_SIZE)
-    evaluation, held_out = train_demo(folder, recipe, on_record=on_record, should_stop=should_stop)
-    if evaluation is None:
+    found = train_demo(folder, on_record=on_record, should_stop=should_stop)
+    if found is None:
         return None
-    trained = time.perf_counter()
+    (evaluation, held_out), trained = found, time.perf_counter()
     model = _loaded(folder / "model")
     texts = [text[:192].tolist() for text in prompts(held_out, count=12, length=192, seed=0)]
     greedy = Settings(drafts=drafts, max_tokens=160, eos=(held_out.eos,))

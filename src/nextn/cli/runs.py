@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def merged(config: Path | None, pairs: list[str]) -> dict[str, object]:
-    """Settings of a JSON file, then KEY=VALUE pairs over them; values are JSON, else text."""
+    """Settings of a JSON file, then KEY=VALUE pairs over them; values are JSON, else text. A key of two words, such as
+    refine.steps, is that setting in a group of settings."""
     values: dict[str, object] = {}
     if config is not None:
         try:
@@ -30,10 +31,16 @@ def merged(config: Path | None, pairs: list[str]) -> dict[str, object]:
         key, equals, value = pair.partition("=")
         if not equals:
             raise ConfigError(f"--set {pair!r}; expected KEY=VALUE, such as steps=1000")
+        *groups, key = key.split(".")
+        into: Any = values
+        for group in groups:
+            into = into.setdefault(group, {})
+            if not isinstance(into, dict):
+                raise ConfigError(f"--set {pair!r}: {group} is {into!r}, no group of settings")
         try:
-            values[key] = json.loads(value)
+            into[key] = json.loads(value)
         except ValueError:
-            values[key] = value
+            into[key] = value
     return values
 
 

@@ -145,16 +145,24 @@ def train(
 
 
 def _train_joint(out: Path, run: dict[str, Any], *, resume: bool, tensorboard: bool, as_json: bool) -> None:
-    from nextn.training.recipes import training_run, write_prompts
+    from nextn.training.joint_runs import joint_run
+    from nextn.training.recipes import write_prompts
 
-    trainer, text, held_out = training_run(out, **run)
-    is_first = trainer.ranks.is_first
-    _notes(text.notes if is_first else ())
-    _run(trainer, out, resume=resume, tensorboard=tensorboard, as_json=as_json)
-    trainer.write_result(out / "model")
+    made = joint_run(out, **run)
+    is_first, standing = made.trainer.ranks.is_first, None
+    _notes(made.corpus.notes if is_first else ())
+    _check_folder(made.trainer, out, resume=resume)
+    for trainer in made.stages(out / "model"):
+        _run(trainer, out, tensorboard=tensorboard, as_json=as_json)
+        standing = trainer.standing
     if is_first:
-        write_prompts(out / "prompts.jsonl", held_out)
-        typer.echo(json.dumps({"model": str(out / "model")}) if as_json else f"wrote {out / 'model'}")
+        write_prompts(out / "prompts.jsonl", made.held_out)
+        told: dict[str, object] = {"model": str(out / "model")}
+        said = f"wrote {out / 'model'}"
+        if standing is not None and standing.best is not None:
+            told |= standing.as_record()
+            said += f": {standing}" + ("; the first stage's head was kept" if standing.is_worse else "")
+        typer.echo(json.dumps(told) if as_json else said)
 
 
 def _train_head(
@@ -175,10 +183,11 @@ def _train_head(
 
     run = head_run(out, start, **text)
     ranks = run.trainer.ranks
+    _check_folder(run.trainer, out, resume=resume)
     _notes(run.notes if ranks.is_first else ())
     if cache_gb is not None:
         _fill(run.task.cached(out / "hidden", cache_gb), out, ranks, quiet=as_json)
-    _run(run.trainer, out, resume=resume, tensorboard=tensorboard, as_json=as_json)
+    _run(run.trainer, out, tensorboard=tensorboard, as_json=as_json)
     if ranks.is_first:
         write_prompts(out / "prompts.jsonl", run.held_out)
     points = run.task.curve() if curve else []
@@ -211,18 +220,25 @@ def _notes(notes: Iterable[str]) -> None:
         typer.echo(f"note: {note}", err=True)
 
 
-def _run(trainer: "Trainer", out: Path, *, resume: bool, tensorboard: bool, as_json: bool) -> None:
-    """Train to the end; exits with code 130 where it was stopped before."""
+def _check_folder(trainer: "Trainer", out: Path, *, resume: bool) -> None:
+    # Processes that torchrun has started again go on from the last checkpoint, whatever they were called with.
+    found, is_restart = trainer.has_checkpoint(), trainer.ranks.is_restart
+    if resume and not found and not is_restart:
+        raise ConfigError(f"{out} holds no checkpoint to resume from; leave --resume out to start")
+    if found and not resume and not is_restart:
+        raise ConfigError(f"{out} holds a run already; use --resume to go on with it, or another folder")
+
+
+def _run(trainer: "Trainer", out: Path, *, tensorboard: bool, as_json: bool) -> None:
+    """Train to the end, from the last checkpoint if there is one; exits with code 130 where it was stopped before.
+
+    out: the run's folder, as the user knows it.
+    """
     from nextn.training.writers import event_log
 
-    # Processes that torchrun has started again go on from the last checkpoint, whatever they were called with.
-    found, ranks = trainer.has_checkpoint(), trainer.ranks
-    if resume and not found and not ranks.is_restart:
-        raise ConfigError(f"{out} holds no checkpoint to resume from; leave --resume out to start")
-    if found and not resume and not ranks.is_restart:
-        raise ConfigError(f"{out} holds a run already; use --resume to go on with it, or another folder")
+    ranks, folder = trainer.ranks, trainer.folder.path
     trainer.resume()
-    events = event_log(out / "tensorboard" if tensorboard and ranks.is_first else None, step=trainer.step)
+    events = event_log(folder / "tensorboard" if tensorboard and ranks.is_first else None, step=trainer.step)
     with stop_flag() as stopped, progress(quiet=as_json or not ranks.is_first) as on_record, events as log:
         for record in trainer.run(stopped):
             on_record(record)

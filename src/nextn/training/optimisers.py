@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from nextn.distributed.sharding import gather_gradients, like, undivided
 from nextn.errors import CheckpointError
+from nextn.training.half import half_pays
+from nextn.training.muon import Muon32
 from nextn.training.train_config import TrainConfig
 
 
@@ -23,7 +25,8 @@ def optimisers(named: Mapping[str, nn.Parameter], config: TrainConfig) -> list[t
     ]
     found: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)]
     if matrices:
-        muon = torch.optim.Muon(
+        fits = half_pays(matrices[0].device.type)
+        muon = (torch.optim.Muon if fits else Muon32)(
             matrices, lr=config.matrix_lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
         )
         muon.register_step_pre_hook(gather_gradients)

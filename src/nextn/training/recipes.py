@@ -1,36 +1,28 @@
 """Named workloads that need nothing but this package: models and settings for the built-in byte-level corpus."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nextn.checkpoints.tensor_file import atomic
-from nextn.corpus.bytelevel import byte_tokenizer
-from nextn.corpus.bytelevel import vocab_size as vocab_size_of
-from nextn.corpus.corpus_files import corpora
 from nextn.corpus.data import Corpus
 from nextn.corpus.prompts import openings, prompts
-from nextn.distributed.parallel import ALONE, Ranks
 from nextn.errors import ConfigError
-from nextn.families import lookup_count
-from nextn.model import Model, read_tokenizer
-from nextn.training.tasks import JointTask
-from nextn.training.train import Trainer
 from nextn.training.train_config import TrainConfig
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """model: a transformers config as a dict. minutes: about what it takes on two cores."""
+    """model: a transformers config as a dict. refine: settings of the second stage, the head alone on the trunk's law
+    (see `joint_runs`); None = there is none. minutes: about what it takes on two cores with bfloat16 products."""
 
     title: str
     model: dict[str, object]
     train: TrainConfig
     minutes: float
+    refine: Mapping[str, object] | None = None
 
 
 def byte_model(*, layers: int, hidden: int, vocab_size: int, max_length: int = 4096) -> dict[str, object]:
@@ -92,20 +84,27 @@ def _byte_training(**settings: Any) -> TrainConfig:
     return TrainConfig(**shared, **settings)
 
 
+def _refining(**settings: Any) -> dict[str, object]:
+    """The second stage of such models: the head alone on its trunk's law, over more depths than the first could pay."""
+    return {"optimizer": "muon", "matrix_lr": 0.01, "lr": 1e-3, "eval_every": 0} | settings
+
+
 def by_name(name: str, *, vocab_size: int) -> Recipe:
     """The recipe called `name`. Raises ConfigError that lists the known ones."""
     recipes = {
         "demo": Recipe(
             "5-minute byte-level code model with an MTP head",
             byte_model(layers=8, hidden=256, vocab_size=vocab_size),
-            _byte_training(steps=390, batch_size=16, length=256, depths=2, compile=True),
+            _byte_training(steps=300, batch_size=16, length=256, depths=1, compile=True),
             5,
+            _refining(steps=80, depths=4),
         ),
         "code": Recipe(
             "half-hour byte-level code model, made to be decoded fast",
             mixed_model(layers=16, hidden=256, vocab_size=vocab_size),
-            _byte_training(steps=700, batch_size=8, length=512, depths=4, compile=True, save_every=100),
+            _byte_training(steps=700, batch_size=8, length=512, depths=2, compile=True, save_every=100),
             28,
+            _refining(steps=300, depths=6),
         ),
         "hybrid": Recipe(
             "quarter-hour byte-level code model with gated delta nets, to see what MTP brings where state is recurrent",
@@ -117,43 +116,6 @@ def by_name(name: str, *, vocab_size: int) -> Recipe:
     if name not in recipes:
         raise ConfigError(f"unknown recipe {name!r}; known: {', '.join(recipes)}")
     return recipes[name]
-
-
-def training_run(
-    out: Path,
-    *,
-    data: Sequence[str | Path],
-    recipe: str,
-    model: Path | None,
-    tokenizer: Path | None,
-    num_modules: int,
-    settings: Mapping[str, object],
-    all_tokens: bool = False,
-    ranks: Ranks = ALONE,
-) -> tuple[Trainer, Corpus, Corpus]:
-    """A trainer at step 0, its text, and the held-out text. data, all_tokens: see `corpora`; settings go over the
-    recipe's.
-
-    Raises ConfigError for data, configs or settings that cannot be used.
-    """
-    known = read_tokenizer(tokenizer) if tokenizer else byte_tokenizer()
-    base = by_name(recipe, vocab_size=-(-vocab_size_of(known) // 8) * 8)
-    config = TrainConfig.from_dict(asdict(base.train) | dict(settings))
-    shape = _read_config(model) if model else base.model
-    context = lookup_count(shape, "max_position_embeddings")
-    if context is not None and config.length > context:
-        raise ConfigError(f"length = {config.length}; the model's context holds {context} tokens, so use at most that")
-    corpus, held_out = corpora(data, known, all_tokens=all_tokens, context=context)
-    torch.manual_seed(config.seed)
-    built = Model.build(shape, num_modules=num_modules, tokenizer=known)
-    if vocab_size_of(known) > built.trunk.vocab_size:
-        raise ConfigError(
-            f"the tokenizer has {vocab_size_of(known)} tokens, the model's vocab_size is {built.trunk.vocab_size}; "
-            "raise vocab_size in the config"
-        )
-    asked = held_out_prompts(held_out, seed=config.seed)
-    task = JointTask(built, corpus, config, held_out=held_out, prompts=asked, ranks=ranks)
-    return Trainer(task, out=out), corpus, held_out
 
 
 def held_out_prompts(corpus: Corpus, *, count: int = 8, seed: int = 0) -> list[list[int]]:
@@ -179,13 +141,3 @@ def write_prompts(file: Path, corpus: Corpus) -> None:
             with atomic(file) as target:
                 target.write("\n".join(lines).encode() + b"\n")
             return
-
-
-def _read_config(path: Path) -> dict[str, object]:
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not a readable JSON file: {error}") from error
-    if not isinstance(values, dict) or "model_type" not in values:
-        raise ConfigError(f"{path}: expected a transformers config, a JSON object with `model_type`")
-    return values

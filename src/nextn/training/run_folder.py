@@ -105,7 +105,8 @@ def read_state(folder: Path, config: TrainConfig) -> dict[str, Any]:
     now = asdict(config)
     changed = sorted(key for key in now.keys() - {*INDIFFERENT} if then.get(key) != now[key])
     if changed:
-        raise ConfigError(f"{folder} was trained with another {', '.join(changed)}; resume with the same settings")
+        told = ", ".join(f"{key} ({then.get(key)}, now {now[key]})" for key in changed)
+        raise ConfigError(f"{folder} was trained with another {told}; resume with the same settings")
     return state
 
 

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Self, get_args
 
 from nextn.errors import ConfigError, need_whole
 from nextn.losses.loss import LambdaSchedule, depth_weights
 from nextn.losses.objectives import OBJECTIVES
+from nextn.training.half import training_dtype
 
 # They say how a step is computed, not what it comes to: a run goes on with others.
 INDIFFERENT = ("accumulate", "checkpoint_layers")
@@ -47,7 +48,7 @@ class TrainConfig:
     weight_decay: float = 0.1
     clip: float = 1.0
     seed: int = 0
-    dtype: str = "bfloat16"
+    dtype: str = field(default_factory=training_dtype)
     compile: bool = False
     checkpoint_layers: bool = False
     accumulate: int = 1

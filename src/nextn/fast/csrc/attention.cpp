@@ -1,6 +1,6 @@
 // The op `attend`: the window's keys and values go into the slabs, then its queries attend to all columns they may see.
 //
-// Slabs: K [B, Hk, capacity, D]; V fp32 [B, Hk, capacity, Dv], bf16 [B, Hk, capacity / 32, Dv, 32] (a tile operand).
+// Slabs: K [B, Hk, capacity, D]; V [B, Hk, capacity, Dv], or as operands of tiles [B, Hk, capacity / 32, Dv, 32].
 #include "attention.h"
 
 #include <algorithm>
@@ -13,14 +13,16 @@ namespace {
 
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
+bool tiles_read(const View& q, const View& v) { return q.type == BF16 && tiles_take(q.size[3], v.size[3]); }
+
 // The window's keys and values of one row and kv head.
 void write_columns(const Attention& a, int64_t row, int64_t kv_head) {
   for (int64_t i = 0; i < a.width; ++i) {
     const int64_t column = a.starts[row] + i;
     std::memcpy(a.key_slab(row, kv_head, column), element(a.k, row, kv_head, i), a.dim_k * bytes_of(a.k));
     const char* from = element(a.v, row, kv_head, i);
-    if (a.v.type == F32) {
-      std::memcpy(a.value_slab(row, kv_head, column), from, a.dim_v * sizeof(float));
+    if (!a.tiled) {
+      std::memcpy(a.value_slab(row, kv_head, column), from, a.dim_v * bytes_of(a.v));
       continue;
     }
     const auto* source = reinterpret_cast<const uint16_t*>(from);
@@ -29,12 +31,17 @@ void write_columns(const Attention& a, int64_t row, int64_t kv_head) {
   }
 }
 
-float dot(const float* x, const float* y, int64_t count) {
-  Lanes sum{};
+// The products of a query with four keys that lie one behind the other.
+Four dots(const float* query, const float* keys, int64_t dim) {
+  Lanes sum[4]{};
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) sum += lanes_at(x + i) * lanes_at(y + i);
-  float total = lane_sum(sum);
-  for (; i < count; ++i) total += x[i] * y[i];
+  for (; i + kLanes <= dim; i += kLanes) {
+    const Lanes part = lanes_at(query + i);
+    for (int64_t key = 0; key < 4; ++key) sum[key] += part * lanes_at(keys + key * dim + i);
+  }
+  Four total = lane_sums(sum);
+  for (; i < dim; ++i)
+    for (int64_t key = 0; key < 4; ++key) total[key] += query[i] * keys[key * dim + i];
   return total;
 }
 
@@ -51,30 +58,33 @@ struct Scratch {
   }
 };
 
-// A block of columns in fp32: [32, D] and [32, Dv], where they lie or in the buffer.
-const float* keys_of(const Attention& a, const char* slab, float* buffer) {
-  if (a.k.type == F32) return reinterpret_cast<const float*>(slab);
-  widen(a.k, slab, 1, buffer, kBlock * a.dim_k);
+// A block of columns in fp32, [32, size]: where they lie or in the buffer.
+const float* block_of(const View& view, const char* slab, int64_t size, float* buffer) {
+  if (view.type == F32) return reinterpret_cast<const float*>(slab);
+  widen(view, slab, 1, buffer, kBlock * size);
   return buffer;
 }
 
-const float* values_of(const Attention& a, const char* slab, float* buffer) {
-  if (a.v.type == F32) return reinterpret_cast<const float*>(slab);
-  const auto* from = reinterpret_cast<const uint16_t*>(slab);
-  for (int64_t j = 0; j < a.dim_v; ++j)
-    for (int64_t i = 0; i < kBlock; ++i) buffer[i * a.dim_v + j] = widened(from[j * kBlock + i]);
-  return buffer;
+// sums += weights [32] (a stride apart) times so many vectors of values [32, Dv], column by column.
+template <int kVectors>
+void weigh(float* sums, const float* weights, int64_t stride, const float* values, int64_t dim_v) {
+  Lanes sum[kVectors];
+  for (int v = 0; v < kVectors; ++v) sum[v] = lanes_at(sums + v * kLanes);
+  for (int64_t i = 0; i < kBlock; ++i, weights += stride, values += dim_v)
+    for (int v = 0; v < kVectors; ++v) sum[v] += *weights * lanes_at(values + v * kLanes);
+  for (int v = 0; v < kVectors; ++v) put_lanes(sums + v * kLanes, sum[v]);
 }
 
-// sums [Dv] += weights [32] (a stride apart) times values [32, Dv], four columns at a time; returns the weights' sum.
-float weigh(float* __restrict sums, const float* weights, int64_t stride, const float* values, int64_t dim_v) {
+// sums [Dv] += weights times values [32, Dv]; returns the weights' sum.
+float weigh_block(float* sums, const float* weights, int64_t stride, const float* values, int64_t dim_v) {
+  int64_t j = 0;
+  for (; j + 4 * kLanes <= dim_v; j += 4 * kLanes) weigh<4>(sums + j, weights, stride, values + j, dim_v);
+  for (; j + kLanes <= dim_v; j += kLanes) weigh<1>(sums + j, weights, stride, values + j, dim_v);
+  for (; j < dim_v; ++j)
+    for (int64_t i = 0; i < kBlock; ++i) sums[j] += weights[i * stride] * values[i * dim_v + j];
   float total = 0;
-  for (int64_t i = 0; i < kBlock; i += 4, weights += 4 * stride, values += 4 * dim_v) {
-    const float p0 = weights[0], p1 = weights[stride], p2 = weights[2 * stride], p3 = weights[3 * stride];
-    const float *v0 = values, *v1 = v0 + dim_v, *v2 = v1 + dim_v, *v3 = v2 + dim_v;
-    for (int64_t j = 0; j < dim_v; ++j) sums[j] = (((sums[j] + p0 * v0[j]) + p1 * v1[j]) + p2 * v2[j]) + p3 * v3[j];
-    total += (p0 + p1) + (p2 + p3);
-  }
+  for (int64_t i = 0; i < kBlock; i += 4, weights += 4 * stride)
+    total += (weights[0] + weights[stride]) + (weights[2 * stride] + weights[3 * stride]);
   return total;
 }
 
@@ -85,10 +95,13 @@ void plain_span(Sweep& sweep, Scratch& scratch, int64_t column, int64_t columns,
   float* scores = scratch.scores.data();
   std::fill_n(scores, columns * lanes, 0.0f);
   for (int64_t i = 0; i < columns; i += kBlock) {
-    const float* keys = keys_of(a, a.key_slab(sweep.row, sweep.kv_head, column + i), scratch.keys.data());
-    for (int64_t j = 0; j < kBlock; ++j)
-      for (int64_t query = 0; query < sweep.count; ++query)
-        scores[(i + j) * lanes + query] = dot(&scratch.queries[query * a.dim_k], keys + j * a.dim_k, a.dim_k);
+    const char* slab = a.key_slab(sweep.row, sweep.kv_head, column + i);
+    const float* keys = block_of(a.k, slab, a.dim_k, scratch.keys.data());
+    for (int64_t j = 0; j < kBlock; j += 4)
+      for (int64_t query = 0; query < sweep.count; ++query) {
+        const Four found = dots(&scratch.queries[query * a.dim_k], keys + j * a.dim_k, a.dim_k);
+        for (int64_t key = 0; key < 4; ++key) scores[(i + j + key) * lanes + query] = found[key];
+      }
   }
   const Lanes factor = sweep.advance(scores, column, columns);
   for (int64_t i = 0; i < columns * lanes; i += kLanes) put_lanes(scores + i, sweep.weights(scores + i));
@@ -97,9 +110,10 @@ void plain_span(Sweep& sweep, Scratch& scratch, int64_t column, int64_t columns,
     for (int64_t j = 0; j < a.dim_v; ++j) scratch.sums[query * a.dim_v + j] *= factor[query];
   }
   for (int64_t i = 0; i < columns; i += kBlock) {
-    const float* values = values_of(a, a.value_slab(sweep.row, sweep.kv_head, column + i), scratch.values.data());
+    const char* slab = a.value_slab(sweep.row, sweep.kv_head, column + i);
+    const float* values = block_of(a.v, slab, a.dim_v, scratch.values.data());
     for (int64_t query = 0; query < sweep.count; ++query)
-      totals[query] += weigh(&scratch.sums[query * a.dim_v], scores + i * lanes + query, lanes, values, a.dim_v);
+      totals[query] += weigh_block(&scratch.sums[query * a.dim_v], scores + i * lanes + query, lanes, values, a.dim_v);
   }
 }
 
@@ -161,7 +175,7 @@ bool select(Call& call) {
   if (header.type != I64 || header.ndim != 1 || header.size[0] != 3 || header.stride[0] != 1) return false;
   if (views.size() == 7 && (!is_float(views[6]) || views[6].ndim != 1 || views[6].size[0] != heads)) return false;
   if (call.ints[0] < 0 || !(call.reals[0] > 0) || !(call.reals[1] >= 0)) return false;
-  call.kernel = q.type == BF16 && tiles_take(q.size[3], v.size[3]) ? attend<sweep_tiles> : attend<sweep_plain>;
+  call.kernel = tiles_read(q, v) ? attend<sweep_tiles> : attend<sweep_plain>;
   call.parallel = true;
   return true;
 }
@@ -176,6 +190,7 @@ Attention::Attention(const Call& call)
       width(q.size[2]), dim_k(q.size[3]), dim_v(v.size[3]), window(call.ints[0]), scale(float(call.reals[0])),
       softcap(float(call.reals[1])) {
   const int64_t* header = data<int64_t>(call.views[5]);
+  tiled = tiles_read(q, v);
   keys = reinterpret_cast<char*>(header[0]), values = reinterpret_cast<char*>(header[1]), capacity = header[2];
 }
 
@@ -189,17 +204,21 @@ Sweep::Sweep(const Attention& attention, int64_t row, int64_t kv_head, int64_t p
   inner_end = start + token(0) + 1, inner_begin = low_of(start + token(count - 1));
   begin = low_of(start + token(0)) / kBlock * kBlock;
   end = (start + token(count - 1) + kBlock) / kBlock * kBlock;
+  int32_t highs[kLanes], lows[kLanes];
+  float tops[kLanes], sums[kLanes];
   for (int lane = 0; lane < kLanes; ++lane) {
     const int64_t query = lane % lanes, column = query < count ? start + token(query) : -1;
-    high[lane] = int32_t(column), low[lane] = int32_t(low_of(column));
+    highs[lane] = int32_t(column), lows[lane] = int32_t(low_of(column));
     const bool sinks = attention.sinks && query < count;
-    top[lane] = kLowest, top_sum[lane] = sinks ? 1.0f : 0.0f;
+    tops[lane] = kLowest, sums[lane] = sinks ? 1.0f : 0.0f;
     if (sinks) {
       float sink;
       widen(*attention.sinks, element(*attention.sinks, head(query)), 1, &sink, 1);
-      top[lane] = sink * kLog2e;
+      tops[lane] = sink * kLog2e;
     }
   }
+  high = loaded<LaneInts>(highs), low = loaded<LaneInts>(lows);
+  top = lanes_at(tops), top_sum = lanes_at(sums);
 }
 
 void Sweep::cap(float* scores, int64_t count) const {
@@ -213,7 +232,7 @@ void Sweep::mask(float* scores, int64_t column) const {
   const Lanes lowest = Lanes{} + kLowest;
   LaneInts place = lane_quotient(lanes) + int32_t(column);
   for (int64_t i = 0; i < kBlock * lanes; i += kLanes, place += int32_t(kLanes / lanes))
-    put_lanes(scores + i, (place < low) | (place > high) ? lowest : lanes_at(scores + i));
+    put_lanes(scores + i, chosen((place < low) | (place > high), lowest, lanes_at(scores + i)));
 }
 
 Lanes Sweep::advance(float* scores, int64_t column, int64_t columns) {
@@ -230,7 +249,7 @@ Lanes Sweep::advance(float* scores, int64_t column, int64_t columns) {
   for (int64_t step = lanes; step < kLanes; step *= 2) most = larger(most, rotated(most, int(step)));
   const Lanes before = top;
   top = larger(most * slope_, before);
-  shown_ = top == lowest ? Lanes{} : top;
+  shown_ = chosen(top == lowest, Lanes{}, top);
   return exp2_of(before - shown_);
 }
 

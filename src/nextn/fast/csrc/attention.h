@@ -22,6 +22,7 @@ struct Attention {
   const View* sinks;      // [H], or null
   int64_t batch, heads, kv_heads, width, dim_k, dim_v, window;
   float scale, softcap;
+  bool tiled;           // whether tiles read the slabs
   char *keys, *values;  // the slabs
   int64_t capacity;
 

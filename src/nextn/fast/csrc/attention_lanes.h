@@ -5,47 +5,64 @@
 
 #include "sixteen.h"
 
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
-
 namespace nextn {
 
-constexpr int64_t kLanes = 16;
-using Lanes = float __attribute__((vector_size(64)));
-using LaneInts = int32_t __attribute__((vector_size(64)));
+constexpr int64_t kLanes = kSixteen;
+using Lanes = Sixteen;
+using LaneInts = SixteenInts;
 
-inline Lanes lanes_at(const float* from) {
-  Lanes out;
-  std::memcpy(&out, from, sizeof out);
-  return out;
-}
-
-inline void put_lanes(float* to, Lanes value) { std::memcpy(to, &value, sizeof value); }
+inline Lanes lanes_at(const float* from) { return sixteen(from); }
+inline void put_lanes(float* to, Lanes value) { put(to, value); }
 
 // a > b ? a : b: b where either is NaN.
 inline Lanes larger(Lanes a, Lanes b) {
 #if defined(__AVX512F__)
   return _mm512_max_ps(a, b);
 #else
-  return a > b ? a : b;
+  return chosen(a > b, a, b);
 #endif
 }
 
-constexpr LaneInts kPlaces = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+constexpr int32_t kPlaces[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+inline LaneInts places() { return loaded<LaneInts>(kPlaces); }
 
 // Lane i of the result is lane (i + step) % 16.
-inline Lanes rotated(Lanes x, int step) { return __builtin_shuffle(x, (kPlaces + step) & int32_t(kLanes - 1)); }
+inline Lanes rotated(Lanes x, int step) {
+#if defined(__AVX512F__)
+  return __builtin_shuffle(x, (places() + step) & int32_t(kLanes - 1));
+#else
+  float twice[2 * kLanes];
+  put_lanes(twice, x), put_lanes(twice + kLanes, x);
+  return lanes_at(twice + step);
+#endif
+}
 
 // Where `of`, a power of two, is 4: {0, 1, 2, 3, 0, 1, ...}, and {0, 0, 0, 0, 1, 1, ...}.
-inline LaneInts lane_modulo(int64_t of) { return kPlaces & int32_t(of - 1); }
-inline LaneInts lane_quotient(int64_t of) { return kPlaces >> __builtin_ctz(uint32_t(of)); }
+inline LaneInts lane_modulo(int64_t of) { return places() & int32_t(of - 1); }
+inline LaneInts lane_quotient(int64_t of) { return places() >> __builtin_ctz(uint32_t(of)); }
 
-inline float lane_sum(Lanes x) {
-  x += rotated(x, 8);
-  x += rotated(x, 4);
-  x += rotated(x, 2);
-  return x[0] + x[1];
+using Four = float __attribute__((vector_size(16)));
+
+// Lanes i, i + 4, i + 8 and i + 12 in one.
+inline Four quarter_sum(Lanes x) {
+  using Eight = Wide<float, 32>;
+  Eight half[2];
+  std::memcpy(static_cast<void*>(half), &x, sizeof half);
+  half[0] = half[0] + half[1];
+  Four quarter[2];
+  std::memcpy(quarter, half, sizeof quarter);
+  return quarter[0] + quarter[1];
+}
+
+// The sums of four times sixteen lanes.
+inline Four lane_sums(const Lanes* x) {
+  using Ints = int32_t __attribute__((vector_size(16)));
+  const Four a = quarter_sum(x[0]), b = quarter_sum(x[1]), c = quarter_sum(x[2]), d = quarter_sum(x[3]);
+  const Ints low = {0, 4, 1, 5}, high = {2, 6, 3, 7};
+  const Four ab = __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+  const Four cd = __builtin_shuffle(c, d, low) + __builtin_shuffle(c, d, high);
+  return __builtin_shuffle(ab, cd, Ints{0, 1, 4, 5}) + __builtin_shuffle(ab, cd, Ints{2, 3, 6, 7});
 }
 
 // 2^x for x < 128 to about 1e-7; exactly 1 for 0, exactly 0 below 2^-126; NaN stays NaN. Minimax of (2^x - 1) / x.
@@ -55,12 +72,12 @@ inline Lanes exp2_of(Lanes x) {
   x = larger(Lanes{} - 127.0f, x);
   const Lanes shifted = x + shift;
   const Lanes part = x - (shifted - shift);
-  const LaneInts power = reinterpret_cast<LaneInts>(shifted) << 23;
+  const LaneInts power = bits_of(shifted) << 23;
   Lanes sum = part * 0.00132647273f + 0.00967151299f;
   sum = sum * part + 0.0555073358f;
   sum = sum * part + 0.240222424f;
   sum = sum * part + 0.693147004f;
-  return (sum * part + 1.0f) * reinterpret_cast<Lanes>(power);
+  return (sum * part + 1.0f) * floats_of(power);
 }
 
 constexpr float kLog2e = 1.44269504f;
@@ -68,7 +85,7 @@ constexpr float kLog2e = 1.44269504f;
 inline Lanes sigmoid_of(Lanes x) {
   const Lanes most = Lanes{} + 127.0f;
   const Lanes power = x * -kLog2e;
-  return 1.0f / (1.0f + exp2_of(power > most ? most : power));
+  return 1.0f / (1.0f + exp2_of(chosen(power > most, most, power)));
 }
 
 // x keeps its accuracy near 0 only in absolute terms (about 1e-7).
@@ -77,10 +94,8 @@ inline Lanes tanh_of(Lanes x) { return 2.0f * sigmoid_of(2.0f * x) - 1.0f; }
 // Copies between types; a stride counts elements.
 inline void widen(const View& view, const char* from, int64_t stride, float* to, int64_t count) {
   const auto copy = [=](const auto* values, auto convert) {
-    if (stride == 1)
-      for (int64_t i = 0; i < count; ++i) to[i] = convert(values[i]);
-    else
-      for (int64_t i = 0; i < count; ++i) to[i] = convert(values[i * stride]);
+    if (stride == 1) return by_sixteen(count, [=](auto load, auto store) { store(to, load(values)); });
+    for (int64_t i = 0; i < count; ++i) to[i] = convert(values[i * stride]);
   };
   if (view.type == F32)
     copy(reinterpret_cast<const float*>(from), [](float value) { return value; });

@@ -177,7 +177,7 @@ Lanes sum_spans(Sweep& sweep, const uint32_t* queries, float* sums, float* more)
 void store_out(const Sweep& sweep, const float* sums, Lanes inverse) {
   const View& out = sweep.attention.out;
   const int64_t lanes = sweep.lanes, stride = out.stride[3];
-  const auto index = (__m512i)(kPlaces * int32_t(lanes));
+  const auto index = (__m512i)(places() * int32_t(lanes));
   for (int64_t query = 0; query < sweep.count; ++query)
     for (int64_t j = 0; j < sweep.attention.dim_v; j += kLanes) {
       const auto sum = (Lanes)_mm512_i32gather_ps(index, sums + j * lanes + query, 4);

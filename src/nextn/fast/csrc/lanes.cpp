@@ -1,5 +1,7 @@
 // Products on vector registers: fp32, and bf16 where the machine has no tiles. One pass over k for each row, in order.
+#include <algorithm>
 #include <array>
+#include <bit>
 #include <utility>
 #include <vector>
 
@@ -11,72 +13,136 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
-constexpr int kRows = 8;  // rows whose sums fit the registers
+constexpr int kRows = 8;   // that a kernel takes
+constexpr int kSums = 16;  // registers of sums that additions go round
 #elif defined(__AVX__)
 constexpr int kLanes = 8;
-constexpr int kRows = 3;
+constexpr int kRows = 6;
+constexpr int kSums = 8;
 #else
 constexpr int kLanes = 4;
 constexpr int kRows = 2;
+constexpr int kSums = 8;
 #endif
+
+constexpr int64_t kAhead = 2048;  // bytes by which weights are fetched early
 
 typedef float Floats __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 
-// Adds weights [32] of one k, times x[r][k], to the sums of each row.
-template <int kCount>
-void panel(const float* const* x, const char* weights, int64_t depth, float* sums) {
-  constexpr int kVectors = kPanelColumns / kLanes;
-  Floats acc[kCount][kVectors] = {};
-  const Floats* w = reinterpret_cast<const Floats*>(weights);
-  for (int64_t k = 0; k < depth; ++k, w += kVectors) {
-    __builtin_prefetch(w + 16 * kVectors);
-    for (int row = 0; row < kCount; ++row)
-      for (int v = 0; v < kVectors; ++v) acc[row][v] += x[row][k] * w[v];
-  }
-  for (int row = 0; row < kCount; ++row)
-    for (int v = 0; v < kVectors; ++v) reinterpret_cast<Floats*>(sums + row * kPanelColumns)[v] = acc[row][v];
-}
+// Some rows of x, and columns of the packed matrix from `weights` on, in pieces that lie `next` bytes apart.
+struct Part {
+  const float* const* x;
+  const char* weights;
+  int64_t depth, next;
+};
 
-#if !defined(__AMX_BF16__)
-// A pair of k is one word: the even one is its lower half.
-template <int kCount>
-void block(const float* const* x, const char* weights, int64_t depth, float* sums) {
-  constexpr int kVectors = kTileColumns / kLanes;
-  Floats acc[kCount][kVectors] = {};
-  const Words* w = reinterpret_cast<const Words*>(weights);
-  for (int64_t k = 0; k < depth; k += 2, w += kVectors)
+// acc[row][v] += x[row] * weights(v): what there are fewer of stays in registers.
+template <int kCount, int kVectors, typename Weights>
+inline void add(Floats (&acc)[kCount][kVectors], const float* const* x, int64_t k, Weights&& weights) {
+  if constexpr (kCount <= kVectors) {
+    float value[kCount];
+    for (int row = 0; row < kCount; ++row) value[row] = x[row][k];
     for (int v = 0; v < kVectors; ++v) {
-      const Floats even = (Floats)(w[v] << 16), odd = (Floats)(w[v] & 0xFFFF0000);
-      for (int row = 0; row < kCount; ++row) {
-        acc[row][v] += x[row][k] * even;
-        acc[row][v] += x[row][k + 1] * odd;
-      }
+      const Floats w = weights(v);
+      for (int row = 0; row < kCount; ++row) acc[row][v] += value[row] * w;
     }
-  for (int row = 0; row < kCount; ++row)
-    for (int v = 0; v < kVectors; ++v) reinterpret_cast<Floats*>(sums + row * kTileColumns)[v] = acc[row][v];
-}
-#endif
-
-// Kernels for 1 to kRows rows.
-using Kernel = void (*)(const float* const* x, const char* weights, int64_t depth, float* sums);
-using Kernels = std::array<Kernel, kRows>;
-
-template <size_t... kIndex>
-constexpr Kernels panels(std::index_sequence<kIndex...>) {
-  return {panel<int(kIndex) + 1>...};
+  } else {
+    Floats w[kVectors];
+    for (int v = 0; v < kVectors; ++v) w[v] = weights(v);
+    for (int row = 0; row < kCount; ++row) {
+      const Floats value = x[row][k] - Floats{};  // + would be an addition
+      for (int v = 0; v < kVectors; ++v) acc[row][v] += value * w[v];
+    }
+  }
 }
 
-// All rows, kRows at a time, for each piece of the columns.
-void multiply(const Product& product, const float* const* x, const Kernels& kernels, int64_t width, int64_t depth,
-              int64_t begin, int64_t end) {
-  alignas(64) float sums[kRows * kPanelColumns];
-  const int64_t bytes = width * depth * (width == kPanelColumns ? sizeof(float) : sizeof(uint16_t));
-  for (int64_t piece = begin; piece < end; ++piece)
-    for (int64_t i = 0; i < product.num_rows; i += kRows) {
-      const int64_t count = i + kRows < product.num_rows ? kRows : product.num_rows - i;
-      kernels[count - 1](x + i, product.packed + piece * bytes, depth, sums);
-      for (int64_t row = 0; row < count; ++row) product.store(i + row, piece * width, width, sums + row * width);
+// fp32: pieces [k][32 columns]. sums [kCount, kPieces * 32].
+struct Panels {
+  static constexpr int64_t kWidth = kPanelColumns;
+  static constexpr int64_t kBytes = sizeof(float);
+
+  template <int kCount, int kPieces>
+  static void sum(const Part& part, float* sums) {
+    constexpr int kEach = kWidth / kLanes, kVectors = kPieces * kEach;
+    Floats acc[kCount][kVectors] = {};
+    const char* w = part.weights;
+    for (int64_t k = 0; k < part.depth; ++k, w += kWidth * kBytes) {
+      if (kPieces == 1) __builtin_prefetch(w + kAhead);  // the machine follows several by itself
+      add(acc, part.x, k, [=](int v) { return reinterpret_cast<const Floats*>(w + v / kEach * part.next)[v % kEach]; });
+    }
+    for (int row = 0; row < kCount; ++row)
+      for (int v = 0; v < kVectors; ++v) reinterpret_cast<Floats*>(sums + row * kPieces * kWidth)[v] = acc[row][v];
+  }
+};
+
+// bf16: pieces [pair of k][16 columns][2]; a pair is one word, the even one its lower half. sums [kCount, kPieces * 16].
+struct Blocks {
+  static constexpr int64_t kWidth = kTileColumns;
+  static constexpr int64_t kBytes = sizeof(uint16_t);
+
+  template <int kCount, int kPieces>
+  static void sum(const Part& part, float* sums) {
+    constexpr int kEach = kWidth / kLanes, kVectors = kPieces * kEach;
+    Floats acc[kCount][kVectors] = {};
+    const char* w = part.weights;
+    for (int64_t k = 0; k < part.depth; k += 2, w += kWidth * 2 * kBytes) {
+      if (kPieces == 1) __builtin_prefetch(w + kAhead);  // the machine follows several by itself
+      for (int odd = 0; odd < 2; ++odd)
+        add(acc, part.x, k + odd, [=](int v) {
+          const Words pair = reinterpret_cast<const Words*>(w + v / kEach * part.next)[v % kEach];
+          return (Floats)(odd ? pair & 0xFFFF0000 : pair << 16);
+        });
+    }
+    for (int row = 0; row < kCount; ++row)
+      for (int v = 0; v < kVectors; ++v) reinterpret_cast<Floats*>(sums + row * kPieces * kWidth)[v] = acc[row][v];
+  }
+};
+
+// Pieces that a kernel of kCount rows takes together: a sum waits four cycles for its last addition, so that few rows
+// of one piece leave most of them empty.
+template <typename Form, int kCount>
+constexpr int kTogether = int(std::bit_floor(unsigned(std::clamp(kSums * kLanes / (kCount * int(Form::kWidth)), 1, 4))));
+
+template <typename Form, int kCount, int kPieces>
+void sum_and_store(const Product& product, const Part& part, int64_t first, int64_t piece) {
+  alignas(64) float sums[kCount * kPieces * Form::kWidth];
+  Form::template sum<kCount, kPieces>(part, sums);
+  for (int64_t row = 0; row < kCount; ++row)
+    product.store(first + row, piece * Form::kWidth, kPieces * Form::kWidth, sums + row * kPieces * Form::kWidth);
+}
+
+// kCount rows from `first` on times the pieces [begin, end).
+template <typename Form, int kCount>
+void rows_times(const Product& product, const float* const* x, int64_t depth, int64_t first, int64_t begin,
+                int64_t end) {
+  constexpr int kMany = kTogether<Form, kCount>;
+  const int64_t next = Form::kWidth * depth * Form::kBytes;
+  int64_t piece = begin;
+  const auto part = [&] { return Part{x + first, product.packed + piece * next, depth, next}; };
+  for (; piece + kMany <= end; piece += kMany) sum_and_store<Form, kCount, kMany>(product, part(), first, piece);
+  for (; piece < end; ++piece) sum_and_store<Form, kCount, 1>(product, part(), first, piece);
+}
+
+using Rows = void (*)(const Product&, const float* const*, int64_t, int64_t, int64_t, int64_t);
+
+template <typename Form, size_t... kIndex>
+constexpr std::array<Rows, kRows> kernels(std::index_sequence<kIndex...>) {
+  return {rows_times<Form, int(kIndex) + 1>...};
+}
+
+// All rows, in as few groups as kernels take, and of much the same size: pieces that fit the cache for all groups.
+template <typename Form>
+void multiply(const Product& product, const float* const* x, int64_t depth, int64_t begin, int64_t end) {
+  static constexpr std::array<Rows, kRows> kKernels = kernels<Form>(std::make_index_sequence<kRows>());
+  constexpr int64_t kNear = 16 * 1024;  // bytes of weights that stay in the first-level cache
+  constexpr int64_t kLeast = kTogether<Form, (kRows + 1) / 2>;
+  const int64_t groups = pieces(product.num_rows, kRows), bytes = Form::kWidth * depth * Form::kBytes;
+  const int64_t stride = groups == 1 ? end - begin : std::max(kLeast, kNear / bytes);
+  for (int64_t piece = begin; piece < end; piece += stride)
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t first = product.num_rows * group / groups, last = product.num_rows * (group + 1) / groups;
+      kKernels[last - first - 1](product, x, depth, first, piece, std::min(piece + stride, end));
     }
 }
 
@@ -84,34 +150,26 @@ void multiply(const Product& product, const float* const* x, const Kernels& kern
 
 void multiply_f32(const Product& product, int64_t begin, int64_t end) {
   static thread_local std::vector<const float*> rows;
-  static constexpr Kernels kKernels = panels(std::make_index_sequence<kRows>());
   rows.resize(product.num_rows);
   for (int64_t i = 0; i < product.num_rows; ++i) rows[i] = product.in<float>(i);
-  multiply(product, rows.data(), kKernels, kPanelColumns, product.k, begin, end);
+  multiply<Panels>(product, rows.data(), product.k, begin, end);
 }
 
 #if !defined(__AMX_BF16__)
-namespace {
-
-template <size_t... kIndex>
-constexpr Kernels blocks(std::index_sequence<kIndex...>) {
-  return {block<int(kIndex) + 1>...};
-}
-
-}  // namespace
-
 void multiply_bf16(const Product& product, int64_t begin, int64_t end) {
   static thread_local std::vector<float> wide;
   static thread_local std::vector<const float*> rows;
-  static constexpr Kernels kKernels = blocks(std::make_index_sequence<kRows>());
   const int64_t depth = pieces(product.k, kTileDepth) * kTileDepth;
-  wide.assign(product.num_rows * depth, 0.0f);
+  if (int64_t(wide.size()) < product.num_rows * depth) wide.resize(product.num_rows * depth);
   rows.resize(product.num_rows);
   for (int64_t i = 0; i < product.num_rows; ++i) {
-    rows[i] = wide.data() + i * depth;
-    for (int64_t k = 0; k < product.k; ++k) wide[i * depth + k] = widened(product.in<uint16_t>(i)[k]);
+    float* to = wide.data() + i * depth;
+    rows[i] = to;
+    const uint16_t* from = product.in<uint16_t>(i);
+    by_sixteen(product.k, [&](auto load, auto store) { store(to, load(from)); });
+    std::fill(to + product.k, to + depth, 0.0f);
   }
-  multiply(product, rows.data(), kKernels, kTileColumns, depth, begin, end);
+  multiply<Blocks>(product, rows.data(), depth, begin, end);
 }
 #endif
 

@@ -6,22 +6,18 @@
 #include <algorithm>
 #include <cstring>
 
-#include "functions.h"
+#include "vectors.h"
 
 namespace nextn {
 
 constexpr int64_t kLanes = 64;
 
-// Sixteen lanes as one value of the compiler's own vector type, on any machine; its halves, and theirs.
-typedef float Vector __attribute__((vector_size(64)));
+// Sixteen lanes as one value, on any machine; its halves, and theirs.
+using Vector = Sixteen;
 typedef float Half __attribute__((vector_size(32)));
 typedef float Quarter __attribute__((vector_size(16)));
 
-inline Vector vector_at(const float* from) {
-  Vector out;
-  std::memcpy(&out, from, sizeof out);
-  return out;
-}
+inline Vector vector_at(const float* from) { return sixteen(from); }
 
 struct Adding {
   static constexpr float kStart = 0.0f;
@@ -36,7 +32,7 @@ struct Maximum {
   static constexpr float kStart = -kInf;
   template <typename V>
   static V with(V a, V b) {
-    return (a > b) | (a != a) ? a : b;
+    return chosen((a > b) | (a != a), a, b);
   }
 };
 
@@ -69,7 +65,7 @@ struct Lanes {
   float result() const {
     const Vector all = R::with(R::with(lane[0], lane[2]), R::with(lane[1], lane[3]));
     Half eight[2];
-    std::memcpy(eight, &all, sizeof eight);
+    kept(eight, all);
     eight[0] = R::with(eight[0], eight[1]);
     Quarter part[2];
     std::memcpy(part, eight, sizeof part);

@@ -33,19 +33,27 @@ struct Step {
   // S' = decay S + k (beta (v - (decay S)^T k))^T; out = S'^T q. Of each vector's columns, `count` exist.
   template <int kVectors>
   void run(const float* from, float* to, const float* value, float* out, int64_t count) const {
-    const size_t bytes = kVectors > 1 ? sizeof(Lanes) : count * sizeof(float);
-    Lanes delta[kVectors]{}, sum[kVectors]{}, row{};
+    const bool full = kVectors > 1 || count == kLanes;
+    const auto load = [=](const float* at) {
+      if (full) return lanes_at(at);
+      float padded[kLanes] = {};
+      std::memcpy(padded, at, count * sizeof(float));
+      return lanes_at(padded);
+    };
+    const auto store = [=](float* at, Lanes values) {
+      if (full) return put_lanes(at, values);
+      float all[kLanes];
+      put_lanes(all, values);
+      std::memcpy(at, all, count * sizeof(float));
+    };
+    Lanes delta[kVectors]{}, sum[kVectors]{};
     for (int64_t d = 0; d < dim_k; ++d)
-      for (int i = 0; i < kVectors; ++i) {
-        std::memcpy(&row, from + d * dim_v + i * kLanes, bytes);
-        delta[i] += row * decay * key[d];
-      }
+      for (int i = 0; i < kVectors; ++i) delta[i] += load(from + d * dim_v + i * kLanes) * decay * key[d];
     for (int i = 0; i < kVectors; ++i) delta[i] = (lanes_at(value + i * kLanes) - delta[i]) * beta;
     for (int64_t d = 0; d < dim_k; ++d)
       for (int i = 0; i < kVectors; ++i) {
-        std::memcpy(&row, from + d * dim_v + i * kLanes, bytes);
-        row = row * decay + key[d] * delta[i];
-        std::memcpy(to + d * dim_v + i * kLanes, &row, bytes);
+        const Lanes row = load(from + d * dim_v + i * kLanes) * decay + key[d] * delta[i];
+        store(to + d * dim_v + i * kLanes, row);
         sum[i] += row * query[d];
       }
     for (int i = 0; i < kVectors; ++i) put_lanes(out + i * kLanes, sum[i]);

@@ -83,7 +83,7 @@ void reduce_columns(const Call& call, const Worker& worker) {
       const T* from = reinterpret_cast<const T*>(at[1]) + i;
       const Vector results = down<R>(call.views[kReduced], from, width) / (Vector{} + divisor);
       float values[kColumns];
-      std::memcpy(values, &results, sizeof values);
+      put(values, results);
       store(at[0] + i * to_stride * kBytes[out.type], out.type, to_stride, values, width);
     }
   });

@@ -1,29 +1,14 @@
 // Sixteen floats at once between memory and registers, for kernels that do several ops' work with those ops' bits.
 #pragma once
 
-#include "wide.h"
+#include "vectors.h"
 
 #include <cstring>
 #include <type_traits>
 
-#include "functions.h"
 #include "runtime.h"
 
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
-
 namespace nextn {
-
-using Sixteen = float __attribute__((vector_size(64)));
-
-constexpr int64_t kSixteen = 16;
-
-inline Sixteen sixteen(const float* from) {
-  Sixteen out;
-  std::memcpy(&out, from, sizeof out);
-  return out;
-}
 
 #if defined(__AVX512F__)
 inline Sixteen unpacked(__m256i halves) { return (Sixteen)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16); }
@@ -32,14 +17,26 @@ inline Sixteen unpacked(__m256i halves) { return (Sixteen)_mm512_slli_epi32(_mm5
 inline Sixteen sixteen(const uint16_t* from) {
 #if defined(__AVX512F__)
   return unpacked(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__AVX2__)
+  const auto eight = [=](int half) {
+    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + half);
+    return (SixteenInts::Half)_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
+  };
+  return floats_of({eight(0), eight(1)});
 #else
-  Sixteen out;
-  for (int64_t i = 0; i < kSixteen; ++i) out[i] = widened(from[i]);
-  return out;
+  float values[kSixteen];
+  for (int64_t i = 0; i < kSixteen; ++i) values[i] = widened(from[i]);
+  return sixteen(values);
 #endif
 }
 
-inline void put(float* to, Sixteen values) { std::memcpy(to, &values, sizeof values); }
+#if !defined(__AVX512BF16__)
+// The nearest bf16 values in the upper halves, as `narrowed` rounds.
+inline SixteenInts nearest(Sixteen values) {
+  const SixteenInts bits = bits_of(values), nan = SixteenInts{} + 0x7FC00000;
+  return chosen(values == values, bits + 0x7FFF + ((bits >> 16) & 1), nan) & int32_t(0xFFFF0000);
+}
+#endif
 
 // As `narrowed`, but that processors with an instruction for it take what is smaller than 2^-126 for 0.
 inline void put(uint16_t* to, Sixteen values) {
@@ -47,12 +44,18 @@ inline void put(uint16_t* to, Sixteen values) {
   const __m256bh halves = _mm512_cvtneps_pbh((__m512)values);
   std::memcpy(to, &halves, sizeof halves);
 #else
-  // Of a loop over `narrowed` the compiler makes no vectors.
-  using Words = uint32_t __attribute__((vector_size(64)));
-  using Halves = uint16_t __attribute__((vector_size(32)));
-  const Words bits = reinterpret_cast<Words>(values), rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-  const Halves halves = __builtin_convertvector(values == values ? rounded : Words{} + 0x7FC0, Halves);
+  const SixteenInts bits = nearest(values);
+#if defined(__AVX512F__)
+  const __m256i halves = _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)bits, 16));
   std::memcpy(to, &halves, sizeof halves);
+#elif defined(__AVX2__)
+  // What packs two registers goes by halves of each.
+  const __m256i low = _mm256_srli_epi32((__m256i)bits.low, 16), high = _mm256_srli_epi32((__m256i)bits.high, 16);
+  const __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xD8);
+  std::memcpy(to, &halves, sizeof halves);
+#else
+  for (int64_t i = 0; i < kSixteen; ++i) to[i] = uint16_t(uint32_t(bits[i]) >> 16);
+#endif
 #endif
 }
 
@@ -61,29 +64,8 @@ Sixteen rounded(Sixteen values) {
   if constexpr (std::is_same_v<T, float>) return values;
 #if defined(__AVX512BF16__)
   return unpacked((__m256i)_mm512_cvtneps_pbh((__m512)values));
-#endif
-  uint16_t kept[kSixteen];
-  put(kept, values);
-  return sixteen(kept);
-}
-
-// A product that rounds before it is added to: the compiler would take both together.
-inline Sixteen product(Sixteen a, Sixteen b) {
-  Sixteen out = a * b;
-#if defined(__AVX512F__)
-  asm("" : "+v"(out));
 #else
-  asm("" : "+m"(out));  // no register holds all of it
-#endif
-  return out;
-}
-
-inline Sixteen fused(Sixteen a, Sixteen b, Sixteen c) {
-#if defined(__AVX512F__)
-  return (Sixteen)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#else
-  for (int64_t i = 0; i < kSixteen; ++i) c[i] = fused(a[i], b[i], c[i]);
-  return c;
+  return floats_of(nearest(values));
 #endif
 }
 
@@ -99,17 +81,16 @@ inline Sixteen reciprocal(Sixteen x) {
 
 // x / (1 + e^-x) to about 1e-6; 2^y as in attention_lanes.h.
 inline Sixteen silu_of(Sixteen x) {
-  using Ints = int32_t __attribute__((vector_size(64)));
   const Sixteen most = Sixteen{} + 126.0f, least = Sixteen{} - 127.0f, shift = Sixteen{} + (12582912.0f + 127.0f);
   const Sixteen exponent = x * -1.44269504f;
-  Sixteen y = exponent > most ? most : exponent;
-  y = y < least ? least : y;
+  Sixteen y = chosen(exponent > most, most, exponent);
+  y = chosen(y < least, least, y);
   const Sixteen shifted = y + shift, part = y - (shifted - shift);
   Sixteen power = fused(Sixteen{} + 0.00132647273f, part, Sixteen{} + 0.00967151299f);
   for (const float next : {0.0555073358f, 0.240222424f, 0.693147004f, 1.0f}) power = fused(power, part, Sixteen{} + next);
-  const Sixteen scale = reinterpret_cast<Sixteen>(reinterpret_cast<Ints>(shifted) << 23);
+  const Sixteen scale = floats_of(bits_of(shifted) << 23);
   const Sixteen part_of_one = reciprocal(fused(power, scale, Sixteen{} + 1.0f));
-  return x * (exponent > most ? Sixteen{} : part_of_one);
+  return x * chosen(exponent > most, Sixteen{}, part_of_one);
 }
 
 // The same bits.

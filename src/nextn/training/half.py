@@ -1,0 +1,19 @@
+"""Whether half precision makes training faster on this machine."""
+
+import torch
+
+
+def half_pays(device: str = "") -> bool:
+    """Whether products in bfloat16 are faster than in float32: on GPUs, and on processors that torch's own kernels
+    have instructions for. Others convert both ways around each product; an EPYC with AVX2 takes four times as long.
+
+    device: a type as torch names it; left out, the one that training takes.
+    """
+    if (device or ("cuda" if torch.cuda.is_available() else "cpu")) != "cpu":
+        return torch.cuda.is_bf16_supported()
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def training_dtype() -> str:
+    """`bfloat16` where it pays, else `float32`."""
+    return "bfloat16" if half_pays() else "float32"
