@@ -428,6 +428,15 @@ def test_counters_of_all_prompts_at_once():
     assert check(small(), Seen(texts, (((0,), right),))).fits == ()
 
 
+def test_a_k_below_the_engines_own():
+    """Catches counts of the first positions alone taken for all of them; positions that keep nothing are no drafts."""
+    counts = tuple(((at,), Counters("x", 2, 6, 4, (2, 1, 1))) for at in range(2))
+    with pytest.raises(ConfigError, match="K = 2, but the engine kept drafts at position 3"):
+        check(small(), Seen((TEXT, TEXT), counts), drafts=2)
+    empty = tuple((places, replace(each, per_position=(2, 2, 0))) for places, each in counts)
+    assert check(small(), Seen((TEXT, TEXT), empty), drafts=2).drafts == 2
+
+
 def test_rounds_that_some_answers_do_not_tell():
     """They are no reason to pass over those that others tell, neither for K nor for the sum."""
     counts = ((0,), Counters("x", None, 6, 2)), ((1,), Counters("x", 9, 18, 2))

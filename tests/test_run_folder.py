@@ -74,7 +74,7 @@ def test_state_comes_back(tmp_path):
 
 def test_other_settings_are_named(tmp_path):
     folder = checkpoint(RunFolder(tmp_path), 4)
-    with pytest.raises(ConfigError, match="trained with another lr; resume with the same settings"):
+    with pytest.raises(ConfigError, match=r"trained with another lr \(.*, now .*\); resume with the same settings"):
         read_state(folder, TrainConfig(steps=9, length=8, depths=1, lr=1e-4))
 
 

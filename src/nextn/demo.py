@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from nextn.benchmarking.cost import processor
 from nextn.checkpoints.tensor_file import write_json
 from nextn.corpus.data import Corpus
 from nextn.corpus.loops import Degeneracy, degeneracy
@@ -118,6 +119,7 @@ class Report:
             "total_s": self.total_s,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
+            "machine": processor(),
         }
 
 

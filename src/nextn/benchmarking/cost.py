@@ -173,7 +173,7 @@ class Machine:
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         return cls(
-            name=gpu or f"{platform.system()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+            name=gpu or processor(),
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
             threads=torch.get_num_threads(),
             versions=versions | {"transformers": transformers.__version__},
@@ -183,6 +183,11 @@ class Machine:
             draft_bytes=draft_bytes(model.head) if model.head is not None else 0,
             peak_memory=peak,
         )
+
+
+def processor() -> str:
+    """What kernels hang on: the system, the architecture and the widest vectors that torch uses."""
+    return f"{platform.system()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def copy_bandwidth(

@@ -226,12 +226,17 @@ class Report:
 def check(canary: Canary, seen: Seen, *, drafts: int | None = None, drawn: Drawn | None = None) -> Report:
     """drafts: K; None: as the counters say. drawn: for the clause that greedy texts do not show.
 
-    Raises ConfigError where the counters do not say K, or it was not recorded.
+    Raises ConfigError where the counters do not say K, or tell of drafts beyond it, or it was not recorded.
     """
     texts = tuple(
         found for place in range(len(canary.prompts)) if (found := _differs(canary, place, seen.texts[place]))
     )
     groups = comparable(seen, texts)
+    deepest = max((at for _, each in seen.counts for at, kept in enumerate(each.per_position, 1) if kept), default=0)
+    if drafts is not None and deepest > drafts:
+        raise ConfigError(
+            f"K = {drafts}, but the engine kept drafts at position {deepest}: give the K that it runs with, or none"
+        )
     drafts = drafts or _drafts([counters for _, counters in seen.counts])
     if drafts not in canary.drafts:
         known = ", ".join(map(str, canary.drafts))

@@ -22,7 +22,8 @@ def demo(
     drafts: Drafts = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Train a byte-level code model with an MTP head, then decode with it off and on (6 to 10 minutes on 2 cores)."""
+    """Train a byte-level code model with an MTP head, then decode with it off and on (6 to 10 minutes on 2 cores, 20 on
+    ones that do not multiply bfloat16)."""
     from nextn.demo import draw, run_demo
 
     with stop_flag() as stopped, progress(quiet=as_json) as on_record:

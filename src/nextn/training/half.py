@@ -5,7 +5,7 @@ import torch
 
 def half_pays(device: str = "") -> bool:
     """Whether products in bfloat16 are faster than in float32: on GPUs, and on processors that torch's own kernels
-    have instructions for. Others convert both ways around each product; an EPYC with AVX2 takes four times as long.
+    have instructions for. Others convert both ways around each product: an EPYC with AVX2 takes eleven times as long.
 
     device: a type as torch names it; left out, the one that training takes.
     """

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,13 +28,13 @@ _KEPT = ("batch_size", "length", "accumulate", "seed", "dtype", "compile", "chec
 
 @dataclass(frozen=True)
 class JointRun:
-    """A trainer of trunk and head at step 0, its text, and the text that is held out. refine: makes the second stage of
-    the folder that the first one's model is in; None = there is none."""
+    """A trainer of trunk and head at step 0, its text, and the text that is held out. refine: makes the second stage,
+    which starts from what the first one made; None = there is none."""
 
     trainer: Trainer
     corpus: Corpus
     held_out: Corpus
-    refine: Callable[[Path], HeadRun] | None
+    refine: Callable[[Start], HeadRun] | None
 
     def stages(self, model: Path) -> Iterator[Trainer]:
         """The trainer of each stage, to be run to its end before the next is asked for; then the model is written.
@@ -49,7 +50,7 @@ class JointRun:
         first.write_result(out / "joint")
         first.optimisers.clear()  # their moments are most of its memory
         first.ranks.any(False)  # all wait for the one that writes
-        second = self.refine(out / "joint").trainer
+        second = self.refine(Start(out / "joint")).trainer
         yield second
         (first if second.standing.is_worse else second).write_result(model)
 
@@ -66,14 +67,16 @@ def joint_run(
     all_tokens: bool = False,
     ranks: Ranks = ALONE,
 ) -> JointRun:
-    """data, all_tokens: see `corpora`; settings go over the recipe's, `refine` over those of its second stage.
+    """data, all_tokens: see `corpora`; settings go over the recipe's, `refine` among them over those of its second
+    stage, which another model than the recipe's has only where it is asked for.
 
     Raises ConfigError for data, configs or settings that cannot be used.
     """
     known = read_tokenizer(tokenizer) if tokenizer else byte_tokenizer()
     base = by_name(recipe, vocab_size=-(-vocab_size_of(known) // 8) * 8)
     settings = dict(settings)
-    second = _refinement(base.refine, settings.pop("refine", {}))
+    # A recipe's second stage fits its own model.
+    second = _refinement(base.refine if model is None else None, settings.pop("refine", {}))
     config = TrainConfig.from_dict(asdict(base.train) | settings)
     shape = _read_config(model) if model else base.model
     context = lookup_count(shape, "max_position_embeddings")
@@ -92,12 +95,11 @@ def joint_run(
         )
     asked = held_out_prompts(held_out, seed=config.seed)
     task = JointTask(built, corpus, config, held_out=held_out, prompts=asked, ranks=ranks)
-
-    def refine(folder: Path) -> HeadRun:
-        text = {"data": data, "all_tokens": all_tokens, "tokenizer": tokenizer}
-        return head_run(out / "head", Start(folder), **text, settings=second, ranks=ranks)
-
-    return JointRun(Trainer(task, out=out), corpus, held_out, refine if second and config.depths else None)
+    refine = None
+    if second is not None and config.depths:
+        text = partial(head_run, out / "head", data=data, all_tokens=all_tokens, tokenizer=tokenizer)
+        refine = partial(text, settings=second, ranks=ranks)
+    return JointRun(Trainer(task, out=out), corpus, held_out, refine)
 
 
 def _refinement(base: Mapping[str, object] | None, given: object) -> dict[str, object] | None:

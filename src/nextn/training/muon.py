@@ -1,7 +1,8 @@
 """Muon for processors without bfloat16 products, on which torch's own spends most of a step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ class Muon32(torch.optim.Muon):
     """
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Any = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -29,8 +29,9 @@ class TrainConfig:
     beta: depth weights proportional to beta^(k-1); None = equal. optimizer: `adamw`, or `muon` for the layers' matrices
     at matrix_lr (https://kellerjordan.github.io/posts/muon/) with AdamW at lr for all else. Rates rise over `warmup`
     steps and fall linearly to `final_lr` of themselves over the last `decay` share. dtype: `float32`, or `bfloat16` for
-    autocast. compile: decoder layers through torch.compile. checkpoint_layers: they keep their inputs alone and compute
-    the rest again in the backward pass. save_every, eval_every: steps, 0 = only at the end.
+    autocast; left out, that where it pays (`half`). compile: decoder layers through torch.compile. checkpoint_layers:
+    they keep their inputs alone and compute the rest again in the backward pass. save_every, eval_every: steps, 0 =
+    only at the end.
     """
 
     steps: int
