@@ -5,7 +5,6 @@ from itertools import count
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from test_cli import TINY
 
 from nextn.errors import ConfigError
@@ -109,14 +108,17 @@ def test_a_trunk_alone_has_no_head_to_refine(of):
     assert of(refine=REFINE, depths=0).refine is None
 
 
-def test_only_the_recipes_own_model_has_its_second_stage(given, tmp_path, of):
-    """Catches 80 steps of the demo's behind a user's own model that nobody asked for."""
-    assert of().refine is None
-    settings = SMALL | {"seed": 1}
-    run = joint_run(tmp_path / "own", data=[given / "text"], recipe="demo", settings=settings)
-    assert run.refine is not None
-    run = joint_run(tmp_path / "own", data=[given / "text"], recipe="demo", settings=settings | {"refine": None})
-    assert run.refine is None
+def test_only_the_recipes_own_model_has_its_second_stage(given, tmp_path):
+    """Catches steps of the recipe's behind a user's own model that nobody asked for."""
+
+    def second(model=None, **settings):
+        text = {"data": [given / "text"], "settings": SMALL | settings}
+        return joint_run(tmp_path / "own", recipe="code", model=model, **text).refine
+
+    assert second() is not None
+    assert second(refine=None) is None
+    assert second(given / "config.json") is None
+    assert second(given / "config.json", refine={"steps": 2}) is not None
 
 
 @pytest.mark.parametrize(
@@ -150,8 +152,9 @@ def test_interrupted_in_either_stage(of, tmp_path, stops):
     went(of(refine=REFINE), tmp_path / "model")
     (tmp_path / "out").rename(tmp_path / "before")
     went(of(refine=REFINE), tmp_path / "whole")
-    file = "model.safetensors"
-    assert same(load_file(tmp_path / "model" / file), load_file(tmp_path / "whole" / file))
+    resumed, whole = (Model.load(tmp_path / name) for name in ("model", "whole"))
+    assert same(resumed.trunk.state_dict(), whole.trunk.state_dict())
+    assert same(resumed.head.state_dict(), whole.head.state_dict())
 
 
 def test_the_command(given, tmp_path, here):

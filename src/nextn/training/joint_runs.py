@@ -80,11 +80,10 @@ def joint_run(
     config = TrainConfig.from_dict(asdict(base.train) | settings)
     shape = _read_config(model) if model else base.model
     context = lookup_count(shape, "max_position_embeddings")
-    if context is not None and config.length > context:
-        raise ConfigError(f"length = {config.length}; the model's context holds {context} tokens, so use at most that")
+    _check_length(config, context)
     if second is not None:
         second = {name: getattr(config, name) for name in _KEPT} | second
-        HeadConfig.from_dict(second)  # raises now what it would raise behind hours of the first stage
+        _check_length(HeadConfig.from_dict(second), context)  # raises now, not behind hours of the first stage
     corpus, held_out = corpora(data, known, all_tokens=all_tokens, context=context)
     torch.manual_seed(config.seed)
     built = Model.build(shape, num_modules=num_modules, tokenizer=known)
@@ -100,6 +99,11 @@ def joint_run(
         text = partial(head_run, out / "head", data=data, all_tokens=all_tokens, tokenizer=tokenizer)
         refine = partial(text, settings=second, ranks=ranks)
     return JointRun(Trainer(task, out=out), corpus, held_out, refine)
+
+
+def _check_length(config: TrainConfig, context: int | None) -> None:
+    if context is not None and config.length > context:
+        raise ConfigError(f"length = {config.length}; the model's context holds {context} tokens, so use at most that")
 
 
 def _refinement(base: Mapping[str, object] | None, given: object) -> dict[str, object] | None:

@@ -84,27 +84,22 @@ def _byte_training(**settings: Any) -> TrainConfig:
     return TrainConfig(**shared, **settings)
 
 
-def _refining(**settings: Any) -> dict[str, object]:
-    """The second stage of such models: the head alone on its trunk's law, over more depths than the first could pay."""
-    return {"optimizer": "muon", "matrix_lr": 0.01, "lr": 1e-3, "eval_every": 0} | settings
-
-
 def by_name(name: str, *, vocab_size: int) -> Recipe:
     """The recipe called `name`. Raises ConfigError that lists the known ones."""
     recipes = {
         "demo": Recipe(
             "5-minute byte-level code model with an MTP head",
             byte_model(layers=8, hidden=256, vocab_size=vocab_size),
-            _byte_training(steps=300, batch_size=16, length=256, depths=1, compile=True),
+            _byte_training(steps=390, batch_size=16, length=256, depths=2, compile=True),
             5,
-            _refining(steps=80, depths=4),
         ),
         "code": Recipe(
             "half-hour byte-level code model, made to be decoded fast",
             mixed_model(layers=16, hidden=256, vocab_size=vocab_size),
-            _byte_training(steps=700, batch_size=8, length=512, depths=2, compile=True, save_every=100),
+            _byte_training(steps=700, batch_size=8, length=512, depths=4, compile=True, save_every=100),
             28,
-            _refining(steps=300, depths=6),
+            # The head alone on its trunk's law, over more depths than the first stage could pay.
+            {"steps": 300, "depths": 6, "optimizer": "muon", "matrix_lr": 0.01, "lr": 1e-3, "eval_every": 100},
         ),
         "hybrid": Recipe(
             "quarter-hour byte-level code model with gated delta nets, to see what MTP brings where state is recurrent",
