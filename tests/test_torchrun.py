@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from test_cli import TINY
 
 from nextn.model import Model
@@ -131,3 +132,20 @@ def test_killed_restarted_stopped_and_resumed(launch, given, tmp_path):
     one, two = losses(tmp_path / "whole"), losses(out)
     assert one.keys() == two.keys() == set(range(1, STEPS + 1))
     assert all(two[step] == pytest.approx(one[step], abs=1e-4) for step in one)
+
+
+def test_two_stages(launch, tmp_path):
+    """Catches a second stage that begins before the first one's model is written, and one that only one process runs."""
+    out = tmp_path / "run"
+    more = ["steps=3", "refine.steps=2", "refine.optimizer=muon", "refine.depths=3", "refine.eval_every=0"]
+    launched = launch(out, *[word for each in more for word in ("--set", each)], restarts=0)
+    said, complaint = launched.communicate(timeout=PATIENCE)
+    assert launched.returncode == 0, complaint
+    assert said.count("wrote") == 1
+    assert [*losses(out)] == [1, 2, 3]
+    assert [len(each) for each in losses(out / "head").values()] == [3, 3]
+    joint, made = (Model.load(folder) for folder in (out / "joint", out / "model"))
+    trunks = joint.trunk.state_dict(), made.trunk.state_dict()
+    assert all(torch.equal(value, trunks[1][name]) for name, value in trunks[0].items())
+    heads = joint.head.state_dict(), made.head.state_dict()
+    assert not all(torch.equal(value, heads[1][name]) for name, value in heads[0].items())

@@ -49,7 +49,7 @@ class JointRun:
             return
         first.write_result(out / "joint")
         first.optimisers.clear()  # their moments are most of its memory
-        first.ranks.any(False)  # all wait for the one that writes
+        first.ranks.wait()  # for the one that writes
         second = self.refine(Start(out / "joint")).trainer
         yield second
         (first if second.standing.is_worse else second).write_result(model)

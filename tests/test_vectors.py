@@ -1,0 +1,125 @@
+"""csrc/vectors.h and what is written with it: the same values on every kind of processor, and sources that all of them
+compile."""
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import nextn.fast
+
+SOURCES = Path(nextn.fast.__file__).parent / "csrc"
+FLAGS = ["-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-I", str(SOURCES)]
+IS_X86 = platform.machine() == "x86_64"
+# Registers of 16, 32 and 64 bytes, and tiles. Compiled everywhere; what this machine lacks does not run here.
+KINDS = ["x86-64", "x86-64-v3", "skylake-avx512", "sapphirerapids"] if IS_X86 else ["native"]
+FLAG_OF = {"x86-64": "sse2", "x86-64-v3": "avx2", "skylake-avx512": "avx512f"}
+
+PROGRAM = """
+#include <cstdio>
+#include "attention_lanes.h"
+#include "sixteen.h"
+using namespace nextn;
+
+int main() {
+  float in[48];
+  uint16_t halves[16];
+  if (fread(in, 4, 48, stdin) != 48) return 1;
+  const Sixteen a = sixteen(in), b = sixteen(in + 16), c = sixteen(in + 32);
+  float out[12][16] = {};
+  put(halves, a);
+  put(out[0], sixteen(halves));
+  put(out[1], rounded<uint16_t>(a));
+  put(out[2], chosen(a > b, a, b));
+  put(out[3], larger(a, b));
+  put(out[4], product(a, b) + c);
+  put(out[5], rotated(a, 5));
+  put(out[6], floats_of(bits_of(a) & 0x7FFFFFFF));
+  put(out[7], (a + b) * c - a / b);
+  put(out[8], fused(a, b, c));
+  put(out[9], exp2_of(a));
+  put(out[10], silu_of(a));
+  const Lanes four[4] = {a, b, c, a * b};
+  const Four sums = lane_sums(four);
+  for (int i = 0; i < 4; ++i) out[11][i] = sums[i];
+  return fwrite(out, 4, 12 * 16, stdout) != 12 * 16;
+}
+"""
+
+
+def runs_here(kind: str) -> bool:
+    flags = Path("/proc/cpuinfo").read_text().split() if IS_X86 else []
+    return kind == "native" or FLAG_OF.get(kind, "amx_bf16") in flags
+
+
+def compiled(*words: object) -> None:
+    done = subprocess.run([os.environ.get("CXX", "g++"), *FLAGS, *map(str, words)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:3000]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_processor_compiles(kind):
+    """Catches code that only machines without these instructions were tried on."""
+    files = [path for path in sorted(SOURCES.glob("*.cpp")) if "#if" in path.read_text()]
+    assert len(files) >= 4
+    compiled(f"-march={kind}", "-fsyntax-only", *files, SOURCES / "attention.cpp")
+
+
+@pytest.fixture(scope="module")
+def given():
+    draws = torch.Generator().manual_seed(0)
+    values = 3 * torch.randn(3, 16, generator=draws)
+    # Ties between two bf16 values, to even down and up; zeros of both signs; what becomes infinite.
+    special = [1.00390625, 1.01171875, -1.00390625, 0.0, -0.0, 3.4e38]
+    values[0, : len(special)] = torch.tensor(special)
+    return values
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if runs_here(kind)])
+def test_sixteen_at_once_are_sixteen_alone(kind, given, tmp_path):
+    (tmp_path / "main.cpp").write_text(PROGRAM)
+    compiled(f"-march={kind}", "-O3", "-o", tmp_path / "main", tmp_path / "main.cpp")
+    told = subprocess.run([tmp_path / "main"], input=given.numpy().tobytes(), capture_output=True, check=True).stdout
+    found = torch.frombuffer(bytearray(told), dtype=torch.float32).reshape(12, 16)
+    a, b, c = given
+    exact = {
+        0: a.bfloat16().float(),
+        1: a.bfloat16().float(),
+        2: torch.where(a > b, a, b),
+        3: torch.where(a > b, a, b),
+        4: a * b + c,  # rounds twice, as torch does
+        5: a.roll(-5),
+        6: a.abs(),
+    }
+    for place, values in exact.items():
+        assert torch.equal(found[place], values), place
+        assert torch.equal(found[place].signbit(), values.signbit()), place
+    wide = given.double()
+    near = {
+        7: (wide[0] + wide[1]) * wide[2] - wide[0] / wide[1],
+        8: wide[0] * wide[1] + wide[2],
+        10: torch.nn.functional.silu(wide[0]),
+    }
+    for place, values in near.items():
+        torch.testing.assert_close(found[place], values.float(), rtol=3e-6, atol=3e-6)
+    small = a.abs() < 100  # its range ends at 128
+    torch.testing.assert_close(found[9][small].double(), wide[0][small].exp2(), rtol=1e-6, atol=0)
+    sums = torch.stack([wide[0], wide[1], wide[2], wide[0] * wide[1]]).sum(1)
+    torch.testing.assert_close(found[11][:4], sums.float(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if runs_here(kind)])
+def test_no_number_stays_none(kind, given, tmp_path):
+    """NaN goes through roundings and choices; the place beside it knows nothing of it."""
+    (tmp_path / "main.cpp").write_text(PROGRAM)
+    compiled(f"-march={kind}", "-O2", "-o", tmp_path / "main", tmp_path / "main.cpp")
+    values = given.clone()
+    values[0, 7] = float("nan")
+    told = subprocess.run([tmp_path / "main"], input=values.numpy().tobytes(), capture_output=True, check=True).stdout
+    found = torch.frombuffer(bytearray(told), dtype=torch.float32).reshape(12, 16)
+    for place in (0, 1, 4, 6, 7, 8, 9, 10):
+        assert found[place].isnan().nonzero().tolist() == [[7]], place
+    assert found[2][7] == found[3][7] == given[1, 7]
