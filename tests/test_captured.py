@@ -220,7 +220,7 @@ def test_a_chain_can_be_led_elsewhere(glm):
         best = [5, 9, 2]
         for step in range(70):
             guesses = [chain.step([7, 1, 1] if step in (3, 64) else best) for chain in chains]
-            compare(*guesses, near={"rtol": 1e-3, "atol": 1e-4})  # each step adds its roundings
+            compare(*guesses, near={"rtol": 1e-3, "atol": 5e-4})  # each step adds its roundings
             best = guesses[0].best
 
 

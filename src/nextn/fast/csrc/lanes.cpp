@@ -13,19 +13,18 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
-constexpr int kRows = 8;   // that a kernel takes
-constexpr int kSums = 16;  // registers of sums that additions go round
+constexpr int kSums = 16, kMost = 16;
 #elif defined(__AVX__)
 constexpr int kLanes = 8;
-constexpr int kRows = 6;
-constexpr int kSums = 8;
+constexpr int kSums = 8, kMost = 12;
 #else
 constexpr int kLanes = 4;
-constexpr int kRows = 2;
-constexpr int kSums = 8;
+constexpr int kSums = 8, kMost = 8;
 #endif
+// Registers of sums: kSums keep a machine busy that waits four cycles for each, kMost leave room for what is added.
 
-constexpr int64_t kAhead = 2048;  // bytes by which weights are fetched early
+constexpr int64_t kNear = 16 * 1024;  // bytes of weights that stay in the first-level cache
+constexpr int64_t kAhead = 2048;       // bytes by which weights are fetched early
 
 typedef float Floats __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
@@ -36,6 +35,12 @@ struct Part {
   const char* weights;
   int64_t depth, next;
 };
+
+// One run of weights is fetched early; several that are read at once the machine follows by itself.
+template <int kPieces, int kBytes>
+void fetch(const char* at) {
+  for (int line = 0; kPieces == 1 && line < kBytes; line += 64) __builtin_prefetch(at + kAhead + line);
+}
 
 // acc[row][v] += x[row] * weights(v): what there are fewer of stays in registers.
 template <int kCount, int kVectors, typename Weights>
@@ -57,9 +62,13 @@ inline void add(Floats (&acc)[kCount][kVectors], const float* const* x, int64_t 
   }
 }
 
+// Rows that a kernel takes at most.
+constexpr int rows_of(int64_t width) { return std::min(8, kMost * kLanes / int(width)); }
+
 // fp32: pieces [k][32 columns]. sums [kCount, kPieces * 32].
 struct Panels {
   static constexpr int64_t kWidth = kPanelColumns;
+  static constexpr int kRows = rows_of(kWidth);
   static constexpr int64_t kBytes = sizeof(float);
 
   template <int kCount, int kPieces>
@@ -68,7 +77,7 @@ struct Panels {
     Floats acc[kCount][kVectors] = {};
     const char* w = part.weights;
     for (int64_t k = 0; k < part.depth; ++k, w += kWidth * kBytes) {
-      if (kPieces == 1) __builtin_prefetch(w + kAhead);  // the machine follows several by itself
+      fetch<kPieces, kWidth * kBytes>(w);
       add(acc, part.x, k, [=](int v) { return reinterpret_cast<const Floats*>(w + v / kEach * part.next)[v % kEach]; });
     }
     for (int row = 0; row < kCount; ++row)
@@ -79,6 +88,7 @@ struct Panels {
 // bf16: pieces [pair of k][16 columns][2]; a pair is one word, the even one its lower half. sums [kCount, kPieces * 16].
 struct Blocks {
   static constexpr int64_t kWidth = kTileColumns;
+  static constexpr int kRows = rows_of(kWidth);
   static constexpr int64_t kBytes = sizeof(uint16_t);
 
   template <int kCount, int kPieces>
@@ -87,7 +97,7 @@ struct Blocks {
     Floats acc[kCount][kVectors] = {};
     const char* w = part.weights;
     for (int64_t k = 0; k < part.depth; k += 2, w += kWidth * 2 * kBytes) {
-      if (kPieces == 1) __builtin_prefetch(w + kAhead);  // the machine follows several by itself
+      fetch<kPieces, kWidth * 2 * kBytes>(w);
       for (int odd = 0; odd < 2; ++odd)
         add(acc, part.x, k + odd, [=](int v) {
           const Words pair = reinterpret_cast<const Words*>(w + v / kEach * part.next)[v % kEach];
@@ -99,8 +109,7 @@ struct Blocks {
   }
 };
 
-// Pieces that a kernel of kCount rows takes together: a sum waits four cycles for its last addition, so that few rows
-// of one piece leave most of them empty.
+// Pieces that a kernel of kCount rows takes together.
 template <typename Form, int kCount>
 constexpr int kTogether = int(std::bit_floor(unsigned(std::clamp(kSums * kLanes / (kCount * int(Form::kWidth)), 1, 4))));
 
@@ -127,17 +136,16 @@ void rows_times(const Product& product, const float* const* x, int64_t depth, in
 using Rows = void (*)(const Product&, const float* const*, int64_t, int64_t, int64_t, int64_t);
 
 template <typename Form, size_t... kIndex>
-constexpr std::array<Rows, kRows> kernels(std::index_sequence<kIndex...>) {
+constexpr std::array<Rows, Form::kRows> kernels(std::index_sequence<kIndex...>) {
   return {rows_times<Form, int(kIndex) + 1>...};
 }
 
 // All rows, in as few groups as kernels take, and of much the same size: pieces that fit the cache for all groups.
 template <typename Form>
 void multiply(const Product& product, const float* const* x, int64_t depth, int64_t begin, int64_t end) {
-  static constexpr std::array<Rows, kRows> kKernels = kernels<Form>(std::make_index_sequence<kRows>());
-  constexpr int64_t kNear = 16 * 1024;  // bytes of weights that stay in the first-level cache
-  constexpr int64_t kLeast = kTogether<Form, (kRows + 1) / 2>;
-  const int64_t groups = pieces(product.num_rows, kRows), bytes = Form::kWidth * depth * Form::kBytes;
+  static constexpr auto kKernels = kernels<Form>(std::make_index_sequence<Form::kRows>());
+  constexpr int64_t kLeast = kTogether<Form, (Form::kRows + 1) / 2>;
+  const int64_t groups = pieces(product.num_rows, Form::kRows), bytes = Form::kWidth * depth * Form::kBytes;
   const int64_t stride = groups == 1 ? end - begin : std::max(kLeast, kNear / bytes);
   for (int64_t piece = begin; piece < end; piece += stride)
     for (int64_t group = 0; group < groups; ++group) {
