@@ -67,6 +67,18 @@ def test_figures_are_the_records():
     assert demo["identical_output"]
 
 
+def test_figures_of_a_processor_with_less_are_the_record():
+    """What `make demo` decoded where registers are shorter and bfloat16 is not multiplied."""
+    demo = record("demo-avx2")
+    assert demo["machine"].endswith("AVX2")
+    told = " ".join(README.split())
+    for name, title in (("greedy", "greedy"), ("temperature_1", "at temperature 1")):
+        part = demo[name]
+        speeds = f"{part['plain_tokens_per_s']:,.0f} to {part['mtp_tokens_per_s']:,.0f} tokens/s {title}"
+        assert f"{speeds} ({part['speedup']:.2f} x)" in told
+    assert demo["identical_output"]
+
+
 def test_audit_figures_are_the_record():
     """Seconds, memory and bytes of the audit as bench/audit.py last measured them."""
     audit = record("audit")
@@ -128,6 +140,12 @@ def recipe_lines():
     _, mtp, texts = bench_figures("code-greedy-other", 0.0, 15)
     assert texts == bench_figures("code-greedy", 0.0, 15)[2]
     yield f"gave {mtp['speedup']['median']:.2f} x (AL {mtp['acceptance_length']:.1f};"
+    stages = record("code-stages")
+    before, after = stages["baseline"], stages["best"]
+    yield (
+        f"at K = 9 and temperature 1 from {before['sampled']['AL']:.2f} to {after['sampled']['AL']:.2f}, by best tokens "
+        f"from {before['greedy']['AL']:.2f} to {after['greedy']['AL']:.2f}"
+    )
     plain, mtp, _ = bench_figures("hybrid", 1.0, 6)
     speeds = f"{mtp['tokens_per_s']['median']:,.0f} against {plain:,.0f} tokens/s"
     yield f"{speeds}, {mtp['speedup']['median']:.2f} x at temperature 1 and K = 6"
@@ -161,8 +179,9 @@ def peer_lines():
 # What is no measurement, or none that a record holds.
 SAID = (
     "14 of the 27 families", "C++20", "batch 1", "GLM-4.5's layout, 16 layers", "Qwen3.5's layout",
-    "20 minutes of the same two cores, up to 27 on slower days", "--asked 600 --count 40",
+    "20 minutes of the same two cores for its first stage, up to 27 on slower days", "--asked 600 --count 40",
     "K = 1 | K = 2 | K = 4 | AL at K = 4",
+    "130 steps of the first and 60 of the second took",
 )  # fmt: skip
 
 

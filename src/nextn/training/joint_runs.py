@@ -49,6 +49,7 @@ class JointRun:
             return
         first.write_result(out / "joint")
         first.optimisers.clear()  # their moments are most of its memory
+        torch.compiler.reset()  # its graphs count among the few that torch keeps of a layer's code
         first.ranks.wait()  # for the one that writes
         second = self.refine(Start(out / "joint")).trainer
         yield second

@@ -27,10 +27,14 @@ constexpr int32_t kPlaces[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14,
 
 inline LaneInts places() { return loaded<LaneInts>(kPlaces); }
 
+#if defined(__AVX512F__)
+inline Lanes permuted(Lanes x, LaneInts from) { return (Lanes)_mm512_permutexvar_ps((__m512i)from, (__m512)x); }
+#endif
+
 // Lane i of the result is lane (i + step) % 16.
 inline Lanes rotated(Lanes x, int step) {
 #if defined(__AVX512F__)
-  return __builtin_shuffle(x, (places() + step) & int32_t(kLanes - 1));
+  return permuted(x, (places() + step) & int32_t(kLanes - 1));
 #else
   float twice[2 * kLanes];
   put_lanes(twice, x), put_lanes(twice + kLanes, x);
@@ -57,12 +61,14 @@ inline Four quarter_sum(Lanes x) {
 
 // The sums of four times sixteen lanes.
 inline Four lane_sums(const Lanes* x) {
-  using Ints = int32_t __attribute__((vector_size(16)));
   const Four a = quarter_sum(x[0]), b = quarter_sum(x[1]), c = quarter_sum(x[2]), d = quarter_sum(x[3]);
-  const Ints low = {0, 4, 1, 5}, high = {2, 6, 3, 7};
-  const Four ab = __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
-  const Four cd = __builtin_shuffle(c, d, low) + __builtin_shuffle(c, d, high);
-  return __builtin_shuffle(ab, cd, Ints{0, 1, 4, 5}) + __builtin_shuffle(ab, cd, Ints{2, 3, 6, 7});
+#if defined(__x86_64__)
+  const __m128 ab = _mm_unpacklo_ps(a, b) + _mm_unpackhi_ps(a, b), cd = _mm_unpacklo_ps(c, d) + _mm_unpackhi_ps(c, d);
+  return _mm_movelh_ps(ab, cd) + _mm_movehl_ps(cd, ab);
+#else
+  const auto sum = [](Four all) { return (all[0] + all[2]) + (all[1] + all[3]); };
+  return Four{sum(a), sum(b), sum(c), sum(d)};
+#endif
 }
 
 // 2^x for x < 128 to about 1e-7; exactly 1 for 0, exactly 0 below 2^-126; NaN stays NaN. Minimax of (2^x - 1) / x.

@@ -168,7 +168,7 @@ Lanes sum_spans(Sweep& sweep, const uint32_t* queries, float* sums, float* more)
       kWeigh[std::min(kGroups, (a.dim_v - j) / kRows) - 1](values + j * kBlock, a.dim_v, columns / kBlock,
                                                            buffers.weights, lanes, more + j * lanes, buffers.totals);
     add_scaled(sums, more, a.dim_v * lanes, factor);
-    totals = totals * factor + __builtin_shuffle(lanes_at(buffers.totals), replicate);
+    totals = totals * factor + permuted(lanes_at(buffers.totals), replicate);
   }
   return totals;
 }

@@ -11,7 +11,7 @@
 
 #include "functions.h"
 
-#if defined(__AVX__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
