@@ -141,11 +141,11 @@ def recipe_lines():
     assert texts == bench_figures("code-greedy", 0.0, 15)[2]
     yield f"gave {mtp['speedup']['median']:.2f} x (AL {mtp['acceptance_length']:.1f};"
     stages = record("code-stages")
-    before, after = stages["baseline"], stages["best"]
-    yield (
-        f"at K = 9 and temperature 1 from {before['sampled']['AL']:.2f} to {after['sampled']['AL']:.2f}, by best tokens "
-        f"from {before['greedy']['AL']:.2f} to {after['greedy']['AL']:.2f}"
+    sampled, greedy = (
+        f"from {stages['baseline'][rule]['AL']:.2f} to {stages['best'][rule]['AL']:.2f}"
+        for rule in ("sampled", "greedy")
     )
+    yield f"at K = 9 and temperature 1 {sampled}, by best tokens {greedy}"
     plain, mtp, _ = bench_figures("hybrid", 1.0, 6)
     speeds = f"{mtp['tokens_per_s']['median']:,.0f} against {plain:,.0f} tokens/s"
     yield f"{speeds}, {mtp['speedup']['median']:.2f} x at temperature 1 and K = 6"
