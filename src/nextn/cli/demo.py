@@ -22,7 +22,7 @@ def demo(
     drafts: Drafts = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Train a byte-level code model with an MTP head, then decode with it off and on (6 to 10 minutes on 2 cores, 20 on
+    """Train a byte-level code model with an MTP head, then decode with it off and on (6 to 10 minutes on 2 cores, 25 on
     ones that do not multiply bfloat16)."""
     from nextn.demo import draw, run_demo
 
