@@ -1,8 +1,11 @@
 """Muon in float32: torch's, but for where it rounds."""
 
+import platform
+
 import pytest
 import torch
 
+from nextn.training.half import half_pays
 from nextn.training.muon import Muon32, orthogonal
 from nextn.training.optimisers import optimisers
 from nextn.training.train_config import TrainConfig
@@ -57,3 +60,9 @@ def test_what_the_machine_multiplies_fast(monkeypatch, pays, kind, dtype):
     made = optimisers({"layers.0.weight": torch.nn.Parameter(torch.zeros(4, 4))}, config)
     assert type(made[-1]).__name__ == kind
     assert TrainConfig(steps=1, dtype="bfloat16").dtype == "bfloat16"
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="what torch's kernels need is told for x86 here")
+def test_bfloat16_pays_where_registers_are_long():
+    """Catches a rule that says the same on every machine: torch multiplies it with AVX-512 and what builds on it."""
+    assert half_pays("cpu") == torch.backends.cpu.get_cpu_capability().startswith("AVX512")

@@ -1,14 +1,12 @@
 """Muon for processors without bfloat16 products, on which torch's own spends most of a step."""
 
-from collections.abc import Sequence
 from math import sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_SMALLEST = 1e-7
+_STEPS, _COEFFICIENTS, _SMALLEST = 5, (3.4445, -4.7750, 2.0315), 1e-7  # torch.optim.Muon's
 
 
 class Muon32(torch.optim.Muon):
@@ -28,23 +26,23 @@ class Muon32(torch.optim.Muon):
             for value in group["params"]:
                 if value.grad is None:
                     continue
-                moment = self.state[value].setdefault("momentum_buffer", torch.zeros_like(value.grad))
+                if "momentum_buffer" not in self.state[value]:
+                    self.state[value]["momentum_buffer"] = torch.zeros_like(value.grad)
+                moment = self.state[value]["momentum_buffer"]
                 moment.lerp_(value.grad, 1 - momentum)
                 update = orthogonal(value.grad.lerp(moment, momentum))
                 value.mul_(1 - rate * decay).add_(update, alpha=-rate * 0.2 * sqrt(max(value.shape)))
         return loss
 
 
-def orthogonal(
-    matrix: Tensor, *, steps: int = 5, coefficients: Sequence[float] = _COEFFICIENTS, smallest: float = _SMALLEST
-) -> Tensor:
+def orthogonal(matrix: Tensor) -> Tensor:
     """matrix [n, m] with all singular values near 1, by Newton-Schulz steps as torch.optim.Muon does them
     (https://kellerjordan.github.io/posts/muon/), in the matrix's dtype."""
-    a, b, c = coefficients
+    a, b, c = _COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     wide = matrix.T if is_tall else matrix
-    wide = wide / wide.norm().clamp(min=smallest)
-    for _ in range(steps):
+    wide = wide / wide.norm().clamp(min=_SMALLEST)
+    for _ in range(_STEPS):
         gram = wide @ wide.T
         wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
     return wide.T if is_tall else wide

@@ -65,49 +65,39 @@ inline void add(Floats (&acc)[kCount][kVectors], const float* const* x, int64_t 
 // Rows that a kernel takes at most.
 constexpr int rows_of(int64_t width) { return std::min(8, kMost * kLanes / int(width)); }
 
-// fp32: pieces [k][32 columns]. sums [kCount, kPieces * 32].
+// fp32: pieces [k][32 columns].
 struct Panels {
-  static constexpr int64_t kWidth = kPanelColumns;
+  static constexpr int64_t kWidth = kPanelColumns, kBytes = sizeof(float), kStep = 1;
   static constexpr int kRows = rows_of(kWidth);
-  static constexpr int64_t kBytes = sizeof(float);
 
-  template <int kCount, int kPieces>
-  static void sum(const Part& part, float* sums) {
-    constexpr int kEach = kWidth / kLanes, kVectors = kPieces * kEach;
-    Floats acc[kCount][kVectors] = {};
-    const char* w = part.weights;
-    for (int64_t k = 0; k < part.depth; ++k, w += kWidth * kBytes) {
-      fetch<kPieces, kWidth * kBytes>(w);
-      add(acc, part.x, k, [=](int v) { return reinterpret_cast<const Floats*>(w + v / kEach * part.next)[v % kEach]; });
-    }
-    for (int row = 0; row < kCount; ++row)
-      for (int v = 0; v < kVectors; ++v) reinterpret_cast<Floats*>(sums + row * kPieces * kWidth)[v] = acc[row][v];
-  }
+  static Floats weights(const char* at, int v, int) { return reinterpret_cast<const Floats*>(at)[v]; }
 };
 
-// bf16: pieces [pair of k][16 columns][2]; a pair is one word, the even one its lower half. sums [kCount, kPieces * 16].
+// bf16: pieces [pair of k][16 columns][2]; a pair is one word, the even one its lower half.
 struct Blocks {
-  static constexpr int64_t kWidth = kTileColumns;
+  static constexpr int64_t kWidth = kTileColumns, kBytes = sizeof(uint16_t), kStep = 2;
   static constexpr int kRows = rows_of(kWidth);
-  static constexpr int64_t kBytes = sizeof(uint16_t);
 
-  template <int kCount, int kPieces>
-  static void sum(const Part& part, float* sums) {
-    constexpr int kEach = kWidth / kLanes, kVectors = kPieces * kEach;
-    Floats acc[kCount][kVectors] = {};
-    const char* w = part.weights;
-    for (int64_t k = 0; k < part.depth; k += 2, w += kWidth * 2 * kBytes) {
-      fetch<kPieces, kWidth * 2 * kBytes>(w);
-      for (int odd = 0; odd < 2; ++odd)
-        add(acc, part.x, k + odd, [=](int v) {
-          const Words pair = reinterpret_cast<const Words*>(w + v / kEach * part.next)[v % kEach];
-          return (Floats)(odd ? pair & 0xFFFF0000 : pair << 16);
-        });
-    }
-    for (int row = 0; row < kCount; ++row)
-      for (int v = 0; v < kVectors; ++v) reinterpret_cast<Floats*>(sums + row * kPieces * kWidth)[v] = acc[row][v];
+  static Floats weights(const char* at, int v, int odd) {
+    const Words pair = reinterpret_cast<const Words*>(at)[v];
+    return (Floats)(odd ? pair & 0xFFFF0000 : pair << 16);
   }
 };
+
+// sums [kCount, kPieces * width]
+template <typename Form, int kCount, int kPieces>
+void sum(const Part& part, float* sums) {
+  constexpr int kEach = Form::kWidth / kLanes, kVectors = kPieces * kEach;
+  constexpr int kRead = Form::kWidth * Form::kStep * Form::kBytes;
+  Floats acc[kCount][kVectors] = {};
+  const char* w = part.weights;
+  for (int64_t k = 0; k < part.depth; k += Form::kStep, w += kRead) {
+    fetch<kPieces, kRead>(w);
+    for (int one = 0; one < Form::kStep; ++one)
+      add(acc, part.x, k + one, [=](int v) { return Form::weights(w + v / kEach * part.next, v % kEach, one); });
+  }
+  std::memcpy(sums, acc, sizeof acc);
+}
 
 // Pieces that a kernel of kCount rows takes together.
 template <typename Form, int kCount>
@@ -116,7 +106,7 @@ constexpr int kTogether = int(std::bit_floor(unsigned(std::clamp(kSums * kLanes 
 template <typename Form, int kCount, int kPieces>
 void sum_and_store(const Product& product, const Part& part, int64_t first, int64_t piece) {
   alignas(64) float sums[kCount * kPieces * Form::kWidth];
-  Form::template sum<kCount, kPieces>(part, sums);
+  sum<Form, kCount, kPieces>(part, sums);
   for (int64_t row = 0; row < kCount; ++row)
     product.store(first + row, piece * Form::kWidth, kPieces * Form::kWidth, sums + row * kPieces * Form::kWidth);
 }

@@ -34,18 +34,8 @@ struct Step {
   template <int kVectors>
   void run(const float* from, float* to, const float* value, float* out, int64_t count) const {
     const bool full = kVectors > 1 || count == kLanes;
-    const auto load = [=](const float* at) {
-      if (full) return lanes_at(at);
-      float padded[kLanes] = {};
-      std::memcpy(padded, at, count * sizeof(float));
-      return lanes_at(padded);
-    };
-    const auto store = [=](float* at, Lanes values) {
-      if (full) return put_lanes(at, values);
-      float all[kLanes];
-      put_lanes(all, values);
-      std::memcpy(at, all, count * sizeof(float));
-    };
+    const auto load = [=](const float* at) { return full ? lanes_at(at) : sixteen(at, count); };
+    const auto store = [=](float* at, Lanes values) { full ? put_lanes(at, values) : put(at, values, count); };
     Lanes delta[kVectors]{}, sum[kVectors]{};
     for (int64_t d = 0; d < dim_k; ++d)
       for (int i = 0; i < kVectors; ++i) delta[i] += load(from + d * dim_v + i * kLanes) * decay * key[d];

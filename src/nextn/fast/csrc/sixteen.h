@@ -96,6 +96,21 @@ inline Sixteen silu_of(Sixteen x) {
 // The same bits.
 inline float silu_of(float x) { return silu_of(Sixteen{} + x)[0]; }
 
+// The first `count` of sixteen; the others are 0, or not written.
+template <typename T>
+Sixteen sixteen(const T* from, int64_t count) {
+  T padded[kSixteen] = {};
+  std::memcpy(padded, from, count * sizeof(T));
+  return sixteen(padded);
+}
+
+template <typename T>
+void put(T* to, Sixteen values, int64_t count) {
+  T all[kSixteen];
+  put(all, values);
+  std::memcpy(to, all, count * sizeof(T));
+}
+
 // body(load, store) for each sixteen of a run: load(from) and store(to, values) at from + place, short at the end.
 template <typename Body>
 void by_sixteen(int64_t count, Body&& body) {
@@ -105,17 +120,8 @@ void by_sixteen(int64_t count, Body&& body) {
          [&](auto* to, Sixteen values) { put(to + place, values); });
   const int64_t rest = count - place;
   if (rest == 0) return;
-  body(
-      [&](const auto* from) {
-        std::remove_cvref_t<decltype(*from)> padded[kSixteen] = {};
-        std::memcpy(padded, from + place, rest * sizeof *from);
-        return sixteen(padded);
-      },
-      [&](auto* to, Sixteen values) {
-        std::remove_reference_t<decltype(*to)> all[kSixteen];
-        put(all, values);
-        std::memcpy(to + place, all, rest * sizeof *to);
-      });
+  body([&](const auto* from) { return sixteen(from + place, rest); },
+       [&](auto* to, Sixteen values) { put(to + place, values, rest); });
 }
 
 }  // namespace nextn
