@@ -135,7 +135,7 @@ def test_killed_restarted_stopped_and_resumed(launch, given, tmp_path):
 
 
 def test_two_stages(launch, tmp_path):
-    """Catches a second stage that begins before the first one's model is written, or that one process runs alone."""
+    """Catches a second stage that one process runs alone, or moves the trunk, or whose head is not written."""
     out = tmp_path / "run"
     more = ["steps=3", "refine.steps=2", "refine.optimizer=muon", "refine.depths=3", "refine.eval_every=0"]
     launched = launch(out, *[word for each in more for word in ("--set", each)], restarts=0)
