@@ -10,7 +10,8 @@ from torch import Tensor
 from nextn.errors import ConfigError
 from nextn.fast.native import Runtime, load
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+# Of float32: what torch itself is off by at 192 channels.
+TOLERANCE = {torch.float32: 9e-6, torch.bfloat16: 1e-2}
 
 
 @cache

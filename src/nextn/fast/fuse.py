@@ -1,4 +1,5 @@
-"""Operations of a lowered pass that one native op does together: RMS norms, rotary embeddings, gates; copies left out.
+"""Operations of a lowered pass that one native op does together: RMS norms, rotary embeddings, gates, linear layers of
+one input; copies left out.
 
 The bits stay, as the kernels promise. What is spelled otherwise stays as it is.
 """
@@ -7,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from nextn.fast import copies, gates, norms, rotary
+from nextn.fast import copies, gates, norms, products, rotary
 from nextn.fast.lower import Lowered
 from nextn.fast.touched import Touched
 
@@ -18,4 +19,5 @@ def fused(groups: Sequence[Lowered], *, kept: Sequence[Tensor], is_constant: Cal
     out = norms.fused(out, Touched(out, kept), is_constant)
     out = rotary.fused(out, Touched(out, kept))
     out = gates.fused(out, Touched(out, kept))
+    out = products.fused(out, Touched(out, kept))
     return copies.left_out(out, kept)

@@ -96,10 +96,10 @@ def by_name(name: str, *, vocab_size: int) -> Recipe:
         "code": Recipe(
             "half-hour byte-level code model, made to be decoded fast",
             mixed_model(layers=16, hidden=256, vocab_size=vocab_size),
-            _byte_training(steps=700, batch_size=8, length=512, depths=4, compile=True, save_every=100),
+            _byte_training(steps=800, batch_size=8, length=512, depths=4, compile=True, save_every=100),
             28,
             # The head alone on its trunk's law, over more depths than the first stage could pay.
-            {"steps": 300, "depths": 6, "optimizer": "muon", "matrix_lr": 0.01, "lr": 1e-3, "eval_every": 100},
+            {"steps": 350, "depths": 6, "optimizer": "muon", "matrix_lr": 0.01, "lr": 1e-3, "eval_every": 100},
         ),
         "hybrid": Recipe(
             "quarter-hour byte-level code model with gated delta nets, to see what MTP brings where state is recurrent",

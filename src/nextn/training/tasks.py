@@ -22,6 +22,7 @@ from nextn.errors import ConfigError
 from nextn.head import outputs
 from nextn.losses.loss import LossReport, Targets, depth_weights, mtp_loss
 from nextn.model import Model
+from nextn.training.blockwise import attend_in_blocks
 from nextn.training.checkpointing import checkpoint_layers
 from nextn.training.evaluate import decoded, forced
 from nextn.training.metrics import EvalRecord, HeadRecord
@@ -246,6 +247,7 @@ def prepare_layers(model: Model, config: TrainConfig) -> None:
     if config.checkpoint_layers:
         checkpoint_layers(layers)
     if config.compile:
+        attend_in_blocks(model.trunk.model, *blocks)
         for layer in layers:
             layer.compile()
 

@@ -59,16 +59,10 @@ inline Four quarter_sum(Lanes x) {
   return quarter[0] + quarter[1];
 }
 
-// The sums of four times sixteen lanes.
-inline Four lane_sums(const Lanes* x) {
-  const Four a = quarter_sum(x[0]), b = quarter_sum(x[1]), c = quarter_sum(x[2]), d = quarter_sum(x[3]);
-#if defined(__x86_64__)
-  const __m128 ab = _mm_unpacklo_ps(a, b) + _mm_unpackhi_ps(a, b), cd = _mm_unpacklo_ps(c, d) + _mm_unpackhi_ps(c, d);
-  return _mm_movelh_ps(ab, cd) + _mm_movehl_ps(cd, ab);
-#else
-  const auto sum = [](Four all) { return (all[0] + all[2]) + (all[1] + all[3]); };
-  return Four{sum(a), sum(b), sum(c), sum(d)};
-#endif
+// The sum of sixteen lanes.
+inline float lane_sum(Lanes x) {
+  const Four sum = quarter_sum(x);
+  return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
 // 2^x for x < 128 to about 1e-7; exactly 1 for 0, exactly 0 below 2^-126; NaN stays NaN. Minimax of (2^x - 1) / x.

@@ -1,6 +1,12 @@
 // The sweep in tile registers (Intel AMX, bf16): keys times queries, then values times weights, both transposed: keys
 // and values are read as they lie in the slabs, and only the few queries and weights are rearranged.
+//
+// Slabs: K [B, Hk, capacity, D]; V, as operands of tiles, [B, Hk, capacity / 32, Dv, 32]. Scores and weights are laid
+// out by query lane: value i belongs to query i % lanes, so vectors are full for 1 query and for 16.
 #include <algorithm>
+#include <bit>
+#include <limits>
+#include <vector>
 
 #include "attention.h"
 
@@ -17,6 +23,81 @@ namespace {
 constexpr int64_t kRows = 16;   // of a tile
 constexpr int64_t kDepth = 32;  // bf16 values in a row of a tile
 constexpr int64_t kGroups = 4;  // tiles of 16 value channels summed at once
+constexpr int64_t kQueries = 16;  // of a sweep
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
+
+// The queries of one sweep, and how far their softmax has come.
+struct Sweep : Queries {
+  explicit Sweep(const Queries& queries);
+
+  int64_t lanes;          // count, as a power of two
+  LaneInts low, high;     // the first and last column of each lane's query; padding sees none
+  int64_t inner_begin, inner_end;  // columns that every query sees
+  Lanes top;              // the largest logit so far (base 2)
+  Lanes top_sum;          // what a sink adds to the sum of weights
+
+  // From raw products scores [columns, lanes] of the columns from `column` on: `top` as of now. Returns what all sums
+  // so far are to be multiplied by. Leaves scores for `weights`.
+  Lanes advance(float* scores, int64_t column, int64_t columns);
+
+  // A vector of scores as weights of the softmax, relative to `top`.
+  Lanes weights(const float* scores) const { return exp2_of(lanes_at(scores) * slope_ - shown_); }
+
+ private:
+  void cap(float* scores, int64_t count) const;
+  void mask(float* scores, int64_t column) const;
+
+  float slope_;  // of logits (base 2) over scores
+  Lanes shown_;  // top, or 0 before any column is seen
+};
+
+Sweep::Sweep(const Queries& queries)
+    : Queries(queries), lanes(std::bit_ceil(uint64_t(count))),
+      slope_(attention.softcap > 0 ? kLog2e : attention.scale * kLog2e) {
+  inner_end = column(0) + 1, inner_begin = attention.low_of(column(count - 1));
+  int32_t highs[kLanes], lows[kLanes];
+  float tops[kLanes], sums[kLanes];
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const int64_t query = lane % lanes, last = query < count ? column(query) : -1;
+    highs[lane] = int32_t(last), lows[lane] = int32_t(attention.low_of(last));
+    const bool sinks = attention.sinks && query < count;
+    tops[lane] = sinks ? sink(query) : kLowest, sums[lane] = sinks ? 1.0f : 0.0f;
+  }
+  high = loaded<LaneInts>(highs), low = loaded<LaneInts>(lows);
+  top = lanes_at(tops), top_sum = lanes_at(sums);
+}
+
+void Sweep::cap(float* scores, int64_t count) const {
+  const float inside = attention.scale / attention.softcap;
+  for (int64_t i = 0; i < count; i += kLanes)
+    put_lanes(scores + i, attention.softcap * tanh_of(lanes_at(scores + i) * inside));
+}
+
+// One block from `column` on.
+void Sweep::mask(float* scores, int64_t column) const {
+  const Lanes lowest = Lanes{} + kLowest;
+  LaneInts place = lane_quotient(lanes) + int32_t(column);
+  for (int64_t i = 0; i < kBlock * lanes; i += kLanes, place += int32_t(kLanes / lanes))
+    put_lanes(scores + i, chosen((place < low) | (place > high), lowest, lanes_at(scores + i)));
+}
+
+Lanes Sweep::advance(float* scores, int64_t column, int64_t columns) {
+  if (attention.softcap > 0) cap(scores, columns * lanes);
+  for (int64_t i = 0; i < columns; i += kBlock)
+    if (column + i < inner_begin || column + i + kBlock > inner_end) mask(scores + i * lanes, column + i);
+  const Lanes lowest = Lanes{} + kLowest;
+  Lanes best[2] = {lowest, lowest};
+  for (int64_t i = 0; i < columns * lanes; i += 2 * kLanes) {
+    best[0] = larger(lanes_at(scores + i), best[0]);
+    best[1] = larger(lanes_at(scores + i + kLanes), best[1]);
+  }
+  Lanes most = larger(best[0], best[1]);
+  for (int64_t step = lanes; step < kLanes; step *= 2) most = larger(most, rotated(most, int(step)));
+  const Lanes before = top;
+  top = larger(most * slope_, before);
+  shown_ = chosen(top == lowest, Lanes{}, top);
+  return exp2_of(before - shown_);
+}
 
 // 0 to 3: sums [16, lanes]; 4, 5: keys or values [16, 32]; 6: queries or weights [16 pairs, lanes, 2]; for `weigh`
 // 7: the weights' sums [1, lanes], and 5 a row of ones.
@@ -148,8 +229,8 @@ Lanes sum_spans(Sweep& sweep, const uint32_t* queries, float* sums, float* more)
   const TileConfig scores(lanes, false), weights(lanes, true);
   uint16_t ones[kDepth];
   std::fill_n(ones, kDepth, uint16_t(0x3F80));
-  for (int64_t column = sweep.begin, next; column < sweep.end; column = next) {
-    next = std::min(column / kSpan * kSpan + kSpan, sweep.end);
+  for (int64_t column = sweep.begin(), next; column < sweep.end(); column = next) {
+    next = std::min(column / kSpan * kSpan + kSpan, sweep.end());
     const int64_t columns = next - column;
     finish_stores();
     _tile_loadconfig(&scores);
@@ -187,11 +268,19 @@ void store_out(const Sweep& sweep, const float* sums, Lanes inverse) {
     }
 }
 
-}  // namespace
+// The window's keys and values of one row and kv head.
+void write(const Attention& a, int64_t row, int64_t kv_head) {
+  for (int64_t i = 0; i < a.width; ++i) {
+    const int64_t column = a.starts[row] + i;
+    std::memcpy(a.key_slab(row, kv_head, column), element(a.k, row, kv_head, i), a.dim_k * sizeof(uint16_t));
+    const auto* from = reinterpret_cast<const uint16_t*>(element(a.v, row, kv_head, i));
+    auto* block = reinterpret_cast<uint16_t*>(a.value_slab(row, kv_head, column / kBlock * kBlock)) + column % kBlock;
+    for (int64_t j = 0; j < a.dim_v; ++j) block[j * kBlock] = from[j];
+  }
+}
 
-bool tiles_take(int64_t dim_k, int64_t dim_v) { return dim_k % kDepth == 0 && dim_v % kRows == 0; }
-
-void sweep_tiles(Sweep& sweep) {
+void run(const Queries& some) {
+  Sweep sweep(some);
   const Attention& a = sweep.attention;
   thread_local std::vector<uint32_t> queries;
   thread_local std::vector<float> sums, more;
@@ -205,10 +294,17 @@ void sweep_tiles(Sweep& sweep) {
   store_out(sweep, sums.data(), 1.0f / totals);
 }
 
+constexpr Way kTiles{write, run, kQueries, false};
+
+}  // namespace
+
+const Way* way_of_tiles(const View& q, const View& v) {
+  return q.type == BF16 && q.size[3] % kDepth == 0 && v.size[3] % kRows == 0 ? &kTiles : nullptr;
+}
+
 #else
 
-bool tiles_take(int64_t, int64_t) { return false; }
-void sweep_tiles(Sweep&) {}
+const Way* way_of_tiles(const View&, const View&) { return nullptr; }
 
 #endif
 

@@ -1,4 +1,5 @@
 // Linear layers over packed weights: the ops pack, linear and expert_linear.
+#include <algorithm>
 #include <vector>
 
 #include "product.h"
@@ -67,23 +68,56 @@ bool select_pack(Call& call) {
   return true;
 }
 
+void multiply(const Product& product, int64_t type, int64_t begin, int64_t end) {
+  if (begin >= end || product.num_rows == 0) return;
+  (type == BF16 ? multiply_bf16 : multiply_f32)(product, begin, end);
+}
+
 // This worker's share of the columns.
 void multiply(const Product& product, int64_t type, const Worker& worker) {
   int64_t begin, end;
   worker.share(pieces(product.n, block_columns(type)), begin, end);
-  if (begin == end || product.num_rows == 0) return;
-  (type == BF16 ? multiply_bf16 : multiply_f32)(product, begin, end);
+  multiply(product, type, begin, end);
 }
 
-// views: out [m, n], x [m, k], packed, bias [n] or none; ints: n, k, type
+// The views and ints of `linear`: outs [m, n] one by one, x [m, k], packed weights, biases [n] or none; each n, k, type.
+struct Layers {
+  const Call& call;
+  const int64_t count = int64_t(call.ints.size()) - 2;
+
+  int64_t n(int64_t i) const { return call.ints[i]; }
+  int64_t k() const { return call.ints[count]; }
+  int64_t type() const { return call.ints[count + 1]; }
+  const View& out(int64_t i) const { return call.views[i]; }
+  const View& x() const { return call.views[count]; }
+  const View& packed(int64_t i) const { return call.views[count + 1 + i]; }
+  bool has_bias() const { return int64_t(call.views.size()) == 3 * count + 1; }
+  const View& bias(int64_t i) const { return call.views[2 * count + 1 + i]; }
+  bool fits() const { return count > 0 && (has_bias() || int64_t(call.views.size()) == 2 * count + 1); }
+
+  int64_t blocks() const {
+    int64_t total = 0;
+    for (int64_t i = 0; i < count; ++i) total += pieces(n(i), block_columns(type()));
+    return total;
+  }
+};
+
+// The workers share the columns of all layers.
 void linear(const Call& call, const Worker& worker) {
-  Product product{};
-  product.out = &call.views[0], product.x = &call.views[1];
-  product.num_rows = product.x->size[0];
-  product.n = call.ints[0], product.k = call.ints[1];
-  product.packed = call.views[2].data;
-  if (call.views.size() > 3) product.bias = call.views[3].data, product.bias_type = call.views[3].type;
-  multiply(product, call.ints[2], worker);
+  const Layers layers{call};
+  int64_t begin, end;
+  worker.share(layers.blocks(), begin, end);
+  for (int64_t i = 0, first = 0; i < layers.count; ++i) {
+    const int64_t blocks = pieces(layers.n(i), block_columns(layers.type()));
+    Product product{};
+    product.out = &layers.out(i), product.x = &layers.x();
+    product.num_rows = product.x->size[0];
+    product.n = layers.n(i), product.k = layers.k();
+    product.packed = layers.packed(i).data;
+    if (layers.has_bias()) product.bias = layers.bias(i).data, product.bias_type = layers.bias(i).type;
+    multiply(product, layers.type(), std::max<int64_t>(begin - first, 0), std::min(end - first, blocks));
+    first += blocks;
+  }
 }
 
 // The rows of each expert, in order: rows [ends[e - 1], ends[e]) of the result are those that expert e takes.
@@ -126,38 +160,43 @@ void expert_linear(const Call& call, const Worker& worker) {
   }
 }
 
-// What both ops ask of out, x, packed, bias and the ints; the number of matrices in `packed`, 0: not supported.
-int64_t matrices(const Call& call, size_t packed_at, int64_t bias_ndim) {
-  if (call.ints.size() != 3 || call.views.size() <= packed_at || call.views.size() > packed_at + 2) return 0;
-  const int64_t n = call.ints[0], k = call.ints[1], type = call.ints[2];
-  const View &out = call.views[0], &x = call.views[1], &packed = call.views[packed_at];
-  if (n < 1 || k < 1 || !is_weight_type(type) || x.type != type) return 0;
-  if (!is_matrix(out) || !is_matrix(x) || out.size[0] != x.size[0] || out.size[1] != n || x.size[1] != k) return 0;
-  if (out.type != F32 && (out.type != BF16 || type != BF16)) return 0;
-  if (!is_bytes(packed) || packed.size[0] % packed_bytes(type, n, k)) return 0;
-  if (call.views.size() > packed_at + 1) {
-    const View& bias = call.views[packed_at + 1];
-    if (!is_weight_type(bias.type) || bias.ndim != bias_ndim) return 0;
-    if (bias.size[bias_ndim - 1] != n || (bias.stride[bias_ndim - 1] != 1 && n > 1)) return 0;
-  }
-  return packed.size[0] / packed_bytes(type, n, k);
+// Whether kernels take this layer, of a matrix or of several (bias_ndim 2).
+bool is_layer(const View& out, const View& x, const View& packed, const View* bias, int64_t bias_ndim, int64_t n,
+              int64_t k, int64_t type) {
+  if (n < 1 || k < 1 || !is_weight_type(type) || x.type != type) return false;
+  if (!is_matrix(out) || !is_matrix(x) || out.size[0] != x.size[0] || out.size[1] != n || x.size[1] != k) return false;
+  if (out.type != F32 && (out.type != BF16 || type != BF16)) return false;
+  if (!is_bytes(packed) || packed.size[0] == 0 || packed.size[0] % packed_bytes(type, n, k)) return false;
+  if (!bias) return true;
+  if (!is_weight_type(bias->type) || bias->ndim != bias_ndim) return false;
+  return bias->size[bias_ndim - 1] == n && (bias->stride[bias_ndim - 1] == 1 || n == 1);
 }
 
 bool select_linear(Call& call) {
-  if (matrices(call, 2, 1) != 1) return false;
+  const Layers layers{call};
+  if (!layers.fits()) return false;
+  int64_t columns = 0;
+  for (int64_t i = 0; i < layers.count; columns += layers.n(i++)) {
+    const View* bias = layers.has_bias() ? &layers.bias(i) : nullptr;
+    const View& packed = layers.packed(i);
+    if (!is_layer(layers.out(i), layers.x(), packed, bias, 1, layers.n(i), layers.k(), layers.type())) return false;
+    if (packed.size[0] != packed_bytes(layers.type(), layers.n(i), layers.k())) return false;
+  }
   call.kernel = linear;
-  call.parallel = call.views[1].size[0] * call.ints[0] * call.ints[1] >= kWorthSharing;
+  call.parallel = layers.x().size[0] * columns * layers.k() >= kWorthSharing;
   return true;
 }
 
 bool select_expert_linear(Call& call) {
-  const int64_t num_experts = matrices(call, 3, 2);
-  if (num_experts == 0) return false;
-  const View &x = call.views[1], &ids = call.views[2];
+  if (call.ints.size() != 3 || call.views.size() < 4 || call.views.size() > 5) return false;
+  const int64_t n = call.ints[0], k = call.ints[1], type = call.ints[2];
+  const View &x = call.views[1], &ids = call.views[2], &packed = call.views[3];
+  const View* bias = call.views.size() > 4 ? &call.views[4] : nullptr;
+  if (!is_layer(call.views[0], x, packed, bias, 2, n, k, type)) return false;
   if (ids.type != I64 || ids.ndim != 1 || ids.size[0] != x.size[0]) return false;
-  if (call.views.size() > 4 && call.views[4].size[0] != num_experts) return false;
+  if (bias && bias->size[0] != packed.size[0] / packed_bytes(type, n, k)) return false;
   call.kernel = expert_linear;
-  call.parallel = x.size[0] * call.ints[0] * call.ints[1] >= kWorthSharing;
+  call.parallel = x.size[0] * n * k >= kWorthSharing;
   return true;
 }
 

@@ -1,0 +1,211 @@
+// Rows of x times pieces of a packed matrix on vector registers. One pass over k for each row, in order, so a row's
+// result knows no other row.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <utility>
+
+#include "product.h"
+
+namespace nextn {
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kFloats = 16;
+constexpr int kSums = 24, kMost = 24, kRowsAtOnce = 12;
+#elif defined(__AVX__)
+constexpr int kFloats = 8;
+constexpr int kSums = 8, kMost = 12, kRowsAtOnce = 8;
+#else
+constexpr int kFloats = 4;
+constexpr int kSums = 8, kMost = 8, kRowsAtOnce = 8;
+#endif
+// Registers of sums: kSums keep a machine busy that waits some cycles for each, kMost leave room for what is added.
+// More rows at once than kRowsAtOnce: their addresses would not stay in registers.
+
+constexpr int64_t kAhead = 2048;  // bytes by which weights are fetched early
+constexpr int kStepsAhead = 8;    // or steps of k, where these lie farther apart
+constexpr int kFetched = 4;       // rows from which on several pieces at once are, too
+
+typedef float Floats __attribute__((vector_size(4 * kFloats), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * kFloats), aligned(4), may_alias));
+
+// Two neighbouring values of bf16.
+struct Word {
+  uint16_t even, odd;
+};
+
+// Some rows of x, and the packed matrix: its pieces lie `next` bytes apart, and what a piece has for one k (or pair) and
+// for the following one `step`.
+template <typename X>
+struct Part {
+  const X* const* x;
+  const char* weights;
+  int64_t depth, next, step;
+};
+
+// Rows that a kernel takes at most.
+constexpr int rows_of(int64_t width) { return std::min(kRowsAtOnce, kMost * kFloats / int(width)); }
+
+// What floats on both sides have in common.
+struct Singles {
+  using X = float;
+  using Wide = Floats;
+  static constexpr int64_t kValues = 1;
+
+  static Floats spread(float value) { return value - Floats{}; }  // + would be an addition
+  static Floats sum(Floats x, Floats weights, Floats before) { return before + x * weights; }
+};
+
+// fp32: [k][kWidth columns].
+template <int64_t kColumns>
+struct Fp32 : Singles {
+  using In = float;
+  static constexpr int64_t kWidth = kColumns, kStep = 1, kRead = kWidth * int64_t(sizeof(float));
+
+  static Floats weights(const char* at, int v, int) { return reinterpret_cast<const Floats*>(at)[v]; }
+  static const float* row(const float* from, int64_t, int64_t, float*) { return from; }
+};
+
+#if defined(__AVX512BF16__)
+// bf16: [pair of k][16 columns][2]; a pair is one word, and pairs are multiplied as such.
+struct Bf16 {
+  using In = uint16_t;
+  using X = Word;
+  using Wide = Words;
+  static constexpr int64_t kWidth = kTileColumns, kStep = 1, kRead = kWidth * int64_t(sizeof(Word)), kValues = 2;
+
+  static Words spread(Word pair) { return (Words)_mm512_set1_epi32(std::bit_cast<int>(pair)); }
+  static Floats sum(Words x, Words weights, Floats before) {
+    return (Floats)_mm512_dpbf16_ps((__m512)before, (__m512bh)weights, (__m512bh)x);
+  }
+  static Words weights(const char* at, int v, int) { return reinterpret_cast<const Words*>(at)[v]; }
+
+  // A row of x, with zeros behind its k values: where it lies, or in the room.
+  static const Word* row(const uint16_t* from, int64_t k, int64_t depth, Word* room) {
+    if (k == depth * kValues) return reinterpret_cast<const Word*>(from);
+    std::memset(room, 0, depth * sizeof(Word));
+    std::memcpy(room, from, k * sizeof(uint16_t));
+    return room;
+  }
+};
+#else
+// bf16: [pair of k][16 columns][2]; a pair is one word, the even one its lower half.
+struct Bf16 : Singles {
+  using In = uint16_t;
+  static constexpr int64_t kWidth = kTileColumns, kStep = 2, kRead = kWidth * int64_t(sizeof(Word));
+
+  static Floats weights(const char* at, int v, int odd) {
+    const Words pair = reinterpret_cast<const Words*>(at)[v];
+    return (Floats)(odd ? pair & 0xFFFF0000 : pair << 16);
+  }
+
+  // A row of x in the room, with zeros behind its k values.
+  static const float* row(const uint16_t* from, int64_t k, int64_t depth, float* room) {
+    by_sixteen(k, [&](auto load, auto store) { store(room, load(from)); });
+    std::fill(room + k, room + depth, 0.0f);
+    return room;
+  }
+};
+#endif
+
+// Pieces that lie in memory one behind the other, to be read once. Weights are fetched early: what follows in a run, or
+// the pieces behind those that are read at once. With few rows the machine is as fast by itself.
+template <typename Form, int kFew = kFetched>
+struct Streamed : Form {
+  static int64_t step(const Part<typename Form::X>&) { return Form::kRead; }
+
+  template <int kCount, int kPieces>
+  static void fetch(const char* at, int64_t next, int64_t) {
+    if (kPieces > 1 && kCount < kFew) return;
+    const int64_t ahead = kPieces == 1 ? kAhead : kPieces * next;
+    for (int piece = 0; piece < kPieces; ++piece)
+      for (int line = 0; line < Form::kRead; line += 64) __builtin_prefetch(at + ahead + piece * next + line);
+  }
+};
+
+// Pieces that lie beside each other: what a step reads of them is a run.
+template <typename Form>
+struct Beside : Form {
+  static int64_t step(const Part<typename Form::X>& part) { return part.step; }
+
+  template <int, int kPieces>
+  static void fetch(const char* at, int64_t next, int64_t step) {
+    for (int piece = 0; piece < kPieces; ++piece) __builtin_prefetch(at + kStepsAhead * step + piece * next);
+  }
+};
+
+// acc[row][v] += x[row] * weights(v): what there are fewer of stays in registers.
+template <typename Form, int kCount, int kVectors, typename Weights>
+inline void add(Floats (&acc)[kCount][kVectors], const typename Form::X* const* x, int64_t k, Weights&& weights) {
+  if constexpr (kCount <= kVectors) {
+    typename Form::Wide value[kCount];
+    for (int row = 0; row < kCount; ++row) value[row] = Form::spread(x[row][k]);
+    for (int v = 0; v < kVectors; ++v) {
+      const auto w = weights(v);
+      for (int row = 0; row < kCount; ++row) acc[row][v] = Form::sum(value[row], w, acc[row][v]);
+    }
+  } else {
+    typename Form::Wide w[kVectors];
+    for (int v = 0; v < kVectors; ++v) w[v] = weights(v);
+    for (int row = 0; row < kCount; ++row) {
+      const auto value = Form::spread(x[row][k]);
+      for (int v = 0; v < kVectors; ++v) acc[row][v] = Form::sum(value, w[v], acc[row][v]);
+    }
+  }
+}
+
+// sums [kCount, kPieces * width]
+template <typename Form, int kCount, int kPieces>
+void sum(const Part<typename Form::X>& part, const char* weights, float* sums) {
+  constexpr int kEach = Form::kWidth / kFloats, kVectors = kPieces * kEach;
+  Floats acc[kCount][kVectors] = {};
+  for (int64_t k = 0; k < part.depth; k += Form::kStep, weights += Form::step(part)) {
+    Form::template fetch<kCount, kPieces>(weights, part.next, part.step);
+    for (int one = 0; one < Form::kStep; ++one)
+      add<Form>(acc, part.x, k + one,
+                [=](int v) { return Form::weights(weights + v / kEach * part.next, v % kEach, one); });
+  }
+  std::memcpy(sums, acc, sizeof acc);
+}
+
+// Pieces that a kernel of kCount rows takes together.
+template <typename Form, int kCount>
+constexpr int kTogether = int(std::bit_floor(unsigned(std::clamp(kSums * kFloats / (kCount * int(Form::kWidth)), 1, 4))));
+
+template <typename Form, int kCount, int kPieces, typename Keep>
+void sum_and_keep(const Part<typename Form::X>& part, int64_t piece, const Keep& keep) {
+  constexpr int64_t kWidth = kPieces * Form::kWidth;
+  alignas(64) float sums[kCount * kWidth];
+  sum<Form, kCount, kPieces>(part, part.weights + piece * part.next, sums);
+  for (int64_t row = 0; row < kCount; ++row) keep(row, piece * Form::kWidth, kWidth, sums + row * kWidth);
+}
+
+// The rows of part.x, kCount, times the pieces [begin, end): keep(row, column, width, sums) takes what comes out, and
+// may spoil it.
+template <typename Form, int kCount, typename Keep>
+void rows_times(const Part<typename Form::X>& part, int64_t begin, int64_t end, const Keep& keep) {
+  constexpr int kMany = kTogether<Form, kCount>;
+  int64_t piece = begin;
+  for (; piece + kMany <= end; piece += kMany) sum_and_keep<Form, kCount, kMany>(part, piece, keep);
+  for (; piece < end; ++piece) sum_and_keep<Form, kCount, 1>(part, piece, keep);
+}
+
+template <typename Form, typename Keep>
+using Rows = void (*)(const Part<typename Form::X>&, int64_t, int64_t, const Keep&);
+
+template <typename Form, typename Keep, size_t... kIndex>
+constexpr std::array<Rows<Form, Keep>, sizeof...(kIndex)> counted(std::index_sequence<kIndex...>) {
+  return {rows_times<Form, int(kIndex) + 1, Keep>...};
+}
+
+// Kernels by their number of rows, from 1 on.
+template <typename Form, typename Keep>
+constexpr auto kKernels = counted<Form, Keep>(std::make_index_sequence<rows_of(Form::kWidth)>());
+
+}  // namespace
+
+}  // namespace nextn
