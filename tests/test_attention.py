@@ -223,16 +223,16 @@ def test_out_may_have_any_strides() -> None:
     assert torch.equal(out, slabs.attend(window, torch.tensor([0])))
 
 
-@pytest.mark.parametrize("wrong", ["type", "heads", "inner stride", "starts", "scale"])
+@pytest.mark.parametrize("wrong", ["type", "heads", "inner stride", "starts", "scale", "half a pair"])
 def test_other_calls_are_refused(wrong: str) -> None:
-    shape = Shape(heads=3, kv_heads=2) if wrong == "heads" else Shape()
+    shape = Shape(heads=3, kv_heads=2) if wrong == "heads" else Shape(dim_k=33 if wrong == "half a pair" else 64)
     window, slabs = Window.random(shape, batch=1, width=2), Slabs(shape, batch=1, capacity=32)
     starts = torch.tensor([0, 0] if wrong == "starts" else [0])
     if wrong == "type":
         window.v = window.v.float()
     if wrong == "inner stride":
         window.q = window.q.transpose(-1, -2).contiguous().transpose(-1, -2)
-    out = torch.empty_like(window.q)
+    out = torch.empty(*window.q.shape[:3], 64, dtype=shape.dtype)
     views = [out, window.q, window.k, window.v, starts, slabs.header]
     with pytest.raises(ConfigError, match="attend"):
         load().call("attend", views, [0], [0.0 if wrong == "scale" else 0.125, 0.0])

@@ -24,7 +24,8 @@ class Slabs(Cache):
     """headers [layers, 3] int64: addresses of a layer's slabs, and the columns that they have room for. placement:
     another object whenever they changed.
 
-    The slabs of a layer that attends: keys and values [B, heads, columns, size]. Of a recurrent one: states
+    The slabs of a layer that attends: keys and values [B, heads, columns, size]; how 32 columns lie is attention's own
+    matter (csrc/attention_*.cpp). Of a recurrent one: states
     [B, ROOM + 1, heads, key size, value size] fp32 before the window and after each of its columns, and histories
     [B, channels, ROOM + K - 1], what the convolution ate.
     """

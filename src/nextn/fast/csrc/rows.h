@@ -113,7 +113,7 @@ struct Bf16 : Singles {
 #endif
 
 // Pieces that lie in memory one behind the other, to be read once. Weights are fetched early: what follows in a run, or
-// the pieces behind those that are read at once. With few rows the machine is as fast by itself.
+// the pieces behind those that are read at once. With fewer rows than kFew the machine is as fast by itself.
 template <typename Form, int kFew = kFetched>
 struct Streamed : Form {
   static int64_t step(const Part<typename Form::X>&) { return Form::kRead; }
