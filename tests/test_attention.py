@@ -104,6 +104,8 @@ SHAPES = [
     Shape(heads=40, kv_heads=2, window=100, sinks=True, softcap=5.0),
     Shape(softcap=5.0, dtype=torch.float32),
     Shape(heads=2, kv_heads=2, window=1),
+    Shape(heads=4, kv_heads=2, dim_k=8, dim_v=6),
+    Shape(heads=4, kv_heads=2, dim_k=7, dim_v=5, dtype=torch.float32),
 ]
 IDS = [f"{i}-{'bf16' if shape.dtype == torch.bfloat16 else 'fp32'}" for i, shape in enumerate(SHAPES)]
 

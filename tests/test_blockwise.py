@@ -121,6 +121,14 @@ def test_what_it_does_not_know_goes_to_torchs(name):
     assert not took
 
 
+def test_layers_that_look_ahead_go_to_torchs():
+    """Those of a tower for images say so themselves."""
+    tower = SimpleNamespace(num_key_value_groups=2, training=True, is_causal=False)
+    query, key, value = drawn(256, 256, dtype=torch.bfloat16)
+    _, took = traced(lambda: in_blocks(tower, query, key, value, None))
+    assert not took
+
+
 def test_steps_that_are_not_compiled_are_torchs_bit_for_bit():
     query, key, value = drawn(256, 256, dtype=torch.bfloat16)
     out, expected = (each(LAYER, query, key, value, None)[0] for each in (in_blocks, sdpa_attention_forward))

@@ -154,6 +154,23 @@ def test_ids_may_be_strided(runtime: Runtime) -> None:
     assert torch.equal(experts(runtime, x, ids[:, 0], weight), experts(runtime, x, ids[:, 0].contiguous(), weight))
 
 
+@dtypes
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 12, 13, 40])
+def test_layers_of_one_input_are_those_one_by_one(
+    runtime: Runtime, dtype: torch.dtype, rows: int, has_bias: bool
+) -> None:
+    """The workers share all columns, so a layer may be one worker's, or both's."""
+    x = drawn(rows, 100, dtype=dtype)
+    weights = [drawn(n, 100, dtype=dtype, seed=n) for n in (200, 7, 33, 64)]
+    biases = [drawn(len(weight), dtype=dtype, seed=9) if has_bias else None for weight in weights]
+    outs = [torch.full((rows, len(weight)), 7, dtype=dtype) for weight in weights]
+    views = [*outs, x, *map(runtime.pack, weights), *(bias for bias in biases if bias is not None)]
+    runtime.call("linear", views, [*map(len, weights), 100, TYPES[dtype]])
+    for out, weight, bias in zip(outs, weights, biases, strict=True):
+        assert torch.equal(out, linear(runtime, x, weight, bias))
+
+
 def test_packed_weights_start_at_a_cache_line(runtime: Runtime) -> None:
     assert runtime.pack(torch.ones(3, 5)).data_ptr() % 64 == 0
 
@@ -170,6 +187,9 @@ def test_refuses_what_no_kernel_takes(runtime: Runtime) -> None:
         ([out, x.T.contiguous().T, packed], [8, 8, 0]),
         ([out, x, packed[:-1]], [8, 8, 0]),
         ([out, x, packed, torch.empty(7)], [8, 8, 0]),
+        ([out, out, x, packed], [8, 8, 8, 0]),  # two layers and one weight
+        ([out, out, x, packed, packed, torch.empty(8)], [8, 8, 8, 0]),
+        ([out, out, x, packed, packed], [8, 7, 8, 0]),
     ):
         with pytest.raises(ConfigError):
             runtime.call("linear", views, ints)

@@ -48,7 +48,7 @@ APART = {
     "another input": lambda x: (layer(x, 0), layer(x.flip(0), 1)),
     "one has a bias": lambda x: (layer(x, 0), layer(x, 1, bias=True)),
     "read by something else between": lambda x: (layer(x, 0), x + 1, layer(x, 1)),
-    "one of the other": lambda x: layer(layer(x, 0) @ torch.ones(40, 48, dtype=x.dtype), 1),
+    "one of the other": lambda x: layer(layer(x, 0)[..., :1] + x, 1),
 }
 
 
@@ -62,7 +62,7 @@ def test_layers_of_one_input_are_one_op(name, dtype):
 @TYPES
 @pytest.mark.parametrize("name", APART)
 def test_others_stay_apart(name, dtype):
-    assert both(APART[name], dtype).ops.count("linear") >= 2
+    assert both(APART[name], dtype).ops.count("linear") == 2
 
 
 @TYPES

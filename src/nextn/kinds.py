@@ -19,6 +19,9 @@ _FULL, _SLIDING, _INDEXED = "full_attention", "sliding_attention", "indexed_atte
 _BLOCKWISE = "minimax_m3_sparse"  # an indexer that picks blocks of columns, counted from column 0
 _RECURRENT = ("linear_attention", "conv")
 _COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
+# What transformers tells attention that changes nothing of its result beside the mask.
+IDLE = {"position_ids", "position_embeddings", "cache_position", "past_key_values", "use_cache", "sliding_window"}
+IDLE |= {"output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep"}
 # Attention whose layers have convolutions beside it -> what transformers calls its mask.
 _HYBRID = {"hybrid": _FULL, "hybrid_sliding": _SLIDING}
 

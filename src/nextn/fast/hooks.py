@@ -14,13 +14,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from nextn.fast.recurrent import RecordingRecurrentLayer, native_rule
 from nextn.fast.tape import Unrecordable, in_use
-from nextn.kinds import Kind
+from nextn.kinds import IDLE, Kind
 from nextn.rollback import Cache
 
 _NAME = "nextn"
-# What attention is told that says nothing about which columns it sees, or that the cache knows better.
-_IDLE = {"position_ids", "cache_position", "use_cache", "is_causal", "output_attentions", "output_hidden_states"}
-_IDLE |= {"sliding_window", "output_router_logits", "position_embeddings", "past_key_values", "logits_to_keep"}
+_IDLE = IDLE | {"is_causal"}  # the cache knows which columns a query sees
 
 
 class RecordingLayer:

@@ -13,11 +13,10 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from nextn.kinds import IDLE
+
 _NAME = "nextn_blocks"
 _BLOCK = 128  # queries: what no query of a block sees is left out of its products
-# What transformers hands over that changes nothing of the result.
-_IDLE = {"position_ids", "position_embeddings", "cache_position", "past_key_values", "use_cache", "sliding_window"}
-_IDLE |= {"output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep"}
 
 
 def attend_in_blocks(*parts: nn.Module) -> None:
@@ -44,9 +43,12 @@ def in_blocks(
     attention_mask [B or 1, 1, T, C] bool, True = may be seen; None: causal.
     """
     length = query.shape[2]
-    known = all(given is None or name in _IDLE for name, given in kwargs.items()) and not dropout
-    is_mask = attention_mask is None or (attention_mask.dtype is torch.bool and attention_mask.shape[1] == 1)
-    fits = is_mask and length > _BLOCK and (attention_mask is not None or length == key.shape[2])
+    known = all(given is None or name in IDLE for name, given in kwargs.items()) and not dropout
+    if attention_mask is None:
+        is_mask = length == key.shape[2] and getattr(module, "is_causal", True)
+    else:
+        is_mask = attention_mask.dtype is torch.bool and attention_mask.shape[1] == 1
+    fits = is_mask and length > _BLOCK
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else value.dtype
     pays = query.device.type == "cpu" and dtype is torch.bfloat16
     if not (torch.compiler.is_compiling() and pays and known and fits):

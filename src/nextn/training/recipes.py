@@ -97,7 +97,7 @@ def by_name(name: str, *, vocab_size: int) -> Recipe:
             "half-hour byte-level code model, made to be decoded fast",
             mixed_model(layers=16, hidden=256, vocab_size=vocab_size),
             _byte_training(steps=800, batch_size=8, length=512, depths=4, compile=True, save_every=100),
-            28,
+            24,
             # The head alone on its trunk's law, over more depths than the first stage could pay.
             {"steps": 350, "depths": 6, "optimizer": "muon", "matrix_lr": 0.01, "lr": 1e-3, "eval_every": 100},
         ),
