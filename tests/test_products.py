@@ -46,6 +46,7 @@ TOGETHER = {
 }
 APART = {
     "another input": lambda x: (layer(x, 0), layer(x.flip(0), 1)),
+    "another part of one input": lambda x: (layer(x[:1], 0), layer(x[1:], 1)),
     "one has a bias": lambda x: (layer(x, 0), layer(x, 1, bias=True)),
     "read by something else between": lambda x: (layer(x, 0), x + 1, layer(x, 1)),
     "one of the other": lambda x: layer(layer(x, 0)[..., :1] + x, 1),
