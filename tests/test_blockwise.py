@@ -59,9 +59,27 @@ def test_values_and_gradients_are_torchs(name, block):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
 
 
-def test_the_op_is_what_it_tells_torch():
+def as_layers_make_them(states):
+    """The same values, their heads beside one another in each column."""
+    return states.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+
+
+def test_gradients_do_not_depend_on_how_the_inputs_lie():
+    seen, (query, key, value) = MASKS["documents"], drawn(40, 40)
+    onto = torch.randn(2, 4, 40, 6, dtype=query.dtype, generator=torch.Generator().manual_seed(2))
+    found = []
+    for inputs in ((query, key, value), tuple(map(as_layers_make_them, (query, key, value)))):
+        out, _ = attended(*inputs, seen, 16)
+        found.append(torch.autograd.grad(out, inputs, onto))
+    for one, other in zip(*found, strict=True):
+        assert other.abs().max() > 0.1
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("lie", [lambda states: states, as_layers_make_them])
+def test_the_op_is_what_it_tells_torch(lie):
     """Where blocks look at everything, so that all weights mean something."""
-    torch.library.opcheck(attended, (*drawn(40, 40), MASKS["all"], 20))
+    torch.library.opcheck(attended, (*map(lie, drawn(40, 40)), MASKS["all"], 20))
 
 
 def traced(function, *inputs):
@@ -73,7 +91,7 @@ def traced(function, *inputs):
         return graph.forward
 
     torch.compiler.reset()
-    return torch.compile(function, backend=backend)(*inputs), torch.ops.nextn.attended.default in found
+    return torch.compile(function, backend=backend)(*inputs), torch.ops.nextn.attention_in_blocks.default in found
 
 
 @pytest.mark.parametrize("name", [None, "documents", "chains"])
@@ -133,6 +151,29 @@ def test_steps_that_are_not_compiled_are_torchs_bit_for_bit():
     query, key, value = drawn(256, 256, dtype=torch.bfloat16)
     out, expected = (each(LAYER, query, key, value, None)[0] for each in (in_blocks, sdpa_attention_forward))
     assert torch.equal(out, expected)
+
+
+def test_gradients_of_compiled_layers_are_those_of_torchs_attention():
+    """Every weight of a layer and a head's block, in bfloat16 both times: what training runs on."""
+    tokens = torch.randint(264, (2, 192), generator=torch.Generator().manual_seed(3))
+    found = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model = Model.build(byte_model(layers=1, hidden=256, vocab_size=264))
+        assert model.head is not None
+        prepare_layers(model, TrainConfig(steps=1, compile=is_compiled))
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = model.trunk(tokens)
+            normed = [hidden.normed, *model.head.hiddens(tokens, hidden.eaten, 2)]
+        sum((states.float() ** 3).mean() for states in normed).backward()
+        named = [*model.trunk.model.named_parameters(), *model.head.named_parameters()]
+        found.append({name: value.grad for name, value in named if value.grad is not None})
+    eager, compiled = found
+    assert len(eager) > 20
+    assert eager.keys() == compiled.keys()
+    for name, grad in eager.items():
+        apart = (grad - compiled[name]).norm() / grad.norm()
+        assert apart < 0.05, (name, apart)
 
 
 def test_training_compiled_layers_turns_it_on_and_nobody_sees_it_in_the_file(tmp_path):

@@ -61,7 +61,9 @@ def in_blocks(
     return out.transpose(1, 2).contiguous(), None
 
 
-@torch.library.custom_op("nextn::attended", mutates_args=())
+# Where the results of the two ops change, or how these lie, their names must change, too: torch keeps compiled graphs
+# on disk by names alone, and runs them again.
+@torch.library.custom_op("nextn::attention_in_blocks", mutates_args=())
 def attended(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """query [B, H, T, D], key [B, Hk, C, D], value [B, Hk, C, Dv], seen [B or 1, 1, T, C] bool -> [B, H, T, Dv], and
     weights [T / block, B Hk, H / Hk * block, C], which mean nothing beyond what a block of queries looks at.
@@ -89,12 +91,14 @@ def _empty(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, block: int) 
     return out, query.new_empty(-(-length // block), batch * kv_heads, heads // kv_heads * block, columns)
 
 
-@torch.library.custom_op("nextn::attended_backward", mutates_args=())
+@torch.library.custom_op("nextn::attention_in_blocks_backward", mutates_args=())
 def attended_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, seen: Tensor, weights: Tensor, block: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value."""
-    grads = to_query, to_key, to_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    to_query, to_key, to_value = grads = _empty_grads(grad, query, key, value, seen, weights, block)
+    to_key.zero_()
+    to_value.zero_()
     keys, values = key.flatten(0, 1), value.flatten(0, 1)
     for place, columns, sight in _blocks(seen, block):
         rows, outer, some = _rows(query, columns, key), _rows(grad, columns, key), _taken(keys, sight)
@@ -111,7 +115,9 @@ def attended_backward(
 def _empty_grads(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, seen: Tensor, weights: Tensor, block: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    # Contiguous, whatever the inputs are: heads of a key are added to as one batch, in place.
+    fresh = [each.new_empty(each.shape) for each in (query, key, value)]
+    return fresh[0], fresh[1], fresh[2]
 
 
 def _blocks(seen: Tensor, block: int) -> Iterator[tuple[int, slice, slice | Tensor]]:
