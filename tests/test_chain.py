@@ -10,9 +10,11 @@ from tiny import FIXTURES, build, prompt, refrain
 from nextn.decode import Settings, rounds
 from nextn.drafting import Contract, Drafter
 from nextn.fast.chain import FastChain
+from nextn.fast.engine import FastTrunk
+from nextn.fast.rounds import FastRounds
 from nextn.model import Model
 from nextn.policy import EDGES, DraftLength, Fixed, RoundPlan
-from nextn.sampling import Sampling
+from nextn.sampling import Judge, Sampling
 
 LENGTHS = (3, 17, 40)
 WARM = Sampling(1.0, top_p=0.95)
@@ -42,20 +44,32 @@ def random() -> SimpleNamespace:
     return fast_of(build("glm4_moe"))
 
 
-def both(model, prompts, settings, length=None, monkeypatch=None):
-    """The rows of all rounds by the native chain and by the loop."""
+def forbid(patch, owner, name):
+    patch.setattr(owner, name, lambda *_, **__: pytest.fail(f"{owner.__name__}.{name} was called"))
+
+
+def both(model, prompts, settings, length=None):
+    """The rows of all rounds by native rounds, which must be as by the native chain alone, and by the loop."""
     found = []
-    for watched in (False, True):
-        observer = (lambda event: None) if watched else None
+    for way in ("rounds", "chain", "loop"):
+        observer = (lambda event: None) if way == "loop" else None
         lengths = length() if length is not None else None
         with pytest.MonkeyPatch.context() as patch:
-            if watched:
-                patch.setattr(FastChain, "run", lambda *_, **__: pytest.fail("no loop"))
+            if way == "chain":
+                patch.setattr(FastTrunk, "rounds", lambda *_, **__: None)
+            if way == "rounds" and settings.contract == Contract():
+                forbid(patch, FastChain, "run")
+                forbid(patch, Judge, "__call__")
+            if way == "loop":
+                forbid(patch, FastChain, "draft")
+                forbid(patch, FastRounds, "verify")
             else:
-                patch.setattr(Drafter, "_looped", lambda *_, **__: pytest.fail("no native chain"))
+                forbid(patch, Drafter, "_looped")
             stream = rounds(model.trunk, model.head, prompts, settings, length=lengths, observer=observer)
             found.append(([each.rows for each in stream], getattr(lengths, "told", None)))
-    return found
+    whole, native, loop = found
+    assert whole == native
+    return native, loop
 
 
 @pytest.mark.parametrize("lengths", [(17,), LENGTHS], ids=["one", "ragged"])

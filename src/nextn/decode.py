@@ -13,9 +13,10 @@ from torch import Tensor
 from nextn.drafting import Contract, Drafted, Drafter
 from nextn.errors import ConfigError, need_whole
 from nextn.fast.choose import AnyHead, AnyTrunk
+from nextn.fast.rounds import FastRounds
 from nextn.policy import PROBE, DraftLength, Fixed
 from nextn.rollback import Cache
-from nextn.sampling import Prediction, Sampling, Uniforms, accept_greedy, ragged
+from nextn.sampling import Prediction, Sampling, Uniforms, accept_greedy, numbered, ragged
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,7 @@ class _Batch:
         self.seen = self._seen() if settings.sampling.needs_seen else None
         self.judge = trunk.judge(settings.sampling, block=settings.block)
         self.drafter = None if head is None or not settings.drafts else self._drafter(head)
+        self.native: FastRounds | None = None
 
     def prefill(self) -> Round:
         started = time.perf_counter()
@@ -186,6 +188,15 @@ class _Batch:
         started = time.perf_counter()
         drafted = self._draft()
         drafted_at = time.perf_counter()
+        verdict = self._verified(drafted)
+        for confidences, drafts, (kept, _) in zip(drafted.confidences, drafted.drafts, verdict, strict=True):
+            self.length.learn(confidences, drafts=len(drafts), kept=kept)
+        return self._emit(drafted.drafts, verdict, started, drafted_at)
+
+    def _verified(self, drafted: Drafted) -> list[tuple[int, int]]:
+        """One pass of the trunk over what was drafted, and what stands of it -> (kept, next token) per row."""
+        if self.native is not None:
+            return self.native.verify(drafted.drafts, self._numbers(drafted))
         window = [[tokens[-1], *draft] for tokens, draft in zip(self.tokens, drafted.drafts, strict=True)]
         self._watch("verify", None, window, self.cache, "")
         hidden = self.trunk(ragged(window, torch.long), self.cache)
@@ -197,9 +208,7 @@ class _Batch:
             self.drafter.add(hidden.eaten, stand, skip=self.drafter.settle(drafted.ran, kept))
             if 0 < drafted.ran < self.drafter.head.num_modules:
                 self.drafter.feed(self.tokens)  # modules that did not run fall behind, and all columns would wait
-        for confidences, drafts, count in zip(drafted.confidences, drafted.drafts, kept, strict=True):
-            self.length.learn(confidences, drafts=len(drafts), kept=count)
-        return self._emit(drafted.drafts, verdict, started, drafted_at)
+        return verdict
 
     def _drafter(self, head: AnyHead) -> Drafter:
         settings, trunk = self.settings, self.trunk
@@ -217,8 +226,12 @@ class _Batch:
     def _draft(self) -> Drafted:
         if self.drafter is None:
             return Drafted.nothing(len(self.rows))
-        uniforms = None if self._is_greedy else self.uniforms
-        return self.drafter.draft(self.length.plan(), self._rooms(), self.tokens, uniforms, self.seen)
+        uniforms, plan, rooms = None if self._is_greedy else self.uniforms, self.length.plan(), self._rooms()
+        if self.native is None:
+            return self.drafter.draft(plan, rooms, self.tokens, uniforms, self.seen)
+        limits = [min(plan.max_drafts, room) for room in rooms]
+        drafts, confidences, ran = self.native.draft(plan, limits, numbered(uniforms, limits))
+        return Drafted(drafts, confidences, ran=ran)
 
     def _prefill(self) -> Tensor:
         """Run the prompts through the trunk in chunks, feeding the head meanwhile -> normed [B, H], last columns."""
@@ -253,10 +266,30 @@ class _Batch:
 
     def _verdict(self, predicted: Prediction, drafted: Drafted) -> list[tuple[int, int]]:
         """The trunk's prediction [B, K+1] -> (kept, next token) per row."""
-        if self._is_greedy:
+        numbers = self._numbers(drafted)
+        if numbers is None:
             return [accept_greedy(best, drafts) for best, drafts in zip(predicted.best, drafted.drafts, strict=True)]
-        numbers = [row.take(len(drafts) + 1) for row, drafts in zip(self.uniforms, drafted.drafts, strict=True)]
         return self.judge(predicted.logits, drafted.laws, drafted.drafts, numbers, seen=self.seen)
+
+    def _numbers(self, drafted: Drafted) -> list[list[float]] | None:
+        """What the verdict is drawn with: of each row one number more than drafts."""
+        uniforms = None if self._is_greedy else self.uniforms
+        return numbered(uniforms, [len(drafts) + 1 for drafts in drafted.drafts])
+
+    def _whole(self) -> FastRounds | None:
+        """Rounds as native calls from here on, where nobody looks between them."""
+        drafter = self.drafter
+        if self.observer is not None or self.seen is not None or (drafter is not None and drafter.chain is None):
+            return None
+        return self.trunk.rounds(
+            self.cache,
+            self.settings.sampling,
+            block=self.settings.block,
+            chain=None if drafter is None else drafter.chain,
+            tokens=self.tokens,
+            pending=() if drafter is None else drafter.pending,
+            drafts=self.settings.drafts,
+        )
 
     def _emit(
         self, drafts: list[list[int]], verdict: Sequence[tuple[int, int]], started: float, drafted: float
@@ -272,6 +305,8 @@ class _Batch:
         if self.seen is not None:
             self.seen = self._seen()
         self._leave([row for row, part in enumerate(out) if part.finish is None])
+        if self.native is None and self.rows:
+            self.native = self._whole()
         return Round(tuple(out), drafted - started, time.perf_counter() - drafted)
 
     def _finish(self, row: int, emitted: list[int]) -> tuple[list[int], str | None]:
@@ -295,6 +330,9 @@ class _Batch:
         """Only the rows at these places stay in the batch."""
         if len(stay) == len(self.rows):
             return
+        if self.native is not None and self.drafter is not None:
+            self.drafter.follow(self.native.pending(), self.cache.lengths)
+        self.native = None
         for name in ("rows", "tokens", "new", "uniforms"):
             values = getattr(self, name)
             setattr(self, name, [values[row] for row in stay])

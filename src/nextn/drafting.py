@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nextn.fast.chain import FastChain
 from nextn.fast.choose import AnyHead, AnyRecursion
 from nextn.head import Step
 from nextn.policy import Chain, RoundPlan
 from nextn.rollback import Cache
-from nextn.sampling import Prediction, Sampling, Uniforms, draw, ragged
+from nextn.sampling import Prediction, Sampling, Uniforms, draw, numbered, ragged
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,11 @@ class Drafter:
         self.bases: list[int] = []
         self._join()
 
+    @property
+    def chain(self) -> FastChain | None:
+        """The native chain, for whoever runs whole rounds with it: not where a fault is planted between them."""
+        return self._chain if isinstance(self._chain, FastChain) and self.contract == Contract() else None
+
     def draft(
         self,
         plan: RoundPlan,
@@ -88,13 +94,13 @@ class Drafter:
         if not any(limits):
             return Drafted.nothing(len(limits))
         self.bases = list(self.caches[0].lengths)
-        numbers = None if uniforms is None else [row.take(limit) for row, limit in zip(uniforms, limits, strict=True)]
+        numbers = numbered(uniforms, limits)
         widths = list(map(len, self.pending))
-        if self._native is None or not self._native.follows(plan, max(widths)):
+        if self._chain is None or not self._chain.follows(plan, max(widths)):
             return self._looped(plan, limits, tokens, numbers, seen)
         eaten = [row[end - width + 1 :] for row, end, width in zip(tokens, self.ends, widths, strict=True)]
-        drafts, confidences, ran = self._native.run(eaten, self.pending, plan, limits=limits, uniforms=numbers)
-        laws = self._native.laws
+        drafts, confidences, ran = self._chain.run(eaten, self.pending, plan, limits=limits, uniforms=numbers)
+        laws = self._chain.laws
         longest = max(map(len, drafts))
         return Drafted(
             drafts, confidences, None if laws is None or not longest else laws[:longest].transpose(0, 1), ran
@@ -144,6 +150,10 @@ class Drafter:
             states = step.recycled if self.head.eats_recycled(depth + 1) else states
         self.pending = [pending[width:] for pending, width in zip(self.pending, widths, strict=True)]
 
+    def follow(self, pending: Sequence[Tensor], ends: Sequence[int]) -> None:
+        """Others ran rounds: what waits for the head now, and how many columns the trunk has seen."""
+        self.pending, self.ends = list(pending), list(ends)
+
     def select(self, stay: Sequence[int]) -> None:
         """Only the rows at these places stay."""
         self.pending, self.before = ([states[row] for row in stay] for states in (self.pending, self.before))
@@ -161,9 +171,9 @@ class Drafter:
 
     def _join(self) -> None:
         """The native chain over the caches as they are now, if there is one."""
-        self._native = None
+        self._chain = None
         if self._watch is None:
-            self._native = self.head.chain(self.caches[-1], self.sampling, sampled=self.sampled)
+            self._chain = self.head.chain(self.caches[-1], self.sampling, sampled=self.sampled)
 
     def _looped(
         self,

@@ -292,6 +292,11 @@ class Uniforms:
         return taken
 
 
+def numbered(rows: Sequence[Uniforms] | None, counts: Sequence[int]) -> list[list[float]] | None:
+    """The next counts[row] numbers of each row; None where nothing is drawn."""
+    return None if rows is None else [row.take(count) for row, count in zip(rows, counts, strict=True)]
+
+
 def accept_greedy(best: Sequence[int], drafts: Sequence[int]) -> tuple[int, int]:
     """`accept` and `pick` of one row at temperature 0, from the trunk's argmax best [K+1] -> kept, next token."""
     kept = 0

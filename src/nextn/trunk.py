@@ -234,6 +234,9 @@ class Trunk(nn.Module):
         """What judges the drafts of rounds."""
         return Judge(sampling, block=block)
 
+    def rounds(self, *_: object, **__: object) -> None:
+        """Whole rounds as native code runs them, see `FastTrunk.rounds`: there are none here."""
+
     @property
     def readout(self) -> Tensor:
         """The weight [V, H] that normed states are read with."""

@@ -69,6 +69,9 @@ class CapturedTrunk:
             return Judge(sampling, block=block)
         return CapturedJudge(sampling, block=block, record=self.record, known=self._verdicts)
 
+    def rounds(self, *_: object, **__: object) -> None:
+        """As `Trunk.rounds`: rounds are run from Python here."""
+
     def alone(self) -> AbstractContextManager[None]:
         """To be open while passes run."""
         return nullcontext()

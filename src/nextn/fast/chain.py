@@ -13,6 +13,7 @@ from torch import Tensor
 from nextn.fast.native import Runtime, type_of
 from nextn.fast.passes import Passes
 from nextn.fast.program import Replay
+from nextn.fast.scratch import Scratch
 from nextn.fast.slabs import Slabs
 from nextn.policy import RoundPlan
 from nextn.sampling import Sampling
@@ -20,6 +21,13 @@ from nextn.sampling import Sampling
 _POINTERS = ("edges", "table", "take", "go", "limits", "uniforms", "eaten")
 _WRITTEN = ("drafts", "counts", "asked", "confidences", "laws", "survival", "ended")
 _PLAN = ("edges", "table", "take", "go")
+# Of each row: drafts, confidences of the laws that were asked about; and how many depths ran.
+Found = tuple[list[list[int]], list[list[float]], int]
+
+
+def bits(states: Tensor) -> np.ndarray:
+    """The same memory as whole numbers: numpy knows no bfloat16, and copies small pieces faster than torch."""
+    return states.view({2: torch.int16, 4: torch.int32}[states.itemsize]).numpy()
 
 
 class _Told(ctypes.Structure):
@@ -53,13 +61,24 @@ class _Chain(ctypes.Structure):
 
 
 class FastChain:
-    """Drafts of the rows of one cache, from one way to sample. laws [K, B, V] is overwritten by the next round."""
+    """Drafts of the rows of one cache, from one way to sample. laws [K, B, V]: overwritten by the next round of any."""
 
     def __init__(
-        self, runtime: Runtime, start: Passes, chained: Passes, cache: Slabs, sampling: Sampling, *, sampled: bool
+        self,
+        runtime: Runtime,
+        start: Passes,
+        chained: Passes,
+        cache: Slabs,
+        sampling: Sampling,
+        *,
+        sampled: bool,
+        scratch: Scratch,
     ) -> None:
-        self._runtime, self._start, self._chained, self._cache = runtime, start, chained, cache
+        """scratch: where laws are written."""
+        self.cache = cache
+        self._runtime, self._start, self._chained, self._scratch = runtime, start, chained, scratch
         self._plan: RoundPlan | None = None
+        self._firsts: dict[Replay, tuple[_Told, np.ndarray]] = {}
         inputs, self._next = chained.replay(len(cache.lengths), 1)
         self._chain = _Chain(
             rows=len(cache.lengths),
@@ -74,6 +93,11 @@ class FastChain:
         self._next_told = _Told.of(self._next)
         self.laws: Tensor | None = None
 
+    @property
+    def depths(self) -> int:
+        """How many drafts `drafts` has room for."""
+        return self._chain.depths
+
     def follows(self, plan: RoundPlan, columns: int) -> bool:
         """Whether `run` can do what the plan says behind so many columns."""
         return True
@@ -86,41 +110,73 @@ class FastChain:
         *,
         limits: Sequence[int],
         uniforms: Sequence[Sequence[float]] | None,
-    ) -> tuple[list[list[int]], list[list[float]], int]:
+    ) -> Found:
         """tokens, states: of each row the columns that the head has not seen, which then stand in the cache, and those
         of the drafts behind them. limits, uniforms: of each row, drafts at most and a number for each.
 
         -> of each row its drafts and the confidences of the laws that were asked about; how many depths ran.
         """
-        chain, widths = self._chain, [len(row) for row in tokens]
-        if plan is not self._plan:
-            self._follow(plan)
-        inputs, first = self._start.bound(self._cache, columns=max(widths), room=chain.depths)
-        self._chained.attach(self._cache)
-        assert first.program is not None
-        assert self._next.program is not None
-        assert inputs.states is not None
-        eaten, _, own = inputs.host
-        own[:] = widths
-        self._limits[:] = limits
+        widths = [len(row) for row in tokens]
+        eaten = np.zeros((len(widths), max(widths)), dtype=np.int64)
         for row, width in enumerate(widths):
             eaten[row, :width] = tokens[row]
-            inputs.states[row, :width] = states[row]
-            if uniforms is not None:
-                self._uniforms[row, : limits[row]] = uniforms[row]
-        library, pointer = self._runtime.library, ctypes.byref
-        library.nextn_chain(
+        stacked = torch.nn.utils.rnn.pad_sequence(list(states), batch_first=True)
+        found = self.draft(widths, eaten, bits(stacked), plan, limits=limits, uniforms=uniforms)
+        self.cache.advance([width + self._chain.ran - 1 for width in widths])
+        return found
+
+    def draft(
+        self,
+        widths: Sequence[int],
+        eaten: np.ndarray,
+        states: np.ndarray,
+        plan: RoundPlan,
+        *,
+        limits: Sequence[int],
+        uniforms: Sequence[Sequence[float]] | None,
+    ) -> Found:
+        """As `run`, of the first widths[row] columns of eaten [B, m] and of the states' bits [B, m, ...]; the cache has
+        as many columns as before then."""
+        chain = self._chain
+        if plan is not self._plan:
+            self._follow(plan)
+        first, told = self._filled(widths, eaten, states)
+        assert first.program is not None
+        assert self._next.program is not None
+        self._limits[:] = limits
+        for row, numbers in enumerate(uniforms or ()):
+            self._uniforms[row, : len(numbers)] = numbers
+        pointer = ctypes.byref
+        self._runtime.library.nextn_chain(
             pointer(chain),
             first.program.handle,
-            pointer(_Told.of(first)),
+            pointer(told),
             self._next.program.handle,
             pointer(self._next_told),
             self._runtime.team,
         )
-        self._cache.advance([width + chain.ran - 1 for width in widths])
-        drafts = [row[:count] for row, count in zip(self._drafts.tolist(), self._counts.tolist(), strict=True)]
-        told = [row[:count] for row, count in zip(self._confidences.tolist(), self._asked.tolist(), strict=True)]
-        return drafts, told, chain.ran
+        drafts = [row[:count] for row, count in zip(self.drafts.tolist(), self.counts.tolist(), strict=True)]
+        asked = [row[:count] for row, count in zip(self._confidences.tolist(), self._asked.tolist(), strict=True)]
+        return drafts, asked, chain.ran
+
+    def feed(self, widths: Sequence[int], eaten: np.ndarray, states: np.ndarray) -> None:
+        """Only what comes before the drafts."""
+        first, _ = self._filled(widths, eaten, states)
+        first.run()
+
+    def _filled(self, widths: Sequence[int], eaten: np.ndarray, states: np.ndarray) -> tuple[Replay, _Told]:
+        """The replay of the head's first pass, which has these columns as its inputs now."""
+        longest = max(widths)
+        inputs, first = self._start.bound(self.cache, columns=longest, room=self._chain.depths)
+        self._chained.attach(self.cache)
+        if first not in self._firsts:
+            assert inputs.states is not None
+            self._firsts[first] = _Told.of(first), bits(inputs.states)
+        told, own_states = self._firsts[first]
+        own_eaten, _, own_widths = inputs.host
+        own_widths[:] = widths
+        own_eaten[:, :longest], own_states[:, :longest] = eaten[:, :longest], states[:, :longest]
+        return first, told
 
     def _follow(self, plan: RoundPlan) -> None:
         self._plan, chain = plan, self._chain
@@ -134,11 +190,14 @@ class FastChain:
     def _make_room(self, depths: int) -> None:
         chain, rows = self._chain, self._chain.rows
         chain.depths = depths
-        self._limits, self._counts, self._asked, self._ended = (np.zeros(rows, dtype=np.int64) for _ in range(4))
+        self._limits, self.counts, self._asked, self._ended = (np.zeros(rows, dtype=np.int64) for _ in range(4))
         self._survival, self._confidences = np.zeros(rows), np.zeros((rows, depths))
-        self._drafts, self._uniforms = np.zeros((rows, depths), dtype=np.int64), np.zeros((rows, depths), np.float32)
-        for name in ("limits", "uniforms", "drafts", "counts", "asked", "confidences", "survival", "ended"):
+        self.drafts, self._uniforms = np.zeros((rows, depths), dtype=np.int64), np.zeros((rows, depths), np.float32)
+        for name in ("drafts", "counts"):
+            setattr(chain, name, getattr(self, name).ctypes.data)
+        for name in ("limits", "uniforms", "asked", "confidences", "survival", "ended"):
             setattr(chain, name, getattr(self, f"_{name}").ctypes.data)
         if chain.draws:
-            self.laws = torch.zeros(depths, rows, chain.vocab)
+            memory = self._scratch.take(4 * depths * rows * chain.vocab)
+            self.laws = memory.view(torch.float32).view(depths, rows, chain.vocab)
             chain.laws = self.laws.data_ptr()

@@ -15,11 +15,15 @@ from nextn.fast.native import Runtime
 from nextn.fast.passes import SIZES, Inputs, Passes
 from nextn.fast.program import Replay
 from nextn.fast.readout import Readout, told
+from nextn.fast.rounds import FastRounds, Window
+from nextn.fast.scratch import Scratch
 from nextn.fast.slabs import Slabs
 from nextn.fast.weights import Weights
 from nextn.head import Head, Step
 from nextn.sampling import Judge, Prediction, Sampling, Told
 from nextn.trunk import Hidden, Trunk
+
+_KEPT = 8  # ways to sample
 
 
 def _slabs(passes: Sequence[Passes], batch_size: int, *, dtype: torch.dtype, runtime: Runtime) -> Slabs:
@@ -47,6 +51,8 @@ class FastTrunk:
         self._runtime = runtime
         self._passes = Passes(runtime, weights, trunk.kinds, self._call, dtype=trunk.dtype)
         self.max_window = self._passes.max_window
+        self._windows: dict[tuple[object, ...], Window | None] = {}
+        self._judges: dict[tuple[Sampling, bool], FastJudge] = {}
 
     def cache(self, batch_size: int) -> Slabs:
         return _slabs([self._passes], batch_size, dtype=self.dtype, runtime=self._runtime)
@@ -61,6 +67,66 @@ class FastTrunk:
         if sampling.needs_seen or sampling.greedy:
             return Judge(sampling, block=block)
         return FastJudge(self._runtime, sampling, block=block)
+
+    def rounds(
+        self,
+        cache: Slabs,
+        sampling: Sampling,
+        *,
+        block: bool,
+        chain: FastChain | None,
+        tokens: Sequence[Sequence[int]],
+        pending: Sequence[Tensor],
+        drafts: int,
+    ) -> FastRounds | None:
+        """Rounds as native calls, see `FastRounds`; None where they need Python between them."""
+        if cache.is_recurrent or sampling.needs_seen or not FastRounds.fits(pending, drafts):
+            return None
+        judge = None if sampling.greedy else self._judge(sampling, block)
+        windows = partial(self._window, len(tokens), judge)
+        if windows(1, None) is None or self._readable(len(tokens), drafts + 1) is None:
+            return None
+        return FastRounds(
+            self._runtime,
+            windows,
+            self._passes,
+            cache,
+            chain=chain,
+            tokens=tokens,
+            pending=pending if chain is not None else (),
+            drafts=drafts,
+        )
+
+    def _judge(self, sampling: Sampling, block: bool) -> FastJudge:
+        """One for each way to sample: what it makes for windows and laws that stand still is for all texts."""
+        if (sampling, block) not in self._judges:
+            if len(self._judges) >= _KEPT:
+                self._judges.clear()
+                self._windows.clear()
+            self._judges[sampling, block] = FastJudge(self._runtime, sampling, block=block)
+        return self._judges[sampling, block]
+
+    def _readable(self, rows: int, columns: int) -> Replay | None:
+        """What reads a window of so many columns, if that is native."""
+        _, replay = self._passes.replay(rows, columns)
+        readout = self.predict.behind(replay)
+        return None if replay.program is None or readout is None or readout.program is None else readout
+
+    def _window(self, rows: int, judge: FastJudge | None, columns: int, laws: Tensor | None) -> Window | None:
+        key = (rows, columns, judge, None if laws is None else laws.data_ptr(), self._passes.replay(rows, columns)[1])
+        if key not in self._windows:
+            self._windows[key] = self._made(rows, judge, columns, laws)
+        return self._windows[key]
+
+    def _made(self, rows: int, judge: FastJudge | None, columns: int, laws: Tensor | None) -> Window | None:
+        inputs, replay = self._passes.replay(rows, columns)
+        if (readout := self._readable(rows, columns)) is None:
+            return None
+        verdict = None
+        if judge is not None:
+            q = None if laws is None or columns == 1 else laws[: columns - 1].transpose(0, 1)
+            verdict = judge.verdict(self.predict.views(replay, columns)[0], q)
+        return Window.of(inputs, replay, readout, verdict)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -99,6 +165,7 @@ class FastHead:
         make = partial(Passes, runtime, weights, kinds, dtype=trunk.dtype, state_shape=trunk.hidden_shape)
         self._passes = [make(partial(self._call, index)) for index in range(head.num_modules)]
         self._chained, self._start = make(self._chain), make(self._first, feeds=self._eaten)
+        self._laws = Scratch()
         own = "output" in head.family.own
         self._readouts = [
             Readout(runtime, weights, partial(head.logits, index), head.output(index).weight) if own else trunk.predict
@@ -136,7 +203,8 @@ class FastHead:
             return None
         if any(passes.replay(len(cache.lengths), 1)[1].program is None for passes in (self._start, self._chained)):
             return None
-        return FastChain(self._runtime, self._start, self._chained, cache, sampling, sampled=sampled)
+        passes = self._start, self._chained
+        return FastChain(self._runtime, *passes, cache, sampling, sampled=sampled, scratch=self._laws)
 
     def _call(self, index: int, window: Inputs, cache: RecordingCache) -> list[Tensor]:
         assert window.states is not None

@@ -20,7 +20,7 @@ class FastJudge(Judge):
     def __init__(self, runtime: Runtime, sampling: Sampling, *, block: bool) -> None:
         super().__init__(sampling, block=block)
         self._runtime, self._scratch = runtime, Scratch()
-        self._verdicts: dict[tuple[object, ...], _Verdict] = {}
+        self._verdicts: dict[tuple[object, ...], NativeVerdict] = {}
 
     def __call__(
         self,
@@ -32,17 +32,21 @@ class FastJudge(Judge):
         seen: Tensor | None = None,
     ) -> list[tuple[int, int]]:
         """As `Judge`, but for the order of sums."""
-        where = (logits.shape, logits.data_ptr(), None if q is None else q.data_ptr())
+        return self.verdict(logits, q).run(drafts, u)
+
+    def verdict(self, logits: Tensor, q: Tensor | None) -> "NativeVerdict":
+        """What judges drafts by logits and laws at these places."""
+        where = tuple(part for each in (logits, q) if each is not None for part in _place(each))
         if where not in self._verdicts:
             if len(self._verdicts) >= _KEPT:
                 self._verdicts.clear()
-            made = _Verdict.of(self._runtime, self._scratch, logits, q, self.sampling, block=self.block)
+            made = NativeVerdict.of(self._runtime, self._scratch, logits, q, self.sampling, block=self.block)
             self._verdicts[where] = made
-        return self._verdicts[where].run(drafts, u)
+        return self._verdicts[where]
 
 
 @dataclass(frozen=True, eq=False)
-class _Verdict:
+class NativeVerdict:
     """One program over logits and laws that stand still."""
 
     program: Program
@@ -62,7 +66,7 @@ class _Verdict:
         sampling: Sampling,
         *,
         block: bool,
-    ) -> "_Verdict":
+    ) -> "NativeVerdict":
         rows, columns, vocab = logits.shape
         memory = scratch.take(4 * rows * (columns + 1) * vocab).view(torch.float32)
         p, rest = memory[: rows * columns * vocab].view(rows, columns, vocab), memory[-rows * vocab :].view(rows, vocab)
@@ -81,3 +85,8 @@ class _Verdict:
             self.u[row, : len(numbers)] = numbers
         self.program.run()
         return list(zip(self.kept.tolist(), self.following.tolist(), strict=True))
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    """What views of the same values have in common."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride()

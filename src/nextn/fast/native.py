@@ -136,7 +136,7 @@ def bound(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     for name in ("nextn_team", "nextn_program"):
         getattr(library, name).restype = ctypes.c_void_p
-    for name in ("nextn_team_free", "nextn_program_free", "nextn_program_run", "nextn_chain"):
+    for name in ("nextn_team_free", "nextn_program_free", "nextn_program_run", "nextn_chain", "nextn_verify"):
         getattr(library, name).restype = None
     views, ints, reals = ctypes.POINTER(View), ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_double)
     call: list[Any] = [
@@ -154,6 +154,7 @@ def bound(path: Path) -> ctypes.CDLL:
     library.nextn_team_free.argtypes = library.nextn_program_free.argtypes = [ctypes.c_void_p]
     library.nextn_program_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     library.nextn_chain.argtypes = [ctypes.c_void_p] * 6
+    library.nextn_verify.argtypes = [ctypes.c_void_p] * 3
     return library
 
 

@@ -36,15 +36,24 @@ class Readout:
 
     def over(self, source: Replay, columns: int) -> Prediction:
         """What is predicted at the first columns of the states [B, m, H] that a pass has left as its first output."""
-        self.prepare(source)
-        normed, replay = source.outputs[0], self._behind[source]
+        replay = self.behind(source)
         if replay is None:
-            return self(normed[:, :columns])
-        if (source, columns) not in self._views:
-            views = [out.unflatten(0, normed.shape[:2])[:, :columns] for out in replay.outputs]
-            self._views[source, columns] = views
+            return self(source.outputs[0][:, :columns])
         replay.run()
-        return Told(*self._views[source, columns])
+        return Told(*self.views(source, columns))
+
+    def behind(self, source: Replay) -> Replay | None:
+        """The replay for the states that a pass leaves, where there is one."""
+        self.prepare(source)
+        return self._behind[source]
+
+    def views(self, source: Replay, columns: int) -> list[Tensor]:
+        """Logits [B, m, V], argmax and its probability [B, m] of the first columns, where `behind` leaves them."""
+        if (source, columns) not in self._views:
+            replay, shape = self._behind[source], source.outputs[0].shape[:2]
+            assert replay is not None
+            self._views[source, columns] = [out.unflatten(0, shape)[:, :columns] for out in replay.outputs]
+        return self._views[source, columns]
 
     def prepare(self, source: Replay) -> None:
         """Make the replay for the states [B, m, H] that a pass leaves; none for more than a readout takes at once."""

@@ -17,6 +17,7 @@ constexpr int64_t kColumns = 16;  // of a piece
 constexpr int64_t kDepth = 64;    // of a sum for scores
 // Of a sweep: with more, their addresses and what lies beside them would not stay in registers.
 constexpr int64_t kQueries = std::min(10, rows_of(kColumns));
+typedef uint32_t Word32 __attribute__((aligned(2), may_alias));  // a float, or a pair of bf16
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
 // Forms of keys and of values.
@@ -29,23 +30,17 @@ struct Halves16 : Bf16 {
   using Values = Beside<Bf16>;
 };
 
-// [k, columns] with kPair of k beside each other: where the value of k and column stands.
-template <int64_t kPair>
-int64_t place(int64_t k, int64_t column, int64_t columns) {
-  return (k / kPair * columns + column) * kPair + k % kPair;
-}
-
 template <typename T>
 void write(const Attention& a, int64_t row, int64_t kv_head) {
-  constexpr int64_t kPair = int64_t(sizeof(float) / sizeof(T));
+  constexpr int64_t kPair = int64_t(sizeof(float) / sizeof(T));  // values of what is summed, beside each other
   for (int64_t i = 0; i < a.width; ++i) {
-    const int64_t column = a.starts[row] + i, block = column / kBlock * kBlock;
-    const auto* key = reinterpret_cast<const T*>(element(a.k, row, kv_head, i));
-    auto* keys = reinterpret_cast<T*>(a.key_slab(row, kv_head, block)) + (column - block) / kColumns * kColumns * a.dim_k;
-    for (int64_t d = 0; d < a.dim_k; ++d) keys[place<kPair>(d, column % kColumns, kColumns)] = key[d];
+    const int64_t column = a.starts[row] + i, block = column / kBlock * kBlock, place = column - block;
+    const auto* key = reinterpret_cast<const Word32*>(element(a.k, row, kv_head, i));
+    auto* keys = reinterpret_cast<Word32*>(a.key_slab(row, kv_head, block)) + place / kColumns * kColumns * a.dim_k / kPair;
+    for (int64_t d = 0; d < a.dim_k / kPair; ++d) keys[d * kColumns + place % kColumns] = key[d];
     const auto* value = reinterpret_cast<const T*>(element(a.v, row, kv_head, i));
-    auto* values = reinterpret_cast<T*>(a.value_slab(row, kv_head, block));
-    for (int64_t j = 0; j < a.dim_v; ++j) values[place<kPair>(column - block, j, a.dim_v)] = value[j];
+    auto* values = reinterpret_cast<T*>(a.value_slab(row, kv_head, block)) + place / kPair * a.dim_v * kPair + place % kPair;
+    for (int64_t j = 0; j < a.dim_v; ++j) values[j * kPair] = value[j];
   }
 }
 

@@ -9,8 +9,8 @@ namespace {
 
 constexpr int64_t kNear = 16 * 1024;  // bytes of weights that stay in the first-level cache
 
-using Panels = Streamed<Fp32<kPanelColumns>>;
-using Blocks = Streamed<Bf16>;
+using Panels = Fp32<kPanelColumns>;
+using Blocks = Bf16;
 
 struct Store {
   const Product* product;
@@ -24,14 +24,16 @@ struct Store {
 // All rows, in as few groups as kernels take, and of much the same size: pieces that fit the cache for all groups.
 template <typename Form>
 void multiply(const Product& product, const typename Form::X* const* x, int64_t depth, int64_t begin, int64_t end) {
-  constexpr auto& kernels = kKernels<Form, Store>;
-  constexpr int64_t kRows = kernels.size(), kLeast = kTogether<Form, (kRows + 1) / 2>;
+  constexpr auto &alone = kKernels<Streamed<Form>, Store>, &in_turns = kKernels<InTurns<Form>, Store>;
+  constexpr int64_t kRows = alone.size(), kLeast = kTogether<Form, (kRows + 1) / 2>;
   const int64_t groups = pieces(product.num_rows, kRows), bytes = depth / Form::kStep * Form::kRead;
+  const auto& kernels = groups == 1 ? alone : in_turns;
   const int64_t stride = groups == 1 ? end - begin : std::max(kLeast, kNear / bytes);
   for (int64_t piece = begin; piece < end; piece += stride)
     for (int64_t group = 0; group < groups; ++group) {
       const int64_t first = product.num_rows * group / groups, last = product.num_rows * (group + 1) / groups;
-      const Part<typename Form::X> part{x + first, product.packed, depth, bytes, 0};
+      const int64_t ahead = stride * bytes + bytes * group / groups, pace = pieces(Form::kRead, groups);
+      const Part<typename Form::X> part{x + first, product.packed, depth, bytes, 0, ahead, pace};
       kernels[last - first - 1](part, piece, std::min(piece + stride, end), Store{&product, first});
     }
 }

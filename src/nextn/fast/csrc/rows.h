@@ -39,12 +39,13 @@ struct Word {
 };
 
 // Some rows of x, and the packed matrix: its pieces lie `next` bytes apart, and what a piece has for one k (or pair) and
-// for the following one `step`.
+// for the following one `step`. ahead, pace: of `InTurns`.
 template <typename X>
 struct Part {
   const X* const* x;
   const char* weights;
   int64_t depth, next, step;
+  int64_t ahead = 0, pace = 0;
 };
 
 // Rows that a kernel takes at most.
@@ -116,26 +117,55 @@ struct Bf16 : Singles {
 // the pieces behind those that are read at once. With fewer rows than kFew the machine is as fast by itself.
 template <typename Form, int kFew = kFetched>
 struct Streamed : Form {
-  static int64_t step(const Part<typename Form::X>&) { return Form::kRead; }
+  using Source = Part<typename Form::X>;
+  static int64_t step(const Source&) { return Form::kRead; }
 
-  template <int kCount, int kPieces>
-  static void fetch(const char* at, int64_t next, int64_t) {
-    if (kPieces > 1 && kCount < kFew) return;
-    const int64_t ahead = kPieces == 1 ? kAhead : kPieces * next;
-    for (int piece = 0; piece < kPieces; ++piece)
-      for (int line = 0; line < Form::kRead; line += 64) __builtin_prefetch(at + ahead + piece * next + line);
-  }
+  struct Early {
+    Early(const Source&, const char*) {}
+
+    template <int kCount, int kPieces>
+    void fetch(const char* at, const Source& part) const {
+      if (kPieces > 1 && kCount < kFew) return;
+      const int64_t ahead = kPieces == 1 ? kAhead : kPieces * part.next;
+      for (int piece = 0; piece < kPieces; ++piece)
+        for (int line = 0; line < Form::kRead; line += 64) __builtin_prefetch(at + ahead + piece * part.next + line);
+    }
+  };
+};
+
+// The same, read by several groups of rows one after the other. What all of them read next is `ahead`, and each fetches
+// its share of that, `pace` bytes a step: memory that rests while a group computes would not be there for the next.
+template <typename Form>
+struct InTurns : Streamed<Form> {
+  using Source = Part<typename Form::X>;
+
+  struct Early {
+    const char* next;
+
+    Early(const Source& part, const char* at) : next(at + part.ahead) {}
+
+    template <int, int kPieces>
+    void fetch(const char*, const Source& part) {
+      for (int piece = 0; piece < kPieces; ++piece) __builtin_prefetch(next + piece * part.next);
+      next += part.pace;
+    }
+  };
 };
 
 // Pieces that lie beside each other: what a step reads of them is a run.
 template <typename Form>
 struct Beside : Form {
-  static int64_t step(const Part<typename Form::X>& part) { return part.step; }
+  using Source = Part<typename Form::X>;
+  static int64_t step(const Source& part) { return part.step; }
 
-  template <int, int kPieces>
-  static void fetch(const char* at, int64_t next, int64_t step) {
-    for (int piece = 0; piece < kPieces; ++piece) __builtin_prefetch(at + kStepsAhead * step + piece * next);
-  }
+  struct Early {
+    Early(const Source&, const char*) {}
+
+    template <int, int kPieces>
+    void fetch(const char* at, const Source& part) const {
+      for (int piece = 0; piece < kPieces; ++piece) __builtin_prefetch(at + kStepsAhead * part.step + piece * part.next);
+    }
+  };
 };
 
 // acc[row][v] += x[row] * weights(v): what there are fewer of stays in registers.
@@ -163,8 +193,9 @@ template <typename Form, int kCount, int kPieces>
 void sum(const Part<typename Form::X>& part, const char* weights, float* sums) {
   constexpr int kEach = Form::kWidth / kFloats, kVectors = kPieces * kEach;
   Floats acc[kCount][kVectors] = {};
+  typename Form::Early early(part, weights);
   for (int64_t k = 0; k < part.depth; k += Form::kStep, weights += Form::step(part)) {
-    Form::template fetch<kCount, kPieces>(weights, part.next, part.step);
+    early.template fetch<kCount, kPieces>(weights, part);
     for (int one = 0; one < Form::kStep; ++one)
       add<Form>(acc, part.x, k + one,
                 [=](int v) { return Form::weights(weights + v / kEach * part.next, v % kEach, one); });

@@ -1,0 +1,135 @@
+"""Rounds as native calls against the loop that is their twin, where the two could part: rows, sizes, long waits."""
+
+from dataclasses import replace
+
+import pytest
+from replays import fast_of
+from tiny import build, prompt, refrain
+
+from nextn.decode import Settings, rounds
+from nextn.drafting import Contract, Drafter
+from nextn.fast.chain import FastChain
+from nextn.fast.engine import FastTrunk
+from nextn.fast.rounds import FastRounds
+from nextn.policy import PROBE, Fixed
+from nextn.sampling import Sampling
+
+WAYS = [Sampling(), Sampling(1.0), Sampling(0.8, top_k=7)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return fast_of(build("glm4_moe"))
+
+
+class Now:
+    """The number of drafts of each round, again and again."""
+
+    reason = ""
+
+    def __init__(self, *numbers):
+        self.numbers, self.at = numbers, -1
+
+    def plan(self):
+        self.at += 1
+        return Fixed(self.numbers[self.at % len(self.numbers)]).plan()
+
+    def learn(self, confidences, *, drafts, kept):
+        pass
+
+
+def both(model, prompts, settings, make=lambda: None):
+    """The rows of all rounds, native and by the loop; how often the verdict of a round was native."""
+    found, calls, verify = [], [], FastRounds.verify
+    for observer in (None, lambda event: None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FastRounds, "verify", lambda *given: calls.append(0) or verify(*given))
+            stream = rounds(model.trunk, model.head, prompts, settings, length=make(), observer=observer)
+            found.append([each.rows for each in stream])
+    return *found, len(calls)
+
+
+@pytest.mark.parametrize("sampling", WAYS)
+@pytest.mark.parametrize("numbers", [(0, 3), (3, 0, 0, 1), (*[0] * (3 * PROBE), 2), (0,)], ids=len)
+def test_columns_that_wait_for_the_head(model, numbers, sampling):
+    """Also more of them than there is room for."""
+    prompts = [prompt(17), prompt(40, seed=4)]
+    settings = Settings(drafts=3, max_tokens=110, sampling=sampling)
+    native, loop, calls = both(model, prompts, settings, lambda: Now(*numbers))
+    assert native == loop
+    assert calls == len(native) - 1
+
+
+@pytest.mark.parametrize("sampling", WAYS)
+def test_plain_decoding(model, sampling):
+    """Without a head in it; rows end at different times."""
+    prompts = [prompt(length, seed=length) for length in (3, 50, 11)]
+    settings = Settings(drafts=0, max_tokens=40, sampling=sampling)
+    whole, _, _ = both(model, prompts, settings)
+    end = next(row.emitted[0] for row in whole[9] if row.row == 1)
+    native, loop, calls = both(model, prompts, replace(settings, eos=(end,)))
+    assert native == loop
+    assert {len(rows) for rows in native} > {3}
+    assert calls == len(native) - 1
+
+
+def test_ways_to_sample_do_not_disturb_one_another(model):
+    """What is made for windows is for all texts: of other sizes, numbers of rows and ways to sample."""
+    for sampling in (*WAYS, *reversed(WAYS)):
+        for count, drafts in ((1, 4), (2, 3), (3, 4), (2, 7)):
+            prompts = refrain(count, 30, seed=drafts).tolist()
+            native, loop, _ = both(model, prompts, Settings(drafts=drafts, max_tokens=14, sampling=sampling))
+            assert native == loop
+
+
+def test_two_decodes_take_turns(model):
+    """A way to sample of their own each; neither finds what the other left."""
+
+    def stream(seed, sampling):
+        settings = Settings(drafts=3, max_tokens=30, sampling=sampling, seed=seed)
+        return rounds(model.trunk, model.head, [prompt(20, seed=seed)], settings)
+
+    alone = [[each.rows for each in stream(seed, WAYS[seed])] for seed in (1, 2)]
+    one, other = stream(1, WAYS[1]), stream(2, WAYS[2])
+    found = [[], []]
+    for _ in range(max(map(len, alone))):
+        for rows, each in zip(found, (one, other), strict=True):
+            rows += [part.rows for part in [next(each, None)] if part is not None]
+    assert found == alone
+
+
+REFUSED = {
+    "a penalty": ({"sampling": Sampling(1.0, repetition_penalty=1.2)}, "glm4_moe"),
+    "a fault between rounds": ({"contract": Contract(rerun=False)}, "glm4_moe"),
+    "recurrent state": ({}, "qwen3_next"),
+    "more drafts than one pass takes": ({"drafts": 130}, "glm4_moe"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_others_run_from_python(name):
+    given, family = REFUSED[name]
+    settings = Settings(**{"drafts": 3, "max_tokens": 12} | given)
+    native, loop, calls = both(fast_of(build(family)), [prompt(20)], settings)
+    assert native == loop
+    assert calls == 0
+
+
+def test_the_loop_is_not_run_beside_it(model):
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((Drafter, "draft"), (Drafter, "add"), (FastChain, "run"), (FastTrunk, "read")):
+            before = getattr(owner, name)
+            patch.setattr(owner, name, _counted(calls := [], before))
+        stream = rounds(model.trunk, model.head, [prompt(20)], Settings(drafts=3, max_tokens=12))
+        next(stream)
+        calls.clear()
+        assert len(list(stream)) > 2
+    assert not calls
+
+
+def _counted(calls, function):
+    def counted(*given, **named):
+        calls.append(function)
+        return function(*given, **named)
+
+    return counted
