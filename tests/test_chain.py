@@ -61,8 +61,8 @@ def both(model, prompts, settings, length=None):
                 forbid(patch, FastChain, "run")
                 forbid(patch, Judge, "__call__")
             if way == "loop":
-                forbid(patch, FastChain, "draft")
-                forbid(patch, FastRounds, "verify")
+                forbid(patch, FastChain, "begin")
+                forbid(patch, FastRounds, "run")
             else:
                 forbid(patch, Drafter, "_looped")
             stream = rounds(model.trunk, model.head, prompts, settings, length=lengths, observer=observer)

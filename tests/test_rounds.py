@@ -39,11 +39,11 @@ class Now:
 
 
 def both(model, prompts, settings, make=lambda: None):
-    """The rows of all rounds, native and by the loop; how often the verdict of a round was native."""
-    found, calls, verify = [], [], FastRounds.verify
+    """The rows of all rounds, native and by the loop; how many rounds were native."""
+    found, calls, run = [], [], FastRounds.run
     for observer in (None, lambda event: None):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(FastRounds, "verify", lambda *given: calls.append(0) or verify(*given))
+            patch.setattr(FastRounds, "run", lambda *given: calls.append(0) or run(*given))
             stream = rounds(model.trunk, model.head, prompts, settings, length=make(), observer=observer)
             found.append([each.rows for each in stream])
     return *found, len(calls)
@@ -117,7 +117,7 @@ def test_others_run_from_python(name):
 
 def test_the_loop_is_not_run_beside_it(model):
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((Drafter, "draft"), (Drafter, "add"), (FastChain, "run"), (FastTrunk, "read")):
+        for owner, name in ((Drafter, "draft"), (Drafter, "add"), (FastChain, "run"), (FastTrunk, "__call__")):
             before = getattr(owner, name)
             patch.setattr(owner, name, _counted(calls := [], before))
         stream = rounds(model.trunk, model.head, [prompt(20)], Settings(drafts=3, max_tokens=12))

@@ -14,9 +14,9 @@ from nextn.drafting import Contract, Drafted, Drafter
 from nextn.errors import ConfigError, need_whole
 from nextn.fast.choose import AnyHead, AnyTrunk
 from nextn.fast.rounds import FastRounds
-from nextn.policy import PROBE, DraftLength, Fixed
+from nextn.policy import NONE, PROBE, DraftLength, Fixed
 from nextn.rollback import Cache
-from nextn.sampling import Prediction, Sampling, Uniforms, accept_greedy, numbered, ragged
+from nextn.sampling import Prediction, Sampling, Uniforms, accept_greedy, ragged
 
 
 @dataclass(frozen=True)
@@ -186,17 +186,25 @@ class _Batch:
 
     def round(self) -> Round:
         started = time.perf_counter()
-        drafted = self._draft()
-        drafted_at = time.perf_counter()
-        verdict = self._verified(drafted)
+        drafted, verdict, drafted_at = self._by_loop() if self.native is None else self._by_call(self.native, started)
         for confidences, drafts, (kept, _) in zip(drafted.confidences, drafted.drafts, verdict, strict=True):
             self.length.learn(confidences, drafts=len(drafts), kept=kept)
         return self._emit(drafted.drafts, verdict, started, drafted_at)
 
-    def _verified(self, drafted: Drafted) -> list[tuple[int, int]]:
-        """One pass of the trunk over what was drafted, and what stands of it -> (kept, next token) per row."""
-        if self.native is not None:
-            return self.native.verify(drafted.drafts, self._numbers(drafted))
+    def _by_call(self, native: FastRounds, started: float) -> tuple[Drafted, list[tuple[int, int]], float]:
+        """As `_by_loop`, as one native call."""
+        plan, rooms = (self.length.plan(), self._rooms()) if self.drafter is not None else (NONE, [0] * len(self.rows))
+        limits = [min(plan.max_drafts, room) for room in rooms]
+        (drafts, confidences, ran), verdict, seconds = native.run(
+            plan, limits, None if self._is_greedy else self.uniforms
+        )
+        return Drafted(drafts, confidences, ran=ran), verdict, started + seconds
+
+    def _by_loop(self) -> tuple[Drafted, list[tuple[int, int]], float]:
+        """Drafts, then one pass of the trunk over them -> the drafts, of each row (kept, next token), and the time in
+        between."""
+        drafted = self._draft()
+        drafted_at = time.perf_counter()
         window = [[tokens[-1], *draft] for tokens, draft in zip(self.tokens, drafted.drafts, strict=True)]
         self._watch("verify", None, window, self.cache, "")
         hidden = self.trunk(ragged(window, torch.long), self.cache)
@@ -208,7 +216,7 @@ class _Batch:
             self.drafter.add(hidden.eaten, stand, skip=self.drafter.settle(drafted.ran, kept))
             if 0 < drafted.ran < self.drafter.head.num_modules:
                 self.drafter.feed(self.tokens)  # modules that did not run fall behind, and all columns would wait
-        return verdict
+        return drafted, verdict, drafted_at
 
     def _drafter(self, head: AnyHead) -> Drafter:
         settings, trunk = self.settings, self.trunk
@@ -226,12 +234,8 @@ class _Batch:
     def _draft(self) -> Drafted:
         if self.drafter is None:
             return Drafted.nothing(len(self.rows))
-        uniforms, plan, rooms = None if self._is_greedy else self.uniforms, self.length.plan(), self._rooms()
-        if self.native is None:
-            return self.drafter.draft(plan, rooms, self.tokens, uniforms, self.seen)
-        limits = [min(plan.max_drafts, room) for room in rooms]
-        drafts, confidences, ran = self.native.draft(plan, limits, numbered(uniforms, limits))
-        return Drafted(drafts, confidences, ran=ran)
+        uniforms = None if self._is_greedy else self.uniforms
+        return self.drafter.draft(self.length.plan(), self._rooms(), self.tokens, uniforms, self.seen)
 
     def _prefill(self) -> Tensor:
         """Run the prompts through the trunk in chunks, feeding the head meanwhile -> normed [B, H], last columns."""
@@ -266,17 +270,12 @@ class _Batch:
 
     def _verdict(self, predicted: Prediction, drafted: Drafted) -> list[tuple[int, int]]:
         """The trunk's prediction [B, K+1] -> (kept, next token) per row."""
-        numbers = self._numbers(drafted)
-        if numbers is None:
+        if self._is_greedy:
             return [accept_greedy(best, drafts) for best, drafts in zip(predicted.best, drafted.drafts, strict=True)]
+        numbers = [row.take(len(drafts) + 1) for row, drafts in zip(self.uniforms, drafted.drafts, strict=True)]
         return self.judge(predicted.logits, drafted.laws, drafted.drafts, numbers, seen=self.seen)
 
-    def _numbers(self, drafted: Drafted) -> list[list[float]] | None:
-        """What the verdict is drawn with: of each row one number more than drafts."""
-        uniforms = None if self._is_greedy else self.uniforms
-        return numbered(uniforms, [len(drafts) + 1 for drafts in drafted.drafts])
-
-    def _whole(self) -> FastRounds | None:
+    def _native_rounds(self) -> FastRounds | None:
         """Rounds as native calls from here on, where nobody looks between them."""
         drafter = self.drafter
         if self.observer is not None or self.seen is not None or (drafter is not None and drafter.chain is None):
@@ -306,7 +305,7 @@ class _Batch:
             self.seen = self._seen()
         self._leave([row for row, part in enumerate(out) if part.finish is None])
         if self.native is None and self.rows:
-            self.native = self._whole()
+            self.native = self._native_rounds()
         return Round(tuple(out), drafted - started, time.perf_counter() - drafted)
 
     def _finish(self, row: int, emitted: list[int]) -> tuple[list[int], str | None]:

@@ -15,7 +15,7 @@ from nextn.fast.choose import AnyHead, AnyRecursion
 from nextn.head import Step
 from nextn.policy import Chain, RoundPlan
 from nextn.rollback import Cache
-from nextn.sampling import Prediction, Sampling, Uniforms, draw, numbered, ragged
+from nextn.sampling import Prediction, Sampling, Uniforms, draw, ragged
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Drafter:
         if not any(limits):
             return Drafted.nothing(len(limits))
         self.bases = list(self.caches[0].lengths)
-        numbers = numbered(uniforms, limits)
+        numbers = None if uniforms is None else [row.take(limit) for row, limit in zip(uniforms, limits, strict=True)]
         widths = list(map(len, self.pending))
         if self._chain is None or not self._chain.follows(plan, max(widths)):
             return self._looped(plan, limits, tokens, numbers, seen)

@@ -84,7 +84,7 @@ class Chain:
         return taken
 
 
-_PLAIN = RoundPlan(0)
+NONE = RoundPlan(0)  # plain decoding
 
 
 class DraftLength(Protocol):
@@ -212,7 +212,7 @@ class Adaptive:
 
     def plan(self) -> RoundPlan:
         if not self.pays and self.waited < PROBE - 1:
-            return _PLAIN
+            return NONE
         if self._kept is None or not self.pays or self._since >= min(_LONGEST, 1 + self._learned // _SHARE):
             self._kept, self._since = self._made(), 0
         return self._kept

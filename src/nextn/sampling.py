@@ -286,15 +286,15 @@ class Uniforms:
 
     def take(self, count: int) -> list[float]:
         """The next `count` numbers in [0, 1), of float32's grid."""
-        while len(self._ready) < count:
-            self._ready += torch.rand(self._MANY, generator=self._generator).tolist()
-        taken, self._ready = self._ready[:count], self._ready[count:]
+        taken = self.ahead(count)
+        del self._ready[:count]
         return taken
 
-
-def numbered(rows: Sequence[Uniforms] | None, counts: Sequence[int]) -> list[list[float]] | None:
-    """The next counts[row] numbers of each row; None where nothing is drawn."""
-    return None if rows is None else [row.take(count) for row, count in zip(rows, counts, strict=True)]
+    def ahead(self, count: int) -> list[float]:
+        """The same, which are then still the next ones."""
+        while len(self._ready) < count:
+            self._ready += torch.rand(self._MANY, generator=self._generator).tolist()
+        return self._ready[:count]
 
 
 def accept_greedy(best: Sequence[int], drafts: Sequence[int]) -> tuple[int, int]:

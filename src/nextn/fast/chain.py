@@ -31,7 +31,7 @@ def bits(states: Tensor) -> np.ndarray:
 
 
 class _Told(ctypes.Structure):
-    """`Told` of chain.cpp."""
+    """`Told` of chain.h."""
 
     _fields_ = (
         ("logits", ctypes.c_void_p),
@@ -48,7 +48,7 @@ class _Told(ctypes.Structure):
 
 
 class _Chain(ctypes.Structure):
-    """`Chain` of chain.cpp."""
+    """`Chain` of chain.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "vocab", "depths", "draws")),
@@ -58,6 +58,12 @@ class _Chain(ctypes.Structure):
         ("ran", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in _WRITTEN),
     )
+
+
+class _Steps(ctypes.Structure):
+    """`Steps` of chain.h."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("first", "first_told", "next", "next_told"))
 
 
 class FastChain:
@@ -90,13 +96,15 @@ class FastChain:
             top_k=sampling.top_k,
             eaten=inputs.tokens.data_ptr(),
         )
+        assert self._next.program is not None
         self._next_told = _Told.of(self._next)
+        self._steps = _Steps(next=self._next.program.handle, next_told=ctypes.addressof(self._next_told))
         self.laws: Tensor | None = None
 
     @property
-    def depths(self) -> int:
-        """How many drafts `drafts` has room for."""
-        return self._chain.depths
+    def pointers(self) -> tuple[object, object]:
+        """What native code drafts by, after `begin`."""
+        return ctypes.byref(self._chain), ctypes.byref(self._steps)
 
     def follows(self, plan: RoundPlan, columns: int) -> bool:
         """Whether `run` can do what the plan says behind so many columns."""
@@ -121,11 +129,12 @@ class FastChain:
         for row, width in enumerate(widths):
             eaten[row, :width] = tokens[row]
         stacked = torch.nn.utils.rnn.pad_sequence(list(states), batch_first=True)
-        found = self.draft(widths, eaten, bits(stacked), plan, limits=limits, uniforms=uniforms)
+        self.begin(widths, eaten, bits(stacked), plan, limits=limits, uniforms=uniforms)
+        self._runtime.library.nextn_chain(*self.pointers, self._runtime.team)
         self.cache.advance([width + self._chain.ran - 1 for width in widths])
-        return found
+        return self.found()
 
-    def draft(
+    def begin(
         self,
         widths: Sequence[int],
         eaten: np.ndarray,
@@ -134,30 +143,23 @@ class FastChain:
         *,
         limits: Sequence[int],
         uniforms: Sequence[Sequence[float]] | None,
-    ) -> Found:
-        """As `run`, of the first widths[row] columns of eaten [B, m] and of the states' bits [B, m, ...]; the cache has
-        as many columns as before then."""
-        chain = self._chain
+    ) -> None:
+        """All of `run` that comes before the native call, of the first widths[row] columns of eaten [B, m] and of the
+        states' bits [B, m, ...]. The call writes behind the columns that stand in the cache, and no more stand then."""
         if plan is not self._plan:
             self._follow(plan)
         first, told = self._filled(widths, eaten, states)
         assert first.program is not None
-        assert self._next.program is not None
+        self._steps.first, self._steps.first_told = first.program.handle, ctypes.addressof(told)
         self._limits[:] = limits
         for row, numbers in enumerate(uniforms or ()):
             self._uniforms[row, : len(numbers)] = numbers
-        pointer = ctypes.byref
-        self._runtime.library.nextn_chain(
-            pointer(chain),
-            first.program.handle,
-            pointer(told),
-            self._next.program.handle,
-            pointer(self._next_told),
-            self._runtime.team,
-        )
-        drafts = [row[:count] for row, count in zip(self.drafts.tolist(), self.counts.tolist(), strict=True)]
+
+    def found(self) -> Found:
+        """What the native call has left."""
+        drafts = [row[:count] for row, count in zip(self._drafts.tolist(), self._counts.tolist(), strict=True)]
         asked = [row[:count] for row, count in zip(self._confidences.tolist(), self._asked.tolist(), strict=True)]
-        return drafts, asked, chain.ran
+        return drafts, asked, self._chain.ran
 
     def feed(self, widths: Sequence[int], eaten: np.ndarray, states: np.ndarray) -> None:
         """Only what comes before the drafts."""
@@ -190,12 +192,10 @@ class FastChain:
     def _make_room(self, depths: int) -> None:
         chain, rows = self._chain, self._chain.rows
         chain.depths = depths
-        self._limits, self.counts, self._asked, self._ended = (np.zeros(rows, dtype=np.int64) for _ in range(4))
+        self._limits, self._counts, self._asked, self._ended = (np.zeros(rows, dtype=np.int64) for _ in range(4))
         self._survival, self._confidences = np.zeros(rows), np.zeros((rows, depths))
-        self.drafts, self._uniforms = np.zeros((rows, depths), dtype=np.int64), np.zeros((rows, depths), np.float32)
-        for name in ("drafts", "counts"):
-            setattr(chain, name, getattr(self, name).ctypes.data)
-        for name in ("limits", "uniforms", "asked", "confidences", "survival", "ended"):
+        self._drafts, self._uniforms = np.zeros((rows, depths), dtype=np.int64), np.zeros((rows, depths), np.float32)
+        for name in ("limits", "uniforms", "drafts", "counts", "asked", "confidences", "survival", "ended"):
             setattr(chain, name, getattr(self, f"_{name}").ctypes.data)
         if chain.draws:
             memory = self._scratch.take(4 * depths * rows * chain.vocab)

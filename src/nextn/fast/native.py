@@ -153,8 +153,8 @@ def bound(path: Path) -> ctypes.CDLL:
     library.nextn_packed_bytes.argtypes, library.nextn_packed_bytes.restype = [ctypes.c_int64] * 3, ctypes.c_int64
     library.nextn_team_free.argtypes = library.nextn_program_free.argtypes = [ctypes.c_void_p]
     library.nextn_program_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    library.nextn_chain.argtypes = [ctypes.c_void_p] * 6
-    library.nextn_verify.argtypes = [ctypes.c_void_p] * 3
+    library.nextn_chain.argtypes = library.nextn_verify.argtypes = [ctypes.c_void_p] * 3
+    library.nextn_round.argtypes, library.nextn_round.restype = [ctypes.c_void_p] * 6, ctypes.c_int64
     return library
 
 

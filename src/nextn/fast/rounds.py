@@ -19,6 +19,7 @@ from nextn.fast.passes import SIZES, Inputs, Passes
 from nextn.fast.program import Replay
 from nextn.fast.slabs import Slabs
 from nextn.policy import PROBE, RoundPlan
+from nextn.sampling import Uniforms
 
 
 class _Window(ctypes.Structure):
@@ -109,6 +110,8 @@ class FastRounds:
         self._eaten = np.zeros((count, self._room), dtype=np.int64)
         self._uniforms = np.zeros((count, drafts + 1), dtype=np.float32)
         self._laws: Tensor | None = None
+        self._known: dict[int, Window] = {}
+        self._table, self._seconds = (ctypes.c_void_p * (drafts + 2))(), ctypes.c_double()
         none = self._none.ctypes.data
         self._rows = _Rows(count=count, numbers=drafts + 1, room=self._room, drafts=none, counts=none)
         for name in ("uniforms", "last", "lengths", "widths", "eaten", "kept", "next"):
@@ -121,37 +124,29 @@ class FastRounds:
         """Whether what waits for the head in a round is no more than one pass takes."""
         return max(map(len, pending), default=0) + drafts + 1 <= SIZES[-1]
 
-    def draft(self, plan: RoundPlan, limits: Sequence[int], uniforms: Sequence[Sequence[float]] | None) -> Found:
-        """As `FastChain.run`, behind all that waits for the head; nothing where no row may draft."""
-        chain, rows = self._chain, self._rows
-        if chain is None or not any(limits):
-            rows.counts, self._laws = self._none.ctypes.data, None
-            return [[] for _ in limits], [[] for _ in limits], 0
-        widths = self._widths.tolist()
-        found = chain.draft(widths, self._eaten, self._bits, plan, limits=limits, uniforms=uniforms)
-        self._seen(widths)
-        rows.drafts, rows.counts, rows.depths = chain.drafts.ctypes.data, chain.counts.ctypes.data, chain.depths
-        self._laws = chain.laws
-        return found
-
-    def verify(
-        self, drafts: Sequence[Sequence[int]], uniforms: Sequence[Sequence[float]] | None
-    ) -> list[tuple[int, int]]:
-        """drafts: what `draft` has found. uniforms: of each row one number more, None in greedy decoding -> of each row
-        (kept, next token)."""
-        columns, cache = 1 + max(map(len, drafts)), self._cache
-        window = self._windows(columns, self._laws)
-        assert window is not None
-        if self._chain is not None and columns == 1:
-            self._make_room(self._chain)
-        for row, numbers in enumerate(uniforms or ()):
-            self._uniforms[row, : len(numbers)] = numbers
-        cache.reserve(max(cache.lengths) + window.size)
+    def run(
+        self, plan: RoundPlan, limits: Sequence[int], uniforms: Sequence[Uniforms] | None
+    ) -> tuple[Found, list[tuple[int, int]], float]:
+        """limits: of each row, drafts at most. uniforms: None in greedy decoding -> what `FastChain.run` finds, of each
+        row (kept, next token), and the seconds that the drafts took."""
+        chain, cache = self._chain if any(limits) else None, self._cache
+        widths = self._begin(chain, plan, limits, uniforms)
+        cache.reserve(max(cache.lengths) + self._window(1 + max(limits)).size)
         self._passes.attach(cache)
-        self._runtime.library.nextn_verify(ctypes.byref(window.native), ctypes.byref(self._rows), self._runtime.team)
+        library, rows, team = self._runtime.library, ctypes.byref(self._rows), self._runtime.team
+        pointers = (None, None) if chain is None else chain.pointers
+        columns = library.nextn_round(*pointers, self._table, rows, team, ctypes.byref(self._seconds))
+        if columns:
+            library.nextn_verify(ctypes.byref(self._window(columns).native), rows, team)
+        found: Found = ([[] for _ in limits], [[] for _ in limits], 0)
+        if chain is not None:
+            chain.cache.advance(widths)
+            found = chain.found()
+        for each, limit, drafts in zip(uniforms or (), limits, found[0], strict=uniforms is not None):
+            each.take(limit + len(drafts) + 1)
         kept = self._kept.tolist()
         cache.advance([count + 1 for count in kept])
-        return list(zip(kept, self._next.tolist(), strict=True))
+        return found, list(zip(kept, self._next.tolist(), strict=True)), self._seconds.value
 
     def pending(self) -> list[Tensor]:
         """What the head has not seen: the states of each row's columns, copied."""
@@ -167,15 +162,39 @@ class FastRounds:
             end = int(self._lengths[row]) + 1
             self._eaten[row, : len(states)] = tokens[row][end - len(states) : end]
 
-    def _make_room(self, chain: FastChain) -> None:
-        """Rounds without a draft leave a column each; the head sees them when there is no room for one more."""
-        widths = self._widths.tolist()
-        if max(widths) == self._room:
-            chain.feed(widths, self._eaten, self._bits)
-            self._seen(widths)
+    def _begin(
+        self, chain: FastChain | None, plan: RoundPlan, limits: Sequence[int], uniforms: Sequence[Uniforms] | None
+    ) -> list[int]:
+        """All that native code reads of this round -> how many columns of each row the head has not seen."""
+        widths: list[int] = self._widths.tolist()
+        numbers = [
+            each.ahead(2 * limit + 1) for each, limit in zip(uniforms or (), limits, strict=uniforms is not None)
+        ]
+        for row, (each, limit) in enumerate(zip(numbers, limits, strict=uniforms is not None)):
+            self._uniforms[row, : limit + 1] = each[limit:]
+        if chain is not None:
+            draws = None if uniforms is None else [each[:limit] for each, limit in zip(numbers, limits, strict=True)]
+            chain.begin(widths, self._eaten, self._bits, plan, limits=limits, uniforms=draws)
+        else:
+            self._rows.counts = self._none.ctypes.data
+            self._make_room(widths)
+        return widths
 
-    def _seen(self, widths: Sequence[int]) -> None:
-        """The head's cache has these columns now."""
-        assert self._chain is not None
-        self._chain.cache.advance(widths)
-        self._widths[:] = 0
+    def _make_room(self, widths: Sequence[int]) -> None:
+        """Rounds without a draft leave a column each; the head sees them when there is no room for one more."""
+        if self._chain is not None and max(widths) == self._room:
+            self._chain.feed(widths, self._eaten, self._bits)
+            self._chain.cache.advance(widths)
+            self._widths[:] = 0
+
+    def _window(self, columns: int) -> Window:
+        """Where so many columns are verified, which native code finds in the table from then on."""
+        laws = None if self._chain is None else self._chain.laws
+        if laws is not self._laws:  # they have moved
+            self._laws, self._known = laws, {}
+            self._table = (ctypes.c_void_p * len(self._table))()
+        if columns not in self._known:
+            window = self._windows(columns, laws)
+            assert window is not None
+            self._known[columns], self._table[columns] = window, ctypes.addressof(window.native)
+        return self._known[columns]

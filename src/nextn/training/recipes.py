@@ -95,7 +95,7 @@ def by_name(name: str, *, vocab_size: int) -> Recipe:
         ),
         "code": Recipe(
             "half-hour byte-level code model, made to be decoded fast",
-            # 48 MB in bfloat16: more than a cache holds, so that a plain step waits for memory, as those of any larger model.
+            # 48 MB in bfloat16, more than a cache holds: a plain step waits for memory, as any larger model's does.
             mixed_model(layers=16, hidden=384, vocab_size=vocab_size),
             _byte_training(steps=450, batch_size=8, length=512, depths=4, compile=True, save_every=100),
             27,

@@ -1,39 +1,11 @@
 // The drafts of one round as one call: head steps one behind the other while the plan of the round wants more.
 //
 // policy.py's RoundPlan and Chain say what the numbers mean; its loop in Python is the twin of this one.
+#include "chain.h"
 #include "sampling.h"
 #include "strided.h"
 
 namespace nextn {
-
-// What a head step leaves: logits [rows, vocab], their argmax and its probability [rows].
-struct Told {
-  const char* logits;
-  int64_t type;
-  const int64_t* best;
-  const float* confidence;
-};
-
-// Passed by Python as it is (chain.py). depths: how many the arrays have room for; they are [rows, depths] but for
-// laws [depths, rows, vocab]. draws: 0 drafts the argmax and makes no laws, 1 draws from them, 2 takes their argmax.
-struct Chain {
-  int64_t rows, vocab, depths, draws;
-  double temperature, top_p, min_p;
-  int64_t top_k;
-  // The plan. A law falls into the last bin whose edge is at most its confidence; edges [bins] begin with 0.
-  int64_t bins;
-  const double *edges, *table, *take, *go;
-  const int64_t* limits;    // [rows]
-  const float* uniforms;
-  int64_t* eaten;           // [rows]: where the next step reads its tokens; it finds the argmax there
-  // Written: head steps, drafts of each row with their number, confidences of all laws that were asked about.
-  int64_t ran;
-  int64_t *drafts, *counts, *asked;
-  double* confidences;
-  float* laws;
-  double* survival;  // [rows]
-  int64_t* ended;    // [rows]
-};
 
 namespace {
 
@@ -82,26 +54,25 @@ void begin(Chain& chain) {
 
 }  // namespace
 
-}  // namespace nextn
-
-using nextn::Chain, nextn::Program, nextn::Team, nextn::Told;
-
-// first: the head over the columns that it has not seen; next: a step of the chain. Each leaves its argmax and all else
-// that the next step eats where that reads it.
-extern "C" void nextn_chain(Chain* chain, const Program* first, const Told* first_told, const Program* next,
-                            const Told* next_told, Team* team) {
-  nextn::begin(*chain);
-  while (nextn::any_further(*chain)) {
-    const Told& told = *(chain->ran ? next_told : first_told);
-    nextn::run(chain->ran ? next : first, team);
-    const int64_t depth = chain->ran++;
+void draft(Chain& chain, const Steps& steps, Team* team) {
+  begin(chain);
+  while (any_further(chain)) {
+    const Told& told = *(chain.ran ? steps.next_told : steps.first_told);
+    run(chain.ran ? steps.next : steps.first, team);
+    const int64_t depth = chain.ran++;
     bool any = false;
-    for (int64_t row = 0; row < chain->rows; ++row) {
-      if (!nextn::takes(*chain, row, chain->bins == 1 ? 1.0 : told.confidence[row])) continue;
-      const int64_t token = nextn::drawn(*chain, told, row, depth);
-      chain->drafts[row * chain->depths + depth] = chain->eaten[row] = token;
+    for (int64_t row = 0; row < chain.rows; ++row) {
+      if (!takes(chain, row, chain.bins == 1 ? 1.0 : told.confidence[row])) continue;
+      const int64_t token = drawn(chain, told, row, depth);
+      chain.drafts[row * chain.depths + depth] = chain.eaten[row] = token;
       any = true;
     }
     if (!any) return;
   }
+}
+
+}  // namespace nextn
+
+extern "C" void nextn_chain(nextn::Chain* chain, const nextn::Steps* steps, nextn::Team* team) {
+  nextn::draft(*chain, *steps, team);
 }

@@ -1,15 +1,16 @@
-// The second half of a round as one call: the trunk over last tokens and drafts, what it predicts there, the verdict,
-// and the states of the columns that stand, which then wait for the head.
+// A round as one call: the drafts, the trunk over last tokens and drafts, what it predicts there, the verdict, and the
+// states of the columns that stand, which then wait for the head.
 //
-// decode.py has the same in Python, the twin of this one.
+// decode.py and drafting.py have the same in Python, the twin of this one.
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
-#include "runtime.h"
+#include "chain.h"
 
 namespace nextn {
 
-// A size of window and the replays that it runs on. Passed by Python as it is (rounds.py). judge: null in greedy
+// A size of window and the replays that it runs on. Passed by Python as it is (rounds.py), like Rows. judge: null in greedy
 // decoding, where drafts stand as long as they are the argmax.
 struct Window {
   const Program *pass, *readout, *judge;
@@ -70,18 +71,50 @@ void keep(const Window& window, const Rows& rows, int64_t row) {
   rows.last[row] = rows.next[row];
 }
 
+// What the window reads of each row is made room for; what stands behind a row's last draft is never looked at.
+void verify(const Window& window, const Rows& rows, Team* team) {
+  for (int64_t row = 0; row < rows.count; ++row) fill(window, rows, row);
+  run(window.pass, team);
+  run(window.readout, team);
+  if (window.judge) run(window.judge, team);
+  for (int64_t row = 0; row < rows.count; ++row) {
+    judge(window, rows, row);
+    keep(window, rows, row);
+  }
+}
+
+// Where the rows' drafts are from now on, and no column waits for the head.
+void take(Rows& rows, const Chain& chain) {
+  rows.drafts = chain.drafts, rows.counts = chain.counts, rows.depths = chain.depths;
+  std::fill_n(rows.widths, rows.count, 0);
+}
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 }  // namespace
 
 }  // namespace nextn
 
-// What the window reads of each row is made room for; what stands behind a row's last draft is never looked at.
-extern "C" void nextn_verify(const nextn::Window* window, const nextn::Rows* rows, nextn::Team* team) {
-  for (int64_t row = 0; row < rows->count; ++row) nextn::fill(*window, *rows, row);
-  nextn::run(window->pass, team);
-  nextn::run(window->readout, team);
-  if (window->judge) nextn::run(window->judge, team);
-  for (int64_t row = 0; row < rows->count; ++row) {
-    nextn::judge(*window, *rows, row);
-    nextn::keep(*window, *rows, row);
+using nextn::Chain, nextn::Rows, nextn::Steps, nextn::Team, nextn::Window;
+
+// chain: null in a round without drafts, whose rows have none. windows: by their columns, null where there is none yet:
+// so many columns are to be verified then, else 0 are. seconds: what the drafts took.
+extern "C" int64_t nextn_round(Chain* chain, const Steps* steps, const Window* const* windows, Rows* rows, Team* team,
+                               double* seconds) {
+  const double started = nextn::now();
+  if (chain) {
+    nextn::draft(*chain, *steps, team);
+    nextn::take(*rows, *chain);
   }
+  *seconds = nextn::now() - started;
+  const int64_t columns = 1 + *std::max_element(rows->counts, rows->counts + rows->count);
+  if (!windows[columns]) return columns;
+  nextn::verify(*windows[columns], *rows, team);
+  return 0;
+}
+
+extern "C" void nextn_verify(const Window* window, const Rows* rows, Team* team) {
+  nextn::verify(*window, *rows, team);
 }
