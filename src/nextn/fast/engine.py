@@ -23,7 +23,8 @@ from nextn.head import Head, Step
 from nextn.sampling import Judge, Prediction, Sampling, Told
 from nextn.trunk import Hidden, Trunk
 
-_KEPT = 8  # ways to sample
+# Ways to sample, and windows of them by size and number of rows, that are kept for the next text.
+_WAYS, _WINDOWS = 8, 512
 
 
 def _slabs(passes: Sequence[Passes], batch_size: int, *, dtype: torch.dtype, runtime: Runtime) -> Slabs:
@@ -53,6 +54,7 @@ class FastTrunk:
         self.max_window = self._passes.max_window
         self._windows: dict[tuple[object, ...], Window | None] = {}
         self._judges: dict[tuple[Sampling, bool], FastJudge] = {}
+        self._judged = Scratch()
 
     def cache(self, batch_size: int) -> Slabs:
         return _slabs([self._passes], batch_size, dtype=self.dtype, runtime=self._runtime)
@@ -100,10 +102,10 @@ class FastTrunk:
     def _judge(self, sampling: Sampling, block: bool) -> FastJudge:
         """One for each way to sample: what it makes for windows and laws that stand still is for all texts."""
         if (sampling, block) not in self._judges:
-            if len(self._judges) >= _KEPT:
+            if len(self._judges) >= _WAYS:
                 self._judges.clear()
                 self._windows.clear()
-            self._judges[sampling, block] = FastJudge(self._runtime, sampling, block=block)
+            self._judges[sampling, block] = FastJudge(self._runtime, sampling, block=block, scratch=self._judged)
         return self._judges[sampling, block]
 
     def _readable(self, rows: int, columns: int) -> Replay | None:
@@ -115,6 +117,8 @@ class FastTrunk:
     def _window(self, rows: int, judge: FastJudge | None, columns: int, laws: Tensor | None) -> Window | None:
         key = (rows, columns, judge, None if laws is None else laws.data_ptr(), self._passes.replay(rows, columns)[1])
         if key not in self._windows:
+            if len(self._windows) >= _WINDOWS:
+                self._windows.clear()
             self._windows[key] = self._made(rows, judge, columns, laws)
         return self._windows[key]
 

@@ -17,9 +17,10 @@ _KEPT = 32  # programs; logits and laws mostly stand where they stood in an earl
 class FastJudge(Judge):
     """`Judge` without a penalty, at a temperature above 0."""
 
-    def __init__(self, runtime: Runtime, sampling: Sampling, *, block: bool) -> None:
+    def __init__(self, runtime: Runtime, sampling: Sampling, *, block: bool, scratch: Scratch | None = None) -> None:
+        """scratch: of several judges, None: its own."""
         super().__init__(sampling, block=block)
-        self._runtime, self._scratch = runtime, Scratch()
+        self._runtime, self._scratch = runtime, scratch or Scratch()
         self._verdicts: dict[tuple[object, ...], NativeVerdict] = {}
 
     def __call__(

@@ -1,4 +1,4 @@
-"""Rounds as two native calls each: the drafts (csrc/chain.cpp), then what becomes of them (csrc/verify.cpp).
+"""Rounds as one native call each (csrc/rounds.cpp): drafts, a pass of the trunk over them, and the verdict.
 
 `decode.py` and `drafting.py` have the same in Python, their twin: for observers, penalties, recurrent state, heads of
 several modules and planted faults.
@@ -23,10 +23,10 @@ from nextn.sampling import Uniforms
 
 
 class _Window(ctypes.Structure):
-    """`Window` of verify.cpp."""
+    """`Window` of rounds.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("run", "readout", "judge")),
+        *((name, ctypes.c_void_p) for name in ("passed", "readout", "judge")),
         ("size", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("tokens", "starts", "best", "states")),
         ("columns", ctypes.c_int64),
@@ -35,7 +35,7 @@ class _Window(ctypes.Structure):
 
 
 class _Rows(ctypes.Structure):
-    """`Rows` of verify.cpp."""
+    """`Rows` of rounds.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("count", "depths", "numbers", "room", "bytes")),
@@ -62,7 +62,7 @@ class Window:
         states, best = replay.outputs[1], readout.outputs[1]
         assert states.is_contiguous()
         window = _Window(
-            run=replay.program.handle,
+            passed=replay.program.handle,
             readout=readout.program.handle,
             size=inputs.tokens.shape[1],
             tokens=inputs.tokens.data_ptr(),

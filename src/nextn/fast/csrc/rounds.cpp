@@ -10,10 +10,10 @@
 
 namespace nextn {
 
-// A size of window and the replays that it runs on. Passed by Python as it is (rounds.py), like Rows. judge: null in greedy
-// decoding, where drafts stand as long as they are the argmax.
+// A size of window and the replays that it runs on. Passed by Python as it is (rounds.py), like Rows. judge: null in
+// greedy decoding, where drafts stand as long as they are the argmax.
 struct Window {
-  const Program *pass, *readout, *judge;
+  const Program *passed, *readout, *judge;
   int64_t size;                // columns of the replay
   int64_t *tokens, *starts;    // [rows, size], [rows]
   const int64_t* best;         // [rows, size]
@@ -74,7 +74,7 @@ void keep(const Window& window, const Rows& rows, int64_t row) {
 // What the window reads of each row is made room for; what stands behind a row's last draft is never looked at.
 void verify(const Window& window, const Rows& rows, Team* team) {
   for (int64_t row = 0; row < rows.count; ++row) fill(window, rows, row);
-  run(window.pass, team);
+  run(window.passed, team);
   run(window.readout, team);
   if (window.judge) run(window.judge, team);
   for (int64_t row = 0; row < rows.count; ++row) {
