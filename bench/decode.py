@@ -41,7 +41,7 @@ def shape(layers: int, hidden: int, vocab_size: int) -> dict[str, object]:
 
 
 class ForcedHead:
-    """A head that does all its work, and then drafts the right token with probability `rate`. Its drafts are native; the
+    """A head that does all its work, and then drafts the right token with probability `rate`. Drafts are native; the
     rest of a round is Python's, as they are changed in between: about 0.1 ms."""
 
     def __init__(self, head: object, text: Sequence[int], rate: float, seed: int = 0) -> None:
