@@ -25,7 +25,7 @@ def runtime(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         return Runtime(load().library, 1 if request.param == "one-thread" else 2)
     path = tmp_path_factory.mktemp("portable") / "runtime.so"
     folder = Path(nextn.fast.__file__).parent / "csrc"
-    sources = [folder / f"{name}.cpp" for name in ("runtime", "gemm", "tiles", "lanes", "chain", "sampling")]
+    sources = [folder / f"{name}.cpp" for name in ("runtime", "gemm", "tiles", "lanes", "chain", "sampling", "rounds")]
     command = [os.environ.get("CXX", "g++"), "-std=c++20", "-O2", "-shared", "-fPIC", "-pthread", "-o", path, *sources]
     subprocess.run(command, check=True)
     return Runtime(bound(path), 2)
