@@ -149,3 +149,11 @@ def test_two_stages(launch, tmp_path):
     assert all(torch.equal(value, trunks[1][name]) for name, value in trunks[0].items())
     heads = joint.head.state_dict(), made.head.state_dict()
     assert not all(torch.equal(value, heads[1][name]) for name, value in heads[0].items())
+
+
+@pytest.mark.parametrize(("code", "wanted"), [(None, 0), (0, 0), (2, 2)])
+def test_a_process_of_torchruns_ends_as_it_would_alone(code, wanted):
+    """At once, with what was printed and not yet flushed."""
+    script = f"from nextn.__main__ import leave; print('done', end=''); leave({code!r})"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (wanted, "done")
