@@ -140,19 +140,13 @@ def recipe_lines():
     for name, temperature, drafts, where in (
         ("code-small-greedy", 0.0, 8, "greedy"),
         ("code-small", 1.0, 9, "at temperature 1"),
+        ("code-greedy-amx", 0.0, 15, "greedy"),
+        ("code-amx", 1.0, 9, "at temperature 1"),
     ):
         plain, mtp, _ = bench_figures(name, temperature, drafts)
         speeds = f"{plain:,.0f} to {mtp['tokens_per_s']['median']:,.0f} tokens/s {where}"
         told = f"{mtp['speedup']['median']:.2f} x at K = {drafts}, AL {mtp['acceptance_length']:.1f}"
         yield f"{speeds} ({told}; `bench/results/{name}.json`)"
-    for name, temperature, drafts, where in (
-        ("code-greedy-amx", 0.0, 15, "greedy at K = 15"),
-        ("code-amx", 1.0, 9, "at temperature 1 and K = 9"),
-    ):
-        plain, mtp, _ = bench_figures(name, temperature, drafts)
-        speeds = f"{plain:,.0f} to {mtp['tokens_per_s']['median']:,.0f}"
-        yield speeds
-        yield f"{mtp['speedup']['median']:.2f} x, {where} (AL {mtp['acceptance_length']:.1f}"
     plain, mtp, _ = bench_figures("hybrid", 1.0, 6)
     speeds = f"{mtp['tokens_per_s']['median']:,.0f} against {plain:,.0f} tokens/s"
     yield f"{speeds}, {mtp['speedup']['median']:.2f} x at temperature 1 and K = 6"
