@@ -8,6 +8,8 @@ from replays import Replayed
 
 from nextn.fast import fuse, program
 
+NORMS = ("rms_norm", "add_rms_norm", "norm_rotate")
+
 
 class Counted:
     """Stands in for `fused`: notes the ops that it leaves."""
@@ -18,7 +20,7 @@ class Counted:
 
     def __call__(self, groups, **kwargs):
         out = fuse.fused(groups, **kwargs) if self.on else list(groups)
-        self.num_norms += sum(group.entry.func == "rms_norm" for group in out)
+        self.num_norms += sum(group.entry.func in NORMS for group in out)
         self.ops += [step.op for group in out for step in group.instructions]
         self.num_roots += sum("rsqrt" in str(group.entry.func) for group in out)
         return out

@@ -37,9 +37,12 @@ def test_every_family(name, dtype):
     assert (on.num_norms > 0, on.num_roots > 0) == ((False, True) if name == "cohere2_moe" else (True, False))
 
 
-@pytest.mark.parametrize("op", ["rotate", "silu_mul"])
-def test_blocks_of_usual_families_are_taken_together(op):
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [("glm4_moe", "rotate"), ("glm4_moe", "silu_mul"), ("glm4_moe", "add_rms_norm"), ("qwen3_5", "norm_rotate")],
+)
+def test_blocks_of_usual_families_are_taken_together(name, op):
     with counting() as on:
-        states("glm4_moe", torch.bfloat16)
+        states(name, torch.bfloat16)
     assert on.ops.count(op) >= 2
     assert "neg" not in on.ops

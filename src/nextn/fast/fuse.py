@@ -1,5 +1,5 @@
-"""Operations of a lowered pass that one native op does together: RMS norms, rotary embeddings, gates, linear layers of
-one input; copies left out.
+"""Operations of a lowered pass that one native op does together: RMS norms, of sums or before rotary embeddings, too,
+gates, linear layers of one input; copies left out.
 
 The bits stay, as the kernels promise. What is spelled otherwise stays as it is.
 """
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from nextn.fast import copies, gates, norms, products, rotary
+from nextn.fast import copies, gates, heads, norms, products, rotary, sums
 from nextn.fast.lower import Lowered
 from nextn.fast.touched import Touched
 
@@ -20,4 +20,6 @@ def fused(groups: Sequence[Lowered], *, kept: Sequence[Tensor], is_constant: Cal
     out = rotary.fused(out, Touched(out, kept))
     out = gates.fused(out, Touched(out, kept))
     out = products.fused(out, Touched(out, kept))
-    return copies.left_out(out, kept)
+    out = copies.left_out(out, kept)
+    out = heads.fused(out, Touched(out, kept))
+    return sums.fused(out, Touched(out, kept))

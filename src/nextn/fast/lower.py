@@ -32,9 +32,10 @@ class Lowered:
     instructions: Sequence[Instruction]
 
     @classmethod
-    def native(cls, step: Instruction) -> "Lowered":
-        """Without a torch form: were the kernel to refuse, nothing could stand in for what it does."""
-        return cls(Entry(step.op, step.tensors, {}, [step.tensors[0]], step.ints, step.reals), [step])
+    def native(cls, step: Instruction, *, outs: Sequence[Tensor] = ()) -> "Lowered":
+        """Without a torch form: were the kernel to refuse, nothing could stand in for what it does. outs: all that it
+        writes, where that is more than its first tensor."""
+        return cls(Entry(step.op, step.tensors, {}, list(outs or step.tensors[:1]), step.ints, step.reals), [step])
 
     @property
     def tensors(self) -> list[Tensor]:

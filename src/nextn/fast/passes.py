@@ -24,7 +24,7 @@ from nextn.kinds import Kind
 
 # Columns of a window: the last token and usual numbers of drafts, 16 as products take 16 rows at once, then what
 # prompts go through in.
-SIZES = (1, 2, 3, 5, 7, 9, 11, 13, 16, 17, 24, 32, 64, 128)
+SIZES = (1, 2, 3, 5, 7, 9, 11, 12, 14, 16, 17, 24, 32, 64, 128)
 _PADDED = 17  # a window runs on any replay up to this size that there is, rather than have one made for it
 
 Array = NDArray[np.int64]

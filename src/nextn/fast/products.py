@@ -47,4 +47,5 @@ def _joined(layers: Sequence[Instruction]) -> Lowered:
     """Tensors: outs, x, packed weights, biases; ints: rows of each weight, then what all have in common."""
     outs, rows, *rest = zip(*(layer.tensors for layer in layers), strict=True)
     tensors = (*outs, rows[0], *(each for several in rest for each in several))
-    return Lowered.native(Instruction("linear", tensors, (*(layer.ints[0] for layer in layers), *layers[0].ints[1:])))
+    ints = (*(layer.ints[0] for layer in layers), *layers[0].ints[1:])
+    return Lowered.native(Instruction("linear", tensors, ints), outs=outs)

@@ -27,19 +27,26 @@ class Match(Protocol):
 
 
 class Touched:
-    """storage -> the groups that read or write it; what is kept counts as touched behind all of them."""
+    """storage -> the groups that read or write it, and those that write it; what is kept counts as read behind all."""
 
     def __init__(self, groups: Sequence[Lowered], kept: Sequence[Tensor]) -> None:
         self._groups: dict[int, set[int]] = {}
+        self._written: dict[int, set[int]] = {}
         for at, group in enumerate(groups):
             for tensor in group.tensors:
                 self._groups.setdefault(key(tensor), set()).add(at)
+            for tensor in group.entry.outs:
+                self._written.setdefault(key(tensor), set()).add(at)
         for tensor in kept:
             self._groups.setdefault(key(tensor), set()).add(len(groups))
 
     def by(self, tensor: Tensor) -> set[int]:
         """The groups that touch the tensor's storage."""
         return self._groups[key(tensor)]
+
+    def written(self, tensor: Tensor) -> set[int]:
+        """The groups that write the tensor's storage."""
+        return self._written.get(key(tensor), set())
 
     def replaced(self, groups: Sequence[Lowered], matches: Callable[[int], Iterator[Match]]) -> list[Lowered]:
         """The groups with the first match at each place, whose inner tensors nobody else touches, in their stead."""

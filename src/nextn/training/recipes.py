@@ -97,10 +97,10 @@ def by_name(name: str, *, vocab_size: int) -> Recipe:
             "half-hour byte-level code model, made to be decoded fast",
             # 48 MB in bfloat16, more than a cache holds: a plain step waits for memory, as any larger model's does.
             mixed_model(layers=16, hidden=384, vocab_size=vocab_size),
-            _byte_training(steps=450, batch_size=8, length=512, depths=4, compile=True, save_every=100),
+            _byte_training(steps=400, batch_size=8, length=512, depths=4, compile=True, save_every=100),
             27,
             # The head alone on its trunk's law, over more depths than the first stage could pay.
-            {"steps": 240, "depths": 6, "optimizer": "muon", "matrix_lr": 0.01, "lr": 1e-3, "eval_every": 100},
+            {"steps": 340, "depths": 6, "optimizer": "muon", "matrix_lr": 0.01, "lr": 1e-3, "eval_every": 100},
         ),
         "hybrid": Recipe(
             "quarter-hour byte-level code model with gated delta nets, to see what MTP brings where state is recurrent",

@@ -1,7 +1,6 @@
-// Runs of operations of a decoder block in one: the gate of an MLP, and rotary embeddings by halves. Each gives the bits
-// of the ops that it stands for, which round to the tensors' type one by one.
-#include "sixteen.h"
-#include "strided.h"
+// Runs of operations of a decoder block in one: the gate of an MLP, rotary embeddings by halves, and these behind the
+// norms of heads. Each gives the bits of the ops that it stands for, which round to the tensors' type one by one.
+#include "norms.h"
 
 namespace nextn {
 
@@ -57,7 +56,68 @@ bool rotate(Call& call) {
   return dense_of(call, F32) || dense_of(call, BF16);
 }
 
-const Op ops[] = {{"silu_mul", silu_mul}, {"rotate", rotate}};
+// Of queries, of keys: five views of `norm_rotate`, and their numbers.
+struct Heads {
+  const View *out, *x, *cosine, *sine, *weight;
+  int64_t gain;
+  float eps;
+
+  static int64_t count(const Call& call) { return int64_t(call.ints.size()); }
+
+  Heads(const Call& call, int64_t place)
+      : out(&call.views[5 * place]), x(out + 1), cosine(out + 2), sine(out + 3), weight(out + 4),
+        gain(call.ints[place]), eps(float(call.reals[place])) {}
+
+  bool fits(Type type) const {
+    const int64_t turned = row_length(*cosine);
+    for (const View* view : {out, x, cosine, sine})
+      if (view->type != type || view->ndim != out->ndim || inner_stride(*view) != 1 ||
+          !std::equal(out->size, out->size + out->ndim - 1, view->size))
+        return false;
+    return row_length(*x) == row_length(*out) && row_length(*sine) == turned && turned % 2 == 0 &&
+           turned <= row_length(*out) && floating(*weight) && weight->ndim == 1 && weight->size[0] == row_length(*x) &&
+           is_gain(gain);
+  }
+};
+
+// views: one or several times out [..., D], x [..., D], cosines and sines [..., d], weight [D]: rms_norm of x, of whose
+// first d channels rotate; the others stay.
+template <typename T>
+void norm_rotate_rows(const Call& call, const Worker& worker) {
+  static thread_local std::vector<T> room;
+  for (int64_t place = 0; place < Heads::count(call); ++place) {
+    const Heads heads(call, place);
+    const int64_t length = row_length(*heads.x), turned = row_length(*heads.cosine), half = turned / 2;
+    const float* weight = fetch_vector(2, *heads.weight);
+    room.resize(length);
+    each_row<4>(heads.out, worker, [&](char* const* at) {
+      auto* out = reinterpret_cast<T*>(at[0]);
+      const auto *cosine = reinterpret_cast<const T*>(at[2]), *sine = reinterpret_cast<const T*>(at[3]);
+      T* normed = room.data();
+      rms_norm_row(normed, fetch_row(0, *heads.x, at[1]), weight, heads.gain, heads.eps, length);
+      turn(out, normed, cosine, normed + half, sine, -1.0f, half);
+      turn(out + half, normed + half, cosine + half, normed, sine + half, 1.0f, half);
+      std::copy_n(normed + turned, length - turned, out + turned);
+    });
+  }
+}
+
+bool norm_rotate(Call& call) {
+  const int64_t count = Heads::count(call);
+  if (count == 0 || int64_t(call.views.size()) != 5 * count || int64_t(call.reals.size()) != count) return false;
+  const auto type = Type(call.views[0].type);
+  int64_t total = 0;
+  for (int64_t place = 0; place < count; ++place) {
+    const Heads heads(call, place);
+    if (heads.out->ndim == 0 || !heads.fits(type)) return false;
+    total += numel(*heads.out);
+  }
+  call.kernel = type == F32 ? norm_rotate_rows<float> : norm_rotate_rows<uint16_t>;
+  call.parallel = total >= kParallel;
+  return type == F32 || type == BF16;
+}
+
+const Op ops[] = {{"silu_mul", silu_mul}, {"rotate", rotate}, {"norm_rotate", norm_rotate}};
 
 }  // namespace
 

@@ -1,48 +1,18 @@
 // RMS and layer norms over the last dim. rms_norm gives the bits of the ops it stands for: copy to float, pow 2, mean,
-// add eps, rsqrt, mul, and the gain.
-#include "lanes.h"
-#include "sixteen.h"
-#include "strided.h"
+// add eps, rsqrt, mul, and the gain; add_rms_norm those of add and rms_norm.
+#include "norms.h"
 
 namespace nextn {
 
 namespace {
 
-enum Gain { kAfterRounding = 0, kOnePlus = 1, kInFloat = 2 };
-
-float mean_square(const float* row, int64_t count) {
-  return combined<Adding>(row, count, [](Vector values) { return product(values, values); }) / float(count);
-}
-
-// to = the row times `scale` times its gain; the first rounding of kAfterRounding is to the out type T.
-template <typename T>
-void apply_gain(T* to, const float* row, float scale, const float* weight, int64_t gain, int64_t count) {
-  by_sixteen(count, [&](auto load, auto store) {
-    const Sixteen scaled = load(row) * scale;
-    if (weight == nullptr)
-      store(to, scaled);
-    else if (gain == kOnePlus)
-      store(to, scaled * (load(weight) + 1.0f));
-    else
-      store(to, (gain == kInFloat ? scaled : rounded<T>(scaled)) * load(weight));
-  });
-}
-
-// A weight or bias [D] as floats.
-const float* fetch_vector(int which, const Call& call, size_t place) {
-  return place < call.views.size() ? fetch_row(which, call.views[place], call.views[place].data) : nullptr;
-}
-
 template <typename T>
 void rms_norm_rows(const Call& call, const Worker& worker) {
   const View& a = call.views[1];
-  const int64_t length = row_length(a);
-  const float* weight = fetch_vector(2, call, 2);
-  const float eps = float(call.reals[0]);
+  const float* weight = call.views.size() > 2 ? fetch_vector(2, call.views[2]) : nullptr;
   each_row<2>(call, worker, [&](char* const* at) {
     const float* row = fetch_row(0, a, at[1]);
-    const float scale = 1.0f / std::sqrt(mean_square(row, length) + eps);
-    apply_gain(reinterpret_cast<T*>(at[0]), row, scale, weight, call.ints[0], length);
+    rms_norm_row(reinterpret_cast<T*>(at[0]), row, weight, call.ints[0], float(call.reals[0]), row_length(a));
   });
 }
 
@@ -60,14 +30,42 @@ bool rms_norm(Call& call) {
   if (call.views.size() < 2 || !are_norm_views(call, call.views.size() == 3) || call.reals.size() != 1) return false;
   call.kernel = call.views[0].type == F32 ? rms_norm_rows<float> : rms_norm_rows<uint16_t>;
   call.parallel = numel(call.views[0]) >= kParallel;
-  return inner_stride(call.views[0]) == 1 && call.ints.size() == 1 && call.ints[0] >= kAfterRounding &&
-         call.ints[0] <= kInFloat;
+  return inner_stride(call.views[0]) == 1 && call.ints.size() == 1 && is_gain(call.ints[0]);
+}
+
+// views: out, sum = a + b, a, b, weight [D].
+template <typename T>
+void add_rms_norm_rows(const Call& call, const Worker& worker) {
+  const int64_t length = row_length(call.views[0]);
+  const float* weight = fetch_vector(2, call.views[4]);
+  each_row<4>(call, worker, [&](char* const* at) {
+    auto* sum = reinterpret_cast<T*>(at[1]);
+    const auto *a = reinterpret_cast<const T*>(at[2]), *b = reinterpret_cast<const T*>(at[3]);
+    float* row = scratch(0, length);
+    by_sixteen(length, [&](auto load, auto store) {
+      const Sixteen both = rounded<T>(load(a) + load(b));
+      store(sum, both), store(row, both);
+    });
+    rms_norm_row(reinterpret_cast<T*>(at[0]), row, weight, call.ints[0], float(call.reals[0]), length);
+  });
+}
+
+bool add_rms_norm(Call& call) {
+  if (call.views.size() != 5 || call.ints.size() != 1 || call.reals.size() != 1 || call.views[0].ndim == 0) return false;
+  const View& out = call.views[0];
+  for (int i = 0; i < 4; ++i)
+    if (!same_shape(call.views[i], out) || call.views[i].type != out.type || inner_stride(call.views[i]) != 1) return false;
+  const View& weight = call.views[4];
+  if (!floating(out) || !floating(weight) || weight.ndim != 1 || weight.size[0] != row_length(out)) return false;
+  call.kernel = out.type == F32 ? add_rms_norm_rows<float> : add_rms_norm_rows<uint16_t>;
+  call.parallel = numel(out) >= kParallel;
+  return is_gain(call.ints[0]);
 }
 
 void layer_norm_rows(const Call& call, const Worker& worker) {
   const View &out = call.views[0], &a = call.views[1];
   const int64_t length = row_length(a);
-  const float *weight = fetch_vector(2, call, 2), *bias = fetch_vector(3, call, 3);
+  const float *weight = fetch_vector(2, call.views[2]), *bias = fetch_vector(3, call.views[3]);
   const float eps = float(call.reals[0]);
   each_row<2>(call, worker, [&](char* const* at) {
     const float* row = fetch_row(0, a, at[1]);
@@ -87,7 +85,7 @@ bool layer_norm(Call& call) {
   return true;
 }
 
-const Op ops[] = {{"rms_norm", rms_norm}, {"native_layer_norm", layer_norm}};
+const Op ops[] = {{"rms_norm", rms_norm}, {"add_rms_norm", add_rms_norm}, {"native_layer_norm", layer_norm}};
 
 }  // namespace
 

@@ -252,14 +252,19 @@ inline float* scratch(int which, int64_t count) {
   return rows[which].data();
 }
 
-// The rows along the last dim of N views that agree in the others: body(at) for each.
+// The rows along the last dim of N views that agree in the others, this worker's share of them: body(at) for each.
+template <size_t N, typename Body>
+void each_row(const View* views, const Worker& worker, Body&& body) {
+  const int64_t outer = views[0].ndim - 1;
+  int64_t begin, end;
+  worker.share(leading(views[0], outer), begin, end);
+  if (begin == end) return;
+  for (Odometer<N> row(views, outer, begin); begin < end; ++begin, row.next()) body(row.at);
+}
+
 template <size_t N, typename Body>
 void each_row(const Call& call, const Worker& worker, Body&& body) {
-  const int64_t outer = call.views[0].ndim - 1, num_rows = leading(call.views[0], outer);
-  int64_t begin = 0, end = num_rows;
-  if (call.parallel) worker.share(num_rows, begin, end);
-  if (begin == end) return;
-  for (Odometer<N> row(call.views.data(), outer, begin); begin < end; ++begin, row.next()) body(row.at);
+  each_row<N>(call.views.data(), worker, body);
 }
 
 // Whether the views agree in all dims but the last; an out with one value per row may lack its last dim, and gets it.
