@@ -30,6 +30,9 @@ class Steep:
         table = tuple(0.5 + 0.5 * edge for edge in EDGES)
         return RoundPlan(6, EDGES, table, (self.take,) * 6, (self.go,) * 6)
 
+    def holds(self, rows):
+        return 1
+
     def learn(self, confidences, *, drafts, kept):
         self.told.append(([round(each, 5) for each in confidences], drafts, kept))
 
@@ -116,6 +119,9 @@ def test_a_plan_that_grows(random):
         def plan(self):
             self.number += 1
             return Fixed(self.number).plan()
+
+        def holds(self, rows):
+            return 1
 
         def learn(self, confidences, *, drafts, kept):
             pass

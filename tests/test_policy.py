@@ -357,6 +357,23 @@ def test_a_rule_is_kept_while_little_is_new():
     assert rule.plan().max_drafts == 0
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rate", [0.0, 0.4, 0.9])
+def test_a_plan_holds_as_long_as_it_says(rows, rate):
+    """Whatever comes of the rounds; behind them it may be another one."""
+    rule, draw, lasting = Adaptive(costs(FLAT, 0.3)), random.Random(5), []
+    for _ in range(150):
+        plan = rule.plan()
+        lasting.append(rule.holds(rows))
+        for _ in range(lasting[-1]):
+            assert rule.plan() is plan
+            for _ in range(rows):
+                kept = sum(draw.random() < rate for _ in range(plan.max_drafts))
+                rule.learn([0.9] * plan.max_drafts, drafts=plan.max_drafts, kept=kept)
+    assert min(lasting) == 1
+    assert max(lasting) > 5
+
+
 def test_a_jump_of_the_costs_is_looked_beyond():
     """One dear row before many that cost nothing: it pays together with those."""
     v = (1.0, 1.0, 2.5, 2.5, 2.5, 2.5, 2.5, 2.5, 2.5, 2.5, 2.5)

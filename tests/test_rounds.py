@@ -6,12 +6,14 @@ import pytest
 from replays import fast_of
 from tiny import build, prompt, refrain
 
+from nextn import decode
 from nextn.decode import Settings, rounds
 from nextn.drafting import Contract, Drafter
 from nextn.fast.chain import FastChain
 from nextn.fast.engine import FastTrunk
-from nextn.fast.rounds import FastRounds
-from nextn.policy import PROBE, Fixed
+from nextn.fast.rounds import MOST, FastRounds
+from nextn.figures.speedup import Costs, Spread
+from nextn.policy import PROBE, Adaptive, Fixed
 from nextn.sampling import Sampling
 
 WAYS = [Sampling(), Sampling(1.0), Sampling(0.8, top_k=7)]
@@ -34,19 +36,29 @@ class Now:
         self.at += 1
         return Fixed(self.numbers[self.at % len(self.numbers)]).plan()
 
+    def holds(self, rows):
+        return 1
+
     def learn(self, confidences, *, drafts, kept):
         pass
 
 
-def both(model, prompts, settings, make=lambda: None):
-    """The rows of all rounds, native and by the loop; how many rounds were native."""
+def both(model, prompts, settings, make=lambda: None, **given):
+    """The rows of all rounds, native and by the loop; how many rounds each native call made."""
     found, calls, run = [], [], FastRounds.run
+
+    def counted(*given, **named):
+        made = run(*given, **named)
+        calls.append(len(made))
+        return made
+
     for observer in (None, lambda event: None):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(FastRounds, "run", lambda *given: calls.append(0) or run(*given))
-            stream = rounds(model.trunk, model.head, prompts, settings, length=make(), observer=observer)
+            patch.setattr(FastRounds, "run", counted)
+            patch.setattr(decode, "_AHEAD", 1e9)  # whatever the machine's pace
+            stream = rounds(model.trunk, model.head, prompts, settings, length=make(), observer=observer, **given)
             found.append([each.rows for each in stream])
-    return *found, len(calls)
+    return *found, calls
 
 
 @pytest.mark.parametrize("sampling", WAYS)
@@ -57,7 +69,7 @@ def test_columns_that_wait_for_the_head(model, numbers, sampling):
     settings = Settings(drafts=3, max_tokens=110, sampling=sampling)
     native, loop, calls = both(model, prompts, settings, lambda: Now(*numbers))
     assert native == loop
-    assert calls == len(native) - 1
+    assert calls == [1] * (len(native) - 1)
 
 
 @pytest.mark.parametrize("sampling", WAYS)
@@ -70,7 +82,72 @@ def test_plain_decoding(model, sampling):
     native, loop, calls = both(model, prompts, replace(settings, eos=(end,)))
     assert native == loop
     assert {len(rows) for rows in native} > {3}
-    assert calls == len(native) - 1
+    assert sum(calls) == len(native) - 1
+
+
+@pytest.mark.parametrize("sampling", WAYS)
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("count", [1, 2])
+def test_rounds_run_ahead(model, drafts, count, sampling):
+    """Up to the last token, the end of the context, or the round in which a row ends."""
+    prompts = [prompt(17), prompt(40, seed=4)][:count]
+    settings = Settings(drafts=drafts, max_tokens=90, sampling=sampling)
+    native, loop, calls = both(model, prompts, settings)
+    assert native == loop
+    assert MOST in calls
+    tokens = [token for rows in native for row in rows for token in row.emitted]
+    for end in (tokens[7], tokens[len(tokens) // 2]):
+        ended, loop, calls = both(model, prompts, replace(settings, eos=(end, 1000)))
+        assert ended == loop
+        assert sum(calls) == len(ended) - 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.trunk, "max_length", 77)
+        native, loop, _ = both(model, prompts, settings)
+    assert native == loop
+    assert native[-1][-1].finish == "context"
+
+
+def adaptive():
+    cheap = Spread(1.0, 1.0, 1.0, 1)
+    return Adaptive(Costs(1, 64, (cheap,) * 5, replace(cheap, median=0.01)))
+
+
+@pytest.mark.parametrize("sampling", WAYS)
+@pytest.mark.parametrize("make", [adaptive, lambda: Fixed(4, 0.004)], ids=["own", "p_min"])
+def test_rounds_ahead_by_confidence(model, make, sampling):
+    """Of other sizes each, by a rule that changes now and then."""
+    for count in (1, 3):
+        prompts = [prompt(17 + each, seed=each) for each in range(count)]
+        native, loop, calls = both(model, prompts, Settings(drafts=4, max_tokens=120, sampling=sampling), make)
+        assert native == loop
+        assert max(calls) > 2
+        assert len({len(row.drafts) for rows in native for row in rows}) > 1
+
+
+def test_nobody_is_asked_too_late(model):
+    """A text that may stop at any token is judged after each round."""
+    settings = Settings(drafts=3, max_tokens=60)
+    stop = lambda row, new: 21 if len(new) > 21 else None  # noqa: E731
+    native, loop, calls = both(model, [prompt(20)], settings, stop=stop)
+    assert native == loop
+    assert calls == [1] * (len(native) - 1)
+
+
+def test_rounds_ahead_are_soon_over(model):
+    """What one round takes decides how many are run at once."""
+    found, run = [], FastRounds.run
+
+    def noted(*given, most, **named):
+        found.append(most)
+        return run(*given, most=most, **named)
+
+    for seconds in (1e-9, 1e9):
+        found.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(decode, "_AHEAD", seconds)
+            patch.setattr(FastRounds, "run", noted)
+            list(rounds(model.trunk, model.head, [prompt(20)], Settings(drafts=1, max_tokens=40)))
+        assert (max(found) == 1) == (seconds < 1)
 
 
 def test_ways_to_sample_do_not_disturb_one_another(model):
@@ -112,7 +189,7 @@ def test_others_run_from_python(name):
     settings = Settings(**{"drafts": 3, "max_tokens": 12} | given)
     native, loop, calls = both(fast_of(build(family)), [prompt(20)], settings)
     assert native == loop
-    assert calls == 0
+    assert not calls
 
 
 def test_the_loop_is_not_run_beside_it(model):

@@ -4,6 +4,7 @@ Token ids inside: no tokenizer, chat template or stop string is known here. Ever
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +17,9 @@ from nextn.fast.choose import AnyHead, AnyTrunk
 from nextn.fast.rounds import FastRounds
 from nextn.policy import NONE, PROBE, DraftLength, Fixed
 from nextn.rollback import Cache
-from nextn.sampling import Prediction, Sampling, Uniforms, accept_greedy, ragged
+from nextn.sampling import Judged, Prediction, Sampling, Uniforms, accept_greedy, ragged
+
+_AHEAD = 0.02  # seconds that rounds may be run ahead of who reads them
 
 
 @dataclass(frozen=True)
@@ -176,33 +179,48 @@ class _Batch:
         self.judge = trunk.judge(settings.sampling, block=settings.block)
         self.drafter = None if head is None or not settings.drafts else self._drafter(head)
         self.native: FastRounds | None = None
+        self.ahead: deque[Judged] = deque()  # native rounds that were run and not yet told
+        self.pace = _AHEAD  # seconds of the last of them
 
     def prefill(self) -> Round:
         started = time.perf_counter()
         normed = self._prefill()
         nothing = Drafted.nothing(len(self.rows))
         verdict = self._verdict(self.trunk.predict(normed[:, None]), nothing)
-        return self._emit(nothing.drafts, verdict, started, started)
+        return self._emit(Judged(nothing.drafts, nothing.confidences, verdict, 0.0, time.perf_counter() - started))
 
     def round(self) -> Round:
-        started = time.perf_counter()
-        drafted, verdict, drafted_at = self._by_loop() if self.native is None else self._by_call(self.native, started)
-        for confidences, drafts, (kept, _) in zip(drafted.confidences, drafted.drafts, verdict, strict=True):
+        judged = self._by_loop() if self.native is None else self._by_call(self.native)
+        for confidences, drafts, (kept, _) in zip(judged.confidences, judged.drafts, judged.verdict, strict=True):
             self.length.learn(confidences, drafts=len(drafts), kept=kept)
-        return self._emit(drafted.drafts, verdict, started, drafted_at)
+        return self._emit(judged)
 
-    def _by_call(self, native: FastRounds, started: float) -> tuple[Drafted, list[tuple[int, int]], float]:
-        """As `_by_loop`, as one native call."""
-        plan, rooms = (self.length.plan(), self._rooms()) if self.drafter is not None else (NONE, [0] * len(self.rows))
-        limits = [min(plan.max_drafts, room) for room in rooms]
-        (drafts, confidences, ran), verdict, seconds = native.run(
-            plan, limits, None if self._is_greedy else self.uniforms
-        )
-        return Drafted(drafts, confidences, ran=ran), verdict, started + seconds
+    def _by_call(self, native: FastRounds) -> Judged:
+        """As `_by_loop`, natively, and some rounds ahead where nothing depends on what was told of the last."""
+        if not self.ahead:
+            rows = len(self.rows)
+            plan, rooms = (self.length.plan(), self._rooms()) if self.drafter is not None else (NONE, [0] * rows)
+            limits = [min(plan.max_drafts, room) for room in rooms]
+            uniforms = None if self._is_greedy else self.uniforms
+            most = self._most(limits) if self.stop is None else 1
+            self.ahead.extend(native.run(plan, limits, uniforms, most=most))
+            self.pace = self.ahead[-1].draft_s + self.ahead[-1].verify_s
+        return self.ahead.popleft()
 
-    def _by_loop(self) -> tuple[Drafted, list[tuple[int, int]], float]:
-        """Drafts, then one pass of the trunk over them -> the drafts, of each row (kept, next token), and the time in
-        between."""
+    def _most(self, limits: Sequence[int]) -> int:
+        """Rounds of so many drafts that may be run at once: no row can have reached its last token, or the end of the
+        context, before the last of them, the rule stays what it is, and they are over soon."""
+        missing = [self.settings.max_tokens - len(new) for new in self.new]
+        rooms = [(each - 1 - limit) // (limit + 1) for each, limit in zip(missing, limits, strict=True)]
+        if self.trunk.max_length is not None:
+            longest = max(limits)
+            rooms.append((self.trunk.max_length - max(map(len, self.tokens)) - max(longest, 1)) // (longest + 1))
+        most = min(1 + min(rooms), int(_AHEAD / self.pace))
+        return max(1, most if self.drafter is None else min(most, self.length.holds(len(self.rows))))
+
+    def _by_loop(self) -> Judged:
+        """Drafts, then one pass of the trunk over them."""
+        started = time.perf_counter()
         drafted = self._draft()
         drafted_at = time.perf_counter()
         window = [[tokens[-1], *draft] for tokens, draft in zip(self.tokens, drafted.drafts, strict=True)]
@@ -216,7 +234,8 @@ class _Batch:
             self.drafter.add(hidden.eaten, stand, skip=self.drafter.settle(drafted.ran, kept))
             if 0 < drafted.ran < self.drafter.head.num_modules:
                 self.drafter.feed(self.tokens)  # modules that did not run fall behind, and all columns would wait
-        return drafted, verdict, drafted_at
+        seconds = drafted_at - started, time.perf_counter() - drafted_at
+        return Judged(drafted.drafts, drafted.confidences, verdict, *seconds)
 
     def _drafter(self, head: AnyHead) -> Drafter:
         settings, trunk = self.settings, self.trunk
@@ -288,13 +307,12 @@ class _Batch:
             tokens=self.tokens,
             pending=() if drafter is None else drafter.pending,
             drafts=self.settings.drafts,
+            ends=self.settings.eos or (),
         )
 
-    def _emit(
-        self, drafts: list[list[int]], verdict: Sequence[tuple[int, int]], started: float, drafted: float
-    ) -> Round:
-        out = []
-        for row, (kept, following) in enumerate(verdict):
+    def _emit(self, judged: Judged) -> Round:
+        out, drafts = [], judged.drafts
+        for row, (kept, following) in enumerate(judged.verdict):
             emitted = [*drafts[row][:kept], following]
             self.tokens[row] += emitted
             emitted, finish = self._finish(row, emitted)
@@ -306,7 +324,7 @@ class _Batch:
         self._leave([row for row, part in enumerate(out) if part.finish is None])
         if self.native is None and self.rows:
             self.native = self._native_rounds()
-        return Round(tuple(out), drafted - started, time.perf_counter() - drafted)
+        return Round(tuple(out), judged.draft_s, judged.verify_s)
 
     def _finish(self, row: int, emitted: list[int]) -> tuple[list[int], str | None]:
         """Cut the row's new tokens where it ends -> (tokens of this round, reason or None)."""

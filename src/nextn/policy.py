@@ -24,6 +24,7 @@ _FIRST, _LONG, _SHORT = 12.0, 256.0, 8.0
 PROBE = 32  # rounds from one that drafts to the next while decoding is plain
 # A rule is kept for a share of the rounds seen so far, and for no more than this many: what is new in fewer is noise.
 _SHARE, _LONGEST = 8, 16
+_ALWAYS = 2**31  # rounds
 _LARGE = 1e9  # weights of rounds beyond this are scaled down
 _USUAL = 0.7  # the acceptance to begin with
 
@@ -93,6 +94,9 @@ class DraftLength(Protocol):
     def plan(self) -> RoundPlan:
         """The rule of the next round."""
 
+    def holds(self, rows: int) -> int:
+        """Rounds of so many rows for which `plan` says what it just said, whatever they bring."""
+
     def learn(self, confidences: Sequence[float], *, drafts: int, kept: int) -> None:
         """What became of a row's round: its chain's confidences and drafts, and how many of them were kept."""
 
@@ -121,6 +125,9 @@ class Fixed:
         if not self.p_min:
             return RoundPlan(num, take=always, go=always)
         return RoundPlan(num, (0.0, self.p_min), (0.0, 1.0), (1.0,) * num, always)
+
+    def holds(self, rows: int) -> int:
+        return _ALWAYS
 
     def learn(self, confidences: Sequence[float], *, drafts: int, kept: int) -> None:
         pass
@@ -192,8 +199,9 @@ class Adaptive:
         self.price, self.tokens = _FIRST, _FIRST * max(usual)
         self.waited = 0
         self._floors: dict[float, tuple[list[float], list[float]]] = {}  # by the usual acceptance, to a hundredth
-        self._kept: RoundPlan | None = None
-        self._learned = self._since = 0  # rounds that drafted: all, and those since the rule was made
+        self._kept = NONE
+        # Rounds that drafted: all, those since the rule was made, and how many it is kept for.
+        self._learned = self._since = self._span = 0
 
     @property
     def rate(self) -> float:
@@ -211,11 +219,16 @@ class Adaptive:
         return f"plain: drafting gave {self.rate:.2f} x plain decoding; tried again every {PROBE} rounds"
 
     def plan(self) -> RoundPlan:
-        if not self.pays and self.waited < PROBE - 1:
-            return NONE
-        if self._kept is None or not self.pays or self._since >= min(_LONGEST, 1 + self._learned // _SHARE):
+        if self._since >= self._span:
+            if not self.pays and self.waited < PROBE - 1:
+                return NONE
             self._kept, self._since = self._made(), 0
+            self._span = min(_LONGEST, 1 + self._learned // _SHARE) if self.pays else 1
         return self._kept
+
+    def holds(self, rows: int) -> int:
+        left = self._span - self._since
+        return max(1, -(-(left if left > 0 else PROBE - 1 - self.waited) // rows))
 
     def _made(self) -> RoundPlan:
         rate, usual = max(1.0, self.rate), max(0.01, round(self.stands.mean, 2))

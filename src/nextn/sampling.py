@@ -269,6 +269,18 @@ class Judge:
         return torch.stack([verdict.kept, pick(verdict.rest, u.gather(1, limit[:, None])[:, 0])], dim=1)
 
 
+@dataclass(frozen=True)
+class Judged:
+    """A round of some rows: their drafts with what `DraftLength.learn` is told of them, and of each row (kept, next
+    token). draft_s, verify_s: wall seconds, for all rows together."""
+
+    drafts: list[list[int]]
+    confidences: list[list[float]]
+    verdict: Sequence[tuple[int, int]]
+    draft_s: float
+    verify_s: float
+
+
 def ragged(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
     """[B, largest length]: rows of different lengths, left-aligned, 0 behind; on the host unless told otherwise."""
     width = max(map(len, rows))
@@ -287,8 +299,12 @@ class Uniforms:
     def take(self, count: int) -> list[float]:
         """The next `count` numbers in [0, 1), of float32's grid."""
         taken = self.ahead(count)
-        del self._ready[:count]
+        self.drop(count)
         return taken
+
+    def drop(self, count: int) -> None:
+        """So many of those that were looked at ahead are taken."""
+        del self._ready[:count]
 
     def ahead(self, count: int) -> list[float]:
         """The same, which are then still the next ones."""

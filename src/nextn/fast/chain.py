@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nextn.fast.native import Runtime, type_of
-from nextn.fast.passes import Passes
+from nextn.fast.passes import SIZES, Inputs, Passes
 from nextn.fast.program import Replay
 from nextn.fast.scratch import Scratch
 from nextn.fast.slabs import Slabs
@@ -19,15 +19,53 @@ from nextn.policy import RoundPlan
 from nextn.sampling import Sampling
 
 _POINTERS = ("edges", "table", "take", "go", "limits", "uniforms", "eaten")
-_WRITTEN = ("drafts", "counts", "asked", "confidences", "laws", "survival", "ended")
+_FOUND = ("drafts", "counts", "asked", "confidences")
+_WRITTEN = (*_FOUND, "laws", "survival", "ended")
 _PLAN = ("edges", "table", "take", "go")
 # Of each row: drafts, confidences of the laws that were asked about; and how many depths ran.
 Found = tuple[list[list[int]], list[list[float]], int]
 
 
-def bits(states: Tensor) -> np.ndarray:
-    """The same memory as whole numbers: numpy knows no bfloat16, and copies small pieces faster than torch."""
-    return states.view({2: torch.int16, 4: torch.int32}[states.itemsize]).numpy()
+class _Waiting(ctypes.Structure):
+    """`Waiting` of chain.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "room", "bytes")),
+        *((name, ctypes.c_void_p) for name in ("widths", "starts", "eaten", "states")),
+    )
+
+
+class Waiting:
+    """Columns that the trunk has seen and the head has not, where native code finds them: of each row the states of
+    widths[r] columns, and the tokens behind them; starts[r] columns before them stand in the head."""
+
+    @torch.inference_mode(False)  # it may be written in another mode than it was made in
+    def __init__(self, rows: int, room: int, like: Tensor) -> None:
+        """room: for so many columns of a row. like [.., *shape]: of the states' shape and dtype."""
+        self.room = room
+        self.widths, self.starts = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
+        self._eaten = np.zeros((rows, room), dtype=np.int64)
+        self._states = torch.zeros(rows, room, *like.shape[1:], dtype=like.dtype)
+        self._native = _Waiting(rows=rows, room=room, bytes=self._states[0, 0].nbytes)
+        self._native.widths, self._native.starts = self.widths.ctypes.data, self.starts.ctypes.data
+        self._native.eaten, self._native.states = self._eaten.ctypes.data, self._states.data_ptr()
+
+    def put(self, tokens: Sequence[Sequence[int]], states: Sequence[Tensor], starts: Sequence[int]) -> None:
+        """These and no others wait; tokens: of each row as many as it has states."""
+        self.starts[:] = starts
+        for row, (eaten, own) in enumerate(zip(tokens, states, strict=True)):
+            self.widths[row] = width = len(own)
+            self._eaten[row, :width], self._states[row, :width] = eaten, own
+
+    @property
+    def pointer(self) -> int:
+        """It lives as long as this object."""
+        return ctypes.addressof(self._native)
+
+    @property
+    def states(self) -> list[Tensor]:
+        """Of each row, copied."""
+        return [states[:width].clone() for states, width in zip(self._states, self.widths.tolist(), strict=True)]
 
 
 class _Told(ctypes.Structure):
@@ -60,10 +98,37 @@ class _Chain(ctypes.Structure):
     )
 
 
+class _First(ctypes.Structure):
+    """`First` of chain.h."""
+
+    _fields_ = (
+        ("program", ctypes.c_void_p),
+        ("told", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("tokens", "starts", "widths", "states")),
+    )
+
+    @classmethod
+    def of(cls, inputs: Inputs, replay: Replay, told: _Told) -> "_First":
+        tokens, starts, widths = inputs.host
+        assert inputs.states is not None
+        assert inputs.states.is_contiguous()
+        assert replay.program is not None
+        return cls(
+            program=replay.program.handle,
+            told=ctypes.addressof(told),
+            size=tokens.shape[1],
+            tokens=tokens.ctypes.data,
+            starts=starts.ctypes.data,
+            widths=widths.ctypes.data,
+            states=inputs.states.data_ptr(),
+        )
+
+
 class _Steps(ctypes.Structure):
     """`Steps` of chain.h."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("first", "first_told", "next", "next_told"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("firsts", "next", "next_told"))
 
 
 class FastChain:
@@ -84,7 +149,9 @@ class FastChain:
         self.cache = cache
         self._runtime, self._start, self._chained, self._scratch = runtime, start, chained, scratch
         self._plan: RoundPlan | None = None
-        self._firsts: dict[Replay, tuple[_Told, np.ndarray]] = {}
+        self._waiting: Waiting | None = None  # of `run`
+        self._firsts: list[tuple[_First, _Told]] = []  # by columns, from 1 on
+        self._table = (ctypes.c_void_p * (SIZES[-1] + 1))()
         inputs, self._next = chained.replay(len(cache.lengths), 1)
         self._chain = _Chain(
             rows=len(cache.lengths),
@@ -99,6 +166,7 @@ class FastChain:
         assert self._next.program is not None
         self._next_told = _Told.of(self._next)
         self._steps = _Steps(next=self._next.program.handle, next_told=ctypes.addressof(self._next_told))
+        self._steps.firsts = ctypes.addressof(self._table)
         self.laws: Tensor | None = None
 
     @property
@@ -124,80 +192,68 @@ class FastChain:
 
         -> of each row its drafts and the confidences of the laws that were asked about; how many depths ran.
         """
-        widths = [len(row) for row in tokens]
-        eaten = np.zeros((len(widths), max(widths)), dtype=np.int64)
-        for row, width in enumerate(widths):
-            eaten[row, :width] = tokens[row]
-        stacked = torch.nn.utils.rnn.pad_sequence(list(states), batch_first=True)
-        self.begin(widths, eaten, bits(stacked), plan, limits=limits, uniforms=uniforms)
-        self._runtime.library.nextn_chain(*self.pointers, self._runtime.team)
-        self.cache.advance([width + self._chain.ran - 1 for width in widths])
-        return self.found()
-
-    def begin(
-        self,
-        widths: Sequence[int],
-        eaten: np.ndarray,
-        states: np.ndarray,
-        plan: RoundPlan,
-        *,
-        limits: Sequence[int],
-        uniforms: Sequence[Sequence[float]] | None,
-    ) -> None:
-        """All of `run` that comes before the native call, of the first widths[row] columns of eaten [B, m] and of the
-        states' bits [B, m, ...]. The call writes behind the columns that stand in the cache, and no more stand then."""
-        if plan is not self._plan:
-            self._follow(plan)
-        first, told = self._filled(widths, eaten, states)
-        assert first.program is not None
-        self._steps.first, self._steps.first_told = first.program.handle, ctypes.addressof(told)
-        self._limits[:] = limits
+        columns = max(map(len, tokens))
+        if self._waiting is None or self._waiting.room < columns:
+            self._waiting = Waiting(len(tokens), columns, states[0])
+        self._waiting.put(tokens, states, self.cache.lengths)
+        self.begin(plan, limits, columns=columns)
+        for name in _FOUND:
+            setattr(self._chain, name, getattr(self, f"_{name}").ctypes.data)
         for row, numbers in enumerate(uniforms or ()):
             self._uniforms[row, : len(numbers)] = numbers
-
-    def found(self) -> Found:
-        """What the native call has left."""
+        self._runtime.library.nextn_chain(*self.pointers, self._waiting.pointer, self._runtime.team)
+        self.cache.advance([len(row) + self._chain.ran - 1 for row in tokens])
         drafts = [row[:count] for row, count in zip(self._drafts.tolist(), self._counts.tolist(), strict=True)]
         asked = [row[:count] for row, count in zip(self._confidences.tolist(), self._asked.tolist(), strict=True)]
         return drafts, asked, self._chain.ran
 
-    def feed(self, widths: Sequence[int], eaten: np.ndarray, states: np.ndarray) -> None:
+    def begin(self, plan: RoundPlan, limits: Sequence[int], *, columns: int, behind: int = 0) -> None:
+        """Before native code drafts by this plan. columns: at most so many of a row wait for the head. behind: so many
+        more that stand by then."""
+        if max(limits) > self._chain.depths:
+            self.make_room(max(limits))
+        if plan is not self._plan:
+            self._follow(plan)
+        self._limits[:] = limits
+        self._reach(columns, behind + max(limits))
+
+    def feed(self, waiting: Waiting) -> None:
         """Only what comes before the drafts."""
-        first, _ = self._filled(widths, eaten, states)
-        first.run()
+        self._reach(int(waiting.widths.max()), 0)
+        _, steps = self.pointers
+        self._runtime.library.nextn_feed(steps, waiting.pointer, self._runtime.team)
 
-    def _filled(self, widths: Sequence[int], eaten: np.ndarray, states: np.ndarray) -> tuple[Replay, _Told]:
-        """The replay of the head's first pass, which has these columns as its inputs now."""
-        longest = max(widths)
-        inputs, first = self._start.bound(self.cache, columns=longest, room=self._chain.depths)
-        self._chained.attach(self.cache)
-        if first not in self._firsts:
-            assert inputs.states is not None
-            self._firsts[first] = _Told.of(first), bits(inputs.states)
-        told, own_states = self._firsts[first]
-        own_eaten, _, own_widths = inputs.host
-        own_widths[:] = widths
-        own_eaten[:, :longest], own_states[:, :longest] = eaten[:, :longest], states[:, :longest]
-        return first, told
-
-    def _follow(self, plan: RoundPlan) -> None:
-        self._plan, chain = plan, self._chain
-        if plan.max_drafts > chain.depths:
-            self._make_room(plan.max_drafts)
-        chain.bins = len(plan.edges)
-        self._numbers = [np.array(getattr(plan, name), dtype=np.float64) for name in _PLAN]
-        for name, numbers in zip(_PLAN, self._numbers, strict=True):
-            setattr(chain, name, numbers.ctypes.data)
-
-    def _make_room(self, depths: int) -> None:
+    def make_room(self, depths: int) -> None:
+        """For so many drafts of each row."""
         chain, rows = self._chain, self._chain.rows
         chain.depths = depths
         self._limits, self._counts, self._asked, self._ended = (np.zeros(rows, dtype=np.int64) for _ in range(4))
         self._survival, self._confidences = np.zeros(rows), np.zeros((rows, depths))
         self._drafts, self._uniforms = np.zeros((rows, depths), dtype=np.int64), np.zeros((rows, depths), np.float32)
-        for name in ("limits", "uniforms", "drafts", "counts", "asked", "confidences", "survival", "ended"):
+        for name in ("limits", "uniforms", "survival", "ended"):
             setattr(chain, name, getattr(self, f"_{name}").ctypes.data)
         if chain.draws:
             memory = self._scratch.take(4 * depths * rows * chain.vocab)
             self.laws = memory.view(torch.float32).view(depths, rows, chain.vocab)
             chain.laws = self.laws.data_ptr()
+
+    def _reach(self, columns: int, behind: int) -> None:
+        """There are passes over up to so many columns, and room for them and for what follows."""
+        rows = len(self.cache.lengths)
+        for width in range(len(self._firsts) + 1, columns + 1):
+            inputs, replay = self._start.replay(rows, width)
+            told = _Told.of(replay)
+            first = _First.of(inputs, replay, told)
+            self._firsts.append((first, told))
+            self._table[width] = ctypes.addressof(first)
+        size = max(first.size for first, _ in self._firsts[:columns])
+        self.cache.reserve(max(self.cache.lengths) + size + behind)
+        self._start.attach(self.cache)
+        self._chained.attach(self.cache)
+
+    def _follow(self, plan: RoundPlan) -> None:
+        self._plan, chain = plan, self._chain
+        chain.bins = len(plan.edges)
+        self._numbers = [np.array(getattr(plan, name), dtype=np.float64) for name in _PLAN]
+        for name, numbers in zip(_PLAN, self._numbers, strict=True):
+            setattr(chain, name, numbers.ctypes.data)

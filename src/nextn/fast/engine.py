@@ -80,6 +80,7 @@ class FastTrunk:
         tokens: Sequence[Sequence[int]],
         pending: Sequence[Tensor],
         drafts: int,
+        ends: Sequence[int],
     ) -> FastRounds | None:
         """Rounds as native calls, see `FastRounds`; None where they need Python between them."""
         if cache.is_recurrent or sampling.needs_seen or not FastRounds.fits(pending, drafts):
@@ -97,6 +98,7 @@ class FastTrunk:
             tokens=tokens,
             pending=pending if chain is not None else (),
             drafts=drafts,
+            ends=ends,
         )
 
     def _judge(self, sampling: Sampling, block: bool) -> FastJudge:

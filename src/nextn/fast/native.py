@@ -136,7 +136,7 @@ def bound(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     for name in ("nextn_team", "nextn_program"):
         getattr(library, name).restype = ctypes.c_void_p
-    for name in ("nextn_team_free", "nextn_program_free", "nextn_program_run", "nextn_chain", "nextn_verify"):
+    for name in ("nextn_team_free", "nextn_program_free", "nextn_program_run", "nextn_chain", "nextn_feed"):
         getattr(library, name).restype = None
     views, ints, reals = ctypes.POINTER(View), ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_double)
     call: list[Any] = [
@@ -153,8 +153,9 @@ def bound(path: Path) -> ctypes.CDLL:
     library.nextn_packed_bytes.argtypes, library.nextn_packed_bytes.restype = [ctypes.c_int64] * 3, ctypes.c_int64
     library.nextn_team_free.argtypes = library.nextn_program_free.argtypes = [ctypes.c_void_p]
     library.nextn_program_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    library.nextn_chain.argtypes = library.nextn_verify.argtypes = [ctypes.c_void_p] * 3
-    library.nextn_round.argtypes, library.nextn_round.restype = [ctypes.c_void_p] * 6, ctypes.c_int64
+    library.nextn_chain.argtypes, library.nextn_feed.argtypes = [ctypes.c_void_p] * 4, [ctypes.c_void_p] * 3
+    several: list[Any] = [*[ctypes.c_void_p] * 5, ctypes.c_int64, ctypes.c_void_p]
+    library.nextn_rounds.argtypes, library.nextn_rounds.restype = several, ctypes.c_int64
     return library
 
 

@@ -1,4 +1,4 @@
-"""Rounds as one native call each (csrc/rounds.cpp): drafts, a pass of the trunk over them, and the verdict.
+"""Rounds as native calls (csrc/rounds.cpp), of several at once: drafts, a pass of the trunk over them, and the verdict.
 
 `decode.py` and `drafting.py` have the same in Python, their twin: for observers, penalties, recurrent state, heads of
 several modules and planted faults.
@@ -9,17 +9,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from nextn.fast.chain import FastChain, Found, bits
+from nextn.fast.chain import FastChain, Waiting
 from nextn.fast.judge import NativeVerdict
 from nextn.fast.native import Runtime
 from nextn.fast.passes import SIZES, Inputs, Passes
 from nextn.fast.program import Replay
 from nextn.fast.slabs import Slabs
 from nextn.policy import PROBE, RoundPlan
-from nextn.sampling import Uniforms
+from nextn.sampling import Judged, Uniforms
+
+MOST = 16  # rounds of a call
+_COUNTED = ("drafts", "counts", "kept", "next", "asked")
+_REAL = ("confidences", "seconds")
 
 
 class _Window(ctypes.Structure):
@@ -38,9 +41,21 @@ class _Rows(ctypes.Structure):
     """`Rows` of rounds.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("count", "depths", "numbers", "room", "bytes")),
-        *((name, ctypes.c_void_p) for name in ("drafts", "counts", "uniforms", "last", "lengths")),
-        *((name, ctypes.c_void_p) for name in ("widths", "eaten", "states", "kept", "next")),
+        ("count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("last", "lengths", "waiting")),
+        ("num_ends", ctypes.c_int64),
+        ("ends", ctypes.c_void_p),
+        ("numbers", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("used", "uniforms")),
+    )
+
+
+class _Found(ctypes.Structure):
+    """`Found` of rounds.cpp."""
+
+    _fields_ = (
+        ("depths", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in (*_COUNTED, *_REAL)),
     )
 
 
@@ -84,7 +99,7 @@ Windows = Callable[[int, Tensor | None], Window | None]
 
 class FastRounds:
     """The rounds of the rows of one cache, until a row leaves. What the head has not seen stays where native code left
-    it: of each row so many columns, their states and the tokens behind them."""
+    it."""
 
     def __init__(
         self,
@@ -97,27 +112,31 @@ class FastRounds:
         tokens: Sequence[Sequence[int]],
         pending: Sequence[Tensor],
         drafts: int,
+        ends: Sequence[int],
     ) -> None:
         """tokens: all that are known of each row. pending: of each row the states of the columns that the head has not
-        seen, where there is a chain. drafts: at most in a round."""
+        seen, where there is a chain. drafts: at most in a round. ends: tokens that end a row."""
         self._runtime, self._windows, self._passes, self._cache, self._chain = runtime, windows, passes, cache, chain
-        count, longest = len(tokens), max(map(len, pending), default=0)
-        self._room = min(longest + drafts + 1 + PROBE, SIZES[-1])  # plain rounds leave their columns, too
-        self._none, self._kept, self._next = (np.zeros(count, dtype=np.int64) for _ in range(3))
+        count = len(tokens)
         self._last = np.array([row[-1] for row in tokens], dtype=np.int64)
         self._lengths = np.array(cache.lengths, dtype=np.int64)
-        self._widths = np.array([len(states) for states in pending] or [0] * count, dtype=np.int64)
-        self._eaten = np.zeros((count, self._room), dtype=np.int64)
-        self._uniforms = np.zeros((count, drafts + 1), dtype=np.float32)
+        self._ends, self._used = np.array(ends, dtype=np.int64), np.zeros(count, dtype=np.int64)
+        self._rows = _Rows(count=count, num_ends=len(ends))
+        for name in ("last", "lengths", "ends"):
+            setattr(self._rows, name, getattr(self, f"_{name}").ctypes.data)
+        self._waiting: Waiting | None = None
+        if chain is not None:
+            room = min(max(map(len, pending)) + drafts + 1 + PROBE, SIZES[-1])  # plain rounds leave columns, too
+            known = zip(tokens, cache.lengths, map(len, pending), strict=True)
+            eaten = [row[length + 1 - width : length + 1] for row, length, width in known]
+            self._waiting = Waiting(count, room, pending[0])
+            self._waiting.put(eaten, pending, chain.cache.lengths)
+            self._rows.waiting = self._waiting.pointer
+            chain.make_room(drafts)
         self._laws: Tensor | None = None
         self._known: dict[int, Window] = {}
-        self._table, self._seconds = (ctypes.c_void_p * (drafts + 2))(), ctypes.c_double()
-        none = self._none.ctypes.data
-        self._rows = _Rows(count=count, numbers=drafts + 1, room=self._room, drafts=none, counts=none)
-        for name in ("uniforms", "last", "lengths", "widths", "eaten", "kept", "next"):
-            setattr(self._rows, name, getattr(self, f"_{name}").ctypes.data)
-        if chain is not None:
-            self._wait(tokens, pending)
+        self._table = (ctypes.c_void_p * (drafts + 2))()
+        self._make_found(count, 0 if chain is None else drafts)
 
     @classmethod
     def fits(cls, pending: Sequence[Tensor], drafts: int) -> bool:
@@ -125,67 +144,87 @@ class FastRounds:
         return max(map(len, pending), default=0) + drafts + 1 <= SIZES[-1]
 
     def run(
-        self, plan: RoundPlan, limits: Sequence[int], uniforms: Sequence[Uniforms] | None
-    ) -> tuple[Found, list[tuple[int, int]], float]:
-        """limits: of each row, drafts at most. uniforms: None in greedy decoding -> what `FastChain.run` finds, of each
-        row (kept, next token), and the seconds that the drafts took."""
-        chain, cache = self._chain if any(limits) else None, self._cache
-        widths = self._begin(chain, plan, limits, uniforms)
-        cache.reserve(max(cache.lengths) + self._window(1 + max(limits)).size)
-        self._passes.attach(cache)
-        library, rows, team = self._runtime.library, ctypes.byref(self._rows), self._runtime.team
-        pointers = (None, None) if chain is None else chain.pointers
-        columns = library.nextn_round(*pointers, self._table, rows, team, ctypes.byref(self._seconds))
-        if columns:
-            library.nextn_verify(ctypes.byref(self._window(columns).native), rows, team)
-        found: Found = ([[] for _ in limits], [[] for _ in limits], 0)
+        self, plan: RoundPlan, limits: Sequence[int], uniforms: Sequence[Uniforms] | None, *, most: int = 1
+    ) -> list[Judged]:
+        """Rounds by this plan, up to the first in which a row ends, `most` of them at most, of which each may emit as
+        much as it can. limits: of each row, drafts at most. uniforms: None in greedy decoding."""
+        most, longest = min(most, MOST), max(limits)
+        chain = self._chain if longest else None
+        behind = (most - 1) * (longest + 1)
         if chain is not None:
-            chain.cache.advance(widths)
-            found = chain.found()
-        for each, limit, drafts in zip(uniforms or (), limits, found[0], strict=uniforms is not None):
-            each.take(limit + len(drafts) + 1)
-        kept = self._kept.tolist()
-        cache.advance([count + 1 for count in kept])
-        return found, list(zip(kept, self._next.tolist(), strict=True)), self._seconds.value
+            assert self._waiting is not None
+            columns = max(int(self._waiting.widths.max()), longest + 1)
+            chain.begin(plan, limits, columns=columns, behind=behind)
+        elif self._waiting is not None and self._waiting.widths.max() + most > self._waiting.room:
+            self._feed()
+        for columns in (longest + 1,) if plan.is_blind or chain is None else range(1, longest + 2):
+            window = self._window(columns)
+        self._cache.reserve(max(self._cache.lengths) + behind + window.size)
+        self._passes.attach(self._cache)
+        self._take_numbers(uniforms, limits, most)
+        pointers = (None, None) if chain is None else chain.pointers
+        rows, found, team = ctypes.byref(self._rows), ctypes.byref(self._found), self._runtime.team
+        count = self._runtime.library.nextn_rounds(*pointers, self._table, rows, found, most, team)
+        for each, used in zip(uniforms or (), self._used.tolist(), strict=uniforms is not None):
+            each.drop(used)
+        self._settle()
+        return self._told(count)
 
     def pending(self) -> list[Tensor]:
         """What the head has not seen: the states of each row's columns, copied."""
-        return [states[:width].clone() for states, width in zip(self._states, self._widths.tolist(), strict=True)]
+        return [] if self._waiting is None else self._waiting.states
 
-    def _wait(self, tokens: Sequence[Sequence[int]], pending: Sequence[Tensor]) -> None:
-        like = pending[0]
-        self._states = torch.zeros(len(pending), self._room, *like.shape[1:], dtype=like.dtype)
-        self._bits = bits(self._states)
-        self._rows.states, self._rows.bytes = self._states.data_ptr(), self._states[0, 0].nbytes
-        for row, states in enumerate(pending):
-            self._states[row, : len(states)] = states
-            end = int(self._lengths[row]) + 1
-            self._eaten[row, : len(states)] = tokens[row][end - len(states) : end]
+    def _make_found(self, rows: int, depths: int) -> None:
+        """Room for what rounds leave."""
+        shapes = {"drafts": (MOST, rows, depths), "confidences": (MOST, rows, depths), "seconds": (MOST, 2)}
+        self._arrays = {
+            name: np.zeros(shapes.get(name, (MOST, rows)), dtype=np.float64 if name in _REAL else np.int64)
+            for name in (*_COUNTED, *_REAL)
+        }
+        self._found = _Found(depths=depths)
+        for name, array in self._arrays.items():
+            setattr(self._found, name, array.ctypes.data)
 
-    def _begin(
-        self, chain: FastChain | None, plan: RoundPlan, limits: Sequence[int], uniforms: Sequence[Uniforms] | None
-    ) -> list[int]:
-        """All that native code reads of this round -> how many columns of each row the head has not seen."""
-        widths: list[int] = self._widths.tolist()
-        numbers = [
-            each.ahead(2 * limit + 1) for each, limit in zip(uniforms or (), limits, strict=uniforms is not None)
+    def _take_numbers(self, uniforms: Sequence[Uniforms] | None, limits: Sequence[int], most: int) -> None:
+        """The random numbers that the rounds may use, where native code reads them."""
+        if uniforms is None:
+            return
+        count = most * (2 * max(limits) + 1)
+        self._numbers = np.array([each.ahead(count) for each in uniforms], dtype=np.float32)
+        self._used[:] = 0
+        self._rows.numbers, self._rows.used = count, self._used.ctypes.data
+        self._rows.uniforms = self._numbers.ctypes.data
+
+    def _settle(self) -> None:
+        """The caches are as long as native code left them."""
+        for cache, lengths in ((self._cache, self._lengths), *self._of_head()):
+            cache.advance([now - before for now, before in zip(lengths.tolist(), cache.lengths, strict=True)])
+
+    def _of_head(self) -> list[tuple[Slabs, np.ndarray]]:
+        if self._chain is None or self._waiting is None:
+            return []
+        return [(self._chain.cache, self._waiting.starts)]
+
+    def _told(self, count: int) -> list[Judged]:
+        drafts, counts, kept, following, asked, confidences, seconds = (
+            self._arrays[name][:count].tolist() for name in (*_COUNTED, *_REAL)
+        )
+        return [
+            Judged(
+                [row[:num] for row, num in zip(drafts[at], counts[at], strict=True)],
+                [row[:num] for row, num in zip(confidences[at], asked[at], strict=True)],
+                list(zip(kept[at], following[at], strict=True)),
+                *seconds[at],
+            )
+            for at in range(count)
         ]
-        for row, (each, limit) in enumerate(zip(numbers, limits, strict=uniforms is not None)):
-            self._uniforms[row, : limit + 1] = each[limit:]
-        if chain is not None:
-            draws = None if uniforms is None else [each[:limit] for each, limit in zip(numbers, limits, strict=True)]
-            chain.begin(widths, self._eaten, self._bits, plan, limits=limits, uniforms=draws)
-        else:
-            self._rows.counts = self._none.ctypes.data
-            self._make_room(widths)
-        return widths
 
-    def _make_room(self, widths: Sequence[int]) -> None:
-        """Rounds without a draft leave a column each; the head sees them when there is no room for one more."""
-        if self._chain is not None and max(widths) == self._room:
-            self._chain.feed(widths, self._eaten, self._bits)
-            self._chain.cache.advance(widths)
-            self._widths[:] = 0
+    def _feed(self) -> None:
+        """Rounds without a draft leave a column each; the head sees them when there is no room for more."""
+        assert self._chain is not None
+        assert self._waiting is not None
+        self._chain.feed(self._waiting)
+        self._settle()
 
     def _window(self, columns: int) -> Window:
         """Where so many columns are verified, which native code finds in the table from then on."""

@@ -2,6 +2,10 @@
 //
 // policy.py's RoundPlan and Chain say what the numbers mean; its loop in Python is the twin of this one.
 #include "chain.h"
+
+#include <algorithm>
+#include <cstring>
+
 #include "sampling.h"
 #include "strided.h"
 
@@ -52,13 +56,30 @@ void begin(Chain& chain) {
   std::fill_n(chain.survival, chain.rows, 1.0);
 }
 
+// The columns that wait go through the pass that takes them; then none do.
+const First& run_first(const Steps& steps, const Waiting& waiting, Team* team) {
+  const First& first = *steps.firsts[*std::max_element(waiting.widths, waiting.widths + waiting.rows)];
+  for (int64_t row = 0; row < waiting.rows; ++row) {
+    const int64_t width = waiting.widths[row];
+    std::copy_n(waiting.eaten + row * waiting.room, width, first.tokens + row * first.size);
+    std::memcpy(first.states + row * first.size * waiting.bytes, waiting.states + row * waiting.room * waiting.bytes,
+                width * waiting.bytes);
+    first.starts[row] = waiting.starts[row], first.widths[row] = width;
+    waiting.starts[row] += width, waiting.widths[row] = 0;
+  }
+  run(first.program, team);
+  return first;
+}
+
 }  // namespace
 
-void draft(Chain& chain, const Steps& steps, Team* team) {
+void feed(const Steps& steps, const Waiting& waiting, Team* team) { run_first(steps, waiting, team); }
+
+void draft(Chain& chain, const Steps& steps, const Waiting& waiting, Team* team) {
   begin(chain);
   while (any_further(chain)) {
-    const Told& told = *(chain.ran ? steps.next_told : steps.first_told);
-    run(chain.ran ? steps.next : steps.first, team);
+    if (chain.ran) run(steps.next, team);
+    const Told& told = chain.ran ? *steps.next_told : *run_first(steps, waiting, team).told;
     const int64_t depth = chain.ran++;
     bool any = false;
     for (int64_t row = 0; row < chain.rows; ++row) {
@@ -73,6 +94,11 @@ void draft(Chain& chain, const Steps& steps, Team* team) {
 
 }  // namespace nextn
 
-extern "C" void nextn_chain(nextn::Chain* chain, const nextn::Steps* steps, nextn::Team* team) {
-  nextn::draft(*chain, *steps, team);
+extern "C" void nextn_chain(nextn::Chain* chain, const nextn::Steps* steps, const nextn::Waiting* waiting,
+                            nextn::Team* team) {
+  nextn::draft(*chain, *steps, *waiting, team);
+}
+
+extern "C" void nextn_feed(const nextn::Steps* steps, const nextn::Waiting* waiting, nextn::Team* team) {
+  nextn::feed(*steps, *waiting, team);
 }

@@ -1,4 +1,4 @@
-// What the drafts of a round are made from; Python passes both structs as they are (chain.py).
+// What the drafts of a round are made from; Python passes all structs as they are (chain.py).
 #pragma once
 
 #include <cstdint>
@@ -15,6 +15,24 @@ struct Told {
   const float* confidence;
 };
 
+// Columns that the trunk has seen and the head has not, with room for `room` of each row: their states
+// [rows, room, bytes] and the tokens behind them, eaten [rows, room]. widths, starts [rows]: how many, behind how many
+// that stand in the head.
+struct Waiting {
+  int64_t rows, room, bytes;
+  int64_t *widths, *starts, *eaten;
+  char* states;
+};
+
+// A pass of the head over columns that wait, up to `size` of each row: tokens [rows, size], states [rows, size, bytes],
+// starts and widths [rows] are what it reads.
+struct First {
+  const Program* program;
+  const Told* told;
+  int64_t size, *tokens, *starts, *widths;
+  char* states;
+};
+
 // depths: how many the arrays have room for; they are [rows, depths] but for
 // laws [depths, rows, vocab]. draws: 0 drafts the argmax and makes no laws, 1 draws from them, 2 takes their argmax.
 struct Chain {
@@ -25,7 +43,7 @@ struct Chain {
   int64_t bins;
   const double *edges, *table, *take, *go;
   const int64_t* limits;    // [rows]
-  const float* uniforms;
+  float* uniforms;
   int64_t* eaten;           // [rows]: where the next step reads its tokens; it finds the argmax there
   // Written: head steps, drafts of each row with their number, confidences of all laws that were asked about.
   int64_t ran;
@@ -36,15 +54,18 @@ struct Chain {
   int64_t* ended;    // [rows]
 };
 
-// The programs of a chain. first: the head over the columns that it has not seen; next: a step of the chain. Each leaves
-// its argmax and all else that the next step eats where that reads it.
+// The passes of a chain. firsts: over columns that wait, by the most of a row; next: a step of the chain. Each leaves its
+// argmax and all else that the next step eats where that reads it.
 struct Steps {
-  const Program* first;
-  const Told* first_told;
+  const First* const* firsts;
   const Program* next;
   const Told* next_told;
 };
 
-void draft(Chain& chain, const Steps& steps, Team* team);
+// The columns that wait go through the head, and nothing is drafted.
+void feed(const Steps& steps, const Waiting& waiting, Team* team);
+
+// The same, and the drafts behind them. What waited stands in the head then; of the drafts nothing does.
+void draft(Chain& chain, const Steps& steps, const Waiting& waiting, Team* team);
 
 }  // namespace nextn

@@ -1,7 +1,6 @@
-// A round as one call: the drafts, the trunk over last tokens and drafts, what it predicts there, the verdict, and the
-// states of the columns that stand, which then wait for the head.
-//
-// decode.py and drafting.py have the same in Python, the twin of this one.
+// Rounds in one call, each as decode.py and drafting.py have it in Python, the twin of this one: the drafts, the trunk
+// over last tokens and drafts, what it predicts there, the verdict, and the columns that stand, which then wait for the
+// head.
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -10,8 +9,8 @@
 
 namespace nextn {
 
-// A size of window and the replays that it runs on. Passed by Python as it is (rounds.py), like Rows. judge: null in
-// greedy decoding, where drafts stand as long as they are the argmax.
+// A size of window and the replays that it runs on. Passed by Python as it is (rounds.py), like all structs here. judge:
+// null in greedy decoding, where drafts stand as long as they are the argmax.
 struct Window {
   const Program *passed, *readout, *judge;
   int64_t size;                // columns of the replay
@@ -24,97 +23,140 @@ struct Window {
   const int64_t *kept, *next;  // [rows]
 };
 
-// The rows of a decode. widths [rows]: columns that wait for the head, with room for `room`: their states
-// [rows, room, bytes] and the tokens behind them, eaten [rows, room]. states: null without a head.
+// The rows of a decode, and what decides when several rounds end.
 struct Rows {
-  int64_t count, depths, numbers, room, bytes;
-  const int64_t *drafts, *counts;  // [rows, depths], [rows]
-  const float* uniforms;           // [rows, numbers]
-  int64_t *last, *lengths;         // [rows]: the token that the trunk has not seen, and the columns that it has
-  int64_t *widths, *eaten;
-  char* states;
-  int64_t *kept, *next;            // the verdict
+  int64_t count;
+  int64_t *last, *lengths;  // [rows]: the token that the trunk has not seen, and the columns that it has
+  const Waiting* waiting;   // null without a head
+  // Tokens that end a row.
+  int64_t num_ends;
+  const int64_t* ends;
+  // Random numbers [rows, numbers]; used [rows]: how many are. None in greedy decoding.
+  int64_t numbers, *used;
+  const float* uniforms;
+};
+
+// What rounds leave, each behind the last: drafts and confidences [rounds, rows, depths]; counts, kept, next and asked
+// [rounds, rows]; seconds [rounds, 2]: what drafts took, and what came behind them. asked, confidences: see Chain.
+struct Found {
+  int64_t depths;
+  int64_t *drafts, *counts, *kept, *next, *asked;
+  double *confidences, *seconds;
 };
 
 namespace {
-
-void fill(const Window& window, const Rows& rows, int64_t row) {
-  const int64_t *drafts = rows.drafts + row * rows.depths, count = rows.counts[row];
-  int64_t* tokens = window.tokens + row * window.size;
-  tokens[0] = rows.last[row];
-  std::copy_n(drafts, count, tokens + 1);
-  window.starts[row] = rows.lengths[row];
-  if (!window.judge) return;
-  window.limits[row] = count;
-  std::copy_n(drafts, count, window.drafts + row * window.columns);
-  std::copy_n(rows.uniforms + row * rows.numbers, count + 1, window.uniforms + row * window.columns);
-}
-
-void judge(const Window& window, const Rows& rows, int64_t row) {
-  const int64_t *drafts = rows.drafts + row * rows.depths, *best = window.best + row * window.size;
-  int64_t kept = 0;
-  while (kept < rows.counts[row] && best[kept] == drafts[kept]) ++kept;
-  rows.kept[row] = window.judge ? window.kept[row] : kept;
-  rows.next[row] = window.judge ? window.next[row] : best[kept];
-}
-
-void keep(const Window& window, const Rows& rows, int64_t row) {
-  const int64_t kept = rows.kept[row], stand = kept + 1;
-  if (rows.states) {
-    const int64_t place = row * rows.room + rows.widths[row];
-    std::memcpy(rows.states + place * rows.bytes, window.states + row * window.size * rows.bytes, stand * rows.bytes);
-    std::copy_n(rows.drafts + row * rows.depths, kept, rows.eaten + place);
-    rows.eaten[place + kept] = rows.next[row];
-    rows.widths[row] += stand;
-  }
-  rows.lengths[row] += stand;
-  rows.last[row] = rows.next[row];
-}
-
-// What the window reads of each row is made room for; what stands behind a row's last draft is never looked at.
-void verify(const Window& window, const Rows& rows, Team* team) {
-  for (int64_t row = 0; row < rows.count; ++row) fill(window, rows, row);
-  run(window.passed, team);
-  run(window.readout, team);
-  if (window.judge) run(window.judge, team);
-  for (int64_t row = 0; row < rows.count; ++row) {
-    judge(window, rows, row);
-    keep(window, rows, row);
-  }
-}
-
-// Where the rows' drafts are from now on, and no column waits for the head.
-void take(Rows& rows, const Chain& chain) {
-  rows.drafts = chain.drafts, rows.counts = chain.counts, rows.depths = chain.depths;
-  std::fill_n(rows.widths, rows.count, 0);
-}
 
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+// One round of them.
+class Round {
+ public:
+  Round(const Rows& rows, const Found& found, int64_t round)
+      : rows_(rows), depths_(found.depths), drafts_(found.drafts + round * rows.count * depths_),
+        counts_(found.counts + round * rows.count), kept_(found.kept + round * rows.count),
+        next_(found.next + round * rows.count), asked_(found.asked + round * rows.count),
+        confidences_(found.confidences + round * rows.count * depths_) {}
+
+  void draft(Chain& chain, const Steps& steps, Team* team) const {
+    chain.drafts = drafts_, chain.counts = counts_, chain.asked = asked_, chain.confidences = confidences_;
+    for (int64_t row = 0; row < rows_.count && rows_.used; ++row) {
+      std::copy_n(numbers(row), chain.limits[row], chain.uniforms + row * chain.depths);
+      rows_.used[row] += chain.limits[row];
+    }
+    nextn::draft(chain, steps, *rows_.waiting, team);
+  }
+
+  void draft_nothing() const {
+    std::fill_n(counts_, rows_.count, 0), std::fill_n(asked_, rows_.count, 0);
+  }
+
+  int64_t columns() const { return 1 + *std::max_element(counts_, counts_ + rows_.count); }
+
+  // What the window reads of each row is made room for; what stands behind a row's last draft is never looked at.
+  void verify(const Window& window, Team* team) const {
+    for (int64_t row = 0; row < rows_.count; ++row) fill(window, row);
+    run(window.passed, team);
+    run(window.readout, team);
+    if (window.judge) run(window.judge, team);
+    for (int64_t row = 0; row < rows_.count; ++row) {
+      judge(window, row);
+      keep(window, row);
+    }
+  }
+
+  // Whether a row has met a token that ends it.
+  bool ends() const {
+    for (int64_t row = 0; row < rows_.count; ++row)
+      if (is_end(next_[row]) || std::any_of(drafts(row), drafts(row) + kept_[row], [&](auto each) { return is_end(each); }))
+        return true;
+    return false;
+  }
+
+ private:
+  const int64_t* drafts(int64_t row) const { return drafts_ + row * depths_; }
+  const float* numbers(int64_t row) const { return rows_.uniforms + row * rows_.numbers + rows_.used[row]; }
+  bool is_end(int64_t token) const { return std::count(rows_.ends, rows_.ends + rows_.num_ends, token); }
+
+  void fill(const Window& window, int64_t row) const {
+    int64_t* tokens = window.tokens + row * window.size;
+    tokens[0] = rows_.last[row];
+    std::copy_n(drafts(row), counts_[row], tokens + 1);
+    window.starts[row] = rows_.lengths[row];
+    if (!window.judge) return;
+    window.limits[row] = counts_[row];
+    std::copy_n(drafts(row), counts_[row], window.drafts + row * window.columns);
+    std::copy_n(numbers(row), counts_[row] + 1, window.uniforms + row * window.columns);
+    rows_.used[row] += counts_[row] + 1;
+  }
+
+  void judge(const Window& window, int64_t row) const {
+    const int64_t* best = window.best + row * window.size;
+    int64_t kept = 0;
+    while (kept < counts_[row] && best[kept] == drafts(row)[kept]) ++kept;
+    kept_[row] = window.judge ? window.kept[row] : kept;
+    next_[row] = window.judge ? window.next[row] : best[kept];
+  }
+
+  void keep(const Window& window, int64_t row) const {
+    const int64_t kept = kept_[row], stand = kept + 1;
+    if (const Waiting* waiting = rows_.waiting) {
+      const int64_t place = row * waiting->room + waiting->widths[row], bytes = waiting->bytes;
+      std::memcpy(waiting->states + place * bytes, window.states + row * window.size * bytes, stand * bytes);
+      std::copy_n(drafts(row), kept, waiting->eaten + place);
+      waiting->eaten[place + kept] = next_[row];
+      waiting->widths[row] += stand;
+    }
+    rows_.lengths[row] += stand;
+    rows_.last[row] = next_[row];
+  }
+
+  const Rows& rows_;
+  const int64_t depths_;
+  int64_t *drafts_, *counts_, *kept_, *next_, *asked_;
+  double* confidences_;
+};
+
 }  // namespace
 
 }  // namespace nextn
 
-using nextn::Chain, nextn::Rows, nextn::Steps, nextn::Team, nextn::Window;
-
-// chain: null in a round without drafts, whose rows have none. windows: by their columns, null where there is none yet:
-// so many columns are to be verified then, else 0 are. seconds: what the drafts took.
-extern "C" int64_t nextn_round(Chain* chain, const Steps* steps, const Window* const* windows, Rows* rows, Team* team,
-                               double* seconds) {
-  const double started = nextn::now();
-  if (chain) {
-    nextn::draft(*chain, *steps, team);
-    nextn::take(*rows, *chain);
+// chain: null in rounds without drafts. windows: by their columns. Ends with the round in which a row meets its end, or
+// after `most` -> how many rounds there were.
+extern "C" int64_t nextn_rounds(nextn::Chain* chain, const nextn::Steps* steps, const nextn::Window* const* windows,
+                                const nextn::Rows* rows, const nextn::Found* found, int64_t most, nextn::Team* team) {
+  for (int64_t place = 0; place < most; ++place) {
+    const nextn::Round round(*rows, *found, place);
+    const double started = nextn::now();
+    if (chain)
+      round.draft(*chain, *steps, team);
+    else
+      round.draft_nothing();
+    const double drafted = nextn::now();
+    round.verify(*windows[round.columns()], team);
+    found->seconds[2 * place] = drafted - started, found->seconds[2 * place + 1] = nextn::now() - drafted;
+    if (round.ends()) return place + 1;
   }
-  *seconds = nextn::now() - started;
-  const int64_t columns = 1 + *std::max_element(rows->counts, rows->counts + rows->count);
-  if (!windows[columns]) return columns;
-  nextn::verify(*windows[columns], *rows, team);
-  return 0;
-}
-
-extern "C" void nextn_verify(const Window* window, const Rows* rows, Team* team) {
-  nextn::verify(*window, *rows, team);
+  return most;
 }
