@@ -19,7 +19,7 @@ from nextn.policy import NONE, PROBE, DraftLength, Fixed
 from nextn.rollback import Cache
 from nextn.sampling import Judged, Prediction, Sampling, Uniforms, accept_greedy, ragged
 
-_AHEAD = 0.02  # seconds that rounds may be run ahead of who reads them
+_AHEAD = 0.04  # seconds that rounds may be run ahead of who reads them
 
 
 @dataclass(frozen=True)
@@ -198,25 +198,14 @@ class _Batch:
     def _by_call(self, native: FastRounds) -> Judged:
         """As `_by_loop`, natively, and some rounds ahead where nothing depends on what was told of the last."""
         if not self.ahead:
-            rows = len(self.rows)
-            plan, rooms = (self.length.plan(), self._rooms()) if self.drafter is not None else (NONE, [0] * rows)
-            limits = [min(plan.max_drafts, room) for room in rooms]
-            uniforms = None if self._is_greedy else self.uniforms
-            most = self._most(limits) if self.stop is None else 1
-            self.ahead.extend(native.run(plan, limits, uniforms, most=most))
+            plan = NONE if self.drafter is None else self.length.plan()
+            most = int(_AHEAD / self.pace) if self.stop is None else 1
+            if self.drafter is not None:
+                most = min(most, self.length.holds(len(self.rows)))
+            drafts, uniforms = min(plan.max_drafts, self._room), None if self._is_greedy else self.uniforms
+            self.ahead.extend(native.run(plan, drafts, uniforms, most=max(1, most)))
             self.pace = self.ahead[-1].draft_s + self.ahead[-1].verify_s
         return self.ahead.popleft()
-
-    def _most(self, limits: Sequence[int]) -> int:
-        """Rounds of so many drafts that may be run at once: no row can have reached its last token, or the end of the
-        context, before the last of them, the rule stays what it is, and they are over soon."""
-        missing = [self.settings.max_tokens - len(new) for new in self.new]
-        rooms = [(each - 1 - limit) // (limit + 1) for each, limit in zip(missing, limits, strict=True)]
-        if self.trunk.max_length is not None:
-            longest = max(limits)
-            rooms.append((self.trunk.max_length - max(map(len, self.tokens)) - max(longest, 1)) // (longest + 1))
-        most = min(1 + min(rooms), int(_AHEAD / self.pace))
-        return max(1, most if self.drafter is None else min(most, self.length.holds(len(self.rows))))
 
     def _by_loop(self) -> Judged:
         """Drafts, then one pass of the trunk over them."""
@@ -276,12 +265,21 @@ class _Batch:
 
     def _rooms(self) -> list[int]:
         """The largest K of this round, per row: no more than its missing tokens; none may leave the context."""
-        limits = [self.settings.drafts]
+        limit = self._room
         if self.trunk.max_length is not None:
-            limits.append(self.trunk.max_length - max(map(len, self.tokens)))
-        if self.trunk.max_window is not None:
-            limits.append(self.trunk.max_window - 1)
-        return [max(0, min(*limits, self.settings.max_tokens - len(new) - 1)) for new in self.new]
+            limit = min(limit, self.trunk.max_length - max(map(len, self.tokens)))
+        return [max(0, min(limit, missing - 1)) for missing in self._missing]
+
+    @property
+    def _room(self) -> int:
+        """The largest K of any round."""
+        window = self.trunk.max_window
+        return self.settings.drafts if window is None else min(self.settings.drafts, window - 1)
+
+    @property
+    def _missing(self) -> list[int]:
+        """Tokens that each row may still get."""
+        return [self.settings.max_tokens - len(new) for new in self.new]
 
     @property
     def _is_greedy(self) -> bool:
@@ -307,6 +305,7 @@ class _Batch:
             tokens=self.tokens,
             pending=() if drafter is None else drafter.pending,
             drafts=self.settings.drafts,
+            missing=self._missing,
             ends=self.settings.eos or (),
         )
 

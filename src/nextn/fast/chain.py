@@ -196,7 +196,8 @@ class FastChain:
         if self._waiting is None or self._waiting.room < columns:
             self._waiting = Waiting(len(tokens), columns, states[0])
         self._waiting.put(tokens, states, self.cache.lengths)
-        self.begin(plan, limits, columns=columns)
+        self.begin(plan, max(limits), columns=columns)
+        self._limits[:] = limits
         for name in _FOUND:
             setattr(self._chain, name, getattr(self, f"_{name}").ctypes.data)
         for row, numbers in enumerate(uniforms or ()):
@@ -207,15 +208,14 @@ class FastChain:
         asked = [row[:count] for row, count in zip(self._confidences.tolist(), self._asked.tolist(), strict=True)]
         return drafts, asked, self._chain.ran
 
-    def begin(self, plan: RoundPlan, limits: Sequence[int], *, columns: int, behind: int = 0) -> None:
+    def begin(self, plan: RoundPlan, drafts: int, *, columns: int, behind: int = 0) -> None:
         """Before native code drafts by this plan. columns: at most so many of a row wait for the head. behind: so many
         more that stand by then."""
-        if max(limits) > self._chain.depths:
-            self.make_room(max(limits))
+        if drafts > self._chain.depths:
+            self.make_room(drafts)
         if plan is not self._plan:
             self._follow(plan)
-        self._limits[:] = limits
-        self._reach(columns, behind + max(limits))
+        self._reach(columns, behind + drafts)
 
     def feed(self, waiting: Waiting) -> None:
         """Only what comes before the drafts."""

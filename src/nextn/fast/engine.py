@@ -80,6 +80,7 @@ class FastTrunk:
         tokens: Sequence[Sequence[int]],
         pending: Sequence[Tensor],
         drafts: int,
+        missing: Sequence[int],
         ends: Sequence[int],
     ) -> FastRounds | None:
         """Rounds as native calls, see `FastRounds`; None where they need Python between them."""
@@ -98,6 +99,8 @@ class FastTrunk:
             tokens=tokens,
             pending=pending if chain is not None else (),
             drafts=drafts,
+            missing=missing,
+            context=self.max_length,
             ends=ends,
         )
 

@@ -20,7 +20,9 @@ from nextn.fast.slabs import Slabs
 from nextn.policy import PROBE, RoundPlan
 from nextn.sampling import Judged, Uniforms
 
-MOST = 16  # rounds of a call
+MOST = 32  # rounds of a call
+_ANY = 2**62  # tokens
+_SOON = 1024  # columns that a cache gets room for at once: it grows by copying
 _COUNTED = ("drafts", "counts", "kept", "next", "asked")
 _REAL = ("confidences", "seconds")
 
@@ -42,7 +44,9 @@ class _Rows(ctypes.Structure):
 
     _fields_ = (
         ("count", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("last", "lengths", "waiting")),
+        *((name, ctypes.c_void_p) for name in ("last", "lengths", "missing")),
+        *((name, ctypes.c_int64) for name in ("drafts", "context")),
+        ("waiting", ctypes.c_void_p),
         ("num_ends", ctypes.c_int64),
         ("ends", ctypes.c_void_p),
         ("numbers", ctypes.c_int64),
@@ -112,17 +116,21 @@ class FastRounds:
         tokens: Sequence[Sequence[int]],
         pending: Sequence[Tensor],
         drafts: int,
+        missing: Sequence[int],
+        context: int | None,
         ends: Sequence[int],
     ) -> None:
         """tokens: all that are known of each row. pending: of each row the states of the columns that the head has not
-        seen, where there is a chain. drafts: at most in a round. ends: tokens that end a row."""
+        seen, where there is a chain. drafts: at most in a round. missing: of each row, tokens that it may still get.
+        context: tokens of a row; None: any number. ends: tokens that end a row."""
         self._runtime, self._windows, self._passes, self._cache, self._chain = runtime, windows, passes, cache, chain
         count = len(tokens)
         self._last = np.array([row[-1] for row in tokens], dtype=np.int64)
         self._lengths = np.array(cache.lengths, dtype=np.int64)
-        self._ends, self._used = np.array(ends, dtype=np.int64), np.zeros(count, dtype=np.int64)
-        self._rows = _Rows(count=count, num_ends=len(ends))
-        for name in ("last", "lengths", "ends"):
+        self._missing, self._ends = np.array(missing, dtype=np.int64), np.array(ends, dtype=np.int64)
+        self._used = np.zeros(count, dtype=np.int64)
+        self._rows = _Rows(count=count, num_ends=len(ends), context=context or _ANY)
+        for name in ("last", "lengths", "missing", "ends"):
             setattr(self._rows, name, getattr(self, f"_{name}").ctypes.data)
         self._waiting: Waiting | None = None
         if chain is not None:
@@ -133,6 +141,8 @@ class FastRounds:
             self._waiting.put(eaten, pending, chain.cache.lengths)
             self._rows.waiting = self._waiting.pointer
             chain.make_room(drafts)
+        for each in [cache] if chain is None else [cache, chain.cache]:
+            each.reserve(max(each.lengths) + min(max(missing), _SOON))
         self._laws: Tensor | None = None
         self._known: dict[int, Window] = {}
         self._table = (ctypes.c_void_p * (drafts + 2))()
@@ -143,25 +153,22 @@ class FastRounds:
         """Whether what waits for the head in a round is no more than one pass takes."""
         return max(map(len, pending), default=0) + drafts + 1 <= SIZES[-1]
 
-    def run(
-        self, plan: RoundPlan, limits: Sequence[int], uniforms: Sequence[Uniforms] | None, *, most: int = 1
-    ) -> list[Judged]:
-        """Rounds by this plan, up to the first in which a row ends, `most` of them at most, of which each may emit as
-        much as it can. limits: of each row, drafts at most. uniforms: None in greedy decoding."""
-        most, longest = min(most, MOST), max(limits)
-        chain = self._chain if longest else None
-        behind = (most - 1) * (longest + 1)
+    def run(self, plan: RoundPlan, drafts: int, uniforms: Sequence[Uniforms] | None, *, most: int = 1) -> list[Judged]:
+        """Rounds by this plan, up to the first in which a row ends, `most` of them at most. drafts: of a row, at most,
+        and no more than it may still get. uniforms: None in greedy decoding."""
+        most, chain = min(most, MOST), self._chain if drafts else None
+        behind = (most - 1) * (drafts + 1)
         if chain is not None:
             assert self._waiting is not None
-            columns = max(int(self._waiting.widths.max()), longest + 1)
-            chain.begin(plan, limits, columns=columns, behind=behind)
+            chain.begin(plan, drafts, columns=max(int(self._waiting.widths.max()), drafts + 1), behind=behind)
         elif self._waiting is not None and self._waiting.widths.max() + most > self._waiting.room:
             self._feed()
-        for columns in (longest + 1,) if plan.is_blind or chain is None else range(1, longest + 2):
+        for columns in range(1, drafts + 2):
             window = self._window(columns)
         self._cache.reserve(max(self._cache.lengths) + behind + window.size)
         self._passes.attach(self._cache)
-        self._take_numbers(uniforms, limits, most)
+        self._rows.drafts = drafts
+        self._take_numbers(uniforms, most * (2 * drafts + 1))
         pointers = (None, None) if chain is None else chain.pointers
         rows, found, team = ctypes.byref(self._rows), ctypes.byref(self._found), self._runtime.team
         count = self._runtime.library.nextn_rounds(*pointers, self._table, rows, found, most, team)
@@ -185,11 +192,10 @@ class FastRounds:
         for name, array in self._arrays.items():
             setattr(self._found, name, array.ctypes.data)
 
-    def _take_numbers(self, uniforms: Sequence[Uniforms] | None, limits: Sequence[int], most: int) -> None:
-        """The random numbers that the rounds may use, where native code reads them."""
+    def _take_numbers(self, uniforms: Sequence[Uniforms] | None, count: int) -> None:
+        """So many random numbers of each row, where native code reads them."""
         if uniforms is None:
             return
-        count = most * (2 * max(limits) + 1)
         self._numbers = np.array([each.ahead(count) for each in uniforms], dtype=np.float32)
         self._used[:] = 0
         self._rows.numbers, self._rows.used = count, self._used.ctypes.data

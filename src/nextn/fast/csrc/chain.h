@@ -42,7 +42,7 @@ struct Chain {
   // The plan. A law falls into the last bin whose edge is at most its confidence; edges [bins] begin with 0.
   int64_t bins;
   const double *edges, *table, *take, *go;
-  const int64_t* limits;    // [rows]
+  int64_t* limits;          // [rows]
   float* uniforms;
   int64_t* eaten;           // [rows]: where the next step reads its tokens; it finds the argmax there
   // Written: head steps, drafts of each row with their number, confidences of all laws that were asked about.

@@ -26,8 +26,10 @@ struct Window {
 // The rows of a decode, and what decides when several rounds end.
 struct Rows {
   int64_t count;
-  int64_t *last, *lengths;  // [rows]: the token that the trunk has not seen, and the columns that it has
-  const Waiting* waiting;   // null without a head
+  int64_t *last, *lengths, *missing;  // [rows]: the token that the trunk has not seen, the columns that it has, and the
+                                      // tokens that the row may still get
+  int64_t drafts, context;            // at most of a row in a round; tokens of a row
+  const Waiting* waiting;             // null without a head
   // Tokens that end a row.
   int64_t num_ends;
   const int64_t* ends;
@@ -59,17 +61,20 @@ class Round {
         next_(found.next + round * rows.count), asked_(found.asked + round * rows.count),
         confidences_(found.confidences + round * rows.count * depths_) {}
 
-  void draft(Chain& chain, const Steps& steps, Team* team) const {
+  // No more than a row may still get with the token behind them; none may leave the context.
+  void draft(Chain* given, const Steps* steps, Team* team) const {
+    const int64_t longest = *std::max_element(rows_.lengths, rows_.lengths + rows_.count) + 1;
+    const int64_t most = *std::max_element(rows_.missing, rows_.missing + rows_.count) - 1;
+    if (!given || std::min({rows_.drafts, most, rows_.context - longest}) <= 0) return draft_nothing();
+    Chain& chain = *given;
     chain.drafts = drafts_, chain.counts = counts_, chain.asked = asked_, chain.confidences = confidences_;
+    for (int64_t row = 0; row < rows_.count; ++row)
+      chain.limits[row] = std::min({rows_.drafts, rows_.missing[row] - 1, rows_.context - longest});
     for (int64_t row = 0; row < rows_.count && rows_.used; ++row) {
       std::copy_n(numbers(row), chain.limits[row], chain.uniforms + row * chain.depths);
       rows_.used[row] += chain.limits[row];
     }
-    nextn::draft(chain, steps, *rows_.waiting, team);
-  }
-
-  void draft_nothing() const {
-    std::fill_n(counts_, rows_.count, 0), std::fill_n(asked_, rows_.count, 0);
+    nextn::draft(chain, *steps, *rows_.waiting, team);
   }
 
   int64_t columns() const { return 1 + *std::max_element(counts_, counts_ + rows_.count); }
@@ -86,15 +91,20 @@ class Round {
     }
   }
 
-  // Whether a row has met a token that ends it.
+  // Whether a row has met a token that ends it, or has no room for another.
   bool ends() const {
     for (int64_t row = 0; row < rows_.count; ++row)
-      if (is_end(next_[row]) || std::any_of(drafts(row), drafts(row) + kept_[row], [&](auto each) { return is_end(each); }))
+      if (rows_.missing[row] <= 0 || rows_.lengths[row] + 1 >= rows_.context || is_end(next_[row]) || std::any_of(drafts(row), drafts(row) + kept_[row], [&](auto each) { return is_end(each); }))
         return true;
     return false;
   }
 
  private:
+  void draft_nothing() const {
+    std::fill_n(counts_, rows_.count, 0);
+    std::fill_n(asked_, rows_.count, 0);
+  }
+
   const int64_t* drafts(int64_t row) const { return drafts_ + row * depths_; }
   const float* numbers(int64_t row) const { return rows_.uniforms + row * rows_.numbers + rows_.used[row]; }
   bool is_end(int64_t token) const { return std::count(rows_.ends, rows_.ends + rows_.num_ends, token); }
@@ -128,7 +138,7 @@ class Round {
       waiting->eaten[place + kept] = next_[row];
       waiting->widths[row] += stand;
     }
-    rows_.lengths[row] += stand;
+    rows_.lengths[row] += stand, rows_.missing[row] -= stand;
     rows_.last[row] = next_[row];
   }
 
@@ -149,10 +159,7 @@ extern "C" int64_t nextn_rounds(nextn::Chain* chain, const nextn::Steps* steps, 
   for (int64_t place = 0; place < most; ++place) {
     const nextn::Round round(*rows, *found, place);
     const double started = nextn::now();
-    if (chain)
-      round.draft(*chain, *steps, team);
-    else
-      round.draft_nothing();
+    round.draft(chain, steps, team);
     const double drafted = nextn::now();
     round.verify(*windows[round.columns()], team);
     found->seconds[2 * place] = drafted - started, found->seconds[2 * place + 1] = nextn::now() - drafted;
