@@ -168,4 +168,4 @@ def test_line_budget():
     files = [
         path for path in PACKAGE.rglob("*.py") if path.parts[-2:] != ("families", "rows.py")
     ]  # rows are facts, not code
-    assert sum(path.read_text().count("\n") for path in files) <= 29_550
+    assert sum(path.read_text().count("\n") for path in files) <= 29_850
