@@ -53,6 +53,15 @@ def parts_of_both(x):
     return tuple(torch.cat((one, all_[..., 8:]), dim=-1) for one, all_ in zip(out, (queries, keys), strict=True))
 
 
+def unlike_norms(x):
+    """Of another eps, and with the gain before the one rounding."""
+    cosine, sine = angles(x)
+    queries, wide = normed(x), x[..., :16].reshape(2, 5, 1, 16).float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 0.25)
+    keys = (wide * (1 + WEIGHT[1].to(x.dtype).float())).to(x.dtype).transpose(1, 2)
+    return turned(queries, cosine, sine), turned(keys, cosine, sine)
+
+
 def beside_a_gate(x):
     """As Qwen3.5 has it: each head's queries and its gate come out of one product, side by side."""
     cosine, sine = angles(x)
@@ -114,7 +123,7 @@ def test_norm_and_rotation_are_one_op(function, dtype):
 
 
 @TYPES
-@pytest.mark.parametrize("function", [queries_and_keys, parts_of_both])
+@pytest.mark.parametrize("function", [queries_and_keys, parts_of_both, unlike_norms])
 def test_queries_and_keys_are_one_call(function, dtype):
     ops = both(function, dtype).ops
     assert ops.count("norm_rotate") == 1
