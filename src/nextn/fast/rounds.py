@@ -133,6 +133,7 @@ class FastRounds:
         for name in ("last", "lengths", "missing", "ends"):
             setattr(self._rows, name, getattr(self, f"_{name}").ctypes.data)
         self._waiting: Waiting | None = None
+        self._columns = [(cache, self._lengths)]  # that stand in each cache, of each row
         if chain is not None:
             room = min(max(map(len, pending)) + drafts + 1 + PROBE, SIZES[-1])  # plain rounds leave columns, too
             known = zip(tokens, cache.lengths, map(len, pending), strict=True)
@@ -140,9 +141,10 @@ class FastRounds:
             self._waiting = Waiting(count, room, pending[0])
             self._waiting.put(eaten, pending, chain.cache.lengths)
             self._rows.waiting = self._waiting.pointer
+            self._columns.append((chain.cache, self._waiting.starts))
             chain.make_room(drafts)
-        for each in [cache] if chain is None else [cache, chain.cache]:
-            each.reserve(max(each.lengths) + min(max(missing), _SOON))
+        for each, lengths in self._columns:
+            each.reserve(int(lengths.max()) + min(max(missing), _SOON))
         self._laws: Tensor | None = None
         self._known: dict[int, Window] = {}
         self._table = (ctypes.c_void_p * (drafts + 2))()
@@ -203,13 +205,8 @@ class FastRounds:
 
     def _settle(self) -> None:
         """The caches are as long as native code left them."""
-        for cache, lengths in ((self._cache, self._lengths), *self._of_head()):
+        for cache, lengths in self._columns:
             cache.advance([now - before for now, before in zip(lengths.tolist(), cache.lengths, strict=True)])
-
-    def _of_head(self) -> list[tuple[Slabs, np.ndarray]]:
-        if self._chain is None or self._waiting is None:
-            return []
-        return [(self._chain.cache, self._waiting.starts)]
 
     def _told(self, count: int) -> list[Judged]:
         drafts, counts, kept, following, asked, confidences, seconds = (
