@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from tiny import CONFIGS, build
+from tiny import CONFIGS, FIXTURES, build, decode, refrain
 
 from nextn.errors import ConfigError
 from nextn.fast import choose
 from nextn.fast.engine import FastHead, FastTrunk
+from nextn.fast.native import Runtime
+from nextn.figures.acceptance import Acceptance
 from nextn.head import Step
 from nextn.model import Model
 from nextn.trunk import Hidden
@@ -78,3 +80,68 @@ def test_a_model_that_moved_is_chosen_for_anew():
     model = build("glm4_moe")
     model.engine()
     assert "there is none on meta" in model.to(torch.device("meta")).engine().reason
+
+
+@pytest.fixture
+def pairs(monkeypatch):
+    """As on a processor that multiplies pairs of bf16; the kernels are there on all."""
+    monkeypatch.setattr(Runtime, "multiplies_pairs", True)
+
+
+def half(name: str) -> Model:
+    model = build(name)
+    for part in (model.trunk, model.head):
+        part.to(torch.bfloat16)
+    return model
+
+
+def with_seven_bits(weight: torch.Tensor) -> torch.Tensor:
+    """Whole numbers up to 63 times a power of two: what loses nothing."""
+    whole = (weight.float() * 400).round().clamp(-63, 63)
+    whole[..., 0] = 63
+    return (whole / 1024).to(weight.dtype)
+
+
+def test_a_head_drafts_by_seven_bits_in_bfloat16_and_by_all_where_asked(pairs):
+    model = half("glm4_moe")
+    assert model.engine("fast").head_bits == 7
+    model.head.exact = True
+    assert model.engine("fast").head_bits is None
+    assert build("glm4_moe").engine("fast").head_bits is None
+    assert choose.engine(model.trunk, None).head_bits is None
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "mimo_v2", "qwen3_5_moe"])
+def test_seven_bits_of_weights_that_have_no_more_lose_nothing(pairs, name):
+    """Codes, scales, blocks and experts of a whole head: an error in one of them is seen in the states."""
+    model = half(name)
+    with torch.no_grad():
+        for weight in (*model.head.parameters(), model.trunk.output.weight):
+            if weight.ndim > 1 and weight.dtype == torch.bfloat16:
+                weight.copy_(with_seven_bits(weight))
+    rounded = model.engine("fast")
+    model.head.exact = True
+    exact = model.engine("fast")
+    assert (rounded.head_bits, exact.head_bits) == (7, None)
+    tokens = torch.randint(model.trunk.vocab_size, (1, 9), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        found = []
+        for made in (rounded, exact):
+            states = made.trunk(tokens, made.trunk.cache(1)).eaten.clone()
+            normed = made.head.step(0, tokens, states, cache=made.head.cache(1)).normed.clone()
+            found.append((normed, made.head.predict(0, normed).logits))
+        for one, other in zip(*found, strict=True):
+            assert torch.allclose(one.float(), other.float(), rtol=0.02, atol=0.02 * float(other.float().abs().max()))
+
+
+def test_a_rounded_head_changes_no_text_and_drafts_as_well(pairs):
+    model, start = Model.load(FIXTURES / "glm", dtype=torch.bfloat16), refrain(6, 40, seed=9).tolist()
+    made = model.engine("fast")
+    texts, log = decode(made, start, drafts=3, max_tokens=32)
+    model.head.exact = True
+    exact = model.engine("fast")
+    assert (made.head_bits, exact.head_bits) == (7, None)
+    others, other_log = decode(exact, start, drafts=3, max_tokens=32)
+    assert texts == others == decode(exact, start, drafts=0, max_tokens=32)[0]
+    lengths = Acceptance.of(log).length, Acceptance.of(other_log).length
+    assert lengths[0] > 0.95 * lengths[1] > 1.5

@@ -10,7 +10,9 @@ from torch import Tensor
 
 import nextn.fast
 from nextn.errors import ConfigError
-from nextn.fast.native import Runtime, bound, load
+from nextn.fast import quantized
+from nextn.fast.native import BYTES, Runtime, bound, load
+from nextn.fast.pages import Pages
 
 SIZES = [1, 5, 16, 33, 100, 256]
 ROWS = [1, 2, 15, 16, 17, 33, 70]
@@ -171,6 +173,55 @@ def test_layers_of_one_input_are_those_one_by_one(
         assert torch.equal(out, linear(runtime, x, weight, bias))
 
 
+def in_bytes(runtime: Runtime, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    out = torch.empty(len(x), len(weight))
+    extra = [] if bias is None else [bias]
+    packed = quantized.packed(weight, Pages().take)
+    runtime.call("linear", [out, x, packed, *extra], [*weight.shape, BYTES])
+    return out
+
+
+def assert_sums_in_bytes(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """As `assert_sums`; what is added up is 128 + 64 larger than the codes, and that is taken off again."""
+    codes, scales = quantized.quantized(weight)
+    exact = x.double() @ codes.double().T * scales
+    size = x.double().abs() @ (codes.double().abs() + 2 * 192).T * scales
+    if bias is not None:
+        exact, size = exact + bias.double(), size + bias.double().abs()
+    assert ((out.double() - exact).abs() <= size * (x.shape[1] + 4) * 2**-24).all()
+
+
+@pytest.mark.parametrize("k", SIZES)
+@pytest.mark.parametrize("n", SIZES)
+def test_weights_of_a_byte(runtime: Runtime, n: int, k: int) -> None:
+    """Any size and number of rows; a row has the same bits whatever is beside it."""
+    weight, x = drawn(n, k, dtype=torch.bfloat16), drawn(max(ROWS), k, dtype=torch.bfloat16, seed=1)
+    alone = torch.cat([in_bytes(runtime, row[None], weight) for row in x])
+    assert_sums_in_bytes(alone, x, weight)
+    for rows in ROWS:
+        assert torch.equal(in_bytes(runtime, x[:rows], weight), alone[:rows])
+
+
+@pytest.mark.parametrize("rows", [1, 12, 40])
+def test_weights_of_a_byte_wherever_linear_layers_are(runtime: Runtime, rows: int) -> None:
+    """With a bias, several of one input, and experts; results in bf16 round once."""
+    half = torch.bfloat16
+    x, bias = drawn(rows, 100, dtype=half), drawn(50, dtype=half, seed=3)
+    weights = drawn(4, 50, 100, dtype=half, seed=1)
+    expected = [in_bytes(runtime, x, weight, bias) for weight in weights]
+    assert_sums_in_bytes(expected[2], x, weights[2], bias)
+    packed = [quantized.packed(weight, Pages().take) for weight in weights]
+    outs = [torch.empty(rows, 50, dtype=half) for _ in weights]
+    runtime.call("linear", [*outs, x, *packed, *[bias] * 4], [50, 50, 50, 50, 100, BYTES])
+    for out, alone in zip(outs, expected, strict=True):
+        assert torch.equal(out, alone.to(half))
+    ids = torch.randint(4, (rows,), generator=torch.Generator().manual_seed(2))
+    out = torch.empty(rows, 50, dtype=half)
+    whole = quantized.packed(weights, Pages().take)
+    runtime.call("expert_linear", [out, x, ids, whole, bias.expand(4, 50).contiguous()], [50, 100, BYTES])
+    assert torch.equal(out, torch.stack([expected[expert][row] for row, expert in enumerate(ids)]).to(half))
+
+
 def test_packed_weights_start_at_a_cache_line(runtime: Runtime) -> None:
     assert runtime.pack(torch.ones(3, 5)).data_ptr() % 64 == 0
 
@@ -187,6 +238,8 @@ def test_refuses_what_no_kernel_takes(runtime: Runtime) -> None:
         ([out, x.T.contiguous().T, packed], [8, 8, 0]),
         ([out, x, packed[:-1]], [8, 8, 0]),
         ([out, x, packed, torch.empty(7)], [8, 8, 0]),
+        ([out, x, quantized.packed(weight, Pages().take)], [8, 8, BYTES]),  # bytes are for rows of bf16
+        ([out, x.bfloat16(), packed], [8, 8, BYTES]),
         ([out, out, x, packed], [8, 8, 8, 0]),  # two layers and one weight
         ([out, out, x, packed, packed, torch.empty(8)], [8, 8, 8, 0]),
         ([out, out, x, packed, packed], [8, 7, 8, 0]),

@@ -15,6 +15,7 @@ from nextn.cli import app
 from nextn.corpus.loops import degeneracy
 from nextn.drafting import Contract
 from nextn.errors import ConfigError
+from nextn.measuring import texts
 from nextn.measuring.card import card
 from nextn.measuring.controls import Controls
 from nextn.measuring.measure import Plan, reference, rescored
@@ -60,6 +61,17 @@ def test_stepping_measures_the_same(found, trained, monkeypatch):
     measured = rescored(found["glm"], trained["glm"], Contract())
     assert measured.how == "stepped"
     assert measured.figures(0.0) == found["glm"].figures(0.0)
+
+
+def test_texts_are_drafted_by_all_bits_of_the_head(trained, monkeypatch):
+    """Else the figure would be of a head that no other engine has."""
+    model, seen, real = trained["glm"], [], texts.generate
+    monkeypatch.setattr(
+        texts, "generate", lambda model, *args, **kwargs: seen.append(model.head.exact) or real(model, *args, **kwargs)
+    )
+    texts.continued(model, [[3, 1, 4]], Plan(drafts=2, max_tokens=4), 0.0)
+    assert seen == [True]
+    assert not model.head.exact
 
 
 def test_length_at_every_k(found):

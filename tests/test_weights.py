@@ -13,7 +13,7 @@ def test_one_copy_of_what_is_the_same():
     assert weights.pack(weight) is first
     assert weights.pack(weight.clone()) is first, "made anew in another recording"
     wide = weights.pack(weight.double().float().to(torch.bfloat16))
-    assert wide.data_ptr() != first.data_ptr()
+    assert wide.memory.data_ptr() != first.memory.data_ptr()
 
 
 def test_weights_that_begin_alike_are_told_apart():
@@ -24,8 +24,8 @@ def test_weights_that_begin_alike_are_told_apart():
     for value in (2.0, 3.0):
         other = weight.clone()
         other[-1, -1] = value
-        assert weights.pack(other.clone()).equal(runtime.pack(other))
+        assert weights.pack(other.clone()).memory.equal(runtime.pack(other))
     passing = weight.clone()
     weights.pack(passing)
     passing[0, 20] = 5.0
-    assert weights.pack(passing).equal(runtime.pack(passing))
+    assert weights.pack(passing).memory.equal(runtime.pack(passing))

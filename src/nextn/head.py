@@ -156,6 +156,7 @@ class Head(nn.Module):
             raise ConfigError(f"num_modules = {num_modules}; a head has at least one module")
         self.family = family
         self.shortlist: Shortlist | None = None  # what it drafts from, if not from the whole vocabulary
+        self.exact = False  # whether it drafts by all bits of its weights where fewer are faster
         self._trunk = (trunk,)  # in a tuple, so that nn.Module does not take the trunk's parameters for the head's
         self.stack = nn.ModuleList(Module(family, trunk, index, num_modules) for index in range(num_modules))
         for module in list(self.stack)[1:]:

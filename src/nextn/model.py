@@ -42,7 +42,7 @@ class Model:
         parts = [self.trunk, *([] if self.head is None else [self.head])]
         weights = [weight for part in parts for weight in part.parameters()]
         state: list[object] = [(id(weight), weight.device, weight._version) for weight in weights]
-        state.append(None if self.head is None else self.head.shortlist)
+        state.append(None if self.head is None else (self.head.shortlist, self.head.exact))
         known = self._engines.get(path)
         if known is None or known[0] != state:
             known = self._engines[path] = (state, engine(self.trunk, self.head, path=path))

@@ -31,4 +31,5 @@ def measured(
     context = min(round(statistics.mean(lengths)), room)
     costs = measured_costs(model, drafts=plan.drafts[-1], context=context, path=plan.path)
     engine, shortlist = model.engine(plan.path), model.head.shortlist if model.head else None
-    return Report(source, plan, tuple(prompts), tuple(log), costs, Machine.of(model), engine.reason, shortlist)
+    machine = Machine.of(model, head_bits=engine.head_bits)
+    return Report(source, plan, tuple(prompts), tuple(log), costs, machine, engine.reason, shortlist)

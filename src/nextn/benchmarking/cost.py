@@ -153,7 +153,8 @@ class _Passes:
 @dataclass(frozen=True)
 class Machine:
     """Where the figures come from. bandwidth: bytes/s, read and written, of a copy; peak_memory: bytes, of the process
-    on a CPU, of torch's allocator on a GPU. step_bytes, draft_bytes: weights that a plain and a draft step read."""
+    on a CPU, of torch's allocator on a GPU. step_bytes, draft_bytes: weights that a plain and a draft step read.
+    head_bits: of `Engine`."""
 
     name: str
     cores: int
@@ -164,9 +165,10 @@ class Machine:
     step_bytes: int
     draft_bytes: int
     peak_memory: int
+    head_bits: int | None = None
 
     @classmethod
-    def of(cls, model: Model) -> "Machine":
+    def of(cls, model: Model, *, head_bits: int | None = None) -> "Machine":
         """To be called last: peak_memory is what was used up to now."""
         device = model.trunk.device
         peak = peak_memory(device)  # before the copy, which needs much
@@ -180,8 +182,9 @@ class Machine:
             dtype=str(model.trunk.dtype).removeprefix("torch."),
             bandwidth=copy_bandwidth(device),
             step_bytes=step_bytes(model.trunk),
-            draft_bytes=draft_bytes(model.head) if model.head is not None else 0,
+            draft_bytes=draft_bytes(model.head, head_bits) if model.head is not None else 0,
             peak_memory=peak,
+            head_bits=head_bits,
         )
 
 
@@ -212,13 +215,14 @@ def step_bytes(trunk: Trunk) -> int:
     return _read(trunk.model, trunk, looked_up)
 
 
-def draft_bytes(head: Head) -> int:
-    """Weights that a draft step reads: one module (their mean) and the output head."""
+def draft_bytes(head: Head, bits: int | None = None) -> int:
+    """Weights that a draft step reads: one module (their mean) and the output head. bits: of `Engine.head_bits`."""
     looked_up = tuple(part.weight for part in head.modules() if isinstance(part, nn.Embedding))
     own = {id(head.output(index).weight): head.output(index).weight for index in range(head.num_modules)}
     inner = _read(head, head.trunk, (*looked_up, *own.values()))
     output = head.output(0).weight
-    return inner // head.num_modules + output.numel() * output.element_size()
+    stored = inner // head.num_modules + output.numel() * output.element_size()
+    return stored if bits is None else stored // output.element_size()
 
 
 def _read(module: nn.Module, trunk: Trunk, without: tuple[Tensor, ...]) -> int:

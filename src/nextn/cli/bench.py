@@ -16,6 +16,7 @@ from nextn.cli.common import (
     DraftText,
     DraftVocab,
     Dtype,
+    ExactHead,
     MaxTokens,
     ModelName,
     PathName,
@@ -50,6 +51,7 @@ def bench(
     dtype: Dtype = "auto",
     draft_vocab: DraftVocab = 0,
     draft_text: DraftText = None,
+    exact_head: ExactHead = False,
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Also as many drafts a round as pay.")] = False,
     path: PathName = "auto",
     device: Device = "cpu",
@@ -72,7 +74,8 @@ def bench(
         path=path,
     )
     _ready(out)
-    texts, loaded = read_prompts(prompts), load_model(model, dtype, need_head=True, device=device)
+    texts = read_prompts(prompts)
+    loaded = load_model(model, dtype, need_head=True, device=device, exact_head=exact_head)
     draft_from(loaded, draft_vocab, draft_text)
     with progress_bars(quiet=as_json) as progress:
         step = progress("decode", plan.num_runs(len(texts)))
@@ -95,6 +98,7 @@ def advise(
     max_tokens: MaxTokens = 256,
     chat: Chat = False,
     seed: int = 0,
+    exact_head: ExactHead = False,
     dtype: Dtype = "auto",
     path: PathName = "auto",
     device: Device = "cpu",
@@ -109,7 +113,8 @@ def advise(
     sizes, columns = _whole(batches, "--batches"), _whole(contexts, "--contexts") if contexts else ()
     plan = Plan((drafts,), numbers(temperatures), max_tokens, repeats=1, chat=chat, seed=seed, path=path)
     _ready(out)
-    texts, loaded = read_prompts(prompts), load_model(model, dtype, need_head=True, device=device)
+    texts = read_prompts(prompts)
+    loaded = load_model(model, dtype, need_head=True, device=device, exact_head=exact_head)
     with progress_bars(quiet=as_json) as progress:
         decoded = progress("decode", plan.num_runs(len(texts)))
         costed = progress("costs", len(sizes) * max(1, len(columns)))

@@ -39,6 +39,9 @@ DraftVocab = Annotated[
     int, typer.Option(help="Draft from that many tokens only, the most frequent of --draft-text; 0 = from all.")
 ]
 DraftText = Annotated[Path | None, typer.Option(help="A text like those that will be decoded.")]
+ExactHead = Annotated[
+    bool, typer.Option("--exact-head", help="Draft by all bits of the head's weights where seven would be faster.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
@@ -72,8 +75,8 @@ def stop_flag() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def load_model(model: str, dtype: str, *, need_head: bool, device: str = "cpu") -> "Model":
-    """dtype: `float32`, `bfloat16`, or `auto` for as stored."""
+def load_model(model: str, dtype: str, *, need_head: bool, device: str = "cpu", exact_head: bool = False) -> "Model":
+    """dtype: `float32`, `bfloat16`, or `auto` for as stored. exact_head: see `Head.exact`."""
     import torch
 
     from nextn.model import Model
@@ -81,7 +84,10 @@ def load_model(model: str, dtype: str, *, need_head: bool, device: str = "cpu") 
     dtypes = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
     if dtype not in dtypes:
         raise ConfigError(f"dtype {dtype!r}; expected one of {', '.join(dtypes)}")
-    return Model.load(model, dtype=dtypes[dtype], need_head=need_head, device=device)
+    loaded = Model.load(model, dtype=dtypes[dtype], need_head=need_head, device=device)
+    if loaded.head is not None:
+        loaded.head.exact = exact_head
+    return loaded
 
 
 def draft_from(model: "Model", size: int, text: Path | None) -> None:

@@ -15,6 +15,7 @@ from nextn.cli.common import (
     DraftText,
     DraftVocab,
     Dtype,
+    ExactHead,
     MaxTokens,
     PathName,
     console,
@@ -46,6 +47,7 @@ def generate(
     ] = False,
     draft_vocab: DraftVocab = 0,
     draft_text: DraftText = None,
+    exact_head: ExactHead = False,
     seed: int = 0,
     stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; may be repeated.")] = None,
     chat: Chat = False,
@@ -67,7 +69,7 @@ def generate(
         max_tokens=max_tokens,
         seed=seed,
     )
-    loaded = load_model(model, dtype, need_head=drafts > 0, device=device)
+    loaded = load_model(model, dtype, need_head=drafts > 0, device=device, exact_head=exact_head)
     draft_from(loaded, draft_vocab, draft_text)
     text = sys.stdin.read() if prompt == "-" else prompt
     length = _adaptive(loaded, drafts, path) if adaptive else None

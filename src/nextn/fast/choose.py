@@ -10,6 +10,7 @@ from nextn.fast.chain import FastChain
 from nextn.fast.engine import FastHead, FastRecursion, FastTrunk
 from nextn.fast.links import CapturedChain
 from nextn.fast.native import load
+from nextn.fast.quantized import BITS
 from nextn.fast.tape import Unrecordable
 from nextn.fast.weights import Weights
 from nextn.head import Head, Recursion
@@ -35,6 +36,7 @@ class Engine:
     head: AnyHead | None
     reason: str = ""
     runtime: str = "torch"
+    head_bits: int | None = None  # of each weight that drafts are made by; None: all that it has
 
     @property
     def path(self) -> str:
@@ -78,8 +80,12 @@ def _native(trunk: Trunk, head: Head | None) -> Engine:
     runtime = load()
     weights = Weights(runtime)
     fast = FastTrunk(trunk, runtime, weights)
-    made = None if head is None else FastHead(head, fast, runtime, weights)
-    return Engine(fast, made, runtime="native code")
+    if head is None:
+        return Engine(fast, None, runtime="native code")
+    if head.exact or trunk.dtype != torch.bfloat16 or not runtime.multiplies_pairs:
+        return Engine(fast, FastHead(head, fast, runtime, weights), runtime="native code")
+    rounded = FastHead(head, fast, runtime, Weights(runtime, rounds=True), own_output=True)
+    return Engine(fast, rounded, runtime="native code", head_bits=BITS)
 
 
 def _captured(trunk: Trunk, head: Head | None) -> Engine:

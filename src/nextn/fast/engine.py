@@ -166,7 +166,10 @@ class FastTrunk:
 class FastHead:
     """`Head` as decoding uses it."""
 
-    def __init__(self, head: Head, trunk: FastTrunk, runtime: Runtime, weights: Weights) -> None:
+    def __init__(
+        self, head: Head, trunk: FastTrunk, runtime: Runtime, weights: Weights, *, own_output: bool = False
+    ) -> None:
+        """own_output: it reads its states by these weights also where the output head is the trunk's."""
         self.plain, self.stack, self.num_modules = head, head.stack, head.num_modules
         self._runtime, self._dtype = runtime, trunk.dtype
         self.module, self.eats_recycled, self.family = head.module, head.eats_recycled, head.family
@@ -175,7 +178,7 @@ class FastHead:
         self._passes = [make(partial(self._call, index)) for index in range(head.num_modules)]
         self._chained, self._start = make(self._chain), make(self._first, feeds=self._eaten)
         self._laws = Scratch()
-        own = "output" in head.family.own
+        own = own_output or "output" in head.family.own
         self._readouts = [
             Readout(runtime, weights, partial(head.logits, index), head.output(index).weight) if own else trunk.predict
             for index in range(head.num_modules)

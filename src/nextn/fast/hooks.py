@@ -148,8 +148,7 @@ def _expert_linear(module: Any, name: str, states: Tensor, ids: Tensor) -> Tenso
     out = torch.zeros(len(states), weight.shape[1], dtype=states.dtype)
     views = [out, states.contiguous(), ids.contiguous(), weight]
     views += [getattr(module, f"{name}_bias").detach()] if module.has_bias else []
-    size = (weight.shape[1], weight.shape[2], int(weight.dtype == torch.bfloat16))
-    in_use().native("expert_linear", views, outs=1, ints=size)
+    in_use().native("expert_linear", views, outs=1, ints=weight.shape[1:])
     return out
 
 

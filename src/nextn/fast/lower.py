@@ -6,7 +6,7 @@ An instruction's tensors are the recorded ones; `program.py` finds places for th
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +42,14 @@ class Lowered:
         return [*self.entry.tensors, *(tensor for each in self.instructions for tensor in each.tensors)]
 
 
-Pack = Callable[[Tensor], Tensor]
+class Packed(NamedTuple):
+    """A weight as native products read it: bytes, and what they are (`Type` of runtime.h, or `BYTES` of product.h)."""
+
+    memory: Tensor
+    type: int
+
+
+Pack = Callable[[Tensor], Packed]
 Rule = Callable[["Lowering", Entry], list[Instruction] | None]
 
 
@@ -61,14 +68,16 @@ class Lowering:
 
     def _of(self, entry: Entry) -> list[Instruction]:
         if isinstance(entry.func, str):
-            views = [self.pack(view) if _is_weight(entry.func, at) else view for at, view in enumerate(entry.args)]
-            return [Instruction(entry.func, tuple(views), entry.ints, entry.reals)]
+            return [self._native(entry)]
         rule = _RULES.get(entry.func.overloadpacket)
         return (rule(self, entry) if rule else None) or []
 
-
-def _is_weight(op: str, place: int) -> bool:
-    return op == "expert_linear" and place == 3
+    def _native(self, entry: Entry) -> Instruction:
+        views, ints = list(entry.args), entry.ints
+        if entry.func == "expert_linear":
+            views[3], kind = self.pack(views[3])
+            ints = (*ints, kind)
+        return Instruction(str(entry.func), tuple(views), ints, entry.reals)
 
 
 def _makes_views(entry: Entry) -> bool:
@@ -191,8 +200,7 @@ def _product(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
         plain = torch.empty(rows.shape, dtype=rows.dtype)
         lowering.tape.dynamic.add(key(plain))
         before, rows = [Instruction("copy", (plain, rows))], plain
-    packed = lowering.pack(weight.t())
-    kind = int(weight.dtype == torch.bfloat16)
+    packed, kind = lowering.pack(weight.t())
     size = (weight.shape[1], weight.shape[0], kind)
     return [*before, Instruction("linear", (entry.outs[0], rows, packed, *bias), ints=size)]
 

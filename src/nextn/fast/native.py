@@ -28,6 +28,7 @@ _FLAGS = ["-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trappin
 _MAX_DIMS = 6
 _STALE = 900  # seconds after which a lock of the build is taken for left over
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2, torch.bool: 3}
+BYTES = 4  # of product.h: packed weights of a byte each
 
 
 def type_of(dtype: torch.dtype) -> int:
@@ -92,6 +93,11 @@ class Runtime:
 
     def __del__(self) -> None:
         self.library.nextn_team_free(self.team)
+
+    @property
+    def multiplies_pairs(self) -> bool:
+        """Whether the processor multiplies pairs of bf16, so that weights of a byte cost it nothing to widen."""
+        return bool(self.library.nextn_pairs())
 
     def pack(self, weight: Tensor, take: Callable[[int], Tensor] | None = None) -> Tensor:
         """The weight [N, K] of a linear layer, or [E, N, K] of E experts, as the linear ops read it: bytes.

@@ -40,7 +40,12 @@ def _layer(groups: Sequence[Lowered], at: int) -> Instruction | None:
 
 def _alike(first: Instruction, layer: Instruction) -> bool:
     one_output = len(first.ints) == len(layer.ints) == 3
-    return one_output and same(first.tensors[1], layer.tensors[1]) and len(first.tensors) == len(layer.tensors)
+    return (
+        one_output
+        and first.ints[1:] == layer.ints[1:]
+        and same(first.tensors[1], layer.tensors[1])
+        and len(first.tensors) == len(layer.tensors)
+    )
 
 
 def _joined(layers: Sequence[Instruction]) -> Lowered:

@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from nextn.fast.fuse import fused
-from nextn.fast.lower import Lowered, Lowering
+from nextn.fast.lower import Lowered, Lowering, Pack
 from nextn.fast.native import Program, Runtime
 from nextn.fast.scratch import Scratch
 from nextn.fast.tape import Entry, Tape, Unrecordable, key, recorded
 
 _ALIGNMENT = 64  # bytes: a cache line, and what the widest loads want
-Pack = Callable[[Tensor], Tensor]
 Step = Callable[[], None]
 
 

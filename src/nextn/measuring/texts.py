@@ -1,6 +1,7 @@
 """The texts that figures are taken over: the trunk's own continuations of the prompts, decoded once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from nextn.benchmarking.workload import Prompt
@@ -45,7 +46,8 @@ def continued(
     contract: Contract | None = None,
     on_text: Callable[[], None] = lambda: None,
 ) -> Drawn:
-    """What the trunk goes on with, decoded with the head (it is lossless), and the counts of that decoding."""
+    """What the trunk goes on with, decoded with the head (it is lossless), and the counts of that decoding: by all bits
+    of the head's weights, as other engines would have it."""
     contract = contract or Contract()
     is_drafted = contract.offset <= 0  # nothing could draft with a later state
     results: list[Result] = []
@@ -60,7 +62,8 @@ def continued(
             sampled_drafts=plan.rule != "argmax",
         )
         batch = prompts[start : start + _BATCH]
-        results += generate(model, batch, settings, path=plan.path)
+        with _exact(model):
+            results += generate(model, batch, settings, path=plan.path)
         for _ in batch:
             on_text()
     texts = tuple(
@@ -78,3 +81,17 @@ def tokens_of(model: Model, prompt: Prompt, chat: bool | None) -> tuple[int, ...
     if chat is None:
         chat = bool(model.tokenizer is not None and model.tokenizer.chat_template)
     return prompt.tokens(model, chat=chat)
+
+
+@contextmanager
+def _exact(model: Model) -> Iterator[None]:
+    """While open, the head drafts by all bits of its weights."""
+    head = model.head
+    if head is None:
+        yield
+        return
+    before, head.exact = head.exact, True
+    try:
+        yield
+    finally:
+        head.exact = before

@@ -11,10 +11,12 @@ namespace {
 // Fewer multiplications than this take less time than two threads take to meet.
 constexpr int64_t kWorthSharing = 16384;
 
-int64_t block_columns(int64_t type) { return type == BF16 ? kTileColumns : kPanelColumns; }
+int64_t block_columns(int64_t type) { return type == F32 ? kPanelColumns : kTileColumns; }
 
 int64_t packed_bytes(int64_t type, int64_t n, int64_t k) {
-  if (type == BF16) return pieces(n, kTileColumns) * pieces(k, kTileDepth) * kTile * int64_t(sizeof(uint16_t));
+  const int64_t tiles = pieces(n, kTileColumns) * pieces(k, kTileDepth);
+  if (type == BF16) return tiles * kTile * int64_t(sizeof(uint16_t));
+  if (type == BYTES) return tiles * kTile + pieces(n, kTileColumns) * kTileColumns * int64_t(sizeof(float));
   return pieces(n, kPanelColumns) * kPanelColumns * k * int64_t(sizeof(float));
 }
 
@@ -22,7 +24,12 @@ bool is_matrix(const View& view) { return view.ndim == 2 && (view.stride[1] == 1
 
 bool is_bytes(const View& view) { return view.ndim == 1 && view.type == BOOL && view.stride[0] == 1; }
 
-bool is_weight_type(int64_t type) { return type == BF16 || type == F32; }
+bool is_float(int64_t type) { return type == BF16 || type == F32; }
+
+bool is_weight_type(int64_t type) { return is_float(type) || type == BYTES; }
+
+// What rows are that are multiplied by such weights.
+int64_t rows_type(int64_t type) { return type == F32 ? F32 : BF16; }
 
 // A block of 16 columns from `column` on: [tile of k][pair of k][column][2].
 void pack_tiles(const View& weight, int64_t column, uint16_t* to) {
@@ -62,7 +69,7 @@ void pack(const Call& call, const Worker& worker) {
 bool select_pack(Call& call) {
   if (call.views.size() != 2 || call.ints.size() || call.views[1].ndim != 2) return false;
   const View &dst = call.views[0], &weight = call.views[1];
-  if (!is_bytes(dst) || !is_weight_type(weight.type)) return false;
+  if (!is_bytes(dst) || !is_float(weight.type)) return false;
   if (dst.size[0] != packed_bytes(weight.type, weight.size[0], weight.size[1])) return false;
   call.kernel = pack, call.parallel = true;
   return true;
@@ -70,7 +77,7 @@ bool select_pack(Call& call) {
 
 void multiply(const Product& product, int64_t type, int64_t begin, int64_t end) {
   if (begin >= end || product.num_rows == 0) return;
-  (type == BF16 ? multiply_bf16 : multiply_f32)(product, begin, end);
+  (type == F32 ? multiply_f32 : type == BF16 ? multiply_bf16 : multiply_bytes)(product, begin, end);
 }
 
 // This worker's share of the columns.
@@ -163,12 +170,12 @@ void expert_linear(const Call& call, const Worker& worker) {
 // Whether kernels take this layer, of a matrix or of several (bias_ndim 2).
 bool is_layer(const View& out, const View& x, const View& packed, const View* bias, int64_t bias_ndim, int64_t n,
               int64_t k, int64_t type) {
-  if (n < 1 || k < 1 || !is_weight_type(type) || x.type != type) return false;
+  if (n < 1 || k < 1 || !is_weight_type(type) || x.type != rows_type(type)) return false;
   if (!is_matrix(out) || !is_matrix(x) || out.size[0] != x.size[0] || out.size[1] != n || x.size[1] != k) return false;
-  if (out.type != F32 && (out.type != BF16 || type != BF16)) return false;
+  if (out.type != F32 && (out.type != BF16 || x.type != BF16)) return false;
   if (!is_bytes(packed) || packed.size[0] == 0 || packed.size[0] % packed_bytes(type, n, k)) return false;
   if (!bias) return true;
-  if (!is_weight_type(bias->type) || bias->ndim != bias_ndim) return false;
+  if (!is_float(bias->type) || bias->ndim != bias_ndim) return false;
   return bias->size[bias_ndim - 1] == n && (bias->stride[bias_ndim - 1] == 1 || n == 1);
 }
 
@@ -207,6 +214,15 @@ const Op expert_linear_op{"expert_linear", select_expert_linear};
 }  // namespace
 
 }  // namespace nextn
+
+// Whether the processor multiplies pairs of bf16.
+extern "C" int nextn_pairs() {
+#if defined(__AVX512BF16__)
+  return 1;
+#else
+  return 0;
+#endif
+}
 
 // -1 for types that are not packed.
 extern "C" int64_t nextn_packed_bytes(int64_t type, int64_t n, int64_t k) {

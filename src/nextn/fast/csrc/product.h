@@ -10,6 +10,12 @@ constexpr int64_t kTileColumns = 16;
 constexpr int64_t kTileDepth = 32;
 constexpr int64_t kTile = kTileColumns * kTileDepth;
 
+// What packed weights are, beside F32 and BF16: a byte each, for rows of bf16. A matrix is blocks of 16 columns, each a
+// run of [4 of k][16 columns][4], then a float for each column, its scale. A weight is (byte - kZero) * scale; bytes are
+// below 128. Of four values of k the second and third have changed places.
+constexpr int64_t BYTES = 4;
+constexpr int64_t kZero = 64;
+
 // Packed fp32: panels [k][32 columns]. Both are filled with zeros beyond n and k.
 constexpr int64_t kPanelColumns = 32;
 
@@ -56,5 +62,6 @@ struct Product {
 // The kernels: what blocks (panels) [begin, end) of the columns give for all rows. A row's result knows no other row.
 void multiply_bf16(const Product& product, int64_t begin, int64_t end);
 void multiply_f32(const Product& product, int64_t begin, int64_t end);
+void multiply_bytes(const Product& product, int64_t begin, int64_t end);
 
 }  // namespace nextn

@@ -51,10 +51,12 @@ struct Part {
 // Rows that a kernel takes at most.
 constexpr int rows_of(int64_t width) { return std::min(kRowsAtOnce, kMost * kFloats / int(width)); }
 
-// What floats on both sides have in common.
+// What floats on both sides have in common. kApart: sums that a column is made of, a step of k in each in turn; kValues:
+// of k that an X holds.
 struct Singles {
   using X = float;
   using Wide = Floats;
+  static constexpr int kApart = 1;
   static constexpr int64_t kValues = 1;
 
   static Floats spread(float value) { return value - Floats{}; }  // + would be an addition
@@ -77,6 +79,7 @@ struct Bf16 {
   using In = uint16_t;
   using X = Word;
   using Wide = Words;
+  static constexpr int kApart = 1;
   static constexpr int64_t kWidth = kTileColumns, kStep = 1, kRead = kWidth * int64_t(sizeof(Word)), kValues = 2;
 
   static Words spread(Word pair) { return (Words)_mm512_set1_epi32(std::bit_cast<int>(pair)); }
@@ -91,6 +94,18 @@ struct Bf16 {
     std::memset(room, 0, depth * sizeof(Word));
     std::memcpy(room, from, k * sizeof(uint16_t));
     return room;
+  }
+};
+
+// Bytes: [4 of k][16 columns][4], the pairs of k in turn. A byte b below 128 is the end of the bf16 number 128 + b.
+struct Bytes : Bf16 {
+  static constexpr int kApart = 2;
+  static constexpr int64_t kStep = 2;
+  static constexpr float kOffset = 128;
+
+  static Words weights(const char* at, int v, int odd) {
+    const Words four = reinterpret_cast<const Words*>(at)[v];
+    return ((odd ? four >> 8 : four) & 0x00FF00FF) | 0x43004300;
   }
 };
 #else
@@ -109,6 +124,18 @@ struct Bf16 : Singles {
     by_sixteen(k, [&](auto load, auto store) { store(room, load(from)); });
     std::fill(room + k, room + depth, 0.0f);
     return room;
+  }
+};
+
+// Bytes: [4 of k][16 columns][4], the second and third changed. A byte b below 128 makes the number 128 + b.
+struct Bytes : Bf16 {
+  static constexpr int64_t kStep = 4;
+  static constexpr float kOffset = 128;
+
+  static Floats weights(const char* at, int v, int one) {
+    const Words four = reinterpret_cast<const Words*>(at)[v];
+    const Words moved = one == 0 ? four << 16 : one == 1 ? four : one == 2 ? four << 8 : four >> 8;
+    return (Floats)((moved & 0x007F0000) | 0x43000000);
   }
 };
 #endif
@@ -192,20 +219,24 @@ inline void add(Floats (&acc)[kCount][kVectors], const typename Form::X* const* 
 template <typename Form, int kCount, int kPieces>
 void sum(const Part<typename Form::X>& part, const char* weights, float* sums) {
   constexpr int kEach = Form::kWidth / kFloats, kVectors = kPieces * kEach;
-  Floats acc[kCount][kVectors] = {};
+  Floats acc[Form::kApart][kCount][kVectors] = {};
   typename Form::Early early(part, weights);
   for (int64_t k = 0; k < part.depth; k += Form::kStep, weights += Form::step(part)) {
     early.template fetch<kCount, kPieces>(weights, part);
     for (int one = 0; one < Form::kStep; ++one)
-      add<Form>(acc, part.x, k + one,
+      add<Form>(acc[one % Form::kApart], part.x, k + one,
                 [=](int v) { return Form::weights(weights + v / kEach * part.next, v % kEach, one); });
   }
-  std::memcpy(sums, acc, sizeof acc);
+  if constexpr (Form::kApart > 1)
+    for (int row = 0; row < kCount; ++row)
+      for (int v = 0; v < kVectors; ++v) acc[0][row][v] += acc[1][row][v];
+  std::memcpy(sums, acc[0], sizeof acc[0]);
 }
 
 // Pieces that a kernel of kCount rows takes together.
 template <typename Form, int kCount>
-constexpr int kTogether = int(std::bit_floor(unsigned(std::clamp(kSums * kFloats / (kCount * int(Form::kWidth)), 1, 4))));
+constexpr int kTogether =
+    int(std::bit_floor(unsigned(std::clamp(kSums * kFloats / (Form::kApart * kCount * int(Form::kWidth)), 1, 4))));
 
 template <typename Form, int kCount, int kPieces, typename Keep>
 void sum_and_keep(const Part<typename Form::X>& part, int64_t piece, const Keep& keep) {
