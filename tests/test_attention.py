@@ -49,6 +49,9 @@ class Slabs:
         team(threads).call("attend", views, [shape.window], [shape.scale, shape.softcap])
         return out
 
+    def store(self, window: "Window", starts: Tensor, *, threads: int = 1) -> None:
+        team(threads).call("store", [window.k, window.v, starts, self.header])
+
 
 @dataclass
 class Window:
@@ -238,3 +241,33 @@ def test_other_calls_are_refused(wrong: str) -> None:
     views = [out, window.q, window.k, window.v, starts, slabs.header]
     with pytest.raises(ConfigError, match="attend"):
         load().call("attend", views, [0], [0.0 if wrong == "scale" else 0.125, 0.0])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+def test_store_leaves_what_attend_leaves(shape: Shape, threads: int) -> None:
+    """And what comes later attends to it."""
+    window, starts = Window.random(shape, batch=3, width=50), torch.tensor([0, 7, 33])
+    slabs = [Slabs(shape, batch=3, capacity=96) for _ in range(2)]
+    slabs[0].attend(window.columns(0, 40), starts, threads=threads)
+    slabs[1].store(window.columns(0, 40), starts, threads=threads)
+    assert torch.equal(slabs[0].keys, slabs[1].keys)
+    assert torch.equal(slabs[0].values, slabs[1].values)
+    outs = [each.attend(window.columns(40, 50), starts + 40, threads=threads) for each in slabs]
+    assert torch.equal(*outs)
+
+
+def test_store_refuses_what_no_kernel_takes() -> None:
+    shape = Shape()
+    window, slabs = Window.random(shape, batch=2, width=3), Slabs(shape, batch=2, capacity=32)
+    starts = torch.zeros(2, dtype=torch.int64)
+    for views in (
+        [window.k, window.v[:, :, :2], starts, slabs.header],
+        [window.k, window.v.float(), starts, slabs.header],
+        [window.k, window.v, starts[:1], slabs.header],
+        [window.k, window.v, starts.int(), slabs.header],
+        [window.k.transpose(2, 3), window.v, starts, slabs.header],
+        [window.k, window.v, starts],
+    ):
+        with pytest.raises(ConfigError):
+            team(1).call("store", views)

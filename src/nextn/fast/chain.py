@@ -98,29 +98,25 @@ class _Chain(ctypes.Structure):
     )
 
 
-class _First(ctypes.Structure):
-    """`First` of chain.h."""
+class _Feed(ctypes.Structure):
+    """`Feed` of chain.h."""
 
     _fields_ = (
         ("program", ctypes.c_void_p),
-        ("told", ctypes.c_void_p),
         ("size", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("tokens", "starts", "widths", "states")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "starts", "states")),
     )
 
     @classmethod
-    def of(cls, inputs: Inputs, replay: Replay, told: _Told) -> "_First":
-        tokens, starts, widths = inputs.host
+    def of(cls, inputs: Inputs, replay: Replay) -> "_Feed":
         assert inputs.states is not None
         assert inputs.states.is_contiguous()
         assert replay.program is not None
         return cls(
             program=replay.program.handle,
-            told=ctypes.addressof(told),
-            size=tokens.shape[1],
-            tokens=tokens.ctypes.data,
-            starts=starts.ctypes.data,
-            widths=widths.ctypes.data,
+            size=inputs.tokens.shape[1],
+            tokens=inputs.tokens.data_ptr(),
+            starts=inputs.starts.data_ptr(),
             states=inputs.states.data_ptr(),
         )
 
@@ -128,7 +124,7 @@ class _First(ctypes.Structure):
 class _Steps(ctypes.Structure):
     """`Steps` of chain.h."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("firsts", "next", "next_told"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("feeds", "next", "told", "starts", "states"))
 
 
 class FastChain:
@@ -137,7 +133,7 @@ class FastChain:
     def __init__(
         self,
         runtime: Runtime,
-        start: Passes,
+        fed: Passes,
         chained: Passes,
         cache: Slabs,
         sampling: Sampling,
@@ -145,12 +141,12 @@ class FastChain:
         sampled: bool,
         scratch: Scratch,
     ) -> None:
-        """scratch: where laws are written."""
+        """fed: leaves keys and values alone; chained: one column, see `FastHead`. scratch: where laws are written."""
         self.cache = cache
-        self._runtime, self._start, self._chained, self._scratch = runtime, start, chained, scratch
+        self._runtime, self._fed, self._chained, self._scratch = runtime, fed, chained, scratch
         self._plan: RoundPlan | None = None
         self._waiting: Waiting | None = None  # of `run`
-        self._firsts: list[tuple[_First, _Told]] = []  # by columns, from 1 on
+        self._feeds: list[_Feed] = []  # by columns, from 1 on
         self._table = (ctypes.c_void_p * (SIZES[-1] + 1))()
         inputs, self._next = chained.replay(len(cache.lengths), 1)
         self._chain = _Chain(
@@ -163,10 +159,10 @@ class FastChain:
             top_k=sampling.top_k,
             eaten=inputs.tokens.data_ptr(),
         )
-        assert self._next.program is not None
-        self._next_told = _Told.of(self._next)
-        self._steps = _Steps(next=self._next.program.handle, next_told=ctypes.addressof(self._next_told))
-        self._steps.firsts = ctypes.addressof(self._table)
+        one = _Feed.of(inputs, self._next)
+        self._told = _Told.of(self._next)
+        self._steps = _Steps(next=one.program, told=ctypes.addressof(self._told), starts=one.starts, states=one.states)
+        self._steps.feeds = ctypes.addressof(self._table)
         self.laws: Tensor | None = None
 
     @property
@@ -240,15 +236,12 @@ class FastChain:
     def _reach(self, columns: int, behind: int) -> None:
         """There are passes over up to so many columns, and room for them and for what follows."""
         rows = len(self.cache.lengths)
-        for width in range(len(self._firsts) + 1, columns + 1):
-            inputs, replay = self._start.replay(rows, width)
-            told = _Told.of(replay)
-            first = _First.of(inputs, replay, told)
-            self._firsts.append((first, told))
-            self._table[width] = ctypes.addressof(first)
-        size = max(first.size for first, _ in self._firsts[:columns])
+        for width in range(len(self._feeds) + 1, columns + 1):
+            self._feeds.append(_Feed.of(*self._fed.replay(rows, width)))
+            self._table[width] = ctypes.addressof(self._feeds[-1])
+        size = max(feed.size for feed in self._feeds[:columns])
         self.cache.reserve(max(self.cache.lengths) + size + behind)
-        self._start.attach(self.cache)
+        self._fed.attach(self.cache)
         self._chained.attach(self.cache)
 
     def _follow(self, plan: RoundPlan) -> None:

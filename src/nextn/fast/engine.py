@@ -176,7 +176,7 @@ class FastHead:
         kinds = [kind for index in range(head.num_modules) for kind in head.kinds(index)]
         make = partial(Passes, runtime, weights, kinds, dtype=trunk.dtype, state_shape=trunk.hidden_shape)
         self._passes = [make(partial(self._call, index)) for index in range(head.num_modules)]
-        self._chained, self._start = make(self._chain), make(self._first, feeds=self._eaten)
+        self._chained, self._fed = make(self._chain), make(self._fill)
         self._laws = Scratch()
         own = own_output or "output" in head.family.own
         self._readouts = [
@@ -200,7 +200,7 @@ class FastHead:
         largest = self._passes[0].max_window or SIZES[-1]
         several = range(1, min(largest, max(windows) + self.num_modules - 1) + 1)
         # Both ways to draft: which one it will be is not known here, and a head's recordings are short.
-        for passes in [*self._passes, *([self._start] if self.num_modules == 1 else [])]:
+        for passes in [*self._passes, *([self._fed] if self.num_modules == 1 else [])]:
             passes.prepare(rows, several, exact=False)
         self._chained.prepare(rows, [1], exact=False)
         for readout in self._readouts:
@@ -213,9 +213,9 @@ class FastHead:
         """All drafts of a round as one native call; None where they need Python between them."""
         if self.num_modules > 1 or cache.is_recurrent or sampling.needs_seen:
             return None
-        if any(passes.replay(len(cache.lengths), 1)[1].program is None for passes in (self._start, self._chained)):
+        passes = self._fed, self._chained
+        if any(each.replay(len(cache.lengths), 1)[1].program is None for each in passes):
             return None
-        passes = self._start, self._chained
         return FastChain(self._runtime, *passes, cache, sampling, sampled=sampled, scratch=self._laws)
 
     def _call(self, index: int, window: Inputs, cache: RecordingCache) -> list[Tensor]:
@@ -235,23 +235,10 @@ class FastHead:
         window.starts.add_(1)
         return outs
 
-    def _first(self, window: Inputs, cache: RecordingCache) -> list[Tensor]:
-        """The only module over its window, and the first draft of each row, which the chain finds in its inputs."""
-        normed, recycled = self._call(0, window, cache)
-        rows, size = window.tokens.shape
-        last = window.widths + torch.arange(-1, rows * size - 1, size)
-        outs = told(self.plain.logits(0, normed.flatten(0, 1)[last]))
-        tokens, starts, states = self._eaten(rows)
-        tokens.copy_(outs[1][:, None])
-        starts.copy_(window.starts + window.widths)
-        states.copy_(recycled.flatten(0, 1)[last][:, None])
-        return outs
-
-    def _eaten(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What the chain reads: tokens, starts, states."""
-        inputs, _ = self._chained.replay(rows, 1)
-        assert inputs.states is not None
-        return inputs.tokens, inputs.starts, inputs.states
+    def _fill(self, window: Inputs, cache: RecordingCache) -> list[Tensor]:
+        """The only module over a window of which nothing is read: what of it stands in the cache."""
+        self._call(0, window, cache)
+        return []
 
 
 class FastRecursion:

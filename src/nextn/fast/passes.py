@@ -62,14 +62,11 @@ class Inputs:
 
 
 Call = Callable[[Inputs, RecordingCache], Iterable[Tensor]]
-Feeds = Callable[[int], Sequence[Tensor]]
 
 
 class Passes:
-    """Windows of any size through one stack of layers. call(inputs, cache) -> the outputs of a pass.
-
-    feeds(rows): tensors that a pass writes for others to read.
-    """
+    """Windows of any size through one stack of layers. call(inputs, cache) -> the outputs of a pass; what is not read
+    for them is not made, but for what stands in the cache."""
 
     def __init__(
         self,
@@ -80,10 +77,9 @@ class Passes:
         *,
         dtype: torch.dtype,
         state_shape: tuple[int, ...] | None = None,
-        feeds: Feeds = lambda rows: (),
     ) -> None:
         self._runtime, self._weights, self._kinds, self._call = runtime, weights, list(kinds), call
-        self._dtype, self._state_shape, self._feeds = dtype, state_shape, feeds
+        self._dtype, self._state_shape = dtype, state_shape
         self._scratch = Scratch()
         self._attached: object = None
         self.last: tuple[Replay, int] | None = None  # what ran last, and how many of its columns were asked for
@@ -175,7 +171,7 @@ class Passes:
         states = None if self._state_shape is None else torch.zeros(rows, size, *self._state_shape, dtype=self._dtype)
         inputs = Inputs.of(rows, size, states)
         cache = RecordingCache(self._kinds, self._headers, inputs.starts, inputs.positions)
-        tape = RecordingTape([*inputs.all, *self._feeds(rows)], cache.layers)
+        tape = RecordingTape(inputs.all, cache.layers)
         replay = Replay.of(self._runtime, tape, partial(self._pass, inputs, cache), self._weights.pack, self._scratch)
         self._shapes = [layer.shape for layer in cache.layers]
         return inputs, replay

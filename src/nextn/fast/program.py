@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from nextn.fast.fuse import fused
 from nextn.fast.lower import Lowered, Lowering, Pack
 from nextn.fast.native import Program, Runtime
+from nextn.fast.needed import needed
 from nextn.fast.scratch import Scratch
 from nextn.fast.tape import Entry, Tape, Unrecordable, key, recorded
 
@@ -47,7 +48,8 @@ class Replay:
         outputs = recorded(run, tape)
         lowering = Lowering(tape, pack)
         kept = [*tape.inputs, *outputs]
-        groups = fused(lowering.lowered(), kept=kept, is_constant=lowering.is_constant)
+        groups = needed(lowering.lowered(), kept)
+        groups = fused(groups, kept=kept, is_constant=lowering.is_constant)
         arena = _Arena(tape, groups, outputs, scratch or Scratch())
         steps: list[Program | Step] = []
         left: list[str] = []

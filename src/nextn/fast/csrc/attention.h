@@ -14,13 +14,14 @@ constexpr int64_t kSpan = 512;  // columns whose scores are held at once
 
 // A call of `attend`, with what stands in its header while it runs.
 struct Attention {
-  explicit Attention(const Call& call);
+  // rest: keys, values, starts, the header, sinks where there are any.
+  Attention(const View& out, const View& q, const View* rest, const View* sinks);
 
   const View &out, &q, &k, &v;
   const int64_t* starts;  // [B]
   const View* sinks;      // [H], or null
-  int64_t batch, heads, kv_heads, width, dim_k, dim_v, window;
-  float scale, softcap;
+  int64_t batch, heads, kv_heads, width, dim_k, dim_v, window = 0;
+  float scale = 1, softcap = 0;
   char *keys, *values;  // the slabs
   int64_t capacity;
 

@@ -56,30 +56,50 @@ void begin(Chain& chain) {
   std::fill_n(chain.survival, chain.rows, 1.0);
 }
 
-// The columns that wait go through the pass that takes them; then none do.
-const First& run_first(const Steps& steps, const Waiting& waiting, Team* team) {
-  const First& first = *steps.firsts[*std::max_element(waiting.widths, waiting.widths + waiting.rows)];
+// The first widths[row] - left columns of each row that wait stand in the head then.
+void fill(const Steps& steps, const Waiting& waiting, int64_t left, Team* team) {
+  const int64_t most = *std::max_element(waiting.widths, waiting.widths + waiting.rows) - left;
+  if (most <= 0) return;
+  const Feed& feed = *steps.feeds[most];
   for (int64_t row = 0; row < waiting.rows; ++row) {
-    const int64_t width = waiting.widths[row];
-    std::copy_n(waiting.eaten + row * waiting.room, width, first.tokens + row * first.size);
-    std::memcpy(first.states + row * first.size * waiting.bytes, waiting.states + row * waiting.room * waiting.bytes,
+    const int64_t width = waiting.widths[row] - left;
+    feed.starts[row] = waiting.starts[row];
+    if (width <= 0) continue;  // what it writes there the columns to come overwrite
+    std::copy_n(waiting.eaten + row * waiting.room, width, feed.tokens + row * feed.size);
+    std::memcpy(feed.states + row * feed.size * waiting.bytes, waiting.states + row * waiting.room * waiting.bytes,
                 width * waiting.bytes);
-    first.starts[row] = waiting.starts[row], first.widths[row] = width;
-    waiting.starts[row] += width, waiting.widths[row] = 0;
   }
-  run(first.program, team);
-  return first;
+  run(feed.program, team);
+}
+
+void none_waits(const Waiting& waiting) {
+  for (int64_t row = 0; row < waiting.rows; ++row) waiting.starts[row] += waiting.widths[row], waiting.widths[row] = 0;
+}
+
+// All columns that wait but the last of each row stand in the head; the step of the chain is about to take that.
+void catch_up(Chain& chain, const Steps& steps, const Waiting& waiting, Team* team) {
+  fill(steps, waiting, 1, team);
+  for (int64_t row = 0; row < waiting.rows; ++row) {
+    const int64_t last = waiting.widths[row] - 1, place = row * waiting.room + last;
+    chain.eaten[row] = waiting.eaten[place], steps.starts[row] = waiting.starts[row] + last;
+    std::memcpy(steps.states + row * waiting.bytes, waiting.states + place * waiting.bytes, waiting.bytes);
+  }
+  none_waits(waiting);
 }
 
 }  // namespace
 
-void feed(const Steps& steps, const Waiting& waiting, Team* team) { run_first(steps, waiting, team); }
+void feed(const Steps& steps, const Waiting& waiting, Team* team) {
+  fill(steps, waiting, 0, team);
+  none_waits(waiting);
+}
 
 void draft(Chain& chain, const Steps& steps, const Waiting& waiting, Team* team) {
   begin(chain);
   while (any_further(chain)) {
-    if (chain.ran) run(steps.next, team);
-    const Told& told = chain.ran ? *steps.next_told : *run_first(steps, waiting, team).told;
+    if (!chain.ran) catch_up(chain, steps, waiting, team);
+    run(steps.next, team);
+    const Told& told = *steps.told;
     const int64_t depth = chain.ran++;
     bool any = false;
     for (int64_t row = 0; row < chain.rows; ++row) {

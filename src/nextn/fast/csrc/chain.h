@@ -24,12 +24,11 @@ struct Waiting {
   char* states;
 };
 
-// A pass of the head over columns that wait, up to `size` of each row: tokens [rows, size], states [rows, size, bytes],
-// starts and widths [rows] are what it reads.
-struct First {
+// A pass that brings columns into the head's cache, `size` of each row: tokens [rows, size], states [rows, size, bytes]
+// and starts [rows] are what it reads.
+struct Feed {
   const Program* program;
-  const Told* told;
-  int64_t size, *tokens, *starts, *widths;
+  int64_t size, *tokens, *starts;
   char* states;
 };
 
@@ -54,15 +53,17 @@ struct Chain {
   int64_t* ended;    // [rows]
 };
 
-// The passes of a chain. firsts: over columns that wait, by the most of a row; next: a step of the chain. Each leaves its
-// argmax and all else that the next step eats where that reads it.
+// The passes of a chain. feeds: by the most columns of a row; next: a step over one column, which leaves its argmax and
+// all else that the step behind it eats where that reads it: the chain's `eaten`, starts [rows], states [rows, bytes].
 struct Steps {
-  const First* const* firsts;
+  const Feed* const* feeds;
   const Program* next;
-  const Told* next_told;
+  const Told* told;
+  int64_t* starts;
+  char* states;
 };
 
-// The columns that wait go through the head, and nothing is drafted.
+// The columns that wait stand in the head then, and nothing is drafted.
 void feed(const Steps& steps, const Waiting& waiting, Team* team);
 
 // The same, and the drafts behind them. What waited stands in the head then; of the drafts nothing does.
