@@ -20,13 +20,19 @@ constexpr int64_t kQueries = std::min(10, rows_of(kColumns));
 typedef uint32_t Word32 __attribute__((aligned(2), may_alias));  // a float, or a pair of bf16
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
+// Keys are read by several sweeps, so what is fetched of them stays.
+template <typename Form>
+struct Staying : Form {
+  static constexpr int kStays = 3;
+};
+
 // Forms of keys and of values.
 struct Floats16 : Fp32<kColumns> {
-  using Keys = Streamed<Fp32<kColumns>, 1>;
+  using Keys = Streamed<Staying<Fp32<kColumns>>, 1>;
   using Values = Beside<Fp32<kColumns>>;
 };
 struct Halves16 : Bf16 {
-  using Keys = Streamed<Bf16, 1>;
+  using Keys = Streamed<Staying<Bf16>, 1>;
   using Values = Beside<Bf16>;
 };
 

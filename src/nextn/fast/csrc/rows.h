@@ -51,12 +51,13 @@ struct Part {
 // Rows that a kernel takes at most.
 constexpr int rows_of(int64_t width) { return std::min(kRowsAtOnce, kMost * kFloats / int(width)); }
 
-// What floats on both sides have in common. kApart: sums that a column is made of, a step of k in each in turn; kValues:
-// of k that an X holds.
+// What floats on both sides have in common. kApart: sums that a column is made of, a step of k in each in turn; kStays: 0
+// where fetched weights are not to drive out what the caches hold, as all of them do not fit there; kValues: of k that
+// an X holds.
 struct Singles {
   using X = float;
   using Wide = Floats;
-  static constexpr int kApart = 1;
+  static constexpr int kApart = 1, kStays = 0;
   static constexpr int64_t kValues = 1;
 
   static Floats spread(float value) { return value - Floats{}; }  // + would be an addition
@@ -79,7 +80,7 @@ struct Bf16 {
   using In = uint16_t;
   using X = Word;
   using Wide = Words;
-  static constexpr int kApart = 1;
+  static constexpr int kApart = 1, kStays = 0;
   static constexpr int64_t kWidth = kTileColumns, kStep = 1, kRead = kWidth * int64_t(sizeof(Word)), kValues = 2;
 
   static Words spread(Word pair) { return (Words)_mm512_set1_epi32(std::bit_cast<int>(pair)); }
@@ -99,7 +100,7 @@ struct Bf16 {
 
 // Bytes: [4 of k][16 columns][4], the pairs of k in turn. A byte b below 128 is the end of the bf16 number 128 + b.
 struct Bytes : Bf16 {
-  static constexpr int kApart = 2;
+  static constexpr int kApart = 2, kStays = 3;
   static constexpr int64_t kStep = 2;
   static constexpr float kOffset = 128;
 
@@ -129,6 +130,7 @@ struct Bf16 : Singles {
 
 // Bytes: [4 of k][16 columns][4], the second and third changed. A byte b below 128 makes the number 128 + b.
 struct Bytes : Bf16 {
+  static constexpr int kStays = 3;
   static constexpr int64_t kStep = 4;
   static constexpr float kOffset = 128;
 
@@ -155,7 +157,8 @@ struct Streamed : Form {
       if (kPieces > 1 && kCount < kFew) return;
       const int64_t ahead = kPieces == 1 ? kAhead : kPieces * part.next;
       for (int piece = 0; piece < kPieces; ++piece)
-        for (int line = 0; line < Form::kRead; line += 64) __builtin_prefetch(at + ahead + piece * part.next + line);
+        for (int line = 0; line < Form::kRead; line += 64)
+          __builtin_prefetch(at + ahead + piece * part.next + line, 0, Form::kStays);
     }
   };
 };

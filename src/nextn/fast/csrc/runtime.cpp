@@ -55,10 +55,17 @@ struct Program {
   std::vector<Call> calls;
 };
 
+// Where a worker counts its barriers, and is told by others, of each level which of theirs they have come to.
+struct Meeting {
+  static constexpr int kLevels = 16;
+  alignas(64) uint32_t turn = 0;
+  alignas(64) std::atomic<uint32_t> told[kLevels] = {};
+};
+
 // Threads that wait for programs. Between calls of which one is parallel, all meet at a barrier.
 class Team {
  public:
-  explicit Team(int count) : count_(count) {
+  explicit Team(int count) : count_(count), workers_(count) {
     for (int index = 1; index < count; ++index) threads_.emplace_back([this, index] { serve(index); });
   }
 
@@ -78,19 +85,19 @@ class Team {
     work(0);
   }
 
-  void barrier() {
-    if (count_ == 1) return;
-    const uint32_t turn = turn_.load(std::memory_order_relaxed);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == count_) {
-      arrived_.store(0, std::memory_order_relaxed);
-      turn_.store(turn + 1, std::memory_order_release);
-      return;
+  // Dissemination (Hensgen, Finkel, Manber 1988): on level n a worker tells the one 2^n places on, and waits for the one
+  // 2^n places before it. What a worker waits for one other writes, so the last to come waits for nobody.
+  void barrier(int index) {
+    const uint32_t turn = ++workers_[index].turn;
+    for (int step = 1, level = 0; step < count_; step *= 2, ++level) {
+      workers_[(index + step) % count_].told[level].store(turn, std::memory_order_release);
+      const auto& own = workers_[index].told[level];
+      for (int spin = 0; int32_t(own.load(std::memory_order_acquire) - turn) < 0; ++spin)
+        if (spin < kSpins)
+          pause();
+        else
+          std::this_thread::yield();
     }
-    for (int spin = 0; turn_.load(std::memory_order_acquire) == turn; ++spin)
-      if (spin < kSpins)
-        pause();
-      else
-        std::this_thread::yield();
   }
 
  private:
@@ -124,10 +131,10 @@ class Team {
       const Call& call = calls[place];
       if (place + kSoon < num_calls) fetch(calls[place + kSoon]);
       if (call.parallel || index == 0) call.kernel(call, call.parallel ? worker : alone);
-      if (call.parallel || (place + 1 < num_calls && calls[place + 1].parallel)) barrier();
+      if (call.parallel || (place + 1 < num_calls && calls[place + 1].parallel)) barrier(index);
     }
     // The caller may change the calls once run() returns, so all are done with them before.
-    barrier();
+    barrier(index);
   }
 
   const int count_;
@@ -136,11 +143,10 @@ class Team {
   const Call* calls_ = nullptr;
   size_t num_calls_ = 0;
   alignas(64) std::atomic<uint32_t> epoch_{0};
-  alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<uint32_t> turn_{0};
+  std::vector<Meeting> workers_;
 };
 
-void Worker::barrier() const { team->barrier(); }
+void Worker::barrier() const { team->barrier(index); }
 
 void run(const Program* program, Team* team) { team->run(program->calls.data(), program->calls.size()); }
 
