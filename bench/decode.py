@@ -39,18 +39,16 @@ def shape(layers: int, hidden: int, vocab_size: int) -> dict[str, object]:
 
 
 class Forced:
-    """The head does all its work, and then drafts the right token of a text with probability `rate`: behind each of its
-    programs stands one op that puts it in the place of the argmax. Rounds are native, as those of any decode."""
+    """The head does all its work, and then drafts the right token of a text with probability `rate`: behind its
+    step stands one op that puts it in the place of the argmax. Rounds are native, as those of any decode."""
 
     def __init__(self, engine: Engine, drafts: int, room: int) -> None:
         """drafts: of a round. room: for so many tokens of a text."""
         self.table = torch.zeros(room + SIZES[-1], dtype=torch.int64)
         prepare(engine.trunk, engine.head, 1, drafts, fixed=True)
-        head = engine.head
-        (inputs, chained), *_ = head._chained._replays.values()
-        for replay in (chained, *(each for _, each in head._start._replays.values())):
-            # Column i predicts token i + 2; the chain's starts have moved on to column i + 1 by then.
-            assert replay.program.add("index_select", [replay.outputs[1], self.table[1:], inputs.starts], [0])
+        ((inputs, step),) = engine.head._chained._replays.values()
+        # Column i predicts token i + 2; the chain's starts have moved on to column i + 1 by then.
+        assert step.program.add("index_select", [step.outputs[1], self.table[1:], inputs.starts], [0])
 
     def tell(self, text: Sequence[int], rate: float, seed: int) -> None:
         """What is right. The same place of the text is drafted the same way again."""

@@ -121,3 +121,24 @@ def test_an_empty_program_stops_nobody():
     for _ in range(3):
         program.run()
     torch.testing.assert_close(out, torch.nn.functional.silu(x))
+
+
+@pytest.mark.parametrize("threads", [2, 3, 4, 5, 8])
+def test_workers_meet_between_calls(threads):
+    """A worker that goes on before the others are done reads what they have not written yet."""
+    alone, team = Runtime(load().library, 1), Runtime(load().library, threads)
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(256, 256, generator=generator) / 16 for _ in range(12)]
+    ends = []
+    for runtime in (alone, team):
+        states = [torch.zeros(3, 256) for _ in range(len(weights) + 1)]
+        program = Program(runtime)
+        for weight, before, after in zip(weights, states, states[1:], strict=False):
+            assert program.add("linear", [after, before, runtime.pack(weight)], [256, 256, 0])
+        ends.append((program, states))
+    for seed in range(40):
+        given = torch.randn(3, 256, generator=torch.Generator().manual_seed(seed))
+        for program, states in ends:
+            states[0].copy_(given)
+            program.run()
+        assert torch.equal(ends[0][1][-1], ends[1][1][-1])
