@@ -96,7 +96,8 @@ class Runtime:
 
     @property
     def multiplies_pairs(self) -> bool:
-        """Whether the processor multiplies pairs of bf16, so that weights of a byte cost it nothing to widen."""
+        """Whether bf16 is multiplied as pairs on vector registers, so that weights of a byte cost little to widen. With
+        tiles it is not, and what such weights would bring there has not been measured."""
         return bool(self.library.nextn_pairs())
 
     def pack(self, weight: Tensor, take: Callable[[int], Tensor] | None = None) -> Tensor:

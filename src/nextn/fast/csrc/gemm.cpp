@@ -215,9 +215,9 @@ const Op expert_linear_op{"expert_linear", select_expert_linear};
 
 }  // namespace nextn
 
-// Whether the processor multiplies pairs of bf16.
+// Whether bf16 is multiplied as pairs on vector registers.
 extern "C" int nextn_pairs() {
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
   return 1;
 #else
   return 0;
