@@ -8,6 +8,7 @@ from nextn.errors import ConfigError
 from nextn.fast import choose
 from nextn.fast.engine import FastHead, FastTrunk
 from nextn.fast.native import Runtime
+from nextn.fast.quantized import dequantized, quantized
 from nextn.figures.acceptance import Acceptance
 from nextn.head import Step
 from nextn.model import Model
@@ -145,3 +146,12 @@ def test_a_rounded_head_changes_no_text_and_drafts_as_well(pairs):
     assert texts == others == decode(exact, start, drafts=0, max_tokens=32)[0]
     lengths = Acceptance.of(log).length, Acceptance.of(other_log).length
     assert lengths[0] > 0.95 * lengths[1] > 1.5
+
+
+def test_a_rounded_head_reads_its_states_by_rounded_weights_too(pairs):
+    """Else drafts made one by one in Python, by the trunk's own output head, would be others than those of a round."""
+    model = half("glm4_moe")
+    weight, states = model.trunk.output.weight, torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(0))
+    found = model.engine("fast").head.predict(0, states.bfloat16()).logits.float()
+    seven, all_bits = (states.bfloat16().float() @ each.T for each in (dequantized(*quantized(weight)), weight.float()))
+    assert (found - seven).norm() < (found - all_bits).norm() / 2
