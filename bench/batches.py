@@ -89,7 +89,8 @@ def main() -> None:
     model = Model.load(args.model, dtype=getattr(torch, args.dtype))
     engine = model.engine(args.path)
     prompts = [list(prompt.text) for prompt in read_prompts(args.prompts)]
-    record = {"path": engine.path, "machine": asdict(Machine.of(model)), "definition": __doc__}
+    machine = asdict(Machine.of(model, head_bits=engine.head_bits))
+    record = {"path": engine.path, "machine": machine, "definition": __doc__}
     record |= {"batches": batches(engine, prompts, args), "prefills": prefills(engine, prompts, args)}
     if args.out:
         write_json(args.out, record)

@@ -101,6 +101,7 @@ def test_bytes_by_hand():
     share = config.num_experts_per_tok / config.n_routed_experts
     own = sum(value.numel() * (share if value.ndim == 3 else 1) for value in inner.values())
     assert draft_bytes(model.head) == 4 * (own + 64 * 32)
+    assert draft_bytes(model.head, 7) == own + 64 * 32, "a byte each"
 
 
 def test_machine_says_what_it_is(trained, monkeypatch):

@@ -1,17 +1,13 @@
 """Native linear layers: the sums within the bound of fp32, one rounding, and rows that know nothing of each other."""
 
-import os
-import subprocess
-from pathlib import Path
-
 import pytest
 import torch
+from compiled import compiled
 from torch import Tensor
 
-import nextn.fast
 from nextn.errors import ConfigError
 from nextn.fast import quantized
-from nextn.fast.native import BYTES, Runtime, bound, load
+from nextn.fast.native import BYTES, Runtime, load
 from nextn.fast.pages import Pages
 
 SIZES = [1, 5, 16, 33, 100, 256]
@@ -22,15 +18,9 @@ dtypes = pytest.mark.parametrize("dtype", list(TYPES), ids=["f32", "bf16"])
 
 @pytest.fixture(scope="module", params=["one-thread", "two-threads", "portable"])
 def runtime(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runtime:
-    """The portable one is compiled for no machine in particular: without tiles or long vectors."""
-    if request.param != "portable":
-        return Runtime(load().library, 1 if request.param == "one-thread" else 2)
-    path = tmp_path_factory.mktemp("portable") / "runtime.so"
-    folder = Path(nextn.fast.__file__).parent / "csrc"
-    sources = [folder / f"{name}.cpp" for name in ("runtime", "gemm", "tiles", "lanes", "chain", "sampling", "rounds")]
-    command = [os.environ.get("CXX", "g++"), "-std=c++20", "-O2", "-shared", "-fPIC", "-pthread", "-o", path, *sources]
-    subprocess.run(command, check=True)
-    return Runtime(bound(path), 2)
+    if request.param == "portable":
+        return Runtime(compiled(tmp_path_factory.mktemp("portable")), 2)
+    return Runtime(load().library, 1 if request.param == "one-thread" else 2)
 
 
 def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:

@@ -1,11 +1,14 @@
 """The door to the runtime: what it refuses, what it says, what it keeps alive."""
 
+import ctypes
 import gc
 import shutil
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
+from compiled import compiled
 from torch.utils import cpp_extension
 
 from nextn.errors import ConfigError
@@ -123,22 +126,20 @@ def test_an_empty_program_stops_nobody():
     torch.testing.assert_close(out, torch.nn.functional.silu(x))
 
 
-@pytest.mark.parametrize("threads", [2, 3, 4, 5, 8])
-def test_workers_meet_between_calls(threads):
-    """A worker that goes on before the others are done reads what they have not written yet."""
-    alone, team = Runtime(load().library, 1), Runtime(load().library, threads)
-    generator = torch.Generator().manual_seed(0)
-    weights = [torch.randn(256, 256, generator=generator) / 16 for _ in range(12)]
-    ends = []
-    for runtime in (alone, team):
-        states = [torch.zeros(3, 256) for _ in range(len(weights) + 1)]
-        program = Program(runtime)
-        for weight, before, after in zip(weights, states, states[1:], strict=False):
-            assert program.add("linear", [after, before, runtime.pack(weight)], [256, 256, 0])
-        ends.append((program, states))
-    for seed in range(40):
-        given = torch.randn(3, 256, generator=torch.Generator().manual_seed(seed))
-        for program, states in ends:
-            states[0].copy_(given)
-            program.run()
-        assert torch.equal(ends[0][1][-1], ends[1][1][-1])
+@pytest.fixture(scope="module")
+def waiting(tmp_path_factory) -> ctypes.CDLL:
+    """The runtime with the ops of meeting.cpp."""
+    return compiled(tmp_path_factory.mktemp("meeting"), Path(__file__).parent / "meeting.cpp")
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4, 5, 8])
+def test_workers_meet_between_calls(waiting, threads):
+    """Whoever is late, nobody goes on without it: else a worker reads what another has not written yet."""
+    runtime = Runtime(waiting, threads)
+    stamps, missed = (torch.zeros(threads, dtype=torch.int64) for _ in range(2))
+    program = Program(runtime)
+    for late in range(threads):
+        assert program.add("come_late", [stamps], [late, late + 1])
+        assert program.add("all_came", [stamps, missed], [late + 1])
+    program.run()
+    assert missed.tolist() == [0] * threads

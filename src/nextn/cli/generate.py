@@ -94,7 +94,12 @@ def _decoded(model: "Model", text: str, settings: "Settings", how: dict[str, Any
     record = {"text": result.text, "tokens": list(result.tokens), "finish": result.finish}
     times = {"prefill_s": result.prefill_s, "draft_s": result.draft_s, "verify_s": result.verify_s}
     made = model.engine(how["path"])
-    said = {"tokens_per_s": result.tokens_per_s, "path": made.path, "runtime": made.runtime}
+    said = {
+        "tokens_per_s": result.tokens_per_s,
+        "path": made.path,
+        "runtime": made.runtime,
+        "head_bits": made.head_bits,
+    }
     return record | times | said | result.acceptance.as_record()
 
 

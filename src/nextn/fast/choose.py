@@ -82,10 +82,10 @@ def _native(trunk: Trunk, head: Head | None) -> Engine:
     fast = FastTrunk(trunk, runtime, weights)
     if head is None:
         return Engine(fast, None, runtime="native code")
-    if head.exact or trunk.dtype != torch.bfloat16 or not runtime.multiplies_pairs:
-        return Engine(fast, FastHead(head, fast, runtime, weights), runtime="native code")
-    rounded = FastHead(head, fast, runtime, Weights(runtime, rounds=True), own_output=True)
-    return Engine(fast, rounded, runtime="native code", head_bits=BITS)
+    rounds = not head.exact and trunk.dtype == torch.bfloat16 and runtime.multiplies_pairs
+    own = Weights(runtime, rounds=True) if rounds else weights
+    made = FastHead(head, fast, runtime, own, own_output=rounds)
+    return Engine(fast, made, runtime="native code", head_bits=BITS if rounds else None)
 
 
 def _captured(trunk: Trunk, head: Head | None) -> Engine:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 BITS = 7
-LARGEST = 63  # bytes are 64 more, and below 128: such a byte is the end of a bf16 number (csrc/rows.h)
-_ZERO = 64
+_ZERO = 2 ** (BITS - 1)  # bytes are so much more, and below 128: such a byte is the end of a bf16 number (csrc/rows.h)
+LARGEST = _ZERO - 1
 _COLUMNS, _DEPTH = 16, 32  # of a block, and what k is filled up to (csrc/product.h)
 _TURNS = (0, 2, 1, 3)  # four of k as they lie
 

@@ -87,9 +87,7 @@ def tokens_of(model: Model, prompt: Prompt, chat: bool | None) -> tuple[int, ...
 def _exact(model: Model) -> Iterator[None]:
     """While open, the head drafts by all bits of its weights."""
     head = model.head
-    if head is None:
-        yield
-        return
+    assert head is not None
     before, head.exact = head.exact, True
     try:
         yield
