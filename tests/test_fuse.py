@@ -39,7 +39,7 @@ def test_every_family(name, dtype):
 
 @pytest.mark.parametrize(
     ("name", "op"),
-    [("glm4_moe", "rotate"), ("glm4_moe", "silu_mul"), ("glm4_moe", "add_rms_norm"), ("qwen3_5", "norm_rotate")],
+    [("glm4_moe", "rotate"), ("glm4_moe", "gated_linear"), ("glm4_moe", "add_rms_norm"), ("qwen3_5", "norm_rotate")],
 )
 def test_blocks_of_usual_families_are_taken_together(name, op):
     with counting() as on:

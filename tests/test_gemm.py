@@ -8,6 +8,7 @@ from torch import Tensor
 from nextn.errors import ConfigError
 from nextn.fast import quantized
 from nextn.fast.native import BYTES, Runtime, load
+from nextn.fast.packing import joined
 from nextn.fast.pages import Pages
 
 SIZES = [1, 5, 16, 33, 100, 256]
@@ -32,7 +33,7 @@ def linear(
 ) -> Tensor:
     out = x.new_empty(len(x), len(weight)) if out is None else out
     extra = [] if bias is None else [bias]
-    runtime.call("linear", [out, x, runtime.pack(weight), *extra], [*weight.shape, TYPES[weight.dtype]])
+    runtime.call("linear", [out, x, runtime.pack(weight), *extra], [*weight.shape, 1, TYPES[weight.dtype]])
     return out
 
 
@@ -149,25 +150,67 @@ def test_ids_may_be_strided(runtime: Runtime) -> None:
 @dtypes
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 12, 13, 40])
+@pytest.mark.parametrize(("parts", "sizes"), [(1, (200, 7, 33, 64)), (2, (128, 64)), (3, (192, 96, 96))])
 def test_layers_of_one_input_are_those_one_by_one(
-    runtime: Runtime, dtype: torch.dtype, rows: int, has_bias: bool
+    runtime: Runtime, parts: int, sizes: tuple[int, ...], dtype: torch.dtype, rows: int, has_bias: bool
 ) -> None:
-    """The workers share all columns, so a layer may be one worker's, or both's."""
+    """The workers share all columns, so a layer may be one worker's, or both's, or each have a part of it."""
     x = drawn(rows, 100, dtype=dtype)
-    weights = [drawn(n, 100, dtype=dtype, seed=n) for n in (200, 7, 33, 64)]
+    weights = [drawn(n, 100, dtype=dtype, seed=n) for n in sizes]
     biases = [drawn(len(weight), dtype=dtype, seed=9) if has_bias else None for weight in weights]
     outs = [torch.full((rows, len(weight)), 7, dtype=dtype) for weight in weights]
-    views = [*outs, x, *map(runtime.pack, weights), *(bias for bias in biases if bias is not None)]
-    runtime.call("linear", views, [*map(len, weights), 100, TYPES[dtype]])
+    packed = runtime.pack(joined(weights, parts, runtime.block_columns(TYPES[dtype])))
+    views = [*outs, x, packed, *(bias for bias in biases if bias is not None)]
+    runtime.call("linear", views, [*map(len, weights), 100, parts, TYPES[dtype]])
     for out, weight, bias in zip(outs, weights, biases, strict=True):
         assert torch.equal(out, linear(runtime, x, weight, bias))
+
+
+def gated(runtime: Runtime, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate x) * up x, each rounded as the operations do one by one."""
+    halves = [linear(runtime, x, each) for each in (gate, up)]
+    out = torch.empty_like(halves[0])
+    runtime.call("silu_mul", [out, *halves])
+    return out
+
+
+@dtypes
+@pytest.mark.parametrize("k", [33, 256])
+@pytest.mark.parametrize("n", [1, 16, 40, 100])
+def test_gated_layers_are_products_and_a_gate(runtime: Runtime, n: int, k: int, dtype: torch.dtype) -> None:
+    """Bit for bit, whatever stands beside the result."""
+    pair, x = drawn(2, n, k, dtype=dtype), drawn(max(ROWS), k, dtype=dtype, seed=1)
+    packed = runtime.pack(joined(list(pair), -(-n // 16), 16))
+    for rows in ROWS:
+        frame = torch.full((rows, n + 9), 7, dtype=dtype)
+        runtime.call("gated_linear", [frame[:, 4 : n + 4], x[:rows], packed], [n, k, TYPES[dtype]])
+        assert torch.equal(frame[:, 4 : n + 4], gated(runtime, x[:rows], *pair))
+        frame[:, 4 : n + 4] = 7
+        assert (frame == 7).all()
+
+
+@dtypes
+@pytest.mark.parametrize("rows", [1, 3, 70])
+def test_gated_experts_are_gated_layers(runtime: Runtime, rows: int, dtype: torch.dtype) -> None:
+    """Of a matrix that holds both halves; a row whose expert is none stays."""
+    weight, x = drawn(4, 2 * 40, 50, dtype=dtype), drawn(rows, 50, dtype=dtype, seed=1)
+    ids = torch.randint(4, (rows,), generator=torch.Generator().manual_seed(2))
+    ids[1::5] = -1
+    out = torch.full((rows, 40), 7, dtype=dtype)
+    packed = runtime.pack(joined(weight.split(40, dim=1), 3, 16))
+    runtime.call("gated_expert_linear", [out, x, ids, packed], [40, 50, TYPES[dtype]])
+    for row, expert in enumerate(ids.tolist()):
+        expected = (
+            torch.full_like(out[:1], 7) if expert < 0 else gated(runtime, x[row : row + 1], *weight[expert].split(40))
+        )
+        assert torch.equal(out[row : row + 1], expected)
 
 
 def in_bytes(runtime: Runtime, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     out = torch.empty(len(x), len(weight))
     extra = [] if bias is None else [bias]
     packed = quantized.packed(weight, Pages().take)
-    runtime.call("linear", [out, x, packed, *extra], [*weight.shape, BYTES])
+    runtime.call("linear", [out, x, packed, *extra], [*weight.shape, 1, BYTES])
     return out
 
 
@@ -200,11 +243,17 @@ def test_weights_of_a_byte_wherever_linear_layers_are(runtime: Runtime, rows: in
     weights = drawn(4, 50, 100, dtype=half, seed=1)
     expected = [in_bytes(runtime, x, weight, bias) for weight in weights]
     assert_sums_in_bytes(expected[2], x, weights[2], bias)
-    packed = [quantized.packed(weight, Pages().take) for weight in weights]
+    packed = quantized.packed(joined(list(weights), 1, 16), Pages().take)
     outs = [torch.empty(rows, 50, dtype=half) for _ in weights]
-    runtime.call("linear", [*outs, x, *packed, *[bias] * 4], [50, 50, 50, 50, 100, BYTES])
+    runtime.call("linear", [*outs, x, packed, *[bias] * 4], [50, 50, 50, 50, 100, 1, BYTES])
     for out, alone in zip(outs, expected, strict=True):
         assert torch.equal(out, alone.to(half))
+    halves = torch.stack([in_bytes(runtime, x, weight).to(half) for weight in weights[:2]])
+    product, alone = torch.empty(rows, 50, dtype=half), torch.empty(rows, 50, dtype=half)
+    packed = quantized.packed(joined(list(weights[:2]), 4, 16), Pages().take)
+    runtime.call("gated_linear", [product, x, packed], [50, 100, BYTES])
+    runtime.call("silu_mul", [alone, *halves])
+    assert torch.equal(product, alone)
     ids = torch.randint(4, (rows,), generator=torch.Generator().manual_seed(2))
     out = torch.empty(rows, 50, dtype=half)
     whole = quantized.packed(weights, Pages().take)
@@ -219,22 +268,37 @@ def test_packed_weights_start_at_a_cache_line(runtime: Runtime) -> None:
 def test_refuses_what_no_kernel_takes(runtime: Runtime) -> None:
     weight, x = drawn(8, 8, dtype=torch.float32), drawn(2, 8, dtype=torch.float32)
     packed, out = runtime.pack(weight), torch.empty(2, 8)
+    both = runtime.pack(joined([weight, weight], 1, 32))
     for views, ints in (
-        ([out, x.bfloat16(), packed], [8, 8, 0]),  # another type than the weights
-        ([out.bfloat16(), x, packed], [8, 8, 0]),
-        ([out, x, packed], [8, 8, 1]),
-        ([out, x, packed], [8, 7, 0]),
-        ([out[:1], x, packed], [8, 8, 0]),
-        ([out, x.T.contiguous().T, packed], [8, 8, 0]),
-        ([out, x, packed[:-1]], [8, 8, 0]),
-        ([out, x, packed, torch.empty(7)], [8, 8, 0]),
-        ([out, x, quantized.packed(weight, Pages().take)], [8, 8, BYTES]),  # bytes are for rows of bf16
-        ([out, x.bfloat16(), packed], [8, 8, BYTES]),
-        ([out, out, x, packed], [8, 8, 8, 0]),  # two layers and one weight
-        ([out, out, x, packed, packed, torch.empty(8)], [8, 8, 8, 0]),
-        ([out, out, x, packed, packed], [8, 7, 8, 0]),
+        ([out, x.bfloat16(), packed], [8, 8, 1, 0]),  # another type than the weights
+        ([out.bfloat16(), x, packed], [8, 8, 1, 0]),
+        ([out, x, packed], [8, 8, 1, 1]),
+        ([out, x, packed], [8, 7, 1, 0]),
+        ([out[:1], x, packed], [8, 8, 1, 0]),
+        ([out, x.T.contiguous().T, packed], [8, 8, 1, 0]),
+        ([out, x, packed[:-1]], [8, 8, 1, 0]),
+        ([out, x, packed, torch.empty(7)], [8, 8, 1, 0]),
+        ([out, x, quantized.packed(weight, Pages().take)], [8, 8, 1, BYTES]),  # bytes are for rows of bf16
+        ([out, x.bfloat16(), packed], [8, 8, 1, BYTES]),
+        ([out, out, x, packed], [8, 8, 8, 1, 0]),  # two layers and the weights of one
+        ([out, out, x, both, torch.empty(8)], [8, 8, 8, 1, 0]),
+        ([out, out, x, both], [8, 7, 8, 1, 0]),
+        ([out, x, packed], [8, 8, 2, 0]),  # parts of no whole blocks, and no parts
+        ([out, x, packed], [8, 8, 0, 0]),
     ):
         with pytest.raises(ConfigError):
             runtime.call("linear", views, ints)
+    halves, ids = runtime.pack(joined([weight, weight], 1, 16)), torch.zeros(2, dtype=torch.int64)
+    for views, ints in (
+        ([out, x, packed[:-1]], [8, 8, 0]),
+        ([out, x, halves], [8, 7, 0]),
+        ([out, x, halves], [7, 8, 0]),
+        ([out.bfloat16(), x, halves], [8, 8, 0]),
+        ([out, x, halves, torch.empty(8)], [8, 8, 0]),
+    ):
+        with pytest.raises(ConfigError):
+            runtime.call("gated_linear", views, ints)
+        with pytest.raises(ConfigError):
+            runtime.call("gated_expert_linear", [*views[:2], ids, *views[2:]], ints)
     with pytest.raises(ConfigError):
         runtime.pack(weight.double())

@@ -143,3 +143,16 @@ def test_workers_meet_between_calls(waiting, threads):
         assert program.add("all_came", [stamps, missed], [late + 1])
     program.run()
     assert missed.tolist() == [0] * threads
+
+
+@pytest.mark.parametrize(("threads", "owners"), [(2, 2), (2, 4), (4, 4), (2, 3), (3, 4), (4, 2)])
+def test_workers_with_their_own_need_not_meet(waiting, threads, owners):
+    """Where they share the owners evenly; else they meet as between any two calls."""
+    runtime = Runtime(waiting, threads)
+    stamps, missed = (torch.zeros(threads, dtype=torch.int64) for _ in range(2))
+    program = Program(runtime)
+    assert program.add("come_late", [stamps], [0, 1])
+    assert program.add("all_came", [stamps, missed], [1], owners=owners)
+    program.run()
+    assert bool(missed[1:].all()) == (owners % threads == 0)
+    assert missed[0] == 0 or owners % threads == 0

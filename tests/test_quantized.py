@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from nextn.fast import quantized
-from nextn.fast.lower import Packed
 from nextn.fast.native import BYTES, Runtime, load
+from nextn.fast.packing import Packed
 from nextn.fast.pages import Pages
 from nextn.fast.quantized import LARGEST, dequantized
 from nextn.fast.weights import Weights
@@ -47,11 +47,11 @@ def test_the_size_is_the_kernels(n, k):
 def test_only_bfloat16_is_rounded_and_each_weight_packed_once():
     weights, plain = Weights(load(), rounds=True), Weights(load())
     half = drawn(20, 40)
-    assert weights.pack(half).type == BYTES
-    assert weights.pack(half).memory.data_ptr() == weights.pack(half.clone()).memory.data_ptr()
-    assert weights.pack(half.float()).type == plain.pack(half.float()).type == 0
-    assert plain.pack(half).type == 1
-    assert isinstance(plain.pack(half), Packed)
+    assert weights.pack([half]).type == BYTES
+    assert weights.pack([half]).memory.data_ptr() == weights.pack([half.clone()]).memory.data_ptr()
+    assert weights.pack([half.float()]).type == plain.pack([half.float()]).type == 0
+    assert plain.pack([half]).type == 1
+    assert isinstance(plain.pack([half]), Packed)
 
 
 def test_bytes_lie_as_kernels_read_them():
@@ -65,5 +65,5 @@ def test_bytes_lie_as_kernels_read_them():
     scales = whole[16 * 32 :].view(torch.float32)
     assert scales.tolist() == [1.0] * 16
     x, out = drawn(2, 32, seed=1), torch.empty(2, 16)
-    Runtime(load().library, 1).call("linear", [out, x, packed(weight)], [16, 32, BYTES])
+    Runtime(load().library, 1).call("linear", [out, x, packed(weight)], [16, 32, 1, BYTES])
     assert torch.allclose(out[:, 3], 63 * (x[:, 5].float() - x[:, 0].float()), rtol=1e-5, atol=1e-4)

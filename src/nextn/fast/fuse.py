@@ -1,5 +1,5 @@
 """Operations of a lowered pass that one native op does together: RMS norms, of sums or before rotary embeddings, too,
-gates, linear layers of one input; copies left out.
+gates with the linear layers before them, linear layers of one input; copies left out.
 
 The bits stay, as the kernels promise. What is spelled otherwise stays as it is.
 """
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from nextn.fast import copies, gates, heads, norms, products, rotary, sums
+from nextn.fast import copies, gated, gates, heads, norms, owners, products, rotary, sums
 from nextn.fast.lower import Lowered
 from nextn.fast.touched import Touched
 
@@ -21,5 +21,6 @@ def fused(groups: Sequence[Lowered], *, kept: Sequence[Tensor], is_constant: Cal
     out = gates.fused(out, Touched(out, kept))
     out = products.fused(out, Touched(out, kept))
     out = copies.left_out(out, kept)
+    out = gated.fused(out, Touched(out, kept))
     out = heads.fused(out, Touched(out, kept))
-    return sums.fused(out, Touched(out, kept))
+    return owners.apart(sums.fused(out, Touched(out, kept)))

@@ -6,7 +6,7 @@ An instruction's tensors are the recorded ones; `program.py` finds places for th
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +16,14 @@ from nextn.fast.tape import Entry, Tape, aten, key
 
 @dataclass(frozen=True, eq=False)
 class Instruction:
-    """A native op over the tensors, the written ones first."""
+    """A native op over the tensors, the written ones first. owners: see `Call` of runtime.h; none in the first of a
+    group."""
 
     op: str
     tensors: tuple[Tensor, ...]
     ints: tuple[int, ...] = ()
     reals: tuple[float, ...] = ()
+    owners: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,22 +44,14 @@ class Lowered:
         return [*self.entry.tensors, *(tensor for each in self.instructions for tensor in each.tensors)]
 
 
-class Packed(NamedTuple):
-    """A weight as native products read it: bytes, and what they are (`Type` of runtime.h, or `BYTES` of product.h)."""
-
-    memory: Tensor
-    type: int
-
-
-Pack = Callable[[Tensor], Packed]
 Rule = Callable[["Lowering", Entry], list[Instruction] | None]
 
 
 class Lowering:
-    """tape: what was recorded. pack(weight [N, K] or [E, N, K]) -> the weight as the native products read it."""
+    """tape: what was recorded. Weights of products stay as they are; `packing.packed` comes last."""
 
-    def __init__(self, tape: Tape, pack: Pack) -> None:
-        self.tape, self.pack = tape, pack
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
 
     def lowered(self) -> list[Lowered]:
         """In order; operations that only make views are left out."""
@@ -73,11 +67,7 @@ class Lowering:
         return (rule(self, entry) if rule else None) or []
 
     def _native(self, entry: Entry) -> Instruction:
-        views, ints = list(entry.args), entry.ints
-        if entry.func == "expert_linear":
-            views[3], kind = self.pack(views[3])
-            ints = (*ints, kind)
-        return Instruction(str(entry.func), tuple(views), ints, entry.reals)
+        return Instruction(str(entry.func), tuple(entry.args), entry.ints, entry.reals)
 
 
 def _makes_views(entry: Entry) -> bool:
@@ -200,9 +190,8 @@ def _product(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
         plain = torch.empty(rows.shape, dtype=rows.dtype)
         lowering.tape.dynamic.add(key(plain))
         before, rows = [Instruction("copy", (plain, rows))], plain
-    packed, kind = lowering.pack(weight.t())
-    size = (weight.shape[1], weight.shape[0], kind)
-    return [*before, Instruction("linear", (entry.outs[0], rows, packed, *bias), ints=size)]
+    size = (weight.shape[1], weight.shape[0], 1)
+    return [*before, Instruction("linear", (entry.outs[0], rows, weight.t(), *bias), ints=size)]
 
 
 def _embedding(lowering: Lowering, entry: Entry) -> list[Instruction] | None:

@@ -68,11 +68,21 @@ class Program:
     def __del__(self) -> None:
         self._runtime.library.nextn_program_free(self._handle)
 
-    def add(self, op: str, tensors: Sequence[Tensor], ints: Sequence[int] = (), reals: Sequence[float] = ()) -> bool:
-        """Append a call; False, and nothing appended, where no kernel takes it. The tensors are kept alive."""
+    def add(
+        self,
+        op: str,
+        tensors: Sequence[Tensor],
+        ints: Sequence[int] = (),
+        reals: Sequence[float] = (),
+        owners: int = 0,
+    ) -> bool:
+        """Append a call; False, and nothing appended, where no kernel takes it. The tensors are kept alive. owners: of
+        what it reads of the call before, see `Call` of runtime.h; 0 = none."""
         arguments = _arguments(tensors, ints, reals)
         if arguments is None or self._runtime.library.nextn_program_add(self._handle, op.encode(), *arguments):
             return False
+        if owners:
+            self._runtime.library.nextn_program_own(self._handle, owners)
         self._kept += tensors
         return True
 
@@ -99,6 +109,10 @@ class Runtime:
         """Whether bf16 is multiplied as pairs on vector registers, so that weights of a byte cost little to widen. With
         tiles it is not, and what such weights would bring there has not been measured."""
         return bool(self.library.nextn_pairs())
+
+    def block_columns(self, kind: int) -> int:
+        """Rows of such a weight that are packed together, and filled up to."""
+        return int(self.library.nextn_block_columns(kind))
 
     def pack(self, weight: Tensor, take: Callable[[int], Tensor] | None = None) -> Tensor:
         """The weight [N, K] of a linear layer, or [E, N, K] of E experts, as the linear ops read it: bytes.
@@ -143,7 +157,8 @@ def bound(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     for name in ("nextn_team", "nextn_program"):
         getattr(library, name).restype = ctypes.c_void_p
-    for name in ("nextn_team_free", "nextn_program_free", "nextn_program_run", "nextn_chain", "nextn_feed"):
+    programs = (f"nextn_program_{name}" for name in ("free", "own", "run"))
+    for name in ("nextn_team_free", *programs, "nextn_chain", "nextn_feed"):
         getattr(library, name).restype = None
     views, ints, reals = ctypes.POINTER(View), ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_double)
     call: list[Any] = [
@@ -158,7 +173,9 @@ def bound(path: Path) -> ctypes.CDLL:
     ]
     library.nextn_program_add.argtypes = library.nextn_call.argtypes = call
     library.nextn_packed_bytes.argtypes, library.nextn_packed_bytes.restype = [ctypes.c_int64] * 3, ctypes.c_int64
+    library.nextn_block_columns.argtypes, library.nextn_block_columns.restype = [ctypes.c_int64], ctypes.c_int64
     library.nextn_team_free.argtypes = library.nextn_program_free.argtypes = [ctypes.c_void_p]
+    library.nextn_program_own.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     library.nextn_program_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     library.nextn_chain.argtypes, library.nextn_feed.argtypes = [ctypes.c_void_p] * 4, [ctypes.c_void_p] * 3
     several: list[Any] = [*[ctypes.c_void_p] * 5, ctypes.c_int64, ctypes.c_void_p]

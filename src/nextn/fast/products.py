@@ -49,7 +49,7 @@ def _alike(first: Instruction, layer: Instruction) -> bool:
 
 
 def _joined(layers: Sequence[Instruction]) -> Lowered:
-    """Tensors: outs, x, packed weights, biases; ints: rows of each weight, then what all have in common."""
+    """Tensors: outs, x, weights, biases; ints: rows of each weight, then what all have in common."""
     outs, rows, *rest = zip(*(layer.tensors for layer in layers), strict=True)
     tensors = (*outs, rows[0], *(each for several in rest for each in several))
     ints = (*(layer.ints[0] for layer in layers), *layers[0].ints[1:])

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from nextn.fast.fuse import fused
-from nextn.fast.lower import Lowered, Lowering, Pack
+from nextn.fast.lower import Lowered, Lowering
 from nextn.fast.native import Program, Runtime
 from nextn.fast.needed import needed
+from nextn.fast.packing import Pack, packed
 from nextn.fast.scratch import Scratch
 from nextn.fast.tape import Entry, Tape, Unrecordable, key, recorded
 
@@ -46,10 +47,10 @@ class Replay:
         """Record run() and lower it. Tensors that run() reads and that are no inputs of the tape are constants of the
         replay. scratch: of several replays, None: its own. Raises Unrecordable."""
         outputs = recorded(run, tape)
-        lowering = Lowering(tape, pack)
+        lowering = Lowering(tape)
         kept = [*tape.inputs, *outputs]
         groups = needed(lowering.lowered(), kept)
-        groups = fused(groups, kept=kept, is_constant=lowering.is_constant)
+        groups = packed(fused(groups, kept=kept, is_constant=lowering.is_constant), pack)
         arena = _Arena(tape, groups, outputs, scratch or Scratch())
         steps: list[Program | Step] = []
         left: list[str] = []
@@ -72,7 +73,7 @@ class Replay:
 def _added(program: Program, group: Lowered, arena: "_Arena") -> bool:
     """Whether native ops do it all. Those before one that does not do no harm: the operation itself comes behind."""
     return bool(group.instructions) and all(
-        program.add(each.op, [arena.placed(tensor) for tensor in each.tensors], each.ints, each.reals)
+        program.add(each.op, [arena.placed(tensor) for tensor in each.tensors], each.ints, each.reals, each.owners)
         for each in group.instructions
     )
 
@@ -133,6 +134,12 @@ class _Arena:
         return lives, sizes
 
     def _plan(self, lives: dict[int, tuple[int, int]], sizes: dict[int, int]) -> int:
+        inner = {where: life for where, life in lives.items() if life[0] == life[1]}
+        outer = {where: life for where, life in lives.items() if where not in inner}
+        total = self._plan1(outer, sizes, 0)
+        return total + self._plan1(inner, sizes, total)
+
+    def _plan1(self, lives, sizes, base):
         """First fit in order of birth -> bytes of the arena."""
         living: list[tuple[int, int, int]] = []  # (offset, end, last)
         total = 0
@@ -143,7 +150,7 @@ class _Arena:
                 if start - offset >= sizes[where]:
                     break
                 offset = max(offset, end)
-            self._offsets[where] = offset
+            self._offsets[where] = base + offset
             living.append((offset, offset + sizes[where], last))
             total = max(total, offset + sizes[where])
         return total

@@ -159,7 +159,7 @@ class FastRounds:
         """Rounds by this plan, up to the first in which a row ends, `most` of them at most. drafts: of a row, at most,
         and no more than it may still get. uniforms: None in greedy decoding."""
         most, chain = min(most, MOST), self._chain if drafts else None
-        behind = (most - 1) * (drafts + 1)
+        behind = min((most - 1) * (drafts + 1), int(self._missing.max()))
         if chain is not None:
             assert self._waiting is not None
             chain.begin(plan, drafts, columns=max(int(self._waiting.widths.max()), drafts + 1), behind=behind)

@@ -13,11 +13,11 @@ const Way* way_of(const View& q, const View& v) {
   return way ? way : way_of_rows(q, v);
 }
 
-// This worker's rows and kv heads.
+// This worker's streams, a row and kv head each: where workers share the heads evenly, each has its own of all rows.
 void write(const Attention& a, const Way& way, const Worker& worker) {
   int64_t begin, end;
   worker.share(a.batch * a.kv_heads, begin, end);
-  for (int64_t i = begin; i < end; ++i) way.write(a, i / a.kv_heads, i % a.kv_heads);
+  for (int64_t i = begin; i < end; ++i) way.write(a, i % a.batch, i / a.batch);
 }
 
 void attend(const Call& call, const Worker& worker) {
@@ -30,7 +30,7 @@ void attend(const Call& call, const Worker& worker) {
   worker.share(streams, begin, end);
   write(a, way, worker);
   const auto run = [&](int64_t stream, int64_t place) {
-    way.sweep({a, stream / a.kv_heads, stream % a.kv_heads, place * most, std::min(most, total - place * most)});
+    way.sweep({a, stream % a.batch, stream / a.batch, place * most, std::min(most, total - place * most)});
   };
   // A worker that reads only what it wrote waits for nobody; else sweeps are dealt out in turn: late ones are longer.
   if (sweeps == 1 || streams % worker.count == 0) {

@@ -1,4 +1,4 @@
-// Linear layers over packed weights: the ops pack, linear and expert_linear.
+// Linear layers over packed weights: the ops pack, linear and expert_linear, and the gated ones.
 #include <algorithm>
 #include <vector>
 
@@ -11,14 +11,21 @@ namespace {
 // Fewer multiplications than this take less time than two threads take to meet.
 constexpr int64_t kWorthSharing = 16384;
 
-int64_t block_columns(int64_t type) { return type == F32 ? kPanelColumns : kTileColumns; }
+int64_t block_columns(int64_t type) { return type == F32 ? kPanelColumns : type == BF16 ? kHalfColumns : kTileColumns; }
+
+// Of a block of columns.
+int64_t block_bytes(int64_t type, int64_t k) {
+  if (type == F32) return kPanelColumns * k * int64_t(sizeof(float));
+  return pieces(k, kTileDepth) * kTileDepth * block_columns(type) * int64_t(type == BF16 ? sizeof(uint16_t) : 1);
+}
 
 int64_t packed_bytes(int64_t type, int64_t n, int64_t k) {
-  const int64_t tiles = pieces(n, kTileColumns) * pieces(k, kTileDepth);
-  if (type == BF16) return tiles * kTile * int64_t(sizeof(uint16_t));
-  if (type == BYTES) return tiles * kTile + pieces(n, kTileColumns) * kTileColumns * int64_t(sizeof(float));
-  return pieces(n, kPanelColumns) * kPanelColumns * k * int64_t(sizeof(float));
+  const int64_t blocks = pieces(n, block_columns(type));
+  return blocks * (block_bytes(type, k) + (type == BYTES ? kTileColumns * int64_t(sizeof(float)) : 0));
 }
+
+// Columns of a packed gated layer.
+int64_t gated_columns(int64_t n) { return 2 * pieces(n, kTileColumns) * kTileColumns; }
 
 bool is_matrix(const View& view) { return view.ndim == 2 && (view.stride[1] == 1 || view.size[1] == 1); }
 
@@ -31,14 +38,14 @@ bool is_weight_type(int64_t type) { return is_float(type) || type == BYTES; }
 // What rows are that are multiplied by such weights.
 int64_t rows_type(int64_t type) { return type == F32 ? F32 : BF16; }
 
-// A block of 16 columns from `column` on: [tile of k][pair of k][column][2].
-void pack_tiles(const View& weight, int64_t column, uint16_t* to) {
+// A block of columns from `column` on: [pair of k][column][2].
+void pack_halves(const View& weight, int64_t column, uint16_t* to) {
   const int64_t depth = pieces(weight.size[1], kTileDepth) * kTileDepth;
   for (int64_t k = 0; k < depth; ++k)
-    for (int64_t j = 0; j < kTileColumns; ++j) {
+    for (int64_t j = 0; j < kHalfColumns; ++j) {
       const bool exists = column + j < weight.size[0] && k < weight.size[1];
       const int64_t from = (column + j) * weight.stride[0] + k * weight.stride[1];
-      to[k / 2 * 2 * kTileColumns + 2 * j + k % 2] = exists ? data<uint16_t>(weight)[from] : uint16_t(0);
+      to[k / 2 * 2 * kHalfColumns + 2 * j + k % 2] = exists ? data<uint16_t>(weight)[from] : uint16_t(0);
     }
 }
 
@@ -61,7 +68,7 @@ void pack(const Call& call, const Worker& worker) {
   worker.share(pieces(weight.size[0], width), begin, end);
   for (int64_t block = begin; block < end; ++block)
     if (weight.type == BF16)
-      pack_tiles(weight, block * width, reinterpret_cast<uint16_t*>(dst.data + block * bytes));
+      pack_halves(weight, block * width, reinterpret_cast<uint16_t*>(dst.data + block * bytes));
     else
       pack_panel(weight, block * width, reinterpret_cast<float*>(dst.data + block * bytes));
 }
@@ -80,51 +87,77 @@ void multiply(const Product& product, int64_t type, int64_t begin, int64_t end) 
   (type == F32 ? multiply_f32 : type == BF16 ? multiply_bf16 : multiply_bytes)(product, begin, end);
 }
 
-// This worker's share of the columns.
-void multiply(const Product& product, int64_t type, const Worker& worker) {
-  int64_t begin, end;
-  worker.share(pieces(product.n, block_columns(type)), begin, end);
-  multiply(product, type, begin, end);
+// The product with blocks from `block` on of a packed matrix of so many: `columns` columns of it.
+void take(Product& product, const char* packed, int64_t type, int64_t block, int64_t blocks, int64_t columns) {
+  const int64_t bytes = block_bytes(type, product.k);
+  product.packed = packed + block * bytes, product.n = columns;
+  product.scales = reinterpret_cast<const float*>(packed + blocks * bytes) + block * kTileColumns;
 }
 
-// The views and ints of `linear`: outs [m, n] one by one, x [m, k], packed weights, biases [n] or none; each n, k, type.
+// The whole matrix, of a gated layer's two, by this worker's share of the columns. The halves of a gate stay together.
+void multiply(Product& product, const char* packed, int64_t type, bool gated, const Worker& worker) {
+  static thread_local std::vector<float> gates;
+  const int64_t n = product.out->size[1], columns = gated ? gated_columns(n) : n;
+  const int64_t blocks = pieces(columns, block_columns(type)), together = gated && block_columns(type) == kTileColumns ? 2 : 1;
+  take(product, packed, type, 0, blocks, columns);
+  if (gated) gates.resize(product.num_rows * kTileColumns), product.gates = gates.data();
+  int64_t begin, end;
+  worker.share(blocks / together, begin, end);
+  multiply(product, type, begin * together, end * together);
+}
+
+// The views and ints of `linear`: outs [m, n] one by one, x [m, k], the packed matrix, biases [n] or none; each n, k,
+// parts, type: the matrix has part 0 of every layer, then part 1 of every layer, ..., each in whole blocks.
 struct Layers {
   const Call& call;
-  const int64_t count = int64_t(call.ints.size()) - 2;
+  const int64_t count = int64_t(call.ints.size()) - 3;
 
   int64_t n(int64_t i) const { return call.ints[i]; }
   int64_t k() const { return call.ints[count]; }
-  int64_t type() const { return call.ints[count + 1]; }
+  int64_t parts() const { return call.ints[count + 1]; }
+  int64_t type() const { return call.ints[count + 2]; }
   const View& out(int64_t i) const { return call.views[i]; }
   const View& x() const { return call.views[count]; }
-  const View& packed(int64_t i) const { return call.views[count + 1 + i]; }
-  bool has_bias() const { return int64_t(call.views.size()) == 3 * count + 1; }
-  const View& bias(int64_t i) const { return call.views[2 * count + 1 + i]; }
-  bool fits() const { return count > 0 && (has_bias() || int64_t(call.views.size()) == 2 * count + 1); }
+  const View& packed() const { return call.views[count + 1]; }
+  bool has_bias() const { return int64_t(call.views.size()) == 2 * count + 2; }
+  const View& bias(int64_t i) const { return call.views[count + 2 + i]; }
+  bool fits() const { return count > 0 && (has_bias() || int64_t(call.views.size()) == count + 2); }
 
+  // Of layer i in a part, and of all.
+  int64_t blocks(int64_t i) const { return pieces(n(i) / parts(), block_columns(type())); }
   int64_t blocks() const {
     int64_t total = 0;
-    for (int64_t i = 0; i < count; ++i) total += pieces(n(i), block_columns(type()));
+    for (int64_t i = 0; i < count; ++i) total += parts() * blocks(i);
     return total;
   }
+  bool is_parted(int64_t i) const { return parts() == 1 || (parts() > 1 && n(i) % (parts() * block_columns(type())) == 0); }
 };
 
-// The workers share the columns of all layers.
+// The workers share the columns of all layers, in the order of the packed matrix: where they share the parts evenly,
+// each has the columns of its own.
 void linear(const Call& call, const Worker& worker) {
   const Layers layers{call};
+  const int64_t total = layers.blocks();
   int64_t begin, end;
-  worker.share(layers.blocks(), begin, end);
-  for (int64_t i = 0, first = 0; i < layers.count; ++i) {
-    const int64_t blocks = pieces(layers.n(i), block_columns(layers.type()));
-    Product product{};
-    product.out = &layers.out(i), product.x = &layers.x();
-    product.num_rows = product.x->size[0];
-    product.n = layers.n(i), product.k = layers.k();
-    product.packed = layers.packed(i).data;
-    if (layers.has_bias()) product.bias = layers.bias(i).data, product.bias_type = layers.bias(i).type;
-    multiply(product, layers.type(), std::max<int64_t>(begin - first, 0), std::min(end - first, blocks));
-    first += blocks;
-  }
+  worker.share(total, begin, end);
+  for (int64_t part = 0, at = 0; part < layers.parts(); ++part)
+    for (int64_t i = 0; i < layers.count; at += layers.blocks(i++)) {
+      const int64_t columns = layers.n(i) / layers.parts(), blocks = layers.blocks(i);
+      Product product{};
+      product.out = &layers.out(i), product.x = &layers.x();
+      product.num_rows = product.x->size[0], product.k = layers.k(), product.first = part * columns;
+      if (layers.has_bias()) product.bias = layers.bias(i).data, product.bias_type = layers.bias(i).type;
+      take(product, layers.packed().data, layers.type(), at, total, columns);
+      multiply(product, layers.type(), std::max<int64_t>(begin - at, 0), std::min(end - at, blocks));
+    }
+}
+
+// views: out [m, n], x [m, k], the packed matrix; ints: n, k, type.
+void gated_linear(const Call& call, const Worker& worker) {
+  Product product{};
+  product.out = &call.views[0], product.x = &call.views[1];
+  product.num_rows = product.x->size[0], product.k = call.ints[1];
+  multiply(product, call.views[2].data, call.ints[2], true, worker);
 }
 
 // The rows of each expert, in order: rows [ends[e - 1], ends[e]) of the result are those that expert e takes.
@@ -147,36 +180,36 @@ struct Groups {
 
 // views: out [s, n], x [s, k], ids [s], packed (one matrix after another), bias [e, n] or none; ints: n, k, type.
 // A row whose id names no expert stays as it is.
+template <bool kGated>
 void expert_linear(const Call& call, const Worker& worker) {
   static thread_local Groups groups;
   const int64_t n = call.ints[0], k = call.ints[1], type = call.ints[2];
-  const int64_t bytes = packed_bytes(type, n, k), num_experts = call.views[3].size[0] / bytes;
+  const int64_t bytes = packed_bytes(type, kGated ? gated_columns(n) : n, k);
+  const int64_t num_experts = call.views[3].size[0] / bytes;
   groups.fill(call.views[2], num_experts);
   const View* bias = call.views.size() > 4 ? &call.views[4] : nullptr;
   for (int64_t expert = 0, begin = 0; expert < num_experts; begin = groups.ends[expert++]) {
     Product product{};
     product.out = &call.views[0], product.x = &call.views[1];
     product.order = groups.rows.data() + begin, product.num_rows = groups.ends[expert] - begin;
-    product.n = n, product.k = k;
-    product.packed = call.views[3].data + expert * bytes;
+    product.k = k;
     if (bias) {
       const int64_t size = bias->type == F32 ? sizeof(float) : sizeof(uint16_t);
       product.bias = bias->data + expert * bias->stride[0] * size, product.bias_type = bias->type;
     }
-    multiply(product, type, worker);
+    multiply(product, call.views[3].data + expert * bytes, type, kGated, worker);
   }
 }
 
-// Whether kernels take this layer, of a matrix or of several (bias_ndim 2).
-bool is_layer(const View& out, const View& x, const View& packed, const View* bias, int64_t bias_ndim, int64_t n,
-              int64_t k, int64_t type) {
+// Whether kernels take a layer of these rows.
+bool are_rows(const View& out, const View& x, int64_t n, int64_t k, int64_t type) {
   if (n < 1 || k < 1 || !is_weight_type(type) || x.type != rows_type(type)) return false;
   if (!is_matrix(out) || !is_matrix(x) || out.size[0] != x.size[0] || out.size[1] != n || x.size[1] != k) return false;
-  if (out.type != F32 && (out.type != BF16 || x.type != BF16)) return false;
-  if (!is_bytes(packed) || packed.size[0] == 0 || packed.size[0] % packed_bytes(type, n, k)) return false;
-  if (!bias) return true;
-  if (!is_float(bias->type) || bias->ndim != bias_ndim) return false;
-  return bias->size[bias_ndim - 1] == n && (bias->stride[bias_ndim - 1] == 1 || n == 1);
+  return out.type == F32 || (out.type == BF16 && x.type == BF16);
+}
+
+bool is_bias(const View& bias, int64_t ndim, int64_t n) {
+  return is_float(bias.type) && bias.ndim == ndim && bias.size[ndim - 1] == n && (bias.stride[ndim - 1] == 1 || n == 1);
 }
 
 bool select_linear(Call& call) {
@@ -184,32 +217,47 @@ bool select_linear(Call& call) {
   if (!layers.fits()) return false;
   int64_t columns = 0;
   for (int64_t i = 0; i < layers.count; columns += layers.n(i++)) {
-    const View* bias = layers.has_bias() ? &layers.bias(i) : nullptr;
-    const View& packed = layers.packed(i);
-    if (!is_layer(layers.out(i), layers.x(), packed, bias, 1, layers.n(i), layers.k(), layers.type())) return false;
-    if (packed.size[0] != packed_bytes(layers.type(), layers.n(i), layers.k())) return false;
+    if (!are_rows(layers.out(i), layers.x(), layers.n(i), layers.k(), layers.type()) || !layers.is_parted(i)) return false;
+    if (layers.has_bias() && !is_bias(layers.bias(i), 1, layers.n(i))) return false;
   }
+  const int64_t bytes = packed_bytes(layers.type(), layers.blocks() * block_columns(layers.type()), layers.k());
+  if (!is_bytes(layers.packed()) || layers.packed().size[0] != bytes) return false;
   call.kernel = linear;
   call.parallel = layers.x().size[0] * columns * layers.k() >= kWorthSharing;
   return true;
 }
 
+bool select_gated_linear(Call& call) {
+  if (call.ints.size() != 3 || call.views.size() != 3) return false;
+  const int64_t n = call.ints[0], k = call.ints[1], type = call.ints[2];
+  const View &out = call.views[0], &x = call.views[1], &packed = call.views[2];
+  if (!are_rows(out, x, n, k, type) || !is_bytes(packed)) return false;
+  if (packed.size[0] != packed_bytes(type, gated_columns(n), k)) return false;
+  call.kernel = gated_linear;
+  call.parallel = x.size[0] * 2 * n * k >= kWorthSharing;
+  return true;
+}
+
+template <bool kGated>
 bool select_expert_linear(Call& call) {
-  if (call.ints.size() != 3 || call.views.size() < 4 || call.views.size() > 5) return false;
+  if (call.ints.size() != 3 || call.views.size() < 4 || call.views.size() > (kGated ? 4 : 5)) return false;
   const int64_t n = call.ints[0], k = call.ints[1], type = call.ints[2];
   const View &x = call.views[1], &ids = call.views[2], &packed = call.views[3];
-  const View* bias = call.views.size() > 4 ? &call.views[4] : nullptr;
-  if (!is_layer(call.views[0], x, packed, bias, 2, n, k, type)) return false;
+  if (!are_rows(call.views[0], x, n, k, type)) return false;
+  const int64_t columns = kGated ? gated_columns(n) : n, bytes = packed_bytes(type, columns, k);
+  if (!is_bytes(packed) || packed.size[0] == 0 || packed.size[0] % bytes) return false;
   if (ids.type != I64 || ids.ndim != 1 || ids.size[0] != x.size[0]) return false;
-  if (bias && bias->size[0] != packed.size[0] / packed_bytes(type, n, k)) return false;
-  call.kernel = expert_linear;
-  call.parallel = x.size[0] * n * k >= kWorthSharing;
+  if (call.views.size() > 4 && (!is_bias(call.views[4], 2, n) || call.views[4].size[0] != packed.size[0] / bytes)) return false;
+  call.kernel = expert_linear<kGated>;
+  call.parallel = x.size[0] * columns * k >= kWorthSharing;
   return true;
 }
 
 const Op pack_op{"pack", select_pack};
 const Op linear_op{"linear", select_linear};
-const Op expert_linear_op{"expert_linear", select_expert_linear};
+const Op gated_linear_op{"gated_linear", select_gated_linear};
+const Op expert_linear_op{"expert_linear", select_expert_linear<false>};
+const Op gated_expert_linear_op{"gated_expert_linear", select_expert_linear<true>};
 
 }  // namespace
 
@@ -223,6 +271,9 @@ extern "C" int nextn_pairs() {
   return 0;
 #endif
 }
+
+// Of packed weights of a type.
+extern "C" int64_t nextn_block_columns(int64_t type) { return nextn::block_columns(type); }
 
 // -1 for types that are not packed.
 extern "C" int64_t nextn_packed_bytes(int64_t type, int64_t n, int64_t k) {

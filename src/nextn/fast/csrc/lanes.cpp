@@ -10,7 +10,7 @@ namespace {
 constexpr int64_t kNear = 16 * 1024;  // bytes of weights that stay in the first-level cache
 
 using Panels = Fp32<kPanelColumns>;
-using Blocks = Bf16;
+using Blocks = Halves;
 
 struct Store {
   const Product* product;
@@ -89,9 +89,8 @@ void multiply_bytes(const Product& product, int64_t begin, int64_t end) {
   totals.resize(product.num_rows);
   for (int64_t i = 0; i < product.num_rows; ++i) totals[i] = total(product.in<uint16_t>(i), product.k);
   const int64_t depth = padded(product);
-  const char* scales = product.packed + pieces(product.n, kTileColumns) * kTileColumns * depth;
   multiply<Bytes>(product, depth / Bytes::kValues, begin, end, [&](int64_t first) {
-    return Scaled{{&product, first}, reinterpret_cast<const float*>(scales), totals.data()};
+    return Scaled{{&product, first}, product.scales, totals.data()};
   });
 }
 

@@ -1,11 +1,19 @@
 // Rows of activations times one packed matrix: what the linear ops hand to the kernels, and how results are stored.
 #pragma once
 
+#include <algorithm>
+
 #include "sixteen.h"
 
 namespace nextn {
 
-// Packed bf16, as tile registers read it: blocks of 16 columns, each a run of tiles [16 pairs of k][16 columns][2].
+// Packed bf16: blocks of columns, each a run of [pair of k][column][2]. Of 16 columns, as tile registers read them. Where
+// pairs are multiplied on vector registers, of 32: a step of k is two lines that follow each other, of one stream.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+constexpr int64_t kHalfColumns = 32;
+#else
+constexpr int64_t kHalfColumns = 16;
+#endif
 constexpr int64_t kTileColumns = 16;
 constexpr int64_t kTileDepth = 32;
 constexpr int64_t kTile = kTileColumns * kTileDepth;
@@ -22,6 +30,8 @@ constexpr int64_t kPanelColumns = 32;
 inline int64_t pieces(int64_t total, int64_t size) { return (total + size - 1) / size; }
 
 // out[r] = W x[r] + bias for some rows r. W [n, k] is packed; sums are fp32, in the order of k, and round once.
+//
+// Of a gated layer, out[r] = silu(V x[r]) * U x[r]: W is V and U in turn, 16 rows of each, filled up to 16.
 struct Product {
   const View* x;
   const View* out;
@@ -29,8 +39,11 @@ struct Product {
   int64_t num_rows;
   int64_t n, k;
   const char* packed;
-  const char* bias;  // [n], contiguous; null: none
+  const float* scales;  // [n], of weights of a byte
+  int64_t first;        // column of out and bias that the first of these n is
+  const char* bias;     // contiguous; null: none
   int64_t bias_type;
+  float* gates;         // [num_rows, 16]: room for sums of V until those of U are there; null: not gated
 
   int64_t row(int64_t i) const { return order ? order[i] : i; }
 
@@ -44,18 +57,43 @@ struct Product {
     by_sixteen(count, [&](auto load, auto store) { store(to, load(sums)); });
   }
 
+  // Rounds as the operations do one by one.
+  template <typename T>
+  static void keep_gated(T* to, const float* gate, const float* sums, int64_t count) {
+    by_sixteen(count, [&](auto load, auto store) {
+      store(to, rounded<T>(silu_of(rounded<T>(load(gate)))) * rounded<T>(load(sums)));
+    });
+  }
+
   // Stores `width` sums as row i of the columns from `column` on, as far as they exist; spoils the sums.
   void store(int64_t i, int64_t column, int64_t width, float* sums) const {
-    const int64_t count = column + width <= n ? width : n - column;
+    if (gates) return store_gated(i, column, width, sums);
+    const int64_t count = column + width <= n ? width : n - column, begin = first + column;
     if (bias && bias_type == F32)
-      for (int64_t j = 0; j < count; ++j) sums[j] += reinterpret_cast<const float*>(bias)[column + j];
+      for (int64_t j = 0; j < count; ++j) sums[j] += reinterpret_cast<const float*>(bias)[begin + j];
     else if (bias)
-      for (int64_t j = 0; j < count; ++j) sums[j] += widened(reinterpret_cast<const uint16_t*>(bias)[column + j]);
-    const int64_t place = row(i) * out->stride[0] + column;
+      for (int64_t j = 0; j < count; ++j) sums[j] += widened(reinterpret_cast<const uint16_t*>(bias)[begin + j]);
+    const int64_t place = row(i) * out->stride[0] + begin;
     if (out->type == F32)
       keep(data<float>(*out) + place, sums, count);
     else
       keep(data<uint16_t>(*out) + place, sums, count);
+  }
+
+  void store_gated(int64_t i, int64_t column, int64_t width, const float* sums) const {
+    float* gate = gates + i * kTileColumns;
+    for (int64_t j = 0; j < width; j += kTileColumns) {
+      const int64_t block = (column + j) / kTileColumns, begin = block / 2 * kTileColumns;
+      if (block % 2 == 0) {
+        std::copy_n(sums + j, kTileColumns, gate);
+        continue;
+      }
+      const int64_t count = std::min(kTileColumns, out->size[1] - begin), place = row(i) * out->stride[0] + begin;
+      if (out->type == F32)
+        keep_gated(data<float>(*out) + place, gate, sums + j, count);
+      else
+        keep_gated(data<uint16_t>(*out) + place, gate, sums + j, count);
+    }
   }
 };
 

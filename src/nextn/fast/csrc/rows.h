@@ -26,7 +26,6 @@ constexpr int kSums = 8, kMost = 8, kRowsAtOnce = 8;
 // Registers of sums: kSums keep a machine busy that waits some cycles for each, kMost leave room for what is added.
 // More rows at once than kRowsAtOnce: their addresses would not stay in registers.
 
-constexpr int64_t kAhead = 2048;  // bytes by which weights are fetched early
 constexpr int kStepsAhead = 8;    // or steps of k, where these lie farther apart
 constexpr int kFetched = 4;       // rows from which on several pieces at once are, too
 
@@ -52,13 +51,14 @@ struct Part {
 constexpr int rows_of(int64_t width) { return std::min(kRowsAtOnce, kMost * kFloats / int(width)); }
 
 // What floats on both sides have in common. kApart: sums that a column is made of, a step of k in each in turn; kStays: 0
-// where fetched weights are not to drive out what the caches hold, as all of them do not fit there; kValues: of k that
-// an X holds.
+// where fetched weights are not to drive out what the caches hold, as all of them do not fit there; kAhead: bytes by
+// which a piece that is read alone is fetched early; kOne: rows from which on each piece is; kValues: of k that an X
+// holds.
 struct Singles {
   using X = float;
   using Wide = Floats;
-  static constexpr int kApart = 1, kStays = 0;
-  static constexpr int64_t kValues = 1;
+  static constexpr int kApart = 1, kStays = 0, kOne = kRowsAtOnce;
+  static constexpr int64_t kValues = 1, kAhead = 2048;
 
   static Floats spread(float value) { return value - Floats{}; }  // + would be an addition
   static Floats sum(Floats x, Floats weights, Floats before) { return before + x * weights; }
@@ -80,8 +80,9 @@ struct Bf16 {
   using In = uint16_t;
   using X = Word;
   using Wide = Words;
-  static constexpr int kApart = 1, kStays = 0;
+  static constexpr int kApart = 1, kStays = 0, kOne = kRowsAtOnce;
   static constexpr int64_t kWidth = kTileColumns, kStep = 1, kRead = kWidth * int64_t(sizeof(Word)), kValues = 2;
+  static constexpr int64_t kAhead = 2048;
 
   static Words spread(Word pair) { return (Words)_mm512_set1_epi32(std::bit_cast<int>(pair)); }
   static Floats sum(Words x, Words weights, Floats before) {
@@ -96,6 +97,12 @@ struct Bf16 {
     std::memcpy(room, from, k * sizeof(uint16_t));
     return room;
   }
+};
+
+// The same in blocks as weights are packed. One stream with 8 KB under way is as much as memory gives.
+struct Halves : Bf16 {
+  static constexpr int kStays = 3, kOne = 2;
+  static constexpr int64_t kWidth = kHalfColumns, kRead = kWidth * int64_t(sizeof(Word)), kAhead = 8192;
 };
 
 // Bytes: [4 of k][16 columns][4], the pairs of k in turn. A byte b below 128 is the end of the bf16 number 128 + b.
@@ -128,6 +135,8 @@ struct Bf16 : Singles {
   }
 };
 
+using Halves = Bf16;
+
 // Bytes: [4 of k][16 columns][4], the second and third changed. A byte b below 128 makes the number 128 + b.
 struct Bytes : Bf16 {
   static constexpr int kStays = 3;
@@ -155,7 +164,7 @@ struct Streamed : Form {
     template <int kCount, int kPieces>
     void fetch(const char* at, const Source& part) const {
       if (kPieces > 1 && kCount < kFew) return;
-      const int64_t ahead = kPieces == 1 ? kAhead : kPieces * part.next;
+      const int64_t ahead = kPieces == 1 ? Form::kAhead : kPieces * part.next;
       for (int piece = 0; piece < kPieces; ++piece)
         for (int line = 0; line < Form::kRead; line += 64)
           __builtin_prefetch(at + ahead + piece * part.next + line, 0, Form::kStays);
@@ -238,7 +247,7 @@ void sum(const Part<typename Form::X>& part, const char* weights, float* sums) {
 
 // Pieces that a kernel of kCount rows takes together.
 template <typename Form, int kCount>
-constexpr int kTogether =
+constexpr int kTogether = kCount >= Form::kOne ? 1 :
     int(std::bit_floor(unsigned(std::clamp(kSums * kFloats / (Form::kApart * kCount * int(Form::kWidth)), 1, 4))));
 
 template <typename Form, int kCount, int kPieces, typename Keep>

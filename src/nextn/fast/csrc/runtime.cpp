@@ -123,6 +123,12 @@ class Team {
     __builtin_prefetch(&call + kSoon);
   }
 
+  // Whether workers wait for each other between the two.
+  bool meets(const Call& call, const Call& next) const {
+    const bool apart = next.owners && next.owners % count_ == 0;
+    return (call.parallel || next.parallel) && !apart;
+  }
+
   void work(int index) {
     const Worker worker{index, count_, this}, alone{0, 1, this};
     const Call* calls = calls_;
@@ -131,7 +137,7 @@ class Team {
       const Call& call = calls[place];
       if (place + kSoon < num_calls) fetch(calls[place + kSoon]);
       if (call.parallel || index == 0) call.kernel(call, call.parallel ? worker : alone);
-      if (call.parallel || (place + 1 < num_calls && calls[place + 1].parallel)) barrier(index);
+      if (place + 1 < num_calls ? meets(call, calls[place + 1]) : call.parallel) barrier(index);
     }
     // The caller may change the calls once run() returns, so all are done with them before.
     barrier(index);
@@ -178,6 +184,13 @@ void nextn_team_free(Team* team) { delete team; }
 
 Program* nextn_program() { return new Program; }
 void nextn_program_free(Program* program) { delete program; }
+
+// The last call and the one before it are of so many owners, see Call.
+void nextn_program_own(Program* program, int64_t owners) {
+  Call* last = &program->calls.back();
+  last[-1].parallel = last->parallel = true;
+  last->owners = owners;
+}
 
 // 0, or -1 for an op, types or strides that no kernel takes; the program is then as it was.
 int nextn_program_add(Program* program, const char* name, const View* views, int64_t num_views, const int64_t* ints,

@@ -49,6 +49,9 @@ using Kernel = void (*)(const Call&, const Worker&);
 struct Call {
   Kernel kernel = nullptr;
   bool parallel = false;  // false: worker 0 runs it alone
+  // Of calls that follow each other, where the work is of so many owners: where workers share these evenly, each reads
+  // of the call before only what it wrote itself, and need not wait for the others. 0: not so.
+  int64_t owners = 0;
   std::vector<View> views;
   std::vector<int64_t> ints;
   std::vector<double> reals;
