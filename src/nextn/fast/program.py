@@ -134,13 +134,15 @@ class _Arena:
         return lives, sizes
 
     def _plan(self, lives: dict[int, tuple[int, int]], sizes: dict[int, int]) -> int:
+        """Bytes of the arena. What one group alone touches lies apart: its workers write the same of it in each layer,
+        and nobody else takes it from the caches near them."""
         inner = {where: life for where, life in lives.items() if life[0] == life[1]}
         outer = {where: life for where, life in lives.items() if where not in inner}
-        total = self._plan1(outer, sizes, 0)
-        return total + self._plan1(inner, sizes, total)
+        total = self._fit(outer, sizes, 0)
+        return total + self._fit(inner, sizes, total)
 
-    def _plan1(self, lives, sizes, base):
-        """First fit in order of birth -> bytes of the arena."""
+    def _fit(self, lives: dict[int, tuple[int, int]], sizes: dict[int, int], base: int) -> int:
+        """First fit in order of birth, from `base` on -> bytes."""
         living: list[tuple[int, int, int]] = []  # (offset, end, last)
         total = 0
         for where, (first, last) in sorted(lives.items(), key=lambda item: item[1]):
