@@ -18,7 +18,7 @@ from nextn.checkpoints.tensor_file import write_json
 from nextn.decode import Settings, prepare, rounds
 from nextn.fast.choose import Engine
 from nextn.fast.passes import SIZES
-from nextn.figures.speedup import Costs, expected_length, expected_speedup
+from nextn.figures.speedup import expected_length, expected_speedup
 from nextn.model import Model
 
 
@@ -66,23 +66,30 @@ def decoded(engine: Engine, prompt: list[int], drafts: int, tokens: int) -> tupl
     return [token for each in log for token in each.rows[0].emitted], time.perf_counter() - started, len(log) - 1
 
 
-def read_bandwidth(repeats: int = 7) -> float:
-    """Bytes/s of a sum over 512 MB, in all threads; the best, which is what the machine can do."""
-    values, best = torch.ones(2**27), 0.0
-    for _ in range(repeats):
-        started = time.perf_counter()
-        values.sum()
-        best = max(best, values.nbytes / (time.perf_counter() - started))
-    return best
+def bound(engine: Engine, weights: int, repeats: int) -> dict[str, float]:
+    """A step at 256 columns in turn with a sum over 512 MB, as memory's pace changes on a shared machine.
+
+    weights: bytes that a step reads. read_bandwidth: bytes/s of the sums, all threads. step_over_bound: steps by what
+    sums take for as many bytes, turn by turn. Medians."""
+    values, cache = torch.ones(2**27), engine.trunk.cache(1)
+    bandwidths, shares = [], []
+    with torch.inference_mode():
+        engine.trunk(torch.zeros(1, 256, dtype=torch.int64), cache)
+        cache.keep([256])
+        for _ in range(4 * repeats):
+            bandwidths.append(values.nbytes / timed(values.sum, 1))
+            shares.append(timed(lambda: step(engine, cache), 1) * bandwidths[-1] / weights)
+    return {"read_bandwidth": statistics.median(bandwidths), "step_over_bound": statistics.median(shares)}
 
 
-def forced(
-    engine: Engine, head: Forced, costs: Costs, rate: float, drafts: int, tokens: int, repeats: int
-) -> dict[str, float]:
+def forced(model: Model, head: Forced, rate: float, drafts: int, tokens: int, repeats: int) -> dict[str, float]:
+    """The speed-up against what costs and acceptance length of the same turn predict. Medians; lengths: means."""
+    engine = model.engine("fast")
     prompt = torch.randint(256, (128,), generator=torch.Generator().manual_seed(1)).tolist()
     text, *_ = decoded(engine, prompt, 0, tokens)
-    gains, lengths = [], []
+    gains, lengths, predicted, ideal = [], [], [], []
     for repeat in range(repeats):
+        costs = measured_costs(model, drafts=drafts, context=256, repeats=3, path="fast")
         runs: dict[int, tuple[list[int], float, int]] = {}
         for each in (0, drafts) if repeat % 2 else (drafts, 0):
             head.tell([*prompt, *text], rate, seed=repeat)
@@ -90,15 +97,17 @@ def forced(
         assert runs[drafts][0] == runs[0][0] == text
         gains.append(runs[0][1] / runs[drafts][1])
         lengths.append((len(text) - 1) / runs[drafts][2])
-    length = statistics.mean(lengths)
-    predicted = length / costs.of_round(drafts)
-    found = {"rate": rate, "drafts": drafts, "acceptance_length": length, "speedup": statistics.median(gains)}
-    ideal = expected_speedup(costs, [rate] * drafts, drafts)
-    return found | {
-        "predicted": predicted,
-        "achieved": found["speedup"] / predicted,
+        predicted.append(lengths[-1] / costs.of_round(drafts))
+        ideal.append(expected_speedup(costs, [rate] * drafts, drafts))
+    return {
+        "rate": rate,
+        "drafts": drafts,
+        "acceptance_length": statistics.mean(lengths),
+        "speedup": statistics.median(gains),
+        "predicted": statistics.median(predicted),
+        "achieved": statistics.median(gain / each for gain, each in zip(gains, predicted, strict=True)),
         "ideal_length": expected_length([rate] * drafts),
-        "ideal_speedup": ideal,
+        "ideal_speedup": statistics.median(ideal),
     }
 
 
@@ -143,20 +152,19 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     model = Model.build(shape(args.layers, args.hidden, args.vocab), dtype=torch.bfloat16)
+    weights = step_bytes(model.trunk)
     record: dict[str, object] = {
         "parameters": sum(weight.numel() for weight in model.trunk.parameters()),
         "threads": torch.get_num_threads(),
-        "step_bytes": step_bytes(model.trunk),
-        "read_bandwidth": read_bandwidth(),
+        "step_bytes": weights,
     }
     costs = {path: measured_costs(model, drafts=args.drafts, context=256, path=path) for path in ("fast", "plain")}
     record["costs"] = {path: each.as_record() for path, each in costs.items()}
-    bound = record["step_bytes"] / record["read_bandwidth"]  # type: ignore[operator]
-    record["step_over_bound"] = costs["fast"].steps[0].median / bound
     engine = model.engine("fast")
+    record |= bound(engine, weights, args.repeats)
     head = Forced(engine, args.drafts, 128 + args.tokens)
     choices = [(rate, drafts) for rate in (0.7, 0.9) for drafts in (4, args.drafts)]
-    record["forced"] = [forced(engine, head, costs["fast"], *each, args.tokens, args.repeats) for each in choices]
+    record["forced"] = [forced(model, head, *each, args.tokens, args.repeats) for each in choices]
     record["ms_per_token"] = {
         path: contexts(model, path, (512, 2048, 8192), args.repeats) for path in ("fast", "plain")
     }
