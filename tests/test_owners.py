@@ -9,6 +9,7 @@ from tiny import build
 
 from nextn.fast import fuse
 from nextn.fast.engine import FastHead, FastTrunk
+from nextn.fast.lower import Instruction, Lowered
 from nextn.fast.native import Runtime, load
 from nextn.fast.weights import Weights
 
@@ -86,3 +87,37 @@ def test_others_go_behind_it():
 )
 def test_others_wait_for_each_other(name, changes):
     assert all(owners == [0] for owners in owners_of(name, **changes))
+
+
+def native(op, tensors, ints=(), reals=(), outs=1):
+    return Lowered.native(Instruction(op, tuple(tensors), tuple(ints), tuple(reals)), outs=tensors[:outs])
+
+
+def layer(*, columns=64, between=None):
+    """Attention of two heads of 32 channels over five tokens, whose queries come out of so many columns."""
+    made = [torch.empty(5, columns), torch.empty(5, 64), torch.empty(5, 64)]
+    heads = [each.as_strided((1, 2, 5, 32), (0, 32, each.shape[1], 1)) for each in made]
+    weights = [torch.empty(each.shape[1], 48) for each in made]
+    cosine, turned = torch.empty(1, 2, 5, 32), [torch.empty(1, 2, 5, 32) for _ in range(2)]
+    turns = [each for out, x in zip(turned, heads, strict=False) for each in (out, x, cosine, cosine, torch.empty(32))]
+    read = [torch.empty(1, 2, 5, 32), *turned, heads[2], torch.empty(1), torch.empty(3)]
+    groups = [
+        native("linear", [*made, torch.empty(5, 48), *weights], [columns, 64, 64, 48, 1], outs=3),
+        native("norm_rotate", turns, (0, 0), (1e-6, 1e-6), outs=1),
+        native("attend", read, (0,), (1.0, 0.0)),
+    ]
+    if between:
+        groups.insert(1, native("copy", [{"cosine": cosine, "other": torch.empty(3)}[between], torch.empty(3)]))
+    return groups
+
+
+@pytest.mark.parametrize(("choice", "count"), [({}, 1), ({"between": "other"}, 2)])
+def test_a_layer_is_one_group(choice, count):
+    assert len(fuse.owners.apart(layer(**choice))) == count
+
+
+@pytest.mark.parametrize("choice", [{"between": "cosine"}, {"columns": 128}], ids=str)
+def test_a_layer_that_is_not_shared_by_heads(choice):
+    """What stands between makes what is turned by; the columns of queries are not those of heads alone."""
+    groups = layer(**choice)
+    assert fuse.owners.apart(groups) == groups
