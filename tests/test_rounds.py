@@ -6,6 +6,7 @@ import pytest
 from replays import fast_of
 from tiny import build, prompt, refrain
 
+import nextn.fast.rounds as native_rounds
 from nextn import decode
 from nextn.decode import Settings, rounds
 from nextn.drafting import Contract, Drafter
@@ -210,3 +211,16 @@ def _counted(calls, function):
         return function(*given, **named)
 
     return counted
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_rounds_ahead_have_room(model, monkeypatch, drafts):
+    """A cache that was made no larger than it had to be grows before rounds run ahead, not under them."""
+    settings = Settings(drafts=drafts, max_tokens=90)
+    texts = []
+    for observer in (None, lambda event: None):  # who looks gets rounds one by one
+        monkeypatch.setattr(native_rounds, "_SOON", 1)
+        log = rounds(model.trunk, model.head, [prompt(240)], settings, observer=observer)
+        texts.append([token for each in log for token in each.rows[0].emitted])
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 90
