@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # CPU threads: torch's default is one per core. Tests run with one, in two processes, so that they do not fight over cores.
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test check test-gpu test-transformers test-engines docs bench bench-peers clean
+.PHONY: demo test check wheel test-gpu test-transformers test-engines docs bench bench-peers clean
 
 demo: $(VENV)/.ready
 	$(BIN)/nextn demo
@@ -17,6 +17,15 @@ check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Builds sdist and wheel in dist, then uses the wheel from an environment that holds nothing but it and what it needs.
+wheel: $(VENV)/.ready
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(PYTHON) -m venv dist/empty
+	dist/empty/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
+	dist/empty/bin/python -m pip check
+	cd dist && empty/bin/python -I ../tests/check_wheel.py ../tests/fixtures/glm
 
 test-gpu: $(VENV)/.ready
 	$(BIN)/python -m pytest -m gpu

@@ -10,7 +10,7 @@ from nextn.fast.native import bound
 
 _SOURCES = Path(nextn.fast.__file__).parent / "csrc"
 # What `bound` looks for functions in, and linear layers.
-_NAMES = ("runtime", "gemm", "tiles", "lanes", "blocks", "chain", "sampling", "rounds")
+_NAMES = ("runtime", "gemm", "tiles", "lanes", "blocks", "chain", "sampling", "rounds", "layout")
 
 
 def compiled(folder: Path, *more: Path) -> ctypes.CDLL:

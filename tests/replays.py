@@ -2,16 +2,11 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from nextn.fast.captured import CapturedHead, CapturedTrunk
 from nextn.fast.engine import FastHead, FastTrunk
-from nextn.fast.graph import Recorder
 from nextn.fast.native import load
 from nextn.fast.program import Replay
 from nextn.fast.tape import Tape
@@ -54,39 +49,3 @@ def fast_of(model: Model) -> SimpleNamespace:
     weights = Weights(load())
     trunk = FastTrunk(model.trunk, load(), weights)
     return SimpleNamespace(trunk=trunk, head=FastHead(model.head, trunk, load(), weights))
-
-
-def captured_of(model: Model, *, columns: int = 64, record: Recorder | None = None) -> SimpleNamespace:
-    """trunk and head of the model on captured passes; graphs are taken for what `taped` makes, unless record says."""
-    trunk = CapturedTrunk(model.trunk, record=record or taped, columns=columns)
-    return SimpleNamespace(trunk=trunk, head=CapturedHead(model.head, trunk))
-
-
-class _Calls(TorchDispatchMode):
-    """Every operation that runs while open, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, out))
-        return out
-
-
-def taped(run: Callable[[], None], put_back: Callable[[], None]) -> Callable[[], None]:
-    """What a CUDA graph does, on any device: the same operations on the same memory, whatever Python says by then."""
-    tape = _Calls()
-    with torch.inference_mode(False), torch.no_grad(), tape:
-        run()
-    put_back()
-
-    def replay() -> None:
-        for func, args, kwargs, old in tape.calls:
-            new = func(*args, **kwargs)
-            for place, value in zip(tree_leaves(old), tree_leaves(new), strict=True):
-                if isinstance(place, Tensor) and place.data_ptr() != value.data_ptr():  # not a view, nor in place
-                    place.copy_(value)
-
-    return replay

@@ -1,6 +1,7 @@
 """Verdicts from hand-made costs and acceptances, and both measuring verbs on a fixture."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from tiny import FIXTURES
@@ -8,7 +9,7 @@ from typer.testing import CliRunner
 
 from nextn.benchmarking import cost
 from nextn.benchmarking.advice import forecast
-from nextn.cli import app
+from nextn.cli import app, bench
 from nextn.errors import NextnError
 from nextn.figures import plot
 from nextn.figures.acceptance import Acceptance
@@ -112,6 +113,22 @@ def test_advise_in_words(prompts):
     assert "break-even" in done.output
 
 
+def test_the_best_k_stands_beside_its_interval(monkeypatch, capsys):
+    """The table names K, what it is expected to give, and "off" where no gain is sure: not "best K 0" beside 1.72 x."""
+    few = forecast(drafted(0.6, offered=10), costs([1, 1.3], 0.2), temperature=1.0)
+    figures = SimpleNamespace(drafts=1, speedup=Spread(1.5, 1.4, 1.6, 3))
+    report = SimpleNamespace(figures=lambda *_: figures, plan=SimpleNamespace(drafts=(1,)), warnings=[])
+    monkeypatch.setenv("COLUMNS", "160")
+    bench._tell(SimpleNamespace(forecasts=[few], headlines=[few], report=report))
+    titles, row, verdict = capsys.readouterr().out.splitlines()
+    assert titles.split()[-7:] == ["best", "K", "speed-up", "95", "%", "MTP", "break-even"]
+    low, high = few.best.interval
+    assert low < 1 < few.best.speedup
+    assert row.split()[-5:-1] == ["1", f"{few.best.speedup:.2f}", f"{low:.2f}-{high:.2f}", "off"]
+    assert "leave it off here, as no gain is sure" in verdict
+    assert "which includes a loss" in verdict
+
+
 def test_bench_as_text_and_files(prompts, tmp_path):
     args = ["bench", FIXTURES / "qwen", "--prompts", prompts, "-k", "1,2", "--max-tokens", 16, "--repeats", 1]
     done = nextn(*args, "--out", tmp_path / "out")
@@ -149,7 +166,10 @@ def test_interrupted_leaves_nothing(prompts, tmp_path, monkeypatch, where):
         (["advise", FIXTURES / "qwen", "--batches", "two"], "--batches 'two'"),
         (["advise", FIXTURES / "qwen", "-k", "0"], "at least one of them above 0"),
         (["advise", FIXTURES / "qwen", "--prompts", "P", "--contexts", "9999"], "do not fit the model's"),
-        (["advise", FIXTURES / "qwen", "--prompts", "P", "--batches", "0"], "each must be at least 1"),
+        (
+            ["advise", FIXTURES / "qwen", "--prompts", "P", "--batches", "0"],
+            "--batches '0'; expected whole numbers from 1 on",
+        ),
     ],
     ids=str,
 )

@@ -1,16 +1,19 @@
 """`nextn audit`: exit codes, the table, JSON, hub ids, and how little of a large checkpoint it reads."""
 
 import json
+import time
 from functools import partial
 
 import pytest
-from artifacts import publish
+from artifacts import load_json, publish
 from big import big
 from hub import Hub, only_loopback, own_client  # noqa: F401
 from huggingface_hub import constants
 
 from nextn.checkpoints import tensor_file
-from nextn.cli.audit import shown
+from nextn.checkpoints.checkpoint import INDEX
+from nextn.checkpoints.tensor_file import write_json
+from nextn.cli.screen import shown
 
 
 @pytest.fixture
@@ -57,6 +60,20 @@ def test_json(nextn, lost):
     assert 0 < record["seconds"] < 60
 
 
+def test_twenty_thousand_absent_files(nextn, tmp_path):
+    """Time that grows with the square of an index, or a table of as many rows; in JSON, all of them."""
+    model = publish(tmp_path, "qwen3_5", shards=2)
+    index = load_json(model / INDEX)
+    index["weight_map"] |= {f"mtp.x{each}": f"absent-{each:06d}.safetensors" for each in range(20_000)}
+    write_json(model / INDEX, index)
+    started = time.process_time()
+    code, out, _ = nextn(model)
+    assert time.process_time() - started < 15
+    assert (code, out.count("absent-0")) == (1, 150)
+    assert "and 19,951 more; --json lists them all" in out
+    assert len(json.loads(nextn(model, "--json")[1])["findings"]) == 20_001
+
+
 def test_ignore(nextn, lost):
     """A rule that is left out must not decide; a misspelt one must not be passed over."""
     assert nextn(lost, "--ignore", "head-absent")[0] == 0
@@ -81,7 +98,7 @@ def test_family(nextn, tmp_path):
         ("model.safetensors", b"\xff" * 8 + b"{}", "not a sound safetensors file"),
         ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
         ("config.json", b"{", "not readable as JSON"),
-        ("config.json", b"{}", "no family has model_type None"),
+        ("config.json", b"{}", "model_type None has no MTP convention"),
         ("pytorch_model.bin", None, "no .safetensors file"),
     ],
 )

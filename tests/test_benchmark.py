@@ -9,8 +9,9 @@ from scipy.stats import binomtest
 from nextn.benchmarking import cost
 from nextn.benchmarking.benchmark import measured
 from nextn.benchmarking.cost import Machine
+from nextn.benchmarking.plan import Plan
 from nextn.benchmarking.report import DEFINITIONS, Report
-from nextn.benchmarking.runs import Plan, Run, runs
+from nextn.benchmarking.runs import Run, runs
 from nextn.benchmarking.workload import Prompt
 from nextn.decode import Round, RowRound, Settings, rounds
 from nextn.errors import ConfigError

@@ -154,7 +154,7 @@ def test_prompts_of_sure_texts_come_first(monkeypatch, count, chosen):
 def test_what_a_record_holds(monkeypatch):
     """Every reading has rounds at every K; near ties of the tokens that count; the second load is the coarse one."""
     loaded, load = [], Model.load
-    monkeypatch.setattr(Model, "load", lambda folder, *, dtype: loaded.append(dtype) or load(folder, dtype=dtype))
+    monkeypatch.setattr(Model, "load", lambda *at, dtype, **how: loaded.append(dtype) or load(*at, dtype=dtype, **how))
     monkeypatch.setattr(expected, "_gaps", lambda *_: [1.0, 1.0, 0.25, 0.26, *[0.0] * (DRAFTS + 1)])
     found = record(FIXTURES / "glm_one", refrain(2, 20, seed=5).tolist(), count=2, tokens=4)
     assert [each["close"] for each in found["prompts"]] == [[2], [2]]

@@ -142,6 +142,11 @@ def test_all_damaged_files_are_named(sharded):
         ("config.json", b"[]", "must be a JSON object"),
         ("config.json", b"\xff\xfe\xfd", "not readable as JSON"),
         ("config.json", b"[" * 100_000, "not readable as JSON"),
+        ("config.json", b'{"a": "\\ud800"}', "config.json: not readable as JSON: .*surrogates not allowed"),
+        ("config.json", b'{"a": "\xed\xa0\x80"}', "config.json: not readable as JSON: .*can't decode byte 0xed"),
+        ("config.json", b'{"a": ' + b"[" * 101 + b"]" * 101 + b"}", "more than 100 inside each other"),
+        ("config.json", b'{"a":[' + b"[]," * 300_000 + b"0]}", "600,002 JSON values, at most 500,000 are read"),
+        ("config.json", b'{"a": "' + b"x" * 2**24 + b'"}', "16,777,225 bytes, at most 16,777,216 are read"),
         (checkpoint.INDEX, b"{}", "weight_map is None"),
         (checkpoint.INDEX, b'{"weight_map": {"a": 1}}', "weight_map is {'a': 1}"),
     ],
@@ -183,7 +188,7 @@ def test_unreadable(sharded):
     """Catches a bare OSError where the system refuses to read."""
     opened = Checkpoint.open(sharded)
     (sharded / "model-1.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"model-1\.safetensors: cannot be read: No such file"):
+    with pytest.raises(CheckpointError, match=r"model-1\.safetensors: cannot be read: No such file.*another process"):
         opened.read_bytes("b")
 
 

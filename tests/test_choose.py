@@ -67,12 +67,12 @@ def test_a_model_goes_to_its_device(fixture_folder):
     """meta stands for a device that is not a CPU: it has no fast path, and that is said."""
     model = Model.load(fixture_folder / "glm", device="meta")
     assert {part.device.type for part in (*model.trunk.parameters(), *model.head.parameters())} == {"meta"}
-    assert "there is none on meta" in model.engine().reason
+    assert "runs on CPUs, the model is on meta" in model.engine().reason
 
 
 @pytest.mark.parametrize("device", ["nonsense", "cuda:97"])
 def test_a_device_that_is_not_there(fixture_folder, device):
-    with pytest.raises(ConfigError, match=f"{device}.*expected one of cpu"):
+    with pytest.raises(ConfigError, match=f"{device}.*expected one of auto"):
         Model.load(fixture_folder / "glm", device=device)
 
 
@@ -80,7 +80,7 @@ def test_a_model_that_moved_is_chosen_for_anew():
     """Copies of weights, or their addresses, that are no longer the model's."""
     model = build("glm4_moe")
     model.engine()
-    assert "there is none on meta" in model.to(torch.device("meta")).engine().reason
+    assert "runs on CPUs, the model is on meta" in model.to(torch.device("meta")).engine().reason
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from chats import chatty, said
+from safetensors.torch import load_file, save_file
 from tiny import build
 
 from nextn.corpus.bytelevel import byte_tokenizer
@@ -153,7 +154,7 @@ def test_options_that_do_not_go_together(options, words, given, tmp_path, nextn)
     [
         ("/nowhere", "/nowhere"),
         ("@text", "no .safetensors file"),
-        ("@unknown", "no family has model_type 'llama'; known model types: "),
+        ("@unknown", "model_type 'llama' has no MTP convention that nextn knows"),
         ("@headless", "`nextn train --freeze-trunk --init-head` trains one"),
         ("@wordless", "has no tokenizer beside it; give the folder of one with --tokenizer"),
     ],
@@ -272,3 +273,79 @@ def test_a_loss_that_is_no_number(given, tmp_path, nextn, monkeypatch):
     assert not (tmp_path / "model").exists()
     code, _, err = nextn(tmp_path, *how, "--resume", "--allow-worse")
     assert code == 0, err
+
+
+def test_a_head_that_is_not_sound_is_named_by_its_file(given, tmp_path, nextn, here):
+    """Not by the passing folder in which trunk and head are put together."""
+    file = tmp_path / "head" / "mine.safetensors"
+    assert here("extract", given / "model", file)[0] == 0
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("enorm.weight"))
+    save_file(tensors | {name: tensors[name] * float("nan")}, file)
+    err = wrong(["--freeze-trunk", "--from", "@model", "--head", str(file), *TEXT], given, tmp_path / "run", nextn)
+    assert f"{file}: the head is not whole" in err
+    assert ".start-" not in err
+
+
+@pytest.fixture
+def stopped(given, tmp_path, nextn, monkeypatch):
+    """A run that was started from another folder with relative paths, and failed after its second step."""
+    real = HeadTask.loss
+
+    def loss(task, example, lam, **over):
+        report = real(task, example, lam, **over)
+        return replace(report, total=report.total * float("nan")) if len(list(out.glob("step-*"))) == 2 else report
+
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadTask, "loss", loss)
+        patch.chdir(given)
+        how = ["--freeze-trunk", "--from", "model", "--data", "text", *SMALL, "--set", "save_every=1", "--allow-worse"]
+        assert nextn(out, *how)[0] == 1
+    return out
+
+
+def contents(folder):
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_resume_takes_everything_from_the_folder(stopped, given, nextn):
+    """No option is needed, what agrees may be given again, and a finished run is left as it is."""
+    assert nextn(stopped, "--resume", "--set", "lr=0.001", "--set", "lam=1.0", "--set", "accumulate=2")[0] == 0
+    steps = [json.loads(line).get("loss") and json.loads(line)["step"] for line in (stopped / "metrics.jsonl").open()]
+    assert [step for step in steps if step] == [1, 2, 3]
+    before = contents(stopped)
+    code, out, _ = nextn(stopped, "--resume")
+    assert code == 0
+    assert f"{stopped} is finished: {stopped / 'model'} is its result, and nothing was changed" in out
+    code, out, _ = nextn(stopped, "--resume", "--from", given / "model", "--json")
+    assert (code, json.loads(out)["model"]) == (0, str(stopped / "model"))
+    assert contents(stopped) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--set", "lr=0.5"], "--set lr: the run was started with 0.001, and 0.5 is given now"),
+        (["--set", "stepz=4"], "unknown setting 'stepz'"),
+        (["--from", "org/other"], '/model", and "org/other" is given now'),
+        (["--init-head"], "--init-head: the run was started with nothing, and true is given now"),
+        (["--data", "more"], '/text"], and ["more"] is given now'),
+        (["--recipe", "demo"], "--recipe: the run was started with nothing"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_options_that_disagree_with_the_run(options, said, stopped, nextn):
+    before = contents(stopped)
+    code, _, err = nextn(stopped, "--resume", *options)
+    assert code == 2
+    assert said in err
+    assert err.count("\n") == 1
+    assert contents(stopped) == before
+
+
+def test_a_damaged_record_of_options(stopped, nextn):
+    (stopped / "run.json").write_text("{")
+    code, _, err = nextn(stopped, "--resume")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "resume with the options that the run was started with" in err

@@ -85,8 +85,10 @@ def told(tmp_path, monkeypatch, here):
 
 def test_the_story(told, tmp_path):
     lines = told().splitlines()
-    assert "held-out prompt 1, continued, greedy (green: drafted and kept)" in lines[0]
-    assert lines[1:4] == ["# a prompt", "def add(a, b):", "    return a + b"]
+    assert "held-out prompt 1, continued, greedy (in brackets: drafted and kept)" in lines[0]
+    assert "\u27e6e\u27e7" in lines[2]
+    story = [line.replace("\u27e6", "").replace("\u27e7", "") for line in lines[1:4]]
+    assert story == ["# a prompt", "def add(a, b):", "    return a + b"]
     said = "\n".join(lines)
     assert "greedy         AL 2.00 at K = 2  a_1 1.00  a_2 0.00  (1 of 2 texts loop, left out)" in said
     assert "plain 10 tokens/s, MTP 20 tokens/s = 2.00 x  output identical" in said

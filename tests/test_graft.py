@@ -1,11 +1,14 @@
 """graft: a lost head comes back byte for byte, or the target stays as it was and the reason is said."""
 
 import os
+import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 from artifacts import LAYERS, LAYOUTS, load_json, publish, tensors
+from races import ROUNDS, race
 from test_quantisation import SECTIONS
 from test_remote import Hub
 
@@ -18,6 +21,7 @@ from nextn.checkpoints.quantisation import Quantisation
 from nextn.checkpoints.tensor_file import RawTensor, write_json
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import by_name, rows
+from nextn.moving import staging
 from nextn.moving.fit import absent
 from nextn.moving.staging import _differences, visible
 
@@ -373,10 +377,10 @@ def test_out(tmp_path):
 def test_out_of_a_cache(tmp_path, monkeypatch):
     """The hub's cache is links; a new folder must hold the files, also where hard links do not work."""
     base, target = publish(tmp_path / "base", "glm4_moe"), lost(tmp_path / "blobs", "glm4_moe", shards=2)
-    links = tmp_path / "snapshot"
-    links.mkdir()
+    links = tmp_path / "snapshots" / "0123abcd"
+    links.mkdir(parents=True)
     for path in target.iterdir():
-        (links / path.name).symlink_to(Path("..") / "blobs" / path.name)
+        (links / path.name).symlink_to(Path("..") / ".." / "blobs" / path.name)
     nextn.restore(links, base, out=tmp_path / "linked")
     monkeypatch.setattr(os, "link", refuse("no links here"))
     nextn.restore(links, base, out=tmp_path / "copied")
@@ -595,3 +599,99 @@ def test_a_list_is_told_by_its_changes():
     told = _differences({"quantization_config": before}, {"quantization_config": after})
     assert list(told) == ["quantization_config.ignore: - lm_head; + b, c, d and 1 more"]
     assert list(_differences({"bits": [1, 2]}, {"bits": [2, 1]})) == ["bits: [1, 2] -> [2, 1]"]
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_at_once(size, tmp_path):
+    """One of several processes restores; the others write nothing and say that another one is at work."""
+    base, whole = publish(tmp_path / "base", "glm4_moe", copies=False), {}
+    head = bytes_of(base, own_names("glm4_moe"))
+    for shards in (1, 3):
+        whole[shards] = lost(tmp_path / f"whole{shards}", "glm4_moe", shards=shards)
+    for number in range(ROUNDS):
+        lost_one = whole[(1, 3)[number % 2]]
+        target = tmp_path / "target"
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(lost_one, target)
+        ends = race([partial(nextn.restore, target, base)] * size, tmp_path / "answers")
+        assert ends.count("") == 1
+        assert all(re.search("nother process is|has a whole head already", end) for end in ends if end), ends
+        assert bytes_of(target) == bytes_of(lost_one) | head
+        assert not list(target.glob(".*"))
+
+
+def test_only_its_own_files_are_taken_back(tmp_path, monkeypatch):
+    """A file that another program wrote in the meantime stays, whichever step it makes fail."""
+    base, target = publish(tmp_path / "base", "glm4_moe"), lost(tmp_path / "target", "glm4_moe")
+    before, link = snapshot(target), os.link
+    others = [target / name for name in ("model-00001-of-00002.safetensors", "model-mtp.safetensors")]
+
+    def late(*args, **options):
+        for path in others:
+            path.write_text("another program's")
+        return refuse("File exists")() if options.pop("fail", False) else link(*args, **options)
+
+    monkeypatch.setattr(os, "link", partial(late, fail=True))
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        nextn.restore(target, base)
+    assert snapshot(target) == before | {path.name: b"another program's" for path in others}
+
+
+def test_target_that_changed_after_the_plan(tmp_path, monkeypatch):
+    """A base that changes while it is read, or a target that another program changes, is not mixed with the plan."""
+    for changed in ("base", "target"):
+        folders = tmp_path / changed
+        base, target = publish(folders / "base", "glm4_moe"), lost(folders / "target", "glm4_moe")
+        write = staging.write_safetensors
+
+        def late(*args, into=folders / changed, write=write, **options):
+            write(*args, **options)
+            for path in into.glob("*.safetensors"):
+                path.write_bytes(path.read_bytes())
+
+        monkeypatch.setattr(staging, "write_safetensors", late)
+        before = snapshot(target)
+        with pytest.raises(CheckpointError, match=f"files changed after they were read: {folders / changed}"):
+            nextn.restore(target, base)
+        assert snapshot(target) == before
+        monkeypatch.undo()
+
+
+def test_killed_for_good(tmp_path, monkeypatch):
+    """After a kill at any of the last moves, the next run removes what is left and puts the head back."""
+    base, whole = publish(tmp_path / "base", "glm4_moe", copies=False), lost(tmp_path / "whole", "glm4_moe", shards=3)
+    both = bytes_of(whole) | bytes_of(base, own_names("glm4_moe"))
+
+    def killed_at(step):
+        steps = failing_steps(pytest.MonkeyPatch(), Stop)
+        monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: os._exit(0))  # the first thing that tidying up does
+        monkeypatch.setattr(staging, "_undo", lambda *_: os._exit(0))
+        steps.start(step)
+        nextn.restore(target, base)
+
+    for step in range(1, 12):
+        target = tmp_path / f"target{step}"
+        shutil.copytree(whole, target)
+        race([partial(killed_at, step)], tmp_path / "answers")
+        assert (target / ".nextn-stage").exists()
+        assert bytes_of(target) in (bytes_of(whole), both)
+        nextn.restore(target, base, force=True)
+        assert bytes_of(target) == both
+        assert not list(target.glob(".*"))
+
+
+def test_no_room(tmp_path, monkeypatch):
+    """Refused before anything is written; weights that cannot be linked into a new folder count."""
+    base, target = publish(tmp_path / "base", "glm4_moe"), lost(tmp_path / "target", "glm4_moe")
+    size, before = nextn.restore(target, base, dry_run=True).num_bytes, snapshot(target)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=size - 7))
+    with pytest.raises(CheckpointError, match=f"{size:,} bytes .* {size - 7:,} left, 7 too few"):
+        nextn.restore(target, base)
+    monkeypatch.setattr(staging, "_can_link", lambda *_: False)
+    with pytest.raises(CheckpointError, match="too few") as found:
+        nextn.restore(target, base, out=tmp_path / "out")
+    copied = sum((target / name).stat().st_size for name in ("model.safetensors", "config.json"))
+    assert f"{size + copied:,} bytes" in str(found.value)
+    assert snapshot(target) == before
+    assert not (tmp_path / "out").exists()

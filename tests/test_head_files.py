@@ -2,19 +2,23 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from tiny import FIXTURES, build
 
 from nextn.audit import audit
 from nextn.checkpoints.checkpoint import Checkpoint, write_index
 from nextn.checkpoints.inventory import Inventory
 from nextn.checkpoints.provenance import Provenance, trunk_fingerprint
+from nextn.checkpoints.stages import owned
 from nextn.checkpoints.tensor_file import RawTensor, write_json, write_safetensors
-from nextn.errors import ConfigError
+from nextn.errors import CheckpointError, ConfigError
 from nextn.model import Model
 from nextn.moving.graft import restore
+from nextn.training import head_files
 from nextn.training.head_files import write_alone, write_beside_trunk
 
 
@@ -140,3 +144,26 @@ def test_a_trunk_packed_by_another_method_stays_as_it_is(tmp_path):
     write_beside_trunk(origin, changed(model.head), tmp_path / "out", dtype=torch.bfloat16, source="run")
     assert trunk_bytes(tmp_path / "out") == trunk_bytes(tmp_path / "trunk")
     assert "mtp" in json.dumps(Checkpoint.open(tmp_path / "out").config["quantization_config"])
+
+
+def test_a_failure_names_the_folder_and_leaves_the_old_one(tmp_path, monkeypatch):
+    """Not the place where the result is prepared; two processes cannot replace one result at once."""
+    model = build("glm4_moe", initializer_range=0.02)
+    model.save(tmp_path / "trunk")
+    origin = Inventory.of(Checkpoint.open(tmp_path / "trunk"))
+    out = tmp_path / "model"
+    write = partial(write_beside_trunk, origin, model.head, out, dtype=None, source="run")
+    write()
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    with owned(out), pytest.raises(CheckpointError, match=f"{out}: another process is changing"):
+        write()
+
+    def full(*_, **__):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(head_files, "save_file", full)
+    with pytest.raises(CheckpointError, match="No space left on device") as found:
+        write()
+    assert ".nextn" not in str(found.value)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert {path.name for path in tmp_path.iterdir()} == {"trunk", "model"}

@@ -101,7 +101,7 @@ def test_a_trunk_without_a_row(trunk, text, tmp_path):
     shutil.copytree(trunk, tmp_path / "strange")
     config = json.loads((tmp_path / "strange" / "config.json").read_text()) | {"model_type": "gpt_neox"}
     (tmp_path / "strange" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(FamilyError, match="no family has model_type 'gpt_neox'"):
+    with pytest.raises(FamilyError, match="model_type 'gpt_neox' has no MTP convention"):
         run(tmp_path / "run", Start(tmp_path / "strange", fresh=True), text)
 
 

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -10,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tiny import CONFIGS, FIXTURES, MOST, build, refrains
 
@@ -266,11 +268,11 @@ def test_kill_9_during_a_checkpoint_loses_only_the_steps_behind_the_last(corpus,
     process.start()
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        if (tmp_path / "step-0000003").exists() and any(tmp_path.glob(".step-*.tmp/optimizer.safetensors")):
+        if (tmp_path / "step-0000003").exists() and any(tmp_path.glob(".step-*/new/optimizer.safetensors")):
             break
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    assert any(tmp_path.glob(".step-*.tmp"))
+    assert any(tmp_path.glob(".step-*"))
     trainer = Trainer(of_fixture(corpus, config), out=tmp_path)
     assert trainer.resume()
     done = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"]
@@ -353,3 +355,60 @@ def test_no_head(corpus):
     model.head = None
     with pytest.raises(ConfigError, match="--init-head makes one"):
         HeadTask(model, corpus, CONFIG, origin=Inventory.of(Checkpoint.open(FIXTURES / "glm")))
+
+
+def test_a_full_disk_at_a_checkpoint(corpus, tmp_path, monkeypatch):
+    """One line that says what is whole, and how to go on; the run goes on from there to the same steps."""
+    config = replace(CONFIG, save_every=2)
+    told = losses(Trainer(of_fixture(corpus, config), out=tmp_path / "whole").run())
+    out, save = tmp_path / "run", run_folder.save_file
+
+    def full(tensors, path, **options):
+        if "step-0000004" in str(path):
+            path.write_bytes(b"half")
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        save(tensors, path, **options)
+
+    monkeypatch.setattr(run_folder, "save_file", full)
+    with pytest.raises(CheckpointError) as found:
+        list(Trainer(of_fixture(corpus, config), out=out).run())
+    assert str(found.value).startswith(f"{out / 'step-0000004'}: cannot be written: No space left on device")
+    assert f"{out / 'step-0000002'} is whole: with room for it, `nextn train {out} --resume`" in str(found.value)
+    assert "stage" not in str(found.value)
+    assert {path.name for path in out.iterdir()} == {"step-0000002", "metrics.jsonl"}
+    monkeypatch.undo()
+    trainer = Trainer(of_fixture(corpus, config), out=out)
+    assert trainer.resume()
+    assert losses(trainer.run()) == told[2:]
+
+
+def test_room_is_checked_first(corpus, tmp_path, monkeypatch):
+    """Checkpoints, the best head and the result; before any step, or before a checkpoint is begun."""
+    trainer = Trainer(of_fixture(corpus, replace(CONFIG, save_every=1)), out=tmp_path / "run")
+    trainer.save()
+    written = sum(path.stat().st_size for path in trainer.folder.checkpoints()[0].glob("*.safetensors"))
+    assert trainer.num_bytes_left() > 2 * written
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=trainer.num_bytes_left() - 9))
+    with pytest.raises(CheckpointError, match=r"run: no room: .*, 9 too few.*step-0000000 is whole"):
+        next(trainer.run())
+    trainer.step = 3
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1))
+    with pytest.raises(CheckpointError, match="step-0000003: no room"):
+        trainer.save()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-0000000"]
+
+
+def test_two_runs_in_one_folder(corpus, tmp_path):
+    """The second is refused while the first one runs, and may go on when it has ended."""
+    config = replace(CONFIG, save_every=1)
+    first = Trainer(of_fixture(corpus, config), out=tmp_path)
+    records = first.run()
+    next(records)
+    second = Trainer(of_fixture(corpus, config), out=tmp_path)
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: another process is changing"):
+        list(second.run())
+    list(records)
+    assert second.resume()
+    list(second.run())
+    assert not list(tmp_path.glob(".*"))

@@ -1,5 +1,6 @@
 """What the hooks note, what they refuse, and that they leave no trace."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from nextn.fast.hooks import RecordingCache, replaced
+from nextn.fast.hooks import RecordingCache, recordable
 from nextn.fast.tape import RecordingTape, Unrecordable
 from nextn.kinds import Kind
 
@@ -78,23 +79,31 @@ def test_the_length_of_the_cache_is_no_constant():
         cache_of(FULL).get_seq_length()
 
 
-def implementations(model) -> set[tuple[str, str]]:
-    configs = [part.config for part in [*model.trunk.modules(), *model.head.modules()] if hasattr(part, "config")]
+def implementations(*modules) -> set[tuple[str, str]]:
+    configs = [part.config for module in modules for part in module.modules() if hasattr(part, "config")]
     return {(config._attn_implementation, config._experts_implementation) for config in configs}
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_configs_are_put_back(fails):
+def test_what_is_recorded_shares_tensors_and_hooks_and_no_config():
     model = build("glm4_moe")
-    before = implementations(model)
-    try:
-        with replaced(model.trunk, model.head):
-            assert implementations(model) == {("nextn", "nextn")}
-            if fails:
-                raise Unrecordable("in the middle")
-    except Unrecordable:
-        assert fails
-    assert implementations(model) == before != {("nextn", "nextn")}
+    before = implementations(model.trunk, model.head)
+    model.trunk.final_norm.register_forward_hook(hook := lambda *_: None)
+    trunk = recordable(model.trunk)
+    head = recordable(model.head, [(model.trunk, trunk)])
+    assert implementations(trunk, head) == {("nextn", "nextn")}
+    assert implementations(model.trunk, model.head) == before != {("nextn", "nextn")}
+    assert head.trunk is trunk is not model.trunk
+    assert hook in trunk.final_norm._forward_hooks.values()
+    for copied, original in ((trunk, model.trunk), (head, model.head)):
+        for tensors in ("parameters", "buffers"):
+            pairs = zip(getattr(copied, tensors)(), getattr(original, tensors)(), strict=True)
+            assert all(one is other for one, other in pairs)
+
+
+def test_what_cannot_be_copied_is_not_recorded():
+    model = build("glm4_moe")
+    model.trunk.kept = threading.Lock()
+    assert "cannot be copied to be recorded" in model.engine().reason
 
 
 class Experts(nn.Module):

@@ -172,7 +172,10 @@ def test_the_command(given, tmp_path, here):
     assert "holds a run already; use --resume" in err
     code, out, err = here("train", tmp_path / "run", *files, *small, *refine, "--resume")
     assert code == 0, err
-    assert f"wrote {tmp_path}/run/model: acceptance length" in out.replace("\n", "")
+    assert f"{tmp_path}/run is finished: {tmp_path}/run/model is its result, and nothing was changed" in out
+    code, _, err = here("train", tmp_path / "run", "--resume", "--set", "refine.lr=0.9")
+    assert code == 2
+    assert "--set refine.lr: the run was started with" in err
     code, _, err = here("train", tmp_path / "other", *files, *small, "--set", "steps.x=1")
     assert code == 2
     assert "--set 'steps.x=1': steps is 3, no group of settings" in err

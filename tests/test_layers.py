@@ -17,11 +17,12 @@ PACKAGE = Path(nextn.__file__).parent
 # From the bottom to the top: a module or folder imports only what stands in an earlier row.
 LAYERS = [
     ["errors", "words"],
-    ["families", "corpus", "figures", "losses"],
+    ["settings"],
+    ["families", "corpus", "figures", "losses", "bounded_http", "redaction"],
     ["engines", "checkpoints"],
     ["moving"],
     ["audit"],
-    ["sampling", "rollback", "unroll", "shortlist", "policy"],
+    ["devices", "sampling", "rollback", "unroll", "shortlist", "policy", "detokenizer"],
     ["blocks"],
     ["kinds", "loading"],
     ["block_config"],
@@ -32,7 +33,7 @@ LAYERS = [
     ["drafting"],
     ["decode"],
     ["text"],
-    ["benchmarking"],
+    ["benchmarking", "environment"],
     ["measuring", "verify"],
     ["distributed"],
     ["training"],
@@ -43,14 +44,17 @@ LAYERS = [
 ]
 # fmt: off
 NO_TORCH = (
-    "errors", "families", "corpus.bytelevel", "corpus.text_files", "corpus.split", "corpus.data", "corpus.batches",
-    "corpus.prompts", "corpus.loops", "corpus.records", "corpus.corpus_files",
-    "figures.acceptance", "figures.estimate", "figures.speedup", "policy", "checkpoints.remote",
-    "checkpoints.tensor_file", "checkpoints.checkpoint", "checkpoints.storage", "checkpoints.quantformats",
+    "errors", "bounded_http", "redaction", "families",
+    "corpus.bytelevel", "corpus.text_files", "corpus.split", "corpus.data", "corpus.batches",
+    "corpus.prompts", "corpus.loops", "corpus.chat_template", "corpus.records", "corpus.corpus_files",
+    "figures.acceptance", "figures.estimate", "figures.speedup", "settings", "policy", "checkpoints.remote",
+    "checkpoints.json_text", "checkpoints.tensor_file", "checkpoints.checkpoint", "checkpoints.storage",
+    "checkpoints.quantformats",
     "checkpoints.quantisation", "checkpoints.inventory", "checkpoints.snapshot", "checkpoints.provenance", "audit",
-    "moving.graft", "moving.relayout", "engines", "benchmarking.workload", "verify",
-    "measuring.causes", "measuring.hypotheses",
+    "moving.graft", "moving.relayout", "engines", "benchmarking.plan", "benchmarking.workload", "verify",
+    "measuring.plan", "measuring.causes", "measuring.hypotheses",
     "canary.check", "canary.drive", "canary.kit", "canary.language", "canary.rules", "canary.shapes", "cli",
+    "environment",
 )
 # fmt: on
 

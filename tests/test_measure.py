@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -212,6 +213,8 @@ def test_hashes_are_of_the_weights(tmp_path, trained):
 
 def test_a_card(found):
     text = card(found["glm"], command="nextn measure glm -k 3")
+    assert re.search(r"\| 0\.\d{3} \(0\.\d\d-[01]\.\d\d\) \|", text)  # one unit: fractions
+    assert "percent" not in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert rows[0] == "| decoding | a_1 | a_2 | a_3 | AL@1 | AL@2 | AL@3 |"
     assert rows[2].startswith("| greedy | ")

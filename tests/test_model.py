@@ -11,15 +11,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from stored import contents, in_one_file, set_config, tensors_of
 from tiny import BUILDS, CONFIGS, MOST, build, decode, prompt
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from nextn.checkpoints import layout
 from nextn.checkpoints.checkpoint import Checkpoint
 from nextn.checkpoints.inventory import Inventory
 from nextn.corpus.bytelevel import byte_tokenizer
+from nextn.decode import Settings
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import by_name
 from nextn.filling import head_tensors
-from nextn.model import Model
+from nextn.model import Model, read_tokenizer
+from nextn.text import generate
 
 
 @pytest.fixture
@@ -519,8 +522,38 @@ def test_unknown_family(saved):
     folder, _ = saved
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
-    with pytest.raises(FamilyError, match=r"'llama'; known model types: .*glm4_moe"):
+    with pytest.raises(FamilyError, match=r"'llama' has no MTP convention .*glm4_moe"):
         Model.load(folder)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_trunk_without_a_family(kind, tmp_path):
+    """Plain decoding needs no family: its tokens are those of transformers' own greedy decoding."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    torch.manual_seed(0)
+    reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **heads, **tokens))
+    reference.save_pretrained(tmp_path)
+    model = Model.load(tmp_path, need_head=False)
+    assert model.head is None
+    prompt = [1, 2, 3]
+    (result,) = generate(model, [prompt], Settings(drafts=0, max_tokens=12), path="plain")
+    expected = reference.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, 3:]
+    assert list(result.tokens) == expected.tolist()
+    model.save(tmp_path / "saved")
+    assert Model.load(tmp_path / "saved", need_head=False).family.name == kind
+    with pytest.raises(FamilyError, match=r"generate -k 0.*none") as error:
+        Model.load(tmp_path)
+    assert len(str(error.value)) < 400
+
+
+def test_a_trunk_of_another_build(tmp_path):
+    """GPT-2 keeps its layers under another name: one message, no AttributeError."""
+    config = AutoConfig.for_model("gpt2", vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(FamilyError, match=r"GPT2LMHeadModel .* has no `layers`"):
+        Model.load(tmp_path, need_head=False)
 
 
 def test_tokenizer_of_another_model(tmp_path):
@@ -590,3 +623,55 @@ def test_the_shard_is_plain_safetensors(saved):
     _, shard = saved
     with safe_open(shard, framework="pt") as file:
         assert file.metadata()["format"] == "pt"
+
+
+STRANGE_TOKENIZERS = {
+    "load": ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "precompiled_charsmap"),
+    "encode": (
+        {
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "[X]", "type_id": 0}}],
+                "pair": [],
+                "special_tokens": {},
+            }
+        },
+        "no entry found",
+    ),
+    "many values": ({"x": [[]] * 5_000_000}, "at most 4,000,000 are read"),
+}
+
+
+@pytest.mark.parametrize(("change", "says"), STRANGE_TOKENIZERS.values(), ids=STRANGE_TOKENIZERS)
+def test_a_tokenizer_that_panics(change, says, tmp_path):
+    """A panic of tokenizers' Rust code is no Exception: it passes every handler and ends in a traceback."""
+    byte_tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ConfigError, match=f"no tokenizer that can be read: .*{says}"):
+        read_tokenizer(tmp_path)
+
+
+AUTO_MAP = {"AutoConfig": "configuration_x.XConfig", "AutoModelForCausalLM": "modeling_x.X"}
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"auto_map": AUTO_MAP, "text_config": {"model_type": "unknown"}}, "cannot load the trunk: TypeError"),
+        ({"auto_map": None}, "cannot load the trunk: TypeError"),
+        ({"auto_map": AUTO_MAP, "model_type": "unknown"}, "code that lies in a checkpoint is never run"),
+        ({"num_attention_heads": 0}, "cannot load the trunk: ZeroDivisionError"),
+        ({"rope_parameters": 3}, "cannot load the trunk"),
+    ],
+)
+def test_a_config_that_transformers_chokes_on(config, says, saved, monkeypatch):
+    """A traceback, or a question at the terminal whether to run the checkpoint's own code."""
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("asked"))
+    folder, _ = saved
+    path = folder / "config.json"
+    record = json.loads(path.read_text())
+    inner = {"text_config": record} if config.get("model_type") == "unknown" else {}
+    path.write_text(json.dumps(record | inner | config))
+    with pytest.raises(CheckpointError, match=says):
+        Model.load(folder)

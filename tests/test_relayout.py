@@ -1,11 +1,14 @@
 """relayout: a head moved there and back is the same bytes; layouts that compute otherwise are refused."""
 
 import os
+import re
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
 from artifacts import LAYERS, LAYOUTS, bf16, load_json, publish
+from races import ROUNDS, race
 from test_graft import bytes_of, lost, no_waiting_for_disks, own_names, snapshot, take, without
 from test_quantisation import GROUPS
 
@@ -291,3 +294,98 @@ def test_consolidated_copy_stays_aside(tmp_path):
     sound = publish(tmp_path / "sound", "glm4_moe")
     nextn.convert(source, tmp_path / "out", form="single-file")
     assert bytes_of(tmp_path / "out") == bytes_of(sound)
+
+
+@pytest.mark.parametrize("verb", ["convert", "extract"])
+def test_at_once(verb, tmp_path):
+    """Two processes with one target: one writes it, the other says so; both from different heads, none mixed."""
+    models = [publish(tmp_path / name, "glm4_moe", seed=seed) for name, seed in (("a", 1), ("b", 2))]
+    for number in range(ROUNDS):
+        out = tmp_path / f"out{number}" / "head.safetensors"
+        how = {"form": "side-file"} if verb == "convert" else {}
+        ends = race([partial(getattr(nextn, verb), model, out, **how) for model in models], tmp_path / "answers")
+        assert ends.count("") == 1
+        told = next(end for end in ends if end)
+        assert re.search("another process is changing|there already|not there yet|just now|after they were", told), told
+        nextn.convert(models[ends.index("")], tmp_path / f"alone{number}", form="side-file")
+        made = tensors(out if verb == "convert" else out.parent)
+        assert made.items() <= tensors(tmp_path / f"alone{number}").items()
+        assert not list(out.parent.glob(".*"))
+
+
+def linked(tmp_path):
+    """A stranger's folder with links to a private file and to private weights."""
+    private, source = publish(tmp_path / "private", "glm4_moe"), publish(tmp_path / "source", "glm4_moe")
+    (private / "id_rsa").write_text("secret")
+    (source / "notes.txt").symlink_to(private / "id_rsa")
+    (source / "extra").mkdir()
+    (source / "extra" / "more.safetensors").symlink_to(private / "model.safetensors")
+    return private, source
+
+
+@pytest.mark.parametrize("verb", ["convert", "extract", "restore", "base"])
+def test_links_out_of_the_folder(verb, tmp_path):
+    """Refused by name, with where they lead; what is followed on demand is there."""
+    private, source = linked(tmp_path)
+    target = publish(tmp_path / "target", "glm4_moe")
+    calls = {
+        "convert": partial(nextn.convert, source, tmp_path / "out", form="side-file"),
+        "extract": partial(nextn.extract, source, tmp_path / "out" / "head.safetensors"),
+        "restore": partial(nextn.restore, source, target, out=tmp_path / "out", force=True),
+        "base": partial(nextn.restore, target, source, out=tmp_path / "out", force=True),
+    }
+    with pytest.raises(CheckpointError, match=r"links lead out .*more\.safetensors, notes\.txt .*--follow-links") as no:
+        calls[verb]()
+    assert str(private) in str(no.value)
+    assert not (tmp_path / "out").exists()
+    calls[verb](follow_links=True)
+    if verb in ("convert", "restore"):
+        assert (tmp_path / "out" / "notes.txt").read_text() == "secret"
+
+
+def test_links_inside_and_a_linked_folder(tmp_path):
+    """A link to another file of the folder is one of its files; so is all, where the folder itself is a link."""
+    source = publish(tmp_path / "source", "glm4_moe")
+    (source / "b.json").write_text("{}")
+    (source / "a.json").symlink_to("b.json")
+    (tmp_path / "link").symlink_to(source)
+    nextn.convert(tmp_path / "link", tmp_path / "out", form="side-file")
+    assert (tmp_path / "out" / "a.json").read_text() == "{}"
+    file = tmp_path / "head.safetensors"
+    file.symlink_to(source / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    nextn.extract(file, tmp_path / "own" / "head.safetensors")  # named itself
+    (tmp_path / "snapshots" / "0a1b").mkdir(parents=True)
+    (tmp_path / "blobs").symlink_to(source)  # no folder of a cache's own
+    for path in source.iterdir():
+        (tmp_path / "snapshots" / "0a1b" / path.name).symlink_to(f"../../blobs/{path.name}")
+    with pytest.raises(CheckpointError, match="links lead out"):
+        nextn.convert(tmp_path / "snapshots" / "0a1b", tmp_path / "out2", form="side-file")
+
+
+def test_special_files(tmp_path):
+    """A pipe is never read: refused by name where its name is one that is read, else left out by name."""
+    source = publish(tmp_path / "source", "glm4_moe")
+    os.mkfifo(source / "pipe")
+    (source / "broken").symlink_to("nowhere")
+    plan = nextn.convert(source, tmp_path / "out", form="side-file")
+    assert plan.notes == ("left out, as neither files nor folders of their own: broken, pipe",)
+    assert not {"pipe", "broken"} & {path.name for path in (tmp_path / "out").iterdir()}
+    (tmp_path / "here").mkdir()
+    os.mkfifo(tmp_path / "here" / "config.json")
+    with pytest.raises(CheckpointError, match="belongs to another model"):
+        nextn.extract(source, tmp_path / "here" / "head.safetensors")
+    os.mkfifo(source / "tokenizer.json")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: a pipe, socket or device"):
+        nextn.convert(source, tmp_path / "out2", form="side-file")
+
+
+def test_a_tensor_with_the_name_of_a_layer(tmp_path):
+    """Catches a traceback, where the head's layer is a tensor itself and not a path to some."""
+
+    def change(table):
+        table[f"model.layers.{LAYERS}"] = RawTensor("U8", (1,), b"1")
+
+    source = publish(tmp_path / "source", "glm4_moe", change=change)
+    nextn.extract(source, tmp_path / "head.safetensors")
+    assert "model.layers.2" in Checkpoint.open(tmp_path / "head.safetensors").tensors

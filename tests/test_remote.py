@@ -1,13 +1,16 @@
 """remote: a hub on the loopback that keeps ranges, and one that breaks every promise it can."""
 
 import socket
+import time
 
 import pytest
 from hub import SHA, Hub, only_loopback, own_client  # noqa: F401
 from huggingface_hub import constants
+from raw_server import DRIPS, drip, serving
 
 from nextn.checkpoints import checkpoint, remote, tensor_file
 from nextn.checkpoints.checkpoint import Checkpoint, write_index
+from nextn.checkpoints.remote import HubReader
 from nextn.checkpoints.tensor_file import RawTensor, write_json, write_safetensors
 from nextn.errors import CheckpointError
 
@@ -260,3 +263,43 @@ def test_impossible_ids(name):
     """Catches a request for an id that the hub's library would refuse with its own exception."""
     with pytest.raises(CheckpointError, match=r"neither"):
         Checkpoint.open(name, endpoint="http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize("part", [name for name in DRIPS if name not in ("error body", "redirect")])
+def test_hub_that_drips(part, monkeypatch):
+    """Found within TRIES times the time of an answer without a body."""
+    monkeypatch.setattr(remote, "TIMEOUT", 0.3)
+    monkeypatch.setattr(remote, "TRIES", 2)
+    with serving(lambda connection, _: drip(connection, *DRIPS[part])) as url:
+        started = time.monotonic()
+        with pytest.raises(CheckpointError, match=r"ReadTimeout.*2 of 2 tries"):
+            HubReader({}).fetch(f"{url}/file", 0, 100_000)
+        assert time.monotonic() - started < 2 * 0.3 + 3
+
+
+def test_hub_may_take_as_long_as_its_bytes(monkeypatch):
+    """A slow line is no fault: what comes faster than RATE may take longer than TIMEOUT."""
+    monkeypatch.setattr(remote, "TIMEOUT", 0.4)
+    monkeypatch.setattr(remote, "TRIES", 1)
+    monkeypatch.setattr(remote, "RATE", 1000)
+
+    def slowly(connection, _):
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1600\r\n\r\n")
+        for _ in range(8):
+            time.sleep(0.1)
+            connection.sendall(b"x" * 200)
+
+    with serving(slowly) as url:
+        assert HubReader({}).fetch(f"{url}/file", 0, 1600) == (b"x" * 1600, 1600)
+
+
+def test_hub_that_repeats_the_token(hub):
+    """In its listing, in a file, in an error's words."""
+    hub.files |= {"config.json": b'{"model_type": "hf_secret-token"}', "hf_secret-token.safetensors": b""}
+    with pytest.raises(CheckpointError, match=r"/(%2A){15}.safetensors: HTTP 404"):
+        hub.open(token="hf_secret-token")
+    del hub.files["hf_secret-token.safetensors"]
+    assert hub.open(token="hf_secret-token").config == {"model_type": "*" * 15}
+    hub.faults["config.json"] = [(418, {"X-Error-Message": "no, hf_secret%2Dtoken"})]
+    with pytest.raises(CheckpointError, match=r"HTTP 418: no, \*\*\*"):
+        hub.open(token="hf_secret-token")

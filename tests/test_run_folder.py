@@ -2,13 +2,14 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from nextn.errors import CheckpointError, ConfigError
 from nextn.training.metrics import StepRecord
-from nextn.training.run_folder import RunFolder, read_moments, read_state, write_moments, write_state
+from nextn.training.run_folder import Log, RunFolder, read_moments, read_state, write_moments, write_state
 from nextn.training.train_config import TrainConfig
 
 CONFIG = TrainConfig(steps=9, length=8, depths=1)
@@ -115,3 +116,13 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
         RunFolder(tmp_path / "file" / "run")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_log_on_a_full_disk(tmp_path):
+    """One error, also when the log is closed behind it."""
+    with Log(tmp_path / "metrics.jsonl", 0) as log:
+        log.file.close()
+        log.file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115  # closed with the log
+        with pytest.raises(CheckpointError, match=r"metrics\.jsonl: cannot be written: No space left"):
+            log.write(record(1))

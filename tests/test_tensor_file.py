@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from nextn.checkpoints import tensor_file
 from nextn.checkpoints.checkpoint import Checkpoint
-from nextn.checkpoints.tensor_file import RawTensor, atomic, read_header, write_json, write_safetensors
+from nextn.checkpoints.tensor_file import HeaderBudget, RawTensor, atomic, read_header, write_json, write_safetensors
 from nextn.errors import CheckpointError
 
 METADATA = {"format": "pt"}
@@ -95,7 +95,9 @@ ATTACKS = {
     "not an object": (file_bytes([1]), "must start with"),
     "cut json": (file_bytes(b'{"a":'), "Expecting value"),
     "two documents": (file_bytes(b"{}{}"), "Extra data"),
-    "deep nesting": (file_bytes(b'{"a":' + b"[" * 200_000), "recursion"),
+    "deep nesting": (file_bytes(b'{"a":' + b"[" * 50_000), "recursion"),
+    "ten million lists": (file_bytes(b'{"a":[' + b"[]," * 10_000_000), "20,000,002 JSON values, at most 100,000"),
+    "600,000 tensors": (file_bytes(b"{" + b'"":{},' * 600_000), "600,000 tensors, at most 500,000 are read"),
     "number of 5000 digits": (file_bytes(b'{"a":' + b"9" * 5000 + b"}"), "digits"),
     "NaN": (file_bytes(b'{"a":NaN}'), "NaN is not JSON"),
     "tensor twice": (file_bytes(b'{"a":{},"b":{},"a":{}}'), "'a' appears 2 times"),
@@ -142,6 +144,18 @@ def test_header_attack(content, says, tmp_path):
     assert str(path) in str(caught.value)
     assert len(str(caught.value)) < 600
     str(caught.value).encode()
+
+
+def test_headers_share_a_budget(tmp_path):
+    """Many files that each keep the limit take the memory of all of them."""
+    budget = HeaderBudget(num_tensors=3)
+    for name in ("one", "two"):
+        write_safetensors(tmp_path / f"{name}.safetensors", {"a": u8(1), "b": u8(2)})
+    read_header(tmp_path / "one.safetensors", budget)
+    with pytest.raises(CheckpointError, match=r"two.safetensors.* hold 4 tensors, at most 3 are read"):
+        read_header(tmp_path / "two.safetensors", budget)
+    with pytest.raises(CheckpointError, match=r"bytes, at most 10 are read"):
+        read_header(tmp_path / "two.safetensors", HeaderBudget(num_bytes=10))
 
 
 def test_truncated_anywhere(theirs):

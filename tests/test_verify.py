@@ -100,7 +100,7 @@ BROKEN = [
     ("off", True, "mtp-on", "nothing was drafted in this run"),
     ("http-500", True, "greedy", "the engine failed: "),
     ("hang", True, "greedy", "no whole answer within 0.5 s"),
-    ("huge", True, "greedy", "longer than 1,000,000 bytes"),
+    ("huge", True, "greedy", "the answer is longer than"),
     ("drop", True, "greedy", "the engine broke off its answer"),
 ]
 # fmt: on
@@ -124,7 +124,7 @@ def test_a_stream_that_differs_once(run):
     ("value", "words"),
     [
         ({"name": "a", "age": 1, "colour": "red", "member": True}, ""),
-        ({"name": "a", "age": True, "colour": "red", "member": True}, "'True' is no integer"),
+        ({"name": "a", "age": True, "colour": "red", "member": True}, "True is no integer"),
         ({"name": "a", "age": 1, "colour": "grey", "member": True}, "is not one of"),
         ({"name": "a" * 21, "age": 1, "colour": "red", "member": True}, "is too long"),
         ({"name": "a", "age": 1, "colour": "red"}, "has the keys ['age', 'colour', 'name']"),

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from engines.protocol import Answer
 
-from nextn.benchmarking.cost import rotated
+from nextn.benchmarking.plan import rotated
 from nextn.corpus.loops import TELLING, degeneracy
 from nextn.figures.speedup import Spread
 

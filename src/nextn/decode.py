@@ -6,46 +6,23 @@ Token ids inside: no tokenizer, chat template or stop string is known here. Ever
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nextn.drafting import Contract, Drafted, Drafter
-from nextn.errors import ConfigError, need_whole
+from nextn.drafting import Drafted, Drafter
+from nextn.errors import ConfigError
 from nextn.fast.choose import AnyHead, AnyTrunk
+from nextn.fast.locks import LOCK
 from nextn.fast.rounds import FastRounds
 from nextn.policy import NONE, PROBE, DraftLength, Fixed
 from nextn.rollback import Cache
-from nextn.sampling import Judged, Prediction, Sampling, Uniforms, accept_greedy, ragged
+from nextn.sampling import Judged, Prediction, Uniforms, accept_greedy, ragged
+from nextn.settings import Contract as Contract
+from nextn.settings import Settings as Settings
 
 _AHEAD = 0.04  # seconds that rounds may be run ahead of who reads them
-
-
-@dataclass(frozen=True)
-class Settings:
-    """drafts: K, 0 = plain decoding. p_min: a round drafts on only while the head is that sure. sampled_drafts: draw
-    drafts from q, else take its argmax. block: judge the drafts of a round together, which keeps more of them.
-
-    max_tokens: new tokens per row. eos: token ids that end a row; None: the checkpoint's in `generate` and `stream`,
-    none in `rounds`. chunk: columns per prefill pass. Raises ConfigError on values out of range.
-    """
-
-    drafts: int = 4
-    p_min: float = 0.0
-    sampling: Sampling = field(default_factory=Sampling)
-    sampled_drafts: bool = True
-    block: bool = True
-    max_tokens: int = 256
-    eos: tuple[int, ...] | None = None
-    seed: int = 0
-    chunk: int = 512
-    contract: Contract = field(default_factory=Contract)
-
-    def __post_init__(self) -> None:
-        need_whole(self, drafts=0, max_tokens=1, chunk=1)
-        if self.contract.offset not in (0, -1):
-            raise ConfigError(f"contract.offset = {self.contract.offset}; expected 0 or -1")
 
 
 @dataclass(frozen=True)
@@ -112,8 +89,12 @@ def rounds(
     _check(trunk, head, prompts, settings)
     length = length or Fixed(settings.drafts, settings.p_min)
     numbers = range(len(prompts)) if numbers is None else numbers
-    batch = _Batch(trunk, head, prompts, settings, length, stop=stop, observer=observer, numbers=numbers)
-    # Not across a yield: the mode is the thread's, and several decodes may take turns in it.
+    with LOCK:
+        # A thread's first use of torch takes the number of threads set then, and a native round elsewhere sets one.
+        torch.get_num_threads()
+    with trunk.alone():
+        batch = _Batch(trunk, head, prompts, settings, length, stop=stop, observer=observer, numbers=numbers)
+    # Not across a yield: the mode is the thread's, and several decodes may take turns in it and in the runtime.
     with torch.inference_mode(), trunk.alone():
         prepare(trunk, head, len(prompts), settings.drafts, fixed=isinstance(length, Fixed) and not length.p_min)
         first = batch.prefill()

@@ -16,21 +16,7 @@ from nextn.head import Step
 from nextn.policy import Chain, RoundPlan
 from nextn.rollback import Cache
 from nextn.sampling import Prediction, Sampling, Uniforms, draw, ragged
-
-
-@dataclass(frozen=True)
-class Contract:
-    """What an engine must get right besides the family's facts. The defaults are right; each change plants one fault.
-
-    prefill: the head's cache is filled over the whole prompt. rerun: kept columns run again with the trunk's true
-    hidden states. offset: the pair at column i is (t_{i+1}, h_{i+offset}); 0 or -1. +1 can be scored, see `columns`,
-    and not drafted with: that state is not known then.
-    """
-
-    prefill: bool = True
-    rerun: bool = True
-    offset: int = 0
-
+from nextn.settings import Contract as Contract
 
 # (phase, module, of each row the tokens that a pass eats, its cache, which states) before each pass, see decode.Event
 Watch = Callable[[str, int | None, Sequence[Sequence[int]], Cache, str], None]
@@ -78,7 +64,7 @@ class Drafter:
     @property
     def chain(self) -> FastChain | None:
         """The native chain, for whoever runs whole rounds with it: not where a fault is planted between them."""
-        return self._chain if isinstance(self._chain, FastChain) and self.contract == Contract() else None
+        return self._chain if self.contract == Contract() else None
 
     def draft(
         self,
@@ -96,7 +82,7 @@ class Drafter:
         self.bases = list(self.caches[0].lengths)
         numbers = None if uniforms is None else [row.take(limit) for row, limit in zip(uniforms, limits, strict=True)]
         widths = list(map(len, self.pending))
-        if self._chain is None or not self._chain.follows(plan, max(widths)):
+        if self._chain is None:
             return self._looped(plan, limits, tokens, numbers, seen)
         eaten = [row[end - width + 1 :] for row, end, width in zip(tokens, self.ends, widths, strict=True)]
         drafts, confidences, ran = self._chain.run(eaten, self.pending, plan, limits=limits, uniforms=numbers)

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from nextn.blocks.idle import with_idle
-from nextn.errors import CheckpointError
+from nextn.errors import CheckpointError, NextnError
 
 
 class Readable(Protocol):
@@ -49,8 +49,10 @@ def loaded(folder: Path, state: Mapping[str, Readable] | None, dtype: torch.dtyp
     with _quiet():
         try:
             model, info = load(folder, dtype)
-        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-            raise CheckpointError(f"{folder}: transformers cannot load the trunk: {error}") from error
+        except NextnError:
+            raise
+        except Exception as error:  # a stranger's config goes as it is into hundreds of classes
+            raise CheckpointError(f"{folder}: transformers cannot load the trunk: {_reason(error)}") from error
     bad = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
     if bad:
         raise CheckpointError(
@@ -60,14 +62,14 @@ def loaded(folder: Path, state: Mapping[str, Readable] | None, dtype: torch.dtyp
 
 
 def _from_files(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, dict[str, list[str]]]:
-    loader = _loader(AutoConfig.from_pretrained(folder))
-    return loader.from_pretrained(folder, dtype=dtype or "auto", output_loading_info=True)
+    loader = _loader(_config(folder))
+    return loader.from_pretrained(folder, dtype=dtype or "auto", output_loading_info=True, trust_remote_code=False)
 
 
 def _from_state(
     folder: Path, dtype: torch.dtype | None, *, state: Mapping[str, Readable]
 ) -> tuple[PreTrainedModel, dict[str, list[str]]]:
-    config = AutoConfig.from_pretrained(folder)
+    config = _config(folder)
     loader = _loader(config)._model_mapping[type(config)]
     if loader.config_class is not type(config):  # a vision-language type whose text model has a class
         config = config.get_text_config()
@@ -84,6 +86,18 @@ def _from_state(
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model, info
+
+
+def _config(folder: Path) -> PreTrainedConfig:
+    # Left out, trust_remote_code asks at the terminal whether to run the checkpoint's own code.
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+def _reason(error: Exception) -> str:
+    said = " ".join(str(error).split())
+    if "trust_remote_code" in said:
+        return "it has no model of this type, and code that lies in a checkpoint is never run"
+    return said if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {said}"
 
 
 def _loader(config: PreTrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:

@@ -9,18 +9,23 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from nextn.checkpoints.checkpoint import Checkpoint, write_index
+from nextn.checkpoints.checkpoint import OTHER_LIMITS, Checkpoint, write_index
 from nextn.checkpoints.fp8 import pack, section
 from nextn.checkpoints.inventory import Inventory
 from nextn.checkpoints.snapshot import folder_of, on_disk
-from nextn.checkpoints.tensor_file import atomic_folder, read_header, write_json, write_safetensors
+from nextn.checkpoints.stages import atomic_folder
+from nextn.checkpoints.tensor_file import read_header, write_json, write_safetensors
 from nextn.checkpoints.weights import Weights
+from nextn.devices import resolve_device
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.families import Family, by_config
+from nextn.families import Family, by_config, find, headless
 from nextn.fast.choose import Engine, engine
+from nextn.fast.locks import LOCK
 from nextn.filling import cast, empty_head, fill, head_tensors, trunk_state
 from nextn.head import Head
 from nextn.trunk import Trunk
+
+_TRIAL = "A text, 1 \u00e9"
 
 
 @dataclass
@@ -45,7 +50,10 @@ class Model:
         state.append(None if self.head is None else (self.head.shortlist, self.head.exact))
         known = self._engines.get(path)
         if known is None or known[0] != state:
-            known = self._engines[path] = (state, engine(self.trunk, self.head, path=path))
+            with LOCK:  # another thread may have made it meanwhile
+                known = self._engines.get(path)
+                if known is None or known[0] != state:
+                    known = self._engines[path] = (state, engine(self.trunk, self.head, path=path))
         return known[1]
 
     @classmethod
@@ -80,13 +88,13 @@ class Model:
         """A checkpoint folder, a .safetensors file with its config.json beside it, or a hub id.
 
         revision, cache_dir and offline are for hub ids; only the files that are needed are fetched. dtype None = as
-        stored; fp8 is multiplied by its scales. device: such as `cuda`, where trunk and head are put. need_head=False
+        stored; fp8 is multiplied by its scales. device: of trunk and head, see `resolve_device`. need_head=False
         takes a checkpoint without a head; skip_head loads the trunk alone, whatever there is of a head. Raises
         CheckpointError that lists every head tensor that is missing, unexpected, mis-shaped, stored twice, not to be
         read as numbers or non-finite; FamilyError for a model type without a row; ConfigError for a device that is not
         there.
         """
-        place = _device(device)
+        place = resolve_device(device)
         checkpoint = Checkpoint.open(source, revision=revision, cache_dir=cache_dir, offline=offline)
         inventory = _inventory(checkpoint, need_head=need_head and not skip_head)
         with_head, family = not skip_head and bool(inventory.promised and inventory.stored), inventory.family
@@ -178,7 +186,7 @@ def live_trunk(model: PreTrainedModel, *, made: type[Trunk] = Trunk) -> tuple[Fa
 
 
 def _inventory(checkpoint: Checkpoint, *, need_head: bool) -> Inventory:
-    inventory = Inventory.of(checkpoint, family=_runnable(checkpoint))
+    inventory = Inventory.of(checkpoint, family=_runnable(checkpoint, need_head=need_head))
     if need_head and not (inventory.promised and inventory.stored):
         raise CheckpointError(_absent(inventory))
     return inventory
@@ -222,24 +230,15 @@ def _check_finite(path: str, state: Mapping[str, Tensor]) -> None:
         raise CheckpointError(f"{path}: {len(bad)} trunk tensors hold NaN or Inf: {', '.join(bad[:8])}")
 
 
-def _device(name: str | torch.device) -> torch.device:
-    """Raises ConfigError for a device that is not there."""
-    known = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device = {name!r}; expected one of {', '.join(known)}") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device = {str(device)!r} is not there for torch; expected one of {', '.join(known)}")
-    return device
-
-
-def _runnable(checkpoint: Checkpoint) -> Family:
+def _runnable(checkpoint: Checkpoint, *, need_head: bool) -> Family:
     if not checkpoint.config:
         raise CheckpointError(
             f"{checkpoint.path}: config.json is absent or empty. Put the model's own beside the weights."
         )
-    return _computed(by_config(checkpoint.config))
+    family = find(checkpoint.config)
+    if family is None and not need_head:
+        return headless(checkpoint.config)
+    return _computed(family or by_config(checkpoint.config))
 
 
 def _computed(family: Family) -> Family:
@@ -301,15 +300,22 @@ def _index(folder: Path) -> None:
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder. Raises ConfigError where there is none that can be read."""
+    """The tokenizer in a folder, tried on a short text. Raises ConfigError where there is none that can be used."""
     try:
-        return AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # tokenizers raises nothing narrower
+        for path in sorted(folder.glob("*token*.json")):
+            OTHER_LIMITS.check_file(path)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer.decode(tokenizer(_TRIAL)["input_ids"])
+    except BaseException as error:
+        # tokenizers raises nothing narrower than Exception, and a panic of its Rust code is not even that.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError(
             f"{folder}: no tokenizer that can be read: {reason}; give a folder with tokenizer.json and "
             "tokenizer_config.json"
         ) from error
+    return tokenizer
 
 
 def _tokenizer(folder: Path, trunk: Trunk) -> PreTrainedTokenizerBase | None:

@@ -14,39 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextn.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a law is made from logits. The defaults are greedy decoding; raises ConfigError on a value out of range."""
-
-    temperature: float = 0.0  # 0: greedy
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-
-    def __post_init__(self) -> None:
-        rules = {
-            # below 1e-4, logits / temperature can overflow float32
-            "temperature": (self.temperature == 0 or 1e-4 <= self.temperature < inf, "0 (greedy) or at least 1e-4"),
-            "top_k": (isinstance(self.top_k, int) and self.top_k >= 0, "0 (off) or a positive whole number"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
-            "min_p": (0 <= self.min_p <= 1, "from 0 (off) to 1"),
-            "repetition_penalty": (0 < self.repetition_penalty < inf, "above 0 and finite (1 is off)"),
-        }
-        wrong = [f"{name}={getattr(self, name)} must be {valid}" for name, (ok, valid) in rules.items() if not ok]
-        if wrong:
-            raise ConfigError("; ".join(wrong))
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
-    def needs_seen(self) -> bool:
-        return self.repetition_penalty != 1
+from nextn.settings import Sampling as Sampling
 
 
 class Prediction:
@@ -67,9 +35,9 @@ class Prediction:
 
 
 class Told(Prediction):
-    """A prediction whose best, and maybe confidence, were computed with the logits."""
+    """A prediction whose best and confidence were computed with the logits."""
 
-    def __init__(self, logits: Tensor, best: Tensor, confidence: Tensor | None = None) -> None:
+    def __init__(self, logits: Tensor, best: Tensor, confidence: Tensor) -> None:
         super().__init__(logits)
         self._best, self._confidence = best, confidence
 
@@ -79,9 +47,7 @@ class Told(Prediction):
 
     @cached_property
     def confidence(self) -> Any:
-        return (
-            self.logits.float().softmax(-1).amax(-1).tolist() if self._confidence is None else self._confidence.tolist()
-        )
+        return self._confidence.tolist()
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +89,7 @@ def _penalised(scores: Tensor, penalty: float) -> Tensor:
 
 def _nucleus(probs: Tensor, top_p: float) -> Tensor:
     """The law on the tokens whose betters weigh less than top_p together (Holtzman et al. 2020, section 3.1)."""
-    if probs.is_cuda:  # sorts them all sooner than it tells the host how many need it, and a graph cannot tell
+    if probs.is_cuda:  # sorting them all takes less than telling the host how many need it
         return _cut(probs, torch.arange(probs.shape[-1], device=probs.device).expand_as(probs), top_p)
     # Tokens of at most (1 - top_p) / V are out, even all of them together; half of that leaves room for rounding.
     # They are not sorted, because sorting takes 10 ms a row at V = 150k.

@@ -1,11 +1,14 @@
 """Text in, text out: folds of `decode.rounds` that know the tokenizer, stop strings and chat templates."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
+from nextn.corpus.chat_template import apply_chat_template
 from nextn.decode import Observer, Round, RowRound, Settings, rounds
+from nextn.detokenizer import Detokenizer
 from nextn.errors import ConfigError
 from nextn.figures.acceptance import Acceptance
 from nextn.model import Model
@@ -53,16 +56,17 @@ def encode(model: Model, prompt: str | Sequence[int], *, chat: bool = False) -> 
     if not isinstance(prompt, str):
         return list(prompt)
     tokenizer = _tokenizer(model)
+    if (surrogate := re.search("[\ud800-\udfff]", prompt)) is not None:
+        raise ConfigError(
+            f"the prompt is not valid Unicode: character {surrogate.start()} is the lone surrogate {surrogate[0]!r}, "
+            "which stands for a byte that is not UTF-8; pass text in UTF-8"
+        )
     if not chat:
         return list(tokenizer(prompt)["input_ids"])
     if not tokenizer.chat_template:
         raise ConfigError("the tokenizer has no chat template; pass plain text, or use a checkpoint with a template")
-    messages = [{"role": "user", "content": prompt}]
-    return list(
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)[
-            "input_ids"
-        ]
-    )
+    ids, _ = apply_chat_template(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
+    return ids
 
 
 def eos_tokens(model: Model) -> tuple[int, ...]:
@@ -157,52 +161,65 @@ def generate(
 
 
 class _Text:
-    """Incremental detokenisation of one row: text is certain once no more token can change it."""
+    """The text of one row as it grows: what is certain can be shown, and stop strings end it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str]) -> None:
-        self.tokenizer, self.stops = tokenizer, tuple(stop)
-        self.tokens: list[int] = []
-        self.said = 0
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._stops = tuple(stop)
+        self._num_tokens = 0
+        self._is_over = False
+        # Certain text that was not returned, because a stop string may begin in it; so none begins before it.
+        self._held = ""
 
     def push(self, tokens: Sequence[int], eos: Sequence[int], *, last: bool) -> str:
-        if self.tokenizer is None:
+        """Append the tokens of a round and return the text that can be shown; with `last`, all of the rest."""
+        if self._detokenizer is None or self._is_over:
             return ""
-        self.tokens += [token for token in tokens if token not in eos]
-        text = self._decode(self.tokens)
-        ends = [text.find(stop) for stop in self.stops if stop in text]
-        if ends:
-            text = text[: min(ends)]
-        elif not last:
-            text = text[: len(text) - self._unsure(text)]
-        news, self.said = text[self.said :], max(self.said, len(text))
-        return news
+        self._num_tokens += len(tokens)
+        text = self._held + self._detokenizer.push([token for token in tokens if token not in eos])
+        if last:
+            text += self._detokenizer.pending
+        ends = [text.find(stop) for stop in self._stops if stop in text]
+        self._is_over = last or bool(ends)
+        shown = min(ends) if ends else len(text) if last else len(text) - self._unsure(text)
+        self._held = text[shown:]
+        return text[:shown]
 
-    def stop_after(self, new: Sequence[int]) -> int | None:
-        """How many of the new tokens it takes to complete the first stop string; None without one."""
-        text = self._decode(new)
-        if not any(stop in text for stop in self.stops):
+    def stop_after(self, tokens: Sequence[int]) -> int | None:
+        """Find the first stop string.
+
+        Args:
+            tokens: All new tokens of the row; those beyond the ones that were pushed are of this round.
+
+        Returns:
+            How many of the tokens it takes to complete the stop string; None without one.
+        """
+        fresh = tokens[self._num_tokens :]
+        if not self._stops_in(fresh):
             return None
-        # Decoding grows with the tokens, so the first count that holds a stop string can be found by bisection.
-        low, high = 1, len(new)
+        # Text grows with the tokens, so the first count that holds a stop string can be found by bisection.
+        low, high = 1, len(fresh)
         while low < high:
             middle = (low + high) // 2
-            found = any(stop in self._decode(new[:middle]) for stop in self.stops)
-            low, high = (low, middle) if found else (middle + 1, high)
-        return low
+            low, high = (low, middle) if self._stops_in(fresh[:middle]) else (middle + 1, high)
+        return self._num_tokens + low
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        assert self.tokenizer is not None
-        return self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    def _stops_in(self, fresh: Sequence[int]) -> bool:
+        assert self._detokenizer is not None
+        text = self._held + self._detokenizer.peek(fresh)
+        return any(stop in text for stop in self._stops)
 
     def _unsure(self, text: str) -> int:
-        """Length of the tail that may still change: a broken character, or the beginning of a stop string."""
-        tail = len(text) - len(text.rstrip("\ufffd"))
-        for stop in self.stops:
-            for size in range(min(len(stop) - 1, len(text)), tail, -1):
-                if text.endswith(stop[:size]):
-                    tail = size
-                    break
-        return tail
+        """Length of the tail that may be the beginning of a stop string."""
+        return max(
+            (
+                size
+                for stop in self._stops
+                for size in range(1, min(len(stop), len(text) + 1))
+                if text.endswith(stop[:size])
+            ),
+            default=0,
+        )
 
 
 def _tokenizer(model: Model) -> PreTrainedTokenizerBase:

@@ -5,6 +5,7 @@ their layers keep, `block_config` what a head's blocks are made of. So a new tra
 """
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 from nextn.block_config import block_config, places
 from nextn.blocks.idle import cut_idle
 from nextn.blocks.residual import ResidualBlock
-from nextn.errors import ConfigError
+from nextn.errors import ConfigError, FamilyError
 from nextn.families import Stage
 from nextn.kinds import Kind, kinds_of, masks_of, new_cache
 from nextn.loading import Readable, fresh, loaded
@@ -64,6 +65,11 @@ class Trunk(nn.Module):
         super().__init__()
         self.model = model
         self.stage = stage
+        if not hasattr(model.get_decoder(), "layers"):
+            raise FamilyError(
+                f"{type(model).__name__} (model_type {model.config.model_type}) has no `layers` in its decoder, "
+                "as Llama, Qwen and the families of docs/families.md have; nextn cannot decode with it"
+            )
         self.config = model.config.get_text_config(decoder=True)
         self.kinds = kinds_of(self.config)
         _freeze_indexers(model)
@@ -376,10 +382,16 @@ class Trunk(nn.Module):
         if self.stage == "post":
             yield tap
             return
+        thread = threading.get_ident()
+
+        def note(state: Tensor) -> None:
+            if threading.get_ident() == thread:  # others may run the same model meanwhile
+                tap.append(state)
+
         if self.stage == "streams":
-            handle = self.decoder.layers[-1].register_forward_hook(lambda *call: tap.append(call[-1]))
+            handle = self.decoder.layers[-1].register_forward_hook(lambda *call: note(call[-1]))
         else:
-            handle = self.final_norm.register_forward_pre_hook(lambda _, args: tap.append(args[0]))
+            handle = self.final_norm.register_forward_pre_hook(lambda _, args: note(args[0]))
         try:
             yield tap
         finally:

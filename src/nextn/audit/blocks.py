@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 
 from nextn.checkpoints.inventory import Inventory
 from nextn.checkpoints.storage import split_name
@@ -45,10 +44,12 @@ class Blocks:
     @cached_property
     def forms(self) -> Mapping[str, Mapping[tuple[str, tuple[int, ...]], TensorInfo]]:
         """Path -> each (dtype, shape) that it has in the trunk's layers, with a tensor that has it."""
-        found: dict[str, dict[tuple[str, tuple[int, ...]], TensorInfo]] = {path: {} for path in self.running.values()}
+        found: dict[str, dict[tuple[str, tuple[int, ...]], TensorInfo]] = {
+            path: {} for path in self.inventory.running_paths.values()
+        }
         for layer in self.inventory.layers.values():
             for path, info in layer.items():
-                found[self.running[path]].setdefault(info.form, info)
+                found[self.inventory.running_paths[path]].setdefault(info.form, info)
         return found
 
     def missing(self, module: int) -> tuple[int, tuple[str, ...]]:
@@ -76,21 +77,10 @@ class Blocks:
         return common, common - len(self._kinds[index])
 
     @cached_property
-    def running(self) -> Mapping[str, str]:
-        """Path in the trunk's files -> path."""
-        family, num_layers = self.inventory.family, self.inventory.num_layers
-        root = family.names["block"].format(module=0, layer=num_layers)
-        found: dict[str, str] = {}
-        for path in dict.fromkeys(chain.from_iterable(self.inventory.layers.values())):
-            canonical = family.canonical(f"{root}.{path}", num_layers) or ""
-            found[path] = canonical.removeprefix("0.block.") if canonical.startswith("0.block.") else path
-        return found
-
-    @cached_property
     def _layers(self) -> Mapping[int, frozenset[str]]:
         """Trunk layer -> its parts."""
-        parts = _parts(self.running.values())
-        of = {path: parts[running] for path, running in self.running.items()}
+        parts = _parts(self.inventory.running_paths.values())
+        of = {path: parts[running] for path, running in self.inventory.running_paths.items()}
         return {index: frozenset(map(of.__getitem__, layer)) - {""} for index, layer in self.inventory.layers.items()}
 
     @cached_property

@@ -1,7 +1,7 @@
 """Index against files: what a loader that follows the index misses, side files, and tensors stored twice."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from nextn.audit.finding import Finding, Severity
 from nextn.audit.windows import same
@@ -29,11 +29,12 @@ def index(inventory: Inventory) -> Iterator[Finding]:
     groups: dict[tuple[str, str], list[Problem]] = defaultdict(list)
     for problem in inventory.checkpoint.problems:
         groups[problem.kind, problem.file].append(problem)
+    named = _by_file(inventory.checkpoint.index or {}) if any(kind == "missing_file" for kind, _ in groups) else {}
     for (kind, file), problems in groups.items():
         found = problems[0].message
         if len(problems) > 1:
             found += f", and {counted(len(problems) - 1, 'tensor')} more likewise"
-        if heads := sum(_is_head(inventory, problem) for problem in problems):
+        if heads := sum(_is_head(inventory, problem, named) for problem in problems):
             found += f"; {counted(heads, 'tensor')} of the head among them"
         aside = kind == "duplicate" and not _followed(inventory, problems[0])
         severity = "note" if aside else _SEVERITY[kind]
@@ -72,11 +73,17 @@ def stored_twice(inventory: Inventory) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _is_head(inventory: Inventory, problem: Problem) -> bool:
+def _by_file(weight_map: Mapping[str, str]) -> dict[str, list[str]]:
+    """File -> the tensors that the index puts in it."""
+    named: dict[str, list[str]] = defaultdict(list)
+    for name, file in weight_map.items():
+        named[file].append(name)
+    return named
+
+
+def _is_head(inventory: Inventory, problem: Problem, named: Mapping[str, Sequence[str]]) -> bool:
     """Whether the tensor, or of a missing file any that the index puts there, is the head's."""
-    names = [problem.tensor]
-    if problem.tensor is None:
-        names = [name for name, file in (inventory.checkpoint.index or {}).items() if file == problem.file]
+    names = named[problem.file] if problem.tensor is None else [problem.tensor]
     return any(name and inventory.family.canonical(name, inventory.num_layers) for name in names)
 
 

@@ -10,7 +10,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from nextn.audit.blocks import Blocks
 from nextn.audit.gains import Norm
 from nextn.checkpoints.inventory import Inventory
 from nextn.checkpoints.provenance import spread
@@ -168,7 +167,7 @@ def _path(canonical: str) -> str:
 
 def _late(inventory: Inventory) -> list[dict[str, TensorInfo]]:
     """The trunk's last layers, last first, by the running model's paths; enough for one of each kind of attention."""
-    running = Blocks(inventory).running
+    running = inventory.running_paths
     newest = sorted(inventory.layers, reverse=True)[:LATE]
     return [{running[path]: info for path, info in inventory.layers[index].items()} for index in newest]
 

@@ -6,8 +6,9 @@ from itertools import product
 
 from nextn.benchmarking.benchmark import measured
 from nextn.benchmarking.cost import check, measured_costs
+from nextn.benchmarking.plan import Plan
 from nextn.benchmarking.report import Report
-from nextn.benchmarking.runs import Plan, Run
+from nextn.benchmarking.runs import Run
 from nextn.benchmarking.workload import Prompt
 from nextn.errors import ConfigError
 from nextn.figures import acceptance
@@ -22,6 +23,7 @@ DEFINITIONS = {
     "overhead": "o, measured at the largest K and batch 1 by this decoder; the same o is taken for every K and batch",
     "break_even": "the acceptance, alike at every depth, at which this K costs what it gives; null: not even 1 does",
     "pays": "the low end of the interval, at the best K, is above 1, and some text was no loop",
+    "best_drafts": "the best K where it pays, else 0: leave MTP off",
     "measured": "speed-up of the decoder at the largest K in this run, beside what was expected of it",
 }
 
@@ -61,7 +63,7 @@ class Forecast:
         if self.pays:
             return f"turn it on: {told}"
         if best.speedup > 1:
-            return f"leave it off here, as no gain is sure: {told}; more text would tell"
+            return f"leave it off here, as no gain is sure: {told}, which includes a loss; more text would narrow that"
         if best.break_even is None:
             return f"leave it off here: {told}; at these costs no acceptance makes it pay"
         has = alike(expected_length(self.rates[: best.drafts]), best.drafts)

@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from nextn.benchmarking.cost import Machine, measured_costs
+from nextn.benchmarking.plan import Plan
 from nextn.benchmarking.report import Report
-from nextn.benchmarking.runs import Plan, Run, runs
+from nextn.benchmarking.runs import Run, runs
 from nextn.benchmarking.workload import Prompt
 from nextn.model import Model
 

@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,9 +15,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from nextn.benchmarking.plan import rotated
 from nextn.decode import prepare
 from nextn.errors import ConfigError
-from nextn.fast.choose import AnyChain, Engine
+from nextn.fast.chain import FastChain
+from nextn.fast.choose import Engine
 from nextn.figures.speedup import Costs, Spread
 from nextn.head import Head
 from nextn.model import Model
@@ -50,8 +52,10 @@ def measured_costs(
     """
     check(model, drafts=drafts, batch=batch, context=context)
     assert model.head is not None
-    bench = _Passes(model.engine(path), batch, context)
-    prepare(bench.trunk, bench.head, batch, drafts)
+    made = model.engine(path)
+    with made.trunk.alone():
+        bench = _Passes(made, batch, context)
+        prepare(bench.trunk, bench.head, batch, drafts)
     verify: list[Pass] = [partial(bench.verify, num) for num in range(drafts + 2)]
     chains: list[Pass] = [partial(bench.draft, num) for num in range(drafts + 1)]
     pairs = [(verify[1], verify[1]), *zip(chains[1:], verify[2:], strict=True), (verify[-1], chains[-1])]
@@ -82,13 +86,6 @@ def check(model: Model, *, drafts: int, batch: int, context: int) -> None:
     limit = model.trunk.max_length
     if limit is not None and context + drafts + 1 > limit:
         raise ConfigError(f"context {context} + {drafts + 1} columns of a round do not fit the model's {limit}")
-
-
-def rotated(values: Iterable[int], turn: int) -> list[int]:
-    """The values, begun `turn` places further on: whoever comes first or after whom changes from turn to turn."""
-    values = list(values)
-    start = turn % len(values)
-    return values[start:] + values[:start]
 
 
 class _Passes:
@@ -126,7 +123,7 @@ class _Passes:
         self.cache.keep([0] * self.batch)
         return best
 
-    def _chained(self, chain: AnyChain, drafts: int) -> list[int]:
+    def _chained(self, chain: FastChain, drafts: int) -> list[int]:
         plan = self.plans.setdefault(drafts, Fixed(drafts).plan())
         tokens, limits = [[token] for token in self.tokens[:, 0].tolist()], [drafts] * self.batch
         found, _, _ = chain.run(tokens, list(self.states[:, -1:]), plan, limits=limits, uniforms=None)

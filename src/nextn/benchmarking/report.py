@@ -7,7 +7,8 @@ from functools import cached_property
 from itertools import product
 
 from nextn.benchmarking.cost import Machine
-from nextn.benchmarking.runs import ADAPTIVE, Plan, Run
+from nextn.benchmarking.plan import ADAPTIVE, Plan
+from nextn.benchmarking.runs import Run
 from nextn.benchmarking.workload import Prompt, by_domain
 from nextn.corpus.loops import TELLING, cautions, degeneracy
 from nextn.figures import acceptance

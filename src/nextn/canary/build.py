@@ -14,6 +14,8 @@ from nextn.canary.shapes import shape_of
 from nextn.checkpoints.tensor_file import write_json
 from nextn.corpus.bytelevel import byte_tokenizer
 from nextn.corpus.data import Corpus, encoder, eos_of
+from nextn.devices import resolve_device
+from nextn.distributed.parallel import Ranks
 from nextn.errors import ConfigError
 from nextn.model import Model
 from nextn.training.metrics import Record
@@ -46,6 +48,7 @@ def build(
     *,
     seed: int = 0,
     dtype: str = "float32",
+    device: str = "cpu",
     steps: tuple[int, int] | None = None,
     count: int = 16,
     tokens: int = 48,
@@ -53,21 +56,21 @@ def build(
 ) -> dict[str, object]:
     """Train, write the checkpoint into the folder `out` and its record into `out/canary.json`; -> the record.
 
-    On one thread, so that the same call gives the same bytes. steps: of the trunk alone, and of trunk and head; None =
-    the family's. count, tokens: prompts, and new tokens of each. Raises ConfigError for a family without a shape, or an
-    unknown dtype.
+    On one thread, so that the same call gives the same bytes on a CPU. device: see `resolve_device`. steps: of the
+    trunk alone, and of trunk and head; None = the family's. count, tokens: prompts, and new tokens of each. Raises
+    ConfigError for a family without a shape, an unknown dtype, or a device that is not there.
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype {dtype!r}; expected one of {', '.join(_DTYPES)}")
-    threads = torch.get_num_threads()
+    place, threads = resolve_device(device), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        model = _trained(family, seed, steps or shape_of(family).steps, on_record)
+        model = _trained(family, seed, steps or shape_of(family).steps, on_record, place)
         found: dict[str, object] = {}
 
         def beside(folder: Path) -> None:
             asked = [list(text.encode()) for text in prompts(_CHOICE * count, seed=seed)]
-            found.update(record(folder, asked, count=count, tokens=tokens, seed=seed))
+            found.update(record(folder, asked, count=count, tokens=tokens, seed=seed, device=place))
             write_json(folder / FILE, found)
 
         model.save(out, dtype=_DTYPES[dtype], extra=beside)
@@ -76,7 +79,9 @@ def build(
     return found
 
 
-def _trained(family: str, seed: int, steps: tuple[int, int], on_record: Callable[[Record], None]) -> Model:
+def _trained(
+    family: str, seed: int, steps: tuple[int, int], on_record: Callable[[Record], None], device: torch.device
+) -> Model:
     shape, tokenizer = shape_of(family), byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(shape.marks)})
     text = documents(_DOCUMENTS, _ROWS * _CONFIG.length - 1, seed=seed)
@@ -87,7 +92,8 @@ def _trained(family: str, seed: int, steps: tuple[int, int], on_record: Callable
     for depths, count in ((0, steps[0]), (_CONFIG.depths, steps[1])):
         config = replace(_CONFIG, steps=count, depths=depths, seed=seed, matrix_lr=shape.matrix_lr)
         with tempfile.TemporaryDirectory() as folder:
-            for each in Trainer(JointTask(model, corpus, config), out=Path(folder)).run():
+            task = JointTask(model, corpus, config, ranks=Ranks(device=device))
+            for each in Trainer(task, out=Path(folder)).run():
                 on_record(each)
     return model
 

@@ -1,17 +1,16 @@
 """What an engine did with a canary's prompts: asked over HTTP one after the other, or read from files. No torch."""
 
-import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nextn.canary.kit import Canary
 from nextn.engines import sources
-from nextn.engines.answers import Answer, Ask
+from nextn.engines.answers import Answer, Ask, token_ids
 from nextn.engines.counters import Counters, counted, summed
+from nextn.engines.documents import loads, shown, string
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import ConfigError, EngineError
 
@@ -105,13 +104,13 @@ def from_files(canary: Canary, answers: Path, counters: Path | None) -> Seen:
     Raises ConfigError for other files, EngineError for counters that cannot be read.
     """
     try:
-        lines = [json.loads(line) for line in answers.read_text().splitlines() if line.strip()]
+        lines = [loads(line) for line in answers.read_text().splitlines() if line.strip()]
         texts = tuple(_told(each) for each in lines)
     except OSError as error:
         raise ConfigError(f"{answers}: cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         expected = '{"tokens": [...]} or {"text": "..."} a line'
-        raise ConfigError(f"{answers}: expected {expected}, found {error!r}") from error
+        raise ConfigError(f"{answers}: expected {expected}, found {shown(str(error))}") from error
     if len(texts) != len(canary.prompts):
         raise ConfigError(f"{answers}: {len(texts)} answers; the canary has {len(canary.prompts)} prompts")
     if counters is not None:
@@ -141,7 +140,7 @@ def _tokens(answer: Answer) -> tuple[int, ...]:
     return answer.ids or tuple(answer.text.encode())
 
 
-def _told(line: dict[str, Any]) -> tuple[int, ...]:
-    if "tokens" in line:
-        return tuple(int(token) for token in line["tokens"])
-    return tuple(line["text"].encode())
+def _told(line: object) -> tuple[int, ...]:
+    if not isinstance(line, dict):
+        raise TypeError(f"a line is {shown(line)}, no object")
+    return token_ids(line["tokens"]) if "tokens" in line else tuple(string(line["text"], "text").encode())

@@ -72,10 +72,11 @@ def record(
     tokens: int = 48,
     seed: int = 0,
     temperature: float = TEMPERATURE,
+    device: str | torch.device = "cpu",
 ) -> dict[str, object]:
     """The JSON document beside the checkpoint `folder`. prompts: to choose `count` from, see `_robust`. tokens: new
     ones of each text. temperature: of those that are drawn."""
-    model = Model.load(folder, dtype=torch.float32)
+    model = Model.load(folder, dtype=torch.float32, device=device)
     asked = [Prompt(tuple(each), "canary") for each in _robust(model, prompts, count, tokens)]
     plan = Plan(DRAFTS, (0.0,), tokens + _MORE, chat=False, seed=seed, path="plain")
     measured = reference(model, asked, plan)
@@ -101,7 +102,7 @@ def readings(model: Model, measured: Measured, folder: Path | None = None) -> It
     tokens = measured.plan.max_tokens - _MORE
     yield Reading("right", "as the family's row says", walked(measured.scored[0.0], tokens))
     if folder is not None:
-        coarse = rescored(measured, Model.load(folder, dtype=torch.bfloat16), Contract())
+        coarse = rescored(measured, Model.load(folder, dtype=torch.bfloat16, device=model.trunk.device), Contract())
         yield Reading("rounded", "right, computed in bfloat16", walked(coarse.scored[0.0], tokens))
     for fault in FAULTS:
         if (rounds := _faulty(model, measured, fault, tokens)) is not None:

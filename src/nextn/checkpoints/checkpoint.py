@@ -4,7 +4,6 @@ Knows neither torch nor what a head is. A file that lies about itself raises Che
 merely disagree are listed in `Checkpoint.problems`, so that an audit can show them all.
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +15,17 @@ from typing import Literal
 
 from huggingface_hub import is_offline_mode
 
+from nextn.checkpoints.json_text import JsonLimits, parse_json
 from nextn.checkpoints.remote import LocalFile, Source, cached_folder, folder_files, readable, repo_files
-from nextn.checkpoints.tensor_file import Header, RawTensor, TensorInfo, read_header, write_json
+from nextn.checkpoints.tensor_file import (
+    MAX_TENSORS,
+    Header,
+    HeaderBudget,
+    RawTensor,
+    TensorInfo,
+    read_header,
+    write_json,
+)
 from nextn.errors import CheckpointError
 from nextn.words import some
 
@@ -25,7 +33,11 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-MAX_JSON = 256 * 1024 * 1024
+# The largest published files: configs of 1 MB (lists of unquantised modules), an index of 30 MB, tokenizers of 33 MB
+# with 262,144 tokens and 515,000 merges.
+CONFIG_LIMITS = JsonLimits(16 * 1024 * 1024, 500_000)
+INDEX_LIMITS = JsonLimits(128 * 1024 * 1024, MAX_TENSORS + 1_000)
+OTHER_LIMITS = JsonLimits(64 * 1024 * 1024, 4_000_000)
 CHUNK = 32 * 1024 * 1024
 WORKERS = 16
 SAMPLE = 4096
@@ -92,7 +104,7 @@ class Checkpoint:
                 return _assemble(str(path), folder_files(path))
             if path.is_file() and path.suffix == ".safetensors":
                 files = [file for file in (path, path.with_name(CONFIG)) if file.is_file()]
-                return _assemble(str(path), {file.name: LocalFile(file, file.name) for file in files})
+                return _assemble(str(path), {file.name: LocalFile.at(file, file.name) for file in files})
             hub_id = str(path_or_id)
             if path.exists() or isinstance(path_or_id, Path) or not re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id, re.ASCII):
                 raise CheckpointError(f"{path_or_id}: neither a folder, a .safetensors file nor a hub id (org/name).")
@@ -158,7 +170,7 @@ class Checkpoint:
 
     def read_json(self, name: str) -> dict[str, object] | None:
         """Another JSON file of the checkpoint, such as hf_quant_config.json; None where it is absent."""
-        return _load_json(self.sources[name]) if name in self.sources else None
+        return _load_json(self.sources[name], OTHER_LIMITS) if name in self.sources else None
 
 
 def opened(place: str | Path | Checkpoint) -> Checkpoint:
@@ -174,7 +186,7 @@ def _assemble(path: str, sources: Mapping[str, Source], *, revision: str | None 
         raise CheckpointError(f"{path}: no .safetensors file. {_instead(list(sources))}")
     headers = _read_headers([sources[name] for name in files])
     tensors, problems = _reconcile(headers, index)
-    config = _load_json(sources[CONFIG]) if CONFIG in sources else {}
+    config = _load_json(sources[CONFIG], CONFIG_LIMITS) if CONFIG in sources else {}
     return Checkpoint(path, config, index, headers, tensors, tuple(problems), sources, revision)
 
 
@@ -192,8 +204,9 @@ def _read_headers(sources: Sequence[Source]) -> dict[str, Header]:
     """Damaged local files are all named at once; a remote failure ends it, as the next request would meet the same."""
     headers: dict[str, Header] = {}
     failures: list[CheckpointError] = []
+    budget = HeaderBudget()
     with ThreadPoolExecutor(min(WORKERS, len(sources))) as pool:
-        reading = [pool.submit(read_header, source) for source in sources]
+        reading = [pool.submit(read_header, source, budget) for source in sources]
         try:
             for source, header in zip(sources, reading, strict=True):
                 try:
@@ -211,7 +224,7 @@ def _read_headers(sources: Sequence[Source]) -> dict[str, Header]:
 
 
 def _weight_map(source: Source) -> dict[str, str]:
-    weight_map = _load_json(source).get("weight_map")
+    weight_map = _load_json(source, INDEX_LIMITS).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{source}: weight_map is {brief(weight_map)}, it must map tensor names to file names.")
     return weight_map
@@ -249,13 +262,12 @@ def _against_index(tensors: Mapping[str, TensorInfo], index: Mapping[str, str], 
             yield Problem("unlisted", info.file, name, f"{info.file} holds {name}, which the index does not list")
 
 
-def _load_json(source: Source) -> dict[str, object]:
-    data, size = source.start(MAX_JSON)
-    if size > len(data):
-        raise CheckpointError(f"{source}: {size} bytes of JSON, at most {MAX_JSON} are read.")
+def _load_json(source: Source, limits: JsonLimits) -> dict[str, object]:
     try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        data, size = source.start(limits.num_bytes)
+        limits.check_size(size)
+        value = parse_json(data, limits)
+    except ValueError as error:
         raise CheckpointError(f"{source}: not readable as JSON: {error}.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{source}: holds {brief(value)}, it must be a JSON object.")

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 from nextn.checkpoints.checkpoint import Checkpoint
 from nextn.checkpoints.tensor_file import TensorInfo
@@ -42,7 +43,9 @@ class Inventory:
     def of(cls, checkpoint: Checkpoint, *, family: Family | None = None) -> "Inventory":
         """Raises FamilyError for a model type without a row, CheckpointError for a config that counts no layers."""
         family = family or by_config(checkpoint.config)
-        num_layers, promised = count_layers(checkpoint), family.num_modules(checkpoint.config)
+        # Where the head begins matters to a family with a head only.
+        num_layers = count_layers(checkpoint) if family.names else 0
+        promised = family.num_modules(checkpoint.config)
         spellings: dict[str, list[str]] = defaultdict(list)
         layers: dict[int, dict[str, TensorInfo]] = defaultdict(dict)
         shared: dict[str, str] = {}
@@ -55,7 +58,7 @@ class Inventory:
                 spellings[canonical].append(name)
             elif (role := family.shared_role(name)) is not None:
                 shared[role] = name
-            elif place is not None or _HEADLIKE.search(name):
+            elif family.names and (place is not None or _HEADLIKE.search(name)):
                 strangers.append(name)
         stored = {canonical: _chosen(family, canonical, names, num_layers) for canonical, names in spellings.items()}
         twice = {canonical: tuple(names) for canonical, names in spellings.items() if len(names) > 1}
@@ -96,6 +99,16 @@ class Inventory:
         return {
             canonical: name for canonical, name in self.stored.items() if self.role(canonical) in self.family.copies
         }
+
+    @cached_property
+    def running_paths(self) -> Mapping[str, str]:
+        """Path in a layer of the trunk's files -> path in the layer of the running model."""
+        root = self.family.names["block"].format(module=0, layer=self.num_layers)
+        found: dict[str, str] = {}
+        for path in dict.fromkeys(chain.from_iterable(self.layers.values())):
+            canonical = self.family.canonical(f"{root}.{path}", self.num_layers) or ""
+            found[path] = canonical.removeprefix("0.block.") if canonical.startswith("0.block.") else path
+        return found
 
     @cached_property
     def wrapper(self) -> str:

@@ -6,25 +6,30 @@ Knows ranges, retries and the hub's ways of saying no; knows nothing of what is 
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import sleep
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import quote
 
 import huggingface_hub as hub  # resolves its names on first use, so this line costs milliseconds
 from huggingface_hub import constants
 
 from nextn.errors import CheckpointError
+from nextn.redaction import Redactor
+
+if TYPE_CHECKING:
+    import httpx2
 
 TRIES = 5
 FIRST_WAIT = 0.5  # seconds, doubled at each try
 LONGEST_WAIT = 60.0  # a server that asks for more gets no further request
-TIMEOUT = 20.0  # seconds without a byte
+TIMEOUT = 20.0  # seconds for an answer without a body, and between two of its bytes
+RATE = 64 * 1024  # bytes; for each so many that have come, an answer may take one second more
 TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
-MAX_LISTING = 64 * 1024 * 1024
+MAX_LISTING = 4 * 1024 * 1024
 NO_RANGES = (
     "Reading a part of a file does not work there; download the files first (`hf download`) and give their folder."
 )
@@ -59,10 +64,26 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalFile:
-    """A file on disk; opened anew for each read, so threads can share it."""
+    """A file on disk; opened anew for each read, so threads can share it.
+
+    stamp: device, inode, size and time of the last change when it was opened; None for files that never change.
+    """
 
     path: Path
     name: str
+    stamp: tuple[int, int, int, int] | None = None
+
+    @classmethod
+    def at(cls, path: Path, name: str) -> "LocalFile":
+        """The file as it is now. Raises OSError where there is none."""
+        return cls(path, name, _stamp(path))
+
+    def has_changed(self) -> bool:
+        """Whether another file is there now, or other bytes."""
+        try:
+            return self.stamp is not None and self.stamp != _stamp(self.path)
+        except OSError:
+            return True
 
     def __str__(self) -> str:
         return str(self.path)
@@ -81,21 +102,40 @@ class LocalFile:
         return data
 
 
+def _stamp(path: Path) -> tuple[int, int, int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
     """Turn the system's refusal to read `path` into a CheckpointError."""
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}.") from error
+        # It was listed before.
+        gone = "; another process is changing the folder, try again" if isinstance(error, FileNotFoundError) else ""
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}{gone}.") from error
 
 
 def folder_files(path: Path) -> dict[str, Source]:
     """The files of a folder by name, and the safetensors files of its subfolders by "sub/name"."""
     with readable(path):
-        found = [file for pattern in ("*", "*/*.safetensors") for file in sorted(path.glob(pattern)) if file.is_file()]
-    names = [file.relative_to(path).as_posix() for file in found]
-    return {name: LocalFile(file, name) for name, file in zip(names, found, strict=True)}
+        # Hidden subfolders hold what is being written, or caches.
+        found = [file for pattern in ("*", "[!.]*/*.safetensors") for file in sorted(path.glob(pattern))]
+        _refuse_special(found)
+        files = [file for file in found if file.is_file()]
+        names = [file.relative_to(path).as_posix() for file in files]
+        return {name: LocalFile.at(file, name) for name, file in zip(names, files, strict=True)}
+
+
+def _refuse_special(found: Iterable[Path]) -> None:
+    """A pipe, socket or device under a name that is read: reading it could wait for ever, or never end."""
+    for path in found:
+        if path.suffix in (".safetensors", ".json") and path.exists() and not (path.is_file() or path.is_dir()):
+            raise CheckpointError(
+                f"{path}: a pipe, socket or device; a checkpoint's files are regular ones. Remove it."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +144,16 @@ class RemoteFile:
 
     url: str
     name: str
-    headers: Mapping[str, str] = field(repr=False)  # they hold the token
+    hub: "HubReader" = field(repr=False)
 
     def __str__(self) -> str:
         return self.url
 
     def start(self, length: int) -> tuple[bytes, int]:
-        return _fetch(self.url, 0, length, headers=self.headers)
+        return self.hub.fetch(self.url, 0, length)
 
     def read(self, begin: int, end: int) -> bytes:
-        data, size = _fetch(self.url, begin, end, headers=self.headers)
+        data, size = self.hub.fetch(self.url, begin, end)
         if len(data) < end - begin:
             raise CheckpointError(f"{self}: bytes {begin}..{end} were asked for, the file has {size}.")
         return data
@@ -127,13 +167,13 @@ def repo_files(
 
     _check_id(repo_id)
     endpoint = (endpoint or constants.ENDPOINT).rstrip("/")
-    headers = build_hf_headers(token=token) | {"Accept-Encoding": "identity"}  # a range of the file, not of its gzip
-    commit, names = _list(f"{endpoint}/api/models/{repo_id}/revision/{quote(revision or 'main', safe='')}", headers)
+    reader = HubReader(build_hf_headers(token=token))
+    commit, names = _list(f"{endpoint}/api/models/{repo_id}/revision/{quote(revision or 'main', safe='')}", reader)
     sources: dict[str, Source] = {}
     for name in names:
         cached = hub.try_to_load_from_cache(repo_id, name, cache_dir=cache_dir, revision=commit)
         url = hub.hf_hub_url(repo_id, name, revision=commit, endpoint=endpoint)  # the commit: all reads see one state
-        sources[name] = LocalFile(Path(cached), name) if isinstance(cached, str) else RemoteFile(url, name, headers)
+        sources[name] = LocalFile(Path(cached), name) if isinstance(cached, str) else RemoteFile(url, name, reader)
     return sources, commit
 
 
@@ -155,15 +195,19 @@ def _check_id(repo_id: str) -> None:
         raise CheckpointError(f"{repo_id}: neither a local file or folder nor a hub id: {error}") from error
 
 
-def _list(url: str, headers: Mapping[str, str]) -> tuple[str, list[str]]:
-    data, _ = _fetch(url, 0, MAX_LISTING, headers=headers)
+def _list(url: str, reader: "HubReader") -> tuple[str, list[str]]:
+    data, _ = reader.fetch(url, 0, MAX_LISTING)
     try:
-        listing = json.loads(data)
+        listing = json.loads(reader.redactor.text(data.decode()))
         names = [str(file["rfilename"]) for file in listing["siblings"]]
         commit = str(listing["sha"])
+        if not re.fullmatch(r"[\w.-]{1,100}", commit):
+            raise ValueError(f"the commit {commit[:100]!r}")
+        "".join(names).encode()
     except (ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"[:200]
         raise CheckpointError(
-            f"{url}: the answer is no listing of a repository: {error!r}. Check HF_ENDPOINT."
+            f"{url}: the answer is no listing of a repository: {reason}. Check HF_ENDPOINT."
         ) from error
     return commit, [name for name in names if not {"", ".", ".."} & set(re.split(r"[/\\]", name))]
 
@@ -176,48 +220,69 @@ class _FailedTry(Exception):
         self.wait = wait
 
 
-def _fetch(url: str, begin: int, end: int, *, headers: Mapping[str, str]) -> tuple[bytes, int]:
-    for attempt in range(TRIES):
+class HubReader:
+    """Reads byte ranges over HTTP, with the token in each request and in nothing that is returned or raised.
+
+    Threads can share it. Not huggingface_hub's own session, whose timeouts bound one read each, not an answer.
+    """
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        from nextn.bounded_http import client
+
+        # A range of the file, not of its gzip.
+        self._headers = {**headers, "Accept-Encoding": "identity"}
+        self.redactor = Redactor(headers.get("authorization", "").removeprefix("Bearer ") or None)
+        self._http: httpx2.Client = client(follow_redirects=True)
+
+    def fetch(self, url: str, begin: int, end: int) -> tuple[bytes, int]:
+        """Those of the bytes [begin, end) that exist, and the size of the whole file; tried again after a failure.
+
+        Raises CheckpointError.
+        """
+        for attempt in range(TRIES):
+            try:
+                return self._get(url, begin, end)
+            except _FailedTry as failed:
+                wait = max(failed.wait, FIRST_WAIT * 2**attempt)
+                if attempt + 1 == TRIES or wait > LONGEST_WAIT:
+                    asked = f", and asks to wait {failed.wait:.0f} s" if failed.wait else ""
+                    tries = f"{attempt + 1} of {TRIES} tries"
+                    remedy = "Try later, with a token, or on a local copy (`hf download`)."
+                    raise CheckpointError(f"{url}: {failed}{asked} ({tries}). {remedy}") from failed
+            sleep(wait)
+        raise AssertionError("the last try returns or raises")
+
+    def _get(self, url: str, begin: int, end: int) -> tuple[bytes, int]:
+        import httpx2
+
+        from nextn.bounded_http import Deadline
+
+        ask = {**self._headers, "Range": f"bytes={begin}-{end - 1}"}
+        deadline, body = Deadline(TIMEOUT, rate=RATE), bytearray()
         try:
-            return _get(url, begin, end, headers=headers)
-        except _FailedTry as failed:
-            wait = max(failed.wait, FIRST_WAIT * 2**attempt)
-            if attempt + 1 == TRIES or wait > LONGEST_WAIT:
-                asked = f", and asks to wait {failed.wait:.0f} s" if failed.wait else ""
-                tries = f"{attempt + 1} of {TRIES} tries"
-                remedy = "Try later, with a token, or on a local copy (`hf download`)."
-                raise CheckpointError(f"{url}: {failed}{asked} ({tries}). {remedy}") from failed
-        sleep(wait)
-    raise AssertionError("the last try returns or raises")
+            with self._http.stream("GET", url, headers=ask, timeout=deadline) as response:
+                _check_status(url, response.status_code, response.headers, self.redactor)
+                want, size = _promise(url, begin, end, headers=response.headers, redactor=self.redactor)
+                for piece in response.iter_raw():
+                    body += piece
+                    if len(body) > want:
+                        raise CheckpointError(
+                            f"{url}: the server sends more than the {want} bytes asked for. {NO_RANGES}"
+                        )
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            slow = f": less than {RATE // 1024} KiB/s" if isinstance(error, httpx2.ReadTimeout) and body else ""
+            raise _FailedTry(f"{type(error).__name__} {self.redactor.text(str(error))[:300]}{slow}") from error
+        if size is not None and len(body) < want:
+            raise _FailedTry(f"the answer was cut off after {len(body)} of {want} bytes")
+        return self.redactor.data(bytes(body)), len(body) if size is None else size
 
 
-def _get(url: str, begin: int, end: int, *, headers: Mapping[str, str]) -> tuple[bytes, int]:
-    """One request for the bytes [begin, end) -> those of them that exist, and the size of the whole file."""
-    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx2's; httpx's in hub 1
-
-    ask = {**headers, "Range": f"bytes={begin}-{end - 1}"}
-    body = bytearray()
-    try:
-        with hub.get_session().stream("GET", url, headers=ask, timeout=TIMEOUT, follow_redirects=True) as response:
-            _check_status(url, response.status_code, response.headers)
-            want, size = _promise(url, begin, end, headers=response.headers)
-            for piece in response.iter_raw():
-                body += piece
-                if len(body) > want:
-                    raise CheckpointError(f"{url}: the server sends more than the {want} bytes asked for. {NO_RANGES}")
-    except HTTPError as error:
-        raise _FailedTry(f"{type(error).__name__} {error}") from error
-    if size is not None and len(body) < want:
-        raise _FailedTry(f"the answer was cut off after {len(body)} of {want} bytes")
-    return bytes(body), len(body) if size is None else size
-
-
-def _check_status(url: str, status: int, headers: Mapping[str, str]) -> None:
+def _check_status(url: str, status: int, headers: Mapping[str, str], redactor: Redactor) -> None:
     if status in TRANSIENT:
         raise _FailedTry(f"HTTP {status}", _asked_wait(headers) if status in (429, 503) else 0.0)
     if status not in (200, 206):
         advice = ADVICE.get(headers.get("X-Error-Code", "")) or ADVICE.get(status)
-        says = headers.get("X-Error-Message", "an answer that is not expected here")[:200]
+        says = redactor.text(headers.get("X-Error-Message", "an answer that is not expected here"))[:200]
         raise CheckpointError(f"{url}: HTTP {status}: {advice or says}.")
 
 
@@ -228,7 +293,9 @@ def _asked_wait(headers: Mapping[str, str]) -> float:
     return float(found[1]) if found else 0.0
 
 
-def _promise(url: str, begin: int, end: int, *, headers: Mapping[str, str]) -> tuple[int, int | None]:
+def _promise(
+    url: str, begin: int, end: int, *, headers: Mapping[str, str], redactor: Redactor
+) -> tuple[int, int | None]:
     """How many bytes may come, and the size of the whole file where the answer tells it."""
     if "Content-Range" not in headers:  # the whole file: good only if that is what was asked for
         stated = re.fullmatch(r"[0-9]{1,19}", headers.get("Content-Length", ""))
@@ -239,6 +306,6 @@ def _promise(url: str, begin: int, end: int, *, headers: Mapping[str, str]) -> t
     found = re.fullmatch(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})", headers["Content-Range"])
     first, last, size = map(int, found.groups()) if found else (-1, -1, -1)
     if first != begin or last + 1 != min(end, size):
-        got = headers["Content-Range"][:80]
+        got = redactor.text(headers["Content-Range"])[:80]
         raise CheckpointError(f"{url}: asked for bytes {begin}-{end - 1}, the server answers {got!r}. {NO_RANGES}")
     return last + 1 - first, size

@@ -66,6 +66,8 @@ def needed(inventory: Inventory) -> list[str]:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}; name another cache with --cache-dir or HF_HOME"
     response = getattr(error, "response", None)
     if response is None:
         return f"the download failed: {error}"

@@ -6,15 +6,18 @@ Knows one file at a time; which of them make up a checkpoint is `checkpoint`'s m
 import json
 import os
 import secrets
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as brief
+from threading import Lock
 from typing import BinaryIO
 
+from safetensors import SafetensorError
+
+from nextn.checkpoints.json_text import JsonLimits
 from nextn.checkpoints.remote import LocalFile, Source
 from nextn.errors import CheckpointError
 
@@ -29,6 +32,11 @@ RANK = {dtype: rank for rank, dtype in enumerate(DTYPES)}
 
 FIRST_READ = 256 * 1024  # holds a header of about 2,000 tensors; a longer one costs a second read
 MAX_HEADER = 100_000_000  # the crate's own limit
+# Of one checkpoint, all files together. DeepSeek-V3 has 91,000 tensors in 12 MB of headers; Kimi-K2 in NVFP4 280,000.
+MAX_TENSORS = 500_000
+MAX_HEADERS = 128 * 1024 * 1024
+# Commas and opening brackets: of a tensor of five dimensions, and of the metadata besides.
+_TENSOR_VALUES, _METADATA_VALUES = 12, 100_000
 
 Chunk = bytes | bytearray | memoryview
 
@@ -61,17 +69,38 @@ class Header:
     metadata: dict[str, str]
 
 
-def read_header(source: Source | Path) -> Header:
+class HeaderBudget:
+    """What the headers of one checkpoint may still take; shared by the threads that read them."""
+
+    def __init__(self, num_bytes: int = MAX_HEADERS, num_tensors: int = MAX_TENSORS) -> None:
+        self._most = {"bytes": num_bytes, "tensors": num_tensors}
+        self._used = dict.fromkeys(self._most, 0)
+        self._lock = Lock()
+
+    def take(self, unit: str, count: int) -> None:
+        """Use `count` of `unit` ("bytes" or "tensors"). Raises ValueError where the checkpoint then has too many."""
+        with self._lock:
+            self._used[unit] += count
+            used, most = self._used[unit], self._most[unit]
+        if used > most:
+            raise ValueError(f"the headers up to this file hold {used:,} {unit}, at most {most:,} are read")
+
+
+def read_header(source: Source | Path, budget: HeaderBudget | None = None) -> Header:
     """Parse and check a safetensors header by the rules of the safetensors README, section "Format".
 
     Every byte of the file must belong to exactly one tensor. Memory is bounded by the bytes that are really there.
+    budget: what all headers of the checkpoint may take; without one, the file is read as a checkpoint of its own.
     """
+    budget = budget or HeaderBudget()
     source = LocalFile(source, source.name) if isinstance(source, Path) else source
     first, size = source.start(FIRST_READ)
     try:
-        data_begin = 8 + _header_length(first, size)
+        length = _header_length(first, size)
+        budget.take("bytes", length)
+        data_begin = 8 + length
         rest = source.read(len(first), data_begin) if len(first) < data_begin else b""
-        return _parse_header(first[8:data_begin] + rest, file=source.name, size=size)
+        return _parse_header(first[8:data_begin] + rest, file=source.name, size=size, budget=budget)
     except (ValueError, RecursionError) as error:  # also what `bytes.decode` and `json.loads` raise
         raise CheckpointError(f"{source}: not a sound safetensors file: {error}. Fetch or write it again.") from error
 
@@ -89,9 +118,13 @@ def _header_length(first: bytes, size: int) -> int:
     return length
 
 
-def _parse_header(blob: bytes, *, file: str, size: int) -> Header:
+def _parse_header(blob: bytes, *, file: str, size: int, budget: HeaderBudget) -> Header:
     if blob[:1] != b"{":
         raise ValueError(f"the header starts with {blob[:1]!r}, it must start with b'{{'")
+    # At most so many: names can hold a "{", too.
+    num_tensors = max(0, blob.count(b"{") - 1 - (b'"__metadata__"' in blob))
+    budget.take("tensors", num_tensors)
+    JsonLimits(MAX_HEADER, _TENSOR_VALUES * num_tensors + _METADATA_VALUES).check_values(blob)
     table = json.loads(blob.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
     metadata = _metadata(table.pop("__metadata__", None))
     "".join([*table, *metadata, *metadata.values()]).encode()  # a lone surrogate, which JSON can escape, raises here
@@ -190,33 +223,12 @@ def atomic(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         temp.replace(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}. It is as it was.") from error
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise CheckpointError(f"{path}: cannot be written: {reason}. It is as it was.") from error
     finally:
         with suppress(OSError):
             temp.unlink()
-
-
-@contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder to fill, that gets the name `folder` once the block has ended well; an old one is replaced.
-
-    After an exception `folder` is as it was and nothing else is left; a process that is killed leaves a hidden
-    `.<name>.<pid>.tmp` beside it. Raises CheckpointError if it cannot be written.
-    """
-    staging = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    try:
-        staging.mkdir(parents=True)
-        yield staging
-        if folder.exists():
-            folder.rename(old)
-        staging.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be written: {error}; nothing was left behind") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def write_safetensors(

@@ -1,6 +1,5 @@
 """The verb `nextn answer`: the trunk's own answers to prompts, as text to train a head on."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import AsJson, Chat, Device, Dtype, MaxTokens, PathName, console, load_model, stop_flag
+from nextn.cli.common import AsJson, Chat, Device, Dtype, MaxTokens, PathName, check_model, load_model, stop_flag
+from nextn.cli.screen import console, echo, print_json, print_note
+from nextn.settings import Sampling, Settings
 
 if TYPE_CHECKING:
     from nextn.training.answers import Tally
@@ -35,32 +36,34 @@ def answer(
     chat: Chat = False,
     dtype: Dtype = "auto",
     path: PathName = "auto",
-    device: Device = "cpu",
+    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Let the trunk answer prompts, to train a head on its answers; after Ctrl-C, the same command goes on."""
-    from nextn.decode import Settings
-    from nextn.sampling import Sampling
+    sampling = Sampling(temperature, top_k, top_p)
+    settings = Settings(drafts=drafts, sampling=sampling, max_tokens=max_tokens, seed=seed)
+    check_model(model, dtype, path=path, device=device)
+    from nextn.corpus.corpus_files import check_sources
+
+    check_sources(prompts)
     from nextn.training.answers import answer as answered
     from nextn.training.answers import read_prompts
 
-    sampling = Sampling(temperature, top_k, top_p)
-    settings = Settings(drafts=drafts, sampling=sampling, max_tokens=max_tokens, seed=seed)
     loaded = load_model(model, dtype, need_head=False, device=device)
     asked, notes = read_prompts(prompts, loaded, count=count, length=length, seed=seed, chat=chat)
     for note in notes:
-        typer.echo(f"note: {note}", err=True)
+        print_note(note)
     with stop_flag() as stopped, _progress(quiet=as_json) as show:
         told = None
         for told in answered(loaded, asked, settings, out, batch_size=batch, path=path, should_stop=stopped):
             show(told)
     assert told is not None
     if as_json:
-        typer.echo(json.dumps(told.as_record() | {"file": str(out)}))
+        print_json(told.as_record() | {"file": str(out)})
     else:
-        typer.echo(_summary(told, out))
+        echo(_summary(told, out))
     if told.answers < told.total:
-        typer.echo("stopped; the same command goes on", err=True)
+        echo("stopped; the same command goes on", err=True)
         raise typer.Exit(130)
 
 

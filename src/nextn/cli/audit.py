@@ -2,16 +2,16 @@
 
 import difflib
 import gc
-import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import AsJson, CacheDir, Offline, Revision, console, plain
+from nextn.cli.common import AsJson, CacheDir, Offline, Revision
+from nextn.cli.screen import console, plain, print_json, shortened, shown
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from nextn.audit import Finding, Report
 
-_LONGEST = 1000
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
@@ -44,11 +43,14 @@ def audit(
     report = report.without(ignored)
     seconds = time.perf_counter() - started
     if as_json:
-        typer.echo(json.dumps(report.as_record() | {"seconds": round(seconds, 3)}))
+        print_json(report.as_record() | {"seconds": round(seconds, 3)})
     else:
         screen = console()
         if report.findings:
-            screen.print(_table(report))
+            rows, more = shortened(report.findings)
+            screen.print(_table(rows))
+            if more:
+                screen.print(plain(f"{more}\n"))
         screen.print(_verdict(report, seconds))
     raise typer.Exit(0 if report.clean else 1)
 
@@ -92,15 +94,15 @@ def _known(rules: list[str]) -> list[str]:
     return rules
 
 
-def _table(report: "Report") -> "Table":
+def _table(findings: "Sequence[Finding]") -> "Table":
     from rich.table import Table
 
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 1, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for finding in report.findings:
+    for finding in findings:
         style = _STYLES[finding.severity]
-        table.add_row(plain(f"{finding.severity}\n{finding.rule}", style=style), _told(finding))
+        table.add_row(plain(f"{finding.severity}\n{finding.rule}", style=style, lines=True), _told(finding))
     return table
 
 
@@ -120,9 +122,3 @@ def _verdict(report: "Report", seconds: float) -> "Text":
     return text.append(
         f"  {shown(report.path)}  {stored}  {said + '  ' if said else ''}{seconds:.1f} s", style="default"
     )
-
-
-def shown(text: str) -> str:
-    """Names in a stranger's file cannot move the cursor, fail to be printed, or fill the screen."""
-    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -1,6 +1,5 @@
 """The verbs that measure: `nextn bench` and `nextn advise`. Files are written when all is measured, or none."""
 
-import json
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nextn.benchmarking.plan import Plan
 from nextn.cli.common import (
     AsJson,
     Chat,
@@ -22,14 +22,13 @@ from nextn.cli.common import (
     PathName,
     Prompts,
     Temperatures,
-    console,
+    check_model,
     draft_from,
     load_model,
     numbers,
-    plain,
-    print_whole,
-    progress_bars,
+    read_draft_text,
 )  # fmt: skip
+from nextn.cli.screen import console, plain, print_json, print_table, progress_bars
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,13 +53,11 @@ def bench(
     exact_head: ExactHead = False,
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Also as many drafts a round as pay.")] = False,
     path: PathName = "auto",
-    device: Device = "cpu",
+    device: Device = "auto",
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure plain and MTP decoding in turn over K: speed, acceptance, costs, memory; loops are told and left out."""
-    from nextn.benchmarking.benchmark import measured
-    from nextn.benchmarking.runs import Plan
     from nextn.benchmarking.workload import read_prompts
 
     plan = Plan(
@@ -73,17 +70,20 @@ def bench(
         adaptive=adaptive,
         path=path,
     )
+    check_model(model, dtype, path=path, device=device)
+    texts, frequent = read_prompts(prompts), read_draft_text(draft_vocab, draft_text)
     _ready(out)
-    texts = read_prompts(prompts)
+    from nextn.benchmarking.benchmark import measured
+
     loaded = load_model(model, dtype, need_head=True, device=device, exact_head=exact_head)
-    draft_from(loaded, draft_vocab, draft_text)
+    draft_from(loaded, draft_vocab, frequent)
     with progress_bars(quiet=as_json) as progress:
         step = progress("decode", plan.num_runs(len(texts)))
         report = measured(loaded, texts, plan, source=model, on_run=lambda _: step())
     if out is not None:
         _write(out, "bench.json", report.as_record(), lambda folder: _draw(report, folder))
     if as_json:
-        typer.echo(json.dumps(report.as_record()))
+        print_json(report.as_record())
     else:
         _show(report)
 
@@ -101,19 +101,21 @@ def advise(
     exact_head: ExactHead = False,
     dtype: Dtype = "auto",
     path: PathName = "auto",
-    device: Device = "cpu",
+    device: Device = "auto",
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
     """Say whether MTP pays here, from measured acceptance and costs: the best K, the break-even, or "leave it off"."""
-    from nextn.benchmarking.advice import advised
-    from nextn.benchmarking.runs import Plan
     from nextn.benchmarking.workload import read_prompts
 
-    sizes, columns = _whole(batches, "--batches"), _whole(contexts, "--contexts") if contexts else ()
+    sizes = _whole(batches, "--batches", least=1)
+    columns = _whole(contexts, "--contexts", least=1) if contexts else ()
     plan = Plan((drafts,), numbers(temperatures), max_tokens, repeats=1, chat=chat, seed=seed, path=path)
-    _ready(out)
+    check_model(model, dtype, path=path, device=device)
     texts = read_prompts(prompts)
+    _ready(out)
+    from nextn.benchmarking.advice import advised
+
     loaded = load_model(model, dtype, need_head=True, device=device, exact_head=exact_head)
     with progress_bars(quiet=as_json) as progress:
         decoded = progress("decode", plan.num_runs(len(texts)))
@@ -131,7 +133,7 @@ def advise(
     if out is not None:
         _write(out, "advice.json", advice.as_record(), lambda folder: _draw_costs(advice, folder))
     if as_json:
-        typer.echo(json.dumps(advice.as_record()))
+        print_json(advice.as_record())
     else:
         _tell(advice)
 
@@ -139,11 +141,14 @@ def advise(
 VERBS = (bench, advise)
 
 
-def _whole(text: str, name: str) -> tuple[int, ...]:
+def _whole(text: str, name: str, *, least: int = 0) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise ConfigError(f"{name} {text!r}; expected whole numbers with commas between, such as 1,2,4") from error
+        values = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or min(values) < least:
+        raise ConfigError(f"{name} {text!r}; expected whole numbers from {least} on with commas between, such as 1,2,4")
+    return values
 
 
 def _ready(out: Path | None) -> None:
@@ -204,7 +209,7 @@ def _show(report: "Report") -> None:
             table.add_row(plain(f"{_at(temperature)}{label}{marked}"), *_cells(figures))
         table.add_section()
     screen = console()
-    print_whole(table)
+    print_table(table)
     lines = [
         f"v(m) {'  '.join(f'{value:.2f}' for value in costs.v)}   c {costs.c:.2f}   in plain steps of "
         f"{costs.steps[0].median * 1e3:.2f} ms, at context {costs.context}",
@@ -235,15 +240,27 @@ def _tell(advice: "Advice") -> None:
 
     screen, table = console(), Table(box=None, header_style="bold", pad_edge=False)
     choices = range(1, max(len(each.choices) for each in advice.forecasts) + 1)
-    for title in ("", "batch", "context", *(f"K={drafts}" for drafts in choices), "best K", "break-even"):
+    for title in (
+        "",
+        "batch",
+        "context",
+        *(f"K={drafts}" for drafts in choices),
+        "best K",
+        "speed-up",
+        "95 %",
+        "MTP",
+        "break-even",
+    ):
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
     for each in advice.forecasts:
         expected = [f"{choice.speedup:.2f}" for choice in each.choices]
         even = "none" if each.best.break_even is None else f"{each.best.break_even:.2f}"
         expected += [""] * (len(choices) - len(expected))
         sizes = (str(each.costs.batch), str(each.costs.context))
-        table.add_row(f"T={each.temperature:g}", *sizes, *expected, str(each.best.drafts if each.pays else 0), even)
-    print_whole(table)
+        low, high = each.best.interval
+        best = (str(each.best.drafts), f"{each.best.speedup:.2f}", f"{low:.2f}-{high:.2f}")
+        table.add_row(f"T={each.temperature:g}", *sizes, *expected, *best, "on" if each.pays else "off", even)
+    print_table(table)
     for each in advice.headlines:
         found = advice.report.figures(each.temperature, advice.report.plan.drafts[-1])
         told = f"measured in this run at K = {found.drafts}: {found.speedup.median:.2f} x"

@@ -1,13 +1,12 @@
 """`nextn canary build|check`: the conformance kit; exit 0 nothing broken, 1 a clause is, 2 usage."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.audit import shown
-from nextn.cli.common import AsJson, console, plain, progress_bars
+from nextn.cli.common import AsJson, Device
+from nextn.cli.screen import console, plain, print_json, print_table, progress_bars, shown
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ def build(
     family: Annotated[str, typer.Option(help="Family of the checkpoint, such as glm4_moe.")],
     seed: int = 0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16, as the weights are stored.")] = "float32",
+    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Train a tiny checkpoint in a family's layout, and write down what an engine must do with it (a few minutes)."""
@@ -37,9 +37,9 @@ def build(
 
     with progress_bars(quiet=as_json) as progress:
         step = progress("steps", sum(shape_of(family).steps))
-        record = built(out, family, seed=seed, dtype=dtype, on_record=lambda _: step())
+        record = built(out, family, seed=seed, dtype=dtype, device=device, on_record=lambda _: step())
     if as_json:
-        typer.echo(json.dumps(record))
+        print_json(record)
         return
     _tell(Canary.read(out), out)
     if record["looping"]:
@@ -96,7 +96,7 @@ def check(
     if out is not None:
         write_json(out, report.as_record())
     if as_json:
-        typer.echo(json.dumps(report.as_record()))
+        print_json(report.as_record())
     else:
         _show(report)
     raise typer.Exit(1 if report.failed else 0)
@@ -136,7 +136,7 @@ def _tell(canary: "Canary", out: Path) -> None:
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
     for reading in canary.readings:
         table.add_row(plain(reading.name), *(f"{canary.length(reading, drafts):.2f}" for drafts in canary.drafts))
-    console().print(table)
+    print_table(table)
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
     console().print(plain(f"{canary.family} in {out}: {len(canary.prompts)} prompts, {size:.1f} MB"), soft_wrap=True)
 
@@ -150,7 +150,7 @@ def _show(report: "Report") -> None:
     table.add_column(overflow="fold")
     for each in report.outcomes:
         said = plain(_WORDS[each.said], style=_STYLES[each.said])
-        table.add_row(said, plain(each.clause.id), plain(each.clause.name), plain(_said(each)))
+        table.add_row(said, plain(each.clause.id), plain(each.clause.name), plain(_said(each), lines=True))
     screen = console()
     screen.print(table)
     style = _STYLES["broken" if report.failed else "held"]

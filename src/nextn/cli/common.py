@@ -1,5 +1,6 @@
-"""What the verbs share: options of one meaning, the console, text that is never taken for markup."""
+"""What the verbs share: options of one meaning, signals, the model."""
 
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,16 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nextn.errors import ConfigError
+from nextn.settings import PATHS
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from nextn.model import Model
 
-    Step = Callable[[], None]
-
+_DTYPES = ("auto", "float32", "bfloat16")
 ModelName = Annotated[str, typer.Argument(help="Checkpoint folder or hub id.")]
 Prompts = Annotated[
     Path | None, typer.Option(help="Prompts of your own: .txt (blank lines between) or .jsonl; see docs/benchmarks.md.")
@@ -32,7 +29,7 @@ MaxTokens = Annotated[int, typer.Option(help="New tokens per text at most.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, or auto for as stored.")]
 Chat = Annotated[bool, typer.Option("--chat", help="Put the prompts through the chat template.")]
 PathName = Annotated[
-    str, typer.Option("--path", help="auto; fast: native runtime (CPU), CUDA graphs, or an error; plain: torch.")
+    str, typer.Option("--path", help="auto; fast: the native runtime (CPUs) or an error; plain: torch.")
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")]
 DraftVocab = Annotated[
@@ -43,18 +40,6 @@ ExactHead = Annotated[
     bool, typer.Option("--exact-head", help="Draft by all bits of the head's weights where seven would be faster.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-
-
-def console(*, stderr: bool = False, width: int | None = None) -> "Console":
-    from rich.console import Console
-
-    return Console(stderr=stderr, width=width)
-
-
-def plain(text: str, style: str | None = None) -> "Text":
-    from rich.text import Text
-
-    return Text(text, style=style or "")
 
 
 @contextmanager
@@ -75,38 +60,71 @@ def stop_flag() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def load_model(model: str, dtype: str, *, need_head: bool, device: str = "cpu", exact_head: bool = False) -> "Model":
-    """dtype: `float32`, `bfloat16`, or `auto` for as stored. exact_head: see `Head.exact`."""
+def check_device(device: str) -> None:
+    """Refuse, without torch, what is no device. Raises ConfigError."""
+    if not re.fullmatch(r"auto|(cpu|cuda|mps|xpu)(:\d+)?", device):
+        raise ConfigError(f"device = {device!r}; expected auto, cpu, cuda, mps or one of several, such as cuda:1")
+
+
+def check_model(model: str, dtype: str, *, path: str = "auto", device: str = "auto") -> None:
+    """Refuse, without torch, the options of `load_model` that no model can be loaded by.
+
+    Args:
+        model: A hub id is not looked up here; what is on this machine is opened.
+        dtype: `float32`, `bfloat16`, or `auto` for as stored.
+        path: What it decodes on, see `Model.engine`.
+        device: `auto`, or as torch names it.
+
+    Raises:
+        ConfigError: An unknown dtype, path or kind of device.
+        CheckpointError: No checkpoint lies there.
+    """
+    for name, value, known in (("dtype", dtype, _DTYPES), ("path", path, PATHS)):
+        if value not in known:
+            raise ConfigError(f"{name} {value!r}; expected one of {', '.join(known)}")
+    check_device(device)
+    from nextn.checkpoints.checkpoint import Checkpoint
+
+    if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", model, re.ASCII) or Path(model).exists():
+        Checkpoint.open(model)
+
+
+def load_model(model: str, dtype: str, *, need_head: bool, device: str, exact_head: bool = False) -> "Model":
+    """Load what `check_model` has let pass. exact_head: see `Head.exact`."""
     import torch
 
     from nextn.model import Model
 
-    dtypes = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
-    if dtype not in dtypes:
-        raise ConfigError(f"dtype {dtype!r}; expected one of {', '.join(dtypes)}")
-    loaded = Model.load(model, dtype=dtypes[dtype], need_head=need_head, device=device)
+    stored = None if dtype == "auto" else getattr(torch, dtype)
+    loaded = Model.load(model, dtype=stored, need_head=need_head, device=device)
     if loaded.head is not None:
         loaded.head.exact = exact_head
     return loaded
 
 
-def draft_from(model: "Model", size: int, text: Path | None) -> None:
-    """Have the head draft from the `size` most frequent tokens of the text. Raises ConfigError."""
+def read_draft_text(size: int, text: Path | None) -> str | None:
+    """Read --draft-text; None where --draft-vocab is off. Raises ConfigError."""
     if not size and text is None:
-        return
+        return None
     if not size or text is None:
         raise ConfigError("--draft-vocab N and --draft-text FILE belong together: the N most frequent tokens of FILE")
+    try:
+        return text.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--draft-text {text}: not a readable text: {error}") from error
+
+
+def draft_from(model: "Model", size: int, text: str | None) -> None:
+    """Have the head draft from the `size` most frequent tokens of the text, if there is one. Raises ConfigError."""
+    if text is None:
+        return
     from nextn.shortlist import Shortlist
     from nextn.text import encode, eos_tokens
 
     if model.head is None:
         raise ConfigError("--draft-vocab: the model has no head to draft with")
-    try:
-        ids = encode(model, text.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--draft-text {text}: not a readable text: {error}") from error
     vocab_size = model.trunk.vocab_size
-    model.head.shortlist = Shortlist.of([ids], size, vocab_size=vocab_size, always=eos_tokens(model))
+    model.head.shortlist = Shortlist.of([encode(model, text)], size, vocab_size=vocab_size, always=eos_tokens(model))
 
 
 def numbers(text: str) -> tuple[float, ...]:
@@ -114,23 +132,3 @@ def numbers(text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError as error:
         raise ConfigError(f"--temperatures {text!r}; expected numbers with commas between, such as 0,1") from error
-
-
-@contextmanager
-def progress_bars(*, quiet: bool) -> "Iterator[Callable[[str, int | None], Step]]":
-    """progress(what, total) adds a bar and returns what moves it by one."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console(stderr=True), disable=quiet, transient=True) as bar:
-
-        def added(what: str, total: int | None) -> "Step":
-            task = bar.add_task(what, total=total)
-            return lambda: bar.advance(task)
-
-        yield added
-
-
-def print_whole(table: "Table") -> None:
-    """Figures cut short are none: a narrow terminal folds the lines itself."""
-    console(width=max(console().width, 120)).print(table, crop=False)

@@ -1,14 +1,14 @@
 """`nextn demo`: the story of five minutes, told."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import AsJson, Drafts, console, plain, stop_flag
+from nextn.cli.common import AsJson, Drafts, stop_flag
 from nextn.cli.runs import progress, say_stopped
+from nextn.cli.screen import Marks, console, plain, print_json
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -33,26 +33,25 @@ def demo(
         return
     paths = draw(report)
     if as_json:
-        typer.echo(json.dumps(report.as_record()))
+        print_json(report.as_record())
     else:
         _show_report(report, paths)
 
 
 def _show_report(report: "Report", paths: list[Path]) -> None:
     screen = console()
+    marks = Marks.of(screen)
     pairs = (("greedy", report.greedy), ("temperature 1", report.sampled))
     for label, pair in pairs:
         place = (pair.sound or [0])[0]
-        screen.rule(f"[bold]held-out prompt {place + 1}, continued, {label} (green: drafted and kept)")
-        screen.print(_continued(report.prompts[place], pair.mtp.rounds[place]))
+        screen.rule(f"[bold]held-out prompt {place + 1}, continued, {label} ({marks.words}: drafted and kept)")
+        screen.print(_continued(report.prompts[place], pair.mtp.rounds[place], marks))
     screen.rule("[bold]what the head did")
     for label, pair in pairs:
         same = "" if label != "greedy" else "  output identical" if report.identical else "  output DIFFERENT"
-        screen.print(f"{_figures(label, pair, report.drafts)}{same}", highlight=False)
+        screen.print(plain(f"{_figures(label, pair, report.drafts)}{same}", lines=True))
     names = ", ".join(["model", "report.json", *(path.name for path in paths)])
-    screen.print(
-        f"trained {report.train_s:.0f} s, {report.total_s:.0f} s in all; in {report.folder}: {names}", highlight=False
-    )
+    screen.print(plain(f"trained {report.train_s:.0f} s, {report.total_s:.0f} s in all; in {report.folder}: {names}"))
 
 
 def _figures(label: str, pair: "Pair", drafts: int) -> str:
@@ -67,17 +66,18 @@ def _figures(label: str, pair: "Pair", drafts: int) -> str:
     )
 
 
-def _continued(prompt: "Sequence[int]", rounds: "Sequence[Round]") -> "Text":
+def _continued(prompt: "Sequence[int]", rounds: "Sequence[Round]", marks: Marks) -> "Text":
     """The end of a prompt of bytes, then what each round added."""
-    text = plain(bytes(token for token in prompt[-120:] if token < 256).decode(errors="replace"), style="dim")
+    text = plain(
+        bytes(token for token in prompt[-120:] if token < 256).decode(errors="replace"), style="dim", lines=True
+    )
     for each in rounds:
-        text.append_text(_coloured(each.rows[0]))
+        text.append_text(_marked(each.rows[0], marks))
     return text
 
 
-def _coloured(part: "RowRound") -> "Text":
+def _marked(part: "RowRound", marks: Marks) -> "Text":
     kept = bytes(token for token in part.emitted[: part.kept] if token < 256).decode(errors="replace")
     own = bytes(token for token in part.emitted[part.kept :] if token < 256).decode(errors="replace")
-    text = plain(kept, style="green")
-    text.append(own)
-    return text
+    text = marks.text(kept, accepted=bool(part.kept))
+    return text.append_text(marks.text(own, accepted=False))

@@ -1,28 +1,26 @@
 """`nextn diagnose`: why an engine keeps fewer drafts than it should; exit 0 fine, 1 findings, 2 nothing to compare."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.audit import shown
 from nextn.cli.common import (
     AsJson,
+    Device,
     Dtype,
     MaxTokens,
     ModelName,
     PathName,
     Prompts,
     Temperatures,
-    console,
+    check_model,
     load_model,
     numbers,
-    plain,
-    print_whole,
-    progress_bars,
 )  # fmt: skip
+from nextn.cli.screen import console, plain, print_json, print_table, progress_bars, shown
 from nextn.errors import ConfigError
+from nextn.measuring.plan import Plan
 
 if TYPE_CHECKING:
     from nextn.measuring.causes import Cause
@@ -52,6 +50,7 @@ def diagnose(
     seed: int = 0,
     dtype: Dtype = "auto",
     path: PathName = "auto",
+    device: Device = "auto",
     max_requests: Annotated[int, typer.Option(help="Requests in all.")] = 2000,
     max_seconds: Annotated[float, typer.Option(help="Seconds of asking in all.")] = 900,
     timeout: Annotated[float, typer.Option(help="Seconds for one answer.")] = 120,
@@ -64,26 +63,27 @@ def diagnose(
     from nextn.checkpoints.tensor_file import write_json
     from nextn.engines.client import Budget, Limits
     from nextn.engines.endpoint import Endpoint
+
+    plan = Plan(drafts or 4, numbers(temperatures), max_tokens, chat, seed, path, rule)
+    if not drive and len(plan.temperatures) > 1:
+        raise ConfigError(f"--temperatures {temperatures}: counters are of one temperature; give it, or use --drive")
+    check_model(model, dtype, path=path, device=device)
+    texts, budget = read_prompts(prompts), Budget(Limits(requests=max_requests, seconds=max_seconds, answer_s=timeout))
     from nextn.measuring.cases import check_drafts
     from nextn.measuring.diagnose import audited
     from nextn.measuring.diagnose import diagnose as judged
     from nextn.measuring.drive import Seen, counters_of, driven
     from nextn.measuring.faults import FAULTS
-    from nextn.measuring.plan import Plan
 
-    plan = Plan(drafts or 4, numbers(temperatures), max_tokens, chat, seed, path, rule)
-    if not drive and len(plan.temperatures) > 1:
-        raise ConfigError(f"--temperatures {temperatures}: counters are of one temperature; give it, or use --drive")
-    texts, budget = read_prompts(prompts), Budget(Limits(requests=max_requests, seconds=max_seconds, answer_s=timeout))
     with progress_bars(quiet=as_json) as progress:
         if drive:
             target = Endpoint.open(engine, budget, model=served, key_env=key_env, chat=own_template)
-            loaded = load_model(model, dtype, need_head=True)
+            loaded = load_model(model, dtype, need_head=True, device=device)
             step = progress("asking", len(texts) * len(plan.temperatures))
             seen = driven(target, loaded, texts, plan, on_answer=step)
         else:
             counters = counters_of(engine, budget, served=served, key_env=key_env)
-            loaded = load_model(model, dtype, need_head=True)
+            loaded = load_model(model, dtype, need_head=True, device=device)
             seen = [Seen(plan.temperatures[0], counters)]
         check_drafts(seen, drafts)
         steps = {
@@ -95,7 +95,7 @@ def diagnose(
     if out is not None:
         write_json(out, record)
     if as_json:
-        typer.echo(json.dumps(record))
+        print_json(record)
     else:
         _show(found)
     raise typer.Exit(0 if found.is_fine else 1)
@@ -120,7 +120,7 @@ def _show(found: "Diagnosis") -> None:
     for cause in rows:
         style = "bold" if cause.name in found.named else None
         table.add_row(plain(cause.name), *_rates(cause), f"{cause.length:.2f}", _odds(cause), _fit(cause), style=style)
-    print_whole(table)
+    print_table(table)
     screen.print(plain(f"{'fine' if found.is_fine else 'finding'}: {found.words}", style="bold"), soft_wrap=True)
     for each in found.suspects:
         screen.print(plain(f"{each.name}: {each.does}"), soft_wrap=True)

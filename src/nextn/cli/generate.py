@@ -1,7 +1,5 @@
-"""`nextn generate`: one prompt decoded with MTP, drafts that were kept in green."""
+"""`nextn generate`: one prompt decoded with MTP, accepted drafts marked."""
 
-import json
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,16 +16,20 @@ from nextn.cli.common import (
     ExactHead,
     MaxTokens,
     PathName,
-    console,
+    check_model,
     draft_from,
     load_model,
-    plain,
+    read_draft_text,
 )  # fmt: skip
+from nextn.cli.screen import Marks, console, echo, plain, print_json, print_note, read_stdin
+from nextn.settings import Sampling, Settings
 
 if TYPE_CHECKING:
-    from nextn.decode import Round, Settings
+    from nextn.decode import Round
     from nextn.model import Model
     from nextn.policy import DraftLength
+
+_TELLING = 64  # tokens: a shorter text may repeat a few of them and be sound
 
 
 def generate(
@@ -53,13 +55,10 @@ def generate(
     chat: Chat = False,
     dtype: Dtype = "auto",
     path: PathName = "auto",
-    device: Device = "cpu",
+    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Decode one prompt with MTP; kept drafts are coloured, and the acceptance is printed below."""
-    from nextn.decode import Settings
-    from nextn.sampling import Sampling
-
+    """Decode one prompt with MTP; accepted drafts are green (marked otherwise without colors), acceptance is below."""
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     settings = Settings(
         drafts=drafts,
@@ -69,13 +68,15 @@ def generate(
         max_tokens=max_tokens,
         seed=seed,
     )
+    check_model(model, dtype, path=path, device=device)
+    text = read_stdin() if prompt == "-" else prompt
+    frequent = read_draft_text(draft_vocab, draft_text)
     loaded = load_model(model, dtype, need_head=drafts > 0, device=device, exact_head=exact_head)
-    draft_from(loaded, draft_vocab, draft_text)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    draft_from(loaded, draft_vocab, frequent)
     length = _adaptive(loaded, drafts, path) if adaptive else None
     how = {"stop": stop or [], "chat": chat, "path": path, "length": length}
     if as_json:
-        typer.echo(json.dumps(_decoded(loaded, text, settings, how)))
+        print_json(_decoded(loaded, text, settings, how))
     else:
         _show(loaded, text, settings, how)
 
@@ -100,6 +101,7 @@ def _decoded(model: "Model", text: str, settings: "Settings", how: dict[str, Any
         "runtime": made.runtime,
         "head_bits": made.head_bits,
     }
+    said["repetitive"] = _is_repetitive(result.tokens)
     return record | times | said | result.acceptance.as_record()
 
 
@@ -110,15 +112,16 @@ def _show(model: "Model", text: str, settings: "Settings", how: dict[str, Any]) 
     screen = console()
     log: list[Round] = []
     for note in model.notes:
-        typer.echo(f"note: {note}", err=True)
+        print_note(note)
+    marks = Marks.of(screen)
     for chunk in stream(model, [text], settings, **how, on_round=log.append):
-        kept = bool(chunk.part.kept)
-        screen.print(plain(chunk.text, style="green" if kept else None), end="", soft_wrap=True, highlight=False)
+        screen.print(marks.text(chunk.text, accepted=bool(chunk.part.kept)), end="", soft_wrap=True, highlight=False)
     made = model.engine(how["path"])
     if made.reason and how["path"] == "auto":
-        typer.echo(f"\nnote: plain path: {made.reason}", err=True)
+        echo(f"\nnote: plain path: {made.reason}", err=True)
     adapted = "" if how["length"] is None else f"  {how['length'].reason} "
-    screen.print(f"\n[dim]{_speed(log)} on the {made.path} path{adapted}  {_acceptance(log)}[/dim]")
+    said = f"{_speed(log)} on the {made.path} path{adapted}  {_acceptance(log)}{_repetition(log)}"
+    screen.print(plain(f"\n{said}", style="dim", lines=True), soft_wrap=True)
 
 
 def _speed(log: "Sequence[Round]") -> str:
@@ -132,5 +135,18 @@ def _acceptance(log: "Sequence[Round]") -> str:
     from nextn.figures.acceptance import Acceptance
 
     figures = Acceptance.of(log)
-    rates = "  ".join(f"a_{depth} {rate:.2f}" for depth, rate in enumerate(figures.rates, 1))
+    rates = "  ".join(f"a_{depth} {rate:.2f}" for depth, rate in enumerate(figures.rates, 1) if rate == rate)
     return f"AL {figures.length:.2f}  {rates}" if figures.num_rounds else "plain"
+
+
+def _repetition(log: "Sequence[Round]") -> str:
+    """What to know about the figures of a degenerate text; nothing for others."""
+    tokens = [token for each in log for token in each.rows[0].emitted]
+    said = "\nthe text is repetitive, and such text is easy to draft: do not rely on these figures"
+    return said if _is_repetitive(tokens) else ""
+
+
+def _is_repetitive(tokens: "Sequence[int]") -> bool:
+    from nextn.corpus.loops import degeneracy
+
+    return len(tokens) >= _TELLING and degeneracy(tokens).looping

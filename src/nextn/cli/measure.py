@@ -1,6 +1,5 @@
 """The verb `nextn measure`: the acceptance that a head should have, and which conventions its weights want."""
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -10,20 +9,20 @@ import typer
 
 from nextn.cli.common import (
     AsJson,
+    Device,
     Dtype,
     MaxTokens,
     ModelName,
     PathName,
     Prompts,
     Temperatures,
-    console,
+    check_model,
     load_model,
     numbers,
-    plain,
-    print_whole,
-    progress_bars,
 )  # fmt: skip
+from nextn.cli.screen import console, echo, plain, print_json, print_table, progress_bars
 from nextn.errors import ConfigError
+from nextn.measuring.plan import Plan
 
 if TYPE_CHECKING:
     from nextn.figures.estimate import Estimate
@@ -44,6 +43,7 @@ def measure(
     seed: int = 0,
     dtype: Dtype = "auto",
     path: PathName = "auto",
+    device: Device = "auto",
     min_acceptance: Annotated[
         float | None, typer.Option(help="Exit with 1 if a_1 of the lowest temperature is below, for CI.")
     ] = None,
@@ -57,17 +57,20 @@ def measure(
     """Measure the acceptance per depth that a checkpoint's head should reach, with intervals and negative controls."""
     from dataclasses import replace
 
-    from nextn.benchmarking.cost import Machine
     from nextn.benchmarking.workload import read_prompts
     from nextn.checkpoints.tensor_file import write_json
-    from nextn.measuring.card import card
-    from nextn.measuring.measure import Plan, reference
-    from nextn.measuring.record import hashes
 
     if min_acceptance is not None and not 0 <= min_acceptance <= 1:
         raise ConfigError(f"--min-acceptance {min_acceptance}; expected a share from 0 to 1, such as 0.6")
     plan = Plan(drafts, numbers(temperatures), max_tokens, chat, seed, path)
-    texts, loaded = read_prompts(prompts), load_model(model, dtype, need_head=True)
+    check_model(model, dtype, path=path, device=device)
+    texts = read_prompts(prompts)
+    from nextn.benchmarking.cost import Machine
+    from nextn.measuring.card import card
+    from nextn.measuring.measure import reference
+    from nextn.measuring.record import hashes
+
+    loaded = load_model(model, dtype, need_head=True, device=device)
     with progress_bars(quiet=as_json or model_card) as progress:
         step = progress("texts", len(texts) * len(plan.temperatures))
         found = reference(loaded, texts, plan, on_text=step)
@@ -77,9 +80,9 @@ def measure(
     if out is not None:
         write_json(out, record)
     if as_json:
-        typer.echo(json.dumps(record))
+        print_json(record)
     elif model_card:
-        typer.echo(card(found, command=shlex.join(["nextn", *sys.argv[1:]])))
+        echo(card(found, command=shlex.join(["nextn", *sys.argv[1:]])))
     else:
         _show(found)
         if probed is not None:
@@ -111,7 +114,7 @@ def _show(found: "Measured") -> None:
                 lengths = [*[""] * (len(depths) - 1), f"{one.length.value:.2f}"]
                 table.add_row(plain(f"  {domain}"), str(one.num_texts), *map(_cell, one.rates), *lengths, style="dim")
         table.add_section()
-    print_whole(table)
+    print_table(table)
     if (seen := found.controls) is not None:
         screen.print(
             plain(
@@ -159,7 +162,7 @@ def _tell(probed: "Probed") -> None:
         more = f"{gain.value:+.2f} ({gain.low:+.2f} to {gain.high:+.2f})" if each.keys else ""
         style = "bold" if each == probed.wanted else None
         table.add_row(plain(each.says), *rates, f"{each.per_column:.2f}", more, style=style)
-    print_whole(table)
+    print_table(table)
     console().print(plain(f"probe: {probed.words}"), soft_wrap=True)
     if probed.ties:
         told = "; ".join(each.says for each in probed.ties)
@@ -170,5 +173,5 @@ def _judge(found: "Measured", least: float) -> None:
     """Exit code 1 where a_1 is below; so for one that could not be measured."""
     rate = found.figures(found.plan.temperatures[0]).rates[0].value
     if not rate >= least:
-        typer.echo(f"a_1 = {rate:.3f} is below --min-acceptance {least:g}", err=True)
+        echo(f"a_1 = {rate:.3f} is below --min-acceptance {least:g}", err=True)
         raise typer.Exit(1)

@@ -1,6 +1,5 @@
 """The verbs that move a head: restore, convert, extract."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -9,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import AsJson, CacheDir, Offline, Revision, console, plain
+from nextn.cli.common import AsJson, CacheDir, Offline, Revision
+from nextn.cli.screen import console, plain, print_json, shortened
 
 if TYPE_CHECKING:
     from nextn.checkpoints.checkpoint import Checkpoint
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from nextn.moving.staging import Plan, Progress
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and the bytes; write nothing.")]
+FollowLinks = Annotated[
+    bool, typer.Option("--follow-links", help="Take the contents of links that lead out of a checkpoint's folder.")
+]
 _SHOWN = 12
 
 
@@ -34,6 +37,7 @@ def restore(
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
+    follow_links: FollowLinks = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
@@ -42,7 +46,7 @@ def restore(
 
     have = None if base is None else _open(base, revision, cache_dir, offline)
     moved = partial(put_back, target, have, out=out, aliases=add_aliases, family=family, force=force)
-    _carry_out(moved, dry_run=dry_run, as_json=as_json)
+    _carry_out(moved, follow_links=follow_links, dry_run=dry_run, as_json=as_json)
 
 
 def convert(
@@ -59,6 +63,7 @@ def convert(
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
+    follow_links: FollowLinks = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
@@ -68,7 +73,7 @@ def convert(
     form = _form({"single-file": single_file, "side-file": side_file, "shards": shards})
     have = _open(source, revision, cache_dir, offline)
     moved = partial(move, have, out, to=to, now=now, form=form, gain=_gain(gain))
-    _carry_out(moved, dry_run=dry_run, as_json=as_json)
+    _carry_out(moved, follow_links=follow_links, dry_run=dry_run, as_json=as_json)
 
 
 def extract(
@@ -78,6 +83,7 @@ def extract(
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
+    follow_links: FollowLinks = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
@@ -85,7 +91,7 @@ def extract(
     from nextn.moving.relayout import extract as take_out
 
     have = _open(model, revision, cache_dir, offline)
-    _carry_out(partial(take_out, have, out, copies=copies), dry_run=dry_run, as_json=as_json)
+    _carry_out(partial(take_out, have, out, copies=copies), follow_links=follow_links, dry_run=dry_run, as_json=as_json)
 
 
 VERBS = (restore, convert, extract)
@@ -110,11 +116,11 @@ def _gain(said: str | None) -> "Shift | None":
     return said  # type: ignore[return-value]  # checked above
 
 
-def _carry_out(verb: "Callable[..., Plan]", *, dry_run: bool, as_json: bool) -> None:
+def _carry_out(verb: "Callable[..., Plan]", *, follow_links: bool, dry_run: bool, as_json: bool) -> None:
     with _bytes_bar(quiet=as_json or dry_run) as on_bytes:
-        plan = verb(dry_run=dry_run, on_bytes=on_bytes)
+        plan = verb(follow_links=follow_links, dry_run=dry_run, on_bytes=on_bytes)
     if as_json:
-        typer.echo(json.dumps(plan.as_record() | {"dry_run": dry_run}))
+        print_json(plan.as_record() | {"dry_run": dry_run})
         return
     _show(plan, dry_run=dry_run)
 
@@ -127,7 +133,8 @@ def _show(plan: "Plan", *, dry_run: bool) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("file", "tensors", "bytes", "from"):
         table.add_column(title, justify="right" if title in ("tensors", "bytes") else "left")
-    for file, pieces in plan.files.weights.items():
+    files, more_files = shortened([*plan.files.weights.items()])
+    for file, pieces in files:
         size = sum(piece.info.nbytes for piece in pieces.values())
         places = ", ".join(dict.fromkeys(piece.source.path for piece in pieces.values()))
         table.add_row(*map(plain, (file, f"{len(pieces):,}", f"{size:,}", places)))
@@ -135,10 +142,12 @@ def _show(plan: "Plan", *, dry_run: bool) -> None:
         table.add_row(*map(plain, (file, "", "", "index" if file == INDEX else "")))
     screen = console()
     screen.print(table)
+    moves, more_moves = shortened(
+        [f"{old} becomes {new}" for old, new in plan.files.renamed.items()]
+        + [f"{file} goes" for file in plan.files.dropped]
+    )
     lines = [*plan.changes[:_SHOWN], *([f"and {len(plan.changes) - _SHOWN} more"] if plan.changes[_SHOWN:] else [])]
-    lines += [f"{old} becomes {new}" for old, new in plan.files.renamed.items()]
-    lines += [f"{file} goes" for file in plan.files.dropped]
-    lines += [f"note: {note}" for note in plan.notes]
+    lines = [*filter(None, [more_files, *lines, *moves, more_moves]), *(f"note: {note}" for note in plan.notes)]
     verb = "would write" if dry_run else "wrote"
     lines.append(f"{verb} {plan.num_bytes:,} bytes of tensors in {plan.folder}" if plan.pieces else "nothing to write")
     for line in lines:

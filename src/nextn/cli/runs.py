@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from nextn.cli.common import console
+from nextn.cli.screen import console, echo
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def progress(*, quiet: bool) -> Iterator[Callable[["Record"], None]]:
 
 def say_stopped(run: Path, command: str, *, quiet: bool = False) -> None:
     if not quiet:
-        typer.echo(f"stopped; the state is in {run}. Go on with: {command}", err=True)
+        echo(f"stopped; the state is in {run}. Go on with: {command}", err=True)
     raise typer.Exit(130)
 
 

@@ -1,11 +1,12 @@
 """`nextn trace`: which token meets which state, where, as a table."""
 
-import json
 from typing import Annotated
 
 import typer
 
-from nextn.cli.common import AsJson, Drafts, MaxTokens, console, load_model, plain
+from nextn.cli.common import AsJson, Device, Drafts, MaxTokens, check_model, load_model
+from nextn.cli.screen import plain, print_json, print_table
+from nextn.settings import Settings
 
 
 def trace(
@@ -14,18 +15,20 @@ def trace(
     drafts: Drafts = 3,
     max_tokens: MaxTokens = 12,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto for as stored.")] = "float32",
+    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Show, round by round, which (token, hidden) pair sits at which position in prefill, draft, verify and re-run."""
     from dataclasses import asdict
 
+    settings = Settings(drafts=drafts, max_tokens=max_tokens)
+    check_model(model, dtype, device=device)
     from nextn.benchmarking.tracer import trace as rows_of
-    from nextn.decode import Settings
 
-    loaded = load_model(model, dtype, need_head=drafts > 0)
-    rows = list(rows_of(loaded, prompt, Settings(drafts=drafts, max_tokens=max_tokens)))
+    loaded = load_model(model, dtype, need_head=drafts > 0, device=device)
+    rows = list(rows_of(loaded, prompt, settings))
     if as_json:
-        typer.echo(json.dumps([asdict(row) for row in rows]))
+        print_json([asdict(row) for row in rows])
         return
     from rich.table import Table
 
@@ -38,4 +41,4 @@ def trace(
             table.add_section()
         cells = (str(row.round), row.phase, row.by, str(row.position), row.token, row.hidden, row.gives)
         table.add_row(*map(plain, cells), style=styles.get(row.phase))
-    console().print(table)
+    print_table(table)

@@ -1,20 +1,23 @@
 """The verb `train`: trunk and head from scratch, or a head on a frozen trunk."""
 
-import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import AsJson, CacheDir, Offline, Revision, stop_flag
+from nextn.cli.common import AsJson, CacheDir, Device, Offline, Revision, check_device, check_model, stop_flag
 from nextn.cli.runs import merged, progress, say_stopped, show_curve
+from nextn.cli.screen import echo, print_json, print_note
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
     from nextn.distributed.parallel import Ranks
-    from nextn.training.head_runs import Start
+    from nextn.training.head_runs import HeadRun
     from nextn.training.hidden_cache import HiddenCache
+    from nextn.training.joint_runs import JointRun
+    from nextn.training.run_options import RunOptions
     from nextn.training.train import Trainer
 
 _RECIPE = "demo"
@@ -47,13 +50,18 @@ def train(
         int | None,
         typer.Option(min=1, help="Parts that the batch_size rows of a step pass in: less memory, the same gradient."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in OUT.")] = False,
+    device: Device = "auto",
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on from the newest checkpoint in OUT, with the options it was started with."),
+    ] = False,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also write event files in OUT/tensorboard.")
     ] = False,
     recipe: Annotated[
-        str, typer.Option(help="Named workload that gives the defaults.", rich_help_panel=_JOINT)
-    ] = _RECIPE,
+        str | None,
+        typer.Option(help=f"Named workload that gives the defaults; left out: {_RECIPE}.", rich_help_panel=_JOINT),
+    ] = None,
     model: Annotated[
         Path | None,
         typer.Option(help="config.json of a trunk to build, in transformers' format.", rich_help_panel=_JOINT),
@@ -101,107 +109,207 @@ def train(
             rich_help_panel=_HEAD,
         ),
     ] = None,
+    follow_links: Annotated[
+        bool,
+        typer.Option(
+            "--follow-links",
+            help="Take the contents of links that lead out of the folder of --from.",
+            rich_help_panel=_HEAD,
+        ),
+    ] = False,
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
     as_json: AsJson = False,
 ) -> None:
     """Train trunk and MTP head from scratch, or with --freeze-trunk a head alone; Ctrl-C saves, --resume goes on."""
+    from nextn.training.run_options import RunOptions, read_options, read_result
+
+    given = RunOptions(
+        data=tuple(data or ()),
+        all_tokens=all_tokens,
+        tokenizer=_text(tokenizer),
+        modules=modules,
+        settings=merged(config, set_ or []) | ({} if accumulate is None else {"accumulate": accumulate}),
+        recipe=recipe,
+        model=_text(model),
+        freeze_trunk=freeze_trunk,
+        trunk=from_,
+        head=_text(head),
+        init_head=init_head,
+        head_only=head_only,
+        drawn=drawn,
+        revision=revision,
+        cache_gb=cache_gb,
+        cache_dir=_text(cache_dir),
+        offline=offline,
+        follow_links=follow_links,
+        allow_worse=allow_worse,
+        curve=curve,
+        tensorboard=tensorboard,
+        device=None if device == "auto" else device,
+    )
+    stored = read_options(out) if resume else None
+    options = given if stored is None else stored.resumed(given)
+    if resume and (result := read_result(out)) is not None:
+        told = result | {"model": str(out / result["model"])}
+        _tell(told, f"{out} is finished: {told['model']} is its result, and nothing was changed", as_json=as_json)
+        return
+    _check(options)
     from nextn.distributed.parallel import processes
 
-    settings = merged(config, set_ or []) | ({} if accumulate is None else {"accumulate": accumulate})
-    text = {"data": data or [], "all_tokens": all_tokens, "tokenizer": tokenizer}
-    how = {"resume": resume, "tensorboard": tensorboard, "as_json": as_json}
-    if not freeze_trunk:
-        given = (from_ is not None, head is not None, init_head, head_only, drawn, cache_gb is not None, allow_worse)
-        if any((*given, curve)):
+    with processes(options.device or "auto") as ranks:
+        (_train_head if options.freeze_trunk else _train_joint)(out, options, ranks, resume=resume, as_json=as_json)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
+
+
+def _check(options: "RunOptions") -> None:
+    """Raise ConfigError, before torch is imported, for options that do not go together and for what is not there."""
+    from nextn.corpus.corpus_files import check_sources
+
+    check_sources(options.data)
+    check_device(options.device or "auto")
+    places = {"--tokenizer": options.tokenizer, "--model": options.model}
+    for option, place in places.items():
+        if place is not None and not Path(place).exists():
+            raise ConfigError(f"{option} {place}: no such file or folder")
+    if not options.freeze_trunk:
+        of_heads = (options.trunk, options.head, options.cache_gb)
+        flags = (options.init_head, options.head_only, options.drawn, options.allow_worse, options.curve)
+        if any(each is not None for each in of_heads) or any(flags):
             raise ConfigError(
                 "--from, --head, --init-head, --head-only, --drawn, --cache-gb, --allow-worse, --curve go with "
                 "--freeze-trunk"
             )
-        with processes() as ranks:
-            made: dict[str, Any] = {"recipe": recipe, "model": model, "num_modules": modules or 1, "settings": settings}
-            _train_joint(out, {**text, **made, "ranks": ranks}, **how)
         return
-    if from_ is None:
+    if options.trunk is None:
         raise ConfigError("--freeze-trunk needs a trunk: give its folder or hub id with --from")
-    if model is not None or recipe != _RECIPE:
+    if options.model is not None or options.recipe is not None:
         raise ConfigError("--model and --recipe build a trunk; with --freeze-trunk it comes --from a checkpoint")
-    from nextn.training.head_runs import Start
+    check_model(options.trunk, "auto")
+    if options.head is not None:
+        from nextn.checkpoints.checkpoint import Checkpoint
 
-    start = Start(from_, head, init_head, modules, revision, cache_dir, offline)
-    with processes() as ranks:
-        made = {"drawn": drawn, "settings": settings, "ranks": ranks}
-        _train_head(
-            out,
-            start,
-            {**text, **made},
-            cache_gb=cache_gb,
-            head_only=head_only,
-            allow_worse=allow_worse,
-            curve=curve,
-            **how,
-        )
+        Checkpoint.open(Path(options.head))
 
 
-def _train_joint(out: Path, run: dict[str, Any], *, resume: bool, tensorboard: bool, as_json: bool) -> None:
+def _train_joint(out: Path, options: "RunOptions", ranks: "Ranks", *, resume: bool, as_json: bool) -> None:
     from nextn.training.joint_runs import joint_run
-    from nextn.training.recipes import write_prompts
 
-    made = joint_run(out, **run)
-    is_first, standing = made.trainer.ranks.is_first, None
-    _notes(made.corpus.notes if is_first else ())
-    _check_folder(made.trainer, out, resume=resume)
-    for trainer in made.stages(out / "model"):
-        _run(trainer, out, tensorboard=tensorboard, as_json=as_json)
+    run = joint_run(
+        out,
+        data=options.data,
+        recipe=options.recipe or _RECIPE,
+        model=_path(options.model),
+        tokenizer=_path(options.tokenizer),
+        num_modules=options.modules or 1,
+        settings=options.settings,
+        all_tokens=options.all_tokens,
+        ranks=ranks,
+    )
+    _notes(run.corpus.notes if ranks.is_first else ())
+    with run.trainer.folder.locked(needed=ranks.is_first):
+        _run_joint(run, out, options, ranks, resume=resume, as_json=as_json)
+
+
+def _run_joint(
+    run: "JointRun", out: Path, options: "RunOptions", ranks: "Ranks", *, resume: bool, as_json: bool
+) -> None:
+    from nextn.training.recipes import write_prompts
+    from nextn.training.run_options import write_options, write_result
+
+    _check_folder(run.trainer, out, resume=resume)
+    if ranks.is_first and not run.trainer.has_checkpoint():
+        write_options(out, options, run.settings)
+    standing = None
+    for trainer in run.stages(out / "model"):
+        _run(trainer, out, tensorboard=options.tensorboard, as_json=as_json)
         standing = trainer.standing
-    if is_first:
-        write_prompts(out / "prompts.jsonl", made.held_out)
-        told: dict[str, object] = {"model": str(out / "model")}
+    if ranks.is_first:
+        write_prompts(out / "prompts.jsonl", run.held_out)
+        told: dict[str, object] = {"model": "model"}
         said = f"wrote {out / 'model'}"
         if standing is not None and standing.best is not None:
             told |= standing.as_record()
             said += f": {standing}" + ("; the first stage's head was kept" if standing.is_worse else "")
-        typer.echo(json.dumps(told) if as_json else said)
+        write_result(out, told)
+        _tell(told | {"model": str(out / "model")}, said, as_json=as_json)
 
 
-def _train_head(
-    out: Path,
-    start: "Start",
-    text: dict[str, Any],
-    *,
-    cache_gb: float | None,
-    resume: bool,
-    tensorboard: bool,
-    head_only: bool,
-    allow_worse: bool,
-    curve: bool,
-    as_json: bool,
-) -> None:
-    from nextn.training.head_runs import head_run
+def _train_head(out: Path, options: "RunOptions", ranks: "Ranks", *, resume: bool, as_json: bool) -> None:
+    run = _head_run(out, options, ranks)
+    with run.trainer.folder.locked(needed=ranks.is_first):
+        _run_head(run, out, options, ranks, resume=resume, as_json=as_json)
+
+
+def _run_head(run: "HeadRun", out: Path, options: "RunOptions", ranks: "Ranks", *, resume: bool, as_json: bool) -> None:
     from nextn.training.recipes import write_prompts
+    from nextn.training.run_options import write_options, write_result
 
-    run = head_run(out, start, **text)
-    ranks = run.trainer.ranks
     _check_folder(run.trainer, out, resume=resume)
+    if ranks.is_first:
+        run.need_room(head_only=options.head_only)
     _notes(run.notes if ranks.is_first else ())
-    if cache_gb is not None:
-        _fill(run.task.cached(out / "hidden", cache_gb), out, ranks, quiet=as_json)
-    _run(run.trainer, out, tensorboard=tensorboard, as_json=as_json)
+    if ranks.is_first and not run.trainer.has_checkpoint():
+        write_options(out, options, asdict(run.trainer.config))
+    if options.cache_gb is not None:
+        _fill(run.task.cached(out / "hidden", options.cache_gb), out, ranks, quiet=as_json)
+    _run(run.trainer, out, tensorboard=options.tensorboard, as_json=as_json)
     if ranks.is_first:
         write_prompts(out / "prompts.jsonl", run.held_out)
-    points = run.task.curve() if curve else []
+    points = run.task.curve() if options.curve else []
     if points and ranks.is_first and not as_json:
         show_curve(points)
-    made = run.write(head_only=head_only, allow_worse=allow_worse)
+    made = run.write(head_only=options.head_only, allow_worse=options.allow_worse)
     if not ranks.is_first:
         return
     standing = run.trainer.standing
     said = f"wrote {made}" + ("" if standing.baseline is None else f": {standing}")
-    told: dict[str, object] = {"model": str(made), **standing.as_record()}
+    told: dict[str, object] = {"model": str(made.relative_to(out)), **standing.as_record()}
     if points:
         told["curve"] = [point.as_record() for point in points]
-    typer.echo(json.dumps(told) if as_json else said)
+    write_result(out, told)
+    _tell(told | {"model": str(made)}, said, as_json=as_json)
+
+
+def _head_run(out: Path, options: "RunOptions", ranks: "Ranks") -> "HeadRun":
+    from nextn.training.head_runs import Start, head_run
+
+    assert options.trunk is not None  # `_check` has seen it
+    start = Start(
+        options.trunk,
+        _path(options.head),
+        options.init_head,
+        options.modules,
+        options.revision,
+        _path(options.cache_dir),
+        options.offline,
+        options.follow_links,
+    )
+    return head_run(
+        out,
+        start,
+        data=options.data,
+        settings=options.settings,
+        all_tokens=options.all_tokens,
+        tokenizer=_path(options.tokenizer),
+        drawn=options.drawn,
+        ranks=ranks,
+    )
+
+
+def _tell(told: dict[str, object], said: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json(told)
+    else:
+        echo(said)
 
 
 def _fill(cache: "HiddenCache", out: Path, ranks: "Ranks", *, quiet: bool) -> None:
@@ -217,7 +325,7 @@ def _fill(cache: "HiddenCache", out: Path, ranks: "Ranks", *, quiet: bool) -> No
 
 def _notes(notes: Iterable[str]) -> None:
     for note in notes:
-        typer.echo(f"note: {note}", err=True)
+        print_note(note)
 
 
 def _check_folder(trainer: "Trainer", out: Path, *, resume: bool) -> None:
@@ -244,4 +352,4 @@ def _run(trainer: "Trainer", out: Path, *, tensorboard: bool, as_json: bool) -> 
             on_record(record)
             log(record)
     if not trainer.is_over:
-        say_stopped(out, f"nextn train {out} --resume (with the same options)", quiet=not ranks.is_first)
+        say_stopped(out, f"nextn train {out} --resume", quiet=not ranks.is_first)

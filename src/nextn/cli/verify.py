@@ -1,6 +1,5 @@
 """`nextn verify`: checks of live endpoints as a table with a verdict, or JSON; exit 0 passed, 1 findings, 2 usage."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.audit import shown
-from nextn.cli.common import AsJson, Chat, console, plain
+from nextn.cli.common import AsJson, Chat
+from nextn.cli.screen import console, plain, print_json, shown
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -67,7 +66,7 @@ def verify(
     other = None if reference is None else reference.url
     report = Report(target.url, target.served.name, other, tuple(found), budget.used, whole)
     if as_json:
-        typer.echo(json.dumps(report.as_record()))
+        print_json(report.as_record())
     else:
         _show(report)
     raise typer.Exit(1 if report.failed else 0 if whole else 130)

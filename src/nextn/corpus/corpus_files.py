@@ -58,6 +58,13 @@ def corpora(
     return made, Corpus.of(held, encode, eos) if has_labels else made
 
 
+def check_sources(sources: Sequence[Source]) -> None:
+    """Raise ConfigError for the first source that is no file, no folder and not named as a data set is."""
+    for source in sources:
+        if not Path(source).exists():
+            _data_set(str(source))
+
+
 def records(source: Source) -> Iterator[tuple[str, Record]]:
     """(place, record) of a .jsonl or .parquet file, or a data set: where each stands, for errors, and what it says."""
     path = Path(source)
@@ -155,14 +162,20 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Record]]:
         raise ConfigError(f"{path}: not a readable parquet file: {error}") from error
 
 
-def _dataset_rows(source: str) -> Iterator[tuple[str, Record]]:
-    """Rows of `name`, `name:split` or `name:config:split`, where a name is org/name or a folder of such files."""
+def _data_set(source: str) -> list[str]:
+    """The parts of the name of a data set."""
     name, *rest = _COLON.split(source)
     if Path(source).suffix in _FILES or len(rest) > 2 or not ("/" in name or Path(name).is_dir()):
         raise ConfigError(
             f"{source}: no such file or folder; expected text files, folders, .jsonl or .parquet files, or a data set "
             "as org/name, org/name:split or org/name:config:split"
         )
+    return [name, *rest]
+
+
+def _dataset_rows(source: str) -> Iterator[tuple[str, Record]]:
+    """Rows of `name`, `name:split` or `name:config:split`, where a name is org/name or a folder of such files."""
+    name, *rest = _data_set(source)
     try:
         from datasets import load_dataset
         from datasets.exceptions import DatasetsError

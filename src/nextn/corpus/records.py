@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from nextn.corpus.chat_template import apply_chat_template
 from nextn.corpus.data import Document, Encode, Ids, encoder, eos_of
 from nextn.errors import ConfigError
 
@@ -63,12 +64,12 @@ class Reader:
             messages = _messages(record, place)
             while messages and messages[-1].get("role") == "assistant":
                 messages.pop()
-            return self._rendered(messages, record, place, add_generation_prompt=True)["input_ids"]
+            return self._rendered(messages, record, place, add_generation_prompt=True)[0]
         value = record.get("prompt", record.get("text"))
         if isinstance(value, str):
             if chat:
                 message: dict[str, object] = {"role": "user", "content": value}
-                return self._rendered([message], record, place, add_generation_prompt=True)["input_ids"]
+                return self._rendered([message], record, place, add_generation_prompt=True)[0]
             return list(self.tokenizer(value)["input_ids"])
         if value is None:
             raise ConfigError(
@@ -115,32 +116,28 @@ class Reader:
                 "{% generation %} and {% endgeneration %} around what the assistant says in the template, or use "
                 "--all-tokens to train on every token"
             )
-        made = self._rendered(messages, record, place, return_assistant_tokens_mask=not self.all_tokens)
-        ids = np.asarray(made["input_ids"])
-        mask = None if self.all_tokens else np.asarray(made["assistant_masks"], bool)
+        tokens, assistant = self._rendered(messages, record, place, assistant_mask=not self.all_tokens)
+        ids, mask = np.asarray(tokens), None if self.all_tokens else np.asarray(assistant, bool)
         self.conversations += 1
         self.unanswered += mask is not None and not mask.any()
         self.long += self.context is not None and len(ids) > self.context
         return Document(place, ids, mask)
 
-    def _rendered(self, messages: list[dict[str, object]], record: Record, place: str, **how: bool) -> dict:
-        from jinja2 import TemplateError
-
+    def _rendered(
+        self, messages: list[dict[str, object]], record: Record, place: str, **how: bool
+    ) -> tuple[list[int], list[bool]]:
         if not self.tokenizer.chat_template:
             raise ConfigError(
                 f"{place}: the tokenizer has no chat template to render messages with; set one, or use text"
             )
         tools = record.get("tools")
         try:
-            return self.tokenizer.apply_chat_template(
-                messages, tools=tools if isinstance(tools, list) else None, tokenize=True, return_dict=True, **how
+            return apply_chat_template(
+                self.tokenizer, messages, tools=tools if isinstance(tools, list) else None, **how
             )
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
+        except ConfigError as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
-            raise ConfigError(
-                f"{place}: the chat template refuses this conversation: {error} (its roles: {roles or 'none'}); "
-                "correct it or leave it out"
-            ) from error
+            raise ConfigError(f"{place}: {error} (its roles: {roles or 'none'}); correct it or leave it out") from error
 
     @cached_property
     def _marks_answers(self) -> bool:

@@ -15,6 +15,7 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from nextn.devices import resolve_device
 from nextn.errors import ConfigError, TrainingError
 
 # How long a process waits for the others before it gives up: longer than any checkpoint takes to write.
@@ -92,40 +93,47 @@ ALONE = Ranks()
 
 
 @contextmanager
-def processes() -> Iterator[Ranks]:
+def processes(device: str = "auto") -> Iterator[Ranks]:
     """The processes that torchrun's environment names, connected: gloo on CPUs, nccl on CUDA; one without torchrun.
 
-    Raises ConfigError for an environment that is cut short, or for more processes than GPUs on a machine.
+    device: as `resolve_device` takes it; with torchrun auto, cuda (each process has a GPU of its own) or cpu.
+
+    Raises ConfigError for an environment that is cut short, for more processes than GPUs on a machine, or for a device
+    that is not there.
     """
     missing = [name for name in _VARIABLES if name not in os.environ]
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        yield ALONE
+        yield Ranks(device=resolve_device(device))
         return
     if missing:
         raise ConfigError(f"RANK is set but {', '.join(missing)} is not; start the processes with torchrun")
-    device, restarts = _device(int(os.environ["LOCAL_RANK"])), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own, restarts = _device(int(os.environ["LOCAL_RANK"]), device), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store, rank, world = next(rendezvous("env://", timeout=PATIENCE))
     # torchrun keeps its store when it starts processes again, and with it the addresses of those that were lost.
     store = PrefixStore(f"start-{restarts}", store)
     # CPU tensors (counts, checkpoints) go over gloo on CUDA machines, too.
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    backend = "gloo" if own.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(
         backend,
         store=store,
         rank=rank,
         world_size=world,
         timeout=PATIENCE,
-        device_id=device if device.type == "cuda" else None,
+        device_id=own if own.type == "cuda" else None,
     )
     try:
-        yield Ranks(rank, world, device, is_restart=restarts != "0")
+        yield Ranks(rank, world, own, is_restart=restarts != "0")
     finally:
         dist.destroy_process_group()
 
 
-def _device(local: int) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
+def _device(local: int, asked: str) -> torch.device:
+    if resolve_device(asked).type == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+        return _CPU
+    if asked not in ("auto", "cuda"):
+        raise ConfigError(
+            f"device = {asked!r} with torchrun, which gives each process a GPU; expected auto, cuda or cpu"
+        )
     count = torch.cuda.device_count()
     if local >= count:
         raise ConfigError(

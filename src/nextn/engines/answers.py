@@ -3,14 +3,17 @@
 OpenAI's completions: parallel lists; its chat: a list under `content`; llama.cpp's completions: chat's shape with ids.
 """
 
-import json
-import math
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from nextn.engines.documents import loads, logprob, optional_count, shown, string, token_id
 from nextn.errors import EngineError
 
 _ID = "token_id:"  # vLLM's return_tokens_as_token_ids
+_MAX_EVENT = 1024 * 1024  # bytes of one event of a stream
+_MAX_EVENTS = 100_000
+_MAX_NAME = 200  # characters of a finish reason, and of a function's name
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,11 @@ class Ask:
     choice: str | None = None
     cold: str | None = None
     endless: bool = False
+
+    @property
+    def max_bytes(self) -> int:
+        """Bytes that an answer may have: per token its text and its list of the likeliest, the prompt's ids, a rest."""
+        return 256 * 1024 + 4096 * self.max_tokens + 16 * len(self.prompt)
 
     def body(self, model: str, *, chat: bool, extras: bool, stream: bool = False) -> dict[str, object]:
         """The JSON that is posted. extras: fields beyond OpenAI's: ids of tokens, and no filter on the law.
@@ -133,32 +141,51 @@ def parsed(found: Mapping[str, object], place: str) -> Answer:
     try:
         return _answer(found)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        said = json.dumps(found)[:200]
-        raise EngineError(f"{place}: not an OpenAI-compatible answer ({error!r}): {said}") from error
+        raise EngineError(f"{place}: not an OpenAI-compatible answer ({_reason(error)}): {shown(found)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Short, as a KeyError or a TypeError may hold a name of any length."""
+    return f"{type(error).__name__}: {error}"[:200]
 
 
 def _answer(found: Mapping[str, object]) -> Answer:
     choice = _first(found)
-    message = choice.get("message") or {}
+    message = _object(choice.get("message"), "message")
     text = message.get("content") if "message" in choice else choice["text"]
-    if not isinstance(text, str | None):
-        raise TypeError("the text is no text")
-    usage = found.get("usage") or {}
-    if not isinstance(usage, Mapping):
-        raise TypeError("usage is no object")
-    details = usage.get("prompt_tokens_details") or {}
-    prompt_ids = choice.get("prompt_token_ids") or found.get("prompt_token_ids")
+    usage = _object(found.get("usage"), "usage")
+    details = _object(usage.get("prompt_tokens_details"), "prompt_tokens_details")
+    finish = choice.get("finish_reason")
     return Answer(
-        text=text or "",
-        finish=choice.get("finish_reason"),
+        text="" if text is None else string(text, "text"),
+        finish=None if finish is None else string(finish, "finish_reason", most=_MAX_NAME),
         tokens=_tokens(choice),
-        prompt_ids=tuple(map(int, prompt_ids)) if isinstance(prompt_ids, list) and prompt_ids else None,
-        prompt_tokens=_count(usage.get("prompt_tokens")),
-        completion_tokens=_count(usage.get("completion_tokens")),
-        cached=_count(details.get("cached_tokens")),
-        calls=tuple(_call(each) for each in message.get("tool_calls") or ()),
+        prompt_ids=token_ids(choice.get("prompt_token_ids") or found.get("prompt_token_ids")) or None,
+        prompt_tokens=optional_count(usage.get("prompt_tokens"), "prompt_tokens"),
+        completion_tokens=optional_count(usage.get("completion_tokens"), "completion_tokens"),
+        cached=optional_count(details.get("cached_tokens"), "cached_tokens"),
+        calls=tuple(_call(each) for each in _list(message.get("tool_calls"), "tool_calls")),
         raw=found,
     )
+
+
+def _object(value: object, name: str) -> Mapping:
+    """An object, or an empty one where the engine says nothing. Raises TypeError for anything else."""
+    if value is not None and not isinstance(value, Mapping):
+        raise TypeError(f"{name} = {shown(value)}; expected an object")
+    return value or {}
+
+
+def _list(value: object, name: str) -> list:
+    """The same of a list."""
+    if value is not None and not isinstance(value, list):
+        raise TypeError(f"{name} = {shown(value)}; expected a list")
+    return value or []
+
+
+def token_ids(value: object) -> tuple[int, ...]:
+    """Token ids of a list; none for None. Raises TypeError or ValueError for other values."""
+    return tuple(map(token_id, _list(value, "token ids")))
 
 
 def _first(found: Mapping[str, object]) -> Mapping:
@@ -168,86 +195,109 @@ def _first(found: Mapping[str, object]) -> Mapping:
     return choices[0]
 
 
-def _count(value: object) -> int | None:
-    return value if type(value) is int else None
-
-
 def _call(found: Mapping) -> Call:
-    return Call(str(found["function"]["name"]), str(found["function"]["arguments"]))
+    called = found["function"]
+    return Call(string(called["name"], "name", most=_MAX_NAME), string(called["arguments"], "arguments"))
 
 
 def _tokens(choice: Mapping) -> tuple[Token, ...]:
-    told, ids = choice.get("logprobs"), choice.get("token_ids")
-    if not isinstance(told, Mapping):
+    told, ids = _object(choice.get("logprobs"), "logprobs"), token_ids(choice.get("token_ids"))
+    if not told:
         tokens: list[Token] = []
-    elif isinstance(told.get("content"), list):
-        tokens = [_chat_token(each) for each in told["content"]]
+    elif told.get("content") is not None:
+        tokens = [_chat_token(each) for each in _list(told["content"], "content")]
     else:
-        bests = told.get("top_logprobs") or [None] * len(told["tokens"])
-        rows = zip(told["tokens"], told["token_logprobs"], bests, strict=True)
-        tokens = [_listed_token(text, logprob, best or {}) for text, logprob, best in rows]
+        names = _list(told["tokens"], "tokens")
+        bests = _list(told.get("top_logprobs"), "top_logprobs") or [None] * len(names)
+        rows = zip(names, _list(told["token_logprobs"], "token_logprobs"), bests, strict=True)
+        tokens = [_listed_token(text, value, _object(best, "top_logprobs")) for text, value, best in rows]
     # Where both are told, the names are those of the list of best tokens, as the two are compared.
-    return tuple(tokens) or tuple(Token(f"{_ID}{each}", int(each)) for each in ids or ())
+    return tuple(tokens) or tuple(Token(f"{_ID}{each}", each) for each in ids)
 
 
 def _chat_token(found: Mapping) -> Token:
-    best = [Best(str(each["token"]), _id(each), float(each["logprob"])) for each in found.get("top_logprobs") or ()]
-    return Token(str(found["token"]), _id(found), _nats(found.get("logprob")), _sorted(best))
+    best = [
+        Best(string(each["token"], "token"), _id(each), logprob(each["logprob"]))
+        for each in _list(found.get("top_logprobs"), "top_logprobs")
+    ]
+    return Token(string(found["token"], "token"), _id(found), _nats(found.get("logprob")), _sorted(best))
 
 
-def _listed_token(text: str, logprob: float | None, best: Mapping[str, float]) -> Token:
-    listed = [Best(name, _named_id(name), float(value)) for name, value in best.items()]
-    return Token(text, _named_id(text), _nats(logprob), _sorted(listed))
+def _listed_token(text: object, value: object, best: Mapping[str, object]) -> Token:
+    listed = [Best(name, _named_id(name), logprob(each)) for name, each in best.items()]
+    name = string(text, "token")
+    return Token(name, _named_id(name), _nats(value), _sorted(listed))
 
 
 def _sorted(best: list[Best]) -> tuple[Best, ...]:
     return tuple(sorted(best, key=lambda each: -each.logprob))
 
 
-def _nats(value: float | None) -> float | None:
-    return None if value is None or math.isnan(float(value)) else float(value)
+def _nats(value: object) -> float | None:
+    """None where the engine has no number, which some write as NaN."""
+    return None if value is None or value != value else logprob(value)
 
 
 def _id(found: Mapping) -> int | None:
-    return int(found["id"]) if type(found.get("id")) is int else _named_id(found["token"])
+    return token_id(found["id"]) if found.get("id") is not None else _named_id(found["token"])
 
 
 def _named_id(name: str) -> int | None:
-    number = name.removeprefix(_ID)
-    return int(number) if name.startswith(_ID) and number.isdigit() else None
+    found = re.fullmatch(rf"{_ID}([0-9]{{1,10}})", name)
+    return token_id(int(found[1])) if found else None
 
 
-def streamed(pieces: Iterable[bytes], place: str) -> Answer:
+def streamed(pieces: Iterable[bytes], place: str, *, redacted: Callable[[str], str] = lambda text: text) -> Answer:
     """The answer that a stream of server-sent events adds up to: text and finish reason.
 
+    redacted: applied to each event, and to the whole text, as a key may come in several events.
     Raises EngineError for a stream that breaks off, holds an error, or is none.
     """
-    text, finish, done = "", None, False
-    for data in _events(pieces):
+    parts: list[str] = []
+    finish, done = None, False
+    for data in map(redacted, _events(pieces, place)):
         if data == "[DONE]":
             done = True
             break
         try:
-            found = json.loads(data)
-            if "error" in found:
-                raise EngineError(f"{place}: the stream holds an error: {str(found['error'])[:200]}")
-            choice = _first(found) if found["choices"] else {}
-            part = choice.get("delta", choice)
-            text += part.get("content") or part.get("text") or ""
-            finish = choice.get("finish_reason") or finish
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise EngineError(f"{place}: not an OpenAI-compatible stream ({error!r}): {data[:200]}") from error
+            part, ended = _part(loads(data), place)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            said = f"not an OpenAI-compatible stream ({_reason(error)}): {data[:200]}"
+            raise EngineError(f"{place}: {said}") from error
+        parts.append(part)
+        finish = ended or finish
+    text = redacted("".join(parts))
     if not done:
         raise EngineError(f"{place}: the stream ends without [DONE] after {len(text)} characters")
     return Answer(text, finish)
 
 
-def _events(pieces: Iterable[bytes]) -> Iterator[str]:
+def _part(found: object, place: str) -> tuple[str, str | None]:
+    """The text and the finish reason of one event."""
+    event = _object(found, "event")
+    if "error" in event:
+        raise EngineError(f"{place}: the stream holds an error: {shown(event['error'])}")
+    choice = _first(event) if event["choices"] else {}
+    part = _object(choice.get("delta", choice), "delta")
+    finish = choice.get("finish_reason")
+    text = part.get("content") or part.get("text") or ""
+    return string(text, "text"), None if finish is None else string(finish, "finish_reason", most=_MAX_NAME)
+
+
+def _events(pieces: Iterable[bytes], place: str) -> Iterator[str]:
     """The data of server-sent events; an event may come in several pieces, or several in one."""
-    rest = b""
+    num, rest = 0, bytearray()
     for piece in pieces:
-        *lines, rest = (rest + piece).split(b"\n")
+        rest += piece
+        if b"\n" not in piece:
+            if len(rest) > _MAX_EVENT:
+                raise EngineError(f"{place}: an event of the stream is longer than {_MAX_EVENT:,} bytes")
+            continue
+        *lines, rest = rest.split(b"\n")
         for line in lines:
+            num += 1
+            if num > _MAX_EVENTS:
+                raise EngineError(f"{place}: the stream has more than {_MAX_EVENTS:,} lines")
             if line.startswith(b"data:"):
                 yield line[5:].strip().decode(errors="replace")
     if rest.startswith(b"data:"):

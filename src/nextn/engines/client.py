@@ -3,7 +3,6 @@
 Knows statuses and retries; knows nothing of what an answer says.
 """
 
-import json
 import re
 import threading
 import time
@@ -13,7 +12,11 @@ from urllib.parse import urlsplit, urlunsplit
 
 import httpx2
 
+from nextn.bounded_http import Deadline
+from nextn.bounded_http import client as bounded_client
+from nextn.engines.documents import loads, shown
 from nextn.errors import BudgetError, ConfigError, EngineError
+from nextn.redaction import MASK, Redactor
 
 KEY_ENV = "OPENAI_API_KEY"
 _BUSY = frozenset({429, 503})
@@ -25,7 +28,7 @@ _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 @dataclass(frozen=True)
 class Limits:
-    """requests, seconds: of a whole run. answer_s, answer_bytes: of one answer, from first to last byte.
+    """requests, seconds: of a whole run. answer_s, answer_bytes: of one answer, from connecting to its last byte.
 
     tries: of a request that is answered 429 or 503, or whose connection was lost; wait_s: the longest wait between two.
     """
@@ -33,7 +36,7 @@ class Limits:
     requests: int = 1000
     seconds: float = 900.0
     answer_s: float = 120.0
-    answer_bytes: int = 32 * 1024 * 1024
+    answer_bytes: int = 8 * 1024 * 1024
     tries: int = 3
     wait_s: float = 20.0
 
@@ -93,11 +96,14 @@ def _key_advice(name: str) -> str:
 
 
 class Client:
-    """One server. `key` goes into the Authorization header and into no message; key_env: the variable it came from."""
+    """One server. `key` goes into the Authorization header alone: where the server repeats it, *** takes its place.
+
+    key_env: the variable that the key came from.
+    """
 
     def __init__(self, url: str, budget: Budget, *, key: str | None = None, key_env: str = KEY_ENV) -> None:
         self.url, self.budget = base_url(url), budget
-        self._key, self._key_env = key, key_env
+        self._key, self._key_env, self._redactor = key, key_env, Redactor(key)
         headers = {"Accept-Encoding": "identity"}  # the bytes that are counted are those that were sent
         if key and not re.fullmatch(r"[\x21-\x7e]+", key):
             raise ConfigError(
@@ -107,37 +113,51 @@ class Client:
             headers["Authorization"] = f"Bearer {key}"
         # A proxy of the environment cannot reach this machine's own ports. Redirects could carry the key away.
         own = urlsplit(self.url).hostname in _LOOPBACK
-        self._http = httpx2.Client(
+        self._http = bounded_client(
             headers=headers, trust_env=not own, limits=httpx2.Limits(max_connections=256), follow_redirects=False
         )
 
     def close(self) -> None:
         self._http.close()
 
-    def json(self, path: str, body: Mapping[str, object] | None = None) -> dict[str, object]:
-        """A JSON object: POST with a body, else GET. Raises EngineError."""
-        text = self.text(path, body)
+    def json(
+        self, path: str, body: Mapping[str, object] | None = None, *, max_bytes: int | None = None
+    ) -> dict[str, object]:
+        """A JSON object: POST with a body, else GET. max_bytes: as in `pieces`. Raises EngineError."""
+        text = self.text(path, body, max_bytes=max_bytes)
         try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise EngineError(f"{self.url}{path}: {self._not_json(text)}") from error
+            found = loads(text)
+        except ValueError as error:
+            raise EngineError(f"{self.url}{path}: {self._not_json(text, error)}") from error
         if not isinstance(found, dict):
             raise EngineError(f"{self.url}{path}: the answer is JSON but no object: {self._told(text)}")
         return found
 
-    def text(self, path: str, body: Mapping[str, object] | None = None) -> str:
-        return b"".join(self.pieces(path, body)).decode(errors="replace")
+    def text(self, path: str, body: Mapping[str, object] | None = None, *, max_bytes: int | None = None) -> str:
+        """The body of a good answer, without the key. Arguments and errors as of `pieces`."""
+        data = bytearray()
+        for piece in self.pieces(path, body, max_bytes=max_bytes):
+            data += piece
+        return self._redactor.text(data.decode(errors="replace"))
 
-    def pieces(self, path: str, body: Mapping[str, object] | None = None) -> Iterator[bytes]:
+    def redacted(self, text: str) -> str:
+        """The text without the key; for what is put together from `pieces`, which may cut the key in two."""
+        return self._redactor.text(text)
+
+    def pieces(
+        self, path: str, body: Mapping[str, object] | None = None, *, max_bytes: int | None = None
+    ) -> Iterator[bytes]:
         """The body of a good answer as it comes. Raises EngineError for any other, BudgetError when none may be asked.
 
         A busy engine (429, 503) and a lost connection are tried again, not once something has been yielded.
+        max_bytes: of the body, where what was asked for bounds it better than the limits do.
         """
         limits, begun = self.budget.limits, False
+        most = min(max_bytes or limits.answer_bytes, limits.answer_bytes)
         for attempt in range(limits.tries):
             self.budget.take()
             try:
-                for piece in self._once(path, body):
+                for piece in self._once(path, body, most):
                     begun = True
                     yield piece
                 return
@@ -148,31 +168,39 @@ class Client:
                     raise EngineError(f"{again} ({tries})", status=again.status) from again
             time.sleep(max(0.0, min(wait, self.budget.left_s)))
 
-    def _once(self, path: str, body: Mapping[str, object] | None) -> Iterator[bytes]:
-        limits, started = self.budget.limits, self.budget.clock()
-        seconds = max(0.001, min(limits.answer_s, self.budget.left_s))
+    def _once(self, path: str, body: Mapping[str, object] | None, most: int) -> Iterator[bytes]:
+        deadline = Deadline(max(0.001, min(self.budget.limits.answer_s, self.budget.left_s)))
         method = "GET" if body is None else "POST"
         try:
-            with self._http.stream(method, f"{self.url}{path}", json=body, timeout=seconds) as response:
+            with self._http.stream(method, f"{self.url}{path}", json=body, timeout=deadline) as response:
                 if response.status_code != 200:
                     raise self._refusal(path, response)
-                size = 0
-                for piece in response.iter_bytes():
-                    size += len(piece)
-                    if size > limits.answer_bytes:
-                        raise EngineError(f"{self.url}{path}: the answer is longer than {limits.answer_bytes:,} bytes")
-                    if self.budget.clock() - started > seconds:
-                        raise self._slow(path, seconds)
-                    yield piece
+                yield from self._body(path, response, deadline, most)
         except httpx2.TimeoutException as error:
             if isinstance(error, httpx2.ConnectTimeout):
                 raise self._down(path, error) from error
-            raise self._slow(path, seconds) from error
+            raise self._slow(path, deadline) from error
         except (httpx2.ConnectError, httpx2.ProxyError) as error:
             raise self._down(path, error) from error
         except httpx2.TransportError as error:
             reason = self._told(str(error)) or type(error).__name__
             raise _Again(f"{self.url}{path}: the engine broke off its answer: {reason}; see its log") from error
+
+    def _body(self, path: str, response: httpx2.Response, deadline: Deadline, most: int) -> Iterator[bytes]:
+        """The bytes as they were sent: a compressed body could be a thousand times as long as what was received."""
+        coding = response.headers.get("Content-Encoding", "identity")
+        if coding.lower() != "identity":
+            raise EngineError(
+                f"{self.url}{path}: the answer is compressed ({self._told(coding)}), unasked; see its proxy"
+            )
+        size = 0
+        for piece in response.iter_raw():
+            size += len(piece)
+            if size > most:
+                raise EngineError(f"{self.url}{path}: the answer is longer than {most:,} bytes")
+            if deadline.remaining <= 0:
+                raise self._slow(path, deadline)
+            yield piece
 
     def _down(self, path: str, error: Exception) -> EngineError:
         self.budget.check()
@@ -201,30 +229,32 @@ class Client:
     def _words(self, response: httpx2.Response) -> str:
         """What an error's body says in words: OpenAI's error.message, else its beginning."""
         data = b""
-        for piece in response.iter_bytes():
+        for piece in response.iter_raw():
             data += piece
             if len(data) > _MAX_ERROR:
                 break
-        text = data[:_MAX_ERROR].decode(errors="replace")
+        text = self._redactor.text(data[:_MAX_ERROR].decode(errors="replace"))
         try:
-            found = json.loads(text)
-        except (ValueError, RecursionError):
-            return self._not_json(text) if "<" in text[:200] else self._told(text) or "nothing"
+            found = loads(text)
+        except ValueError as error:
+            return self._not_json(text, error) if "<" in text[:200] else self._told(text) or "nothing"
         while isinstance(found, dict):
-            found = next((found[name] for name in ("error", "message", "detail") if name in found), str(found))
-        return self._told(str(found)) or "nothing"
+            found = next((found[name] for name in ("error", "message", "detail") if name in found), shown(found))
+        return self._told(found if isinstance(found, str) else shown(found)) or "nothing"
 
-    def _not_json(self, text: str) -> str:
-        page = re.search(r"<title[^>]*>(.*?)</title", text[:_MAX_ERROR], re.I | re.S)
+    def _not_json(self, text: str, error: ValueError) -> str:
+        page = re.search(r"<title[^>]{0,200}>([^<]{0,500})</title", text[:_MAX_ERROR], re.I)
         if page or re.match(r"\s*<(!doctype|html)", text, re.I):
             title = f" titled {self._told(page[1])!r}" if page else ""
             return f"an HTML page{title}, not an OpenAI-compatible engine; check the address"
-        return f"not JSON, so not an OpenAI-compatible engine: {self._told(text)!r}"
+        return f"not JSON, so not an OpenAI-compatible engine ({self._told(str(error))}): {self._told(text)!r}"
 
     def _told(self, text: str) -> str:
         """Words of the engine's, short, in one line, and without the key, which some repeat."""
-        text = text.replace(self._key, "***") if self._key else text
-        return " ".join(text[:_MAX_ERROR].split())[:_TOLD]
+        text = self._redactor.text(text[:_MAX_ERROR])
+        text = text.replace(self._key, MASK) if self._key else text  # in messages also a key too short to be a secret
+        # The end may hold the beginning of a key that was cut.
+        return " ".join(text[: _MAX_ERROR // 2].split())[:_TOLD]
 
 
 class _Again(Exception):

@@ -5,12 +5,13 @@ product a_1 ... a_{j+1}. The conditional a_k is accepted[k-1] / accepted[k-2].
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise, zip_longest
 
 from nextn.errors import EngineError
 from nextn.figures.acceptance import Acceptance
 
+MAX_POSITIONS = 256  # draft tokens per round: engines draft 1 to 64
 _COUNTS = ("drafts", "draft_tokens", "accepted", "emitted")
 SHORTER = "some rounds drafted fewer tokens than the engine's limit: a_2, a_3, ... are lower bounds"
 
@@ -37,10 +38,13 @@ class Counters:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if max(len(self.per_position), len(self.per_position_offered)) > MAX_POSITIONS:
+            num = max(len(self.per_position), len(self.per_position_offered))
+            raise EngineError(f"{self.engine}: counts of {num:,} positions; expected at most {MAX_POSITIONS}")
         counts = [*(() if self.drafts is None else (self.drafts,)), *self.per_position]
         # A reading under load is not of one instant, so a few rounds may be counted in part.
         if any(later > earlier + 2 + earlier // 50 for earlier, later in pairwise(counts)):
-            said = f"drafts {self.drafts}, accepted per position {list(self.per_position)}"
+            said = f"drafts {self.drafts}, accepted per position {list(self.per_position[:16])}"
             raise EngineError(f"{self.engine}: no counts, as a position is kept more often than one above it: {said}")
 
     def minus(self, before: "Counters") -> "Counters":
@@ -109,33 +113,58 @@ def counted(counters: Counters) -> Counters:
 def summed(parts: Iterable[Counters]) -> Counters | None:
     """Counts over several requests or log intervals of one engine; None for none.
 
-    Lengths are averaged, as the engine weighs them by nothing that it tells.
+    Lengths are averaged, as the engine weighs them by nothing that it tells. Only the sums are held, as a log may have
+    millions of lines.
     """
-    found = list(parts)
-    if not found:
-        return None
-    lengths = [part.length for part in found if part.length is not None]
-    return Counters(
-        found[0].engine,
-        drafts=_sum([part.drafts for part in found]),
-        draft_tokens=_sum([part.draft_tokens for part in found]),
-        accepted=_sum([part.accepted for part in found]),
-        per_position=_sums([part.per_position for part in found]),
-        per_position_offered=_sums([part.per_position_offered for part in found]),
-        emitted=_sum([part.emitted for part in found]),
-        length=sum(lengths) / len(lengths) if lengths else None,
-        notes=tuple(dict.fromkeys(note for part in found for note in part.notes)),
-    )
+    sums = Sums()
+    for part in parts:
+        sums.add(part)
+    return sums.counters()
 
 
-def _sum(values: list[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
+@dataclass
+class Sums:
+    """Running sums of `Counters`."""
+
+    engine: str | None = None
+    counts: list[int | None] = field(default_factory=lambda: [0] * len(_COUNTS))
+    per_position: list[int] = field(default_factory=list)
+    per_position_offered: list[int] = field(default_factory=list)
+    length: float = 0.0
+    num_lengths: int = 0
+    notes: dict[str, None] = field(default_factory=dict)
+
+    def add(self, part: Counters) -> None:
+        self.engine = part.engine if self.engine is None else self.engine
+        new = [getattr(part, name) for name in _COUNTS]
+        # A count that one part does not tell is known of none.
+        self.counts = [None if None in (a, b) else a + b for a, b in zip(self.counts, new, strict=True)]
+        self.per_position = _added(self.per_position, part.per_position)
+        self.per_position_offered = _added(self.per_position_offered, part.per_position_offered)
+        if part.length is not None:
+            self.length += part.length
+            self.num_lengths += 1
+        self.notes |= dict.fromkeys(part.notes)
+
+    def counters(self) -> Counters | None:
+        if self.engine is None:
+            return None
+        drafts, draft_tokens, accepted, emitted = self.counts
+        return Counters(
+            self.engine,
+            drafts,
+            draft_tokens,
+            accepted,
+            per_position=tuple(self.per_position),
+            per_position_offered=tuple(self.per_position_offered),
+            emitted=emitted,
+            length=self.length / self.num_lengths if self.num_lengths else None,
+            notes=tuple(self.notes),
+        )
 
 
-def _sums(rows: list[tuple[int, ...]]) -> tuple[int, ...]:
-    width = max(map(len, rows))
-    return tuple(sum(row[place] for row in rows if place < len(row)) for place in range(width))
+def _added(sums: list[int], row: tuple[int, ...]) -> list[int]:
+    return [a + b for a, b in zip_longest(sums, row, fillvalue=0)]
 
 
 def _difference(now: int | None, then: int | None) -> int | None:

@@ -9,13 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from nextn.engines.answers import Answer, Ask, parsed, streamed
+from nextn.engines.answers import Answer, Ask, parsed, streamed, token_ids
 from nextn.engines.client import KEY_ENV, Budget, Client
+from nextn.engines.documents import MAX_COUNT
 from nextn.errors import ConfigError, EngineError
 from nextn.words import some
 
 T = TypeVar("T")
 _REFUSED = frozenset({400, 404, 405, 422, 501})  # the engine has no such thing, in its many ways of saying it
+_MAX_MODELS, _MAX_NAME = 10_000, 1000
 _PROBE = Ask("The quick brown fox jumps over the lazy dog, and", 4, logprobs=5)
 
 
@@ -69,24 +71,27 @@ class Endpoint:
         if not self.abilities.logprobs:
             ask = replace(ask, logprobs=0)
         body = ask.body(self.served.name, chat=chat, extras=self.abilities.extras)
-        return parsed(self.client.json(_path(chat), body), f"{self.url}{_path(chat)}")
+        return parsed(self.client.json(_path(chat), body, max_bytes=ask.max_bytes), f"{self.url}{_path(chat)}")
 
     def stream(self, ask: Ask) -> Answer:
         """The same, streamed: text and finish reason alone."""
         body = ask.body(self.served.name, chat=self.chat, extras=self.abilities.extras, stream=True)
-        return streamed(self.client.pieces(_path(self.chat), body), f"{self.url}{_path(self.chat)}")
+        pieces = self.client.pieces(_path(self.chat), body, max_bytes=ask.max_bytes)
+        return streamed(pieces, f"{self.url}{_path(self.chat)}", redacted=self.client.redacted)
 
     def tokens(self, text: str) -> tuple[int, ...] | None:
         """Token ids of a prompt, by the /tokenize of vLLM or llama.cpp; None where there is none."""
         body = {"model": self.served.name, "prompt": text, "content": text, "add_special": True}
         try:
-            found = self.client.json("/tokenize", body).get("tokens")
+            found = self.client.json("/tokenize", body, max_bytes=64 * 1024 + 32 * len(text)).get("tokens")
         except EngineError as error:
             if error.status in _REFUSED:
                 return None
             raise
-        good = isinstance(found, list) and all(type(token) is int for token in found)
-        return tuple(found) if good and found else None  # type: ignore[arg-type]  # a list, as was just seen
+        try:
+            return token_ids(found) or None
+        except (TypeError, ValueError) as error:
+            raise EngineError(f"{self.url}/tokenize: no list of token ids: {error}") from error
 
     def metrics(self) -> str:
         """The engine's counters as Prometheus text. Raises EngineError where there are none."""
@@ -156,8 +161,11 @@ def _key(name: str | None) -> str | None:
 
 def _chosen(client: Client, model: str | None) -> Served:
     found = client.json("/v1/models").get("data")
-    rows = [row for row in found if isinstance(row, dict) and "id" in row] if isinstance(found, list) else []
-    served = [Served(str(row["id"]), _context(row)) for row in rows]
+    rows = [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
+    served = [Served(row["id"], _context(row)) for row in rows if isinstance(row.get("id"), str)]
+    if len(served) > _MAX_MODELS or any(len(each.name) > _MAX_NAME for each in served):
+        bounds = f"more than {_MAX_MODELS} models, or a name of more than {_MAX_NAME} characters"
+        raise EngineError(f"{client.url}/v1/models: lists {bounds}; not an engine that can be asked")
     if not served:
         raise EngineError(f"{client.url}/v1/models: lists no model; not an OpenAI-compatible engine, or none is loaded")
     names = [each.name for each in served]
@@ -173,7 +181,7 @@ def _context(row: Mapping) -> int | None:
     """vLLM and SGLang tell max_model_len, llama.cpp meta.n_ctx."""
     meta = row.get("meta")
     found = [row.get("max_model_len"), meta.get("n_ctx") if isinstance(meta, Mapping) else None]
-    return next((each for each in found if type(each) is int and each > 0), None)
+    return next((each for each in found if type(each) is int and 0 < each <= MAX_COUNT), None)
 
 
 def _abilities(client: Client, served: Served, *, chat: bool) -> Abilities:
@@ -182,7 +190,7 @@ def _abilities(client: Client, served: Served, *, chat: bool) -> Abilities:
     for ask, extras in ((_PROBE, True), (_PROBE, False), (replace(_PROBE, logprobs=0), False)):
         try:
             body = ask.body(served.name, chat=chat, extras=extras)
-            answer = parsed(client.json(_path(chat), body), f"{client.url}{_path(chat)}")
+            answer = parsed(client.json(_path(chat), body, max_bytes=ask.max_bytes), f"{client.url}{_path(chat)}")
         except EngineError as error:
             if not is_refusal(error):
                 raise

@@ -2,18 +2,26 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from nextn.engines.documents import shown
 from nextn.errors import EngineError
 from nextn.words import some
 
-_LINE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*")
-_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
-_ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
+MAX_BYTES = 16 * 1024 * 1024
+MAX_LINES = 50_000
+MAX_LABELS = 200_000  # of all lines together
+_MAX_LABELS_A_LINE = 64
+MAX_LINE = 16 * 1024  # characters
+MAX_LABEL = 1024  # characters of its value
+_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]{0,199}+")
+# Possessive, so that no text makes the scanner try again what it has read: linear in the length of a line.
+_LABEL = re.compile(r'\s*+([a-zA-Z_][a-zA-Z0-9_]*+)="((?:[^"\\]++|\\.)*+)"\s*+,?+')
+_VALUE = re.compile(r"\s++([0-9A-Za-z.+-]{1,400})(?:\s++-?[0-9]++)?+\s*+")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Series:
     """One line: a name, its labels, a finite value."""
 
@@ -25,9 +33,15 @@ class Series:
 def series(text: str, *, model: str | None = None) -> list[Series]:
     """All finite series, or those of one served model and those without a model_name.
 
-    Raises EngineError for a model that no series has, though others have one.
+    Raises EngineError for a model that no series has, though others have one, and for text beyond the limits above.
     """
-    found = [each for line in text.splitlines() if (each := _line(line))]
+    found: list[Series] = []
+    num_labels = 0
+    for each in filter(None, map(_line, _lines(text))):
+        num_labels += len(each.labels)
+        if num_labels > MAX_LABELS:
+            raise EngineError(f"the metrics have more than {MAX_LABELS:,} labels; not those of an engine")
+        found.append(each)
     names = {each.labels["model_name"] for each in found if "model_name" in each.labels}
     if model is None or not names:
         return found
@@ -36,20 +50,55 @@ def series(text: str, *, model: str | None = None) -> list[Series]:
     return [each for each in found if each.labels.get("model_name", model) == model]
 
 
+def _lines(text: str) -> Iterator[str]:
+    """The lines but for comments, one at a time."""
+    if len(text) > MAX_BYTES:
+        raise EngineError(f"the metrics have {len(text):,} characters; at most {MAX_BYTES:,} are read")
+    if text.count("\n") > MAX_LINES:
+        raise EngineError(f"the metrics have more than {MAX_LINES:,} lines; not those of an engine")
+    for match in re.finditer(r"[^\n]++", text):
+        if match.end() - match.start() > MAX_LINE:
+            start = shown(text[match.start() : match.start() + 60])
+            raise EngineError(f"the metrics have a line of more than {MAX_LINE:,} characters, which begins {start}")
+        if text[match.start()] != "#":
+            yield match[0]
+
+
 def _line(line: str) -> Series | None:
-    match = None if line.startswith("#") else _LINE.fullmatch(line)
-    if match is None:
+    """One series; None for a line that is none, or whose value is not finite."""
+    name = _NAME.match(line)
+    if name is None:
         return None
+    labels, end = _labels(line, name.end())
+    value = _VALUE.fullmatch(line, end)
     try:
-        value = float(match[3])
+        number = math.nan if value is None else float(value[1])
     except ValueError:
         return None
-    labels = {name: re.sub(r"\\.", _unescaped, text) for name, text in _LABEL.findall(match[2] or "")}
-    return Series(match[1], labels, value) if math.isfinite(value) else None
+    return Series(name[0], labels, number) if math.isfinite(number) else None
 
 
-def _unescaped(match: re.Match[str]) -> str:
-    return _ESCAPES.get(match[0], match[0])
+def _labels(line: str, end: int) -> tuple[dict[str, str], int]:
+    """The labels that begin there, and the place behind them; what is no label is left for the value, which fails."""
+    labels: dict[str, str] = {}
+    if line[end : end + 1] != "{":
+        return labels, end
+    end += 1
+    for _ in range(_MAX_LABELS_A_LINE + 1):
+        label = _LABEL.match(line, end)
+        if label is None:
+            return labels, end + (line[end : end + 1] == "}")
+        if len(label[2]) > MAX_LABEL:
+            raise EngineError(f"the metrics have a label {label[1][:100]} of more than {MAX_LABEL} characters")
+        labels[label[1]] = _unescaped(label[2])
+        end = label.end()
+    raise EngineError(f"the metrics have a series of more than {_MAX_LABELS_A_LINE} labels; not those of an engine")
+
+
+def _unescaped(text: str) -> str:
+    """Backslash, quote and line break, the three that the format knows."""
+    parts = text.split(r"\\")
+    return "\\".join(part.replace(r"\"", '"').replace(r"\n", "\n") for part in parts)
 
 
 def total(found: list[Series], *names: str) -> float | None:

@@ -256,7 +256,8 @@ class Family:
         """The block last: in some layouts all other names lie under its path."""
         paths = [(role, path) for role, path in self.names.items() if role != "block"]
         paths += [(role, path) for role, others in self.aliases.items() for path in others]
-        return tuple((role, _pattern(path)) for role, path in [*paths, ("block", self.names["block"])])
+        paths += [(role, path) for role, path in self.names.items() if role == "block"]
+        return tuple((role, _pattern(path)) for role, path in paths)
 
     @cached_property
     def _outside(self) -> Mapping[str, str]:

@@ -10,29 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nextn.fast.native import Runtime, type_of
+from nextn.fast.native import Runtime
 from nextn.fast.passes import SIZES, Inputs, Passes
 from nextn.fast.program import Replay
 from nextn.fast.scratch import Scratch
 from nextn.fast.slabs import Slabs
+from nextn.fast.structures import ChainStruct, FeedStruct, StepsStruct, ToldStruct, WaitingStruct, type_of
 from nextn.policy import RoundPlan
 from nextn.sampling import Sampling
 
-_POINTERS = ("edges", "table", "take", "go", "limits", "uniforms", "eaten")
 _FOUND = ("drafts", "counts", "asked", "confidences")
-_WRITTEN = (*_FOUND, "laws", "survival", "ended")
 _PLAN = ("edges", "table", "take", "go")
 # Of each row: drafts, confidences of the laws that were asked about; and how many depths ran.
 Found = tuple[list[list[int]], list[list[float]], int]
-
-
-class _Waiting(ctypes.Structure):
-    """`Waiting` of chain.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "room", "bytes")),
-        *((name, ctypes.c_void_p) for name in ("widths", "starts", "eaten", "states")),
-    )
 
 
 class Waiting:
@@ -46,7 +36,7 @@ class Waiting:
         self.widths, self.starts = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
         self._eaten = np.zeros((rows, room), dtype=np.int64)
         self._states = torch.zeros(rows, room, *like.shape[1:], dtype=like.dtype)
-        self._native = _Waiting(rows=rows, room=room, bytes=self._states[0, 0].nbytes)
+        self._native = WaitingStruct(rows=rows, room=room, bytes=self._states[0, 0].nbytes)
         self._native.widths, self._native.starts = self.widths.ctypes.data, self.starts.ctypes.data
         self._native.eaten, self._native.states = self._eaten.ctypes.data, self._states.data_ptr()
 
@@ -68,63 +58,23 @@ class Waiting:
         return [states[:width].clone() for states, width in zip(self._states, self.widths.tolist(), strict=True)]
 
 
-class _Told(ctypes.Structure):
-    """`Told` of chain.h."""
+def _told(replay: Replay) -> ToldStruct:
+    logits, best, confidence = replay.outputs
+    assert logits.is_contiguous()
+    return ToldStruct(logits.data_ptr(), type_of(logits.dtype), best.data_ptr(), confidence.data_ptr())
 
-    _fields_ = (
-        ("logits", ctypes.c_void_p),
-        ("type", ctypes.c_int64),
-        ("best", ctypes.c_void_p),
-        ("confidence", ctypes.c_void_p),
+
+def _feed(inputs: Inputs, replay: Replay) -> FeedStruct:
+    assert inputs.states is not None
+    assert inputs.states.is_contiguous()
+    assert replay.program is not None
+    return FeedStruct(
+        program=replay.program.handle,
+        size=inputs.tokens.shape[1],
+        tokens=inputs.tokens.data_ptr(),
+        starts=inputs.starts.data_ptr(),
+        states=inputs.states.data_ptr(),
     )
-
-    @classmethod
-    def of(cls, replay: Replay) -> "_Told":
-        logits, best, confidence = replay.outputs
-        assert logits.is_contiguous()
-        return cls(logits.data_ptr(), type_of(logits.dtype), best.data_ptr(), confidence.data_ptr())
-
-
-class _Chain(ctypes.Structure):
-    """`Chain` of chain.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "vocab", "depths", "draws")),
-        *((name, ctypes.c_double) for name in ("temperature", "top_p", "min_p")),
-        *((name, ctypes.c_int64) for name in ("top_k", "bins")),
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        ("ran", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in _WRITTEN),
-    )
-
-
-class _Feed(ctypes.Structure):
-    """`Feed` of chain.h."""
-
-    _fields_ = (
-        ("program", ctypes.c_void_p),
-        ("size", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("tokens", "starts", "states")),
-    )
-
-    @classmethod
-    def of(cls, inputs: Inputs, replay: Replay) -> "_Feed":
-        assert inputs.states is not None
-        assert inputs.states.is_contiguous()
-        assert replay.program is not None
-        return cls(
-            program=replay.program.handle,
-            size=inputs.tokens.shape[1],
-            tokens=inputs.tokens.data_ptr(),
-            starts=inputs.starts.data_ptr(),
-            states=inputs.states.data_ptr(),
-        )
-
-
-class _Steps(ctypes.Structure):
-    """`Steps` of chain.h."""
-
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("feeds", "next", "told", "starts", "states"))
 
 
 class FastChain:
@@ -146,10 +96,10 @@ class FastChain:
         self._runtime, self._fed, self._chained, self._scratch = runtime, fed, chained, scratch
         self._plan: RoundPlan | None = None
         self._waiting: Waiting | None = None  # of `run`
-        self._feeds: list[_Feed] = []  # by columns, from 1 on
+        self._feeds: list[FeedStruct] = []  # by columns, from 1 on
         self._table = (ctypes.c_void_p * (SIZES[-1] + 1))()
         inputs, self._next = chained.replay(len(cache.lengths), 1)
-        self._chain = _Chain(
+        self._chain = ChainStruct(
             rows=len(cache.lengths),
             vocab=self._next.outputs[0].shape[-1],
             draws=0 if sampling.greedy else 1 if sampled else 2,
@@ -159,9 +109,11 @@ class FastChain:
             top_k=sampling.top_k,
             eaten=inputs.tokens.data_ptr(),
         )
-        one = _Feed.of(inputs, self._next)
-        self._told = _Told.of(self._next)
-        self._steps = _Steps(next=one.program, told=ctypes.addressof(self._told), starts=one.starts, states=one.states)
+        one = _feed(inputs, self._next)
+        self._told = _told(self._next)
+        self._steps = StepsStruct(
+            next=one.program, told=ctypes.addressof(self._told), starts=one.starts, states=one.states
+        )
         self._steps.feeds = ctypes.addressof(self._table)
         self.laws: Tensor | None = None
 
@@ -169,10 +121,6 @@ class FastChain:
     def pointers(self) -> tuple[object, object]:
         """What native code drafts by, after `begin`."""
         return ctypes.byref(self._chain), ctypes.byref(self._steps)
-
-    def follows(self, plan: RoundPlan, columns: int) -> bool:
-        """Whether `run` can do what the plan says behind so many columns."""
-        return True
 
     def run(
         self,
@@ -198,7 +146,8 @@ class FastChain:
             setattr(self._chain, name, getattr(self, f"_{name}").ctypes.data)
         for row, numbers in enumerate(uniforms or ()):
             self._uniforms[row, : len(numbers)] = numbers
-        self._runtime.library.nextn_chain(*self.pointers, self._waiting.pointer, self._runtime.team)
+        with self._runtime.lock:
+            self._runtime.library.nextn_chain(*self.pointers, self._waiting.pointer, self._runtime.team)
         self.cache.advance([len(row) + self._chain.ran - 1 for row in tokens])
         drafts = [row[:count] for row, count in zip(self._drafts.tolist(), self._counts.tolist(), strict=True)]
         asked = [row[:count] for row, count in zip(self._confidences.tolist(), self._asked.tolist(), strict=True)]
@@ -217,7 +166,8 @@ class FastChain:
         """Only what comes before the drafts."""
         self._reach(int(waiting.widths.max()), 0)
         _, steps = self.pointers
-        self._runtime.library.nextn_feed(steps, waiting.pointer, self._runtime.team)
+        with self._runtime.lock:
+            self._runtime.library.nextn_feed(steps, waiting.pointer, self._runtime.team)
 
     def make_room(self, depths: int) -> None:
         """For so many drafts of each row."""
@@ -237,7 +187,7 @@ class FastChain:
         """There are passes over up to so many columns, and room for them and for what follows."""
         rows = len(self.cache.lengths)
         for width in range(len(self._feeds) + 1, columns + 1):
-            self._feeds.append(_Feed.of(*self._fed.replay(rows, width)))
+            self._feeds.append(_feed(*self._fed.replay(rows, width)))
             self._table[width] = ctypes.addressof(self._feeds[-1])
         size = max(feed.size for feed in self._feeds[:columns])
         self.cache.reserve(max(self.cache.lengths) + size + behind)

@@ -5,24 +5,21 @@ from dataclasses import dataclass
 import torch
 
 from nextn.errors import ConfigError
-from nextn.fast.captured import CapturedHead, CapturedRecursion, CapturedTrunk
-from nextn.fast.chain import FastChain
 from nextn.fast.engine import FastHead, FastRecursion, FastTrunk
-from nextn.fast.links import CapturedChain
+from nextn.fast.locks import LOCK
 from nextn.fast.native import load
 from nextn.fast.quantized import BITS
 from nextn.fast.tape import Unrecordable
 from nextn.fast.weights import Weights
 from nextn.head import Head, Recursion
+from nextn.settings import PATHS
 from nextn.trunk import Trunk
 
 # What decoding is given, whichever path it is on.
-AnyTrunk = Trunk | FastTrunk | CapturedTrunk
-AnyHead = Head | FastHead | CapturedHead
-AnyChain = FastChain | CapturedChain
-AnyRecursion = Recursion | FastRecursion | CapturedRecursion
+AnyTrunk = Trunk | FastTrunk
+AnyHead = Head | FastHead
+AnyRecursion = Recursion | FastRecursion
 
-PATHS = ("auto", "fast", "plain")
 # How far hidden states may be from the plain path's, relative to their size: many roundings, and no wrong column.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 _WINDOWS = (7, 1, 3)  # columns: what a prefill, a plain step and a verification look like
@@ -46,15 +43,16 @@ class Engine:
 def engine(trunk: Trunk, head: Head | None, *, path: str = "auto") -> Engine:
     """path: `auto` takes the fast path where it can; `fast` raises ConfigError where it cannot; `plain` never does.
 
-    On CPUs that is the native runtime, on CUDA devices CUDA graphs. It keeps a packed copy of the weights, or where
-    they are: after they change or move, it must be made anew.
+    The fast path is the native runtime, which runs on CPUs; on other devices torch decodes. It keeps a packed copy of
+    the weights: after they change or move, it must be made anew. Several threads may use it.
     """
     if path not in PATHS:
         raise ConfigError(f"path = {path!r}; expected one of {', '.join(PATHS)}")
     if path == "plain":
         return Engine(trunk, head, "the plain path was asked for")
     try:
-        return _fast(trunk, head)
+        with LOCK:
+            return _fast(trunk, head)
     except (ConfigError, Unrecordable) as error:
         if path == "fast":
             raise ConfigError(f"no fast path: {error}") from error
@@ -62,14 +60,10 @@ def engine(trunk: Trunk, head: Head | None, *, path: str = "auto") -> Engine:
 
 
 def _fast(trunk: Trunk, head: Head | None) -> Engine:
-    make = {"cpu": _native, "cuda": _captured}.get(trunk.device.type)
-    if make is None:
-        raise Unrecordable(f"there is none on {trunk.device.type}; there is on CPUs and on CUDA devices")
-    try:
-        made = make(trunk, head)
-        _check(trunk, head, made)
-    except torch.AcceleratorError as error:
-        raise Unrecordable(f"the device cannot capture it: {error}") from error
+    if trunk.device.type != "cpu":
+        raise Unrecordable(f"the native runtime runs on CPUs, the model is on {trunk.device}")
+    made = _native(trunk, head)
+    _check(trunk, head, made)
     return made
 
 
@@ -86,11 +80,6 @@ def _native(trunk: Trunk, head: Head | None) -> Engine:
     own = Weights(runtime, rounds=True) if rounds else weights
     made = FastHead(head, fast, runtime, own, own_output=rounds)
     return Engine(fast, made, runtime="native code", head_bits=BITS if rounds else None)
-
-
-def _captured(trunk: Trunk, head: Head | None) -> Engine:
-    fast = CapturedTrunk(trunk)
-    return Engine(fast, None if head is None else CapturedHead(head, fast), runtime="CUDA graphs")
 
 
 @torch.inference_mode()

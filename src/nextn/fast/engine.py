@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from nextn.fast.chain import FastChain
-from nextn.fast.hooks import RecordingCache, replaced
+from nextn.fast.hooks import RecordingCache, recordable
 from nextn.fast.judge import FastJudge
 from nextn.fast.native import Runtime
 from nextn.fast.passes import SIZES, Inputs, Passes
 from nextn.fast.program import Replay
 from nextn.fast.readout import Readout, told
+from nextn.fast.recurrent import native_rule
 from nextn.fast.rounds import FastRounds, Window
 from nextn.fast.scratch import Scratch
 from nextn.fast.slabs import Slabs
@@ -45,7 +46,7 @@ class FastTrunk:
     """`Trunk` as decoding uses it."""
 
     def __init__(self, trunk: Trunk, runtime: Runtime, weights: Weights) -> None:
-        self.plain = trunk
+        self.recorded = recordable(trunk)
         self.vocab_size, self.max_length, self.hidden_shape = trunk.vocab_size, trunk.max_length, trunk.hidden_shape
         self.dtype, self.device = trunk.dtype, trunk.device
         self.predict = Readout(runtime, weights, trunk.logits, trunk.output.weight)
@@ -139,13 +140,18 @@ class FastTrunk:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """To be open while passes run: torch's own threads would wait for work on the cores that the team runs on."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
+        """Give this thread the runtime and all that recorded passes share, such as their inputs and their arena.
+
+        To be open for a whole round, and not across a `yield`. torch's own threads would wait for work on the cores
+        that the team runs on, so this thread has one of them meanwhile.
+        """
+        with self._runtime.lock:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            try:
+                yield
+            finally:
+                torch.set_num_threads(threads)
 
     def __call__(self, tokens: Tensor, cache: Slabs) -> Hidden:
         """As `Trunk.forward` with a cache; the states are overwritten by the next pass."""
@@ -158,8 +164,8 @@ class FastTrunk:
         return self.predict(hidden.normed) if source is None else self.predict.over(*source)
 
     def _call(self, window: Inputs, cache: RecordingCache) -> list[Tensor]:
-        with replaced(self.plain.model):
-            hidden = self.plain(window.tokens, cache)
+        with native_rule(self.recorded):
+            hidden = self.recorded(window.tokens, cache)
         return [hidden.normed, hidden.eaten]
 
 
@@ -170,7 +176,8 @@ class FastHead:
         self, head: Head, trunk: FastTrunk, runtime: Runtime, weights: Weights, *, own_output: bool = False
     ) -> None:
         """own_output: it reads its states by these weights also where the output head is the trunk's."""
-        self.plain, self.stack, self.num_modules = head, head.stack, head.num_modules
+        self._recorded = recordable(head, [(head.trunk, trunk.recorded)])
+        self.stack, self.num_modules = head.stack, head.num_modules
         self._runtime, self._dtype = runtime, trunk.dtype
         self.module, self.eats_recycled, self.family = head.module, head.eats_recycled, head.family
         kinds = [kind for index in range(head.num_modules) for kind in head.kinds(index)]
@@ -220,8 +227,9 @@ class FastHead:
 
     def _call(self, index: int, window: Inputs, cache: RecordingCache) -> list[Tensor]:
         assert window.states is not None
-        with replaced(self.plain, self.plain.trunk.model):
-            step = self.plain.step(index, window.tokens, window.states, cache=cache)
+        head = self._recorded
+        with native_rule(head, head.trunk):
+            step = head.step(index, window.tokens, window.states, cache=cache)
         return [step.normed, step.recycled]
 
     def _chain(self, window: Inputs, cache: RecordingCache) -> list[Tensor]:
@@ -229,7 +237,7 @@ class FastHead:
         assert window.states is not None
         index = self.num_modules - 1
         normed, recycled = self._call(index, window, cache)
-        outs = told(self.plain.logits(index, normed[:, 0]))
+        outs = told(self._recorded.logits(index, normed[:, 0]))
         window.tokens.copy_(outs[1][:, None])
         window.states.copy_(recycled)
         window.starts.add_(1)

@@ -3,20 +3,21 @@
 All through transformers' own registries, so no architecture is named here; recurrent.py has what has no registry.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
+import copy
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from nextn.fast.recurrent import RecordingRecurrentLayer, native_rule
+from nextn.fast.recurrent import RecordingRecurrentLayer
 from nextn.fast.tape import Unrecordable, in_use
 from nextn.kinds import IDLE, Kind
 from nextn.rollback import Cache
 
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _NAME = "nextn"
 _IDLE = IDLE | {"is_causal"}  # the cache knows which columns a query sees
 
@@ -67,27 +68,36 @@ class RecordingCache(Cache):
         raise Unrecordable("the model asks how long the cache is")
 
 
-@contextmanager
-def replaced(*modules: nn.Module) -> Iterator[None]:
-    """While open, attention, experts and delta rules of these modules note native ops on the tape in use."""
-    with implemented(*modules, attention=_NAME, experts=_NAME), native_rule(*modules):
-        yield
+def recordable(module: ModuleT, copies: Sequence[tuple[nn.Module, nn.Module]] = ()) -> ModuleT:
+    """Copy a module for recording: attention and experts of the copy note native ops on the tape in use.
 
+    The copy shares all parameters, buffers and hooks with the original, which other threads may run meanwhile; its
+    configs are its own.
 
-@contextmanager
-def implemented(*modules: nn.Module, experts: str, attention: str | None = None) -> Iterator[None]:
-    """While open, these modules take what transformers' registries have under these names; None: as before."""
-    found: list[Any] = [getattr(part, "config", None) for module in modules for part in module.modules()]
-    configs = list({id(config): config for config in found if config is not None}.values())
-    old = [(config._attn_implementation, config._experts_implementation) for config in configs]
+    Args:
+        copies: modules that this one refers to, each with its own copy, which the new one refers to.
+
+    Raises:
+        Unrecordable: the module cannot be copied.
+    """
+    shared: dict[int, object] = {id(original): twin for original, twin in copies}
+    for part in module.modules():
+        shared |= {id(tensor): tensor for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))}
+        # Not what hooks belong to; and other threads add some while they run.
+        hooks = [known for name, known in vars(part).items() if "_hooks" in name and isinstance(known, dict)]
+        shared |= {id(known): known.copy() for known in hooks}
     try:
-        for config in configs:
-            config._experts_implementation = experts
-            config._attn_implementation = attention or config._attn_implementation
-        yield
-    finally:
-        for config, (attention, experts) in zip(configs, old, strict=True):
-            config._attn_implementation, config._experts_implementation = attention, experts
+        twin = copy.deepcopy(module, shared)
+    except (TypeError, RuntimeError, copy.Error) as error:
+        raise Unrecordable(f"the model cannot be copied to be recorded: {error}") from error
+    for config in _configs(twin):
+        config._attn_implementation = config._experts_implementation = _NAME
+    return twin
+
+
+def _configs(module: nn.Module) -> list[Any]:
+    found: list[Any] = [getattr(part, "config", None) for part in module.modules()]
+    return list({id(config): config for config in found if config is not None}.values())
 
 
 def note(op: str, views: Sequence[Tensor], *, outs: int) -> None:

@@ -1,17 +1,13 @@
-"""The native runtime (csrc/): built once through torch's extension loader, called through ctypes.
+"""The native runtime (csrc/), called through ctypes.
 
 Knows no model: tensors go in as views, ops by name. Without a compiler there is none, and `load` says why.
 """
 
 import ctypes
-import hashlib
 import os
-import platform
-import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,42 +16,14 @@ import torch
 from torch import Tensor
 
 from nextn.errors import ConfigError
+from nextn.fast.build import BuildStatus, built, cache_folder, status_of
+from nextn.fast.locks import LOCK
 from nextn.fast.pages import Pages
+from nextn.fast.structures import View, check_layouts, type_of
 
 _SOURCES = Path(__file__).parent / "csrc"
-# No -ffast-math: -inf in masked scores must stay what it is.
-_FLAGS = ["-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"]
-_MAX_DIMS = 6
-_STALE = 900  # seconds after which a lock of the build is taken for left over
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2, torch.bool: 3}
+_NO_TILES = "the system does not lend this process the tile registers that the native runtime uses"
 BYTES = 4  # of product.h: packed weights of a byte each
-
-
-def type_of(dtype: torch.dtype) -> int:
-    """`Type` of runtime.h."""
-    return _TYPES[dtype]
-
-
-class View(ctypes.Structure):
-    """`View` of runtime.h: sizes and strides count elements."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("type", ctypes.c_int64),
-        ("ndim", ctypes.c_int64),
-        ("size", ctypes.c_int64 * _MAX_DIMS),
-        ("stride", ctypes.c_int64 * _MAX_DIMS),
-    )
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "View | None":
-        """None for a dtype or number of dimensions that no kernel knows."""
-        if tensor.dtype not in _TYPES or tensor.ndim > _MAX_DIMS:
-            return None
-        pad = (0,) * (_MAX_DIMS - tensor.ndim)
-        sizes = (ctypes.c_int64 * _MAX_DIMS)(*tensor.shape, *pad)
-        strides = (ctypes.c_int64 * _MAX_DIMS)(*tensor.stride(), *pad)
-        return cls(tensor.data_ptr(), _TYPES[tensor.dtype], tensor.ndim, sizes, strides)
 
 
 class Program:
@@ -92,17 +60,28 @@ class Program:
         return self._handle
 
     def run(self) -> None:
-        self._runtime.library.nextn_program_run(self._handle, self._runtime.team)
+        with self._runtime.lock:
+            self._runtime.library.nextn_program_run(self._handle, self._runtime.team)
 
 
 class Runtime:
-    """The library and its team of threads."""
+    """The library and its team of threads. lock: to be held while the team runs."""
 
     def __init__(self, library: ctypes.CDLL, threads: int) -> None:
-        self.library, self.team = library, library.nextn_team(threads)
+        self.library, self.lock, self._threads = library, LOCK, threads
+        self._process, self._team = os.getpid(), library.nextn_team(threads)
 
-    def __del__(self) -> None:
-        self.library.nextn_team_free(self.team)
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # modules are gone at exit
+        # The threads of a parent process are not here to be joined, and at exit one may be in a run of a daemon thread.
+        if not is_finalizing() and self._process == os.getpid():
+            self.library.nextn_team_free(self._team)
+
+    @property
+    def team(self) -> int:
+        """The threads, of this process: a fork copies none of them, so a child starts its own."""
+        if self._process != os.getpid():
+            self._process, self._team = os.getpid(), self.library.nextn_team(self._threads)
+        return self._team
 
     @property
     def multiplies_pairs(self) -> bool:
@@ -120,7 +99,7 @@ class Runtime:
         take(size): memory for them, aligned to 64 bytes; left out: pages of their own.
         """
         *_, n, k = weight.shape
-        size = self.library.nextn_packed_bytes(_TYPES.get(weight.dtype, -1), n, k)
+        size = self.library.nextn_packed_bytes(type_of(weight.dtype), n, k)
         if size < 0:
             raise ConfigError(f"no native linear layer has weights of {weight.dtype}: torch.float32 or torch.bfloat16")
         matrices = weight.reshape(-1, n, k)
@@ -132,7 +111,9 @@ class Runtime:
     def call(self, op: str, tensors: Sequence[Tensor], ints: Sequence[int] = (), reals: Sequence[float] = ()) -> None:
         """Run one op at once. Raises ConfigError where no kernel takes these types, sizes or strides."""
         arguments = _arguments(tensors, ints, reals)
-        if arguments is None or self.library.nextn_call(self.team, op.encode(), *arguments):
+        with self.lock:
+            failed = arguments is None or self.library.nextn_call(self.team, op.encode(), *arguments)
+        if failed:
             kinds = ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors)
             raise ConfigError(f"native op {op!r} takes no ({kinds}), {list(ints)}, {list(reals)}")
 
@@ -155,6 +136,7 @@ def _arguments(tensors: Sequence[Tensor], ints: Sequence[int], reals: Sequence[f
 def bound(path: Path) -> ctypes.CDLL:
     """The compiled library, its functions declared."""
     library = ctypes.CDLL(str(path))
+    library.nextn_layouts.restype = ctypes.c_char_p
     for name in ("nextn_team", "nextn_program"):
         getattr(library, name).restype = ctypes.c_void_p
     programs = (f"nextn_program_{name}" for name in ("free", "own", "run"))
@@ -185,60 +167,29 @@ def bound(path: Path) -> ctypes.CDLL:
 
 @cache
 def load() -> Runtime:
-    """Build (once a machine, about a minute) and load the runtime. Raises ConfigError where that cannot be done."""
-    with _own_tools():
-        missing = [tool for tool in (os.environ.get("CXX", "g++"), "ninja") if shutil.which(tool) is None]
-        if missing:
-            raise ConfigError(
-                f"the native runtime is built by {' and '.join(missing)}, which is not there: install a C++20 compiler "
-                "and ninja"
-            )
-        library = bound(_built())
+    """Build the runtime (once a machine, about 40 s) and load it.
+
+    Raises:
+        ConfigError: It cannot be built or loaded, with the reason.
+    """
+    path = built(_SOURCES, cache_folder())
+    try:
+        library = bound(path)
+    except (OSError, AttributeError) as error:  # made for another C library, or on a disk mounted without execution
+        raise ConfigError(f"the native runtime cannot be loaded: {error}; remove {path} to build it anew") from error
     if library.nextn_ready():
-        raise ConfigError("the system does not lend this process the tile registers that the native runtime uses")
+        raise ConfigError(_NO_TILES)
+    check_layouts(library)
     return Runtime(library, torch.get_num_threads())
 
 
-def _built() -> Path:
-    from torch.utils import cpp_extension
-
-    sources = sorted(_SOURCES.iterdir())
-    # By what is built and for which processor: checkouts and machines may share a cache folder.
-    identity = [*(path.read_bytes() for path in sources), " ".join(_FLAGS).encode(), _processor().encode()]
-    name = f"nextn_runtime_{hashlib.sha256(b''.join(identity)).hexdigest()[:12]}"
-    folder = Path(cpp_extension._get_build_directory(name, verbose=False))
-    made, lock = folder / f"{name}.so", folder / "lock"
-    if made.exists() and not lock.exists():
-        return made  # torch would build it again for sources at another place
-    if lock.exists() and time.time() - lock.stat().st_mtime > _STALE:
-        lock.unlink(missing_ok=True)  # of a build that was killed; torch would wait for it for ever
+def build_status() -> BuildStatus:
+    """Report whether the runtime is built, where, and by which compiler it would be built; nothing is built."""
+    status = status_of(_SOURCES, cache_folder())
+    if not status.is_built:
+        return status
     try:
-        path = cpp_extension.load(
-            name,
-            [str(path) for path in sources if path.suffix == ".cpp"],
-            extra_cflags=_FLAGS,
-            build_directory=str(folder),
-            is_python_module=False,
-        )
-    except (RuntimeError, OSError) as error:
-        raise ConfigError(f"the native runtime could not be built in {folder}: {str(error)[:2000]}") from error
-    return Path(path)
-
-
-def _processor() -> str:
-    """What -march=native depends on."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    return f"{platform.machine()} {flags}"
-
-
-@contextmanager
-def _own_tools() -> Iterator[None]:
-    """ninja may stand beside the interpreter, in an environment that is not activated."""
-    before = os.environ.get("PATH", "")
-    os.environ["PATH"] = os.pathsep.join([before, str(Path(sys.executable).parent)])
-    try:
-        yield
-    finally:
-        os.environ["PATH"] = before
+        problem = _NO_TILES if bound(status.library).nextn_ready() else ""
+    except (OSError, AttributeError) as error:
+        problem = f"the library cannot be loaded: {error}"
+    return replace(status, problem=problem)

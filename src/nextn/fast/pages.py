@@ -18,14 +18,19 @@ class Pages:
     def take(self, size: int) -> Tensor:
         """size bytes from the start of a cache line on, as a 1-D bool tensor of zeros."""
         if self._used + size > len(self._chunk):
-            self._chunk, self._used = _mapped(max(size, _CHUNK)), 0
+            self._chunk, self._used = _large(max(size, _CHUNK)), 0
         piece = self._chunk[self._used : self._used + size]
         self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
         return piece
 
 
-def _mapped(size: int) -> Tensor:
-    memory = mmap.mmap(-1, size)
+def mapped(size: int) -> mmap.mmap:
+    """Fresh memory of this process alone: by default Python's maps are shared with forked processes, which write."""
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _large(size: int) -> Tensor:
+    memory = mapped(size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.bool)

@@ -1,19 +1,22 @@
 """What of a recurrent layer is replaced by native ops while a pass is recorded: gated delta rule and convolution.
 
 transformers has no registry for them. But every mixer with this rule calls it, and the convolution, by the same names
-in its own module, and these are ours while a pass is recorded.
+in its own module, and these are ours while a pass is recorded, in the thread that records it.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
-from nextn.fast.tape import Unrecordable, in_use
+from nextn.fast.locks import LOCK
+from nextn.fast.tape import Unrecordable, in_use, is_recording
 
 # How many columns a window has at most: the state after each of them is kept, 1 MiB for 16 heads of 128 x 128.
 ROOM = 32
@@ -94,17 +97,32 @@ class RecordingRecurrentLayer(LinearAttentionLayer):
 
 @contextmanager
 def native_rule(*modules: nn.Module) -> Iterator[None]:
-    """While open, the delta rules of these modules note native ops on the tape in use."""
+    """While open, the delta rules of these modules note native ops on the tape in use.
+
+    Threads that record nothing get transformers' own functions. The lock keeps recordings apart, as each puts back
+    what it found.
+    """
     homes = {type(part).__module__ for module in modules for part in module.modules()}
     places = [sys.modules[home] for home in homes if _has_rule(home)]
-    old = [(place, name, getattr(place, name)) for place in places for name in _NATIVE]
-    try:
-        for place, name, _ in old:
-            setattr(place, name, _NATIVE[name])
-        yield
-    finally:
-        for place, name, function in old:
-            setattr(place, name, function)
+    with LOCK:
+        old = [(place, name, getattr(place, name)) for place in places for name in _NATIVE]
+        try:
+            for place, name, function in old:
+                setattr(place, name, _while_recording(_NATIVE[name], function))
+            yield
+        finally:
+            for place, name, function in old:
+                setattr(place, name, function)
+
+
+def _while_recording(native: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The native function in a thread that records, else the plain one."""
+
+    @wraps(plain)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        return (native if is_recording() else plain)(*args, **kwargs)
+
+    return chosen
 
 
 def _has_rule(home: str) -> bool:
@@ -151,7 +169,7 @@ def _rule(
     return layer.ruled(query, key, value, g, beta, norm=use_qk_l2norm_in_kernel), layer.past
 
 
-_NATIVE = {
+_NATIVE: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _rule,
     "torch_recurrent_gated_delta_rule": _rule,

@@ -17,6 +17,7 @@ from nextn.fast.native import Runtime
 from nextn.fast.passes import SIZES, Inputs, Passes
 from nextn.fast.program import Replay
 from nextn.fast.slabs import Slabs
+from nextn.fast.structures import FoundStruct, RowsStruct, WindowStruct
 from nextn.policy import PROBE, RoundPlan
 from nextn.sampling import Judged, Uniforms
 
@@ -27,47 +28,11 @@ _COUNTED = ("drafts", "counts", "kept", "next", "asked")
 _REAL = ("confidences", "seconds")
 
 
-class _Window(ctypes.Structure):
-    """`Window` of rounds.cpp."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("passed", "readout", "judge")),
-        ("size", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("tokens", "starts", "best", "states")),
-        ("columns", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("drafts", "limits", "uniforms", "kept", "next")),
-    )
-
-
-class _Rows(ctypes.Structure):
-    """`Rows` of rounds.cpp."""
-
-    _fields_ = (
-        ("count", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("last", "lengths", "missing")),
-        *((name, ctypes.c_int64) for name in ("drafts", "context")),
-        ("waiting", ctypes.c_void_p),
-        ("num_ends", ctypes.c_int64),
-        ("ends", ctypes.c_void_p),
-        ("numbers", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("used", "uniforms")),
-    )
-
-
-class _Found(ctypes.Structure):
-    """`Found` of rounds.cpp."""
-
-    _fields_ = (
-        ("depths", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in (*_COUNTED, *_REAL)),
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class Window:
     """A pass of the trunk over `size` columns with what is read from it. parts: what `native` points to."""
 
-    native: _Window
+    native: WindowStruct
     size: int
     parts: tuple[object, ...]
 
@@ -80,7 +45,7 @@ class Window:
             return None
         states, best = replay.outputs[1], readout.outputs[1]
         assert states.is_contiguous()
-        window = _Window(
+        window = WindowStruct(
             passed=replay.program.handle,
             readout=readout.program.handle,
             size=inputs.tokens.shape[1],
@@ -129,7 +94,7 @@ class FastRounds:
         self._lengths = np.array(cache.lengths, dtype=np.int64)
         self._missing, self._ends = np.array(missing, dtype=np.int64), np.array(ends, dtype=np.int64)
         self._used = np.zeros(count, dtype=np.int64)
-        self._rows = _Rows(count=count, num_ends=len(ends), context=context or _ANY)
+        self._rows = RowsStruct(count=count, num_ends=len(ends), context=context or _ANY)
         for name in ("last", "lengths", "missing", "ends"):
             setattr(self._rows, name, getattr(self, f"_{name}").ctypes.data)
         self._waiting: Waiting | None = None
@@ -172,8 +137,9 @@ class FastRounds:
         self._rows.drafts = drafts
         self._take_numbers(uniforms, most * (2 * drafts + 1))
         pointers = (None, None) if chain is None else chain.pointers
-        rows, found, team = ctypes.byref(self._rows), ctypes.byref(self._found), self._runtime.team
-        count = self._runtime.library.nextn_rounds(*pointers, self._table, rows, found, most, team)
+        rows, found, runtime = ctypes.byref(self._rows), ctypes.byref(self._found), self._runtime
+        with runtime.lock:
+            count = runtime.library.nextn_rounds(*pointers, self._table, rows, found, most, runtime.team)
         for each, used in zip(uniforms or (), self._used.tolist(), strict=uniforms is not None):
             each.drop(used)
         self._settle()
@@ -190,7 +156,7 @@ class FastRounds:
             name: np.zeros(shapes.get(name, (MOST, rows)), dtype=np.float64 if name in _REAL else np.int64)
             for name in (*_COUNTED, *_REAL)
         }
-        self._found = _Found(depths=depths)
+        self._found = FoundStruct(depths=depths)
         for name, array in self._arrays.items():
             setattr(self._found, name, array.ctypes.data)
 

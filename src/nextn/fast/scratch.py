@@ -4,10 +4,10 @@ A window of another size than the last one then finds its place in the processor
 what the largest takes.
 """
 
-import mmap
-
 import torch
 from torch import Tensor
+
+from nextn.fast.pages import mapped
 
 _RESERVED = 64 * 2**20  # bytes of address space; memory is what is written to
 
@@ -22,5 +22,5 @@ class Scratch:
     def take(self, size: int) -> Tensor:
         """size bytes from the start of a cache line on, as a 1-D uint8 tensor of any values."""
         if size > len(self._memory):
-            self._memory = torch.frombuffer(mmap.mmap(-1, max(size, _RESERVED)), dtype=torch.uint8)
+            self._memory = torch.frombuffer(mapped(max(size, _RESERVED)), dtype=torch.uint8)
         return self._memory[:size]

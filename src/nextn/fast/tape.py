@@ -65,7 +65,7 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         read = _tensors((args, kwargs))
         depends = any(key(tensor) in self.dynamic for tensor in read)
-        if depends and is_data_dependent(func, args):
+        if depends and _is_data_dependent(func, args):
             raise Unrecordable(f"{func} depends on the values that it meets")
         if depends and func._schema.is_mutable and key(args[0]) not in self.dynamic:
             self._thaw(args[0])
@@ -107,6 +107,11 @@ class RecordingTape(Tape):
         self.layers = layers
 
 
+def is_recording() -> bool:
+    """Whether this thread records a pass."""
+    return isinstance(_get_current_dispatch_mode(), RecordingTape)
+
+
 def in_use() -> RecordingTape:
     """The tape of the pass that is being recorded. Raises Unrecordable."""
     tape = _get_current_dispatch_mode()
@@ -131,7 +136,7 @@ def _tensors(values: object) -> list[Tensor]:
     return [tensor for value in values for tensor in _tensors(value)]
 
 
-def is_data_dependent(func: Any, args: tuple[Any, ...]) -> bool:
+def _is_data_dependent(func: Any, args: tuple[Any, ...]) -> bool:
     if func is aten.index.Tensor:  # tagged for the sake of masks; whole numbers give a shape that is known
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return any(tag in func.tags for tag in _DATA_DEPENDENT)

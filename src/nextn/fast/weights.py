@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from nextn.fast import quantized
-from nextn.fast.native import BYTES, Runtime, type_of
+from nextn.fast.native import BYTES, Runtime
 from nextn.fast.packing import Packed, joined
 from nextn.fast.pages import Pages
+from nextn.fast.structures import type_of
 
 _TELLING = 16  # values that tell most weights apart
 

@@ -178,13 +178,14 @@ class Tally:
         self.clear()
 
     def clear(self) -> None:
-        self.sums = torch.zeros(4, self.depths + 1, dtype=torch.float64, device=self.device)
+        dtype = torch.float32 if self.device.type == "mps" else torch.float64  # which MPS does not have
+        self.sums = torch.zeros(4, self.depths + 1, dtype=dtype, device=self.device)
 
     def add(self, sums: Tensor, counts: Tensor, reached: Tensor | None = None) -> None:
         self.sums[0, 1:] += sums
         self.sums[1, 1:] += counts
         if reached is not None:
-            self.sums[2:] += reached.to(self.device)
+            self.sums[2:] += reached.to(self.sums)
 
     def figures(self) -> dict[str, float]:
         """Mean objective of each depth with labels; match, overlap and their AL where they were measured."""

@@ -55,7 +55,7 @@ def _conditions(measured: Measured, command: str) -> Iterator[str]:
     depth = measured.plan.drafts
     yield (
         f"a_k: share of depth-k drafts kept among those whose shallower drafts were all kept, at K = {depth}, with its "
-        f"95 % interval in percent. AL@k: tokens per round of k drafts. {len(measured.prompts)} prompts, up to "
+        f"95 % interval. AL@k: tokens per round of k drafts. {len(measured.prompts)} prompts, up to "
         f"{measured.plan.max_tokens} new tokens each, the model's own continuations."
     )
     yield ""
@@ -75,4 +75,4 @@ def _row(cells: list[str]) -> str:
 
 
 def _share(rate: Estimate) -> str:
-    return "" if rate.value != rate.value else f"{rate.value:.3f} ({rate.low * 100:.0f}-{rate.high * 100:.0f})"
+    return "" if rate.value != rate.value else f"{rate.value:.3f} ({rate.low:.2f}-{rate.high:.2f})"

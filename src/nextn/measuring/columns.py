@@ -279,13 +279,13 @@ def _stand(
     before: dict[str, Tensor], worth: Tensor, logits: Tensor, laws: tuple[Tensor, Tensor] | None, target: Tensor
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
     """One depth of `RULES` -> (given, expected, worth r_1 ... r_k). before: given of the depth before."""
-    right = (logits.argmax(-1) == target).double().cpu()
+    right = (logits.argmax(-1) == target).cpu().double()
     if laws is None:
         now = {rule: chance * right for rule, chance in before.items()}
         return now, now, worth
     p, q = laws
     at, best = target[:, None], logits.argmax(-1, keepdim=True)
-    drawn, wanted = (each.gather(-1, at)[:, 0].double().cpu() for each in (q, p))
+    drawn, wanted = (each.gather(-1, at)[:, 0].cpu().double() for each in (q, p))
     ratio = drawn / wanted.clamp_min(torch.finfo(torch.float32).tiny)
     now = {
         "ratio": before["ratio"] * ratio.clamp_max(1),
@@ -295,9 +295,9 @@ def _stand(
     }
     scale = [each[:, None].to(q) for each in (worth, before["block"])]
     mean = {
-        "ratio": before["ratio"] * torch.minimum(p, q).sum(-1).double().cpu(),
-        "block": torch.minimum(scale[0] * q, scale[1] * p).sum(-1).double().cpu(),
-        "argmax": before["argmax"] * p.gather(-1, best)[:, 0].double().cpu(),
-        "match": before["match"] * (p * q).sum(-1).double().cpu(),
+        "ratio": before["ratio"] * torch.minimum(p, q).sum(-1).cpu().double(),
+        "block": torch.minimum(scale[0] * q, scale[1] * p).sum(-1).cpu().double(),
+        "argmax": before["argmax"] * p.gather(-1, best)[:, 0].cpu().double(),
+        "match": before["match"] * (p * q).sum(-1).cpu().double(),
     }
     return now, mean, worth * ratio

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from nextn.errors import ConfigError
-from nextn.sampling import Sampling
+from nextn.settings import Sampling
 
 # Rules of acceptance that the decoder has, of those that can be scored (`columns.RULES`).
 DECODED = ("block", "ratio", "argmax")

@@ -11,6 +11,7 @@ from nextn.checkpoints.storage import stored_modules, unpacked
 from nextn.errors import CheckpointError
 from nextn.families import lookup
 from nextn.moving.staging import Piece
+from nextn.words import some
 
 # Config fields that shapes of the head follow.
 SIZES = (
@@ -101,7 +102,8 @@ def _odd_shapes(there: Inventory, here: Inventory) -> Iterator[str]:
         shape = here.info(canonical).shape
         seen, own = _layer_shapes(there, path), _layer_shapes(here, path)
         if here.role(canonical) == "block" and seen and shape not in seen and (not own or shape in own):
-            yield f"{name} is {list(shape)}, the target's layers have {' or '.join(map(str, map(list, sorted(seen))))}"
+            shapes = " or ".join(map(str, map(list, sorted(seen))))
+            yield f"{some([name])} is {list(shape)}, the target's layers have {shapes}"
 
 
 def _layer_shapes(inventory: Inventory, path: str) -> set[tuple[int, ...]]:
@@ -149,7 +151,7 @@ def _refuse_scheme(
     elif quantised and said[0] and said[0] != said[1]:
         differs = f"{said[0]} against {said[1]}"
     elif quantised and (outside := [module for module in packed if quantised.covers(module) is False]):
-        differs = f"the target's config leaves {outside[0]} unquantised"
+        differs = f"the target's config leaves {some(outside[:1])} unquantised"
     if differs:
         what = f"its head is quantised ({', '.join(sorted(kinds))}) and bytes are moved as they are"
         raise CheckpointError(f"{here.checkpoint.path}: {what}: {differs}. Take a base in bf16.")

@@ -14,6 +14,7 @@ from nextn.checkpoints.provenance import Provenance, staged_head, trained_with, 
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import ENGINES, Family, by_config, by_name, lookup
 from nextn.moving.fit import ABOUT_HEAD, absent, listed_nowhere, quantised_without, refuse_misfit
+from nextn.moving.links import refuse_links
 from nextn.moving.staging import (
     Files,
     Piece,
@@ -23,7 +24,7 @@ from nextn.moving.staging import (
     divide,
     execute,
     index_document,
-    new_folder,
+    into_new_folder,
     quiet,
     visible,
     with_config,
@@ -41,6 +42,7 @@ def restore(
     force: bool = False,
     dry_run: bool = False,
     trained_by: str | None = None,
+    follow_links: bool = False,
     on_bytes: Progress = quiet,
 ) -> Plan:
     """Give the folder `target` the head of `base` -> what was (or with `dry_run`, would be) done.
@@ -48,7 +50,8 @@ def restore(
     out: a new folder that gets everything; without it, `target` itself. aliases: an engine, whose missing copies of
     embedding and output are written from the target's own trunk. family: the row's name, where model_type has none.
     force: replace a whole head; take one of another vocabulary. trained_by: the run that made `base` just now, for the
-    record, which then tells of a training.
+    record, which then tells of a training. follow_links: links that lead out of a checkpoint's folder are followed,
+    not refused; those of a hub cache always are.
 
     Of a hub base only the head and samples of the trunk are read. Copies are not taken from `base`: every engine can
     use the trunk's, which may have been fine-tuned. Raises CheckpointError, FamilyError or ConfigError with the reason
@@ -59,8 +62,11 @@ def restore(
     row = by_name(family) if family else None
     there = _target(target, row)
     here = None if base is None else _base(base, there, row)
-    plan = _plan(there, here, aliases, force=force)
-    plan = plan if out is None else replace(plan, folder=new_folder(out), whole=True)
+    for each in (there, here):
+        if each is not None:
+            refuse_links(each.checkpoint, follow=follow_links)
+    plan = replace(_plan(there, here, aliases, force=force), follow_links=follow_links)
+    plan = plan if out is None else into_new_folder(plan, out)
     if not dry_run and plan.pieces:
         seal = None if here is None else partial(_seal, there=there, here=here, plan=plan, trained_by=trained_by)
         execute(plan, seal=seal, on_bytes=on_bytes)
@@ -76,7 +82,7 @@ def _target(path: str | Path, family: Family | None) -> Inventory:
     lost = listed_nowhere(inventory, head=False)
     if lost:
         raise CheckpointError(
-            f"{path}: {len(lost)} tensors of the trunk are in the index and in no file, such as {lost[0]}. "
+            f"{path}: {len(lost)} tensors of the trunk are in the index and in no file, such as {some(lost[:1])}. "
             "Complete the target first."
         )
     return inventory

@@ -6,6 +6,7 @@
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Protocol
@@ -13,6 +14,7 @@ from typing import Protocol
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from nextn.checkpoints.checkpoint import INDEX, SINGLE, Checkpoint
+from nextn.checkpoints.stages import named_after, owned
 from nextn.errors import CheckpointError
 from nextn.moving.graft import restore
 from nextn.moving.relayout import extract
@@ -34,8 +36,8 @@ def keep_head(model: PreTrainedModel, source: str | Path | None = None, *, revis
     if not source:
         raise CheckpointError("the model was built, not loaded; give keep_head the checkpoint that has the head")
     base = _base(source, revision or getattr(model.config, "_commit_hash", None))
-    with tempfile.TemporaryDirectory() as folder:
-        extract(base, Path(folder) / "head.safetensors", dry_run=True)
+    with tempfile.TemporaryDirectory() as folder:  # stays empty
+        extract(base, Path(folder) / "head.safetensors", dry_run=True, follow_links=True)
     save_with(model, _Stored(base))
 
 
@@ -87,10 +89,10 @@ class _Stored:
         if not isinstance(self.base, Path) or folder.resolve() not in (self.base, self.base.parent):
             yield self.base
             return
-        with tempfile.TemporaryDirectory(dir=folder.resolve().parent, prefix=f".{folder.name}.") as aside:
-            file = Path(aside) / "head.safetensors"
-            extract(self.base, file)
-            yield file
+        with owned(folder.resolve()) as stage:
+            with named_after(folder, stage):
+                extract(self.base, stage / "head.safetensors", follow_links=True)
+            yield replace(Checkpoint.open(stage / "head.safetensors"), path=str(self.base))
 
     def seal(self, folder: Path) -> None:
         """`restore` has written which trunk the head was made for."""
@@ -110,7 +112,8 @@ class _Saver:
             self.save(*call.args, **call.kwargs)
             _drop_old_index(folder)
             if call.arguments.get("is_main_process", True) and any(folder.glob("model*.safetensors")):
-                restore(folder, base, force=True)
+                # Followed: transformers loads the model through the same links and saves what they lead to.
+                restore(folder, base, force=True, follow_links=True)
                 self.source.seal(folder)
         if push:  # saves again, into a folder of its own and with the head, and uploads that
             hub = {"token": call.arguments.get("token"), **call.arguments.get("kwargs", {})}

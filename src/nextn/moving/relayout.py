@@ -4,6 +4,7 @@ Bytes, dtypes and scales stay as they are, unless norm gains are to be shifted b
 """
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,6 +18,7 @@ from nextn.checkpoints.provenance import Provenance, staged_head, trained_with, 
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import Family, by_name, rows
 from nextn.moving.fit import ABOUT_HEAD, SIZES, absent, quantised_without
+from nextn.moving.links import refuse_links
 from nextn.moving.staging import (
     Files,
     Piece,
@@ -26,7 +28,7 @@ from nextn.moving.staging import (
     divide,
     execute,
     index_document,
-    new_folder,
+    into_new_folder,
     quiet,
     visible,
     with_config,
@@ -52,6 +54,7 @@ def convert(
     now: str | None = None,
     form: Form | None = None,
     gain: Shift | None = None,
+    follow_links: bool = False,
     dry_run: bool = False,
     on_bytes: Progress = quiet,
 ) -> Plan:
@@ -61,10 +64,11 @@ def convert(
     that the head has, where its names do not tell. form: the head
     in an indexed file of its own (shards, also if left out), in mtp.safetensors that the index does not name, or all
     in one file. gain: shift the head's norm gains by one, in fp32, rounded to their dtype. Weight files that hold
-    nothing of the head are hard-linked. Raises FamilyError that names what differs where the layouts do not compute
-    the same.
+    nothing of the head are hard-linked. follow_links: see `restore`. Raises FamilyError that names what differs where
+    the layouts do not compute the same.
     """
     checkpoint = opened(source)
+    refuse_links(checkpoint, follow=follow_links)
     own = Inventory.of(checkpoint)
     layout = by_name(to) if to else own.family
     here = find_head(own, layout, by_name(now) if now else None)
@@ -75,7 +79,8 @@ def convert(
         notes.append(told)
     elif form is None and all(name == piece.name for name, piece in fresh.items()):
         raise ConfigError(f"{checkpoint.path}: its head has the names of {layout.name} already; nothing to convert")
-    plan = replace(_plan(own, here, layout, fresh, form), folder=new_folder(out), notes=tuple(notes))
+    plan = replace(_plan(own, here, layout, fresh, form), notes=tuple(notes), follow_links=follow_links)
+    plan = into_new_folder(plan, out)
     if not dry_run:
         execute(plan, seal=partial(_seal, own=own, here=here, layout=layout), on_bytes=on_bytes)
     return plan
@@ -105,8 +110,7 @@ def _distance(here: Inventory, own: Inventory, layout: Family) -> tuple[int, boo
     stem = own.family.names["block"].format(module=0, layer=own.num_layers)
     fits, known = 0, 0
     for canonical, name in here.stored.items():
-        if here.role(canonical) == "block":
-            rest = canonical.split(".", 2)[2]
+        if rest := canonical.partition(".block.")[2]:
             path = own.family.published(f"0.block.{rest}", own.num_layers).removeprefix(f"{stem}.")
             fits += path in paths
             known += not name.endswith(rest)
@@ -152,7 +156,9 @@ def _renamed(own: Inventory, here: Inventory, layout: Family) -> tuple[dict[str,
     pieces = {layout.published(canonical, own.num_layers, wrapper=wrapper): Piece(own.checkpoint, name)
               for canonical, name in placed.items()}  # fmt: skip
     left = sorted(here.stored.keys() - placed.keys())
-    return pieces, [f"left out: {here.stored[each]}, a copy that {layout.name} has no place for" for each in left]
+    return pieces, [
+        f"left out: {some([here.stored[each]])}, a copy that {layout.name} has no place for" for each in left
+    ]
 
 
 def _shifted(fresh: Mapping[str, Piece], here: Inventory, gain: Shift) -> tuple[dict[str, Piece], str]:
@@ -198,7 +204,7 @@ def _plan(own: Inventory, here: Inventory, layout: Family, fresh: dict[str, Piec
     documents = _configs(replace(own, checkpoint=checkpoint), here, layout, fresh)
     documents |= index_document(files, checkpoint)
     told = changes(checkpoint, documents)
-    return Plan(checkpoint, Path(), layout.name, files, documents, whole=True, changes=told)
+    return Plan(checkpoint, Path(), layout.name, files, documents, changes=told)
 
 
 def _beside(files: Files, fresh: Mapping[str, Piece]) -> Files:
@@ -236,32 +242,35 @@ def extract(
     out: str | Path,
     *,
     copies: bool = False,
+    follow_links: bool = False,
     dry_run: bool = False,
     on_bytes: Progress = quiet,
 ) -> Plan:
     """Write the head of `source` into the file `out`, with a small config.json beside it -> what was done.
 
     The file's header says where the head came from; it serves as a base for `restore`. copies: also the modules'
-    copies of the trunk's embedding and output.
+    copies of the trunk's embedding and output. follow_links: see `restore`.
     """
     path = Path(out).expanduser().absolute()
-    if path.suffix != ".safetensors" or path.exists():
+    if path.suffix != ".safetensors" or os.path.lexists(path):
         raise ConfigError(f"{out}: must be the name of a .safetensors file that is not there yet")
     own = Inventory.of(opened(source))
+    refuse_links(own.checkpoint, follow=follow_links)
     here = find_head(own, own.family)
     _refuse_other(here.family, own.family, None, len(here.modules))
     fresh, _ = _renamed(own, here, own.family)
     if not copies:
         fresh = {name: piece for name, piece in fresh.items() if piece.name not in here.copies.values()}
     config = small_config(own, len(here.modules))
-    _refuse_foreign_config(path.with_name(CONFIG), config)
+    refuse_config = partial(_refuse_foreign_config, path.with_name(CONFIG), config)
+    refuse_config()
     checkpoint = own.checkpoint
     metadata = {"format": "pt", "family": own.family.name, "source": checkpoint.path,
                 "revision": checkpoint.revision or "", "trained_with": trained_with(own)}  # fmt: skip
     files, documents = Files({path.name: fresh}, None), {CONFIG: config}
     plan = Plan(checkpoint, path.parent, own.family.name, files, documents, metadata=metadata)
     if not dry_run:
-        execute(plan, on_bytes=on_bytes)
+        execute(plan, seal=lambda _: refuse_config(), on_bytes=on_bytes)
     return plan
 
 
@@ -275,5 +284,9 @@ def small_config(own: Inventory, count: int) -> dict[str, object]:
 
 
 def _refuse_foreign_config(path: Path, config: Mapping[str, object]) -> None:
-    if path.exists() and json.loads(path.read_bytes()) != config:
+    try:
+        is_same = not os.path.lexists(path) or (path.is_file() and json.loads(path.read_bytes()) == config)
+    except (OSError, ValueError, RecursionError):
+        is_same = False
+    if not is_same:
         raise CheckpointError(f"{path}: belongs to another model. Give the head a folder of its own.")

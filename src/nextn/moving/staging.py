@@ -4,18 +4,19 @@ Knows files and tensors, not heads.
 """
 
 import os
-import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from reprlib import repr as brief
 
 from nextn.checkpoints.checkpoint import CHUNK, CONFIG, INDEX, SINGLE, Checkpoint, index_json
-from nextn.checkpoints.remote import LocalFile, Source
+from nextn.checkpoints.remote import LocalFile, Source, folder_files, readable
+from nextn.checkpoints.stages import staged
 from nextn.checkpoints.tensor_file import RawTensor, TensorInfo, write_json, write_safetensors
 from nextn.errors import CheckpointError
+from nextn.moving.links import all_files, left_out, refuse_links
 from nextn.words import some
 
 HEAD_FILE = "model-mtp.safetensors"  # llama.cpp's converter reads model*.safetensors alone
@@ -68,6 +69,7 @@ class Plan:
 
     whole: `folder` is new and gets all other files of `origin`, too. documents: JSON files and what they will say, the
     index included; changes: what of that is new, in words. metadata: of the new weight files. notes: for the user.
+    follow_links: links that leave the checkpoint's folder are followed.
     """
 
     origin: Checkpoint = field(repr=False)
@@ -79,6 +81,7 @@ class Plan:
     changes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=lambda: {"format": "pt"})
+    follow_links: bool = False
 
     @property
     def pieces(self) -> list[Piece]:
@@ -190,36 +193,72 @@ def index_document(files: Files, checkpoint: Checkpoint) -> dict[str, dict[str, 
 def execute(plan: Plan, *, seal: Callable[[Path], None] | None = None, on_bytes: Progress = quiet) -> None:
     """Do what `plan` says. `seal` may write more JSON beside the new weights, in the folder that it is given.
 
-    Raises CheckpointError where something cannot be read or written; the folder is then as it was.
+    Raises CheckpointError where something cannot be read or written, another process is changing the folder, or files
+    changed after the plan was made; the folder is then as it was.
     """
-    with _staged(plan) as stage:
-        _fill(plan, stage, on_bytes)
+    with staged(plan.folder, inside=not plan.whole, needed=_num_written(plan)) as stage:
+        _refuse_changed(plan)
+        new = stage / "new"
+        new.mkdir()
+        _fill(plan, new, on_bytes)
         if seal is not None:
-            seal(stage)
+            seal(new)
         if plan.whole:
-            _add_others(plan, stage)
-            stage.rename(plan.folder)
+            _add_others(plan, new)
+        _refuse_changed(plan)
+        if plan.whole:
+            new.rename(plan.folder)
         else:
-            _commit(plan, stage)
+            _commit(plan, new, stage)
 
 
-@contextmanager
-def _staged(plan: Plan) -> Iterator[Path]:
-    """A hidden folder on the same file system, gone at the end."""
-    token = secrets.token_hex(4)
-    stage = plan.folder.with_name(f".{plan.folder.name}.{token}") if plan.whole else plan.folder / f".nextn-{token}"
-    try:
-        stage.mkdir(parents=True)
-        yield stage
-    except OSError as error:
+def _refuse_changed(plan: Plan) -> None:
+    """Names and places of bytes are those of the time when the headers were read; a file that is new may be in the way.
+
+    Called before anything is written and again before the folder changes, as all bytes were read by then.
+    """
+    if plan.whole:
+        new_folder(plan.folder)
+    origin, read = plan.origin, {(piece.source, piece.info.file) for piece in plan.pieces}
+    files = [source.sources[file] for source, file in read]
+    is_target = not plan.whole and Path(origin.path) == plan.folder
+    if plan.whole or is_target:
+        files += origin.sources.values()
+    changed = {str(file) for file in files if isinstance(file, LocalFile) and file.has_changed()}
+    now = folder_files(plan.folder).keys()
+    if is_target:
+        changed |= {str(plan.folder / name) for name in now ^ origin.sources.keys()}
+    if changed:
         raise CheckpointError(
-            f"{plan.folder}: cannot be written: {error.strerror or error}. It is as it was."
-        ) from error
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
+            f"{plan.folder}: not written, as files changed after they were read: {some(sorted(changed))}. Another "
+            "process is at work there; start again when it has ended."
+        )
+    if taken := sorted(now & plan.files.weights.keys()):
+        raise CheckpointError(f"{plan.folder}: another process wrote {some(taken)} just now. It is as it was.")
 
 
-def _fill(plan: Plan, stage: Path, on_bytes: Progress) -> None:
+def _num_written(plan: Plan) -> int:
+    """Bytes of the new tensors, and of the weight files that a new folder gets as copies."""
+    return plan.num_bytes + (num_copied(plan.origin, plan.folder, without=_gone(plan)) if plan.whole else 0)
+
+
+def num_copied(checkpoint: Checkpoint, folder: Path, *, without: Collection[str] = ()) -> int:
+    """Bytes of the checkpoint's files that `folder` can only get as copies, as they cannot be linked there."""
+    with readable(Path(checkpoint.path)):
+        kept = [source for name, source in all_files(checkpoint).items() if name not in without]
+        copied = [source for source in kept if not (isinstance(source, LocalFile) and _can_link(source, folder))]
+        return sum(_size(checkpoint, source) for source in copied)
+
+
+def _size(checkpoint: Checkpoint, source: Source) -> int:
+    """Bytes of a file; of one on a hub its tensors alone, which are known without a request."""
+    if isinstance(source, LocalFile):
+        return source.path.stat().st_size
+    header = checkpoint.headers.get(source.name)
+    return sum(info.nbytes for info in header.tensors.values()) if header else 0
+
+
+def _fill(plan: Plan, new: Path, on_bytes: Progress) -> None:
     done, total = 0, plan.num_bytes
 
     def count(size: int) -> None:
@@ -229,9 +268,9 @@ def _fill(plan: Plan, stage: Path, on_bytes: Progress) -> None:
 
     for file, pieces in plan.files.weights.items():
         raws = {name: _raw(piece, count) for name, piece in pieces.items()}
-        write_safetensors(stage / file, raws, metadata=plan.metadata)
+        write_safetensors(new / file, raws, metadata=plan.metadata)
     for file, value in plan.documents.items():
-        write_json(stage / file, value)
+        write_json(new / file, value)
 
 
 def _raw(piece: Piece, count: Callable[[int], None]) -> RawTensor:
@@ -241,74 +280,92 @@ def _raw(piece: Piece, count: Callable[[int], None]) -> RawTensor:
     return RawTensor(piece.info.dtype, piece.info.shape, data)
 
 
-def _commit(plan: Plan, stage: Path) -> None:
-    """Move the staged files in, each by one rename, in an order that leaves a usable folder at every step.
+def _commit(plan: Plan, new: Path, stage: Path) -> None:
+    """Move the new files in, each by one rename, in an order that leaves a usable folder at every step.
 
     First the configs: a config that promises a head which is not there is what a target that lost its head has
     already, while a head without the promise makes engines take it for a layer of the trunk. Then weights, which no
     index names yet. Then the index, which makes the head exist; only then old files go. An exception on the way undoes
-    the steps in reverse.
+    in reverse the steps that were done; an undo that fails ends this, as the folder is usable as it is then.
     """
-    folder, old = plan.folder, stage / "old"
-    old.mkdir()
-    new = sorted((path.name for path in stage.iterdir() if path.is_file()), key=_turn)
-    for name in new:
+    folder, old, gone = plan.folder, stage / "old", stage / "gone"
+    for before, after in plan.files.renamed.items():
+        os.link(folder / before, new / after)
+    names = sorted((path.name for path in new.iterdir()), key=_turn)
+    for path in (old, gone):
+        path.mkdir()
+    for name in names:
         if os.path.lexists(folder / name):
             shutil.copy2(folder / name, old / name, follow_symlinks=False)
-    with ExitStack() as undo:
-        for name in new:
-            if name == INDEX:
-                _link_renamed(plan, undo)
-            undo.callback(_put_back, old / name, folder / name)
-            (stage / name).replace(folder / name)
-        for name in [*plan.files.renamed, *plan.files.dropped]:
-            aside = old / name.replace("/", "_")
-            undo.callback(_put_back, aside, folder / name, keep=True)
-            (folder / name).replace(aside)
-        undo.pop_all()
+    undo: list[Callable[[], None]] = []
+    try:
+        for name in names:
+            undo.append(partial(_take_back, new / name, folder / name, old / name))
+            (new / name).replace(folder / name)
+        for number, name in enumerate((*plan.files.renamed, *plan.files.dropped)):
+            undo.append(partial(_put_back, gone / str(number), folder / name))
+            (folder / name).replace(gone / str(number))
+    except BaseException:
+        _undo(undo, folder)
+        raise
+
+
+def _undo(steps: Sequence[Callable[[], None]], folder: Path) -> None:
+    try:
+        for step in reversed(steps):
+            step()
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: changed in part, and this could not be undone ({error.strerror or error}). It can be loaded; "
+            "`nextn audit` says what it holds."
+        ) from error
 
 
 def _turn(name: str) -> int:
     return 2 if name == INDEX else 1 if name.endswith(".safetensors") else 0
 
 
-def _link_renamed(plan: Plan, undo: ExitStack) -> None:
-    for before, after in plan.files.renamed.items():
-        undo.callback((plan.folder / after).unlink, missing_ok=True)
-        os.link(plan.folder / before, plan.folder / after)
-
-
-def _put_back(backup: Path, path: Path, *, keep: bool = False) -> None:
-    """Give `path` what it held; without a backup it was not there, or, with `keep`, has not moved yet."""
+def _take_back(new: Path, path: Path, backup: Path) -> None:
+    """Undo the move of `new` to `path`. Where `new` is still there it was not moved, and `path` is not ours."""
+    if os.path.lexists(new):
+        return
     if os.path.lexists(backup):
         backup.replace(path)
-    elif not keep:
+    else:
         path.unlink(missing_ok=True)
 
 
-def _add_others(plan: Plan, stage: Path) -> None:
-    gone = {*plan.files.dropped, *plan.files.renamed} | ({INDEX} if plan.files.index is None else set())
-    for name, source in _all_files(plan.origin).items():
-        to = stage / plan.files.renamed.get(name, name)
-        if (name in plan.files.renamed or name not in gone) and not to.exists():
+def _put_back(aside: Path, path: Path) -> None:
+    """Undo the move of `path` to `aside`, if it was made."""
+    if os.path.lexists(aside):
+        aside.replace(path)
+
+
+def _gone(plan: Plan) -> set[str]:
+    """Old files that a new folder does not get."""
+    return {*plan.files.dropped} | ({INDEX} if plan.files.index is None else set()) | plan.documents.keys()
+
+
+def _add_others(plan: Plan, new: Path) -> None:
+    refuse_links(plan.origin, follow=plan.follow_links)  # again: they are what is published
+    gone = _gone(plan)
+    for name, source in all_files(plan.origin).items():
+        to = new / plan.files.renamed.get(name, name)
+        if name not in gone and not to.exists():
             to.parent.mkdir(parents=True, exist_ok=True)
             _give(source, to)
 
 
-def _all_files(checkpoint: Checkpoint) -> dict[str, Source]:
-    """Also what lies in subfolders, hidden ones aside."""
-    root = Path(checkpoint.path)
-    if not root.is_dir():
-        return dict(checkpoint.sources)
-    found = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*")) if path.is_file()}
-    return {name: LocalFile(path, name) for name, path in found.items() if not f"/{name}".count("/.")}
+def _can_link(source: LocalFile, folder: Path) -> bool:
+    """Weights share their bytes by a hard link; a JSON file that is edited later must not be shared."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return source.path.suffix in _WEIGHTS and source.path.stat().st_dev == there.stat().st_dev
 
 
 def _give(source: Source, to: Path) -> None:
-    """Weights share their bytes by a hard link where they can; a JSON file that is edited later must not be shared."""
     if isinstance(source, LocalFile):
         try:
-            if to.suffix not in _WEIGHTS:
+            if not _can_link(source, to.parent):
                 raise OSError
             os.link(source.path.resolve(), to)  # the file itself, as the hub's cache holds links to it
         except OSError:
@@ -318,6 +375,11 @@ def _give(source: Source, to: Path) -> None:
     with to.open("xb") as file:
         for begin in range(0, size, CHUNK):
             file.write(source.read(begin, min(begin + CHUNK, size)))
+
+
+def into_new_folder(plan: Plan, out: str | Path) -> Plan:
+    """The same plan for the new folder `out`, that gets all other files of the checkpoint, too."""
+    return replace(plan, folder=new_folder(out), whole=True, notes=(*plan.notes, *left_out(plan.origin)))
 
 
 def new_folder(out: str | Path) -> Path:

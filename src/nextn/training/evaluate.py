@@ -106,13 +106,13 @@ def survival(model: Model, states: Sequence[Tensor], valid: Tensor) -> Tensor:
     weights = outputs(model.trunk, model.head, depths)
     survived = torch.zeros(2, depths + 1, dtype=torch.float64)
     for row in range(len(valid)):  # one row of [columns, V] laws at a time bounds the memory
-        alive = valid[row].double().expand(2, -1).clone()
-        survived[:, 0] += alive.sum(-1).cpu()
+        alive = valid[row].cpu().double().expand(2, -1).clone()  # on the host: MPS has no float64
+        survived[:, 0] += alive.sum(-1)
         trunk = model.trunk.logits(states[0][row].to(model.trunk.output.weight.dtype)).float()
         for depth in range(1, depths + 1):
             p = trunk[depth : depth + columns]
             q = (states[depth][row, :columns].to(weights[depth].dtype) @ weights[depth].T).float()
             match = p.argmax(-1) == q.argmax(-1)
-            alive *= torch.stack([match.double(), overlap(p.softmax(-1), q.softmax(-1)).double()])
-            survived[:, depth] += alive.sum(-1).cpu()
+            alive *= torch.stack([match, overlap(p.softmax(-1), q.softmax(-1))]).cpu().double()
+            survived[:, depth] += alive.sum(-1)
     return survived

@@ -2,6 +2,8 @@
 
 import torch
 
+from nextn.devices import resolve_device
+
 
 def half_pays(device: str = "") -> bool:
     """Whether products in bfloat16 are faster than in float32: on GPUs, and on processors that torch's own kernels
@@ -9,11 +11,12 @@ def half_pays(device: str = "") -> bool:
 
     device: a type as torch names it; left out, the one that training takes.
     """
-    if (device or ("cuda" if torch.cuda.is_available() else "cpu")) != "cpu":
-        return torch.cuda.is_bf16_supported()
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    device = device or resolve_device().type
+    if device == "cpu":
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return device == "cuda" and torch.cuda.is_bf16_supported()
 
 
-def training_dtype() -> str:
-    """`bfloat16` where it pays, else `float32`."""
-    return "bfloat16" if half_pays() else "float32"
+def training_dtype(device: str = "") -> str:
+    """`bfloat16` where it pays on this type of device, else `float32`."""
+    return "bfloat16" if half_pays(device) else "float32"

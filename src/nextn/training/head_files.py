@@ -1,6 +1,5 @@
 """A trained head as files: beside its trunk's own, which stay as they are bit for bit, or alone."""
 
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from nextn.checkpoints.checkpoint import CONFIG
 from nextn.checkpoints.inventory import Inventory
 from nextn.checkpoints.provenance import trunk_fingerprint
 from nextn.checkpoints.snapshot import folder_of
+from nextn.checkpoints.stages import atomic_folder
 from nextn.checkpoints.tensor_file import atomic, write_json
 from nextn.errors import ConfigError
 from nextn.filling import head_tensors
@@ -68,18 +68,15 @@ def write_beside_trunk(origin: Inventory, head: Head, folder: Path, *, dtype: to
     The head is written unquantised, and the configs say so. An old folder is replaced once the new one is whole. Raises
     CheckpointError where it cannot be written.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".head-", dir=folder.parent) as passing:
-        aside = Path(passing)
-        write_alone(origin, head, aside / HEAD_FILE, dtype=dtype, source=source)
+    with atomic_folder(folder) as new:
+        alone = new.with_name("alone") / HEAD_FILE
+        write_alone(origin, head, alone, dtype=dtype, source=source)
         restore(
             folder_of(origin.checkpoint),
-            aside / HEAD_FILE,
-            out=aside / "new",
+            alone,
+            out=new,
             family=origin.family.name,
             force=True,
             trained_by=source,
+            follow_links=True,  # `load_start` refused those that nobody asked for
         )
-        if folder.exists():
-            folder.rename(aside / "old")
-        (aside / "new").rename(folder)

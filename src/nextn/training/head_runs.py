@@ -1,6 +1,6 @@
 """A run that trains a head on a frozen trunk, put together from a checkpoint, texts and settings."""
 
-import tempfile
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,14 +12,18 @@ from transformers import PreTrainedTokenizerBase
 from nextn.checkpoints.checkpoint import Checkpoint
 from nextn.checkpoints.inventory import Inventory
 from nextn.checkpoints.snapshot import folder_of, on_disk
+from nextn.checkpoints.stages import named_after, need_room, owned, renamed
 from nextn.corpus.batches import Batches
 from nextn.corpus.corpus_files import corpora
 from nextn.corpus.data import Corpus
 from nextn.distributed.parallel import ALONE, Ranks
-from nextn.errors import ConfigError, TrainingError
+from nextn.errors import ConfigError, NextnError, TrainingError
 from nextn.model import Model, read_tokenizer
 from nextn.moving.graft import restore
+from nextn.moving.links import refuse_links
+from nextn.moving.staging import num_copied
 from nextn.training.drawn import are_drawn
+from nextn.training.half import training_dtype
 from nextn.training.head_files import HEAD_FILE
 from nextn.training.head_task import HeadTask
 from nextn.training.init_head import init_head
@@ -34,7 +38,8 @@ _STEPS, _LENGTH = 500, 256
 class Start:
     """Where a head comes from: the trunk's own checkpoint, the file `head`, or fresh with `num_modules`.
 
-    model, revision, cache_dir, offline: as `Model.load` takes them.
+    model, revision, cache_dir, offline: as `Model.load` takes them. follow_links: links that lead out of the folder of
+    the trunk are followed.
     """
 
     model: str | Path
@@ -44,6 +49,7 @@ class Start:
     revision: str | None = None
     cache_dir: Path | None = None
     offline: bool = False
+    follow_links: bool = False
 
     def __post_init__(self) -> None:
         if self.fresh and self.head is not None:
@@ -63,6 +69,12 @@ class HeadRun:
     held_out: Corpus
     notes: tuple[str, ...]
 
+    def need_room(self, *, head_only: bool = False) -> None:
+        """Raise CheckpointError where the disk has no room for the checkpoints and for what `write` writes."""
+        out = self.trainer.folder.path
+        trunk = 0 if head_only else num_copied(self.task.origin.checkpoint, out)
+        need_room(out, self.trainer.num_bytes_left() + trunk)
+
     def write(self, *, head_only: bool = False, allow_worse: bool = False) -> Path:
         """Write `model` into the run's folder, or `head/head.safetensors` alone -> where.
 
@@ -76,7 +88,8 @@ class HeadRun:
             )
         if head_only:
             path = out / "head" / HEAD_FILE
-            self.task.write_head(path, out)
+            with self.trainer.whole_named():
+                self.task.write_head(path, out)
             return path
         self.trainer.write_result(out / "model")
         return out / "model"
@@ -101,7 +114,8 @@ def head_run(
     """
     model, origin, notes = load_start(start, near=out)
     limit = model.trunk.max_length or _LENGTH
-    config = HeadConfig.from_dict({"steps": _STEPS, "length": min(_LENGTH, limit)} | dict(settings))
+    usual = {"steps": _STEPS, "length": min(_LENGTH, limit), "dtype": training_dtype(ranks.device.type)}
+    config = HeadConfig.from_dict(usual | dict(settings))
     known = _tokenizer(model, tokenizer, start)
     corpus, held_out = corpora(data, known, all_tokens=all_tokens, context=model.trunk.max_length)
     is_drawn, doubts = are_drawn(data, model.trunk, config.temperature, said=drawn, all_tokens=all_tokens)
@@ -133,6 +147,7 @@ def load_start(start: Start, *, near: Path) -> tuple[Model, Inventory, list[str]
     at, cache, offline = start.revision, start.cache_dir, start.offline
     checkpoint = Checkpoint.open(start.model, revision=at, cache_dir=cache, offline=offline)
     origin = on_disk(Inventory.of(checkpoint), revision=at, cache_dir=cache, offline=offline)
+    refuse_links(origin.checkpoint, follow=start.follow_links)
     with _with_head(origin, start.head, near) as folder:
         model = Model.load(folder, need_head=not start.fresh, skip_head=start.fresh)
     return model, origin, list(model.notes)
@@ -145,10 +160,13 @@ def _with_head(origin: Inventory, head: Path | None, near: Path) -> Iterator[Pat
     if head is None:
         yield folder
         return
-    near.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".start-", dir=near) as passing:
-        restore(folder, head, out=Path(passing) / "model", force=True)
-        yield Path(passing) / "model"
+    with owned(near / f"start-{os.getpid()}") as stage:  # one for each of several processes
+        with named_after(near, stage):
+            restore(folder, head, out=stage / "model", force=True, follow_links=True)
+        try:
+            yield stage / "model"
+        except NextnError as error:  # the trunk is as published: the file's head is what is new
+            raise renamed(error, stage / "model", head) from error
 
 
 def _tokenizer(model: Model, folder: Path | None, start: Start) -> PreTrainedTokenizerBase:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nextn.checkpoints.inventory import Inventory
 from nextn.checkpoints.provenance import trunk_fingerprint
-from nextn.checkpoints.tensor_file import atomic_folder
+from nextn.checkpoints.stages import atomic_folder
 from nextn.corpus.batches import Batch
 from nextn.corpus.data import Corpus
 from nextn.distributed.parallel import ALONE, Ranks

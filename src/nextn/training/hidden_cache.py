@@ -7,6 +7,7 @@ trunk, text and batches they belong to.
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nextn.checkpoints.stages import is_full, owned
 from nextn.checkpoints.tensor_file import RawTensor, read_header, write_json, write_safetensors
 from nextn.corpus.batches import Batch, Batches, shuffled
 from nextn.distributed.parallel import ALONE, Ranks
@@ -92,14 +94,29 @@ class HiddenCache:
         each; whole shards stay. Raises ConfigError before it starts if the limit or the free space is too small,
         CheckpointError where a file cannot be written, TrainingError where another process is lost.
         """
-        with ranks.guarded():
-            yield from self._fill(should_stop, ranks)
+        lock = owned(self.folder, inside=True) if ranks.is_first else nullcontext()
+        with ranks.guarded(), self._rest_named():
+            self._check_room(_summed(len(self._todo(ranks)), ranks) * self._batch_bytes)
+            with lock:
+                yield from self._fill(should_stop, ranks)
+
+    @contextmanager
+    def _rest_named(self) -> Iterator[None]:
+        """Where the disk is full, say how to go on."""
+        try:
+            yield
+        except CheckpointError as error:
+            if not is_full(error):
+                raise
+            stored = sum(path.stat().st_size for path in self.folder.glob(f"{_SHARD}*"))
+            raise CheckpointError(
+                f"{error} {max(0, self.nbytes - stored):,} of {self.nbytes:,} bytes of hidden states are missing; the "
+                "files that are there are whole. With room for the rest, the same command goes on."
+            ) from error
 
     def _fill(self, should_stop: Callable[[], bool], ranks: Ranks) -> Iterator[tuple[int, int]]:
-        own = range(ranks.rank, -(-self.num_batches // self._per_shard), ranks.world)
-        todo = [index for shard in own if not self._is_whole(shard) for index in self._members(shard)]
+        todo = self._todo(ranks)
         left = _summed(len(todo), ranks)
-        self._check_room(left * self._batch_bytes)
         if ranks.is_first:
             self._prepare()
         tensors: dict[str, RawTensor] = {}
@@ -117,6 +134,11 @@ class HiddenCache:
                     write_safetensors(self._path(index // self._per_shard), tensors)
                     tensors = {}
             left = _summed(len(todo), ranks)
+
+    def _todo(self, ranks: Ranks) -> list[int]:
+        """Batches that this process has to make."""
+        own = range(ranks.rank, -(-self.num_batches // self._per_shard), ranks.world)
+        return [index for shard in own if not self._is_whole(shard) for index in self._members(shard)]
 
     def _prepare(self) -> None:
         for torn in self.folder.glob(f".{_SHARD}*.tmp"):  # of a process that was killed

@@ -16,6 +16,7 @@ from nextn.distributed.parallel import ALONE, Ranks
 from nextn.errors import ConfigError
 from nextn.families import lookup_count
 from nextn.model import Model, read_tokenizer
+from nextn.training.half import training_dtype
 from nextn.training.head_runs import HeadRun, Start, head_run
 from nextn.training.recipes import by_name, held_out_prompts
 from nextn.training.tasks import JointTask
@@ -29,12 +30,13 @@ _KEPT = ("batch_size", "length", "accumulate", "seed", "dtype", "compile", "chec
 @dataclass(frozen=True)
 class JointRun:
     """A trainer of trunk and head at step 0, its text, and the text that is held out. refine: makes the second stage,
-    which starts from what the first one made; None = there is none."""
+    which starts from what the first one made; None = there is none. settings: all of both stages, defaults included."""
 
     trainer: Trainer
     corpus: Corpus
     held_out: Corpus
     refine: Callable[[Start], HeadRun] | None
+    settings: Mapping[str, object]
 
     def stages(self, model: Path) -> Iterator[Trainer]:
         """The trainer of each stage, to be run to its end before the next is asked for; then the model is written.
@@ -78,13 +80,15 @@ def joint_run(
     settings = dict(settings)
     # A recipe's second stage fits its own model.
     second = _refinement(base.refine if model is None else None, settings.pop("refine", {}))
-    config = TrainConfig.from_dict(asdict(base.train) | settings)
+    config = TrainConfig.from_dict(asdict(base.train) | {"dtype": training_dtype(ranks.device.type)} | settings)
     shape = _read_config(model) if model else base.model
     context = lookup_count(shape, "max_position_embeddings")
     _check_length(config, context)
     if second is not None:
         second = {name: getattr(config, name) for name in _KEPT} | second
-        _check_length(HeadConfig.from_dict(second), context)  # raises now, not behind hours of the first stage
+        checked = HeadConfig.from_dict(second)  # raises now, not behind hours of the first stage
+        _check_length(checked, context)
+        second = asdict(checked)
     corpus, held_out = corpora(data, known, all_tokens=all_tokens, context=context)
     torch.manual_seed(config.seed)
     built = Model.build(shape, num_modules=num_modules, tokenizer=known)
@@ -99,7 +103,7 @@ def joint_run(
     if second is not None and config.depths:
         text = partial(head_run, out / "head", data=data, all_tokens=all_tokens, tokenizer=tokenizer)
         refine = partial(text, settings=second, ranks=ranks)
-    return JointRun(Trainer(task, out=out), corpus, held_out, refine)
+    return JointRun(Trainer(task, out=out), corpus, held_out, refine, asdict(config) | {"refine": second})
 
 
 def _check_length(config: TrainConfig, context: int | None) -> None:

@@ -55,6 +55,11 @@ def state_tensors(each: Sequence[torch.optim.Optimizer], named: Mapping[str, nn.
     }
 
 
+def state_bytes(each: Sequence[torch.optim.Optimizer]) -> int:
+    """Bytes of `state_tensors`, also before the first step."""
+    return sum(value.nbytes * (len(keys) - ("step" in keys)) for _, value, keys in _wanted(each))
+
+
 def load_state_tensors(
     each: Sequence[torch.optim.Optimizer], named: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> None:

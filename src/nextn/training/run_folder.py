@@ -4,7 +4,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nextn.checkpoints.tensor_file import write_json
+from nextn.checkpoints.stages import SUFFIX, clear_stages, owned
+from nextn.checkpoints.tensor_file import atomic, write_json
 from nextn.errors import CheckpointError, ConfigError
 from nextn.training.metrics import Record
 from nextn.training.train_config import INDIFFERENT, TrainConfig
 
 _STATE, _MOMENTS = "trainer.json", "optimizer.safetensors"
 _KEPT = 2
+MOST_CHECKPOINTS = _KEPT + 1  # while the newest is written
 
 
 class RunFolder:
@@ -29,7 +32,23 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be written: {error}; choose another folder") from error
-        self.path = path
+        self.path, self._is_locked = path, False
+
+    @contextmanager
+    def locked(self, *, needed: bool = True) -> Iterator[None]:
+        """Held while a run writes here: another process that trains into the folder is refused with CheckpointError.
+
+        May be held again inside. needed: False for a process that is not the one that writes.
+        """
+        if self._is_locked or not needed:
+            yield
+            return
+        with owned(self.path, inside=True):
+            self._is_locked = True
+            try:
+                yield
+            finally:
+                self._is_locked = False
 
     def checkpoints(self) -> list[Path]:
         """The whole ones, oldest first: the state is written last, before a checkpoint gets its name."""
@@ -49,12 +68,14 @@ class RunFolder:
 
         A best head that was moved aside, and its successor not yet in its place, is put back first.
         """
+        clear_stages(self.path)
         aside = sorted(self.path.glob(".best.*old"))
         if aside and not self.best.exists():
             aside[-1].rename(self.best)
         left = [path for pattern in (".step-*", ".best.*", ".head-*", ".start-*") for path in self.path.glob(pattern)]
         for old in [*self.checkpoints()[:-_KEPT], *left]:
-            shutil.rmtree(old, ignore_errors=True)
+            if not old.name.endswith(SUFFIX):
+                shutil.rmtree(old, ignore_errors=True)
 
     def log(self, step: int, *, discard: bool = False) -> "Log":
         """discard: for a process that is not the one that logs."""
@@ -67,8 +88,11 @@ class Log:
     def __init__(self, path: Path, step: int) -> None:
         old = path.read_text().splitlines() if path.exists() else []
         kept = [line for line in old if _step_of(line) <= step]
-        path.write_text("".join(line + "\n" for line in kept))
-        self.file = path.open("a", buffering=1)
+        if kept != old:
+            with atomic(path) as file:
+                file.write("".join(line + "\n" for line in kept).encode())
+        # Unbuffered: what a full disk refuses must not be tried again when the file is closed.
+        self.path, self.file = path, path.open("ab", buffering=0)
 
     def __enter__(self) -> "Log":
         return self
@@ -77,7 +101,10 @@ class Log:
         self.file.close()
 
     def write(self, record: Record) -> None:
-        self.file.write(json.dumps(record.as_record()) + "\n")
+        try:
+            self.file.write((json.dumps(record.as_record()) + "\n").encode())
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be written: {error.strerror or error}.") from error
 
 
 def _step_of(line: str) -> float:

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nextn.checkpoints.stages import need_room
 from nextn.distributed.sharded_state import is_sharded, read_shards, stored_names, write_shards
 from nextn.errors import CheckpointError
-from nextn.training.optimisers import empty_state, load_state_tensors, state_tensors
+from nextn.training.optimisers import empty_state, load_state_tensors, state_bytes, state_tensors
 from nextn.training.run_folder import read_moments, read_state, write_moments, write_state
 from nextn.training.tasks import Task
 
@@ -18,6 +19,7 @@ Optimisers = Sequence[torch.optim.Optimizer]
 
 def write(folder: Path, task: Task, optimisers: Optimisers, **state: object) -> None:
     """Weights, moments, settings, and `state`, plain values; whole or not at all."""
+    need_room(folder, num_bytes(task, optimisers))
     moments = state_tensors(optimisers, task.named)
 
     def beside(stage: Path) -> None:
@@ -28,6 +30,11 @@ def write(folder: Path, task: Task, optimisers: Optimisers, **state: object) -> 
         task.write(folder, beside)
     else:
         _write_shards(folder, task, moments, lambda stage: write_state(stage, task.config, **state))
+
+
+def num_bytes(task: Task, optimisers: Optimisers = ()) -> int:
+    """Bytes of a checkpoint: the weights and what the optimisers remember; without optimisers, the weights alone."""
+    return sum(value.nbytes for value in task.stored().values()) + state_bytes(optimisers)
 
 
 def read(folder: Path, task: Task, optimisers: Optimisers) -> dict[str, Any]:
@@ -52,6 +59,7 @@ def read(folder: Path, task: Task, optimisers: Optimisers) -> dict[str, Any]:
 
 def write_weights(folder: Path, task: Task) -> None:
     """The weights alone."""
+    need_room(folder, num_bytes(task))
     if task.ranks.is_alone:
         task.write(folder, lambda _: None)
     else:

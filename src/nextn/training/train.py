@@ -6,18 +6,20 @@ It draws nothing from a global random state and reads no clock but for tokens/s:
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from nextn.checkpoints.stages import is_full, need_room
 from nextn.distributed.sharding import clip
-from nextn.errors import TrainingError
+from nextn.errors import CheckpointError, TrainingError
 from nextn.losses.loss import LambdaSchedule
 from nextn.training import run_state
 from nextn.training.metrics import EvalRecord, HeadRecord, Record, StepRecord
 from nextn.training.optimisers import optimisers, set_rates
-from nextn.training.run_folder import RunFolder
+from nextn.training.run_folder import MOST_CHECKPOINTS, RunFolder
 from nextn.training.standing import Standing
 from nextn.training.tasks import Report, Task, added, summed
 
@@ -40,10 +42,38 @@ class Trainer:
         the same step when one should. Raises TrainingError for a loss that is not finite or a process that is lost;
         checkpoints written before stay.
         """
-        with self.ranks.guarded(), self.folder.log(self.step, discard=not self.ranks.is_first) as log:
-            for record in self._records(should_stop):
-                log.write(record)
-                yield record
+        is_first = self.ranks.is_first
+        with self.ranks.guarded(), self.whole_named(), self.folder.locked(needed=is_first):
+            if is_first:
+                need_room(self.folder.path, self.num_bytes_left())
+            with self.folder.log(self.step, discard=not is_first) as log:
+                for record in self._records(should_stop):
+                    log.write(record)
+                    yield record
+
+    def num_bytes_left(self) -> int:
+        """Bytes that the rest of the run adds to its folder at most: checkpoints, the best weights, the result."""
+        every, left = self.config.save_every, self.config.steps - self.step
+        saves, there = -(-left // every) if every else min(left, 1), len(self.folder.checkpoints())
+        size, weights = run_state.num_bytes(self.task, self.optimisers), run_state.num_bytes(self.task)
+        kept = min(there + saves, MOST_CHECKPOINTS) - there
+        return size * max(0, kept) + weights * (2 if self.task.fingerprint else 1)
+
+    @contextmanager
+    def whole_named(self) -> Iterator[None]:
+        """Where something cannot be written, say what is whole and how to go on."""
+        try:
+            yield
+        except CheckpointError as error:
+            if not is_full(error):
+                raise
+            whole = self.folder.checkpoints()
+            advice = (
+                f"{whole[-1]} is whole: with room for it, `nextn train {self.folder.path} --resume` goes on from there"
+                if whole
+                else "No checkpoint is whole yet: start again with room for them"
+            )
+            raise CheckpointError(f"{error} {advice}.") from error
 
     def _records(self, should_stop: Callable[[], bool]) -> Iterator[Record]:
         if self.step == 0 and self.task.has_baseline:
@@ -84,7 +114,10 @@ class Trainer:
 
     def write_result(self, folder: Path) -> None:
         """Write what was trained, in its published layout, with the record of the run that made it."""
-        self.task.write_result(folder, self.folder.path)
+        with self.whole_named():
+            if self.ranks.is_first:
+                need_room(folder, run_state.num_bytes(self.task))
+            self.task.write_result(folder, self.folder.path)
 
     def has_checkpoint(self) -> bool:
         """Whether `out` holds a checkpoint that `resume` could go on from."""

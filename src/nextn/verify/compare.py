@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from nextn.engines.answers import Answer, Token
+from nextn.engines.documents import shown
 from nextn.verify.check import Check
 
 # (which pair, its first answer, place of the first difference) -> the token that a fresh prompt gives there.
@@ -160,4 +161,4 @@ def _lead(token: Token | None) -> float | None:
 
 
 def _word(name: str | int | None) -> str:
-    return "the end" if name is None else f"token {name}" if isinstance(name, int) else repr(name)
+    return "the end" if name is None else f"token {name}" if isinstance(name, int) else shown(name)

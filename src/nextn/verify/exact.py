@@ -75,8 +75,8 @@ def _drift(answer: Answer, place: int, again: Answer) -> float:
     one, other = answer.tokens[place], again.tokens[0] if again.tokens else None
     if other is None or one.name != other.name or not one.best or not other.best:
         return 0.0  # llama.cpp writes 0.0, and no list, where it knows none
-    assert one.logprob is not None
-    assert other.logprob is not None
+    if one.logprob is None or other.logprob is None:
+        return 0.0
     return abs(one.logprob - other.logprob)
 
 

@@ -1,10 +1,10 @@
 """What a client relies on around the text: limits, stop strings, JSON that fits its schema, tool calls."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from nextn.engines.answers import Answer, Ask
+from nextn.engines.documents import loads, shown
 from nextn.engines.endpoint import Endpoint, is_refusal
 from nextn.errors import EngineError
 from nextn.verify.check import Check, Session
@@ -178,13 +178,13 @@ def _call_fault(answer: Answer) -> str | None:
     if not answer.calls:
         return _IGNORED
     call = answer.calls[0]
-    return f"called {call.name!r}" if call.name != "weather" else _json_fault(call.arguments, _WEATHER)
+    return f"called {shown(call.name)}" if call.name != "weather" else _json_fault(call.arguments, _WEATHER)
 
 
 def _json_fault(text: str, schema: Mapping[str, object]) -> str:
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = loads(text)
+    except ValueError:
         return f"not JSON: {text[:60]!r}"
     return misfit(found, schema)
 
@@ -193,14 +193,14 @@ def misfit(found: object, schema: Mapping) -> str:
     """Why a value does not fit a schema of types, enum, maxLength, properties and required; "" if it fits."""
     kind = _TYPES[schema["type"]]
     if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
-        return f"{str(found)[:40]!r} is no {schema['type']}"
+        return f"{shown(found)} is no {schema['type']}"
     if "enum" in schema and found not in schema["enum"]:
-        return f"{str(found)[:40]!r} is not one of {schema['enum']}"
+        return f"{shown(found)} is not one of {schema['enum']}"
     if isinstance(found, str) and len(found) > schema.get("maxLength", len(found)):
         return f"{found[:40]!r} is too long"
     if not isinstance(found, dict):
         return ""
     keys, allowed = set(found), set(schema["properties"])
     if keys - allowed or set(schema["required"]) - keys:
-        return f"has the keys {sorted(keys)}; expected {sorted(allowed)}"
+        return f"has the keys {shown(sorted(keys))}; expected {sorted(allowed)}"
     return next((fault for key in found if (fault := misfit(found[key], schema["properties"][key]))), "")

@@ -1,0 +1,240 @@
+"""Standard input, output and error of the command line: the only place that reads or prints.
+
+Names, messages and texts come from checkpoints, engines and models of strangers. `visible` is the one function that
+they pass through on the way to a terminal; `echo`, `plain` and every console call it.
+"""
+
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
+from unicodedata import category
+
+from nextn.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    Step = Callable[[], None]
+
+T = TypeVar("T")
+MAX_ROWS = 50  # of one table: strangers' files can name any number of things
+_LONGEST = 1000  # characters of one name or message
+_WIDTH = 120  # of a table that no terminal shows
+_HARMLESS = "\n\t\u200c\u200d"  # in running text: line breaks, tabs, and the joiners of Persian, Hindi and emoji
+_READER_LEFT = 141  # 128 + SIGPIPE, as shells report `yes | head -1`
+
+
+def visible(text: str, *, lines: bool = False) -> str:
+    r"""Replace every character that could act on a terminal by its escape, such as `\x1b` or `\u202e`.
+
+    Args:
+        text: Anything that was not written in this package.
+        lines: Whether this is running text, which keeps its line breaks and wide spaces. In a name they are replaced,
+            too, so that it cannot pretend to be a line of output.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if _is_harmless(char, lines=lines) else _escaped(char) for char in text)
+
+
+def _is_harmless(char: str, *, lines: bool) -> bool:
+    return char.isprintable() or (lines and (char in _HARMLESS or category(char) in ("Zs", "Co", "Cn")))
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape").decode()
+
+
+def shown(text: str) -> str:
+    """A name or a one-line message: visible, and cut where it would fill the screen."""
+    return visible(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...")
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Print running text and a line break, to standard error if `err`."""
+    print(visible(text, lines=True), file=sys.stderr if err else sys.stdout, flush=True)
+
+
+def print_error(error: Exception) -> None:
+    """Print `error: ...` to standard error; further lines of it are indented, so that none looks like our own."""
+    echo(re.sub(r"\n(?! )", "\n  ", f"error: {error}"), err=True)
+
+
+def print_note(note: str) -> None:
+    """Print a note of one line to standard error."""
+    echo(f"note: {visible(note)}", err=True)
+
+
+def print_json(record: object) -> None:
+    """Print one JSON document in ASCII. `json` escapes all but DEL."""
+    print(json.dumps(record).replace("\x7f", r"\u007f"), flush=True)
+
+
+def plain(text: str, style: str | None = None, *, lines: bool = False) -> "Text":
+    """Text for a rich console or table: visible, and never taken for markup. lines: as `visible` takes it."""
+    from rich.text import Text
+
+    return Text(visible(text, lines=lines), style=style or "")
+
+
+def console(*, stderr: bool = False, width: int | None = None) -> "Console":
+    """A rich console whose every segment is visible, whoever made it; control segments are rich's own."""
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+    class VisibleConsole(Console):
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else Segment(visible(segment.text, lines=True), segment.style)
+
+        def on_broken_pipe(self) -> None:
+            _end(self.file)
+
+    return VisibleConsole(stderr=stderr, width=width)
+
+
+@contextmanager
+def progress_bars(*, quiet: bool) -> "Iterator[Callable[[str, int | None], Step]]":
+    """progress(what, total) adds a bar and returns what moves it by one."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console(stderr=True), disable=quiet, transient=True) as bar:
+
+        def added(what: str, total: int | None) -> "Step":
+            task = bar.add_task(what, total=total)
+            return lambda: bar.advance(task)
+
+        yield added
+
+
+@dataclass(frozen=True)
+class Marks:
+    """How accepted drafts are told from other tokens: by a style, or by brackets where output has no styles."""
+
+    style: str
+    brackets: tuple[str, str]
+    words: str
+
+    @classmethod
+    def of(cls, screen: "Console") -> "Marks":
+        """Green; underlined where NO_COLOR is set; brackets in a pipe, a file or a terminal without styles."""
+        if screen.color_system is None:
+            return cls("", ("\u27e6", "\u27e7"), "in brackets")
+        return cls("underline", ("", ""), "underlined") if screen.no_color else cls("green", ("", ""), "green")
+
+    def text(self, text: str, *, accepted: bool) -> "Text":
+        """Running text of one round, marked if it holds accepted drafts."""
+        first, last = self.brackets if accepted and text else ("", "")
+        return plain(f"{first}{text}{last}", style=self.style if accepted else None, lines=True)
+
+
+def print_table(table: "Table", *, stderr: bool = False) -> None:
+    """Print a table of figures: as it is where it fits, else each row as `title value` pairs, wrapped between pairs.
+
+    Where no terminal sets a width, such as in a pipe, a table is as wide as it needs to be.
+    """
+    from rich.measure import Measurement
+
+    screen = console(stderr=stderr)
+    wide = console(stderr=stderr, width=10_000)
+    needed = Measurement.get(wide, wide.options, table).maximum
+    if not screen.is_terminal and "COLUMNS" not in os.environ:
+        screen = console(stderr=stderr, width=max(needed, _WIDTH))
+    if needed <= screen.width:
+        screen.print(table)
+        return
+    titles = [str(column.header) for column in table.columns]
+    for row, cells in zip(table.rows, zip_longest(*(column.cells for column in table.columns)), strict=True):
+        pairs = [(title, _text_of(cell)) for title, cell in zip(titles, cells, strict=True)]
+        for line in _wrapped([f"{title} {cell}".strip() for title, cell in pairs if cell], screen.width):
+            screen.print(plain(line, style=str(row.style or "")), soft_wrap=True)
+        if row.end_section:
+            screen.print()
+
+
+def _text_of(cell: object) -> str:
+    return str(getattr(cell, "plain", cell))
+
+
+def _wrapped(words: Iterable[str], width: int) -> Iterator[str]:
+    """Lines of whole words with two spaces between; all lines but the first are indented."""
+    line = ""
+    for word in words:
+        if line and len(line) + 2 + len(word) > width:
+            yield line
+            line = ""
+            word = f"  {word}"
+        line += f"  {word}" if line.strip() else word
+    yield line
+
+
+def read_stdin() -> str:
+    """Standard input to its end, as UTF-8. Raises ConfigError where it is closed or something else."""
+    if sys.stdin is None:
+        raise ConfigError("standard input is closed; give the prompt as an argument, or pipe text in")
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"standard input is not UTF-8 (byte {error.object[error.start]:#04x} at offset {error.start}); convert it, "
+            "such as with iconv -t UTF-8"
+        ) from error
+
+
+class _Output(io.TextIOWrapper):
+    """A standard stream whose reader may leave, and whose encoding may lack characters: those are escaped."""
+
+    def __init__(self, stream: io.TextIOWrapper) -> None:
+        super().__init__(
+            stream.buffer, encoding=stream.encoding, errors="backslashreplace", line_buffering=stream.line_buffering
+        )
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except BrokenPipeError:
+            _end(self)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except BrokenPipeError:
+            _end(self)
+
+
+def _end(stream: TextIO | object) -> NoReturn:
+    """Exit with 141. What is still buffered goes nowhere, or the interpreter would fail on it when it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())  # type: ignore[union-attr]  # rich's `file` is any text stream
+    raise SystemExit(_READER_LEFT)
+
+
+def guard_streams() -> None:
+    """Have a closed pipe end this process with exit code 141, wherever it prints; for processes of our own only."""
+    if isinstance(sys.__stdout__, io.TextIOWrapper) and sys.stdout is sys.__stdout__:
+        sys.stdout = _Output(sys.__stdout__)
+    if isinstance(sys.__stderr__, io.TextIOWrapper) and sys.stderr is sys.__stderr__:
+        sys.stderr = _Output(sys.__stderr__)
+
+
+def flush_streams() -> None:
+    """Write what is buffered while a closed pipe can still be reported."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+
+
+def shortened(items: Sequence[T]) -> tuple[Sequence[T], str]:
+    """Return the items that a table shows, MAX_ROWS at most, and a line about the others ("" if there are none)."""
+    more = len(items) - MAX_ROWS
+    return items[:MAX_ROWS], f"and {more:,} more; --json lists them all" if more > 0 else ""

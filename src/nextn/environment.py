@@ -1,0 +1,136 @@
+"""What a bug report needs to know of a machine: versions, processor, memory, GPUs, and which backend decodes.
+
+Nothing here raises and nothing is built: what cannot be found out is reported as such.
+"""
+
+import os
+import platform
+import re
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+from nextn import __version__
+
+Section = dict[str, object] | list[object] | str
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy", "httpx2")
+# What the native kernels are chosen by, in /proc/cpuinfo's spelling: x86-64 first, then Arm.
+_INSTRUCTION_SETS = (
+    "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_tile",
+    "amx_bf16", "asimd", "asimdhp", "bf16", "i8mm", "sve",
+)  # fmt: skip
+
+
+def report() -> dict[str, Section]:
+    """Describe the installation and the machine as plain data.
+
+    Returns:
+        A dictionary that JSON can hold: nextn, python, packages, extras, system, processor, memory, gpus and backend. A
+        section that could not be read is a string that says why.
+    """
+    sections: dict[str, Callable[[], Section]] = {
+        "nextn": lambda: __version__,
+        "python": lambda: f"{platform.python_version()} ({platform.python_implementation()})",
+        "packages": lambda: {name: _version(name) for name in _PACKAGES},
+        "extras": _extras,
+        "system": platform.platform,
+        "processor": _processor,
+        "memory": _memory,
+        "gpus": _gpus,
+        "backend": _backend,
+    }
+    return {name: _guarded(section) for name, section in sections.items()}
+
+
+def _guarded(section: Callable[[], Section]) -> Section:
+    try:
+        return section()
+    except Exception as error:  # a report of a broken installation is what the command is for
+        reason = next(iter(str(error).splitlines()), "")
+        return f"unknown: {type(error).__name__}: {reason}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _extras() -> Section:
+    """The packages of each optional extra, as the metadata of the installed wheel declares them."""
+    found: dict[str, object] = {}
+    for line in metadata.requires("nextn") or ():
+        match = re.match(r"([\w.-]+).*;\s*extra == ['\"]([\w-]+)['\"]", line)
+        if match and match[2] != "dev":
+            packages = found.setdefault(match[2], {})
+            assert isinstance(packages, dict)
+            packages[match[1]] = _version(match[1])
+    return found
+
+
+def _processor() -> Section:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "name": fields.get("model name") or platform.processor() or "unknown",
+        "architecture": platform.machine(),
+        "cores": cores,
+        "instruction_sets": [name for name in _INSTRUCTION_SETS if name in flags],
+        "torch_capability": _guarded(_torch_capability),
+    }
+
+
+def _torch_capability() -> Section:
+    import torch
+
+    return torch.backends.cpu.get_cpu_capability()
+
+
+def _memory() -> Section:
+    page = os.sysconf("SC_PAGE_SIZE")
+    sizes = {"total_bytes": "SC_PHYS_PAGES", "available_bytes": "SC_AVPHYS_PAGES"}
+    return {name: page * os.sysconf(key) for name, key in sizes.items() if key in os.sysconf_names}
+
+
+def _gpus() -> Section:
+    import torch
+
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    found: list[object] = [
+        {"name": each.name, "memory_bytes": each.total_memory, "capability": f"{each.major}.{each.minor}"}
+        for each in properties
+    ]
+    if torch.backends.mps.is_available():
+        found.append({"name": "Apple MPS", "memory_bytes": None, "capability": None})
+    return found
+
+
+def _backend() -> Section:
+    """Which backend decodes on the default device where the model allows it, and why; nothing is built."""
+    from nextn.devices import resolve_device
+    from nextn.fast.native import build_status
+
+    status, device = build_status(), resolve_device().type
+    if device != "cpu":
+        name, reason = "torch", f"the native runtime runs on CPUs (--device cpu); on {device} torch decodes"
+    elif status.problem:
+        name, reason = "torch", status.problem
+    elif status.is_built:
+        name, reason = "native", "the native runtime is built"
+    elif status.missing:
+        name, reason = "torch", f"the native runtime cannot be built without {' and '.join(status.missing)}"
+    else:
+        name, reason = "native", "the first command that decodes builds the native runtime (about a minute)"
+    return {
+        "device": device,
+        "name": name,
+        "reason": reason,
+        "is_built": status.is_built,
+        "library": str(status.library).replace(str(Path.home()), "~", 1),
+        "compiler": status.compiler,
+    }

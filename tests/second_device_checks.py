@@ -1,0 +1,158 @@
+"""Decoding, measuring and training on a second device: `test_devices.py` runs this file in a process of its own, since
+torch counts devices once. The models are the trained fixtures, and the results those of the CPU."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from second_device import There, second_device
+from tiny import FIXTURES, decode, refrain, refrains
+
+from nextn.benchmarking import benchmark, cost, runs
+from nextn.benchmarking.tracer import trace
+from nextn.benchmarking.workload import Prompt
+from nextn.canary import expected, sampled
+from nextn.canary.build import build as build_canary
+from nextn.checkpoints.checkpoint import Checkpoint
+from nextn.checkpoints.inventory import Inventory
+from nextn.decode import Settings
+from nextn.distributed.parallel import Ranks, processes
+from nextn.measuring.faults import FAULTS, under
+from nextn.measuring.measure import Plan, reference
+from nextn.model import Model
+from nextn.rollback import Cache
+from nextn.sampling import Sampling
+from nextn.training.head_task import HeadTask
+from nextn.training.tasks import JointTask
+from nextn.training.train import Trainer
+from nextn.training.train_config import HeadConfig, TrainConfig
+
+SHORT = {"steps": 2, "batch_size": 2, "length": 16, "depths": 2, "dtype": "float32", "eval_batches": 1, "save_every": 1}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def second():
+    with second_device() as device:
+        yield device
+
+
+def there(name: str) -> Model:
+    """The fixture on the second device, loaded anew."""
+    model = Model.load(FIXTURES / name, dtype=torch.float32, device="second")
+    parts = (model.trunk, model.head)
+    assert all(isinstance(value, There) for part in parts for value in (*part.parameters(), *part.buffers()))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [
+        ("glm", Sampling()),
+        ("glm", Sampling(0.8, repetition_penalty=1.3)),
+        ("glm_two", Sampling(1.0, top_k=9, top_p=0.9, min_p=0.01)),
+        ("qwen", Sampling(1.0)),
+        ("v4", Sampling(1.0)),
+        ("step", Sampling(1.0)),
+    ],
+)
+def test_decoding(name, sampling, trained):
+    prompts = [prompt[:length] for prompt, length in zip(refrain(2, 12, seed=1).tolist(), (12, 7), strict=True)]
+    model, settings = there(name), {"drafts": 4, "max_tokens": 7, "sampling": sampling}
+    assert "the model is on second:0" in model.engine().reason
+    (texts, log), (host, other) = decode(model, prompts, **settings), decode(trained[name], prompts, **settings)
+    assert texts == host
+    assert [each.rows for each in log] == [each.rows for each in other]
+
+
+def test_a_tensor_that_is_made_on_the_host_is_refused(monkeypatch):
+    """Otherwise the other tests show nothing."""
+    monkeypatch.setattr(
+        Cache, "positions", lambda self, count: torch.tensor(self.lengths)[:, None] + torch.arange(count)
+    )
+    with pytest.raises(RuntimeError, match="expected all tensors on one device"):
+        decode(there("glm"), [[3, 1, 4]], drafts=2, max_tokens=4)
+
+
+@pytest.mark.parametrize("name", ["glm", "qwen"])
+def test_measuring(name, trained):
+    """All positions at once, and one after the other; weights that are read wrong, and rounds that are run wrong."""
+    model, plan = there(name), Plan(drafts=2, max_tokens=6)
+    prompts = [Prompt(tuple(row), "x") for row in refrain(2, 8, seed=1).tolist()]
+    found, host = reference(model, prompts, plan), reference(trained[name], prompts, plan)
+    for one, other in zip(found.table(), host.table(), strict=True):
+        assert one.offered == pytest.approx(other.offered, rel=1e-4)
+        assert one.kept == pytest.approx(other.kept, rel=1e-4)
+    assert found.controls.distinct_drafts == host.controls.distinct_drafts
+    for fault in FAULTS:
+        if name == "glm" and fault.name in ("gain-less", "no-rerun", "pair-shifted"):
+            assert under(found, model, fault) is not None
+
+
+def test_tracing(trained):
+    settings, prompt = Settings(drafts=3, max_tokens=5), refrain(1, 6, seed=1)[0].tolist()
+    assert list(trace(there("glm"), prompt, settings)) == list(trace(trained["glm"], prompt, settings))
+
+
+def test_benchmarks(monkeypatch):
+    monkeypatch.setattr(cost, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(benchmark, "measured_costs", partial(cost.measured_costs, repeats=1))
+    prompts, plan = [Prompt(tuple(refrain(1, 8, seed=3)[0].tolist()), "x")], runs.Plan((1,), max_tokens=4, repeats=1)
+    assert benchmark.measured(there("glm"), prompts, plan).identical == (1, 1)
+
+
+def trained_twice(task_on, tmp_path: Path, device: torch.device) -> None:
+    """The losses are the CPU's, the result loads, and a run that is resumed begins where the first one ended."""
+    losses = []
+    for place in (torch.device("cpu"), device):
+        task = task_on(Ranks(device=place))
+        trainer = Trainer(task, out=tmp_path / place.type)
+        losses.append([value for record in trainer.run() for value in getattr(record, "loss", ())])
+    assert all(isinstance(value, There) for value in task.named.values())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    trainer.write_result(tmp_path / "model")
+    Model.load(tmp_path / "model")
+    again = Trainer(task_on(Ranks(device=device)), out=tmp_path / device.type)
+    assert again.resume()
+    assert again.step == SHORT["steps"]
+
+
+def test_joint_training(tmp_path, second):
+    corpus, prompts = refrains(20, 40, seed=3, eos=47), refrain(1, 6, seed=1).tolist()
+    config = TrainConfig(**SHORT, optimizer="muon", checkpoint_layers=True, accumulate=2)
+
+    def task(ranks: Ranks) -> JointTask:
+        model = Model.load(FIXTURES / "glm", dtype=torch.float32)
+        return JointTask(model, corpus, config, prompts=prompts, ranks=ranks)
+
+    trained_twice(task, tmp_path, second)
+
+
+@pytest.mark.parametrize("objective", ["kl", "ce"])
+def test_head_training(objective, tmp_path, second):
+    corpus, origin = refrains(20, 40, seed=3, eos=47), Inventory.of(Checkpoint.open(FIXTURES / "glm"))
+    config = HeadConfig(**SHORT, objective=objective, kv="own" if objective == "ce" else "decode", eval_every=1)
+
+    def task(ranks: Ranks) -> HeadTask:
+        model = Model.load(FIXTURES / "glm", dtype=torch.float32)
+        made = HeadTask(model, corpus, config, origin=origin, ranks=ranks)
+        if objective == "kl":
+            list(made.cached(tmp_path / ranks.device.type / "hidden").fill())
+        return made
+
+    trained_twice(task, tmp_path, second)
+
+
+def test_one_process_trains_on_the_device_that_is_asked_for(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with processes("second") as ranks:
+        assert ranks == Ranks(device=torch.device("second"))
+
+
+def test_canaries(tmp_path, monkeypatch):
+    monkeypatch.setattr(expected, "FAULTS", FAULTS[:1])
+    monkeypatch.setattr(expected, "ENGINES", ())
+    monkeypatch.setattr(expected, "DRAFTS", 2)
+    monkeypatch.setattr(sampled, "PASSES", 1)
+    made = build_canary(tmp_path / "canary", "glm4_moe", steps=(1, 1), count=1, tokens=4, device="second")
+    assert len(made["readings"]) == 3

@@ -1,0 +1,88 @@
+"""The total deadline of an exchange: nothing that drips outlasts it. The hub reader's own tests are in test_remote."""
+
+import ssl
+import time
+
+import httpx2
+import pytest
+from raw_server import DRIPS, drip, serving
+
+from nextn.bounded_http import Deadline, client
+from nextn.engines.client import Budget, Client, Limits
+from nextn.errors import BudgetError, EngineError
+
+SLACK = 3.0  # seconds, for a machine that is busy
+
+
+@pytest.mark.parametrize("part", DRIPS)
+def test_engine_that_drips(part):
+    """Each byte comes in time, the answer never."""
+    with serving(lambda connection, _: drip(connection, *DRIPS[part])) as url:
+        started = time.monotonic()
+        with pytest.raises(EngineError, match=r"no whole answer within 0.5 s; raise --timeout"):
+            Client(url, Budget(Limits(answer_s=0.5))).text("/v1/models")
+        assert time.monotonic() - started < 0.5 + SLACK
+
+
+@pytest.mark.parametrize("part", ["headers", "error body"])
+def test_run_that_drips(part):
+    """--max-seconds is total, too."""
+    with serving(lambda connection, _: drip(connection, *DRIPS[part])) as url:
+        started = time.monotonic()
+        with pytest.raises(BudgetError, match="raise --max-seconds"):
+            Client(url, Budget(Limits(answer_s=60, seconds=0.5))).text("/v1/models")
+        assert time.monotonic() - started < 0.5 + SLACK
+
+
+def test_other_requests_go_on():
+    """A deadline ends its own exchange, and no other of the same client."""
+
+    def answer(connection, request):
+        if request.startswith(b"GET /slow"):
+            drip(connection, *DRIPS["headers"])
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+    with serving(answer) as url, client(trust_env=False) as http:
+        with pytest.raises(httpx2.ReadTimeout):
+            http.get(f"{url}/slow", timeout=Deadline(0.3))
+        assert http.get(f"{url}/quick", timeout=Deadline(5)).text == "ok"
+        assert http.get(f"{url}/quick", timeout=5).text == "ok"
+
+
+def test_request_that_nobody_reads():
+    """A server that takes no bytes does not hold a large request for ever."""
+    with serving(lambda connection, _: time.sleep(5)) as url, client(trust_env=False) as http:
+        started = time.monotonic()
+        with pytest.raises(httpx2.TimeoutException):
+            http.post(url, content=b"x" * 64_000_000, timeout=Deadline(0.5), headers={"Content-Length": "64000000"})
+        assert time.monotonic() - started < 0.5 + SLACK
+
+
+def test_handshake_that_hangs():
+    with (
+        serving(lambda connection, _: time.sleep(5)) as url,
+        client(verify=ssl.create_default_context(), trust_env=False) as http,
+    ):
+        started = time.monotonic()
+        with pytest.raises(httpx2.TimeoutException):
+            http.get(url.replace("http:", "https:"), timeout=Deadline(0.5))
+        assert time.monotonic() - started < 0.5 + SLACK
+
+
+def test_proxies_of_the_environment_keep_deadlines(monkeypatch):
+    with serving(lambda connection, _: drip(connection, *DRIPS["headers"])) as url:
+        monkeypatch.setenv("HTTP_PROXY", url)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        monkeypatch.delenv("no_proxy", raising=False)
+        with client() as http, pytest.raises(httpx2.ReadTimeout):
+            http.get("http://example.invalid/", timeout=Deadline(0.3))
+
+
+def test_compressed_answers_are_refused():
+    """A few KB of gzip could become gigabytes."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}"
+    with (
+        serving(lambda connection, _: connection.sendall(head)) as url,
+        pytest.raises(EngineError, match=r"compressed \(gzip\)"),
+    ):
+        Client(url, Budget()).json("/v1/models")

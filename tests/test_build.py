@@ -1,0 +1,176 @@
+"""The build of the native runtime: builders that are killed, damaged libraries, folders and compilers that fail."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny import build
+
+from nextn.errors import ConfigError
+from nextn.fast import choose, native
+from nextn.fast.build import built, cache_folder, is_whole
+
+SOURCES = 4
+BUILDER = "import sys; from pathlib import Path; from nextn.fast.build import built; built(*map(Path, sys.argv[1:]))"
+BUILDING, WAITING = "building the native runtime, about 40 s, once; ", "waiting for another build"
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch) -> Path:
+    """A stand-in runtime and a slow compiler, which counts its runs in runs.txt and waits while `hold` is there."""
+    folder, compiler = tmp_path / "csrc", tmp_path / "compiler"
+    folder.mkdir()
+    for place in range(SOURCES):
+        (folder / f"part{place}.cpp").write_text(f'extern "C" int part{place}() {{ return {place}; }}\n')
+    waits = f'while [ -e "{tmp_path}/hold" ]; do sleep 0.05; done'
+    compiler.write_text(f'#!/bin/sh\necho run >> "{tmp_path}/runs.txt"\nsleep 0.1\n{waits}\nexec g++ "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    return folder
+
+
+def start(sources: Path, cache: Path) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", BUILDER, sources, cache], stderr=subprocess.PIPE, text=True)
+
+
+def works(library: Path) -> bool:
+    return is_whole(library) and [getattr(ctypes.CDLL(str(library)), f"part{n}")() for n in range(SOURCES)] == [
+        0,
+        1,
+        2,
+        3,
+    ]
+
+
+def test_builders_that_are_killed(sources, tmp_path):
+    """At ten moments, each on what those before it left: nobody waits for the dead, and nothing of theirs is loaded."""
+    cache = tmp_path / "cache"
+    for moment in range(10):
+        builder = start(sources, cache)
+        assert builder.stderr.readline().startswith(BUILDING)
+        time.sleep(0.04 * moment)
+        builder.send_signal(signal.SIGKILL if moment % 2 else signal.SIGTERM)
+        builder.communicate(timeout=60)
+    builder = start(sources, cache)
+    builder.communicate(timeout=60)
+    assert builder.returncode == 0
+    assert works(built(sources, cache))
+    assert sorted(path.suffix for path in cache.iterdir()) == [".json", ".lock", ".so"]
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_builders_at_once(sources, tmp_path, count):
+    builders = [start(sources, tmp_path / "cache") for _ in range(count)]
+    said = [builder.communicate(timeout=60)[1] for builder in builders]
+    assert [builder.returncode for builder in builders] == [0] * count
+    assert sum(BUILDING in lines for lines in said) == 1
+    assert all(lines.count("\n") == 1 for lines in said if WAITING in lines or BUILDING in lines)
+    assert (tmp_path / "runs.txt").read_text().count("run") == SOURCES + 1
+    assert works(built(sources, tmp_path / "cache"))
+
+
+def test_who_comes_during_a_build_says_that_it_waits(sources, tmp_path):
+    (tmp_path / "hold").touch()
+    first = start(sources, tmp_path / "cache")
+    assert first.stderr.readline() == f"{BUILDING}{tmp_path / 'cache'}\n"
+    second = start(sources, tmp_path / "cache")
+    assert second.stderr.readline().startswith(WAITING)
+    (tmp_path / "hold").unlink()
+    for builder in (first, second):
+        assert builder.communicate(timeout=60)[1] == ""
+        assert builder.returncode == 0
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "garbage", "one bit", "record", "no record", "gone"])
+def test_a_damaged_library_is_built_again(sources, tmp_path, damage, caplog):
+    library = built(sources, tmp_path)
+    content, record = library.read_bytes(), library.with_suffix(".json")
+    library.unlink()  # not in place: this process may have it loaded
+    flipped = content[:100] + bytes([content[100] ^ 1]) + content[101:]
+    contents = {
+        "truncated": content[: len(content) // 2],
+        "empty": b"",
+        "garbage": b"\0" * len(content),
+        "one bit": flipped,
+    }
+    if damage != "gone":
+        library.write_bytes(contents.get(damage, content))
+    if damage == "record":
+        record.write_text("[]")
+    if damage == "no record":
+        record.unlink()
+    assert not is_whole(library)
+    caplog.clear()
+    assert works(built(sources, tmp_path))
+    assert [BUILDING in line for line in caplog.messages] == [True]
+    assert works(built(sources, tmp_path))
+    assert len(caplog.messages) == 1
+
+
+def test_a_whole_library_needs_neither_compiler_nor_room(sources, tmp_path, monkeypatch):
+    """As in a container whose image brings it."""
+    library = built(sources, tmp_path)
+    library.with_suffix(".lock").unlink()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert built(sources, tmp_path) == library
+    assert not library.with_suffix(".lock").exists()
+
+
+def unwritable(tmp_path: Path) -> Path:
+    if os.geteuid() == 0:  # may write everywhere but where there is nothing to write on
+        return Path("/proc/nextn")
+    tmp_path.chmod(0o500)
+    return tmp_path / "cache"
+
+
+def a_file(tmp_path: Path) -> Path:
+    (tmp_path / "file").touch()
+    return tmp_path / "file"
+
+
+@pytest.mark.parametrize(
+    "folder", [unwritable, a_file, lambda path: a_file(path) / "below", lambda path: path / ("x" * 300)]
+)
+def test_impossible_folders(sources, tmp_path, folder):
+    with pytest.raises(ConfigError, match=r"cannot be kept in .*; set TORCH_EXTENSIONS_DIR to a folder"):
+        built(sources, folder(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("compiler", "words"),
+    [
+        ("no-such-compiler -x", "built by no-such-compiler, which is not there: install a C\\+\\+20 compiler"),
+        ("false", "could not be built: false ended with 1"),
+        ("g++ -include no-such-header.h", r"could not be built: g\+\+ ended with 1: .*no-such-header\.h: No such file"),
+        ("true", "cannot be kept in"),  # says that it is done, and made nothing
+    ],
+)
+def test_compilers_that_fail(sources, tmp_path, monkeypatch, compiler, words):
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(ConfigError, match=words):
+        built(sources, tmp_path / "cache")
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_without_a_runtime_auto_is_plain(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(a_file(tmp_path)))
+    monkeypatch.setattr(choose, "load", native.load.__wrapped__)
+    model = build("mimo_v2")
+    engine = choose.engine(model.trunk, model.head)
+    assert engine.path == "plain"
+    assert "cannot be kept in" in engine.reason
+    with pytest.raises(ConfigError, match="no fast path: the native runtime cannot be kept in"):
+        choose.engine(model.trunk, model.head, path="fast")
+
+
+def test_the_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert cache_folder() == tmp_path
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert cache_folder() == Path("/home/someone/.cache/nextn")

@@ -1,0 +1,85 @@
+"""Which device a model runs on, and that what it makes is made there."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+from nextn.cli import app
+from nextn.devices import resolve_device
+from nextn.distributed import parallel
+from nextn.distributed.parallel import processes
+from nextn.errors import ConfigError
+from nextn.training.half import training_dtype
+
+LOADING = {"generate", "trace", "bench", "advise", "measure", "diagnose", "train", "answer", "canary build"}
+
+
+@pytest.mark.parametrize(
+    ("cuda", "mps", "expected"),
+    [(True, True, "cuda"), (True, False, "cuda"), (False, True, "mps"), (False, False, "cpu")],
+)
+def test_auto_is_the_first_that_is_there(cuda, mps, expected, monkeypatch):
+    for kind, is_there in (("cuda", cuda), ("mps", mps)):
+        monkeypatch.setattr(torch.get_device_module(kind), "is_available", lambda found=is_there: found)
+        monkeypatch.setattr(torch.get_device_module(kind), "device_count", lambda found=is_there: int(found))
+    assert resolve_device() == resolve_device("auto") == torch.device(expected)
+
+
+@pytest.mark.parametrize("name", ["nonsense", "cuda:97", "mps", "vulkan", "cpu:x"])
+def test_a_device_that_is_not_there(name):
+    if name == "mps" and torch.mps.is_available():
+        pytest.skip("it is there")
+    with pytest.raises(ConfigError, match=f"device = '{name}'.* expected one of auto, .*cpu"):
+        resolve_device(name)
+
+
+def test_a_device_of_torch():
+    assert resolve_device(torch.device("cpu")) == torch.device("cpu")
+
+
+def test_every_command_that_loads_a_model_takes_a_device():
+    found = {}
+    for name, command in typer.main.get_command(app).commands.items():
+        inner = {f"{name} {key}": each for key, each in getattr(command, "commands", {}).items()} or {name: command}
+        found |= {
+            key: option.default for key, each in inner.items() for option in each.params if option.name == "device"
+        }
+    assert found == dict.fromkeys(LOADING, "auto")
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "expected"), [("auto", 0, "cpu"), ("cpu", 2, "cpu"), ("auto", 2, "cuda:1"), ("cuda", 2, "cuda:1")]
+)
+def test_processes_of_torchrun(asked, gpus, expected, monkeypatch):
+    """Each has a GPU of its own where there are some and no CPU is asked for."""
+    for name, value in (("is_available", gpus > 0), ("device_count", gpus), ("set_device", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    assert parallel._device(1, asked) == torch.device(expected)
+
+
+def test_processes_of_torchrun_choose_no_gpu_themselves(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"device = 'cuda:1' with torchrun.*expected auto, cuda or cpu"):
+        parallel._device(0, "cuda:1")
+
+
+def test_one_process_refuses_a_device_that_is_not_there(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match="cuda:97"), processes("cuda:97"):
+        pass
+
+
+def test_training_is_in_float32_where_bfloat16_is_not_known_to_pay():
+    assert training_dtype("mps") == "float32"
+
+
+def test_a_second_device():
+    """Everything, on a device that refuses tensors of the CPU; see second_device_checks.py."""
+    command = [sys.executable, "-m", "pytest", "-n", "0", Path(__file__).with_name("second_device_checks.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, done.stdout[-6000:]

@@ -1,0 +1,137 @@
+"""What surrounds the code: workflows, hooks, forms, metadata. Each names only what exists, in the versions we pin."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.main import get_command
+
+import nextn
+from nextn.cli import app
+
+ROOT = Path(__file__).parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+GITHUB = ROOT / ".github"
+WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
+FORMS = sorted((GITHUB / "ISSUE_TEMPLATE").glob("[!c]*.yml"))
+
+
+def parsed(path):
+    return yaml.safe_load(path.read_text())
+
+
+def jobs(path):
+    return parsed(path)["jobs"]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflow_runs_only_what_exists(path):
+    """Every job has steps and a time limit; every action is pinned; every command is one that the project has."""
+    for name, job in jobs(path).items():
+        assert job["timeout-minutes"] <= 60, name
+        assert job["steps"], name
+        for step in job["steps"]:
+            assert ("run" in step) != ("uses" in step), step
+            if "uses" in step:
+                assert re.fullmatch(r"[\w-]+/[\w-]+@[\w./]+", step["uses"])
+            else:
+                check_command(step["run"])
+
+
+def check_command(command):
+    """A workflow calls make targets, nextn commands, git and test: anything else belongs into the Makefile."""
+    for line in filter(None, command.splitlines()):
+        program, *words = line.split()
+        if program == "make":
+            assert set(words) <= TARGETS, line
+        elif program.endswith("bin/nextn"):
+            assert words[0] in get_command(app).commands, line
+        else:
+            assert program in ("git", "test"), line
+            named = [word for word in words if "/" in word and not word.startswith('"')]
+            assert all((ROOT / word).exists() for word in named), line
+
+
+def test_workflows_cover_what_is_promised():
+    ci = {step.get("run") for job in jobs(GITHUB / "workflows" / "ci.yml").values() for step in job["steps"]}
+    assert {"make check", "make test", "make wheel", "make docs"} <= ci
+
+
+def test_publishing_is_trusted_and_for_tags_only():
+    """No token is named; only the job that publishes may ask for an identity, and it builds nothing."""
+    path = GITHUB / "workflows" / "publish.yml"
+    workflow = parsed(path)
+    assert "secrets." not in path.read_text()
+    assert workflow[True] == {"push": {"tags": ["v*"]}}  # YAML 1.1 reads the key `on` as true
+    assert workflow["permissions"] == {"contents": "read"}
+    publish = workflow["jobs"]["publish"]
+    assert publish["permissions"] == {"id-token": "write"}
+    assert publish["needs"] == "build"
+    assert not any("run" in step for step in publish["steps"])
+
+
+def test_python_versions_agree():
+    """The matrix, the classifiers, requires-python, ruff and mypy."""
+    versions = [each.rsplit(" ", 1)[1] for each in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", each)]
+    assert jobs(GITHUB / "workflows" / "ci.yml")["test"]["strategy"]["matrix"]["python-version"] == versions
+    assert PROJECT["requires-python"] == f">={versions[0]}"
+    assert PYPROJECT["tool"]["ruff"]["target-version"] == f"py{versions[0].replace('.', '')}"
+    assert PYPROJECT["tool"]["mypy"]["python_version"] == versions[0]
+
+
+def test_hooks_are_the_tools_of_make_check():
+    """pre-commit runs the programs of the .venv, so that constraints.txt alone says which versions."""
+    hooks = [hook for repo in parsed(ROOT / ".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]]
+    recipe = re.search(r"^check:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    commands = {
+        line.strip().removeprefix("$(BIN)/").split(" --check")[0].split(" .")[0] for line in recipe.splitlines()
+    }
+    assert {hook["entry"].removeprefix(".venv/bin/").split(" --")[0] for hook in hooks} == commands
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
+def test_issue_form(path):
+    """A form that GitHub takes, which asks for `nextn env`."""
+    form = parsed(path)
+    assert {"name", "description", "body"} <= set(form)
+    fields = [field for field in form["body"] if field["type"] != "markdown"]
+    assert all(field["type"] in ("input", "textarea") for field in fields)
+    assert all(field["id"] and field["attributes"]["label"] for field in fields)
+    assert len({field["id"] for field in fields}) == len(fields)
+    assert any("nextn env" in field["attributes"]["label"] for field in fields)
+
+
+def test_citation():
+    citation = parsed(ROOT / "CITATION.cff")
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert citation["version"] == nextn.__version__
+    assert citation["license"] == PROJECT["license"]
+    assert citation["repository-code"] == PROJECT["urls"]["Homepage"]
+
+
+def test_dependencies_are_pinned():
+    """Everything that pyproject asks for has a version in constraints.txt."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {re.sub("[-_.]+", "-", line.split("==")[0]).lower() for line in lines}
+    extras = [each for group in PROJECT["optional-dependencies"].values() for each in group]
+    names = {re.match(r"[\w.-]+", each)[0] for each in (*PROJECT["dependencies"], *extras)} - {"nextn"}
+    assert {re.sub("[-_.]+", "-", name).lower() for name in names} <= pinned
+
+
+def test_extras_are_used():
+    """Each optional package is imported by the package, or by the examples that the extra is for."""
+    text = "\n".join(path.read_text() for folder in ("src", "examples") for path in (ROOT / folder).rglob("*.py"))
+    homes = {"tensorboard": "torch.utils.tensorboard", "accelerate": "transformers"}  # transformers' Trainer needs it
+    for extra, packages in PROJECT["optional-dependencies"].items():
+        for package in packages if extra != "dev" else ():
+            name = re.match(r"[\w-]+", package)[0]
+            assert re.search(rf"^\s*(from|import) {homes.get(name, name)}\b", text, re.MULTILINE), f"{extra}: {name}"
+
+
+def test_types_are_published():
+    """PEP 561: without the marker, type checkers ignore our annotations."""
+    assert (Path(nextn.__file__).parent / "py.typed").exists()

@@ -1,0 +1,59 @@
+"""Wrong options are refused before torch is imported, which takes seconds."""
+
+import json
+import subprocess
+import sys
+
+# Runs commands one after the other -> exit code, stderr, whether torch was imported.
+RUN = """
+import contextlib, io, json, sys
+from nextn.cli import main
+for arguments in json.load(sys.stdin):
+    sys.argv = ["nextn", *arguments]
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            main()
+        except SystemExit as ended:
+            print(json.dumps([ended.code, said.getvalue(), "torch" in sys.modules]))
+"""
+MODEL = "{model}"
+
+
+CASES = [
+    (["generate", MODEL, "text", "--dtype", "int3"], "dtype 'int3'; expected one of auto, float32, bfloat16"),
+    (["generate", MODEL, "text", "--path", "quick"], "path 'quick'; expected one of auto, fast, plain"),
+    (["generate", MODEL, "text", "--device", "gpu"], "device = 'gpu'; expected auto, cpu"),
+    (["generate", MODEL, "text", "--drafts", "-1"], "drafts = -1; expected a whole number >= 0"),
+    (["generate", MODEL, "text", "--top-p", "7"], "top_p=7.0 must be above 0"),
+    (["generate", MODEL, "text", "--draft-vocab", "9", "--draft-text", "none.txt"], "--draft-text none.txt"),
+    (["generate", "nowhere", "text"], "nowhere: neither a folder"),
+    (["trace", "nowhere", "text"], "nowhere: neither a folder"),
+    (["bench", MODEL, "--prompts", "none.txt"], "none.txt: cannot be read"),
+    (["bench", MODEL, "--drafts", "a"], "--drafts 'a'; expected whole numbers"),
+    (["bench", MODEL, "--repeats", "0"], "expected a temperature and a repeat"),
+    (["advise", MODEL, "--temperatures", "warm"], "--temperatures 'warm'; expected numbers"),
+    (["advise", MODEL, "--batches", "0"], "--batches '0'; expected whole numbers from 1"),
+    (["advise", "nowhere"], "nowhere: neither a folder"),
+    (["measure", MODEL, "--max-tokens", "1"], "max_tokens = 1; expected 3 or more"),
+    (["measure", MODEL, "--prompts", "none.jsonl"], "none.jsonl: cannot be read"),
+    (["answer", MODEL, "out.jsonl", "--prompts", "none.txt"], "none.txt: no such file or folder"),
+    (["diagnose", MODEL, "--engine", "log.txt", "--prompts", "none.txt"], "none.txt: cannot be read"),
+    (["diagnose", MODEL, "--engine", "log.txt", "--rule", "luck"], "rule 'luck'; expected one of"),
+    (["train", "out", "--data", "none.txt"], "none.txt: no such file or folder"),
+    (["train", "out", "--model", "none.json"], "--model none.json: no such file"),
+    (["train", "out", "--freeze-trunk", "--from", "nowhere"], "nowhere: neither a folder"),
+]
+
+
+def test_refused_without_torch(fixture_folder, tmp_path):
+    """All in one process, so that the cases take no longer than one start of it."""
+    model = str(min(fixture_folder.iterdir()))
+    given = json.dumps([[model if each == MODEL else each for each in arguments] for arguments, _ in CASES])
+    command = [sys.executable, "-c", RUN]
+    done = subprocess.run(command, input=given, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    for (arguments, words), (code, said, torch) in zip(CASES, results, strict=True):
+        assert words in said, (arguments, said)
+        assert (code, torch) == (2, False), arguments
+        assert said.startswith("error: ")
+    assert not list(tmp_path.iterdir())
