@@ -1,6 +1,6 @@
-"""Many texts at once, and long prompts: tokens/s of a batch with MTP on and off, and what a prefill takes by its chunk.
+"""Batches and long prompts: tokens/s of a batch with and without MTP, and prefill time by chunk size.
 
-Rows of a batch end together here (no eos), so that its size stays; every text is decoded to the same length.
+The sequences of a batch end together (no eos), so that the batch size is constant.
 """
 
 import argparse
@@ -13,18 +13,18 @@ from pathlib import Path
 
 import torch
 
-from nextn.benchmarking.cost import Machine
-from nextn.benchmarking.workload import read_prompts
-from nextn.checkpoints.tensor_file import write_json
-from nextn.decode import Settings, rounds
-from nextn.fast.choose import Engine
-from nextn.figures.acceptance import Acceptance
-from nextn.model import Model
-from nextn.sampling import Sampling
+from nextn.checkpoint.safetensors_file import write_json
+from nextn.decoding.rounds import Settings, rounds
+from nextn.evaluate.decoding_costs import Machine
+from nextn.evaluate.workload import read_prompts
+from nextn.model.model import Model
+from nextn.runtime.backend import Backend, backend_for
+from nextn.speculative.sampling import Sampling
+from nextn.stats.acceptance import Acceptance
 
 
-def decoded(engine: Engine, prompts: Sequence[Sequence[int]], settings: Settings) -> tuple[float, Acceptance]:
-    """-> tokens/s of all rows together behind the prefill, and what was kept."""
+def decoded(engine: Backend, prompts: Sequence[Sequence[int]], settings: Settings) -> tuple[float, Acceptance]:
+    """Return tokens/s of all sequences together after the prefill, and the acceptance."""
     stream = rounds(engine.trunk, engine.head, prompts, settings)
     next(stream)
     started = time.perf_counter()
@@ -33,32 +33,32 @@ def decoded(engine: Engine, prompts: Sequence[Sequence[int]], settings: Settings
     return sum(len(part.emitted) for each in log for part in each.rows) / seconds, Acceptance.of(log)
 
 
-def batches(engine: Engine, prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> list[dict[str, object]]:
-    found = []
+def batches(engine: Backend, prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> list[dict[str, object]]:
+    records = []
     for temperature in (0.0, 1.0):
         for size in args.batches:
             rows = list(islice(cycle(prompts), size))
             speeds: dict[int, list[float]] = {0: [], args.drafts: []}
             length = 1.0
-            for turn in range(args.repeats + 1):  # the first turn records what is to be replayed
+            for turn in range(args.repeats + 1):  # the first turn is a warm-up
                 for drafts in (0, args.drafts) if turn % 2 else (args.drafts, 0):
                     settings = Settings(
                         drafts=drafts, max_tokens=args.tokens, sampling=Sampling(temperature), eos=(), seed=turn
                     )
-                    speed, kept = decoded(engine, rows, settings)
-                    length = kept.length if drafts else length
+                    speed, acceptance = decoded(engine, rows, settings)
+                    length = acceptance.length if drafts else length
                     speeds[drafts] += [speed] if turn else []
             plain, mtp = (statistics.median(each) for each in speeds.values())
-            gain = statistics.median(after / before for before, after in zip(*speeds.values(), strict=True))
+            speedup = statistics.median(after / before for before, after in zip(*speeds.values(), strict=True))
             row = {"temperature": temperature, "batch": size, "drafts": args.drafts, "acceptance_length": length}
-            found.append(row | {"plain": plain, "mtp": mtp, "speedup": gain})
-            print(f"T {temperature:.0f}  B {size:2d}  plain {plain:7.0f}  MTP {mtp:7.0f} tokens/s = {gain:.2f} x")
-    return found
+            records.append(row | {"plain": plain, "mtp": mtp, "speedup": speedup})
+            print(f"T {temperature:.0f}  B {size:2d}  plain {plain:7.0f}  MTP {mtp:7.0f} tokens/s = {speedup:.2f} x")
+    return records
 
 
-def prefills(engine: Engine, prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> list[dict[str, float]]:
+def prefills(engine: Backend, prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> list[dict[str, float]]:
     text = list(islice(cycle(token for prompt in prompts for token in prompt), args.prompt))
-    found = []
+    records = []
     for chunk in args.chunks:
         times = []
         for _ in range(args.repeats + 1):
@@ -66,10 +66,10 @@ def prefills(engine: Engine, prompts: Sequence[Sequence[int]], args: argparse.Na
             next(rounds(engine.trunk, engine.head, [text], Settings(drafts=args.drafts, chunk=chunk, eos=())))
             times.append(time.perf_counter() - started)
         seconds = statistics.median(times[1:])
-        found.append({"prompt": len(text), "chunk": chunk, "seconds": seconds})
+        records.append({"prompt": len(text), "chunk": chunk, "seconds": seconds})
         rate = len(text) / seconds
         print(f"prompt of {len(text)}, chunks of {chunk:4d}: {1e3 * seconds:6.0f} ms = {rate:,.0f} tokens/s")
-    return found
+    return records
 
 
 def main() -> None:
@@ -78,19 +78,19 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--chunks", type=int, nargs="+", default=[32, 128, 512, 2048])
-    parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument("--num-speculative-tokens", "-k", dest="drafts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--path", default="auto")
+    parser.add_argument("--backend", default="auto")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     model = Model.load(args.model, dtype=getattr(torch, args.dtype))
-    engine = model.engine(args.path)
+    engine = backend_for(model, args.backend)
     prompts = [list(prompt.text) for prompt in read_prompts(args.prompts)]
     machine = asdict(Machine.of(model, head_bits=engine.head_bits))
-    record = {"path": engine.path, "machine": machine, "definition": __doc__}
+    record = {"backend": engine.name, "machine": machine, "definition": __doc__}
     record |= {"batches": batches(engine, prompts, args), "prefills": prefills(engine, prompts, args)}
     if args.out:
         write_json(args.out, record)

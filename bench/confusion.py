@@ -1,8 +1,8 @@
-"""Planted cause x named cause: how often `diagnose` names what is wrong with an engine, by its counters alone.
+"""Confusion matrix of `diagnose`: how often it names the injected fault of an engine, by its counters alone.
 
-The planted engine is the decoder itself with a fault in it, at temperatures 0 and 1, on prompts that the reference has
-not seen. Each trained fixture is tried under every fault that its head can have, several times. A fault that so many
-rounds cannot tell from another one on this head (said before it is tried) counts by itself.
+The faulty engine is the decoder itself with an injected fault, at temperatures 0 and 1, on prompts that the reference
+does not hold. Each trained fixture is tried under every fault that its head can have, several times. A fault that so
+many rounds cannot tell from another one on this head (computed beforehand) is counted separately.
 
     python bench/confusion.py --out bench/results/confusion.json
 """
@@ -22,32 +22,38 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from tiny import FIXTURES, forked, refrain
 
-from nextn.benchmarking.workload import Prompt
-from nextn.checkpoints.tensor_file import write_json
-from nextn.decode import Round, Settings
-from nextn.drafting import Contract
-from nextn.figures.acceptance import Acceptance
-from nextn.measuring.causes import FINE, alike, joined, named, ranked
-from nextn.measuring.columns import Text, scored, states
-from nextn.measuring.faults import FAULTS, Fault, planted
-from nextn.measuring.hypotheses import Expected, Observed
-from nextn.measuring.measure import reference
-from nextn.measuring.plan import Plan
-from nextn.measuring.suspects import expectations
-from nextn.measuring.variants import read_as
-from nextn.model import Model
-from nextn.sampling import Sampling
-from nextn.text import generate
+from nextn.checkpoint.safetensors_file import write_json
+from nextn.decoding.drafter import Contract
+from nextn.decoding.generate import generate
+from nextn.decoding.rounds import Round, Settings
+from nextn.evaluate.conventions import apply_variants
+from nextn.evaluate.faults import FAULTS, Fault, expectations, fault_variant
+from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts
+from nextn.evaluate.likelihoods import FINE, combine_causes, indistinguishable, name_causes, rank_causes
+from nextn.evaluate.reference import reference_acceptance
+from nextn.evaluate.reference_plan import ReferencePlan
+from nextn.evaluate.teacher_forced import ReferenceText, score_texts, trunk_outputs
+from nextn.evaluate.workload import Prompt
+from nextn.model.model import Model
+from nextn.speculative.sampling import Sampling
+from nextn.stats.acceptance import Acceptance
 
 TEMPERATURES = (0.0, 1.0)
-RULE = "ratio"  # that of the engine that is right
+RULE = "ratio"  # of the engine without a fault
 BATCH = 50
 REFERENCE_SEED, ENGINE_SEED = 10**6, 2 * 10**6
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One planted engine. named: what diagnose said. alike: what so many rounds cannot tell from the planted cause."""
+    """One faulty engine; the fields are those of the JSON record.
+
+    Attributes:
+        planted: The injected fault.
+        named: The causes that diagnose named.
+        alike: What so many rounds cannot tell from the injected fault.
+        length: AL by temperature.
+    """
 
     fixture: str
     planted: str
@@ -57,7 +63,7 @@ class Trial:
 
     @property
     def outcome(self) -> str:
-        """right: this cause alone. group: this cause or one that looks the same. wrong: anything else."""
+        """right: this cause alone; group: this cause or an indistinguishable one; wrong: anything else."""
         if self.named == (self.planted,):
             return "right"
         same = {self.planted, *self.alike}
@@ -65,19 +71,19 @@ class Trial:
 
 
 def prompts(fixture: str, count: int, *, seed: int) -> list[tuple[int, ...]]:
-    """33 tokens each of the language that the fixture speaks."""
+    """Return prompts of 33 tokens in the language that the fixture was trained on."""
     language = forked if fixture.endswith("_fork") else refrain
     return [tuple(row.tolist()) for row in language(count, 33, seed=seed)]
 
 
 def engine(
-    model: Model, fault: Fault | None, ids: Sequence[tuple[int, ...]], plan: Plan, *, seed: int
-) -> Iterator[Observed]:
-    """What the decoder counts under the fault, at each temperature."""
+    model: Model, fault: Fault | None, ids: Sequence[tuple[int, ...]], plan: ReferencePlan, *, seed: int
+) -> Iterator[ObservedCounts]:
+    """Yield what the decoder counts under the fault, at each temperature."""
     contract = Contract(**(fault.contract if fault else {}))  # type: ignore[arg-type]
-    reading = planted(fault, model) if fault else None
-    if reading is not None:
-        model, contract = read_as(model, contract, [reading])
+    variant = fault_variant(fault, model) if fault else None
+    if variant is not None:
+        model, contract = apply_variants(model, contract, [variant])
     rule = fault.rule if fault else ""
     for temperature in TEMPERATURES:
         settings = Settings(
@@ -89,98 +95,100 @@ def engine(
             seed=seed,
             contract=contract,
         )
-        found = [
+        results = [
             each
             for start in range(0, len(ids), BATCH)
-            for each in generate(model, ids[start : start + BATCH], settings, path="plain")
+            for each in generate(model, ids[start : start + BATCH], settings, backend="torch")
         ]
         if temperature and rule == "match":
             texts = [
-                Text(prompt, each.tokens, temperature, each.finish == "eos")
-                for prompt, each in zip(ids, found, strict=True)
+                ReferenceText(prompt, each.tokens, temperature, each.finish == "eos")
+                for prompt, each in zip(ids, results, strict=True)
             ]
             yield matched(model, texts, plan.drafts, seed=seed)
         else:
-            total = Acceptance.of(Round((part,), 0.0, 0.0) for each in found for part in each.rounds)
-            yield Observed(total.offered, total.kept)
+            total = Acceptance.of(Round((part,), 0.0, 0.0) for each in results for part in each.rounds)
+            yield ObservedCounts(total.num_drafted, total.num_accepted)
 
 
-def matched(model: Model, texts: Sequence[Text], drafts: int, *, seed: int) -> Observed:
-    """Rounds by rule `match`, which the decoder does not have: walked over the texts, each round's end drawn from the
-    law that it has, given the text."""
+def matched(model: Model, texts: Sequence[ReferenceText], drafts: int, *, seed: int) -> ObservedCounts:
+    """Count rounds by rule `match`, which the decoder does not implement.
+
+    Rounds follow each other through the texts; the length of each is sampled from its distribution given the text.
+    """
     generator = torch.Generator().manual_seed(seed)
-    offered, kept = [0] * drafts, [0] * drafts
-    for each in scored(model, texts, states(model.trunk, texts), drafts):
+    num_drafted, num_accepted = [0] * drafts, [0] * drafts
+    for each in score_texts(model, texts, trunk_outputs(model.trunk, texts), drafts):
         given, start = each.survivals["match"].given, 0
-        while start < len(each.rooms):
-            room = min(drafts, each.rooms[start])
-            chance = float(torch.rand((), generator=generator))
-            stood = int((given[start, 1 : room + 1] > chance).sum())
-            for depth in range(room):
-                offered[depth] += stood >= depth
-                kept[depth] += stood > depth
-            start += stood + 1
-    return Observed(tuple(offered), tuple(kept))
+        while start < len(each.remaining):
+            max_drafts = min(drafts, each.remaining[start])
+            u = float(torch.rand((), generator=generator))
+            accepted = int((given[start, 1 : max_drafts + 1] > u).sum())
+            for depth in range(max_drafts):
+                num_drafted[depth] += accepted >= depth
+                num_accepted[depth] += accepted > depth
+            start += accepted + 1
+    return ObservedCounts(tuple(num_drafted), tuple(num_accepted))
 
 
-def trials(fixture: str, plan: Plan, *, count: int, repeats: int) -> Iterator[Trial]:
-    """Every fault planted, `repeats` times, on `count` prompts of its own each."""
+def trials(fixture: str, plan: ReferencePlan, *, count: int, repeats: int) -> Iterator[Trial]:
+    """Inject every fault `repeats` times, each time on `count` other prompts."""
     model = Model.load(FIXTURES / fixture, dtype=torch.float32)
-    asked = [Prompt(each, "all") for each in prompts(fixture, count, seed=REFERENCE_SEED)]
-    expected = expectations(reference(model, asked, plan), model)
+    reference_prompts = [Prompt(each, "all") for each in prompts(fixture, count, seed=REFERENCE_SEED)]
+    expected = expectations(reference_acceptance(model, reference_prompts, plan), model)
     known = {each.name for each in expected[0.0]}
     for fault in (None, *FAULTS):
         name = fault.name if fault else FINE
         for repeat in range(repeats if name in known else 0):
             ids = prompts(fixture, count, seed=ENGINE_SEED + repeat)
-            seen = list(engine(model, fault, ids, plan, seed=1000 * (repeat + 1)))
-            yield judged(fixture, name, list(zip(seen, expected.values(), strict=True)))
+            observed = list(engine(model, fault, ids, plan, seed=1000 * (repeat + 1)))
+            yield diagnosed(fixture, name, list(zip(observed, expected.values(), strict=True)))
 
 
-def judged(fixture: str, name: str, cases: Sequence[tuple[Observed, Sequence[Expected]]]) -> Trial:
-    """What diagnose makes of it, with the same prompts' kind on both sides and both temperatures together."""
-    causes = joined([ranked(*case) for case in cases])
-    lengths = tuple(1 + sum(seen.kept) / max(1, seen.offered[0]) for seen, _ in cases)
-    return Trial(fixture, name, named(causes), alike(name, *cases), lengths)
+def diagnosed(fixture: str, name: str, cases: Sequence[tuple[ObservedCounts, Sequence[ExpectedCounts]]]) -> Trial:
+    """Diagnose both temperatures together; the prompts of both sides are of one kind."""
+    causes = combine_causes([rank_causes(*case) for case in cases])
+    lengths = tuple(1 + sum(counts.num_accepted) / max(1, counts.num_drafted[0]) for counts, _ in cases)
+    return Trial(fixture, name, name_causes(causes), indistinguishable(name, *cases), lengths)
 
 
-def table(found: Sequence[Trial]) -> str:
-    """Planted in rows; what was named, how often."""
+def table(trials: Sequence[Trial]) -> str:
+    """Render one line per injected fault, with what was named how often."""
     lines = []
-    for fixture in dict.fromkeys(each.fixture for each in found):
-        lines.append(f"{fixture}: planted -> named")
-        for name in dict.fromkeys(each.planted for each in found if each.fixture == fixture):
-            here = [each for each in found if (each.fixture, each.planted) == (fixture, name)]
-            said = Counter(" or ".join(each.named) or "nothing known" for each in here)
-            marks = Counter(each.outcome for each in here)
+    for fixture in dict.fromkeys(each.fixture for each in trials):
+        lines.append(f"{fixture}: injected -> named")
+        for name in dict.fromkeys(each.planted for each in trials if each.fixture == fixture):
+            here = [each for each in trials if (each.fixture, each.planted) == (fixture, name)]
+            names = Counter(" or ".join(each.named) or "nothing known" for each in here)
+            outcomes = Counter(each.outcome for each in here)
             like = f"   (cannot be told here from {', '.join(here[0].alike)})" if here[0].alike else ""
-            told = "; ".join(f"{count} x {names}" for names, count in said.most_common())
-            lines.append(f"  {name:17} {dict(marks)!s:14} {told}{like}")
+            counted = "; ".join(f"{count} x {causes}" for causes, count in names.most_common())
+            lines.append(f"  {name:17} {dict(outcomes)!s:14} {counted}{like}")
     return "\n".join(lines)
 
 
-def summary(found: Sequence[Trial]) -> dict[str, object]:
-    """Shares over the trials of faults that can be told apart, and of those that cannot."""
-    apart = [each for each in found if not each.alike]
-    joint = [each for each in found if each.alike]
+def summary(trials: Sequence[Trial]) -> dict[str, object]:
+    """Count the outcomes of faults that can be told apart, and of those that cannot."""
+    distinct = [each for each in trials if not each.alike]
+    ambiguous = [each for each in trials if each.alike]
     return {
-        "trials": len(found),
-        "can_be_told": len(apart),
-        "right": sum(each.outcome == "right" for each in apart),
-        "diagonal": sum(each.outcome == "right" for each in apart) / max(1, len(apart)),
-        "cannot_be_told": len(joint),
-        "right_group": sum(each.outcome != "wrong" for each in joint),
-        "faults_told_on_some_fixture": sorted({each.planted for each in apart}),
-        "faults_told_on_none": sorted({each.planted for each in joint} - {each.planted for each in apart}),
+        "trials": len(trials),
+        "can_be_told": len(distinct),
+        "right": sum(each.outcome == "right" for each in distinct),
+        "diagonal": sum(each.outcome == "right" for each in distinct) / max(1, len(distinct)),
+        "cannot_be_told": len(ambiguous),
+        "right_group": sum(each.outcome != "wrong" for each in ambiguous),
+        "faults_told_on_some_fixture": sorted({each.planted for each in distinct}),
+        "faults_told_on_none": sorted({each.planted for each in ambiguous} - {each.planted for each in distinct}),
     }
 
 
 def stored(path: Path | None, fixtures: Sequence[str]) -> list[Trial]:
-    """Trials of other fixtures in the file: each may be run by itself."""
+    """Return the trials of other fixtures in the file, as each fixture may be run alone."""
     rows = json.loads(path.read_text())["trials"] if path is not None and path.exists() else []
     fields = ("fixture", "planted", "named", "alike", "length")
-    found = [Trial(*(tuple(row[name]) if name not in fields[:2] else row[name] for name in fields)) for row in rows]
-    return [each for each in found if each.fixture not in fixtures]
+    trials = [Trial(*(tuple(row[name]) if name not in fields[:2] else row[name] for name in fields)) for row in rows]
+    return [each for each in trials if each.fixture not in fixtures]
 
 
 def main() -> None:
@@ -188,24 +196,24 @@ def main() -> None:
     parser.add_argument("fixtures", nargs="*", default=["glm_fork", "glm", "step"])
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--drafts", type=int, default=3)
+    parser.add_argument("--num-speculative-tokens", "-k", dest="drafts", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    started, found = time.process_time(), list[Trial]()
-    plan = Plan(args.drafts, TEMPERATURES, args.max_tokens, chat=False, path="plain", rule=RULE)
+    started, results = time.process_time(), list[Trial]()
+    plan = ReferencePlan(args.drafts, TEMPERATURES, args.max_tokens, chat=False, backend="torch", rule=RULE)
     for fixture in args.fixtures:
         here = list(trials(fixture, plan, count=args.prompts, repeats=args.repeats))
         print(table(here), flush=True)
-        found += here
-    found += stored(args.out, args.fixtures)
-    record = summary(found)
+        results += here
+    results += stored(args.out, args.fixtures)
+    record = summary(results)
     print("\n".join(f"{name}: {value}" for name, value in record.items()))
     print(f"{time.process_time() - started:.0f} s of one core")
     if args.out is not None:
         settings = {name: value for name, value in vars(args).items() if name not in ("out", "fixtures")}
-        rows = [vars(each) | {"outcome": each.outcome} for each in found]
+        rows = [vars(each) | {"outcome": each.outcome} for each in results]
         write_json(args.out, {"settings": settings, "summary": record, "trials": rows})
 
 

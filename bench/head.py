@@ -1,7 +1,7 @@
-"""The vectorised head against a Python loop over positions, as tutorials write it, at T = 512.
+"""The vectorized head against a Python loop over positions, as tutorials write it, at T = 512.
 
-The loop runs the same modules one column at a time on a growing prefix without a cache (so that it computes the same
-thing); a shorter stretch of it is timed and scaled up by columns. `python bench/head.py --out head.json`.
+The loop runs the same MTP layers one position at a time on a growing prefix without a cache, so that it computes the
+same; only some positions are timed, and the time is scaled up. `python bench/head.py --out head.json`.
 """
 
 import argparse
@@ -11,19 +11,19 @@ from pathlib import Path
 
 import torch
 
-from nextn.checkpoints.tensor_file import write_json
-from nextn.head import StandaloneHead
+from nextn.checkpoint.safetensors_file import write_json
+from nextn.model.head import StandaloneHead
 
 
-def loop(head: StandaloneHead, tokens: torch.Tensor, columns: list[int], depths: int) -> list[torch.Tensor]:
-    """Logits [B, D, V] of some columns, each from its own prefix."""
+def loop(head: StandaloneHead, tokens: torch.Tensor, positions: list[int], depths: int) -> list[torch.Tensor]:
+    """Logits [B, D, V] of some positions, each from its own prefix."""
     hidden, out = head.embedding(tokens), []
-    for column in columns:
-        states, logits = hidden[:, : column + 1], []
+    for position in positions:
+        states, logits = hidden[:, : position + 1], []
         for depth in range(1, depths + 1):
-            step = head.step(head.module(depth), tokens[:, depth : column + 1 + depth], states)
-            logits.append(head.logits(head.module(depth), step.normed[:, -1]))
-            states = step.recycled
+            step = head.step(head.module(depth), tokens[:, depth : position + 1 + depth], states)
+            logits.append(head.logits(head.module(depth), step.final_hidden[:, -1]))
+            states = step.next_hidden
         out.append(torch.stack(logits, 1))
     return out
 
@@ -35,18 +35,18 @@ def main() -> None:
     torch.manual_seed(0)
     head, depths, length = StandaloneHead(1000, 256, num_modules=3), 3, 512
     tokens = torch.randint(0, 1000, (1, length))
-    columns = list(range(0, length - depths, 16))
+    positions = list(range(0, length - depths, 16))
     with torch.inference_mode():
-        logits, slow = head(tokens), loop(head, tokens, columns, depths)
-        gap = max((logits[:, column] - one).abs().max().item() for column, one in zip(columns, slow, strict=True))
+        logits, slow = head(tokens), loop(head, tokens, positions, depths)
+        gap = max((logits[:, position] - one).abs().max().item() for position, one in zip(positions, slow, strict=True))
         fast_s, loop_s = [], []
         for _ in range(5):
             started = time.perf_counter()
             head(tokens)
             fast_s.append(time.perf_counter() - started)
             started = time.perf_counter()
-            loop(head, tokens, columns, depths)
-            loop_s.append((time.perf_counter() - started) * (length - depths) / len(columns))
+            loop(head, tokens, positions, depths)
+            loop_s.append((time.perf_counter() - started) * (length - depths) / len(positions))
     record = {"fast_s": statistics.median(fast_s), "loop_s": statistics.median(loop_s), "largest_difference": gap}
     record["ratio"] = record["loop_s"] / record["fast_s"]
     print("  ".join(f"{key} {value:.3g}" for key, value in record.items()))

@@ -1,6 +1,6 @@
 """Time, extra memory and error of the MTP loss, forward and backward, against plain autograd and torch's chunked loss.
 
-"head, ..." are the losses of a head against its frozen trunk's law, whose laws of all depths are made besides.
+"head, ..." are the distillation losses of a head, which also compute the frozen trunk's distributions.
 
 Each case runs in a process of its own; memory is the rise of its resident high-water mark above the inputs (Linux).
 
@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from memory import resident
 from torch import Tensor
 
-from nextn.checkpoints.tensor_file import write_json
-from nextn.losses.loss import IGNORE, Targets, mtp_loss
-from nextn.losses.objectives import OBJECTIVES, Teacher, head_loss
+from nextn.checkpoint.safetensors_file import write_json
+from nextn.losses.distillation import OBJECTIVES, Teacher, head_loss
+from nextn.losses.mtp_loss import IGNORE, Targets, mtp_loss
 
 LAMBDA = 0.3
 
@@ -57,7 +57,7 @@ def torch_none(hidden: Tensor, weight: Tensor, labels: Tensor, *, policy: Policy
 
 
 def terms(hiddens: list[Tensor], weight: Tensor, targets: Targets, mean: Mean) -> Iterator[Tensor]:
-    """L_main and (lambda / D) L_k, each made when it is asked for."""
+    """Yield L_main and (lambda / D) L_k; each is computed lazily."""
     for k, hidden in enumerate(hiddens):
         share = LAMBDA / (len(hiddens) - 1) if k else 1.0
         yield share * mean(hidden.flatten(0, 1), weight, targets.labels(k).flatten())
@@ -86,7 +86,7 @@ def ours(hiddens: list[Tensor], weight: Tensor, targets: Targets, *, frozen: boo
 
 
 def head(hiddens: list[Tensor], weight: Tensor, targets: Targets, *, objective: str) -> Tensor:
-    """The trunk is frozen, and with it the output head that all depths share."""
+    """The trunk is frozen, and so is the lm_head that all depths share."""
     teacher = Teacher(hiddens[0].detach(), weight.detach())
     total = head_loss(hiddens[1:], teacher.weight, teacher, targets, objective=objective).total
     total.backward()
@@ -94,13 +94,13 @@ def head(hiddens: list[Tensor], weight: Tensor, targets: Targets, *, objective: 
 
 
 def plain_kl(hiddens: list[Tensor], weight: Tensor, targets: Targets) -> Tensor:
-    """Both laws of one depth at a time in fp32, as most training code does it."""
+    """Both distributions of one depth at a time in fp32, as most training code does it."""
     total, weight = torch.zeros(()), weight.detach().float()
     for k, hidden in enumerate(hiddens[1:], start=1):
         valid = targets.labels(k) != IGNORE
-        law = (hiddens[0].detach()[:, k:][valid].float() @ weight.T).log_softmax(-1)
+        probs = (hiddens[0].detach()[:, k:][valid].float() @ weight.T).log_softmax(-1)
         drafted = (hidden[valid].float() @ weight.T).log_softmax(-1)
-        loss = F.kl_div(drafted, law, log_target=True, reduction="batchmean") / (len(hiddens) - 1)
+        loss = F.kl_div(drafted, probs, log_target=True, reduction="batchmean") / (len(hiddens) - 1)
         loss.backward()
         total += loss.detach()
     return total
@@ -148,7 +148,7 @@ class Record:
 
 
 def inputs(case: Case, tokens: int) -> tuple[list[Tensor], Tensor, Targets]:
-    """Made in bf16 at once, so that no larger copy raises the high-water mark; the same for every method."""
+    """Create the inputs in bf16 directly, so that no larger copy raises the peak; the same for every method."""
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
     hiddens = [draw(1, tokens - k, case.width).requires_grad_() for k in range(case.depths + 1)]
     weight = draw(case.vocabulary, case.width).mul_(case.width**-0.5).requires_grad_()
@@ -157,7 +157,7 @@ def inputs(case: Case, tokens: int) -> tuple[list[Tensor], Tensor, Targets]:
 
 def measure(case: Case) -> Record:
     torch.set_num_threads(case.threads)
-    METHODS[case.method](*inputs(case, tokens=16))  # loads kernels and threads
+    METHODS[case.method](*inputs(case, tokens=16))  # a warm-up: loads kernels, starts threads
     hiddens, weight, targets = inputs(case, tokens=case.tokens)
     before, seconds, extra = resident("VmRSS"), [], 0
     for _ in range(case.repeats):
@@ -181,7 +181,7 @@ def run(options: argparse.Namespace) -> list[Record]:
     for depths in options.depths:
         for method in chosen(options.only):
             if method == "plain, all depths together" and depths > 1:
-                continue  # 1.5 GB a depth
+                continue  # 1.5 GB per depth
             case = {name: getattr(options, name) for name in ("tokens", "vocabulary", "width", "threads", "repeats")}
             records.append(in_new_process(Case(method=method, depths=depths, **case)))
             print_row(records[-1], records)
@@ -189,13 +189,13 @@ def run(options: argparse.Namespace) -> list[Record]:
 
 
 def chosen(pattern: str) -> list[str]:
-    """The methods that it finds, and what these are compared with, in the order of the table."""
-    found = {name for name in METHODS if re.search(pattern, name)}
-    return [name for name in METHODS if name in found | {REFERENCES[each] for each in found & REFERENCES.keys()}]
+    """Return the methods that match, and their references, in the order of the table."""
+    matches = {name for name in METHODS if re.search(pattern, name)}
+    return [name for name in METHODS if name in matches | {REFERENCES[each] for each in matches & REFERENCES.keys()}]
 
 
 def error(record: Record, records: list[Record]) -> float | None:
-    """The loss less that of the fp32 reference, where one stands for the same objective."""
+    """Return the difference of the loss from the fp32 reference of the same objective; None without one."""
     for other in records:
         if (other.method, other.depths) == (REFERENCES.get(record.method), record.depths):
             return record.loss - other.loss
@@ -203,16 +203,16 @@ def error(record: Record, records: list[Record]) -> float | None:
 
 
 def print_row(record: Record, records: list[Record]) -> None:
-    wrong = error(record, records)
-    shown = f"{record.seconds:8.2f} s {record.extra_mb:8.0f} MB {record.loss:12.6f} "
-    shown += "" if wrong is None else f"{wrong:+10.1e}"
-    print(f"{record.depths} depths  {record.method:36}{shown}", flush=True)
+    difference = error(record, records)
+    columns = f"{record.seconds:8.2f} s {record.extra_mb:8.0f} MB {record.loss:12.6f} "
+    columns += "" if difference is None else f"{difference:+10.1e}"
+    print(f"{record.depths} depths  {record.method:36}{columns}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="where the JSON record goes")
-    parser.add_argument("--only", default="", help="pattern of the methods to run beside their references")
+    parser.add_argument("--out", type=Path, help="file for the JSON record")
+    parser.add_argument("--only", default="", help="pattern of the methods to run, with their references")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     for name, default in (("tokens", 4096), ("vocabulary", 32768), ("width", 512), ("threads", 2), ("repeats", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)

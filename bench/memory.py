@@ -1,11 +1,11 @@
-"""What a process holds in memory, as Linux counts it."""
+"""Resident memory of this process, from Linux's /proc."""
 
 import re
 from pathlib import Path
 
 
 def resident(field: str) -> int:
-    """VmRSS (now) or VmHWM (the most so far) of this process in bytes."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) * 1024
+    """Return VmRSS (now) or VmHWM (peak so far) in bytes."""
+    match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match
+    return int(match[1]) * 1024

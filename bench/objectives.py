@@ -1,13 +1,13 @@
-"""Which loss, how many steps, which keys and which text make the best head: heads for frozen trunks, cell by cell.
+"""Comparison of losses, unrolled steps, keys and texts for training heads on frozen trunks, one head per cell.
 
 `bare`: a byte-level trunk that was trained without a head gets a new one. `stale`: a trunk and head that were trained
 together, the trunk then fine-tuned on other text, so that its head no longer matches; that head is trained on. `joint`,
 the head that was trained with its trunk, is what both are compared with. Each cell of the table trains one head, in
-less than a minute on two cores; AL@1..8 are of `nextn.training.telemetry` on the trunk's own answers to held-out
-prompts, greedy ones for T = 0 and drawn ones for T = 1. What is in the results or in the work folder is not made again.
+less than a minute on two cores; AL@1..8 are of `nextn.train.heldout_acceptance` on the trunk's own answers to held-out
+prompts, greedy ones for T = 0 and sampled ones for T = 1. Results and files in the work folder are reused.
 
     python bench/objectives.py                       # all cells: about an hour on two cores
-    python bench/objectives.py --only bare/kl        # those whose names begin so
+    python bench/objectives.py --only bare/kl        # only cells whose names start with this
 """
 
 import argparse
@@ -22,36 +22,34 @@ from pathlib import Path
 
 import torch
 
-from nextn.checkpoints.checkpoint import Checkpoint
-from nextn.checkpoints.inventory import Inventory
-from nextn.checkpoints.tensor_file import write_json
-from nextn.corpus.batches import Batches
-from nextn.corpus.bytelevel import byte_tokenizer
-from nextn.corpus.corpus_files import corpora
-from nextn.corpus.data import Corpus
-from nextn.corpus.prompts import prompts
-from nextn.corpus.split import split
-from nextn.corpus.text_files import standard_library
-from nextn.decode import Settings
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.safetensors_file import write_json
+from nextn.data.batches import Batches
+from nextn.data.byte_tokenizer import byte_tokenizer
+from nextn.data.corpus import Corpus, standard_library
+from nextn.data.prompts import sample_prompts
+from nextn.data.sources import load_corpora, split_files
+from nextn.decoding.rounds import Settings
 from nextn.errors import ConfigError
-from nextn.losses.objectives import OBJECTIVES
-from nextn.model import Model
-from nextn.sampling import Sampling
-from nextn.training.answers import answer
-from nextn.training.head_task import HeadTask
-from nextn.training.init_head import init_head
-from nextn.training.recipes import by_name
-from nextn.training.tasks import JointTask
-from nextn.training.telemetry import foreseen
-from nextn.training.train import Trainer
-from nextn.training.train_config import HeadConfig, TrainConfig
+from nextn.losses.distillation import OBJECTIVES
+from nextn.model.model import Model
+from nextn.speculative.sampling import Sampling
+from nextn.train.config import HeadConfig, TrainConfig
+from nextn.train.head_task import HeadTask
+from nextn.train.heldout_acceptance import heldout_acceptance
+from nextn.train.init_head import init_head
+from nextn.train.joint_task import JointTask
+from nextn.train.loop import Trainer
+from nextn.train.recipes import by_name
+from nextn.train.self_generated import generate_answers
 
 DEPTHS = 8
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything; the defaults are those of the table."""
+    """Sizes of models, data and runs; the defaults are those of the table."""
 
     layers: int = 4
     hidden: int = 192
@@ -84,55 +82,55 @@ class Cell:
 
 
 def cells() -> Iterator[Cell]:
-    """Everything on the trunk's answers; on the data, what they are compared with."""
+    """Yield the cells: all on the trunk's own answers, some also on the data for comparison."""
     for objective, trunk in product(OBJECTIVES, ("bare", "stale")):
         for kv in ("own", "decode"):
             yield Cell(trunk, objective, 4, kv, "answers")
-        if objective != "e2e-tv":  # of one step it is tv
+        if objective != "e2e-tv":  # with one step it equals tv
             yield Cell(trunk, objective, 1, "own", "answers")
         yield Cell(trunk, objective, 4, "own", "data")
 
 
 class Workload:
-    """Trunks, texts and answers in a folder, each made when it is first asked for."""
+    """Trunks, texts and answers in a folder, each created on first use."""
 
     def __init__(self, folder: Path, size: Size) -> None:
         self.folder, self.size, self.tokenizer = folder, size, byte_tokenizer()
 
     def text(self, trunk: str) -> tuple[Corpus, Corpus]:
-        """(train, held out): Python's sources, or the prose of its documentation for the trunk that is fine-tuned."""
+        """Return (train, held out): Python's sources, or the prose of its documentation for the fine-tuned trunk."""
         files = standard_library()[: self.size.files]
         prose = [path for path in standard_library() if path.parent.name == "pydoc_data" and path.name != "__init__.py"]
         if trunk == "stale":
-            return corpora(prose, self.tokenizer)
-        train, held_out = split([path for path in files if path not in prose])
+            return load_corpora(prose, self.tokenizer)
+        train, held_out = split_files([path for path in files if path not in prose])
         return Corpus.from_files(train, self.tokenizer), Corpus.from_files(held_out, self.tokenizer)
 
     def model(self, trunk: str) -> Path:
-        """The folder of `bare`, `joint` or `stale`."""
+        """Return the folder of `bare`, `joint` or `stale`."""
         folder = self.folder / trunk
         if not folder.exists():
             getattr(self, f"_make_{trunk}")(folder)
         return folder
 
     def answers(self, trunk: str, kind: str) -> Path:
-        """The file of the trunk's answers: `train` (drawn, to texts that are trained on), `greedy` or `drawn`."""
+        """Return the file of answers: `train` (sampled, on training texts), `greedy` or `drawn` (sampled)."""
         file, size = self.folder / f"{trunk}-{kind}.jsonl", self.size
         model, corpus = Model.load(self.model(trunk), need_head=False), self.text(trunk)[kind != "train"]
         model.head = None
         count = size.answers if kind == "train" else size.held_out
-        asked = prompts(corpus, count=count, length=size.prompt_tokens, seed=1, continuation=0)
+        requests = sample_prompts(corpus, count=count, length=size.prompt_tokens, seed=1, continuation=0)
         settings = Settings(
             drafts=0, sampling=Sampling(float(kind != "greedy")), max_tokens=size.answer_tokens, eos=(), seed=2
         )
-        for told in answer(model, [each.tolist() for each in asked], settings, file, batch_size=32):
-            print(f"  {file.name}: {told.answers} of {told.total}", end="\r", flush=True)
+        for progress in generate_answers(model, [each.tolist() for each in requests], settings, file, batch_size=32):
+            print(f"  {file.name}: {progress.answers} of {progress.total}", end="\r", flush=True)
         return file
 
     def own_text(self, trunk: str, kind: str) -> Corpus:
-        """Those answers as text."""
-        train, held_out = corpora([self.answers(trunk, kind)], self.tokenizer, held_out=0.01)
-        return train if kind == "train" else _joined(train, held_out)
+        """Return those answers as a corpus."""
+        train, held_out = load_corpora([self.answers(trunk, kind)], self.tokenizer, held_out=0.01)
+        return train if kind == "train" else _concatenated(train, held_out)
 
     def _make_bare(self, folder: Path) -> None:
         self._train(folder, depths=0)
@@ -170,7 +168,7 @@ class Workload:
 
 
 def trained(workload: Workload, cell: Cell) -> dict[str, object]:
-    """Train the cell's head -> its figures, and what that took."""
+    """Train the cell's head; return its figures and the CPU time."""
     size, folder = workload.size, workload.model(cell.trunk)
     corpus = workload.text(cell.trunk)[0] if cell.text == "data" else workload.own_text(cell.trunk, "train")
     model = Model.load(folder, need_head=False)
@@ -194,29 +192,32 @@ def trained(workload: Workload, cell: Cell) -> dict[str, object]:
     shutil.rmtree(run, ignore_errors=True)
     for _ in Trainer(task, out=run).run():
         pass
-    seconds = time.process_time() - started  # of all threads: other work on the machine does not count
+    seconds = time.process_time() - started  # of all threads; other load on the machine does not count
     return {"cpu_seconds": round(seconds, 1), **figures(workload, cell.trunk, model)}
 
 
 def figures(workload: Workload, trunk: str, model: Model) -> dict[str, object]:
-    """AL@1..8 and the acceptance by depth of model's head on its trunk's own answers, at T = 0 and T = 1."""
-    told: dict[str, object] = {}
+    """Return AL@1..8 and the acceptance by depth of the head on its trunk's own answers, at T = 0 and T = 1."""
+    record: dict[str, object] = {}
     for kind, rule in (("greedy", "greedy"), ("drawn", "sampled")):
         corpus = workload.own_text(trunk, kind)
-        dealt = Batches(corpus, batch_size=8, length=workload.size.length, seed=0, pack=False)
-        batches = [dealt.batch(place) for place in range(-(-dealt.num_windows // 8))]
-        # Fewer drafts begin rounds elsewhere, so each K is walked through for itself.
-        each = [
-            getattr(foreseen(model.trunk, model.head, ((batch, None) for batch in batches), depths, drawn=True), rule)
+        batches = Batches(corpus, batch_size=8, length=workload.size.length, seed=0, pack=False)
+        parts = [batches.batch(index) for index in range(-(-batches.rows_per_epoch // 8))]
+        # Fewer drafts start rounds at other positions, so each K is evaluated separately.
+        by_drafts = [
+            getattr(
+                heldout_acceptance(model.trunk, model.head, ((batch, None) for batch in parts), depths, on_policy=True),
+                rule,
+            )
             for depths in range(1, DEPTHS + 1)
         ]
-        told[f"AL_T{int(kind == 'drawn')}"] = [round(counts.length, 3) for counts in each]
-        told[f"acceptance_T{int(kind == 'drawn')}"] = [round(rate, 4) for rate in each[-1].rates]
-    return told
+        record[f"AL_T{int(kind == 'drawn')}"] = [round(counts.length, 3) for counts in by_drafts]
+        record[f"acceptance_T{int(kind == 'drawn')}"] = [round(rate, 4) for rate in by_drafts[-1].rates]
+    return record
 
 
 def measure(out: Path, work: Path, size: Size, *, only: str = "") -> dict[str, object]:
-    """Make the cells that `out` does not hold yet, and write it after each."""
+    """Train the cells that `out` does not hold yet, and write it after each."""
     known = json.loads(out.read_text()) if out.exists() else {}
     if known and known["size"] != vars(size):
         raise ConfigError(f"{out} holds cells of another size, {known['size']}; name another file with --out")
@@ -236,15 +237,15 @@ def measure(out: Path, work: Path, size: Size, *, only: str = "") -> dict[str, o
     return {"cells": results}
 
 
-def row(name: str, told: dict[str, object]) -> str:
-    lengths = [f"{told[key][k - 1]:5.2f}" for key in ("AL_T0", "AL_T1") for k in (1, 2, 4, 8)]
-    return f"{name:36} {' '.join(lengths[:4])}   {' '.join(lengths[4:])}   {told.get('cpu_seconds', '')}"
+def row(name: str, cell: dict[str, object]) -> str:
+    lengths = [f"{cell[key][k - 1]:5.2f}" for key in ("AL_T0", "AL_T1") for k in (1, 2, 4, 8)]
+    return f"{name:36} {' '.join(lengths[:4])}   {' '.join(lengths[4:])}   {cell.get('cpu_seconds', '')}"
 
 
 def markdown(cells: Mapping[str, Mapping[str, object]]) -> str:
     """The table of docs/training.md."""
     names = [name for name in ("joint/as it is", "stale/as it is") if name in cells]
-    names += sorted((name for name in cells if name not in names), key=_place)
+    names += sorted((name for name in cells if name not in names), key=_sort_key)
     lines = ["| head | steps | keys | text | T = 0: AL@1, 2, 4, 8 | T = 1 |", "|---|---|---|---|---|---|"]
     for name in names:
         trunk, objective, *how = name.split("/")
@@ -256,14 +257,14 @@ def markdown(cells: Mapping[str, Mapping[str, object]]) -> str:
     return "\n".join(lines)
 
 
-def _place(name: str) -> tuple[object, ...]:
-    """By trunk, then what is varied, the objectives in their order."""
+def _sort_key(name: str) -> tuple[object, ...]:
+    """By trunk, then by what is varied, with the objectives in their order."""
     trunk, objective, steps, keys, text = name.split("/")
     return trunk, text, -int(steps[0]), keys != "own", OBJECTIVES.index(objective)
 
 
-def _joined(first: Corpus, second: Corpus) -> Corpus:
-    """Both parts of what was split."""
+def _concatenated(first: Corpus, second: Corpus) -> Corpus:
+    """Both parts of a split corpus."""
     import numpy as np
 
     if first is second:
@@ -289,20 +290,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results") / "objectives.json")
     parser.add_argument("--work", type=Path, default=Path("objectives-work"), help="trunks, answers, runs")
-    parser.add_argument(
-        "--markdown", action="store_true", help="print what is in the results, as docs/training.md has it"
-    )
+    parser.add_argument("--markdown", action="store_true", help="print the results as the table of docs/training.md")
     parser.add_argument("--head-steps", type=int, default=Size.head_steps)
-    parser.add_argument("--only", default="", help="cells whose names begin so, such as bare/kl")
+    parser.add_argument("--only", default="", help="only cells whose names start with this, such as bare/kl")
     args = parser.parse_args()
     if args.markdown:
         print(markdown(json.loads(args.out.read_text())["cells"]))
         return
     print(f"{'':36} AL@1  @2    @4    @8  T = 0; the same at T = 1; CPU seconds")
-    for name, told in measure(args.out, args.work, replace(Size(), head_steps=args.head_steps), only=args.only)[
+    for name, cell in measure(args.out, args.work, replace(Size(), head_steps=args.head_steps), only=args.only)[
         "cells"
     ].items():
-        print(row(name, told))
+        print(row(name, cell))
 
 
 if __name__ == "__main__":

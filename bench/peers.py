@@ -1,7 +1,7 @@
 """The same checkpoint, prompts and machine through nextn, transformers, vLLM and llama.cpp, plain and with MTP.
 
 `python bench/peers.py setup` builds the engines, once; `python bench/peers.py run CHECKPOINT --out FILE` measures.
-docs/benchmarks.md, "Peers", says what is compared and what to beware of.
+docs/benchmarks.md, "Peers", says what is compared and how to read it.
 """
 
 import argparse
@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from nextn.benchmarking.cost import Machine
-from nextn.benchmarking.workload import read_prompts
-from nextn.checkpoints.tensor_file import write_json
-from nextn.model import Model
-from nextn.text import eos_tokens
+from nextn.checkpoint.safetensors_file import write_json
+from nextn.decoding.generate import eos_tokens
+from nextn.evaluate.decoding_costs import Machine
+from nextn.evaluate.workload import read_prompts
+from nextn.model.model import Model
 
 ENGINES = ["nextn", "transformers", "vllm", "llama.cpp"]
 IDLE_S = 2.0
@@ -33,19 +33,19 @@ WARM_TOKENS = 32
 
 
 class Bench:
-    """The workers of all settings; one that cannot run, or breaks off, is left out from there, with its reason."""
+    """The workers of all settings; one that cannot run or fails is left out from then on, with its reason."""
 
     def __init__(self, chosen: list[Setting], args: argparse.Namespace, folder: Path) -> None:
         self.settings, self.args, self.folder = chosen, args, folder
         self.workers: dict[tuple, Worker] = {}
         self.unavailable: dict[str, str] = {}
-        self.told: dict[str, dict[str, object]] = {}
+        self.reports: dict[str, dict[str, object]] = {}
         self.environments: dict[tuple, dict[str, str]] = {}
         self.gguf: Path | None = None
         self.starter = Starter(args.engines, args.threads, args.limit)
 
     def start(self) -> None:
-        """One after the other: an engine that is loading or compiling must not slow down another's start."""
+        """Start one after the other, as an engine that loads or compiles would slow down another's start."""
         for key in track(dict.fromkeys(each.worker for each in self.settings), "start"):
             try:
                 self.workers[key] = self._started(*key)
@@ -53,35 +53,35 @@ class Bench:
                 self._drop(self._of(key), str(reason))
 
     def ask(self, setting: Setting, request: Request) -> tuple[object, float] | None:
-        """(answer, seconds of the whole request); None where the engine broke off."""
+        """Return (answer, seconds of the whole request); None if the engine failed."""
         started = time.perf_counter()
         try:
             answer = self.workers[setting.worker].ask(request, limit_s=self.args.limit)
         except Unavailable as reason:
-            self._broke(setting, str(reason))
+            self._handle_failure(setting, str(reason))
             return None
         return answer, time.perf_counter() - started
 
-    def look(self) -> None:
-        """What the workers say of themselves, and the processor seconds per second that each uses while idle."""
+    def inspect(self) -> None:
+        """Record versions and flags of the workers, and the CPU seconds per second that each uses while idle."""
         before = {key: cpu_seconds(worker.child.pid) for key, worker in self.workers.items()}
         time.sleep(IDLE_S)
         for key, used in before.items():
             worker = self.workers[key]
             idle = (cpu_seconds(worker.child.pid) - used) / IDLE_S
             name = " ".join(str(part) for part in key if part is not None)
-            said = {part: worker.hello[part] for part in ("versions", "flags")}
-            said["environment"] = self.environments[key]
+            report = {part: worker.hello[part] for part in ("versions", "flags")}
+            report["environment"] = self.environments[key]
             if key[0] in environments.ENGINES:
-                said["package"] = environments.ENGINES[key[0]][0]
-            self.told[name] = {**said, "idle_cpu": round(idle, 3)}
+                report["package"] = environments.ENGINES[key[0]][0]
+            self.reports[name] = {**report, "idle_cpu": round(idle, 3)}
 
     def close(self) -> None:
         while self.workers:
             self.workers.popitem()[1].close()
 
-    def _broke(self, setting: Setting, reason: str) -> None:
-        """A worker that only refused goes on with its other settings; one that has ended takes them along."""
+    def _handle_failure(self, setting: Setting, reason: str) -> None:
+        """Drop the setting if the worker only refused it; drop all settings of a worker that has ended."""
         if self.workers[setting.worker].child.poll() is None:
             self._drop([setting], reason)
         else:
@@ -104,13 +104,13 @@ class Bench:
             options |= {"gguf": str(self._converted()), "drafts": drafts}
         else:
             options |= {"dtype": variant}
-        # For the record: which libraries, not where they lie on this machine.
-        said = {name: Path(value).name for name, value in self.starter.variables(engine).items()}
-        self.environments[engine, variant, drafts] = said
+        # For the record: library names without their folders on this machine.
+        variables = {name: Path(value).name for name, value in self.starter.variables(engine).items()}
+        self.environments[engine, variant, drafts] = variables
         return self.starter.start(engine, options, log=self.folder / f"{engine}-{variant}-{drafts}.log")
 
     def _converted(self) -> Path:
-        """The checkpoint as bf16 GGUF; not asked for where the engine is not there."""
+        """The checkpoint as bf16 GGUF. Raises Unavailable if llama.cpp is not built."""
         self.starter.check("llama.cpp")
         self.gguf = self.gguf or self.starter.converted(self.folder / "model", self.folder / "model.gguf")
         return self.gguf
@@ -123,7 +123,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     ids = tuple(prompt.tokens(model) for prompt in prompts)
     eos = eos_tokens(model)
     chosen = [each for each in settings(args.drafts, modules=model.head.num_modules) if each.engine in args.only]
-    # One place for every run: what vLLM has compiled is found again by the checkpoint's path.
+    # One folder for every run, as vLLM's compilation cache is keyed by the checkpoint's path.
     folder = args.engines / "run"
     folder.mkdir(parents=True, exist_ok=True)
     model.save(folder / "model", dtype=torch.bfloat16)
@@ -131,9 +131,9 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     with closing(bench):
         bench.start()
         runs = decoded(bench, ids, Request([], args.max_tokens, 0, list(eos)))
-    told = tuple(bench.settings)
+    completed = tuple(bench.settings)
     domains = tuple(prompt.domain for prompt in prompts)
-    report = Report(ids, domains, eos, told, tuple(run for run in runs if run.setting in told))
+    report = Report(ids, domains, eos, completed, tuple(run for run in runs if run.setting in completed))
     gap = gap_of(Model.load(folder / "model", dtype=torch.float32))
     machine = vars(Machine.of(model))
     plan = {name: getattr(args, name) for name in ("drafts", "max_tokens", "repeats", "threads", "context", "rest")}
@@ -142,30 +142,30 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         "parameters": sum(value.numel() for value in model.trunk.model.parameters()),
         "machine": {name: machine[name] for name in ("name", "cores", "versions", "bandwidth")},
         "plan": {**plan, "temperature": 0},
-        **report.as_record(unavailable=bench.unavailable, workers=bench.told, gap=gap),
+        **report.as_record(unavailable=bench.unavailable, workers=bench.reports, gap=gap),
     }
 
 
 def decoded(bench: Bench, ids: Sequence[tuple[int, ...]], request: Request) -> list[Run]:
-    """All turns, after one request to each setting that does not count, and a look at who works without one."""
+    """Run all turns, after one warm-up request per setting and a look at CPU use while idle."""
     short = replace(request, prompt=list(ids[0]), max_tokens=min(request.max_tokens, WARM_TOKENS))
     for setting in track(list(bench.settings), "warm up"):
         bench.ask(setting, replace(short, drafts=setting.drafts))
-    bench.look()
+    bench.inspect()
     runs = []
-    for repeat, place, turn in track(list(turns(list(bench.settings), len(ids), bench.args.repeats)), "decode"):
+    for repeat, prompt, turn in track(list(turns(list(bench.settings), len(ids), bench.args.repeats)), "decode"):
         for setting in (each for each in turn if each in bench.settings):
             time.sleep(bench.args.rest)
-            found = bench.ask(setting, replace(request, prompt=list(ids[place]), drafts=setting.drafts))
-            if found is not None:
-                runs.append(Run(setting, place, repeat, *found))
+            result = bench.ask(setting, replace(request, prompt=list(ids[prompt]), drafts=setting.drafts))
+            if result is not None:
+                runs.append(Run(setting, prompt, repeat, *result))
     return runs
 
 
 def gap_of(model: Model) -> Gap:
     @torch.inference_mode()
     def gap(text, ours: int, theirs: int) -> float:
-        logits = model.trunk.logits(model.trunk(torch.tensor([list(text)])).normed[:, -1])[0]
+        logits = model.trunk.logits(model.trunk(torch.tensor([list(text)])).final_hidden[:, -1])[0]
         return round((logits[ours] - logits[theirs]).item(), 4)
 
     return gap
@@ -173,11 +173,11 @@ def gap_of(model: Model) -> Gap:
 
 def show(record: dict) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    titles = ("", "K", "tokens/s", "quartiles", "over our plain", "AL", "drafts kept", "texts as ours", "largest gap")
+    titles = ("", "K", "tokens/s", "quartiles", "over our baseline", "AL", "accepted", "identical texts", "largest gap")
     for title in titles:
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
     for each in record["figures"]:
-        speed, ratio, gaps = each["tokens_per_s"], each["ratio"], [found["gap"] or 0.0 for found in each["differences"]]
+        speed, ratio, gaps = each["tokens_per_s"], each["ratio"], [one["gap"] or 0.0 for one in each["differences"]]
         table.add_row(
             f"{each['engine']} {each['variant']}",
             str(each["drafts"]),
@@ -193,9 +193,13 @@ def show(record: dict) -> None:
     console.print(table)
     for name, reason in record["unavailable"].items():
         console.print(f"{name}: unavailable: {reason}", markup=False)
-    found = record["prompts"]
-    left_out = "all loop, none left out" if found["only_loops"] else f"{len(found['looping'])} loop and are left out"
-    console.print(f"{len(found['domains'])} prompts: {left_out}; {len(found['short'])} with short texts", markup=False)
+    prompts = record["prompts"]
+    repetitive = f"{len(prompts['looping'])} are repetitive and left out"
+    if prompts["only_loops"]:
+        repetitive = "all are repetitive, none left out"
+    console.print(
+        f"{len(prompts['domains'])} prompts: {repetitive}; {len(prompts['short'])} with short texts", markup=False
+    )
     for name, worker in record["workers"].items():
         if worker["idle_cpu"] > 0.05:
             console.print(f"note: {name} uses {worker['idle_cpu']:.2f} processors while idle", markup=False)
@@ -205,7 +209,7 @@ def _figure(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def _whole(text: str) -> tuple[int, ...]:
+def _integers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
@@ -220,15 +224,22 @@ def main() -> None:
     run.add_argument("--out", type=Path)
     run.add_argument("--name", help="what the record calls the checkpoint")
     run.add_argument("--only", type=lambda text: text.split(","), default=ENGINES, help="engines, comma-separated")
-    run.add_argument("--drafts", "-k", type=_whole, default=(1, 2, 4), help="every K, comma-separated")
+    run.add_argument(
+        "--num-speculative-tokens",
+        "-k",
+        dest="drafts",
+        type=_integers,
+        default=(1, 2, 4),
+        help="every K, comma-separated",
+    )
     run.add_argument("--prompts", type=Path, help="as for `nextn bench`")
     run.add_argument("--num-prompts", type=int)
     run.add_argument("--max-tokens", type=int, default=256)
     run.add_argument("--repeats", type=int, default=3)
     run.add_argument("--threads", type=int, default=2)
-    run.add_argument("--context", type=int, default=2048, help="columns that vLLM and llama.cpp make room for")
+    run.add_argument("--context", type=int, default=2048, help="context size of vLLM and llama.cpp, in tokens")
     run.add_argument("--rest", type=float, default=0.05, help="seconds between requests")
-    run.add_argument("--limit", type=float, default=900, help="seconds for a start or an answer")
+    run.add_argument("--limit", type=float, default=900, help="seconds allowed for a start or an answer")
     args = parser.parse_args()
     if args.verb == "setup":
         environments.build(args.engines, jobs=args.jobs, say=print)

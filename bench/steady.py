@@ -1,7 +1,8 @@
-"""Held-out prompts that a recipe's model goes on from without falling into a loop, for `nextn bench` and `peers.py`.
+"""Held-out prompts that a recipe's model continues without repetition, for `nextn bench` and `peers.py`.
 
-Small models loop in greedy decoding, and loops are easy to draft; the benchmarks leave them out, and of 24 prompts
-hardly one may be left. This one asks many prompts and writes those whose greedy text does not loop.
+Small models tend to repeat themselves in greedy decoding, and repetitive text is easy to draft; the benchmarks leave
+it out, and of 24 prompts hardly one may remain. This tries many prompts and writes those whose greedy text does not
+repeat.
 
     python bench/steady.py runs/code/model runs/code/steady.jsonl
 """
@@ -10,12 +11,13 @@ import argparse
 import json
 from pathlib import Path
 
-from nextn.checkpoints.tensor_file import atomic
-from nextn.corpus.corpus_files import corpora
-from nextn.corpus.loops import degeneracy
-from nextn.decode import Settings, rounds
-from nextn.model import Model
-from nextn.training.recipes import held_out_prompts
+from nextn.checkpoint.safetensors_file import atomic
+from nextn.data.degeneracy import degeneracy
+from nextn.data.sources import load_corpora
+from nextn.decoding.rounds import Settings, rounds
+from nextn.model.model import Model
+from nextn.runtime.backend import backend_for
+from nextn.train.recipes import held_out_prompts
 
 
 def main() -> None:
@@ -27,20 +29,20 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=256)
     args = parser.parse_args()
     model = Model.load(args.model)
-    engine, kept, asked = model.engine(), [], 0
+    engine, selected, num_tried = backend_for(model), [], 0
     assert model.tokenizer is not None
-    _, held_out = corpora([], model.tokenizer)
+    _, held_out = load_corpora([], model.tokenizer)
     for prompt in held_out_prompts(held_out, count=args.asked, seed=1):
-        if len(kept) == args.count:
+        if len(selected) == args.count:
             break
-        asked, text = asked + 1, []
+        num_tried, text = num_tried + 1, []
         for each in rounds(engine.trunk, engine.head, [prompt], Settings(drafts=8, max_tokens=args.max_tokens)):
             text += each.rows[0].emitted
-        kept += [prompt] if not degeneracy(text).looping else []
+        selected += [prompt] if not degeneracy(text).is_degenerate else []
     with atomic(args.out) as target:
-        for prompt in kept:
+        for prompt in selected:
             target.write((json.dumps({"prompt": prompt, "domain": "held-out"}) + "\n").encode())
-    print(f"{len(kept)} of {asked} prompts go on without a loop")
+    print(f"{len(selected)} of {num_tried} prompts continue without repetition")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What K depths cost in training: seconds of a step against what its FLOPs predict over a trunk-only step.
+"""Cost of K depths in training: step time relative to a trunk-only step, compared with what FLOPs predict.
 
-One run, interleaved, medians; writes JSON. `python bench/step.py --out step.json`.
+One run with interleaved steps, medians; writes JSON. `python bench/step.py --out step.json`.
 """
 
 import argparse
@@ -13,17 +13,16 @@ from pathlib import Path
 
 import torch
 
-from nextn.checkpoints.tensor_file import write_json
-from nextn.corpus.bytelevel import byte_tokenizer
-from nextn.corpus.data import Corpus
-from nextn.corpus.text_files import standard_library
-from nextn.training.recipes import Recipe, by_name
-from nextn.training.tasks import JointTask
-from nextn.training.train import Trainer
+from nextn.checkpoint.safetensors_file import write_json
+from nextn.data.byte_tokenizer import byte_tokenizer
+from nextn.data.corpus import Corpus, standard_library
+from nextn.train.joint_task import JointTask
+from nextn.train.loop import Trainer
+from nextn.train.recipes import Recipe, by_name
 
 
 def flops_per_token(trainer: Trainer, depths: int) -> float:
-    """6 FLOPs per multiply-accumulate of a forward and backward pass: matrices, and attention over half the row."""
+    """6 FLOPs per multiply-accumulate of forward and backward pass: matrices, and attention over half the sequence."""
     model = trainer.task.model
     config, trunk = model.trunk.config, model.trunk
     attention = trainer.config.length * config.num_attention_heads * config.head_dim
@@ -36,7 +35,7 @@ def flops_per_token(trainer: Trainer, depths: int) -> float:
 
 
 def trainer_of(recipe: Recipe, depths: int, corpus: Corpus, *, compile: bool) -> Trainer:
-    from nextn.model import Model
+    from nextn.model.model import Model
 
     torch.manual_seed(0)
     config = replace(recipe.train, depths=depths, steps=1000, compile=compile)

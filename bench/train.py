@@ -1,8 +1,8 @@
-"""Tokens/s and peak memory of a training step: the trunk alone, a naive MTP loss, and ours; K depths, packed rows.
+"""Tokens/s and peak memory of a training step: the trunk alone, a naive MTP loss, and ours; K depths, packed sequences.
 
-Each case is a process that keeps its model, and all take turns at a step, so that what else happens on the machine hits
-all alike; medians. Memory is the rise of the process's resident high-water mark above what it had before the model was
-built (Linux), with gradients and the optimiser's state. About five minutes on two cores.
+Each case is a process that keeps its model, and all take turns at a step, so that other load on the machine affects all
+alike; medians. Memory is the rise of the process's resident peak above its memory before the model was built (Linux),
+with gradients and the optimizer's state. About five minutes on two cores.
 
     python bench/train.py --out bench/results/train.json
 """
@@ -26,16 +26,15 @@ import torch.nn.functional as F
 from memory import resident
 from torch import Tensor
 
-from nextn.checkpoints.tensor_file import write_json
-from nextn.corpus.data import Corpus
-from nextn.corpus.text_files import standard_library
-from nextn.head import outputs
-from nextn.losses.loss import LossReport
-from nextn.model import Model
-from nextn.training.recipes import byte_model
-from nextn.training.tasks import Example, JointTask
-from nextn.training.train import Trainer
-from nextn.training.train_config import TrainConfig
+from nextn.checkpoint.safetensors_file import write_json
+from nextn.data.corpus import Corpus, standard_library
+from nextn.losses.mtp_loss import LossReport
+from nextn.model.head import lm_head_weights
+from nextn.model.model import Model
+from nextn.train.config import TrainConfig
+from nextn.train.joint_task import Example, JointTask
+from nextn.train.loop import Trainer
+from nextn.train.recipes import byte_model
 
 LAYERS, WIDTH = 6, 256
 SIZES = {"batch-size": 4, "length": 512, "vocabulary": 32768, "threads": 2}
@@ -72,9 +71,9 @@ class NaiveTask(JointTask):
         targets, depths = self._targets(example.batch), self.config.depths
         with torch.autocast(targets.tokens.device.type, torch.bfloat16):
             hidden = self.model.trunk(targets.tokens, documents=targets.documents)
-            run = self.model.head.hiddens
-            states = [hidden.normed, *run(targets.tokens, hidden.eaten, depths, documents=targets.documents)]
-            weights = outputs(self.model.trunk, self.model.head, depths)
+            run = self.model.head.teacher_forced_hidden
+            states = [hidden.final_hidden, *run(targets.tokens, hidden.head_input, depths, documents=targets.documents)]
+            weights = lm_head_weights(self.model.trunk, self.model.head, depths)
             logits = [(state @ weight.T).float() for state, weight in zip(states, weights, strict=True)]
         losses = [F.cross_entropy(each.flatten(0, 1), targets.labels(k).flatten()) for k, each in enumerate(logits)]
         counts = targets.counts(depths)
@@ -83,7 +82,7 @@ class NaiveTask(JointTask):
 
 
 def corpus(vocabulary: int) -> Corpus:
-    """Documents of the standard library, a token a word; which token it is does not matter here."""
+    """Documents of the standard library, one token per word; which token does not matter here."""
     texts = [(path.name, path.read_text()) for path in standard_library()[:60]]
     return Corpus.from_texts(
         texts,
@@ -93,7 +92,7 @@ def corpus(vocabulary: int) -> Corpus:
 
 
 def serve(case: Case, options: argparse.Namespace) -> None:
-    """A step for each line on standard input -> its seconds, and the memory so far."""
+    """Run a step for each line on standard input, and print its seconds and the peak memory so far."""
     torch.set_num_threads(options.threads)
     data = corpus(options.vocabulary)
     config = TrainConfig(
@@ -109,13 +108,13 @@ def serve(case: Case, options: argparse.Namespace) -> None:
         for _ in sys.stdin:
             started = time.perf_counter()
             record = trainer._step()
-            told = {"seconds": time.perf_counter() - started, "loss": record.loss[0]}
-            print(json.dumps(told | {"bytes": resident("VmHWM") - before}), flush=True)
+            result = {"seconds": time.perf_counter() - started, "loss": record.loss[0]}
+            print(json.dumps(result | {"bytes": resident("VmHWM") - before}), flush=True)
 
 
 @contextmanager
 def worker(case: Case, options: argparse.Namespace) -> Iterator[Callable[[], dict[str, float]]]:
-    """A process of the case -> what makes it do a step."""
+    """Start a process of the case; yield a function that makes it run a step."""
     command = [sys.executable, __file__, "--case", json.dumps(asdict(case))]
     command += [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in SIZES]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -132,17 +131,17 @@ def worker(case: Case, options: argparse.Namespace) -> Iterator[Callable[[], dic
 
 
 def measured(cases: list[Case], options: argparse.Namespace) -> list[dict[str, object]]:
-    """Two steps of each do not count: kernels and graphs are made, and memory is taken for the first time."""
-    told: dict[Case, list[dict[str, float]]] = {case: [] for case in cases}
+    """Run all cases in turn. Two steps of each are a warm-up: compilation and first allocations."""
+    results: dict[Case, list[dict[str, float]]] = {case: [] for case in cases}
     with ExitStack() as stack:
         steps = {case: stack.enter_context(worker(case, options)) for case in cases}
         for turn in range(options.repeats + 2):
             for case in [*cases[turn % len(cases) :], *cases[: turn % len(cases)]]:
-                told[case].append(steps[case]())
+                results[case].append(steps[case]())
             print(f"turn {turn + 1} of {options.repeats + 2}", file=sys.stderr, flush=True)
     tokens = options.batch_size * options.length
     rows = []
-    for case, records in told.items():
+    for case, records in results.items():
         seconds = sorted(record["seconds"] for record in records[2:])
         row = {"seconds": statistics.median(seconds), "fastest": seconds[0], "slowest": seconds[-1]}
         row |= {"tokens_per_s": tokens / row["seconds"], "peak_mb": records[-1]["bytes"] / 1e6}
@@ -159,8 +158,8 @@ def print_table(rows: list[dict[str, object]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="where the JSON record goes")
-    parser.add_argument("--only", default="", help="pattern of the cases to run beside the trunk alone")
+    parser.add_argument("--out", type=Path, help="file for the JSON record")
+    parser.add_argument("--only", default="", help="pattern of the cases to run in addition to the trunk alone")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     for name, default in SIZES.items():

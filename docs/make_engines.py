@@ -1,4 +1,4 @@
-"""Writes the tables of docs/engines.md from bench/results/engines.json, which `make test-engines` writes."""
+"""Write the tables of docs/engines.md from bench/results/engines.json, which `make test-engines` writes."""
 
 import json
 import re
@@ -13,12 +13,12 @@ Record = Mapping[str, Any]
 
 
 def page(text: str, record: Record) -> str:
-    """The page with every table made anew; a mark is `<!-- NAME -->`, its table goes on to `<!-- / -->`."""
+    """Return the page with every table regenerated; a table is between `<!-- NAME -->` and `<!-- / -->`."""
 
-    def made(mark: re.Match[str]) -> str:
+    def regenerated(mark: re.Match[str]) -> str:
         return f"<!-- {mark[1]} -->\n" + "\n".join(_table(mark[1], record)) + "\n<!-- / -->"
 
-    return re.sub(r"<!-- ([a-z]+) -->\n.*?<!-- / -->", made, text, flags=re.S)
+    return re.sub(r"<!-- ([a-z]+) -->\n.*?<!-- / -->", regenerated, text, flags=re.S)
 
 
 def _table(name: str, record: Record) -> Iterator[str]:
@@ -33,7 +33,7 @@ def pairs(record: Record) -> Iterator[str]:
 
 
 def modules(record: Record) -> Iterator[str]:
-    yield from _compared({f"{key} modules": each for key, each in record["modules"].items()})
+    yield from _compared({f"{key} MTP layers": each for key, each in record["modules"].items()})
 
 
 def head(record: Record) -> Iterator[str]:
@@ -45,25 +45,25 @@ def versions(record: Record) -> Iterator[str]:
     yield "|---|---|---|"
     for section in ("pairs", "modules", "head"):
         for key, each in sorted(record.get(section, {}).items()):
-            told = ", ".join(f"{name} {version}" for name, version in each["versions"].items())
-            yield f"| {section}: {key} | {each['date']} | {told} |"
+            cell = ", ".join(f"{name} {version}" for name, version in each["versions"].items())
+            yield f"| {section}: {key} | {each['date']} | {cell} |"
 
 
 def faults(record: Record) -> Iterator[str]:
-    yield "| planted | what was done | engine, K = 3 | audit | measure, and its probe | diagnose |"
+    yield "| injected fault | what was done | engine, K = 3 | audit | measure, and its probe | diagnose |"
     yield "|---|---|---|---|---|---|"
     for key, each in sorted(record["faults"].items()):
-        told = f"refuses: {each['refused']}" if "refused" in each else _rates(each["engine"])
+        engine = f"refuses: {each['refused']}" if "refused" in each else _rates(each["engine"])
         rules = ", ".join(f"`{rule}`" for rule in each["audit"]) or "clean"
         measured = f"{_rates(each['measure']['rates'])}: {each['probe']['verdict']}" if "probe" in each else ""
         named = ", ".join(f"`{name}`" for name in each.get("diagnose", ()))
-        yield f"| {key} | {each['does']} | {_cell(told)} | {rules} | {_cell(measured)} | {named} |"
+        yield f"| {key} | {each['does']} | {_cell(engine)} | {rules} | {_cell(measured)} | {named} |"
 
 
-def _compared(told: Mapping[str, Record]) -> Iterator[str]:
-    yield "| | K | texts as ours | engine: a_1..a_K | ours | inside 95 % | counts as ours | with its convention |"
+def _compared(results: Mapping[str, Record]) -> Iterator[str]:
+    yield "| | K | same texts as nextn | engine: a_1..a_K | nextn | inside 95 % | same counts | with its convention |"
     yield "|---|---|---|---|---|---|---|---|"
-    for key, each in told.items():
+    for key, each in results.items():
         for row in each["by_drafts"]:
             cells = [
                 key,
@@ -72,7 +72,7 @@ def _compared(told: Mapping[str, Record]) -> Iterator[str]:
                 _rates(row["engine"]),
                 _rates(row["ours"]),
                 "yes" if row["inside"] else "no",
-                "yes" if row["same_counts"] else f"{row['counts']}, ours {row['row_counts']}",
+                "yes" if row["same_counts"] else f"{row['counts']}, nextn {row['row_counts']}",
                 "yes" if row["same_under_convention"] else f"{row['convention_counts']}",
             ]
             yield "| " + " | ".join(map(str, cells)) + " |"

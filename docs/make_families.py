@@ -1,10 +1,10 @@
-"""Writes docs/families.md from the rows of `nextn.families` and from what the tests say they cover. Needs no torch."""
+"""Write docs/families.md from the rows of `nextn.families` and from what the tests cover. Needs no torch."""
 
 import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from nextn.families import ENGINES, Engine, Family, rows
+from nextn.families import ENGINES, EngineSupport, Family, rows
 from nextn.families.rows import EVERYWHERE
 
 HERE = Path(__file__).parent
@@ -13,7 +13,7 @@ TESTS = HERE.parent / "tests"
 
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "transformers": "transformers"}
 SUPPORT = {
-    "runs": "runs", "loads": "reads, no graph", "ignores": "skips", "drops": "loses", "refuses": "refuses",
+    "runs": "runs", "loads": "reads, no graph", "ignores": "skips", "drops": "drops", "refuses": "refuses",
     "absent": "unknown",
 }  # fmt: skip
 STAGES = {
@@ -21,61 +21,64 @@ STAGES = {
     "streams": "as residual streams, before they are collapsed",
 }  # fmt: skip
 ORDERS = {
-    "recursive": "one module is applied again and again, or module k in turn: each eats the state of the one before",
-    "chained": "depth k has module k - 1, which eats the state that the module before it gave",
-    "unchained": "depth k has module k - 1, and every one eats the trunk's state",
+    "recursive": "one MTP layer is applied repeatedly, or layer k in turn; each takes the state of the previous one",
+    "chained": "depth k uses MTP layer k - 1, which takes the state returned by the previous layer",
+    "unchained": "depth k uses MTP layer k - 1, and each layer takes the trunk's state",
 }
 FACTS = {
     "concat": {"embedding_first": "[embedding, hidden]", "hidden_first": "[hidden, embedding]"},
-    "gain": {"w": "the stored gain multiplies", "1+w": "the stored w means a gain of 1 + w"},
-    "position0": {"keep": "as any other", "zero": "the embedding of position 0 is zeroed"},
+    "norm_weight": {"w": "the multiplier is the stored weight w", "1+w": "the multiplier is 1 + the stored weight w"},
+    "position0": {"keep": "like any other", "zero": "the embedding of position 0 is set to zero"},
     "experts": {
-        "split": "one by one", "fused": "all in two tensors, gate_up_proj [E, 2I, H] and down_proj [E, H, I]",
-        "stacked": "all in three tensors [E, out, in]: gate, up and down apart",
+        "split": "one tensor per expert and matrix",
+        "fused": "two tensors, gate_up_proj [E, 2I, H] and down_proj [E, H, I]",
+        "stacked": "three tensors [E, out, in]: gate, up and down",
     },
 }  # fmt: skip
 MISSING = {
-    "raises": "raises", "unquantised": "raises, if the checkpoint is unquantised",
-    "module": "raises, if unquantised or a whole module is missing", "silent": "says nothing", "unknown": "not known",
+    "raises": "raises", "unquantized": "raises, if the checkpoint is unquantized",
+    "module": "raises, if unquantized or a whole MTP layer is missing", "silent": "no error", "unknown": "not known",
 }  # fmt: skip
 
 INTRO = """\
 # Families
 
-How each published model stores and computes its MTP head (the extra layers that guess tokens after the next one), what
-four inference engines do with it, and what `nextn` does. For those who publish checkpoints or serve them: most heads
-that draft badly are a file that lacks a tensor, or an engine that reads one in another way than the authors.
+How each published model stores and computes its MTP head (the extra layers that predict tokens after the next one),
+what four inference engines do with it, and what `nextn` does. This page is for people who publish or serve checkpoints:
+most heads with low acceptance are caused by a missing tensor, or by an engine that reads a tensor differently than the
+authors meant.
 
-This page is made by `make docs` from `src/nextn/families/rows.py`; change it there.
+`make docs` generates this page from `src/nextn/families/rows.py`; edit it there.
 
-## Words
+## Terms
 
-- **trunk**: the model itself. **head**: all that was added for MTP. **module**: one step of the head; there may be
-  several. **depth** k: how far a module looks; depth 1 guesses the token after the next one.
-- A module takes a **pair**: the embedding of token t+1 and the trunk's **hidden** state of token t. Each is normed,
-  both are joined by a **projection**, a **block** (a decoder layer or several) follows, then a **final norm**, and the
-  **output** head gives logits. What the module hands to the next depth is the **recycled** state.
-- A **copy** is the trunk's embedding or output head, stored again inside the module with equal values. A module may
-  also have one of its own there, with other values.
-- A **role** is what a tensor is for, whatever its name: `token_norm`, `hidden_norm`, `projection`, `block`,
-  `final_norm`, `embedding`, `output`, and what one family alone has.
-- In names, `{layer}` counts on from the trunk's layers (61 for a trunk of 61), `{module}` counts from 0.
+- **trunk**: the target model. **head**: everything that was added for MTP. **MTP layer** (or module): one step of the
+  head; there may be several. **depth** k: the k-th draft token of a round; depth 1 predicts the token after the next.
+- An MTP layer takes a **pair**: the embedding of token t+1 and the trunk's **hidden** state of token t. Each is
+  normalized, the two are combined by a **projection** (eh_proj), then come a **block** (one or more decoder layers) and
+  a **final norm**, and the **output** projection (lm_head) computes logits. The hidden state that the layer passes to
+  the next depth is the **next hidden** state.
+- A **copy** is the trunk's embed_tokens or lm_head, stored again inside the MTP layer with equal values. An MTP layer
+  may also have its own, with other values.
+- A **role** is the function of a tensor, whatever its name: `token_norm`, `hidden_norm`, `projection`, `block`,
+  `final_norm`, `embedding`, `output`, and roles that exist in one family only.
+- In names, `{layer}` continues the numbering of the trunk's layers (61 for a trunk of 61), `{module}` counts from 0.
 
 ## What nextn does
 
-- **audit**, **restore**: reads the family's checkpoints by name and shape, finds what is wrong, and puts a lost head
-  back. Every family has a synthetic checkpoint in its published layout, which the tests audit.
-- **run**: computes trunk and head, so it can train the head and decode with it. Where it does not, the family's section
-  says why.
-- **trained in tests**: a tiny model of the family is trained, decodes without changing the trunk's output, and is saved
-  and loaded again, in the tests.
-- **checked against**: an engine whose own code gave the same logits in the tests, at every depth, to 1e-5 in fp32; for
-  Inkling and Step once the facts in which transformers differs are switched to its choice.
+- **audit**, **restore**: read the family's checkpoints by name and shape, find defects, and restore a lost head. Every
+  family has a synthetic checkpoint in its published layout, which the tests audit.
+- **run**: computes trunk and head, so that the head can be trained and used for decoding. Where this is not possible,
+  the family's section says why.
+- **trained in tests**: in the tests, a tiny model of the family is trained, decodes without changing the trunk's
+  output, and is saved and loaded again.
+- **checked against**: an engine whose own code computed the same logits in the tests, at every depth, to 1e-5 in fp32;
+  for Inkling and Step after the facts in which transformers differs are switched to its choice.
 """
 
 
 def literal(file: str, name: str) -> ast.expr | None:
-    """What a test file assigns to `name`, unevaluated: the tests import torch, this page must not."""
+    """Return the unevaluated value of `name` in a test file: the tests import torch, this script must not."""
     path = TESTS / file
     tree = ast.parse(path.read_text()) if path.exists() else ast.Module([], [])
     for node in tree.body:
@@ -86,20 +89,20 @@ def literal(file: str, name: str) -> ast.expr | None:
 
 
 def trained() -> frozenset[str]:
-    """Families with a tiny model, which every test of training, decoding and saving runs over."""
+    """Families with a tiny model, used by all tests of training, decoding and saving."""
     table = literal("tiny.py", "CONFIGS")
     assert isinstance(table, ast.Dict), "tests/tiny.py: CONFIGS must be a dict display"
     return frozenset(ast.literal_eval(key) for key in table.keys if key is not None)
 
 
 def checked() -> Mapping[str, tuple[str, ...]]:
-    """Family -> engines, as tests/test_oracle.py has them; none before there is such a file."""
+    """Family -> engines, from tests/test_oracle.py if that file exists."""
     table = literal("test_oracle.py", "CHECKED")
     return {} if table is None else ast.literal_eval(table)
 
 
 def text(words: str) -> str:
-    """Prose of a row as Markdown."""
+    """Escape the prose of a row for Markdown."""
     for sign in "*<|":
         words = words.replace(sign, f"\\{sign}")
     return words
@@ -132,16 +135,16 @@ def support() -> Iterator[str]:
     yield "## What the engines do"
     yield ""
     yield (
-        "**runs**: drafts with the head. **reads, no graph**: loads its tensors and cannot draft with them. **skips**: "
-        "ignores the tensors on load. **loses**: the converter leaves them out. **refuses**: says no. **unknown**: no "
-        "code for the model, or none for its head."
+        "**runs**: drafts with the head. **reads, no graph**: loads its tensors but cannot draft with them. **skips**: "
+        "ignores the tensors on load. **drops**: the converter leaves them out. **refuses**: raises an error. "
+        "**unknown**: no code for the model, or none for its head."
     )
     yield ""
     lines = (
         (f"[{row.title}](#{row.name})", *(SUPPORT[row.engines[each].support] for each in ENGINES)) for row in rows()
     )
     yield from table(("family", *(NAMES[each] for each in ENGINES)), lines)
-    yield "Whatever the family:"
+    yield "For all families:"
     yield ""
     for name in ENGINES:
         yield from (f"- {NAMES[name]}: {text(line)}." for line in EVERYWHERE[name])
@@ -164,89 +167,91 @@ def section(row: Family) -> Iterator[str]:
 def counted(row: Family) -> Iterator[str]:
     drafts = f"; as a draft {code(*row.draft_types)}" if row.draft_types else ""
     yield f"- `model_type`: {code(*row.model_types)}{drafts}."
-    most = "" if row.max_modules is None else f"; the layout has room for {row.max_modules}"
-    spare = "; above 1, the config says one more than there are" if row.spare_count else ""
-    yield f"- Modules: {code(*row.count_fields)}, {row.default_count} where the config is silent{most}{spare}."
+    most = "" if row.max_modules is None else f"; the layout allows at most {row.max_modules}"
+    spare = "; above 1, the config states one more than there are" if row.spare_count else ""
+    yield f"- MTP layers: {code(*row.count_fields)}, default {row.default_count}{most}{spare}."
     yield f"- nextn: {'runs it' if row.runs else 'does not run it: ' + text(row.cannot_run)}."
 
 
 def stored(row: Family) -> Iterator[str]:
     def line(role: str, path: str) -> tuple[str, ...]:
         also = [f"also read: {code(*row.aliases[role])}"] if role in row.aliases else []
-        also += ["a copy"] if role in row.copies else ["the module's own"] if role in row.own else []
+        also += ["a copy"] if role in row.copies else ["the MTP layer's own"] if role in row.own else []
         return (f"`{role}`", f"`{path}`", "; ".join(also))
 
-    yield from table(("role", "module path", ""), (line(role, path) for role, path in row.names.items()))
+    yield from table(("role", "path", ""), (line(role, path) for role, path in row.names.items()))
     trunk = ", ".join(f"{role} `{path}`" for role, path in row.trunk.items())
     yield f"- In the trunk: {trunk}."
-    if row.inside:
-        pairs = ", ".join(f"`{run}` as `{path}`" for run, path in row.inside.items())
-        yield f"- Inside the block, what transformers calls {pairs}."
+    if row.block_renames:
+        pairs = ", ".join(f"`{run}` as `{path}`" for run, path in row.block_renames.items())
+        yield f"- Inside the block, published names for those of transformers: {pairs}."
     for wrapper, meant in row.wrappers.items():
         yield f"- Some checkpoints have `{wrapper}` " + (f"for `{meant}`." if meant else "before every name.")
-    yield f"- Experts, where there are any: {text(FACTS['experts'][row.experts])}."
+    yield f"- Experts, if any: {text(FACTS['experts'][row.experts])}."
     if row.fp8 is not None:
         block = " x ".join(map(str, row.fp8.block))
         yield (
-            f"- In fp8, `x.weight` has its scales in `x.{row.fp8.scale}`, one for {block} values; not in fp8: "
-            f"{code(*row.fp8.plain)}, and norms, routers and biases inside the block."
+            f"- In fp8, `x.weight` has its scales in `x.{row.fp8.scale}`, one per {block} block; not in fp8: "
+            f"{code(*row.fp8.unquantized)}, and norms, routers and biases inside the block."
         )
 
 
 def conventions(row: Family) -> Iterator[str]:
     joined = (
-        "the results of two projections are added" if "token_projection" in row.names else FACTS["concat"][row.concat]
+        "the outputs of two projections are added" if "token_projection" in row.names else FACTS["concat"][row.concat]
     )
-    yield f"- Joined: {joined}."
-    yield f"- Hidden: {STAGES[row.hidden]}. Recycled: {STAGES[row.recycled]}."
-    yield f"- Norms: {FACTS['gain'][row.gain]}. Position 0: {FACTS['position0'][row.position0]}."
+    yield f"- eh_proj input order: {joined}."
+    yield f"- Hidden state: {STAGES[row.hidden]}. Next hidden state: {STAGES[row.next_hidden]}."
+    yield f"- Norms: {FACTS['norm_weight'][row.norm_weight]}. Position 0: {FACTS['position0'][row.position0]}."
     yield f"- Order: {ORDERS[row.order]}."
     yield ""
 
 
 def engines(row: Family) -> Iterator[str]:
-    def line(name: str, engine: Engine) -> tuple[str, ...]:
+    def line(name: str, engine: EngineSupport) -> tuple[str, ...]:
         where = f"[{SUPPORT[engine.support]}]({engine.source})" if engine.source else SUPPORT[engine.support]
         said = "; ".join(differs(engine)) if engine.support == "runs" else "; ".join(map(text, engine.notes))
         return (NAMES[name], where, said or "-")
 
-    yield from table(("engine", "", "what it does"), (line(name, row.engines[name]) for name in ENGINES))
+    yield from table(("engine", "", "behavior"), (line(name, row.engines[name]) for name in ENGINES))
 
 
-def differs(engine: Engine) -> Iterator[str]:
-    """What is to be known of an engine that runs the head."""
+def differs(engine: EngineSupport) -> Iterator[str]:
+    """Facts about an engine that runs the head."""
     if engine.hidden:
         yield f"hidden {STAGES[engine.hidden]}"
-    if engine.recycled:
-        yield f"recycles {STAGES[engine.recycled]}"
+    if engine.next_hidden:
+        yield f"next hidden state {STAGES[engine.next_hidden]}"
     if engine.position0:
         yield FACTS["position0"][engine.position0]
     if engine.order:
         yield ORDERS[engine.order]
     if engine.modules is not None:
-        yield f"uses at most {engine.modules} module{'s' * (engine.modules != 1)}"
+        yield f"uses at most {engine.modules} MTP layer{'s' * (engine.modules != 1)}"
     if engine.layers:
-        yield f"knows the head at layer {' or '.join(map(str, engine.layers))} alone"
+        yield f"knows the head only at layer {' or '.join(map(str, engine.layers))}"
     yield (
-        f"takes the trunk's {' and '.join(engine.trunks)}" if engine.trunks else "takes the file's embedding and output"
+        f"takes the trunk's {' and '.join(engine.trunk_roles)}"
+        if engine.trunk_roles
+        else "takes the file's embed_tokens and lm_head"
     )
     yield f"a missing tensor: {MISSING[engine.missing]}"
     if engine.unset:
-        yield f"left at its initial value where the file lacks it inside the module: {', '.join(engine.unset)}"
+        yield f"keeps its initial value if the file lacks it inside the MTP layer: {', '.join(engine.unset)}"
     yield from map(text, engine.notes)
 
 
 def notes(row: Family) -> Iterator[str]:
     for title, lines in (
-        ("Where engines differ, and what else to know", map(text, row.disagreements)),
-        ("Not settled", map(text, row.unverified)),
-        ("Read beside the engines' code", (f"<{source}>" for source in row.sources)),
+        ("Differences between engines, and remarks", map(text, row.disagreements)),
+        ("Unverified", map(text, row.unverified)),
+        ("Sources besides the engines' code", (f"<{source}>" for source in row.sources)),
     ):
-        found = list(lines)
-        if found:
+        items = list(lines)
+        if items:
             yield f"{title}:"
             yield ""
-            yield from (f"- {line}" for line in found)
+            yield from (f"- {line}" for line in items)
             yield ""
 
 

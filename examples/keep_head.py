@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainin
 
 import nextn
 from nextn.audit import audit
-from nextn.checkpoints.checkpoint import Checkpoint
+from nextn.checkpoint.checkpoint import Checkpoint
 
 
-def tuned(model: torch.nn.Module, out: Path, source: str) -> Trainer:
+def train(model: torch.nn.Module, out: Path, source: str) -> Trainer:
     tokens = torch.randint(0, 40, (8, 32))
     data = [{"input_ids": row, "labels": row} for row in tokens]
     settings = TrainingArguments(str(out / "run"), max_steps=2, save_strategy="no", report_to=[], disable_tqdm=True)
@@ -27,23 +27,23 @@ def tuned(model: torch.nn.Module, out: Path, source: str) -> Trainer:
 
 
 def fine_tune(model: PreTrainedModel, source: str, out: Path) -> Path:
-    tuned(model, out, source).save_model(str(out / "full"))
+    train(model, out, source).save_model(str(out / "full"))
     return out / "full"
 
 
 def fine_tune_with_lora(model: PreTrainedModel, source: str, out: Path) -> Path:
     lora = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    tuned(lora, out, source)
+    train(lora, out, source)
     lora.merge_and_unload().save_pretrained(out / "merged")
     return out / "merged"
 
 
 def main(source: str, out: Path) -> None:
-    for train in (fine_tune, fine_tune_with_lora):
-        folder = train(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), source, out)
+    for run in (fine_tune, fine_tune_with_lora):
+        folder = run(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), source, out)
         report = audit(Checkpoint.open(folder))
         print(
-            f"{folder}: {len(report.modules)} of {report.promised} modules,", "clean" if report.clean else "not clean"
+            f"{folder}: {len(report.modules)} of {report.declared} modules,", "clean" if report.clean else "not clean"
         )
 
 

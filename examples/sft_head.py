@@ -1,8 +1,8 @@
-"""Train an MTP head in full beside a LoRA fine-tune in TRL's SFTTrainer: the line with a comment is all that is added.
+"""Train a full MTP head alongside a LoRA fine-tune in TRL's SFTTrainer, by adding the one line with a comment.
 
     python examples/sft_head.py OUT [MODEL]    # MODEL: a checkpoint with an MTP head, a folder or a hub id
 
-Without MODEL, a tiny random one that reads bytes is made first. The data are sums; give SFTTrainer some of your own.
+Without MODEL, a tiny random byte-level model is created. The data are sums; give SFTTrainer a data set of your own.
 """
 
 import sys
@@ -15,8 +15,8 @@ from trl import SFTConfig, SFTTrainer
 
 import nextn
 from nextn.audit import audit
-from nextn.checkpoints.checkpoint import Checkpoint
-from nextn.corpus.bytelevel import byte_tokenizer
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.data.byte_tokenizer import byte_tokenizer
 
 TINY = {
     "model_type": "qwen3_5_text", "vocab_size": 264, "hidden_size": 64, "intermediate_size": 128,
@@ -26,7 +26,7 @@ TINY = {
 
 
 def sums(count: int) -> datasets.Dataset:
-    """Questions, and answers that begin by saying the question again: only the answers are labels."""
+    """Questions, and answers that begin by repeating the question; only the answers are labels."""
     pairs = torch.randint(0, 50, (count, 2)).tolist()
     prompts = [f"{a} + {b} = ?\n" for a, b in pairs]
     return datasets.Dataset.from_dict({
@@ -44,13 +44,13 @@ def main(out: Path, source: str | None) -> None:
     )  # fmt: skip
     lora = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = SFTTrainer(source, settings, train_dataset=sums(160), eval_dataset=sums(8), peft_config=lora)
-    nextn.train_head(trainer, settings=nextn.HeadSettings(depths=3))  # detached: the adapters train as without it
+    nextn.train_head(trainer, settings=nextn.HeadSettings(depths=3))  # detached: the adapters train as without a head
     trainer.train()
     print(f"on held-out answers, {trainer.evaluate()['eval_head_greedy_AL']:.2f} tokens a round")
     trainer.model.merge_and_unload().save_pretrained(out / "model")
     report = audit(Checkpoint.open(out / "model"))
     print(
-        f"{out / 'model'}: {len(report.modules)} of {report.promised} modules,",
+        f"{out / 'model'}: {len(report.modules)} of {report.declared} modules,",
         "clean" if report.clean else "not clean",
     )
 

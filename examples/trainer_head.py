@@ -1,8 +1,8 @@
-"""Train an MTP head beside a fine-tune in transformers' Trainer: the line with a comment is all that is added.
+"""Train an MTP head alongside a fine-tune in transformers' Trainer, by adding the one line with a comment.
 
     python examples/trainer_head.py OUT [MODEL]    # MODEL: a checkpoint with an MTP head, a folder or a hub id
 
-Without MODEL, a tiny random one is made first. It learns random phrases; give Trainer a data set of your own.
+Without MODEL, a tiny random one is created. It learns random phrases; give Trainer a data set of your own.
 """
 
 import sys
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import nextn
 from nextn.audit import audit
-from nextn.checkpoints.checkpoint import Checkpoint
+from nextn.checkpoint.checkpoint import Checkpoint
 
 TINY = {
     "model_type": "qwen3_5_text", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -23,7 +23,7 @@ TINY = {
 
 
 def phrases(count: int) -> list[dict[str, torch.Tensor]]:
-    """Rows that repeat a phrase of six tokens: whoever sees the row can draft it."""
+    """Rows that repeat a phrase of six tokens, which can be drafted from the row itself."""
     rows = torch.randint(0, 64, (count, 6)).repeat(1, 5)
     return [{"input_ids": row, "labels": row} for row in rows]
 
@@ -38,13 +38,13 @@ def main(out: Path, source: str | None) -> None:
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     trainer = Trainer(model, settings, train_dataset=phrases(160), eval_dataset=phrases(8))
-    nextn.train_head(trainer, settings=nextn.HeadSettings(joint=True, depths=3))  # the head of what was loaded
+    nextn.train_head(trainer, settings=nextn.HeadSettings(joint=True, depths=3))  # the head of the loaded model
     trainer.train()
     print(f"on held-out rows, {trainer.evaluate()['eval_head_greedy_AL']:.2f} tokens a round")
     trainer.save_model(str(out / "model"))
     report = audit(Checkpoint.open(out / "model"))
     print(
-        f"{out / 'model'}: {len(report.modules)} of {report.promised} modules,",
+        f"{out / 'model'}: {len(report.modules)} of {report.declared} modules,",
         "clean" if report.clean else "not clean",
     )
 

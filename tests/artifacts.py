@@ -16,8 +16,8 @@ import pytest
 from layouts import LAYOUTS
 from parts import DIM, EXPERTS, HEADS, INNER, KV, LAYERS, H, Shapes, V
 
-from nextn.checkpoints.checkpoint import Checkpoint, write_index
-from nextn.checkpoints.tensor_file import RawTensor, write_json, write_safetensors
+from nextn.checkpoint.checkpoint import Checkpoint, write_index
+from nextn.checkpoint.safetensors_file import RawTensor, write_json, write_safetensors
 from nextn.families import Family, by_name
 
 __all__ = [
@@ -68,7 +68,7 @@ def _module(name: str, index: int, copies: bool) -> Shapes:
     wide = {"projection": (H, 2 * H), "token_projection": (H, H), "hidden_projection": (H, H)}
     shapes: Shapes = {}
     for role, path in family.names.items():
-        copied = role in family.copies and (role in family.unwritten or not copies)
+        copied = role in family.copies and (role in family.read_only_copies or not copies)
         if role == "block" or copied or (index and "{" not in path):
             continue
         own = {path: shape for path, shape in said.items() if re.match(rf"{role}(\.|$)", path)}
@@ -76,11 +76,11 @@ def _module(name: str, index: int, copies: bool) -> Shapes:
     return shapes
 
 
-def values(name: str, shape: tuple[int, ...], *, gain: float, seed: int) -> np.ndarray:
+def values(name: str, shape: tuple[int, ...], *, norm_weight: float, seed: int) -> np.ndarray:
     """fp32 values of one tensor, seeded by its name; `gain` is where norm gains lie."""
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     out = 0.1 * rng.standard_normal(shape).astype(np.float32)
-    return gain + out if "norm" in name and len(shape) == 1 and name.endswith("weight") else out
+    return norm_weight + out if "norm" in name and len(shape) == 1 and name.endswith("weight") else out
 
 
 def bf16(array: np.ndarray) -> bytes:
@@ -123,13 +123,15 @@ def publish(
     the table of tensors before it is written (drop, rename, replace).
     """
     family = by_name(name)
-    gain = 0.0 if family.gain == "1+w" else 1.0
+    norm_weight = 0.0 if family.norm_weight == "1+w" else 1.0
     table: dict[str, RawTensor] = {}
     plain: list[str] = []
     for each, shape in tensors(name, modules=modules, copies=copies).items():
-        data = values(_original(name, each), shape, gain=1.0 if "linear_attn.norm" in each else gain, seed=seed)
+        data = values(
+            _original(name, each), shape, norm_weight=1.0 if "linear_attn.norm" in each else norm_weight, seed=seed
+        )
         stored = _prefixed(family, each, wrapper)
-        if fp8 and _quantised(family, each, shape):
+        if fp8 and _quantized(family, each, shape):
             table |= _blocks(family, stored, data)
         else:
             plain += [stored.removesuffix(".weight")] if len(shape) > 1 else []
@@ -171,12 +173,12 @@ def _config(family: Family, wrapper: str) -> dict[str, object]:
     return {"model_type": outer, "text_config": text, "tie_word_embeddings": layout.tied}
 
 
-def _quantised(family: Family, name: str, shape: tuple[int, ...]) -> bool:
+def _quantized(family: Family, name: str, shape: tuple[int, ...]) -> bool:
     """Whether a release in fp8 has this matrix in fp8; a 3-dimensional one is a stack of experts or a convolution."""
     assert family.fp8 is not None, f"{family.name} has no fp8 releases"
     canonical = family.canonical(name, LAYERS)
     if canonical is not None:
-        inside = canonical.split(".")[1] not in family.fp8.plain and "norm" not in name
+        inside = canonical.split(".")[1] not in family.fp8.unquantized and "norm" not in name
     else:
         inside = family.trunk_layer(name) is not None
     matrix = len(shape) == 2 or (len(shape) == 3 and "conv" not in name)
@@ -230,14 +232,14 @@ def write(folder: Path, table: Mapping[str, RawTensor], *, shards: int = 1) -> N
 def watched() -> Iterator[list[str]]:
     """The names of the tensors that samples are read of, one for each read."""
     names: list[str] = []
-    read = Checkpoint.windows
+    read = Checkpoint.read_blocks
 
     def spy(self, places, size):
         names.extend(info.name for info, _ in places)
         return read(self, places, size)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpoint, "windows", spy)
+        patch.setattr(Checkpoint, "read_blocks", spy)
         yield names
 
 

@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from nextn.checkpoints.checkpoint import INDEX
-from nextn.checkpoints.tensor_file import RawTensor, _layout
+from nextn.checkpoint.checkpoint import INDEX
+from nextn.checkpoint.safetensors_file import RawTensor, _layout
 
 H, V, INNER, LAYERS, RANK = 7168, 129280, 2048, 61, 1536
 
@@ -88,4 +88,4 @@ def write(folder: Path, files: dict[str, bytes | Sparse]) -> None:
     for name, content in files.items():
         with (folder / name).open("wb") as file:
             file.write(content.header if isinstance(content, Sparse) else content)
-            file.truncate(len(content))
+            file.rollback_to(len(content))

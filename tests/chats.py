@@ -1,6 +1,6 @@
 """A byte-level tokenizer that speaks: a chat template with and without marks around what the assistant says."""
 
-from nextn.corpus.bytelevel import byte_tokenizer
+from nextn.data.byte_tokenizer import byte_tokenizer
 
 _TURNS = (
     "{% for m in messages %}"

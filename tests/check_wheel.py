@@ -20,7 +20,7 @@ def main(checkpoint: str) -> None:
     wanted = {path.relative_to(SOURCES) for path in SOURCES.rglob("*") if "__pycache__" not in path.parts}
     missing = sorted(str(path) for path in wanted if not (package / path).exists())
     assert not missing, f"not in the wheel: {', '.join(missing)}"
-    assert {path.suffix for path in (package / "fast" / "csrc").iterdir()} >= {".cpp", ".h"}
+    assert {path.suffix for path in (package / "runtime" / "native" / "csrc").iterdir()} >= {".cpp", ".h"}
     assert (package / "py.typed").exists()
     assert run("--version").strip() == f"nextn {nextn.__version__}"
     assert json.loads(run("env", "--json"))["packages"]["torch"]

@@ -10,7 +10,7 @@ from fake_engine import FakeEngine
 from tiny import FIXTURES
 
 from nextn.cli import main
-from nextn.model import Model
+from nextn.model.model import Model
 
 torch.set_num_threads(1)
 

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from nextn.corpus.data import Corpus, Document
-from nextn.corpus.split import split
-from nextn.corpus.text_files import standard_library
+from nextn.data.corpus import Corpus, Document, standard_library
+from nextn.data.sources import split_files
 
 EOS = 999
 
@@ -21,10 +20,10 @@ def numbered(*lengths):
 def masked(*marks):
     """A document of ids 0.. for each string; + marks the tokens that count."""
     documents = [Document(each, np.arange(len(each)), np.array([sign == "+" for sign in each])) for each in marks]
-    return Corpus.of(documents, lambda texts: [[10] for _ in texts], EOS)
+    return Corpus.from_documents(documents, lambda texts: [[10] for _ in texts], EOS)
 
 
 @cache
 def library() -> tuple[list[Path], list[Path]]:
     """(train, held out) of the standard library."""
-    return split(standard_library())
+    return split_files(standard_library())

@@ -10,15 +10,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
 
-from nextn.canary.drive import Drawn, Seen
-from nextn.canary.expected import DRAFTS
-from nextn.decode import Settings
-from nextn.drafting import Contract
-from nextn.engines.counters import Counters, counted, summed
-from nextn.measuring.faults import FAULTS, planted
-from nextn.measuring.variants import read_as
-from nextn.sampling import Judge, Sampling, law, pick
-from nextn.text import generate
+from nextn.conformance.engine_run import ConformanceRun, SampledRun
+from nextn.conformance.expected import DRAFTS
+from nextn.decoding.drafter import Contract
+from nextn.decoding.generate import generate
+from nextn.decoding.rounds import Settings
+from nextn.engines.counters import Counters, fill_in_derived, sum_counters
+from nextn.evaluate.conventions import apply_variants
+from nextn.evaluate.faults import FAULTS, fault_variant
+from nextn.speculative.sampling import Sampling, Verifier, sample_at, to_probs
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
 
@@ -28,8 +28,8 @@ def faulty(model, name):
     fault = BY_NAME[name]
     if fault.contract:
         return (model, Contract(**fault.contract)) if model.head.num_modules == 1 else None
-    reading = planted(fault, model)
-    return None if reading is None else read_as(model, Contract(), [reading])
+    reading = fault_variant(fault, model)
+    return None if reading is None else apply_variants(model, Contract(), [reading])
 
 
 def answered(model, contract, prompts, drafts, tokens, *, whole=False, rule="block", temperature=0.0, seed=0):
@@ -45,14 +45,14 @@ def answered(model, contract, prompts, drafts, tokens, *, whole=False, rule="blo
         sampled_drafts=rule != "argmax",
     )
     with _matching(model) if rule == "match" and temperature else nullcontext():
-        return [_cut(each, drafts, tokens) for each in generate(model, prompts, settings, path="plain")]
+        return [_cut(each, drafts, tokens) for each in generate(model, prompts, settings, backend="torch")]
 
 
-class _Matching(Judge):
+class _Matching(Verifier):
     """A draft stands only if the trunk, too, draws it."""
 
     def decide(self, logits, q, drafts, u, limit, *, seen=None):
-        drawn = pick(law(logits, self.sampling), u)
+        drawn = sample_at(to_probs(logits, self.sampling), u)
         stands = (drawn[:, :-1] == drafts) & (torch.arange(drafts.shape[1]) < limit[:, None])
         kept = stands.long().cumprod(-1).sum(-1)
         return torch.stack([kept, drawn.gather(1, kept[:, None])[:, 0]], dim=1)
@@ -60,11 +60,11 @@ class _Matching(Judge):
 
 @contextmanager
 def _matching(model):
-    model.trunk.judge = lambda sampling, *, block: _Matching(sampling, block=block)
+    model.trunk.verifier = lambda sampling, *, block: _Matching(sampling, block=block)
     try:
         yield
     finally:
-        del model.trunk.judge
+        del model.trunk.verifier
 
 
 def _cut(result, drafts, tokens):
@@ -73,7 +73,7 @@ def _cut(result, drafts, tokens):
         if emitted < tokens:
             rounds.append(part)
             emitted += len(part.emitted)
-    kept = [part.kept for part in rounds if part.drafts]
+    kept = [part.num_accepted for part in rounds if part.drafts]
     positions = tuple(sum(each > place for each in kept) for place in range(drafts))
     drafted = sum(len(part.drafts) for part in rounds)
     return result.tokens[:tokens], Counters("ours", len(kept), drafted, sum(kept), positions)
@@ -81,7 +81,7 @@ def _cut(result, drafts, tokens):
 
 def seen(model, contract, canary, drafts, *, whole=False):
     found = answered(model, contract, [each.ids for each in canary.prompts], drafts, canary.max_tokens, whole=whole)
-    return Seen(tuple(text for text, _ in found), tuple(((at,), each) for at, (_, each) in enumerate(found)))
+    return ConformanceRun(tuple(text for text, _ in found), tuple(((at,), each) for at, (_, each) in enumerate(found)))
 
 
 def drawn(model, canary, drafts, rule, *, passes=8, whole=True, seed=1):
@@ -91,7 +91,7 @@ def drawn(model, canary, drafts, rule, *, passes=8, whole=True, seed=1):
     found = answered(model, Contract(), prompts, drafts, canary.max_tokens, **how)
     texts = [text for text, _ in found]
     passed = tuple(tuple(texts[start : start + count]) for start in range(0, len(texts), count))
-    return Drawn(passed, counted(summed(counters for _, counters in found)))
+    return SampledRun(passed, fill_in_derived(sum_counters(counters for _, counters in found)))
 
 
 class Server:

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nextn.checkpoints.checkpoint import Checkpoint
-from nextn.checkpoints.inventory import Inventory
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
 
 # (the head's tensors by canonical name, those of another seed's head) -> its tensors by file name
 Change = Callable[["Files"], dict[str, Tensor]]
@@ -56,7 +56,7 @@ def _swapped(files: Files) -> dict[str, Tensor]:
 
 
 def _shifted(files: Files) -> dict[str, Tensor]:
-    return files.changed("norm", by=lambda gain: gain - 1)
+    return files.changed("norm", by=lambda norm_weight: norm_weight - 1)
 
 
 def _stale(files: Files) -> dict[str, Tensor]:
@@ -64,7 +64,7 @@ def _stale(files: Files) -> dict[str, Tensor]:
     return files.tensors | {name: files.other[name] for name in own}
 
 
-def _quantised(bits: int, files: Files) -> dict[str, Tensor]:
+def _quantized(bits: int, files: Files) -> dict[str, Tensor]:
     """Matrices to so many bits, one scale a row, to the nearest."""
 
     def rounded(value: Tensor) -> Tensor:
@@ -97,8 +97,8 @@ PLANTED = (
     Planted("swapped", "the halves of the projection are exchanged", _swapped, keys=("concat",)),
     Planted("shifted", "1 is subtracted from the gains of the head's norms", _shifted, keys=("gain:all:+1",)),
     Planted("stale", "the head is that of a trunk of another seed", _stale, words="of another trunk"),
-    Planted("quantised", "the head's matrices are rounded to 4 bits", partial(_quantised, 4), cause="fine"),
-    Planted("crushed", "the head's matrices are rounded to 2 bits", partial(_quantised, 2), cause="head-2-bit"),
+    Planted("quantized", "the head's matrices are rounded to 4 bits", partial(_quantized, 4), cause="fine"),
+    Planted("crushed", "the head's matrices are rounded to 2 bits", partial(_quantized, 2), cause="head-2-bit"),
 )
 
 

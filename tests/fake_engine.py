@@ -45,7 +45,7 @@ class FakeEngine:
     def __init__(self, *faults, drafts=True, model="toy", context=600):
         self.faults, self.drafts, self.model, self.context = set(faults), drafts, model, context
         self.seen, self.running, self.num, self.requests = [], [], 0, []
-        self.drafted, self.kept, self.hits = 0, 0, 0
+        self.drafted, self.num_accepted, self.hits = 0, 0, 0
         self.lock = threading.Lock()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"engine": self}))
         self.server.daemon_threads = True
@@ -56,36 +56,43 @@ class FakeEngine:
         self.server.shutdown()
         self.server.server_close()
 
-    def decode(self, prompt, body, *, neighbour=None, stale=False):
+    def decode(self, prompt, body, *, neighbor=None, stale=False):
         """-> letters, their log-probability, the whole law at each place."""
         rng = np.random.default_rng(body.get("seed"))
-        temperature, out, laws = body.get("temperature", 1.0), [], []
+        temperature, out, distributions = body.get("temperature", 1.0), [], []
         stops = [ids_of(stop) for stop in body.get("stop", [])]
         for place in range(body["max_tokens"] + ("one-more" in self.faults)):
             context = [*prompt, *out]
-            if neighbour is not None and place % 4 == 2:
-                context = [*neighbour, *out]
+            if neighbor is not None and place % 4 == 2:
+                context = [*neighbor, *out]
             if stale and place < 2:
                 context = [*context[:-1], (context[-1] + 1) % NUM]
             drafted = place % ROUND != 0
             out.append(
-                self.choose(row_of(context), temperature, rng, drafted=drafted, laws=laws, long=len(prompt) > 400)
+                self.choose(
+                    row_of(context),
+                    temperature,
+                    rng,
+                    drafted=drafted,
+                    distributions=distributions,
+                    long=len(prompt) > 400,
+                )
             )
             if any(out[-len(stop) :] == stop for stop in stops):
-                return out, laws, "stop"
-        return out, laws, "length"
+                return out, distributions, "stop"
+        return out, distributions, "length"
 
-    def choose(self, row, temperature, rng, *, drafted, laws, long):
+    def choose(self, row, temperature, rng, *, drafted, distributions, long):
         logits = _LOGITS[row]
         if "rounding" in self.faults:  # as another kernel would: only the level ones change places
             logits = logits + np.where(np.arange(NUM) == logits.argmax(), -0.01, 0.0)
-        law = log_softmax(logits)
-        laws.append(law)
+        probs = log_softmax(logits)
+        distributions.append(probs)
         if temperature == 0:
             wrong = drafted and ("wrong" in self.faults or (long and "wrong-when-long" in self.faults))
             return int(logits.argsort()[-4 if wrong and row % 5 == 0 else -1])
         sharp = "sharp" in self.faults or (drafted and "sharp-drafts" in self.faults)
-        chances = np.exp(law * (2 if sharp else 1))
+        chances = np.exp(probs * (2 if sharp else 1))
         if drafted and "garbage-drafts" in self.faults and rng.random() < 0.15:
             chances = np.ones(NUM)
         return int(rng.choice(NUM, p=chances / chances.sum()))
@@ -107,10 +114,10 @@ class FakeEngine:
             with self.lock:
                 rounds = max(1, num // ROUND)
                 self.drafted += 4 * rounds
-                self.kept += 3 * rounds
+                self.num_accepted += 3 * rounds
 
     def metrics(self):
-        drafted, kept = self.drafted, self.kept
+        drafted, kept = self.drafted, self.num_accepted
         if "reset" in self.faults and self.num > 30:
             drafted, kept = 4, 3
         lines = ["# TYPE vllm:spec_decode_num_drafts counter"]
@@ -199,20 +206,20 @@ class Handler(BaseHTTPRequestHandler):
             cached = 0 if "cache_salt" in body or "no-cache" in engine.faults else engine.cached(prompt)
             engine.seen = [*engine.seen[-200:], prompt]
             engine.hits += cached
-        neighbour = None
+        neighbor = None
         if "mixed" in engine.faults:
             time.sleep(0.02)
-            neighbour = next((other for other in engine.running if other != prompt), None)
+            neighbor = next((other for other in engine.running if other != prompt), None)
         stale = cached > 64 and "stale-cache" in engine.faults
-        out, laws, finish = engine.decode(prompt, body, neighbour=neighbour, stale=stale)
-        if "swapped" in engine.faults and neighbour is not None:
-            out, laws, finish = engine.decode(neighbour, body)
+        out, distributions, finish = engine.decode(prompt, body, neighbor=neighbor, stale=stale)
+        if "swapped" in engine.faults and neighbor is not None:
+            out, distributions, finish = engine.decode(neighbor, body)
         with engine.lock:
             engine.running.remove(prompt)
         engine.count(len(out))
-        self.answer(body, prompt, out, laws, finish, cached, chat=chat)
+        self.answer(body, prompt, out, distributions, finish, cached, chat=chat)
 
-    def answer(self, body, prompt, out, laws, finish, cached, *, chat):
+    def answer(self, body, prompt, out, distributions, finish, cached, *, chat):
         engine, num = self.engine, len(out)
         text = "".join(LETTERS[token] for token in out)
         if finish == "stop" and "stop-leak" not in engine.faults:
@@ -228,29 +235,29 @@ class Handler(BaseHTTPRequestHandler):
         if body.get("return_token_ids") and "no-ids" not in engine.faults:
             choice |= {"token_ids": out, "prompt_token_ids": prompt}
         if body.get("logprobs") and "no-logprobs" not in engine.faults:
-            choice |= {"logprobs": self.logprobs(body, out, laws, chat=chat)}
+            choice |= {"logprobs": self.logprobs(body, out, distributions, chat=chat)}
         usage = {"prompt_tokens": len(prompt), "completion_tokens": num}
         if "hits-untold" not in engine.faults:
             usage |= {"prompt_tokens_details": {"cached_tokens": cached}}
         self.give_json({"choices": [choice], "usage": usage})
 
-    def logprobs(self, body, out, laws, *, chat):
+    def logprobs(self, body, out, distributions, *, chat):
         faults = self.engine.faults
         if "other-logprobs" in faults:
-            laws = [*laws[1:], laws[0]]
+            distributions = [*distributions[1:], distributions[0]]
         if "flat-logprobs" in faults:
-            laws = [log_softmax(law * 0.7) for law in laws]
+            distributions = [log_softmax(probs * 0.7) for probs in distributions]
         as_ids = body.get("return_tokens_as_token_ids") and "no-ids" not in faults
 
         def name(token):
             return f"token_id:{token}" if as_ids else LETTERS[token]
 
         rows = []
-        for token, law in zip(out, laws, strict=True):
-            best = [int(each) for each in law.argsort()[::-1][:5]]
-            mine = 0.0 if "zero-logprobs" in faults else float(law[token])
+        for token, probs in zip(out, distributions, strict=True):
+            best = [int(each) for each in probs.argsort()[::-1][:5]]
+            mine = 0.0 if "zero-logprobs" in faults else float(probs[token])
             mine += 0.5 * ("two-numbers" in faults and mine < -0.6)
-            told = {name(each): float(law[each]) for each in best}
+            told = {name(each): float(probs[each]) for each in best}
             if "untold-drafts" in faults and len(rows) % ROUND:  # as llama.cpp's server does
                 mine, told = 0.0, {}
             rows.append((name(token), mine, told))
@@ -281,7 +288,7 @@ class Handler(BaseHTTPRequestHandler):
         faults = self.engine.faults
         if "no-forms" in faults:
             return self.give_json({"error": {"message": "guided decoding is not supported"}}, status=400)
-        person = '{"name": "Ada", "age": 36, "colour": "red", "member": true}'
+        person = '{"name": "Ada", "age": 36, "color": "red", "member": true}'
         call = '{"city": "Lisbon", "unit": "celsius"}'
         hot = body.get("temperature", 0) > 0  # what breaks is rare: greedy text is right
         if hot and "broken-json" in faults:

@@ -1,4 +1,4 @@
-"""What becomes of a small function's operations on the fast path, with and without those that are taken together."""
+"""The native ops of a small function, with and without fusion."""
 
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -6,20 +6,20 @@ from unittest.mock import patch
 import torch
 from replays import Replayed
 
-from nextn.fast import fuse, program
+from nextn.runtime.native import fusion, program
 
-NORMS = ("rms_norm", "add_rms_norm", "norm_rotate")
+NORMS = ("rms_norm", "add_rms_norm", "norm_rope")
 
 
 class Counted:
-    """Stands in for `fused`: notes the ops that it leaves."""
+    """Stands in for `fuse` and records the ops that it returns."""
 
     def __init__(self, *, on: bool = True) -> None:
         self.on, self.num_norms, self.num_roots = on, 0, 0
         self.ops: list[str] = []
 
     def __call__(self, groups, **kwargs):
-        out = fuse.fused(groups, **kwargs) if self.on else list(groups)
+        out = fusion.fuse(groups, **kwargs) if self.on else list(groups)
         self.num_norms += sum(group.entry.func in NORMS for group in out)
         self.ops += [step.op for group in out for step in group.instructions]
         self.num_roots += sum("rsqrt" in str(group.entry.func) for group in out)
@@ -30,7 +30,7 @@ class Counted:
 def counting(*, on: bool = True):
     """Recordings in its body go through a `Counted`."""
     counted = Counted(on=on)
-    with patch.object(program, "fused", counted):
+    with patch.object(program, "fuse", counted):
         yield counted
 
 

@@ -15,25 +15,26 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nextn.audit import audit
-from nextn.benchmarking import benchmark, cost
-from nextn.benchmarking.runs import Plan as BenchPlan
-from nextn.benchmarking.tracer import TraceRow, trace
-from nextn.benchmarking.workload import Prompt
-from nextn.checkpoints.checkpoint import Checkpoint
-from nextn.checkpoints.inventory import Inventory
-from nextn.decode import Settings
-from nextn.figures.speedup import Costs, Spread
-from nextn.measuring.measure import Plan as MeasurePlan
-from nextn.measuring.measure import reference
-from nextn.measuring.measured import Figures
-from nextn.model import Model
-from nextn.sampling import Sampling
-from nextn.text import Result, generate
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.decoding.generate import Result, generate
+from nextn.decoding.rounds import Settings
+from nextn.decoding.trace import TraceRow, trace
+from nextn.evaluate import benchmark, decoding_costs
+from nextn.evaluate.benchmark import BenchmarkPlan as BenchPlan
+from nextn.evaluate.reference import ReferencePlan as MeasurePlan
+from nextn.evaluate.reference import reference_acceptance
+from nextn.evaluate.reference_report import AcceptanceFigures
+from nextn.evaluate.workload import Prompt
+from nextn.model.model import Model
+from nextn.runtime.backend import backend_for
+from nextn.speculative.sampling import Sampling
+from nextn.stats.speedup import Costs, Spread
 
 Golden = dict[str, Any]
 
 NAMES = tuple(sorted(folder.name for folder in FIXTURES.iterdir()))
-_BACKENDS = {"torch": "plain", "native": "auto"}  # neutral name -> the library's
+_BACKENDS = {"torch": "torch", "native": "auto"}  # neutral name -> the library's
 _LENGTHS = (20, 9, 33)  # tokens of the three prompts
 
 
@@ -60,11 +61,11 @@ def _decode(name: str, model: Model) -> Golden:
     prompts = [prompt[:length] for prompt, length in zip(_prompts(name, 3, max(_LENGTHS)), _LENGTHS, strict=True)]
     found: Golden = {}
     for backend, path in _BACKENDS.items():
-        chosen = "native" if model.engine(path).path == "fast" else "torch"
+        chosen = backend_for(model, path).name
         for temperature in (0.0, 1.0):
             for num_drafts in (0, 4):
                 settings = Settings(drafts=num_drafts, sampling=Sampling(temperature), max_tokens=24, seed=7)
-                results = generate(model, prompts, settings, path=path)
+                results = generate(model, prompts, settings, backend=path)
                 found[f"{backend} T={temperature:g} K={num_drafts}"] = {
                     "chosen": chosen,
                     "sequences": [_sequence(result) for result in results],
@@ -79,7 +80,7 @@ def _sequence(result: Result) -> Golden:
         "finish": result.finish,
         "num_rounds": len(result.rounds),
         "drafted": [len(part.drafts) for part in result.rounds],
-        "accepted": [part.kept for part in result.rounds],
+        "accepted": [part.num_accepted for part in result.rounds],
     }
 
 
@@ -88,9 +89,9 @@ def _text(name: str, model: Model) -> Golden:
     spoken = replace(model, tokenizer=_tokenizer(model.trunk.vocab_size))
     prompts = _prompts(name, 2, 17)
     settings = Settings(drafts=3, max_tokens=24)
-    whole = [result.text for result in generate(spoken, prompts, settings, path="plain")]
+    whole = [result.text for result in generate(spoken, prompts, settings, backend="torch")]
     stop = next(iter(re.findall(r"[^\ufffd]{2}", whole[0][6:])))
-    stopped = generate(spoken, prompts, settings, path="plain", stop=[stop])
+    stopped = generate(spoken, prompts, settings, backend="torch", stop=[stop])
     return {
         "texts": whole,
         "stop": stop,
@@ -122,14 +123,14 @@ def _spelled(byte: int) -> str:
 def _measure(name: str, model: Model) -> Golden:
     """The figures of `nextn measure`, its controls, and what the decoder counted."""
     prompts = [Prompt(tuple(row), "xy"[place % 2]) for place, row in enumerate(_prompts(name, 4, 33))]
-    found = reference(model, prompts, MeasurePlan(drafts=3, max_tokens=24, path="plain"))
+    found = reference_acceptance(model, prompts, MeasurePlan(drafts=3, max_tokens=24, backend="torch"))
     controls = found.controls
     assert controls is not None
     return {
-        "how": {"parallel": "at once", "stepped": "in steps"}[found.how],
+        "how": {"parallel": "at once", "stepped": "in steps"}[found.scoring_pass],
         "figures": [_figures(row) for row in found.table()],
         "controls": {
-            "all": controls.columns,
+            "all": controls.all_positions,
             "shifted": controls.shifted,
             "shuffled": controls.shuffled,
             "chance": controls.chance,
@@ -137,21 +138,26 @@ def _measure(name: str, model: Model) -> Golden:
             "distinct": controls.distinct_drafts,
         },
         "decoder": {
-            f"{temperature:g}": [drawn.pooled.offered, drawn.pooled.kept, drawn.pooled.num_rounds, drawn.pooled.emitted]
-            for temperature, drawn in found.drawn.items()
+            f"{temperature:g}": [
+                drawn.pooled.num_drafted,
+                drawn.pooled.num_accepted,
+                drawn.pooled.num_rounds,
+                drawn.pooled.emitted,
+            ]
+            for temperature, drawn in found.generated.items()
             if drawn.pooled is not None
         },
         "num_warnings": len(found.warnings),
     }
 
 
-def _figures(row: Figures) -> Golden:
+def _figures(row: AcceptanceFigures) -> Golden:
     return {
         "of": [row.temperature, row.rule, row.drafts, row.domain, row.num_texts],
         "rates": [[rate.value, rate.low, rate.high] for rate in row.rates],
         "length": [row.length.value, row.length.low, row.length.high],
-        "offered": list(row.offered),
-        "accepted": list(row.kept),
+        "offered": list(row.num_drafted),
+        "accepted": list(row.num_accepted),
     }
 
 
@@ -166,7 +172,7 @@ def _audit(name: str) -> Golden:
         report = audit(each)
         found[label] = {
             "family": report.family,
-            "heads": [report.promised, list(report.modules)],
+            "heads": [report.declared, list(report.modules)],
             "clean": report.clean,
             "findings": [[finding.severity, finding.rule] for finding in report.findings],
         }
@@ -189,29 +195,31 @@ def _bench(name: str, model: Model) -> Golden:
     """What `nextn bench` reports beside times, with costs of a round that are given."""
     prompts = [Prompt(tuple(row), "xy"[place % 2]) for place, row in enumerate(_prompts(name, 2, 33))]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cost, "copy_bandwidth", lambda device: 1e9)
-        patch.setattr(benchmark, "measured_costs", _costs)
-        report = benchmark.measured(model, prompts, BenchPlan(drafts=(2,), max_tokens=16, repeats=1, path="plain"))
+        patch.setattr(decoding_costs, "copy_bandwidth", lambda device: 1e9)
+        patch.setattr(benchmark, "measure_costs", _costs)
+        report = benchmark.run_benchmark(
+            model, prompts, BenchPlan(drafts=(2,), max_tokens=16, repeats=1, backend="torch")
+        )
     return {
         "figures": [
             {
-                "of": [row.temperature, row.drafts, row.domain, row.only_loops],
-                "counts": [row.acceptance.offered, row.acceptance.kept, row.acceptance.num_rounds],
+                "of": [row.temperature, row.drafts, row.domain, row.all_repetitive],
+                "counts": [row.acceptance.num_drafted, row.acceptance.num_accepted, row.acceptance.num_rounds],
                 "emitted": row.acceptance.emitted,
                 "bytes_per_token": row.bytes_per_token,
-                "expected": row.expected,
+                "expected": row.expected_speedup,
             }
             for row in report.table()
         ],
         "texts": [[run.prompt, run.drafts, run.temperature, *run.tokens] for run in report.runs],
         "identical": list(report.identical),
-        "looping": {f"{temperature:g}": sorted(places) for temperature, places in report.looping.items()},
+        "looping": {f"{temperature:g}": sorted(places) for temperature, places in report.repetitive.items()},
         "bytes": [report.machine.step_bytes, report.machine.draft_bytes],
         "context": report.costs.context,
     }
 
 
-def _costs(model: Model, *, drafts: int, context: int, path: str) -> Costs:
-    """As `measured_costs`, without a clock: a token more in a verification costs a tenth of a plain step."""
+def _costs(model: Model, *, drafts: int, context: int, backend: str) -> Costs:
+    """As `measure_costs`, without a clock: each further token in a verification costs a tenth of a baseline step."""
     steps = [Spread.of([1 + more / 10]) for more in range(drafts + 1)]
     return Costs(1, context, tuple(steps), Spread.of([0.25]))

@@ -11,8 +11,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from nextn.checkpoints import remote
-from nextn.checkpoints.checkpoint import Checkpoint
+from nextn.checkpoint import remote
+from nextn.checkpoint.checkpoint import Checkpoint
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 

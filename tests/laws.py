@@ -9,25 +9,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextn.sampling import Verdict, accept
+from nextn.speculative.sampling import Verification, accept
 
 LAST32, LAST64 = 1 - 2**-24, 1 - 2**-53  # the largest uniforms that torch.rand returns
 
 Limit = int | Callable[[Tensor], Tensor] | None
-Rule = tuple[Callable[..., Verdict], Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]]
+Rule = tuple[Callable[..., Verification], Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]]
 
 
 def rng(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def normalised(weights: Tensor) -> Tensor:
+def normalized(weights: Tensor) -> Tensor:
     return weights / weights.sum(-1, keepdim=True)
 
 
 def random_laws(*shape: int, seed: int = 0) -> Tensor:
     """Uneven laws over the last axis, nowhere zero, float64."""
-    return normalised(torch.rand(*shape, generator=rng(seed), dtype=torch.float64).pow(3) + 1e-3)
+    return normalized(torch.rand(*shape, generator=rng(seed), dtype=torch.float64).pow(3) + 1e-3)
 
 
 def one_hot(tokens: Tensor, vocab: int) -> Tensor:
@@ -41,11 +41,11 @@ def p_and_q(case: str, prefixes: int, vocab: int, seed: int) -> tuple[Tensor, Te
     return {
         "random": (p, q),
         "equal": (p, p),
-        "disjoint": (normalised(p * even), normalised(q * ~even)),
-        "p has zeros": (normalised(p * even), q),
-        "q has zeros": (p, normalised(q * even)),
+        "disjoint": (normalized(p * even), normalized(q * ~even)),
+        "p has zeros": (normalized(p * even), q),
+        "q has zeros": (p, normalized(q * even)),
         "q one-hot": (p, one_hot(q.argmax(-1), vocab)),
-        "q one-hot where p is zero": (normalised(p * (1 - worst)), worst),
+        "q one-hot where p is zero": (normalized(p * (1 - worst)), worst),
         "p one-hot": (best, q),
         "both one-hot": (best, one_hot(q.argmax(-1), vocab)),
     }[case]
@@ -85,7 +85,7 @@ def in_blocks(p: Tensor, q: Tensor, drafts: Tensor, limits: Tensor) -> Tensor:
     """[N, K]: h_1..h_limit of Sun et al. 2024, algorithm 2, line by line."""
     found, worth = [], torch.ones(len(drafts), dtype=p.dtype)
     for i, token in enumerate(drafts.unbind(1), start=1):
-        p_token, q_token = (law[:, i - 1].gather(-1, token[:, None])[:, 0] for law in (p, q))
+        p_token, q_token = (probs[:, i - 1].gather(-1, token[:, None])[:, 0] for probs in (p, q))
         worth = torch.minimum(worth * (p_token / q_token), torch.ones_like(worth)).nan_to_num()
         chance = worth
         if i < drafts.shape[1]:
@@ -118,14 +118,14 @@ def emitted(
     bounds = torch.full((len(grid),), num_drafts) if limits is None else limits
     u, weight = sides(chances(p_rows, q_rows, drafts, bounds), side, gap)
     weight = (q_draft * weight).prod(-1)
-    verdict = judge(p_rows, q_rows, drafts, u=u, limit=limits)
+    verification = judge(p_rows, q_rows, drafts, u=u, limit=limits)
     total = torch.zeros(vocab ** (num_drafts + 1), dtype=torch.float64)
     for kept in range(num_drafts + 1):
-        rows = (verdict.kept == kept) & (weight > 0)
+        rows = (verification.num_accepted == kept) & (weight > 0)
         tokens = torch.zeros(vocab**kept, vocab, dtype=torch.float64)
-        tokens.index_add_(0, number(drafts[rows, :kept], vocab), weight[rows, None] * verdict.rest[rows])
+        tokens.index_add_(0, number(drafts[rows, :kept], vocab), weight[rows, None] * verification.next_probs[rows])
         total += continued(tokens, p[kept + 1 :])
-    return total, float(weight @ verdict.kept.double())
+    return total, float(weight @ verification.num_accepted.double())
 
 
 def continued(tokens: Tensor, chain: list[Tensor]) -> Tensor:

@@ -10,9 +10,9 @@ import time
 import torch
 from tiny import FIXTURES, build, forked, refrain
 
-from nextn.head import outputs
-from nextn.losses.loss import Targets, mtp_loss
-from nextn.model import Model
+from nextn.losses.mtp_loss import Targets, mtp_loss
+from nextn.model.head import lm_head_weights
+from nextn.model.model import Model
 
 _WIDE = {"hidden_size": 64, "vocab_size": 48, "initializer_range": 0.05, "max_position_embeddings": 512}
 _GLM = {"head_dim": 16, "intermediate_size": 128, "first_k_dense_replace": 2, "n_routed_experts": 2}
@@ -57,8 +57,8 @@ def spread_gains(model: Model) -> None:
     another are nearly the same, and no test could tell which state a head was given."""
     generator = torch.Generator().manual_seed(1)
     for part in (model.trunk.final_norm, *(module.final_norm for module in model.head.stack)):
-        gains = torch.randn(part.weight.shape, generator=generator).mul(0.8).exp()
-        part.weight.copy_(gains - float(model.family.gain == "1+w"))
+        norm_weights = torch.randn(part.weight.shape, generator=generator).mul(0.8).exp()
+        part.weight.copy_(norm_weights - float(model.family.norm_weight == "1+w"))
 
 
 def train(name: str, *, steps: int) -> Model:
@@ -66,7 +66,7 @@ def train(name: str, *, steps: int) -> Model:
     language = forked if name.endswith("_fork") else refrain
     model = build(family, modules=modules, **_WIDE, **changes)
     assert model.head is not None
-    weights = outputs(model.trunk, model.head, depths)
+    weights = lm_head_weights(model.trunk, model.head, depths)
     spread_gains(model)
     parameters = [*model.trunk.parameters(), *model.head.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01)
@@ -74,7 +74,7 @@ def train(name: str, *, steps: int) -> Model:
     for step in range(steps):
         tokens = language(32, 64, seed=step + 1)
         hidden = model.trunk(tokens)
-        hiddens = [hidden.normed, *model.head.hiddens(tokens, hidden.eaten, depths)]
+        hiddens = [hidden.final_hidden, *model.head.teacher_forced_hidden(tokens, hidden.head_input, depths)]
         report = mtp_loss(hiddens, weights, Targets(tokens), lam=1.0)
         optimizer.zero_grad()
         report.total.backward()

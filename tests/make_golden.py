@@ -13,7 +13,7 @@ import golden_adapter
 import torch
 from tiny import FIXTURES
 
-from nextn.model import Model
+from nextn.model.model import Model
 
 GOLDEN = Path(__file__).parent / "golden"
 _WIDTH = 118

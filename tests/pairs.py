@@ -11,7 +11,7 @@ import torch
 from torch import distributed as dist
 from torch import multiprocessing
 
-from nextn.distributed.parallel import Ranks
+from nextn.train.ranks import Ranks
 
 
 class Pair:

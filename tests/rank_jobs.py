@@ -9,19 +9,19 @@ from tiny import FIXTURES, build, refrains
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from nextn.checkpoints.checkpoint import Checkpoint
-from nextn.checkpoints.inventory import Inventory
-from nextn.distributed.parallel import Ranks
-from nextn.distributed.sharding import whole
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
 from nextn.errors import CheckpointError, ConfigError, TrainingError
-from nextn.losses.loss import Targets
-from nextn.model import Model
-from nextn.training.head_task import HeadTask
-from nextn.training.hidden_cache import HiddenCache
-from nextn.training.metrics import EvalRecord, HeadRecord, StepRecord
-from nextn.training.tasks import JointTask
-from nextn.training.train import Trainer
-from nextn.training.train_config import HeadConfig, TrainConfig
+from nextn.losses.mtp_loss import Targets
+from nextn.model.model import Model
+from nextn.train.config import HeadConfig, TrainConfig
+from nextn.train.head_task import HeadTask
+from nextn.train.hidden_cache import HiddenStateCache
+from nextn.train.joint_task import JointTask
+from nextn.train.loop import Trainer
+from nextn.train.metrics import EvalRecord, HeadRecord, StepRecord
+from nextn.train.ranks import Ranks
+from nextn.train.sharding import unsharded
 
 CONFIG = TrainConfig(
     steps=4, batch_size=4, length=24, depths=3, warmup=1, lam="0.5", dtype="float32", eval_batches=1, lr=1e-3
@@ -46,10 +46,10 @@ def trainer(ranks: Ranks, out: Path, name: str = "glm4_moe", modules: int = 1, s
 
 def values(subject: Trainer) -> dict[str, torch.Tensor]:
     """Whole parameters, on the first process; none on the others."""
-    with whole(subject.task.joined, subject.ranks):
+    with unsharded(subject.task.joint_module, subject.ranks):
         if not subject.ranks.is_first:
             return {}
-        return {name: value.detach().clone() for name, value in subject.task.joined.named_parameters()}
+        return {name: value.detach().clone() for name, value in subject.task.joint_module.named_parameters()}
 
 
 def told(records) -> list[tuple[float, ...]]:
@@ -62,9 +62,9 @@ def told(records) -> list[tuple[float, ...]]:
             rates = record.forced.loss + record.forced.match + record.forced.overlap
             lines.append((record.step, *rates))
         elif isinstance(record, HeadRecord):
-            parts = (record.foreseen.greedy, record.foreseen.sampled)
+            parts = (record.heldout.greedy, record.heldout.sampled)
             figures = [(*each.rates, *each.emitted, *each.rounds) for each in parts]
-            lines.append((record.step, record.foreseen.columns, *figures[0], *figures[1]))
+            lines.append((record.step, record.heldout.num_positions, *figures[0], *figures[1]))
     return lines
 
 
@@ -101,7 +101,7 @@ def train_head(ranks, out, *, until=None, resume=False, write=False, config=HEAD
     """A run, or a part of it -> what it said; of the trunk, whether it is what it was; the head's parameters."""
     subject = head_trainer(ranks, out, config)
     if states is not None:
-        with patch.dict(HiddenCache.__init__.__kwdefaults__, shard_bytes=40_000):  # three batches, and one
+        with patch.dict(HiddenStateCache.__init__.__kwdefaults__, shard_bytes=40_000):  # three batches, and one
             list(subject.task.cached(states).fill(ranks=ranks))
     if resume:
         assert subject.resume()

@@ -4,10 +4,10 @@ import os
 import sys
 
 import torch
-from test_hook import Phrases, load, state, trainer_of
+from test_trainer_hook import Phrases, load, state, trainer_of
 
-from nextn.finetune.beside import HeadSettings
-from nextn.finetune.hook import train_head
+from nextn.train.cotrain import HeadSettings
+from nextn.train.trainer_hook import train_head
 
 base, out = sys.argv[1:]
 world = int(os.environ.get("WORLD_SIZE", "1"))

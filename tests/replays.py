@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from nextn.fast.engine import FastHead, FastTrunk
-from nextn.fast.native import load
-from nextn.fast.program import Replay
-from nextn.fast.tape import Tape
-from nextn.fast.weights import Weights
-from nextn.model import Model
+from nextn.model.model import Model
+from nextn.runtime.native.abi import load
+from nextn.runtime.native.program import Replay
+from nextn.runtime.native.session import NativeHead, NativeTrunk
+from nextn.runtime.native.trace import Trace
+from nextn.runtime.native.weight_packing import PackedWeights
 
 Function = Callable[..., Tensor | Iterable[Tensor]]
 
@@ -21,13 +21,13 @@ def listed(outs: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 class Replayed:
-    """function(*inputs) as a replay; a call fills the inputs, runs, and returns the outputs where they stand."""
+    """function(*inputs) as a replay; a call fills the inputs, runs, and returns the output buffers."""
 
     def __init__(self, function: Function, examples: Sequence[Tensor]) -> None:
         self.inputs = [each.clone() for each in examples]
-        self.tape = Tape(self.inputs)
+        self.trace = Trace(self.inputs)
         run = lambda: listed(function(*self.inputs))  # noqa: E731
-        self.replay = Replay.of(load(), self.tape, run, Weights(load()).pack)
+        self.replay = Replay.of(load(), self.trace, run, PackedWeights(load()).pack)
 
     def __call__(self, *given: Tensor) -> list[Tensor]:
         for place, value in zip(self.inputs, given, strict=True):
@@ -36,16 +36,16 @@ class Replayed:
         return self.replay.outputs
 
 
-def tape_of(function: Function, *inputs: Tensor) -> Tape:
-    """The tape of function(*inputs), which stay the inputs."""
-    tape = Tape(inputs)
-    with torch.no_grad(), tape:
+def trace_of(function: Function, *inputs: Tensor) -> Trace:
+    """The trace of function(*inputs)."""
+    trace = Trace(inputs)
+    with torch.no_grad(), trace:
         listed(function(*inputs))
-    return tape
+    return trace
 
 
 def fast_of(model: Model) -> SimpleNamespace:
-    """trunk and head of the model on the fast path."""
-    weights = Weights(load())
-    trunk = FastTrunk(model.trunk, load(), weights)
-    return SimpleNamespace(trunk=trunk, head=FastHead(model.head, trunk, load(), weights))
+    """Trunk and head of the model on the native backend."""
+    weights = PackedWeights(load())
+    trunk = NativeTrunk(model.trunk, load(), weights)
+    return SimpleNamespace(trunk=trunk, head=NativeHead(model.head, trunk, load(), weights))

@@ -9,24 +9,25 @@ import torch
 from second_device import There, second_device
 from tiny import FIXTURES, decode, refrain, refrains
 
-from nextn.benchmarking import benchmark, cost, runs
-from nextn.benchmarking.tracer import trace
-from nextn.benchmarking.workload import Prompt
-from nextn.canary import expected, sampled
-from nextn.canary.build import build as build_canary
-from nextn.checkpoints.checkpoint import Checkpoint
-from nextn.checkpoints.inventory import Inventory
-from nextn.decode import Settings
-from nextn.distributed.parallel import Ranks, processes
-from nextn.measuring.faults import FAULTS, under
-from nextn.measuring.measure import Plan, reference
-from nextn.model import Model
-from nextn.rollback import Cache
-from nextn.sampling import Sampling
-from nextn.training.head_task import HeadTask
-from nextn.training.tasks import JointTask
-from nextn.training.train import Trainer
-from nextn.training.train_config import HeadConfig, TrainConfig
+from nextn.cache.kv_cache import KVCache
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.conformance import expected
+from nextn.conformance.build import build as build_canary
+from nextn.decoding.rounds import Settings
+from nextn.decoding.trace import trace
+from nextn.evaluate import benchmark, decoding_costs
+from nextn.evaluate.faults import FAULTS, measure_under_fault
+from nextn.evaluate.reference import ReferencePlan, reference_acceptance
+from nextn.evaluate.workload import Prompt
+from nextn.model.model import Model
+from nextn.runtime.backend import backend_for
+from nextn.speculative.sampling import Sampling
+from nextn.train.config import HeadConfig, TrainConfig
+from nextn.train.head_task import HeadTask
+from nextn.train.joint_task import JointTask
+from nextn.train.loop import Trainer
+from nextn.train.ranks import Ranks, processes
 
 SHORT = {"steps": 2, "batch_size": 2, "length": 16, "depths": 2, "dtype": "float32", "eval_batches": 1, "save_every": 1}
 
@@ -59,7 +60,7 @@ def there(name: str) -> Model:
 def test_decoding(name, sampling, trained):
     prompts = [prompt[:length] for prompt, length in zip(refrain(2, 12, seed=1).tolist(), (12, 7), strict=True)]
     model, settings = there(name), {"drafts": 4, "max_tokens": 7, "sampling": sampling}
-    assert "the model is on second:0" in model.engine().reason
+    assert "the model is on second:0" in backend_for(model).reason
     (texts, log), (host, other) = decode(model, prompts, **settings), decode(trained[name], prompts, **settings)
     assert texts == host
     assert [each.rows for each in log] == [each.rows for each in other]
@@ -68,7 +69,7 @@ def test_decoding(name, sampling, trained):
 def test_a_tensor_that_is_made_on_the_host_is_refused(monkeypatch):
     """Otherwise the other tests show nothing."""
     monkeypatch.setattr(
-        Cache, "positions", lambda self, count: torch.tensor(self.lengths)[:, None] + torch.arange(count)
+        KVCache, "positions", lambda self, count: torch.tensor(self.lengths)[:, None] + torch.arange(count)
     )
     with pytest.raises(RuntimeError, match="expected all tensors on one device"):
         decode(there("glm"), [[3, 1, 4]], drafts=2, max_tokens=4)
@@ -77,16 +78,16 @@ def test_a_tensor_that_is_made_on_the_host_is_refused(monkeypatch):
 @pytest.mark.parametrize("name", ["glm", "qwen"])
 def test_measuring(name, trained):
     """All positions at once, and one after the other; weights that are read wrong, and rounds that are run wrong."""
-    model, plan = there(name), Plan(drafts=2, max_tokens=6)
+    model, plan = there(name), ReferencePlan(drafts=2, max_tokens=6)
     prompts = [Prompt(tuple(row), "x") for row in refrain(2, 8, seed=1).tolist()]
-    found, host = reference(model, prompts, plan), reference(trained[name], prompts, plan)
+    found, host = reference_acceptance(model, prompts, plan), reference_acceptance(trained[name], prompts, plan)
     for one, other in zip(found.table(), host.table(), strict=True):
-        assert one.offered == pytest.approx(other.offered, rel=1e-4)
-        assert one.kept == pytest.approx(other.kept, rel=1e-4)
+        assert one.num_drafted == pytest.approx(other.num_drafted, rel=1e-4)
+        assert one.num_accepted == pytest.approx(other.num_accepted, rel=1e-4)
     assert found.controls.distinct_drafts == host.controls.distinct_drafts
     for fault in FAULTS:
         if name == "glm" and fault.name in ("gain-less", "no-rerun", "pair-shifted"):
-            assert under(found, model, fault) is not None
+            assert measure_under_fault(found, model, fault) is not None
 
 
 def test_tracing(trained):
@@ -95,10 +96,13 @@ def test_tracing(trained):
 
 
 def test_benchmarks(monkeypatch):
-    monkeypatch.setattr(cost, "copy_bandwidth", lambda device: 1e9)
-    monkeypatch.setattr(benchmark, "measured_costs", partial(cost.measured_costs, repeats=1))
-    prompts, plan = [Prompt(tuple(refrain(1, 8, seed=3)[0].tolist()), "x")], runs.Plan((1,), max_tokens=4, repeats=1)
-    assert benchmark.measured(there("glm"), prompts, plan).identical == (1, 1)
+    monkeypatch.setattr(decoding_costs, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(benchmark, "measure_costs", partial(decoding_costs.measure_costs, repeats=1))
+    prompts, plan = (
+        [Prompt(tuple(refrain(1, 8, seed=3)[0].tolist()), "x")],
+        benchmark.BenchmarkPlan((1,), max_tokens=4, repeats=1),
+    )
+    assert benchmark.run_benchmark(there("glm"), prompts, plan).identical == (1, 1)
 
 
 def trained_twice(task_on, tmp_path: Path, device: torch.device) -> None:
@@ -153,6 +157,6 @@ def test_canaries(tmp_path, monkeypatch):
     monkeypatch.setattr(expected, "FAULTS", FAULTS[:1])
     monkeypatch.setattr(expected, "ENGINES", ())
     monkeypatch.setattr(expected, "DRAFTS", 2)
-    monkeypatch.setattr(sampled, "PASSES", 1)
+    monkeypatch.setattr(expected, "PASSES", 1)
     made = build_canary(tmp_path / "canary", "glm4_moe", steps=(1, 1), count=1, tokens=4, device="second")
     assert len(made["readings"]) == 3

@@ -4,10 +4,10 @@ import threading
 
 from fake_engine import FakeEngine
 
-from nextn.decode import Settings
-from nextn.drafting import Contract
-from nextn.sampling import Sampling
-from nextn.text import generate
+from nextn.decoding.drafter import Contract
+from nextn.decoding.generate import generate
+from nextn.decoding.rounds import Settings
+from nextn.speculative.sampling import Sampling
 
 
 class ServedModel(FakeEngine):
@@ -31,11 +31,11 @@ class ServedModel(FakeEngine):
             contract=self.contract,
         )
         with self.turn:
-            (found,) = generate(self.served, [prompt], settings, path="plain")
+            (found,) = generate(self.served, [prompt], settings, backend="torch")
             for part in found.rounds:
                 if len(part.drafts) == self.depths:  # vLLM drafts K up to the end, and counts what is cut off
                     self.rounds += 1
-                    for place in range(part.kept):
+                    for place in range(part.num_accepted):
                         self.places[place] += 1
             if "busy" in self.faults:
                 self.rounds += 50

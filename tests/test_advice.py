@@ -1,4 +1,4 @@
-"""Verdicts from hand-made costs and acceptances, and both measuring verbs on a fixture."""
+"""Advice from hand-made costs and acceptances, and both measuring verbs on a fixture."""
 
 import json
 from types import SimpleNamespace
@@ -7,22 +7,23 @@ import pytest
 from tiny import FIXTURES
 from typer.testing import CliRunner
 
-from nextn.benchmarking import cost
-from nextn.benchmarking.advice import forecast
-from nextn.cli import app, bench
+from nextn.cli import app
+from nextn.cli.bench import _show_advice
 from nextn.errors import NextnError
-from nextn.figures import plot
-from nextn.figures.acceptance import Acceptance
-from nextn.figures.speedup import Costs, Spread, expected_speedup
+from nextn.evaluate import decoding_costs
+from nextn.evaluate.advice import forecast
+from nextn.stats import plots
+from nextn.stats.acceptance import Acceptance
+from nextn.stats.speedup import Costs, Spread, expected_speedup
 
 
 def costs(v, c):
     return Costs(1, 64, tuple(Spread(each, each, each, 1) for each in v), Spread(c, c, c, 1))
 
 
-def drafted(*rates, offered=1000):
-    kept = tuple(round(rate * offered) for rate in rates)
-    return Acceptance((offered,) * len(rates), kept, offered, offered)
+def drafted(*rates, num_drafted=1000):
+    kept = tuple(round(rate * num_drafted) for rate in rates)
+    return Acceptance((num_drafted,) * len(rates), kept, num_drafted, num_drafted)
 
 
 def test_mtp_that_pays():
@@ -33,7 +34,7 @@ def test_mtp_that_pays():
     assert found.best.speedup == pytest.approx((1 + 0.9 + 0.72) / (1.2 + 0.2 + 0.2))
     assert found.best.interval[0] < found.best.speedup < found.best.interval[1]
     assert found.pays
-    assert found.words.startswith("turn it on: 1.64 x expected")
+    assert found.summary.startswith("turn it on: 1.64 x expected")
     assert found.as_record()["best_drafts"] == 2
 
 
@@ -42,28 +43,28 @@ def test_mtp_that_costs():
     found = forecast(drafted(0.3, 0.3), costs([1, 1.4, 2.0], 0.2), temperature=0.0)
     assert not found.pays
     assert found.best.drafts == 1
-    assert found.words.startswith("leave it off here: 0.81 x expected")
-    assert found.words.endswith("at K = 1; it pays from an acceptance of 0.60 on, and has 0.30")
+    assert found.summary.startswith("leave it off here: 0.81 x expected")
+    assert found.summary.endswith("at K = 1; it pays from an acceptance of 0.60 on, and has 0.30")
     assert found.as_record()["best_drafts"] == 0
     dear = forecast(drafted(0.99), costs([1, 1.9], 0.5), temperature=0.0)
-    assert "no acceptance makes it pay" in dear.words
+    assert "no acceptance makes it pay" in dear.summary
 
 
-def test_mtp_that_few_rounds_promise():
-    """Ten rounds of luck sold as a gain."""
-    few = forecast(drafted(0.6, offered=10), costs([1, 1.3], 0.2), temperature=1.0)
+def test_no_gain_from_few_rounds():
+    """A lucky result of ten rounds must not be reported as a gain."""
+    few = forecast(drafted(0.6, num_drafted=10), costs([1, 1.3], 0.2), temperature=1.0)
     assert few.best.speedup > 1 > few.best.interval[0]
     assert not few.pays
-    assert "no gain is sure" in few.words
-    assert forecast(drafted(0.6, offered=10000), costs([1, 1.3], 0.2), temperature=1.0).pays
+    assert "no gain is sure" in few.summary
+    assert forecast(drafted(0.6, num_drafted=10000), costs([1, 1.3], 0.2), temperature=1.0).pays
 
 
-def test_loops_are_no_ground():
-    """A model that repeats itself, and is told to draft since that is so easy."""
-    found = forecast(drafted(0.99), costs([1, 1.1], 0.1), temperature=0.0, only_loops=True)
+def test_repetitive_texts_give_no_advice():
+    """Repetitive text is easy to draft, so it does not justify turning MTP on."""
+    found = forecast(drafted(0.99), costs([1, 1.1], 0.1), temperature=0.0, all_repetitive=True)
     assert found.best.interval[0] > 1
     assert not found.pays
-    assert found.words.startswith("leave it off until other prompts tell: every text loops")
+    assert found.summary.startswith("leave it off until measured on other prompts: every text is repetitive")
 
 
 def test_no_round_no_forecast():
@@ -74,7 +75,7 @@ def test_no_round_no_forecast():
 @pytest.fixture
 def prompts(tmp_path, monkeypatch):
     """Token ids for a model without a tokenizer; the copy of 256 MiB is left out."""
-    monkeypatch.setattr(cost, "copy_bandwidth", lambda device: 5e9)
+    monkeypatch.setattr(decoding_costs, "copy_bandwidth", lambda device: 5e9)
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": [3, 1, 4, 1], "domain": "x"}\n{"prompt": [2, 7], "domain": "y"}\n')
     return path
@@ -85,7 +86,7 @@ def nextn(*args):
 
 
 def test_advise_says_yes_or_no(prompts, tmp_path):
-    """Every batch size and context has its forecast; at the largest K it is what was measured, loops or not."""
+    """Every batch size and context has its forecast; at the largest K it equals what was measured."""
     args = ["advise", FIXTURES / "qwen", "--prompts", prompts, "-k", 2, "--max-tokens", 24, "--batches", "1,2"]
     done = nextn(*args, "--contexts", "16,40", "--json", "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
@@ -113,20 +114,20 @@ def test_advise_in_words(prompts):
     assert "break-even" in done.output
 
 
-def test_the_best_k_stands_beside_its_interval(monkeypatch, capsys):
-    """The table names K, what it is expected to give, and "off" where no gain is sure: not "best K 0" beside 1.72 x."""
-    few = forecast(drafted(0.6, offered=10), costs([1, 1.3], 0.2), temperature=1.0)
+def test_the_table_shows_the_best_k_with_its_interval(monkeypatch, capsys):
+    """The table shows K, its expected speed-up, and "off" if no gain is sure: not "best K 0" next to 1.72 x."""
+    few = forecast(drafted(0.6, num_drafted=10), costs([1, 1.3], 0.2), temperature=1.0)
     figures = SimpleNamespace(drafts=1, speedup=Spread(1.5, 1.4, 1.6, 3))
     report = SimpleNamespace(figures=lambda *_: figures, plan=SimpleNamespace(drafts=(1,)), warnings=[])
     monkeypatch.setenv("COLUMNS", "160")
-    bench._tell(SimpleNamespace(forecasts=[few], headlines=[few], report=report))
-    titles, row, verdict = capsys.readouterr().out.splitlines()
+    _show_advice(SimpleNamespace(forecasts=[few], headlines=[few], report=report))
+    titles, row, verification = capsys.readouterr().out.splitlines()
     assert titles.split()[-7:] == ["best", "K", "speed-up", "95", "%", "MTP", "break-even"]
     low, high = few.best.interval
     assert low < 1 < few.best.speedup
     assert row.split()[-5:-1] == ["1", f"{few.best.speedup:.2f}", f"{low:.2f}-{high:.2f}", "off"]
-    assert "leave it off here, as no gain is sure" in verdict
-    assert "which includes a loss" in verdict
+    assert "leave it off here, as no gain is sure" in verification
+    assert "which includes a loss" in verification
 
 
 def test_bench_as_text_and_files(prompts, tmp_path):
@@ -148,7 +149,7 @@ def test_interrupted_leaves_nothing(prompts, tmp_path, monkeypatch, where):
 
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "bench.json").write_text("old")
-    monkeypatch.setattr(*((cost, "copy_bandwidth") if where == "measuring" else (plot, "costs")), stop)
+    monkeypatch.setattr(*((decoding_costs, "copy_bandwidth") if where == "measuring" else (plots, "costs")), stop)
     args = ["bench", FIXTURES / "qwen", "--prompts", prompts, "-k", "1", "--max-tokens", 4, "--repeats", 1]
     assert nextn(*args, "--out", tmp_path / "out").exit_code == 130
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["bench.json"]
@@ -159,16 +160,19 @@ def test_interrupted_leaves_nothing(prompts, tmp_path, monkeypatch, where):
     ("args", "words"),
     [
         (["bench", FIXTURES / "qwen"], "no tokenizer"),
-        (["bench", FIXTURES / "qwen", "-k", "1,x"], "--drafts '1,x'; expected whole numbers"),
+        (
+            ["bench", FIXTURES / "qwen", "-k", "1,x"],
+            "--num-speculative-tokens '1,x'; expected comma-separated whole numbers",
+        ),
         (["bench", FIXTURES / "qwen", "-k", "0"], "at least one of them above 0"),
-        (["bench", FIXTURES / "qwen", "--temperatures", "warm"], "--temperatures 'warm'; expected numbers"),
-        (["bench", FIXTURES / "qwen", "--out", "/proc/nextn"], "--out /proc/nextn: not a folder that can be made"),
+        (["bench", FIXTURES / "qwen", "--temperatures", "warm"], "--temperatures 'warm'; expected comma"),
+        (["bench", FIXTURES / "qwen", "--out", "/proc/nextn"], "--out /proc/nextn: cannot create this folder"),
         (["advise", FIXTURES / "qwen", "--batches", "two"], "--batches 'two'"),
         (["advise", FIXTURES / "qwen", "-k", "0"], "at least one of them above 0"),
         (["advise", FIXTURES / "qwen", "--prompts", "P", "--contexts", "9999"], "do not fit the model's"),
         (
             ["advise", FIXTURES / "qwen", "--prompts", "P", "--batches", "0"],
-            "--batches '0'; expected whole numbers from 1 on",
+            "--batches '0'; expected comma-separated whole numbers >= 1",
         ),
     ],
     ids=str,

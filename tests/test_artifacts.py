@@ -12,12 +12,12 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from nextn.audit.readings import decode
-from nextn.checkpoints.checkpoint import Checkpoint
-from nextn.checkpoints.inventory import Inventory
-from nextn.checkpoints.tensor_file import write_json
+from nextn.audit.sampled_values import decode
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.safetensors_file import write_json
 from nextn.families import by_name, rows
-from nextn.model import Model
+from nextn.model.model import Model
 
 _EYES = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 56,
@@ -91,18 +91,18 @@ def numbers(checkpoint, name) -> np.ndarray:
 
 @pytest.mark.parametrize("name", FP8)
 def test_fp8(name, tmp_path):
-    """A quantised tensor without its scales, a plain role in fp8, values that do not come back, or no config for it."""
+    """A quantized tensor without its scales, a plain role in fp8, values that do not come back, or no config for it."""
     exact = Checkpoint.open(publish(tmp_path / "a", name, dtype="F32"))
     coarse = Checkpoint.open(publish(tmp_path / "b", name, fp8=True))
     family = by_name(name)
     assert coarse.config["quantization_config"]["weight_block_size"] == [128, 128]
-    quantised = {each for each, info in coarse.tensors.items() if info.dtype == "F8_E4M3"}
-    scales = {f"{each.removesuffix('.weight')}.{family.fp8.scale}" for each in quantised}
+    quantized = {each for each, info in coarse.tensors.items() if info.dtype == "F8_E4M3"}
+    scales = {f"{each.removesuffix('.weight')}.{family.fp8.scale}" for each in quantized}
     assert set(coarse.tensors) - set(exact.tensors) == scales
-    roles = {canonical.split(".")[1] for each in quantised if (canonical := family.canonical(each, LAYERS))}
+    roles = {canonical.split(".")[1] for each in quantized if (canonical := family.canonical(each, LAYERS))}
     assert "block" in roles
-    assert not roles & {*family.fp8.plain, "token_norm", "hidden_norm", "final_norm"}
-    for each in quantised:
+    assert not roles & {*family.fp8.unquantized, "token_norm", "hidden_norm", "final_norm"}
+    for each in quantized:
         raw, scale, wanted = (numbers(*which) for which in (
             (coarse, each), (coarse, f"{each.removesuffix('.weight')}.{family.fp8.scale}"), (exact, each)))  # fmt: skip
         assert scale.shape == (*raw.shape[:-2], 1, 1)
@@ -137,7 +137,7 @@ def test_wrappers(name, tmp_path):
     for index, wrapper in enumerate(by_name(name).wrappers):
         found = Inventory.of(Checkpoint.open(publish(tmp_path / str(index), name, wrapper=wrapper)))
         assert found.stored.keys() == plain.stored.keys()
-        assert (found.promised, found.strangers, set(found.shared)) == (1, (), set(plain.shared))
+        assert (found.declared, found.unrecognized, set(found.shared)) == (1, (), set(plain.shared))
         assert sorted(found.layers) == sorted(plain.layers)
         assert any(each.startswith(wrapper) for each in found.checkpoint.tensors)
 

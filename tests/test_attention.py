@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nextn.errors import ConfigError
-from nextn.fast.native import Runtime, load
+from nextn.runtime.native.abi import Runtime, load
 
 # Of float32: what torch itself is off by at 192 channels.
 TOLERANCE = {torch.float32: 9e-6, torch.bfloat16: 1e-2}
@@ -32,7 +32,7 @@ class Shape:
     scale: float = field(default=0.125)
 
 
-class Slabs:
+class Buffers:
     """The cache of one layer, filled by the op alone."""
 
     def __init__(self, shape: Shape, *, batch: int, capacity: int, stale: float = 0.0) -> None:
@@ -41,27 +41,27 @@ class Slabs:
         self.values = torch.full((batch, shape.kv_heads, capacity, shape.dim_v), -stale, dtype=shape.dtype)
         self.header = torch.tensor([self.keys.data_ptr(), self.values.data_ptr(), capacity])
 
-    def attend(self, window: "Window", starts: Tensor, *, threads: int = 1) -> Tensor:
+    def attend(self, block: "Block", starts: Tensor, *, threads: int = 1) -> Tensor:
         shape = self.shape
-        out = torch.full((*window.q.shape[:3], shape.dim_v), float("nan"), dtype=shape.dtype)
-        views = [out, window.q, window.k, window.v, starts, self.header]
-        views += [window.sinks] if shape.sinks else []
-        team(threads).call("attend", views, [shape.window], [shape.scale, shape.softcap])
+        out = torch.full((*block.q.shape[:3], shape.dim_v), float("nan"), dtype=shape.dtype)
+        views = [out, block.q, block.k, block.v, starts, self.header]
+        views += [block.sinks] if shape.sinks else []
+        team(threads).call("attention", views, [shape.window], [shape.scale, shape.softcap])
         return out
 
-    def store(self, window: "Window", starts: Tensor, *, threads: int = 1) -> None:
-        team(threads).call("store", [window.k, window.v, starts, self.header])
+    def store(self, block: "Block", starts: Tensor, *, threads: int = 1) -> None:
+        team(threads).call("store_kv", [block.k, block.v, starts, self.header])
 
 
 @dataclass
-class Window:
+class Block:
     q: Tensor
     k: Tensor
     v: Tensor
     sinks: Tensor
 
     @classmethod
-    def random(cls, shape: Shape, *, batch: int, width: int, seed: int = 0) -> "Window":
+    def random(cls, shape: Shape, *, batch: int, width: int, seed: int = 0) -> "Block":
         generator = torch.Generator().manual_seed(seed)
 
         def draw(heads: int, dim: int) -> Tensor:
@@ -73,15 +73,15 @@ class Window:
         sinks = torch.randn(shape.heads, generator=generator)
         return cls(q, k, draw(shape.kv_heads, shape.dim_v), sinks.to(shape.dtype))
 
-    def columns(self, begin: int, end: int, rows: slice = slice(None)) -> "Window":
+    def positions(self, begin: int, end: int, rows: slice = slice(None)) -> "Block":
         q, k, v = (x[rows, :, begin:end] for x in (self.q, self.k, self.v))
-        return Window(q, k, v, self.sinks)
+        return Block(q, k, v, self.sinks)
 
 
-def reference(window: Window, shape: Shape) -> Tensor:
-    """Attention over a sequence from column 0 on, in float64."""
+def reference(block: Block, shape: Shape) -> Tensor:
+    """Attention over a sequence from position 0 on, in float64."""
     group = shape.heads // shape.kv_heads
-    q, k, v = window.q.double(), *(x.double().repeat_interleave(group, 1) for x in (window.k, window.v))
+    q, k, v = block.q.double(), *(x.double().repeat_interleave(group, 1) for x in (block.k, block.v))
     logits = q @ k.transpose(-1, -2) * shape.scale
     if shape.softcap:
         logits = shape.softcap * torch.tanh(logits / shape.softcap)
@@ -90,7 +90,7 @@ def reference(window: Window, shape: Shape) -> Tensor:
     seen = (behind >= 0) & ((behind < shape.window) if shape.window else True)
     logits = logits.masked_fill(~seen, -torch.inf)
     if shape.sinks:
-        sinks = window.sinks.double()[None, :, None, None].expand(*logits.shape[:3], 1)
+        sinks = block.sinks.double()[None, :, None, None].expand(*logits.shape[:3], 1)
         return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1] @ v
     return logits.softmax(-1) @ v
 
@@ -114,24 +114,24 @@ IDS = [f"{i}-{'bf16' if shape.dtype == torch.bfloat16 else 'fp32'}" for i, shape
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=IDS)
-def test_windows_of_every_width_agree_with_the_reference(shape: Shape) -> None:
-    window, slabs, done = Window.random(shape, batch=2, width=700), Slabs(shape, batch=2, capacity=704), 0
+def test_blocks_of_every_width_agree_with_the_reference(shape: Shape) -> None:
+    block, buffers, done = Block.random(shape, batch=2, width=700), Buffers(shape, batch=2, capacity=704), 0
     parts = []
     for width in (300, 1, 16, 2, 255, 9, 5, 112):
-        parts.append(slabs.attend(window.columns(done, done + width), torch.tensor([done, done])))
+        parts.append(buffers.attend(block.positions(done, done + width), torch.tensor([done, done])))
         done += width
     torch.testing.assert_close(
-        torch.cat(parts, 2).double(), reference(window, shape), atol=TOLERANCE[shape.dtype], rtol=TOLERANCE[shape.dtype]
+        torch.cat(parts, 2).double(), reference(block, shape), atol=TOLERANCE[shape.dtype], rtol=TOLERANCE[shape.dtype]
     )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=IDS)
 def test_a_query_knows_no_other_query_of_its_call(shape: Shape) -> None:
-    """One by one, by sixteens, and all at once: the same bits. Two rows that stand elsewhere change nothing."""
-    window, total = Window.random(shape, batch=1, width=560), 560
-    whole = Slabs(shape, batch=1, capacity=576).attend(window, torch.tensor([0]))
-    slabs = Slabs(shape, batch=1, capacity=576, stale=3.0)
-    slabs.attend(window.columns(0, 500), torch.tensor([0]))
+    """One by one, by sixteens, and all at once: the same bits. Two sequences at different positions change nothing."""
+    block, total = Block.random(shape, batch=1, width=560), 560
+    whole = Buffers(shape, batch=1, capacity=576).attend(block, torch.tensor([0]))
+    buffers = Buffers(shape, batch=1, capacity=576, stale=3.0)
+    buffers.attend(block.positions(0, 500), torch.tensor([0]))
     for begin, end in [
         (500, 516),
         (516, 517),
@@ -142,40 +142,36 @@ def test_a_query_knows_no_other_query_of_its_call(shape: Shape) -> None:
         (532, 548),
         (548, total),
     ]:
-        assert torch.equal(slabs.attend(window.columns(begin, end), torch.tensor([begin])), whole[:, :, begin:end])
-    ragged = Window(
-        *(torch.cat([x[:, :, 540:549], x[:, :, 3:12]]) for x in (window.q, window.k, window.v)), window.sinks
-    )
-    both = Slabs(shape, batch=2, capacity=576)
-    both.attend(
-        Window(*(torch.cat([x, x]) for x in (window.q, window.k, window.v)), window.sinks), torch.tensor([0, 0])
-    )
+        assert torch.equal(buffers.attend(block.positions(begin, end), torch.tensor([begin])), whole[:, :, begin:end])
+    ragged = Block(*(torch.cat([x[:, :, 540:549], x[:, :, 3:12]]) for x in (block.q, block.k, block.v)), block.sinks)
+    both = Buffers(shape, batch=2, capacity=576)
+    both.attend(Block(*(torch.cat([x, x]) for x in (block.q, block.k, block.v)), block.sinks), torch.tensor([0, 0]))
     out = both.attend(ragged, torch.tensor([540, 3]))
     assert torch.equal(out, torch.cat([whole[:, :, 540:549], whole[:, :, 3:12]]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_windows_left_edge_does_not_move_the_order_of_sums(dtype: torch.dtype) -> None:
+def test_a_sliding_windows_left_edge_does_not_move_the_order_of_sums(dtype: torch.dtype) -> None:
     """A call of 16 starts its sweep up to a block before a call of one does, and both cross several spans."""
     shape = Shape(dtype=dtype, window=700)
-    window, total = Window.random(shape, batch=1, width=1300), 1300
-    slabs = Slabs(shape, batch=1, capacity=1312)
-    slabs.attend(window, torch.tensor([0]))
+    block, total = Block.random(shape, batch=1, width=1300), 1300
+    buffers = Buffers(shape, batch=1, capacity=1312)
+    buffers.attend(block, torch.tensor([0]))
     for begin in range(1200, total - 16, 16):
-        whole = slabs.attend(window.columns(begin, begin + 16), torch.tensor([begin]))
-        single = [slabs.attend(window.columns(i, i + 1), torch.tensor([i])) for i in range(begin, begin + 16)]
+        whole = buffers.attend(block.positions(begin, begin + 16), torch.tensor([begin]))
+        single = [buffers.attend(block.positions(i, i + 1), torch.tensor([i])) for i in range(begin, begin + 16)]
         assert torch.equal(torch.cat(single, 2), whole)
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3] + SHAPES[6:8], ids=IDS[:3] + IDS[6:8])
-def test_what_stale_columns_hold_does_not_matter(shape: Shape) -> None:
-    """After a rollback the columns behind the window hold what was rejected."""
-    window, outs = Window.random(shape, batch=1, width=44), []
+def test_what_stale_positions_hold_does_not_matter(shape: Shape) -> None:
+    """After a rollback the positions after the block hold what was rejected."""
+    block, outs = Block.random(shape, batch=1, width=44), []
     for stale in (0.0, 1e4, -77.0):
-        slabs = Slabs(shape, batch=1, capacity=64, stale=stale)
-        outs.append([slabs.attend(window.columns(0, 35), torch.tensor([0]))])
-        outs[-1].append(slabs.attend(window.columns(35, 44), torch.tensor([35])))
-        outs[-1].append(slabs.attend(window.columns(35, 36), torch.tensor([35])))
+        buffers = Buffers(shape, batch=1, capacity=64, stale=stale)
+        outs.append([buffers.attend(block.positions(0, 35), torch.tensor([0]))])
+        outs[-1].append(buffers.attend(block.positions(35, 44), torch.tensor([35])))
+        outs[-1].append(buffers.attend(block.positions(35, 36), torch.tensor([35])))
     for first, *others in zip(*outs, strict=True):
         assert first.isfinite().all()
         assert all(torch.equal(first, other) for other in others)
@@ -184,90 +180,90 @@ def test_what_stale_columns_hold_does_not_matter(shape: Shape) -> None:
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[3], SHAPES[8]], ids=str)
 @pytest.mark.parametrize("width", [1, 9, 40])
 def test_threads_change_no_bit(shape: Shape, width: int) -> None:
-    """Where the streams do not divide by the threads, a thread attends to columns that the other wrote."""
+    """Where the streams do not divide by the threads, a thread attends to positions that the other wrote."""
     for batch in (1, 3):
-        window, outs = Window.random(shape, batch=batch, width=200), []
+        block, outs = Block.random(shape, batch=batch, width=200), []
         for threads in (1, 2):
-            slabs = Slabs(shape, batch=batch, capacity=224)
-            slabs.attend(window.columns(0, 160), torch.full((batch,), 0), threads=threads)
-            outs.append(slabs.attend(window.columns(160, 160 + width), torch.full((batch,), 160), threads=threads))
+            buffers = Buffers(shape, batch=batch, capacity=224)
+            buffers.attend(block.positions(0, 160), torch.full((batch,), 0), threads=threads)
+            outs.append(buffers.attend(block.positions(160, 160 + width), torch.full((batch,), 160), threads=threads))
         assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_slab_grows_by_copying_each_heads_prefix(dtype: torch.dtype) -> None:
     shape = Shape(dtype=dtype)
-    window, small, large = (
-        Window.random(shape, batch=2, width=70),
-        *(Slabs(shape, batch=2, capacity=capacity) for capacity in (64, 96)),
+    block, small, large = (
+        Block.random(shape, batch=2, width=70),
+        *(Buffers(shape, batch=2, capacity=capacity) for capacity in (64, 96)),
     )
-    small.attend(window.columns(0, 60), torch.tensor([0, 0]))
+    small.attend(block.positions(0, 60), torch.tensor([0, 0]))
     large.keys[:, :, :64], large.values[:, :, :64] = small.keys, small.values
-    out = large.attend(window.columns(60, 70), torch.tensor([60, 60]))
+    out = large.attend(block.positions(60, 70), torch.tensor([60, 60]))
     torch.testing.assert_close(
-        out.double(), reference(window, shape)[:, :, 60:], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        out.double(), reference(block, shape)[:, :, 60:], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
     )
 
 
 def test_a_sink_may_outweigh_everything() -> None:
     shape = Shape(sinks=True, dtype=torch.float32)
-    window = Window.random(shape, batch=1, width=5)
-    window.sinks[:] = torch.tensor([500.0, -500.0, 0.0, 8.0])
-    out = Slabs(shape, batch=1, capacity=32).attend(window, torch.tensor([0]))
-    torch.testing.assert_close(out.double(), reference(window, shape), atol=2e-6, rtol=2e-6)
+    block = Block.random(shape, batch=1, width=5)
+    block.sinks[:] = torch.tensor([500.0, -500.0, 0.0, 8.0])
+    out = Buffers(shape, batch=1, capacity=32).attend(block, torch.tensor([0]))
+    torch.testing.assert_close(out.double(), reference(block, shape), atol=2e-6, rtol=2e-6)
     assert not out[:, 0].any()
 
 
 def test_out_may_have_any_strides() -> None:
     shape = Shape()
-    window = Window.random(shape, batch=1, width=3)
-    slabs = Slabs(shape, batch=1, capacity=32)
+    block = Block.random(shape, batch=1, width=3)
+    buffers = Buffers(shape, batch=1, capacity=32)
     out = torch.zeros(1, 64, 3, 4, dtype=shape.dtype).permute(0, 3, 2, 1)
-    views = [out, window.q, window.k, window.v, torch.tensor([0]), slabs.header]
-    load().call("attend", views, [0], [shape.scale, 0.0])
-    assert torch.equal(out, slabs.attend(window, torch.tensor([0])))
+    views = [out, block.q, block.k, block.v, torch.tensor([0]), buffers.header]
+    load().call("attention", views, [0], [shape.scale, 0.0])
+    assert torch.equal(out, buffers.attend(block, torch.tensor([0])))
 
 
 @pytest.mark.parametrize("wrong", ["type", "heads", "inner stride", "starts", "scale", "half a pair"])
 def test_other_calls_are_refused(wrong: str) -> None:
     shape = Shape(heads=3, kv_heads=2) if wrong == "heads" else Shape(dim_k=33 if wrong == "half a pair" else 64)
-    window, slabs = Window.random(shape, batch=1, width=2), Slabs(shape, batch=1, capacity=32)
+    block, buffers = Block.random(shape, batch=1, width=2), Buffers(shape, batch=1, capacity=32)
     starts = torch.tensor([0, 0] if wrong == "starts" else [0])
     if wrong == "type":
-        window.v = window.v.float()
+        block.v = block.v.float()
     if wrong == "inner stride":
-        window.q = window.q.transpose(-1, -2).contiguous().transpose(-1, -2)
-    out = torch.empty(*window.q.shape[:3], 64, dtype=shape.dtype)
-    views = [out, window.q, window.k, window.v, starts, slabs.header]
-    with pytest.raises(ConfigError, match="attend"):
-        load().call("attend", views, [0], [0.0 if wrong == "scale" else 0.125, 0.0])
+        block.q = block.q.transpose(-1, -2).contiguous().transpose(-1, -2)
+    out = torch.empty(*block.q.shape[:3], 64, dtype=shape.dtype)
+    views = [out, block.q, block.k, block.v, starts, buffers.header]
+    with pytest.raises(ConfigError, match="attention"):
+        load().call("attention", views, [0], [0.0 if wrong == "scale" else 0.125, 0.0])
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES, ids=IDS)
 def test_store_leaves_what_attend_leaves(shape: Shape, threads: int) -> None:
     """And what comes later attends to it."""
-    window, starts = Window.random(shape, batch=3, width=50), torch.tensor([0, 7, 33])
-    slabs = [Slabs(shape, batch=3, capacity=96) for _ in range(2)]
-    slabs[0].attend(window.columns(0, 40), starts, threads=threads)
-    slabs[1].store(window.columns(0, 40), starts, threads=threads)
-    assert torch.equal(slabs[0].keys, slabs[1].keys)
-    assert torch.equal(slabs[0].values, slabs[1].values)
-    outs = [each.attend(window.columns(40, 50), starts + 40, threads=threads) for each in slabs]
+    block, starts = Block.random(shape, batch=3, width=50), torch.tensor([0, 7, 33])
+    buffers = [Buffers(shape, batch=3, capacity=96) for _ in range(2)]
+    buffers[0].attend(block.positions(0, 40), starts, threads=threads)
+    buffers[1].store(block.positions(0, 40), starts, threads=threads)
+    assert torch.equal(buffers[0].keys, buffers[1].keys)
+    assert torch.equal(buffers[0].values, buffers[1].values)
+    outs = [each.attend(block.positions(40, 50), starts + 40, threads=threads) for each in buffers]
     assert torch.equal(*outs)
 
 
 def test_store_refuses_what_no_kernel_takes() -> None:
     shape = Shape()
-    window, slabs = Window.random(shape, batch=2, width=3), Slabs(shape, batch=2, capacity=32)
+    block, buffers = Block.random(shape, batch=2, width=3), Buffers(shape, batch=2, capacity=32)
     starts = torch.zeros(2, dtype=torch.int64)
     for views in (
-        [window.k, window.v[:, :, :2], starts, slabs.header],
-        [window.k, window.v.float(), starts, slabs.header],
-        [window.k, window.v, starts[:1], slabs.header],
-        [window.k, window.v, starts.int(), slabs.header],
-        [window.k.transpose(2, 3), window.v, starts, slabs.header],
-        [window.k, window.v, starts],
+        [block.k, block.v[:, :, :2], starts, buffers.header],
+        [block.k, block.v.float(), starts, buffers.header],
+        [block.k, block.v, starts[:1], buffers.header],
+        [block.k, block.v, starts.int(), buffers.header],
+        [block.k.transpose(2, 3), block.v, starts, buffers.header],
+        [block.k, block.v, starts],
     ):
         with pytest.raises(ConfigError):
-            team(1).call("store", views)
+            team(1).call("store_kv", views)

@@ -11,12 +11,12 @@ from typer.main import get_command
 
 from nextn.audit import IDS, audit
 from nextn.audit.values import IDS as VALUES
-from nextn.checkpoints.checkpoint import INDEX, Checkpoint
-from nextn.checkpoints.tensor_file import RawTensor, write_json, write_safetensors
+from nextn.checkpoint.checkpoint import INDEX, Checkpoint
+from nextn.checkpoint.safetensors_file import RawTensor, write_json, write_safetensors
 from nextn.cli import app
+from nextn.edit.restore import restore
 from nextn.errors import CheckpointError, FamilyError
 from nextn.families import by_name
-from nextn.moving.graft import restore
 
 
 def findings(folder, rule=None):
@@ -47,7 +47,7 @@ def rename(pattern, to):
 
 def put(name, shape, dtype="BF16"):
     """Another tensor of this name: normal numbers, or any finite bytes."""
-    data = bf16(values(name, shape, gain=1.0, seed=1))
+    data = bf16(values(name, shape, norm_weight=1.0, seed=1))
     if dtype != "BF16":
         size = int(np.prod(shape)) * (4 if dtype in ("F32", "I32") else 1)
         data = np.random.default_rng(0).integers(0, 64, size, "u1").tobytes()
@@ -85,10 +85,10 @@ def pack_trunk(table):
 # rule -> what breaks a checkpoint so, and what the finding must say
 BROKEN = {
     "dropped by save_pretrained": (
-        "head-absent", "error", "qwen3_5", {"change": drop("^mtp")}, "promises 1 module, and no tensor of it"),
+        "head-absent", "error", "qwen3_5", {"change": drop("^mtp")}, "declares 1 module, and no tensor of it"),
     "dropped, config silent": (
         "head-absent", "warning", "qwen3_next", {"change": drop("^mtp"), "config": {"mtp_num_hidden_layers": None}},
-        "has no mtp_num_hidden_layers, for which Qwen3-Next means 1"),
+        "has no mtp_num_hidden_layers; its default in Qwen3-Next is 1"),
     "one expert lost": (
         "head-partial", "error", "deepseek_v3", {"change": drop(HEAD + r"mlp\.experts\.3\.up_proj")},
         r"stores 31 tensors and lacks 1: model.layers.2.mlp.experts.3.up_proj\."),
@@ -111,14 +111,14 @@ BROKEN = {
         "Layer 2 holds the head's eh_proj, enorm, hnorm and shared_head.norm, and the config counts it"),
     "a layer too far": (
         "head-elsewhere", "error", "glm4_moe", {"change": rename(r"layers\.2\.", "layers.5.")},
-        "stored as layer 5; with 2 trunk layers, engines look for it at 2"),
+        "stored as layer 5; with 2 trunk layers, engines look for it as layer 2"),
     "another family's layout": (
         "head-elsewhere", "error", "deepseek_v3", {"change": lambda table: (
             rename(HEAD + "enorm", "mtp.pre_fc_norm_embedding")(table),
             rename(HEAD + "hnorm", "mtp.pre_fc_norm_hidden")(table), rename(HEAD + "eh_proj", "mtp.fc")(table),
             drop(HEAD)(table))}, "in the layout of qwen3_next.*vLLM, SGLang.* look.*at model.layers.2"),
     "config silent": (
-        "head-unpromised", "warning", "qwen3_5", {"config": {"mtp_num_hidden_layers": 0}}, "stored: 1, promised: 0"),
+        "head-unpromised", "warning", "qwen3_5", {"config": {"mtp_num_hidden_layers": 0}}, "stored: 1, declared: 0"),
     "one of three lost": (
         "modules-missing", "error", "step3p5", {"modules": 3, "change": drop(r"layers\.3\.")}, "3 modules; of 1 no"),
     "nobody's names": (
@@ -142,12 +142,12 @@ BROKEN = {
         "vocab_size is 72, the rows are 64 of lm_head.weight and 64 of model"),
     "trunk's embedding lost": (
         "trunk-missing", "error", "deepseek_v4", {"change": rename("^embed", "model.embed_tokens")},
-        "not at embed.weight; model.embed_tokens.weight is stored, a name of another family: .*vLLM"),
+        "not stored as embed.weight; model.embed_tokens.weight is stored, a name of another family: .*vLLM"),
     "top-level embed and head alone": (
         "shared-missing", "warning", "deepseek_v4", {"copies": False},
-        "embed.weight and head.weight alone.*vLLM, in versions.*initial values.*SGLang takes the trunk's"),
+        "embed.weight and head.weight only.*vLLM versions.*initial values.*SGLang uses the trunk's"),
     "pipeline-parallel vLLM": (
-        "shared-missing", "note", "deepseek_v3", {"copies": False}, "vLLM, if it is pipeline-parallel"),
+        "shared-missing", "note", "deepseek_v3", {"copies": False}, "vLLM with pipeline parallelism drafts from"),
     "stale copy of the embedding": (
         "copy-differs", "warning", "glm4_moe", {"change": put("model.layers.2.embed_tokens.weight", (V, H))},
         "embed_tokens.weight: in its values; llama.cpp uses the copy; vLLM, SGLang and transformers use the trunk's"),
@@ -155,8 +155,8 @@ BROKEN = {
         "copy-differs", "warning", "glm4_moe", {"change": put("model.layers.2.embed_tokens.weight", (V - 8, H))},
         r"BF16 \[56, 32\] against BF16 \[64, 32\]"),
     "own head replaced": (
-        "own-head-overwritten", "note", "step3p5", {}, "has its own output head; transformers puts the trunk's"),
-    "no layer 61": ("layer-index", "note", "deepseek_v3", {}, "transformers finds .* at layer 61 only; here it is l"),
+        "own-head-overwritten", "note", "step3p5", {}, "has its own lm_head; transformers uses the trunk's instead"),
+    "no layer 61": ("layer-index", "note", "deepseek_v3", {}, "transformers loads .* from layer 61 only; here it is l"),
     "several modules as one": (
         "too-many-modules", "note", "mimo_v2", {"modules": 3}, "3 modules are stored; vLLM uses 1"),
     "ignored on load": ("engine-ignores", "note", "qwen3_5", {}, "transformers skips the head"),
@@ -165,25 +165,25 @@ BROKEN = {
     "kept without a graph": ("engine-loads", "note", "glm_ocr", {}, "llama.cpp stores the head and cannot"),
     "unknown to engines": ("engine-absent", "note", "mellum", {}, "vLLM, SGLang and llama.cpp lack this fam"),
     "packed trunk, plain head, int4": (
-        "quantisation", "error", "qwen3_5", {"change": pack_trunk, "config": INT4},
-        r"stores 8 matrices, such as mtp.*, unquantised, .*\(compressed-tensors\) has engines build"),
+        "quantization", "error", "qwen3_5", {"change": pack_trunk, "config": INT4},
+        r"stores 8 matrices, such as mtp.*, unquantized, .*\(compressed-tensors\) has engines build"),
     "packed trunk, plain head, GPTQ": (
-        "quantisation", "error", "qwen3_5", {"change": pack_trunk, "config": GPTQ}, ", unquantised, and"),
+        "quantization", "error", "qwen3_5", {"change": pack_trunk, "config": GPTQ}, ", unquantized, and"),
     "packed trunk, plain head, ModelOpt": (
-        "quantisation", "error", "qwen3_5", {"change": pack_trunk, "config": MODELOPT}, ", unquantised, and"),
+        "quantization", "error", "qwen3_5", {"change": pack_trunk, "config": MODELOPT}, ", unquantized, and"),
     "packed head, left out": (
-        "quantisation", "error", "qwen3_5",
+        "quantization", "error", "qwen3_5",
         {"change": pack, "config": {"quantization_config": INT4["quantization_config"] | {"ignore": ["re:mtp.*"]}}},
-        ", as compressed, .*build them unquantised"),
+        ", as compressed, .*build them unquantized"),
     "packed head, no config": (
-        "quantisation", "error", "qwen3_5", {"change": pack}, r"\(no quantisation\) has engines build them un"),
+        "quantization", "error", "qwen3_5", {"change": pack}, r"\(no quantization\) has engines build them un"),
     "projection in fp8": (
-        "quantisation", "error", "deepseek_v3", {"fp8": True, "change": lambda table: (
+        "quantization", "error", "deepseek_v3", {"fp8": True, "change": lambda table: (
             put("model.layers.2.eh_proj.weight", (H, 2 * H), "F8_E4M3")(table),
             put("model.layers.2.eh_proj.weight_scale_inv", (1, 1), "F32")(table))},
-        "vLLM builds the projection unquantised"),
+        "vLLM builds the projection unquantized"),
     "a config that says nothing": (
-        "quantisation", "error", "qwen3_5", {"config": {"quantization_config": "fp8"}}, "must be an object"),
+        "quantization", "error", "qwen3_5", {"config": {"quantization_config": "fp8"}}, "must be an object"),
     "scales lost": (
         "scale-missing", "error", "deepseek_v3", {"fp8": True, "change": drop(HEAD + ".*weight_scale_inv")},
         "matrices, .* in fp8 without a scale"),
@@ -198,12 +198,12 @@ def well_worded(finding):
     """Sentences, and commands that the command line takes: alone, or in backticks inside a sentence."""
     assert finding.found.endswith(".")
     assert finding.valid.endswith(".")
-    alone = finding.mend.startswith("nextn ")
-    assert alone or (finding.mend[0].isupper() and finding.mend.endswith("."))
-    for command in [finding.mend] if alone else re.findall("`(nextn .+?)`", finding.mend):
+    alone = finding.fix.startswith("nextn ")
+    assert alone or (finding.fix[0].isupper() and finding.fix.endswith("."))
+    for command in [finding.fix] if alone else re.findall("`(nextn .+?)`", finding.fix):
         verb, *args = shlex.split(command)[1:]
         get_command(app).commands[verb].make_context(verb, args or ["MODEL"])
-    assert alone or "nextn " not in re.sub("`.+?`", "", finding.mend)
+    assert alone or "nextn " not in re.sub("`.+?`", "", finding.fix)
 
 
 @pytest.mark.parametrize("fault", BROKEN)
@@ -225,8 +225,8 @@ def test_one_cause_one_finding(fault, tmp_path):
     rule, _, family, options, _ = BROKEN[fault]
     others = {each.rule for each in findings(publish(tmp_path, family, **options))} - {rule}
     allowed = {
-        "head in fp8, trunk in bf16": {"quantisation"},
-        "packed head, no config": {"quantisation"},
+        "head in fp8, trunk in bf16": {"quantization"},
+        "packed head, no config": {"quantization"},
         "projection in fp8": {"shape"},
     }
     assert others <= allowed.get(fault, set())
@@ -256,7 +256,7 @@ def test_clean(name, tmp_path):
     for place, options in enumerate(variants(name)):
         report = audit(Checkpoint.open(publish(tmp_path / str(place), name, **options)))
         assert report.clean, (options, [each for each in report.findings if each.severity != "note"])
-        assert report.modules == tuple(range(report.promised))
+        assert report.modules == tuple(range(report.declared))
 
 
 def test_head_alone_is_no_fault(tmp_path):
@@ -293,7 +293,7 @@ def test_head_in_a_file_that_never_came(tmp_path):
         write_safetensors(file, rest)
     [absent] = findings(tmp_path, "head-absent")
     assert "the index puts 34 tensors of it in model-00003-of-00003.safetensors" in absent.found
-    assert absent.mend.startswith("Fetch model-00003-of-00003.safetensors again")
+    assert absent.fix.startswith("Download model-00003-of-00003.safetensors again")
 
 
 @pytest.mark.parametrize(
@@ -367,7 +367,7 @@ def test_copies_are_compared_beyond_the_first_bytes(tmp_path):
 
 def test_what_cannot_be_judged(tmp_path):
     """No row or no layer count: an error that names what is missing and, where it can, the families that would fit."""
-    with pytest.raises(FamilyError, match=r"fit the layout of deepseek_v3, .*glm4_moe.*try --family NAME"):
+    with pytest.raises(FamilyError, match=r"names match the layout of deepseek_v3, .*glm4_moe.*try --family NAME"):
         audit(Checkpoint.open(publish(tmp_path / "a", "glm4_moe", config={"model_type": "mine"})))
     with pytest.raises(CheckpointError, match="num_hidden_layers is needed"):
         audit(Checkpoint.open(publish(tmp_path / "b", "glm4_moe", config={"num_hidden_layers": "many"})))
@@ -384,7 +384,7 @@ def test_worst_first_and_without(tmp_path):
     assert report.without({"head-absent", "vocabulary"}).clean
 
 
-MENDED = ("head-absent", "head-partial", "modules-missing", "quantisation", "scale-missing")
+MENDED = ("head-absent", "head-partial", "modules-missing", "quantization", "scale-missing")
 RESTORED = [fault for fault, (rule, *_) in BROKEN.items() if rule in MENDED and fault != "a config that says nothing"]
 
 
@@ -393,7 +393,7 @@ def test_restore_mends(fault, tmp_path):
     """A command that is refused, or that is not enough."""
     rule, _, family, options, _ = BROKEN[fault]
     folder = publish(tmp_path / "broken", family, **options)
-    mend = findings(folder, rule)[0].mend
-    assert mend.startswith("nextn restore")
-    restore(folder, publish(tmp_path / "base", family, modules=options.get("modules", 1)), force="--force" in mend)
+    fix = findings(folder, rule)[0].fix
+    assert fix.startswith("nextn restore")
+    restore(folder, publish(tmp_path / "base", family, modules=options.get("modules", 1)), force="--force" in fix)
     assert not [each for each in findings(folder, rule) if each.severity == "error"]

@@ -10,9 +10,9 @@ from big import big
 from hub import Hub, only_loopback, own_client  # noqa: F401
 from huggingface_hub import constants
 
-from nextn.checkpoints import tensor_file
-from nextn.checkpoints.checkpoint import INDEX
-from nextn.checkpoints.tensor_file import write_json
+from nextn.checkpoint import safetensors_file
+from nextn.checkpoint.checkpoint import INDEX
+from nextn.checkpoint.safetensors_file import write_json
 from nextn.cli.screen import shown
 
 
@@ -38,7 +38,7 @@ def test_clean(nextn, tmp_path):
     assert (code, err) == (0, "")
     assert "engine-ignores" in out
     assert "clean  " in out
-    assert "1 module promised, 1 stored" in out
+    assert "1 MTP layer declared, 1 stored" in out
 
 
 def test_findings(nextn, lost):
@@ -55,8 +55,8 @@ def test_json(nextn, lost):
     code, out, _ = nextn(lost, "--json")
     record = json.loads(out)
     assert code == 1
-    assert (record["family"], record["promised"], record["modules"], record["clean"]) == ("qwen3_5", 1, [], False)
-    assert set(record["findings"][0]) == {"rule", "severity", "place", "found", "valid", "mend"}
+    assert (record["family"], record["declared"], record["modules"], record["clean"]) == ("qwen3_5", 1, [], False)
+    assert set(record["findings"][0]) == {"rule", "severity", "place", "found", "valid", "fix"}
     assert 0 < record["seconds"] < 60
 
 
@@ -95,7 +95,7 @@ def test_family(nextn, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("model.safetensors", b"\xff" * 8 + b"{}", "not a sound safetensors file"),
+        ("model.safetensors", b"\xff" * 8 + b"{}", "not a valid safetensors file"),
         ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
         ("config.json", b"{", "not readable as JSON"),
         ("config.json", b"{}", "model_type None has no MTP convention"),
@@ -153,7 +153,7 @@ def test_hub(nextn, hub):
 @pytest.mark.parametrize(
     ("name", "faults", "says"),
     [
-        ("listing", [(401, {})], "HTTP 401: the hub wants a token"),
+        ("listing", [(401, {})], "HTTP 401: the hub requires a token"),
         ("listing", [(404, {"X-Error-Code": "RepoNotFound"})], "HTTP 404: there is no such repository"),
         ("model-00002-of-00003.safetensors", [(429, {})] * 9, "HTTP 429 (5 of 5 tries)"),
         ("model-00002-of-00003.safetensors", [(429, {"Retry-After": "9999"})], "asks to wait 9999 s"),
@@ -192,7 +192,7 @@ def test_offline(nextn, tmp_path, hub):
 
 def test_little_is_read(nextn, monkeypatch):
     """An audit that downloads weights: of 12 shards with 1,000 tensors each, less than 1 % and few requests."""
-    monkeypatch.setattr(tensor_file, "FIRST_READ", 64 * 1024)
+    monkeypatch.setattr(safetensors_file, "FIRST_READ", 64 * 1024)
     files = big(12)
     hub = Hub(files)
     _point_at(hub, monkeypatch)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from artifacts import publish
 
-from nextn.audit import Report, audit
-from nextn.checkpoints import checkpoint
-from nextn.checkpoints.checkpoint import INDEX, _assemble
+from nextn.audit import AuditReport, audit
+from nextn.checkpoint import checkpoint
+from nextn.checkpoint.checkpoint import INDEX, _assemble
 from nextn.errors import NextnError
 
 CASES = 10_000
@@ -211,7 +211,7 @@ def originals(tmp_path_factory) -> list[dict[str, bytes]]:
     return found
 
 
-def judged(files: dict[str, bytes]) -> Report | NextnError:
+def judged(files: dict[str, bytes]) -> AuditReport | NextnError:
     try:
         return audit(_assemble("stranger", {name: Bytes(data, name) for name, data in files.items()}))
     except NextnError as error:
@@ -231,7 +231,7 @@ def test_strangers(batch, originals):
         except BaseException as error:
             raise AssertionError(f"case {number}") from error
         assert time.process_time() - started < SLOWEST, f"case {number}"
-        if isinstance(report, Report):
+        if isinstance(report, AuditReport):
             outcomes["clean" if report.clean else "findings"] += 1
             json.dumps(report.as_record())
         else:

@@ -38,7 +38,7 @@ def make(name, shape):
 
 
 def write(path, tensors=None, *, arch="qwen35", count=LAYERS + 1, modules=1, kinds=None):
-    """kinds: name -> quantisation, F32 where it has none."""
+    """kinds: name -> quantization, F32 where it has none."""
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(count)
     writer.add_array("tokenizer.ggml.tokens", ["a", "b"])
@@ -72,7 +72,7 @@ def told(path, **options):
 def test_sound_file(arch, family, tmp_path):
     """A finding on a sound file, or an architecture that lost its row."""
     report = audit_gguf(write(tmp_path / "m.gguf", arch=arch))
-    assert (report.family, report.promised, report.modules, report.findings) == (family, 1, (0,), ())
+    assert (report.family, report.declared, report.modules, report.findings) == (family, 1, (0,), ())
 
 
 def test_promise(tmp_path):
@@ -142,7 +142,7 @@ def test_shifted_gains(part, by, tmp_path):
             tensors[name] = tensors[name] + np.float32(by)
     report = audit_gguf(write(tmp_path / "m.gguf", tensors))
     assert {(each.rule, each.severity) for each in report.findings} == {("gain-shifted", "warning")}
-    assert f"of the {part} lie 1 {'above' if by > 0 else 'below'}" in report.findings[0].found
+    assert f"of the {part} are 1 {'above' if by > 0 else 'below'}" in report.findings[0].found
 
 
 def test_numbers(tmp_path):
@@ -186,7 +186,7 @@ def test_says_too_little(tmp_path):
         audit_gguf(write(tmp_path / "m.gguf", count=1 << 31))
     for data in (b"", b"GGUF", b"PK\3\4" * 9, b"GGUF" + (1).to_bytes(4, "little") + bytes(16)):
         (tmp_path / "bad.gguf").write_bytes(data)
-        with pytest.raises(CheckpointError, match="not a sound GGUF file"):
+        with pytest.raises(CheckpointError, match="not a valid GGUF file"):
             audit_gguf(tmp_path / "bad.gguf")
     with pytest.raises(CheckpointError, match="cannot be read"):
         audit_gguf(tmp_path / "none.gguf")

@@ -7,13 +7,13 @@ import pytest
 from artifacts import LAYERS, LAYOUTS, bf16, publish, watched
 from tiny import FIXTURES
 
-from nextn.audit.gains import Norm, shifts
-from nextn.audit.readings import Readings, decode
+from nextn.audit.norm_weights import NormValues, shifts
+from nextn.audit.sampled_values import SampledValues, decode
 from nextn.audit.values import head_stale, values
-from nextn.checkpoints.checkpoint import Checkpoint
-from nextn.checkpoints.inventory import Inventory
-from nextn.checkpoints.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint
-from nextn.checkpoints.tensor_file import RawTensor
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint
+from nextn.checkpoint.safetensors_file import RawTensor
 
 HEAD = ("mtp.", f"model.layers.{LAYERS}.", f"model.layers.{LAYERS + 1}.")
 
@@ -58,20 +58,20 @@ def test_sound_layouts(name, seed, tmp_path):
 
 @pytest.mark.parametrize("name", ["glm", "glm_one", "glm_two", "qwen"])
 def test_trained_heads(name):
-    """Trained gains from 1/5 to 5, some norms wholly above 1: no shift, and nothing untrained."""
+    """Trained norm weights from 1/5 to 5, some norms wholly above 1: no shift, and nothing untrained."""
     assert found(FIXTURES / name) == []
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])
 @pytest.mark.parametrize("by", [-2, -1, 1, 2])
 def test_shifted_head(name, by, tmp_path):
-    """The commonest cause of 0 % acceptance: all shapes right, every gain off by one or two."""
+    """The commonest cause of 0 % acceptance: all shapes right, every norm weight off by one or two."""
     pick = lambda each: of_head(each) and is_norm(each)  # noqa: E731
-    folder = publish(tmp_path, name, change=edited(pick, lambda gains: gains + by))
+    folder = publish(tmp_path, name, change=edited(pick, lambda norm_weights: norm_weights + by))
     (finding,) = [each for each in values(take(folder)) if each.severity != "note" and each.rule == "gain-shifted"][:1]
-    assert f"of the head lie {abs(by)} {'above' if by > 0 else 'below'}" in finding.found
-    assert ("subtract-1" if by > 0 else "add-1") in finding.mend
-    assert ("twice" in finding.mend) == (abs(by) > 1)
+    assert f"of the head are {abs(by)} {'above' if by > 0 else 'below'}" in finding.found
+    assert ("subtract-1" if by > 0 else "add-1") in finding.fix
+    assert ("twice" in finding.fix) == (abs(by) > 1)
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])
@@ -79,8 +79,8 @@ def test_shifted_head(name, by, tmp_path):
 def test_shifted_trunk(name, by, tmp_path):
     """MTPLX#306: the trunk is what was shifted, and no change of the head can mend it."""
     pick = lambda each: not of_head(each) and is_norm(each)  # noqa: E731
-    folder = publish(tmp_path, name, change=edited(pick, lambda gains: gains + by))
-    assert ["of the trunk lie 1" in each.found for each in values(take(folder))] == [True]
+    folder = publish(tmp_path, name, change=edited(pick, lambda norm_weights: norm_weights + by))
+    assert ["of the trunk are 1" in each.found for each in values(take(folder))] == [True]
 
 
 @pytest.mark.parametrize(("by", "severity"), [(-1, "warning"), (1, "warning")])
@@ -88,19 +88,21 @@ def test_mixed_convention(by, severity, tmp_path):
     """omlx#1507: only some norms of one head are off; they are named, the others are not."""
     some = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
     pick = lambda each: of_head(each) and any(path in each for path in some)  # noqa: E731
-    (finding,) = values(take(publish(tmp_path, "qwen3_5", change=edited(pick, lambda gains: gains + by))))
+    (finding,) = values(take(publish(tmp_path, "qwen3_5", change=edited(pick, lambda norm_weights: norm_weights + by))))
     assert (finding.rule, finding.severity) == ("gain-shifted", severity)
-    assert finding.found.startswith("4 norms of the head")
+    assert finding.found.startswith("4 norm weights of the head")
     assert "pre_fc_norm" not in finding.place
 
 
-def test_gains_that_cannot_tell(tmp_path):
-    """The two input norms alone, one more (omlx#3750), and a whole file one more (MLX): told, and not as a fault."""
-    inputs = publish(tmp_path / "a", "qwen3_5", change=edited(lambda each: "pre_fc" in each, lambda gains: gains + 1))
-    whole = publish(tmp_path / "b", "qwen3_5", change=edited(is_norm, lambda gains: gains + 1))
+def test_undecidable_norm_weights(tmp_path):
+    """The two input norms alone, one more (omlx#3750), and a whole file one more (MLX): reported, not as a fault."""
+    inputs = publish(
+        tmp_path / "a", "qwen3_5", change=edited(lambda each: "pre_fc" in each, lambda norm_weights: norm_weights + 1)
+    )
+    whole = publish(tmp_path / "b", "qwen3_5", change=edited(is_norm, lambda norm_weights: norm_weights + 1))
     assert [each.severity for each in values(take(inputs))] == ["note"]
     (finding,) = values(take(whole))
-    assert (finding.severity, "MLX" in finding.mend) == ("note", True)
+    assert (finding.severity, "MLX" in finding.fix) == ("note", True)
 
 
 def spread(rng, mean, width, count=256) -> np.ndarray:
@@ -127,37 +129,37 @@ SOUND = {
 def sides(name, seed):
     trunk, head, inputs = SOUND[name]
     rng = np.random.default_rng(seed)
-    theirs = {f"trunk.{kind}": Norm(spread(rng, *each), str(kind)) for kind, each in enumerate(trunk)}
-    ours = {str(kind): Norm(spread(rng, *each), str(kind)) for kind, each in enumerate(head)}
-    return ours | {each: Norm(spread(rng, *inputs)) for each in ("token", "hidden")}, theirs
+    theirs = {f"trunk.{kind}": NormValues(spread(rng, *each), str(kind)) for kind, each in enumerate(trunk)}
+    ours = {str(kind): NormValues(spread(rng, *each), str(kind)) for kind, each in enumerate(head)}
+    return ours | {each: NormValues(spread(rng, *inputs)) for each in ("token", "hidden")}, theirs
 
 
-def moved(side, by):
-    return {name: replace(norm, gains=norm.gains + by) for name, norm in side.items()}
+def shifted(side, by):
+    return {name: replace(norm, values=norm.values + by) for name, norm in side.items()}
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_sound_gains(name):
-    """No mean and no spread of sound gains may pass for a shift: `mean < 0.5` did in omlx#3750."""
+def test_sound_norm_weights(name):
+    """No mean and no spread of sound norm weights may pass for a shift: `mean < 0.5` did in omlx#3750."""
     for seed in range(20):
-        told = list(shifts(*sides(name, seed), zero_centred=bool(seed % 2)))
-        assert not any(each.sure for each in told), told
-        assert not told or name in ("wholly above 1", "scaled"), told
+        found_shifts = list(shifts(*sides(name, seed), zero_centered=bool(seed % 2)))
+        assert not any(each.certain for each in found_shifts), found_shifts
+        assert not found_shifts or name in ("wholly above 1", "scaled"), found_shifts
 
 
-@pytest.mark.parametrize("whose", ["head", "trunk"])
+@pytest.mark.parametrize("side_name", ["head", "trunk"])
 @pytest.mark.parametrize("by", [-2, -1, 1, 2])
 @pytest.mark.parametrize("name", ["alike", "small", "published", "final norm far off"])
-def test_shifted_gains(name, by, whose):
-    """The same gains, one side moved by one or two: a verdict, and never on the other side or the other way."""
+def test_shifted_norm_weights(name, by, side_name):
+    """The same weights, one side shifted by one or two: certain, never on the other side or in the other direction."""
     right = 0
     for seed in range(20):
         ours, theirs = sides(name, seed)
-        pair = (moved(ours, by), theirs) if whose == "head" else (ours, moved(theirs, by))
-        told = [each for each in shifts(*pair, zero_centred=True) if each.sure]
-        assert {(each.whose, each.by > 0) for each in told} <= {(whose, by > 0)}, told
-        right += bool(told)
-    # Gains of 0.3 and one more are near 1, where training starts: a doubt, by design.
+        pair = (shifted(ours, by), theirs) if side_name == "head" else (ours, shifted(theirs, by))
+        found_shifts = [each for each in shifts(*pair, zero_centered=True) if each.certain]
+        assert {(each.side, each.offset > 0) for each in found_shifts} <= {(side_name, by > 0)}, found_shifts
+        right += bool(found_shifts)
+    # Weights of 0.3, plus one, are near 1, where training starts: a suspicion only, by design.
     assert right == 0 if (name, by) == ("small", 1) else right >= 18
 
 
@@ -167,7 +169,7 @@ def test_few_reads(tmp_path):
     with watched() as names:
         list(values(inventory))
     assert 40 < len(names) < 150
-    read = Readings.of(inventory)
+    read = SampledValues.of(inventory)
     assert all(len(inventory.info(each).shape) == 1 for each in read.norms)
 
 
@@ -249,7 +251,7 @@ def test_identical_modules(tmp_path):
 
     def all_but_one(table):
         copy(table)
-        edited(lambda each: each == "model.layers.3.enorm.weight", lambda gains: gains * 1.25)(table)
+        edited(lambda each: each == "model.layers.3.enorm.weight", lambda norm_weights: norm_weights * 1.25)(table)
 
     assert found(publish(tmp_path / "b", "glm4_moe", modules=2, change=all_but_one)) == []
 
@@ -267,7 +269,7 @@ def test_copied_block(tmp_path):
 
 
 def test_fp8_and_packed(tmp_path):
-    """The table against known codes; a head of packed integers is not judged, and that is said."""
+    """The table against known codes; a head of packed integers is not decoded, and that is reported."""
     codes = bytes([0x00, 0x01, 0x38, 0x40, 0x7E, 0xB8, 0x7F])
     np.testing.assert_array_equal(decode(codes, "F8_E4M3"), [0, 2**-9, 1, 2, 448, -1, np.nan])
     np.testing.assert_array_equal(decode(bytes([0x3C, 0xBC, 0x7C]), "F8_E5M2"), [1, -1, np.inf])
@@ -290,12 +292,12 @@ def stale(folder, **changes) -> list[tuple[str, str]]:
 
 
 def test_stale_head(tmp_path):
-    """A trunk that was tuned after the head was put beside it (speculators#366), and a head that was exchanged."""
+    """A trunk that was fine-tuned after the head was added (speculators#366), and a head that was exchanged."""
     folder = publish(tmp_path / "a", "glm4_moe")
     assert list(head_stale(take(folder))) == []
     assert stale(folder) == []
-    assert stale(folder, trained_with="other") == [("note", "The head was trained with another trunk: fewer drafts "
-                                                   "may be kept.")]  # fmt: skip
+    note = "The head was trained with another trunk: acceptance may be lower."
+    assert stale(folder, trained_with="other") == [("note", note)]
     assert [severity for severity, _ in stale(folder, beside="other")] == ["warning"]
     assert next(text for _, text in stale(folder, head="other")).startswith("The head's own tensors changed")
     (folder / RECORD).write_text("[]")

@@ -6,7 +6,7 @@ from corpora import EOS, numbered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nextn.corpus.batches import Batches
+from nextn.data.batches import Batches
 from nextn.errors import ConfigError
 
 LENGTHS = st.lists(st.integers(2, 40), min_size=1, max_size=8)
@@ -14,7 +14,7 @@ LENGTHS = st.lists(st.integers(2, 40), min_size=1, max_size=8)
 
 def epoch_rows(batches, epoch):
     """Token ids of the real columns of each row of one epoch; batch_size must divide the epoch."""
-    steps = batches.num_windows // batches.batch_size
+    steps = batches.rows_per_epoch // batches.batch_size
     made = [batches.batch(epoch * steps + step) for step in range(steps)]
     return [row[real >= 0].numpy() for batch in made for row, real in zip(batch.tokens, batch.documents, strict=True)]
 
@@ -44,7 +44,7 @@ def test_unpacked_epoch_sees_every_token_once_and_crosses_nothing(lengths, lengt
         document = np.searchsorted(corpus.starts, row, side="right")
         assert len(row) >= 1
         assert (document == document[0]).all()
-    for step in range(batches.num_windows):
+    for step in range(batches.rows_per_epoch):
         made = batches.batch(step)
         padding = made.documents[0] == -1
         assert (made.documents[0][~padding] == 0).all()

@@ -1,4 +1,4 @@
-"""The table of objectives at a tiny size: cells are made, resumed and told."""
+"""The table of objectives at a tiny size: cells are trained, resumed and reported."""
 
 import json
 from dataclasses import replace
@@ -16,7 +16,7 @@ SIZE = objectives.Size(
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("bench")
 
 
@@ -26,19 +26,19 @@ def test_every_cell_has_a_name_of_its_own():
 
 
 @pytest.mark.parametrize("only", ["bare/kl/4-step/decode/answers", "stale/tv/4-step/own/data", "joint/"])
-def test_a_cell_at_a_tiny_size(only, place):
-    out = place / "objectives.json"
-    objectives.measure(out, place / "work", SIZE, only=only)
-    told = {name: cell for name, cell in json.loads(out.read_text())["cells"].items() if name.startswith(only)}
-    (cell,) = told.values()
+def test_a_cell_at_a_tiny_size(only, folder):
+    out = folder / "objectives.json"
+    objectives.measure(out, folder / "work", SIZE, only=only)
+    named_cells = {name: cell for name, cell in json.loads(out.read_text())["cells"].items() if name.startswith(only)}
+    (cell,) = named_cells.values()
     assert all(len(cell[key]) == 8 and min(cell[key]) >= 1 for key in ("AL_T0", "AL_T1"))
     assert all(0 <= rate <= 1 for rate in cell["acceptance_T0"] + cell["acceptance_T1"])
     before = out.stat().st_mtime_ns
-    objectives.measure(out, place / "work", SIZE, only=only)
+    objectives.measure(out, folder / "work", SIZE, only=only)
     assert out.stat().st_mtime_ns == before  # nothing is made twice
     with pytest.raises(ConfigError, match="cells of another size"):
-        objectives.measure(out, place / "work", replace(SIZE, head_steps=3), only=only)
-    assert only in objectives.row(*next(iter(told.items())))
+        objectives.measure(out, folder / "work", replace(SIZE, head_steps=3), only=only)
+    assert only in objectives.row(*next(iter(named_cells.items())))
 
 
 def test_the_documented_table_is_the_recorded_one():

@@ -1,4 +1,4 @@
-"""Order of the runs, figures from hand-made rounds, and a whole bench on a fixture."""
+"""Order of the runs, figures from hand-made rounds, and a complete benchmark of a fixture."""
 
 import json
 from collections import Counter
@@ -6,18 +6,16 @@ from collections import Counter
 import pytest
 from scipy.stats import binomtest
 
-from nextn.benchmarking import cost
-from nextn.benchmarking.benchmark import measured
-from nextn.benchmarking.cost import Machine
-from nextn.benchmarking.plan import Plan
-from nextn.benchmarking.report import DEFINITIONS, Report
-from nextn.benchmarking.runs import Run, runs
-from nextn.benchmarking.workload import Prompt
-from nextn.decode import Round, RowRound, Settings, rounds
+from nextn.decoding.rounds import Round, SequenceRound, Settings, rounds
 from nextn.errors import ConfigError
-from nextn.figures.acceptance import Acceptance
-from nextn.figures.speedup import Costs, Spread
-from nextn.sampling import Sampling
+from nextn.evaluate import decoding_costs
+from nextn.evaluate.benchmark import DEFINITIONS, BenchmarkReport, Run, benchmark_runs, run_benchmark
+from nextn.evaluate.benchmark_plan import BenchmarkPlan
+from nextn.evaluate.decoding_costs import Machine
+from nextn.evaluate.workload import Prompt
+from nextn.speculative.sampling import Sampling
+from nextn.stats.acceptance import Acceptance
+from nextn.stats.speedup import Costs, Spread
 
 COSTS = Costs(1, 64, tuple(Spread(each, each, each, 1) for each in (2.0, 2.2, 2.4)), Spread(0.2, 0.2, 0.2, 1))
 MACHINE = Machine("box", 2, 1, {}, "float32", 1e3, step_bytes=100, draft_bytes=10, peak_memory=0)
@@ -26,23 +24,23 @@ HONEST = tuple(range(1000))
 
 
 def run(drafts, kept, *, prompt=0, temperature=0.0, repeat=0, seconds=1.0, text=HONEST):
-    """A run whose rounds take `seconds` of wall time each, a tenth of it for drafts, and keep what `kept` says."""
-    log, left = [Round((RowRound(0, (), 0, (text[0],)),), 0.0, 9.0)], list(text[1:])
+    """A run whose rounds take `seconds` of wall time each, a tenth of it for drafts, and accept `kept` drafts each."""
+    log, left = [Round((SequenceRound(0, (), 0, (text[0],)),), 0.0, 9.0)], list(text[1:])
     for count in kept:
         emitted = tuple(left.pop(0) for _ in range(count + 1))
-        log.append(Round((RowRound(0, (7,) * drafts, count, emitted),), 0.1 * seconds, 0.8 * seconds))
+        log.append(Round((SequenceRound(0, (7,) * drafts, count, emitted),), 0.1 * seconds, 0.8 * seconds))
     return Run(prompt, drafts, temperature, repeat, tuple(log), seconds * len(kept))
 
 
 def report(*given, prompts=ONE, **plan):
     drafts = tuple({each.drafts for each in given})
     temperatures = tuple(sorted({each.temperature for each in given}))
-    return Report("m", Plan(drafts, temperatures, **plan), tuple(prompts), given, COSTS, MACHINE)
+    return BenchmarkReport("m", BenchmarkPlan(drafts, temperatures, **plan), tuple(prompts), given, COSTS, MACHINE)
 
 
-def test_every_drafts_takes_every_place():
-    """Plain decoding always first has the machine that MTP has not: at each temperature each K stands everywhere."""
-    plan = Plan(drafts=(1, 4), repeats=2)
+def test_every_k_runs_at_every_position():
+    """A K that always ran first would find the caches in another state: at each temperature each K runs everywhere."""
+    plan = BenchmarkPlan(drafts=(1, 4), repeats=2)
     assert plan.drafts == (0, 1, 4)
     turns = list(plan.order(3))
     assert len({turn[:3] for turn in turns}) == len(turns) == 2 * 3 * 2
@@ -51,7 +49,7 @@ def test_every_drafts_takes_every_place():
         orders = [turn[3] for turn in turns if turn[2] == temperature]
         for place in range(3):
             assert Counter(order[place] for order in orders) == {0: 2, 1: 2, 4: 2}
-    pair = [turn[3] for turn in Plan(drafts=(5,), repeats=1).order(2) if turn[2] == 0]
+    pair = [turn[3] for turn in BenchmarkPlan(drafts=(5,), repeats=1).order(2) if turn[2] == 0]
     assert pair == [[0, 5], [5, 0]]
 
 
@@ -61,22 +59,22 @@ def test_every_drafts_takes_every_place():
         ({"drafts": (0,)}, "at least one of them above 0"),
         ({"drafts": (-1, 2)}, "numbers of drafts"),
         ({"temperatures": (-1.0,)}, "temperature"),
-        ({"temperatures": ()}, "a temperature"),
-        ({"repeats": 0}, "a repeat"),
+        ({"temperatures": ()}, "at least one of each"),
+        ({"repeats": 0}, "repeats = 0"),
         ({"max_tokens": 1}, "max_tokens = 1"),
     ],
 )
 def test_bad_plans(wrong, words):
     """A fault that shows only in the middle of the run."""
     with pytest.raises(ConfigError, match=words):
-        Plan(**wrong)
+        BenchmarkPlan(**wrong)
 
 
 def test_runs_are_the_decoders(trained):
     """Another seed, temperature or end than the plan's; runs in another order; the warm-up among them."""
-    model, plan = trained["qwen"], Plan(drafts=(2,), max_tokens=12, repeats=2, seed=5)
+    model, plan = trained["qwen"], BenchmarkPlan(drafts=(2,), max_tokens=12, repeats=2, seed=5)
     prompts = [Prompt((3, 1, 4), "x"), Prompt((2, 7), "y")]
-    found = list(runs(model, prompts, plan))
+    found = list(benchmark_runs(model, prompts, plan))
     wanted = [(r, p, t, k) for r, p, t, order in plan.order(2) for k in order]
     assert [(each.repeat, each.prompt, each.temperature, each.drafts) for each in found] == wanted
     for each in found:
@@ -102,7 +100,7 @@ def test_figures_by_hand():
     assert found.speedup.median == pytest.approx(sum(ratios) / 2)
     assert found.acceptance == Acceptance((6, 5), (5, 4), 6, 15)
     assert found.share == pytest.approx({"draft": 0.1, "verify": 0.8, "host": 0.1})
-    assert found.expected == pytest.approx(2.5 / (1.2 + 2 * 0.1))
+    assert found.expected_speedup == pytest.approx(2.5 / (1.2 + 2 * 0.1))
     assert found.overhead == pytest.approx((1.5 + 2.0) / 2 - (1.2 + 2 * 0.1))
     assert found.bytes_per_token == pytest.approx((100 + 2 * 10) / 2.5)
     assert found.bandwidth_used == pytest.approx(48 * sum(speeds) / 2 / 1e3)
@@ -111,12 +109,12 @@ def test_figures_by_hand():
 
 def test_plain_decoding_is_the_unit():
     found = report(run(0, [0] * 5), run(1, [1, 1])).figures(0.0, 0)
-    assert (found.speedup.median, found.expected, found.overhead) == (1, 1, 0)
+    assert (found.speedup.median, found.expected_speedup, found.overhead) == (1, 1, 0)
     assert found.bytes_per_token == 100
 
 
-def test_loops_are_left_out_and_told():
-    """A prompt that loops at one K only, still in the pairs; a loop at temperature 1 that shuts out a greedy text."""
+def test_repetitive_texts_are_left_out_and_reported():
+    """A prompt that is repetitive at one K is left out at all, but only at that temperature."""
     loop = (1,) * 1000
     two = (Prompt("a", "x"), Prompt("b", "x"))
     given = [
@@ -126,36 +124,36 @@ def test_loops_are_left_out_and_told():
         run(0, [0] * 300, prompt=1, temperature=1.0), run(1, [0] * 300, prompt=1, temperature=1.0),
     ]  # fmt: skip
     found = report(*given, prompts=two, repeats=1)
-    assert found.looping == {0.0: {1}, 1.0: set()}
+    assert found.repetitive == {0.0: {1}, 1.0: set()}
     assert found.short == {0.0: {0, 1}, 1.0: set()}
     assert found.figures(0.0, 1).tokens_per_s.num == 1
-    assert not found.figures(0.0, 1).only_loops
+    assert not found.figures(0.0, 1).all_repetitive
     assert found.figures(1.0, 1).acceptance.rates == (0.5,)
-    assert any("1 of 2 prompts gave loops" in said for said in found.warnings)
-    assert any("below 200 tokens" in said for said in found.warnings)
-    assert any("1 of 2 texts differ" in said for said in found.warnings)
+    assert any("1 of 2 prompts gave degenerate" in warning for warning in found.warnings)
+    assert any("below 200 tokens" in warning for warning in found.warnings)
+    assert any("1 of 2 texts differ" in warning for warning in found.warnings)
     assert found.identical == (1, 2)
 
 
-def test_loops_alone_are_told_as_such():
-    """Figures of nothing but loops without a word beside them."""
+def test_only_repetitive_texts_are_reported():
+    """Figures of repetitive texts alone carry a warning."""
     found = report(run(0, [0] * 9, text=(1,) * 99), run(1, [1] * 9, text=(1,) * 99))
     assert found.figures(0.0, 1).tokens_per_s.num == 1
-    assert found.figures(0.0, 1).only_loops
-    assert any("every text loops" in said for said in found.warnings)
+    assert found.figures(0.0, 1).all_repetitive
+    assert any("every text is degenerate" in warning for warning in found.warnings)
 
 
 def test_a_greedy_text_counts_once():
-    """The same text again makes no interval narrower; other draws of a sampled one do."""
+    """The same text again makes no interval narrower; other samples do."""
     given = [run(k, [k] * 9, repeat=repeat, temperature=t) for k in (0, 1) for repeat in (0, 1) for t in (0.0, 1.0)]
     found = report(*given, repeats=2)
-    assert found.figures(0.0, 1).acceptance.offered == (9,)
-    assert found.figures(1.0, 1).acceptance.offered == (18,)
+    assert found.figures(0.0, 1).acceptance.num_drafted == (9,)
+    assert found.figures(1.0, 1).acceptance.num_drafted == (18,)
 
 
 @pytest.mark.parametrize(("kept", "offered"), [(0, 7), (3, 9), (48, 50), (5, 5)])
 def test_intervals_are_wilsons(kept, offered):
-    """A normal interval in its place leaves 0..1 and has no width at the ends."""
+    """A normal interval instead would exceed 0..1 and have no width at the ends."""
     wanted = binomtest(kept, offered).proportion_ci(method="wilson")
     found = Acceptance((offered,), (kept,), offered, offered + kept).intervals()[0]
     assert found == pytest.approx((wanted.low, wanted.high), abs=1e-4)
@@ -172,13 +170,13 @@ def test_a_text_of_one_token_is_no_number():
     assert {each["tokens_per_s"]["median"] for each in record["figures"]} == {None}
 
 
-def test_whole_bench_on_a_fixture(trained, monkeypatch):
-    """Greedy texts are plain decoding's, and the record says what every number means."""
-    monkeypatch.setattr(cost, "copy_bandwidth", lambda device: 5e9)
+def test_benchmark_of_a_fixture(trained, monkeypatch):
+    """Greedy texts equal those of baseline decoding, and the record defines every number."""
+    monkeypatch.setattr(decoding_costs, "copy_bandwidth", lambda device: 5e9)
     seen = []
-    plan = Plan(drafts=(1, 3), max_tokens=24, repeats=1)
+    plan = BenchmarkPlan(drafts=(1, 3), max_tokens=24, repeats=1)
     prompts = [Prompt((3, 1, 4), "x"), Prompt((2, 7), "y")]
-    found = measured(trained["qwen"], prompts, plan, source="qwen", on_run=seen.append)
+    found = run_benchmark(trained["qwen"], prompts, plan, source="qwen", on_run=seen.append)
     assert len(seen) == plan.num_runs(2) == 12
     assert found.identical == (4, 4)
     assert found.costs.max_drafts == 3
@@ -186,10 +184,10 @@ def test_whole_bench_on_a_fixture(trained, monkeypatch):
     assert {(each["temperature"], each["drafts"], each["domain"]) for each in record["figures"]} == {
         (t, k, d) for t in (0, 1) for k in (0, 1, 3) for d in ("all", "x", "y")
     }
-    told = {"temperature", "drafts", "domain", "interval_95", "offered", "kept", "acceptance_length", "rounds"}
-    assert all(set(each) <= told | set(DEFINITIONS) for each in record["figures"])
+    others = {"temperature", "drafts", "domain", "interval_95", "offered", "kept", "acceptance_length", "rounds"}
+    assert all(set(each) <= others | set(DEFINITIONS) for each in record["figures"])
     assert set(record) == {
-        "model", "definitions", "machine", "plan", "path", "domains", "texts", "identical", "warnings", "costs",
+        "model", "definitions", "machine", "plan", "backend", "domains", "texts", "identical", "warnings", "costs",
         "figures", "theory", "draft_vocab",
     }  # fmt: skip
     assert {"cores", "threads", "versions", "dtype", "bandwidth", "peak_memory"} <= set(record["machine"])

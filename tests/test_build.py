@@ -12,17 +12,19 @@ import pytest
 from tiny import build
 
 from nextn.errors import ConfigError
-from nextn.fast import choose, native
-from nextn.fast.build import built, cache_folder, is_whole
+from nextn.runtime import backend
+from nextn.runtime.native import abi
+from nextn.runtime.native.build import build_library, cache_folder, is_intact
 
 SOURCES = 4
-BUILDER = "import sys; from pathlib import Path; from nextn.fast.build import built; built(*map(Path, sys.argv[1:]))"
-BUILDING, WAITING = "building the native runtime, about 40 s, once; ", "waiting for another build"
+BUILDER = "import sys; from pathlib import Path\n"
+BUILDER += "from nextn.runtime.native.build import build_library; build_library(*map(Path, sys.argv[1:]))"
+BUILDING, WAITING = "building the native runtime (once, about 40 s)", "waiting for another process that builds"
 
 
 @pytest.fixture
 def sources(tmp_path, monkeypatch) -> Path:
-    """A stand-in runtime and a slow compiler, which counts its runs in runs.txt and waits while `hold` is there."""
+    """A stand-in runtime and a slow compiler, which counts its runs in runs.txt and waits while `hold` exists."""
     folder, compiler = tmp_path / "csrc", tmp_path / "compiler"
     folder.mkdir()
     for place in range(SOURCES):
@@ -39,7 +41,7 @@ def start(sources: Path, cache: Path) -> subprocess.Popen:
 
 
 def works(library: Path) -> bool:
-    return is_whole(library) and [getattr(ctypes.CDLL(str(library)), f"part{n}")() for n in range(SOURCES)] == [
+    return is_intact(library) and [getattr(ctypes.CDLL(str(library)), f"part{n}")() for n in range(SOURCES)] == [
         0,
         1,
         2,
@@ -48,7 +50,7 @@ def works(library: Path) -> bool:
 
 
 def test_builders_that_are_killed(sources, tmp_path):
-    """At ten moments, each on what those before it left: nobody waits for the dead, and nothing of theirs is loaded."""
+    """At ten moments, each on the remains of the last: none waits for a dead one, none loads a damaged library."""
     cache = tmp_path / "cache"
     for moment in range(10):
         builder = start(sources, cache)
@@ -59,7 +61,7 @@ def test_builders_that_are_killed(sources, tmp_path):
     builder = start(sources, cache)
     builder.communicate(timeout=60)
     assert builder.returncode == 0
-    assert works(built(sources, cache))
+    assert works(build_library(sources, cache))
     assert sorted(path.suffix for path in cache.iterdir()) == [".json", ".lock", ".so"]
 
 
@@ -71,13 +73,13 @@ def test_builders_at_once(sources, tmp_path, count):
     assert sum(BUILDING in lines for lines in said) == 1
     assert all(lines.count("\n") == 1 for lines in said if WAITING in lines or BUILDING in lines)
     assert (tmp_path / "runs.txt").read_text().count("run") == SOURCES + 1
-    assert works(built(sources, tmp_path / "cache"))
+    assert works(build_library(sources, tmp_path / "cache"))
 
 
 def test_who_comes_during_a_build_says_that_it_waits(sources, tmp_path):
     (tmp_path / "hold").touch()
     first = start(sources, tmp_path / "cache")
-    assert first.stderr.readline() == f"{BUILDING}{tmp_path / 'cache'}\n"
+    assert first.stderr.readline() == f"{BUILDING} in {tmp_path / 'cache'}\n"
     second = start(sources, tmp_path / "cache")
     assert second.stderr.readline().startswith(WAITING)
     (tmp_path / "hold").unlink()
@@ -88,7 +90,7 @@ def test_who_comes_during_a_build_says_that_it_waits(sources, tmp_path):
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "garbage", "one bit", "record", "no record", "gone"])
 def test_a_damaged_library_is_built_again(sources, tmp_path, damage, caplog):
-    library = built(sources, tmp_path)
+    library = build_library(sources, tmp_path)
     content, record = library.read_bytes(), library.with_suffix(".json")
     library.unlink()  # not in place: this process may have it loaded
     flipped = content[:100] + bytes([content[100] ^ 1]) + content[101:]
@@ -104,20 +106,20 @@ def test_a_damaged_library_is_built_again(sources, tmp_path, damage, caplog):
         record.write_text("[]")
     if damage == "no record":
         record.unlink()
-    assert not is_whole(library)
+    assert not is_intact(library)
     caplog.clear()
-    assert works(built(sources, tmp_path))
+    assert works(build_library(sources, tmp_path))
     assert [BUILDING in line for line in caplog.messages] == [True]
-    assert works(built(sources, tmp_path))
+    assert works(build_library(sources, tmp_path))
     assert len(caplog.messages) == 1
 
 
 def test_a_whole_library_needs_neither_compiler_nor_room(sources, tmp_path, monkeypatch):
     """As in a container whose image brings it."""
-    library = built(sources, tmp_path)
+    library = build_library(sources, tmp_path)
     library.with_suffix(".lock").unlink()
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert built(sources, tmp_path) == library
+    assert build_library(sources, tmp_path) == library
     assert not library.with_suffix(".lock").exists()
 
 
@@ -137,35 +139,41 @@ def a_file(tmp_path: Path) -> Path:
     "folder", [unwritable, a_file, lambda path: a_file(path) / "below", lambda path: path / ("x" * 300)]
 )
 def test_impossible_folders(sources, tmp_path, folder):
-    with pytest.raises(ConfigError, match=r"cannot be kept in .*; set TORCH_EXTENSIONS_DIR to a folder"):
-        built(sources, folder(tmp_path))
+    with pytest.raises(ConfigError, match=r"cannot be stored in .*; set TORCH_EXTENSIONS_DIR to a writable folder"):
+        build_library(sources, folder(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("compiler", "words"),
     [
-        ("no-such-compiler -x", "built by no-such-compiler, which is not there: install a C\\+\\+20 compiler"),
-        ("false", "could not be built: false ended with 1"),
-        ("g++ -include no-such-header.h", r"could not be built: g\+\+ ended with 1: .*no-such-header\.h: No such file"),
-        ("true", "cannot be kept in"),  # says that it is done, and made nothing
+        (
+            "no-such-compiler -x",
+            "needs the compiler no-such-compiler, which is not on the PATH: install a C\\+\\+20 compiler",
+        ),
+        ("false", "could not be built: false exited with status 1"),
+        (
+            "g++ -include no-such-header.h",
+            r"could not be built: g\+\+ exited with status 1: .*no-such-header\.h: No such file",
+        ),
+        ("true", "cannot be stored in"),  # exits with 0 without writing a file
     ],
 )
 def test_compilers_that_fail(sources, tmp_path, monkeypatch, compiler, words):
     monkeypatch.setenv("CXX", compiler)
     with pytest.raises(ConfigError, match=words):
-        built(sources, tmp_path / "cache")
+        build_library(sources, tmp_path / "cache")
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
 def test_without_a_runtime_auto_is_plain(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(a_file(tmp_path)))
-    monkeypatch.setattr(choose, "load", native.load.__wrapped__)
+    monkeypatch.setattr(backend, "load", abi.load.__wrapped__)
     model = build("mimo_v2")
-    engine = choose.engine(model.trunk, model.head)
-    assert engine.path == "plain"
-    assert "cannot be kept in" in engine.reason
-    with pytest.raises(ConfigError, match="no fast path: the native runtime cannot be kept in"):
-        choose.engine(model.trunk, model.head, path="fast")
+    engine = backend.make_backend(model.trunk, model.head)
+    assert engine.name == "torch"
+    assert "cannot be stored in" in engine.reason
+    with pytest.raises(ConfigError, match="cannot run this model: the native runtime cannot be stored in"):
+        backend.make_backend(model.trunk, model.head, name="native")
 
 
 def test_the_folder(monkeypatch, tmp_path):

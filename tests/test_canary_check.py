@@ -1,4 +1,4 @@
-"""The kit against our own decoder: a healthy one passes, one with a planted fault breaks the clause of that fault."""
+"""The kit against our own decoder: a healthy one passes, one with an injected fault breaks the clause of that fault."""
 
 import json
 from dataclasses import replace
@@ -8,19 +8,19 @@ import pytest
 from decoding_engine import Server, drawn, faulty, seen
 from tiny import FIXTURES, refrain
 
-from nextn.canary.check import Fit, Report, check, clauses
-from nextn.canary.contract import CLAUSES, clause_of
-from nextn.canary.drive import Seen, driven, from_files
-from nextn.canary.expected import record
-from nextn.canary.kit import FILE, Asked, Canary, Told, tally
 from nextn.cli import main
-from nextn.drafting import Contract
-from nextn.engines.answers import Answer
+from nextn.conformance.check import ConformanceReport, ReadingFit, check, clauses
+from nextn.conformance.contract import CLAUSES, clause_of
+from nextn.conformance.engine_run import ConformanceRun, from_files, run_greedy
+from nextn.conformance.expected import build_record
+from nextn.conformance.record import FILE, Canary, CanaryPrompt, RecordedReading, prompt_counts
+from nextn.decoding.drafter import Contract
+from nextn.engines.answers import EngineAnswer
 from nextn.engines.counters import Counters
 from nextn.errors import ConfigError, EngineError
-from nextn.measuring.faults import FAULTS
+from nextn.evaluate.faults import FAULTS
 
-PLANTED = [fault.name for fault in FAULTS if not fault.rule]
+INJECTED = [fault.name for fault in FAULTS if not fault.rule]
 # No trained fixture has an output head of its own.
 NOT_HERE = {"own-output-lost"}
 # The fixtures are surer of their text than canaries: hotter, rules of acceptance differ as they do there.
@@ -36,7 +36,9 @@ def kits(tmp_path_factory):
     def of(name):
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
-            found = record(FIXTURES / name, refrain(8, 33, seed=10**6).tolist(), count=6, tokens=24, temperature=HEAT)
+            found = build_record(
+                FIXTURES / name, refrain(8, 33, seed=10**6).tolist(), count=6, tokens=24, temperature=HEAT
+            )
             (folder / FILE).write_text(json.dumps(found))
             made[name] = Canary.read(folder)
         return made[name]
@@ -57,27 +59,27 @@ def test_a_correct_engine_passes(kits, trained, drafts, whole):
     report = check(canary, seen(trained["glm_one"], Contract(), canary, drafts, whole=whole))
     assert not report.failed
     assert report.drafts == drafts
-    assert report.fits[0].off == 0
-    assert {each.clause.id: each.said for each in report.outcomes}["C8"] == "held"
+    assert report.fits[0].distance == 0
+    assert {each.clause.id: each.status for each in report.outcomes}["C8"] == "held"
 
 
-@pytest.mark.parametrize("fault", [name for name in PLANTED if name not in NOT_HERE])
+@pytest.mark.parametrize("fault", [name for name in INJECTED if name not in NOT_HERE])
 def test_each_fault_is_named(fault, kits, trained):
     """The confusion test: decoded under the fault, the engine breaks its clause wherever the fault changes a count, and
     it changes one in some fixture."""
     shown = []
     for name in NAMES:
-        planted = faulty(trained[name], fault)
-        if planted is None:
+        injected = faulty(trained[name], fault)
+        if injected is None:
             continue
         canary = kits(name)
-        report = check(canary, seen(*planted, canary, 4))
-        assert report.fits[0].off == 0
-        if any(fit.off == 0 and fit.reading.name in ("right", "rounded") for fit in report.fits):
+        report = check(canary, seen(*injected, canary, 4))
+        assert report.fits[0].distance == 0
+        if any(fit.distance == 0 and fit.reading.name in ("right", "rounded") for fit in report.fits):
             assert report.is_right
             continue
         assert clause_of(fault) in [each.clause for each in report.broken]
-        assert fault in [each.name for each in report.named]
+        assert fault in [each.name for each in report.explanations]
         shown.append(name)
     assert shown, f"{fault} changes no count in any fixture"
 
@@ -132,7 +134,7 @@ RULES = [("ratio", ""), ("block", ""), ("match", "exact-match"), ("argmax", "arg
 
 def sampling_rule(canary, model, drafts, found):
     """What is said of C13."""
-    report = check(canary, seen(model, Contract(), canary, drafts), drafts=drafts, drawn=found)
+    report = check(canary, seen(model, Contract(), canary, drafts), drafts=drafts, sampled_run=found)
     return next(each for each in report.outcomes if each.clause.id == "C13")
 
 
@@ -142,7 +144,7 @@ def test_the_rule_of_acceptance_is_told(rule, fault, drafts, whole, kits, traine
     """The decoder under each rule: at the least and the largest K, whether its last rounds are whole or cut."""
     canary, model = kits("glm"), trained["glm"]
     said = sampling_rule(canary, model, drafts, drawn(model, canary, drafts, rule, whole=whole))
-    assert said.said == ("broken" if fault else "held")
+    assert said.status == ("broken" if fault else "held")
     assert said.fault == fault
     assert bool(said.expected and said.seen) is bool(fault)
     assert ("jundot/omlx#3370" in said.issues) is (rule == "match")
@@ -158,7 +160,7 @@ def test_expected_counts_are_those_of_decoding(rule, ending, kits, trained):
     told = next(each for each in canary.sampled.rules if each.name == rule)
     offered, kept = (np.array(side).mean(0) for side in told.counts[3][ending])
     found = drawn(trained["glm"], canary, 3, rule, passes=passes, whole=ending == "whole").counters.acceptance()
-    for ours, theirs in ((offered, found.offered), (kept, found.kept)):
+    for ours, theirs in ((offered, found.num_drafted), (kept, found.num_accepted)):
         assert np.array(theirs) / passes == pytest.approx(ours, rel=0.12 if rule == "argmax" else 0.06, abs=0.5)
 
 
@@ -171,7 +173,7 @@ def test_the_rule_by_the_acceptance_length(rule, fault, kits, trained):
     rounds = tokens - texts - found.counters.accepted
     told = replace(found, counters=replace(found.counters, per_position=(), drafts=rounds))
     said = sampling_rule(canary, model, 3, told)
-    assert (said.said, said.fault) == ("broken" if fault else "held", fault)
+    assert (said.status, said.fault) == ("broken" if fault else "held", fault)
 
 
 def test_what_does_not_tell_the_rule(kits, trained):
@@ -181,15 +183,15 @@ def test_what_does_not_tell_the_rule(kits, trained):
     none = Counters("ours", 0, 0, 0, (0, 0, 0))
     short = tuple(tuple(text[:-2] for text in texts) for texts in found.texts)
     for other, words in (
-        (replace(found, counters=None, without="nothing at /metrics"), "nothing at /metrics"),
-        (replace(found, counters=few), "cannot be told apart in so many rounds"),
+        (replace(found, counters=None, no_counts_reason="nothing at /metrics"), "nothing at /metrics"),
+        (replace(found, counters=few), "cannot be distinguished in so many rounds"),
         (replace(found, counters=none), "counts no round that drafted"),
         (replace(found, texts=found.texts[:1] * 8), "the same texts at every seed"),
         (replace(found, texts=short), "ignore_eos"),
         (None, "--sampled"),
     ):
         said = sampling_rule(canary, model, 3, other)
-        assert said.said == "untold"
+        assert said.status == "untold"
         assert words in said.evidence
 
 
@@ -198,21 +200,21 @@ def test_no_known_rule(kits, trained):
     canary, model = kits("glm"), trained["glm"]
     found = drawn(model, canary, 3, "ratio")
     rounds = found.counters.drafts
-    for kept, said, words in (((0, 0, 0), "broken", "keeps less than ratio"), ((rounds,) * 3, "untold", "verify")):
+    for kept, said, words in (((0, 0, 0), "broken", "accepts less than ratio"), ((rounds,) * 3, "untold", "verify")):
         counters = Counters("ours", rounds, 3 * rounds, sum(kept), kept)
         outcome = sampling_rule(canary, model, 3, replace(found, counters=counters))
-        assert outcome.said == said
+        assert outcome.status == said
         assert words in outcome.evidence
 
 
 def test_other_faults_hide_the_rule(kits, trained):
     """A head that does not see the prompt keeps less at any temperature."""
     canary, model = kits("glm"), trained["glm"]
-    planted = seen(model, Contract(prefill=False), canary, 3)
-    report = check(canary, planted, drawn=drawn(model, canary, 3, "ratio"))
+    injected = seen(model, Contract(prefill=False), canary, 3)
+    report = check(canary, injected, sampled_run=drawn(model, canary, 3, "ratio"))
     said = {each.clause.id: each for each in report.outcomes}
-    assert said["C5"].said == "broken"
-    assert said["C13"].said == "untold"
+    assert said["C5"].status == "broken"
+    assert said["C13"].status == "untold"
     assert "greedy counts" in said["C13"].evidence
 
 
@@ -226,7 +228,7 @@ def test_sampled_over_http(kits, trained, capsys):
     told = " ".join(capsys.readouterr().out.split())
     assert "breaks C13 (sampling rule)" in told
     assert "counts as with exact-match" in told
-    assert "met in jundot/omlx#3370" in told
+    assert "known in jundot/omlx#3370" in told
     count = len(canary.prompts)
     asked = server.asked[1 + count :]
     assert len(server.asked) == 1 + 3 * count
@@ -271,7 +273,7 @@ def test_files_in_place_of_an_engine(kits, trained, tmp_path):
     report = check(canary, from_files(canary, answers, counters))
     assert not report.failed
     assert report.drafts == 3
-    assert len(report.seen.counts) == 1
+    assert len(report.run.counts) == 1
     assert verdict(["check", canary.folder, "--answers", answers, "--counters", counters]) == 0
 
 
@@ -309,7 +311,7 @@ def test_rounding_is_no_finding(kits, trained):
         first, accepted=first.accepted - 1, per_position=(*first.per_position[:2], first.per_position[2] - 1)
     )
     report = check(canary, replace(found, counts=((at, less), *others)))
-    assert report.fits[0].off == 1
+    assert report.fits[0].distance == 1
     assert report.is_right
 
 
@@ -323,9 +325,9 @@ def test_counts_of_nothing_known(kits, trained):
     ]  # fmt: skip
     report = check(canary, replace(found, counts=tuple(half)))
     assert report.failed
-    assert not report.named
+    assert not report.explanations
     assert not report.broken
-    assert "no known fault" in report.words
+    assert "no known fault" in report.summary
 
 
 def test_near_ties_are_no_finding(kits, trained):
@@ -350,8 +352,8 @@ def test_an_engine_by_its_convention(kits, trained):
 
 def small(*others, prompts=2, rounds=(1, 1, 0)):
     """A record made by hand, at K = 2: texts of six tokens, of which the fourth is nearly level."""
-    asked = Asked("", (0,), tuple(range(1, 12)), (1.0, 1.0, 1.0, 0.25, *[1.0] * 7))
-    readings = tuple(Told(name, name, (), (), {2: (rounds,) * prompts}) for name in ("right", *others))
+    asked = CanaryPrompt("", (0,), tuple(range(1, 12)), (1.0, 1.0, 1.0, 0.25, *[1.0] * 7))
+    readings = tuple(RecordedReading(name, name, (), (), {2: (rounds,) * prompts}) for name in ("right", *others))
     return Canary("x", "glm4_moe", 6, 0.25, (2,), (asked,) * prompts, readings, {})
 
 
@@ -361,8 +363,8 @@ TEXT = (1, 2, 3, 4, 5, 6)
 def judged(offs, counts=()):
     """A report on counts that are so far away from each reading, with a slack of 2."""
     canary = small(*list(offs)[1:])
-    fits = sorted((Fit(each, offs[each.name]) for each in canary.readings), key=lambda fit: fit.off)
-    return Report(canary, Seen((TEXT, TEXT), counts), 2, (), tuple(fits), slack=2)
+    fits = sorted((ReadingFit(each, offs[each.name]) for each in canary.readings), key=lambda fit: fit.distance)
+    return ConformanceReport(canary, ConformanceRun((TEXT, TEXT), counts), 2, (), tuple(fits), tolerance=2)
 
 
 @pytest.mark.parametrize(
@@ -378,19 +380,19 @@ def judged(offs, counts=()):
     ],
 )
 def test_what_explains_the_counts(offs, named):
-    assert [each.name for each in judged(offs).named] == named
+    assert [each.name for each in judged(offs).explanations] == named
 
 
 def test_what_counts_can_tell():
     """A clause is held only if each of its faults would have shown, beside what the counts are off anyway."""
     found = judged({"right": 0, "gain-less": 0, "halves-swapped": 9, "no-prefill": 9})
-    told = {each.clause.id: (each.said, each.evidence) for each in found.outcomes}
+    told = {each.clause.id: (each.status, each.evidence) for each in found.outcomes}
     assert told["C2"] == ("untold", "gain-less gives the same counts at K = 2")
     assert told["C3"] == ("untold", "this head cannot show it")
-    assert told["C5"] == ("held", "no-prefill would be 9 kept drafts away")
-    assert told["C13"] == ("untold", "greedy texts do not show it; --sampled asks an engine for others")
+    assert told["C5"] == ("held", "no-prefill would be 9 accepted drafts away")
+    assert told["C13"] == ("untold", "greedy texts do not show it; --sampled requests others")
     found = judged({"right": 2, "wrong-hidden": 1, "no-prefill": 2, "pair-shifted": 3})
-    told = {each.clause.id: each.said for each in found.outcomes}
+    told = {each.clause.id: each.status for each in found.outcomes}
     assert (told["C1"], told["C3"], told["C5"]) == ("held", "untold", "untold")
 
 
@@ -400,7 +402,7 @@ def test_faults_with_the_same_counts():
     found = judged({"right": 9, "no-prefill": 0, "no-rerun": 0}, counts)
     assert [each.clause.id for each in found.broken] == ["C5", "C6"]
     assert found.broken[0].evidence.endswith("the same counts as no-rerun")
-    assert found.broken[0].seen == "rounds 6; kept 4; by position 3, 1"
+    assert found.broken[0].seen == "rounds 6; accepted 4; by position 3, 1"
 
 
 @pytest.mark.parametrize(
@@ -413,34 +415,34 @@ def test_faults_with_the_same_counts():
     ],
 )
 def test_where_a_text_parts(text, place, near, seen):
-    report = check(small(), Seen((text, TEXT), ()), drafts=2)
-    assert [(each.prompt, each.place, each.near) for each in report.texts] == [(0, place, near)]
+    report = check(small(), ConformanceRun((text, TEXT), ()), drafts=2)
+    assert [(each.prompt, each.position, each.is_near_tie) for each in report.differences] == [(0, place, near)]
     outcome = next(each for each in report.outcomes if each.clause.id == "C8")
-    assert (outcome.said, outcome.seen) == ("held" if near else "broken", seen)
-    both = check(small(), Seen((text, text), ()), drafts=2)
-    assert next(each.said for each in both.outcomes if each.clause.id == "C8") == ("untold" if near else "broken")
+    assert (outcome.status, outcome.seen) == ("held" if near else "broken", seen)
+    both = check(small(), ConformanceRun((text, text), ()), drafts=2)
+    assert next(each.status for each in both.outcomes if each.clause.id == "C8") == ("untold" if near else "broken")
 
 
 def test_counters_of_all_prompts_at_once():
     """They are compared even if a text parts at a near-tie; those of that prompt alone are not."""
     texts, right = ((1, 2, 3, 9, 5, 6), TEXT), Counters("x", 6, 12, 4, (4, 0))
-    assert [each.off for each in check(small(), Seen(texts, (((0, 1), right),))).fits] == [0]
-    assert check(small(), Seen(texts, (((0,), right),))).fits == ()
+    assert [each.distance for each in check(small(), ConformanceRun(texts, (((0, 1), right),))).fits] == [0]
+    assert check(small(), ConformanceRun(texts, (((0,), right),))).fits == ()
 
 
 def test_a_k_below_the_engines_own():
     """Catches counts of the first positions alone taken for all of them; positions that keep nothing are no drafts."""
     counts = tuple(((at,), Counters("x", 2, 6, 4, (2, 1, 1))) for at in range(2))
-    with pytest.raises(ConfigError, match="K = 2, but the engine kept drafts at position 3"):
-        check(small(), Seen((TEXT, TEXT), counts), drafts=2)
+    with pytest.raises(ConfigError, match="K = 2, but the engine accepted drafts at position 3"):
+        check(small(), ConformanceRun((TEXT, TEXT), counts), drafts=2)
     empty = tuple((places, replace(each, per_position=(2, 2, 0))) for places, each in counts)
-    assert check(small(), Seen((TEXT, TEXT), empty), drafts=2).drafts == 2
+    assert check(small(), ConformanceRun((TEXT, TEXT), empty), drafts=2).drafts == 2
 
 
 def test_rounds_that_some_answers_do_not_tell():
     """They are no reason to pass over those that others tell, neither for K nor for the sum."""
     counts = ((0,), Counters("x", None, 6, 2)), ((1,), Counters("x", 9, 18, 2))
-    report = check(small(), Seen((TEXT, TEXT), counts))
+    report = check(small(), ConformanceRun((TEXT, TEXT), counts))
     assert report.drafts == 2
     assert next(each for each in report.broken if each.clause.id == "C14").evidence.startswith("prompts 1:")
 
@@ -448,12 +450,15 @@ def test_rounds_that_some_answers_do_not_tell():
 @pytest.mark.parametrize(("prompts", "slack"), [(2, 2), (25, 3)])
 def test_slack_grows_with_the_drafts(prompts, slack):
     counts = tuple(((at,), Counters("x", 2, 4, 4, (2, 2))) for at in range(prompts))
-    assert check(small(prompts=prompts, rounds=(2, 2)), Seen((TEXT,) * prompts, counts)).slack == slack
+    assert check(small(prompts=prompts, rounds=(2, 2)), ConformanceRun((TEXT,) * prompts, counts)).tolerance == slack
 
 
 def test_only_recorded_k():
     canary = small()
-    for asked in (lambda: check(canary, Seen((TEXT, TEXT), ()), drafts=9), lambda: canary.tally(canary.right, 9, [0])):
+    for asked in (
+        lambda: check(canary, ConformanceRun((TEXT, TEXT), ()), drafts=9),
+        lambda: canary.counts(canary.right, 9, [0]),
+    ):
         with pytest.raises(ConfigError, match="K = 9; the canary holds counts for K = 2"):
             asked()
 
@@ -462,7 +467,7 @@ def test_figures_of_a_record():
     """The AL of its rounds; positions that an engine does not tell kept nothing."""
     canary = small()
     assert canary.length(canary.right, 2) == pytest.approx(1 + 2 / 3)
-    assert tally([2, 0, 2, 1], 3, 10).off(Counters("x", 4, 12, 3, (3,))) == 2
+    assert prompt_counts([2, 0, 2, 1], 3, 10).distance(Counters("x", 4, 12, 3, (3,))) == 2
 
 
 class Late:
@@ -491,23 +496,23 @@ class Late:
 @pytest.mark.parametrize(("late", "rises"), [(0, 4), (5, 4), (0, 0)])
 def test_counters_that_are_late(monkeypatch, late, rises):
     """Two equal readings are none yet while they are those from before the answer; an engine may never draft."""
-    monkeypatch.setattr("nextn.canary.drive._SETTLE_S", 0)
-    found = driven(Late(Answer("ab", "length"), late=late, rises=rises), small())
+    monkeypatch.setattr("nextn.engines.driver._POLL_S", 0)
+    found = run_greedy(Late(EngineAnswer("ab", "length"), late=late, rises=rises), small())
     assert [(places, each.drafts) for places, each in found.counts] == [((0,), rises), ((1,), rises)]
 
 
 def test_an_engine_that_tells_text_alone():
     """Its bytes are the ids; counters may come with each answer. No run is served from the cache of another."""
     endpoint, ticks = (
-        Late(Answer("\u00e9", "length", raw={"timings": {"draft_n": 4, "draft_n_accepted": 3}}), late=None),
+        Late(EngineAnswer("\u00e9", "length", raw={"timings": {"draft_n": 4, "draft_n_accepted": 3}}), late=None),
         [],
     )
     for _ in range(2):
-        found = driven(endpoint, small(), on_prompt=lambda: ticks.append(1))
+        found = run_greedy(endpoint, small(), on_prompt=lambda: ticks.append(1))
     assert found.texts == ((0xC3, 0xA9),) * 2
     assert [each.accepted for _, each in found.counts] == [3, 3]
-    assert found.without == "no metrics here"
-    assert len({each.cold for each in endpoint.asked}) == len(ticks) == 4
+    assert found.no_counts_reason == "no metrics here"
+    assert len({each.cache_salt for each in endpoint.asked}) == len(ticks) == 4
 
 
 def test_answers_of_a_file(tmp_path):
@@ -527,7 +532,7 @@ def test_answers_of_a_file(tmp_path):
 @pytest.mark.parametrize("text", ["[]", "x", '{"format": 1}', '{"format": 1, "settings": null, "prompts": 1}'])
 def test_what_is_no_record(tmp_path, text):
     (tmp_path / FILE).write_text(text)
-    with pytest.raises(ConfigError, match=r"not the record of a canary|build it anew"):
+    with pytest.raises(ConfigError, match=r"not the record of a canary|build it again"):
         Canary.read(tmp_path)
 
 
@@ -541,8 +546,8 @@ def test_what_is_no_record(tmp_path, text):
 )
 def test_the_last_round(kept, rounds, positions):
     """Drafts that reach beyond the last token may be counted or not."""
-    found = tally(kept, 3, 10)
-    assert (found.rounds.words, [each.words for each in found.positions]) == (rounds, positions)
+    found = prompt_counts(kept, 3, 10)
+    assert (str(found.rounds), list(map(str, found.positions))) == (rounds, positions)
 
 
 @pytest.mark.parametrize(
@@ -551,7 +556,7 @@ def test_the_last_round(kept, rounds, positions):
         ([], "--engine URL"),
         (["--engine", "localhost:1", "--counters", "x"], "--counters belongs to --answers"),
         (["--answers", "absent.jsonl"], "cannot be read"),
-        (["--answers", "absent.jsonl", "--sampled"], "--sampled belongs to --engine"),
+        (["--answers", "absent.jsonl", "--sampled"], "--sampled needs --engine"),
         (["--engine", "localhost:1"], "nothing answers"),
     ],
 )

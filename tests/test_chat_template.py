@@ -6,8 +6,8 @@ import time
 import pytest
 from chats import MARKED, chatty
 
-from nextn.corpus import chat_template
-from nextn.corpus.chat_template import apply_chat_template
+from nextn.data import chat_template
+from nextn.data.chat_template import apply_chat_template
 from nextn.errors import ConfigError
 
 TALK = [
@@ -25,7 +25,7 @@ HOSTILE = {
         "{% set ns = namespace(x=[0]) %}{% for i in range(99999) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
         "MiB",
     ),
-    "output": ("{{ 'x' * 20000000 }}", "renders 20,000,000 characters, at most 16,777,216 are taken"),
+    "output": ("{{ 'x' * 20000000 }}", "renders 20,000,000 characters, at most 16,777,216 are allowed"),
     "no program": ("{% for %}", "TemplateSyntaxError"),
     "deep": ("{{ " + "(" * 200_000 + ")" * 200_000 + " }}", "refuses this conversation"),
     "long": (" " * 2_000_000, "at most 1,048,576 characters, not 2,000,000"),

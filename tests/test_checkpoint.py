@@ -6,11 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from test_tensor_file import METADATA, raw_bytes, sample, theirs, u8
+from test_safetensors_file import METADATA, raw_bytes, sample, theirs, u8
 
-from nextn.checkpoints import checkpoint
-from nextn.checkpoints.checkpoint import Checkpoint, write_index
-from nextn.checkpoints.tensor_file import RawTensor, write_json, write_safetensors
+from nextn.checkpoint import checkpoint
+from nextn.checkpoint.checkpoint import Checkpoint, write_index
+from nextn.checkpoint.safetensors_file import RawTensor, write_json, write_safetensors
 from nextn.errors import CheckpointError
 
 _ = theirs  # a fixture
@@ -30,7 +30,7 @@ def sharded(tmp_path):
 
 def test_no_torch_no_numpy():
     """Catches an import that would make `nextn audit` start in seconds instead of a tenth of one."""
-    code = "import sys, nextn.checkpoints.checkpoint as _\nsys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
+    code = "import sys, nextn.checkpoint.checkpoint as _\nsys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -78,7 +78,7 @@ def test_side_file_without_index(tmp_path):
 
 
 def test_single_file_sees_only_its_config(sharded):
-    """Catches a single file that is opened together with its neighbours, or without its config."""
+    """Catches a single file that is opened together with its neighbors, or without its config."""
     opened = Checkpoint.open(sharded / "mtp.safetensors")
     assert (opened.files, opened.index, opened.config["model_type"]) == (("mtp.safetensors",), None, "qwen3_next")
 
@@ -144,7 +144,7 @@ def test_all_damaged_files_are_named(sharded):
         ("config.json", b"[" * 100_000, "not readable as JSON"),
         ("config.json", b'{"a": "\\ud800"}', "config.json: not readable as JSON: .*surrogates not allowed"),
         ("config.json", b'{"a": "\xed\xa0\x80"}', "config.json: not readable as JSON: .*can't decode byte 0xed"),
-        ("config.json", b'{"a": ' + b"[" * 101 + b"]" * 101 + b"}", "more than 100 inside each other"),
+        ("config.json", b'{"a": ' + b"[" * 101 + b"]" * 101 + b"}", "nested more than 100 deep"),
         ("config.json", b'{"a":[' + b"[]," * 300_000 + b"0]}", "600,002 JSON values, at most 500,000 are read"),
         ("config.json", b'{"a": "' + b"x" * 2**24 + b'"}', "16,777,225 bytes, at most 16,777,216 are read"),
         (checkpoint.INDEX, b"{}", "weight_map is None"),
@@ -163,7 +163,7 @@ def test_nothing_to_open(tmp_path):
     with pytest.raises(CheckpointError, match=r"no \.safetensors file. It has no files"):
         Checkpoint.open(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"pytorch_model.bin, but pickle is not read.*save_file"):
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin, but pickle files are not read.*save_file"):
         Checkpoint.open(tmp_path)
     for wrong in (tmp_path / "pytorch_model.bin", tmp_path / "gone", "./no/such", "name", "a b/c", "x" * 5000):
         with pytest.raises(CheckpointError, match=r"neither a folder|cannot be read"):

@@ -8,8 +8,11 @@ import sys
 import time
 
 import pytest
+from chats import chatty
 
-from nextn.model import Model
+from nextn.decoding.generate import encode
+from nextn.errors import ConfigError
+from nextn.model.model import Model
 
 TINY = {
     "model_type": "glm4_moe",
@@ -72,7 +75,7 @@ def test_train_wrote_a_model(run):
 def test_generate_as_text_and_json(run, here):
     code, text, complaint = here("generate", run / "out" / "model", "line 1 of", "--max-tokens", 12, "-k", 3)
     assert code == 0, complaint
-    assert "tokens/s on the fast path  AL " in text
+    assert "tokens/s on the native backend  AL " in text
     record = json.loads(here("generate", run / "out" / "model", "line 1 of", "--max-tokens", 12, "--json")[1])
     assert len(record["tokens"]) == 12
     assert "conditional" in record["definition"]
@@ -82,7 +85,7 @@ def test_generate_as_text_and_json(run, here):
 
 def test_trace_prints_the_table(run, here):
     _, table, _ = here("trace", run / "out" / "model", "ab", "--max-tokens", 4)
-    assert "and hidden" in table
+    assert "hidden state" in table
     assert "draft 1 = " in table
     rows = json.loads(here("trace", run / "out" / "model", "ab", "--max-tokens", 4, "--json")[1])
     assert {row["phase"] for row in rows} >= {"prefill", "draft", "verify"}
@@ -168,3 +171,30 @@ def test_usage_errors_exit_2(here):
 
 def test_version():
     assert nextn("--version").stdout.startswith("nextn 0.")
+
+
+@pytest.mark.parametrize("options", [(), ("--chat",), ("--no-chat",)], ids=" ".join)
+def test_chat_template_is_applied_where_there_is_one(options, run, here, tmp_path):
+    """By default and with --chat the prompt is a user's message; with --no-chat it is text."""
+    model = Model.load(run / "out" / "model")
+    model.tokenizer = chatty()
+    model.save(tmp_path / "model")
+    table = json.loads(here("trace", tmp_path / "model", "hi", "--max-tokens", 2, "--json", *options)[1])
+    prefill = [row for row in table if row["round"] == 0 and row["by"] == "trunk"]
+    assert len(prefill) == len(encode(model, "hi", chat=options != ("--no-chat",)))
+
+
+def test_hub_options_reach_the_checkpoint(run, here, tmp_path, monkeypatch):
+    asked = {}
+
+    def load(source, **options):
+        asked.update(options, source=source)
+        raise ConfigError("asked")
+
+    monkeypatch.setattr(Model, "load", load)
+    code, _, complaint = here(
+        *["generate", "org/model", "x", "--revision", "v1", "--cache-dir", tmp_path, "--offline"],
+    )
+    assert (code, complaint) == (2, "error: asked\n")
+    assert asked["source"] == "org/model"
+    assert (asked["revision"], asked["cache_dir"], asked["offline"]) == ("v1", tmp_path, True)

@@ -15,7 +15,7 @@ from chats import chatty, said
 from tiny import build
 
 from nextn.cli.answer import _summary
-from nextn.training.answers import Tally
+from nextn.train.self_generated import AnswerProgress
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 
 
 def arguments(folder, out, *more, prompts="chats.jsonl"):
-    return ("answer", folder / "model", out, "--prompts", folder / prompts, "--path", "plain", *more)
+    return ("answer", folder / "model", out, "--prompts", folder / prompts, "--backend", "torch", *more)
 
 
 def test_answers_and_the_summary(folder, tmp_path, here):
@@ -64,11 +64,11 @@ def test_other_settings_are_a_usage_error(folder, tmp_path, here):
 
 
 def test_loops_are_told():
-    """The summary says how many answers repeat themselves, and nothing where none does."""
-    tally = Tally(total=9, answers=4, tokens=99, looping=1, finishes=Counter(length=3, eos=1))
+    """The summary counts repetitive answers, if there are any."""
+    tally = AnswerProgress(total=9, answers=4, tokens=99, looping=1, finishes=Counter(length=3, eos=1))
     first, note = _summary(tally, Path("a.jsonl")).splitlines()
     assert first == "a.jsonl: 4 of 9 answers, 99 tokens (3 length, 1 eos)"
-    assert note.startswith("note: 1 answers (25%) repeat themselves")
+    assert note.startswith("note: 1 answers (25%) are repetitive")
     assert _summary(replace(tally, looping=0), Path("a.jsonl")) == first
 
 
@@ -83,7 +83,7 @@ def test_control_c_and_going_on(folder, tmp_path, here):
         time.sleep(0.01)
     running.send_signal(signal.SIGINT)
     complaint = running.communicate(timeout=60)[1]
-    assert (running.returncode, "the same command goes on" in complaint) == (130, True), complaint
+    assert (running.returncode, "the same command resumes" in complaint) == (130, True), complaint
     cut = out.read_bytes()
     assert 3 <= cut.count(b"\n") < 13
     assert cut.count(b"\n") % 2 == 1

@@ -40,7 +40,7 @@ def serve():
 
 def run(engine, prompts, *more, code=None):
     args = ["diagnose", FIXTURES / "glm", "--engine", engine, "--prompts", prompts, "--max-tokens", 20]
-    args += ["--path", "plain", "--dtype", "float32", "--temperatures", "0", *more]
+    args += ["--backend", "torch", "--dtype", "float32", "--temperatures", "0", *more]
     result = CliRunner().invoke(app, [str(each) for each in args])
     assert code is None or result.exit_code == code, result.output + str(result.exception)
     return result
@@ -86,7 +86,7 @@ def test_counters_of_a_running_engine_as_they_are(serve, prompts, trained):
         ([], ["--served", "other"], "no model_name 'other'"),
         ([], ["--served", "other", "--drive"], "has no model 'other'"),
         (["two-models"], ["--drive"], "choose one with"),
-        (["key"], ["--drive"], "it wants a key"),
+        (["key"], ["--drive"], "it requires a key"),
     ],
 )
 def test_what_an_engine_may_lack(serve, prompts, faults, more, told):
@@ -100,9 +100,9 @@ def test_what_an_engine_may_lack(serve, prompts, faults, more, told):
 @pytest.mark.parametrize(
     ("text", "more", "told"),
     [
-        ("nothing of drafts\n", [], "no figures of drafts"),
-        ("Decode batch. #running-req: 1, accept len: 1.90, gen throughput\n", [], "with --drafts"),
-        (LOG.format("0.690, 0.440, 0.250"), ["--drafts", "4"], "are of 3"),
+        ("nothing of drafts\n", [], "no draft counts"),
+        ("Decode batch. #running-req: 1, accept len: 1.90, gen throughput\n", [], "with --num-speculative-tokens"),
+        (LOG.format("0.690, 0.440, 0.250"), ["-k", "4"], "are for K = 3"),
         (LOG.format("0.690, 0.440, 0.250"), ["--temperatures", "0,1"], "of one temperature"),
         (LOG.format("0.690, 0.440, 0.250"), ["--rule", "match"], "expected one of block"),
     ],
@@ -116,6 +116,6 @@ def test_what_a_file_may_lack(tmp_path, prompts, text, more, told):
 
 
 def test_neither_file_nor_engine(prompts):
-    assert "no such file, and no address" in str(run("engine.log", prompts).exception)
+    assert "no such file, and not an address" in str(run("engine.log", prompts).exception)
     assert "nothing answers" in str(run("localhost:9", prompts).exception)
     assert "nothing answers" in str(run("localhost:9", prompts, "--drive").exception)

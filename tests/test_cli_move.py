@@ -4,13 +4,13 @@ import json
 
 import pytest
 from artifacts import load_json, publish
-from test_graft import lost, snapshot, take
 from test_remote import SHA
+from test_restore import lost, snapshot, take
 from typer.testing import CliRunner
 
-from nextn.checkpoints import checkpoint
+from nextn.checkpoint import checkpoint
 from nextn.cli import app, main
-from nextn.moving.fit import absent
+from nextn.edit.compatibility import absent
 
 
 def nextn(*args):
@@ -28,7 +28,7 @@ def test_restore(tmp_path):
     assert told.exit_code == 0, told.output
     assert "would write" in told.output
     assert "num_nextn_predict_layers: 0 -> 1" in told.output
-    assert "model.safetensors becomes model-00001-of-00002.safetensors" in told.output
+    assert "model.safetensors is renamed to model-00001-of-00002.safetensors" in told.output
     assert snapshot(target) == before
     record = json.loads(nextn("restore", target, "--from", base, "--json").output)
     assert record["dry_run"] is False
@@ -43,12 +43,12 @@ def test_convert(tmp_path):
     source = publish(tmp_path / "source", "glm4_moe", shards=2)
     assert nextn("convert", source, tmp_path / "side", "--side-file").exit_code == 0
     assert (tmp_path / "side" / "mtp.safetensors").exists()
-    told = nextn("convert", tmp_path / "side", tmp_path / "one", "--single-file", "--gain", "subtract-1")
-    assert "norm gains" in told.output
+    told = nextn("convert", tmp_path / "side", tmp_path / "one", "--single-file", "--norm-weights", "subtract-1")
+    assert "norm weights" in told.output
     told = nextn("convert", source, tmp_path / "three", "--single-file", "--shards")
     assert told.exit_code == 2
     assert "exclude each other" in told.output
-    told = nextn("convert", source, tmp_path / "three", "--gain", "twice")
+    told = nextn("convert", source, tmp_path / "three", "--norm-weights", "twice")
     assert told.exit_code == 2
     assert not (tmp_path / "three").exists()
 
@@ -68,7 +68,7 @@ def test_refusals(tmp_path, monkeypatch, capsys):
     """One line on stderr and code 2; a missing base or target is no traceback."""
     base, target = publish(tmp_path / "base", "glm4_moe"), publish(tmp_path / "target", "glm4_moe")
     for args, reason in (
-        ([target, "--from", base], "whole head already"),
+        ([target, "--from", base], "already has a complete head"),
         ([tmp_path / "none", "--from", base], "not a folder"),
         ([target], "nothing to restore"),
     ):

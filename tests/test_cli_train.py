@@ -11,10 +11,10 @@ from chats import chatty, said
 from safetensors.torch import load_file, save_file
 from tiny import build
 
-from nextn.corpus.bytelevel import byte_tokenizer
-from nextn.model import Model
-from nextn.training.head_task import HeadTask
-from nextn.training.train_config import TrainConfig
+from nextn.data.byte_tokenizer import byte_tokenizer
+from nextn.model.model import Model
+from nextn.train.config import TrainConfig
+from nextn.train.head_task import HeadTask
 
 SMALL = [
     *("--set", "steps=3", "--set", "batch_size=2", "--set", "length=32", "--set", "depths=2"),
@@ -85,7 +85,7 @@ def test_a_fresh_head_alone(given, tmp_path, nextn):
     assert code == 0, err
     assert "wrote" in out
     assert "held-out greedy" in err
-    rows = [line.split() for line in err[err.index("drafts") :].splitlines()[1:]]
+    rows = [line.split() for line in err[err.index("greedy AL") :].splitlines()[1:]]
     assert [row[0] for row in rows if row] == [str(count) for count in range(1, 9)]
     assert (tmp_path / "head" / "head.safetensors").exists()
     assert not (tmp_path / "model").exists()
@@ -133,16 +133,16 @@ def wrong(options, given, out, nextn):
     ("options", "words"),
     [
         (["--freeze-trunk"], "--freeze-trunk needs a trunk"),
-        (["--from", "@model"], "go with --freeze-trunk"),
-        (["--init-head"], "go with --freeze-trunk"),
-        (["--cache-gb", "0"], "go with --freeze-trunk"),
+        (["--from", "@model"], "need --freeze-trunk"),
+        (["--init-head"], "need --freeze-trunk"),
+        (["--cache-gb", "0"], "need --freeze-trunk"),
         ([*MODEL, "--recipe", "code"], "--model and --recipe build a trunk"),
         ([*MODEL, "--modules", "2"], "modules = 2"),
         ([*MODEL, *TEXT, *SMALL, "--resume"], "holds no checkpoint"),
         ([*MODEL, *TEXT, *SMALL, "--cache-gb", "1e-9"], "the limit is 1e-09 GB"),
         ([*MODEL, *TEXT, "--accumulate", "3"], "accumulate = 3; expected a divisor of batch_size = 8"),
         (["--freeze-trunk", "--from", "@other", "--tokenizer", "@model", *TEXT, "--init-head", "--modules", "3"],
-         "modules = 3; qwen3_5 has room for 1"),
+         "modules = 3; qwen3_5 allows at most 1"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_go_together(options, words, given, tmp_path, nextn):
@@ -156,7 +156,7 @@ def test_options_that_do_not_go_together(options, words, given, tmp_path, nextn)
         ("@text", "no .safetensors file"),
         ("@unknown", "model_type 'llama' has no MTP convention that nextn knows"),
         ("@headless", "`nextn train --freeze-trunk --init-head` trains one"),
-        ("@wordless", "has no tokenizer beside it; give the folder of one with --tokenizer"),
+        ("@wordless", "has no tokenizer; give the folder of one with --tokenizer"),
     ],
 )
 def test_a_trunk_that_cannot_be_used(source, words, given, tmp_path, nextn):
@@ -168,7 +168,7 @@ def test_a_trunk_that_cannot_be_used(source, words, given, tmp_path, nextn):
     [
         ("@nothing.safetensors", "neither a folder, a .safetensors file nor a hub id"),
         ("@headless/model.safetensors", "holds no head of family glm4_moe"),
-        ("@other", "a head of family qwen3_5, the target is glm4_moe"),
+        ("@other", "a head of family qwen3_5, the target's is glm4_moe"),
     ],
 )
 def test_a_head_that_does_not_fit(head, words, given, tmp_path, nextn):
@@ -184,7 +184,7 @@ def test_a_head_that_does_not_fit(head, words, given, tmp_path, nextn):
         ("@latin.txt", "latin.txt: not UTF-8 text"),
         ("@broken.jsonl", "broken.jsonl:2: not JSON"),
         ("@columns.jsonl", 'columns.jsonl:1: its columns are question; expected "text", "messages"'),
-        ("@users.jsonl", "no conversation has an assistant's turn"),
+        ("@users.jsonl", "no conversation has an assistant turn"),
         ("@wild.jsonl", "token 9999 is not in the model's vocabulary of 264"),
         ("@short.txt", "length=32: the corpus has only 13 tokens; use a shorter one or more text"),
         ("@few.txt", "length=32: the held-out text, 5 % of the data, has only 21 tokens"),
@@ -198,7 +198,7 @@ def test_a_template_without_marks(given, tmp_path, nextn):
     """Said with the way out, which works."""
     how = ["--freeze-trunk", "--from", "@unmarked", "--data", "@chats.jsonl", *SMALL]
     told = wrong(how, given, tmp_path / "run", nextn)
-    assert "chats.jsonl:1: the tokenizer's chat template does not say which tokens are the assistant's" in told
+    assert "chats.jsonl:1: the tokenizer's chat template does not mark which tokens are the assistant's" in told
     assert "--all-tokens" in told
     how[2:5:2] = given / "unmarked", given / "chats.jsonl"
     code, _, err = nextn(tmp_path / "all", *how, "--all-tokens", "--allow-worse")
@@ -244,7 +244,7 @@ def test_files_of_settings_and_tokenizers(given, tmp_path, nextn):
         (["--config", "@list.json"], "list.json: a JSON list; expected an object of settings"),
         (["--config", "@none.json"], "none.json: not a readable JSON file"),
         (["--set", "steps"], "expected KEY=VALUE"),
-        (["--tokenizer", "@text"], "text: no tokenizer that can be read"),
+        (["--tokenizer", "@text"], "text: no readable tokenizer"),
     ):
         assert words in wrong([*MODEL, *TEXT, *options], given, tmp_path / "run", nextn)
 
@@ -268,7 +268,7 @@ def test_a_loss_that_is_no_number(given, tmp_path, nextn, monkeypatch):
         patch.setattr(HeadTask, "loss", loss)
         code, _, err = nextn(tmp_path, *how)
     assert code == 1
-    assert "the loss of step 2 is nan; batch 2 of seed 0" in err
+    assert "the loss of step 2 is nan; the cause is batch 2 of seed 0" in err
     assert "try a lower lr" in err
     assert not (tmp_path / "model").exists()
     code, _, err = nextn(tmp_path, *how, "--resume", "--allow-worse")
@@ -283,7 +283,7 @@ def test_a_head_that_is_not_sound_is_named_by_its_file(given, tmp_path, nextn, h
     name = next(name for name in tensors if name.endswith("enorm.weight"))
     save_file(tensors | {name: tensors[name] * float("nan")}, file)
     err = wrong(["--freeze-trunk", "--from", "@model", "--head", str(file), *TEXT], given, tmp_path / "run", nextn)
-    assert f"{file}: the head is not whole" in err
+    assert f"{file}: the head cannot be loaded" in err
     assert ".start-" not in err
 
 

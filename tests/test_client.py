@@ -7,9 +7,10 @@ import pytest
 from fake_engine import no_key  # noqa: F401
 from raw_server import serving
 
-from nextn.engines.answers import Ask
+from nextn.engines.answers import EngineRequest
 from nextn.engines.client import Budget, Client, Limits, base_url
-from nextn.engines.endpoint import Abilities, Endpoint, Served, _chosen, together
+from nextn.engines.driver import run_concurrently
+from nextn.engines.endpoint import Capabilities, Endpoint, ServedModel, _select_model
 from nextn.errors import BudgetError, ConfigError, EngineError
 
 QUICK = Limits(answer_s=0.6, answer_bytes=1_000_000, wait_s=1.0)
@@ -18,7 +19,7 @@ QUICK = Limits(answer_s=0.6, answer_bytes=1_000_000, wait_s=1.0)
 def second_answer(made, limits=QUICK):
     """The faults begin behind the probe, as an engine that is down from the start is told earlier."""
     endpoint = Endpoint.open(made.url, Budget(limits))
-    return endpoint.answer(Ask("hello", 4))
+    return endpoint.answer(EngineRequest("hello", 4))
 
 
 @pytest.mark.parametrize(
@@ -76,12 +77,12 @@ def test_wrong_model(engine):
 @pytest.mark.parametrize(
     ("fault", "words", "status"),
     [
-        ("hang", "no whole answer within 0.6 s; raise --timeout", None),
-        ("drip", "no whole answer within 0.6 s; raise --timeout", None),
+        ("hang", "no complete answer within 0.6 s; raise --timeout", None),
+        ("drip", "no complete answer within 0.6 s; raise --timeout", None),
         ("huge", "longer than [0-9,]+ bytes", None),
         ("drop", "broke off its answer.*1 of 3 tries", None),
-        ("http-500", "HTTP 500: the engine failed; see its log. It says: it broke", 500),
-        ("http-404", "HTTP 404: nothing there; check the address", 404),
+        ("http-500", "HTTP 500: the engine failed; see its log. Its message: it broke", 500),
+        ("http-404", "HTTP 404: not found; check the address", 404),
         ("http-400", "HTTP 400: the engine refuses the request", 400),
         ("http-429", r"HTTP 429: the engine is busy: it broke \(2 of 3 tries\)", 429),
     ],
@@ -151,15 +152,15 @@ def test_requests_are_counted(engine):
     other = Endpoint.open(engine().url, budget)
     assert budget.used == 4
     other.metrics()
-    with pytest.raises(BudgetError, match="the 5 requests allowed are used up; raise --max-requests"):
+    with pytest.raises(BudgetError, match="the limit of 5 requests is used up; raise --max-requests"):
         other.metrics()
 
 
 def test_time_is_bounded(engine):
     """A hanging engine ends when the run's time is over, not one answer's."""
     made, budget = engine("hang"), Budget(Limits(answer_s=30, seconds=0.7))
-    with pytest.raises(BudgetError, match=r"0.7 s allowed are over; raise --max-seconds"):
-        Endpoint.open(made.url, budget).answer(Ask("a", 4))
+    with pytest.raises(BudgetError, match=r"the limit of 0.7 s is over; raise --max-seconds"):
+        Endpoint.open(made.url, budget).answer(EngineRequest("a", 4))
     with pytest.raises(BudgetError):
         Client(made.url, budget).text("/metrics")
 
@@ -170,16 +171,16 @@ def test_limits_above_zero(name):
         Limits(**{name: 0})
 
 
-def test_together():
+def test_run_concurrently():
     """Results keep their order; an engine's error stands in its place; a bug of ours is raised."""
     error = EngineError("no")
 
     def fail():
         raise error
 
-    assert together([lambda: 1, fail, lambda: 3]) == [1, error, 3]
+    assert run_concurrently([lambda: 1, fail, lambda: 3]) == [1, error, 3]
     with pytest.raises(ZeroDivisionError):
-        together([lambda: 1, lambda: 1 // 0])
+        run_concurrently([lambda: 1, lambda: 1 // 0])
 
 
 KEY = "sk-secret/key-0123"
@@ -207,11 +208,15 @@ def test_server_that_repeats_the_key(form):
 
     with serving(answer) as url:
         client = Client(url, Budget(QUICK), key=KEY)
-        endpoint = Endpoint(client, Served("m", None), Abilities(True, True, True, 4.0))
-        said = [endpoint.answer(Ask("a", 4)), endpoint.stream(Ask("a", 4)), endpoint.metrics()]
-        assert (said[0].text, said[0].finish, said[0].raw["usage"]) == ("it is ***", "***", {"***": "***"})
+        endpoint = Endpoint(client, ServedModel("m", None), Capabilities(True, True, True, 4.0))
+        said = [endpoint.answer(EngineRequest("a", 4)), endpoint.stream(EngineRequest("a", 4)), endpoint.metrics()]
+        assert (said[0].text, said[0].finish_reason, said[0].raw["usage"]) == ("it is ***", "***", {"***": "***"})
         assert said[1].text == "*** ***"
-        for ask in (lambda: endpoint.tokens("a"), lambda: _chosen(client, None), lambda: _chosen(client, "x")):
+        for ask in (
+            lambda: endpoint.tokenize("a"),
+            lambda: _select_model(client, None),
+            lambda: _select_model(client, "x"),
+        ):
             with pytest.raises((EngineError, ConfigError), match=r"\*\*\*") as raised:
                 ask()
             said.append(str(raised.value))

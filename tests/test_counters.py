@@ -4,18 +4,18 @@ import json
 
 import pytest
 
-from nextn.engines.counters import SHORTER, Counters, counted, summed
-from nextn.engines.prometheus import Series, series, total
-from nextn.engines.sources import (
+from nextn.engines.counter_formats import (
     FIRST_TOKENS,
     ROUNDED,
     from_json,
     from_log,
     from_metrics,
-    less_first,
     prefix_hits,
     read,
+    without_first_tokens,
 )
+from nextn.engines.counters import SHORTER, Counters, fill_in_derived, sum_counters
+from nextn.engines.prometheus import Series, parse_series, sum_series
 from nextn.errors import EngineError
 
 VLLM = """\
@@ -43,7 +43,7 @@ def test_vllm_metrics():
     assert (found.engine, found.drafts, found.draft_tokens, found.accepted) == ("vLLM", 200, 400, 250)
     assert (found.per_position, found.since) == ((170, 80), 1.7e9)
     figures = found.acceptance()
-    assert (figures.offered, figures.kept) == ((200, 170), (170, 80))
+    assert (figures.num_drafted, figures.num_accepted) == ((200, 170), (170, 80))
     assert figures.rates == (0.85, 80 / 170)
     assert figures.length == 1 + 250 / 200
     low, high = figures.intervals()[1]
@@ -83,14 +83,14 @@ sglang:generation_tokens_total{tp_rank="0"} 100
     assert found.notes == (FIRST_TOKENS,)
     assert found.acceptance().length == 2.5
     older = from_metrics('sglang:spec_accept_length{tp_rank="0"} 2.5\n')
-    assert (older.length, older.drafted) == (2.5, None)
+    assert (older.length, older.has_drafts) == (2.5, None)
     with pytest.raises(EngineError, match=r"its own acceptance length is 2.50"):
         older.acceptance()
 
 
 @pytest.mark.parametrize("text", ["", "vllm:num_requests_running 3", "<html>", "python_info 1"])
 def test_no_counters(text):
-    with pytest.raises(EngineError, match=r"no counters of drafts|no figures of drafts"):
+    with pytest.raises(EngineError, match=r"no draft counters|no draft counts"):
         from_metrics(text)
 
 
@@ -111,33 +111,33 @@ def test_difference():
 def test_reset_in_mid_run(old, new):
     """A restart sets counters back; one that has caught up since is told by the time that counting began."""
     assert old in VLLM
-    with pytest.raises(EngineError, match=r"reset in mid-run.*measure again"):
+    with pytest.raises(EngineError, match=r"reset during the run.*measure again"):
         from_metrics(VLLM.replace(old, new), model="a").minus(from_metrics(VLLM, model="a"))
 
 
 def test_positions_cannot_grow():
-    with pytest.raises(EngineError, match="kept more often than one above"):
+    with pytest.raises(EngineError, match="accepted more often than an earlier one"):
         Counters("vLLM", 100, 200, 150, (50, 100))
     Counters("vLLM", 100, 200, 202, (101, 101))  # a reading under load
 
 
 def test_one_draft_a_round_needs_no_positions():
-    assert counted(Counters("x", 10, 10, 6)).per_position == (6,)
-    assert counted(Counters("x", 10, 20, 6)).per_position == ()
+    assert fill_in_derived(Counters("x", 10, 10, 6)).per_position == (6,)
+    assert fill_in_derived(Counters("x", 10, 20, 6)).per_position == ()
 
 
 def test_shorter_rounds_are_noted():
-    assert counted(Counters("x", 10, 25, 12, (7, 3, 2))).notes == (SHORTER,)
-    assert counted(Counters("x", 10, 30, 12, (7, 3, 2))).notes == ()
+    assert fill_in_derived(Counters("x", 10, 25, 12, (7, 3, 2))).notes == (SHORTER,)
+    assert fill_in_derived(Counters("x", 10, 30, 12, (7, 3, 2))).notes == ()
 
 
 def test_prometheus_lines():
     """Labels with escapes, exponents, time stamps; NaN and comments are left out."""
     text = 'a{x="q\\"\\\\n",y="2"} 1e3 1700000000\n# b 1\nb NaN\nc_total{} 2\nc{z="}"} +5\nbroken{\n'
-    assert series(text) == [Series("a", {"x": 'q"\\n', "y": "2"}, 1000.0), Series("c_total", {}, 2.0),
+    assert parse_series(text) == [Series("a", {"x": 'q"\\n', "y": "2"}, 1000.0), Series("c_total", {}, 2.0),
                             Series("c", {"z": "}"}, 5.0)]  # fmt: skip
-    assert total(series(text), "none", "c") == 7.0
-    assert total(series(text), "none") is None
+    assert sum_series(parse_series(text), "none", "c") == 7.0
+    assert sum_series(parse_series(text), "none") is None
 
 
 LOGS = {
@@ -177,7 +177,7 @@ def test_logs(name):
 
 def test_log_without_drafts():
     assert from_log("INFO: Uvicorn running\n") is None
-    with pytest.raises(EngineError, match="no figures of drafts in it; looked for vLLM's"):
+    with pytest.raises(EngineError, match="no draft counts in it; looked for vLLM's"):
         read("INFO: Uvicorn running\n")
 
 
@@ -217,7 +217,7 @@ def test_own_json_round_trip(tmp_path):
     ("text", "words"),
     [
         ("{", "neither JSON nor lines"),
-        ("[1, 2]", "no figures of drafts"),
+        ("[1, 2]", "no draft counts"),
         ('{"draft_n": -1}', "draft_n_accepted = None"),
         ('{"per_position_offered": [], "nonsense": 1}', "not a record of counters"),
         ("[" * 100_000, "JSON"),
@@ -234,14 +234,14 @@ def test_absent_file(tmp_path):
 
 
 def test_sum_of_none():
-    assert summed([]) is None
+    assert sum_counters([]) is None
     lengths = [Counters("x", length=2.0), Counters("x", length=3.0)]
-    assert summed(lengths).length == 2.5
+    assert sum_counters(lengths).length == 2.5
 
 
 def test_first_tokens_are_no_drafts():
     """SGLang's generated tokens less its rounds: one of each request came from no round."""
     text = "sglang:spec_verify_calls_total 40\nsglang:generation_tokens_total 100\n"
-    found = less_first(from_metrics(text), 5)
+    found = without_first_tokens(from_metrics(text), 5)
     assert (found.accepted, found.emitted, found.notes) == (55, 95, ())
-    assert less_first(found, 5) == found
+    assert without_first_tokens(found, 5) == found

@@ -1,4 +1,4 @@
-"""Planted faults are named from counters alone, by position or in total; what is no fault is called none."""
+"""Injected faults are named from counters alone, by position or in total; an engine without fault is fine."""
 
 import json
 import re
@@ -10,31 +10,43 @@ import pytest
 from served import ServedModel
 from tiny import refrain
 
-from nextn.benchmarking.workload import Prompt
-from nextn.drafting import Contract
-from nextn.engines.answers import Answer, Token
+from nextn.decoding.drafter import Contract
+from nextn.engines.answers import AnswerToken, EngineAnswer
 from nextn.engines.client import Budget, Limits
+from nextn.engines.counter_formats import FIRST_TOKENS
 from nextn.engines.counters import Counters
 from nextn.engines.endpoint import Endpoint
-from nextn.engines.sources import FIRST_TOKENS
 from nextn.errors import ConfigError, EngineError
-from nextn.measuring.cases import Case, check_drafts, fresh, templated
-from nextn.measuring.causes import FINE
-from nextn.measuring.columns import Text
-from nextn.measuring.diagnose import Diagnosis, _of_places, audited, diagnose
-from nextn.measuring.drive import Seen, counters_of, driven, halves
-from nextn.measuring.drive import drive as drive_prompts
-from nextn.measuring.faults import FAULTS, planted
-from nextn.measuring.hypotheses import Expected, Observed, depth_of, observation
-from nextn.measuring.measure import reference
-from nextn.measuring.plan import Plan
-from nextn.measuring.suspects import expectations
-from nextn.measuring.texts import Drawn, continued
-from nextn.measuring.variants import read_as
+from nextn.evaluate.conventions import apply_variants
+from nextn.evaluate.diagnose import (
+    Diagnosis,
+    ObservedCase,
+    _on_prompts,
+    audit_lines,
+    check_drafts,
+    count_retokenized,
+    diagnose,
+    novel_text_share,
+)
+from nextn.evaluate.engine_run import (
+    EngineObservation,
+    ask_prompts,
+    drive_engine,
+    read_engine_counters,
+    split_by_length,
+)
+from nextn.evaluate.faults import FAULTS, expectations, fault_variant
+from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts, draft_depth, observed_counts
+from nextn.evaluate.likelihoods import FINE
+from nextn.evaluate.reference import reference_acceptance
+from nextn.evaluate.reference_plan import ReferencePlan
+from nextn.evaluate.reference_texts import GeneratedTexts, generate_texts
+from nextn.evaluate.teacher_forced import ReferenceText
+from nextn.evaluate.workload import Prompt
 
 PROMPTS = [Prompt(tuple(row.tolist()), "xy"[place % 2]) for place, row in enumerate(refrain(12, 33, seed=10**6))]
 OTHERS = [Prompt(tuple(row.tolist()), "x") for row in refrain(16, 33, seed=5)]
-PLAN = Plan(drafts=3, temperatures=(0.0,), max_tokens=20, path="plain", rule="ratio")
+PLAN = ReferencePlan(drafts=3, temperatures=(0.0,), max_tokens=20, backend="torch", rule="ratio")
 
 
 def counted(model, fault="", *, prompts=OTHERS):
@@ -42,10 +54,10 @@ def counted(model, fault="", *, prompts=OTHERS):
     contract = Contract()
     if fault:
         found = next(each for each in FAULTS if each.name == fault)
-        model, contract = read_as(model, contract, [planted(found, model)])
-    pooled = continued(model, [prompt.text for prompt in prompts], PLAN, 0.0, contract=contract).pooled
-    drafts = pooled.offered[0]
-    return Counters("vLLM", drafts, 3 * drafts, sum(pooled.kept), pooled.kept)
+        model, contract = apply_variants(model, contract, [fault_variant(found, model)])
+    pooled = generate_texts(model, [prompt.text for prompt in prompts], PLAN, 0.0, contract=contract).pooled
+    drafts = pooled.num_drafted[0]
+    return Counters("vLLM", drafts, 3 * drafts, sum(pooled.num_accepted), pooled.num_accepted)
 
 
 @pytest.fixture(scope="module")
@@ -58,20 +70,20 @@ def diagnosed(trained, counters):
     """Of the same prompts, in one go: the reference is the slow part."""
     places = tuple(range(len(PROMPTS)))
     return {
-        fault: diagnose(trained["glm"], PROMPTS, [Seen(0.0, each, places)], PLAN, source="glm")
+        fault: diagnose(trained["glm"], PROMPTS, [EngineObservation(0.0, each, places)], PLAN, source="glm")
         for fault, each in counters.items()
     }
 
 
-def test_planted_faults_are_named(diagnosed):
+def test_injected_faults_are_named(diagnosed):
     for fault in ("wrong-hidden", "no-prefill"):
         found = diagnosed[fault]
         assert found.named == (fault,)
         assert not found.is_fine
-        assert found.words.startswith(fault)
+        assert found.summary.startswith(fault)
         assert found.suspects[0].issues
         assert found.suspects[0].advice
-    assert "pair-shifted" in {*diagnosed["pair-shifted"].named, *diagnosed["pair-shifted"].alike}
+    assert "pair-shifted" in {*diagnosed["pair-shifted"].named, *diagnosed["pair-shifted"].indistinguishable}
 
 
 def test_a_right_engine_is_fine(diagnosed):
@@ -79,8 +91,8 @@ def test_a_right_engine_is_fine(diagnosed):
     assert found.named == (FINE,)
     assert found.is_fine
     assert found.suspects == []
-    assert "head-quantised" in found.hidden
-    assert "wrong-hidden" not in found.hidden
+    assert "head-quantized" in found.undetectable
+    assert "wrong-hidden" not in found.undetectable
     assert any("would not show" in note for note in found.notes)
 
 
@@ -93,35 +105,40 @@ def test_the_record_is_json(diagnosed):
 
 
 def test_totals_alone(trained, counters):
-    """Engines that tell no positions: the AL is one figure, and enough for large faults."""
+    """Engines without counts by position: the AL is one figure, and enough for large faults."""
     seen = [replace(counters["no-prefill"], per_position=()), Counters("SGLang", length=3.75)]
-    low, fine = (diagnose(trained["glm"], PROMPTS, [Seen(0.0, each, tuple(range(12)))], PLAN) for each in seen)
+    low, fine = (
+        diagnose(trained["glm"], PROMPTS, [EngineObservation(0.0, each, tuple(range(12)))], PLAN) for each in seen
+    )
     assert "no-prefill" in low.named
     assert fine.is_fine
     assert any("counts no positions" in note for note in low.notes)
 
 
 def test_other_prompts_are_another_workload(trained):
-    """Where nobody knows what was asked, a gap that workloads explain is no fault, and it is said."""
+    """If the prompts are unknown, a gap that workloads explain is no fault, and a note says so."""
     model = trained["glm_two"]
     right = counted(model)
     some = replace(right, per_position=tuple(round(0.9**k * each) for k, each in enumerate(right.per_position, 1)))
-    other = diagnose(model, PROMPTS, [Seen(0.0, some)], PLAN)
+    other = diagnose(model, PROMPTS, [EngineObservation(0.0, some)], PLAN)
     assert other.is_fine
     assert any("--drive" in note and "domains" in note for note in other.notes)
-    same = replace(other, cases=tuple(replace(case, seen=replace(case.seen, places=(0,))) for case in other.cases))
-    assert other.cases[0].workload
-    assert not same.cases[0].workload
+    same = replace(
+        other,
+        cases=tuple(replace(case, observation=replace(case.observation, prompt_indices=(0,))) for case in other.cases),
+    )
+    assert other.cases[0].other_workload
+    assert not same.cases[0].other_workload
     fine = [next(each for each in found.causes if each.name == FINE) for found in (other, same)]
-    assert fine[0].misfit > fine[1].misfit
+    assert fine[0].p_value > fine[1].p_value
 
 
 def test_a_poor_head_is_the_weights(trained, counters):
     unset = next(each for each in FAULTS if each.name == "head-unset")
-    poor, _ = read_as(trained["glm"], Contract(), [unset.variant])
-    found = diagnose(poor, PROMPTS, [Seen(0.0, counted(poor), tuple(range(12)))], PLAN)
+    poor, _ = apply_variants(trained["glm"], Contract(), [unset.variant])
+    found = diagnose(poor, PROMPTS, [EngineObservation(0.0, counted(poor), tuple(range(12)))], PLAN)
     assert found.named == ("weights",)
-    assert "poor" in found.words
+    assert "poor" in found.summary
     assert not found.is_fine
 
 
@@ -130,34 +147,44 @@ def test_low_on_long_prompts_alone(trained):
     short, long = counted(trained["glm"], prompts=PROMPTS[:6]), counted(trained["glm"], prompts=PROMPTS[6:])
     places = tuple(range(6)), tuple(range(6, 12))
     low = replace(long, per_position=(1, 0, 0))
-    found = diagnose(trained["glm"], PROMPTS, [Seen(0.0, short, places[0]), Seen(0.0, low, places[1])], PLAN)
+    found = diagnose(
+        trained["glm"],
+        PROMPTS,
+        [EngineObservation(0.0, short, places[0]), EngineObservation(0.0, low, places[1])],
+        PLAN,
+    )
     assert found.named == ("context-length",)
     assert found.suspects[0].issues
-    right = diagnose(trained["glm"], PROMPTS, [Seen(0.0, short, places[0]), Seen(0.0, long, places[1])], PLAN)
+    right = diagnose(
+        trained["glm"],
+        PROMPTS,
+        [EngineObservation(0.0, short, places[0]), EngineObservation(0.0, long, places[1])],
+        PLAN,
+    )
     assert right.is_fine
 
 
-def test_what_counters_say():
+def test_observed_counts():
     whole = Counters("vLLM", 100, 300, 120, (70, 40, 10))
-    assert observation(whole, 3) == Observed((100, 70, 40), (70, 40, 10))
-    assert depth_of(whole) == 3
-    assert observation(replace(whole, per_position=()), 3) == Observed(length=2.2, rounds=100)
-    assert depth_of(replace(whole, per_position=())) == 3
-    assert observation(Counters("llama.cpp", None, 300, 120), 3) == Observed(length=2.2, rounds=100)
-    assert observation(Counters("SGLang", length=2.5), 3) == Observed(length=2.5)
+    assert observed_counts(whole, 3) == ObservedCounts((100, 70, 40), (70, 40, 10))
+    assert draft_depth(whole) == 3
+    assert observed_counts(replace(whole, per_position=()), 3) == ObservedCounts(length=2.2, rounds=100)
+    assert draft_depth(replace(whole, per_position=())) == 3
+    assert observed_counts(Counters("llama.cpp", None, 300, 120), 3) == ObservedCounts(length=2.2, rounds=100)
+    assert observed_counts(Counters("SGLang", length=2.5), 3) == ObservedCounts(length=2.5)
     with pytest.raises(EngineError, match="is MTP on"):
-        observation(Counters("vLLM", 0, 0, 0), 3)
-    with pytest.raises(ConfigError, match="give its number with --drafts"):
-        check_drafts([Seen(0.0, Counters("SGLang", length=2.5))], None)
-    with pytest.raises(ConfigError, match="are of 3"):
-        check_drafts([Seen(0.0, whole)], 4)
-    check_drafts([Seen(0.0, Counters("SGLang", length=2.5))], 4)
+        observed_counts(Counters("vLLM", 0, 0, 0), 3)
+    with pytest.raises(ConfigError, match="set it with --num-speculative-tokens"):
+        check_drafts([EngineObservation(0.0, Counters("SGLang", length=2.5))], None)
+    with pytest.raises(ConfigError, match="are for K = 3"):
+        check_drafts([EngineObservation(0.0, whole)], 4)
+    check_drafts([EngineObservation(0.0, Counters("SGLang", length=2.5))], 4)
 
 
 def test_halves():
-    assert halves([[0] * 9] * 4) == [(0, 1, 2, 3)]
-    assert halves([[0] * size for size in (9, 90, 8, 80)]) == [(0, 2), (1, 3)]
-    assert halves([[0], [0] * 90]) == [(0, 1)]
+    assert split_by_length([[0] * 9] * 4) == [(0, 1, 2, 3)]
+    assert split_by_length([[0] * size for size in (9, 90, 8, 80)]) == [(0, 2), (1, 3)]
+    assert split_by_length([[0], [0] * 90]) == [(0, 1)]
 
 
 @pytest.fixture
@@ -175,7 +202,7 @@ def serve(trained):
 
 def drive(serve, trained, *faults, **settings):
     endpoint = serve(*faults, **settings)
-    seen = driven(endpoint, trained["glm"], PROMPTS, PLAN)
+    seen = drive_engine(endpoint, trained["glm"], PROMPTS, PLAN)
     return diagnose(trained["glm"], PROMPTS, seen, PLAN)
 
 
@@ -183,51 +210,51 @@ def test_driving(serve, trained):
     """The same prompts: the engine's text is the reference's, its counts are, too."""
     found = drive(serve, trained)
     assert found.is_fine
-    assert found.cases[0].fresh == 0
-    assert not found.cases[0].workload
+    assert found.cases[0].novel_share == 0
+    assert not found.cases[0].other_workload
     assert drive(serve, trained, contract=Contract(prefill=False)).named == ("no-prefill",)
 
 
 def test_driving_where_others_ask_too(serve, trained):
     found = drive(serve, trained, "busy")
-    assert found.cases[0].workload
-    assert any("others asked" in note for note in found.notes)
+    assert found.cases[0].other_workload
+    assert any("other requests were counted" in note for note in found.notes)
 
 
 def test_counters_reset_in_mid_run(serve, trained):
-    with pytest.raises(EngineError, match="reset in mid-run"):
+    with pytest.raises(EngineError, match="reset during the run"):
         drive(serve, trained, "reset")
 
 
-def test_another_trunk_is_told(serve, trained):
+def test_another_trunk_is_noted(serve, trained):
     found = drive(serve, trained, "other-trunk")
-    assert any("not what this checkpoint says" in note for note in found.notes)
+    assert any("differs from this checkpoint" in note for note in found.notes)
 
 
-def test_another_template_is_told(trained, counters):
-    """By the prompt tokens that the engine says it read."""
+def test_another_template_is_noted(trained, counters):
+    """By the prompt tokens that the engine reports."""
     prompts = [prompt.text for prompt in PROMPTS]
-    answers = tuple(Answer("", "length", (Token("x", 1),), prompt_ids=(1, *prompt)) for prompt in prompts)
-    found = diagnose(trained["glm"], PROMPTS, [Seen(0.0, counters[""], tuple(range(12)), answers)], PLAN)
-    assert found.cases[0].templated == 12
-    assert found.cases[0].workload
-    assert any(note.startswith("template: of 12 of 12") for note in found.notes)
+    answers = tuple(EngineAnswer("", "length", (AnswerToken("x", 1),), prompt_ids=(1, *prompt)) for prompt in prompts)
+    found = diagnose(trained["glm"], PROMPTS, [EngineObservation(0.0, counters[""], tuple(range(12)), answers)], PLAN)
+    assert found.cases[0].num_retokenized == 12
+    assert found.cases[0].other_workload
+    assert any(note.startswith("template: for 12 of 12") for note in found.notes)
 
 
 def expects(name, *rates, texts=50):
-    """A hypothesis of rounds that are alike in all texts."""
+    """A hypothesis whose rates are equal in all texts."""
     offered, kept, left = [], [], 10.0
     for rate in rates:
         offered.append(left)
         left *= rate
         kept.append(left)
-    return Expected(name, [offered] * texts, [kept] * texts)
+    return ExpectedCounts(name, [offered] * texts, [kept] * texts)
 
 
-def case(kept, *hypotheses, offered=1000, **known):
-    """Of an engine that kept so many drafts at depths 1 and 2."""
-    seen = Seen(0.0, Counters("x", per_position=kept), (0,), **known)
-    return Case(seen, Observed((offered, kept[0]), kept), hypotheses, 1.0, 0)
+def case(kept, *hypotheses, num_drafted=1000, **known):
+    """Of an engine that accepted so many drafts at depths 1 and 2."""
+    seen = EngineObservation(0.0, Counters("x", per_position=kept), (0,), **known)
+    return ObservedCase(seen, ObservedCounts((num_drafted, kept[0]), kept), hypotheses, 1.0, 0)
 
 
 GOOD, BAD = expects(FINE, 0.7, 0.5), expects("no-prefill", 0.3, 0.5)
@@ -237,7 +264,7 @@ GOOD, BAD = expects(FINE, 0.7, 0.5), expects("no-prefill", 0.3, 0.5)
     ("cases", "named"),
     [
         ([case((700, 350), GOOD), case((100, 10), GOOD)], ("context-length",)),
-        ([case((700, 350), GOOD), case((950, 900), GOOD)], ()),  # long prompts that keep more
+        ([case((700, 350), GOOD), case((950, 900), GOOD)], ()),  # long prompts accept more
         ([case((100, 10), GOOD), case((100, 10), GOOD)], ()),  # low on short ones, too
         ([case((100, 10), GOOD)], ()),
         ([case((700, 350), GOOD, expects("no-prefill", 0.7, 0.5)), case((300, 150), GOOD, BAD)], ("no-prefill",)),
@@ -245,16 +272,16 @@ GOOD, BAD = expects(FINE, 0.7, 0.5), expects("no-prefill", 0.3, 0.5)
         ([case((150, 75), expects(FINE, 0.15, 0.5), expects("no-prefill", 0.02, 0.5))], ("weights",)),
     ],
 )
-def test_what_is_the_matter(cases, named):
+def test_named_causes(cases, named):
     """By hand: a fault that explains the counts comes before the length of prompts, and before a poor head."""
     assert Diagnosis("x", None, tuple(cases)).named == named
 
 
-def test_words_of_a_verdict():
-    unknown = [Diagnosis("x", None, (case(kept, GOOD),)).words for kept in ((950, 900), (100, 10))]
+def test_summary_of_a_diagnosis():
+    unknown = [Diagnosis("x", None, (case(kept, GOOD),)).summary for kept in ((950, 900), (100, 10))]
     assert [": AL 2.85" in unknown[0], "above what" in unknown[0], "below what" in unknown[1]] == [True] * 3
     some, many, countless = (
-        Diagnosis("x", None, (case((count * 3 // 10, count * 3 // 20), GOOD, BAD, offered=count),)).words
+        Diagnosis("x", None, (case((count * 3 // 10, count * 3 // 20), GOOD, BAD, num_drafted=count),)).summary
         for count in (40, 100, 10**6)
     )
     assert re.search(r"; \d+ times", some)
@@ -262,75 +289,77 @@ def test_words_of_a_verdict():
     assert "; more than 10^30 times" in countless
 
 
-def test_what_is_named_is_not_said_twice():
+def test_named_causes_are_not_listed_as_indistinguishable():
     twin = replace(BAD, name="no-rerun")
     found = Diagnosis("x", None, (case((300, 150), GOOD, BAD, twin, expects("near", 0.301, 0.5)),))
     assert sorted(found.named) == ["near", "no-prefill", "no-rerun"]
-    assert found.alike == ()
+    assert found.indistinguishable == ()
 
 
-def test_kept_drafts_of_a_case():
-    assert case((700, 350), GOOD).kept == pytest.approx(1.05)
-    assert replace(case((700, 350), GOOD), observed=Observed(length=2.5)).kept == 1.5
+def test_accepted_drafts_of_a_case():
+    assert case((700, 350), GOOD).num_accepted == pytest.approx(1.05)
+    assert replace(case((700, 350), GOOD), counts=ObservedCounts(length=2.5)).num_accepted == 1.5
 
 
-def test_other_text_is_said_where_it_can_be():
-    """Of greedy text that is told as ids, and only where most of it is other text."""
-    answers = (Answer("x", "length", (Token("x", 1),)),)
+def test_other_text_is_noted_if_comparable():
+    """For greedy text with token ids, and only if most of it differs."""
+    answers = (EngineAnswer("x", "length", (AnswerToken("x", 1),)),)
     found = case((700, 350), GOOD, answers=answers)
-    said = {share: [note[:3] for note in replace(found, fresh=share).notes] for share in (0.4, 0.6)}
-    assert said == {0.4: [], 0.6: ["60%"]}
-    assert replace(found, seen=replace(found.seen, temperature=1.0)).notes == []
+    notes = {share: [note[:3] for note in replace(found, novel_share=share).notes] for share in (0.4, 0.6)}
+    assert notes == {0.4: [], 0.6: ["60%"]}
+    assert replace(found, observation=replace(found.observation, temperature=1.0)).notes == []
 
 
 def test_rounds_that_were_shorter_than_k():
-    """Counts by position do not say how many rounds drafted so deep, unless the engine tells it."""
+    """Counts by position do not say how many rounds drafted so deep, unless the engine reports it."""
     short = Counters("vLLM", 100, 201, 120, (70, 40, 10))
-    assert observation(short, 3) == Observed(length=2.2, rounds=100)
-    assert observation(replace(short, per_position_offered=(100, 60, 41)), 3) == Observed((100, 70, 40), (70, 40, 10))
-    assert depth_of(replace(short, per_position=())) == 3
-    assert depth_of(Counters("x", 100, per_position=(70,), per_position_offered=(100, 60, 41))) == 3
-    check_drafts([Seen(0.0, short)], None)
+    assert observed_counts(short, 3) == ObservedCounts(length=2.2, rounds=100)
+    assert observed_counts(replace(short, per_position_offered=(100, 60, 41)), 3) == ObservedCounts(
+        (100, 70, 40), (70, 40, 10)
+    )
+    assert draft_depth(replace(short, per_position=())) == 3
+    assert draft_depth(Counters("x", 100, per_position=(70,), per_position_offered=(100, 60, 41))) == 3
+    check_drafts([EngineObservation(0.0, short)], None)
 
 
-def test_how_much_text_is_the_reference_s():
+def test_share_of_novel_text():
     """Up to the first other token; a text that ends sooner is the reference's as far as it goes."""
-    drawn = Drawn((Text((7,), (1, 2, 3, 4)), Text((8,), (5, 6, 7, 8))), (), None)
-    measured = SimpleNamespace(drawn={0.0: drawn, 1.0: drawn})
+    drawn = GeneratedTexts((ReferenceText((7,), (1, 2, 3, 4)), ReferenceText((8,), (5, 6, 7, 8))), (), None)
+    measured = SimpleNamespace(generated={0.0: drawn, 1.0: drawn})
 
     def answer(*ids, prompt=None):
-        return Answer("x", "stop", tuple(Token("x", each) for each in ids), prompt_ids=prompt)
+        return EngineAnswer("x", "stop", tuple(AnswerToken("x", each) for each in ids), prompt_ids=prompt)
 
-    seen = Seen(0.0, Counters("x"), (0, 1), (answer(1, 2), answer(5, 6, 0, 8, prompt=(8,))))
-    assert fresh(seen, measured) == 0.5
-    assert fresh(replace(seen, temperature=1.0), measured) == 1
-    assert templated(seen, measured) == 0
-    assert templated(replace(seen, answers=(answer(1, prompt=(9,)), answer(5))), measured) == 1
+    seen = EngineObservation(0.0, Counters("x"), (0, 1), (answer(1, 2), answer(5, 6, 0, 8, prompt=(8,))))
+    assert novel_text_share(seen, measured) == 0.5
+    assert novel_text_share(replace(seen, temperature=1.0), measured) == 1
+    assert count_retokenized(seen, measured) == 0
+    assert count_retokenized(replace(seen, answers=(answer(1, prompt=(9,)), answer(5))), measured) == 1
 
 
 def test_hypotheses_by_temperature(trained):
     """Greedy decoding has one rule of acceptance; above it each has its own, of chances. All know the domains."""
     plan, seen = replace(PLAN, temperatures=(0.0, 1.0), max_tokens=12), []
     rules = [each for each in FAULTS if each.rule]
-    measured = reference(trained["glm_two"], PROMPTS[:6], plan)
+    measured = reference_acceptance(trained["glm_two"], PROMPTS[:6], plan)
     found = expectations(measured, trained["glm_two"], faults=rules, on_fault=lambda: seen.append(1))
     assert len(seen) == len(rules)
     for temperature, hypotheses in found.items():
         assert [each.name for each in hypotheses] == [FINE, "nothing-kept", *[each.name for each in rules]]
         assert all(list(each.domains) == list("xyxyxy") for each in hypotheses)
         fine, nothing, *wrong = hypotheses
-        assert nothing.raw.max() == 0
+        assert nothing.raw_rates.max() == 0
         for each in (fine, *wrong):
-            assert each.chances == (temperature > 0)
-        assert all((each.raw[0] < fine.raw[0]) == (temperature > 0) for each in wrong)
+            assert each.is_expectation == (temperature > 0)
+        assert all((each.raw_rates[0] < fine.raw_rates[0]) == (temperature > 0) for each in wrong)
 
 
-def test_the_same_prompts_with_their_loops():
-    """Given the same prompts, an engine counts loops, too; of others they are left out, as no text should be one."""
-    measured = SimpleNamespace(places=lambda temperature: {0, 2})
-    uneven = Expected(FINE, [[1.0], [2.0], [3.0]], [[0.0]] * 3)
+def test_repetitive_texts_of_the_same_prompts_count():
+    """An engine counts repetitive texts of the same prompts too; for other prompts they are left out."""
+    measured = SimpleNamespace(text_indices=lambda temperature: {0, 2})
+    uneven = ExpectedCounts(FINE, [[1.0], [2.0], [3.0]], [[0.0]] * 3)
     for places, sizes in (((1, 2), [2, 3]), (None, [1, 3])):
-        (found,) = _of_places([uneven], measured, Seen(0.0, Counters("x"), places))
+        (found,) = _on_prompts([uneven], measured, EngineObservation(0.0, Counters("x"), places))
         assert found.counts[0][:, 0].tolist() == sizes
 
 
@@ -345,10 +374,10 @@ class Counting:
     def metrics(self):
         return self.readings.pop(0)
 
-    def answer(self, ask):
+    def answer(self, request, *, chat=None):
         with self.lock:
-            self.asked.append(ask)
-        found = self.answers[ask.prompt[0]]
+            self.asked.append(request)
+        found = self.answers[request.prompt[0]]
         if isinstance(found, EngineError):
             raise found
         return found
@@ -356,36 +385,36 @@ class Counting:
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Drives prompts of one token each -> (Seen, the endpoint, how often it was told of an answer)."""
-    monkeypatch.setattr("nextn.measuring.drive.from_metrics", lambda text, model: text)
+    """Ask prompts of one token each -> (observation, endpoint, number of answer callbacks)."""
+    monkeypatch.setattr("nextn.engines.driver.from_metrics", lambda text, model: text)
 
     def run(answers, after, *, temperature=0.0, seed=3):
-        endpoint, told = Counting(answers, replace(after, drafts=0, draft_tokens=0, accepted=0, emitted=0), after), []
+        endpoint, calls = Counting(answers, replace(after, drafts=0, draft_tokens=0, accepted=0, emitted=0), after), []
         prompts = [(place,) for place in range(len(answers))]
-        seen = drive_prompts(
-            endpoint, prompts, range(len(answers)), temperature, 5, seed=seed, on_answer=lambda: told.append(1)
+        seen = ask_prompts(
+            endpoint, prompts, range(len(answers)), temperature, 5, seed=seed, on_answer=lambda: calls.append(1)
         )
-        return seen, endpoint, len(told)
+        return seen, endpoint, len(calls)
 
     return run
 
 
 def answers_of(count, **known):
-    return [Answer(str(place), "length", **known) for place in range(count)]
+    return [EngineAnswer(str(place), "length", **known) for place in range(count)]
 
 
-IDS = {"tokens": tuple(Token("x", 1) for _ in range(5))}
+IDS = {"tokens": tuple(AnswerToken("x", 1) for _ in range(5))}
 
 
 def test_each_prompt_has_a_seed_and_a_cache_of_its_own(asked):
     """And every answer comes back, in the prompts' order, though only some are asked at once."""
     counters, salts = Counters("x", 20, 60, 30, emitted=50), []
     for temperature, seed in ((0.0, 3), (1.0, 3), (0.0, 4)):
-        seen, endpoint, told = asked(answers_of(11), counters, temperature=temperature, seed=seed)
+        seen, endpoint, num_calls = asked(answers_of(11), counters, temperature=temperature, seed=seed)
         assert [each.text for each in seen.answers] == [str(place) for place in range(11)]
-        assert told == 11
+        assert num_calls == 11
         assert sorted(ask.seed for ask in endpoint.asked) == list(range(seed, seed + 11))
-        salts += [ask.cold for ask in endpoint.asked]
+        salts += [request.cache_salt for request in endpoint.asked]
     assert len(set(salts)) == len(salts)
 
 
@@ -395,7 +424,7 @@ def test_a_refused_prompt_ends_the_drive(asked):
 
 
 @pytest.mark.parametrize(
-    ("accepted", "known", "alone"),
+    ("accepted", "known", "exclusive"),
     [
         (40, IDS, True),  # 60 tokens for 50: the last round of each may give K too many
         (80, IDS, False),
@@ -404,9 +433,9 @@ def test_a_refused_prompt_ends_the_drive(asked):
         (80, {}, True),  # nobody knows
     ],
 )
-def test_whether_others_asked(asked, accepted, known, alone):
+def test_whether_the_run_was_exclusive(asked, accepted, known, exclusive):
     seen, _, _ = asked(answers_of(10, **known), Counters("x", 20, 60, accepted))
-    assert seen.alone == alone
+    assert seen.exclusive == exclusive
 
 
 def test_the_first_token_of_a_request_is_no_draft(asked):
@@ -423,35 +452,43 @@ def test_the_first_token_of_a_request_is_no_draft(asked):
 
 def test_an_address_is_asked_and_ids_go_through_no_template(trained):
     with pytest.raises(EngineError, match="nothing answers"):
-        counters_of("http://localhost:9/v1", Budget(Limits(requests=2, seconds=5)))
+        read_engine_counters("http://localhost:9/v1", Budget(Limits(requests=2, seconds=5)))
     endpoint = SimpleNamespace(chat=True)
-    with pytest.raises(ConfigError, match="go through no template"):
-        driven(endpoint, trained["glm"], PROMPTS, PLAN)
+    with pytest.raises(ConfigError, match="cannot go through a chat template"):
+        drive_engine(endpoint, trained["glm"], PROMPTS, PLAN)
 
 
 @pytest.fixture
 def plans(monkeypatch):
-    """The plans of the references that `diagnose` takes, which say nothing."""
-    found, drawn = [], Drawn((Text((7,), (1, 2, 3)),), (), None)
+    """The plans of the references that `diagnose` measures, which are replaced by empty ones."""
+    found, drawn = [], GeneratedTexts((ReferenceText((7,), (1, 2, 3)),), (), None)
 
     def reference(model, prompts, plan, **_):
         found.append(plan)
-        return SimpleNamespace(drawn=dict.fromkeys(plan.temperatures, drawn), places=lambda temperature: {0})
+        return SimpleNamespace(generated=dict.fromkeys(plan.temperatures, drawn), text_indices=lambda temperature: {0})
 
-    monkeypatch.setattr("nextn.measuring.diagnose.reference", reference)
-    monkeypatch.setattr("nextn.measuring.diagnose.expectation", lambda name, *_: replace(GOOD, name=name))
+    monkeypatch.setattr("nextn.evaluate.diagnose.reference_acceptance", reference)
+    monkeypatch.setattr("nextn.evaluate.diagnose.expectation", lambda name, *_: replace(GOOD, name=name))
     monkeypatch.setattr(
-        "nextn.measuring.diagnose.expectations", lambda measured, *_, **__: {each: [GOOD] for each in measured.drawn}
+        "nextn.evaluate.diagnose.expectations", lambda measured, *_, **__: {each: [GOOD] for each in measured.generated}
     )
     return found
 
 
 def test_the_reference_drafts_as_the_engine_does(plans):
     """As deep as it ever did, at the temperatures that were seen."""
-    seen = [Seen(0.0, Counters("x", 9, None, 5, (5,)), (0,)), Seen(0.7, Counters("x", 9, None, 5, (3, 2)), (0,))]
+    seen = [
+        EngineObservation(0.0, Counters("x", 9, None, 5, (5,)), (0,)),
+        EngineObservation(0.7, Counters("x", 9, None, 5, (3, 2)), (0,)),
+    ]
     diagnose(None, [Prompt((7,), "x")], seen, replace(PLAN, drafts=1))
     assert [(plan.drafts, plan.temperatures) for plan in plans] == [(2, (0.0, 0.7))]
-    diagnose(None, [Prompt((7,), "x")], [Seen(0.0, Counters("SGLang", length=1.5), (0,))], replace(PLAN, drafts=1))
+    diagnose(
+        None,
+        [Prompt((7,), "x")],
+        [EngineObservation(0.0, Counters("SGLang", length=1.5), (0,))],
+        replace(PLAN, drafts=1),
+    )
     assert plans[1].drafts == 1
 
 
@@ -469,14 +506,14 @@ def test_the_reference_drafts_as_the_engine_does(plans):
 def test_the_other_template_is_a_cause(plans, chat, template, prompt, places, other):
     """Of prompts that nobody knows, where there is a template that they may have gone through, or not."""
     model = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template))
-    seen = [Seen(0.0, Counters("x", 9, None, 5, (5,)), places)]
+    seen = [EngineObservation(0.0, Counters("x", 9, None, 5, (5,)), places)]
     found = diagnose(model, [Prompt(prompt, "x")], seen, replace(PLAN, chat=chat))
     assert [plan.chat for plan in plans[1:]] == other
     assert ("template" in {each.name for each in found.cases[0].expected}) == bool(other)
 
 
-def test_what_audit_finds_to_mend(monkeypatch):
+def test_audit_lines(monkeypatch):
     findings = [SimpleNamespace(severity=each, rule="r", found=f"a {each}") for each in ("error", "warning", "note")]
-    monkeypatch.setattr("nextn.measuring.diagnose.Checkpoint", SimpleNamespace(open=lambda source: source))
-    monkeypatch.setattr("nextn.measuring.diagnose.audit", lambda _: SimpleNamespace(findings=findings))
-    assert audited("x") == ["audit: error, r: a error", "audit: warning, r: a warning"]
+    monkeypatch.setattr("nextn.evaluate.diagnose.Checkpoint", SimpleNamespace(open=lambda source, **_: source))
+    monkeypatch.setattr("nextn.evaluate.diagnose.audit", lambda _: SimpleNamespace(findings=findings))
+    assert audit_lines("x") == ["audit: error, r: a error", "audit: warning, r: a warning"]

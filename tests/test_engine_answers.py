@@ -1,16 +1,24 @@
-"""Requests as engines want them, answers in the three shapes that they come in."""
+"""Requests as engines expect them, answers in the three shapes that they come in."""
 
 import json
 
 import pytest
 
-from nextn.engines.answers import Answer, Ask, Best, Call, Token, parsed, streamed
+from nextn.engines.answers import (
+    AnswerToken,
+    EngineAnswer,
+    EngineRequest,
+    ToolCall,
+    TopLogprob,
+    parse_answer,
+    parse_stream,
+)
 from nextn.errors import EngineError
 
 
 def test_body_of_completions():
-    ask = Ask("hi", 5, temperature=1.0, seed=3, stop=("x",), logprobs=4)
-    assert ask.body("m", chat=False, extras=False) == {
+    request = EngineRequest("hi", 5, temperature=1.0, seed=3, stop=("x",), logprobs=4)
+    assert request.body("m", chat=False, extra_fields=False) == {
         "model": "m", "prompt": "hi", "max_tokens": 5, "temperature": 1.0, "top_p": 1.0, "seed": 3, "stop": ["x"],
         "logprobs": 4,
     }  # fmt: skip
@@ -18,9 +26,9 @@ def test_body_of_completions():
 
 def test_body_of_chat():
     """top_logprobs without logprobs = true is refused by all engines."""
-    body = Ask("hi", 5, logprobs=4, schema={"type": "object"}, choice="f", tools=({"type": "function"},)).body(
-        "m", chat=True, extras=False, stream=True
-    )
+    body = EngineRequest(
+        "hi", 5, logprobs=4, schema={"type": "object"}, tool_choice="f", tools=({"type": "function"},)
+    ).body("m", chat=True, extra_fields=False, stream=True)
     assert body["messages"] == [{"role": "user", "content": "hi"}]
     assert (body["logprobs"], body["top_logprobs"], body["stream"]) == (True, 4, True)
     assert body["response_format"]["json_schema"]["schema"] == {"type": "object"}
@@ -28,9 +36,9 @@ def test_body_of_chat():
     assert "prompt" not in body
 
 
-def test_extras_take_filters_away():
-    """A top_k of a generation_config would make samples of another law than the log-probabilities."""
-    body = Ask((1, 2), 5, logprobs=4, cold="salt").body("m", chat=False, extras=True)
+def test_extra_fields_turn_filters_off():
+    """A top_k of a generation_config would sample from another distribution than the log-probabilities."""
+    body = EngineRequest((1, 2), 5, logprobs=4, cache_salt="salt").body("m", chat=False, extra_fields=True)
     assert (body["prompt"], body["top_k"], body["min_p"], body["repetition_penalty"]) == ([1, 2], -1, 0.0, 1.0)
     assert (body["return_token_ids"], body["return_tokens_as_token_ids"]) == (True, True)
     assert (body["cache_salt"], body["cache_prompt"]) == ("salt", False)
@@ -45,12 +53,12 @@ def test_parallel_lists():
     }
     choice = {"text": "ab", "finish_reason": "stop", "logprobs": logprobs, "prompt_token_ids": [1, 2]}
     usage = {"prompt_tokens": 2, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 16}}
-    answer = parsed({"choices": [choice], "usage": usage}, "here")
+    answer = parse_answer({"choices": [choice], "usage": usage}, "here")
     assert answer.tokens == (
-        Token("token_id:7", 7, -0.1, (Best("token_id:7", 7, -0.1), Best("token_id:8", 8, -2.0))),
-        Token("token_id:9", 9, None),
+        AnswerToken("token_id:7", 7, -0.1, (TopLogprob("token_id:7", 7, -0.1), TopLogprob("token_id:8", 8, -2.0))),
+        AnswerToken("token_id:9", 9, None),
     )
-    assert (answer.ids, answer.prompt_ids, answer.cached, answer.completion_tokens) == ((7, 9), (1, 2), 16, 2)
+    assert (answer.ids, answer.prompt_ids, answer.cached_tokens, answer.completion_tokens) == ((7, 9), (1, 2), 16, 2)
     assert answer.tokens[0].listed(8) == -2.0
     assert answer.tokens[0].listed(5) is None
 
@@ -60,21 +68,21 @@ def test_list_of_objects():
     best = [{"token": "b", "id": 4, "logprob": -3.0}, {"token": "a", "id": 3, "logprob": -0.2}]
     content = [{"token": "a", "id": 3, "logprob": -0.2, "top_logprobs": best}]
     choice = {"message": {"content": "a"}, "finish_reason": "length", "logprobs": {"content": content}}
-    answer = parsed({"choices": [choice]}, "here")
-    assert answer.tokens == (Token("a", 3, -0.2, (Best("a", 3, -0.2), Best("b", 4, -3.0))),)
-    assert (answer.text, answer.cached) == ("a", None)
+    answer = parse_answer({"choices": [choice]}, "here")
+    assert answer.tokens == (AnswerToken("a", 3, -0.2, (TopLogprob("a", 3, -0.2), TopLogprob("b", 4, -3.0))),)
+    assert (answer.text, answer.cached_tokens) == ("a", None)
 
 
 def test_ids_alone_and_nothing():
-    answer = parsed({"choices": [{"text": "ab", "token_ids": [5, 6]}]}, "here")
+    answer = parse_answer({"choices": [{"text": "ab", "token_ids": [5, 6]}]}, "here")
     assert (answer.ids, answer.names) == ((5, 6), (5, 6))
-    assert parsed({"choices": [{"text": "ab"}]}, "here").names == ("a", "b")
+    assert parse_answer({"choices": [{"text": "ab"}]}, "here").names == ("a", "b")
 
 
 def test_tool_calls():
     call = {"function": {"name": "f", "arguments": "{}"}}
-    answer = parsed({"choices": [{"message": {"content": None, "tool_calls": [call]}}]}, "here")
-    assert (answer.text, answer.calls) == ("", (Call("f", "{}"),))
+    answer = parse_answer({"choices": [{"message": {"content": None, "tool_calls": [call]}}]}, "here")
+    assert (answer.text, answer.tool_calls) == ("", (ToolCall("f", "{}"),))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +94,7 @@ def test_tool_calls():
 )  # fmt: skip
 def test_other_json(found):
     with pytest.raises(EngineError, match="here: not an OpenAI-compatible answer"):
-        parsed(found, "here")
+        parse_answer(found, "here")
 
 
 def sse(*events):
@@ -103,8 +111,8 @@ def test_stream():
     ]
     data = b": ping\n\n" + "".join(f"data: {json.dumps(each, ensure_ascii=False)}\n\n" for each in parts).encode()
     data += b"data: [DONE]\n\n"
-    pieces = [data[place : place + 7] for place in range(0, len(data), 7)]
-    assert streamed(pieces, "here") == Answer("größe ab", "stop")
+    chunks = [data[start : start + 7] for start in range(0, len(data), 7)]
+    assert parse_stream(chunks, "here") == EngineAnswer("größe ab", "stop")
 
 
 @pytest.mark.parametrize(
@@ -118,4 +126,4 @@ def test_stream():
 )
 def test_broken_streams(data, words):
     with pytest.raises(EngineError, match=words):
-        streamed([data], "here")
+        parse_stream([data], "here")

@@ -42,7 +42,7 @@ def test_a_table_from_a_record():
     assert page.startswith("before\n<!-- pairs -->\n| | K |")
     assert page.endswith("\n<!-- / -->\nbehind\n")
     assert "old" not in page
-    row = "| f e | 2 | 3/4 | 0.50, - | 0.50, 0.25 | yes | [9, 4, 0], ours [9, 4, 1] | yes |"
+    row = "| f e | 2 | 3/4 | 0.50, - | 0.50, 0.25 | yes | [9, 4, 0], nextn [9, 4, 1] | yes |"
     assert row in page.splitlines()
     widths = {line.count("|") for line in page.splitlines() if line.startswith("|")}
     assert len(widths) == 1

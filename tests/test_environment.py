@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nextn import __version__, environment
-from nextn.fast import native
+from nextn.runtime.native import abi
 
 SECTIONS = {"nextn", "python", "packages", "extras", "system", "processor", "memory", "gpus", "backend"}
 
@@ -45,7 +45,7 @@ def test_missing_packages_are_reported(monkeypatch, here):
     monkeypatch.setattr(metadata, "version", missing)
     monkeypatch.setattr(metadata, "requires", missing)
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "nextn.fast.native")
+    monkeypatch.delitem(sys.modules, "nextn.runtime.native.abi")
     report = environment.report()
     assert set(report["packages"].values()) == {None}
     for value in (report["extras"], report["gpus"], report["backend"], report["processor"]["torch_capability"]):
@@ -75,7 +75,7 @@ def test_no_compiler(monkeypatch, tmp_path):
 def test_nothing_is_built(monkeypatch, tmp_path):
     """With an empty cache the report says that the runtime will be built; it does not build it, and leaves no file."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(native, "built", lambda *args: pytest.fail("the report builds"))
+    monkeypatch.setattr(abi, "build_library", lambda *args: pytest.fail("the report builds"))
     backend = environment.report()["backend"]
     assert not backend["is_built"]
     assert "builds the native runtime" in backend["reason"]
@@ -83,8 +83,8 @@ def test_nothing_is_built(monkeypatch, tmp_path):
 
 
 def test_a_library_that_cannot_be_loaded(monkeypatch):
-    status = native.load() and native.build_status()
-    monkeypatch.setattr(native, "status_of", lambda *args: replace(status, library=Path(__file__)))
+    status = abi.load() and abi.build_status()
+    monkeypatch.setattr(abi, "status_of", lambda *args: replace(status, library=Path(__file__)))
     backend = environment.report()["backend"]
     assert (backend["name"], backend["is_built"]) == ("torch", True)
     assert "cannot be loaded" in backend["reason"]

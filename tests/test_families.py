@@ -144,7 +144,7 @@ def roles(row, modules):
             if module and "{" not in path:
                 continue
             whole = role.startswith("collapse_")
-            inside = (*row.inside, "self_attn.q_proj", "mlp.experts.3.down_proj") if role == "block" else ("",)
+            inside = (*row.block_renames, "self_attn.q_proj", "mlp.experts.3.down_proj") if role == "block" else ("",)
             for rest in inside:
                 tail = "" if whole else (f".{rest}" if rest else "") + ".weight"
                 yield f"{module}.{role}{tail}"
@@ -283,7 +283,7 @@ COUNTS = [
 
 @pytest.mark.parametrize(("config", "count"), COUNTS)
 def test_counts_are_parsed(config, count):
-    """A count read from the wrong place makes a whole head look absent, or an absent one promised."""
+    """A count read from the wrong place makes a whole head look absent, or an absent one declared."""
     assert by_config(config).num_modules(config) == count
 
 
@@ -295,7 +295,7 @@ def test_bad_count_is_refused(bad):
 
 
 def test_count_beyond_the_layout_is_refused():
-    with pytest.raises(FamilyError, match="room for 1"):
+    with pytest.raises(FamilyError, match="at most 1"):
         ROWS["qwen3_5"].num_modules({"mtp_num_hidden_layers": 2})
 
 
@@ -333,18 +333,18 @@ def test_row_is_whole(name):
     assert any(engine.support == "runs" for engine in row.engines.values())
     for engine in row.engines.values():
         assert (engine.support == "absent" and not engine.source) or engine.source.startswith("https://github.com/")
-        assert (engine.support == "runs") or not (engine.trunks != ("embedding", "output") or engine.unset)
+        assert (engine.support == "runs") or not (engine.trunk_roles != ("embedding", "output") or engine.unset)
         assert engine.support != "runs" or engine.missing != "unknown"
     assert all(source.startswith("https://") for source in row.sources)
     assert row.runs == (row.cannot_run == "")
     assert set(row.own) <= set(row.names)
-    assert ("streams" in (row.hidden, row.recycled)) == any(role.startswith("collapse") for role in row.names)
+    assert ("streams" in (row.hidden, row.next_hidden)) == any(role.startswith("collapse") for role in row.names)
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_inner_names_are_one_to_one(name):
     """Two paths of the block stored under one name."""
-    table = ROWS[name].inside
+    table = ROWS[name].block_renames
     assert len(set(table.values())) == len(table)
 
 
@@ -354,28 +354,28 @@ def test_differing_engines_are_listed(name):
     row = ROWS[name]
     text = "\n".join(row.disagreements)
     for engine, entry in row.engines.items():
-        for fact in ("embedded", "hidden", "recycled", "position0", "order"):
+        for fact in ("embedded", "hidden", "next_hidden", "position0", "order"):
             value = getattr(entry, fact)
             if value is not None and value != getattr(row, fact):
                 assert re.search(rf"^{fact}: .*{value} in [^;]*{engine}", text, re.M), (engine, fact)
 
 
 def test_known_disagreements():
-    """The three that matter most: MiMo-V2, Step in transformers, GLM-4.5's recycled state in vLLM."""
+    """The three that matter most: MiMo-V2, Step in transformers, GLM-4.5's next_hidden in vLLM."""
     lines = ROWS["mimo_v2"].disagreements
     assert "hidden: post in vllm, sglang; pre in llamacpp" in lines
     assert "order: recursive in vllm; unchained in sglang; chained in llamacpp" in lines
     assert any(line.startswith("output:") and "transformers" in line for line in ROWS["step3p5"].disagreements)
-    assert "recycled: pre in vllm; post in sglang, llamacpp, transformers" in ROWS["glm4_moe"].disagreements
+    assert "next_hidden: pre in vllm; post in sglang, llamacpp, transformers" in ROWS["glm4_moe"].disagreements
 
 
 def test_conventions_of_an_engine():
     """What it takes otherwise than the row, and nothing else: neither what is unsaid nor what it takes alike."""
     row = ROWS["glm4_moe"]
-    assert row.conventions("vllm") == {"recycled": "pre", "position0": "zero"}
+    assert row.conventions("vllm") == {"next_hidden": "pre", "position0": "zero"}
     assert row.conventions("sglang") == {}
-    assert replace(row, position0="zero").conventions("vllm") == {"recycled": "pre"}
-    facts = {"embedded": "raw", "hidden": "pre", "recycled": "pre", "position0": "zero", "order": "chained"}
+    assert replace(row, position0="zero").conventions("vllm") == {"next_hidden": "pre"}
+    facts = {"embedded": "raw", "hidden": "pre", "next_hidden": "pre", "position0": "zero", "order": "chained"}
     other = replace(row, engines=row.engines | {"sglang": replace(row.engines["sglang"], **facts)})
     assert other.conventions("sglang") == {name: each for name, each in facts.items() if each != getattr(row, name)}
     assert len(other.conventions("sglang")) >= 4
@@ -416,7 +416,11 @@ RUNS = {
 
 def test_families_that_run():
     """A fact changed by accident trains and decodes without an error, at a worse acceptance."""
-    facts = {row.name: (row.concat, row.hidden, row.recycled, row.gain, row.position0) for row in rows() if row.runs}
+    facts = {
+        row.name: (row.concat, row.hidden, row.next_hidden, row.norm_weight, row.position0)
+        for row in rows()
+        if row.runs
+    }
     assert facts == RUNS
     assert set(CONFIGS) == set(RUNS), "a family that runs is built tiny and goes through every test"
 
@@ -424,13 +428,13 @@ def test_families_that_run():
 def test_facts_of_the_others():
     """Where a family differs from DeepSeek-V3, by the names of the document."""
     assert {row.name for row in rows() if row.concat == "hidden_first"} == {"mimo", "inkling"}
-    assert {row.name for row in rows() if row.gain == "1+w"} == {
+    assert {row.name for row in rows() if row.norm_weight == "1+w"} == {
         "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "step3p5", "minimax_m3"
     }  # fmt: skip
     assert {row.name for row in rows() if row.hidden == "pre"} == {"step3p5", "kimi_k3"}
     assert {row.name for row in rows() if row.own} == {"step3p5", "dots3_note"}
     assert ROWS["deepseek_v4"].fp8.scale == "scale"
-    assert "projection" not in ROWS["longcat_flash"].fp8.plain
+    assert "projection" not in ROWS["longcat_flash"].fp8.unquantized
 
 
 def test_no_torch():

@@ -1,4 +1,4 @@
-"""Faults as data: each can be planted on some trained head, costs what it says, and leaves the model alone."""
+"""Each fault can be injected into some trained head, lowers acceptance, and does not change the model."""
 
 import re
 from dataclasses import replace
@@ -8,14 +8,14 @@ import torch
 from tiny import refrain
 from torch import nn
 
-from nextn.benchmarking.workload import Prompt
-from nextn.drafting import Contract
-from nextn.measuring.faults import FAULTS, _rounded, planted, under
-from nextn.measuring.measure import Plan, reference
-from nextn.measuring.variants import read_as
+from nextn.decoding.drafter import Contract
+from nextn.evaluate.conventions import apply_variants
+from nextn.evaluate.faults import FAULTS, _quantize, fault_variant, measure_under_fault
+from nextn.evaluate.reference import ReferencePlan, reference_acceptance
+from nextn.evaluate.workload import Prompt
 
 PROMPTS = [Prompt(tuple(row.tolist()), "x") for row in refrain(12, 33, seed=10**6)]
-PLAN = Plan(drafts=3, max_tokens=20, path="plain")
+PLAN = ReferencePlan(drafts=3, max_tokens=20, backend="torch")
 # fault -> the fixture that shows it, and the least AL that it costs there, at temperature 1.
 COSTS = {
     "head-unset": ("glm", 2.5),
@@ -36,47 +36,47 @@ COSTS = {
 @pytest.fixture(scope="module")
 def measured(trained):
     plan = replace(PLAN, temperatures=(1.0,))
-    return {name: reference(trained[name], PROMPTS, plan) for name in ("glm", "glm_two", "qwen")}
+    return {name: reference_acceptance(trained[name], PROMPTS, plan) for name in ("glm", "glm_two", "qwen")}
 
 
 @pytest.mark.parametrize("name", COSTS)
 def test_a_fault_costs_acceptance(name, trained, measured):
-    """Against the right reading; the rows of rules against the usual rule."""
+    """Compared with the head without fault; acceptance rules with the usual rule."""
     fault = next(each for each in FAULTS if each.name == name)
     fixture, margin = COSTS[name]
     before = {key: value.clone() for key, value in trained[fixture].head.state_dict().items()}
-    wrong = under(measured[fixture], trained[fixture], fault)
+    wrong = measure_under_fault(measured[fixture], trained[fixture], fault)
     right = measured[fixture].figures(1.0)
     assert wrong.figures(1.0, rule=fault.rule or "ratio").length.value < right.length.value - margin
     assert all(torch.equal(value, before[key]) for key, value in trained[fixture].head.state_dict().items())
 
 
-def test_all_others_can_be_planted_too(trained, measured):
-    """Gains that are large already, four bits, decoded again; none for an output head that this head has not."""
+def test_all_others_can_be_injected_too(trained, measured):
+    """Large norm weights, four bits, decoded again; none for an lm_head that this head does not have."""
     for fault in FAULTS:
         if fault.name not in COSTS:
-            found = under(measured["glm"], trained["glm"], fault)
+            found = measure_under_fault(measured["glm"], trained["glm"], fault)
             assert (found is None) == (fault.name == "own-output-lost")
             assert found is None or 1 <= found.figures(1.0).length.value <= 4
 
 
-def test_columns_not_run_again_with_several_modules(trained, measured):
-    """The last rounds of a text draft fewer tokens than there are modules: those that did not run keep nothing."""
+def test_no_refresh_with_several_layers(trained, measured):
+    """The last rounds of a text draft fewer tokens than there are MTP layers: the others have nothing to refresh."""
     fault = next(each for each in FAULTS if each.name == "no-rerun")
-    wrong = under(measured["glm_two"], trained["glm_two"], fault)
+    wrong = measure_under_fault(measured["glm_two"], trained["glm_two"], fault)
     assert 1 < wrong.figures(1.0).length.value < measured["glm_two"].figures(1.0).length.value + 0.2
 
 
 def parameters(model, fault):
     """Of the head as it is, and under a fault of its weights."""
     found = next(each for each in FAULTS if each.name == fault)
-    wrong, _ = read_as(model, Contract(), [planted(found, model)])
+    wrong, _ = apply_variants(model, Contract(), [fault_variant(found, model)])
     return [dict(each.head.named_parameters()) for each in (model, wrong)]
 
 
-@pytest.mark.parametrize(("fault", "most"), [("head-quantised", 7), ("head-2-bit", 1)])
+@pytest.mark.parametrize(("fault", "most"), [("head-quantized", 7), ("head-2-bit", 1)])
 def test_rounded_rows(fault, most, trained):
-    """Whole steps of a scale a row, whose largest value stays; vectors, such as gains, are left alone."""
+    """Multiples of one scale per row, which keeps the largest value; vectors, such as norm weights, are unchanged."""
     right, wrong = parameters(trained["glm"], fault)
     for name, value in right.items():
         if value.ndim == 1:
@@ -87,12 +87,12 @@ def test_rounded_rows(fault, most, trained):
         assert not wrong[name].requires_grad
     zeros = nn.Linear(2, 2)
     nn.init.zeros_(zeros.weight)
-    _rounded(4, zeros)
+    _quantize(4, zeros)
     assert zeros.weight.abs().max() == 0
 
 
 def test_a_head_that_was_not_loaded(trained):
-    """Initial values: gains of one, small matrices, the same every time."""
+    """Initial values: norm weights of 1, small matrices, the same every time."""
     right, wrong = parameters(trained["glm"], "head-unset")
     for name, value in wrong.items():
         assert value.shape == right[name].shape
@@ -103,16 +103,18 @@ def test_a_head_that_was_not_loaded(trained):
 
 def test_a_fault_of_decoding_is_decoded(trained, measured):
     fault = next(each for each in FAULTS if each.name == "no-rerun")
-    assert not under(measured["glm"], trained["glm"], fault).contract.rerun
+    assert not measure_under_fault(measured["glm"], trained["glm"], fault).contract.rerun
 
 
-def test_rows_are_whole(trained):
+def test_fault_table(trained):
     names = [fault.name for fault in FAULTS]
     assert len(set(names)) == len(names)
     for fault in FAULTS:
-        assert sum(map(bool, (fault.keys, fault.variant, fault.contract, fault.rule))) == 1
-        assert fault.does
+        assert sum(map(bool, (fault.variant_keys, fault.variant, fault.contract, fault.rule))) == 1
+        assert fault.description
         assert fault.signature
         assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", issue) for issue in fault.issues)
-        if fault.keys:
-            assert fault.name == "own-output-lost" or any(planted(fault, trained[each]) for each in ("glm", "glm_two"))
+        if fault.variant_keys:
+            assert fault.name == "own-output-lost" or any(
+                fault_variant(fault, trained[each]) for each in ("glm", "glm_two")
+            )

@@ -10,8 +10,8 @@ import pytest
 import torch
 from tiny import decode, refrain
 
-from nextn.decode import Contract
-from nextn.figures.acceptance import Acceptance
+from nextn.decoding.rounds import Contract
+from nextn.stats.acceptance import Acceptance
 
 PROMPTS = [row.tolist() for row in refrain(32, 33, seed=10**6)]
 
@@ -42,10 +42,10 @@ def other_weights(model, change):
 
 
 def shift_gains(head):
-    # A zero-centred gain read as it is, or a plain one read as 1 + w: the effective gain is off by one.
+    # A zero-centered norm weight read as it is, or a plain one read as 1 + w: the effective gain is off by one.
     for name, value in head.named_parameters():
         if "norm" in name:
-            value.add_(-1.0 if head.family.gain == "1+w" else 1.0)
+            value.add_(-1.0 if head.family.norm_weight == "1+w" else 1.0)
 
 
 def first_twice(head):
@@ -59,7 +59,7 @@ FAULTS = {
     "columns-not-re-run": ("glm_one", lambda model: (model, {"contract": Contract(rerun=False)}), 0.05),
     "pre-norm-hidden": ("glm", lambda model: (other_facts(model, hidden="pre"), {}), 0.8),
     "halves-swapped": ("glm", lambda model: (other_facts(model, concat="hidden_first"), {}), 1.7),
-    "recycled-wrong": ("glm", lambda model: (other_facts(model, recycled="pre"), {}), 0.06),
+    "recycled-wrong": ("glm", lambda model: (other_facts(model, next_hidden="pre"), {}), 0.06),
     "gain-1+w-read-as-w": ("qwen", lambda model: (other_weights(model, shift_gains), {}), 1.7),
     "second-loaded-as-first": ("glm_two", lambda model: (other_weights(model, first_twice), {}), 0.7),
 }

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import CONFIGS, build
 
-from nextn.checkpoints import fp8
-from nextn.checkpoints.storage import scale_of
+from nextn.checkpoint import fp8
+from nextn.checkpoint.stored_format import scale_of
 from nextn.families import by_name
-from nextn.filling import head_tensors
+from nextn.model.load_head import head_tensors
 
 BLOCK = (4, 8)
 
@@ -38,16 +38,16 @@ def test_there_and_back(rows, columns, experts, exponent, dtype, seed):
     """A block edge that is cut off wrongly, a scale of the wrong block, or bits that wander at each saving."""
     generator = torch.Generator().manual_seed(seed)
     weight = (torch.randn(*experts, rows, columns, generator=generator) * 2.0**exponent).to(dtype)
-    small, scale = fp8.quantise(weight, BLOCK)
+    small, scale = fp8.quantize(weight, BLOCK)
     assert scale.shape == fp8.grid(weight.shape, BLOCK)
-    back = fp8.dequantise(small, scale, BLOCK)
+    back = fp8.dequantize(small, scale, BLOCK)
     # e4m3 has 3 bits after the point: half a unit of the last place, or of the smallest subnormal, 2 ** -9.
     largest = weight.float().abs().max().item()
     gap = (back - weight.float()).abs()
     assert bool(
         (gap <= torch.maximum(weight.float().abs() * 2**-4, torch.tensor(largest / 448 * 2**-10)) * 1.001).all()
     )
-    again, same = fp8.quantise(back.to(dtype), BLOCK)
+    again, same = fp8.quantize(back.to(dtype), BLOCK)
     assert torch.equal(bits(again), bits(small))
     assert torch.equal(same, scale)
     if not experts:
@@ -60,7 +60,7 @@ def test_a_block_of_zeros():
     """Divided by its scale of 0, it would be NaN for ever."""
     weight = torch.zeros(8, 8)
     weight[:4] = 1.0
-    back = fp8.dequantise(*fp8.quantise(weight, BLOCK), BLOCK)
+    back = fp8.dequantize(*fp8.quantize(weight, BLOCK), BLOCK)
     assert torch.equal(back, weight)
 
 
@@ -69,8 +69,8 @@ def test_scales_that_are_exponents():
     weight = torch.ones(2, 64).to(torch.float8_e4m3fn)
     exponents = torch.tensor([[126, 128], [127, 130]], dtype=torch.uint8)
     expected = torch.tensor([[0.5, 2.0], [1.0, 8.0]]).repeat_interleave(32, dim=1)
-    assert torch.equal(fp8.dequantise(weight, exponents, (1, 32)), expected)
-    assert torch.equal(fp8.dequantise(weight, exponents.view(torch.float8_e8m0fnu), (1, 32)), expected)
+    assert torch.equal(fp8.dequantize(weight, exponents, (1, 32)), expected)
+    assert torch.equal(fp8.dequantize(weight, exponents.view(torch.float8_e8m0fnu), (1, 32)), expected)
 
 
 @pytest.mark.parametrize(

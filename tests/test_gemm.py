@@ -1,4 +1,4 @@
-"""Native linear layers: the sums within the bound of fp32, one rounding, and rows that know nothing of each other."""
+"""Native linear layers: the sums within the bound of fp32, one rounding, and rows that do not depend on each other."""
 
 import pytest
 import torch
@@ -6,10 +6,10 @@ from compiled import compiled
 from torch import Tensor
 
 from nextn.errors import ConfigError
-from nextn.fast import quantized
-from nextn.fast.native import BYTES, Runtime, load
-from nextn.fast.packing import joined
-from nextn.fast.pages import Pages
+from nextn.runtime.native import weight_packing
+from nextn.runtime.native.abi import BYTES, Runtime, load
+from nextn.runtime.native.memory import HugePages
+from nextn.runtime.native.weight_packing import merge_weights
 
 SIZES = [1, 5, 16, 33, 100, 256]
 ROWS = [1, 2, 15, 16, 17, 33, 70]
@@ -93,7 +93,7 @@ def test_rounds_once_and_to_even(runtime: Runtime, copies: int) -> None:
     assert out.tolist() == [[1, 1 + 2**-8, 1 + 2**-8 + 2**-20] * copies]
     assert linear(runtime, x, weight, bias).tolist() == [[1, 1, 1 + 2**-7] * copies]
     assert linear(runtime, x, weight, bias).equal(out.bfloat16())
-    weight[:, 0] += 2**-7  # now the lower neighbour is odd
+    weight[:, 0] += 2**-7  # now the lower neighbor is odd
     assert linear(runtime, x, weight).tolist() == [[1 + 2**-7, 1 + 2**-6, 1 + 2**-6] * copies]
 
 
@@ -159,7 +159,7 @@ def test_layers_of_one_input_are_those_one_by_one(
     weights = [drawn(n, 100, dtype=dtype, seed=n) for n in sizes]
     biases = [drawn(len(weight), dtype=dtype, seed=9) if has_bias else None for weight in weights]
     outs = [torch.full((rows, len(weight)), 7, dtype=dtype) for weight in weights]
-    packed = runtime.pack(joined(weights, parts, runtime.block_columns(TYPES[dtype])))
+    packed = runtime.pack(merge_weights(weights, parts, runtime.block_columns(TYPES[dtype])))
     views = [*outs, x, packed, *(bias for bias in biases if bias is not None)]
     runtime.call("linear", views, [*map(len, weights), 100, parts, TYPES[dtype]])
     for out, weight, bias in zip(outs, weights, biases, strict=True):
@@ -178,9 +178,9 @@ def gated(runtime: Runtime, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
 @pytest.mark.parametrize("k", [33, 256])
 @pytest.mark.parametrize("n", [1, 16, 40, 100])
 def test_gated_layers_are_products_and_a_gate(runtime: Runtime, n: int, k: int, dtype: torch.dtype) -> None:
-    """Bit for bit, whatever stands beside the result."""
+    """Bit for bit, whatever surrounds the result."""
     pair, x = drawn(2, n, k, dtype=dtype), drawn(max(ROWS), k, dtype=dtype, seed=1)
-    packed = runtime.pack(joined(list(pair), -(-n // 16), 16))
+    packed = runtime.pack(merge_weights(list(pair), -(-n // 16), 16))
     for rows in ROWS:
         frame = torch.full((rows, n + 9), 7, dtype=dtype)
         runtime.call("gated_linear", [frame[:, 4 : n + 4], x[:rows], packed], [n, k, TYPES[dtype]])
@@ -197,7 +197,7 @@ def test_gated_experts_are_gated_layers(runtime: Runtime, rows: int, dtype: torc
     ids = torch.randint(4, (rows,), generator=torch.Generator().manual_seed(2))
     ids[1::5] = -1
     out = torch.full((rows, 40), 7, dtype=dtype)
-    packed = runtime.pack(joined(weight.split(40, dim=1), 3, 16))
+    packed = runtime.pack(merge_weights(weight.split(40, dim=1), 3, 16))
     runtime.call("gated_expert_linear", [out, x, ids, packed], [40, 50, TYPES[dtype]])
     for row, expert in enumerate(ids.tolist()):
         expected = (
@@ -209,14 +209,14 @@ def test_gated_experts_are_gated_layers(runtime: Runtime, rows: int, dtype: torc
 def in_bytes(runtime: Runtime, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     out = torch.empty(len(x), len(weight))
     extra = [] if bias is None else [bias]
-    packed = quantized.packed(weight, Pages().take)
+    packed = weight_packing.pack_quantized(weight, HugePages().take)
     runtime.call("linear", [out, x, packed, *extra], [*weight.shape, 1, BYTES])
     return out
 
 
 def assert_sums_in_bytes(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
     """As `assert_sums`; what is added up is 128 + 64 larger than the codes, and that is taken off again."""
-    codes, scales = quantized.quantized(weight)
+    codes, scales = weight_packing.quantize(weight)
     exact = x.double() @ codes.double().T * scales
     size = x.double().abs() @ (codes.double().abs() + 2 * 192).T * scales
     if bias is not None:
@@ -227,7 +227,7 @@ def assert_sums_in_bytes(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | 
 @pytest.mark.parametrize("k", SIZES)
 @pytest.mark.parametrize("n", SIZES)
 def test_weights_of_a_byte(runtime: Runtime, n: int, k: int) -> None:
-    """Any size and number of rows; a row has the same bits whatever is beside it."""
+    """Any size and number of rows; a row has the same bits in any batch."""
     weight, x = drawn(n, k, dtype=torch.bfloat16), drawn(max(ROWS), k, dtype=torch.bfloat16, seed=1)
     alone = torch.cat([in_bytes(runtime, row[None], weight) for row in x])
     assert_sums_in_bytes(alone, x, weight)
@@ -243,20 +243,20 @@ def test_weights_of_a_byte_wherever_linear_layers_are(runtime: Runtime, rows: in
     weights = drawn(4, 50, 100, dtype=half, seed=1)
     expected = [in_bytes(runtime, x, weight, bias) for weight in weights]
     assert_sums_in_bytes(expected[2], x, weights[2], bias)
-    packed = quantized.packed(joined(list(weights), 1, 16), Pages().take)
+    packed = weight_packing.pack_quantized(merge_weights(list(weights), 1, 16), HugePages().take)
     outs = [torch.empty(rows, 50, dtype=half) for _ in weights]
     runtime.call("linear", [*outs, x, packed, *[bias] * 4], [50, 50, 50, 50, 100, 1, BYTES])
     for out, alone in zip(outs, expected, strict=True):
         assert torch.equal(out, alone.to(half))
     halves = torch.stack([in_bytes(runtime, x, weight).to(half) for weight in weights[:2]])
     product, alone = torch.empty(rows, 50, dtype=half), torch.empty(rows, 50, dtype=half)
-    packed = quantized.packed(joined(list(weights[:2]), 4, 16), Pages().take)
+    packed = weight_packing.pack_quantized(merge_weights(list(weights[:2]), 4, 16), HugePages().take)
     runtime.call("gated_linear", [product, x, packed], [50, 100, BYTES])
     runtime.call("silu_mul", [alone, *halves])
     assert torch.equal(product, alone)
     ids = torch.randint(4, (rows,), generator=torch.Generator().manual_seed(2))
     out = torch.empty(rows, 50, dtype=half)
-    whole = quantized.packed(weights, Pages().take)
+    whole = weight_packing.pack_quantized(weights, HugePages().take)
     runtime.call("expert_linear", [out, x, ids, whole, bias.expand(4, 50).contiguous()], [50, 100, BYTES])
     assert torch.equal(out, torch.stack([expected[expert][row] for row, expert in enumerate(ids)]).to(half))
 
@@ -268,7 +268,7 @@ def test_packed_weights_start_at_a_cache_line(runtime: Runtime) -> None:
 def test_refuses_what_no_kernel_takes(runtime: Runtime) -> None:
     weight, x = drawn(8, 8, dtype=torch.float32), drawn(2, 8, dtype=torch.float32)
     packed, out = runtime.pack(weight), torch.empty(2, 8)
-    both = runtime.pack(joined([weight, weight], 1, 32))
+    both = runtime.pack(merge_weights([weight, weight], 1, 32))
     for views, ints in (
         ([out, x.bfloat16(), packed], [8, 8, 1, 0]),  # another type than the weights
         ([out.bfloat16(), x, packed], [8, 8, 1, 0]),
@@ -278,7 +278,10 @@ def test_refuses_what_no_kernel_takes(runtime: Runtime) -> None:
         ([out, x.T.contiguous().T, packed], [8, 8, 1, 0]),
         ([out, x, packed[:-1]], [8, 8, 1, 0]),
         ([out, x, packed, torch.empty(7)], [8, 8, 1, 0]),
-        ([out, x, quantized.packed(weight, Pages().take)], [8, 8, 1, BYTES]),  # bytes are for rows of bf16
+        (
+            [out, x, weight_packing.pack_quantized(weight, HugePages().take)],
+            [8, 8, 1, BYTES],
+        ),  # bytes are for rows of bf16
         ([out, x.bfloat16(), packed], [8, 8, 1, BYTES]),
         ([out, out, x, packed], [8, 8, 8, 1, 0]),  # two layers and the weights of one
         ([out, out, x, both, torch.empty(8)], [8, 8, 8, 1, 0]),
@@ -288,7 +291,7 @@ def test_refuses_what_no_kernel_takes(runtime: Runtime) -> None:
     ):
         with pytest.raises(ConfigError):
             runtime.call("linear", views, ints)
-    halves, ids = runtime.pack(joined([weight, weight], 1, 16)), torch.zeros(2, dtype=torch.int64)
+    halves, ids = runtime.pack(merge_weights([weight, weight], 1, 16)), torch.zeros(2, dtype=torch.int64)
     for views, ints in (
         ([out, x, packed[:-1]], [8, 8, 0]),
         ([out, x, halves], [8, 7, 0]),

@@ -7,7 +7,7 @@ import torch
 from tiny import BUILDS, CONFIGS, build
 
 from nextn.errors import ConfigError
-from nextn.head import StandaloneHead
+from nextn.model.head import StandaloneHead
 
 
 def slow(head, tokens, hidden, depths):
@@ -18,8 +18,8 @@ def slow(head, tokens, hidden, depths):
         states, logits = hidden[:, : column + 1], []
         for depth in range(1, depths + 1):
             step = head.step(head.module(depth), tokens[:, depth : column + 1 + depth], states)
-            logits.append(head.logits(head.module(depth), step.normed[:, -1]))
-            states = step.recycled if head.eats_recycled(depth + 1) else states
+            logits.append(head.logits(head.module(depth), step.final_hidden[:, -1]))
+            states = step.next_hidden if head.uses_next_hidden(depth + 1) else states
         out.append(torch.stack(logits, dim=1))
     return torch.stack(out, dim=1)
 
@@ -75,10 +75,10 @@ def test_documents_do_not_mix(name):
             model.trunk(tokens, documents=documents)
         return
     with torch.no_grad():
-        hidden = model.trunk(tokens, documents=documents).eaten
-        packed = model.head.hiddens(tokens, hidden, 3, documents=documents)
+        hidden = model.trunk(tokens, documents=documents).head_input
+        packed = model.head.teacher_forced_hidden(tokens, hidden, 3, documents=documents)
         for start, part in ((0, first), (7, second)):
-            alone = model.head.hiddens(part, model.trunk(part).eaten, 3)
+            alone = model.head.teacher_forced_hidden(part, model.trunk(part).head_input, 3)
             for depth in range(1, 4):
                 columns = part.shape[1] - depth - 1
                 got = packed[depth - 1][:, start : start + columns]
@@ -146,7 +146,7 @@ def test_no_final_norm_and_a_bias():
     head = build("ernie4_5_moe").head
     with torch.no_grad():
         step = head.step(0, torch.randint(0, 64, (1, 9)), torch.randn(1, 9, 32))
-    assert torch.equal(step.normed, step.recycled)
+    assert torch.equal(step.final_hidden, step.next_hidden)
     assert head.stack[0].projection.bias is not None
     assert build("ernie4_5_moe", use_bias=False).head.stack[0].projection.bias is None
 

@@ -10,16 +10,16 @@ from safetensors import SafetensorError
 from tiny import FIXTURES, build
 
 from nextn.audit import audit
-from nextn.checkpoints.checkpoint import Checkpoint, write_index
-from nextn.checkpoints.inventory import Inventory
-from nextn.checkpoints.provenance import Provenance, trunk_fingerprint
-from nextn.checkpoints.stages import owned
-from nextn.checkpoints.tensor_file import RawTensor, write_json, write_safetensors
+from nextn.checkpoint.checkpoint import Checkpoint, write_index
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.provenance import Provenance, trunk_fingerprint
+from nextn.checkpoint.safetensors_file import RawTensor, write_json, write_safetensors
+from nextn.checkpoint.staging_folder import owned
+from nextn.edit.restore import restore
 from nextn.errors import CheckpointError, ConfigError
-from nextn.model import Model
-from nextn.moving.graft import restore
-from nextn.training import head_files
-from nextn.training.head_files import write_alone, write_beside_trunk
+from nextn.model.model import Model
+from nextn.train import head_files
+from nextn.train.head_files import write_standalone_head, write_with_trunk
 
 
 def trunk_bytes(folder):
@@ -52,7 +52,7 @@ def test_a_head_is_replaced_and_the_trunk_is_not(name, tmp_path):
     model = Model.load(FIXTURES / name)
     dtype = model.trunk.dtype
     head = changed(model.head.float())
-    write_beside_trunk(origin, head, tmp_path / "out", dtype=dtype, source="runs/first")
+    write_with_trunk(origin, head, tmp_path / "out", dtype=dtype, source="runs/first")
     assert trunk_bytes(tmp_path / "out") == trunk_bytes(FIXTURES / name)
     again = Model.load(tmp_path / "out")
     assert same_head(again.head, head)
@@ -75,7 +75,7 @@ def test_a_head_is_added_where_there_was_none(name, tmp_path):
     model.head = None
     model.save(tmp_path / "trunk")
     origin = Inventory.of(Checkpoint.open(tmp_path / "trunk"))
-    write_beside_trunk(origin, head, tmp_path / "out", dtype=None, source="runs/first")
+    write_with_trunk(origin, head, tmp_path / "out", dtype=None, source="runs/first")
     assert trunk_bytes(tmp_path / "out") == trunk_bytes(tmp_path / "trunk")
     assert same_head(Model.load(tmp_path / "out").head, head)
     findings = audit(Checkpoint.open(tmp_path / "out")).findings
@@ -83,14 +83,14 @@ def test_a_head_is_added_where_there_was_none(name, tmp_path):
 
 
 def test_an_fp8_trunk_stays_fp8(tmp_path):
-    """Its bytes and scales stay; the head is written unquantised, and config.json leaves it out of the quantisation."""
+    """Its bytes and scales stay; the head is written unquantized, and config.json leaves it out of the quantization."""
     model = build("deepseek_v3")
     model.save(tmp_path / "trunk", dtype=torch.bfloat16, fp8=True)
     origin = Inventory.of(Checkpoint.open(tmp_path / "trunk"))
     assert "F8_E4M3" in {info.dtype for info in origin.checkpoint.tensors.values()}
     loaded = Model.load(tmp_path / "trunk")
     head = changed(loaded.head.float())
-    write_beside_trunk(origin, head, tmp_path / "out", dtype=torch.bfloat16, source="runs/first")
+    write_with_trunk(origin, head, tmp_path / "out", dtype=torch.bfloat16, source="runs/first")
     assert trunk_bytes(tmp_path / "out") == trunk_bytes(tmp_path / "trunk")
     written = Inventory.of(Checkpoint.open(tmp_path / "out"))
     assert {written.info(name).dtype for name in written.own} <= {"BF16", "F32"}
@@ -106,7 +106,7 @@ def test_files_of_the_trunk_are_linked(tmp_path):
     model = build("glm4_moe")
     model.save(tmp_path / "trunk")
     origin = Inventory.of(Checkpoint.open(tmp_path / "trunk"))
-    write_beside_trunk(origin, changed(model.head), tmp_path / "out", dtype=None, source="run")
+    write_with_trunk(origin, changed(model.head), tmp_path / "out", dtype=None, source="run")
     linked = [path.name for path in (tmp_path / "out").glob("*.safetensors") if path.stat().st_nlink > 1]
     assert "model-00001-of-00002.safetensors" in linked
 
@@ -116,12 +116,12 @@ def test_a_head_alone_is_a_base_for_restore(tmp_path):
     model = Model.load(FIXTURES / "glm")
     head = changed(model.head.float())
     path = tmp_path / "head" / "head.safetensors"
-    write_alone(origin, head, path, dtype=torch.bfloat16, source="runs/first")
+    write_standalone_head(origin, head, path, dtype=torch.bfloat16, source="runs/first")
     assert sorted(each.name for each in path.parent.iterdir()) == ["config.json", "head.safetensors"]
     restore(FIXTURES / "glm", path, out=tmp_path / "out", force=True)
     assert same_head(Model.load(tmp_path / "out").head, head)
-    with pytest.raises(ConfigError, match=r"written into a \.safetensors file"):
-        write_alone(origin, head, tmp_path / "head.bin", dtype=None, source="run")
+    with pytest.raises(ConfigError, match=r"ends in \.safetensors"):
+        write_standalone_head(origin, head, tmp_path / "head.bin", dtype=None, source="run")
 
 
 def test_a_trunk_packed_by_another_method_stays_as_it_is(tmp_path):
@@ -141,7 +141,7 @@ def test_a_trunk_packed_by_another_method_stays_as_it_is(tmp_path):
     config = checkpoint.config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     write_json(tmp_path / "trunk" / "config.json", config)
     origin = Inventory.of(Checkpoint.open(tmp_path / "trunk"))
-    write_beside_trunk(origin, changed(model.head), tmp_path / "out", dtype=torch.bfloat16, source="run")
+    write_with_trunk(origin, changed(model.head), tmp_path / "out", dtype=torch.bfloat16, source="run")
     assert trunk_bytes(tmp_path / "out") == trunk_bytes(tmp_path / "trunk")
     assert "mtp" in json.dumps(Checkpoint.open(tmp_path / "out").config["quantization_config"])
 
@@ -152,7 +152,7 @@ def test_a_failure_names_the_folder_and_leaves_the_old_one(tmp_path, monkeypatch
     model.save(tmp_path / "trunk")
     origin = Inventory.of(Checkpoint.open(tmp_path / "trunk"))
     out = tmp_path / "model"
-    write = partial(write_beside_trunk, origin, model.head, out, dtype=None, source="run")
+    write = partial(write_with_trunk, origin, model.head, out, dtype=None, source="run")
     write()
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     with owned(out), pytest.raises(CheckpointError, match=f"{out}: another process is changing"):

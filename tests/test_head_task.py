@@ -15,16 +15,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tiny import CONFIGS, FIXTURES, MOST, build, refrains
 
-from nextn.checkpoints.checkpoint import Checkpoint
-from nextn.checkpoints.inventory import Inventory
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
 from nextn.errors import CheckpointError, ConfigError, TrainingError
-from nextn.model import Model
-from nextn.training import run_folder
-from nextn.training.head_task import HeadTask
-from nextn.training.hidden_cache import HiddenCache
-from nextn.training.metrics import HeadRecord, StepRecord
-from nextn.training.train import Trainer
-from nextn.training.train_config import HeadConfig
+from nextn.model.model import Model
+from nextn.train import run_folder
+from nextn.train.config import HeadConfig
+from nextn.train.head_task import HeadTask
+from nextn.train.hidden_cache import HiddenStateCache
+from nextn.train.loop import Trainer
+from nextn.train.metrics import HeadRecord, StepRecord
 
 CONFIG = HeadConfig(
     steps=6, batch_size=2, length=24, depths=3, warmup=1, dtype="float32", eval_batches=2, eval_every=0, save_every=0
@@ -69,7 +69,7 @@ def test_only_the_head_changes(name, tmp_path):
     asleep = [key for key, value in task.named.items() if value.requires_grad and value.grad is None]
     assert asleep == []
     assert all(key.startswith("head.") for key in task.named)
-    stepped = {id(each) for part in trainer.optimisers for group in part.param_groups for each in group["params"]}
+    stepped = {id(each) for part in trainer.optimizers for group in part.param_groups for each in group["params"]}
     assert not stepped & {id(value) for value in trunk.parameters()}
     assert sum(steps[-1].loss) < sum(steps[0].loss)
 
@@ -115,7 +115,7 @@ def test_shares_of_two_ranks_add_up(corpus):
 
 def gradients(task, out):
     """What the first step reports, and the gradient of every parameter."""
-    report = Trainer(task, out=out)._differentiated(0.7)
+    report = Trainer(task, out=out)._backward(0.7)
     return report, {name: value.grad for name, value in task.named.items()}
 
 
@@ -162,7 +162,7 @@ def test_resume_is_exact(corpus, tmp_path):
     assert second.resume()
     records += second.run()
     assert losses(records) == losses(told)
-    assert second.standing == whole.standing
+    assert second.best_tracker == whole.best_tracker
     assert all(
         torch.equal(one, two) for one, two in zip(second.task.named.values(), whole.task.named.values(), strict=True)
     )
@@ -208,7 +208,7 @@ def test_nan_names_the_batch_and_keeps_the_last_checkpoint(where, corpus, tmp_pa
         return replace(report, total=report.total * float("nan")) if trainer.step == 2 and where == "loss" else report
 
     monkeypatch.setattr(trainer.task, "loss", broken)
-    with pytest.raises(TrainingError, match=f"the {where} of step 2 is nan; batch 2 of seed 0"):
+    with pytest.raises(TrainingError, match=f"the {where} of step 2 is nan; the cause is batch 2 of seed 0"):
         list(trainer.run())
     again = Trainer(of_fixture(corpus, replace(CONFIG, save_every=1)), out=tmp_path)
     assert again.resume()
@@ -221,11 +221,11 @@ def test_the_best_head_is_taken_back_and_patience_ends_the_run(corpus, tmp_path)
     trainer = Trainer(of_fixture(corpus, config), out=tmp_path)
     records = [record for record in trainer.run() if isinstance(record, HeadRecord)]
     assert trainer.step < 40
-    best = max(records[1:], key=lambda record: record.foreseen.score)
-    assert (trainer.standing.best_step, trainer.standing.best) == (best.step, best.foreseen)
-    assert trainer.task.evaluate(trainer.step).foreseen.score == pytest.approx(best.foreseen.score)
-    assert trainer.standing.is_worse
-    assert trainer.standing.baseline == records[0].foreseen
+    best = max(records[1:], key=lambda record: record.heldout.score)
+    assert (trainer.best_tracker.best_step, trainer.best_tracker.best) == (best.step, best.heldout)
+    assert trainer.task.evaluate(trainer.step).heldout.score == pytest.approx(best.heldout.score)
+    assert trainer.best_tracker.is_worse
+    assert trainer.best_tracker.baseline == records[0].heldout
 
 
 def test_the_curve_is_what_evaluations_say(corpus):
@@ -233,7 +233,7 @@ def test_the_curve_is_what_evaluations_say(corpus):
     task = of_fixture(corpus, replace(CONFIG, eval_depths=2))
     points = task.curve(5)
     assert [len(point.greedy.rates) for point in points] == [1, 2, 3, 4, 5]
-    assert points[1] == task.evaluate(0).foreseen
+    assert points[1] == task.evaluate(0).heldout
     lengths = [point.greedy.length for point in points]
     assert lengths[0] > 1.2
     assert lengths[2] > lengths[0]
@@ -245,7 +245,7 @@ def test_a_fresh_head_has_nothing_to_be_compared_with(corpus, tmp_path):
     trainer = Trainer(of_fixture(corpus, has_baseline=False), out=tmp_path)
     records = list(trainer.run())
     assert isinstance(records[0], StepRecord)
-    assert not trainer.standing.is_worse
+    assert not trainer.best_tracker.is_worse
 
 
 def _slowly(folder):
@@ -296,7 +296,7 @@ def _filling_slowly(folder):
 
 def test_kill_9_while_states_are_written(corpus, tmp_path, monkeypatch):
     """Whole files stay, the torn one goes, only what is missing is made again, and the steps are the same."""
-    monkeypatch.setitem(HiddenCache.__init__.__kwdefaults__, "shard_bytes", 1)
+    monkeypatch.setitem(HiddenStateCache.__init__.__kwdefaults__, "shard_bytes", 1)
     config = replace(CONFIG, save_every=1)
     task = of_fixture(corpus, config)
     list(task.cached(tmp_path / "whole").fill())
@@ -327,7 +327,7 @@ def test_kill_9_while_states_are_written(corpus, tmp_path, monkeypatch):
         ({"objective": "mse"}, "objective = 'mse'; expected one of ce, kl"),
         ({"kv": "both"}, "kv = 'both'; expected own or decode"),
         ({"temperature": 0.0}, "temperature = 0.0; expected a number > 0"),
-        ({"depths": 0}, "depths = 0; a head has at least one"),
+        ({"depths": 0}, "depths = 0; expected at least 1"),
         ({"depths": 24}, "fewer than length"),
         ({"patience": 2}, "patience = 2 needs evaluations"),
         ({"eval_depths": 24}, "eval_depths < length"),
@@ -339,7 +339,7 @@ def test_bad_settings(values, words, corpus):
 
 
 def test_settings_of_heads_are_no_settings_of_joint_training():
-    from nextn.training.train_config import TrainConfig
+    from nextn.train.config import TrainConfig
 
     with pytest.raises(ConfigError, match="unknown setting 'objective'"):
         TrainConfig.from_dict({"steps": 1, "objective": "kl"})
@@ -373,7 +373,7 @@ def test_a_full_disk_at_a_checkpoint(corpus, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError) as found:
         list(Trainer(of_fixture(corpus, config), out=out).run())
     assert str(found.value).startswith(f"{out / 'step-0000004'}: cannot be written: No space left on device")
-    assert f"{out / 'step-0000002'} is whole: with room for it, `nextn train {out} --resume`" in str(found.value)
+    assert f"{out / 'step-0000002'} is complete: with more free space, `nextn train {out} --resume`" in str(found.value)
     assert "stage" not in str(found.value)
     assert {path.name for path in out.iterdir()} == {"step-0000002", "metrics.jsonl"}
     monkeypatch.undo()
@@ -390,11 +390,11 @@ def test_room_is_checked_first(corpus, tmp_path, monkeypatch):
     assert trainer.num_bytes_left() > 2 * written
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=trainer.num_bytes_left() - 9))
-    with pytest.raises(CheckpointError, match=r"run: no room: .*, 9 too few.*step-0000000 is whole"):
+    with pytest.raises(CheckpointError, match=r"run: not enough disk space: .*, 9 too few.*step-0000000 is complete"):
         next(trainer.run())
     trainer.step = 3
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1))
-    with pytest.raises(CheckpointError, match="step-0000003: no room"):
+    with pytest.raises(CheckpointError, match="step-0000003: not enough disk space"):
         trainer.save()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-0000000"]
 

@@ -4,11 +4,14 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
 from nextn.cli import app
+from nextn.cli.common import docs_page
 
 PANELS = ["Check", "Fix", "Train", "Decode", "Engines", "Learn"]
 
@@ -44,3 +47,58 @@ def test_completion_script_names_the_command(shell):
     done = run("--show-completion", shell, _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
     assert done.returncode == 0
     assert "_NEXTN_COMPLETE=complete_" in done.stdout
+
+
+def commands():
+    top = get_command(app).commands
+    return {**{name: each for name, each in top.items() if name != "canary"}, **top["canary"].commands}
+
+
+def test_help_refers_to_the_documentation_site():
+    """Each epilog has the address of a page that exists; no text names a file of the repository instead."""
+    root = Path(__file__).parent.parent
+    urls = tomllib.loads((root / "pyproject.toml").read_text())["project"]["urls"]
+    assert docs_page("x") == f"{urls['Documentation']}/x.md"
+    for name, command in commands().items():
+        page = command.epilog.rpartition("/")[2]
+        assert command.epilog == f"Documentation: {urls['Documentation']}/{page}", name
+        assert (root / "docs" / page).exists(), name
+        texts = [command.help or "", *(getattr(each, "help", None) or "" for each in command.params)]
+        assert not any(re.search(r"(?<!main/)docs/", text) for text in texts), name
+
+
+def test_options_mean_one_thing_everywhere():
+    """An option of one name has one type in every command, and what takes a hub id takes all of the hub's options."""
+    hub = {"--revision", "--cache-dir", "--offline"}
+    for name, command in commands().items():
+        options = {option: each for each in command.params for option in each.opts}
+        assert ("-k" in options) == ("--num-speculative-tokens" in options), name
+        assert not {"--drafts", "--gain", "--path"} & options.keys(), name
+        given = hub & options.keys()
+        assert given in (set(), hub), name
+        assert bool(given) == (name not in ("build", "check", "demo", "env", "verify")), name
+        if "--chat" in options:
+            assert "--no-chat" in options["--chat"].secondary_opts, name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        (["generate", "nowhere", "x", "--drafts", "2"], "--drafts is deprecated; use --num-speculative-tokens"),
+        (["bench", "nowhere", "--drafts=1,2"], "--drafts is deprecated; use --num-speculative-tokens"),
+        (["generate", "nowhere", "x", "--path", "fast"], "--path is deprecated; use --backend"),
+        (["generate", "nowhere", "x", "--path=plain"], "--path is deprecated; use --backend"),
+        (["convert", "nowhere", "out", "--gain", "add-1"], "--gain is deprecated; use --norm-weights"),
+    ],
+)
+def test_former_options_are_accepted_with_one_note(arguments, note, here):
+    code, _, said = here(*arguments)
+    assert code == 2
+    first, second = said.splitlines()
+    assert first == f"note: {note}"
+    assert second.startswith("error: nowhere: neither a")
+
+
+def test_former_options_are_not_looked_for_behind_the_options(here):
+    code, _, said = here("generate", "nowhere", "--", "--drafts")
+    assert (code, "deprecated" in said) == (2, False)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from tiny import CONFIGS, build
 
-from nextn.corpus.batches import Batches
-from nextn.corpus.data import Corpus, Document
-from nextn.distributed.parallel import Ranks
+from nextn.data.batches import Batches
+from nextn.data.corpus import Corpus, Document
 from nextn.errors import CheckpointError, ConfigError
-from nextn.training.hidden_cache import KEY, HiddenCache
-from nextn.training.imprint import imprint
+from nextn.train.fingerprint import fingerprint
+from nextn.train.hidden_cache import KEY, HiddenStateCache
+from nextn.train.ranks import Ranks
 
 
 def corpus(seed=0, *, masked=True):
@@ -22,7 +22,7 @@ def corpus(seed=0, *, masked=True):
     for size in (40, 25, 60, 33):
         ids = numbers.integers(0, 60, size)
         parts.append(Document("", ids, ids % 3 == 0 if masked else None))
-    return Corpus.of(parts, lambda texts: [[10] for _ in texts], 63)
+    return Corpus.from_documents(parts, lambda texts: [[10] for _ in texts], 63)
 
 
 def dealt(model, text=None, **changes):
@@ -31,7 +31,7 @@ def dealt(model, text=None, **changes):
 
 
 def cached(model, folder, num=5, batches=None, **options):
-    return HiddenCache(model.trunk, batches or dealt(model), num, folder, **{"shard_bytes": 1, **options})
+    return HiddenStateCache(model.trunk, batches or dealt(model), num, folder, **{"shard_bytes": 1, **options})
 
 
 class Apart(Ranks):
@@ -66,11 +66,11 @@ def test_they_are_the_trunks_states(name, tmp_path):
         wanted = batches.batch(index)
         with torch.no_grad():
             made = model.trunk(wanted.tokens, documents=wanted.documents)
-        for part, value in (("tokens", batch), ("documents", batch), ("mask", batch), ("eaten", hidden)):
-            source = made if part == "eaten" else wanted
+        for part, value in (("tokens", batch), ("documents", batch), ("mask", batch), ("head_input", hidden)):
+            source = made if part == "head_input" else wanted
             assert torch.equal(getattr(value, part), getattr(source, part))
-        assert torch.equal(hidden.normed, made.normed)
-        assert (batch.tokens.dtype, hidden.eaten.dtype) == (torch.int64, model.trunk.dtype)
+        assert torch.equal(hidden.final_hidden, made.final_hidden)
+        assert (batch.tokens.dtype, hidden.head_input.dtype) == (torch.int64, model.trunk.dtype)
 
 
 def test_each_epoch_has_all_batches_in_its_own_order(model, tmp_path):
@@ -97,7 +97,7 @@ def test_ranks_share_a_batch(model, tmp_path):
             part, states = two.batch(step, rank=rank, world=2)
             assert torch.equal(part.tokens, batch.tokens[rank::2])
             assert torch.equal(part.mask, batch.mask[rank::2])
-            assert torch.equal(states.eaten, hidden.eaten[rank::2])
+            assert torch.equal(states.head_input, hidden.head_input[rank::2])
 
 
 def test_bfloat16_and_what_it_takes(model, tmp_path):
@@ -109,7 +109,7 @@ def test_bfloat16_and_what_it_takes(model, tmp_path):
     assert cache.nbytes == 5 * 2 * 12 * (4 + 4 + 1 + 2 * 32)
     whole = filled(model, tmp_path / "whole", dtype=None)
     assert len(list((tmp_path / "whole").glob("hidden-*"))) == 5
-    states, exact = cache.batch(1)[1].eaten, whole.batch(1)[1].eaten
+    states, exact = cache.batch(1)[1].head_input, whole.batch(1)[1].head_input
     assert states.dtype == torch.float32
     assert torch.equal(states, exact.bfloat16().float())
 
@@ -164,12 +164,12 @@ def test_other_text_or_batches_are_refused(model, tmp_path):
 def test_the_limit_and_the_disk(model, tmp_path, monkeypatch):
     """Told before anything is made; nothing is written."""
     cache = cached(model, tmp_path / "a", limit_gb=1e-6)
-    with pytest.raises(ConfigError, match=r"take 8\.76e-06 GB, the limit is 1e-06 GB; keep fewer batches"):
+    with pytest.raises(ConfigError, match=r"take 8\.76e-06 GB, the limit is 1e-06 GB; store fewer or shorter"):
         next(cache.fill())
     assert not (tmp_path / "a").exists()
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=5000))
-    with pytest.raises(ConfigError, match=r"8\.76e-06 GB of them still to come, and the disk has 5e-06 GB left"):
+    with pytest.raises(ConfigError, match=r"8\.76e-06 GB of them still missing, and the disk has 5e-06 GB left"):
         next(cached(model, tmp_path / "b").fill())
     assert list((tmp_path / "b").iterdir()) == []
 
@@ -184,7 +184,7 @@ def test_what_is_there_needs_no_room(model, tmp_path, monkeypatch):
 
 def test_not_filled_or_damaged(model, tmp_path):
     cache = cached(model, tmp_path)
-    with pytest.raises(ConfigError, match=r"hidden-0000\d\.safetensors is not there: fill the cache"):
+    with pytest.raises(ConfigError, match=r"hidden-0000\d\.safetensors does not exist: fill the cache"):
         cache.batch(0)
     filled(model, tmp_path)
     for path in tmp_path.glob("hidden-*"):
@@ -212,9 +212,11 @@ def test_a_head_learns_the_same_from_the_cache(model, tmp_path):
     with torch.no_grad():
         made = model.trunk(batch.tokens, documents=batch.documents)
     grads = []
-    for eaten in (hidden.eaten, made.eaten):
+    for head_input in (hidden.head_input, made.head_input):
         model.head.zero_grad()
-        model.head.hiddens(batch.tokens, eaten, 2, documents=batch.documents)[-1].square().sum().backward()
+        model.head.teacher_forced_hidden(batch.tokens, head_input, 2, documents=batch.documents)[
+            -1
+        ].square().sum().backward()
         grads.append([value.grad.clone() for value in model.head.parameters() if value.grad is not None])
     assert grads[0]
     assert all(map(torch.equal, *grads))
@@ -223,13 +225,13 @@ def test_a_head_learns_the_same_from_the_cache(model, tmp_path):
 def test_an_imprint_tells_weights_apart():
     """Catches a change of any one tensor, of a dtype or of a name, and a hash that differs from call to call."""
     model = build("glm4_moe").trunk.model
-    seen = {imprint(model)}
-    assert imprint(build("glm4_moe").trunk.model) in seen
+    seen = {fingerprint(model)}
+    assert fingerprint(build("glm4_moe").trunk.model) in seen
     for value in model.state_dict().values():
         value.view(-1)[0] += 1
-        assert imprint(model) not in seen
-        seen.add(imprint(model))
-    assert imprint(model.bfloat16()) not in seen
+        assert fingerprint(model) not in seen
+        seen.add(fingerprint(model))
+    assert fingerprint(model.bfloat16()) not in seen
 
 
 def test_the_key_can_be_read(model, tmp_path):

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 from raw_server import serving
 
-from nextn.engines import sources
-from nextn.engines.answers import Ask
+from nextn.engines import counter_formats
+from nextn.engines.answers import EngineRequest
 from nextn.engines.client import Budget, Client, Limits
-from nextn.engines.endpoint import Abilities, Endpoint, Served
+from nextn.engines.endpoint import Capabilities, Endpoint, ServedModel
 from nextn.errors import EngineError
 
 ATTACKS = int(os.environ.get("NEXTN_ATTACKS", "1"))
@@ -149,7 +149,7 @@ def attack_files():
                 file.write(text[start : start + 2**20])
         name = f"file {number} {text[:100]!r}"
         del text  # its memory is not what is measured
-        found.append(ends_in_an_engine_error(partial(sources.read, path), name))
+        found.append(ends_in_an_engine_error(partial(counter_formats.read, path), name))
     return found
 
 
@@ -163,9 +163,9 @@ def attack_answers():
             head = f"HTTP/1.1 200 {KEY}\r\nContent-Length: {len(body)}\r\nX-Key: {KEY}\r\n\r\n".encode()
             with serving(lambda connection, _, data=head + body: connection.sendall(data)) as url:
                 client = Client(url, Budget(Limits()), key=KEY)
-                endpoint = Endpoint(client, Served("m", None), Abilities(True, True, True, 4.0))
+                endpoint = Endpoint(client, ServedModel("m", None), Capabilities(True, True, True, 4.0))
                 ask = endpoint.stream if stream else endpoint.answer
-                found.append(ends_in_an_engine_error(partial(ask, Ask("a", 8)), f"{number} {body[:100]!r}"))
+                found.append(ends_in_an_engine_error(partial(ask, EngineRequest("a", 8)), f"{number} {body[:100]!r}"))
                 client.close()
     return found
 

@@ -1,19 +1,19 @@
-"""Trunks with gated delta rules on the fast path: the plain rounds' tokens and drafts, and bf16 against itself."""
+"""Trunks with gated delta rules on the native backend: the torch backend's tokens and drafts; bf16 against itself."""
 
 from functools import cache
 
 import pytest
 import torch
 from replays import fast_of
-from test_decode import Oracle
+from test_rounds_decode import Oracle
 from tiny import build, decode, prompt
 
 from nextn.errors import RollbackError
-from nextn.fast.recurrent import ROOM
+from nextn.runtime.native.trace_hooks import MAX_RECURRENT_BLOCK
 
 NAMES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-# Shorter than the convolution's history, ends inside the first window, at its end, inside the third.
-LENGTHS = (2, 17, ROOM, 2 * ROOM + 9)
+# Shorter than the convolution's history, ends inside the first block, at its end, inside the third.
+LENGTHS = (2, 17, MAX_RECURRENT_BLOCK, 2 * MAX_RECURRENT_BLOCK + 9)
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -35,13 +35,13 @@ def fast(name, dtype=torch.float32):
 
 
 def drafted(log):
-    return [[(part.row, part.drafts, part.kept) for part in each.rows] for each in log]
+    return [[(part.row, part.drafts, part.num_accepted) for part in each.rows] for each in log]
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS[3:], LENGTHS[:1], (9, 2 * ROOM + 9, 17)], ids=str)
+@pytest.mark.parametrize("lengths", [LENGTHS[3:], LENGTHS[:1], (9, 2 * MAX_RECURRENT_BLOCK + 9, 17)], ids=str)
 @pytest.mark.parametrize("drafts", [0, 1, 3, 6])
 def test_rounds_equal_plain_rounds(name, lengths, drafts):
-    """Token for token and draft for draft: catches a state, history or count that is another row's or window's."""
+    """Token for token and draft for draft: catches a state, history or count of another sequence or block."""
     prompts = [prompt(length, seed=length) for length in lengths]
     texts, log = decode(fast(name), prompts, drafts=drafts, max_tokens=20)
     expected, plain_log = decode(plain(name), prompts, drafts=drafts, max_tokens=20)
@@ -51,14 +51,14 @@ def test_rounds_equal_plain_rounds(name, lengths, drafts):
 
 @pytest.mark.parametrize("kept", range(6))
 def test_rejection_at_every_position(name, kept, monkeypatch):
-    """Each round keeps exactly `kept` of 5 drafts: the state after every column of a window is the right one."""
+    """Each round accepts exactly `kept` of 5 drafts: the state after every position of a block is right."""
     text = decode(plain(name), [prompt(17, seed=17)], drafts=0, max_tokens=20)[0]
     Oracle(monkeypatch, text, right=[kept])
     found, log = decode(fast(name), [prompt(17, seed=17)], drafts=5, max_tokens=20)
     assert found == text
-    judged = [part for each in log for part in each.rows if len(part.drafts) == 5]
-    assert judged
-    assert all(part.kept == kept for part in judged)
+    parts = [part for each in log for part in each.rows if len(part.drafts) == 5]
+    assert parts
+    assert all(part.num_accepted == kept for part in parts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -72,24 +72,24 @@ def test_drafts_never_change_the_text(name, dtype, drafts, monkeypatch):
     Oracle(monkeypatch, texts, right=[drafts, 0, 1, drafts - 1, 2])
     found, log = decode(model, prompts, drafts=drafts, max_tokens=24, chunk=13)
     assert found == texts
-    assert {part.kept for each in log for part in each.rows if part.drafts} >= {0, 1}
+    assert {part.num_accepted for each in log for part in each.rows if part.drafts} >= {0, 1}
 
 
 def states_after(trunk, tokens, windows):
-    """The last normed states [B, H] behind windows of (columns that ran, columns that each row kept)."""
+    """The last final hidden states [B, H] after blocks of (positions run, positions that each sequence commits)."""
     cache, ends = trunk.cache(len(tokens)), []
     for width, counts in windows:
         rows = [row[start : start + width] for row, start in zip(tokens, cache.lengths, strict=True)]
-        ends = trunk(torch.tensor(rows), cache).normed.clone()
-        cache.keep(counts)
+        ends = trunk(torch.tensor(rows), cache).final_hidden.clone()
+        cache.commit(counts)
     return ends[:, -1], cache
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_rejected_column_never_was(name, dtype):
-    """Bit for bit: a state that was put back is the state of the columns that stand, in steps of one or in one."""
+    """Bit for bit: a state after a rollback is that of the committed positions, in one block or one by one."""
     trunk, tokens = fast(name, dtype).trunk, [prompt(60, seed=seed) for seed in range(3)]
-    put_back, _ = states_after(trunk, tokens, [(9, [5, 0, 9]), (ROOM, [4, 9, 0]), (7, [7] * 3)])
+    put_back, _ = states_after(trunk, tokens, [(9, [5, 0, 9]), (MAX_RECURRENT_BLOCK, [4, 9, 0]), (7, [7] * 3)])
     for row, stand in enumerate((9, 9, 9)):
         alone, _ = states_after(trunk, [tokens[row]], [(1, [1])] * (stand + 7))
         assert torch.equal(put_back[row], alone[0])
@@ -100,7 +100,7 @@ def test_rows_leave_with_their_state(name):
     with torch.inference_mode():
         _, cache = states_after(trunk, tokens, [(9, [9, 4, 7])])
         cache.select([2, 1])
-        found = trunk(torch.tensor([tokens[2][7:12], tokens[1][4:9]]), cache).normed.clone()
+        found = trunk(torch.tensor([tokens[2][7:12], tokens[1][4:9]]), cache).final_hidden.clone()
         for place, (row, length) in enumerate([(2, 7), (1, 4)]):
             alone, _ = states_after(trunk, [tokens[row]], [(length + 5, [0])])
             assert torch.equal(found[place, -1], alone[0])
@@ -109,13 +109,13 @@ def test_rows_leave_with_their_state(name):
 def test_what_cannot_be_put_back_is_refused():
     trunk = fast("qwen3_5").trunk
     cache = trunk.cache(1)
-    with pytest.raises(RollbackError, match=f"put back behind {ROOM}"):
-        trunk(torch.tensor([prompt(ROOM + 1)]), cache)
+    with pytest.raises(RollbackError, match=f"roll back at most {MAX_RECURRENT_BLOCK}"):
+        trunk(torch.tensor([prompt(MAX_RECURRENT_BLOCK + 1)]), cache)
     trunk(torch.tensor([prompt(8)]), cache)
-    cache.keep([8])
-    cache.truncate([8])
-    with pytest.raises(RollbackError, match="cannot be truncated"):
-        cache.truncate([7])
+    cache.commit([8])
+    cache.rollback_to([8])
+    with pytest.raises(RollbackError, match="cannot be cropped"):
+        cache.rollback_to([7])
 
 
 def test_more_drafts_than_a_window_holds():
@@ -123,11 +123,11 @@ def test_more_drafts_than_a_window_holds():
     text = decode(plain("qwen3_5"), [prompt(9)], drafts=0, max_tokens=60)[0]
     found, log = decode(fast("qwen3_5"), [prompt(9)], drafts=50, max_tokens=60)
     assert found == text
-    assert max(len(part.drafts) for each in log for part in each.rows) == ROOM - 1
+    assert max(len(part.drafts) for each in log for part in each.rows) == MAX_RECURRENT_BLOCK - 1
 
 
 def test_the_plain_path_is_whole_after_a_recording():
-    """What was put in place of transformers' functions is gone."""
+    """The replacements of transformers' functions are removed."""
     before = decode(plain("qwen3_5"), [prompt(9)], drafts=2, max_tokens=8)
     fast("qwen3_5").trunk.cache(1)
     after = decode(plain("qwen3_5"), [prompt(9)], drafts=2, max_tokens=8)

@@ -8,7 +8,7 @@ from native_cases import empty, operand, seeds, strided, values
 from torch import Tensor
 
 from nextn.errors import ConfigError
-from nextn.fast.native import Runtime, load
+from nextn.runtime.native.abi import Runtime, load
 
 few = settings(max_examples=60, deadline=None)
 dtypes = st.sampled_from((torch.float32, torch.bfloat16, torch.int64, torch.bool))

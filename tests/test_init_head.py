@@ -5,10 +5,10 @@ import torch
 from tiny import CONFIGS, FIXTURES, MOST, build, prompt, refrain
 
 from nextn.errors import ConfigError
-from nextn.head import Head
-from nextn.model import Model
-from nextn.training import init_head as module
-from nextn.training.init_head import init_head
+from nextn.model.head import Head
+from nextn.model.model import Model
+from nextn.train import init_head as module
+from nextn.train.init_head import init_head
 
 TOKENS = torch.tensor([prompt(24, seed=row) for row in range(4)])
 
@@ -29,7 +29,7 @@ def test_every_family_gets_a_head(name):
     assert notes == []
     assert head.state_dict().keys() == build(name, modules=MOST[name]).head.state_dict().keys()
     hidden = model.trunk(TOKENS)
-    states = head.hiddens(TOKENS, hidden.eaten.detach(), max(2, MOST[name]))
+    states = head.teacher_forced_hidden(TOKENS, hidden.head_input.detach(), max(2, MOST[name]))
     logits = torch.cat([head.logits(head.module(k), state).flatten(0, 1) for k, state in enumerate(states, 1)])
     assert torch.isfinite(logits).all()
     logits.logsumexp(-1).sum().backward()
@@ -45,18 +45,18 @@ def test_scaled_writers_compute_the_same_on_a_scaled_stream(name):
     spread_gains(model)
     block = Head(model.family, trunk).stack[0]
     with torch.no_grad():
-        places, _ = module._copy_layer(block.layers[0], block.kinds[0], trunk, model.family)
+        places, _ = module._copy_layer(block.layers[0], block.layer_types[0], trunk, model.family)
     shape = trunk.hidden_shape if trunk.stage == "streams" else (trunk.config.hidden_size,)
     states, positions = 2 * torch.randn(2, 8, *shape), torch.arange(8).expand(2, -1)
     how = {
         "positions": positions,
-        "rotary": trunk.rotary(trunk.embed(TOKENS[:2, :8]), positions, block.kind),
-        "mask": trunk.mask(block.kind, 8, rows=2),
+        "rotary": trunk.rotary(trunk.embed(TOKENS[:2, :8]), positions, block.layer_type),
+        "mask": trunk.mask(block.layer_type, 8, rows=2),
         "cache": None,
     }
     with torch.no_grad():
         want = block._run_block(states, **how) / 4
-        module._scale_writers(block.layers[0], dict.fromkeys(places, 1 / 4))
+        module._scale_outputs(block.layers[0], dict.fromkeys(places, 1 / 4))
         torch.testing.assert_close(block._run_block(states / 4, **how), want, rtol=2e-3, atol=2e-3)
     assert (want - states / 4).norm() > 0.002 * states.norm()
 
@@ -67,7 +67,7 @@ def test_parts_are_the_last_of_their_kind_divided_by_the_size_of_their_stream():
         model.trunk.decoder.layers[-1].mlp.down_proj.weight.mul_(3)
     head, _ = init_head(model.family, model.trunk, TOKENS)
     layer, last = head.stack[0].layers[0], model.trunk.decoder.layers[-1]
-    size = module._stream_sizes(model.trunk, TOKENS)[-1]
+    size = module._stream_rms(model.trunk, TOKENS)[-1]
     assert torch.equal(layer.self_attn.q_proj.weight, last.self_attn.q_proj.weight)
     torch.testing.assert_close(layer.self_attn.o_proj.weight * size, last.self_attn.o_proj.weight)
     torch.testing.assert_close(layer.mlp.down_proj.weight * size, last.mlp.down_proj.weight)
@@ -86,7 +86,7 @@ def test_a_layer_that_reads_its_stream_as_it_is_gets_one_of_its_size():
     """EXAONE 4.5 has no norm in front of attention and MLP: the projection makes the stream as large as it was."""
     model = build("exaone4_5", initializer_range=0.1)
     head, _ = init_head(model.family, model.trunk, TOKENS)
-    sizes = module._stream_sizes(model.trunk, TOKENS)
+    sizes = module._stream_rms(model.trunk, TOKENS)
     writers = [each.self_attn.o_proj.weight for each in model.trunk.decoder.layers]
     (place,) = [
         at for at, each in enumerate(writers) if torch.equal(head.stack[0].layers[0].self_attn.o_proj.weight, each)
@@ -102,16 +102,16 @@ def test_it_learns_sooner_than_from_chance():
     hidden = model.trunk(tokens)
 
     def loss(head):
-        logits = head.logits(0, head.hiddens(tokens, hidden.eaten, 1)[0])
-        law = model.trunk.logits(hidden.normed[:, 1:]).softmax(-1)
-        return -(law * logits.log_softmax(-1)).sum(-1).mean()
+        logits = head.logits(0, head.teacher_forced_hidden(tokens, hidden.head_input, 1)[0])
+        probs = model.trunk.logits(hidden.final_hidden[:, 1:]).softmax(-1)
+        return -(probs * logits.log_softmax(-1)).sum(-1).mean()
 
     def losses(head):
-        optimiser = torch.optim.AdamW([each for each in head.parameters() if each.requires_grad], lr=1e-3)
+        optimizer = torch.optim.AdamW([each for each in head.parameters() if each.requires_grad], lr=1e-3)
         for _ in range(20):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             loss(head).backward()
-            optimiser.step()
+            optimizer.step()
         return loss(head).item()
 
     torch.manual_seed(0)
@@ -122,5 +122,5 @@ def test_it_learns_sooner_than_from_chance():
 
 def test_modules_without_room():
     model = build("qwen3_5")
-    with pytest.raises(ConfigError, match="modules = 2; qwen3_5 has room for 1"):
+    with pytest.raises(ConfigError, match="modules = 2; qwen3_5 allows at most 1"):
         init_head(model.family, model.trunk, TOKENS, num_modules=2)

@@ -5,8 +5,8 @@ import torch
 from tiny import build, refrains
 
 from nextn.errors import ConfigError
-from nextn.training.tasks import JointTask
-from nextn.training.train_config import TrainConfig
+from nextn.train.config import TrainConfig
+from nextn.train.joint_task import JointTask
 
 CONFIG = TrainConfig(steps=6, batch_size=2, length=24, depths=3, dtype="float32")
 

@@ -14,13 +14,14 @@ import torch
 from tiny import build
 from tiny import prompt as drawn
 
-from nextn.benchmarking.cost import measured_costs
-from nextn.decode import Settings, rounds
-from nextn.fast import choose
-from nextn.fast.locks import LOCK
-from nextn.fast.native import Program, Runtime, load
-from nextn.model import Model
-from nextn.sampling import Sampling
+from nextn.decoding.rounds import Settings, rounds
+from nextn.evaluate.decoding_costs import measure_costs
+from nextn.model.model import Model
+from nextn.runtime import backend
+from nextn.runtime.backend import backend_for
+from nextn.runtime.native.abi import Program, Runtime, load
+from nextn.runtime.native.locks import LOCK
+from nextn.speculative.sampling import Sampling
 
 TURNS = int(os.environ.get("NEXTN_ATTACKS", "2"))
 SECONDS = 120  # after which a thread is taken to hang
@@ -33,12 +34,12 @@ NAMES = ["plain-greedy", "drafts-greedy", "plain-sampled", "drafts-sampled"]
 def two_workers(monkeypatch):
     """The runtime with two threads of its own, whatever the tests set torch to."""
     runtime = Runtime(load().library, 2)
-    monkeypatch.setattr(choose, "load", lambda: runtime)
+    monkeypatch.setattr(backend, "load", lambda: runtime)
 
 
 @pytest.fixture(scope="module")
 def models(trained) -> list[Model]:
-    """With engines of their own; qwen has recurrent layers, glm_one heads that are run from Python."""
+    """With backends of their own; qwen has recurrent layers, glm_one heads that are run from Python."""
     return [Model(each.trunk, each.head, each.family) for each in (trained["glm"], trained["qwen"])]
 
 
@@ -46,12 +47,12 @@ prompt = partial(drawn, vocab_size=40)  # the smallest of the models
 
 
 def texts(
-    model: Model, settings: Settings, seed: int, *, rows: int = 1, path: str = "auto"
+    model: Model, settings: Settings, seed: int, *, rows: int = 1, backend: str = "auto"
 ) -> list[tuple[object, ...]]:
     """All rounds of a decode: drafts, accepted drafts and tokens, by row."""
-    made = model.engine(path)
+    made = backend_for(model, backend)
     prompts = [prompt(5 + seed + row, seed=seed) for row in range(rows)]
-    return [told for each in rounds(made.trunk, made.head, prompts, settings) for told in each.rows]
+    return [row for each in rounds(made.trunk, made.head, prompts, settings) for row in each.rows]
 
 
 def together(*works: Callable[[], object]) -> list[object]:
@@ -104,40 +105,40 @@ def test_threads_that_do_different_things(models):
         partial(several, model, Settings(drafts=drafts, sampling=sampling, **limits), 2 * rows, rows)
         for rows, (drafts, sampling) in enumerate(WAYS, start=1)
     ]
-    costs = partial(measured_costs, model, drafts=2, batch=2, context=20, repeats=2)
+    costs = partial(measure_costs, model, drafts=2, batch=2, context=20, repeats=2)
     assert together(*works, costs)[:-1] == [work() for work in works]
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "glm4_moe"])
 def test_recording_shows_in_no_other_thread(name):
-    """One thread runs the plain path while another records the same model: attention and experts are named in its
+    """One thread runs the torch backend while another records the same model: attention and experts are named in its
     configs, delta rules are functions of its module, hidden states are taken by hooks."""
     model, settings = build(name), Settings(drafts=2, max_tokens=8)
-    expected, done = texts(model, settings, 0, path="plain"), threading.Event()
+    expected, done = texts(model, settings, 0, backend="torch"), threading.Event()
 
     def record() -> None:
         try:
             for _ in range(TURNS):
-                choose.engine(model.trunk, model.head, path="fast")
+                backend.make_backend(model.trunk, model.head, name="native")
         finally:
             done.set()
 
     def decode() -> list[object]:
         found = []
         while not done.is_set():
-            found.append(texts(model, settings, 0, path="plain"))
+            found.append(texts(model, settings, 0, backend="torch"))
         return found
 
     *found, _ = together(decode, decode, record)
     assert all(text == expected for each in found for text in each)
-    assert texts(model, settings, 0, path="plain") == expected
+    assert texts(model, settings, 0, backend="torch") == expected
 
 
 @pytest.mark.parametrize("name", ["deepseek_v4", "step3p5"])
 def test_two_threads_on_the_plain_path(name):
     """Hooks that take hidden states see the passes of their own thread."""
     model, settings = build(name), Settings(drafts=2, max_tokens=8)
-    works = [partial(texts, model, settings, seed, path="plain") for seed in range(2)]
+    works = [partial(texts, model, settings, seed, backend="torch") for seed in range(2)]
     expected = [work() for work in works]
     for _ in range(TURNS):
         assert together(*works) == expected
@@ -148,13 +149,13 @@ def test_a_thread_has_all_of_torchs_threads(models):
     settings, before = Settings(drafts=0, max_tokens=2), torch.get_num_threads()
 
     def counted() -> int:
-        texts(models[0], settings, 0, path="plain")
+        texts(models[0], settings, 0, backend="torch")
         return torch.get_num_threads()
 
     try:
         torch.set_num_threads(3)
         with ThreadPoolExecutor(1) as pool:
-            with models[0].engine().trunk.alone():
+            with backend_for(models[0]).trunk.single_threaded_torch():
                 other = pool.submit(counted)
                 time.sleep(0.05)
             assert other.result(SECONDS) == 3
@@ -162,16 +163,16 @@ def test_a_thread_has_all_of_torchs_threads(models):
         torch.set_num_threads(before)
 
 
-def test_an_engine_is_made_once():
+def test_a_backend_is_built_once():
     model = build("glm4_moe")
-    first, second = together(model.engine, model.engine)
+    first, second = together(partial(backend_for, model), partial(backend_for, model))
     assert first is second
 
 
 def test_generators_in_turn(models):
     """In one thread: each goes on where it was, whatever the others left in the memory that passes share."""
     for model in models:
-        made, ways = model.engine(), [(drafts, sampling, rows) for drafts, sampling in WAYS for rows in (1, 2)]
+        made, ways = backend_for(model), [(drafts, sampling, rows) for drafts, sampling in WAYS for rows in (1, 2)]
 
         def start(drafts, sampling, rows, made=made):
             settings = Settings(drafts=drafts, sampling=sampling, max_tokens=20)
@@ -188,7 +189,7 @@ def test_generators_in_turn(models):
 def test_a_generator_that_is_left_holds_nothing(models):
     settings = Settings(drafts=4, max_tokens=16)
     expected = texts(models[0], settings, 0)
-    made = models[0].engine()
+    made = backend_for(models[0])
     half_read = rounds(made.trunk, made.head, [prompt(9)], settings)
     next(half_read), next(half_read)
     assert together(partial(texts, models[0], settings, 0)) == [expected]
@@ -196,7 +197,7 @@ def test_a_generator_that_is_left_holds_nothing(models):
 
 
 def test_a_generator_that_changes_threads(models):
-    made, settings = models[0].engine(), Settings(drafts=4, max_tokens=16)
+    made, settings = backend_for(models[0]), Settings(drafts=4, max_tokens=16)
     expected = [each.rows for each in rounds(made.trunk, made.head, [prompt(9)], settings)]
     stream = rounds(made.trunk, made.head, [prompt(9)], settings)
     found = [together(partial(next, stream))[0].rows for _ in expected]
@@ -266,8 +267,8 @@ def test_forks_while_another_thread_decodes(models):
 
 
 def test_a_failure_gives_the_lock_back(models):
-    made = models[0].engine()
-    with pytest.raises(RuntimeError), made.trunk.alone():
+    made = backend_for(models[0])
+    with pytest.raises(RuntimeError), made.trunk.single_threaded_torch():
         raise RuntimeError("in the middle of a round")
     assert together(taken) == [True]
 

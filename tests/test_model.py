@@ -13,16 +13,16 @@ from stored import contents, in_one_file, set_config, tensors_of
 from tiny import BUILDS, CONFIGS, MOST, build, decode, prompt
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nextn.checkpoints import layout
-from nextn.checkpoints.checkpoint import Checkpoint
-from nextn.checkpoints.inventory import Inventory
-from nextn.corpus.bytelevel import byte_tokenizer
-from nextn.decode import Settings
+from nextn.checkpoint import layout
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.data.byte_tokenizer import byte_tokenizer
+from nextn.decoding.generate import generate
+from nextn.decoding.rounds import Settings
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import by_name
-from nextn.filling import head_tensors
-from nextn.model import Model, read_tokenizer
-from nextn.text import generate
+from nextn.model.load_head import head_tensors
+from nextn.model.model import Model, read_tokenizer
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_published_round_trip(name, modules, fp8, tmp_path):
     bit for bit the same files when saved again."""
     build(name, modules=modules).save(tmp_path / "first", dtype=torch.bfloat16, fp8=fp8)
     found = Inventory.of(Checkpoint.open(tmp_path / "first"))
-    assert (found.promised, found.modules, found.strangers) == (modules, tuple(range(modules)), ())
+    assert (found.declared, found.modules, found.unrecognized) == (modules, tuple(range(modules)), ())
     small = {info.name: info for info in found.checkpoint.tensors.values() if info.dtype == "F8_E4M3"}
     assert bool(small) == fp8
     if fp8:
@@ -90,8 +90,8 @@ def test_published_round_trip(name, modules, fp8, tmp_path):
     tokens = torch.tensor([prompt(7)])
     hidden = model.trunk(tokens)
     single = Model.load(in_one_file(tmp_path / "first"))
-    assert torch.equal(single.trunk(tokens).normed, hidden.normed)
-    assert torch.equal(single.head(tokens, hidden.eaten), model.head(tokens, hidden.eaten))
+    assert torch.equal(single.trunk(tokens).final_hidden, hidden.final_hidden)
+    assert torch.equal(single.head(tokens, hidden.head_input), model.head(tokens, hidden.head_input))
 
 
 def test_fp8_is_multiplied_by_its_scales(tmp_path):
@@ -130,19 +130,17 @@ def test_compressed_tensors_fp8(tmp_path):
     build("qwen3_5").save(tmp_path / "model", dtype=torch.bfloat16)
     whole, row = "model.layers.0.mlp.up_proj.weight", "mtp.layers.0.mlp.up_proj.weight"
 
-    def quantise(table):
+    def quantize(table):
         for name, scale in ((whole, torch.tensor(0.5)), (row, torch.full((64, 1), 0.25))):
             table |= {name: torch.ones(64, 32).to(torch.float8_e4m3fn), f"{name}_scale": scale.bfloat16()}
         table["mtp.layers.0.mlp.up_proj.input_scale"] = torch.tensor(1.0)
 
-    in_one_file(tmp_path / "model", quantise)
+    in_one_file(tmp_path / "model", quantize)
     set_config(tmp_path / "model", quantization_config={"quant_method": "compressed-tensors", "config_groups": {}})
     model = Model.load(tmp_path / "model")
     assert bool((model.trunk.decoder.layers[0].mlp.up_proj.weight == 0.5).all())
     assert bool((model.head.stack[0].block.mlp.up_proj.weight == 0.25).all())
-    assert model.notes == (
-        "scales of activations (1, such as mtp.layers.0.mlp.up_proj.input_scale) are of no use here",
-    )
+    assert model.notes == ("scales of activations (1, such as mtp.layers.0.mlp.up_proj.input_scale) are not used",)
 
 
 def test_a_trunk_that_cannot_be_read(tmp_path):
@@ -155,7 +153,7 @@ def test_a_trunk_that_cannot_be_read(tmp_path):
 
     in_one_file(tmp_path / "model", pack)
     set_config(tmp_path / "model", quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(CheckpointError, match=r"quantisation is gptq \(model.layers.0.mlp.up_proj.qweight and others"):
+    with pytest.raises(CheckpointError, match=r"quantization is gptq \(model.layers.0.mlp.up_proj.qweight and others"):
         Model.load(tmp_path / "model")
 
 
@@ -182,7 +180,7 @@ def test_vision_language_wrapper(tmp_path):
     again = Model.load(tmp_path / "model", dtype=torch.float32)
     assert torch.equal(again.trunk.decoder.layers[0].mlp.up_proj.weight,
                        build("qwen3_5").trunk.decoder.layers[0].mlp.up_proj.weight)  # fmt: skip
-    assert again.notes == ("the text model (qwen3_5_text) of qwen3_5 alone is loaded, and would be saved",)
+    assert again.notes == ("only the text model (qwen3_5_text) of qwen3_5 is loaded, and would be saved",)
 
 
 PUBLISHED = {
@@ -488,7 +486,7 @@ def test_no_head(tmp_path):
     """The head is promised and absent: an error that says so; plain decoding is still possible."""
     model = build("glm4_moe")
     model.trunk.model.save_pretrained(tmp_path / "model")
-    with pytest.raises(CheckpointError, match=r"no MTP head \(glm4_moe\): config.json promises 1 module"):
+    with pytest.raises(CheckpointError, match=r"no MTP head \(glm4_moe\): config.json declares 1 module"):
         Model.load(tmp_path / "model")
     with pytest.raises(CheckpointError, match=r"`nextn audit .*`nextn restore .*model --from BASE`"):
         Model.load(tmp_path / "model")
@@ -499,7 +497,7 @@ def test_a_head_that_the_config_keeps_silent_about(saved):
     """Tensors are there and the config promises none: the error must not say that they are absent."""
     folder, _ = saved
     set_config(folder, num_nextn_predict_layers=0)
-    with pytest.raises(CheckpointError, match=r"promises|has no num_nextn.*enorm.weight are present"):
+    with pytest.raises(CheckpointError, match=r"declares|has no num_nextn.*enorm.weight are present"):
         Model.load(folder)
     assert Model.load(folder, need_head=False).head is None
 
@@ -538,7 +536,7 @@ def test_a_trunk_without_a_family(kind, tmp_path):
     model = Model.load(tmp_path, need_head=False)
     assert model.head is None
     prompt = [1, 2, 3]
-    (result,) = generate(model, [prompt], Settings(drafts=0, max_tokens=12), path="plain")
+    (result,) = generate(model, [prompt], Settings(drafts=0, max_tokens=12), backend="torch")
     expected = reference.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, 3:]
     assert list(result.tokens) == expected.tolist()
     model.save(tmp_path / "saved")
@@ -585,7 +583,7 @@ def test_disk_full_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     def full(*_args, **_kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("nextn.model.save_file", full)
+    monkeypatch.setattr("nextn.model.model.save_file", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         model.save(tmp_path / "model")
     assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
@@ -602,7 +600,7 @@ def test_saving_replaces_the_old_folder(tmp_path):
 
 
 def test_more_modules_than_the_layout_holds():
-    with pytest.raises(ConfigError, match="room for 1"):
+    with pytest.raises(ConfigError, match="expected 1 to 1"):
         build("qwen3_5", modules=2)
 
 
@@ -648,7 +646,7 @@ def test_a_tokenizer_that_panics(change, says, tmp_path):
     byte_tokenizer().save_pretrained(tmp_path)
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(ConfigError, match=f"no tokenizer that can be read: .*{says}"):
+    with pytest.raises(ConfigError, match=f"no readable tokenizer: .*{says}"):
         read_tokenizer(tmp_path)
 
 
@@ -660,7 +658,7 @@ AUTO_MAP = {"AutoConfig": "configuration_x.XConfig", "AutoModelForCausalLM": "mo
     [
         ({"auto_map": AUTO_MAP, "text_config": {"model_type": "unknown"}}, "cannot load the trunk: TypeError"),
         ({"auto_map": None}, "cannot load the trunk: TypeError"),
-        ({"auto_map": AUTO_MAP, "model_type": "unknown"}, "code that lies in a checkpoint is never run"),
+        ({"auto_map": AUTO_MAP, "model_type": "unknown"}, "code in a checkpoint is never run"),
         ({"num_attention_heads": 0}, "cannot load the trunk: ZeroDivisionError"),
         ({"rope_parameters": 3}, "cannot load the trunk"),
     ],

@@ -1,16 +1,16 @@
-"""Native laws, picks and verdicts: the law that they emit, enumerated, and sampling.py's own word on random inputs."""
+"""Native probabilities, sampling and verification: the emitted distribution, enumerated, and sampling.py's results."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
-from laws import CASES, LAST32, TOKENWISE, Rule, continued, emitted, in_blocks, normalised, p_and_q, random_laws, rng
+from laws import CASES, LAST32, TOKENWISE, Rule, continued, emitted, in_blocks, normalized, p_and_q, random_laws, rng
 from torch import Tensor
 
 from nextn.errors import ConfigError
-from nextn.fast.judge import FastJudge
-from nextn.fast.native import load
-from nextn.sampling import Judge, Sampling, Verdict, accept, accept_block, law, pick
+from nextn.runtime.native.abi import load
+from nextn.runtime.native.verifier import NativeVerifier
+from nextn.speculative.sampling import Sampling, Verification, Verifier, accept, accept_block, sample_at, to_probs
 
 SAMPLINGS = {
     "temperature": Sampling(0.7),
@@ -27,23 +27,23 @@ SAMPLINGS = {
 }
 
 
-def native_law(logits: Tensor, sampling: Sampling) -> Tensor:
+def native_probs(logits: Tensor, sampling: Sampling) -> Tensor:
     out = torch.full(logits.shape, torch.nan)
     reals = [sampling.temperature, sampling.top_p, sampling.min_p]
-    load().call("law", [out, logits], [sampling.top_k], reals)
+    load().call("to_probs", [out, logits], [sampling.top_k], reals)
     return out
 
 
-def native_pick(laws: Tensor, u: Tensor) -> Tensor:
+def native_sample(distributions: Tensor, u: Tensor) -> Tensor:
     out = torch.full(u.shape, -1)
-    load().call("pick", [out, u, laws])
+    load().call("sample", [out, u, distributions])
     return out
 
 
-def judged(block: bool) -> Callable[..., Verdict]:
-    """The native rule with the signature of `accept`; of weights that sum to something else, the law."""
+def native_rule(block: bool) -> Callable[..., Verification]:
+    """The native rule with the signature of `accept`; its residual weights are normalized."""
 
-    def rule(p: Tensor, q: Tensor, drafts: Tensor, *, u: Tensor, limit: Tensor | None = None) -> Verdict:
+    def rule(p: Tensor, q: Tensor, drafts: Tensor, *, u: Tensor, limit: Tensor | None = None) -> Verification:
         rows, depths = drafts.shape
         kept, following, rest = torch.zeros(rows).long(), torch.zeros(rows).long(), torch.zeros(rows, p.shape[-1])
         limit = torch.full((rows,), depths) if limit is None else limit
@@ -58,23 +58,23 @@ def judged(block: bool) -> Callable[..., Verdict]:
             limit,
             numbers,
         ]
-        load().call("judge", views, [int(block)])
-        return Verdict(kept, normalised(rest.double()))
+        load().call("verify", views, [int(block)])
+        return Verification(kept, normalized(rest.double()))
 
     return rule
 
 
 RULES: dict[str, Rule] = {
-    "one by one": (judged(block=False), TOKENWISE[1]),
-    "block": (judged(block=True), in_blocks),
+    "one by one": (native_rule(block=False), TOKENWISE[1]),
+    "block": (native_rule(block=True), in_blocks),
 }
 
 
 @pytest.mark.parametrize(("num_drafts", "vocab"), [(1, 7), (2, 5), (3, 4)])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_what_is_emitted_has_the_law_of_the_trunk(rule: Rule, case: str, num_drafts: int, vocab: int) -> None:
-    """Any error in the threshold, the residual, its row, the prefix rule or the limit moves the law."""
+def test_emitted_tokens_have_the_trunks_distribution(rule: Rule, case: str, num_drafts: int, vocab: int) -> None:
+    """Any error in the threshold, the residual, its row, the prefix rule or the limit changes the distribution."""
     pairs = [p_and_q(case, vocab**j, vocab, seed=10 * j) for j in range(num_drafts + 1)]
     p, q = [p.float().double() for p, _ in pairs], [q.float().double() for _, q in pairs[:-1]]
     for limit in [None, *range(num_drafts + 1)]:
@@ -84,11 +84,11 @@ def test_what_is_emitted_has_the_law_of_the_trunk(rule: Rule, case: str, num_dra
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("vocab", [1, 3, 64, 264, 1500])
-def test_laws_are_those_of_torch(sampling: Sampling, vocab: int) -> None:
-    """Within a few units in the last place; where top-p's rim falls to rounding, by what stands at the rim."""
+def test_probs_equal_torch(sampling: Sampling, vocab: int) -> None:
+    """Within a few units in the last place; where rounding decides about the last token of top-p, by that token."""
     for dtype, seed in ((torch.float32, 1), (torch.bfloat16, 2)):
         logits = (torch.randn(6, vocab, generator=rng(seed)) * 4).to(dtype)
-        found, wanted = native_law(logits, sampling), law(logits, sampling)
+        found, wanted = native_probs(logits, sampling), to_probs(logits, sampling)
         same = ((found > 0) == (wanted > 0)).all(-1)
         assert same.all() or sampling is SAMPLINGS["top-p near one"]
         assert ((found - wanted).abs().sum(-1) < 3e-6).all()
@@ -99,10 +99,10 @@ def test_laws_are_those_of_torch(sampling: Sampling, vocab: int) -> None:
 def test_ties() -> None:
     """Top-k keeps all that equal its last; top-p takes the lowest of equals first."""
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]])
-    assert (native_law(logits, Sampling(1.0, top_k=2)) > 0).tolist() == [[False, True, True, True, True, False]]
+    assert (native_probs(logits, Sampling(1.0, top_k=2)) > 0).tolist() == [[False, True, True, True, True, False]]
     even = torch.zeros(1, 8)
-    assert native_law(even, Sampling(1.0, top_p=0.5)).tolist() == [[0.25] * 4 + [0.0] * 4]
-    assert native_law(even, Sampling(1.0, top_p=0.5)).tolist() == law(even, Sampling(1.0, top_p=0.5)).tolist()
+    assert native_probs(even, Sampling(1.0, top_p=0.5)).tolist() == [[0.25] * 4 + [0.0] * 4]
+    assert native_probs(even, Sampling(1.0, top_p=0.5)).tolist() == to_probs(even, Sampling(1.0, top_p=0.5)).tolist()
 
 
 def test_tokens_that_have_no_logit_have_no_chance() -> None:
@@ -110,35 +110,35 @@ def test_tokens_that_have_no_logit_have_no_chance() -> None:
     logits = torch.full((2, 700), -torch.inf)
     logits[:, 13::50] = torch.randn(2, 14, generator=rng())
     for sampling in (*SAMPLINGS.values(), Sampling(1.0, top_k=30), Sampling(1.0, top_p=0.99)):
-        found = native_law(logits, sampling)
-        torch.testing.assert_close(found, law(logits, sampling), rtol=2e-6, atol=1e-12)
+        found = native_probs(logits, sampling)
+        torch.testing.assert_close(found, to_probs(logits, sampling), rtol=2e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("vocab", [1, 5, 512, 513, 3000])
-def test_picks_invert_the_distribution_function(vocab: int) -> None:
-    laws = random_laws(50, vocab, seed=vocab).float()
-    laws = laws * (torch.rand(50, vocab, generator=rng(1)) < 0.5)
-    laws[:, vocab // 2] += 0.1
+def test_sampling_inverts_the_cdf(vocab: int) -> None:
+    distributions = random_laws(50, vocab, seed=vocab).float()
+    distributions = distributions * (torch.rand(50, vocab, generator=rng(1)) < 0.5)
+    distributions[:, vocab // 2] += 0.1
     u = torch.rand(50, generator=rng(2))
-    found = native_pick(laws, u)
-    sums = laws.double().cumsum(-1)
+    found = native_sample(distributions, u)
+    sums = distributions.double().cumsum(-1)
     target = u.double() * sums[:, -1]
     at = found[:, None]
-    assert (laws.gather(-1, at) > 0).all()
+    assert (distributions.gather(-1, at) > 0).all()
     slack = 1e-6 * sums[:, -1]
     assert (sums.gather(-1, at)[:, 0] > target - slack).all()
-    assert ((sums - laws).gather(-1, at)[:, 0] <= target + slack).all()
+    assert ((sums - distributions).gather(-1, at)[:, 0] <= target + slack).all()
     if vocab < 1000:
-        assert (found == pick(laws, u)).float().mean() > 0.97
+        assert (found == sample_at(distributions, u)).float().mean() > 0.97
 
 
-def test_picks_at_the_ends() -> None:
+def test_sampling_at_the_ends() -> None:
     """Never a token of probability zero, whatever the rounding."""
     for vocab in (7, 512, 1024, 1500):
-        laws = normalised(torch.rand(200, vocab, generator=rng(vocab)))
-        laws[:, 0] = laws[:, -1] = 0
+        distributions = normalized(torch.rand(200, vocab, generator=rng(vocab)))
+        distributions[:, 0] = distributions[:, -1] = 0
         for u in (0.0, LAST32):
-            found = native_pick(laws, torch.full((200,), u))
+            found = native_sample(distributions, torch.full((200,), u))
             assert (found == (1 if u == 0 else vocab - 2)).all()
 
 
@@ -146,8 +146,8 @@ def rounds(rows: int, depths: int, vocab: int, seed: int) -> tuple[Tensor, Tenso
     """Logits of trunk and head that are alike, drafts from the head, of different numbers a row."""
     p_logits = torch.randn(rows, depths + 1, vocab, generator=rng(seed)) * 3
     q_logits = p_logits[:, :depths] + torch.randn(rows, depths, vocab, generator=rng(seed + 1)) * 0.5
-    q = law(q_logits, Sampling(1.0))
-    drafts = pick(q, torch.rand(rows, depths, generator=rng(seed + 2)))
+    q = to_probs(q_logits, Sampling(1.0))
+    drafts = sample_at(q, torch.rand(rows, depths, generator=rng(seed + 2)))
     limits = [depths - row % 3 if row and depths > 2 else depths for row in range(rows)]
     u = torch.rand(rows, depths + 1, generator=rng(seed + 3)).tolist()
     numbers = [row[: limit + 1] for row, limit in zip(u, limits, strict=True)]
@@ -156,23 +156,23 @@ def rounds(rows: int, depths: int, vocab: int, seed: int) -> tuple[Tensor, Tenso
 
 @pytest.mark.parametrize("block", [False, True])
 @pytest.mark.parametrize("name", ["one", "top-p", "all"])
-def test_verdicts_are_those_of_torch(name: str, block: bool) -> None:
-    """All rows at once, drafts from a buffer that is turned; they differ where rounding decides, which is rare."""
+def test_verification_equals_torch(name: str, block: bool) -> None:
+    """All sequences at once, q from a transposed buffer; results differ only where rounding decides, which is rare."""
     sampling = SAMPLINGS[name]
-    torch_judge, native = Judge(sampling, block=block), FastJudge(load(), sampling, block=block)
+    torch_verifier, native = Verifier(sampling, block=block), NativeVerifier(load(), sampling, block=block)
     same, total, kept = 0, 0, set()
     for seed in range(60):
         p, q, drafts, u = rounds(4, 1 + seed % 6, 40, 10 * seed)
         turned = q.transpose(0, 1).contiguous().transpose(0, 1)
-        wanted, found = torch_judge(p, q, drafts, u), native(p, turned, drafts, u)
+        wanted, found = torch_verifier(p, q, drafts, u), native(p, turned, drafts, u)
         same, total = same + sum(a == b for a, b in zip(wanted, found, strict=True)), total + 4
         kept |= {count for count, _ in found}
     assert same >= total - 1
     assert len(kept) > 4
 
 
-def test_a_row_is_judged_as_it_is_alone() -> None:
-    native = FastJudge(load(), Sampling(1.0), block=True)
+def test_a_sequence_is_verified_as_it_is_alone() -> None:
+    native = NativeVerifier(load(), Sampling(1.0), block=True)
     p, q, drafts, u = rounds(5, 6, 500, 3)
     together = native(p, q, drafts, u)
     for row in range(5):
@@ -180,9 +180,9 @@ def test_a_row_is_judged_as_it_is_alone() -> None:
 
 
 def test_without_drafts() -> None:
-    native, p = FastJudge(load(), Sampling(1.0), block=True), torch.randn(3, 1, 9, generator=rng())
+    native, p = NativeVerifier(load(), Sampling(1.0), block=True), torch.randn(3, 1, 9, generator=rng())
     u = [[0.1], [0.5], [0.9]]
-    assert native(p, None, [[], [], []], u) == Judge(Sampling(1.0), block=True)(p, None, [[], [], []], u)
+    assert native(p, None, [[], [], []], u) == Verifier(Sampling(1.0), block=True)(p, None, [[], [], []], u)
 
 
 @pytest.mark.parametrize("rule", [accept, accept_block])
@@ -191,24 +191,24 @@ def test_refusals_by_rounding(rule: Callable) -> None:
     p = torch.tensor([[[0.5, 0.25, 0.25]] * 3])
     q = torch.tensor([[[0.5, 0.25, 0.25], [0.5 + 2**-24, 0.25, 0.25]]])
     drafts, u = torch.tensor([[0, 0]]), torch.full((1, 2), LAST32)
-    wanted, found = rule(p, q, drafts, u=u), judged(rule is accept_block)(p, q, drafts, u=u)
-    assert found.kept.tolist() == wanted.kept.tolist() == [1]
-    assert found.rest.tolist() == wanted.rest.tolist()
+    wanted, found = rule(p, q, drafts, u=u), native_rule(rule is accept_block)(p, q, drafts, u=u)
+    assert found.num_accepted.tolist() == wanted.num_accepted.tolist() == [1]
+    assert found.next_probs.tolist() == wanted.next_probs.tolist()
 
 
 def test_many_rounds_keep_few_programs() -> None:
-    native = FastJudge(load(), Sampling(1.0), block=True)
+    native = NativeVerifier(load(), Sampling(1.0), block=True)
     for seed in range(70):
         p, q, drafts, u = rounds(1, 2, 10, seed)
         native(p, q, drafts, u)
-    assert len(native._verdicts) <= 32
+    assert len(native._verifications) <= 32
 
 
 def test_what_no_kernel_takes() -> None:
     logits = torch.zeros(2, 4)
     with pytest.raises(ConfigError):
-        native_law(logits, Sampling(0.0))
+        native_probs(logits, Sampling(0.0))
     with pytest.raises(ConfigError):
-        load().call("law", [logits.double(), logits], [0], [1.0, 1.0, 0.0])
+        load().call("to_probs", [logits.double(), logits], [0], [1.0, 1.0, 0.0])
     with pytest.raises(ConfigError):
-        load().call("pick", [torch.zeros(3).long(), torch.zeros(2), torch.zeros(2, 4)])
+        load().call("sample", [torch.zeros(3).long(), torch.zeros(2), torch.zeros(2, 4)])

@@ -24,7 +24,7 @@ FAMILIES = [("deepseek_v3", 1), ("deepseek_v3", 3), ("glm4_moe", 1), ("glm4_moe"
 # trunk's output head; every other engine, and our row, has states before the norm and an output head per module. It
 # also gives a sliding module the heads of full attention, where the others give it those of the sliding layers: hence
 # a trunk below in which both have as many.
-STEP = {"hidden": "post", "recycled": "post", "own": ()}
+STEP = {"hidden": "post", "next_hidden": "post", "own": ()}
 
 
 def theirs(folder, trunk, monkeypatch):
@@ -52,8 +52,8 @@ def their_logits(model, text, modules):
         cache, out = MtpCache(config=model.config.get_mtp_config()), []
         for depth in range(1, modules + 1):
             columns = len(text) - modules
-            eaten, positions = ids[:, depth : depth + columns], torch.arange(depth, depth + columns)[None]
-            states = mtp.forward_layer(depth - 1, states[:, :columns], positions, cache, input_ids=eaten)
+            head_input, positions = ids[:, depth : depth + columns], torch.arange(depth, depth + columns)[None]
+            states = mtp.forward_layer(depth - 1, states[:, :columns], positions, cache, input_ids=head_input)
             out.append(mtp._project_to_logits(states))
     return torch.stack(out, dim=2)[0]
 
@@ -61,7 +61,7 @@ def their_logits(model, text, modules):
 def our_logits(model, text, modules):
     ids = torch.tensor([text])
     with torch.inference_mode():
-        return model.head(ids, model.trunk(ids).eaten, depths=modules)[0]
+        return model.head(ids, model.trunk(ids).head_input, depths=modules)[0]
 
 
 def test_the_page_names_what_is_checked():

@@ -45,8 +45,8 @@ serve(load)
 """
 
 
-def run(setting, tokens=HONEST, *, prompt=0, repeat=0, seconds=1.0, wall=2.0, rounds=100, drafted=0, kept=0):
-    return Run(setting, prompt, repeat, Answer(list(tokens), seconds, rounds, drafted, kept), wall)
+def run(setting, tokens=HONEST, *, prompt=0, repeat=0, seconds=1.0, wall=2.0, rounds=100, drafted=0, num_accepted=0):
+    return Run(setting, prompt, repeat, Answer(list(tokens), seconds, rounds, drafted, num_accepted), wall)
 
 
 def report(*runs, prompts=1, eos=()):
@@ -80,7 +80,7 @@ def test_settings_share_workers_where_K_is_free():
     assert len({each.name for each in chosen}) == len(chosen) == 3 + 4 + 6 + 3
 
 
-def test_every_setting_takes_every_place():
+def test_every_setting_runs_at_every_position():
     chosen = settings((1,), modules=1)
     order = list(turns(chosen, 5, 2 * len(chosen)))
     assert [turn[:2] for turn in order[4:6]] == [(0, 4), (1, 0)]
@@ -92,7 +92,7 @@ def test_every_setting_takes_every_place():
 def test_figures_by_hand():
     """The prefill's token does not count, a pair is of one prompt and repeat, AL is of rounds, not of drafts."""
     pairs = [run(OURS, seconds=2.0), run(OURS, repeat=1, seconds=4.0)]
-    theirs = [run(PEER, seconds=1.0, rounds=100, drafted=200, kept=150, repeat=each) for each in (0, 1)]
+    theirs = [run(PEER, seconds=1.0, rounds=100, drafted=200, num_accepted=150, repeat=each) for each in (0, 1)]
     found = report(*pairs, *theirs).figures(PEER)
     assert found["tokens_per_s"]["median"] == 299
     assert found["ratio"] == {"num": 2, "median": 3.0, "low": 2.5, "high": 3.5}
@@ -104,16 +104,16 @@ def test_figures_by_hand():
     assert plain["acceptance_length"] is plain["kept_share"] is None
 
 
-def test_a_loop_is_left_out_everywhere():
-    """One engine's loop takes the prompt out of all engines' figures; where all loop, the record says so."""
+def test_a_repetitive_text_is_left_out_everywhere():
+    """A repetitive text of one engine leaves the prompt out of all; if all are repetitive, the record says so."""
     fine = [run(each, seconds=1.0) for each in (OURS, MTP)]
     looped = [run(OURS, prompt=1, seconds=9.0), run(MTP, LOOP, prompt=1, seconds=9.0)]
     found = report(*fine, *looped, prompts=2)
-    assert found.looping == [1]
-    assert not found.only_loops
+    assert found.repetitive == [1]
+    assert not found.all_repetitive
     assert found.figures(OURS)["tokens_per_s"]["num"] == 1
     alone = report(run(OURS, LOOP), run(MTP, LOOP))
-    assert alone.only_loops
+    assert alone.all_repetitive
     assert alone.figures(MTP)["tokens_per_s"]["num"] == 1
     assert found.short == []
     assert report(run(OURS, HONEST[:50])).short == [0]
@@ -134,19 +134,19 @@ def test_first_difference_and_its_gap():
 
 
 def test_the_end_token_is_no_difference():
-    """Some engines give it, others do not; a text that goes on behind ours is another."""
+    """Some engines return it, others do not; a text that continues beyond ours differs."""
     ends = [run(OURS, [*HONEST, 999]), run(PEER, HONEST), run(MTP, [*HONEST, 300])]
     found = report(*ends, eos=(999,))
     assert found.figures(PEER)["identical"] == 1
     assert found.figures(MTP)["differences"] == [{"prompt": 0, "place": 300, "of": 300, "gap": None}]
 
 
-def test_record_is_json_and_says_what_is_missing():
-    said = report(run(OURS), run(PEER)).as_record(unavailable={"y eager, plain": "no wheel"}, workers={"x": {}})
-    assert json.loads(json.dumps(said)) == said
-    assert said["unavailable"] == {"y eager, plain": "no wheel"}
-    assert [each["engine"] for each in said["figures"]] == ["nextn", "x"]
-    told = {
+def test_record_is_json_and_lists_what_is_unavailable():
+    record = report(run(OURS), run(PEER)).as_record(unavailable={"y eager, plain": "no wheel"}, workers={"x": {}})
+    assert json.loads(json.dumps(record)) == record
+    assert record["unavailable"] == {"y eager, plain": "no wheel"}
+    assert [each["engine"] for each in record["figures"]] == ["nextn", "x"]
+    keys = {
         "tokens_per_s",
         "ratio",
         "request_tokens_per_s",
@@ -155,14 +155,14 @@ def test_record_is_json_and_says_what_is_missing():
         "identical",
         "differences",
     }
-    assert told <= set(DEFINITIONS) & set(said["figures"][0])
+    assert keys <= set(DEFINITIONS) & set(record["figures"][0])
 
 
 def test_rounds_make_an_answer():
-    """The prefill's token is no round's; without drafts nothing is kept, whatever came in one step."""
+    """The prefill's token belongs to no round; without drafts nothing is accepted, however many tokens a step gave."""
     parts = [[1], [2, 3, 4], [5]]
     assert Answer.of(parts, 0.5, Request([0], 9, 2, [])) == Answer([1, 2, 3, 4, 5], 0.5, 2, 4, 2, [3, 1])
-    assert Answer.of(parts, 0.5, Request([0], 9, 0, [])).kept == 0
+    assert Answer.of(parts, 0.5, Request([0], 9, 0, [])).num_accepted == 0
 
 
 def test_a_worker_answers_through_its_own_talk(worker):
@@ -183,7 +183,7 @@ def test_a_worker_that_refuses_goes_on(worker):
     assert child.ask(Request([1], 9, 2, [])).tokens == [1, 5, 6, 7]
 
 
-def test_a_worker_that_ends_says_why(worker):
+def test_a_worker_that_exits_gives_its_reason(worker):
     child = worker()
     with pytest.raises(Unavailable, match="code 3: out of memory"):
         child.ask(Request([1], 9, 8, []))
@@ -191,8 +191,8 @@ def test_a_worker_that_ends_says_why(worker):
         child.ask(Request([1], 9, 2, []))
 
 
-def test_a_worker_loads_again_and_tells_its_counters(worker):
-    """In the same process; one that cannot load says why, answers nothing, and can load again."""
+def test_a_worker_loads_again_and_returns_its_counters(worker):
+    """In the same process; after a failed load it gives the reason, answers nothing, and can load again."""
     child = worker(counts=True)
     assert child.metrics() == "up 1"
     pid = child.child.pid
@@ -228,9 +228,9 @@ def test_wheel_requirements_less_what_is_not_needed(tmp_path):
     assert list(requirements(tmp_path / "v.whl")) == ["numpy>=2", "six>=1"]
 
 
-def test_an_engine_is_built_once_and_a_failure_is_kept(tmp_path, monkeypatch):
+def test_an_engine_is_built_once_and_a_failure_is_stored(tmp_path, monkeypatch):
     """A failed build leaves its reason for the record; a built one is not built again, unless its version moved."""
-    calls, said = [], []
+    calls, messages = [], []
 
     def good(folder, run, jobs):
         calls.append(jobs)
@@ -242,7 +242,7 @@ def test_an_engine_is_built_once_and_a_failure_is_kept(tmp_path, monkeypatch):
         monkeypatch.setitem(ENGINES, name, (version, good if name == "vllm" else bad))
     assert "peers.py setup" in missing(tmp_path, "vllm")
     for _ in range(2):
-        build(tmp_path, jobs=1, say=said.append)
+        build(tmp_path, jobs=1, say=messages.append)
     assert calls == [1]
     assert missing(tmp_path, "vllm") is None
     assert "there is no cmake" in missing(tmp_path, "llama.cpp")

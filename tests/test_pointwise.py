@@ -12,7 +12,7 @@ from native_cases import FLOATS, empty, operand, same, seeds, shapes, values
 from torch import Tensor
 
 from nextn.errors import ConfigError
-from nextn.fast.native import Runtime, load
+from nextn.runtime.native.abi import Runtime, load
 
 few = settings(max_examples=25, deadline=None)
 DTYPES = (*FLOATS, torch.int64, torch.bool)

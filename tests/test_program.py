@@ -1,4 +1,4 @@
-"""Replays: places in the arena, what torch runs between native operations, outputs that stay until the next run."""
+"""Replays: memory in the arena, torch operations between native ones, outputs that are valid until the next run."""
 
 import gc
 
@@ -6,16 +6,16 @@ import pytest
 import torch
 from replays import Replayed
 
-from nextn.fast import program
-from nextn.fast.native import load
-from nextn.fast.scratch import Scratch
-from nextn.fast.tape import Tape, Unrecordable
+from nextn.runtime.native import program
+from nextn.runtime.native.abi import load
+from nextn.runtime.native.memory import Scratch
+from nextn.runtime.native.trace import Trace, Untraceable
 
 SIZE = 1024
 
 
 def test_a_long_chain_runs_in_little_memory(monkeypatch):
-    """A tensor's place is given to the next once its last reader has run: 60 tensors stand in a few places."""
+    """A tensor's memory is reused after its last use: 60 tensors need the memory of a few."""
     arenas = []
 
     class Kept(program._Arena):
@@ -37,7 +37,7 @@ def test_a_long_chain_runs_in_little_memory(monkeypatch):
     assert arenas[0]._memory.nbytes <= 6 * SIZE * 4
 
 
-def test_living_tensors_never_share_a_place():
+def test_live_tensors_never_share_memory():
     """All of many sizes are read again at the end."""
 
     def function(x):
@@ -50,7 +50,7 @@ def test_living_tensors_never_share_a_place():
     torch.testing.assert_close(made(given), function(given), rtol=1e-5, atol=1e-5)
 
 
-def test_outputs_stand_until_the_next_run():
+def test_outputs_are_valid_until_the_next_run():
     """Also an early one, an input that is handed through, and a view."""
 
     def function(x):
@@ -83,27 +83,27 @@ def test_operations_left_to_torch_run_in_their_place():
     given = torch.randn(16, generator=torch.Generator().manual_seed(2))
     for actual, wanted in zip(made(given), function(given), strict=True):
         torch.testing.assert_close(actual, wanted)
-    assert made.replay.left == ["aten.sort.default", "aten.cumsum_.default"]
+    assert made.replay.torch_ops == ["aten.sort.default", "aten.cumsum_.default"]
 
 
 def test_a_kernel_that_refuses_leaves_the_operation_to_torch():
     """fp64 has no kernel at all."""
     made = Replayed(lambda x: (x + 1).double().sqrt().float() * 2, [torch.zeros(8)])
     torch.testing.assert_close(made(torch.full((8,), 3.0))[0], torch.full((8,), 4.0))
-    assert made.replay.left == ["aten._to_copy.default", "aten.sqrt.default", "aten._to_copy.default"]
+    assert made.replay.torch_ops == ["aten._to_copy.default", "aten.sqrt.default", "aten._to_copy.default"]
 
 
 def test_a_native_op_that_no_kernel_takes_is_refused_while_recording():
-    """Nothing could stand in for it."""
+    """There is no torch operation to fall back to."""
     x, out = torch.zeros(8), torch.empty(3)
-    tape = Tape([x])
+    trace = Trace([x])
 
     def run():
-        tape.native("softmax", [out, x], outs=1)
+        trace.add_native("softmax", [out, x], outs=1)
         return [out]
 
-    with pytest.raises(Unrecordable, match=r"no native softmax for torch.float32 \(3,\), torch.float32 \(8,\)"):
-        program.Replay.of(load(), tape, run, load().pack)
+    with pytest.raises(Untraceable, match=r"no native softmax for torch.float32 \(3,\), torch.float32 \(8,\)"):
+        program.Replay.of(load(), trace, run, load().pack)
 
 
 def test_constants_outlive_the_recording():
@@ -114,7 +114,7 @@ def test_constants_outlive_the_recording():
         return Replayed(lambda x: torch.addmm(bias, x, weight.t()) * (bias - 4), [torch.zeros(2, 8)])
 
     kept = made()
-    kept.tape = None
+    kept.trace = None
     gc.collect()
     _fill = [torch.full((4, 8), -1.0) for _ in range(50)]
     assert kept(torch.ones(2, 8))[0].tolist() == [[21.0] * 4] * 2
@@ -130,7 +130,7 @@ def test_replays_take_turns_in_one_scratch():
             state = x + 1
             return [state, (state * 2).exp() + state]
 
-        made.append((x, program.Replay.of(load(), Tape([x]), run, load().pack, scratch)))
+        made.append((x, program.Replay.of(load(), Trace([x]), run, load().pack, scratch)))
     for turn in range(3):
         for x, replay in made:
             x.fill_(turn / 4)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from artifacts import publish, watched
 
-from nextn.checkpoints.checkpoint import Checkpoint
-from nextn.checkpoints.inventory import Inventory
-from nextn.checkpoints.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint
-from nextn.checkpoints.tensor_file import RawTensor
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint
+from nextn.checkpoint.safetensors_file import RawTensor
 from nextn.errors import CheckpointError
 
 

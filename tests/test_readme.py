@@ -9,9 +9,9 @@ from tiny import CONFIGS
 from typer.testing import CliRunner
 
 from nextn.cli import app
-from nextn.corpus.bytelevel import byte_tokenizer
+from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.families import rows
-from nextn.model import Model
+from nextn.model.model import Model
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -22,7 +22,7 @@ def blocks(language):
 
 
 def test_python_blocks_run(tmp_path, monkeypatch):
-    """Each Python block runs as it stands, where `demo/model` is what the demo leaves: a model of bytes with a head."""
+    """Each Python block runs as it is; `demo/model` is a byte-level model with a head, as the demo saves it."""
     config = CONFIGS["glm4_moe"] | {"vocab_size": 264, "max_position_embeddings": 128}
     Model.build(config, tokenizer=byte_tokenizer()).save(tmp_path / "demo" / "model")
     monkeypatch.chdir(tmp_path)
@@ -35,7 +35,7 @@ def test_python_blocks_run(tmp_path, monkeypatch):
     "line", [line for block in blocks("bash") for line in block.splitlines() if line.startswith("nextn ")]
 )
 def test_commands_exist(line):
-    """Every verb and option that the README shows is there."""
+    """Every command and option in the README exists."""
     verb, *rest = line.split("#")[0].split()[1:]
     help_text = CliRunner().invoke(app, [verb, "--help"], env={"COLUMNS": "200"})
     assert help_text.exit_code == 0, line
@@ -54,14 +54,14 @@ def record(name):
 
 
 def section(title):
-    """Its text in one line, so that it may be wrapped anywhere."""
+    """The text of a section in one line, whatever its line breaks."""
     return " ".join(re.search(rf"^## {title}\n(.*?)(?=^## )", README, re.MULTILINE | re.DOTALL)[1].split())
 
 
 def test_figures_are_the_records():
     """The table of the README is what `make demo` wrote into the committed record."""
     demo = record("demo")
-    for name, title in (("greedy", "greedy, identical output"), ("temperature_1", "temperature 1, same law")):
+    for name, title in (("greedy", "greedy, identical output"), ("temperature_1", "temperature 1, same distribution")):
         part = demo[name]
         rates = ", ".join(f"{rate:.2f}" for rate in part["acceptance"])
         speeds = f"{part['plain_tokens_per_s']:.0f} | {part['mtp_tokens_per_s']:.0f} | **{part['speedup']:.2f} x**"
@@ -71,7 +71,7 @@ def test_figures_are_the_records():
 
 @pytest.mark.parametrize(("name", "instructions"), [("demo-avx2", "AVX2"), ("demo-avx512", "AVX512")])
 def test_figures_of_other_processors_are_the_record(name, instructions):
-    """What `make demo` decoded where there are no tiles."""
+    """The figures of `make demo` on processors without AMX."""
     demo = record(name)
     assert demo["machine"].endswith(instructions)
     told = " ".join(README.split())
@@ -94,7 +94,7 @@ def test_audit_figures_are_the_record():
 
 
 def bench_figures(name, temperature, drafts):
-    """-> plain tokens/s, the figures with MTP over all prompts, how many prompts stand behind them."""
+    """Plain tokens/s, the figures with MTP over all prompts, and the number of prompts behind them."""
     found = record(name)
     plain, mtp = (
         each
@@ -113,25 +113,25 @@ def decode_lines():
     fast, plain, long = found["costs"]["fast"], found["costs"]["plain"], found["ms_per_token"]
     step = [1000 * each["step_s"][0]["median"] for each in (fast, plain)]
     verify = [", ".join(f"{each['v'][m - 1]:.2f}" for m in (5, 9, 13)) for each in (fast, plain)]
-    columns = [", ".join(f"{long[path][size]:.1f}" for size in ("512", "2048", "8192")) for path in ("fast", "plain")]
+    contexts = [", ".join(f"{long[path][size]:.1f}" for size in ("512", "2048", "8192")) for path in ("fast", "plain")]
     forced = {each["rate"]: each for each in found["forced"] if each["drafts"] == 4}
     speeds = ", ".join(f"{forced[rate]['speedup']:.2f} x" for rate in (0.7, 0.9))
     share = f"{100 * min(forced[rate]['achieved'] for rate in (0.7, 0.9)):.0f}"
     yield f"{found['parameters'] / 1e6:.0f} M parameters, bf16, two CPU cores, batch 1"
     bound = f"{found['step_over_bound']:.2f} x the time that reading its weights takes"
-    yield f"| a plain step | **{step[0]:.1f} ms**, {bound} | {step[1]:.1f} ms |"
+    yield f"| one step of plain decoding | **{step[0]:.1f} ms**, {bound} | {step[1]:.1f} ms |"
     yield f"| verifying 5, 9, 13 tokens, in plain steps | {verify[0]} | {verify[1]} |"
-    yield f"| a plain step at 512, 2,048, 8,192 columns | {columns[0]} ms | {columns[1]} ms |"
+    yield f"| plain step at a context of 512, 2,048, 8,192 | {contexts[0]} ms | {contexts[1]} ms |"
     yield f"| MTP at forced acceptance 0.7, 0.9 (K = 4) | {speeds} ({share} % of the formula) | |"
 
 
 def recipe_lines():
     """The recipes `code` and `hybrid`, and batches of the former."""
     for title, name, temperature, drafts in (
-        ("greedy, K = 11, {} texts that do not loop", "code-greedy", 0.0, 11),
-        ("greedy, as many drafts as pay", "code-greedy", 0.0, -1),
+        ("greedy, K = 11, {} non-repetitive texts", "code-greedy", 0.0, 11),
+        ("greedy, adaptive K", "code-greedy", 0.0, -1),
         ("temperature 1, K = 11, {} texts", "code", 1.0, 11),
-        ("temperature 1, as many drafts as pay", "code", 1.0, -1),
+        ("temperature 1, adaptive K", "code", 1.0, -1),
     ):
         plain, mtp, texts = bench_figures(name, temperature, drafts)
         speeds = f"{plain:.0f} | {mtp['tokens_per_s']['median']:.0f} | **{mtp['speedup']['median']:.2f} x**"
@@ -181,8 +181,8 @@ def peer_lines():
     assert not figures
 
 
-# What is no measurement, or none that a record holds.
-SAID = (
+# Numbers that are no measurements, or are in no record.
+PHRASES = (
     "14 of the 27 families", "C++20", "batch 1", "GLM-4.5's layout, 16 layers", "Qwen3.5's layout",
     "both stages in 27 minutes", "AVX-512 (Zen 5)", "--asked 600 --count 60", "--repeats 11",
     "256 wide, 11 M parameters",
@@ -191,18 +191,18 @@ SAID = (
 
 
 def test_figures_of_speed_are_the_records():
-    """Catches a record that was measured anew and a README that was not, and a figure that stands in no record."""
+    """Catches a new record that the README does not show, and a figure in the README that is in no record."""
     rest = section("Fast")
     for line in (*decode_lines(), *recipe_lines(), *peer_lines()):
         assert line in rest, line
         rest = rest.replace(line, "")
-    for phrase in SAID:
+    for phrase in PHRASES:
         rest = rest.replace(phrase, "")
     assert re.findall(r"\b\d[\d,.]*", rest) == []
 
 
 def test_families_are_counted():
-    """How many rows there are, and how many run."""
+    """The numbers of families, and of those that run."""
     running = sum(row.runs for row in rows())
     assert f"* **Families**, {len(rows())} of them" in README
     assert f"; {running} of them, those" in README.replace("\n ", "")

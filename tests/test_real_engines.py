@@ -21,14 +21,15 @@ from engines.serving import Bench, Served
 from engines.starting import Starter
 
 from nextn.audit import audit
-from nextn.benchmarking.workload import Prompt
-from nextn.checkpoints.checkpoint import Checkpoint
-from nextn.checkpoints.tensor_file import write_json
-from nextn.engines.counters import Counters, summed
-from nextn.measuring import diagnose as diagnosing
-from nextn.measuring.measure import Plan, reference
-from nextn.measuring.probe import probe, readable
-from nextn.model import Model
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.safetensors_file import write_json
+from nextn.engines.counters import Counters, sum_counters
+from nextn.evaluate import diagnose as diagnosing
+from nextn.evaluate.conventions import probe, truncate_texts
+from nextn.evaluate.engine_run import EngineObservation
+from nextn.evaluate.reference import ReferencePlan, reference_acceptance
+from nextn.evaluate.workload import Prompt
+from nextn.model.model import Model
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 
@@ -49,10 +50,10 @@ ROOT = environments.default_folder()
 
 def canary(family: str, seed: int = 0) -> Path:
     """A trained tiny checkpoint, built once; another shape or language is another folder."""
-    from nextn.canary import build, kit, language, shapes  # where engines are tested alone
+    from nextn.conformance import build, canary_model, record  # where engines are tested alone
 
-    said = [repr(shapes.shape_of(family)), *(Path(part.__file__).read_text() for part in (build, language))]
-    said.append(str(kit.FORMAT))
+    said = [repr(canary_model.shape_of(family)), *(Path(part.__file__).read_text() for part in (build, canary_model))]
+    said.append(str(record.FORMAT))
     folder = ROOT / "canary" / f"{family}-{seed}-{hashlib.sha256(''.join(said).encode()).hexdigest()[:12]}"
     if not (folder / "canary.json").exists():
         build.build(folder, family, seed=seed)
@@ -60,7 +61,7 @@ def canary(family: str, seed: int = 0) -> Path:
 
 
 def prompts_of(folder: Path) -> list[tuple[int, ...]]:
-    from nextn.canary.kit import Canary
+    from nextn.conformance.record import Canary
 
     return [each.ids for each in Canary.read(folder).prompts]
 
@@ -150,7 +151,7 @@ def test_planted(fault, engine, whole, bench, put, tmp_path):
     folder, bad = canary("glm4_moe"), tmp_path / "bad"
     plant(fault, folder, bad, other=canary("glm4_moe", 1))
     prompts, good = prompts_of(folder), whole(engine)
-    record = {"does": fault.does, "drafts": FAULT_K, "good": rates_of(good.seen[0].counts, FAULT_K)}
+    record = {"does": fault.description, "drafts": FAULT_K, "good": rates_of(good.seen[0].counts, FAULT_K)}
     try:
         served = bench.served(engine, bad, prompts, (FAULT_K,), TOKENS)
     except Unavailable as reason:
@@ -178,17 +179,17 @@ def test_planted(fault, engine, whole, bench, put, tmp_path):
 def diagnosed(folder: Path, prompts: list[tuple[int, ...]], counts: tuple[Counters, ...]) -> list[str]:
     """What `nextn diagnose` names from the counters and the whole checkpoint."""
     model = Model.load(folder, dtype=torch.float32)
-    plan = Plan(drafts=FAULT_K, temperatures=(0.0,), max_tokens=TOKENS, path="plain")
-    seen = diagnosing.Seen(0.0, summed(counts), places=tuple(range(len(prompts))))
+    plan = ReferencePlan(drafts=FAULT_K, temperatures=(0.0,), max_tokens=TOKENS, backend="torch")
+    seen = EngineObservation(0.0, sum_counters(counts), prompt_indices=tuple(range(len(prompts))))
     return list(diagnosing.diagnose(model, [Prompt(each, "all") for each in prompts], [seen], plan).named)
 
 
 def looked(folder: Path, prompts: list[tuple[int, ...]]) -> tuple[dict, dict]:
     """What `nextn measure --probe` says."""
     model = Model.load(folder, dtype=torch.float32)
-    plan = Plan(drafts=FAULT_K, temperatures=(0.0, 1.0), max_tokens=TOKENS, path="plain")
-    measured = reference(model, [Prompt(each, "all") for each in prompts], plan)
-    found = probe(model, readable(measured.drawn[1.0].texts), FAULT_K, pairs=False)
+    plan = ReferencePlan(drafts=FAULT_K, temperatures=(0.0, 1.0), max_tokens=TOKENS, backend="torch")
+    measured = reference_acceptance(model, [Prompt(each, "all") for each in prompts], plan)
+    found = probe(model, truncate_texts(measured.generated[1.0].texts), FAULT_K, pairs=False)
     told = {
         "rates": [each.as_record()["value"] for each in measured.figures(0.0).rates],
         "warnings": [each for each in measured.warnings if "texts" not in each],
@@ -198,11 +199,11 @@ def looked(folder: Path, prompts: list[tuple[int, ...]]) -> tuple[dict, dict]:
 
 def test_head_trained_here(bench, put, tmp_path):
     """`nextn train --freeze-trunk` on the canary's trunk, without its head: clean, and the engines keep what we do."""
-    from nextn.canary import language
+    from nextn.conformance import canary_model
 
     folder, run = canary("glm4_moe"), tmp_path / "run"
     text = tmp_path / "text.jsonl"
-    lines = (json.dumps({"text": each}) for _, each in language.documents(512, 255, seed=5))
+    lines = (json.dumps({"text": each}) for _, each in canary_model.documents(512, 255, seed=5))
     text.write_text("\n".join(lines))
     settings = ["steps=200", "batch_size=16", "length=64", "depths=4", "eval_every=0"]
     how = ["--freeze-trunk", "--from", str(folder), "--init-head", "--data", str(text), "--json"]
@@ -217,4 +218,4 @@ def test_head_trained_here(bench, put, tmp_path):
         record = compared(ours, engine, served.plain, served.seen)
         put("head", engine, {"versions": served.versions, "settings": settings, **record})
         agrees(record)
-        assert record["by_drafts"][0]["engine"][0] > 0.3, "a head that learnt nothing proves nothing"
+        assert record["by_drafts"][0]["engine"][0] > 0.3, "a head that learned nothing proves nothing"

@@ -5,15 +5,15 @@ import json
 import pytest
 from chats import chatty, said
 
-from nextn.benchmarking.cost import draft_bytes, step_bytes
-from nextn.benchmarking.workload import read_prompts
-from nextn.corpus.bytelevel import byte_tokenizer, vocab_size
-from nextn.corpus.corpus_files import corpora
-from nextn.corpus.data import Corpus
+from nextn.data.byte_tokenizer import byte_tokenizer, vocab_size
+from nextn.data.corpus import Corpus
+from nextn.data.sources import load_corpora
 from nextn.errors import ConfigError
-from nextn.model import Model
-from nextn.training.joint_runs import joint_run
-from nextn.training.recipes import by_name, held_out_prompts, write_prompts
+from nextn.evaluate.decoding_costs import draft_bytes, step_bytes
+from nextn.evaluate.workload import read_prompts
+from nextn.model.model import Model
+from nextn.train.joint_run import joint_run
+from nextn.train.recipes import by_name, held_out_prompts, write_prompts
 
 SIZE = -(-vocab_size(byte_tokenizer()) // 8) * 8
 
@@ -53,7 +53,7 @@ def write_chats(path):
 
 def test_prompts_of_conversations_end_where_the_assistant_begins(tmp_path):
     """Catches held-out figures measured on pieces that no user would send."""
-    _, held = corpora([write_chats(tmp_path / "a.jsonl")], chatty(), held_out=0.3)
+    _, held = load_corpora([write_chats(tmp_path / "a.jsonl")], chatty(), held_out=0.3)
     found = held_out_prompts(held, count=3)
     assert len(found) == 3
     assert all(bytes(prompt).startswith(b"<u>ask") and bytes(prompt).endswith(b"<a>") for prompt in found)
@@ -71,7 +71,7 @@ def test_training_counts_answers_alone(tmp_path):
         example = task.example(0)
         batch = example.batch
         counts[all_tokens] = task.loss(example, lam=1.0).counts.tolist()
-        wanted = batch.counted[:, 1:] & (batch.documents[:, 1:] == batch.documents[:, :-1])
+        wanted = batch.label_mask[:, 1:] & (batch.documents[:, 1:] == batch.documents[:, :-1])
         assert counts[all_tokens][0] == wanted.sum()
     assert 0 < counts[False][0] < counts[True][0]
 

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 from chats import EOS, chatty, said
 
-from nextn.corpus.records import Reader
+from nextn.data.records import RecordReader
 from nextn.errors import ConfigError
 
 HELLO = said(("system", "s"), ("user", "hi"), ("assistant", "yes"), ("user", "é"), ("assistant", "né"))
 
 
 def read(record, **options):
-    return Reader(chatty(), **options).document(record, "x.jsonl:3")
+    return RecordReader(chatty(), **options).document(record, "x.jsonl:3")
 
 
 def counted(document):
@@ -32,13 +32,13 @@ def test_all_tokens():
     """Catches --all-tokens that still leaves something out, and a template without marks that is refused then."""
     for record in ({"messages": HELLO}, {"prompt": "a", "completion": "b"}, {"prompt": [1], "tokens": [2]}):
         assert read(record, all_tokens=True).mask is None
-    reader = Reader(chatty(marked=False), all_tokens=True)
+    reader = RecordReader(chatty(marked=False), all_tokens=True)
     assert reader.document({"messages": HELLO}, "x").ids.tolist() == read({"messages": HELLO}).ids.tolist()
 
 
 def test_a_template_without_marks_says_what_to_do():
     with pytest.raises(ConfigError, match=r"^x:1: .*\{% generation %\}.*--all-tokens"):
-        Reader(chatty(marked=False)).document({"messages": HELLO}, "x:1")
+        RecordReader(chatty(marked=False)).document({"messages": HELLO}, "x:1")
 
 
 def test_prompt_and_completion():
@@ -50,9 +50,9 @@ def test_prompt_and_completion():
 
 def test_stored_answers():
     """An answer cut at its length does not say eos, so the eos behind it does not count; one that said it does."""
-    cut = read({"prompt": [1, 2], "tokens": [3, 4], "finish": "length", "text": "never read"}).closed(EOS)
+    cut = read({"prompt": [1, 2], "tokens": [3, 4], "finish": "length", "text": "never read"}).with_eos(EOS)
     assert (cut.ids.tolist(), cut.mask.tolist()) == ([1, 2, 3, 4, EOS], [False, False, True, True, False])
-    ended = read({"prompt": [1, 2], "tokens": [3, EOS]}).closed(EOS)
+    ended = read({"prompt": [1, 2], "tokens": [3, EOS]}).with_eos(EOS)
     assert (ended.ids.tolist(), ended.mask.tolist()) == ([1, 2, 3, EOS], [False, False, True, True])
 
 
@@ -87,31 +87,31 @@ def test_conversations_come_first():
 def test_what_is_refused(record, words):
     """Catches a traceback, a line that nobody can find, and a record that is trained on as something else."""
     with pytest.raises(ConfigError, match=words):
-        Reader(chatty()).document(record, "x:3")
+        RecordReader(chatty()).document(record, "x:3")
 
 
 def test_no_template():
     tokenizer = chatty()
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="x: the tokenizer has no chat template"):
-        Reader(tokenizer).document({"messages": HELLO}, "x")
+        RecordReader(tokenizer).document({"messages": HELLO}, "x")
 
 
 def test_notes():
     """Catches long or unanswered conversations that pass without a word, and texts that are counted among them."""
-    reader = Reader(chatty(), context=20)
+    reader = RecordReader(chatty(), context=20)
     reader.document({"text": "long" * 20}, "x")
     assert reader.notes == ()
     for messages in (HELLO, said(("user", "hi")), said(("user", "a"), ("assistant", "b"))):
         reader.document({"messages": messages}, "x")
     long, unanswered = reader.notes
     assert long.startswith("1 of 3 conversations are longer than the model's context of 20 tokens")
-    assert unanswered.startswith("1 of 3 conversations have no assistant's turn")
+    assert unanswered.startswith("1 of 3 conversations have no assistant turn")
 
 
 def test_prompts():
     """Catches an answer that is left in the prompt, and a prompt that does not ask for one."""
-    reader = Reader(chatty())
+    reader = RecordReader(chatty())
     assert bytes(reader.prompt({"messages": HELLO[:3]}, "x")) == b"<s>s<u>hi<a>"
     assert bytes(reader.prompt({"messages": HELLO[:2]}, "x")) == b"<s>s<u>hi<a>"
     assert bytes(reader.prompt({"prompt": "hi", "completion": "no"}, "x")) == b"hi"
@@ -124,6 +124,6 @@ def test_prompts():
 
 def test_masks_are_as_long_as_ids():
     for record in ({"messages": HELLO}, {"prompt": "a", "completion": ""}):
-        document = read(record).closed(EOS)
+        document = read(record).with_eos(EOS)
         assert document.mask.dtype == np.bool_
         assert len(document.mask) == len(document.ids)

@@ -10,7 +10,7 @@ from native_cases import FLOATS, empty, operand, same, seeds, shapes, values
 from torch import Tensor
 
 from nextn.errors import ConfigError
-from nextn.fast.native import Runtime, load
+from nextn.runtime.native.abi import Runtime, load
 
 few = settings(max_examples=40, deadline=None)
 floats = st.sampled_from(FLOATS)
@@ -142,8 +142,8 @@ def test_confidence_is_the_probability_of_the_argmax(seed, rows, length, dtype):
     close(prob, torch.softmax(logits.double(), -1).amax(-1))
 
 
-def unfused_rms_norm(a: Tensor, weight: Tensor | None, eps: float, gain: int) -> Tensor:
-    """The ops that rms_norm stands for, one native call each."""
+def unfused_rms_norm(a: Tensor, weight: Tensor | None, eps: float, norm_weight: int) -> Tensor:
+    """The ops that rms_norm replaces, one native call each."""
     wide, mean = torch.empty(a.shape), torch.empty(*a.shape[:-1], 1)
     run("copy", wide, a)
     run("mean", mean, run("pow", torch.empty_like(wide), wide, reals=(2.0,)), ints=[1 << (a.ndim - 1)])
@@ -151,23 +151,23 @@ def unfused_rms_norm(a: Tensor, weight: Tensor | None, eps: float, gain: int) ->
     scaled, out = run("mul", torch.empty_like(wide), wide, scale.expand_as(wide)), torch.empty_like(a)
     if weight is None:
         return run("copy", out, scaled)
-    if gain == 1:
+    if norm_weight == 1:
         weight = run("add", torch.empty(weight.shape), weight, reals=(1.0, 1.0))
-    first = run("copy", torch.empty_like(a), scaled) if gain == 0 else scaled
+    first = run("copy", torch.empty_like(a), scaled) if norm_weight == 0 else scaled
     return run("mul", out, first, weight.expand_as(a))
 
 
-@pytest.mark.parametrize("gain", [0, 1, 2])
+@pytest.mark.parametrize("norm_weight", [0, 1, 2])
 @few
 @given(seed=seeds, rows=st.integers(1, 16), length=st.integers(1, 700), dtype=floats, has=st.booleans())
-def test_rms_norm_gives_the_bits_of_its_parts(gain, seed, rows, length, dtype, has):
+def test_rms_norm_gives_the_bits_of_its_parts(norm_weight, seed, rows, length, dtype, has):
     generator = torch.Generator().manual_seed(seed)
     a, weight = values((rows, length), dtype, generator), values((length,), dtype, generator) if has else None
     weights = [] if weight is None else [weight]
-    out = run("rms_norm", torch.empty_like(a), a, *weights, ints=[gain], reals=[1e-6])
-    assert torch.equal(out, unfused_rms_norm(a, weight, 1e-6, gain))
+    out = run("rms_norm", torch.empty_like(a), a, *weights, ints=[norm_weight], reals=[1e-6])
+    assert torch.equal(out, unfused_rms_norm(a, weight, 1e-6, norm_weight))
     exact = a.double() * (a.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-    gained = exact if weight is None else exact * (weight.double() + (gain == 1))
+    gained = exact if weight is None else exact * (weight.double() + (norm_weight == 1))
     close(out, gained, 2 * NEAR[dtype])
 
 

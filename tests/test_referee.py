@@ -9,10 +9,10 @@ from engines.protocol import Answer
 from engines.referee import Ours, Seen, asked, compared, conventions, counts_of, rates_of
 from tiny import refrain
 
-from nextn.decode import Settings, rounds
+from nextn.decoding.rounds import Settings, rounds
 from nextn.engines.counters import Counters
-from nextn.figures.acceptance import Acceptance
-from nextn.model import Model
+from nextn.model.model import Model
+from nextn.stats.acceptance import Acceptance
 
 TOKENS, DRAFTS = 24, 3
 
@@ -45,7 +45,7 @@ def decoded(ours, drafts, place):
 
 def seen_of(ours, drafts, *, scores=None, overruns=True):
     """What an engine would give that decodes as we do."""
-    texts = tuple(text.new[:TOKENS] for text in ours.measured.drawn[0.0].texts)
+    texts = tuple(text.new[:TOKENS] for text in ours.measured.generated[0.0].texts)
     counts = ours.counts(scores or ours.scores(), drafts, overruns=overruns) if drafts else []
     return Seen(drafts, texts, tuple(counts))
 
@@ -55,13 +55,13 @@ def test_counts_are_those_of_decoding(ours, drafts):
     """Rounds that are cut to what is missing are the decoder's own."""
     counted = ours.counts(ours.scores(), drafts, overruns=False)
     for place, each in enumerate(counted):
-        told = decoded(ours, drafts, place)
-        assert (each.drafts, each.per_position) == (told.num_rounds, told.kept)
+        acceptance = decoded(ours, drafts, place)
+        assert (each.drafts, each.per_position) == (acceptance.num_rounds, acceptance.num_accepted)
     assert 0.2 < rates_of(counted, drafts)[0] < 0.95
 
 
-def test_overrunning_rounds_are_judged_in_full(ours):
-    """By hand: the last round of a text keeps what it would have kept in a longer one."""
+def test_overrunning_rounds_are_verified_in_full(ours):
+    """The last round of a text accepts what it would accept in a longer one."""
     counted = ours.counts(ours.scores(), DRAFTS, overruns=True)
     short = ours.counts(ours.scores(), DRAFTS, overruns=False)
     assert sum(each.accepted for each in counted) > sum(each.accepted for each in short)
@@ -81,9 +81,9 @@ def test_an_engine_like_ours_agrees(ours):
 
 
 def test_a_convention_explains_a_difference(ours):
-    """vLLM hands on the state before the head's norm in this family: counts differ from the row's, and are told."""
+    """vLLM passes on the state before the head's norm in this family: counts differ from those of the row."""
     readings = conventions(ours.model, "vllm")
-    assert {"recycled", "position0"} == {each.key for each in readings}
+    assert {"next_hidden", "position0"} == {each.key for each in readings}
     (row,) = compared(ours, "vllm", seen_of(ours, 0), [seen_of(ours, DRAFTS, scores=ours.scores(readings))])[
         "by_drafts"
     ]
@@ -96,12 +96,12 @@ def test_a_convention_explains_a_difference(ours):
 
 
 def test_a_lead_changes_what_the_head_sees(ours):
-    """llama.cpp's column before the first, from the request before: rounds of some text come out otherwise."""
+    """llama.cpp's position before the first, from the previous request, changes the rounds of some text."""
     led, plain = (ours.counts(ours.scores(leads=each), DRAFTS, overruns=False) for each in (True, False))
     assert counts_of(led, DRAFTS) != counts_of(plain, DRAFTS)
 
 
-def test_another_text_is_told_with_its_gap(ours):
+def test_another_text_is_reported_with_its_gap(ours):
     seen = seen_of(ours, 1)
     first = list(seen.texts[0])
     first[5] = (first[5] + 1) % 40
@@ -113,7 +113,7 @@ def test_another_text_is_told_with_its_gap(ours):
 
 
 class Fake:
-    """A worker whose engine keeps one draft a round."""
+    """A worker whose engine accepts one draft per round."""
 
     def __init__(self, *, counts):
         self.hello, self.rounds, self.asked = {"counts": counts}, 0, []
@@ -148,7 +148,7 @@ def test_rates_of_nothing():
 
 
 @pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.name)
-def test_a_planted_fault_changes_the_head_alone(fault, noisy, fixture_folder, tmp_path):
+def test_an_injected_fault_changes_only_the_head(fault, noisy, fixture_folder, tmp_path):
     """The trunk's tensors stay; the head's are gone, named otherwise, or other ones."""
     plant(fault, noisy, tmp_path / "bad", other=fixture_folder / "glm_one")
     before, after = (Files.of(folder).tensors for folder in (noisy, tmp_path / "bad"))
@@ -158,5 +158,5 @@ def test_a_planted_fault_changes_the_head_alone(fault, noisy, fixture_folder, tm
     assert changed
     if fault.name == "shifted":
         assert all(torch.equal(after[name], before[name] - 1) for name in changed)
-    if fault.name == "quantised":
+    if fault.name == "quantized":
         assert all(len(row.unique()) <= 15 for name in changed for row in after[name].flatten(0, -2))

@@ -1,4 +1,4 @@
-"""Rounds as native calls against the loop that is their twin, where the two could part: rows, sizes, long waits."""
+"""Native rounds against the reference loop where they could differ: sequences, sizes, many pending positions."""
 
 from dataclasses import replace
 
@@ -6,16 +6,16 @@ import pytest
 from replays import fast_of
 from tiny import build, prompt, refrain
 
-import nextn.fast.rounds as native_rounds
-from nextn import decode
-from nextn.decode import Settings, rounds
-from nextn.drafting import Contract, Drafter
-from nextn.fast.chain import FastChain
-from nextn.fast.engine import FastTrunk
-from nextn.fast.rounds import MOST, FastRounds
-from nextn.figures.speedup import Costs, Spread
-from nextn.policy import PROBE, Adaptive, Fixed
-from nextn.sampling import Sampling
+import nextn.runtime.native.rounds as native_rounds
+from nextn.decoding import rounds as rounds_module
+from nextn.decoding.drafter import Contract, Drafter
+from nextn.decoding.rounds import Settings, rounds
+from nextn.runtime.native.draft_chain import NativeDraftChain
+from nextn.runtime.native.rounds import MAX_ROUNDS, NativeRounds
+from nextn.runtime.native.session import NativeTrunk
+from nextn.speculative.draft_policy import PROBE_INTERVAL, AdaptiveLength, FixedLength
+from nextn.speculative.sampling import Sampling
+from nextn.stats.speedup import Costs, Spread
 
 WAYS = [Sampling(), Sampling(1.0), Sampling(0.8, top_k=7)]
 
@@ -35,18 +35,18 @@ class Now:
 
     def plan(self):
         self.at += 1
-        return Fixed(self.numbers[self.at % len(self.numbers)]).plan()
+        return FixedLength(self.numbers[self.at % len(self.numbers)]).plan()
 
-    def holds(self, rows):
+    def rounds_unchanged(self, rows):
         return 1
 
-    def learn(self, confidences, *, drafts, kept):
+    def learn(self, confidences, *, drafts, num_accepted):
         pass
 
 
 def both(model, prompts, settings, make=lambda: None, **given):
-    """The rows of all rounds, native and by the loop; how many rounds each native call made."""
-    found, calls, run = [], [], FastRounds.run
+    """The results of all rounds, native and by the loop, and how many rounds each native call ran."""
+    found, calls, run = [], [], NativeRounds.run
 
     def counted(*given, **named):
         made = run(*given, **named)
@@ -55,17 +55,17 @@ def both(model, prompts, settings, make=lambda: None, **given):
 
     for observer in (None, lambda event: None):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(FastRounds, "run", counted)
-            patch.setattr(decode, "_AHEAD", 1e9)  # whatever the machine's pace
+            patch.setattr(NativeRounds, "run", counted)
+            patch.setattr(rounds_module, "_MAX_AHEAD_S", 1e9)  # whatever the machine's pace
             stream = rounds(model.trunk, model.head, prompts, settings, length=make(), observer=observer, **given)
             found.append([each.rows for each in stream])
     return *found, calls
 
 
 @pytest.mark.parametrize("sampling", WAYS)
-@pytest.mark.parametrize("numbers", [(0, 3), (3, 0, 0, 1), (*[0] * (3 * PROBE), 2), (0,)], ids=len)
-def test_columns_that_wait_for_the_head(model, numbers, sampling):
-    """Also more of them than there is room for."""
+@pytest.mark.parametrize("numbers", [(0, 3), (3, 0, 0, 1), (*[0] * (3 * PROBE_INTERVAL), 2), (0,)], ids=len)
+def test_pending_positions_of_the_head(model, numbers, sampling):
+    """Also more of them than the capacity."""
     prompts = [prompt(17), prompt(40, seed=4)]
     settings = Settings(drafts=3, max_tokens=110, sampling=sampling)
     native, loop, calls = both(model, prompts, settings, lambda: Now(*numbers))
@@ -95,7 +95,7 @@ def test_rounds_run_ahead(model, drafts, count, sampling):
     settings = Settings(drafts=drafts, max_tokens=90, sampling=sampling)
     native, loop, calls = both(model, prompts, settings)
     assert native == loop
-    assert MOST in calls
+    assert MAX_ROUNDS in calls
     tokens = [token for rows in native for row in rows for token in row.emitted]
     for end in (tokens[7], tokens[len(tokens) // 2]):
         ended, loop, calls = both(model, prompts, replace(settings, eos=(end, 1000)))
@@ -110,11 +110,11 @@ def test_rounds_run_ahead(model, drafts, count, sampling):
 
 def adaptive():
     cheap = Spread(1.0, 1.0, 1.0, 1)
-    return Adaptive(Costs(1, 64, (cheap,) * 5, replace(cheap, median=0.01)))
+    return AdaptiveLength(Costs(1, 64, (cheap,) * 5, replace(cheap, median=0.01)))
 
 
 @pytest.mark.parametrize("sampling", WAYS)
-@pytest.mark.parametrize("make", [adaptive, lambda: Fixed(4, 0.004)], ids=["own", "p_min"])
+@pytest.mark.parametrize("make", [adaptive, lambda: FixedLength(4, 0.004)], ids=["own", "p_min"])
 def test_rounds_ahead_by_confidence(model, make, sampling):
     """Of other sizes each, by a rule that changes now and then."""
     for count in (1, 3):
@@ -126,7 +126,7 @@ def test_rounds_ahead_by_confidence(model, make, sampling):
 
 
 def test_nobody_is_asked_too_late(model):
-    """A text that may stop at any token is judged after each round."""
+    """A text that may stop at any token is checked after each round."""
     settings = Settings(drafts=3, max_tokens=60)
     stop = lambda row, new: 21 if len(new) > 21 else None  # noqa: E731
     native, loop, calls = both(model, [prompt(20)], settings, stop=stop)
@@ -136,23 +136,23 @@ def test_nobody_is_asked_too_late(model):
 
 def test_rounds_ahead_are_soon_over(model):
     """What one round takes decides how many are run at once."""
-    found, run = [], FastRounds.run
+    found, run = [], NativeRounds.run
 
-    def noted(*given, most, **named):
-        found.append(most)
-        return run(*given, most=most, **named)
+    def noted(*given, max_rounds, **named):
+        found.append(max_rounds)
+        return run(*given, max_rounds=max_rounds, **named)
 
     for seconds in (1e-9, 1e9):
         found.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(decode, "_AHEAD", seconds)
-            patch.setattr(FastRounds, "run", noted)
+            patch.setattr(rounds_module, "_MAX_AHEAD_S", seconds)
+            patch.setattr(NativeRounds, "run", noted)
             list(rounds(model.trunk, model.head, [prompt(20)], Settings(drafts=1, max_tokens=40)))
         assert (max(found) == 1) == (seconds < 1)
 
 
 def test_ways_to_sample_do_not_disturb_one_another(model):
-    """What is made for windows is for all texts: of other sizes, numbers of rows and ways to sample."""
+    """Verify blocks are shared by all texts: other sizes, batch sizes and sampling parameters."""
     for sampling in (*WAYS, *reversed(WAYS)):
         for count, drafts in ((1, 4), (2, 3), (3, 4), (2, 7)):
             prompts = refrain(count, 30, seed=drafts).tolist()
@@ -195,7 +195,7 @@ def test_others_run_from_python(name):
 
 def test_the_loop_is_not_run_beside_it(model):
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((Drafter, "draft"), (Drafter, "add"), (FastChain, "run"), (FastTrunk, "__call__")):
+        for owner, name in ((Drafter, "draft"), (Drafter, "add"), (NativeDraftChain, "run"), (NativeTrunk, "__call__")):
             before = getattr(owner, name)
             patch.setattr(owner, name, _counted(calls := [], before))
         stream = rounds(model.trunk, model.head, [prompt(20)], Settings(drafts=3, max_tokens=12))
@@ -214,12 +214,12 @@ def _counted(calls, function):
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_rounds_ahead_have_room(model, monkeypatch, drafts):
-    """A cache that was made no larger than it had to be grows before rounds run ahead, not under them."""
+def test_rounds_ahead_have_capacity(model, monkeypatch, drafts):
+    """A cache of minimal capacity grows before rounds run ahead, not during them."""
     settings = Settings(drafts=drafts, max_tokens=90)
     texts = []
     for observer in (None, lambda event: None):  # who looks gets rounds one by one
-        monkeypatch.setattr(native_rounds, "_SOON", 1)
+        monkeypatch.setattr(native_rounds, "_RESERVED", 1)
         log = rounds(model.trunk, model.head, [prompt(240)], settings, observer=observer)
         texts.append([token for each in log for token in each.rows[0].emitted])
     assert texts[0] == texts[1]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from nextn.errors import CheckpointError, ConfigError
-from nextn.training.metrics import StepRecord
-from nextn.training.run_folder import Log, RunFolder, read_moments, read_state, write_moments, write_state
-from nextn.training.train_config import TrainConfig
+from nextn.train.config import TrainConfig
+from nextn.train.metrics import StepRecord
+from nextn.train.run_folder import MetricsLog, RunFolder, read_moments, read_state, write_moments, write_state
 
 CONFIG = TrainConfig(steps=9, length=8, depths=1)
 
@@ -121,7 +121,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_a_log_on_a_full_disk(tmp_path):
     """One error, also when the log is closed behind it."""
-    with Log(tmp_path / "metrics.jsonl", 0) as log:
+    with MetricsLog(tmp_path / "metrics.jsonl", 0) as log:
         log.file.close()
         log.file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115  # closed with the log
         with pytest.raises(CheckpointError, match=r"metrics\.jsonl: cannot be written: No space left"):

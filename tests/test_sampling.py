@@ -26,7 +26,17 @@ from torch import Tensor
 from transformers.generation import logits_process as reference
 
 from nextn.errors import ConfigError
-from nextn.sampling import Sampling, accept, accept_block, accept_greedy, law, overlap, pick, ragged, seen_prefixes
+from nextn.speculative.sampling import (
+    Sampling,
+    accept,
+    accept_block,
+    accept_greedy,
+    overlap,
+    ragged,
+    sample_at,
+    seen_prefixes,
+    to_probs,
+)
 
 quick = settings(deadline=None, max_examples=80, derandomize=True)
 seeds = st.integers(0, 10**6)
@@ -69,55 +79,55 @@ def test_a_block_is_judged_as_its_paper_counts() -> None:
 
 
 @pytest.mark.parametrize("accept", [accept, accept_block])
-def test_a_row_does_not_see_its_neighbours(accept: Callable) -> None:
+def test_a_row_does_not_see_its_neighbors(accept: Callable) -> None:
     """Limits, kept counts and residual rows that are indexed by the wrong row of the batch."""
     p, q, u = random_laws(40, 4, 5, seed=1), random_laws(40, 3, 5, seed=2), torch.rand(40, 3, generator=rng(3))
-    drafts, limit = pick(q, torch.rand(40, 3, generator=rng(4))), torch.arange(40) % 4
+    drafts, limit = sample_at(q, torch.rand(40, 3, generator=rng(4))), torch.arange(40) % 4
     together = accept(p, q, drafts, u=u, limit=limit)
-    assert len(together.kept.unique()) == 4
+    assert len(together.num_accepted.unique()) == 4
     for i in range(40):
         row = slice(i, i + 1)
         alone = accept(p[row], q[row], drafts[row], u=u[row], limit=limit[row])
-        assert torch.equal(alone.kept, together.kept[row])
-        assert torch.equal(alone.rest, together.rest[row])
+        assert torch.equal(alone.num_accepted, together.num_accepted[row])
+        assert torch.equal(alone.next_probs, together.next_probs[row])
 
 
 @pytest.mark.parametrize("accept", [accept, accept_block])
 def test_without_drafts_the_trunk_decides(accept: Callable) -> None:
     """K = 0 that crashes on the empty axis, or that takes a residual of nothing."""
     p, none = random_laws(2, 1, 5), torch.zeros(2, 0)
-    verdict = accept(p, torch.zeros(2, 0, 5), none.long(), u=none)
-    assert verdict.kept.tolist() == [0, 0]
-    assert torch.equal(verdict.rest, p[:, 0])
+    verification = accept(p, torch.zeros(2, 0, 5), none.long(), u=none)
+    assert verification.num_accepted.tolist() == [0, 0]
+    assert torch.equal(verification.next_probs, p[:, 0])
     assert accept_greedy([3], []) == (0, 3)
 
 
 @pytest.mark.parametrize("accept", [accept, accept_block])
 def test_equal_laws_keep_every_draft_in_float32(accept: Callable) -> None:
     """u * q that rounds up to p at the largest u, so that a perfect head is refused."""
-    p = law(torch.randn(5000, 4, 9, generator=rng()) * 4, Sampling(temperature=1.0))
-    drafts = pick(p, torch.rand(5000, 4, generator=rng(1)))[:, :-1]
-    verdict = accept(p, p[:, :-1], drafts, u=torch.full((5000, 3), LAST32))
-    assert (verdict.kept == 3).all()
-    assert torch.equal(verdict.rest, p[:, 3])
+    p = to_probs(torch.randn(5000, 4, 9, generator=rng()) * 4, Sampling(temperature=1.0))
+    drafts = sample_at(p, torch.rand(5000, 4, generator=rng(1)))[:, :-1]
+    verification = accept(p, p[:, :-1], drafts, u=torch.full((5000, 3), LAST32))
+    assert (verification.num_accepted == 3).all()
+    assert torch.equal(verification.next_probs, p[:, 3])
 
 
 def test_a_refusal_by_rounding_falls_back_to_p() -> None:
     """0 / 0 where q exceeds p by one unit in the last place at the draft and nowhere else falls below it."""
     p = torch.tensor([[[0.5, 0.25, 0.25]] * 2])
     q = torch.tensor([[[0.5 + 2**-24, 0.25, 0.25]]])
-    verdict = accept(p, q, torch.tensor([[0]]), u=torch.tensor([[LAST32]]))
-    assert verdict.kept.tolist() == [0], "the case no longer shows the rounding"
-    assert torch.equal(verdict.rest, p[:, 0])
+    verification = accept(p, q, torch.tensor([[0]]), u=torch.tensor([[LAST32]]))
+    assert verification.num_accepted.tolist() == [0], "the case no longer shows the rounding"
+    assert torch.equal(verification.next_probs, p[:, 0])
 
 
 def test_a_block_refused_by_rounding_keeps_what_p_and_q_agree_on() -> None:
     """0 / 0 at the first draft, where p and q are the same, when the second falls to the rounding."""
     p = torch.tensor([[[0.5, 0.25, 0.25]] * 3])
     q = torch.tensor([[[0.5, 0.25, 0.25], [0.5 + 2**-24, 0.25, 0.25]]])
-    verdict = accept_block(p, q, torch.tensor([[0, 0]]), u=torch.full((1, 2), LAST32))
-    assert verdict.kept.tolist() == [1]
-    assert torch.equal(verdict.rest, p[:, 1])
+    verification = accept_block(p, q, torch.tensor([[0, 0]]), u=torch.full((1, 2), LAST32))
+    assert verification.num_accepted.tolist() == [1]
+    assert torch.equal(verification.next_probs, p[:, 1])
 
 
 def by_loop(best: Tensor, drafts: Tensor, limit: Tensor) -> tuple[list[int], list[int]]:
@@ -131,8 +141,8 @@ def by_loop(best: Tensor, drafts: Tensor, limit: Tensor) -> tuple[list[int], lis
 def with_laws(draw_q: Callable[[Tensor], Tensor], accept: Callable = accept) -> Callable[..., tuple[Tensor, Tensor]]:
     def verify(best: Tensor, drafts: Tensor, *, limit: Tensor | None = None) -> tuple[Tensor, Tensor]:
         u = torch.rand(drafts.shape, generator=rng(1))
-        verdict = accept(one_hot(best, 3), draw_q(drafts), drafts, u=u, limit=limit)
-        return verdict.kept, pick(verdict.rest, torch.rand(len(best), generator=rng(2)))
+        verification = accept(one_hot(best, 3), draw_q(drafts), drafts, u=u, limit=limit)
+        return verification.num_accepted, sample_at(verification.next_probs, torch.rand(len(best), generator=rng(2)))
 
     return verify
 
@@ -176,22 +186,24 @@ def test_overlap_is_how_often_a_draft_stands() -> None:
     """A reported acceptance that is not the accept rule's (TV for 1 - TV, or max for min)."""
     p, q = random_laws(2, 6, seed=5)
     u = ((torch.arange(4000) + 0.5) / 4000)[:, None]
-    stands = [accept(p.expand(4000, 2, 6), q.expand(4000, 1, 6), torch.full((4000, 1), x), u=u).kept for x in range(6)]
+    stands = [
+        accept(p.expand(4000, 2, 6), q.expand(4000, 1, 6), torch.full((4000, 1), x), u=u).num_accepted for x in range(6)
+    ]
     torch.testing.assert_close(overlap(p, q), q @ torch.stack(stands).double().mean(-1), atol=1e-3, rtol=0)
 
 
 def transformers_law(logits: Tensor, sampling: Sampling, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """What `generate` samples from, in the order of `_get_logits_processor`; and the penalised logits it began with."""
+    """What `generate` samples from, in the order of `_get_logits_processor`; and the penalized logits it began with."""
     scores = logits
     if sampling.repetition_penalty != 1:
         scores = reference.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(ids, scores)
-    penalised, warpers = scores, [reference.TemperatureLogitsWarper(sampling.temperature)]
+    penalized, warpers = scores, [reference.TemperatureLogitsWarper(sampling.temperature)]
     warpers += [reference.TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
     warpers += [reference.TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
     warpers += [reference.MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []
     for warper in warpers:
         scores = warper(ids, scores)
-    return scores.softmax(-1), penalised
+    return scores.softmax(-1), penalized
 
 
 def up_to_ties(probs: Tensor, logits: Tensor) -> Tensor:
@@ -233,9 +245,9 @@ def test_law_is_that_of_transformers(sampling: Sampling, kind: str, vocab: int, 
     logits = some_logits(kind, 3, vocab, seed)
     ids = torch.randint(vocab, (3, 5), generator=rng(seed))
     seen = torch.zeros(3, vocab, dtype=torch.bool).scatter_(-1, ids, True)
-    theirs, penalised = transformers_law(logits, sampling, ids)
-    ours = law(logits, sampling, seen)
-    torch.testing.assert_close(up_to_ties(ours, penalised), up_to_ties(theirs, penalised), atol=1e-7, rtol=1e-5)
+    theirs, penalized = transformers_law(logits, sampling, ids)
+    ours = to_probs(logits, sampling, seen)
+    torch.testing.assert_close(up_to_ties(ours, penalized), up_to_ties(theirs, penalized), atol=1e-7, rtol=1e-5)
 
 
 @given(sampling=samplings, kind=st.sampled_from(["normal", "ties", "-inf"]), seed=seeds)
@@ -244,8 +256,8 @@ def test_law_of_a_row_is_the_same_in_any_batch(sampling: Sampling, kind: str, se
     """Candidates of top-p whose number is set by the flattest row of the batch; leading axes that get mixed."""
     logits = some_logits(kind, 6, 60, seed) * torch.tensor([0.01, 0.1, 0.5, 1, 2, 3])[:, None]
     seen = torch.rand(6, 60, generator=rng(seed)) < 0.1
-    together = law(logits.view(2, 3, 60), sampling, seen.view(2, 3, 60)).view(6, 60)
-    alone = torch.stack([law(logits[i], sampling, seen[i]) for i in range(6)])
+    together = to_probs(logits.view(2, 3, 60), sampling, seen.view(2, 3, 60)).view(6, 60)
+    alone = torch.stack([to_probs(logits[i], sampling, seen[i]) for i in range(6)])
     assert torch.equal(together > 0, alone > 0)
     torch.testing.assert_close(together, alone)
 
@@ -254,16 +266,16 @@ def test_greedy_law_is_one_hot_after_the_penalty() -> None:
     """An argmax taken before the penalty, or ties that go to another token than torch.argmax's."""
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [-inf, -4.0, -3.0, -inf]])
     seen = torch.tensor([[False, True, True, False], [False, False, True, False]])
-    assert law(logits, Sampling()).tolist() == [[0, 1, 0, 0], [0, 0, 1, 0]]
-    assert law(logits, Sampling(repetition_penalty=2.0), seen).tolist() == [[0, 0, 0, 1], [0, 1, 0, 0]]
+    assert to_probs(logits, Sampling()).tolist() == [[0, 1, 0, 0], [0, 0, 1, 0]]
+    assert to_probs(logits, Sampling(repetition_penalty=2.0), seen).tolist() == [[0, 0, 0, 1], [0, 1, 0, 0]]
 
 
 def test_top_p_gives_ties_to_the_lowest_index() -> None:
     """A nucleus that an unstable sort decides, that a tiny top_p empties, or that goes on after it reached top_p."""
     flat = torch.zeros(1000)
-    assert law(flat, Sampling(temperature=1.0, top_p=0.3995)).nonzero()[:, 0].tolist() == list(range(400))
-    assert law(flat, Sampling(temperature=1.0, top_p=1e-12)).nonzero()[:, 0].tolist() == [0]
-    assert law(flat[:4], Sampling(temperature=1.0, top_p=0.5)).tolist() == [0.5, 0.5, 0, 0]
+    assert to_probs(flat, Sampling(temperature=1.0, top_p=0.3995)).nonzero()[:, 0].tolist() == list(range(400))
+    assert to_probs(flat, Sampling(temperature=1.0, top_p=1e-12)).nonzero()[:, 0].tolist() == [0]
+    assert to_probs(flat[:4], Sampling(temperature=1.0, top_p=0.5)).tolist() == [0.5, 0.5, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -277,23 +289,23 @@ def test_law_widens_its_logits_and_leaves_them_alone(
     """Sums of probabilities in bfloat16, or a filter that writes into the trunk's logits."""
     logits = torch.randn(4, 50, generator=rng()).to(given_type)
     before = logits.clone()
-    probs = law(logits, sampling)
+    probs = to_probs(logits, sampling)
     assert probs.dtype == law_type
-    assert torch.equal(probs, law(logits.to(law_type), sampling))
+    assert torch.equal(probs, to_probs(logits.to(law_type), sampling))
     assert torch.equal(logits, before)
 
 
 def test_the_lowest_temperature_is_greedy_not_nan() -> None:
     """inf - inf in the softmax of large logits at a temperature that Sampling lets through."""
     logits = torch.randn(4, 50, generator=rng()) * 1e4
-    assert torch.equal(law(logits, Sampling(temperature=1e-4)), law(logits, Sampling()))
+    assert torch.equal(to_probs(logits, Sampling(temperature=1e-4)), to_probs(logits, Sampling()))
 
 
 def test_pick_inverts_the_distribution_function() -> None:
     """An inverse that is off by one token, or that forgets a row's own sum; over [B, K] at once."""
     probs = torch.tensor([[0.0, 0.1, 0.3, 0.0, 0.6, 0.0], [0.5, 0.0, 0.0, 0.25, 0.0, 0.25]], dtype=torch.float64)
     u = (torch.arange(4000) + 0.5).expand(2, 4000) / 4000
-    tokens = pick(probs[:, None].expand(2, 4000, 6), u)
+    tokens = sample_at(probs[:, None].expand(2, 4000, 6), u)
     assert tokens.dtype == torch.int64
     torch.testing.assert_close(one_hot(tokens, 6).mean(1), probs, atol=1e-9, rtol=0)
     assert (tokens.diff() >= 0).all()
@@ -307,20 +319,20 @@ def test_pick_never_takes_a_token_of_no_probability(dtype: torch.dtype, last: fl
     probs = random_laws(20, vocab).to(dtype) * scale
     probs[:, 0] = probs[:, -1] = 0
     first, final = torch.zeros(20), torch.full((20,), last, dtype=torch.float64 if last == LAST64 else dtype)
-    assert (pick(probs, first) == 1).all()
-    tokens = pick(probs, final)
+    assert (sample_at(probs, first) == 1).all()
+    tokens = sample_at(probs, final)
     assert (probs.gather(-1, tokens[:, None]) > 0).all()
     assert vocab > 5 or (tokens == vocab - 2).all()
 
 
 def test_pick_survives_a_scan_that_is_not_monotonic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's scan, whose neighbouring sums come from different trees: it may step at a token of no probability."""
+    """A GPU's scan, whose neighboring sums come from different trees: it may step at a token of no probability."""
     exact = torch.Tensor.cumsum
     wobble = torch.tensor([3.0, -1.0, -2.0, 4.0, -2.0, 5.0]) * 1e-3
     monkeypatch.setattr(torch.Tensor, "cumsum", lambda self, dim: exact(self, dim) + wobble)
     probs = torch.tensor([0.0, 0.4, 0.0, 0.0, 0.6, 0.0]).expand(1001, 6)
     u = torch.linspace(0, LAST32, 1001)
-    assert set(pick(probs, u).tolist()) == {1, 4}
+    assert set(sample_at(probs, u).tolist()) == {1, 4}
 
 
 @given(seed=seeds, num_drafts=st.integers(0, 4))

@@ -16,14 +16,14 @@ from artifacts import publish
 from rich.console import Console
 from rich.table import Table
 from stored import INDEX, in_one_file
-from test_graft import lost
+from test_restore import lost
 from tiny import CONFIGS, refrain
 
-from nextn.canary.build import record
-from nextn.canary.kit import FILE
 from nextn.cli.screen import Marks, _wrapped, echo, plain, print_json, print_table, shown, visible
-from nextn.corpus.bytelevel import byte_tokenizer
-from nextn.model import Model
+from nextn.conformance.expected import build_record
+from nextn.conformance.record import FILE
+from nextn.data.byte_tokenizer import byte_tokenizer
+from nextn.model.model import Model
 
 NAME = "\x1b[31m\x07\x9b2J\x7f\u202e\u2028\r\x08"  # of a file or a tensor
 EVIL = f"{NAME}\udcff"
@@ -158,7 +158,7 @@ def test_measure(nextn, fixture_folder, tmp_path):
     shutil.copytree(fixture_folder / "glm", folder)
     prompts = tmp_path / f"p{NAME}.jsonl"
     prompts.write_text(json.dumps({"prompt": [1, 2, 3, 4], "domain": NAME}))
-    how = ["--prompts", prompts, "--max-tokens", 8, "-k", 1, "--temperatures", "0", "--path", "plain"]
+    how = ["--prompts", prompts, "--max-tokens", 8, "-k", 1, "--temperatures", "0", "--backend", "torch"]
     code, said = nextn("measure", folder, *how)
     assert code == 0, said
     in_one_file(folder, lambda table: table.update({f"model.layers.2.{NAME}": torch.ones(2)}))
@@ -189,7 +189,7 @@ def test_verify(models, nextn, hostile):
 
 def test_canary_check(nextn, hostile, fixture_folder, tmp_path):
     """Engines and answers that the kit is held against, and a kit of a stranger's."""
-    kit = record(fixture_folder / "glm", refrain(8, 33, seed=10**6).tolist(), count=2, tokens=4, temperature=1.0)
+    kit = build_record(fixture_folder / "glm", refrain(8, 33, seed=10**6).tolist(), count=2, tokens=4, temperature=1.0)
     (tmp_path / FILE).write_text(json.dumps(kit))
     model = (200, {"data": [{"id": f"m{NAME}"}]})
     assert nextn("canary", "check", tmp_path, "--engine", hostile(models=model))[0] == 2
@@ -271,7 +271,7 @@ def byte_model(tmp_path_factory):
 @pytest.mark.parametrize("locale", [{}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}], ids=["", "C"])
 def test_standard_input_that_is_not_utf8(locale, byte_model):
     done = piped("generate", byte_model, "-", "-k", "0", input=b"caf\xe9", env=locale)
-    said = b"error: standard input is not UTF-8 (byte 0xe9 at offset 3); convert it, such as with iconv -t UTF-8\n"
+    said = b"error: standard input is not UTF-8 (byte 0xe9 at offset 3); convert it, for example with iconv -t UTF-8\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, b"", said)
 
 
@@ -317,9 +317,11 @@ def test_accepted_drafts_are_marked_everywhere(fixture_folder, monkeypatch):
 
 def test_repetitive_text_is_said(byte_model, here, monkeypatch):
     """Beside the acceptance, in JSON, too; a text of a few tokens is not called so."""
-    law = torch.nn.functional.one_hot(torch.tensor(65), 264).float() * 50
-    monkeypatch.setattr("nextn.trunk.Trunk.logits", lambda self, normed: law.expand(*normed.shape[:-1], -1))
-    how = ["generate", byte_model, "abc", "-k", 2, "--path", "plain"]
+    probs = torch.nn.functional.one_hot(torch.tensor(65), 264).float() * 50
+    monkeypatch.setattr(
+        "nextn.model.trunk.Trunk.logits", lambda self, final_hidden: probs.expand(*final_hidden.shape[:-1], -1)
+    )
+    how = ["generate", byte_model, "abc", "-k", 2, "--backend", "torch"]
     _, out, _ = here(*how, "--max-tokens", 100)
     assert "the text is repetitive" in out
     assert "nan" not in out
@@ -333,4 +335,4 @@ def test_trace_reads_at_any_width(columns, byte_model, here):
     assert code == 0, err
     assert "\u2026" not in out
     assert max(map(len, out.splitlines())) <= columns
-    assert "eats token 'a'" in out
+    assert "token 'a'" in out

@@ -4,17 +4,17 @@ import datasets
 import peft
 import pytest
 import torch
-from test_hook import differing, inventory, load, state, values
+from test_trainer_hook import differing, inventory, load, state, values
 from tiny import refrain
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from nextn.checkpoints.checkpoint import Checkpoint
-from nextn.finetune.beside import HeadSettings
-from nextn.finetune.hook import train_head
-from nextn.head import outputs
-from nextn.losses.loss import Targets, mtp_loss
-from nextn.model import load_head
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.losses.mtp_loss import Targets, mtp_loss
+from nextn.model.head import lm_head_weights
+from nextn.model.model import load_head
+from nextn.train.cotrain import HeadSettings
+from nextn.train.trainer_hook import train_head
 
 ROWS = [row.tolist() for row in refrain(6, 18, seed=3)]
 ROWS = [row[: 18 - 2 * index] for index, row in enumerate(ROWS)]
@@ -60,8 +60,8 @@ def test_losses_are_those_of_each_document_alone(fixture_folder, tmp_path, token
         for row in ROWS:
             tokens = torch.tensor([row])
             hidden = own.trunk(tokens)
-            hiddens = [hidden.normed, *own.hiddens(tokens, hidden.eaten, 3)]
-            report = mtp_loss(hiddens, outputs(own.trunk, own, 3), Targets(tokens), lam=1.0)
+            hiddens = [hidden.final_hidden, *own.teacher_forced_hidden(tokens, hidden.head_input, 3)]
+            report = mtp_loss(hiddens, lm_head_weights(own.trunk, own, 3), Targets(tokens), lam=1.0)
             sums, counts = sums + report.sums, counts + report.counts
     assert values(run, "loss")[0] == pytest.approx((sums / counts)[0].item(), rel=1e-3)
     for depth in (1, 2, 3):

@@ -14,7 +14,7 @@ from stored import INDEX, set_config
 from tiny import build
 
 from nextn.errors import CheckpointError
-from nextn.model import Model
+from nextn.model.model import Model
 
 SHARD = "model-00002-of-00002.safetensors"
 
@@ -113,7 +113,7 @@ def test_no_head_no_download(hub, tmp_path):
     assert Model.load("org/model", cache_dir=tmp_path / "cache", need_head=False).head is None
 
 
-@pytest.mark.parametrize(("status", "words"), [(401, "the hub wants a token"), (403, "the token may not read this")])
+@pytest.mark.parametrize(("status", "words"), [(401, "the hub requires a token"), (403, "the token has no access")])
 def test_refused_downloads(hub, tmp_path, status, words):
     """A traceback of the hub's client in place of one line that says what to do."""
     hub.faults["download"] = [status]

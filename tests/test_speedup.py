@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from nextn.figures.speedup import Costs, Spread, alike, best_drafts, break_even, expected_length, expected_speedup
+from nextn.stats.speedup import Costs, Spread, best_drafts, break_even, expected_length, expected_speedup, uniform_rate
 
 
 def costs(v, c, step=2.0):
@@ -17,16 +17,16 @@ def costs(v, c, step=2.0):
 
 @pytest.mark.parametrize("rates", [[], [0.3], [0.9, 0.5, 0.7, 0.2], [1.0, 1.0], [0.0, 0.9]])
 def test_expected_length_is_the_enumeration(rates):
-    """A survival product that is off by one, or a forgotten token of the trunk's own."""
+    """With the right number of factors, and the bonus token."""
     total = 0.0
-    for stands in itertools.product([True, False], repeat=len(rates)):
-        chance = math.prod(rate if stand else 1 - rate for rate, stand in zip(rates, stands, strict=True))
-        total += chance * (1 + len(list(itertools.takewhile(bool, stands))))
+    for accepted in itertools.product([True, False], repeat=len(rates)):
+        chance = math.prod(rate if is_accepted else 1 - rate for rate, is_accepted in zip(rates, accepted, strict=True))
+        total += chance * (1 + len(list(itertools.takewhile(bool, accepted))))
     assert expected_length(rates) == pytest.approx(total, abs=1e-12)
 
 
 def test_a_depth_never_offered_adds_nothing():
-    """nan in the sum, where an early depth was never kept."""
+    """A nan, where an earlier depth was never accepted, is not summed."""
     assert expected_length([0.5, 0.0, math.nan]) == 1.5
 
 
@@ -38,8 +38,8 @@ def test_speedup_with_a_flat_trunk_is_leviathans(rate, c, drafts):
     assert expected_speedup(flat, [rate] * drafts, drafts) == pytest.approx(theorem)
 
 
-def test_speedup_takes_its_own_places():
-    """AL of the first K depths only, the pass of K + 1 tokens, o once; plain decoding costs no overhead."""
+def test_speedup_uses_its_own_depths():
+    """AL of the first K depths only, the pass of K + 1 tokens, o once; baseline decoding has no overhead."""
     each = costs([1.0, 1.5, 4.0], 0.25)
     assert expected_speedup(each, [0.5, 0.5], 1, overhead=0.25) == pytest.approx(1.5 / (1.5 + 0.25 + 0.25))
     assert expected_speedup(each, [0.5, 0.5], 2) == pytest.approx(1.75 / 4.5)
@@ -47,7 +47,7 @@ def test_speedup_takes_its_own_places():
 
 
 def test_best_is_the_maximum_and_may_be_zero():
-    """A best K that was never compared with plain decoding."""
+    """The best K is also compared with baseline decoding."""
     each = costs([1.0, 1.1, 1.2, 3.0], 0.1)
     assert best_drafts(each, [0.9, 0.9, 0.9]) == 2
     assert best_drafts(each, [0.1, 0.1, 0.1]) == 0
@@ -65,9 +65,9 @@ def test_break_even_is_where_speed_up_is_one():
     assert break_even(costs([1, 1.9], 0.2), 1) is None
 
 
-def test_alike_inverts_length():
-    assert alike(expected_length([0.7] * 5), 5) == pytest.approx(0.7)
-    assert alike(2.01, 1) is None
+def test_uniform_rate_inverts_length():
+    assert uniform_rate(expected_length([0.7] * 5), 5) == pytest.approx(0.7)
+    assert uniform_rate(2.01, 1) is None
 
 
 @pytest.mark.parametrize("values", [[3.0], [1.0, 4.0], [5.0, 1.0, 2.0, 9.0, 4.0]])

@@ -13,8 +13,8 @@ import pytest
 import torch
 from test_cli import TINY
 
-from nextn.model import Model
-from nextn.training.joint_runs import joint_run
+from nextn.model.model import Model
+from nextn.train.joint_run import joint_run
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 STEPS, EVERY = 40, 5

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import CONFIGS, build
 
-from nextn.kinds import Kind
+from nextn.model.layer_types import LayerType
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -12,7 +12,7 @@ def test_logits_are_those_of_transformers(name):
     """Catches a scale of the logits that is left out, and a decoder other than the model's own."""
     trunk, tokens = build(name).trunk, torch.randint(0, 64, (2, 12))
     with torch.no_grad():
-        ours = trunk.logits(trunk(tokens).normed)
+        ours = trunk.logits(trunk(tokens).final_hidden)
         torch.testing.assert_close(ours, trunk.model(input_ids=tokens).logits, atol=1e-5, rtol=1e-5)
 
 
@@ -21,7 +21,7 @@ def test_rotary_is_what_the_layers_get(name):
     """A head's block that is handed other angles than the trunk's layers of its kind attends to other distances."""
     trunk, tokens = build(name).trunk, torch.randint(0, 64, (1, 12))
     given = {}
-    for layer, kind in zip(trunk.decoder.layers, trunk.kinds, strict=False):
+    for layer, kind in zip(trunk.decoder.layers, trunk.layer_types, strict=False):
 
         def note(_, args, kwargs, kind=kind):
             given[kind] = kwargs.get("position_embeddings")
@@ -49,7 +49,7 @@ def test_masks_see_what_they_may(name, window):
     """A column sees itself and those before it in its document and its window, with and without sdpa."""
     trunk, documents = build(name).trunk, [0, 0, 0, 0, 1, 1, 1, 1, 1]
     within = torch.tensor([[[[a == b for b in documents] for a in documents]]])
-    mask = trunk.mask(Kind("sliding_attention", window), len(documents), within=within)[0, 0]
+    mask = trunk.mask(LayerType("sliding_attention", window), len(documents), within=within)[0, 0]
     seen = mask if mask.dtype == torch.bool else mask == 0
     for query in range(len(documents)):
         for column in range(len(documents)):
@@ -60,16 +60,16 @@ def test_masks_see_what_they_may(name, window):
 def test_mask_only_where_one_is_needed():
     """sdpa is faster without a mask; an indexer has none to fall back on."""
     trunk = build("glm4_moe").trunk
-    assert trunk.mask(Kind(), 9) is None
-    assert trunk.mask(Kind("sliding_attention", 9), 9) is None
-    assert trunk.mask(Kind("sliding_attention", 8), 9) is not None
-    assert trunk.mask(Kind("indexed_attention"), 1) is not None
+    assert trunk.mask(LayerType(), 9) is None
+    assert trunk.mask(LayerType("sliding_attention", 9), 9) is None
+    assert trunk.mask(LayerType("sliding_attention", 8), 9) is not None
+    assert trunk.mask(LayerType("indexed_attention"), 1) is not None
 
 
 def test_block_is_made_like_the_layers_of_its_kind():
     """Step-3.5's sliding layers have heads of their own number; the config of the whole trunk names the other."""
     model = build("step3p5", modules=3)
-    assert [module.kind.window for module in model.head.stack] == [5, None, 5]
+    assert [module.layer_type.window for module in model.head.stack] == [5, None, 5]
     assert [module.block.self_attn.num_heads for module in model.head.stack] == [2, 4, 2]
     assert [type(module.block.mlp).__name__ for module in model.head.stack] == [
         "Step3p7MLP", "Step3p7SparseMoeBlock", "Step3p7SparseMoeBlock"
@@ -79,5 +79,5 @@ def test_block_is_made_like_the_layers_of_its_kind():
 def test_block_of_two_layers():
     """Nemotron-H's module is an attention layer and an MoE layer, and only the first keeps anything."""
     model = build("nemotron_h")
-    assert [kind.name for kind in model.head.stack[0].kinds] == ["full_attention", "dummy"]
+    assert [kind.name for kind in model.head.stack[0].layer_types] == ["full_attention", "dummy"]
     assert len(model.head.cache(1).layers) == 2

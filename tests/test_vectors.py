@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import nextn.fast
+import nextn.runtime.native
 
-SOURCES = Path(nextn.fast.__file__).parent / "csrc"
+SOURCES = Path(nextn.runtime.native.__file__).parent / "csrc"
 FLAGS = ["-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-I", str(SOURCES)]
 IS_X86 = platform.machine() == "x86_64"
 # Registers of 16, 32 and 64 bytes, these with products of bf16, and tiles. Compiled everywhere; what this machine lacks
@@ -113,7 +113,7 @@ def test_sixteen_at_once_are_sixteen_alone(kind, given, tmp_path):
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if runs_here(kind)])
 def test_no_number_stays_none(kind, given, tmp_path):
-    """NaN goes through roundings and choices; the place beside it knows nothing of it."""
+    """NaN goes through roundings and choices; the lane beside it is not affected."""
     (tmp_path / "main.cpp").write_text(PROGRAM)
     compiled(f"-march={kind}", "-O2", "-o", tmp_path / "main", tmp_path / "main.cpp")
     values = given.clone()

@@ -6,14 +6,14 @@ from functools import partial
 import pytest
 from fake_engine import no_key  # noqa: F401
 
-from nextn.benchmarking.workload import Prompt, read_prompts
 from nextn.engines.client import Budget, Limits
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import ConfigError
-from nextn.verify import CHECKS, Settings, verify
-from nextn.verify.forms import SCHEMA, misfit
+from nextn.evaluate.workload import Prompt, read_prompts
+from nextn.verify import CHECKS, VerifySettings, verify
+from nextn.verify.format_checks import SCHEMA, misfit
 
-SMALL = Settings(max_tokens=24, samples=64, sampled_prompts=2, sampled_tokens=6, context=600)
+SMALL = VerifySettings(max_tokens=24, samples=64, sampled_prompts=2, sampled_tokens=6, context=600)
 PROMPTS = read_prompts()[::2]
 
 
@@ -62,7 +62,7 @@ def test_rounding_is_no_finding(run):
     figures = found["greedy"].figures
     assert len(figures["tie_gaps"]) >= 4
     assert max(figures["tie_gaps"]) < 0.02
-    assert "part at near-ties (gaps 0.0" in found["greedy"].evidence
+    assert "diverge at near-ties (gaps 0.0" in found["greedy"].evidence
 
 
 # fmt: off
@@ -74,32 +74,32 @@ BROKEN = [
     ("wrong", True, "replay", "differ beyond a near-tie"),
     ("wrong", True, "logprobs", "another token is likelier by"),
     ("wrong-when-long", False, "long-context", "0 of 1 texts identical"),
-    ("other-logprobs", True, "logprobs", "the token that came is not in the list"),
+    ("other-logprobs", True, "logprobs", "the chosen token is not in the list"),
     ("other-logprobs", True, "replay", "log-probabilities of equal tokens differ by up to"),
     ("zero-logprobs", True, "logprobs", "192 of 192 log-probabilities are exactly 0.0"),
     ("untold-drafts", True, "logprobs", "128 of 192 tokens come without a list"),
-    ("two-numbers", True, "logprobs", " alone, "),
+    ("two-numbers", True, "logprobs", " as the token's own, "),
     ("flat-logprobs", False, "logprobs", "MTP on and off differ by "),
-    ("one-more", True, "max-tokens", "max_tokens 1: 2 tokens came"),
+    ("one-more", True, "max-tokens", "max_tokens 1: 2 tokens returned"),
     ("finish", True, "max-tokens", "finish_reason 'done'; expected length or stop"),
     ("stop-leak", True, "stop-strings", "the text contains it"),
-    ("stop-late", True, "stop-strings", "the text goes on behind the place"),
+    ("stop-late", True, "stop-strings", "the text continues after it"),
     ("stream-loses", True, "streaming", "streamed text differs from character 7 on, twice"),
     ("stream-breaks", True, "streaming", "the stream ends without [DONE]"),
     ("mixed", True, "concurrency", "8 at once against alone: "),
     ("swapped", True, "concurrency", "got the answer to prompt"),
     ("stale-cache", True, "prefix-cache", "warm against cold: 0 of 4 texts identical"),
     ("broken-json", False, "json-schema", "1 of 4 valid: not JSON"),
-    ("misfit", False, "json-schema", "'36' is no integer"),
+    ("misfit", False, "json-schema", "'36' is not of type integer"),
     ("broken-json", False, "tool-calls", "1 of 3 valid: not JSON"),
     ("misfit", False, "tool-calls", "'kelvin' is not one of"),
     ("sharp", False, "sampled-law", "ranks of later tokens"),
     ("sharp-drafts", False, "sampled-law", "only drafted positions differ"),
-    ("sharp-drafts", True, "sampled-own", "later tokens: the likeliest was drawn"),
-    ("garbage-drafts", True, "sampled-own", "later tokens: one outside the list was drawn"),
+    ("sharp-drafts", True, "sampled-own", "later tokens: the likeliest was sampled"),
+    ("garbage-drafts", True, "sampled-own", "later tokens: one outside the list was sampled"),
     ("off", True, "mtp-on", "nothing was drafted in this run"),
     ("http-500", True, "greedy", "the engine failed: "),
-    ("hang", True, "greedy", "no whole answer within 0.5 s"),
+    ("hang", True, "greedy", "no complete answer within 0.5 s"),
     ("huge", True, "greedy", "the answer is longer than"),
     ("drop", True, "greedy", "the engine broke off its answer"),
 ]
@@ -123,13 +123,13 @@ def test_a_stream_that_differs_once(run):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ({"name": "a", "age": 1, "colour": "red", "member": True}, ""),
-        ({"name": "a", "age": True, "colour": "red", "member": True}, "True is no integer"),
-        ({"name": "a", "age": 1, "colour": "grey", "member": True}, "is not one of"),
-        ({"name": "a" * 21, "age": 1, "colour": "red", "member": True}, "is too long"),
-        ({"name": "a", "age": 1, "colour": "red"}, "has the keys ['age', 'colour', 'name']"),
-        ({"name": "a", "age": 1, "colour": "red", "member": True, "x": 1}, "has the keys"),
-        ([], "is no object"),
+        ({"name": "a", "age": 1, "color": "red", "member": True}, ""),
+        ({"name": "a", "age": True, "color": "red", "member": True}, "True is not of type integer"),
+        ({"name": "a", "age": 1, "color": "gray", "member": True}, "is not one of"),
+        ({"name": "a" * 21, "age": 1, "color": "red", "member": True}, "is too long"),
+        ({"name": "a", "age": 1, "color": "red"}, "has the keys ['age', 'color', 'name']"),
+        ({"name": "a", "age": 1, "color": "red", "member": True, "x": 1}, "has the keys"),
+        ([], "is not of type object"),
     ],
 )
 def test_misfit(value, words):
@@ -142,7 +142,7 @@ def test_counters_reset(run):
     """The engine was started anew within the run: part of what was checked ran on another one."""
     found = run("reset", names=["greedy", "replay", "mtp-on"], alone=True)["mtp-on"]
     assert found.outcome == "failed"
-    assert "reset in mid-run" in found.evidence
+    assert "reset during the run" in found.evidence
 
 
 def test_a_reference_that_drafts(run):
@@ -155,14 +155,14 @@ def test_a_reference_that_drafts(run):
 UNTOLD = [
     ("no-metrics", "mtp-on", "/metrics: no metrics (HTTP 404); SGLang needs --enable-metrics"),
     ("no-cache", "prefix-cache", "was never hit, so this run proves nothing"),
-    ("no-ids", "replay", "the engine tells no token ids"),
-    ("no-logprobs", "logprobs", "tells no log-probabilities"),
-    ("no-logprobs", "sampled-own", "tells no log-probabilities"),
+    ("no-ids", "replay", "the engine returns no token ids"),
+    ("no-logprobs", "logprobs", "returns no log-probabilities"),
+    ("no-logprobs", "sampled-own", "returns no log-probabilities"),
     ("untold-drafts", "sampled-own", "not all tokens come with log-probabilities"),
     ("no-forms", "json-schema", "not supported: "),
     ("no-forms", "tool-calls", "guided decoding is not supported"),
     ("ignores-forms", "json-schema", "the engine ignores the request"),
-    ("cut", "json-schema", "all 4 answers were cut off at 200 tokens"),
+    ("cut", "json-schema", "all 4 answers were truncated at 200 tokens"),
     ("http-503", "greedy", "the engine refuses: "),
 ]
 # fmt: on
@@ -181,7 +181,7 @@ def test_texts_alone(run):
     assert (same.outcome, same.figures["unit"]) == ("passed", "character")
     apart = run("no-ids", "no-logprobs", "wrong", names=["greedy"], against=["no-ids", "no-logprobs"])["greedy"]
     assert apart.outcome == "unclear"
-    assert "no log-probabilities tell whether at a near-tie" in apart.evidence
+    assert "without log-probabilities it is unknown whether at a near-tie" in apart.evidence
 
 
 def test_sampled_texts_alone(run):
@@ -222,7 +222,7 @@ def test_without_a_chat_template(run):
 
 def test_certain_text_has_no_power(run):
     """A test that could not have failed must not pass."""
-    settings = Settings(max_tokens=8, samples=8, sampled_prompts=1, sampled_tokens=2, context=600)
+    settings = VerifySettings(max_tokens=8, samples=8, sampled_prompts=1, sampled_tokens=2, context=600)
     found = run(names=["sampled-law", "sampled-own"], settings=settings)
     assert outcomes(found) == {"sampled-law": "unclear", "sampled-own": "unclear"}
     assert "power 0." in found["sampled-law"].evidence
@@ -233,7 +233,7 @@ def test_requests_run_out(run):
     found = run(alone=True, limits=Limits(requests=32))
     assert list(found) == list(CHECKS)
     assert found["greedy"].outcome == "passed"
-    assert "not finished: the 32 requests allowed are used up" in found["replay"].evidence
+    assert "not finished: the limit of 32 requests is used up" in found["replay"].evidence
     assert "not run: " in found["mtp-on"].evidence
     assert set(outcomes(found).values()) == {"passed", "unclear"}
 
@@ -252,7 +252,7 @@ def test_usage(engine):
 )
 def test_settings(name, value):
     with pytest.raises(ConfigError, match=name):
-        Settings(**{name: value})
+        VerifySettings(**{name: value})
 
 
 def test_prompts_of_ids(run):
@@ -311,8 +311,8 @@ def test_interrupt_tells_what_was_found(nextn, engine, monkeypatch):
     monkeypatch.setitem(CHECKS, "replay", interrupted)
     code, out, _ = nextn(engine().url, "--check", "greedy", "--check", "replay")
     assert code == 130
-    assert "asked twice: 16 of 16" in out
-    assert "interrupted: the rest was not run" in out
+    assert "requested twice: 16 of 16" in out
+    assert "interrupted: the remaining checks were not run" in out
     assert nextn(engine("one-more").url, "--check", "max-tokens", "--check", "replay", "--json")[0] == 1
 
 

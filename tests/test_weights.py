@@ -1,13 +1,13 @@
-"""One packed copy of each weight, told by its place or by its values."""
+"""One packed copy of each weight, identified by its address or by its values."""
 
 import torch
 
-from nextn.fast.native import load
-from nextn.fast.weights import Weights
+from nextn.runtime.native.abi import load
+from nextn.runtime.native.weight_packing import PackedWeights
 
 
 def test_one_copy_of_what_is_the_same():
-    weights = Weights(load())
+    weights = PackedWeights(load())
     weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
     first = weights.pack([weight])
     assert weights.pack([weight]) is first
@@ -17,8 +17,8 @@ def test_one_copy_of_what_is_the_same():
 
 
 def test_weights_that_begin_alike_are_told_apart():
-    """Also one at a place where another, known by its values, has been."""
-    weights, runtime = Weights(load()), load()
+    """Also one at the address of an earlier one that is known by its values."""
+    weights, runtime = PackedWeights(load()), load()
     weight = torch.ones(64, 32)
     weights.pack([weight])
     for value in (2.0, 3.0):
@@ -32,8 +32,8 @@ def test_weights_that_begin_alike_are_told_apart():
 
 
 def test_several_in_one_matrix():
-    """Part by part, each filled up to whole blocks; told apart by how they are joined."""
-    weights, runtime = Weights(load()), load()
+    """Part by part, each filled up to whole blocks; distinguished by how they are merged."""
+    weights, runtime = PackedWeights(load()), load()
     one, other = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)), torch.ones(96, 32)
     parted = weights.pack([one, other], 2, 32)
     whole = torch.cat([one[:32], other[:64], one[32:], other[64:], torch.zeros(32, 32)])

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from nextn.benchmarking.workload import Prompt, by_domain, read_prompts
-from nextn.corpus.bytelevel import byte_tokenizer
+from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.errors import ConfigError
-from nextn.model import Model
+from nextn.evaluate.workload import Prompt, by_domain, read_prompts
+from nextn.model.model import Model
 
 
 def test_built_in_prompts_are_in_four_domains():
@@ -44,7 +44,7 @@ def test_jsonl_holds_text_or_tokens(tmp_path):
         ("a.txt", "\udcff", "cannot be read as UTF-8"),
     ],
 )
-def test_bad_files_say_where(tmp_path, name, text, words):
+def test_errors_name_the_line(tmp_path, name, text, words):
     (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=words):
         read_prompts(tmp_path / name)

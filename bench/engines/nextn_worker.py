@@ -6,14 +6,14 @@ import torch
 from protocol import Answer, Engine, Request, serve
 
 import nextn
-from nextn.decode import Settings, rounds
-from nextn.model import Model
+from nextn.decoding.rounds import Settings, rounds
+from nextn.model.model import Model
+from nextn.runtime.backend import backend_for
 
 
 def load(options: dict[str, str]) -> Engine:
     model = Model.load(options["checkpoint"], dtype=getattr(torch, options["dtype"]))
-
-    engine = model.engine(options.get("path", "auto"))
+    engine = backend_for(model, options.get("backend", "auto"))
 
     def decode(request: Request) -> Answer:
         settings = Settings(drafts=request.drafts, max_tokens=request.max_tokens, eos=tuple(request.eos))
@@ -23,10 +23,10 @@ def load(options: dict[str, str]) -> Engine:
         log += stream
         seconds = time.perf_counter() - started
         rows = [each.rows[0] for each in log]
-        drafted, kept = sum(len(row.drafts) for row in rows), sum(row.kept for row in rows)
-        return Answer([token for row in rows for token in row.emitted], seconds, len(rows) - 1, drafted, kept)
+        drafted, num_accepted = sum(len(row.drafts) for row in rows), sum(row.num_accepted for row in rows)
+        return Answer([token for row in rows for token in row.emitted], seconds, len(rows) - 1, drafted, num_accepted)
 
-    flags = {"dtype": options["dtype"], "threads": torch.get_num_threads(), "path": engine.path}
+    flags = {"dtype": options["dtype"], "threads": torch.get_num_threads(), "backend": engine.name}
     return Engine(decode, {"nextn": nextn.__version__, "torch": torch.__version__}, flags)
 
 

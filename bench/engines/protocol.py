@@ -1,14 +1,17 @@
-"""A worker's side of the line: JSON requests on stdin, JSON answers on stdout. Needs the standard library alone.
+"""The worker's side of the protocol: JSON requests on stdin, JSON answers on stdout. Uses only the standard library.
 
-Its first line is `{"ready": true, "versions": {...}, "flags": {...}, "counts": bool}`, or `{"unavailable": reason}` and
-the end. After it, each `{"prompt": ids, "max_tokens": n, "drafts": K, "eos": ids}` is answered by
-`{"tokens": ids, "seconds": s, "rounds": n, "drafted": n, "kept": n, "lengths": [n, ...]}`, or `{"error": reason}`.
-counts: whether it has counters; seconds: from the moment the prefill's token is there to the last one; rounds: trunk
-passes in this time; drafted, kept: tokens, for K = 0 none; lengths: tokens of each round, none where the engine does
-not tell them.
+Its first line is `{"ready": true, "versions": {...}, "flags": {...}, "counts": bool}`, or `{"unavailable": reason}`,
+after which it exits. Then each `{"prompt": ids, "max_tokens": n, "drafts": K, "eos": ids}` is answered by
+`{"tokens": ids, "seconds": s, "rounds": n, "drafted": n, "num_accepted": n, "lengths": [n, ...]}` or `{"error": text}`.
 
-`{"load": {...}}` ends the engine and loads it with other options; the answer is a first line again. `{"metrics": true}`
-is answered by `{"text": the engine's counters as Prometheus text}`.
+- counts: whether it has counters
+- seconds: from the prefill's token to the last one
+- rounds: trunk passes in this time
+- drafted, num_accepted: draft tokens, 0 for K = 0
+- lengths: tokens of each round, [] if the engine does not report them
+
+`{"load": {...}}` closes the engine and loads it with other options, answered as the first line. `{"metrics": true}` is
+answered by `{"text": the engine's counters as Prometheus text}`.
 """
 
 import json
@@ -34,23 +37,28 @@ class Answer:
     seconds: float
     rounds: int
     drafted: int
-    kept: int
+    num_accepted: int
     lengths: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, parts: list[list[int]], seconds: float, request: Request) -> "Answer":
-        """parts: the prefill's token, then what each round gave; the kept drafts are all but the last of a round."""
+        """Count from the tokens of the prefill and of each round, of which all but the last are accepted drafts."""
         rounds = parts[1:]
-        kept = sum(len(part) - 1 for part in rounds) if request.drafts else 0
+        num_accepted = sum(len(part) - 1 for part in rounds) if request.drafts else 0
         tokens, lengths = [token for part in parts for token in part], list(map(len, rounds))
-        return cls(tokens, seconds, len(rounds), request.drafts * len(rounds), kept, lengths)
+        return cls(tokens, seconds, len(rounds), request.drafts * len(rounds), num_accepted, lengths)
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What a worker serves with: `decode` answers one request; versions and flags go into the record.
+    """What a worker serves.
 
-    metrics: its counters as Prometheus text. close: gives back what it holds, before another is loaded.
+    Attributes:
+        decode: Answers one request.
+        versions: For the record.
+        flags: For the record.
+        metrics: Returns the counters as Prometheus text.
+        close: Frees its resources before another engine is loaded.
     """
 
     decode: Callable[[Request], Answer]
@@ -61,41 +69,41 @@ class Engine:
 
 
 def serve(load: Callable[[dict[str, object]], Engine]) -> None:
-    """Load the engine by the options (a JSON object, the first argument), then answer until stdin ends."""
+    """Load the engine with the options (first argument, a JSON object), then answer until stdin ends."""
     answers = _claim_stdout()
     engine = _loaded(load, json.loads(sys.argv[1]), answers)
     for line in sys.stdin if engine is not None else ():
-        asked = json.loads(line)
-        if "load" in asked:
+        message = json.loads(line)
+        if "load" in message:
             if engine is not None:
                 engine.close()
-            engine = None  # what it held goes before the next one is loaded
-            engine = _loaded(load, asked["load"], answers)
+            engine = None  # freed before the next one is loaded
+            engine = _loaded(load, message["load"], answers)
         else:
-            _say(answers, _answer(engine, asked))
+            _write(answers, _answer(engine, message))
 
 
 def _loaded(load: Callable[[dict[str, object]], Engine], options: dict[str, object], answers: TextIO) -> Engine | None:
-    """The engine, and the line that says so; None, and its reason, where it cannot run."""
+    """Load the engine and write the first line; None if it cannot run."""
     try:
         engine = load(options)
     except Exception as error:  # whatever an engine raises is the reason why it cannot run
         traceback.print_exc()
-        _say(answers, {"unavailable": f"{type(error).__name__}: {error}"})
+        _write(answers, {"unavailable": f"{type(error).__name__}: {error}"})
         return None
-    _say(
+    _write(
         answers,
         {"ready": True, "versions": engine.versions, "flags": engine.flags, "counts": engine.metrics is not None},
     )
     return engine
 
 
-def _answer(engine: Engine | None, asked: dict) -> dict[str, object]:
+def _answer(engine: Engine | None, message: dict) -> dict[str, object]:
     try:
         if engine is None:
             raise RuntimeError("no engine is loaded")
-        if "metrics" not in asked:
-            return asdict(engine.decode(Request(**asked)))
+        if "metrics" not in message:
+            return asdict(engine.decode(Request(**message)))
         if engine.metrics is None:
             raise NotImplementedError("this engine has no counters")
         return {"text": engine.metrics()}
@@ -105,12 +113,12 @@ def _answer(engine: Engine | None, asked: dict) -> dict[str, object]:
 
 
 def _claim_stdout() -> TextIO:
-    """Stdout for answers alone: what an engine prints, from C++ too, goes to stderr."""
+    """Reserve stdout for answers: what the engine prints, also from C++, goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers
 
 
-def _say(answers: TextIO, value: dict[str, object]) -> None:
+def _write(answers: TextIO, value: dict[str, object]) -> None:
     answers.write(json.dumps(value) + "\n")
     answers.flush()

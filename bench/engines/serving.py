@@ -1,4 +1,4 @@
-"""One checkpoint through one engine in float32, plain and at every K. Engines that fix K at their start load again."""
+"""One checkpoint in one engine in float32, at K = 0 and every other K. Engines that fix K at their start load again."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ CONTEXT = 256
 
 @dataclass(frozen=True)
 class Served:
-    """plain: K = 0; seen: every other K. versions, flags: what the engine says of itself at the last K."""
+    """Runs at K = 0 (`plain`) and every other K (`seen`); versions and flags are those of the last K."""
 
     plain: Seen
     seen: tuple[Seen, ...]
@@ -23,7 +23,7 @@ class Served:
 
 @dataclass
 class Bench:
-    """Engines by name, started when they are first asked for and then kept. folder: takes logs and GGUF files."""
+    """Engines by name, started on first use; `folder` is for logs and GGUF files."""
 
     starter: Starter
     folder: Path
@@ -40,8 +40,10 @@ class Bench:
         tokens: int,
         **more: object,
     ) -> Served:
-        """drafts: every K but 0; transformers takes the number of the head's modules alone. more: options of the
-        worker. Raises Unavailable."""
+        """Run the prompts at K = 0 and every K of `drafts`; `more` are options of the worker. Raises Unavailable.
+
+        transformers allows only the number of the head's MTP layers.
+        """
         gguf = self._converted(checkpoint) if engine == "llama.cpp" else None
         seen = []
         for k in (0, *drafts):
@@ -55,10 +57,10 @@ class Bench:
             self.workers.popitem()[1].close()
 
     def _loaded(self, engine: str, options: dict[str, object]) -> Worker:
-        """In the process that is there, or a new one."""
+        """In the running process, or a new one."""
         worker = self.workers.get(engine)
         if worker is not None and worker.child.poll() is None:
-            worker.load({**self.starter.own(engine), **options}, start_s=self.starter.limit_s)
+            worker.load({**self.starter.machine_options(engine), **options}, start_s=self.starter.limit_s)
         else:
             worker = self.workers[engine] = self.starter.start(engine, options, log=self.folder / f"{engine}.log")
         return worker

@@ -1,8 +1,8 @@
-"""llama.cpp's own converter, for tokenizers that it does not know: `to_gguf.py SOURCE CHECKPOINT OUT DTYPE`.
+"""llama.cpp's own converter, patched for unknown tokenizers: `to_gguf.py SOURCE CHECKPOINT OUT DTYPE`.
 
-It knows a pre-tokenizer by a hash of its output on a fixed text, and takes GLM's special tokens for granted. Prompts
-are token ids here, so that neither matters: an unknown pre-tokenizer becomes GPT-2's, a vocabulary without GLM's tokens
-is written as GPT-2's. Both are patched in this process; the converter's files and the checkpoint stay as they are.
+It recognizes a pre-tokenizer by a hash of its output on a fixed text, and assumes GLM's special tokens. Prompts are
+token ids here, so neither matters: an unknown pre-tokenizer becomes GPT-2's, and a vocabulary without GLM's tokens is
+written as GPT-2's. Both are patched in this process; the converter's files and the checkpoint do not change.
 """
 
 import sys
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def forgiving(known: Callable, error: type[Exception], instead: Callable) -> Callable:
-    """`known`, and where it raises `error`, `instead`."""
+    """Return a method that calls `instead` if `known` raises `error`."""
 
     def method(self, *args):
         try:

@@ -1,6 +1,6 @@
 """transformers' `generate`, plain and with `use_mtp=True`, as a worker. Options: checkpoint, dtype.
 
-The number of drafts is that of the head's modules: transformers does not use one module again for deeper drafts.
+The number of drafts is that of the head's MTP layers: transformers does not run one again for deeper drafts.
 """
 
 import time
@@ -33,17 +33,17 @@ class Clock(BaseStreamer):
 def load(options: dict[str, str]) -> Engine:
     config = AutoConfig.from_pretrained(options["checkpoint"])
     modules = config.num_mtp_layers = config.num_nextn_predict_layers
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    # transformers finds the head by patterns that name the released depth of the trunk; this trunk has another.
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    # transformers finds the head by patterns with the released number of trunk layers; this trunk has another.
     heads = "|".join(str(config.num_hidden_layers + index) for index in range(modules))
-    patterns = [*(kind._keys_to_ignore_on_load_unexpected or []), rf"model\.layers\.({heads})\."]
-    kind._keys_to_ignore_on_load_unexpected = patterns
+    patterns = [*(model_class._keys_to_ignore_on_load_unexpected or []), rf"model\.layers\.({heads})\."]
+    model_class._keys_to_ignore_on_load_unexpected = patterns
     dtype = getattr(torch, options["dtype"])
     model = AutoModelForCausalLM.from_pretrained(options["checkpoint"], config=config, dtype=dtype).eval()
 
     def decode(request: Request) -> Answer:
         if request.drafts not in (0, modules):
-            raise ValueError(f"drafts = {request.drafts}; `use_mtp` drafts as many tokens as the head has modules")
+            raise ValueError(f"drafts = {request.drafts}; `use_mtp` drafts as many tokens as the head has MTP layers")
         prompt, clock = torch.tensor([request.prompt]), Clock()
         model.generate(
             prompt,

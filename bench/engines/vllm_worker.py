@@ -1,7 +1,7 @@
 """vLLM on CPUs as a worker. Options: checkpoint, dtype, eager, context, drafts (of this engine: fixed at its start),
-counts (whether it counts its drafts, as its server does), attention (its backend, where it is not to choose).
+counts (whether it counts its drafts, as its server does), attention (its backend; default: its own choice).
 
-The engine runs in this process and is stepped by hand: no second process, no server, and what a step gives is a round.
+The engine runs in this process and is stepped by hand: no second process, no server; the output of a step is a round.
 """
 
 import time
@@ -47,7 +47,7 @@ def load(options: dict) -> Engine:
         engine.add_request("one", {"prompt_token_ids": request.prompt}, sampling)
         parts: list[list[int]] = []
         while engine.has_unfinished_requests():
-            parts += [list(found.outputs[0].token_ids) for found in engine.step() if found.outputs[0].token_ids]
+            parts += [list(output.outputs[0].token_ids) for output in engine.step() if output.outputs[0].token_ids]
             ended = time.perf_counter()
             if len(parts) <= 1:
                 started = ended

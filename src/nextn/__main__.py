@@ -1,4 +1,4 @@
-"""`python -m nextn`: the same as the `nextn` command; torchrun starts its processes so."""
+"""`python -m nextn`: the same as the `nextn` command; torchrun starts its processes this way."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from nextn.cli import main
 
 
 def leave(code: int | None) -> None:
-    """End the process at once, with what sys.exit(code) would end it."""
+    """End the process at once, with the exit code of sys.exit(code)."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code or 0)
@@ -19,6 +19,6 @@ if __name__ == "__main__":
     except SystemExit as end:
         if "TORCHELASTIC_RUN_ID" not in os.environ or isinstance(end.code, str):
             raise
-        # All is written; behind the interpreter's end a library's thread aborts a process now and then ("terminate
-        # called without an active exception", once in 14 runs of two, torch 2.13): torchrun would call the run failed.
+        # Everything is written. At interpreter exit, a library's thread sometimes aborts the process ("terminate called
+        # without an active exception", once in 14 runs of two, torch 2.13), which torchrun would report as a failure.
         leave(end.code)

@@ -1,7 +1,7 @@
 """HTTP exchanges with a total deadline, used by the engine client and by the hub reader.
 
 A timeout of httpx bounds one read, so a server that sends a header or an error body byte by byte never exceeds it. Here
-each read and write on the connection gets the time that is left of the whole exchange.
+each read and write on the connection gets the remaining time of the exchange.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any
 import httpcore2
 import httpx2
 
-_SLICE = 16 * 1024  # bytes per write: the time that is left is computed anew for each
+_SLICE = 16 * 1024  # bytes per write; the remaining time is computed for each
 
 
 class Deadline(float):
@@ -21,7 +21,7 @@ class Deadline(float):
 
     Args:
         seconds: For the whole exchange, and for one read. Must be above 0.
-        rate: Bytes; each time so many have come, the exchange may take one second more. Infinite by default.
+        rate: Bytes; for each so many received, the exchange may take one second more. Infinite by default.
     """
 
     _ends: float
@@ -38,21 +38,21 @@ class Deadline(float):
 
     @property
     def remaining(self) -> float:
-        """Seconds that the next read may take; 0 or less when the time is over."""
+        """Seconds that the next read may take; 0 or less after the deadline."""
         return min(float(self), self._ends - time.monotonic())
 
 
 def client(**options: Any) -> httpx2.Client:
     """Return an httpx client that keeps each `Deadline` given as a request's timeout. Options are those of httpx."""
-    made = httpx2.Client(**options)
-    for transport in (made._transport, *made._mounts.values()):
+    http = httpx2.Client(**options)
+    for transport in (http._transport, *http._mounts.values()):
         if isinstance(transport, httpx2.HTTPTransport):
             transport._pool._network_backend = _Backend()  # httpx has no option for it
-    return made
+    return http
 
 
 def _left(timeout: float | None, over: type[Exception]) -> float | None:
-    """The seconds that one operation may take. Raises `over` when none are left."""
+    """Return the seconds that one operation may take; raises `over` after the deadline."""
     if not isinstance(timeout, Deadline):
         return timeout
     if timeout.remaining <= 0:

@@ -1,4 +1,4 @@
-"""The demo: train a byte-level model with an MTP head, save it, reload it, decode with the head off and on."""
+"""The demo: train a byte-level model with an MTP head, save it, reload it, decode it without and with the head."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,94 +8,99 @@ from pathlib import Path
 
 import torch
 
-from nextn.benchmarking.cost import processor
-from nextn.checkpoints.tensor_file import write_json
-from nextn.corpus.data import Corpus
-from nextn.corpus.loops import Degeneracy, degeneracy
-from nextn.corpus.prompts import prompts
-from nextn.decode import Round, Settings, rounds
-from nextn.figures.acceptance import Acceptance
-from nextn.model import Model
-from nextn.sampling import Sampling
-from nextn.training.joint_runs import joint_run
-from nextn.training.metrics import EvalRecord, Record
+from nextn.checkpoint.safetensors_file import write_json
+from nextn.data.corpus import Corpus
+from nextn.data.degeneracy import Degeneracy, degeneracy
+from nextn.data.prompts import sample_prompts
+from nextn.decoding.rounds import Round, Settings, rounds
+from nextn.evaluate.decoding_costs import processor_name
+from nextn.model.model import Model
+from nextn.runtime.backend import backend_for
+from nextn.speculative.sampling import Sampling
+from nextn.stats.acceptance import Acceptance
+from nextn.train.joint_run import joint_run
+from nextn.train.metrics import EvalRecord, Record
 
 
 @dataclass(frozen=True)
-class Side:
-    """One way of decoding the held-out prompts, batch 1. rounds[i]: of prompt i, the prefill's first."""
+class DecodedSide:
+    """The held-out prompts decoded at batch size 1, with or without drafts."""
 
-    rounds: tuple[tuple[Round, ...], ...] = field(repr=False)
+    rounds: tuple[tuple[Round, ...], ...] = field(repr=False)  # of each prompt, the prefill first
 
     @property
     def tokens(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(token for each in row for token in each.rows[0].emitted) for row in self.rounds)
+        """The generated tokens of each prompt."""
+        return tuple(tuple(token for step in prompt for token in step.rows[0].emitted) for prompt in self.rounds)
 
     @property
     def seconds(self) -> float:
         """Wall time without the prefills."""
-        return sum(each.draft_s + each.verify_s for row in self.rounds for each in row[1:])
+        return sum(step.draft_s + step.verify_s for prompt in self.rounds for step in prompt[1:])
 
     @property
     def tokens_per_s(self) -> float:
-        return sum(len(row) - 1 for row in self.tokens) / self.seconds
+        """Generated tokens per second, without the prefills."""
+        return sum(len(tokens) - 1 for tokens in self.tokens) / self.seconds
 
     @property
     def acceptance(self) -> Acceptance:
-        return Acceptance.of(each for row in self.rounds for each in row)
+        """Acceptance over all prompts."""
+        return Acceptance.of(step for prompt in self.rounds for step in prompt)
 
-    def of(self, places: Sequence[int]) -> "Side":
-        """The same for some of the prompts."""
-        return Side(tuple(self.rounds[place] for place in places))
+    def select(self, indices: Sequence[int]) -> "DecodedSide":
+        """Return the figures of some of the prompts."""
+        return DecodedSide(tuple(self.rounds[index] for index in indices))
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Plain decoding and MTP under one sampling, prompt by prompt; looping: prompts whose MTP text is a loop."""
+class DecodedPair:
+    """Baseline decoding and MTP with the same sampling settings, prompt by prompt."""
 
-    plain: Side
-    mtp: Side
+    plain: DecodedSide
+    mtp: DecodedSide
 
     @cached_property
     def checks(self) -> tuple[Degeneracy, ...]:
+        """The degeneracy of each prompt's MTP text."""
         return tuple(degeneracy(tokens) for tokens in self.mtp.tokens)
 
     @property
-    def sound(self) -> list[int]:
-        """Prompts whose text is no loop. Loops are easy to draft: figures are taken without them."""
-        return [place for place, check in enumerate(self.checks) if not check.looping]
+    def non_degenerate(self) -> list[int]:
+        """Prompts whose text is not degenerate; the figures exclude the others, which are easy to draft."""
+        return [index for index, check in enumerate(self.checks) if not check.is_degenerate]
 
-    def figures(self) -> "Pair":
-        """The pair without the loops; all of it if everything loops."""
-        places = self.sound or range(len(self.checks))
-        return Pair(self.plain.of(places), self.mtp.of(places))
+    def figures(self) -> "DecodedPair":
+        """Return the pair without degenerate texts, or all of it if every text is degenerate."""
+        indices = self.non_degenerate or range(len(self.checks))
+        return DecodedPair(self.plain.select(indices), self.mtp.select(indices))
 
     @property
     def speedup(self) -> float:
-        """Wall-clock tokens/s of MTP over plain decoding through the same code."""
+        """Wall-clock tokens/s of MTP over baseline decoding by the same code."""
         return self.mtp.tokens_per_s / self.plain.tokens_per_s
 
     def as_record(self) -> dict[str, object]:
-        """What goes into report.json: the figures without the loops, and how many those were."""
-        told = self.figures()
-        rates = {"plain_tokens_per_s": told.plain.tokens_per_s, "mtp_tokens_per_s": told.mtp.tokens_per_s}
-        counts = {"prompts": len(self.checks), "looping": len(self.checks) - len(self.sound)}
+        """Return the record for report.json: the figures without degenerate texts, and the number of those."""
+        pair = self.figures()
+        rates = {"plain_tokens_per_s": pair.plain.tokens_per_s, "mtp_tokens_per_s": pair.mtp.tokens_per_s}
+        counts = {"prompts": len(self.checks), "looping": len(self.checks) - len(self.non_degenerate)}
         return (
-            told.mtp.acceptance.as_record()
+            pair.mtp.acceptance.as_record()
             | rates
-            | {"speedup": told.speedup, "speedup_with_loops": self.speedup}
+            | {"speedup": pair.speedup, "speedup_with_loops": self.speedup}
             | counts
         )
 
 
 @dataclass(frozen=True)
-class Report:
-    """What the demo found. identical: greedy tokens equal with MTP off and on, all prompts."""
+class DemoReport:
+    """The results of the demo."""
 
     folder: Path
     prompts: tuple[tuple[int, ...], ...]
-    greedy: Pair
-    sampled: Pair
+    greedy: DecodedPair
+    sampled: DecodedPair
     evaluation: EvalRecord
     train_s: float
     total_s: float
@@ -103,10 +108,11 @@ class Report:
 
     @property
     def identical(self) -> bool:
+        """Whether greedy decoding gives the same tokens with and without MTP, for all prompts."""
         return self.greedy.plain.tokens == self.greedy.mtp.tokens
 
     def as_record(self) -> dict[str, object]:
-        """What goes into report.json."""
+        """Return the record for report.json."""
         forced = self.evaluation.forced
         held_out = {"loss_nats": list(forced.loss), "match": list(forced.match), "overlap": list(forced.overlap)}
         return {
@@ -119,15 +125,17 @@ class Report:
             "total_s": self.total_s,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
-            "machine": processor(),
+            "machine": processor_name(),
         }
 
 
 def train_demo(
     folder: Path, *, on_record: Callable[[Record], None], should_stop: Callable[[], bool]
 ) -> tuple[EvalRecord, Corpus] | None:
-    """Train the recipe `demo` in `folder/run`, the result in `folder/model` -> (held-out figures of what was trained
-    together, held-out corpus); None if it was stopped early."""
+    """Train the recipe `demo` in `folder/run` and write the result to `folder/model`.
+
+    Returns the held-out figures of joint training and the held-out corpus; None if it was stopped early.
+    """
     run = joint_run(folder / "run", recipe="demo", settings={})
     figures: list[EvalRecord] = []
     for trainer in run.stages(folder / "model"):
@@ -140,26 +148,28 @@ def train_demo(
     return figures[-1], run.held_out
 
 
-def _loaded(folder: Path) -> Model:
-    """In bfloat16 on the fast path, where texts stay plain decoding's; else as stored, as torch's products are slower
-    in bfloat16 at this size and may fall to either side of near-ties."""
+def _load(folder: Path) -> Model:
+    """Load in bfloat16 for the native backend, whose texts equal baseline decoding's; else in the stored dtype.
+
+    At this size, torch's matmuls are slower in bfloat16, and near-ties may be resolved either way.
+    """
     model = Model.load(folder, dtype=torch.bfloat16)
-    return model if model.engine().path == "fast" else Model.load(folder)
+    return model if backend_for(model).name == "native" else Model.load(folder)
 
 
-def decode_side(model: Model, texts: Sequence[Sequence[int]], settings: Settings) -> Side:
-    """Decode prompts one after the other, batch 1."""
-    made = model.engine()
-    return Side(tuple(tuple(rounds(made.trunk, made.head, [text], settings)) for text in texts))
+def decode_side(model: Model, texts: Sequence[Sequence[int]], settings: Settings) -> DecodedSide:
+    """Decode prompts one after the other, at batch size 1."""
+    backend = backend_for(model)
+    return DecodedSide(tuple(tuple(rounds(backend.trunk, backend.head, [text], settings)) for text in texts))
 
 
-def decode_pair(model: Model, texts: Sequence[Sequence[int]], settings: Settings) -> Pair:
-    """Plain and MTP in turn, prompt by prompt: other work on the machine hits both alike."""
+def decode_pair(model: Model, texts: Sequence[Sequence[int]], settings: Settings) -> DecodedPair:
+    """Alternate baseline and MTP decoding prompt by prompt, so that other load on the machine affects both equally."""
     sides: tuple[list[tuple[Round, ...]], list[tuple[Round, ...]]] = ([], [])
     for text in texts:
         for side, drafts in zip(sides, (0, settings.drafts), strict=True):
             side += decode_side(model, [text], replace(settings, drafts=drafts)).rounds
-    return Pair(*(Side(tuple(side)) for side in sides))
+    return DecodedPair(*(DecodedSide(tuple(side)) for side in sides))
 
 
 def run_demo(
@@ -168,19 +178,19 @@ def run_demo(
     drafts: int = 4,
     on_record: Callable[[Record], None],
     should_stop: Callable[[], bool] = lambda: False,
-) -> Report | None:
-    """The whole demo; None if it was stopped, to be resumed by the next call. Writes model, report.json and metrics."""
+) -> DemoReport | None:
+    """Run the demo and write model, report.json and metrics; None if it was stopped, to be resumed by the next call."""
     started = time.perf_counter()
-    found = train_demo(folder, on_record=on_record, should_stop=should_stop)
-    if found is None:
+    result = train_demo(folder, on_record=on_record, should_stop=should_stop)
+    if result is None:
         return None
-    (evaluation, held_out), trained = found, time.perf_counter()
-    model = _loaded(folder / "model")
-    texts = [text[:192].tolist() for text in prompts(held_out, count=12, length=192, seed=0)]
+    (evaluation, held_out), trained = result, time.perf_counter()
+    model = _load(folder / "model")
+    texts = [text[:192].tolist() for text in sample_prompts(held_out, count=12, length=192, seed=0)]
     greedy = Settings(drafts=drafts, max_tokens=160, eos=(held_out.eos,))
     sampled = replace(greedy, sampling=Sampling(temperature=1.0))
     decode_side(model, texts[:1], greedy)  # warm up
-    report = Report(
+    report = DemoReport(
         folder=folder,
         prompts=tuple(map(tuple, texts)),
         greedy=decode_pair(model, texts, greedy),
@@ -194,17 +204,17 @@ def run_demo(
     return report
 
 
-def draw(report: Report) -> list[Path]:
-    """loss.png, acceptance.png and timeline.png beside the report."""
+def plot_report(report: DemoReport) -> list[Path]:
+    """Plot loss.png, acceptance.png and timeline.png next to the report, and return their paths."""
     import json
 
-    from nextn.figures import plot
+    from nextn.stats import plots
 
     paths = [report.folder / name for name in ("loss.png", "acceptance.png", "timeline.png")]
     lines = (report.folder / "run" / "metrics.jsonl").read_text().splitlines()
-    plot.losses(paths[0], [json.loads(line) for line in lines])
+    plots.losses(paths[0], [json.loads(line) for line in lines])
     sides = {"greedy": report.greedy, "temperature 1": report.sampled}
-    plot.acceptance(paths[1], {label: pair.figures().mtp.acceptance for label, pair in sides.items()})
+    plots.acceptance(paths[1], {label: pair.figures().mtp.acceptance for label, pair in sides.items()})
     first = report.sampled.figures()
-    plot.timeline(paths[2], first.plain.rounds[0][1:], first.mtp.rounds[0][1:], num_tokens=48)
+    plots.timeline(paths[2], first.plain.rounds[0][1:], first.mtp.rounds[0][1:], num_tokens=48)
     return paths

@@ -6,27 +6,28 @@ from nextn.errors import ConfigError
 
 
 def resolve_device(name: str | torch.device = "auto") -> torch.device:
-    """Return the device that a name means.
+    """Return the device of a name.
 
     Args:
-        name: `auto` for the first of cuda, mps and cpu that is there, or a device in torch's spelling, such as
-            `cuda:1`.
+        name: `auto` for the first available of cuda, mps and cpu, or a device in torch's spelling, such as `cuda:1`.
 
     Raises:
-        ConfigError: if torch does not know the device or does not see it on this machine.
+        ConfigError: if torch does not know the device or does not find it on this machine.
     """
     if name == "auto":
-        return torch.device(next(kind for kind in ("cuda", "mps", "cpu") if _is_there(torch.device(kind))))
+        return torch.device(next(name for name in ("cuda", "mps", "cpu") if _is_available(torch.device(name))))
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device = {name!r}; expected one of {', '.join(_known())}") from error
-    if not _is_there(device):
-        raise ConfigError(f"device = {str(device)!r} is not there for torch; expected one of {', '.join(_known())}")
+        raise ConfigError(f"device = {name!r}; expected one of {', '.join(_available_names())}") from error
+    if not _is_available(device):
+        raise ConfigError(
+            f"device = {str(device)!r} is not available to torch; expected one of {', '.join(_available_names())}"
+        )
     return device
 
 
-def _is_there(device: torch.device) -> bool:
+def _is_available(device: torch.device) -> bool:
     if device.type in ("cpu", "meta"):
         return True
     try:
@@ -36,6 +37,6 @@ def _is_there(device: torch.device) -> bool:
     return bool(module.is_available()) and (device.index or 0) < module.device_count()
 
 
-def _known() -> list[str]:
-    kinds = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    return ["auto", *kinds, *(["mps"] if torch.mps.is_available() else []), "cpu"]
+def _available_names() -> list[str]:
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    return ["auto", *gpus, *(["mps"] if torch.mps.is_available() else []), "cpu"]

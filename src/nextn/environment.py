@@ -1,6 +1,6 @@
-"""What a bug report needs to know of a machine: versions, processor, memory, GPUs, and which backend decodes.
+"""Describe the machine for bug reports: versions, processor, memory, GPUs, and which backend decodes.
 
-Nothing here raises and nothing is built: what cannot be found out is reported as such.
+Nothing here raises and nothing is built: a section that cannot be read says why.
 """
 
 import os
@@ -15,7 +15,7 @@ from nextn import __version__
 Section = dict[str, object] | list[object] | str
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy", "httpx2")
-# What the native kernels are chosen by, in /proc/cpuinfo's spelling: x86-64 first, then Arm.
+# By which the native kernels are selected, as /proc/cpuinfo spells them: x86-64 first, then Arm.
 _INSTRUCTION_SETS = (
     "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_tile",
     "amx_bf16", "asimd", "asimdhp", "bf16", "i8mm", "sve",
@@ -26,7 +26,7 @@ def report() -> dict[str, Section]:
     """Describe the installation and the machine as plain data.
 
     Returns:
-        A dictionary that JSON can hold: nextn, python, packages, extras, system, processor, memory, gpus and backend. A
+        A JSON-serializable dictionary: nextn, python, packages, extras, system, processor, memory, gpus and backend. A
         section that could not be read is a string that says why.
     """
     sections: dict[str, Callable[[], Section]] = {
@@ -46,7 +46,7 @@ def report() -> dict[str, Section]:
 def _guarded(section: Callable[[], Section]) -> Section:
     try:
         return section()
-    except Exception as error:  # a report of a broken installation is what the command is for
+    except Exception as error:  # the command must work on broken installations
         reason = next(iter(str(error).splitlines()), "")
         return f"unknown: {type(error).__name__}: {reason}"
 
@@ -59,15 +59,15 @@ def _version(package: str) -> str | None:
 
 
 def _extras() -> Section:
-    """The packages of each optional extra, as the metadata of the installed wheel declares them."""
-    found: dict[str, object] = {}
+    """The packages of each optional extra by the metadata of the installed wheel."""
+    extras: dict[str, object] = {}
     for line in metadata.requires("nextn") or ():
         match = re.match(r"([\w.-]+).*;\s*extra == ['\"]([\w-]+)['\"]", line)
         if match and match[2] != "dev":
-            packages = found.setdefault(match[2], {})
+            packages = extras.setdefault(match[2], {})
             assert isinstance(packages, dict)
             packages[match[1]] = _version(match[1])
-    return found
+    return extras
 
 
 def _processor() -> Section:
@@ -101,19 +101,19 @@ def _gpus() -> Section:
     import torch
 
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    found: list[object] = [
-        {"name": each.name, "memory_bytes": each.total_memory, "capability": f"{each.major}.{each.minor}"}
-        for each in properties
+    gpus: list[object] = [
+        {"name": gpu.name, "memory_bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"}
+        for gpu in properties
     ]
     if torch.backends.mps.is_available():
-        found.append({"name": "Apple MPS", "memory_bytes": None, "capability": None})
-    return found
+        gpus.append({"name": "Apple MPS", "memory_bytes": None, "capability": None})
+    return gpus
 
 
 def _backend() -> Section:
-    """Which backend decodes on the default device where the model allows it, and why; nothing is built."""
+    """Which backend decodes on the default device, if the model allows it, and why. Builds nothing."""
     from nextn.devices import resolve_device
-    from nextn.fast.native import build_status
+    from nextn.runtime.native.abi import build_status
 
     status, device = build_status(), resolve_device().type
     if device != "cpu":

@@ -1,13 +1,13 @@
-"""The exception tree. A message says what, the value, what would be valid and what to do; `cli` exits with its code.
+"""The exception tree. A message names the value, what is valid and what to do; `cli` exits with the exit code.
 
 NextnError
 ├── ConfigError       a setting, flag or input that cannot be used            exit 2
 ├── FamilyError       a family that is unknown, or a trunk without one        exit 2
-├── CheckpointError   files that are absent, damaged, incomplete or foreign   exit 2
-├── RollbackError     a cache that cannot be put back exactly                 exit 2
-├── EngineError       a served engine that is absent, slow, or says no        exit 2
+├── CheckpointError   files missing, damaged, incomplete, of another model    exit 2
+├── RollbackError     a cache that cannot be rolled back exactly              exit 2
+├── EngineError       an engine that is unreachable, slow, or refuses         exit 2
 │   └── BudgetError   the requests or seconds allowed are used up             exit 2
-└── TrainingError     a run that cannot go on (non-finite loss, ...)          exit 1
+└── TrainingError     a run that cannot continue (non-finite loss, ...)       exit 1
 """
 
 
@@ -22,19 +22,19 @@ class ConfigError(NextnError):
 
 
 class FamilyError(NextnError):
-    """No family row fits, or the family cannot do what was asked."""
+    """No family matches, or the family does not support the operation."""
 
 
 class CheckpointError(NextnError):
-    """A checkpoint is absent, damaged, incomplete, or belongs to another model."""
+    """A checkpoint is missing, damaged, incomplete, or belongs to another model."""
 
 
 class RollbackError(NextnError):
-    """A cache holds state that cannot be put back exactly."""
+    """A cache holds state that cannot be rolled back exactly."""
 
 
 class EngineError(NextnError):
-    """A served engine does not answer, says no, or answers what cannot be read. status: its HTTP status, if any."""
+    """An engine does not answer, refuses, or sends an invalid answer. `status` is the HTTP status, if any."""
 
     def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)
@@ -42,16 +42,16 @@ class EngineError(NextnError):
 
 
 class BudgetError(EngineError):
-    """The requests or seconds allowed are used up; what was found so far stands."""
+    """The requests or seconds allowed are used up; results so far remain valid."""
 
 
 class TrainingError(NextnError):
-    """A training run cannot go on; what was saved before stays valid."""
+    """A training run cannot continue; what was saved before remains valid."""
 
     exit_code = 1
 
 
-def need_whole(settings: object, **least: int) -> None:
+def require_at_least(settings: object, **least: int) -> None:
     """Raise ConfigError for the first of these fields that is smaller than its least value."""
     for name, low in least.items():
         value = getattr(settings, name)

@@ -1,10 +1,10 @@
-"""Keys and tokens removed from foreign text, before it becomes data, a message or a file."""
+"""Remove keys and tokens from external text before it becomes data, a message or a file."""
 
 import html
 import re
 
 MASK = "***"
-_SHORTEST = 8  # characters: "EMPTY", "none" and the like are no secrets, and stand in ordinary text
+_SHORTEST = 8  # characters: "EMPTY", "none" and the like are not secrets, and occur in ordinary text
 
 
 class Redactor:
@@ -24,7 +24,7 @@ class Redactor:
         return text if self._pattern is None else self._pattern.sub(MASK, text)
 
     def data(self, data: bytes) -> bytes:
-        """Return bytes of the same length, for files that are read by range; the secret as it stands alone."""
+        """Mask the literal secret only, keeping the length, for files that are read by range."""
         return data.replace(self._secret, b"*" * len(self._secret)) if self._secret else data
 
     def __repr__(self) -> str:
@@ -32,7 +32,7 @@ class Redactor:
 
 
 def _any_form(char: str) -> str:
-    """A pattern of one character of ASCII. Each branch begins with a literal, so the search for it is fast."""
+    """Return a pattern for one ASCII character. Each branch begins with a literal, so the search is fast."""
     code = ord(char)
     digits = "".join(f"[{digit}{digit.upper()}]" if digit.isalpha() else digit for digit in f"{code:02x}")
     forms = [

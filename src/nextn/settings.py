@@ -1,17 +1,19 @@
-"""How to decode, as plain values that are checked where they are made. Imports no torch, so that the command line
-refuses a wrong value at once."""
+"""How to decode, as plain values that are checked on construction.
+
+Imports no torch, so that the command line rejects a wrong value at once.
+"""
 
 from dataclasses import dataclass, field
 from math import inf
 
-from nextn.errors import ConfigError, need_whole
+from nextn.errors import ConfigError, require_at_least
 
-PATHS = ("auto", "fast", "plain")
+BACKENDS = ("auto", "native", "torch")
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a law is made from logits. The defaults are greedy decoding; raises ConfigError on a value out of range."""
+    """How logits become probabilities; the defaults are greedy decoding. Raises ConfigError on a value out of range."""
 
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: off
@@ -43,39 +45,31 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Contract:
-    """What an engine must get right besides the family's facts. The defaults are right; each change plants one fault.
+    """What an engine must get right besides the family's facts. The defaults are right; each change injects a fault."""
 
-    prefill: the head's cache is filled over the whole prompt. rerun: kept columns run again with the trunk's true
-    hidden states. offset: the pair at column i is (t_{i+1}, h_{i+offset}); 0 or -1. +1 can be scored, see `columns`,
-    and not drafted with: that state is not known then.
-    """
-
-    prefill: bool = True
-    rerun: bool = True
+    prefill: bool = True  # the head's cache is filled over the whole prompt
+    rerun: bool = True  # refresh: accepted positions run through the head again with the trunk's true hidden states
+    # The head's input at position i is (t_{i+1}, h_{i+offset}); 0 or -1. With +1 it can be scored (`teacher_forced`),
+    # but not drafted, as that state is not known yet.
     offset: int = 0
 
 
 @dataclass(frozen=True)
 class Settings:
-    """drafts: K, 0 = plain decoding. p_min: a round drafts on only while the head is that sure. sampled_drafts: draw
-    drafts from q, else take its argmax. block: judge the drafts of a round together, which keeps more of them.
+    """Options of decoding. Raises ConfigError on values out of range."""
 
-    max_tokens: new tokens per row. eos: token ids that end a row; None: the checkpoint's in `generate` and `stream`,
-    none in `rounds`. chunk: columns per prefill pass. Raises ConfigError on values out of range.
-    """
-
-    drafts: int = 4
-    p_min: float = 0.0
+    drafts: int = 4  # K; 0: plain decoding
+    p_min: float = 0.0  # a round drafts on only while the head is at least this confident
     sampling: Sampling = field(default_factory=Sampling)
-    sampled_drafts: bool = True
-    block: bool = True
-    max_tokens: int = 256
-    eos: tuple[int, ...] | None = None
+    sampled_drafts: bool = True  # sample drafts from q, else take its argmax
+    block: bool = True  # block verification: verify a round's drafts jointly, which accepts more of them
+    max_tokens: int = 256  # new tokens per sequence
+    eos: tuple[int, ...] | None = None  # token ids that end a sequence; None: the checkpoint's (in `rounds`: none)
     seed: int = 0
-    chunk: int = 512
+    chunk: int = 512  # positions per prefill pass
     contract: Contract = field(default_factory=Contract)
 
     def __post_init__(self) -> None:
-        need_whole(self, drafts=0, max_tokens=1, chunk=1)
+        require_at_least(self, drafts=0, max_tokens=1, chunk=1)
         if self.contract.offset not in (0, -1):
             raise ConfigError(f"contract.offset = {self.contract.offset}; expected 0 or -1")

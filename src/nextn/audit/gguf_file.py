@@ -1,6 +1,6 @@
-"""A GGUF file's metadata and tensor table, and windows of its tensors; files of one split model count as one.
+"""Read a GGUF file's metadata, tensor table and samples of its tensors; the files of a split model are read as one.
 
-What a count claims is taken from the bytes that are there, and no further; nothing is known of heads.
+No count in a file is trusted beyond the bytes that exist. Knows nothing of heads.
 """
 
 import mmap
@@ -32,13 +32,13 @@ _MAX_DIMS, _MAX_ROW, _MAX_FILES = 4, 1 << 20, 1000
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """shape: as ggml orders it, the contiguous dimension first. begin: offset in `file`; kind: the quantisation."""
+    """One entry of the tensor table."""
 
     name: str
     kind: "GGMLQuantizationType"
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # in ggml's order: the contiguous dimension first
     file: Path
-    begin: int
+    begin: int  # offset in `file`
     nbytes: int
 
     @property
@@ -47,7 +47,7 @@ class GgufTensor:
         return self.nbytes // rows if rows else 0
 
     def middle(self, most: int = _MAX_ROW) -> bytes:
-        """Up to 8 rows from the middle on, of at most `most` bytes in all; nothing if one is longer."""
+        """Read up to 8 rows from the middle of the tensor, at most `most` bytes; b"" if one row is longer."""
         if not 0 < self.row_bytes <= most:
             return b""
         row = self.nbytes // self.row_bytes // 2
@@ -56,7 +56,7 @@ class GgufTensor:
             return file.read(min(8, most // self.row_bytes, self.nbytes // self.row_bytes - row) * self.row_bytes)
 
     def values(self) -> NDArray[np.float64] | None:
-        """`middle` as numbers; None for a quantisation that the gguf package cannot undo."""
+        """Dequantize `middle`; None for a quantization that the gguf package does not support."""
         from gguf.quants import dequantize
 
         data = np.frombuffer(self.middle(), np.uint8)
@@ -69,15 +69,15 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """metadata: single values by key; of arrays only the length is kept, as an int, under `<key>[]`."""
+    """The metadata and tensors of one model."""
 
     path: Path
-    metadata: dict[str, Scalar] = field(repr=False)
+    metadata: dict[str, Scalar] = field(repr=False)  # scalars by key; of an array, its length under `<key>[]`
     tensors: dict[str, GgufTensor] = field(repr=False)
 
     @classmethod
     def open(cls, path: Path) -> "GgufFile":
-        """Raises ConfigError without the gguf package, CheckpointError for damaged, foreign or missing files."""
+        """Open a file; ConfigError without the gguf package, CheckpointError for damaged, foreign or missing files."""
         try:
             import gguf  # noqa: F401
         except ImportError as error:
@@ -85,49 +85,53 @@ class GgufFile:
         first = _read(path)
         tensors = dict(first.tensors)
         for other in _others(path, first.metadata):
-            more = _read(other).tensors
-            if both := tensors.keys() & more.keys():
-                raise CheckpointError(f"{other}: {brief(min(both))} is in another file of the split, too. Split again.")
-            tensors |= more
+            added = _read(other).tensors
+            if duplicates := tensors.keys() & added.keys():
+                raise CheckpointError(
+                    f"{other}: {brief(min(duplicates))} is also in another file of the split. Split the model again."
+                )
+            tensors |= added
         return cls(path, first.metadata, tensors)
 
 
 def _others(path: Path, metadata: dict[str, Scalar]) -> list[Path]:
-    """The other files of a split model, which llama.cpp names `<stem>-00001-of-00003.gguf`."""
+    """Return the other files of a split model; llama.cpp names them `<stem>-00001-of-00003.gguf`."""
     count = metadata.get("split.count", 1)
     if not isinstance(count, int) or count <= 1:
         return []
-    found = re.fullmatch(r"(.+)-(\d{5})-of-(\d{5})\.gguf", path.name)
-    if found is None or int(found[3]) != count or count > _MAX_FILES:
+    match = re.fullmatch(r"(.+)-(\d{5})-of-(\d{5})\.gguf", path.name)
+    if match is None or int(match[3]) != count or count > _MAX_FILES:
         raise CheckpointError(f"{path}: one of {count} files, whose names must end in -00001-of-{count:05d}.gguf.")
-    names = [f"{found[1]}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
+    names = [f"{match[1]}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
     absent = [name for name in names if not path.with_name(name).is_file()]
     if absent:
-        raise CheckpointError(f"{path}: {len(absent)} of its {count} files are absent, such as {absent[0]}. Fetch all.")
+        raise CheckpointError(
+            f"{path}: {len(absent)} of its {count} files are missing, such as {absent[0]}. Download all of them."
+        )
     return [path.with_name(name) for name in names if name != path.name]
 
 
 def _read(path: Path) -> GgufFile:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Walk(path, data).file()
+            return _HeaderReader(path, data).file()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}.") from error
     except (ValueError, struct.error) as error:  # also what `bytes.decode` and `mmap` of an empty file raise
-        raise CheckpointError(f"{path}: not a sound GGUF file: {error}. Fetch or write it again.") from error
+        raise CheckpointError(f"{path}: not a valid GGUF file: {error}. Download or convert it again.") from error
 
 
-class _Walk:
-    """Reads forward through a header; `at` never passes the end of the file or _MAX_HEADER."""
+class _HeaderReader:
+    """A forward reader; its position never passes the end of the file or _MAX_HEADER."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self.path, self.data, self.at = path, data, 0
+        self.path, self.data, self.position = path, data, 0
         self.end = min(len(data), _MAX_HEADER)
 
     def file(self) -> GgufFile:
         if self.data[:4] != b"GGUF":
             raise ValueError(f"it starts with {self.data[:4]!r}, not with b'GGUF'")
-        self.at = 4
+        self.position = 4
         version = self._number("I")
         if version not in _VERSIONS:
             raise ValueError(f"version {version}, valid are {_VERSIONS}, little-endian")
@@ -137,17 +141,17 @@ class _Walk:
         if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
             raise ValueError(f"general.alignment is {brief(alignment)}, it must be a power of two")
         infos = [self._info() for _ in range(num_tensors)]
-        start = -(-self.at // alignment) * alignment
+        start = -(-self.position // alignment) * alignment
         tensors = {each.name: each for each in (self._tensor(*info, start) for info in infos)}
         if len(tensors) < len(infos):
             raise ValueError("two tensors have the same name")
         return GgufFile(self.path, metadata, tensors)
 
     def _take(self, count: int) -> bytes:
-        if count > self.end - self.at:
-            raise ValueError(f"the header ends at byte {self.end}, {count} bytes are wanted at {self.at}: truncated")
-        self.at += count
-        return self.data[self.at - count : self.at]
+        if count > self.end - self.position:
+            raise ValueError(f"the header ends at byte {self.end}, {count} bytes are due at {self.position}: truncated")
+        self.position += count
+        return self.data[self.position - count : self.position]
 
     def _number(self, kind: str) -> int:
         return int(struct.unpack(f"<{kind}", self._take(struct.calcsize(f"<{kind}")))[0])
@@ -167,7 +171,7 @@ class _Walk:
 
     def _scalar(self, kind: int) -> str:
         if kind not in _SCALARS:
-            raise ValueError(f"value type {kind}, valid are 0 to 12 and no arrays of arrays")
+            raise ValueError(f"value type {kind}; valid are 0 to 12, without arrays of arrays")
         return _SCALARS[kind]
 
     def _skip_array(self) -> int:
@@ -192,7 +196,7 @@ class _Walk:
         block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         count = int(np.prod(shape, dtype=object))
         if shape and shape[0] % block:
-            raise ValueError(f"tensor {brief(name)} has rows of {shape[0]}, which blocks of {block} do not fill")
+            raise ValueError(f"tensor {brief(name)} has rows of {shape[0]}, not a multiple of the block size {block}")
         begin, nbytes = start + offset, count // block * size
         if begin + nbytes > len(self.data):
             raise ValueError(f"tensor {brief(name)} ends at byte {begin + nbytes}, the file at {len(self.data)}")
@@ -200,6 +204,6 @@ class _Walk:
 
 
 def bits(tensor: GgufTensor) -> float:
-    """Bits a weight takes, scales included."""
+    """Return the bits per weight, scales included."""
     count = int(np.prod(tensor.shape, dtype=object))
     return 8 * tensor.nbytes / count if count else 0.0

@@ -1,35 +1,34 @@
-"""Shapes of the head against config.json and the trunk's layers, and the vocabulary against embedding and tokenizer."""
+"""Compare the head's shapes with config.json and the trunk's layers, and the vocabulary sizes with each other."""
 
 from collections.abc import Iterator, Mapping
 
-from nextn.audit.blocks import Blocks
-from nextn.audit.finding import Finding, Severity
-from nextn.audit.words import restore
-from nextn.checkpoints.checkpoint import CONFIG
-from nextn.checkpoints.inventory import Inventory
-from nextn.checkpoints.storage import unpacked
-from nextn.checkpoints.tensor_file import TensorInfo
+from nextn.audit.findings import Finding, Severity, restore
+from nextn.audit.layer_reference import LayerReference
+from nextn.checkpoint.checkpoint import CONFIG
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.safetensors_file import TensorInfo
+from nextn.checkpoint.stored_format import unpacked
 from nextn.errors import CheckpointError
 from nextn.families import lookup_count
-from nextn.words import counted, joined, some
+from nextn.text_format import counted, joined, some
 
 IDS = ("shape", "vocabulary")
 TOKENIZER = "tokenizer.json"
 
 
 def shape(inventory: Inventory) -> Iterator[Finding]:
-    """A tensor of the head whose shape is not the config's, or not that of the trunk's layers."""
+    """Report tensors of the head whose shape differs from the config's or from that of the trunk's layers."""
     for info, expected, because in (*_against_config(inventory), *_against_trunk(inventory)):
         yield Finding(
             "shape", "error", info.name,
             f"{info.name} is {list(info.shape)}.",
             f"{expected}, {because}.",
-            f"Run `{restore(inventory, whole=True)}` with a BASE of the same size.",
+            f"Run `{restore(inventory, force=True)}` with a BASE of the same size.",
         )  # fmt: skip
 
 
 def vocabulary(inventory: Inventory) -> Iterator[Finding]:
-    """vocab_size, the rows of embedding and output head, and the tokenizer's ids do not agree."""
+    """Report vocab_size, the rows of embedding and lm_head, and the tokenizer's ids where they disagree."""
     infos = {role: inventory.checkpoint.tensors[name] for role, name in inventory.shared.items()}
     rows = {info.name: info.shape[0] for info in infos.values() if len(info.shape) == 2 and unpacked(info)}
     size = lookup_count(inventory.checkpoint.config, "vocab_size")
@@ -58,20 +57,21 @@ def _against_config(inventory: Inventory) -> Iterator[tuple[TensorInfo, str, str
     hidden = lookup_count(inventory.checkpoint.config, "hidden_size")
     if hidden is None:
         return
-    wide = {"token_norm": [hidden], "hidden_norm": [hidden], "final_norm": [hidden], "projection": [hidden, 2 * hidden]}
-    wide |= {"token_projection": [hidden, hidden], "hidden_projection": [hidden, hidden]}
+    expected = {role: [hidden] for role in ("token_norm", "hidden_norm", "final_norm")}
+    expected |= {"projection": [hidden, 2 * hidden]}
+    expected |= {"token_projection": [hidden, hidden], "hidden_projection": [hidden, hidden]}
     if inventory.family.hidden == "streams":
-        del wide["hidden_norm"]  # one family norms all its streams at once
+        del expected["hidden_norm"]  # one family normalizes all its streams at once
     for canonical, name in inventory.stored.items():
         _, role, *rest = canonical.split(".", 2)
         info = inventory.checkpoint.tensors[name]
-        if rest == ["weight"] and unpacked(info) and list(info.shape) != wide.get(role, list(info.shape)):
-            yield info, str(wide[role]), f"as hidden_size is {hidden}"
-    yield from _own(inventory)
+        if rest == ["weight"] and unpacked(info) and list(info.shape) != expected.get(role, list(info.shape)):
+            yield info, str(expected[role]), f"as hidden_size is {hidden}"
+    yield from _against_trunk_vocabulary(inventory)
 
 
-def _own(inventory: Inventory) -> Iterator[tuple[TensorInfo, str, str]]:
-    """The head's own embedding and output heads have the trunk's shape."""
+def _against_trunk_vocabulary(inventory: Inventory) -> Iterator[tuple[TensorInfo, str, str]]:
+    """Compare the head's own embedding and lm_head with the trunk's."""
     for canonical, name in inventory.stored.items():
         role, info = inventory.role(canonical), inventory.checkpoint.tensors[name]
         trunk = inventory.checkpoint.tensors.get(inventory.shared.get(role, ""))
@@ -82,21 +82,21 @@ def _own(inventory: Inventory) -> Iterator[tuple[TensorInfo, str, str]]:
 def _against_trunk(inventory: Inventory) -> Iterator[tuple[TensorInfo, str, str]]:
     if inventory.family.own_block:
         return
-    blocks = Blocks(inventory)
-    for tensors in blocks.of_head.values():
+    reference = LayerReference(inventory)
+    for tensors in reference.of_head.values():
         for path, info in tensors.items():
-            likes = [like for like in blocks.forms.get(path, {}).values() if _comparable(info, like)]
+            likes = [like for like in reference.forms.get(path, {}).values() if _comparable(info, like)]
             if likes and all(like.shape != info.shape for like in likes):
                 yield info, some([str(list(like.shape)) for like in likes]), f"as {likes[0].name} is"
 
 
 def _comparable(info: TensorInfo, like: TensorInfo) -> bool:
-    """Whether both are stored alike: packed weights have other shapes."""
+    """Whether both are stored alike; packed weights have other shapes."""
     return like.dtype == info.dtype or (unpacked(like) and unpacked(info))
 
 
 def _top_id(tokenizer: Mapping[str, object]) -> int:
-    """The highest token id of a tokenizer.json, added tokens included; -1 if it has none."""
+    """Return the highest token id of a tokenizer.json, added tokens included; -1 if it has none."""
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
     vocab = model.get("vocab") if isinstance(model, Mapping) else None
     ids: list[object] = [len(vocab) - 1] if isinstance(vocab, list) else []

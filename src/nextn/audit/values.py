@@ -1,6 +1,6 @@
-"""Value rules: right names and shapes, wrong numbers. Norm gains whole, windows of matrices; no matrix is read whole.
+"""Rules on values: norm weights are read completely, matrices are sampled.
 
-What packed integers are worth is not judged here: `precision` looks at how they are stored.
+Packed integers are not decoded here; `precision` covers how they are stored.
 """
 
 from collections import defaultdict
@@ -8,88 +8,89 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 
-from nextn.audit.finding import Finding, Severity
-from nextn.audit.gains import Norm, Shift, shifts
-from nextn.audit.readings import Readings, Values
-from nextn.audit.words import convert, restore
-from nextn.checkpoints.inventory import Inventory
-from nextn.checkpoints.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint
-from nextn.checkpoints.remote import LocalFile
+from nextn.audit.findings import Finding, Severity, convert, restore
+from nextn.audit.norm_weights import NormShift, NormValues, Values, shifts
+from nextn.audit.sampled_values import SampledValues
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint
+from nextn.checkpoint.remote import LocalFile
 from nextn.errors import CheckpointError
 from nextn.families import lookup
-from nextn.words import counted, some
+from nextn.text_format import counted, some
 
 IDS = (
     "gain-shifted", "values-nonfinite", "values-zero", "values-constant", "values-untrained", "values-unjudged",
     "modules-identical", "block-copied", "head-stale",
 )  # fmt: skip
-SMALL_HEAD = 64 * 1024 * 1024  # bytes: a head that may be read whole
+SMALL_HEAD = 64 * 1024 * 1024  # bytes; a head of this size may be read completely
 INITIALIZER_RANGE = 0.02  # transformers' own default, where config.json does not say
-FEW = 256  # fewer values say nothing about a distribution
+MIN_VALUES = 256  # fewer say nothing about a distribution
 HUGE, TINY = 1e6, 1.17e-38
 
 
 def values(inventory: Inventory) -> Iterator[Finding]:
-    """Every rule that looks at the head's numbers, over one set of readings."""
+    """Run every rule on the head's values, over one set of samples."""
     if not inventory.modules:
         return
-    read = Readings.of(inventory)
-    for rule in (_gains, _numbers, _untrained, _identical, _copied, _unjudged):
-        yield from rule(read)
+    samples = SampledValues.of(inventory)
+    for rule in (_norm_shifts, _unusable, _untrained, _identical, _copied, _undecoded):
+        yield from rule(samples)
 
 
-def _gains(read: Readings) -> Iterator[Finding]:
-    inventory = read.inventory
-    for shift in shifts(read.head_gains, read.trunk_gains, zero_centred=inventory.family.gain == "1+w"):
-        undo = convert(inventory, f"--gain {'subtract' if shift.by > 0 else 'add'}-1")
-        mend = {
-            "head": f"Run `{undo}`{', twice' if abs(shift.by) > 1 else ''}, or `{restore(inventory, whole=True)}`.",
-            "trunk": "Write the trunk again from its source with a converter that keeps the family's convention; the "
-            f"other way round, if it is the head that is off: `{restore(inventory, whole=True)}`.",
-            "both": "Nothing, if this file is for an engine that multiplies by what is stored (MLX); else write trunk "
-            "and head again from their source.",
-        }[shift.whose]
-        yield gain_finding(shift, convention=inventory.family.gain, mend=mend)
+def _norm_shifts(samples: SampledValues) -> Iterator[Finding]:
+    inventory = samples.inventory
+    zero_centered = inventory.family.norm_weight == "1+w"
+    for shift in shifts(samples.head_norms, samples.trunk_layer_norms, zero_centered=zero_centered):
+        undo = convert(inventory, f"--norm-weights {'subtract' if shift.offset > 0 else 'add'}-1")
+        fix = {
+            "head": f"Run `{undo}`{', twice' if abs(shift.offset) > 1 else ''}, or `{restore(inventory, force=True)}`.",
+            "trunk": "Convert the trunk again from its source, with a converter that keeps the family's convention; "
+            f"or, if it is the head that is wrong: `{restore(inventory, force=True)}`.",
+            "both": "Nothing, if this file is for an engine that multiplies by the stored weight (MLX); else convert "
+            "trunk and head again from their source.",
+        }[shift.side]
+        yield norm_shift_finding(shift, convention=inventory.family.norm_weight, fix=fix)
 
 
-def gain_finding(shift: Shift, *, convention: str, mend: str) -> Finding:
-    """convention: `w` or `1+w`, what the file should store."""
-    whose = "head and trunk" if shift.whose == "both" else f"the {shift.whose}"
-    lie = f"{'lie' if shift.sure else 'may lie'} {abs(shift.by)} {'above' if shift.by > 0 else 'below'} their place"
-    doubt = "" if shift.sure else " The values alone cannot tell: measure the acceptance both ways."
-    stored = "The gain itself" if convention == "w" else "The gain less 1"
+def norm_shift_finding(shift: NormShift, *, convention: str, fix: str) -> Finding:
+    """Return the finding for `shift`; `convention` is `w` or `1+w`, what the file should store."""
+    side = "head and trunk" if shift.side == "both" else f"the {shift.side}"
+    direction = "above" if shift.offset > 0 else "below"
+    offset = f"{'are' if shift.certain else 'may be'} {abs(shift.offset)} {direction} their true values"
+    measure = "" if shift.certain else " The values alone do not settle it: measure the acceptance both ways."
+    stored = "The norm weight itself" if convention == "w" else "The norm weight less 1"
     return Finding(
-        "gain-shifted", "warning" if shift.sure else "note", some(shift.names),
-        f"{counted(len(shift.names), 'norm')} of {whose} {lie}: median gain {shift.median:.2f}.",
-        f"{stored} stored, gains being positive and of one size in head and trunk.", mend + doubt,
+        "gain-shifted", "warning" if shift.certain else "note", some(shift.names),
+        f"{counted(len(shift.names), 'norm weight')} of {side} {offset}: median {shift.median:.2f}.",
+        f"{stored} in the file; norm weights are positive and of similar size in head and trunk.", fix + measure,
     )  # fmt: skip
 
 
-def _numbers(read: Readings) -> Iterator[Finding]:
-    inventory, mend = read.inventory, restore(read.inventory, whole=True)
-    stored = 1.0 if inventory.family.gain == "1+w" else 0.0
-    gains = {name: norm.gains - stored for name, norm in read.head_gains.items()}
-    matrices = {inventory.stored[each]: array for each, array in read.weights.items()}
-    vital = {inventory.stored[each] for each in read.weights if "projection" in inventory.role(each)}
-    yield from unusable(gains | matrices, mend)
-    yield from zero_or_constant(read.head_gains, matrices, vital=vital, mend=mend)
+def _unusable(samples: SampledValues) -> Iterator[Finding]:
+    inventory, fix = samples.inventory, restore(samples.inventory, force=True)
+    offset = 1.0 if inventory.family.norm_weight == "1+w" else 0.0
+    norm_weights = {name: norm.values - offset for name, norm in samples.head_norms.items()}
+    matrices = {inventory.stored[each]: array for each, array in samples.weights.items()}
+    projections = {inventory.stored[each] for each in samples.weights if "projection" in inventory.role(each)}
+    yield from nonfinite_or_garbage(norm_weights | matrices, fix)
+    yield from zero_or_constant(samples.head_norms, matrices, projections=projections, fix=fix)
 
 
-def unusable(floats: Mapping[str, Values], mend: str) -> Iterator[Finding]:
-    """Training never leaves NaN, or magnitudes below the smallest normal fp32; memory that nobody wrote does both.
+def nonfinite_or_garbage(floats: Mapping[str, Values], fix: str) -> Iterator[Finding]:
+    """Report NaN, infinity, and magnitudes that training never leaves and uninitialized memory has.
 
-    floats: tensor name -> values as stored.
+    `floats` maps tensor names to values as stored.
     """
-    broken = [name for name, array in floats.items() if not np.isfinite(array).all()]
-    if broken:
-        found = f"{counted(len(broken), 'tensor')} of the head with NaN or infinity."
-        yield Finding("values-nonfinite", "error", some(broken), found, "Finite numbers.", mend)
-    garbage = [name for name, array in floats.items() if name not in broken and _is_garbage(array)]
+    nonfinite = [name for name, array in floats.items() if not np.isfinite(array).all()]
+    if nonfinite:
+        found = f"{counted(len(nonfinite), 'tensor')} of the head with NaN or infinity."
+        yield Finding("values-nonfinite", "error", some(nonfinite), found, "Finite values.", fix)
+    garbage = [name for name, array in floats.items() if name not in nonfinite and _is_garbage(array)]
     if garbage:
         yield Finding(
             "values-untrained", "error", some(garbage),
-            f"{counted(len(garbage), 'tensor')} of the head with denormal or huge numbers, as in memory never written.",
-            f"Magnitudes from {TINY:g} to {HUGE:g}.", mend,
+            f"{counted(len(garbage), 'tensor')} of the head with subnormal or huge values, as in uninitialized memory.",
+            f"Magnitudes from {TINY:g} to {HUGE:g}.", fix,
         )  # fmt: skip
 
 
@@ -99,149 +100,157 @@ def _is_garbage(array: Values) -> bool:
 
 
 def zero_or_constant(
-    gains: Mapping[str, Norm], matrices: Mapping[str, Values], *, vital: Collection[str], mend: str
+    norms: Mapping[str, NormValues], matrices: Mapping[str, Values], *, projections: Collection[str], fix: str
 ) -> Iterator[Finding]:
-    """vital: matrices without which nothing is left. A gain of 1 everywhere is where training starts."""
-    kinds: dict[tuple[str, Severity], list[str]] = defaultdict(list)
-    for name, norm in gains.items():
-        if np.all(norm.gains == norm.gains[0]) and norm.gains[0] != 1:
-            kinds[("values-zero", "error") if norm.gains[0] == 0 else ("values-constant", "warning")].append(name)
+    """Report tensors with one value only; an error in `projections`, without which nothing of the head is left.
+
+    A norm weight of 1 everywhere is not reported: that is where training starts.
+    """
+    groups: dict[tuple[str, Severity], list[str]] = defaultdict(list)
+    for name, norm in norms.items():
+        if np.all(norm.values == norm.values[0]) and norm.values[0] != 1:
+            groups[("values-zero", "error") if norm.values[0] == 0 else ("values-constant", "warning")].append(name)
     for name, array in matrices.items():
         if np.all(array == array[0]):
-            severity: Severity = "error" if name in vital else "warning"
-            kinds["values-zero" if array[0] == 0 else "values-constant", severity].append(name)
-    for (rule, severity), names in kinds.items():
-        what = "nothing but 0" if rule == "values-zero" else "one value alone"
-        found = f"{counted(len(names), 'tensor')} of the head with {what}, where read."
-        yield Finding(rule, severity, some(names), found, "Numbers that training spread.", mend)
+            severity: Severity = "error" if name in projections else "warning"
+            groups["values-zero" if array[0] == 0 else "values-constant", severity].append(name)
+    for (rule, severity), names in groups.items():
+        what = "only zeros" if rule == "values-zero" else "a single value"
+        found = f"{counted(len(names), 'tensor')} of the head with {what} in the sample."
+        yield Finding(rule, severity, some(names), found, "Values that differ, as after training.", fix)
 
 
-def _untrained(read: Readings) -> Iterator[Finding]:
-    """Two signs, neither enough alone: matrices distributed as when they were made, and gains of exactly 1.
+def _untrained(samples: SampledValues) -> Iterator[Finding]:
+    """Report two signs, neither sufficient alone: matrices distributed as initialized, and norm weights of exactly 1.
 
-    A trunk of the same kind is one that nobody has trained, which is no fault of the head.
+    Where the trunk shows the same sign, it is untrained too, and the head is not at fault.
     """
-    inventory = read.inventory
-    theirs = {each: info.dtype for each, (info, _) in read.like.items()}
-    ours = {each: inventory.info(each).dtype for each in read.weights}
-    made = len(theirs) > 0 and _made(read, read.weights, ours) >= 0.75 and _made(read, read.trunk_weights, theirs) < 0.5
-    ones = _all_ones(read.head_gains) and not _all_ones(read.trunk_gains)
-    signs = ["its matrices are distributed as a fresh initialisation"] * made + ["all its norm gains are 1"] * ones
+    inventory = samples.inventory
+    trunk_dtypes = {each: info.dtype for each, (info, _) in samples.like.items()}
+    head_dtypes = {each: inventory.info(each).dtype for each in samples.weights}
+    initial = (
+        len(trunk_dtypes) > 0
+        and _share_initial(samples, samples.weights, head_dtypes) >= 0.75
+        and _share_initial(samples, samples.trunk_weights, trunk_dtypes) < 0.5
+    )
+    ones = _all_ones(samples.head_norms) and not _all_ones(samples.trunk_layer_norms)
+    signs = ["its matrices are distributed as a fresh initialization"] * initial + ["all its norm weights are 1"] * ones
     if signs:
         yield Finding(
             "values-untrained", "warning" if len(signs) > 1 else "note", "the head",
             f"The head may never have been trained: {' and '.join(signs)}, unlike the trunk's.", "A trained head.",
-            f"Train it, or run `{restore(inventory, whole=True)}`.",
+            f"Train it, or run `{restore(inventory, force=True)}`.",
         )  # fmt: skip
 
 
-def _made(read: Readings, weights: Mapping[str, Values], dtypes: Mapping[str, str]) -> float:
-    """Which share of the matrices looks freshly made; fp8 is unknown without its scales."""
-    said = lookup(read.inventory.checkpoint.config, "initializer_range")
-    std = float(said) if isinstance(said, int | float) and said > 0 else INITIALIZER_RANGE
-    made = [
-        _is_made(array, std, fan_in=read.inventory.info(each).shape[-1])
+def _share_initial(samples: SampledValues, weights: Mapping[str, Values], dtypes: Mapping[str, str]) -> float:
+    """Return the share of matrices that look freshly initialized; fp8 is left out, as its scales are not read."""
+    config_std = lookup(samples.inventory.checkpoint.config, "initializer_range")
+    std = float(config_std) if isinstance(config_std, int | float) and config_std > 0 else INITIALIZER_RANGE
+    initial = [
+        _is_initial(array, std, fan_in=samples.inventory.info(each).shape[-1])
         for each, array in weights.items()
-        if len(array) >= FEW and not dtypes[each].startswith("F8") and np.isfinite(array).all()
+        if len(array) >= MIN_VALUES and not dtypes[each].startswith("F8") and np.isfinite(array).all()
     ]
-    return sum(made) / len(made) if len(made) > 1 else 0.0
+    return sum(initial) / len(initial) if len(initial) > 1 else 0.0
 
 
-def _is_made(array: Values, std: float, *, fan_in: int) -> bool:
-    """Normal of the config's width, or torch's uniform over +-1/sqrt(fan_in): within 4 standard errors each."""
-    width = max(float(np.std(array)), 1e-30)
-    kurtosis = float(np.mean(((array - np.mean(array)) / width) ** 4))
-    near = 4 / np.sqrt(2 * len(array))
-    if abs(width / std - 1) < near and abs(kurtosis - 3) < 4 * np.sqrt(24 / len(array)):
+def _is_initial(array: Values, std: float, *, fan_in: int) -> bool:
+    """Test for a normal with the config's std, or torch's uniform on +-1/sqrt(fan_in), to 4 standard errors each."""
+    sample_std = max(float(np.std(array)), 1e-30)
+    kurtosis = float(np.mean(((array - np.mean(array)) / sample_std) ** 4))
+    tolerance = 4 / np.sqrt(2 * len(array))
+    if abs(sample_std / std - 1) < tolerance and abs(kurtosis - 3) < 4 * np.sqrt(24 / len(array)):
         return True
     bound = fan_in**-0.5
-    return bool(np.max(np.abs(array)) <= bound * 1.005 and abs(width / bound * 3**0.5 - 1) < near and kurtosis < 2.2)
+    is_uniform_std = abs(sample_std / bound * 3**0.5 - 1) < tolerance
+    return bool(np.max(np.abs(array)) <= bound * 1.005 and is_uniform_std and kurtosis < 2.2)
 
 
-def _all_ones(gains: Mapping[str, Norm]) -> bool:
-    return bool(gains) and all(np.all(norm.gains == 1) for norm in gains.values())
+def _all_ones(norms: Mapping[str, NormValues]) -> bool:
+    return bool(norms) and all(np.all(norm.values == 1) for norm in norms.values())
 
 
-def _identical(read: Readings) -> Iterator[Finding]:
-    """Modules that are one and the same predict one depth, whatever they were promised for."""
-    inventory = read.inventory
-    same: dict[object, list[int]] = defaultdict(list)
+def _identical(samples: SampledValues) -> Iterator[Finding]:
+    """Report identical modules: they predict the same depth, whatever the config declares."""
+    inventory = samples.inventory
+    groups: dict[object, list[int]] = defaultdict(list)
     for index in inventory.modules:
-        if signature := tuple(_signature(read, index)):
-            same[signature].append(index)
-    for modules in same.values():
+        if signature := tuple(_signature(samples, index)):
+            groups[signature].append(index)
+    for modules in groups.values():
         if len(modules) > 1:
             yield Finding(
                 "modules-identical", "warning", f"modules {', '.join(map(str, modules))}",
-                f"{counted(len(modules), 'module')} of the same dtypes, shapes and numbers, where read.",
-                "Numbers of its own for each depth.",
-                f"Run `{restore(inventory, whole=True)}`; if one was copied on purpose, promise it alone: "
+                f"{counted(len(modules), 'module')} with the same dtypes, shapes and sampled values.",
+                "Different values for each depth.",
+                f"Run `{restore(inventory, force=True)}`; if one was copied on purpose, declare it alone: "
                 f"{inventory.family.count_fields[0]} = 1.",
             )  # fmt: skip
 
 
-def _signature(read: Readings, index: int) -> Iterator[tuple[object, ...]]:
-    """What a module has for itself: no copies of the trunk's, nothing that all modules share."""
-    inventory = read.inventory
+def _signature(samples: SampledValues, index: int) -> Iterator[tuple[object, ...]]:
+    """Yield the tensors of one module, without copies of the trunk's and without what all modules share."""
+    inventory = samples.inventory
     for canonical in sorted(inventory.of_module(index).keys() - inventory.copies.keys()):
         if "{" in inventory.family.names[inventory.role(canonical)]:
             info = inventory.info(canonical)
-            data = read.norms.get(canonical, read.matrices.get(canonical))
+            data = samples.norms.get(canonical, samples.matrices.get(canonical))
             yield canonical.partition(".")[2], info.dtype, info.shape, data
 
 
-def _copied(read: Readings) -> Iterator[Finding]:
-    """How the training of a new head starts; no published head equals a layer of its trunk."""
-    pairs = [(data, read.matrices[each]) for each, (_, data) in read.like.items()]
-    if len(pairs) > 1 and all(theirs == ours and any(ours) for theirs, ours in pairs):
+def _copied(samples: SampledValues) -> Iterator[Finding]:
+    """Report a block equal to a trunk layer, as at the start of training; no published head has one."""
+    pairs = [(data, samples.matrices[each]) for each, (_, data) in samples.like.items()]
+    if len(pairs) > 1 and all(trunk == head and any(head) for trunk, head in pairs):
         yield Finding(
-            "block-copied", "note", some([info.name for info, _ in read.like.values()]),
-            "The head's block equals a layer of the trunk: copied, and not trained since.", "A block of its own.",
-            f"Train it, or run `{restore(read.inventory, whole=True)}`.",
+            "block-copied", "note", some([info.name for info, _ in samples.like.values()]),
+            "The head's block equals a layer of the trunk: copied, and not trained since.", "A trained block.",
+            f"Train it, or run `{restore(samples.inventory, force=True)}`.",
         )  # fmt: skip
 
 
-def _unjudged(read: Readings) -> Iterator[Finding]:
-    if not read.weights and not read.head_gains:
-        dtypes = sorted({read.inventory.info(each).dtype for each in read.inventory.stored})
+def _undecoded(samples: SampledValues) -> Iterator[Finding]:
+    if not samples.weights and not samples.head_norms:
+        dtypes = sorted({samples.inventory.info(each).dtype for each in samples.inventory.stored})
         yield Finding(
-            "values-unjudged", "note", "the head", f"Its numbers were not looked at: {', '.join(dtypes)}.",
-            "Floats, of 8 bits or more.", "Measure the acceptance.",
+            "values-unjudged", "note", "the head", f"Its values were not checked: {', '.join(dtypes)} is not decoded.",
+            "Floating-point values of 8 bits or more.", "Measure the acceptance.",
         )  # fmt: skip
 
 
 def head_stale(inventory: Inventory) -> Iterator[Finding]:
-    """The record beside the weights against the trunk and the head that are there now."""
+    """Compare the record in nextn.json with the trunk and the head in the checkpoint."""
     if not inventory.modules:
         return
     try:
         record = Provenance.read(inventory.checkpoint)
     except CheckpointError as error:
-        yield Finding("head-stale", "note", RECORD, f"{error}", "A record that nextn wrote.", f"Remove {RECORD}.")
+        yield Finding("head-stale", "note", RECORD, f"{error}", "A record written by nextn.", f"Remove {RECORD}.")
         return
     if record is None:
         return
-    retrain = "Measure the acceptance; if it is low, train the head beside the trunk that is there now."
+    retrain = "Measure the acceptance; if it is low, train the head with the current trunk."
     if trunk_fingerprint(inventory) != record.beside:
         yield Finding(
-            "head-stale", "warning", RECORD, "The trunk's weights changed since the head was put beside them.",
+            "head-stale", "warning", RECORD, "The trunk's weights changed after the head was added.",
             f"The trunk with fingerprint {record.beside[:12]}.", retrain,
         )  # fmt: skip
     elif record.trained_with not in ("", record.beside):
         yield Finding(
-            "head-stale", "note", RECORD, "The head was trained with another trunk: fewer drafts may be kept.",
+            "head-stale", "note", RECORD, "The head was trained with another trunk: acceptance may be lower.",
             f"The trunk with fingerprint {record.trained_with[:12]}.", retrain,
         )  # fmt: skip
     if _is_small(inventory) and head_fingerprint(inventory) != record.head:
         yield Finding(
             "head-stale", "warning", RECORD, "The head's own tensors changed since the record was written.",
             f"The head with fingerprint {record.head[:12]}, from {record.source[:100]}.",
-            restore(inventory, whole=True),
+            restore(inventory, force=True),
         )  # fmt: skip
 
 
 def _is_small(inventory: Inventory) -> bool:
-    """Whether the head can be read whole at no cost: on this disk, and of no more than SMALL_HEAD bytes."""
+    """Whether the head can be read completely at little cost: local files, at most SMALL_HEAD bytes."""
     infos = [inventory.info(each) for each in inventory.stored]
     local = all(isinstance(inventory.checkpoint.sources[info.file], LocalFile) for info in infos)
     return local and sum(info.nbytes for info in infos) <= SMALL_HEAD

@@ -1,7 +1,7 @@
-"""The command line: a lazy table of verbs over library functions, and the only folder that prints.
+"""The command line: a table of commands over library functions, and the only folder that prints.
 
-Heavy imports stay inside the verbs, so `nextn --help` answers at once. Exit codes: 0 done, 1 findings, 2 usage, 130
-Ctrl-C, 141 where the reader of a pipe has left.
+Heavy imports are inside the commands, so `nextn --help` answers at once. Exit codes: 0 done, 1 findings, 2 usage error,
+130 Ctrl-C, 141 when the reader of a pipe has closed it.
 """
 
 import os
@@ -12,15 +12,16 @@ from typing import Annotated
 import typer
 
 from nextn import __version__
-from nextn.cli import bench, canary, measure, move
+from nextn.cli import canary
 from nextn.cli.answer import answer
 from nextn.cli.audit import audit
-from nextn.cli.demo import demo
-from nextn.cli.diagnose import diagnose
-from nextn.cli.env import env
-from nextn.cli.generate import generate
+from nextn.cli.bench import advise, bench
+from nextn.cli.common import Command, docs_page
+from nextn.cli.decode import generate, trace
+from nextn.cli.edit import convert, extract, restore
+from nextn.cli.learn import demo, env
+from nextn.cli.reference import diagnose, measure
 from nextn.cli.screen import echo, flush_streams, guard_streams, print_error, visible
-from nextn.cli.trace import trace
 from nextn.cli.train import train
 from nextn.cli.verify import verify
 from nextn.errors import NextnError
@@ -28,24 +29,26 @@ from nextn.errors import NextnError
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Multi-Token Prediction: train heads, decode with them losslessly, see what they do.",
+    help="Multi-Token Prediction: train heads, decode with them losslessly, and find out why one does not work.",
+    epilog=f"Documentation: {docs_page('architecture').rpartition('/')[0]}",
 )
-_PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Check": (audit, *measure.VERBS, env),
-    "Fix": move.VERBS,
-    "Train": (train, answer),
-    "Decode": (generate, *bench.VERBS),
-    "Engines": (verify, diagnose),
-    "Learn": (demo, trace),
+# Command -> its page of the documentation, by panel of the help.
+_PANELS: dict[str, dict[Callable[..., None], str]] = {
+    "Check": {audit: "checkpoints", measure: "measure", env: "troubleshooting"},
+    "Fix": {restore: "checkpoints", convert: "checkpoints", extract: "checkpoints"},
+    "Train": {train: "training", answer: "training"},
+    "Decode": {generate: "speed", bench: "benchmarks", advise: "benchmarks"},
+    "Engines": {verify: "verify", diagnose: "diagnose"},
+    "Learn": {demo: "training", trace: "alignment"},
 }
-for panel, verbs in _PANELS.items():
-    for verb in verbs:
-        app.command(rich_help_panel=panel)(verb)
+for panel, commands in _PANELS.items():
+    for command, page in commands.items():
+        app.command(cls=Command, rich_help_panel=panel, epilog=f"Documentation: {docs_page(page)}")(command)
 app.add_typer(canary.app, name="canary", rich_help_panel="Engines")
 
 
 def main() -> None:
-    """Entry point of `nextn`: errors of the user's become one line and an exit code."""
+    """Run `nextn`; an error of the user's becomes one line and an exit code."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     guard_streams()
@@ -54,12 +57,11 @@ def main() -> None:
     except NextnError as error:
         print_error(error)
         sys.exit(error.exit_code)
-    except OSError as error:  # a cache or a configuration folder of a library that cannot be used
+    except OSError as error:  # such as an unusable cache or configuration folder of a library
         if error.filename is None:
             raise
-        echo(
-            f"error: {visible(str(error.filename))}: {error.strerror}; make it usable, or name another place", err=True
-        )
+        path = visible(str(error.filename))
+        echo(f"error: {path}: {error.strerror}; make it usable, or name another path", err=True)
         sys.exit(2)
     except KeyboardInterrupt:
         echo("interrupted", err=True)
@@ -68,7 +70,7 @@ def main() -> None:
 
 def _run() -> None:
     try:
-        app(prog_name="nextn")  # also as `python -m nextn`: completion scripts are named after it
+        app(prog_name="nextn")  # for `python -m nextn`, too: completion scripts are named after it
     finally:
         flush_streams()
 

@@ -1,4 +1,4 @@
-"""The verb `nextn answer`: the trunk's own answers to prompts, as text to train a head on."""
+"""`nextn answer`: generate training data for a head with the trunk itself."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,79 +7,103 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import AsJson, Chat, Device, Dtype, MaxTokens, PathName, check_model, load_model, stop_flag
+from nextn.cli.common import (  # fmt: skip
+    K_NAMES,
+    AsJson,
+    BackendName,
+    CacheDir,
+    Chat,
+    Device,
+    Dtype,
+    MaxTokens,
+    ModelName,
+    ModelOptions,
+    Offline,
+    Revision,
+    stop_flag,
+    use_chat,
+)
 from nextn.cli.screen import console, echo, print_json, print_note
 from nextn.settings import Sampling, Settings
 
 if TYPE_CHECKING:
-    from nextn.training.answers import Tally
+    from nextn.train.self_generated import AnswerProgress
 
 
 def answer(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder or hub id.")],
-    out: Annotated[Path, typer.Argument(help="The .jsonl file of answers; one that is there is gone on with.")],
+    model: ModelName,
+    out: Annotated[Path, typer.Argument(help="Output .jsonl; an existing file is resumed.")],
     prompts: Annotated[
         list[str],
-        typer.Option(help="Text files or folders, .jsonl, .parquet, or a data set; may be repeated."),
+        typer.Option(help="Text files or folders, .jsonl, .parquet, or a data set; repeatable."),
     ],
     count: Annotated[
-        int | None, typer.Option(help="Prompts: the first of the records, then pieces cut from texts; all if left out.")
+        int | None,
+        typer.Option(help="Number of prompts: records first, then cut from text files. Default: all."),
     ] = None,
-    length: Annotated[int, typer.Option(help="Tokens of each prompt that is cut from a text.")] = 64,
+    length: Annotated[int, typer.Option(help="Tokens of each prompt that is cut from a text file.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="0 = off.")] = 0,
     top_p: Annotated[float, typer.Option(help="1 = off.")] = 1.0,
     max_tokens: MaxTokens = 512,
-    drafts: Annotated[int, typer.Option("--drafts", "-k", help="Tokens drafted per round, if there is a head.")] = 4,
-    batch: Annotated[int, typer.Option(help="Prompts that are answered together.")] = 8,
+    num_speculative_tokens: Annotated[
+        int, typer.Option(*K_NAMES, help="Draft tokens per round, if the model has a head.")
+    ] = 4,
+    batch: Annotated[int, typer.Option(help="Prompts per batch.")] = 8,
     seed: int = 0,
-    chat: Chat = False,
+    chat: Chat = None,
     dtype: Dtype = "auto",
-    path: PathName = "auto",
+    backend: BackendName = "auto",
     device: Device = "auto",
+    revision: Revision = None,
+    cache_dir: CacheDir = None,
+    offline: Offline = False,
     as_json: AsJson = False,
 ) -> None:
-    """Let the trunk answer prompts, to train a head on its answers; after Ctrl-C, the same command goes on."""
+    """Generate training data with the trunk itself. After Ctrl-C, the same command resumes."""
     sampling = Sampling(temperature, top_k, top_p)
-    settings = Settings(drafts=drafts, sampling=sampling, max_tokens=max_tokens, seed=seed)
-    check_model(model, dtype, path=path, device=device)
-    from nextn.corpus.corpus_files import check_sources
+    settings = Settings(drafts=num_speculative_tokens, sampling=sampling, max_tokens=max_tokens, seed=seed)
+    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
+    options.check()
+    from nextn.data.sources import check_sources
 
     check_sources(prompts)
-    from nextn.training.answers import answer as answered
-    from nextn.training.answers import read_prompts
+    from nextn.train.self_generated import generate_answers, read_prompts
 
-    loaded = load_model(model, dtype, need_head=False, device=device)
-    asked, notes = read_prompts(prompts, loaded, count=count, length=length, seed=seed, chat=chat)
+    loaded = options.load(need_head=False)
+    chat = use_chat(loaded, chat)
+    prompt_ids, notes = read_prompts(prompts, loaded, count=count, length=length, seed=seed, chat=chat)
     for note in notes:
         print_note(note)
     with stop_flag() as stopped, _progress(quiet=as_json) as show:
-        told = None
-        for told in answered(loaded, asked, settings, out, batch_size=batch, path=path, should_stop=stopped):
-            show(told)
-    assert told is not None
+        state = None
+        for state in generate_answers(
+            loaded, prompt_ids, settings, out, batch_size=batch, backend=backend, should_stop=stopped
+        ):
+            show(state)
+    assert state is not None
     if as_json:
-        print_json(told.as_record() | {"file": str(out)})
+        print_json(state.as_record() | {"file": str(out)})
     else:
-        echo(_summary(told, out))
-    if told.answers < told.total:
-        echo("stopped; the same command goes on", err=True)
+        echo(_summary(state, out))
+    if state.answers < state.total:
+        echo("stopped; the same command resumes", err=True)
         raise typer.Exit(130)
 
 
-def _summary(told: "Tally", out: Path) -> str:
-    ends = ", ".join(f"{count} {reason}" for reason, count in told.finishes.most_common())
-    lines = [f"{out}: {told.answers} of {told.total} answers, {told.tokens:,} tokens ({ends or 'none yet'})"]
-    if told.looping:
+def _summary(state: "AnswerProgress", out: Path) -> str:
+    finishes = ", ".join(f"{count} {reason}" for reason, count in state.finishes.most_common())
+    lines = [f"{out}: {state.answers} of {state.total} answers, {state.tokens:,} tokens ({finishes or 'none yet'})"]
+    if state.looping:
         lines.append(
-            f"note: {told.looping} answers ({told.looping / told.answers:.0%}) repeat themselves; a head that learns "
-            "from many loops drafts loops: try a higher temperature or other prompts"
+            f"note: {state.looping} answers ({state.looping / state.answers:.0%}) are repetitive; a head trained on "
+            "many of them learns to draft repetitions: try a higher temperature or other prompts"
         )
     return "\n".join(lines)
 
 
 @contextmanager
-def _progress(*, quiet: bool) -> Iterator[Callable[["Tally"], None]]:
+def _progress(*, quiet: bool) -> Iterator[Callable[["AnswerProgress"], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
@@ -87,13 +111,13 @@ def _progress(*, quiet: bool) -> Iterator[Callable[["Tally"], None]]:
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[told]}"),
+        TextColumn("{task.fields[status]}"),
     )
     with Progress(*columns, console=console(stderr=True), disable=quiet, transient=True) as bar:
-        task = bar.add_task("answers", total=None, told="")
+        task = bar.add_task("answers", total=None, status="")
 
-        def show(tally: "Tally") -> None:
-            told = f"{tally.tokens_per_s:,.0f} tok/s, {tally.looping} loop" if tally.tokens_per_s else ""
-            bar.update(task, completed=tally.answers, total=max(tally.total, tally.answers), told=told)
+        def show(state: "AnswerProgress") -> None:
+            status = f"{state.tokens_per_s:,.0f} tok/s, {state.looping} repetitive" if state.tokens_per_s else ""
+            bar.update(task, completed=state.answers, total=max(state.total, state.answers), status=status)
 
         yield show

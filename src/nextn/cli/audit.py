@@ -1,4 +1,4 @@
-"""`nextn audit`: findings as a table with a verdict, or as JSON; exit 0 clean, 1 findings, 2 nothing to judge."""
+"""`nextn audit`: findings as a table with a summary, or as JSON; exit 0 clean, 1 findings, 2 nothing to audit."""
 
 import difflib
 import gc
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from nextn.audit import Finding, Report
+    from nextn.audit import AuditReport, Finding
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
@@ -28,14 +28,14 @@ def audit(
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
-    family: Annotated[str | None, typer.Option(help="Family to judge by, over the config's model_type.")] = None,
-    ignore: Annotated[list[str] | None, typer.Option(help="Rule to leave out; may be repeated.")] = None,
+    family: Annotated[str | None, typer.Option(help="Family to audit by, instead of the config's model_type.")] = None,
+    ignore: Annotated[list[str] | None, typer.Option(help="Rule to skip; repeatable.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a checkpoint's MTP head against its config and what engines expect; weights are not downloaded."""
+    """Check a checkpoint's MTP head against its config and what engines expect, without downloading the weights."""
     started = time.perf_counter()
-    ignored = _known(ignore or [])
-    with _uncollected():
+    ignored = _check_rules(ignore or [])
+    with _no_garbage_collection():
         if model.endswith(".gguf"):
             report = _gguf(Path(model))
         else:
@@ -51,13 +51,13 @@ def audit(
             screen.print(_table(rows))
             if more:
                 screen.print(plain(f"{more}\n"))
-        screen.print(_verdict(report, seconds))
+        screen.print(_summary(report, seconds))
     raise typer.Exit(0 if report.clean else 1)
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """All of a checkpoint's hundreds of thousands of entries stay: looking for garbage takes a fifth of the time."""
+def _no_garbage_collection() -> Iterator[None]:
+    """Collecting garbage among a checkpoint's hundreds of thousands of live entries takes a fifth of the time."""
     gc.disable()
     try:
         yield
@@ -67,23 +67,23 @@ def _uncollected() -> Iterator[None]:
 
 def _safetensors(
     model: str, revision: str | None, cache_dir: Path | None, *, offline: bool, family: str | None
-) -> "Report":
-    from nextn.audit import audit as judged
-    from nextn.checkpoints.checkpoint import Checkpoint
+) -> "AuditReport":
+    from nextn.audit import audit as run_audit
+    from nextn.checkpoint.checkpoint import Checkpoint
     from nextn.families import by_name
 
     row = by_name(family) if family else None
     checkpoint = Checkpoint.open(model, revision=revision, cache_dir=cache_dir, offline=offline)
-    return judged(checkpoint, family=row)
+    return run_audit(checkpoint, family=row)
 
 
-def _gguf(path: Path) -> "Report":
+def _gguf(path: Path) -> "AuditReport":
     from nextn.audit.gguf import audit_gguf
 
     return audit_gguf(path)
 
 
-def _known(rules: list[str]) -> list[str]:
+def _check_rules(rules: list[str]) -> list[str]:
     from nextn.audit import IDS
 
     for rule in rules:
@@ -102,23 +102,23 @@ def _table(findings: "Sequence[Finding]") -> "Table":
     table.add_column(overflow="fold")
     for finding in findings:
         style = _STYLES[finding.severity]
-        table.add_row(plain(f"{finding.severity}\n{finding.rule}", style=style, lines=True), _told(finding))
+        table.add_row(plain(f"{finding.severity}\n{finding.rule}", style=style, lines=True), _description(finding))
     return table
 
 
-def _told(finding: "Finding") -> "Text":
+def _description(finding: "Finding") -> "Text":
     text = plain(shown(finding.place), style="bold")
     text.append(f"\n{shown(finding.found)}\n")
     text.append("valid  ", style="dim").append(f"{shown(finding.valid)}\n")
-    return text.append("mend   ", style="dim").append(shown(finding.mend), style="cyan")
+    return text.append("fix    ", style="dim").append(shown(finding.fix), style="cyan")
 
 
-def _verdict(report: "Report", seconds: float) -> "Text":
-    counts = {each: sum(finding.severity == each for finding in report.findings) for each in _STYLES}
-    said = ", ".join(f"{number} {each}{'s' * (number != 1)}" for each, number in counts.items() if number)
-    stored = f"{report.family}: {report.promised} module{'s' * (report.promised != 1)} promised, "
+def _summary(report: "AuditReport", seconds: float) -> "Text":
+    counts = {severity: sum(finding.severity == severity for finding in report.findings) for severity in _STYLES}
+    total = ", ".join(f"{number} {severity}{'s' * (number != 1)}" for severity, number in counts.items() if number)
+    stored = f"{report.family}: {report.declared} MTP layer{'s' * (report.declared != 1)} declared, "
     stored += f"{len(report.modules)} stored"
     text = plain("clean" if report.clean else "not clean", style="bold green" if report.clean else "bold red")
     return text.append(
-        f"  {shown(report.path)}  {stored}  {said + '  ' if said else ''}{seconds:.1f} s", style="default"
+        f"  {shown(report.path)}  {stored}  {total + '  ' if total else ''}{seconds:.1f} s", style="default"
     )

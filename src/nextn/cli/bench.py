@@ -1,6 +1,7 @@
-"""The verbs that measure: `nextn bench` and `nextn advise`. Files are written when all is measured, or none."""
+"""Speed: `nextn bench` and `nextn advise`. Files are written after all measurements, or not at all."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -8,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.benchmarking.plan import Plan
-from nextn.cli.common import (
+from nextn.cli.common import (  # fmt: skip
+    K_NAMES,
     AsJson,
+    BackendName,
+    CacheDir,
     Chat,
     Device,
     DraftText,
@@ -19,152 +22,169 @@ from nextn.cli.common import (
     ExactHead,
     MaxTokens,
     ModelName,
-    PathName,
+    ModelOptions,
+    Offline,
     Prompts,
+    Revision,
     Temperatures,
-    check_model,
     draft_from,
-    load_model,
-    numbers,
+    parse_temperatures,
     read_draft_text,
-)  # fmt: skip
+    use_chat,
+)
 from nextn.cli.screen import console, plain, print_json, print_table, progress_bars
 from nextn.errors import ConfigError
+from nextn.evaluate.benchmark_plan import BenchmarkPlan
 
 if TYPE_CHECKING:
-    from nextn.benchmarking.advice import Advice
-    from nextn.benchmarking.report import Figures, Report
+    from nextn.evaluate.advice import Advice
+    from nextn.evaluate.benchmark import BenchmarkFigures, BenchmarkReport
 
 Out = Annotated[Path | None, typer.Option(help="Folder for the record and the figures.")]
 
 
 def bench(
     model: ModelName,
-    drafts: Annotated[str, typer.Option("--drafts", "-k", help="Every K, comma-separated.")] = "0,1,2,3,4,6,8",
+    num_speculative_tokens: Annotated[
+        str, typer.Option(*K_NAMES, help="Values of K, comma-separated; 0 = plain decoding.")
+    ] = "0,1,2,3,4,6,8",
     prompts: Prompts = None,
     temperatures: Temperatures = "0,1",
     max_tokens: MaxTokens = 256,
-    repeats: Annotated[int, typer.Option(help="Times that each prompt is decoded at each K and temperature.")] = 3,
-    chat: Chat = False,
+    repeats: Annotated[int, typer.Option(help="Runs of each prompt at each K and temperature.")] = 3,
+    chat: Chat = None,
     seed: int = 0,
     dtype: Dtype = "auto",
     draft_vocab: DraftVocab = 0,
     draft_text: DraftText = None,
     exact_head: ExactHead = False,
-    adaptive: Annotated[bool, typer.Option("--adaptive", help="Also as many drafts a round as pay.")] = False,
-    path: PathName = "auto",
+    adaptive: Annotated[bool, typer.Option("--adaptive", help="Also measure an adaptive K.")] = False,
+    backend: BackendName = "auto",
     device: Device = "auto",
+    revision: Revision = None,
+    cache_dir: CacheDir = None,
+    offline: Offline = False,
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure plain and MTP decoding in turn over K: speed, acceptance, costs, memory; loops are told and left out."""
-    from nextn.benchmarking.workload import read_prompts
+    """Measure plain and MTP decoding over K: speed, acceptance, costs, memory. Repetitive texts are left out."""
+    from nextn.evaluate.workload import read_prompts
 
-    plan = Plan(
-        _whole(drafts, "--drafts"),
-        numbers(temperatures),
+    plan = BenchmarkPlan(
+        _integers(num_speculative_tokens, "--num-speculative-tokens"),
+        parse_temperatures(temperatures),
         max_tokens,
         repeats,
-        chat=chat,
         seed=seed,
         adaptive=adaptive,
-        path=path,
+        backend=backend,
     )
-    check_model(model, dtype, path=path, device=device)
+    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
+    options.check()
     texts, frequent = read_prompts(prompts), read_draft_text(draft_vocab, draft_text)
-    _ready(out)
-    from nextn.benchmarking.benchmark import measured
+    _check_out(out)
+    from nextn.evaluate.benchmark import run_benchmark as benchmark
 
-    loaded = load_model(model, dtype, need_head=True, device=device, exact_head=exact_head)
+    loaded = options.load(need_head=True, exact_head=exact_head)
+    plan = replace(plan, chat=use_chat(loaded, chat))
     draft_from(loaded, draft_vocab, frequent)
     with progress_bars(quiet=as_json) as progress:
         step = progress("decode", plan.num_runs(len(texts)))
-        report = measured(loaded, texts, plan, source=model, on_run=lambda _: step())
+        report = benchmark(loaded, texts, plan, source=model, on_run=lambda _: step())
     if out is not None:
         _write(out, "bench.json", report.as_record(), lambda folder: _draw(report, folder))
     if as_json:
         print_json(report.as_record())
     else:
-        _show(report)
+        _show_benchmark(report)
 
 
 def advise(
     model: ModelName,
-    drafts: Annotated[int, typer.Option("--drafts", "-k", help="The largest K to think about.")] = 8,
+    num_speculative_tokens: Annotated[int, typer.Option(*K_NAMES, help="The largest K to consider.")] = 8,
     batches: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1,2,4,8",
-    contexts: Annotated[str, typer.Option(help="Contexts, comma-separated; left out: as long as the texts.")] = "",
+    contexts: Annotated[str, typer.Option(help="Context lengths, comma-separated. Default: that of the texts.")] = "",
     prompts: Prompts = None,
     temperatures: Temperatures = "0,1",
     max_tokens: MaxTokens = 256,
-    chat: Chat = False,
+    chat: Chat = None,
     seed: int = 0,
     exact_head: ExactHead = False,
     dtype: Dtype = "auto",
-    path: PathName = "auto",
+    backend: BackendName = "auto",
     device: Device = "auto",
+    revision: Revision = None,
+    cache_dir: CacheDir = None,
+    offline: Offline = False,
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether MTP pays here, from measured acceptance and costs: the best K, the break-even, or "leave it off"."""
-    from nextn.benchmarking.workload import read_prompts
+    """Say whether MTP pays off on this machine: the best K and the break-even, from measured acceptance and costs."""
+    from nextn.evaluate.workload import read_prompts
 
-    sizes = _whole(batches, "--batches", least=1)
-    columns = _whole(contexts, "--contexts", least=1) if contexts else ()
-    plan = Plan((drafts,), numbers(temperatures), max_tokens, repeats=1, chat=chat, seed=seed, path=path)
-    check_model(model, dtype, path=path, device=device)
+    sizes = _integers(batches, "--batches", minimum=1)
+    lengths = _integers(contexts, "--contexts", minimum=1) if contexts else ()
+    plan = BenchmarkPlan(
+        (num_speculative_tokens,),
+        parse_temperatures(temperatures),
+        max_tokens,
+        repeats=1,
+        seed=seed,
+        backend=backend,
+    )
+    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
+    options.check()
     texts = read_prompts(prompts)
-    _ready(out)
-    from nextn.benchmarking.advice import advised
+    _check_out(out)
+    from nextn.evaluate.advice import advise as forecast
 
-    loaded = load_model(model, dtype, need_head=True, device=device, exact_head=exact_head)
+    loaded = options.load(need_head=True, exact_head=exact_head)
+    plan = replace(plan, chat=use_chat(loaded, chat))
     with progress_bars(quiet=as_json) as progress:
-        decoded = progress("decode", plan.num_runs(len(texts)))
-        costed = progress("costs", len(sizes) * max(1, len(columns)))
-        advice = advised(
+        on_run = progress("decode", plan.num_runs(len(texts)))
+        on_costs = progress("costs", len(sizes) * max(1, len(lengths)))
+        advice = forecast(
             loaded,
             texts,
             plan,
             batches=sizes,
-            contexts=columns,
+            contexts=lengths,
             source=model,
-            on_run=lambda _: decoded(),
-            on_costs=lambda _: costed(),
+            on_run=lambda _: on_run(),
+            on_costs=lambda _: on_costs(),
         )
     if out is not None:
         _write(out, "advice.json", advice.as_record(), lambda folder: _draw_costs(advice, folder))
     if as_json:
         print_json(advice.as_record())
     else:
-        _tell(advice)
+        _show_advice(advice)
 
 
-VERBS = (bench, advise)
-
-
-def _whole(text: str, name: str, *, least: int = 0) -> tuple[int, ...]:
+def _integers(text: str, name: str, *, minimum: int = 0) -> tuple[int, ...]:
     try:
         values = tuple(int(part) for part in text.split(","))
     except ValueError:
         values = ()
-    if not values or min(values) < least:
-        raise ConfigError(f"{name} {text!r}; expected whole numbers from {least} on with commas between, such as 1,2,4")
+    if not values or min(values) < minimum:
+        raise ConfigError(f"{name} {text!r}; expected comma-separated whole numbers >= {minimum}, such as 1,2,4")
     return values
 
 
-def _ready(out: Path | None) -> None:
-    """What would fail after the measuring fails before it."""
+def _check_out(out: Path | None) -> None:
+    """Fail before measuring, not after it, if the results cannot be written. Raises ConfigError."""
     if out is None:
         return
     if find_spec("matplotlib") is None:
-        raise ConfigError("--out draws figures, and they need matplotlib: pip install 'nextn[plot]'")
+        raise ConfigError("--out draws figures, which needs matplotlib: pip install 'nextn[plot]'")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out {out}: not a folder that can be made ({error.strerror}); name another") from error
+        raise ConfigError(f"--out {out}: cannot create this folder ({error.strerror}); name another") from error
 
 
 def _write(out: Path, name: str, record: Mapping[str, object], draw: Callable[[Path], None]) -> None:
-    from nextn.checkpoints.tensor_file import write_json
+    from nextn.checkpoint.safetensors_file import write_json
 
     with TemporaryDirectory(dir=out, prefix=".") as staging:
         write_json(Path(staging) / name, record)
@@ -173,29 +193,29 @@ def _write(out: Path, name: str, record: Mapping[str, object], draw: Callable[[P
             path.replace(out / path.name)
 
 
-def _draw(report: "Report", folder: Path) -> None:
-    from nextn.figures import plot
+def _draw(report: "BenchmarkReport", folder: Path) -> None:
+    from nextn.stats import plots
 
     plan = report.plan
     tables = {_at(t): {k: report.figures(t, k) for k in plan.drafts if k} for t in plan.temperatures}
     measured = {label: {k: each.speedup for k, each in row.items()} for label, row in tables.items()}
-    plot.speedups(folder / "speedup.png", measured, {_at(t): report.theory(t) for t in plan.temperatures})
-    plot.acceptance(
+    plots.speedups(folder / "speedup.png", measured, {_at(t): report.theory(t) for t in plan.temperatures})
+    plots.acceptance(
         folder / "acceptance.png", {label: row[plan.drafts[-1]].acceptance for label, row in tables.items()}
     )
-    plot.costs(folder / "costs.png", [report.costs])
+    plots.costs(folder / "costs.png", [report.costs])
 
 
 def _draw_costs(advice: "Advice", folder: Path) -> None:
-    from nextn.figures import plot
+    from nextn.stats import plots
 
-    plot.costs(folder / "costs.png", advice.costs)
+    plots.costs(folder / "costs.png", advice.costs)
 
 
-def _show(report: "Report") -> None:
+def _show_benchmark(report: "BenchmarkReport") -> None:
     from rich.table import Table
 
-    from nextn.benchmarking.workload import by_domain
+    from nextn.evaluate.workload import by_domain
 
     table, machine, costs = Table(box=None, header_style="bold", pad_edge=False), report.machine, report.costs
     for title in ("", "K", "AL", "tokens/s", "speed-up", "expected", "draft/verify/host", "a_1 ... a_K"):
@@ -205,14 +225,14 @@ def _show(report: "Report") -> None:
         rows = [("", report.figures(temperature, drafts)) for drafts in report.plan.choices]
         rows += [(f", {each}", report.figures(temperature, largest, each)) for each in by_domain(report.prompts)]
         for label, figures in rows:
-            marked = " (loops)" if figures.only_loops else ""
+            marked = " (repetitive)" if figures.all_repetitive else ""
             table.add_row(plain(f"{_at(temperature)}{label}{marked}"), *_cells(figures))
         table.add_section()
     screen = console()
     print_table(table)
     lines = [
-        f"v(m) {'  '.join(f'{value:.2f}' for value in costs.v)}   c {costs.c:.2f}   in plain steps of "
-        f"{costs.steps[0].median * 1e3:.2f} ms, at context {costs.context}",
+        f"v(m) {'  '.join(f'{value:.2f}' for value in costs.v)}   c {costs.c:.2f}   in steps of plain decoding ("
+        f"{costs.steps[0].median * 1e3:.2f} ms each), at context {costs.context}",
         f"{machine.name}: {machine.threads} threads of {machine.cores} cores, {machine.dtype}, torch "
         f"{machine.versions['torch']}; a copy moves {machine.bandwidth / 1e9:.1f} GB/s; peak memory "
         f"{machine.peak_memory / 2**20:.0f} MiB",
@@ -222,20 +242,20 @@ def _show(report: "Report") -> None:
         screen.print(plain(line), soft_wrap=True)
 
 
-def _cells(figures: "Figures") -> list[str]:
-    kept, speed, share = figures.acceptance, figures.tokens_per_s, figures.share
+def _cells(figures: "BenchmarkFigures") -> list[str]:
+    acceptance, speed, share = figures.acceptance, figures.tokens_per_s, figures.share
     return [
         "auto" if figures.drafts < 0 else str(figures.drafts),
-        f"{kept.length:.2f}" if kept.num_rounds else "",
+        f"{acceptance.length:.2f}" if acceptance.num_rounds else "",
         f"{speed.median:.0f} ({speed.low:.0f}-{speed.high:.0f})",
         f"{figures.speedup.median:.2f}",
-        f"{figures.expected:.2f}",
+        f"{figures.expected_speedup:.2f}",
         "/".join(f"{value:.0%}" for value in share.values()),
-        " ".join(f"{rate:.2f}" for rate in kept.rates),
+        " ".join(f"{rate:.2f}" for rate in acceptance.rates),
     ]
 
 
-def _tell(advice: "Advice") -> None:
+def _show_advice(advice: "Advice") -> None:
     from rich.table import Table
 
     screen, table = console(), Table(box=None, header_style="bold", pad_edge=False)
@@ -262,14 +282,14 @@ def _tell(advice: "Advice") -> None:
         table.add_row(f"T={each.temperature:g}", *sizes, *expected, *best, "on" if each.pays else "off", even)
     print_table(table)
     for each in advice.headlines:
-        found = advice.report.figures(each.temperature, advice.report.plan.drafts[-1])
-        told = f"measured in this run at K = {found.drafts}: {found.speedup.median:.2f} x"
-        screen.print(plain(f"{_at(each.temperature)}: {each.words}; {told}"), soft_wrap=True)
+        figures = advice.report.figures(each.temperature, advice.report.plan.drafts[-1])
+        measured = f"measured in this run at K = {figures.drafts}: {figures.speedup.median:.2f} x"
+        screen.print(plain(f"{_at(each.temperature)}: {each.summary}; {measured}"), soft_wrap=True)
     for line in _warnings(advice.report):
         screen.print(plain(line), soft_wrap=True)
 
 
-def _warnings(report: "Report") -> list[str]:
+def _warnings(report: "BenchmarkReport") -> list[str]:
     return [f"note: {warning}" for warning in report.warnings]
 
 

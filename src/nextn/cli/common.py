@@ -1,50 +1,155 @@
-"""What the verbs share: options of one meaning, signals, the model."""
+"""What the commands share: options with one meaning everywhere, signals, loading the model."""
 
 import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
+from typer.core import TyperCommand
 
+from nextn.cli.screen import print_note
 from nextn.errors import ConfigError
-from nextn.settings import PATHS
+from nextn.settings import BACKENDS
 
 if TYPE_CHECKING:
-    from nextn.model import Model
+    from nextn.model.model import Model
 
 _DTYPES = ("auto", "float32", "bfloat16")
+_DOCS = "https://github.com/nextn-mtp/nextn/tree/main/docs"
+# Former names of options and of their values. They are accepted and hidden.
+_FORMER_OPTIONS = {"--drafts": "--num-speculative-tokens", "--gain": "--norm-weights", "--path": "--backend"}
+_FORMER_BACKENDS = {"fast": "native", "plain": "torch"}
+
+
+def docs_page(name: str) -> str:
+    """Return the address of a documentation page."""
+    return f"{_DOCS}/{name}.md"
+
+
 ModelName = Annotated[str, typer.Argument(help="Checkpoint folder or hub id.")]
 Prompts = Annotated[
-    Path | None, typer.Option(help="Prompts of your own: .txt (blank lines between) or .jsonl; see docs/benchmarks.md.")
+    Path | None,
+    typer.Option(
+        help='File of prompts: .txt (separated by blank lines) or .jsonl ({"prompt": ...}). Default: a built-in set.'
+    ),
 ]
-Temperatures = Annotated[str, typer.Option(help="Comma-separated; 0 = greedy.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
-CacheDir = Annotated[Path | None, typer.Option(help="The hub's cache; left out: the usual place.")]
-Offline = Annotated[bool, typer.Option("--offline", help="Read a hub id from the cache alone.")]
-Drafts = Annotated[int, typer.Option("--drafts", "-k", help="Tokens drafted per round; 0 is plain decoding.")]
-MaxTokens = Annotated[int, typer.Option(help="New tokens per text at most.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, or auto for as stored.")]
-Chat = Annotated[bool, typer.Option("--chat", help="Put the prompts through the chat template.")]
-PathName = Annotated[
-    str, typer.Option("--path", help="auto; fast: the native runtime (CPUs) or an error; plain: torch.")
+Temperatures = Annotated[str, typer.Option(help="Comma-separated temperatures; 0 = greedy.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id. Default: main.")]
+CacheDir = Annotated[Path | None, typer.Option(help="Hub cache folder. Default: that of huggingface_hub.")]
+Offline = Annotated[bool, typer.Option("--offline", help="Read hub ids from the cache only.")]
+K_NAMES = ("--num-speculative-tokens", "-k")
+NumSpeculativeTokens = Annotated[int, typer.Option(*K_NAMES, help="Draft tokens per round; 0 = plain decoding.")]
+MaxTokens = Annotated[int, typer.Option(help="Maximum number of new tokens per text.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, or auto: as stored.")]
+Chat = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--no-chat",
+        help="Apply the chat template to text prompts. Default: if the tokenizer has one.",
+        show_default=False,
+    ),
 ]
-Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")]
+BackendName = Annotated[
+    str,
+    typer.Option(
+        "--backend", help="torch, native (C++ runtime, CPU only), or auto: native if it supports the model and device."
+    ),
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps, xpu, or one of several such as cuda:1.")]
 DraftVocab = Annotated[
-    int, typer.Option(help="Draft from that many tokens only, the most frequent of --draft-text; 0 = from all.")
+    int, typer.Option(help="Draft only from the N most frequent tokens of --draft-text; 0 = from all tokens.")
 ]
-DraftText = Annotated[Path | None, typer.Option(help="A text like those that will be decoded.")]
+DraftText = Annotated[Path | None, typer.Option(help="Text file similar to the text that will be generated.")]
 ExactHead = Annotated[
-    bool, typer.Option("--exact-head", help="Draft by all bits of the head's weights where seven would be faster.")
+    bool, typer.Option("--exact-head", help="Never reduce the head's weights to seven bits for faster drafting.")
 ]
+KeyEnv = Annotated[str | None, typer.Option(help="Environment variable with the API key. Default: OPENAI_API_KEY.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+class Command(TyperCommand):
+    """A command that also accepts options under their former names, with a note on standard error."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for parameter in self.params for name in parameter.opts}
+        current: list[str] = []
+        for index, arg in enumerate(args):
+            if arg == "--":
+                return super().parse_args(ctx, current + args[index:])
+            if index and args[index - 1] == "--path":
+                arg = _FORMER_BACKENDS.get(arg, arg)
+            former, equals, value = arg.partition("=")
+            name = _FORMER_OPTIONS.get(former, former)
+            if name != former and name in known and former not in known:
+                print_note(f"{former} is deprecated; use {name}")
+                arg = name + equals + (_FORMER_BACKENDS.get(value, value) if former == "--path" else value)
+            current.append(arg)
+        return super().parse_args(ctx, current)
+
+
+class HubOptions(TypedDict):
+    """How a hub id is read, as keyword arguments of `Checkpoint.open` and `Model.load`."""
+
+    revision: str | None
+    cache_dir: Path | None
+    offline: bool
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The options of every command that loads a model."""
+
+    source: str  # checkpoint folder or hub id
+    dtype: str = "auto"  # "float32", "bfloat16", or "auto": as stored
+    backend: str = "auto"  # see `backend_for`
+    device: str = "auto"  # "auto", or a device name of torch
+    # Of hub ids only.
+    revision: str | None = None
+    cache_dir: Path | None = None
+    offline: bool = False
+
+    @property
+    def hub(self) -> HubOptions:
+        return {"revision": self.revision, "cache_dir": self.cache_dir, "offline": self.offline}
+
+    def check(self) -> None:
+        """Refuse options that no model can be loaded with, before torch is imported.
+
+        Hub ids are not looked up here; a local checkpoint is opened.
+
+        Raises:
+            ConfigError: The dtype, backend or device type is unknown.
+            CheckpointError: There is no such checkpoint.
+        """
+        for name, value, known in (("dtype", self.dtype, _DTYPES), ("backend", self.backend, BACKENDS)):
+            if value not in known:
+                raise ConfigError(f"{name} {value!r}; expected one of {', '.join(known)}")
+        check_device(self.device)
+        from nextn.checkpoint.checkpoint import Checkpoint
+
+        if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", self.source, re.ASCII) or Path(self.source).exists():
+            Checkpoint.open(self.source)
+
+    def load(self, *, need_head: bool, exact_head: bool = False) -> "Model":
+        """Load the model; call `check` first. exact_head: see `Head.exact`."""
+        import torch
+
+        from nextn.model.model import Model
+
+        stored = None if self.dtype == "auto" else getattr(torch, self.dtype)
+        loaded = Model.load(self.source, **self.hub, dtype=stored, need_head=need_head, device=self.device)
+        if loaded.head is not None:
+            loaded.head.exact = exact_head
+        return loaded
 
 
 @contextmanager
 def stop_flag() -> Iterator[Callable[[], bool]]:
-    """SIGINT and SIGTERM set a flag that the loop looks at between steps; a second SIGINT interrupts at once."""
+    """SIGINT and SIGTERM set a flag that the loop checks between steps; a second SIGINT interrupts at once."""
     caught: list[int] = []
 
     def note(number: int, _: object) -> None:
@@ -61,45 +166,14 @@ def stop_flag() -> Iterator[Callable[[], bool]]:
 
 
 def check_device(device: str) -> None:
-    """Refuse, without torch, what is no device. Raises ConfigError."""
+    """Refuse an unknown device type without importing torch. Raises ConfigError."""
     if not re.fullmatch(r"auto|(cpu|cuda|mps|xpu)(:\d+)?", device):
-        raise ConfigError(f"device = {device!r}; expected auto, cpu, cuda, mps or one of several, such as cuda:1")
+        raise ConfigError(f"device = {device!r}; expected auto, cpu, cuda, mps, xpu, or one of several such as cuda:1")
 
 
-def check_model(model: str, dtype: str, *, path: str = "auto", device: str = "auto") -> None:
-    """Refuse, without torch, the options of `load_model` that no model can be loaded by.
-
-    Args:
-        model: A hub id is not looked up here; what is on this machine is opened.
-        dtype: `float32`, `bfloat16`, or `auto` for as stored.
-        path: What it decodes on, see `Model.engine`.
-        device: `auto`, or as torch names it.
-
-    Raises:
-        ConfigError: An unknown dtype, path or kind of device.
-        CheckpointError: No checkpoint lies there.
-    """
-    for name, value, known in (("dtype", dtype, _DTYPES), ("path", path, PATHS)):
-        if value not in known:
-            raise ConfigError(f"{name} {value!r}; expected one of {', '.join(known)}")
-    check_device(device)
-    from nextn.checkpoints.checkpoint import Checkpoint
-
-    if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", model, re.ASCII) or Path(model).exists():
-        Checkpoint.open(model)
-
-
-def load_model(model: str, dtype: str, *, need_head: bool, device: str, exact_head: bool = False) -> "Model":
-    """Load what `check_model` has let pass. exact_head: see `Head.exact`."""
-    import torch
-
-    from nextn.model import Model
-
-    stored = None if dtype == "auto" else getattr(torch, dtype)
-    loaded = Model.load(model, dtype=stored, need_head=need_head, device=device)
-    if loaded.head is not None:
-        loaded.head.exact = exact_head
-    return loaded
+def use_chat(model: "Model", chat: bool | None) -> bool:
+    """Resolve --chat/--no-chat; None: whether the tokenizer has a chat template."""
+    return bool(model.tokenizer is not None and model.tokenizer.chat_template) if chat is None else chat
 
 
 def read_draft_text(size: int, text: Path | None) -> str | None:
@@ -115,20 +189,22 @@ def read_draft_text(size: int, text: Path | None) -> str | None:
 
 
 def draft_from(model: "Model", size: int, text: str | None) -> None:
-    """Have the head draft from the `size` most frequent tokens of the text, if there is one. Raises ConfigError."""
+    """Restrict the head to drafting the `size` most frequent tokens of the text, if given. Raises ConfigError."""
     if text is None:
         return
-    from nextn.shortlist import Shortlist
-    from nextn.text import encode, eos_tokens
+    from nextn.decoding.generate import encode, eos_tokens
+    from nextn.speculative.draft_vocabulary import DraftVocabulary
 
     if model.head is None:
         raise ConfigError("--draft-vocab: the model has no head to draft with")
     vocab_size = model.trunk.vocab_size
-    model.head.shortlist = Shortlist.of([encode(model, text)], size, vocab_size=vocab_size, always=eos_tokens(model))
+    model.head.draft_vocabulary = DraftVocabulary.of(
+        [encode(model, text)], size, vocab_size=vocab_size, always=eos_tokens(model)
+    )
 
 
-def numbers(text: str) -> tuple[float, ...]:
+def parse_temperatures(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError as error:
-        raise ConfigError(f"--temperatures {text!r}; expected numbers with commas between, such as 0,1") from error
+        raise ConfigError(f"--temperatures {text!r}; expected comma-separated numbers, such as 0,1") from error

@@ -1,7 +1,7 @@
-"""Standard input, output and error of the command line: the only place that reads or prints.
+"""Standard input, output and error of the command line: the only module that reads or prints.
 
-Names, messages and texts come from checkpoints, engines and models of strangers. `visible` is the one function that
-they pass through on the way to a terminal; `echo`, `plain` and every console call it.
+Names, messages and texts come from untrusted checkpoints, engines and models. `visible` is the one function that they
+pass through on the way to a terminal; `echo`, `plain` and every console call it.
 """
 
 import io
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     Step = Callable[[], None]
 
 T = TypeVar("T")
-MAX_ROWS = 50  # of one table: strangers' files can name any number of things
-_LONGEST = 1000  # characters of one name or message
-_WIDTH = 120  # of a table that no terminal shows
+MAX_ROWS = 50  # of one table: untrusted files can name any number of things
+_MAX_LENGTH = 1000  # characters of one name or message
+_WIDTH = 120  # of a table, in characters, without a terminal
 _HARMLESS = "\n\t\u200c\u200d"  # in running text: line breaks, tabs, and the joiners of Persian, Hindi and emoji
 _READER_LEFT = 141  # 128 + SIGPIPE, as shells report `yes | head -1`
 
 
 def visible(text: str, *, lines: bool = False) -> str:
-    r"""Replace every character that could act on a terminal by its escape, such as `\x1b` or `\u202e`.
+    r"""Escape every character that could control a terminal, such as `\x1b` or `\u202e`.
 
     Args:
-        text: Anything that was not written in this package.
-        lines: Whether this is running text, which keeps its line breaks and wide spaces. In a name they are replaced,
-            too, so that it cannot pretend to be a line of output.
+        text: Any text that was not written in this package.
+        lines: Whether this is running text, which keeps its line breaks and wide spaces. In a name they are escaped,
+            too, so that it cannot fake a line of output.
     """
     if text.isprintable():
         return text
@@ -55,8 +55,8 @@ def _escaped(char: str) -> str:
 
 
 def shown(text: str) -> str:
-    """A name or a one-line message: visible, and cut where it would fill the screen."""
-    return visible(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...")
+    """Escape a name or one-line message, and cut it where it would fill the screen."""
+    return visible(text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}...")
 
 
 def echo(text: str, *, err: bool = False) -> None:
@@ -65,7 +65,7 @@ def echo(text: str, *, err: bool = False) -> None:
 
 
 def print_error(error: Exception) -> None:
-    """Print `error: ...` to standard error; further lines of it are indented, so that none looks like our own."""
+    """Print `error: ...` to standard error; further lines are indented, so that none looks like output of our own."""
     echo(re.sub(r"\n(?! )", "\n  ", f"error: {error}"), err=True)
 
 
@@ -80,14 +80,14 @@ def print_json(record: object) -> None:
 
 
 def plain(text: str, style: str | None = None, *, lines: bool = False) -> "Text":
-    """Text for a rich console or table: visible, and never taken for markup. lines: as `visible` takes it."""
+    """Return escaped text for a rich console or table, never parsed as markup. lines: see `visible`."""
     from rich.text import Text
 
     return Text(visible(text, lines=lines), style=style or "")
 
 
 def console(*, stderr: bool = False, width: int | None = None) -> "Console":
-    """A rich console whose every segment is visible, whoever made it; control segments are rich's own."""
+    """Return a rich console that escapes every segment, whatever its origin, except rich's own control segments."""
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
@@ -104,22 +104,22 @@ def console(*, stderr: bool = False, width: int | None = None) -> "Console":
 
 @contextmanager
 def progress_bars(*, quiet: bool) -> "Iterator[Callable[[str, int | None], Step]]":
-    """progress(what, total) adds a bar and returns what moves it by one."""
+    """Yield progress(description, total), which adds a bar and returns a function that advances it by one."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console(stderr=True), disable=quiet, transient=True) as bar:
 
-        def added(what: str, total: int | None) -> "Step":
-            task = bar.add_task(what, total=total)
+        def add(description: str, total: int | None) -> "Step":
+            task = bar.add_task(description, total=total)
             return lambda: bar.advance(task)
 
-        yield added
+        yield add
 
 
 @dataclass(frozen=True)
 class Marks:
-    """How accepted drafts are told from other tokens: by a style, or by brackets where output has no styles."""
+    """How accepted drafts are marked: by a style, or by brackets where the output has no styles."""
 
     style: str
     brackets: tuple[str, str]
@@ -139,7 +139,7 @@ class Marks:
 
 
 def print_table(table: "Table", *, stderr: bool = False) -> None:
-    """Print a table of figures: as it is where it fits, else each row as `title value` pairs, wrapped between pairs.
+    """Print a table of figures; if it is too wide, print each row as `title value` pairs, wrapped between pairs.
 
     Where no terminal sets a width, such as in a pipe, a table is as wide as it needs to be.
     """
@@ -167,7 +167,7 @@ def _text_of(cell: object) -> str:
 
 
 def _wrapped(words: Iterable[str], width: int) -> Iterator[str]:
-    """Lines of whole words with two spaces between; all lines but the first are indented."""
+    """Join words to lines with two spaces between them; all lines but the first are indented."""
     line = ""
     for word in words:
         if line and len(line) + 2 + len(word) > width:
@@ -179,20 +179,20 @@ def _wrapped(words: Iterable[str], width: int) -> Iterator[str]:
 
 
 def read_stdin() -> str:
-    """Standard input to its end, as UTF-8. Raises ConfigError where it is closed or something else."""
+    """Read standard input to its end. Raises ConfigError if it is closed or not UTF-8."""
     if sys.stdin is None:
-        raise ConfigError("standard input is closed; give the prompt as an argument, or pipe text in")
+        raise ConfigError("standard input is closed; pass the prompt as an argument, or pipe text in")
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"standard input is not UTF-8 (byte {error.object[error.start]:#04x} at offset {error.start}); convert it, "
-            "such as with iconv -t UTF-8"
+            "for example with iconv -t UTF-8"
         ) from error
 
 
 class _Output(io.TextIOWrapper):
-    """A standard stream whose reader may leave, and whose encoding may lack characters: those are escaped."""
+    """A standard stream that survives a closed pipe and escapes characters that its encoding lacks."""
 
     def __init__(self, stream: io.TextIOWrapper) -> None:
         super().__init__(
@@ -213,14 +213,14 @@ class _Output(io.TextIOWrapper):
 
 
 def _end(stream: TextIO | object) -> NoReturn:
-    """Exit with 141. What is still buffered goes nowhere, or the interpreter would fail on it when it ends."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())  # type: ignore[union-attr]  # rich's `file` is any text stream
+    """Exit with 141. Buffered output is discarded, or the interpreter would fail on it at exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())  # type: ignore[union-attr]  # rich's `file` is any text stream
     raise SystemExit(_READER_LEFT)
 
 
 def guard_streams() -> None:
-    """Have a closed pipe end this process with exit code 141, wherever it prints; for processes of our own only."""
+    """Exit with code 141 when a pipe is closed, wherever the process prints; for our own processes only."""
     if isinstance(sys.__stdout__, io.TextIOWrapper) and sys.stdout is sys.__stdout__:
         sys.stdout = _Output(sys.__stdout__)
     if isinstance(sys.__stderr__, io.TextIOWrapper) and sys.stderr is sys.__stderr__:
@@ -228,13 +228,13 @@ def guard_streams() -> None:
 
 
 def flush_streams() -> None:
-    """Write what is buffered while a closed pipe can still be reported."""
+    """Write buffered output while a closed pipe can still be reported."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
 
 
 def shortened(items: Sequence[T]) -> tuple[Sequence[T], str]:
-    """Return the items that a table shows, MAX_ROWS at most, and a line about the others ("" if there are none)."""
+    """Return the first MAX_ROWS items for a table, and a line about the others ("" if there are none)."""
     more = len(items) - MAX_ROWS
     return items[:MAX_ROWS], f"and {more:,} more; --json lists them all" if more > 0 else ""

@@ -1,1 +1,1 @@
-"""Live engines behind one door: OpenAI-compatible servers, and what they count of their drafts. Imports no torch."""
+"""Clients of OpenAI-compatible inference engines, and their speculative-decoding counters. Imports no torch."""

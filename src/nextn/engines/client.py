@@ -1,6 +1,6 @@
-"""HTTP to a server that may be down, slow, broken or hostile: bounded in bytes, seconds and requests, one error each.
+"""HTTP to a server that may be down, slow, broken or hostile: limits on bytes, seconds and requests, and retries.
 
-Knows statuses and retries; knows nothing of what an answer says.
+Every failure is one EngineError. Knows nothing of what an answer contains.
 """
 
 import re
@@ -14,31 +14,28 @@ import httpx2
 
 from nextn.bounded_http import Deadline
 from nextn.bounded_http import client as bounded_client
-from nextn.engines.documents import loads, shown
+from nextn.engines.json_values import loads, short_repr
 from nextn.errors import BudgetError, ConfigError, EngineError
 from nextn.redaction import MASK, Redactor
 
 KEY_ENV = "OPENAI_API_KEY"
 _BUSY = frozenset({429, 503})
-_FIRST_WAIT = 0.5  # seconds, doubled at each try
-_TOLD = 300  # characters of the engine's own words in a message
-_MAX_ERROR = 64 * 1024
+_FIRST_WAIT = 0.5  # seconds, doubled at each attempt
+_MAX_QUOTED = 300  # characters of the engine's own text in a message
+_MAX_ERROR = 64 * 1024  # bytes read of an error's body
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 @dataclass(frozen=True)
 class Limits:
-    """requests, seconds: of a whole run. answer_s, answer_bytes: of one answer, from connecting to its last byte.
+    """Limits of a run and of each of its requests."""
 
-    tries: of a request that is answered 429 or 503, or whose connection was lost; wait_s: the longest wait between two.
-    """
-
-    requests: int = 1000
-    seconds: float = 900.0
-    answer_s: float = 120.0
+    requests: int = 1000  # of the run
+    seconds: float = 900.0  # of the run
+    answer_s: float = 120.0  # of one answer, from connecting to its last byte
     answer_bytes: int = 8 * 1024 * 1024
-    tries: int = 3
-    wait_s: float = 20.0
+    tries: int = 3  # of a request that is answered 429 or 503, or whose connection was lost
+    wait_s: float = 20.0  # the longest wait between two tries
 
     def __post_init__(self) -> None:
         for name in ("requests", "seconds", "answer_s", "answer_bytes", "tries"):
@@ -48,7 +45,7 @@ class Limits:
 
 @dataclass
 class Budget:
-    """Requests and seconds that all endpoints of one run share; may be used from several threads."""
+    """Requests and seconds that all endpoints of one run share. Thread-safe."""
 
     limits: Limits = field(default_factory=Limits)
     clock: Callable[[], float] = time.monotonic
@@ -63,21 +60,24 @@ class Budget:
         return self._ends - self.clock()
 
     def check(self) -> None:
-        """Raises BudgetError when the time is over."""
+        """Raise BudgetError when the time is over."""
         if self.left_s <= 0:
-            raise BudgetError(f"the {self.limits.seconds:g} s allowed are over; raise --max-seconds")
+            raise BudgetError(f"the limit of {self.limits.seconds:g} s is over; raise --max-seconds")
 
     def take(self) -> None:
-        """Count one request. Raises BudgetError when none, or no time, is left."""
+        """Count one request. Raises BudgetError when no requests or no time are left."""
         self.check()
         with self._lock:
             if self.used >= self.limits.requests:
-                raise BudgetError(f"the {self.limits.requests} requests allowed are used up; raise --max-requests")
+                raise BudgetError(f"the limit of {self.limits.requests} requests is used up; raise --max-requests")
             self.used += 1
 
 
 def base_url(url: str) -> str:
-    """`host:8000`, `http://host:8000/v1/` -> `http://host:8000`. Raises ConfigError for what is no HTTP address."""
+    """Normalize an address: `host:8000` and `http://host:8000/v1/` give `http://host:8000`.
+
+    Raises ConfigError for anything but an HTTP address.
+    """
     parts = urlsplit(url if "://" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{_shown_url(url)}: not an HTTP address; expected one such as http://localhost:8000")
@@ -96,25 +96,25 @@ def _key_advice(name: str) -> str:
 
 
 class Client:
-    """One server. `key` goes into the Authorization header alone: where the server repeats it, *** takes its place.
+    """One server. `key`, read from the variable `key_env`, is sent in the Authorization header only.
 
-    key_env: the variable that the key came from.
+    Where the server repeats the key, it is replaced by ***.
     """
 
     def __init__(self, url: str, budget: Budget, *, key: str | None = None, key_env: str = KEY_ENV) -> None:
         self.url, self.budget = base_url(url), budget
         self._key, self._key_env, self._redactor = key, key_env, Redactor(key)
-        headers = {"Accept-Encoding": "identity"}  # the bytes that are counted are those that were sent
+        headers = {"Accept-Encoding": "identity"}  # so that the byte limits apply to the decoded body
         if key and not re.fullmatch(r"[\x21-\x7e]+", key):
             raise ConfigError(
-                f"{key_env} holds a key with spaces, line breaks or letters that no HTTP header can carry"
+                f"the key in {key_env} has spaces, line breaks or letters that no HTTP header can carry; set it again"
             )
         if key:
             headers["Authorization"] = f"Bearer {key}"
-        # A proxy of the environment cannot reach this machine's own ports. Redirects could carry the key away.
-        own = urlsplit(self.url).hostname in _LOOPBACK
+        # A proxy of the environment cannot reach ports of this machine. Redirects could send the key elsewhere.
+        is_local = urlsplit(self.url).hostname in _LOOPBACK
         self._http = bounded_client(
-            headers=headers, trust_env=not own, limits=httpx2.Limits(max_connections=256), follow_redirects=False
+            headers=headers, trust_env=not is_local, limits=httpx2.Limits(max_connections=256), follow_redirects=False
         )
 
     def close(self) -> None:
@@ -123,148 +123,157 @@ class Client:
     def json(
         self, path: str, body: Mapping[str, object] | None = None, *, max_bytes: int | None = None
     ) -> dict[str, object]:
-        """A JSON object: POST with a body, else GET. max_bytes: as in `pieces`. Raises EngineError."""
+        """Return a JSON object: POST with a body, else GET. Arguments and errors as of `iter_bytes`."""
         text = self.text(path, body, max_bytes=max_bytes)
         try:
-            found = loads(text)
+            document = loads(text)
         except ValueError as error:
             raise EngineError(f"{self.url}{path}: {self._not_json(text, error)}") from error
-        if not isinstance(found, dict):
-            raise EngineError(f"{self.url}{path}: the answer is JSON but no object: {self._told(text)}")
-        return found
+        if not isinstance(document, dict):
+            raise EngineError(f"{self.url}{path}: the answer is JSON but not an object: {self._quoted(text)}")
+        return document
 
     def text(self, path: str, body: Mapping[str, object] | None = None, *, max_bytes: int | None = None) -> str:
-        """The body of a good answer, without the key. Arguments and errors as of `pieces`."""
+        """Return the body of a 200 answer, without the key. Arguments and errors as of `iter_bytes`."""
         data = bytearray()
-        for piece in self.pieces(path, body, max_bytes=max_bytes):
-            data += piece
+        for chunk in self.iter_bytes(path, body, max_bytes=max_bytes):
+            data += chunk
         return self._redactor.text(data.decode(errors="replace"))
 
     def redacted(self, text: str) -> str:
-        """The text without the key; for what is put together from `pieces`, which may cut the key in two."""
+        """Return the text without the key; for text assembled from `iter_bytes`, whose chunks may split the key."""
         return self._redactor.text(text)
 
-    def pieces(
+    def iter_bytes(
         self, path: str, body: Mapping[str, object] | None = None, *, max_bytes: int | None = None
     ) -> Iterator[bytes]:
-        """The body of a good answer as it comes. Raises EngineError for any other, BudgetError when none may be asked.
+        """Yield the body of a 200 answer as it arrives: POST with a body, else GET.
 
-        A busy engine (429, 503) and a lost connection are tried again, not once something has been yielded.
-        max_bytes: of the body, where what was asked for bounds it better than the limits do.
+        A busy engine (429, 503) and a lost connection are retried, unless something has been yielded.
+
+        max_bytes: limit of the answer, where the request implies a lower one than the budget's.
+        Raises EngineError for any other answer, BudgetError when no requests or no time are left.
         """
-        limits, begun = self.budget.limits, False
-        most = min(max_bytes or limits.answer_bytes, limits.answer_bytes)
+        limits, has_started = self.budget.limits, False
+        byte_limit = min(max_bytes or limits.answer_bytes, limits.answer_bytes)
         for attempt in range(limits.tries):
             self.budget.take()
             try:
-                for piece in self._once(path, body, most):
-                    begun = True
-                    yield piece
+                for chunk in self._attempt(path, body, byte_limit):
+                    has_started = True
+                    yield chunk
                 return
-            except _Again as again:
-                wait = max(again.wait, _FIRST_WAIT * 2**attempt)
-                if begun or attempt + 1 == limits.tries or wait > limits.wait_s:
+            except _RetryableError as error:
+                wait = max(error.wait, _FIRST_WAIT * 2**attempt)
+                if has_started or attempt + 1 == limits.tries or wait > limits.wait_s:
                     tries = f"{attempt + 1} of {limits.tries} tries"
-                    raise EngineError(f"{again} ({tries})", status=again.status) from again
+                    raise EngineError(f"{error} ({tries})", status=error.status) from error
             time.sleep(max(0.0, min(wait, self.budget.left_s)))
 
-    def _once(self, path: str, body: Mapping[str, object] | None, most: int) -> Iterator[bytes]:
+    def _attempt(self, path: str, body: Mapping[str, object] | None, byte_limit: int) -> Iterator[bytes]:
         deadline = Deadline(max(0.001, min(self.budget.limits.answer_s, self.budget.left_s)))
         method = "GET" if body is None else "POST"
         try:
             with self._http.stream(method, f"{self.url}{path}", json=body, timeout=deadline) as response:
                 if response.status_code != 200:
-                    raise self._refusal(path, response)
-                yield from self._body(path, response, deadline, most)
+                    raise self._status_error(path, response)
+                yield from self._body(path, response, deadline, byte_limit)
         except httpx2.TimeoutException as error:
             if isinstance(error, httpx2.ConnectTimeout):
-                raise self._down(path, error) from error
-            raise self._slow(path, deadline) from error
+                raise self._unreachable(path, error) from error
+            raise self._timed_out(path, deadline) from error
         except (httpx2.ConnectError, httpx2.ProxyError) as error:
-            raise self._down(path, error) from error
+            raise self._unreachable(path, error) from error
         except httpx2.TransportError as error:
-            reason = self._told(str(error)) or type(error).__name__
-            raise _Again(f"{self.url}{path}: the engine broke off its answer: {reason}; see its log") from error
+            reason = self._quoted(str(error)) or type(error).__name__
+            raise _RetryableError(
+                f"{self.url}{path}: the engine broke off its answer: {reason}; see its log"
+            ) from error
 
-    def _body(self, path: str, response: httpx2.Response, deadline: Deadline, most: int) -> Iterator[bytes]:
-        """The bytes as they were sent: a compressed body could be a thousand times as long as what was received."""
+    def _body(self, path: str, response: httpx2.Response, deadline: Deadline, byte_limit: int) -> Iterator[bytes]:
+        """The bytes as they were sent: a compressed body could expand a thousandfold."""
         coding = response.headers.get("Content-Encoding", "identity")
         if coding.lower() != "identity":
             raise EngineError(
-                f"{self.url}{path}: the answer is compressed ({self._told(coding)}), unasked; see its proxy"
+                f"{self.url}{path}: the answer is compressed ({self._quoted(coding)}), which was not requested; "
+                "check the proxy in front of the engine"
             )
         size = 0
-        for piece in response.iter_raw():
-            size += len(piece)
-            if size > most:
-                raise EngineError(f"{self.url}{path}: the answer is longer than {most:,} bytes")
+        for chunk in response.iter_raw():
+            size += len(chunk)
+            if size > byte_limit:
+                raise EngineError(f"{self.url}{path}: the answer is longer than {byte_limit:,} bytes")
             if deadline.remaining <= 0:
-                raise self._slow(path, deadline)
-            yield piece
+                raise self._timed_out(path, deadline)
+            yield chunk
 
-    def _down(self, path: str, error: Exception) -> EngineError:
+    def _unreachable(self, path: str, error: Exception) -> EngineError:
         self.budget.check()
-        reason = self._told(str(error)) or type(error).__name__
+        reason = self._quoted(str(error)) or type(error).__name__
         return EngineError(f"{self.url}{path}: nothing answers ({reason}); is the engine running, and the port right?")
 
-    def _slow(self, path: str, seconds: float) -> EngineError:
+    def _timed_out(self, path: str, seconds: float) -> EngineError:
         self.budget.check()
-        return EngineError(f"{self.url}{path}: no whole answer within {seconds:g} s; raise --timeout, or see its log")
+        return EngineError(
+            f"{self.url}{path}: no complete answer within {seconds:g} s; raise --timeout, or see its log"
+        )
 
-    def _refusal(self, path: str, response: httpx2.Response) -> Exception:
-        status, place = response.status_code, f"{self.url}{path}: HTTP {response.status_code}"
+    def _status_error(self, path: str, response: httpx2.Response) -> Exception:
+        status, prefix = response.status_code, f"{self.url}{path}: HTTP {response.status_code}"
         if 300 <= status < 400:
-            where = self._told(_shown_url(response.headers.get("Location", "nowhere")))
-            return EngineError(f"{place}: it redirects to {where}; give that address", status=status)
-        says = self._words(response)
+            target = self._quoted(_shown_url(response.headers.get("Location", "nowhere")))
+            return EngineError(f"{prefix}: it redirects to {target}; give that address", status=status)
+        message = self._error_message(response)
         if status in _BUSY:
-            return _Again(f"{place}: the engine is busy: {says}", status=status, wait=_asked_wait(response.headers))
+            return _RetryableError(
+                f"{prefix}: the engine is busy: {message}", status=status, wait=_retry_after(response.headers)
+            )
         advice = {
-            401: f"it wants a key, or another one; {_key_advice(self._key_env)}",
-            403: f"the key may not do this; {_key_advice(self._key_env)}",
-            404: "nothing there; check the address (it ends before /v1) and the model's name",
+            401: f"it requires a key, or another one; {_key_advice(self._key_env)}",
+            403: f"the key has no permission for this; {_key_advice(self._key_env)}",
+            404: "not found; check the address (it ends before /v1) and the model's name",
         }.get(status, "the engine failed; see its log" if status >= 500 else "the engine refuses the request")
-        return EngineError(f"{place}: {advice}. It says: {says}", status=status)
+        return EngineError(f"{prefix}: {advice}. Its message: {message}", status=status)
 
-    def _words(self, response: httpx2.Response) -> str:
-        """What an error's body says in words: OpenAI's error.message, else its beginning."""
+    def _error_message(self, response: httpx2.Response) -> str:
+        """The message in an error's body: OpenAI's error.message, else the beginning of the body."""
         data = b""
-        for piece in response.iter_raw():
-            data += piece
+        for chunk in response.iter_raw():
+            data += chunk
             if len(data) > _MAX_ERROR:
                 break
         text = self._redactor.text(data[:_MAX_ERROR].decode(errors="replace"))
         try:
-            found = loads(text)
+            value = loads(text)
         except ValueError as error:
-            return self._not_json(text, error) if "<" in text[:200] else self._told(text) or "nothing"
-        while isinstance(found, dict):
-            found = next((found[name] for name in ("error", "message", "detail") if name in found), shown(found))
-        return self._told(found if isinstance(found, str) else shown(found)) or "nothing"
+            return self._not_json(text, error) if "<" in text[:200] else self._quoted(text) or "nothing"
+        while isinstance(value, dict):
+            value = next((value[name] for name in ("error", "message", "detail") if name in value), short_repr(value))
+        return self._quoted(value if isinstance(value, str) else short_repr(value)) or "nothing"
 
     def _not_json(self, text: str, error: ValueError) -> str:
         page = re.search(r"<title[^>]{0,200}>([^<]{0,500})</title", text[:_MAX_ERROR], re.I)
         if page or re.match(r"\s*<(!doctype|html)", text, re.I):
-            title = f" titled {self._told(page[1])!r}" if page else ""
+            title = f" titled {self._quoted(page[1])!r}" if page else ""
             return f"an HTML page{title}, not an OpenAI-compatible engine; check the address"
-        return f"not JSON, so not an OpenAI-compatible engine ({self._told(str(error))}): {self._told(text)!r}"
+        return f"not JSON, so not an OpenAI-compatible engine ({self._quoted(str(error))}): {self._quoted(text)!r}"
 
-    def _told(self, text: str) -> str:
-        """Words of the engine's, short, in one line, and without the key, which some repeat."""
+    def _quoted(self, text: str) -> str:
+        """Text of the engine for a message: short, in one line, and without the key, which some repeat."""
         text = self._redactor.text(text[:_MAX_ERROR])
         text = text.replace(self._key, MASK) if self._key else text  # in messages also a key too short to be a secret
-        # The end may hold the beginning of a key that was cut.
-        return " ".join(text[: _MAX_ERROR // 2].split())[:_TOLD]
+        # The end may hold the beginning of a truncated key.
+        return " ".join(text[: _MAX_ERROR // 2].split())[:_MAX_QUOTED]
 
 
-class _Again(Exception):
-    """An answer worth asking for again; `wait` is what the engine asked for, in seconds."""
+class _RetryableError(Exception):
+    """A failure that may pass; `wait` is what the engine asked for, in seconds."""
 
     def __init__(self, reason: str, *, status: int | None = None, wait: float = 0.0) -> None:
         super().__init__(reason)
         self.status, self.wait = status, wait
 
 
-def _asked_wait(headers: Mapping[str, str]) -> float:
+def _retry_after(headers: Mapping[str, str]) -> float:
     stated = headers.get("Retry-After", "").strip()
     return float(stated) if re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,3})?", stated) else 0.0

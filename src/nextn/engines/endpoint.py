@@ -1,62 +1,58 @@
-"""One model behind an OpenAI-compatible address: which it is, what it can tell, and its answers.
+"""One model behind an OpenAI-compatible address: its name, what the engine can return, and its answers.
 
-vLLM, SGLang and llama.cpp's server are told apart by nothing but what they answer.
+vLLM, SGLang and llama.cpp's server are treated alike: only what they return makes a difference.
 """
 
 import os
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
-from nextn.engines.answers import Answer, Ask, parsed, streamed, token_ids
+from nextn.engines.answers import EngineAnswer, EngineRequest, parse_answer, parse_stream, token_ids
 from nextn.engines.client import KEY_ENV, Budget, Client
-from nextn.engines.documents import MAX_COUNT
+from nextn.engines.json_values import MAX_COUNT
 from nextn.errors import ConfigError, EngineError
-from nextn.words import some
+from nextn.text_format import some
 
-T = TypeVar("T")
-_REFUSED = frozenset({400, 404, 405, 422, 501})  # the engine has no such thing, in its many ways of saying it
+_REFUSED = frozenset({400, 404, 405, 422, 501})  # how engines answer what they do not support
 _MAX_MODELS, _MAX_NAME = 10_000, 1000
-_PROBE = Ask("The quick brown fox jumps over the lazy dog, and", 4, logprobs=5)
+_PROBE = EngineRequest("The quick brown fox jumps over the lazy dog, and", 4, logprobs=5)
 
 
 @dataclass(frozen=True)
-class Served:
-    """A model that an engine offers. context: its longest text in tokens, prompt included; None if not told."""
+class ServedModel:
+    """A model that an engine serves."""
 
     name: str
-    context: int | None
+    context: int | None  # its longest text in tokens, prompt included; None where not reported
 
 
 @dataclass(frozen=True)
-class Abilities:
-    """What a first answer held: token ids, log-probabilities, whether fields beyond OpenAI's were taken; characters a
-    prompt token."""
+class Capabilities:
+    """What the first answer of an engine showed."""
 
-    ids: bool
+    token_ids: bool
     logprobs: bool
-    extras: bool
-    density: float
+    extra_fields: bool  # fields beyond OpenAI's are accepted
+    chars_per_token: float  # of the prompt
 
 
 class Endpoint:
     """One served model. chat: prompts go through the engine's chat template, as a user message."""
 
-    def __init__(self, client: Client, served: Served, abilities: Abilities, *, chat: bool = False) -> None:
-        self.client, self.served, self.abilities, self.chat = client, served, abilities, chat
+    def __init__(self, client: Client, served: ServedModel, capabilities: Capabilities, *, chat: bool = False) -> None:
+        self.client, self.served, self.capabilities, self.chat = client, served, capabilities, chat
 
     @classmethod
     def open(
         cls, url: str, budget: Budget, *, model: str | None = None, key_env: str | None = None, chat: bool = False
     ) -> "Endpoint":
-        """Find the model, and what the engine tells about its tokens: one or a few short requests.
+        """Find the model and the engine's capabilities, by a few short requests.
 
-        Raises EngineError for an absent engine, a model it does not have, or an answer that is not OpenAI's.
+        Raises EngineError for an engine that is down, a model it does not serve, or an answer unlike OpenAI's.
         """
         client = Client(url, budget, key=_key(key_env), key_env=key_env or KEY_ENV)
-        served = _chosen(client, model)
-        return cls(client, served, _abilities(client, served, chat=chat), chat=chat)
+        served = _select_model(client, model)
+        return cls(client, served, _probe_capabilities(client, served, chat=chat), chat=chat)
 
     @property
     def url(self) -> str:
@@ -65,41 +61,43 @@ class Endpoint:
     def close(self) -> None:
         self.client.close()
 
-    def answer(self, ask: Ask, *, chat: bool | None = None) -> Answer:
-        """The answer to one request. chat: over the endpoint's own way. Raises EngineError, BudgetError."""
+    def answer(self, request: EngineRequest, *, chat: bool | None = None) -> EngineAnswer:
+        """Answer one request. chat: overrides the endpoint's own. Raises EngineError, BudgetError."""
         chat = self.chat if chat is None else chat
-        if not self.abilities.logprobs:
-            ask = replace(ask, logprobs=0)
-        body = ask.body(self.served.name, chat=chat, extras=self.abilities.extras)
-        return parsed(self.client.json(_path(chat), body, max_bytes=ask.max_bytes), f"{self.url}{_path(chat)}")
+        if not self.capabilities.logprobs:
+            request = replace(request, logprobs=0)
+        body = request.body(self.served.name, chat=chat, extra_fields=self.capabilities.extra_fields)
+        document = self.client.json(_path(chat), body, max_bytes=request.max_bytes)
+        return parse_answer(document, f"{self.url}{_path(chat)}")
 
-    def stream(self, ask: Ask) -> Answer:
-        """The same, streamed: text and finish reason alone."""
-        body = ask.body(self.served.name, chat=self.chat, extras=self.abilities.extras, stream=True)
-        pieces = self.client.pieces(_path(self.chat), body, max_bytes=ask.max_bytes)
-        return streamed(pieces, f"{self.url}{_path(self.chat)}", redacted=self.client.redacted)
+    def stream(self, request: EngineRequest) -> EngineAnswer:
+        """Answer one request by a stream: text and finish reason only."""
+        extra_fields = self.capabilities.extra_fields
+        body = request.body(self.served.name, chat=self.chat, extra_fields=extra_fields, stream=True)
+        chunks = self.client.iter_bytes(_path(self.chat), body, max_bytes=request.max_bytes)
+        return parse_stream(chunks, f"{self.url}{_path(self.chat)}", redact=self.client.redacted)
 
-    def tokens(self, text: str) -> tuple[int, ...] | None:
-        """Token ids of a prompt, by the /tokenize of vLLM or llama.cpp; None where there is none."""
+    def tokenize(self, text: str) -> tuple[int, ...] | None:
+        """Return a prompt's token ids by the /tokenize of vLLM or llama.cpp; None where there is none."""
         body = {"model": self.served.name, "prompt": text, "content": text, "add_special": True}
         try:
-            found = self.client.json("/tokenize", body, max_bytes=64 * 1024 + 32 * len(text)).get("tokens")
+            tokens = self.client.json("/tokenize", body, max_bytes=64 * 1024 + 32 * len(text)).get("tokens")
         except EngineError as error:
             if error.status in _REFUSED:
                 return None
             raise
         try:
-            return token_ids(found) or None
+            return token_ids(tokens) or None
         except (TypeError, ValueError) as error:
-            raise EngineError(f"{self.url}/tokenize: no list of token ids: {error}") from error
+            raise EngineError(f"{self.url}/tokenize: not a list of token ids: {error}") from error
 
     def metrics(self) -> str:
-        """The engine's counters as Prometheus text. Raises EngineError where there are none."""
+        """Return the engine's metrics as Prometheus text. Raises EngineError where there are none."""
         return _metrics(self.client)
 
 
-def metrics_of(url: str, budget: Budget, *, key_env: str | None = None) -> str:
-    """The same of an address, and nothing else is asked of it."""
+def fetch_metrics(url: str, budget: Budget, *, key_env: str | None = None) -> str:
+    """Return the metrics at an address, without any other request to it."""
     client = Client(url, budget, key=_key(key_env), key_env=key_env or KEY_ENV)
     try:
         return _metrics(client)
@@ -115,37 +113,13 @@ def _metrics(client: Client) -> str:
             raise _no_metrics(client.url, f"HTTP {error.status}", error.status) from error
         raise
     if text.lstrip()[:1] in ("<", "{", ""):
-        raise _no_metrics(client.url, "what is there is no Prometheus text")
+        raise _no_metrics(client.url, "the answer is not Prometheus text")
     return text
 
 
 def is_refusal(error: EngineError) -> bool:
-    """Whether the engine says that it does not do such a thing, rather than fails at it."""
+    """Whether the engine does not support a request, as opposed to failing at it."""
     return error.status in _REFUSED
-
-
-def together(calls: Sequence[Callable[[], T]]) -> list[T | EngineError]:
-    """Results of calls made at the same time, in order; an EngineError stands for its call, all else is raised.
-
-    Threads are daemons: an interrupt does not wait for answers.
-    """
-    results: list[T | BaseException | None] = [None] * len(calls)
-
-    def work(place: int) -> None:
-        try:
-            results[place] = calls[place]()
-        except BaseException as error:
-            results[place] = error
-
-    threads = [threading.Thread(target=work, args=(place,), daemon=True) for place in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in results:
-        if isinstance(result, BaseException) and not isinstance(result, EngineError):
-            raise result
-    return results  # type: ignore[return-value]  # no other exception is left
 
 
 def _path(chat: bool) -> str:
@@ -159,48 +133,50 @@ def _key(name: str | None) -> str | None:
     return key or None
 
 
-def _chosen(client: Client, model: str | None) -> Served:
-    found = client.json("/v1/models").get("data")
-    rows = [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
-    served = [Served(row["id"], _context(row)) for row in rows if isinstance(row.get("id"), str)]
-    if len(served) > _MAX_MODELS or any(len(each.name) > _MAX_NAME for each in served):
+def _select_model(client: Client, model: str | None) -> ServedModel:
+    data = client.json("/v1/models").get("data")
+    entries = [entry for entry in data if isinstance(entry, dict)] if isinstance(data, list) else []
+    served = [ServedModel(entry["id"], _context(entry)) for entry in entries if isinstance(entry.get("id"), str)]
+    if len(served) > _MAX_MODELS or any(len(candidate.name) > _MAX_NAME for candidate in served):
         bounds = f"more than {_MAX_MODELS} models, or a name of more than {_MAX_NAME} characters"
-        raise EngineError(f"{client.url}/v1/models: lists {bounds}; not an engine that can be asked")
+        raise EngineError(f"{client.url}/v1/models: lists {bounds}; not an inference engine, check the address")
     if not served:
         raise EngineError(f"{client.url}/v1/models: lists no model; not an OpenAI-compatible engine, or none is loaded")
-    names = [each.name for each in served]
+    names = [candidate.name for candidate in served]
     if model is None and len(served) > 1:
         raise ConfigError(f"{client.url} serves {some(names, 10)}: choose one with --model")
-    for each in served:
-        if model in (None, each.name):
-            return each
+    for candidate in served:
+        if model in (None, candidate.name):
+            return candidate
     raise EngineError(f"{client.url} has no model {model!r}; it serves {some(names, 10)}")
 
 
-def _context(row: Mapping) -> int | None:
-    """vLLM and SGLang tell max_model_len, llama.cpp meta.n_ctx."""
-    meta = row.get("meta")
-    found = [row.get("max_model_len"), meta.get("n_ctx") if isinstance(meta, Mapping) else None]
-    return next((each for each in found if type(each) is int and 0 < each <= MAX_COUNT), None)
+def _context(entry: Mapping) -> int | None:
+    """vLLM and SGLang report max_model_len, llama.cpp meta.n_ctx."""
+    meta = entry.get("meta")
+    lengths = [entry.get("max_model_len"), meta.get("n_ctx") if isinstance(meta, Mapping) else None]
+    return next((length for length in lengths if type(length) is int and 0 < length <= MAX_COUNT), None)
 
 
-def _abilities(client: Client, served: Served, *, chat: bool) -> Abilities:
-    """Ask with everything, then with less, until the engine does not refuse."""
-    refused: EngineError | None = None
-    for ask, extras in ((_PROBE, True), (_PROBE, False), (replace(_PROBE, logprobs=0), False)):
+def _probe_capabilities(client: Client, served: ServedModel, *, chat: bool) -> Capabilities:
+    """Send a request with all fields, then with fewer, until the engine does not refuse."""
+    refusal: EngineError | None = None
+    for request, extra_fields in ((_PROBE, True), (_PROBE, False), (replace(_PROBE, logprobs=0), False)):
         try:
-            body = ask.body(served.name, chat=chat, extras=extras)
-            answer = parsed(client.json(_path(chat), body, max_bytes=ask.max_bytes), f"{client.url}{_path(chat)}")
+            body = request.body(served.name, chat=chat, extra_fields=extra_fields)
+            document = client.json(_path(chat), body, max_bytes=request.max_bytes)
+            answer = parse_answer(document, f"{client.url}{_path(chat)}")
         except EngineError as error:
             if not is_refusal(error):
                 raise
-            refused = refused or error
+            refusal = refusal or error
             continue
-        told = any(token.logprob is not None and token.best for token in answer.tokens)
-        density = len(str(ask.prompt)) / (answer.prompt_tokens or len(str(ask.prompt)))
-        return Abilities(answer.ids is not None, told, extras, density)
-    assert refused is not None
-    raise refused
+        has_logprobs = any(token.logprob is not None and token.top_logprobs for token in answer.tokens)
+        num_chars = len(str(request.prompt))
+        chars_per_token = num_chars / (answer.prompt_tokens or num_chars)
+        return Capabilities(answer.ids is not None, has_logprobs, extra_fields, chars_per_token)
+    assert refusal is not None
+    raise refusal
 
 
 def _no_metrics(url: str, reason: str, status: int | None = None) -> EngineError:

@@ -1,31 +1,41 @@
 """Families: how each published model stores and computes its MTP head. Imports no torch.
 
-`family` says what a row states and what follows from it, `rows` has the cited facts; here they are looked up.
+`spec` defines a family, `rows` has the cited facts; this module looks them up.
 """
 
 from collections.abc import Mapping
 from reprlib import repr as brief
 
 from nextn.errors import FamilyError
-from nextn.families.family import ENGINES, MAX_COUNT, Engine, Family, Fp8, Missing, Stage, Support, lookup, lookup_count
 from nextn.families.rows import FAMILIES
+from nextn.families.spec import (
+    ENGINES,
+    MAX_COUNT,
+    EngineSupport,
+    Family,
+    Fp8,
+    Missing,
+    Stage,
+    Support,
+    lookup,
+    lookup_count,
+)
 
 __all__ = [
-    "ENGINES", "MAX_COUNT", "Engine", "Family", "Fp8", "Missing", "Stage", "Support", "by_config", "by_name", "find",
-    "headless", "lookup", "lookup_count", "rows",
+    "ENGINES", "MAX_COUNT", "EngineSupport", "Family", "Fp8", "Missing", "Stage", "Support",
+    "by_config", "by_name", "find", "headless", "lookup", "lookup_count", "rows",
 ]  # fmt: skip
-
 
 _EXAMPLES = ("deepseek_v3", "glm4_moe", "qwen3_5", "qwen3_next")
 
 
 def rows() -> tuple[Family, ...]:
-    """Every row, in the order of the documentation."""
+    """Return every row, in the order of the documentation."""
     return FAMILIES
 
 
 def by_name(name: str) -> Family:
-    """The row called `name`. Raises FamilyError that lists the known ones."""
+    """Return the row called `name`; FamilyError with the known names if there is none."""
     for family in rows():
         if family.name == name:
             return family
@@ -33,22 +43,22 @@ def by_name(name: str) -> Family:
 
 
 def find(config: Mapping[str, object]) -> Family | None:
-    """The row for a checkpoint's config.json, by `model_type`, else by that of its text model; None without one.
+    """Return the row for a config.json, by its `model_type` or that of its text model; None if there is none.
 
-    A draft's own type (`deepseek_mtp`, ...) counts, too.
+    A draft model's own type (`deepseek_mtp`, ...) also counts.
     """
-    table = {kind: family for family in rows() for kind in (*family.model_types, *family.draft_types)}
-    return next((table[kind] for kind in _types(config) if isinstance(kind, str) and kind in table), None)
+    table = {name: family for family in rows() for name in (*family.model_types, *family.draft_types)}
+    return next((table[name] for name in _types(config) if isinstance(name, str) and name in table), None)
 
 
 def by_config(config: Mapping[str, object]) -> Family:
-    """The same. Raises FamilyError where there is no row, which says what to do."""
+    """Return the same; FamilyError with what to do where there is no row."""
     family = find(config)
     if family is not None:
         return family
     raise FamilyError(
         f"model_type {brief(_types(config)[0])} has no MTP convention that nextn knows: no head to read, train or "
-        f"move. {len(rows())} families are known, such as {', '.join(_EXAMPLES)}: docs/families.md. `nextn generate "
+        f"convert. {len(rows())} families are known, such as {', '.join(_EXAMPLES)}: docs/families.md. `nextn generate "
         "-k 0` and `nextn answer` need none; `nextn audit` and `nextn restore` take --family NAME for a head that is "
         "stored as that family's"
     )
@@ -60,8 +70,8 @@ def _types(config: Mapping[str, object]) -> list[object]:
 
 
 def headless(config: Mapping[str, object]) -> Family:
-    """A family without a head, for a trunk whose model type no row has: no tensor is taken for a head's."""
-    kind = brief(config.get("model_type"))
+    """Return a family without a head, for a trunk of an unknown model type: no tensor counts as a head's."""
+    model_type = brief(config.get("model_type"))
     return Family(
         name=str(config.get("model_type")),
         title=str(config.get("model_type")),
@@ -71,5 +81,5 @@ def headless(config: Mapping[str, object]) -> Family:
         names={},
         sources=(),
         engines={},
-        cannot_run=f"model_type {kind} has no MTP convention that nextn knows",
+        cannot_run=f"model_type {model_type} has no MTP convention that nextn knows",
     )

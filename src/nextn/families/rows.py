@@ -1,14 +1,14 @@
 """The rows of `families`: published MTP conventions, facts only.
 
 Read in vLLM 0.32.0, SGLang 0.5.23, llama.cpp (as in llama-cpp-python 0.3.36) and transformers 5.23; no released
-checkpoint was opened. Names are the ones that loaders and converters match; what none settled stands in `unverified`.
+checkpoint was opened. Names are those that loaders and converters match; open questions are in `unverified`.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from nextn.families.family import Engine, Family, Fp8, Missing
+from nextn.families.spec import EngineSupport, Family, Fp8, Missing
 
 _VLLM = "https://github.com/vllm-project/vllm/blob/main/vllm/"
 _SGLANG = "https://github.com/sgl-project/sglang/blob/main/python/sglang/srt/"
@@ -22,21 +22,21 @@ _HM, _MTP_MODEL = _HF + "models/", _HF + "modeling_layers.py"
 # SGLang speculative/eagle_worker_v2.py, llama.cpp common/speculative.cpp, transformers modeling_layers.py (MtpModel).
 EVERYWHERE: Mapping[str, tuple[str, ...]] = {
     "vllm": (
-        "hands the trunk's output head and, unless pipeline-parallel, its embedding to the draft",
+        "passes the trunk's lm_head and, unless pipeline-parallel, its embedding to the draft model",
         "a pair has the position of its hidden state; drafts beyond the last module reuse module k % D",
     ),
     "sglang": (
-        "hands the trunk's embedding and output head to the draft; the file's are unused",
-        "a pair has the position of its hidden state; one module is applied again and again unless the multi-layer "
+        "passes the trunk's embedding and lm_head to the draft model; the file's are unused",
+        "a pair has the position of its hidden state; one module is applied repeatedly unless the multi-layer "
         "worker runs",
     ),
     "llamacpp": (
         "uses blk.N.nextn.embed_tokens and blk.N.nextn.shared_head_head if the GGUF holds them, else the trunk's",
-        "a pair has the position of its token; a pair of the first token and a zero state stands before the others",
+        "a pair has the position of its token; a pair of the first token and a zero state comes first",
         "--spec-type draft-mtp refuses a GGUF without nextn tensors",
     ),
     "transformers": (
-        "use_mtp takes the trunk's embedding and output head and drafts as many tokens as there are modules",
+        "use_mtp uses the trunk's embedding and lm_head and drafts as many tokens as there are modules",
         "finds the head by the trunk's ignore patterns, some of which name fixed layer indices",
     ),
 }
@@ -62,15 +62,15 @@ _TEXT = {"model.language_model.": "model.", "language_model.": ""}
 _NEXTN = ("num_nextn_predict_layers",)
 _LOST = ("embedding",)
 
-_PLAIN = "builds the projection unquantised: a quantised one would be read without its scales (vllm#48492)"
+_PLAIN = "builds the projection unquantized: a quantized one would be read without its scales (vllm#48492)"
 _ONE = "raises unless num_nextn_predict_layers is 1"
 _STATEFUL = "generate refuses use_mtp for a recurrent trunk"
 _NO_FIELD = "no num_mtp_layers in the config class, so use_mtp raises; the tensors are skipped on load"
-_ASSUMED_BF16 = "that the released fp8 keeps the projection in bf16: inferred from engines that build it unquantised"
+_ASSUMED_BF16 = "that the released fp8 keeps the projection in bf16: inferred from engines that build it unquantized"
 _FP8_UNKNOWN = "which head tensors the fp8 release keeps in bf16"
 
 
-# A block of its own is plain: the trunk's attention, MLP and norms, and nothing of what else its layers have.
+# A family's own block has only the trunk's attention, MLP and norms, and nothing else of its layers.
 _PARTS = {name: name for name in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")}
 
 
@@ -82,42 +82,42 @@ def _module(root: str, **paths: str) -> dict[str, str]:
 def _vllm(
     file: str,
     *notes: str,
-    missing: Missing = "unquantised",
+    missing: Missing = "unquantized",
     zeroes: bool = False,
     unset: tuple[str, ...] = (),
     skips: tuple[str, ...] = (),
-) -> Engine:
+) -> EngineSupport:
     zero: Literal["zero"] | None = "zero" if zeroes else None
-    plain = ("projection",) if _PLAIN in "".join(notes) else ()
-    return Engine(
+    unquantized = ("projection",) if _PLAIN in "".join(notes) else ()
+    return EngineSupport(
         "runs",
         _VLLM + file,
         position0=zero,
         missing=missing,
         unset=unset,
         skips=skips,
-        plain=plain,
+        unquantized=unquantized,
         notes=notes,
     )
 
 
-def _sglang(file: str, *notes: str) -> Engine:
-    return Engine("runs", _SM + file, missing="silent", modules=1, notes=notes)
+def _sglang(file: str, *notes: str) -> EngineSupport:
+    return EngineSupport("runs", _SM + file, missing="silent", modules=1, notes=notes)
 
 
-def _gguf(file: str, *notes: str) -> Engine:
-    return Engine("runs", _LM + file, trunks=(), missing="raises", notes=notes)
+def _gguf(file: str, *notes: str) -> EngineSupport:
+    return EngineSupport("runs", _LM + file, trunk_roles=(), missing="raises", notes=notes)
 
 
-def _kept(file: str, note: str = "kept in the GGUF, no graph") -> Engine:
-    return Engine("loads", _LM + file, notes=(note,))
+def _kept(file: str, note: str = "kept in the GGUF, no graph") -> EngineSupport:
+    return EngineSupport("loads", _LM + file, notes=(note,))
 
 
-def _ignores(path: str, note: str = _NO_FIELD) -> Engine:
-    return Engine("ignores", _HM + path, notes=(note,))
+def _ignores(path: str, note: str = _NO_FIELD) -> EngineSupport:
+    return EngineSupport("ignores", _HM + path, notes=(note,))
 
 
-_NONE = Engine("absent", "")
+_NONE = EngineSupport("absent", "")
 
 # fmt: off
 _DEEPSEEK_V3 = Family(
@@ -128,8 +128,8 @@ _DEEPSEEK_V3 = Family(
     engines={
         "vllm": _vllm("model_executor/models/deepseek_mtp.py", _PLAIN, missing="module", zeroes=True, unset=_LOST),
         "sglang": _sglang("deepseek_nextn.py", _ONE),
-        "llamacpp": Engine("drops", _LC + "deepseek.py"),
-        "transformers": Engine("runs", _MTP_MODEL, missing="raises", layers=(61,), modules=1),
+        "llamacpp": EngineSupport("drops", _LC + "deepseek.py"),
+        "transformers": EngineSupport("runs", _MTP_MODEL, missing="raises", layers=(61,), modules=1),
     },
     sources=(
         "https://arxiv.org/abs/2412.19437", "https://github.com/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md",
@@ -159,10 +159,10 @@ _DEEPSEEK_V4 = Family(
         "collapse_base": "mtp.{module}.hc_head_base", "collapse_scale": "mtp.{module}.hc_head_scale",
         "embedding": "mtp.{module}.emb.tok_emb", "output": "mtp.{module}.head", "block": "mtp.{module}",
     },
-    trunk={"embedding": "embed", "output": "head"}, hidden="streams", recycled="streams",
+    trunk={"embedding": "embed", "output": "head"}, hidden="streams", next_hidden="streams",
     # Sliding attention alone, and a router that learns: the head's layer has no compressor and no table of tokens.
     block={"layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"]},
-    inside={
+    block_renames={
         "self_attn.q_a_proj": "attn.wq_a", "self_attn.q_a_norm": "attn.q_norm", "self_attn.q_b_proj": "attn.wq_b",
         "self_attn.kv_proj": "attn.wkv", "self_attn.o_a_proj": "attn.wo_a", "self_attn.o_b_proj": "attn.wo_b",
         "self_attn.sinks": "attn.attn_sink", "self_attn": "attn", "input_layernorm": "attn_norm",
@@ -175,12 +175,12 @@ _DEEPSEEK_V4 = Family(
         "mlp.experts.{expert}.down_proj": "ffn.experts.{expert}.w2",
         "mlp.experts.{expert}.up_proj": "ffn.experts.{expert}.w3", "mlp": "ffn",
     },
-    saved={
+    trunk_renames={
         "model.embed_tokens": "embed", "model.hc_head.hc_fn": "hc_head_fn", "model.hc_head.hc_base": "hc_head_base",
         "model.hc_head.hc_scale": "hc_head_scale", "model.layers.{layer}.attn.norm": "layers.{layer}.attn.kv_norm",
         "model": "",
     },
-    fp8=Fp8(scale="scale", plain=("token_norm", "hidden_norm", "final_norm", "embedding", "output")),
+    fp8=Fp8(scale="scale", unquantized=("token_norm", "hidden_norm", "final_norm", "embedding", "output")),
     engines={
         "vllm": _vllm(
             "models/deepseek_v4/nvidia/mtp.py",
@@ -190,8 +190,8 @@ _DEEPSEEK_V4 = Family(
             unset=("embedding", "output"), skips=("embedding", "output"),
         ),
         "sglang": _sglang("deepseek_v4_nextn.py", _ONE, "missing tensors are logged"),
-        "llamacpp": Engine(
-            "runs", _LC + "deepseek.py", trunks=(), missing="raises",
+        "llamacpp": EngineSupport(
+            "runs", _LC + "deepseek.py", trunk_roles=(), missing="raises",
             notes=(
                 "dropped unless converted with --mtp, into a GGUF of its own; e_proj and h_proj become one eh_proj",
             ),
@@ -207,13 +207,13 @@ _GLM4_MOE = replace(
     _DEEPSEEK_V3, name="glm4_moe", title="GLM-4.5 / 4.6 / 4.7 (and Air)", model_types=("glm4_moe",),
     draft_types=("glm4_moe_mtp",),
     engines={
-        "vllm": Engine(
-            "runs", _VM + "glm4_moe_mtp.py", recycled="pre", position0="zero", missing="unquantised", unset=_LOST,
-            plain=("projection",), notes=(_PLAIN,),
+        "vllm": EngineSupport(
+            "runs", _VM + "glm4_moe_mtp.py", next_hidden="pre", position0="zero", missing="unquantized", unset=_LOST,
+            unquantized=("projection",), notes=(_PLAIN,),
         ),
         "sglang": _sglang("glm4_moe_nextn.py", _ONE, "also reads an mtp.safetensors that the index does not name"),
         "llamacpp": _gguf("glm4-moe.cpp"),
-        "transformers": Engine("runs", _MTP_MODEL, missing="raises", layers=(46, 92), modules=1),
+        "transformers": EngineSupport("runs", _MTP_MODEL, missing="raises", layers=(46, 92), modules=1),
     },
     sources=(_SGLANG + "model_loader/weight_utils.py", "https://github.com/vllm-project/vllm/issues/48492"),
     unverified=(_ASSUMED_BF16,),
@@ -245,7 +245,7 @@ _GLM5_NEXT = replace(
     engines={
         "vllm": _vllm(
             "models/glm5next/common/mtp.py", _PLAIN,
-            "dequantises q_a_proj, kv_a_proj_with_mqa, o_proj and the indexer's wk on load", zeroes=True, unset=_LOST,
+            "dequantizes q_a_proj, kv_a_proj_with_mqa, o_proj and the indexer's wk on load", zeroes=True, unset=_LOST,
         ),
         "sglang": _sglang("glm5_next_nextn.py"),
         "llamacpp": _kept("glm5-next.cpp", "its graph throws: not implemented yet"),
@@ -267,13 +267,14 @@ _GLM_OCR = replace(
 )
 _QWEN3_NEXT = Family(
     name="qwen3_next", title="Qwen3-Next", model_types=("qwen3_next",), draft_types=("qwen3_next_mtp",),
-    count_fields=("mtp_num_hidden_layers", "num_nextn_predict_layers"), default_count=1, names=_MTP_PREFIX, gain="1+w",
-    block={"layer_types": ["full_attention"], "mlp_only_layers": [], "decoder_sparse_step": 1}, max_modules=1,
+    count_fields=("mtp_num_hidden_layers", "num_nextn_predict_layers"), default_count=1, names=_MTP_PREFIX,
+    norm_weight="1+w", max_modules=1,
+    block={"layer_types": ["full_attention"], "mlp_only_layers": [], "decoder_sparse_step": 1},
     wrappers={"model.mtp.": "mtp."}, fp8=Fp8(),
     engines={
         "vllm": _vllm("model_executor/models/qwen3_next_mtp.py"),
         "sglang": _sglang("qwen3_next_mtp.py"),
-        "llamacpp": _gguf("qwen3next.cpp", "adds 1 to the stored gains"),
+        "llamacpp": _gguf("qwen3next.cpp", "adds 1 to the stored norm weights"),
         "transformers": _ignores("qwen3_next/modeling_qwen3_next.py", _STATEFUL),
     },
     sources=(_LC + "qwen.py",), remarks=("the published config has no count field; every engine assumes one module",),
@@ -286,13 +287,13 @@ _QWEN3_5 = replace(
     engines={
         "vllm": _vllm(
             "model_executor/models/qwen3_5_mtp.py",
-            "takes fc for bf16 under modelopt_fp4, and the whole head for unquantised if a GPTQ rule that starts "
+            "treats fc as bf16 under modelopt_fp4, and the complete head as unquantized if a GPTQ rule that starts "
             "with -: holds mtp",
         ),
         "sglang": _sglang(
-            "qwen3_5_mtp.py", "takes the head for bf16 under NVFP4, and where mtp.* stands in a list of exclusions",
+            "qwen3_5_mtp.py", "treats the head as bf16 under NVFP4, and where mtp.* is in a list of exclusions",
         ),
-        "llamacpp": _gguf("qwen35.cpp", "adds 1 to the stored gains"),
+        "llamacpp": _gguf("qwen35.cpp", "adds 1 to the stored norm weights"),
         "transformers": _ignores("qwen3_5/modeling_qwen3_5.py", _STATEFUL),
     },
     remarks=("3.6 has no MTP code of its own in any engine: read as 3.5",),
@@ -314,12 +315,12 @@ _QWEN4_EXP = replace(
         "token_projection": "mtp.fc_embedding", "hidden_projection": "mtp.fc_hidden",
         "collapse": "mtp.hyper_connection_mixer", "block": "mtp.layers.{module}",
     },
-    hidden="streams", recycled="streams", experts="fused",
+    hidden="streams", next_hidden="streams", experts="fused",
     block={"layer_types": ["indexed_attention"], "ple_layer_ids": []}, own_block=True,
     engines={
         "vllm": _vllm("models/qwen4_exp/nvidia/mtp.py"),
         "sglang": _sglang("qwen4_exp_mtp.py"),
-        "llamacpp": Engine("drops", _LC + "qwen4exp.py"),
+        "llamacpp": EngineSupport("drops", _LC + "qwen4exp.py"),
         "transformers": _ignores("qwen4_exp/modeling_qwen4_exp.py", _STATEFUL),
     },
     sources=(),
@@ -335,7 +336,7 @@ _MIMO = Family(
     ),
     concat="hidden_first", position0="zero",
     engines={
-        "vllm": Engine("runs", _VM + "mimo_mtp.py", missing="unquantised", modules=1),
+        "vllm": EngineSupport("runs", _VM + "mimo_mtp.py", missing="unquantized", modules=1),
         "sglang": _sglang("mimo_mtp.py"),
         "llamacpp": _NONE,
         "transformers": _NONE,
@@ -347,17 +348,18 @@ _MIMO_V2 = Family(
     name="mimo_v2", title="MiMo-V2-Flash / V2.5 / Pro / Omni", model_types=("mimo_v2_flash", "mimo_v2"),
     draft_types=("mimo_v2_mtp", "mimo_v2_omni_mtp"), count_fields=_NEXTN, default_count=3,
     names=_module("model.mtp.layers.{module}"),
-    inside={"post_attention_layernorm": "pre_mlp_layernorm", "self_attn.sinks": "self_attn.attention_sink_bias"},
+    block_renames={"post_attention_layernorm": "pre_mlp_layernorm", "self_attn.sinks": "self_attn.attention_sink_bias"},
     # transformers names SGLang's code as this model's reference.
     order="unchained", block={"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
-    fp8=Fp8(plain=("token_norm", "hidden_norm", "final_norm")),
+    fp8=Fp8(unquantized=("token_norm", "hidden_norm", "final_norm")),
     engines={
-        "vllm": Engine("runs", _VM + "mimo_v2_mtp.py", order="recursive", missing="unquantised", modules=1),
-        "sglang": Engine(
+        "vllm": EngineSupport("runs", _VM + "mimo_v2_mtp.py", order="recursive", missing="unquantized", modules=1),
+        "sglang": EngineSupport(
             "runs", _SM + "mimo_v2_nextn.py", missing="silent", notes=("as many modules as drafted tokens",),
         ),
-        "llamacpp": Engine(
-            "runs", _LM + "mimo2.cpp", hidden="pre", recycled="pre", order="chained", trunks=(), missing="raises",
+        "llamacpp": EngineSupport(
+            "runs", _LM + "mimo2.cpp", hidden="pre", next_hidden="pre", order="chained", trunk_roles=(),
+            missing="raises",
         ),
         "transformers": _ignores("mimo_v2_flash/modeling_mimo_v2_flash.py"),
     },
@@ -375,16 +377,16 @@ _ERNIE = Family(
         "token_norm": "model.mtp_emb_norm.{module}", "hidden_norm": "model.mtp_hidden_norm.{module}",
         "projection": "model.mtp_linear_proj.{module}", "block": "model.mtp_block.{module}",
     },
-    recycled="pre", position0="zero", projection_bias="use_bias", block={"moe_layer_end_index": -1},
+    next_hidden="pre", position0="zero", projection_bias="use_bias", block={"moe_layer_end_index": -1},
     engines={
-        "vllm": Engine("runs", _VM + "ernie_mtp.py", missing="unquantised", modules=1),
+        "vllm": EngineSupport("runs", _VM + "ernie_mtp.py", missing="unquantized", modules=1),
         "sglang": _sglang("ernie4_eagle.py", "a head that is not there at all raises"),
-        "llamacpp": Engine("drops", _LC + "ernie.py"),
+        "llamacpp": EngineSupport("drops", _LC + "ernie.py"),
         "transformers": _ignores("ernie4_5_moe/modeling_ernie4_5_moe.py"),
     },
     sources=(),
     remarks=(
-        "no final norm: the block's raw state goes to the output head and to the next depth",
+        "no final norm: the block's raw state goes to lm_head and to the next depth",
         "the projection has a bias in SGLang if the config says use_bias; vLLM has none",
     ),
 )
@@ -393,23 +395,23 @@ _LONGCAT = Family(
     count_fields=_NEXTN, default_count=1,
     names=_module("model.mtp.layers.{module}", token_norm="enorm.m", hidden_norm="hnorm.m")
     | {"final_norm": "model.mtp.norm", "embedding": "model.mtp.embed_tokens"},
-    inside={"mlp": "transformer_layer.mlp"}, max_modules=1,
-    fp8=Fp8(plain=("token_norm", "hidden_norm", "final_norm", "embedding")),
+    block_renames={"mlp": "transformer_layer.mlp"}, max_modules=1,
+    fp8=Fp8(unquantized=("token_norm", "hidden_norm", "final_norm", "embedding")),
     engines={
-        "vllm": Engine("runs", _VM + "longcat_flash_mtp.py", missing="unquantised", unset=_LOST, modules=1),
+        "vllm": EngineSupport("runs", _VM + "longcat_flash_mtp.py", missing="unquantized", unset=_LOST, modules=1),
         "sglang": _sglang("longcat_flash_nextn.py"),
         "llamacpp": _NONE,
         "transformers": _ignores("longcat_flash/modeling_longcat_flash.py"),
     },
     sources=(), own_block=True,
-    # The trunk's layers are two of each and a mixture of experts; their first halves are like the head's block.
+    # The trunk's layers are two of each and a mixture of experts; the first of each pair is like the head's block.
     parts={
         "self_attn": "self_attn.0", "mlp": "mlps.0", "input_layernorm": "input_layernorm.0",
         "post_attention_layernorm": "post_attention_layernorm.0",
     },
     block={"num_layers": 1},
     remarks=(
-        "the head is unquantised if disable_quant_module lists mtp",
+        "the head is unquantized if disable_quant_module lists mtp",
         "q_a_layernorm and kv_a_layernorm are scaled on load where the config says mla_scale_q_lora, "
         "mla_scale_kv_lora",
         "transformers 5.23 wants tensors of the experts that compute nothing (zero_expert_num), which files do not "
@@ -426,10 +428,10 @@ _NEMOTRON_H = Family(
     trunk={"embedding": "backbone.embeddings", "output": "lm_head"}, max_modules=1,
     wrappers={"language_model.": ""}, block={"layers_block_type": ["full_attention", "moe"]},
     engines={
-        "vllm": Engine("runs", _VM + "nemotron_h_mtp.py", missing="unquantised", modules=1),
+        "vllm": EngineSupport("runs", _VM + "nemotron_h_mtp.py", missing="unquantized", modules=1),
         "sglang": _sglang("nemotron_h_mtp.py"),
-        "llamacpp": Engine(
-            "runs", _LM + "nemotron-h-moe.cpp", trunks=(), missing="raises", modules=1,
+        "llamacpp": EngineSupport(
+            "runs", _LM + "nemotron-h-moe.cpp", trunk_roles=(), missing="raises", modules=1,
             notes=("the final norm subtracts the mean (LayerNorm); the other engines' does not",),
         ),
         "transformers": _ignores("nemotron_h/modeling_nemotron_h.py", _STATEFUL),
@@ -453,7 +455,7 @@ _STEP = Family(
         "output": ("model.layers.{layer}.shared_head.output", "model.layers.{layer}.shared_head.head"),
         "block": ("model.layers.{layer}.transformer",),
     },
-    inside={
+    block_renames={
         "mlp.gate.e_score_correction_bias": "moe.router_bias", "mlp.gate": "moe.gate", "mlp.experts": "moe",
         "mlp.shared_experts": "share_expert",
     },
@@ -462,16 +464,16 @@ _STEP = Family(
         "layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"], "swiglu_limits": None,
         "swiglu_limits_shared": None,
     },
-    own=("output",), hidden="pre", recycled="pre", gain="1+w", order="chained", experts="stacked", fp8=Fp8(),
+    own=("output",), hidden="pre", next_hidden="pre", norm_weight="1+w", order="chained", experts="stacked", fp8=Fp8(),
     engines={
-        "vllm": Engine(
-            "runs", _VM + "step3p5_mtp.py", trunks=("embedding",), missing="raises",
+        "vllm": EngineSupport(
+            "runs", _VM + "step3p5_mtp.py", trunk_roles=("embedding",), missing="raises",
             notes=("the V1 runner does not fill the cache of modules >= 1 over the prompt",),
         ),
-        "sglang": Engine("runs", _SM + "step3p5_mtp.py", trunks=(), missing="raises"),
+        "sglang": EngineSupport("runs", _SM + "step3p5_mtp.py", trunk_roles=(), missing="raises"),
         "llamacpp": _gguf("step35.cpp", "fills every module's cache with the trunk's states"),
-        "transformers": Engine(
-            "runs", _MTP_MODEL, hidden="post", recycled="post", missing="raises",
+        "transformers": EngineSupport(
+            "runs", _MTP_MODEL, hidden="post", next_hidden="post", missing="raises",
             notes=(
                 "step3p7 alone; finds shared_head.norm but not transformer.shared_head.norm",
                 "builds a sliding module with the heads of full attention, not of the sliding layers",
@@ -498,7 +500,7 @@ _BAILING_HYBRID = replace(
     model_types=("bailing_hybrid", "bailing_moe_v3_vl"), draft_types=("bailing_hybrid_mtp", "bailing_hybrid_v3_mtp"),
     count_fields=("num_nextn_predict_layers", "num_mtp_layers"),
     block={"layer_types": ["full_attention"], "mlp_layer_types": ["sparse"]},
-    inside={
+    block_renames={
         "self_attn.o_proj": "attention.dense", "self_attn": "attention",
         "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias",
     },
@@ -509,17 +511,17 @@ _BAILING_HYBRID = replace(
             _PLAIN + ", for 2.5", missing="module", zeroes=True,
         ),
         "sglang": _sglang("bailing_moe_nextn.py"),
-        "llamacpp": Engine("runs", _LM + "bailingmoe3.cpp", missing="raises", notes=("Ling 3 alone",)),
-        "transformers": Engine("refuses", _HM + "bailing_hybrid/modeling_bailing_hybrid.py", notes=(_STATEFUL,)),
+        "llamacpp": EngineSupport("runs", _LM + "bailingmoe3.cpp", missing="raises", notes=("Ling 3 alone",)),
+        "transformers": EngineSupport("refuses", _HM + "bailing_hybrid/modeling_bailing_hybrid.py", notes=(_STATEFUL,)),
     },
     sources=(_VM + "bailing_moe_v3_mtp.py", _HF + "conversion_mapping.py"), cannot_run="",
     unverified=(_FP8_UNKNOWN,),
 )
 _HY_V3 = Family(
     name="hy_v3", title="Hunyuan V3 (HY-V3)", model_types=("hy_v3",), draft_types=("hy_v3_mtp",), count_fields=_NEXTN,
-    default_count=0, names=_module("model.layers.{layer}", output="shared_head"), unwritten=("output",),
+    default_count=0, names=_module("model.layers.{layer}", output="shared_head"), read_only_copies=("output",),
     block={"mlp_layer_types": ["sparse"]},
-    inside={
+    block_renames={
         "mlp.gate": "mlp.router.gate", "mlp.e_score_correction_bias": "mlp.expert_bias",
         "mlp.shared_experts": "mlp.shared_mlp",
     },
@@ -539,9 +541,9 @@ _HY_V4 = Family(
     name="hy_v4", title="Hunyuan V4 (HY-V4)", model_types=("hy_v4",), draft_types=("hy_v4_mtp",), count_fields=_NEXTN,
     default_count=0, names=_module("model.mtp_layers.{module}"), spare_count=True, experts="fused",
     block={"layer_types": ["indexed_attention"], "mlp_layer_types": ["sparse"], "indexer_types": ["full"]},
-    inside={"self_attn.gate_proj": "self_attn.linear_gate", "self_attn.sinks": "self_attn.learnable_sink_param"},
+    block_renames={"self_attn.gate_proj": "self_attn.linear_gate", "self_attn.sinks": "self_attn.learnable_sink_param"},
     # transformers reads the published names, and writes others: hc_pre in the wrong place, all gates as attention's.
-    saved={
+    trunk_renames={
         "model.layers.{layer}.mlp.linear_gate": "model.layers.{layer}.mlp.gate_proj",
         "model.layers.{layer}.mlp.shared_experts.linear_gate": "model.layers.{layer}.mlp.shared_experts.gate_proj",
         "model.hc_pre.hc_head": "model.hc_head",
@@ -551,11 +553,11 @@ _HY_V4 = Family(
     engines={
         "vllm": _vllm(
             "models/hy_v4/nvidia/mtp.py", _PLAIN,
-            "mtp_quant_algo of the config says how the head is quantised: FP8, BF16 or as the trunk",
+            "mtp_quant_algo of the config says how the head is quantized: FP8, BF16 or as the trunk",
             zeroes=True,
         ),
         "sglang": _sglang("hunyuan_v4_nextn.py"),
-        "llamacpp": Engine("drops", _LC + "hy_v4.py"),
+        "llamacpp": EngineSupport("drops", _LC + "hy_v4.py"),
         "transformers": _ignores("hy_v4/modeling_hy_v4.py"),
     },
     sources=(_HF + "conversion_mapping.py",), own_block=True, parts=_PARTS,
@@ -605,19 +607,19 @@ _INKLING = Family(
     optional={"final_norm": "chain_hidden_post_norm"},
     trunk={"embedding": "model.llm.embed", "output": "model.llm.unembed"}, concat="hidden_first", order="chained",
     block={"layer_types": ["hybrid"], "mlp_layer_types": ["dense"]},
-    inside={
+    block_renames={
         "self_attn.q_proj": "attn.wq_du", "self_attn.k_proj": "attn.wk_dv", "self_attn.v_proj": "attn.wv_dv",
         "self_attn.r_proj": "attn.wr_du", "self_attn.o_proj": "attn.wo_ud", "self_attn.k_sconv.conv1d": "attn.k_sconv",
         "self_attn.v_sconv.conv1d": "attn.v_sconv", "self_attn": "attn", "attn_sconv.conv1d": "attn_sconv",
         "mlp_sconv.conv1d": "mlp_sconv", "input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm",
         "mlp.gate_up_proj": "mlp.w13_dn", "mlp.down_proj": "mlp.w2_md",
     },
-    interleaved=("mlp",),
+    interleaved_gate_up=("mlp",),
     engines={
         "vllm": _vllm("models/inkling/nvidia/mtp.py", missing="raises"),
-        "sglang": Engine("runs", _SM + "inkling.py", missing="raises"),
+        "sglang": EngineSupport("runs", _SM + "inkling.py", missing="raises"),
         "llamacpp": _NONE,
-        "transformers": Engine(
+        "transformers": EngineSupport(
             "runs", _MTP_MODEL, embedded="raw", missing="raises",
             notes=("a sliding module (mtp_config.local_layer_ids) has no window: its mask is the causal one",),
         ),
@@ -637,8 +639,8 @@ _MELLUM = Family(
     engines={
         "vllm": _NONE,
         "sglang": _NONE,
-        "llamacpp": Engine("absent", _LM + "mellum.cpp"),
-        "transformers": Engine("runs", _MTP_MODEL, missing="raises", modules=1),
+        "llamacpp": EngineSupport("absent", _LM + "mellum.cpp"),
+        "transformers": EngineSupport("runs", _MTP_MODEL, missing="raises", modules=1),
     },
     sources=(_HM + "mellum/modular_mellum.py",),
 )
@@ -646,9 +648,9 @@ _MINIMAX_M3 = Family(
     name="minimax_m3", title="MiniMax-M3", model_types=("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3_text"),
     draft_types=("minimax_m3_mtp",), count_fields=("num_mtp_modules",), default_count=1,
     names=_module("model.mtp.layers.{module}") | {"block": "model.mtp.layers.{module}.transformer_layer"},
-    recycled="pre", gain="1+w", wrappers={"language_model.": ""}, joined=("mlp.shared_experts",),
+    next_hidden="pre", norm_weight="1+w", wrappers={"language_model.": ""}, separate_gate_up=("mlp.shared_experts",),
     block={"layer_types": ["minimax_m3_sparse"], "mlp_layer_types": ["sparse"]},
-    inside={
+    block_renames={
         "self_attn.indexer.q_proj": "self_attn.index_q_proj", "self_attn.indexer.k_proj": "self_attn.index_k_proj",
         "self_attn.indexer.q_norm": "self_attn.index_q_norm", "self_attn.indexer.k_norm": "self_attn.index_k_norm",
         "mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
@@ -662,8 +664,8 @@ _MINIMAX_M3 = Family(
             "models/minimax_m3/nvidia/mtp.py", "num_mtp_modules > 1 does not start the multi-module runner",
             "weight_scale_inv means MXFP8 scales", missing="module", zeroes=True,
         ),
-        "sglang": Engine("ignores", _SM + "minimax_m3.py"),
-        "llamacpp": Engine("drops", _LC + "minimax.py"),
+        "sglang": EngineSupport("ignores", _SM + "minimax_m3.py"),
+        "llamacpp": EngineSupport("drops", _LC + "minimax.py"),
         "transformers": _ignores("minimax_m3_vl/modeling_minimax_m3_vl.py"),
     },
     sources=(_HF + "conversion_mapping.py",),
@@ -671,7 +673,7 @@ _MINIMAX_M3 = Family(
 )
 _KIMI_K3 = Family(
     name="kimi_k3", title="Kimi-K3", model_types=("kimi_k3",), draft_types=("kimi_k3_mtp",), count_fields=_NEXTN,
-    default_count=0, names=_APPENDED, hidden="pre", recycled="pre", wrappers=_TEXT,
+    default_count=0, names=_APPENDED, hidden="pre", next_hidden="pre", wrappers=_TEXT,
     engines={
         "vllm": _vllm("models/kimi_k3/nvidia/mtp.py", zeroes=True, unset=_LOST),
         "sglang": _NONE,
@@ -679,14 +681,14 @@ _KIMI_K3 = Family(
         "transformers": _NONE,
     },
     sources=(), own_block=True, cannot_run="transformers has no trunk of this type",
-    remarks=("the output head reads the normed state, hidden and recycled are before the norm",),
-    unverified=("one engine alone runs the head", "that eh_proj is bf16 in the release: vLLM builds it unquantised"),
+    remarks=("lm_head takes the state after the norm, hidden and next_hidden are before it",),
+    unverified=("one engine alone runs the head", "that eh_proj is bf16 in the release: vLLM builds it unquantized"),
 )
 _PANGU = replace(
     _DEEPSEEK_V3, name="pangu_ultra_moe", title="openPangu-Ultra-MoE", model_types=("pangu_ultra_moe",),
     draft_types=("pangu_ultra_moe_mtp",), count_fields=_NEXTN, block={}, fp8=None,
     engines={
-        "vllm": replace(_DEEPSEEK_V3.engines["vllm"], source=_VM + "openpangu_mtp.py", missing="unquantised"),
+        "vllm": replace(_DEEPSEEK_V3.engines["vllm"], source=_VM + "openpangu_mtp.py", missing="unquantized"),
         "sglang": _NONE,
         "llamacpp": _NONE,
         "transformers": _NONE,
@@ -699,11 +701,13 @@ _DOTS3_NOTE = Family(
     names=_APPENDED | {"embedding": "model.mtp.embed_tokens"}, own=("embedding",), max_modules=1, wrappers=_TEXT,
     block={"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
     engines={
-        "vllm": Engine(
-            "runs", _VLLM + "models/dots3_note/nvidia/mtp.py", position0="zero", trunks=("output",), missing="module",
-            unset=_LOST,
+        "vllm": EngineSupport(
+            "runs", _VLLM + "models/dots3_note/nvidia/mtp.py", position0="zero", trunk_roles=("output",),
+            missing="module", unset=_LOST,
         ),
-        "sglang": Engine("runs", _SM + "dots3_common/nextn.py", trunks=("output",), missing="silent", modules=1),
+        "sglang": EngineSupport(
+            "runs", _SM + "dots3_common/nextn.py", trunk_roles=("output",), missing="silent", modules=1,
+        ),
         "llamacpp": _kept("dots3note.cpp"),
         "transformers": _ignores("dots3_note/modeling_dots3_note.py"),
     },
@@ -712,10 +716,10 @@ _DOTS3_NOTE = Family(
 )
 _GIGACHAT = replace(
     _DEEPSEEK_V3, name="gigachat3_5", title="GigaChat 3.5", model_types=("gigachat3_5",), draft_types=(),
-    count_fields=_NEXTN, default_count=0, recycled="pre", order="chained", block={}, fp8=None,
+    count_fields=_NEXTN, default_count=0, next_hidden="pre", order="chained", block={}, fp8=None,
     engines={
         "vllm": _NONE,
-        "sglang": Engine("runs", _SM + "gigachat35_mtp.py", missing="silent"),
+        "sglang": EngineSupport("runs", _SM + "gigachat35_mtp.py", missing="silent"),
         "llamacpp": _NONE,
         "transformers": _NONE,
     },
@@ -729,7 +733,7 @@ _COHERE2_MOE = replace(
     engines={
         "vllm": _NONE,
         "sglang": _NONE,
-        "llamacpp": Engine("runs", _LM + "cohere2moe.cpp", trunks=(), missing="raises", modules=1),
+        "llamacpp": EngineSupport("runs", _LM + "cohere2moe.cpp", trunk_roles=(), missing="raises", modules=1),
         "transformers": _ignores("cohere2_moe/modeling_cohere2_moe.py"),
     },
     sources=(_LC + "command_r.py",), unverified=("one engine alone runs the head",),

@@ -1,7 +1,7 @@
-"""What a head's law q is worth against the trunk's law p, a tile of rows at a time, with the gradient in the logits.
+"""Divergences between a head's distribution q and the trunk's p, a tile of rows at a time, with gradients.
 
-Each divergence takes the tile [m, N] of logits, q and p, writes over all three, and returns its value [m, 1], the
-overlap alpha = sum min(p, q) [m, 1] and, if wanted, d value / d logits.
+Each divergence takes the tile [m, N] of logits, q and p, overwrites all three, and returns its value [m, 1], the
+overlap alpha = sum min(p, q) [m, 1] and, if needed, d value / d logits.
 """
 
 from collections.abc import Callable
@@ -11,43 +11,43 @@ import torch
 from torch import Tensor
 
 from nextn.losses.chunked import Objective
-from nextn.losses.teacher import Law, Laws
+from nextn.losses.teacher import TeacherBatch, TeacherDistribution
 
-# Figures of a row: the value, the overlap, whether argmax q = argmax p, the label's negative log-likelihood.
-VALUE, OVERLAP, FIGURES = 0, 1, 4
-ETA = 3.0  # how fast the hybrid leaves KL for TV as the overlap grows (arXiv 2602.23881)
+# Values of a row: the divergence, the overlap, whether argmax q = argmax p, the label's negative log-likelihood.
+VALUE, OVERLAP, NUM_VALUES = 0, 1, 4
+ETA = 3.0  # how fast the hybrid moves from KL to TV as the overlap grows (arXiv 2602.23881)
 
 
 @dataclass(frozen=True, eq=False)
 class _Tile:
     z: Tensor  # [m, N] logits over temperature, the largest of each row 0
     q: Tensor  # [m, N] their softmax
-    law: Law
-    label: Tensor  # [m, 1] where the label stands, -1 if the head cannot draft it
+    probs: TeacherDistribution
+    label: Tensor  # [m, 1] index of the label; -1 if the head cannot draft it
     log_mass: Tensor  # [m, 1] log sum exp z
     nll: Tensor  # [m, 1] of the label; 0 without one
-    is_partial: bool  # p has mass outside of what the head drafts from
+    is_partial: bool  # p may have mass outside of the draft vocabulary
 
 
 _Score = tuple[Tensor, Tensor, Tensor | None]
 
 
-def scorer(name: str, laws: Laws, labels: Tensor, *, temperature: float) -> Objective:
-    """The objective of rows with labels [M] (places in what the head drafts from, or -1), with `FIGURES`."""
-    divergence, spare = _DIVERGENCES[name], torch.empty_like(laws.tile)
+def scorer(name: str, distributions: TeacherBatch, labels: Tensor, *, temperature: float) -> Objective:
+    """Build the objective of rows with labels [M] (indices into what the head drafts from, or -1)."""
+    divergence, buffer = _DIVERGENCES[name], torch.empty_like(distributions.tile)
 
     def objective(logits: Tensor, rows: slice, wants_grad: bool) -> tuple[Tensor, Tensor | None]:
-        law, label = laws.of(rows), labels[rows, None]
+        probs, label = distributions.distribution(rows), labels[rows, None]
         z = logits if temperature == 1 else logits.div_(temperature)
         top, best = z.max(-1, keepdim=True)
-        q = torch.softmax(z.sub_(top), -1, out=spare[: len(z)])
+        q = torch.softmax(z.sub_(top), -1, out=buffer[: len(z)])
         log_mass = -q.gather(1, best).log()
         nll = (log_mass - z.gather(1, label.clamp_min(0))).where(label >= 0, 0)
-        tile = _Tile(z, q, law, label, log_mass, nll, is_partial=laws.shortlist is not None)
+        tile = _Tile(z, q, probs, label, log_mass, nll, is_partial=distributions.draft_vocabulary is not None)
         value, overlap, gradient = divergence(tile, wants_grad)
         if gradient is not None and temperature != 1:
             gradient.div_(temperature)
-        return torch.cat([value, overlap, (best == law.best).to(value.dtype), nll], dim=1), gradient
+        return torch.cat([value, overlap, (best == probs.best).to(value.dtype), nll], dim=1), gradient
 
     return objective
 
@@ -65,13 +65,13 @@ def _kl(tile: _Tile, wants_grad: bool) -> _Score:
     value, overlap = _kl_value(tile), _overlap(tile)
     if not wants_grad:
         return value, overlap, None
-    q = tile.q.mul_(tile.law.mass) if tile.is_partial else tile.q
-    return value, overlap, q.sub_(tile.law.p)
+    q = tile.q.mul_(tile.probs.mass) if tile.is_partial else tile.q
+    return value, overlap, q.sub_(tile.probs.p)
 
 
 def _reverse_kl(tile: _Tile, wants_grad: bool) -> _Score:
-    """KL(q || p); a p that the dtype cannot hold counts as the least that it can, so that nothing is infinite."""
-    p, q = tile.law.p, tile.q
+    """KL(q || p); p is clamped to the dtype's smallest normal number, so that nothing is infinite."""
+    p, q = tile.probs.p, tile.q
     overlap = torch.minimum(p, q).sum(-1, keepdim=True)
     log_ratio = tile.z.sub_(tile.log_mass).sub_(p.clamp_min_(torch.finfo(p.dtype).tiny).log_())
     terms = torch.mul(q, log_ratio, out=p)
@@ -88,7 +88,7 @@ def _tv(tile: _Tile, wants_grad: bool) -> _Score:
 
 
 def _lk(tile: _Tile, wants_grad: bool) -> _Score:
-    """-log alpha, whose gradient is TV's over alpha: no smaller where the laws hardly meet."""
+    """-log alpha, whose gradient is TV's divided by alpha: it does not vanish where p and q hardly overlap."""
     overlap = _overlap(tile)
     guarded = overlap.clamp_min(torch.finfo(overlap.dtype).tiny)
     if not wants_grad:
@@ -98,34 +98,34 @@ def _lk(tile: _Tile, wants_grad: bool) -> _Score:
 
 
 def _lk_hybrid(tile: _Tile, wants_grad: bool) -> _Score:
-    """lambda KL + (1 - lambda) TV with lambda = exp(-eta alpha), which is taken for a constant."""
+    """lambda KL + (1 - lambda) TV with lambda = exp(-eta alpha), which is treated as a constant."""
     kl, overlap = _kl_value(tile), _overlap(tile)
     lam = (-ETA * overlap).exp()
     value = lam * kl + (1 - lam) * (1 - overlap)
     if not wants_grad:
         return value, overlap, None
     below, share = _below(tile)
-    p = torch.lerp(below, tile.law.p, lam, out=tile.law.p)
-    return value, overlap, tile.q.mul_(torch.lerp(share, tile.law.mass, lam)).sub_(p)
+    p = torch.lerp(below, tile.probs.p, lam, out=tile.probs.p)
+    return value, overlap, tile.q.mul_(torch.lerp(share, tile.probs.mass, lam)).sub_(p)
 
 
 def _kl_value(tile: _Tile) -> Tensor:
-    """Sum of p log(p / q) over what the head drafts from; the logits are lost."""
-    cross = tile.z.mul_(tile.law.p).sum(-1, keepdim=True)
-    return tile.law.negentropy - cross + tile.law.mass * tile.log_mass
+    """Sum of p log(p / q) over what the head drafts from; overwrites the logits."""
+    cross = tile.z.mul_(tile.probs.p).sum(-1, keepdim=True)
+    return tile.probs.negentropy - cross + tile.probs.mass * tile.log_mass
 
 
 def _overlap(tile: _Tile) -> Tensor:
-    """Leaves min(p, q) in the place of the logits."""
-    return torch.minimum(tile.law.p, tile.q, out=tile.z).sum(-1, keepdim=True)
+    """Sum of min(p, q), which overwrites the logits."""
+    return torch.minimum(tile.probs.p, tile.q, out=tile.z).sum(-1, keepdim=True)
 
 
 def _below(tile: _Tile) -> tuple[Tensor, Tensor]:
-    """q where it is below p (there alone more of it adds overlap), in the place of min(p, q), and its sum [m, 1].
+    """q where q < p, else 0, which overwrites min(p, q); and its sum [m, 1].
 
     d TV / d z = q (sum - [q < p]), as d alpha / d q = [q < p].
     """
-    below = tile.z.lt_(tile.law.p).mul_(tile.q)
+    below = tile.z.lt_(tile.probs.p).mul_(tile.q)
     return below, below.sum(-1, keepdim=True)
 
 

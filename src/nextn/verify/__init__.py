@@ -1,92 +1,101 @@
-"""`verify`: is a served model's output the same with MTP on and off? Checks over live endpoints; imports no torch.
+"""`verify`: checks over live endpoints that a served model's output is the same with MTP on and off. Imports no torch.
 
-A check is a function from a `Session` to a `Check`; the checks know nothing of each other.
+A check is a function from a `VerifySession` to a `CheckResult`; checks do not depend on each other.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from nextn.benchmarking.workload import Prompt
 from nextn.engines.endpoint import Endpoint, is_refusal
 from nextn.errors import BudgetError, ConfigError, EngineError
-from nextn.verify import context, exact, forms, sampled, told
-from nextn.verify.check import Check, Outcome, Session, Settings
+from nextn.evaluate.workload import Prompt
+from nextn.verify import context_checks, counter_checks, format_checks, greedy_checks, sampling_checks
+from nextn.verify.session import CheckResult, Outcome, VerifySession, VerifySettings
 
-__all__ = ["CHECKS", "Check", "Outcome", "Report", "Session", "Settings", "verify"]
+__all__ = ["CHECKS", "CheckResult", "Outcome", "VerifyReport", "VerifySession", "VerifySettings", "verify"]
 
-# Cheap and telling ones first: a run that is cut short has said most.
-CHECKS: dict[str, Callable[[Session], Check]] = {
-    "greedy": exact.greedy,
-    "replay": exact.replay,
-    "logprobs": told.logprobs,
-    "max-tokens": forms.max_tokens,
-    "stop-strings": forms.stop_strings,
-    "streaming": exact.streaming,
-    "concurrency": exact.concurrency,
-    "prefix-cache": context.prefix_cache,
-    "long-context": context.long_context,
-    "json-schema": forms.json_schema,
-    "tool-calls": forms.tool_calls,
-    "sampled-law": sampled.sampled_law,
-    "sampled-own": sampled.sampled_own,
-    "mtp-on": told.mtp_on,
+# Cheap and informative ones first, so that a run that is cut short has found most.
+CHECKS: dict[str, Callable[[VerifySession], CheckResult]] = {
+    "greedy": greedy_checks.greedy,
+    "replay": greedy_checks.replay,
+    "logprobs": counter_checks.logprobs,
+    "max-tokens": format_checks.max_tokens,
+    "stop-strings": format_checks.stop_strings,
+    "streaming": greedy_checks.streaming,
+    "concurrency": greedy_checks.concurrency,
+    "prefix-cache": context_checks.prefix_cache,
+    "long-context": context_checks.long_context,
+    "json-schema": format_checks.json_schema,
+    "tool-calls": format_checks.tool_calls,
+    "sampled-law": sampling_checks.sampled_distribution,
+    "sampled-own": sampling_checks.sampled_calibration,
+    "mtp-on": counter_checks.mtp_on,
 }
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a run found. requests: sent to all endpoints."""
+class VerifyReport:
+    """The results of a run."""
 
     url: str
     model: str
-    against: str | None
-    checks: tuple[Check, ...]
-    requests: int
-    whole: bool
+    against: str | None  # address of the endpoint without MTP
+    checks: tuple[CheckResult, ...]
+    requests: int  # sent to all endpoints
+    is_complete: bool  # False if the run was interrupted
 
     @property
     def failed(self) -> bool:
         return any(check.outcome == "failed" for check in self.checks)
 
     def as_record(self) -> dict[str, object]:
-        return asdict(self) | {"failed": self.failed}
+        record = asdict(self)
+        return record | {"whole": record.pop("is_complete"), "failed": self.failed}
 
 
 def verify(
     target: Endpoint,
     against: Endpoint | None,
     prompts: Sequence[Prompt],
-    settings: Settings,
+    settings: VerifySettings,
     *,
     names: Sequence[str] = (),
     on_check: Callable[[str], None] = lambda name: None,
-) -> Iterator[Check]:
-    """Run the checks, or those named, and yield what each says as soon as it is known.
+) -> Iterator[CheckResult]:
+    """Run checks and yield their results, each as soon as it is known.
 
-    An engine that fails in a check has failed it; when the requests or seconds allowed are over, the rest are unclear.
-    Raises ConfigError for an unknown name, or two endpoints that are one.
+    An engine that breaks during a check has failed it. When the requests or seconds of the budget are used up, the
+    remaining checks are inconclusive.
+
+    Args:
+        target, against: The endpoint with MTP on; the same model served without it, or None.
+        names: Checks to run; all of them if empty.
+        on_check: Called with the name of each check before it runs.
+
+    Raises:
+        ConfigError: An unknown name, or the same address for both endpoints.
     """
     unknown = [name for name in names if name not in CHECKS]
     if unknown:
         raise ConfigError(f"no check {', '.join(unknown)}; known: {', '.join(CHECKS)}")
     if against is not None and against.url == target.url:
         raise ConfigError(f"--against {against.url} is the endpoint under test; give the one without MTP")
-    session = Session(target, against, prompts, settings)
-    over: BudgetError | None = None
-    told.read_counters(session)
+    session = VerifySession(target, against, prompts, settings)
+    exhausted: BudgetError | None = None
+    counter_checks.add_readings(session)
     for name in names or CHECKS:
         on_check(name)
         try:
-            yield CHECKS[name](session) if over is None else Check(name, "unclear", f"not run: {over}")
+            yield CHECKS[name](session) if exhausted is None else CheckResult(name, "unclear", f"not run: {exhausted}")
         except BudgetError as error:
-            over = error
-            yield Check(name, "unclear", f"not finished: {over}")
+            exhausted = error
+            yield CheckResult(name, "unclear", f"not finished: {exhausted}")
         except EngineError as error:
-            yield _broken(name, error)
-        told.read_counters(session)
+            yield _engine_error(name, error)
+        counter_checks.add_readings(session)
 
 
-def _broken(name: str, error: EngineError) -> Check:
+def _engine_error(name: str, error: EngineError) -> CheckResult:
     if is_refusal(error) or error.status in (401, 403, 429, 503):
-        return Check(name, "unclear", f"the engine refuses: {error}")
-    return Check(name, "failed", f"the engine failed: {error}", "see the engine's log at that time")
+        return CheckResult(name, "unclear", f"the engine refuses: {error}")
+    return CheckResult(name, "failed", f"the engine failed: {error}", "see the engine's log at that time")

@@ -1,0 +1,79 @@
+"""What the audit rules share: the `Finding` they return, engine names, the commands they propose, and `same`."""
+
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.text_format import joined
+
+# error: the head will not work in at least one engine. warning: it may not. note: worth knowing, not a fault.
+Severity = Literal["error", "warning", "note"]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "transformers": "transformers"}
+ROLES = {"embedding": "embedding", "output": "lm_head"}
+
+_BLOCK_BYTES, _NUM_BLOCKS = 4096, 8  # what `same` reads of each tensor
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result of one rule; the field names are keys of `nextn audit --json`."""
+
+    rule: str  # id, such as `head-absent`
+    severity: Severity
+    place: str  # the file, tensor or config field concerned
+    found: str  # a sentence: what is wrong
+    valid: str  # a sentence: what would be valid
+    fix: str  # one command and nothing else, or sentences with commands in backticks
+
+
+def engines(names: Iterable[str]) -> str:
+    """Join engine names, spelled as their projects spell them."""
+    return joined(ENGINES[name] for name in names)
+
+
+def verb(names: Sequence[str], stem: str) -> str:
+    """Return engine names with a verb that agrees in number: `vLLM reads`, `vLLM and SGLang read`."""
+    return f"{engines(names)} {stem}{'s' if len(names) == 1 else ''}"
+
+
+def restore(inventory: Inventory, *, force: bool = False) -> str:
+    """Return the command that restores the head from a base checkpoint; `force`: it replaces a complete head."""
+    return f"nextn restore {_path(inventory)} --from BASE{' --force' if force else ''}"
+
+
+def aliases(inventory: Inventory, engine: str) -> str:
+    """Return the command that copies the trunk's embedding and lm_head into the modules, as `engine` needs them."""
+    return f"nextn restore {_path(inventory)} --add-aliases {engine}"
+
+
+def convert(inventory: Inventory, option: str) -> str:
+    """Return the `nextn convert` command with `option`."""
+    return f"nextn convert {_path(inventory)} OUT {option}"
+
+
+def _path(inventory: Inventory) -> str:
+    return shlex.quote(inventory.checkpoint.path)
+
+
+def same(checkpoint: Checkpoint, a: str, b: str) -> bool:
+    """Compare two tensors by dtype, shape and 8 blocks of 4 KiB spread evenly from the first to the last byte.
+
+    Tensors of up to 32 KiB are compared completely; in larger ones a difference between the blocks goes unnoticed.
+    """
+    infos = checkpoint.info(a), checkpoint.info(b)
+    if infos[0].form != infos[1].form:
+        return False
+    offsets = _offsets(infos[0].nbytes)
+    blocks = checkpoint.read_blocks([(info, offset) for info in infos for offset in offsets], _BLOCK_BYTES)
+    return blocks[: len(offsets)] == blocks[len(offsets) :]
+
+
+def _offsets(nbytes: int) -> list[int]:
+    if nbytes <= _NUM_BLOCKS * _BLOCK_BYTES:
+        return list(range(0, nbytes, _BLOCK_BYTES))
+    return [(nbytes - _BLOCK_BYTES) * index // (_NUM_BLOCKS - 1) for index in range(_NUM_BLOCKS)]

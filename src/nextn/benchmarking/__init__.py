@@ -1,1 +1,0 @@
-"""What decoding costs here, with MTP and without, and whether it pays."""

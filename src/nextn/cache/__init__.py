@@ -1,0 +1,1 @@
+"""KV caches and recurrent state that can be rolled back exactly."""

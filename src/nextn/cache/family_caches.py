@@ -1,0 +1,147 @@
+"""Cache layers of single families: compressed attention, attention with short convolutions, and particular indexers."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
+
+from nextn.cache.kv_cache import AttentionLayer, IndexedLayer, write_states
+from nextn.errors import RollbackError
+
+
+class CompressedLayer(AttentionLayer):
+    """A cache layer for compressed attention (DeepSeek-V4): keys and values, and one entry per `rate` positions.
+
+    The compressor's inputs are kept per position, so a rejected position is overwritten like any key and nothing needs
+    to be restored: each pass recomputes the entries from the end of the shortest sequence on, and a query sees those of
+    complete groups of positions. The compressors (`compressor`, `indexer`) have separate inputs and entries.
+    """
+
+    def __init__(self, rate: int) -> None:
+        super().__init__()
+        self.compress_rate = rate
+        self._inputs: dict[tuple[str, str], Tensor] = {}
+        self._entries: dict[str, Tensor] = {}
+        self._first = 0
+
+    def begin(self, lengths: Sequence[int], num_positions: int) -> None:
+        super().begin(lengths, num_positions)
+        # The group before the first incomplete one is included, for entries that reach back into it.
+        self._first = max(0, min(lengths) // self.compress_rate - 1)
+
+    def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Store kv and gate [B, m, dim] of the block; return those of all complete groups to recompute."""
+        start, end = self._first * self.compress_rate, self._end // self.compress_rate * self.compress_rate
+        chunks = []
+        for part, states in (("kv", kv), ("gate", gate)):
+            buffer = write_states(self._inputs.get((name, part)), states[:, None], self._starts)
+            self._inputs[name, part] = buffer
+            chunks.append(buffer[:, 0, start:end])
+        return chunks[0], chunks[1], start
+
+    def update_overlap_state(self, name: str, kv: Tensor, gate: Tensor, head_dim: int) -> tuple[None, None]:
+        """Do nothing: the group before is part of the chunk."""
+        return None, None
+
+    def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
+        """Store the recomputed entries [B, n, dim] and return all entries [B, groups, dim]."""
+        if self._first:
+            # The first was computed without the group before it. It is complete in every sequence: use the stored one.
+            compressed = torch.cat([self._entries[name][:, : self._first + 1], compressed[:, 1:]], dim=1)
+        self._entries[name] = compressed
+        return compressed
+
+    def select(self, sequences: Tensor) -> None:
+        super().select(sequences)
+        self._inputs = {key: buffer[sequences] for key, buffer in self._inputs.items()}
+        self._entries = {name: entries[sequences] for name, entries in self._entries.items()}
+
+
+class ConvolutionLayer(AttentionLayer, LinearAttentionLayer):
+    """A cache layer for attention with short convolutions (Inkling): keys, values, and the convolutions' last inputs.
+
+    A convolution's state [B, C, inputs], newest last, is nothing but its last inputs, so it can be moved back as far
+    as inputs are stored: `max_rollback` positions.
+    """
+
+    conv_states: dict[int, Tensor | None]
+
+    def __init__(self, number_of_states: int, *, max_rollback: int = 0) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+        AttentionLayer.__init__(self)
+        self.record_past = True  # sends one-token steps through update_conv_state, too
+        self._max_rollback = max_rollback
+        self._reversible: list[int] = []
+
+    def begin(self, lengths: Sequence[int], num_positions: int) -> None:
+        super().begin(lengths, num_positions)
+        self._reversible = self._reversible or [0] * len(lengths)
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object
+    ) -> Tensor:
+        """Prepend the kernel's past inputs to those of the block [B, C, m]; before a text they are zeros."""
+        past = self.conv_states[state_idx]
+        if past is None:
+            past = conv_states.new_zeros(*conv_states.shape[:2], int(conv_kernel_size or 0) + self._max_rollback)
+        states = self.conv_states[state_idx] = torch.cat([past, conv_states], dim=-1)
+        self.has_previous_state[state_idx] = True
+        return states[..., self._max_rollback :]
+
+    def commit(self, counts: Sequence[int], num_positions: int) -> None:
+        self._move(counts, num_positions)
+        self._reversible = [
+            min(old + count, self._max_rollback) for old, count in zip(self._reversible, counts, strict=True)
+        ]
+
+    def drop(self, counts: Sequence[int]) -> None:
+        if any(count > num_reversible for count, num_reversible in zip(counts, self._reversible, strict=True)):
+            raise RollbackError(
+                f"{max(counts)} positions cannot be rolled back: the convolutions' inputs are stored for "
+                f"{self._max_rollback}; use fewer drafts"
+            )
+        self._move([-count for count in counts], 0)
+        self._reversible = [old - count for old, count in zip(self._reversible, counts, strict=True)]
+
+    def select(self, sequences: Tensor) -> None:
+        super().select(sequences)
+        self._reversible = [self._reversible[row] for row in sequences.tolist()]
+        self.conv_states = {
+            index: None if state is None else state[sequences] for index, state in self.conv_states.items()
+        }
+
+    def _move(self, counts: Sequence[int], num_positions: int) -> None:
+        """Let each sequence's inputs end counts[row] positions later than before the block of num_positions."""
+        for index, state in self.conv_states.items():
+            if state is not None:
+                width = state.shape[-1] - num_positions
+                ends = torch.tensor(counts, device=state.device)[:, None] + torch.arange(width, device=state.device)
+                # Values clamped on the left are arbitrary; `drop` never goes back that far.
+                indices = ends.clamp(min=0)[:, None].expand(-1, state.shape[1], -1)
+                self.conv_states[index] = state.gather(-1, indices)
+
+
+class PooledLayer(IndexedLayer):
+    """For an indexer that pools positions (GLM-5-Next): it asks for their number after adding its own.
+
+    Sequences of different lengths need separate caches: the indexer counts all from one offset.
+    """
+
+    def get_seq_length(self) -> int:
+        return self._end
+
+
+class RotaryIndexedLayer(IndexedLayer):
+    """For a trunk (Qwen4) that stores all position ids in its first indexed layer: they equal the slots' indices.
+
+    Sequences of different lengths need separate caches here, too.
+    """
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        start = max(self._starts)
+        return torch.arange(start, device=self.device).expand(3, len(self._starts), -1) if start else None
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor | None) -> None: ...

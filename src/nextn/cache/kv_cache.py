@@ -1,0 +1,359 @@
+"""KV caches with exact rollback: keys and values, sliding windows, convolution and recurrent state, per sequence.
+
+A forward pass writes a *block* of positions provisionally; `KVCache.commit` then makes a prefix of it permanent, per
+sequence. Sequences are left-aligned and may differ in length, so cache slot == position, and a prompt is never padded
+on the left.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+
+from nextn.errors import RollbackError
+
+
+class _Layer(Protocol):
+    def begin(self, lengths: Sequence[int], num_positions: int) -> None: ...
+    def commit(self, counts: Sequence[int], num_positions: int) -> None: ...
+    def drop(self, counts: Sequence[int]) -> None: ...
+    def select(self, sequences: Tensor) -> None: ...
+
+
+class AttentionLayer(CacheLayerMixin):
+    """Keys and values [B, heads, slots, dim] in buffers that double when full; a rejected slot is overwritten.
+
+    Sliding-window layers use it as well: the window is applied by the mask, so the slots that a rollback needs still
+    exist.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+    is_initialized: bool
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._starts: Sequence[int] = ()
+        self._end = 0
+
+    def begin(self, lengths: Sequence[int], num_positions: int) -> None:
+        self._starts, self._end = lengths, max(lengths) + num_positions
+
+    def commit(self, counts: Sequence[int], num_positions: int) -> None:
+        """Do nothing: the slots beyond a sequence's length are masked and overwritten."""
+
+    def drop(self, counts: Sequence[int]) -> None:
+        """Do nothing, for the same reason."""
+
+    def select(self, sequences: Tensor) -> None:
+        if self.is_initialized:
+            self.keys, self.values = self.keys[sequences], self.values[sequences]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = (
+            states.new_empty(*states.shape[:2], 0, states.shape[3]) for states in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys = write_states(self.keys, key_states, self._starts)
+        self.values = write_states(self.values, value_states, self._starts)
+        return self.keys[:, :, : self._end], self.values[:, :, : self._end]
+
+    def get_seq_length(self) -> int:
+        return max(self._starts, default=0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class IndexedLayer(AttentionLayer):
+    """Keys and values, and the keys [B, slots, dim] by which an indexer selects the positions to attend to."""
+
+    _index: Tensor | None = None
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        return self.update_index(indexer_key_states[:, None])[:, 0]
+
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        """Do the same under MiniMax-M3's name, with an axis of one head: [B, 1, m, dim]."""
+        self._index = write_states(self._index, idx_k, self._starts)
+        return self._index[:, :, : self._end]
+
+    def select(self, sequences: Tensor) -> None:
+        super().select(sequences)
+        self._index = None if self._index is None else self._index[sequences]
+
+
+def write_states(buffer: Tensor | None, states: Tensor, starts: Sequence[int]) -> Tensor:
+    """Write states [B, heads, m, dim] into slots starts[seq], ... of buffer [B, heads, capacity, dim].
+
+    Returns the buffer, or a larger one if they did not fit: do not use the one passed in again.
+    """
+    buffer = states[:, :, :0] if buffer is None else buffer
+    num_positions = states.shape[2]
+    if (end := max(starts) + num_positions) > buffer.shape[2]:
+        # Zeros, not garbage: a masked slot still meets 0 * value in the weighted sum, and 0 * NaN is NaN.
+        grown = buffer.new_zeros(*buffer.shape[:2], max(end, 2 * buffer.shape[2], 64), buffer.shape[3])
+        grown[:, :, : buffer.shape[2]] = buffer
+        buffer = grown
+    if len(set(starts)) == 1:
+        buffer[:, :, starts[0] : end] = states
+    else:
+        for seq, start in enumerate(starts):
+            buffer[seq, :, start : start + num_positions] = states[seq]
+    return buffer
+
+
+class RecurrentLayer(LinearAttentionLayer):
+    """Convolution and recurrent state.
+
+    Neither can be cropped, so a partial acceptance restores the state from before the block and runs the layer's mixer
+    again over the accepted positions only: same inputs, no second pass through the trunk. States are replaced, not
+    written to, so keeping a reference to the old ones costs nothing; but in steps of one position Mamba writes its
+    recurrent state in place, and Ling's delta attention its convolution state, so there they are copied.
+    """
+
+    def __init__(self, number_of_states: int = 1) -> None:
+        super().__init__(number_of_states=number_of_states)
+        # Sends one-token steps through update_conv_state; transformers' fused step writes the state in place.
+        self.record_past = True
+        self._before: _States | None = None
+        self._replay: dict[nn.Module, _Call] = {}
+
+    def begin(self, lengths: Sequence[int], num_positions: int) -> None:
+        self._before, self._replay = _States.of(self, copy=num_positions == 1), {}
+
+    def record(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """Remember the block's mixer call; called by a hook before the mixer runs."""
+        if module in self._replay:
+            raise RollbackError(f"{type(module).__name__} ran twice in one block; its state cannot be rolled back")
+        self._replay[module] = _Call(module, args, kwargs)
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object
+    ) -> Tensor:
+        size = self.conv_kernel_size[state_idx] = conv_kernel_size or conv_states.shape[-1]
+        past = self.conv_states[state_idx]
+        if past is None:
+            past = conv_states.new_zeros(*conv_states.shape[:-1], size)
+        full = torch.cat([past, conv_states], dim=-1)
+        self.conv_states[state_idx] = full[..., -size:]
+        self.is_conv_states_initialized[state_idx] = self.has_previous_state[state_idx] = True
+        self.dtype, self.device = conv_states.dtype, conv_states.device
+        return full
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: object) -> Tensor:
+        self.recurrent_states[state_idx] = recurrent_states
+        self.is_recurrent_states_initialized[state_idx] = self.has_previous_state[state_idx] = True
+        return recurrent_states
+
+    def commit(self, counts: Sequence[int], num_positions: int) -> None:
+        for count in sorted({count for count in counts if count < num_positions}):
+            sequences = [seq for seq, num_accepted in enumerate(counts) if num_accepted == count]
+            self._restore(torch.tensor(sequences, device=self.device), count)
+        self._before, self._replay = None, {}
+
+    def _restore(self, sequences: Tensor, count: int) -> None:
+        if self._before is None or not self._replay:
+            raise RollbackError("a recurrent layer's inputs were not recorded; its state cannot be rolled back")
+        states = self._before.select(sequences)
+        if count:
+            for call in self._replay.values():
+                states = call.run(states, sequences, count)
+        elif not states.known:
+            raise RollbackError("a sequence cannot commit 0 positions of its first block: it has no earlier state")
+        states.write(self, sequences)
+
+    def drop(self, counts: Sequence[int]) -> None:
+        raise RollbackError("recurrent state cannot be cropped; commit fewer positions of the last block instead")
+
+    def select(self, sequences: Tensor) -> None:
+        for states in (self.conv_states, self.recurrent_states):
+            for index, state in states.items():
+                states[index] = None if state is None else state[sequences]
+
+
+@dataclass(frozen=True, eq=False)
+class _States:
+    """A snapshot of the states of one recurrent layer."""
+
+    conv: list[Tensor | None]
+    recurrent: list[Tensor | None]
+    sizes: list[int | None]
+
+    @classmethod
+    def of(cls, layer: LinearAttentionLayer, *, copy: bool = False) -> "_States":
+        conv, recurrent = (
+            [state.clone() if copy and state is not None else state for state in states.values()]
+            for states in (layer.conv_states, layer.recurrent_states)
+        )
+        return cls(conv, recurrent, list(layer.conv_kernel_size.values()))
+
+    @property
+    def known(self) -> bool:
+        return any(state is not None for state in [*self.conv, *self.recurrent])
+
+    def select(self, sequences: Tensor) -> "_States":
+        conv, recurrent = (
+            [None if state is None else state[sequences] for state in states] for states in (self.conv, self.recurrent)
+        )
+        return _States(conv, recurrent, self.sizes)
+
+    def layer(self) -> RecurrentLayer:
+        layer = RecurrentLayer(len(self.conv))
+        for index, (conv, recurrent) in enumerate(zip(self.conv, self.recurrent, strict=True)):
+            layer.conv_states[index], layer.recurrent_states[index] = conv, recurrent
+            layer.conv_kernel_size[index] = self.sizes[index]
+            layer.has_previous_state[index] = conv is not None or recurrent is not None
+        return layer
+
+    def write(self, layer: RecurrentLayer, sequences: Tensor) -> None:
+        for target, states in ((layer.conv_states, self.conv), (layer.recurrent_states, self.recurrent)):
+            for index, state in enumerate(states):
+                if state is not None:
+                    target[index] = target[index].index_copy(0, sequences, state)
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One call of a mixer, to be run again over some sequences and their first positions."""
+
+    module: nn.Module
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+
+    def run(self, states: _States, sequences: Tensor, count: int) -> _States:
+        cache = next(value for value in [*self.args, *self.kwargs.values()] if isinstance(value, KVCache))
+        index = self.module.layer_idx
+        layer, cache.layers[index] = cache.layers[index], states.layer()
+
+        def prefix(value: object) -> object:
+            # States [B, T, H] and tokens [B, T].
+            if isinstance(value, Tensor) and (value.ndim == 3 or value.dtype == torch.int64):
+                return value[sequences, :count]
+            return value
+
+        try:
+            # forward, not __call__: the recording hook must not see the replay.
+            self.module.forward(*map(prefix, self.args), **{name: prefix(value) for name, value in self.kwargs.items()})
+            return _States.of(cache.layers[index])
+        finally:
+            cache.layers[index] = layer
+
+
+class KVCache(TransformersCache):
+    """One cache over all layers; `lengths` holds the number of committed positions of each sequence.
+
+    Use: `begin(m)`, run m positions through the model, `commit(counts)` with 0 <= counts[seq] <= m.
+    """
+
+    def __init__(self, layers: Sequence[_Layer], batch_size: int, *, device: torch.device | str = "cpu") -> None:
+        super().__init__(layers=list(layers))
+        self.lengths = [0] * batch_size
+        self.device = torch.device(device)
+        self._block = 0
+
+    @property
+    def is_recurrent(self) -> bool:
+        return any(isinstance(layer, RecurrentLayer) for layer in self.layers)
+
+    def begin(self, num_positions: int) -> None:
+        """Open a block of num_positions provisional positions after each sequence's last one."""
+        assert not self._block, "the last block was not closed with commit()"
+        self._block = num_positions
+        for layer in self.layers:
+            layer.begin(self.lengths, num_positions)
+
+    def commit(self, counts: Sequence[int]) -> None:
+        """Close the block: make the first counts[seq] positions permanent and undo the rest. Raises RollbackError."""
+        assert len(counts) == len(self.lengths)
+        assert all(0 <= count <= self._block for count in counts)
+        for layer in self.layers:
+            layer.commit(counts, self._block)
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self._block = 0
+
+    def rollback_to(self, lengths: Sequence[int]) -> None:
+        """Drop committed positions beyond these lengths. Raises RollbackError where a layer's state is gone."""
+        counts = [old - new for new, old in zip(lengths, self.lengths, strict=True)]
+        assert min(counts) >= 0
+        for layer in self.layers if any(counts) else ():
+            layer.drop(counts)
+        self.lengths = list(lengths)
+
+    def select(self, sequences: Sequence[int]) -> None:
+        """Keep only these sequences (indices) of the batch, in this order."""
+        index = torch.tensor(list(sequences), device=self.device)
+        for layer in self.layers:
+            layer.select(index)
+        self.lengths = [self.lengths[seq] for seq in sequences]
+
+    def positions(self, num_positions: int) -> Tensor:
+        """Return the positions [B, m] int64 of the next m tokens of each sequence."""
+        return torch.tensor(self.lengths, device=self.device)[:, None] + torch.arange(num_positions, device=self.device)
+
+    def mask(self, num_positions: int, *, window: int | None = None, always: bool = False) -> Tensor | None:
+        """Return the attention mask of the open block.
+
+        Args:
+            num_positions: m, the block's size.
+            window: Positions that a sliding-window layer sees, the query's own included.
+            always: Return a mask even where causal attention needs none.
+
+        Returns:
+            [B, 1, m, slots] bool, True = visible; None where causal attention needs no mask.
+        """
+        end = max(self.lengths) + num_positions
+        is_plain = len(set(self.lengths)) == 1 and num_positions in (1, end) and (window is None or end <= window)
+        if is_plain and not always:
+            return None
+        return causal(self.positions(num_positions), end, window=window)
+
+
+class PerSequenceCache(KVCache):
+    """A separate cache per sequence: for attention that cannot take sequences of different lengths in one pass."""
+
+    def __init__(self, sequences: Sequence[KVCache]) -> None:
+        super().__init__([], len(sequences))
+        self.sequences = list(sequences)
+
+    def commit(self, counts: Sequence[int]) -> None:
+        for cache, count in zip(self.sequences, counts, strict=True):
+            cache.commit([count])
+        self._measure()
+
+    def rollback_to(self, lengths: Sequence[int]) -> None:
+        for cache, length in zip(self.sequences, lengths, strict=True):
+            cache.rollback_to([length])
+        self._measure()
+
+    def select(self, sequences: Sequence[int]) -> None:
+        self.sequences = [self.sequences[seq] for seq in sequences]
+        self._measure()
+
+    def _measure(self) -> None:
+        self.lengths = [cache.lengths[0] for cache in self.sequences]
+
+
+def causal(queries: Tensor, num_positions: int, *, window: int | None = None) -> Tensor:
+    """Return the causal mask [B, 1, m, num_positions] bool, True = visible, of queries at positions [B, m]."""
+    queries = queries[:, None, :, None]
+    keys = torch.arange(num_positions, device=queries.device)
+    mask = keys <= queries
+    return mask if window is None else mask & (keys > queries - window)

@@ -1,0 +1,81 @@
+"""Keys, values and masks of draft chains from all positions at once, so that training and scoring match decoding.
+
+A chain that starts at position i sees the last MTP layer's keys at positions j <= i, and those of its own earlier
+depths. The keys are stored depth after depth: the positions of depth `first`, then those of each depth beyond it.
+"""
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import CacheLayerMixin
+
+
+class _RolloutLayer(CacheLayerMixin):
+    """Keys and values [B, heads, keys, dim] of the depths so far; concatenated out of place, so that gradients flow."""
+
+    is_compileable = False
+    is_sliding = False
+    keys: Tensor
+    values: Tensor
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys, self.values = key_states, value_states
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        if self.is_initialized:
+            self.keys = torch.cat([self.keys, key_states], dim=2)
+            self.values = torch.cat([self.values, value_states], dim=2)
+        else:
+            self.lazy_initialization(key_states, value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self.keys.shape[2] if self.is_initialized else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class RolloutCache(TransformersCache):
+    """Keys and values of one rollout, for every layer of the head."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[_RolloutLayer() for _ in range(num_layers)])
+
+
+def chain_mask(
+    length: int,
+    first: int,
+    depth: int,
+    *,
+    window: int | None = None,
+    within: Tensor | None = None,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Return the mask [B or 1, 1, T - depth, keys] bool, True = visible, of one depth of the chains from all positions.
+
+    Args:
+        length: T, the number of tokens.
+        first: The depth whose positions all later depths see.
+        depth: The depth of the queries.
+        window: Positions that a sliding-window layer sees, the query's own included.
+        within: [B, 1, T, T] bool, what a position sees of its own document and before it.
+    """
+    num_chains = length - depth
+    keys = torch.arange(length - first, device=device)
+    chains = keys[:num_chains, None]
+    visible = keys <= chains
+    if window is not None:
+        visible = visible & (keys > chains + depth - first - window)
+    masks = [visible if within is None else visible & within[:, 0, :num_chains, : length - first]]
+    for other in range(first + 1, depth + 1):
+        own = keys[: length - other] == chains
+        own = own if window is None or depth - other < window else torch.zeros_like(own)
+        masks.append(own if within is None else own.expand(len(within), -1, -1))
+    return torch.cat(masks, dim=-1).reshape(-1, 1, num_chains, sum(mask.shape[-1] for mask in masks))

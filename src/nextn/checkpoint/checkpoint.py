@@ -1,0 +1,276 @@
+"""Checkpoints as bytes: the headers of all files, the index, config.json, and tensors read by range.
+
+Knows neither torch nor heads. A file with an invalid header raises CheckpointError; disagreements between index and
+files are only listed in `Checkpoint.problems`, so that an audit can show them all.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from reprlib import repr as brief
+from typing import Literal
+
+from huggingface_hub import is_offline_mode
+
+from nextn.checkpoint.bounded_json import JsonLimits, parse_json
+from nextn.checkpoint.remote import ByteSource, LocalFile, cached_folder, folder_files, readable, repo_files
+from nextn.checkpoint.safetensors_file import (
+    MAX_TENSORS,
+    Header,
+    HeaderBudget,
+    RawTensor,
+    TensorInfo,
+    read_header,
+    write_json,
+)
+from nextn.errors import CheckpointError
+from nextn.text_format import some
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+# The largest published files: configs of 1 MB (lists of unquantized modules), an index of 30 MB, tokenizers of 33 MB
+# with 262,144 tokens and 515,000 merges.
+CONFIG_LIMITS = JsonLimits(16 * 1024 * 1024, 500_000)
+INDEX_LIMITS = JsonLimits(128 * 1024 * 1024, MAX_TENSORS + 1_000)
+OTHER_LIMITS = JsonLimits(64 * 1024 * 1024, 4_000_000)
+CHUNK = 32 * 1024 * 1024
+WORKERS = 16
+SAMPLE = 4096
+
+
+def index_json(weight_map: Mapping[str, str], total_size: int) -> dict[str, object]:
+    """Return the content of an index file; `total_size` is the bytes of all tensors."""
+    return {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+
+
+def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) -> None:
+    """Write `index_json` to its file."""
+    write_json(folder / INDEX, index_json(weight_map, total_size))
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One disagreement between the index and the files; `file` is the file concerned."""
+
+    kind: Literal["missing_file", "missing_tensor", "misplaced", "duplicate", "unlisted"]
+    file: str
+    tensor: str | None
+    message: str
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """The files of one checkpoint, with headers, config and index read; tensors are read on demand.
+
+    Where two files hold a tensor of the same name, the index decides which is in `tensors`, else model.safetensors
+    comes first, else the first file by name.
+    """
+
+    path: str
+    config: dict[str, object] = field(repr=False)
+    index: dict[str, str] | None = field(repr=False)
+    headers: dict[str, Header] = field(repr=False)
+    tensors: dict[str, TensorInfo] = field(repr=False)
+    problems: tuple[Problem, ...] = field(repr=False)
+    sources: Mapping[str, ByteSource] = field(repr=False)  # all files by name
+    revision: str | None = None  # the commit of a hub checkpoint
+
+    @classmethod
+    def open(
+        cls,
+        path_or_id: str | Path,
+        *,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        offline: bool = False,
+        token: str | None = None,
+        endpoint: str | None = None,
+    ) -> "Checkpoint":
+        """Open a folder, a .safetensors file (with the config.json next to it, if any) or a hub id "org/name".
+
+        The keyword options are for hub ids. Of a hub checkpoint only headers, config and index are fetched, and nothing
+        is stored; files in the hub's cache are read there. `offline` reads that cache only.
+
+        Raises:
+            CheckpointError: A header or JSON file is damaged, or there is no safetensors file.
+        """
+        path = Path(path_or_id).expanduser()
+        with readable(path):
+            if path.is_dir():
+                return _assemble(str(path), folder_files(path))
+            if path.is_file() and path.suffix == ".safetensors":
+                files = [file for file in (path, path.with_name(CONFIG)) if file.is_file()]
+                return _assemble(str(path), {file.name: LocalFile.at(file, file.name) for file in files})
+            hub_id = str(path_or_id)
+            if path.exists() or isinstance(path_or_id, Path) or not re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id, re.ASCII):
+                raise CheckpointError(f"{path_or_id}: neither a folder, a .safetensors file nor a hub id (org/name).")
+        if offline or is_offline_mode():
+            folder = cached_folder(hub_id, revision=revision, cache_dir=cache_dir)
+            return _assemble(hub_id, folder_files(folder), revision=folder.name)
+        sources, commit = repo_files(hub_id, revision=revision, cache_dir=cache_dir, token=token, endpoint=endpoint)
+        return _assemble(hub_id, sources, revision=commit)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The safetensors files, by name."""
+        return tuple(self.headers)
+
+    @property
+    def unindexed(self) -> tuple[str, ...]:
+        """Files that loaders do not open, as they are not in the index or, without one, not model.safetensors."""
+        if self.index is None and SINGLE not in self.headers:
+            return ()
+        named = {SINGLE} if self.index is None else set(self.index.values())
+        return tuple(file for file in self.headers if file not in named)
+
+    def info(self, name: str) -> TensorInfo:
+        """Return the tensor called `name`; CheckpointError if there is none."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path}: no tensor {name!r}; it has {some(self.tensors)}.")
+        return self.tensors[name]
+
+    def chunks(self, tensor: str | TensorInfo) -> Iterator[bytes]:
+        """Yield the tensor's bytes in order, at most CHUNK at a time."""
+        info = self.info(tensor) if isinstance(tensor, str) else tensor
+        source = self.sources[info.file]
+        for begin in range(info.begin, info.end, CHUNK):
+            yield source.read(begin, min(begin + CHUNK, info.end))
+
+    def raw(self, name: str) -> RawTensor:
+        """Return the tensor as `write_safetensors` takes it; its bytes are read when they are written."""
+        info = self.info(name)
+        return RawTensor(info.dtype, info.shape, lambda: self.chunks(name))
+
+    def same(self, a: TensorInfo, b: TensorInfo) -> bool:
+        """Whether two stored tensors are equal in dtype, shape and every bit."""
+        return a.form == b.form and all(x == y for x, y in zip(self.chunks(a), self.chunks(b), strict=True))
+
+    def samples(self, names: Sequence[str], size: int = SAMPLE) -> list[bytes]:
+        """Read the middle `size` bytes of each tensor, or all of a smaller one; in parallel."""
+        infos = [self.info(name) for name in names]
+        # Multiples of 16 bytes, the widest element, so that no element is cut.
+        return self.read_blocks([(info, max(0, info.nbytes - size) // 2 // 16 * 16) for info in infos], size)
+
+    def read_blocks(self, offsets: Sequence[tuple[TensorInfo, int]], size: int) -> list[bytes]:
+        """Read at most `size` bytes from each byte offset in a tensor, in parallel."""
+
+        def read(offset: tuple[TensorInfo, int]) -> bytes:
+            info, begin = offset[0], offset[0].begin + offset[1]
+            return self.sources[info.file].read(begin, min(begin + size, info.end))
+
+        with ThreadPoolExecutor(WORKERS) as pool:
+            return list(pool.map(read, offsets))
+
+    def read_bytes(self, name: str) -> bytes:
+        return b"".join(self.chunks(name))
+
+    def read_json(self, name: str) -> dict[str, object] | None:
+        """Read another JSON file of the checkpoint, such as hf_quant_config.json; None where it is absent."""
+        return _load_json(self.sources[name], OTHER_LIMITS) if name in self.sources else None
+
+
+def as_checkpoint(source: str | Path | Checkpoint) -> Checkpoint:
+    """Return `source`, opened if it is a path or hub id."""
+    return source if isinstance(source, Checkpoint) else Checkpoint.open(source)
+
+
+def _assemble(path: str, sources: Mapping[str, ByteSource], *, revision: str | None = None) -> Checkpoint:
+    index = _weight_map(sources[INDEX]) if INDEX in sources else None
+    named = set(index.values()) if index else set()
+    # Files such as ._model.safetensors are resource forks that macOS leaves behind.
+    files = [n for n in sorted(sources) if n.endswith(".safetensors") and (n in named or not re.search(r"^\.|/", n))]
+    if not files:
+        raise CheckpointError(f"{path}: no .safetensors file. {_advice(list(sources))}")
+    headers = _read_headers([sources[name] for name in files])
+    tensors, problems = _reconcile(headers, index)
+    config = _load_json(sources[CONFIG], CONFIG_LIMITS) if CONFIG in sources else {}
+    return Checkpoint(path, config, index, headers, tensors, tuple(problems), sources, revision)
+
+
+def _advice(names: Sequence[str]) -> str:
+    pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
+    if not pickles:
+        return f"It has {', '.join(names[:5]) or 'no files'}. Give the folder or hub id that holds the weights."
+    return (
+        f"It has {', '.join(pickles[:3])}, but pickle files are not read, as they can run code. Convert each file with "
+        "safetensors.torch.save_file(torch.load(FILE, weights_only=True), NEW_FILE), which keeps every tensor."
+    )
+
+
+def _read_headers(sources: Sequence[ByteSource]) -> dict[str, Header]:
+    """Read all headers. All damaged local files are named at once; the first remote failure ends the reading."""
+    headers: dict[str, Header] = {}
+    failures: list[CheckpointError] = []
+    budget = HeaderBudget()
+    with ThreadPoolExecutor(min(WORKERS, len(sources))) as pool:
+        reading = [pool.submit(read_header, source, budget) for source in sources]
+        try:
+            for source, header in zip(sources, reading, strict=True):
+                try:
+                    headers[source.name] = header.result()
+                except CheckpointError as error:
+                    failures.append(error)
+                    if not isinstance(source, LocalFile):
+                        raise
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    if failures:
+        raise CheckpointError("\n".join(map(str, failures))) from failures[0]
+    return headers
+
+
+def _weight_map(source: ByteSource) -> dict[str, str]:
+    weight_map = _load_json(source, INDEX_LIMITS).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{source}: weight_map is {brief(weight_map)}, it must map tensor names to file names.")
+    return weight_map
+
+
+def _reconcile(
+    headers: Mapping[str, Header], index: Mapping[str, str] | None
+) -> tuple[dict[str, TensorInfo], list[Problem]]:
+    problems: list[Problem] = []
+    tensors: dict[str, TensorInfo] = {}
+    for file in sorted(headers, key=lambda file: file != SINGLE):  # the one that loaders open without an index
+        for name, info in headers[file].tensors.items():
+            first = tensors.setdefault(name, info)
+            if first is not info:
+                problems.append(Problem("duplicate", file, name, f"{name} is in {first.file} and in {file}"))
+                if index and index.get(name) == file:
+                    tensors[name] = info
+    if index is not None:
+        problems += _against_index(tensors, index, set(headers))
+    return tensors, problems
+
+
+def _against_index(tensors: Mapping[str, TensorInfo], index: Mapping[str, str], files: set[str]) -> Iterator[Problem]:
+    named = Counter(index.values())
+    for file in sorted(named.keys() - files):
+        yield Problem("missing_file", file, None, f"The index puts {named[file]} tensors in {file}, which is absent")
+    for name, file in index.items():
+        info = tensors.get(name)
+        if info is None and file in files:
+            yield Problem("missing_tensor", file, name, f"The index puts {name} in {file}, which does not hold it")
+        elif info is not None and info.file != file:
+            yield Problem("misplaced", info.file, name, f"The index puts {name} in {file}, it is in {info.file}")
+    for name, info in tensors.items():
+        if info.file in named and name not in index:
+            yield Problem("unlisted", info.file, name, f"{info.file} holds {name}, which the index does not list")
+
+
+def _load_json(source: ByteSource, limits: JsonLimits) -> dict[str, object]:
+    try:
+        data, size = source.start(limits.num_bytes)
+        limits.check_size(size)
+        value = parse_json(data, limits)
+    except ValueError as error:
+        raise CheckpointError(f"{source}: not readable as JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{source}: holds {brief(value)}, it must be a JSON object.")
+    return value

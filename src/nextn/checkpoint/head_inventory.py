@@ -1,0 +1,132 @@
+"""What a checkpoint holds of an MTP head: the modules that the config declares, and the tensors by module and role.
+
+Lists only: `audit` reports what is wrong, `convert` rewrites the head, `model` loads it. Imports no torch.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.safetensors_file import TensorInfo
+from nextn.errors import CheckpointError
+from nextn.families import Family, by_config, lookup, lookup_count
+
+# Parts of names that no trunk uses and that mark a head, whoever wrote it.
+_HEADLIKE = re.compile(r"(^|[._])(mtp|nextn|eh_proj|enorm|hnorm|e_proj|h_proj)([._]|$)")
+
+
+@dataclass(frozen=True, eq=False)
+class Inventory:
+    """One checkpoint, seen as trunk and head. A canonical name is `<module>.<role>[.<rest>]`."""
+
+    checkpoint: Checkpoint = field(repr=False)
+    family: Family = field(repr=False)
+    num_layers: int  # of the trunk
+    declared: int  # number of modules that the config declares
+    stored: Mapping[str, str] = field(repr=False)  # canonical name -> tensor name
+    # Canonical name -> all its tensor names, where there are several; `stored` has the published one.
+    duplicates: Mapping[str, tuple[str, ...]] = field(repr=False)
+    shared: Mapping[str, str] = field(repr=False)  # `embedding` and `output` -> the trunk's tensor, where it has one
+    layers: Mapping[int, Mapping[str, TensorInfo]] = field(repr=False)  # of the trunk: index -> path in it -> tensor
+    unrecognized: tuple[str, ...] = field(repr=False)  # tensors that look like a head's and are not the family's
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, *, family: Family | None = None) -> "Inventory":
+        """Take the inventory; FamilyError for an unknown model type, CheckpointError without a number of layers."""
+        family = family or by_config(checkpoint.config)
+        # Only a family with a head needs to know where the head begins.
+        num_layers = count_layers(checkpoint) if family.names else 0
+        declared = family.num_modules(checkpoint.config)
+        spellings: dict[str, list[str]] = defaultdict(list)
+        layers: dict[int, dict[str, TensorInfo]] = defaultdict(dict)
+        shared: dict[str, str] = {}
+        unrecognized = []
+        for name, info in checkpoint.tensors.items():
+            layer = family.trunk_layer(name)
+            if layer is not None and layer[0] < num_layers:
+                layers[layer[0]][layer[1]] = info
+            elif (canonical := family.canonical(name, num_layers)) is not None:
+                spellings[canonical].append(name)
+            elif (role := family.shared_role(name)) is not None:
+                shared[role] = name
+            elif family.names and (layer is not None or _HEADLIKE.search(name)):
+                unrecognized.append(name)
+        stored = {canonical: _published(family, canonical, names, num_layers) for canonical, names in spellings.items()}
+        duplicates = {canonical: tuple(names) for canonical, names in spellings.items() if len(names) > 1}
+        return cls(checkpoint, family, num_layers, declared, stored, duplicates, shared, layers, tuple(unrecognized))
+
+    @cached_property
+    def modules(self) -> tuple[int, ...]:
+        """The indices of the modules of which anything is stored."""
+        return tuple(sorted({int(canonical.split(".")[0]) for canonical in self.stored}))
+
+    def role(self, canonical: str) -> str:
+        """Return the role in a canonical name: `token_norm`, `block`, ..."""
+        return canonical.split(".")[1]
+
+    def of_module(self, index: int) -> dict[str, str]:
+        """Return canonical name -> tensor name, of one module."""
+        return {canonical: name for canonical, name in self.stored.items() if canonical.startswith(f"{index}.")}
+
+    def info(self, canonical: str) -> TensorInfo:
+        return self.checkpoint.tensors[self.stored[canonical]]
+
+    def published(self, canonical: str) -> str:
+        """Return the name that this checkpoint uses, or would use, for that tensor of the head."""
+        return self.family.published(canonical, self.num_layers, wrapper=self.wrapper)
+
+    def spellings(self, canonicals: Iterable[str]) -> set[str]:
+        """Return the tensor names of these stored tensors, duplicates included."""
+        return {name for each in canonicals for name in self.duplicates.get(each, (self.stored[each],))}
+
+    @cached_property
+    def own(self) -> list[str]:
+        """The canonical names that are stored, without copies of the trunk's tensors, sorted."""
+        return sorted(self.stored.keys() - self.copies.keys())
+
+    @cached_property
+    def copies(self) -> dict[str, str]:
+        """Canonical name -> tensor name of the shared tensors that are stored again inside the modules."""
+        return {
+            canonical: name for canonical, name in self.stored.items() if self.role(canonical) in self.family.copies
+        }
+
+    @cached_property
+    def running_paths(self) -> Mapping[str, str]:
+        """Path in a trunk layer of the files -> path in that layer of the running model."""
+        root = self.family.names["block"].format(module=0, layer=self.num_layers)
+        paths: dict[str, str] = {}
+        for path in dict.fromkeys(chain.from_iterable(self.layers.values())):
+            canonical = self.family.canonical(f"{root}.{path}", self.num_layers) or ""
+            paths[path] = canonical.removeprefix("0.block.") if canonical.startswith("0.block.") else path
+        return paths
+
+    @cached_property
+    def wrapper(self) -> str:
+        """The prefix that this checkpoint's names have, one of `Family.wrappers` or ""."""
+        return self.family.wrapper(self.stored.values() or self.shared.values())
+
+
+def count_layers(checkpoint: Checkpoint) -> int:
+    """Return the number of the trunk's decoder layers by its config, or by that of its text model."""
+    for key in ("num_hidden_layers", "num_layers"):
+        if count := lookup_count(checkpoint.config, key):
+            return count
+    for key in ("layers_block_type", "hybrid_override_pattern"):  # Nemotron-H: one entry, or one letter, per layer
+        layer_types = lookup(checkpoint.config, key)
+        if isinstance(layer_types, list | str) and layer_types:
+            return len(layer_types)
+    problem = "has none" if checkpoint.config else "is absent or empty"
+    raise CheckpointError(
+        f"{checkpoint.path}: num_hidden_layers is needed to know where the head begins, and config.json {problem}. "
+        "Give a folder or hub id with the model's own config.json."
+    )
+
+
+def _published(family: Family, canonical: str, names: list[str], num_layers: int) -> str:
+    published = family.published(canonical, num_layers)
+    return next((name for name in names if name.endswith(published)), names[0])

@@ -1,0 +1,404 @@
+"""Quantization formats: which modules a section of a config quantizes, and how it lists unquantized ones.
+
+FORMATS has one entry per method; where engines interpret the same entry differently, `covers` is None. Knows no files.
+Patterns are untrusted: globs are matched atomically, as fnmatch translates them, so none backtracks; regular
+expressions have a budget of processor time, after which the section counts as invalid.
+"""
+
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import translate
+from functools import cached_property
+from itertools import accumulate
+from reprlib import repr as brief
+
+import regex
+
+Section = dict[str, object]
+
+MAX_ENTRIES = 200_000  # an ignore list that names every expert of every layer has about 50,000
+MAX_GLOBS = 2_000
+MAX_CHARS = 100_000  # of all expressions, or all globs, together
+BUDGET = 0.05  # seconds of processor time for one module against all expressions; ordinary ones take microseconds
+SPECIAL = frozenset("*+?^$()[]{}|\\")  # what vLLM's inc.py and SGLang's auto_round.py treat as an expression
+
+
+def strings(section: Mapping[str, object], key: str) -> list[str]:
+    """Return the list of strings at `key`, empty where it is absent; lists of lists are flattened once."""
+    value = section.get(key)
+    if not isinstance(value, list | None):
+        raise ValueError(f"{key} is {brief(value)}, it must be a list of module names")
+    flat = [item for entry in value or [] for item in (entry if isinstance(entry, list) else [entry])]
+    if wrong := [item for item in flat if not isinstance(item, str)]:
+        raise ValueError(f"{key} holds {brief(wrong[0])}, it must be a list of module names")
+    if len(flat) > MAX_ENTRIES:
+        raise ValueError(f"{key} has {len(flat)} entries, at most {MAX_ENTRIES} are read")
+    return flat
+
+
+def table(section: Mapping[str, object], key: str) -> Section:
+    """Return the object at `key`, empty where it is absent."""
+    value = section.get(key)
+    if not isinstance(value, dict | None):
+        raise ValueError(f"{key} is {brief(value)}, it must be an object")
+    return value or {}
+
+
+def prefixes(module: str) -> Iterator[str]:
+    """Yield the prefixes of a module: `a`, `a.b` and `a.b.c` of `a.b.c`."""
+    return accumulate(module.split("."), "{}.{}".format)
+
+
+class Expressions:
+    """Regular expressions in order, each matched at the start of a name, or with `search` anywhere in it."""
+
+    def __init__(self, texts: Iterable[str], *, search: bool = False) -> None:
+        if sum(map(len, texts := list(texts))) > MAX_CHARS:
+            raise ValueError(f"its expressions have more than {MAX_CHARS} characters")
+        try:
+            patterns = [regex.compile(text) for text in texts]
+        except (regex.error, RecursionError, OverflowError, ValueError) as error:
+            raise ValueError(f"it has an invalid regular expression: {error}") from error
+        self.matchers = [pattern.search if search else pattern.match for pattern in patterns]
+
+    def first(self, module: str) -> int | None:
+        """Return the index of the first that matches; None if none does."""
+        end = time.process_time() + BUDGET
+        try:
+            matches = (match(module, timeout=max(end - time.process_time(), 0)) for match in self.matchers)
+            return next((index for index, match in enumerate(matches) if match is not None), None)
+        except (TimeoutError, MemoryError) as error:
+            what = f"matching its expressions against {brief(module)} takes longer than {BUDGET} s"
+            raise ValueError(f"{what}: make them simpler") from error
+
+
+class Entries:
+    """A list of unquantized modules, and the ways in which engines interpret its entries."""
+
+    def __init__(self, entries: Sequence[str]) -> None:
+        self.all = entries
+        self.names = frozenset(entries)
+
+    @cached_property
+    def globs(self) -> re.Pattern[str]:
+        globs = [entry for entry in self.all if not {"*", "?", "["}.isdisjoint(entry)]
+        if len(globs) > MAX_GLOBS or sum(map(len, globs)) > MAX_CHARS:
+            raise ValueError(f"it has {len(globs)} globs, at most {MAX_GLOBS} of {MAX_CHARS} characters are read")
+        return re.compile("|".join(map(translate, globs)) or r"(?!)")
+
+    @cached_property
+    def marked(self) -> Expressions:
+        return Expressions(entry[3:] for entry in self.all if entry.startswith("re:"))
+
+    @cached_property
+    def bounded(self) -> Expressions:
+        special = (entry for entry in self.all if not SPECIAL.isdisjoint(entry))
+        return Expressions(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))" for entry in special)
+
+
+# The ways in which engines read a list. Each returns whether the module is left unquantized.
+
+
+def exact(entries: Entries, module: str) -> bool:
+    return module in entries.names
+
+
+def substring(entries: Entries, module: str) -> bool:
+    return any(entry in module for entry in entries.all)
+
+
+def marked(entries: Entries, module: str) -> bool:
+    """Match complete names, and after "re:" expressions from the start of a name."""
+    return module in entries.names or entries.marked.first(module) is not None
+
+
+def marked_or_glob(entries: Entries, module: str) -> bool:
+    return marked(entries, module) or entries.globs.match(module) is not None
+
+
+def component(entries: Entries, module: str) -> bool:
+    return not entries.names.isdisjoint([*module.split("."), *prefixes(module)])
+
+
+def component_run(entries: Entries, module: str) -> bool:
+    return any(f".{entry}." in f".{module}." for entry in entries.all)
+
+
+def bounded(entries: Entries, module: str) -> bool:
+    """Match prefixes up to a dot, and suffixes: transformers/quantizers/quantizers_utils.py, should_convert_module."""
+    return (
+        any(prefix in entries.names or f"{prefix}." in entries.names for prefix in prefixes(module))
+        or any(module[at:] in entries.names for at in range(len(module)))
+        or entries.bounded.first(module) is not None
+    )
+
+
+def substring_or_glob(entries: Entries, module: str) -> bool:
+    return substring(entries, module) or entries.globs.match(module) is not None
+
+
+def component_or_glob(entries: Entries, module: str) -> bool:
+    names = {module, module.removeprefix("language_model."), *module.split(".")}
+    return not entries.names.isdisjoint(names) or any(map(entries.globs.match, names))
+
+
+def branches(modules: Iterable[str], kept: Collection[str], form: str = "{}") -> Iterator[str]:
+    """Yield short prefixes, in `form`, that cover `modules` and nothing of `kept`; or the module's own name."""
+    taken = {prefix for module in kept for prefix in prefixes(module)}
+    for module in modules:
+        branch = next((prefix for prefix in prefixes(module) if prefix not in taken), module)
+        yield module if branch == module else form.format(branch)
+
+
+def quantized(others: Mapping[str, bool]) -> set[str]:
+    """Return the modules that are quantized."""
+    return {module for module, packed in others.items() if packed}
+
+
+def with_experts(modules: Iterable[str], kept: Collection[str]) -> Iterator[str]:
+    """Yield the names, and those with which vLLM checks all experts at once: `experts`, `experts.0.gate_proj`, ..."""
+    for module in modules:
+        yield module
+        head, separator, tail = module.partition(".experts.")
+        if separator:
+            yield f"{head}.experts"
+            if not tail[:1].isdigit():  # all experts are one tensor
+                yield from (f"{head}.experts.0.{name}_proj" for name in ("gate", "up", "down"))
+
+
+class Format:
+    """One parsed section of a config; this base class is for unknown methods."""
+
+    def __init__(self, section: Section) -> None:
+        self.section = section
+        self.covers("model.layers.0.mlp.experts.0.up_proj")  # parses everything, so that errors show here
+
+    def covers(self, module: str) -> bool | None:
+        """Whether engines build the Linear called `module` quantized; None if unknown."""
+        return None
+
+    def without(self, modules: Sequence[str], others: Mapping[str, bool]) -> Section:
+        """Return the section with `modules` left out; ValueError if the format cannot express it.
+
+        `others` are the other matrices of the checkpoint, True if quantized, in which case they must not be left out.
+        """
+        raise ValueError("no list of modules left unquantized is known for this method")
+
+
+@dataclass(frozen=True, slots=True)
+class Lists:
+    """How a method lists unquantized modules."""
+
+    keys: tuple[str, ...]  # in the section
+    readers: tuple[Callable[[Entries, str], bool], ...]  # how engines match an entry
+    write: Callable[[Iterable[str], Collection[str]], Iterable[str]]
+
+
+class Listed(Format):
+    """A method with a list of unquantized modules."""
+
+    def __init__(self, section: Section, lists: Lists) -> None:
+        self.lists = lists
+        self.entries = Entries([entry for key in lists.keys for entry in strings(section, key)])
+        super().__init__(section)
+
+    def covers(self, module: str) -> bool | None:
+        answers = {reader(self.entries, module) for reader in self.lists.readers}
+        return not answers.pop() if len(answers) == 1 else None
+
+    def without(self, modules: Sequence[str], others: Mapping[str, bool]) -> Section:
+        written = dict.fromkeys(self.lists.write(modules, quantized(others)))
+        new = [entry for entry in written if entry not in self.entries.names]
+        present = [key for key in self.lists.keys if self.section.get(key) is not None]
+        return self.section | {key: [*strings(self.section, key), *new] for key in present or self.lists.keys[:1]}
+
+
+class Awq(Listed):
+    """With an empty list, vLLM leaves out what the files hold unpacked; with the first entry it no longer does."""
+
+    def without(self, modules: Sequence[str], others: Mapping[str, bool]) -> Section:
+        kept = quantized(others)
+        plain = [] if self.entries.all else [name for name in others if name not in kept]
+        plain = [name for name in plain if not any(name in module for module in kept)]
+        return super().without([*modules, *plain], others)
+
+
+class CompressedTensors(Listed):
+    """The list is `ignore`; a group of config_groups is a scheme with its targets, or the targets of a named scheme."""
+
+    def covers(self, module: str) -> bool | None:
+        return super().covers(module) if marked(self.targets, module) or "Linear" in self.targets.names else False
+
+    @cached_property
+    def targets(self) -> Entries:
+        groups = table(self.section, "config_groups")
+        schemes = [group for group in groups.values() if isinstance(group, dict) and group.get("weights") is not None]
+        bare = [entry for key, group in groups.items() if not isinstance(group, dict) for entry in strings(groups, key)]
+        return Entries([*bare, *(entry for scheme in schemes for entry in strings(scheme, "targets"))])
+
+
+class ModelOpt(Listed):
+    """A quant_algo of null quantizes only the KV cache; MIXED_PRECISION quantizes what quantized_layers lists."""
+
+    def covers(self, module: str) -> bool | None:
+        algorithm = self.section.get("quant_algo")
+        if not isinstance(algorithm, str | None):
+            raise ValueError(f"quant_algo is {brief(algorithm)}, it must be a string")
+        if algorithm is None or (self._mixed and not self._named(module)):
+            return False
+        return super().covers(module)
+
+    @property
+    def _mixed(self) -> bool:
+        return str(self.section.get("quant_algo")).upper() == "MIXED_PRECISION"
+
+    def _named(self, module: str) -> list[str]:
+        layers = table(self.section, "quantized_layers")
+        return [prefix for prefix in prefixes(module) if prefix in layers]
+
+    def without(self, modules: Sequence[str], others: Mapping[str, bool]) -> Section:
+        if not self._mixed:
+            return super().without(modules, others)
+        gone = {name for module in modules for name in self._named(module)}
+        layers = table(self.section, "quantized_layers")
+        return self.section | {"quantized_layers": {name: layers[name] for name in layers if name not in gone}}
+
+
+class Mxfp4(Listed):
+    """Only experts are quantized; vLLM reads no list (mxfp4.py), transformers does (integrations/mxfp4.py)."""
+
+    def covers(self, module: str) -> bool | None:
+        if "experts" not in module.split("."):
+            return False
+        return None if super().covers(module) is False else True
+
+    def without(self, modules: Sequence[str], others: Mapping[str, bool]) -> Section:
+        raise ValueError("mxfp4 has no list that vLLM reads: it quantizes all experts")
+
+
+class TorchAo(Listed):
+    """quant_type can have a setting for each module; then `covers` is None."""
+
+    def covers(self, module: str) -> bool | None:
+        kind = table(table(self.section, "quant_type"), "default").get("_type")
+        return None if kind in ("FqnToConfig", "ModuleFqnToConfig") else super().covers(module)
+
+
+class Gptq(Format):
+    """`dynamic` maps expressions to settings; the first match applies, and with a "-:" prefix leaves the module out.
+
+    vllm/model_executor/layers/quantization/utils/gptq_utils.py; GPTQModel, gptqmodel/quantization/config.py.
+    """
+
+    @cached_property
+    def rules(self) -> Expressions:
+        return Expressions(rule.removeprefix("-:").removeprefix("+:") for rule in table(self.section, "dynamic"))
+
+    @cached_property
+    def blocks(self) -> list[str]:
+        return strings(self.section, "modules_in_block_to_quantize")
+
+    def covers(self, module: str) -> bool | None:
+        index = self.rules.first(module)
+        if index is not None and list(table(self.section, "dynamic"))[index].startswith("-:"):
+            return False
+        return not self.blocks or any(block in module for block in self.blocks)
+
+    def without(self, modules: Sequence[str], others: Mapping[str, bool]) -> Section:
+        new = (f"-:{regex.escape(name)}" for name in branches(modules, quantized(others), "{}."))
+        rules: Section = {f"{rule}.*" if rule.endswith(r"\.") else f"{rule}$": {} for rule in new}
+        return self.section | {"dynamic": {**rules, **table(self.section, "dynamic")}}
+
+
+class AutoRound(Format):
+    """extra_config has settings by complete name, then by expression; else the blocks to quantize decide.
+
+    vllm/model_executor/layers/quantization/inc.py; an entry with a complete name and without bits leaves it out.
+    """
+
+    @cached_property
+    def rules(self) -> tuple[list[str], Expressions]:
+        names = [name for name in table(self.section, "extra_config") if not SPECIAL.isdisjoint(name)]
+        return names, Expressions(names, search=True)
+
+    def covers(self, module: str) -> bool | None:
+        for name in (module, f"model.{module}"):
+            if name in table(self.section, "extra_config"):
+                return self._bits(name, absent=16) < 16
+        names, expressions = self.rules
+        in_block = not self.blocks or module.startswith(self.blocks)
+        index = expressions.first(module)
+        return in_block if index is None else self._bits(names[index], absent=4 if in_block else 16) < 16
+
+    def _bits(self, name: str, *, absent: int) -> float:
+        bits = table(table(self.section, "extra_config"), name).get("bits", absent)
+        if not isinstance(bits, int | float):
+            raise ValueError(f"extra_config of {brief(name)} has {brief(bits)} bits, it must be a number")
+        return bits
+
+    @cached_property
+    def blocks(self) -> tuple[str, ...]:
+        keys = (key for key in ("block_name_to_quantize", "to_quant_block_names") if self.section.get(key))
+        value = self.section[key] if (key := next(keys, "")) else None
+        return tuple(value.split(",") if isinstance(value, str) else strings(self.section, key))
+
+    def without(self, modules: Sequence[str], others: Mapping[str, bool]) -> Section:
+        settings = {module: {"bits": 16, "data_type": "float"} for module in modules}
+        return self.section | {"extra_config": {**table(self.section, "extra_config"), **settings}}
+
+
+class Mlx(Format):
+    """A module may have its own settings, or false; else its tensors decide. mlx_lm/utils.py, load_model."""
+
+    def covers(self, module: str) -> bool | None:
+        return bool(self.section[module]) if module in self.section else None
+
+    def without(self, modules: Sequence[str], others: Mapping[str, bool]) -> Section:
+        return self.section | dict.fromkeys(modules, False)
+
+
+def _names(modules: Iterable[str], kept: Collection[str]) -> Iterable[str]:
+    return modules
+
+
+def _dotted(modules: Iterable[str], kept: Collection[str]) -> Iterable[str]:
+    return branches(modules, kept, "{}.")  # with a dot, as layers.6 is a substring of layers.61
+
+
+def _globbed(modules: Iterable[str], kept: Collection[str]) -> Iterable[str]:
+    return branches(modules, kept, "{}.*")
+
+
+# Files of vllm/model_executor/layers/quantization/ and sglang/srt/layers/quantization/; `bounded` is transformers.
+_CONVERT = ("modules_to_not_convert",)
+# compressed_tensors/utils.py, should_ignore_layer; compressed-tensors' own utils/match.py reads the same.
+_COMPRESSED = Lists(("ignore",), (marked,), with_experts)
+# fp8.py matches complete names in both engines, from either list.
+_FP8 = Lists((*_CONVERT, "ignored_layers"), (exact, bounded), _names)
+# auto_awq.py: is_layer_skipped with skip_with_substr.
+_AWQ = Lists(_CONVERT, (substring,), _dotted)
+# modelopt.py and modelopt_quant.py, is_layer_excluded; config.json says ignore, hf_quant_config.json exclude_modules.
+_MODELOPT = Lists(("ignore",), (substring_or_glob, component_or_glob), _globbed)
+_MODELOPT_FILE = Lists(("exclude_modules",), _MODELOPT.readers, _globbed)
+# quark/utils.py; Quark itself writes globs.
+_QUARK = Lists(("exclude",), (marked, marked_or_glob), with_experts)
+_BNB = Lists(("llm_int8_skip_modules",), (component, bounded), branches)  # bitsandbytes.py, is_layer_skipped_bnb
+_TORCHAO = Lists(_CONVERT, (component_run, bounded), branches)  # torchao.py, should_skip
+_MXFP4 = Lists(_CONVERT, (bounded,), _names)
+
+FORMATS: dict[str, Callable[[Section], Format]] = {
+    "compressed-tensors": lambda section: CompressedTensors(section, _COMPRESSED),
+    **dict.fromkeys(("fp8", "mxfp8", "fbgemm-fp8"), lambda section: Listed(section, _FP8)),
+    "awq": lambda section: Awq(section, _AWQ),
+    "modelopt": lambda section: ModelOpt(section, _MODELOPT),
+    "modelopt-file": lambda section: ModelOpt(section, _MODELOPT_FILE),
+    "quark": lambda section: Listed(section, _QUARK),
+    "bitsandbytes": lambda section: Listed(section, _BNB),
+    "torchao": lambda section: TorchAo(section, _TORCHAO),
+    "mxfp4": lambda section: Mxfp4(section, _MXFP4),
+    "gptq": Gptq,
+    "mlx": Mlx,
+    **dict.fromkeys(("auto-round", "intel/auto-round"), AutoRound),
+}

@@ -1,0 +1,115 @@
+"""Read a local checkpoint's tensors on demand as torch tensors; fp8 is dequantized with its scales."""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from nextn.checkpoint import fp8
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.quant_config import declared
+from nextn.checkpoint.remote import LocalFile
+from nextn.checkpoint.stored_format import scale_of
+from nextn.errors import CheckpointError
+from nextn.families import Family
+
+FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+# Scales of activations: unused where products are not computed in fp8.
+ACTIVATIONS = ("input_scale", "activation_scale", "output_scale", "k_scale", "v_scale", "q_scale")
+_PLAIN = {*FLOATS, fp8.WEIGHT, "I64", "BOOL"}  # dtypes of tensors that need no quantization method
+
+
+@dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """One tensor, read by `stored[...]`. `dtype` is that of the result; None if it is not stored as floating-point."""
+
+    weights: "TensorReader"
+    name: str
+    dtype: torch.dtype | None
+
+    def __getitem__(self, key: object) -> Tensor:
+        return self.weights.read(self.name)
+
+
+class TensorReader(AbstractContextManager["TensorReader"]):
+    """The tensors of a local checkpoint, whose files stay open until the context ends.
+
+    Attributes:
+        scales: fp8 weight -> the tensor with its scales.
+        method: The config's quantization method; "" if not quantized.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, family: Family) -> None:
+        self.checkpoint = checkpoint
+        section = declared(checkpoint.config)
+        self.method = str(section.get("quant_method", "an unnamed method")) if section else ""
+        self._block = fp8.declared_block(section, family)
+        tensors = checkpoint.tensors
+        scales = {name: scale_of(name, tensors) for name, info in tensors.items() if info.dtype == fp8.WEIGHT}
+        self.scales = {name: scale for name, scale in scales.items() if scale is not None}
+        self._stack, self._files = ExitStack(), dict[str, safe_open]()
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        self._files.clear()
+
+    def names(self) -> list[str]:
+        """Return all tensors except scales of weights and activations."""
+        scales = set(self.scales.values())
+        return [name for name in self.checkpoint.tensors if name not in scales and not is_activation_scale(name)]
+
+    def problem(self, name: str) -> str | None:
+        """Return why a matrix, norm or bias cannot be read as floating-point values; None if it can."""
+        info = self.checkpoint.info(name)
+        if info.dtype in FLOATS:
+            return None
+        if info.dtype != fp8.WEIGHT:
+            return f"wrong dtype: {name} is {info.dtype}; valid are {', '.join(FLOATS)}, and {fp8.WEIGHT} with scales"
+        if name not in self.scales:
+            return f"without its scales: {name} is {info.dtype}, and there is no {name}_scale_inv"
+        scale = self.checkpoint.info(self.scales[name])
+        if scale.dtype not in fp8.SCALES:
+            return f"wrong dtype: {scale.name} is {scale.dtype}; valid for scales are {', '.join(fp8.SCALES)}"
+        if fp8.block_of(info.shape, scale.shape, self._block) is None:
+            expected = fp8.grid(info.shape, self._block) if len(info.shape) > 1 else ()
+            where = f"{info.shape} in blocks of {self._block}"
+            return f"mis-shaped: {scale.name} {scale.shape}, expected {expected} for {where}"
+        return None
+
+    def packed(self, names: Iterable[str]) -> str | None:
+        """Return the first tensor that only its quantization method can read; None if there is none."""
+        return next((name for name in names if self.checkpoint.tensors[name].dtype not in _PLAIN), None)
+
+    def stored(self, name: str) -> StoredTensor:
+        return StoredTensor(self, name, FLOATS.get(self.checkpoint.info(name).dtype))
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor without a `problem` as stored; an fp8 weight as fp32, times its scales."""
+        value = self._raw(name)
+        if name not in self.scales:
+            return value
+        scale = self._raw(self.scales[name])
+        block = fp8.block_of(value.shape, scale.shape, self._block)
+        assert block is not None, name
+        return fp8.dequantize(value, scale, block)
+
+    def non_finite(self, name: str) -> str:
+        """Return `name`, or the name of its scales if those are not finite."""
+        scale = self.scales.get(name)
+        return name if scale is None or bool(torch.isfinite(self._raw(scale).float()).all()) else scale
+
+    def _raw(self, name: str) -> Tensor:
+        file = self.checkpoint.info(name).file
+        if file not in self._files:
+            source = self.checkpoint.sources[file]
+            if not isinstance(source, LocalFile):
+                raise CheckpointError(f"{source}: not a local file. Download it first.")
+            self._files[file] = self._stack.enter_context(safe_open(source.path, framework="pt"))
+        return self._files[file].get_tensor(name)
+
+
+def is_activation_scale(name: str) -> bool:
+    return name.rpartition(".")[2] in ACTIVATIONS

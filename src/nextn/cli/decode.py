@@ -1,0 +1,235 @@
+"""`nextn generate` decodes one prompt with MTP; `nextn trace` shows its rounds token by token as a table."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nextn.cli.common import (  # fmt: skip
+    AsJson,
+    BackendName,
+    CacheDir,
+    Chat,
+    Device,
+    DraftText,
+    DraftVocab,
+    Dtype,
+    ExactHead,
+    MaxTokens,
+    ModelName,
+    ModelOptions,
+    NumSpeculativeTokens,
+    Offline,
+    Revision,
+    draft_from,
+    read_draft_text,
+    use_chat,
+)
+from nextn.cli.screen import Marks, console, echo, plain, print_json, print_note, print_table, read_stdin
+from nextn.settings import Sampling, Settings
+
+if TYPE_CHECKING:
+    from nextn.decoding.rounds import Round
+    from nextn.model.model import Model
+    from nextn.speculative.draft_policy import DraftLength
+
+_MIN_REPETITIVE = 64  # tokens; a shorter text may repeat a few of them without being degenerate
+
+
+def generate(
+    model: ModelName,
+    prompt: Annotated[str, typer.Argument(help="Text to continue or question to answer; - reads standard input.")],
+    num_speculative_tokens: NumSpeculativeTokens = 4,
+    max_tokens: MaxTokens = 256,
+    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 = off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 = off.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="0 = off.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="1 = off.")] = 1.0,
+    argmax_drafts: Annotated[
+        bool, typer.Option("--argmax-drafts", help="Draft the head's most likely token instead of a sampled one.")
+    ] = False,
+    p_min: Annotated[
+        float, typer.Option(help="Stop drafting in a round when the head's probability drops below this.")
+    ] = 0.0,
+    adaptive: Annotated[
+        bool, typer.Option("--adaptive", help="Draft as many tokens per round as pay off, -k at most.")
+    ] = False,
+    draft_vocab: DraftVocab = 0,
+    draft_text: DraftText = None,
+    exact_head: ExactHead = False,
+    seed: int = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; repeatable.")] = None,
+    chat: Chat = None,
+    dtype: Dtype = "auto",
+    backend: BackendName = "auto",
+    device: Device = "auto",
+    revision: Revision = None,
+    cache_dir: CacheDir = None,
+    offline: Offline = False,
+    as_json: AsJson = False,
+) -> None:
+    """Decode one prompt with MTP. Accepted drafts are green, or in brackets without colors; acceptance follows."""
+    settings = Settings(
+        drafts=num_speculative_tokens,
+        p_min=p_min,
+        sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
+        sampled_drafts=not argmax_drafts,
+        max_tokens=max_tokens,
+        seed=seed,
+    )
+    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
+    options.check()
+    text = read_stdin() if prompt == "-" else prompt
+    frequent = read_draft_text(draft_vocab, draft_text)
+    loaded = options.load(need_head=num_speculative_tokens > 0, exact_head=exact_head)
+    draft_from(loaded, draft_vocab, frequent)
+    length = _adaptive(loaded, num_speculative_tokens, backend) if adaptive else None
+    request = _Request(text, settings, tuple(stop or ()), use_chat(loaded, chat), backend, length)
+    if as_json:
+        print_json(_record(loaded, request))
+    else:
+        _show(loaded, request)
+
+
+def trace(
+    model: ModelName,
+    prompt: Annotated[str, typer.Argument(help="A short prompt: each of its tokens becomes a line.")],
+    num_speculative_tokens: NumSpeculativeTokens = 3,
+    max_tokens: MaxTokens = 12,
+    chat: Chat = None,
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+    revision: Revision = None,
+    cache_dir: CacheDir = None,
+    offline: Offline = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show which token and hidden state are at which position: in prefill, draft, verify and re-run, by round."""
+    from dataclasses import asdict
+
+    settings = Settings(drafts=num_speculative_tokens, max_tokens=max_tokens)
+    options = ModelOptions(model, dtype, device=device, revision=revision, cache_dir=cache_dir, offline=offline)
+    options.check()
+    from nextn.decoding.generate import encode
+    from nextn.decoding.trace import trace as traced
+
+    loaded = options.load(need_head=num_speculative_tokens > 0)
+    rows = list(traced(loaded, encode(loaded, prompt, chat=use_chat(loaded, chat)), settings))
+    if as_json:
+        print_json([asdict(row) for row in rows])
+        return
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("round", "phase", "by", "position", "token", "hidden state", "result"):
+        table.add_column(title, justify="right" if title in ("round", "position") else "left", no_wrap=True)
+    styles = {"draft": "yellow", "verify": "cyan", "re-run": "magenta"}
+    for before, row in zip([None, *rows], rows, strict=False):
+        if before is not None and before.round != row.round:
+            table.add_section()
+        cells = (str(row.round), row.phase, row.by, str(row.position), row.token, row.hidden, row.gives)
+        table.add_row(*map(plain, cells), style=styles.get(row.phase))
+    print_table(table)
+
+
+@dataclass(frozen=True)
+class _Request:
+    prompt: str
+    settings: Settings
+    stop: tuple[str, ...]
+    chat: bool
+    backend: str
+    length: "DraftLength | None"  # None: fixed
+
+
+def _adaptive(model: "Model", limit: int, backend: str) -> "DraftLength":
+    from nextn.evaluate.decoding_costs import adaptive_length
+
+    return adaptive_length(model, limit=limit, backend=backend)
+
+
+def _record(model: "Model", request: _Request) -> dict[str, object]:
+    """Decode the whole text and return its JSON record."""
+    from nextn.decoding.generate import generate as decode
+    from nextn.runtime.backend import backend_for
+
+    result = decode(
+        model,
+        [request.prompt],
+        request.settings,
+        stop=request.stop,
+        chat=request.chat,
+        backend=request.backend,
+        length=request.length,
+    )[0]
+    backend = backend_for(model, request.backend)
+    return {
+        "text": result.text,
+        "tokens": list(result.tokens),
+        "finish": result.finish,
+        "prefill_s": result.prefill_s,
+        "draft_s": result.draft_s,
+        "verify_s": result.verify_s,
+        "tokens_per_s": result.tokens_per_s,
+        "backend": backend.name,
+        "runtime": backend.runtime,
+        "head_bits": backend.head_bits,
+        "repetitive": _is_repetitive(result.tokens),
+        **result.acceptance.as_record(),
+    }
+
+
+def _show(model: "Model", request: _Request) -> None:
+    """Print the text as it is generated, then its figures."""
+    from nextn.decoding.generate import stream
+    from nextn.runtime.backend import backend_for
+
+    screen = console()
+    log: list[Round] = []
+    for note in model.notes:
+        print_note(note)
+    marks = Marks.of(screen)
+    chunks = stream(
+        model,
+        [request.prompt],
+        request.settings,
+        stop=request.stop,
+        chat=request.chat,
+        backend=request.backend,
+        length=request.length,
+        on_round=log.append,
+    )
+    for chunk in chunks:
+        text = marks.text(chunk.text, accepted=bool(chunk.round.num_accepted))
+        screen.print(text, end="", soft_wrap=True, highlight=False)
+    backend = backend_for(model, request.backend)
+    if backend.reason and request.backend == "auto":
+        echo(f"\nnote: decoded by the torch backend: {backend.reason}", err=True)
+    adapted = "" if request.length is None else f"  {request.length.reason} "
+    summary = f"{_speed(log)} on the {backend.name} backend{adapted}  {_acceptance(log)}"
+    if _is_repetitive([token for each in log for token in each.rows[0].emitted]):
+        summary += "\nthe text is repetitive, and such text is easy to draft: do not rely on these figures"
+    screen.print(plain(f"\n{summary}", style="dim", lines=True), soft_wrap=True)
+
+
+def _speed(log: "Sequence[Round]") -> str:
+    """Tokens per second of all rounds after the prefill."""
+    seconds = sum(each.draft_s + each.verify_s for each in log[1:])
+    tokens = sum(len(each.rows[0].emitted) for each in log[1:])
+    return f"{tokens / seconds:.0f} tokens/s" if seconds else "one token"
+
+
+def _acceptance(log: "Sequence[Round]") -> str:
+    from nextn.stats.acceptance import Acceptance
+
+    figures = Acceptance.of(log)
+    rates = "  ".join(f"a_{depth} {rate:.2f}" for depth, rate in enumerate(figures.rates, 1) if rate == rate)
+    return f"AL {figures.length:.2f}  {rates}" if figures.num_rounds else "plain decoding"
+
+
+def _is_repetitive(tokens: "Sequence[int]") -> bool:
+    from nextn.data.degeneracy import degeneracy
+
+    return len(tokens) >= _MIN_REPETITIVE and degeneracy(tokens).is_degenerate

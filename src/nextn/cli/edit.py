@@ -1,0 +1,183 @@
+"""Commands that edit checkpoints: restore, convert, extract."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nextn.cli.common import AsJson, CacheDir, HubOptions, Offline, Revision
+from nextn.cli.screen import console, plain, print_json, shortened
+
+if TYPE_CHECKING:
+    from nextn.checkpoint.checkpoint import Checkpoint
+    from nextn.edit.convert import Form, Shift
+    from nextn.edit.plan import EditPlan, Progress
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and the bytes; write nothing.")]
+FollowLinks = Annotated[
+    bool, typer.Option("--follow-links", help="Follow links that lead out of a checkpoint's folder.")
+]
+_MAX_CHANGES = 12
+
+
+def restore(
+    target: Annotated[Path, typer.Argument(help="Folder of the model that lost its head.")],
+    base: Annotated[
+        str | None, typer.Option("--from", help="Source of the head: folder, .safetensors file or hub id.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="New folder for the result. Default: in place.")] = None,
+    add_aliases: Annotated[
+        str | None, typer.Option(help="Engine for which to write the missing copies of embed_tokens and lm_head.")
+    ] = None,
+    family: Annotated[str | None, typer.Option(help="Family, if the config's model_type does not name one.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a complete head; accept added tokens.")] = False,
+    revision: Revision = None,
+    cache_dir: CacheDir = None,
+    offline: Offline = False,
+    follow_links: FollowLinks = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Restore a lost head byte for byte. Of a hub id, only the head's byte ranges are read."""
+    from nextn.edit.restore import restore as restore_head
+
+    source = None if base is None else _open(base, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
+    edit = partial(restore_head, target, source, out=out, aliases=add_aliases, family=family, force=force)
+    _run(edit, follow_links=follow_links, dry_run=dry_run, as_json=as_json)
+
+
+def convert(
+    source: Annotated[str, typer.Argument(help="Folder, .safetensors file or hub id.")],
+    out: Annotated[Path, typer.Argument(help="New folder for the result.")],
+    to: Annotated[str | None, typer.Option(help="Family whose names the head gets. Default: the model's own.")] = None,
+    now: Annotated[
+        str | None, typer.Option("--from", help="Family whose names the head has, if they are ambiguous.")
+    ] = None,
+    single_file: Annotated[bool, typer.Option("--single-file", help="Everything in model.safetensors.")] = False,
+    side_file: Annotated[
+        bool, typer.Option("--side-file", help="The head in mtp.safetensors, not in the index.")
+    ] = False,
+    shards: Annotated[bool, typer.Option("--shards", help="The head in an indexed file of its own.")] = False,
+    norm_weights: Annotated[
+        str | None, typer.Option(help="add-1 or subtract-1: shift the head's RMSNorm weights.")
+    ] = None,
+    revision: Revision = None,
+    cache_dir: CacheDir = None,
+    offline: Offline = False,
+    follow_links: FollowLinks = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Convert a head between equivalent layouts and between files; dtypes and scales are kept bit for bit."""
+    from nextn.edit.convert import convert as convert_head
+
+    form = _form({"single-file": single_file, "side-file": side_file, "shards": shards})
+    checkpoint = _open(source, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
+    edit = partial(convert_head, checkpoint, out, to=to, now=now, form=form, norm_weight=_shift(norm_weights))
+    _run(edit, follow_links=follow_links, dry_run=dry_run, as_json=as_json)
+
+
+def extract(
+    model: Annotated[str, typer.Argument(help="Folder, .safetensors file or hub id.")],
+    out: Annotated[Path, typer.Argument(help="The .safetensors file to write, with a small config.json next to it.")],
+    copies: Annotated[bool, typer.Option("--copies", help="Also copies of embed_tokens and lm_head.")] = False,
+    revision: Revision = None,
+    cache_dir: CacheDir = None,
+    offline: Offline = False,
+    follow_links: FollowLinks = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write the head alone to one file, from which it can be restored."""
+    from nextn.edit.convert import extract as extract_head
+
+    checkpoint = _open(model, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
+    _run(
+        partial(extract_head, checkpoint, out, copies=copies),
+        follow_links=follow_links,
+        dry_run=dry_run,
+        as_json=as_json,
+    )
+
+
+def _open(source: str, hub: HubOptions) -> "Checkpoint":
+    from nextn.checkpoint.checkpoint import Checkpoint
+
+    return Checkpoint.open(source, **hub)
+
+
+def _form(flags: dict[str, bool]) -> "Form | None":
+    given = [name for name, is_given in flags.items() if is_given]
+    if len(given) > 1:
+        raise typer.BadParameter(f"--{given[0]} and --{given[1]} exclude each other")
+    return given[0] if given else None  # type: ignore[return-value]  # the keys are the forms
+
+
+def _shift(name: str | None) -> "Shift | None":
+    if name not in (None, "add-1", "subtract-1"):
+        raise typer.BadParameter(f"--norm-weights {name}; expected add-1 or subtract-1")
+    return name  # type: ignore[return-value]  # checked above
+
+
+def _run(edit: "Callable[..., EditPlan]", *, follow_links: bool, dry_run: bool, as_json: bool) -> None:
+    with _bytes_bar(quiet=as_json or dry_run) as on_bytes:
+        plan = edit(follow_links=follow_links, dry_run=dry_run, on_bytes=on_bytes)
+    if as_json:
+        print_json(plan.as_record() | {"dry_run": dry_run})
+        return
+    _show(plan, dry_run=dry_run)
+
+
+def _show(plan: "EditPlan", *, dry_run: bool) -> None:
+    from rich.table import Table
+
+    from nextn.checkpoint.checkpoint import INDEX
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("file", "tensors", "bytes", "from"):
+        table.add_column(title, justify="right" if title in ("tensors", "bytes") else "left")
+    files, more_files = shortened([*plan.files.weights.items()])
+    for file, pieces in files:
+        size = sum(piece.info.nbytes for piece in pieces.values())
+        sources = ", ".join(dict.fromkeys(piece.source.path for piece in pieces.values()))
+        table.add_row(*map(plain, (file, f"{len(pieces):,}", f"{size:,}", sources)))
+    for file in plan.documents:
+        table.add_row(*map(plain, (file, "", "", "index" if file == INDEX else "")))
+    screen = console()
+    screen.print(table)
+    moves, more_moves = shortened(
+        [f"{old} is renamed to {new}" for old, new in plan.files.renamed.items()]
+        + [f"{file} is removed" for file in plan.files.dropped]
+    )
+    lines = [
+        *plan.changes[:_MAX_CHANGES],
+        *([f"and {len(plan.changes) - _MAX_CHANGES} more"] if plan.changes[_MAX_CHANGES:] else []),
+    ]
+    lines = [*filter(None, [more_files, *lines, *moves, more_moves]), *(f"note: {note}" for note in plan.notes)]
+    verb = "would write" if dry_run else "wrote"
+    lines.append(f"{verb} {plan.num_bytes:,} bytes of tensors in {plan.folder}" if plan.pieces else "nothing to write")
+    for line in lines:
+        screen.print(plain(line), soft_wrap=True)
+
+
+@contextmanager
+def _bytes_bar(*, quiet: bool) -> "Iterator[Progress]":
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=console(stderr=True), disable=quiet, transient=True)
+    task = bar.add_task("bytes", total=None)
+
+    def update(done: int, total: int) -> None:
+        if not bar.live.is_started:  # not before: a started bar leaves a blank line above an error
+            bar.start()
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield update
+    finally:
+        if bar.live.is_started:
+            bar.stop()

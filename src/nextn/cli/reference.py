@@ -1,0 +1,330 @@
+"""Reference acceptance: `nextn measure` computes what a head should reach, `nextn diagnose` compares an engine with it.
+
+Exit codes of `diagnose`: 0 fine, 1 findings, 2 nothing to compare.
+"""
+
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nextn.cli.common import (  # fmt: skip
+    K_NAMES,
+    AsJson,
+    BackendName,
+    CacheDir,
+    Chat,
+    Device,
+    Dtype,
+    KeyEnv,
+    MaxTokens,
+    ModelName,
+    ModelOptions,
+    Offline,
+    Prompts,
+    Revision,
+    Temperatures,
+    docs_page,
+    parse_temperatures,
+)
+from nextn.cli.screen import console, echo, plain, print_json, print_table, progress_bars, shown
+from nextn.errors import ConfigError
+from nextn.evaluate.reference_plan import ReferencePlan
+
+if TYPE_CHECKING:
+    from nextn.evaluate.conventions import ProbeReport
+    from nextn.evaluate.diagnose import Diagnosis
+    from nextn.evaluate.likelihoods import Cause
+    from nextn.evaluate.reference_report import ReferenceReport
+    from nextn.model.model import Model
+    from nextn.stats.intervals import Estimate
+
+
+_MAX_CAUSES = 6  # shown in the table, besides all that are named
+
+
+def measure(
+    model: ModelName,
+    num_speculative_tokens: Annotated[
+        int, typer.Option(*K_NAMES, help="The largest K; smaller ones are reported, too.")
+    ] = 4,
+    prompts: Prompts = None,
+    temperatures: Temperatures = "0,1",
+    max_tokens: MaxTokens = 256,
+    chat: Chat = None,
+    seed: int = 0,
+    dtype: Dtype = "auto",
+    backend: BackendName = "auto",
+    device: Device = "auto",
+    revision: Revision = None,
+    cache_dir: CacheDir = None,
+    offline: Offline = False,
+    min_acceptance: Annotated[
+        float | None, typer.Option(help="Exit with 1 if a_1 at the lowest temperature is below this (for CI).")
+    ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Try other conventions; exit with 1 if the weights fit another one better.")
+    ] = False,
+    model_card: Annotated[bool, typer.Option("--model-card", help="Print Markdown for a model card.")] = False,
+    out: Annotated[Path | None, typer.Option(help="File for the JSON record.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the acceptance per depth that a checkpoint's head should reach, with intervals and negative controls."""
+    from nextn.checkpoint.safetensors_file import write_json
+    from nextn.evaluate.workload import read_prompts
+
+    if min_acceptance is not None and not 0 <= min_acceptance <= 1:
+        raise ConfigError(f"--min-acceptance {min_acceptance}; expected a rate from 0 to 1, such as 0.6")
+    plan = ReferencePlan(num_speculative_tokens, parse_temperatures(temperatures), max_tokens, chat, seed, backend)
+    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
+    options.check()
+    texts = read_prompts(prompts)
+    from nextn.evaluate.decoding_costs import Machine
+    from nextn.evaluate.reference import reference_acceptance
+    from nextn.evaluate.reference_report import checkpoint_hashes
+    from nextn.evaluate.reference_report import model_card as to_model_card
+
+    loaded, quiet = options.load(need_head=True), as_json or model_card
+    with progress_bars(quiet=quiet) as progress:
+        step = progress("texts", len(texts) * len(plan.temperatures))
+        report = reference_acceptance(loaded, texts, plan, on_text=step)
+    report = replace(report, source=model, hashes=checkpoint_hashes(model, **options.hub), machine=Machine.of(loaded))
+    probed = _probe(report, loaded, options, quiet=quiet) if probe else None
+    record = report.as_record() | ({} if probed is None else {"probe": probed.as_record()})
+    if out is not None:
+        write_json(out, record)
+    if as_json:
+        print_json(record)
+    elif model_card:
+        echo(to_model_card(report, command=shlex.join(["nextn", *sys.argv[1:]])))
+    else:
+        _show_reference(report)
+        if probed is not None:
+            _show_probe(probed)
+    if min_acceptance is not None:
+        _require(report, min_acceptance)
+    if probed is not None and not (probed.agrees and probed.works):
+        raise typer.Exit(1)
+
+
+def diagnose(
+    model: ModelName,
+    engine: Annotated[
+        str, typer.Option(help="Address of a running engine, or a file with its metrics, log or JSON counters.")
+    ],
+    drive: Annotated[
+        bool, typer.Option("--drive", help="Send the reference's own prompts to the engine and read its counters.")
+    ] = False,
+    prompts: Prompts = None,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(*K_NAMES, help="K, if the engine does not report it.")
+    ] = None,
+    temperatures: Temperatures = "0",
+    rule: Annotated[
+        str, typer.Option(help="Acceptance rule of the engine above temperature 0: ratio, argmax or block.")
+    ] = "ratio",
+    max_tokens: MaxTokens = 256,
+    chat: Chat = None,
+    own_template: Annotated[
+        bool, typer.Option("--own-template", help="With --drive: send text through the engine's own chat template.")
+    ] = False,
+    served: Annotated[str | None, typer.Option(help="Model name, if the engine serves several.")] = None,
+    seed: int = 0,
+    dtype: Dtype = "auto",
+    backend: BackendName = "auto",
+    device: Device = "auto",
+    revision: Revision = None,
+    cache_dir: CacheDir = None,
+    offline: Offline = False,
+    max_requests: Annotated[int, typer.Option(help="Maximum number of requests.")] = 2000,
+    max_seconds: Annotated[float, typer.Option(help="Maximum seconds for all requests.")] = 900,
+    timeout: Annotated[float, typer.Option(help="Seconds per request.")] = 120,
+    key_env: KeyEnv = None,
+    out: Annotated[Path | None, typer.Option(help="File for the JSON record.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Name the likeliest causes of an engine's low acceptance, from its own counters and the checkpoint."""
+    from nextn.checkpoint.safetensors_file import write_json
+    from nextn.engines.client import Budget, Limits
+    from nextn.engines.endpoint import Endpoint
+    from nextn.evaluate.workload import read_prompts
+
+    plan = ReferencePlan(
+        num_speculative_tokens or 4, parse_temperatures(temperatures), max_tokens, chat, seed, backend, rule
+    )
+    if not drive and len(plan.temperatures) > 1:
+        raise ConfigError(
+            f"--temperatures {temperatures}: the engine's counters are of one temperature; name it, or use --drive"
+        )
+    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
+    options.check()
+    texts, budget = read_prompts(prompts), Budget(Limits(requests=max_requests, seconds=max_seconds, answer_s=timeout))
+    from nextn.evaluate.diagnose import audit_lines, check_drafts
+    from nextn.evaluate.diagnose import diagnose as compare
+    from nextn.evaluate.engine_run import EngineObservation, drive_engine, read_engine_counters
+    from nextn.evaluate.faults import FAULTS
+
+    with progress_bars(quiet=as_json) as progress:
+        if drive:
+            target = Endpoint.open(engine, budget, model=served, key_env=key_env, chat=own_template)
+            loaded = options.load(need_head=True)
+            step = progress("requests", len(texts) * len(plan.temperatures))
+            observed = drive_engine(target, loaded, texts, plan, on_answer=step)
+        else:
+            counters = read_engine_counters(engine, budget, served=served, key_env=key_env)
+            loaded = options.load(need_head=True)
+            observed = [EngineObservation(plan.temperatures[0], counters)]
+        check_drafts(observed, num_speculative_tokens)
+        steps = {
+            "on_text": progress("reference", len(texts) * len(plan.temperatures)),
+            "on_fault": progress("faults", len(FAULTS)),
+        }
+        findings = audit_lines(model, **options.hub)
+        diagnosis = compare(loaded, texts, observed, plan, source=model, audit_notes=findings, **steps)
+    record = diagnosis.as_record()
+    if out is not None:
+        write_json(out, record)
+    if as_json:
+        print_json(record)
+    else:
+        _show_diagnosis(diagnosis)
+    raise typer.Exit(0 if diagnosis.is_fine else 1)
+
+
+def _show_reference(report: "ReferenceReport") -> None:
+    from rich.table import Table
+
+    screen, depths = console(), range(1, report.plan.drafts + 1)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("", "texts", *(f"a_{k}" for k in depths), *(f"AL@{k}" for k in depths)):
+        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+    for temperature in report.plan.temperatures:
+        for index, rule in enumerate(report.rules(temperature)):
+            by_depth = [report.figures(temperature, rule=rule, drafts=k) for k in depths]
+            label = rule if rule == "greedy" else f"T={temperature:g} {rule}"
+            lengths = [f"{figures.length.value:.2f}" for figures in by_depth]
+            largest = by_depth[-1]
+            table.add_row(plain(label), str(largest.num_texts), *map(_cell, largest.rates), *lengths)
+            for domain in report.domains[1:] if not index else ():
+                figures = report.figures(temperature, domain=domain)
+                lengths = [*[""] * (len(depths) - 1), f"{figures.length.value:.2f}"]
+                cells = (str(figures.num_texts), *map(_cell, figures.rates), *lengths)
+                table.add_row(plain(f"  {domain}"), *cells, style="dim")
+        table.add_section()
+    print_table(table)
+    if (controls := report.controls) is not None:
+        screen.print(
+            plain(
+                f"controls, greedy where measured: a_1 over all positions {controls.all_positions:.2f}; shifted "
+                f"targets {controls.shifted:.2f}, shuffled hidden states {controls.shuffled:.2f}, by chance "
+                f"{controls.chance:.2f}; median rank of the actual token {controls.median_rank:.0f} of "
+                f"{controls.vocab_size}"
+            ),
+            soft_wrap=True,
+        )
+    where = f"rules and intervals (95 %, by text): {docs_page('measure')}"
+    screen.print(plain(f"{report.scoring_pass} pass, {report.family}; {where}"), soft_wrap=True)
+    for warning in report.warnings:
+        screen.print(plain(f"note: {warning}"), soft_wrap=True)
+
+
+def _cell(rate: "Estimate") -> str:
+    return "" if rate.value != rate.value else f"{rate.value:.3f} ({rate.low:.2f}-{rate.high:.2f})"
+
+
+def _probe(report: "ReferenceReport", model: "Model", options: ModelOptions, *, quiet: bool) -> "ProbeReport":
+    from nextn.evaluate.conventions import probe, stored_copies, truncate_texts
+    from nextn.evaluate.reference_texts import generate_texts
+
+    sampled = [generated for temperature, generated in report.generated.items() if temperature]
+    prompts = [text.prompt for generated in report.generated.values() for text in generated.texts][
+        : len(report.prompts)
+    ]
+    generated = sampled[0] if sampled else generate_texts(model, prompts, report.plan, 1.0)
+    with progress_bars(quiet=quiet) as progress:
+        step = progress("conventions", None)
+        copies = stored_copies(report.source, model, **options.hub)
+        return probe(model, truncate_texts(generated.texts), report.plan.drafts, copies=copies, on_score=step)
+
+
+def _show_probe(probed: "ProbeReport") -> None:
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    depths = range(1, len(probed.base.rates) + 1)
+    for title in ("convention", *(f"a_{k}" for k in depths), "accepted per position", "difference"):
+        table.add_column(title, justify="left" if title == "convention" else "right", no_wrap=True)
+    scores = [score for score in probed.alternatives if len(score.keys) == 1 or score == probed.preferred]
+    for score in sorted([probed.base, *scores], key=lambda score: -score.accepted_per_position):
+        more = probed.gain(score, probed.base)
+        rates = ["" if rate != rate else f"{rate:.2f}" for rate in score.rates]
+        difference = f"{more.value:+.2f} ({more.low:+.2f} to {more.high:+.2f})" if score.keys else ""
+        style = "bold" if score == probed.preferred else None
+        table.add_row(plain(score.description), *rates, f"{score.accepted_per_position:.2f}", difference, style=style)
+    print_table(table)
+    console().print(plain(f"probe: {probed.summary}"), soft_wrap=True)
+    if probed.ties:
+        ties = "; ".join(score.description for score in probed.ties)
+        console().print(plain(f"indistinguishable from it on these texts: {ties}"), soft_wrap=True)
+
+
+def _require(report: "ReferenceReport", minimum: float) -> None:
+    """Exit with code 1 if a_1 is below the minimum or could not be measured."""
+    rate = report.figures(report.plan.temperatures[0]).rates[0].value
+    if not rate >= minimum:
+        echo(f"a_1 = {rate:.3f} is below --min-acceptance {minimum:g}", err=True)
+        raise typer.Exit(1)
+
+
+def _show_diagnosis(diagnosis: "Diagnosis") -> None:
+    from rich.table import Table
+
+    screen = console()
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    depths = range(1, diagnosis.reference.plan.drafts + 1)
+    for title in ("", *(f"a_{k}" for k in depths), "AL", "likelihood", "fit"):
+        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+    several = len(diagnosis.cases) > 1
+    for case in diagnosis.cases:
+        seen = case.observation
+        label = f"{diagnosis.engine}, {_where(seen.temperature, seen.prompt_indices, several=several)}"
+        pairs = zip(case.counts.num_drafted, case.counts.num_accepted, strict=True)
+        rates = [f"{accepted / drafted:.3f}" if drafted else "" for drafted, accepted in pairs] or [""] * len(depths)
+        table.add_row(plain(label), *rates, f"{1 + case.num_accepted:.2f}", "", "", style="bold")
+    table.add_section()
+    always = ("fine", *diagnosis.named)
+    others = [cause for cause in diagnosis.causes[_MAX_CAUSES:] if cause.name in always]
+    for cause in [*diagnosis.causes[:_MAX_CAUSES], *others]:
+        style = "bold" if cause.name in diagnosis.named else None
+        rates = [f"{rate:.3f}" for rate in cause.rates]
+        table.add_row(plain(cause.name), *rates, f"{cause.length:.2f}", _odds(cause), _fit(cause), style=style)
+    print_table(table)
+    screen.print(
+        plain(f"{'fine' if diagnosis.is_fine else 'finding'}: {diagnosis.summary}", style="bold"), soft_wrap=True
+    )
+    for fault in diagnosis.suspects:
+        screen.print(plain(f"{fault.name}: {fault.description}"), soft_wrap=True)
+        if fault.issues:
+            screen.print(plain(f"  seen in  {', '.join(fault.issues)}"), soft_wrap=True)
+        screen.print(plain(f"  to do  {fault.advice}", style="cyan"), soft_wrap=True)
+    if diagnosis.indistinguishable:
+        screen.print(plain(f"indistinguishable from it here: {', '.join(diagnosis.indistinguishable)}"), soft_wrap=True)
+    for note in diagnosis.notes:
+        screen.print(plain(f"note: {shown(note)}"), soft_wrap=True)
+
+
+def _where(temperature: float, prompts: "tuple[int, ...] | None", *, several: bool) -> str:
+    at = "greedy" if not temperature else f"T={temperature:g}"
+    return at if not several or prompts is None else f"{at}, {len(prompts)} prompts"
+
+
+def _odds(cause: "Cause") -> str:
+    """The likelihood relative to the likeliest cause."""
+    return "1" if cause.ratio == 1 else f"1/{1 / cause.ratio:.3g}" if cause.ratio > 1e-30 else "0"
+
+
+def _fit(cause: "Cause") -> str:
+    return f"{cause.p_value:.2f}" if cause.p_value >= 0.01 else "<0.01"

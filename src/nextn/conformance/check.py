@@ -1,0 +1,307 @@
+"""Check an engine against a canary: which clauses of the contract its texts and counters break, and by which fault.
+
+Greedy texts and counts on the same prompts are the same in every engine that does the same arithmetic. So counts are
+compared with those of every reading of the head; no statistics are needed, except a tolerance for what rounding may
+change. Texts above temperature 0 are random: only the acceptance rule is inferred by likelihood (`acceptance_rule`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from nextn.conformance.acceptance_rule import check_acceptance_rule
+from nextn.conformance.contract import CLAUSES, Clause, ClauseOutcome, clause_of
+from nextn.conformance.engine_run import ConformanceRun, SampledRun
+from nextn.conformance.record import Canary, Range, RecordedReading
+from nextn.engines.counters import Counters
+from nextn.errors import ConfigError
+
+# Accepted drafts that rounding may add or remove: a share of those expected, and the least number of them.
+_TOLERANCE, _MIN_TOLERANCE = 0.03, 2
+# Within the tolerance a fault is named if its counts are so many times nearer than the right ones.
+_MIN_RATIO = 4
+# The fact of a family that an engine's convention changes -> the clause that it is about.
+_FACTS = {"embedded": "C2", "hidden": "C3", "position0": "C4", "next_hidden": "C7", "order": "C11"}
+_BY_TEXT, _BY_COUNTS, _SAMPLED = "C8", "C14", "C13"
+
+
+@dataclass(frozen=True)
+class ReadingFit:
+    """How far an engine's counts are from those of a reading."""
+
+    reading: RecordedReading
+    distance: int  # accepted drafts, over all prompts
+
+
+@dataclass(frozen=True)
+class TextDifference:
+    """The first difference of one text."""
+
+    prompt: int
+    position: int
+    is_near_tie: bool
+
+    def as_record(self) -> dict[str, object]:
+        """Return the JSON form."""
+        return {"prompt": self.prompt, "place": self.position, "near": self.is_near_tie}
+
+
+@dataclass(frozen=True)
+class ConformanceReport:
+    """The results of one check."""
+
+    canary: Canary
+    run: ConformanceRun
+    drafts: int  # K
+    differences: tuple[TextDifference, ...]
+    fits: tuple[ReadingFit, ...] = field(repr=False)  # of every reading, the nearest first; empty without counters
+    tolerance: int = 0
+    sampled_run: SampledRun | None = None  # above temperature 0, if requested
+
+    @cached_property
+    def explanations(self) -> tuple[RecordedReading, ...]:
+        """The readings that explain the counts: the right one where it does; several where their counts are equal; none
+        where no known reading is near."""
+        if not self.fits:
+            return ()
+        right = min(fit.distance for fit in self.fits if fit.reading.name in ("right", "rounded"))
+        best = self.fits[0].distance
+        if right == best or (right <= self.tolerance and _MIN_RATIO * best >= right):
+            return (self.canary.right,)
+        if best > self.tolerance and 2 * best > right:
+            return ()
+        return tuple(fit.reading for fit in self.fits if fit.distance == best)
+
+    @property
+    def is_right(self) -> bool:
+        return self.explanations == (self.canary.right,)
+
+    @cached_property
+    def outcomes(self) -> tuple[ClauseOutcome, ...]:
+        """One per clause, in their order."""
+        return tuple(self._outcome(clause) for clause in CLAUSES)
+
+    @property
+    def broken(self) -> tuple[ClauseOutcome, ...]:
+        return tuple(outcome for outcome in self.outcomes if outcome.status == "broken")
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.broken) or (bool(self.fits) and not self.explanations)
+
+    @property
+    def summary(self) -> str:
+        """The result in one sentence."""
+        if self.broken:
+            return "breaks " + ", ".join(f"{outcome.clause.id} ({outcome.clause.name})" for outcome in self.broken)
+        if self.fits and not self.explanations:
+            nearest = self.fits[0]
+            return (
+                f"the counts are those of no known fault: {self._distance('right')} accepted drafts away from the "
+                f"right ones, {nearest.distance} from {nearest.reading.name}, the nearest"
+            )
+        return "conforms to every clause that these counts can show"
+
+    def as_record(self) -> dict[str, object]:
+        """Return the JSON document."""
+        counts = [counters.as_record() | {"prompts": list(prompts)} for prompts, counters in self.run.counts]
+        return {
+            "canary": self.canary.folder,
+            "family": self.canary.family,
+            "drafts": self.drafts,
+            "verdict": self.summary,
+            "failed": self.failed,
+            "fits": [fit.reading.name for fit in self.fits if fit.reading in self.explanations],
+            "clauses": [outcome.as_record() for outcome in self.outcomes],
+            "expected": self.expected_counts(self.canary.right),
+            "seen": counts,
+            "off": {fit.reading.name: fit.distance for fit in self.fits},
+            "texts": [difference.as_record() for difference in self.differences],
+            "sampled": None if self.sampled_run is None else self.sampled_run.as_record(),
+        }
+
+    def expected_counts(self, reading: RecordedReading) -> dict[str, str]:
+        """Return a reading's rounds and accepted drafts, in total and by position, over the prompts compared."""
+        if not self._groups:
+            return {}
+        prompts = [prompt for group, _ in self._groups for prompt in group]
+        counts = self.canary.counts(reading, self.drafts, prompts)
+        positions = ", ".join(map(str, counts.positions))
+        return {"rounds": str(counts.rounds), "accepted": str(counts.accepted), "per_position": positions}
+
+    @property
+    def _groups(self) -> list[tuple[tuple[int, ...], Counters]]:
+        return comparable(self.run, self.differences)
+
+    def _distance(self, name: str) -> int:
+        return next(fit.distance for fit in self.fits if fit.reading.name == name)
+
+    def _outcome(self, clause: Clause) -> ClauseOutcome:
+        if clause.id == _BY_TEXT:
+            return self._check_texts(clause)
+        if clause.id == _BY_COUNTS:
+            return self._check_metrics(clause)
+        if clause.id == _SAMPLED:
+            return self._check_sampling(clause)
+        if not self.fits:
+            return ClauseOutcome(clause, "untold", "no counts to compare: the engine reports none, or its texts differ")
+        for reading in self.explanations:
+            if clause.id in clauses(reading):
+                return self._broken(clause, reading)
+        return self._not_broken(clause)
+
+    def _check_sampling(self, clause: Clause) -> ClauseOutcome:
+        """A fault that greedy counts show would change those of sampled texts, too."""
+        if self.sampled_run is None:
+            return ClauseOutcome(clause, "untold", "greedy texts do not show it; --sampled requests others")
+        if self.fits and not self.is_right:
+            return ClauseOutcome(clause, "untold", "the greedy counts are wrong, so those above temperature 0 are, too")
+        return check_acceptance_rule(clause, self.canary, self.drafts, self.sampled_run)
+
+    def _broken(self, clause: Clause, reading: RecordedReading) -> ClauseOutcome:
+        others = [other.name for other in self.explanations if other != reading and clause.id not in clauses(other)]
+        same = f"; the same counts as {', '.join(others)}" if others else ""
+        return ClauseOutcome(
+            clause,
+            "broken",
+            f"counts as with {reading.name} ({reading.description}){same}",
+            _counts_text(self.expected_counts(self.canary.right)),
+            _counts_text(_sum_counts([counters for _, counters in self._groups])),
+            reading.name,
+            reading.issues,
+        )
+
+    def _not_broken(self, clause: Clause) -> ClauseOutcome:
+        """Held where a fault would have shown in these counts."""
+        known = [fit for fit in self.fits if fit.reading.name in clause.faults]
+        if not known:
+            return ClauseOutcome(clause, "untold", "this head cannot show it")
+        if not self.explanations:
+            return ClauseOutcome(clause, "untold", "the counts are those of no known fault")
+        nearest = min(known, key=lambda fit: fit.distance)
+        if nearest.distance <= max(self.fits[0].distance, self._distance(self.explanations[0].name)):
+            evidence = f"{nearest.reading.name} gives the same counts at K = {self.drafts}"
+            return ClauseOutcome(clause, "untold", evidence)
+        evidence = f"{nearest.reading.name} would be {nearest.distance} accepted drafts away"
+        return ClauseOutcome(clause, "held", evidence)
+
+    def _check_texts(self, clause: Clause) -> ClauseOutcome:
+        total, num_ties = len(self.canary.prompts), sum(difference.is_near_tie for difference in self.differences)
+        wrong = [difference for difference in self.differences if not difference.is_near_tie]
+        evidence = f"{total - len(self.differences)} of {total} texts identical"
+        evidence += f", {num_ties} diverge at a near-tie" if num_ties else ""
+        if not wrong:
+            return ClauseOutcome(clause, "held" if len(self.differences) < total else "untold", evidence)
+        first = wrong[0]
+        prompt, text = self.canary.prompts[first.prompt], self.run.texts[first.prompt]
+        return ClauseOutcome(
+            clause,
+            "broken",
+            f"{evidence}; if the same engine without MTP gives this text, too, its trunk or tokenizer differs",
+            f"prompt {first.prompt}, new token {first.position}: {prompt.tokens[first.position]}, "
+            f"{prompt.gaps[first.position]:.2f} nats ahead",
+            str(text[first.position]) if first.position < len(text) else "the end",
+            "other-text",
+        )
+
+    def _check_metrics(self, clause: Clause) -> ClauseOutcome:
+        if not self.run.counts:
+            reason = self.run.no_counts_reason or "the engine reports no counts"
+            return ClauseOutcome(clause, "broken", reason, fault="no-counts")
+        for prompts, counters in self._groups:
+            if counters.drafts is None:
+                continue
+            tokens = counters.drafts + (counters.accepted or 0) + len(prompts)
+            # One round of each text may draft nothing and be left out, one may continue beyond the end.
+            low, high = self.canary.max_tokens - 1, self.canary.max_tokens + self.drafts
+            valid = Range(len(prompts) * low, len(prompts) * high)
+            if valid.distance(tokens):
+                return ClauseOutcome(
+                    clause,
+                    "broken",
+                    f"prompts {', '.join(map(str, prompts))}: rounds + accepted + the first tokens are not the tokens",
+                    f"{valid} tokens",
+                    f"{counters.drafts} rounds, {counters.accepted} accepted: {tokens} tokens",
+                    "counts-off",
+                )
+        return ClauseOutcome(clause, "held", "rounds and accepted drafts add up to the tokens")
+
+
+def check(
+    canary: Canary, run: ConformanceRun, *, drafts: int | None = None, sampled_run: SampledRun | None = None
+) -> ConformanceReport:
+    """Check an engine's run, and one above temperature 0 if there is one, against a canary's record.
+
+    drafts: K; None takes it from the counters.
+    Raises ConfigError where the counters do not show K, have drafts beyond it, or it was not recorded.
+    """
+    candidates = [_difference(canary, index, run.texts[index]) for index in range(len(canary.prompts))]
+    differences = tuple(difference for difference in candidates if difference is not None)
+    groups = comparable(run, differences)
+    positions = (position for _, counters in run.counts for position, num in enumerate(counters.per_position, 1) if num)
+    deepest = max(positions, default=0)
+    if drafts is not None and deepest > drafts:
+        raise ConfigError(
+            f"K = {drafts}, but the engine accepted drafts at position {deepest}: give the K that it runs with, or none"
+        )
+    drafts = drafts or _infer_drafts([counters for _, counters in run.counts])
+    if drafts not in canary.drafts:
+        known = ", ".join(map(str, canary.drafts))
+        raise ConfigError(f"K = {drafts}; the canary holds counts for K = {known}: set the engine to one of these")
+    fits = [
+        ReadingFit(reading, sum(canary.counts(reading, drafts, prompts).distance(counts) for prompts, counts in groups))
+        for reading in canary.readings
+        if groups
+    ]
+    num_accepted = sum(canary.counts(canary.right, drafts, prompts).accepted.high for prompts, _ in groups)
+    tolerance = max(_MIN_TOLERANCE, round(_TOLERANCE * num_accepted))
+    ordered = tuple(sorted(fits, key=lambda fit: fit.distance))
+    return ConformanceReport(canary, run, drafts, differences, ordered, tolerance, sampled_run)
+
+
+def clauses(reading: RecordedReading) -> tuple[str, ...]:
+    """Return the ids of the clauses that a reading breaks."""
+    clause = clause_of(reading.name)
+    return tuple(_FACTS[fact] for fact in reading.facts) if clause is None else (clause.id,)
+
+
+def comparable(run: ConformanceRun, differences: Sequence[TextDifference]) -> list[tuple[tuple[int, ...], Counters]]:
+    """Return the counters of prompts whose texts are the canary's, and all that cover several prompts at once."""
+    diverging = {difference.prompt for difference in differences}
+    return [(prompts, counts) for prompts, counts in run.counts if len(prompts) > 1 or prompts[0] not in diverging]
+
+
+def _difference(canary: Canary, index: int, text: Sequence[int]) -> TextDifference | None:
+    prompt = canary.prompts[index]
+    expected = prompt.tokens[: canary.max_tokens]
+    if tuple(text) == expected:
+        return None
+    pairs = zip(expected, text, strict=False)
+    position = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(text)))
+    is_near_tie = position < len(text) and position < len(expected) and prompt.gaps[position] <= canary.tie
+    return TextDifference(index, min(position, len(expected) - 1), is_near_tie)
+
+
+def _infer_drafts(parts: Sequence[Counters]) -> int:
+    """K by the counters: the positions, or the drafts per round, rounded up as the last ones of a text may be fewer."""
+    num_positions = max((len(part.per_position) for part in parts), default=0)
+    if num_positions:
+        return num_positions
+    pairs = [(part.draft_tokens, part.drafts) for part in parts if part.draft_tokens and part.drafts]
+    if not pairs:
+        raise ConfigError("the counters do not show how many tokens a round drafts; set --num-speculative-tokens")
+    return -(-sum(tokens or 0 for tokens, _ in pairs) // sum(rounds or 0 for _, rounds in pairs))
+
+
+def _sum_counts(parts: Sequence[Counters]) -> dict[str, str]:
+    num_positions = max((len(part.per_position) for part in parts), default=0)
+    positions = [sum(part.per_position[at] for part in parts if at < len(part.per_position))
+                 for at in range(num_positions)]  # fmt: skip
+    rounds, accepted = (sum(getattr(part, name) or 0 for part in parts) for name in ("drafts", "accepted"))
+    totals = {"rounds": str(rounds), "accepted": str(accepted)}
+    return totals | ({"per_position": ", ".join(map(str, positions))} if positions else {})
+
+
+def _counts_text(counts: Mapping[str, str]) -> str:
+    names = {"rounds": "rounds", "accepted": "accepted", "per_position": "by position"}
+    return "; ".join(f"{names[name]} {value}" for name, value in counts.items())

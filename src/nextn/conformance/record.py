@@ -1,0 +1,198 @@
+"""Read a canary's record, and what an engine's counters should be by it. Imports no torch."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from nextn.engines.counters import Counters
+from nextn.errors import ConfigError
+
+FILE = "canary.json"
+FORMAT = 2
+
+
+@dataclass(frozen=True)
+class CanaryPrompt:
+    """One prompt and its greedy text."""
+
+    text: str
+    ids: tuple[int, ...]
+    tokens: tuple[int, ...]  # of the greedy text
+    gaps: tuple[float, ...]  # nats between each token and the second likeliest
+
+
+@dataclass(frozen=True)
+class Range:
+    """Valid values of a counter: some engines count the last round's drafts beyond the end of the text."""
+
+    low: int = 0
+    high: int = 0
+
+    def __add__(self, other: "Range") -> "Range":
+        return Range(self.low + other.low, self.high + other.high)
+
+    def distance(self, value: int) -> int:
+        """Return how far a value is outside the range."""
+        return max(0, self.low - value, value - self.high)
+
+    def __str__(self) -> str:
+        return str(self.low) if self.low == self.high else f"{self.low} to {self.high}"
+
+
+@dataclass(frozen=True)
+class PromptCounts:
+    """Expected counters of one or several prompts."""
+
+    rounds: Range  # that drafted
+    accepted: Range
+    positions: tuple[Range, ...]  # accepted by position
+
+    def __add__(self, other: "PromptCounts") -> "PromptCounts":
+        positions = tuple(a + b for a, b in zip(self.positions, other.positions, strict=True))
+        return PromptCounts(self.rounds + other.rounds, self.accepted + other.accepted, positions)
+
+    def distance(self, counters: Counters) -> int:
+        """Return by how many accepted drafts an engine's counters differ: by position if counted, else in total."""
+        if counters.per_position:
+            accepted = [*counters.per_position, *[0] * len(self.positions)]
+            return sum(valid.distance(value) for valid, value in zip(self.positions, accepted, strict=False))
+        return self.accepted.distance(counters.accepted or 0)
+
+
+def prompt_counts(accepted: Sequence[int], drafts: int, tokens: int) -> PromptCounts:
+    """Return the expected counts of one prompt with `tokens` new tokens.
+
+    accepted: drafts accepted in each round, up to the one that reaches the last token. drafts: K.
+    """
+    *full, last = accepted
+    remaining = tokens - 2 - sum(full) - len(full)  # drafts of the last round within the text
+    ends = range(min(last, max(0, remaining)), last + 1)
+    positions = []
+    for index in range(drafts):
+        base = sum(num > index for num in full)
+        positions.append(Range(base + (ends[0] > index), base + (ends[-1] > index)))
+    rounds = Range(len(full) + (remaining > 0), len(accepted))
+    return PromptCounts(rounds, Range(sum(full) + ends[0], sum(full) + ends[-1]), tuple(positions))
+
+
+@dataclass(frozen=True)
+class RecordedReading:
+    """One way to run the head, as the record has it."""
+
+    name: str
+    description: str
+    issues: tuple[str, ...]  # public threads
+    facts: tuple[str, ...]  # of the family that it changes, for an engine's convention
+    rounds: Mapping[int, tuple[tuple[int, ...], ...]]  # K -> [prompts][rounds], accepted drafts
+
+
+CountsByPass = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class AcceptanceRule:
+    """A rule of acceptance above temperature 0."""
+
+    name: str
+    description: str
+    fault: str  # its name as a fault; "" for a rule that conforms to the clause
+    issues: tuple[str, ...]
+    # K -> how the last round of a text drafts (`whole` or `cut`) -> (offered, accepted), [passes][depths] each.
+    counts: Mapping[int, Mapping[str, tuple[CountsByPass, CountsByPass]]]
+
+
+@dataclass(frozen=True)
+class SampledRecord:
+    """What each rule accepts in texts sampled at a temperature."""
+
+    temperature: float
+    rules: tuple[AcceptanceRule, ...]
+
+
+@dataclass(frozen=True)
+class Canary:
+    """A canary's record."""
+
+    folder: str
+    family: str
+    max_tokens: int  # new tokens of each text
+    tie: float  # nats between two tokens up to which rounding may choose either
+    drafts: tuple[int, ...]  # the recorded K
+    prompts: tuple[CanaryPrompt, ...]
+    readings: tuple[RecordedReading, ...]
+    sampled: SampledRecord
+
+    @classmethod
+    def read(cls, folder: Path) -> "Canary":
+        """Read the record of a folder that `canary build` wrote. Raises ConfigError for any other."""
+        path = folder / FILE if folder.is_dir() else folder
+        try:
+            return cls._from_json(str(folder), json.loads(path.read_text()))
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: no record of a canary ({error.strerror}); create one by `nextn canary build`"
+            ) from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path}: not the record of a canary ({error!r}); build it again") from error
+
+    @classmethod
+    def _from_json(cls, folder: str, record: dict[str, Any]) -> "Canary":
+        if record["format"] != FORMAT:
+            raise ConfigError(
+                f"{folder}: record of format {record['format']}; this version reads format {FORMAT}: build it again"
+            )
+        settings = record["settings"]
+        prompts = tuple(
+            CanaryPrompt(prompt["text"], tuple(prompt["ids"]), tuple(prompt["tokens"]), tuple(prompt["gaps"]))
+            for prompt in record["prompts"]
+        )
+        readings = tuple(
+            RecordedReading(
+                entry["name"], entry["says"], tuple(entry["issues"]), tuple(entry["facts"]), _rounds(entry["rounds"])
+            )
+            for entry in record["readings"]
+        )
+        sizes = int(settings["max_tokens"]), float(settings["tie"]), tuple(settings["drafts"])
+        return cls(folder, str(record["family"]), *sizes, prompts, readings, _sampled(record["sampled"]))
+
+    @cached_property
+    def right(self) -> RecordedReading:
+        return self.readings[0]
+
+    def counts(self, reading: RecordedReading, drafts: int, prompts: Sequence[int]) -> PromptCounts:
+        """Return the expected counts over prompts, given by index. Raises ConfigError for a K that was not recorded."""
+        if drafts not in reading.rounds:
+            raise ConfigError(f"K = {drafts}; the canary holds counts for K = {', '.join(map(str, self.drafts))}")
+        parts = [prompt_counts(reading.rounds[drafts][index], drafts, self.max_tokens) for index in prompts]
+        return sum(parts[1:], parts[0])
+
+    def length(self, reading: RecordedReading, drafts: int) -> float:
+        """Return the AL over all prompts, with all drafts of their last rounds."""
+        accepted = [num for rounds in reading.rounds[drafts] for num in rounds]
+        return 1 + sum(accepted) / len(accepted)
+
+
+def _rounds(record: Mapping[str, Sequence[str]]) -> dict[int, tuple[tuple[int, ...], ...]]:
+    return {int(k): tuple(tuple(map(int, digits)) for digits in texts) for k, texts in record.items()}
+
+
+def _sampled(record: Mapping[str, Any]) -> SampledRecord:
+    rules = [
+        AcceptanceRule(
+            rule["name"],
+            rule["says"],
+            rule["fault"],
+            tuple(rule["issues"]),
+            {int(k): {name: _pair(counts) for name, counts in ends.items()} for k, ends in rule["counts"].items()},
+        )
+        for rule in record["rules"]
+    ]
+    return SampledRecord(float(record["temperature"]), tuple(rules))
+
+
+def _pair(counts: Mapping[str, Sequence[Sequence[float]]]) -> tuple[CountsByPass, CountsByPass]:
+    offered, accepted = (tuple(map(tuple, counts[name])) for name in ("offered", "kept"))
+    return offered, accepted

@@ -1,1 +1,0 @@
-"""Text of files and data sets, as token ids."""

@@ -1,0 +1,1 @@
+"""Text files and data sets as token ids. These modules know neither models nor losses, and import torch lazily."""

@@ -1,0 +1,84 @@
+"""Detection of degenerate (repetitive) text: a model stuck in repetition, which any head drafts well."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nextn.data.corpus import Ids
+
+MIN_TOKENS = 200  # shorter texts cannot be classified reliably, see `Degeneracy.is_degenerate`
+
+
+@dataclass(frozen=True)
+class Degeneracy:
+    """How repetitive a text is. Acceptance measured on degenerate text says nothing about the head.
+
+    Attributes:
+        distinct: Distinct 8-grams / all 8-grams.
+        longest_run: Most consecutive repetitions of one token.
+        loop: Share of the longest stretch, anywhere, that repeats at least three times with one period.
+        period: That period in tokens, 0 if there is none.
+    """
+
+    distinct: float
+    longest_run: int
+    loop: float
+    period: int
+
+    @property
+    def is_degenerate(self) -> bool:
+        """Whether a quarter of the text is one periodic stretch, or fewer than 3 in 10 of its 8-grams are distinct.
+
+        On excerpts of CPython's sources, as bytes, the false positives are 0.2 % at 400 bytes and at most 1.1 % from
+        200 to 4000; texts below 200 bytes are too short (3 % at 128: indentation and rulers).
+        """
+        return self.loop >= 0.25 or self.distinct < 0.3
+
+
+def degeneracy(text: str | Sequence[int] | Ids, *, max_period: int = 256) -> Degeneracy:
+    """Measure a str (as bytes) or ids [T]; repetition is searched up to a period of `max_period` tokens."""
+    ids = np.frombuffer(text.encode(), np.uint8) if isinstance(text, str) else np.asarray(text)
+    periods = range(1, min(max_period, len(ids) // 3) + 1)
+    stretches = [(_recurrence(ids, period) + period, -period) for period in periods]
+    length, period = max((stretch for stretch in stretches if stretch[0] >= -3 * stretch[1]), default=(0, 0))
+    return Degeneracy(
+        distinct=_distinct(ids, 8),
+        longest_run=min(_recurrence(ids, 1) + 1, len(ids)),
+        loop=length / max(len(ids), 1),
+        period=-period,
+    )
+
+
+def degeneracy_notes(label: str, total: int, *, degenerate: int, short: int) -> list[str]:
+    """Return notes for a report on figures over `total` prompts, of which some gave degenerate or short texts.
+
+    Args:
+        label: What the figures belong to, such as a temperature.
+        total: Number of prompts.
+        degenerate: Prompts with a degenerate text.
+        short: Prompts with a text below `MIN_TOKENS`.
+    """
+    notes = []
+    if degenerate == total:
+        notes.append(f"{label}: every text is degenerate (repetitive), which is easy to draft: the figures mean little")
+    elif degenerate:
+        notes.append(f"{label}: {degenerate} of {total} prompts gave degenerate (repetitive) text and are left out")
+    if short:
+        notes.append(
+            f"{label}: {short} of {total} prompts gave texts below {MIN_TOKENS} tokens: repetition may be missed"
+        )
+    return notes
+
+
+def _recurrence(ids: Ids, period: int) -> int:
+    """The length of the longest stretch of i with ids[i] == ids[i - period]."""
+    breaks = np.flatnonzero(np.concatenate([[True], ids[period:] != ids[:-period], [True]]))
+    return int(np.diff(breaks).max()) - 1
+
+
+def _distinct(ids: Ids, size: int) -> float:
+    if len(ids) < size:
+        return 1.0
+    grams = np.lib.stride_tricks.sliding_window_view(ids, size)
+    return len(np.unique(grams, axis=0)) / len(grams)

@@ -1,0 +1,1 @@
+"""Decoding: drafts, rounds, streamed text."""

@@ -1,0 +1,261 @@
+"""Drafting: the head is refreshed with the positions that the trunk has seen, then continues from its own states.
+
+`Drafter` is the head's half of a decode; `rounds` has the trunk's. In the native backend all of a round's drafts are
+one native call where nothing must happen between them; the loop here defines them and serves all other cases.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nextn.cache.kv_cache import KVCache
+from nextn.model.head import HeadStep
+from nextn.runtime.backend import AnyHead, AnyRecursion
+from nextn.runtime.native.draft_chain import NativeDraftChain
+from nextn.settings import Contract as Contract
+from nextn.speculative.draft_policy import DraftChain, RoundPlan
+from nextn.speculative.sampling import Prediction, Sampling, Uniforms, ragged, sample
+
+# Called before each pass: (phase, module, input tokens of each sequence, cache, hidden input), see `rounds.Event`.
+PassCallback = Callable[[str, int | None, Sequence[Sequence[int]], KVCache, str], None]
+
+
+@dataclass(frozen=True, eq=False)
+class DraftResult:
+    """The drafts of one round."""
+
+    drafts: list[list[int]]  # per sequence
+    confidences: list[list[float]]  # per sequence, of all distributions that the plan was asked about
+    distributions: Tensor | None = None  # q [B, K, V]; None in greedy decoding or without drafts
+    num_steps: int = 0  # head steps that ran, including a last one from which nothing was drafted
+
+    @classmethod
+    def empty(cls, batch_size: int) -> "DraftResult":
+        return cls([[] for _ in range(batch_size)], [[] for _ in range(batch_size)])
+
+
+class Drafter:
+    """The head's half of a decode.
+
+    `pending[r]` holds the trunk's states at the last positions of sequence r, for the head's next refresh.
+    """
+
+    def __init__(
+        self,
+        head: AnyHead,
+        like: Tensor,
+        batch_size: int,
+        *,
+        sampling: Sampling,
+        sampled: bool,
+        contract: Contract,
+        on_pass: PassCallback | None,
+    ) -> None:
+        """like: [0, *hidden_shape], of the states' dtype and device. sampled: sample drafts, else take q's argmax."""
+        self.head, self.sampling, self.sampled, self.contract = head, sampling, sampled, contract
+        self._on_pass = on_pass
+        self.caches = [head.cache(batch_size) for _ in head.stack]
+        self.pending, self.previous = ([like for _ in range(batch_size)] for _ in range(2))
+        self.ends = [0] * batch_size  # positions that the trunk has seen
+        self.bases: list[int] = []
+        self._bind_chain()
+
+    @property
+    def chain(self) -> NativeDraftChain | None:
+        """The native draft chain for whole native rounds; None where a fault is injected between them."""
+        return self._chain if self.contract == Contract() else None
+
+    def draft(
+        self,
+        plan: RoundPlan,
+        limits: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        uniforms: Sequence[Uniforms] | None,
+        seen: Tensor | None = None,
+    ) -> DraftResult:
+        """Draft for each sequence by the plan.
+
+        Args:
+            plan: When to go on drafting.
+            limits: The most drafts of each sequence.
+            tokens: All known tokens of each sequence.
+            uniforms: Random numbers; None in greedy decoding.
+            seen: [B, V] bool, the tokens that a repetition penalty applies to.
+        """
+        limits = [min(plan.max_drafts, limit) for limit in limits]
+        if not any(limits):
+            return DraftResult.empty(len(limits))
+        self.bases = list(self.caches[0].lengths)
+        numbers = None if uniforms is None else [row.take(limit) for row, limit in zip(uniforms, limits, strict=True)]
+        num_pending = list(map(len, self.pending))
+        if self._chain is None:
+            return self._draft_in_torch(plan, limits, tokens, numbers, seen)
+        head_input = [row[end - width + 1 :] for row, end, width in zip(tokens, self.ends, num_pending, strict=True)]
+        drafts, confidences, num_steps = self._chain.run(
+            head_input, self.pending, plan, limits=limits, uniforms=numbers
+        )
+        distributions, longest = self._chain.distributions, max(map(len, drafts))
+        q = None if distributions is None or not longest else distributions[:longest].transpose(0, 1)
+        return DraftResult(drafts, confidences, q, num_steps)
+
+    def commit(self, num_steps: int, num_accepted: Sequence[int]) -> list[int]:
+        """After verification, roll the head's caches back to the positions that saw true states and tokens only.
+
+        Returns:
+            Per sequence, how many accepted positions skip the refresh: none, unless that fault is injected.
+        """
+        if not num_steps:
+            return [0] * len(num_accepted)
+        num_modules, rerun = self.head.num_modules, self.contract.rerun
+        num_final = list(map(len, self.pending))
+        num_stale = [0 if rerun or num_modules > 1 else min(count, num_steps - 1) for count in num_accepted]
+        if rerun or num_steps < num_modules:
+            # Position i is final in layer k once token i + k is known; layers that did not run have nothing to keep.
+            num_final = [max(0, final - num_modules + 1) if num_steps >= num_modules else 0 for final in num_final]
+        lengths = [sum(counts) for counts in zip(self.bases, num_final, num_stale, strict=True)]
+        for cache in self.caches:
+            cache.rollback_to(lengths)
+        self.pending = [pending[final:] for pending, final in zip(self.pending, num_final, strict=True)]
+        return num_stale
+
+    def add(self, head_input: Tensor, counts: Sequence[int], *, skip: Sequence[int] | None = None) -> None:
+        """Queue the first counts[row] states of head_input [B, T, H], without the first skip[row], for the refresh."""
+        for row, count in enumerate(counts):
+            states = head_input[row, :count]
+            self.ends[row] += count
+            if self.contract.offset and count:
+                previous = self.previous[row] if len(self.previous[row]) else torch.zeros_like(states[:1])
+                self.previous[row], states = states[-1:].clone(), torch.cat([previous, states[:-1]])
+            # Always a copy: the next pass of the trunk may overwrite these states.
+            self.pending[row] = torch.cat([self.pending[row], states[0 if skip is None else skip[row] :]])
+
+    def prefill(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Run every MTP layer over the prompt's positions so far; a contract without prefill drops them instead."""
+        self.refresh(tokens, run=self.contract.prefill)
+
+    def refresh(self, tokens: Sequence[Sequence[int]], *, run: bool = True) -> None:
+        """Run every MTP layer over the pending positions whose tokens are known up to the deepest one, or drop them."""
+        depths = range(1, self.head.num_modules + 1)
+        num_known = [len(row) - self.head.num_modules - self._start(index) for index, row in enumerate(tokens)]
+        counts = [max(0, min(len(pending), num)) for pending, num in zip(self.pending, num_known, strict=True)]
+        states = _padded([pending[:count] for pending, count in zip(self.pending, counts, strict=True)])
+        for depth in depths if max(counts) and run else ():
+            step = self._step("prefill", depth, counts, states, tokens)
+            states = step.next_hidden if self.head.uses_next_hidden(depth + 1) else states
+        self.pending = [pending[count:] for pending, count in zip(self.pending, counts, strict=True)]
+
+    def resume(self, pending: Sequence[Tensor], ends: Sequence[int]) -> None:
+        """Take over after native rounds: the states pending then, and the positions that the trunk has seen."""
+        self.pending, self.ends = list(pending), list(ends)
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Keep only these sequences of the batch."""
+        self.pending, self.previous = ([states[row] for row in indices] for states in (self.pending, self.previous))
+        self.ends = [self.ends[row] for row in indices]
+        for cache in self.caches:
+            cache.select(indices)
+        self._bind_chain()
+
+    def sample_drafts(
+        self, prediction: Prediction, seen: Tensor | None, uniforms: Tensor | None
+    ) -> tuple[Tensor | None, list[int]]:
+        """Return q [B, V], None in greedy decoding, and one draft per sequence."""
+        if uniforms is None:
+            return None, prediction.best
+        q, tokens = sample(prediction.logits, self.sampling, uniforms, sampled=self.sampled, seen=seen)
+        return q, tokens.tolist()
+
+    def _bind_chain(self) -> None:
+        """Bind the native draft chain, if there is one, to the caches as they are now."""
+        self._chain = None
+        if self._on_pass is None:
+            self._chain = self.head.chain(self.caches[-1], self.sampling, sampled=self.sampled)
+
+    def _draft_in_torch(
+        self,
+        plan: RoundPlan,
+        limits: Sequence[int],
+        known: Sequence[Sequence[int]],
+        numbers: Sequence[Sequence[float]] | None,
+        seen: Tensor | None,
+    ) -> DraftResult:
+        """The plan decides on each draft before it is sampled, by the confidence of its distribution. A sequence whose
+        chain has ended runs on with the others, but its tokens are not drafts."""
+        chains = [plan.begin(limit) for limit in limits]
+        drafts: list[list[int]] = [[] for _ in limits]
+        distributions: list[Tensor] = []
+        uniforms = None if numbers is None else ragged(numbers, torch.float32)
+        counts, tokens, depth = list(map(len, self.pending)), [0] * len(limits), 0
+        states, recursion = _padded(self.pending), None
+        while any(chain.can_extend for chain in chains):
+            depth += 1
+            if depth <= self.head.num_modules:
+                rows = [[*row, *draft] for row, draft in zip(known, drafts, strict=True)]
+                step = self._step("draft", depth, counts, states, rows)
+                states = step.next_hidden if self.head.uses_next_hidden(depth + 1) else states
+                prediction = self.head.predict(self.head.module(depth), _last(step.final_hidden, counts))
+            else:
+                recursion = recursion or self.head.recursion(self.caches[-1], _last(step.next_hidden, counts))
+                prediction = self._recurse(recursion, depth, tokens)
+            if not _extend(chains, [1.0] * len(limits) if plan.ignores_confidence else prediction.confidence):
+                break
+            u = None if uniforms is None else uniforms[:, depth - 1].to(states.device)
+            q, tokens = self.sample_drafts(prediction, seen, u)
+            for chain, draft, token in zip(chains, drafts, tokens, strict=True):
+                if chain.drafts == depth:
+                    draft.append(token)
+            distributions += [] if q is None else [q]
+            seen = None if seen is None else seen.scatter(1, torch.tensor(tokens, device=seen.device)[:, None], True)
+        confidences = [chain.confidences for chain in chains]
+        return DraftResult(drafts, confidences, torch.stack(distributions, 1) if distributions else None, depth)
+
+    def _step(
+        self, phase: str, depth: int, counts: Sequence[int], states: Tensor, tokens: Sequence[Sequence[int]]
+    ) -> HeadStep:
+        """Run the MTP layer of `depth` over each sequence's first counts[row] pending positions.
+
+        Position i takes token i + depth.
+        """
+        index = self.head.module(depth)
+        inputs = []
+        for row, count in enumerate(counts):
+            start = self._start(row) + depth
+            known = list(tokens[row][start : start + count])
+            # Padded where a sequence drafts no further: that position is rolled back.
+            inputs.append(known + [0] * (count - len(known)))
+        self._notify(phase, index, inputs, depth)
+        step = self.head.step(index, ragged(inputs, torch.long), states, cache=self.caches[index])
+        self.caches[index].commit(counts)
+        return step
+
+    def _recurse(self, recursion: AnyRecursion, depth: int, tokens: Sequence[int]) -> Prediction:
+        self._notify("draft", self.head.num_modules - 1, [[token] for token in tokens], depth)
+        return recursion.step(tokens)
+
+    def _notify(self, phase: str, index: int, tokens: Sequence[Sequence[int]], depth: int) -> None:
+        if self._on_pass is not None:
+            next_hidden = depth > self.head.num_modules or self.head.uses_next_hidden(depth)
+            self._on_pass(phase, index, tokens, self.caches[index], f"g{depth - 1}" if next_hidden else "h")
+
+    def _start(self, row: int) -> int:
+        """The first position that is not final in the head."""
+        return self.ends[row] - len(self.pending[row])
+
+
+def _extend(chains: Sequence[DraftChain], confidences: Sequence[float]) -> bool:
+    """Extend every chain that can be; return whether any sequence drafts from these distributions."""
+    extended = [chain.can_extend and chain.extend(value) for chain, value in zip(chains, confidences, strict=True)]
+    return any(extended)  # no short circuit: each chain must see its confidence
+
+
+def _padded(states: Sequence[Tensor]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(list(states), batch_first=True)
+
+
+def _last(states: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return the last position [B, H] of each sequence's states [B, T, H]."""
+    if len(counts) == 1:
+        return states[:, counts[0] - 1]
+    return states[torch.arange(len(counts), device=states.device), torch.tensor(counts, device=states.device) - 1]

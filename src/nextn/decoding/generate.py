@@ -1,0 +1,227 @@
+"""Text in, text out: `rounds` with tokenizer, stop strings and chat templates."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from transformers import PreTrainedTokenizerBase
+
+from nextn.data.chat_template import apply_chat_template
+from nextn.decoding.detokenizer import Detokenizer
+from nextn.decoding.rounds import Observer, Round, SequenceRound, Settings, rounds
+from nextn.errors import ConfigError
+from nextn.model.model import Model
+from nextn.runtime.backend import backend_for
+from nextn.speculative.draft_policy import DraftLength
+from nextn.stats.acceptance import Acceptance
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one round adds to one sequence."""
+
+    row: int  # index of the prompt
+    text: str  # what became final; an incomplete character or a possible stop string is held back
+    round: SequenceRound
+    finish: str | None  # None, `eos`, `stop`, `length` or `context`
+
+
+@dataclass(frozen=True)
+class Result:
+    """The completion of one prompt. Times are wall seconds of the whole batch."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish: str
+    rounds: tuple[SequenceRound, ...] = field(repr=False)  # the first is the prefill, with the first token
+    acceptance: Acceptance = field(repr=False)  # of this sequence
+    prefill_s: float
+    draft_s: float
+    verify_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decoding speed of this sequence, without the prefill and its first token."""
+        seconds = self.draft_s + self.verify_s
+        return (len(self.tokens) - len(self.rounds[0].emitted)) / seconds if seconds else 0.0
+
+
+def encode(model: Model, prompt: str | Sequence[int], *, chat: bool = False) -> list[int]:
+    """Return a prompt's token ids; ids pass through. chat: apply the chat template, with the prompt as user message."""
+    if not isinstance(prompt, str):
+        return list(prompt)
+    tokenizer = _tokenizer(model)
+    if (surrogate := re.search("[\ud800-\udfff]", prompt)) is not None:
+        raise ConfigError(
+            f"the prompt is not valid Unicode: character {surrogate.start()} is the lone surrogate {surrogate[0]!r}, "
+            "which represents a byte that is not UTF-8; pass text in UTF-8"
+        )
+    if not chat:
+        return list(tokenizer(prompt)["input_ids"])
+    if not tokenizer.chat_template:
+        raise ConfigError("the tokenizer has no chat template; pass plain text, or use a checkpoint with a template")
+    ids, _ = apply_chat_template(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
+    return ids
+
+
+def eos_tokens(model: Model) -> tuple[int, ...]:
+    """Return the token ids that end a text, from the generation config, the config or the tokenizer, in this order."""
+    generation = getattr(model.trunk.model, "generation_config", None)
+    for source in (generation, model.trunk.config, model.tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return (ids,) if isinstance(ids, int) else tuple(ids)
+    return ()
+
+
+def stream(
+    model: Model,
+    prompts: Sequence[str | Sequence[int]],
+    settings: Settings,
+    *,
+    stop: Sequence[str] = (),
+    chat: bool = False,
+    backend: str = "auto",
+    length: DraftLength | None = None,
+    observer: Observer | None = None,
+    on_round: Callable[[Round], None] | None = None,
+) -> Iterator[Chunk]:
+    """Decode prompts as one batch and yield a Chunk per sequence and round, as soon as the round is over.
+
+    Args:
+        prompts: Texts or token ids.
+        settings: How to decode; eos=None uses `eos_tokens` of the checkpoint.
+        stop: Strings that end a sequence; the text ends before them.
+        chat: Apply the chat template to text prompts.
+        backend: `auto`, `native` or `torch`, see `backend_for`.
+        length: Policy for the number of drafts per round, see `rounds`.
+        observer: Called for each pass, see `rounds`.
+        on_round: Called with each Round before its chunks are yielded.
+    """
+    eos = eos_tokens(model) if settings.eos is None else settings.eos
+    settings = replace(settings, eos=eos)
+    if any(not text for text in stop):
+        raise ConfigError("a stop string is empty; expected at least one character")
+    texts = [_TextStream(model.tokenizer, stop) for _ in prompts]
+    ids = [encode(model, prompt, chat=chat) for prompt in prompts]
+    callback = (lambda row, new: texts[row].stop_after(new)) if stop else None
+    if stop:
+        _tokenizer(model)
+    runner = backend_for(model, backend)
+    for result in rounds(runner.trunk, runner.head, ids, settings, length=length, stop=callback, observer=observer):
+        if on_round is not None:
+            on_round(result)
+        for sequence in result.rows:
+            text = texts[sequence.row].push(sequence.emitted, eos, last=sequence.finish is not None)
+            yield Chunk(sequence.row, text, sequence, sequence.finish)
+
+
+def generate(
+    model: Model,
+    prompts: Sequence[str | Sequence[int]],
+    settings: Settings,
+    *,
+    stop: Sequence[str] = (),
+    chat: bool = False,
+    backend: str = "auto",
+    length: DraftLength | None = None,
+    observer: Observer | None = None,
+) -> list[Result]:
+    """Decode prompts as one batch to the end, see `stream`. Raises ConfigError for unusable prompts or settings."""
+    log: list[Round] = []
+    texts, finishes = [""] * len(prompts), [""] * len(prompts)
+    sequence_rounds: list[list[SequenceRound]] = [[] for _ in prompts]
+    chunks = stream(
+        model,
+        prompts,
+        settings,
+        stop=stop,
+        chat=chat,
+        backend=backend,
+        length=length,
+        observer=observer,
+        on_round=log.append,
+    )
+    for chunk in chunks:
+        texts[chunk.row] += chunk.text
+        sequence_rounds[chunk.row].append(chunk.round)
+        finishes[chunk.row] = chunk.finish or ""
+    draft_s, verify_s = sum(one.draft_s for one in log[1:]), sum(one.verify_s for one in log[1:])
+    return [
+        Result(
+            text=text,
+            tokens=tuple(token for one in own for token in one.emitted),
+            finish=finish,
+            rounds=tuple(own),
+            acceptance=Acceptance.of(Round((one,), 0.0, 0.0) for one in own),
+            prefill_s=log[0].verify_s,
+            draft_s=draft_s,
+            verify_s=verify_s,
+        )
+        for text, own, finish in zip(texts, sequence_rounds, finishes, strict=True)
+    ]
+
+
+class _TextStream:
+    """The growing text of one sequence; only final text is returned, and stop strings end it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str]) -> None:
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._stops = tuple(stop)
+        self._num_tokens = 0
+        self._is_over = False
+        # Final text that was not returned, because a stop string may begin in it.
+        self._held = ""
+
+    def push(self, tokens: Sequence[int], eos: Sequence[int], *, last: bool) -> str:
+        """Append the tokens of a round and return the text that can be shown; with `last`, all that remains."""
+        if self._detokenizer is None or self._is_over:
+            return ""
+        self._num_tokens += len(tokens)
+        text = self._held + self._detokenizer.push([token for token in tokens if token not in eos])
+        if last:
+            text += self._detokenizer.pending
+        ends = [text.find(stop) for stop in self._stops if stop in text]
+        self._is_over = last or bool(ends)
+        num_shown = min(ends) if ends else len(text) if last else len(text) - self._partial_stop(text)
+        self._held = text[num_shown:]
+        return text[:num_shown]
+
+    def stop_after(self, tokens: Sequence[int]) -> int | None:
+        """Find the first stop string in all new tokens of the sequence, of which only this round's were not pushed yet.
+
+        Returns:
+            How many of the tokens it takes to complete the stop string; None without one.
+        """
+        fresh = tokens[self._num_tokens :]
+        if not self._stops_in(fresh):
+            return None
+        # Text grows with the tokens, so the first count that holds a stop string can be found by bisection.
+        low, high = 1, len(fresh)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._stops_in(fresh[:middle]) else (middle + 1, high)
+        return self._num_tokens + low
+
+    def _stops_in(self, fresh: Sequence[int]) -> bool:
+        assert self._detokenizer is not None
+        text = self._held + self._detokenizer.peek(fresh)
+        return any(stop in text for stop in self._stops)
+
+    def _partial_stop(self, text: str) -> int:
+        """Length of the tail that may be the beginning of a stop string."""
+        return max(
+            (
+                size
+                for stop in self._stops
+                for size in range(1, min(len(stop), len(text) + 1))
+                if text.endswith(stop[:size])
+            ),
+            default=0,
+        )
+
+
+def _tokenizer(model: Model) -> PreTrainedTokenizerBase:
+    if model.tokenizer is None:
+        raise ConfigError("the checkpoint has no tokenizer; pass token ids, or add tokenizer.json to its folder")
+    return model.tokenizer

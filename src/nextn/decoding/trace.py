@@ -1,0 +1,77 @@
+"""Which (token, hidden) pair is at which position in prefill, draft, verify and refresh: the table of `nextn trace`.
+
+The rows come from the decoder's own events, not from a second description of verb it should do.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nextn.decoding.generate import encode
+from nextn.decoding.rounds import Event, SequenceRound, Settings, rounds
+from nextn.model.model import Model
+
+
+@dataclass(frozen=True)
+class TraceRow:
+    """One position of one pass."""
+
+    round: int
+    phase: str
+    by: str  # `trunk` or `head[<index>]`
+    position: int  # cache slot and rotary position, which are the same number
+    token: str
+    hidden: str  # `h<i>`: the trunk's true state at position i; `g<k>`: the next_hidden of depth k; `-`: none
+    gives: str  # the output that is used
+
+
+def trace(model: Model, prompt: str | list[int], settings: Settings) -> Iterator[TraceRow]:
+    """Decode one prompt and yield the rows of each round as soon as it is over."""
+    events: list[Event] = []
+    ids = encode(model, prompt)
+    for number, result in enumerate(rounds(model.trunk, model.head, [ids], settings, observer=events.append)):
+        for event in events:
+            yield from _rows(model, number, event, result.rows[0], is_first=number == 1)
+        events.clear()
+
+
+def _rows(model: Model, number: int, event: Event, result: SequenceRound, *, is_first: bool) -> Iterator[TraceRow]:
+    last = len(event.tokens) - 1
+    for index, token in enumerate(event.tokens):
+        position = event.start + index
+        phase, gives = event.phase, ""
+        if event.module is None:
+            gives = f"h{position}" + _verification(model, event, result, index, last)
+        elif phase == "draft":
+            if index < last:
+                phase = "prefill" if is_first else "re-run"
+            else:
+                gives = _draft(model, event, result)
+        hidden = "-" if event.module is None else f"h{position}" if event.hidden == "h" else event.hidden
+        by = "trunk" if event.module is None else f"head[{event.module}]"
+        yield TraceRow(number, phase, by, position, token_text(model, token), hidden, gives)
+
+
+def _verification(model: Model, event: Event, result: SequenceRound, index: int, last: int) -> str:
+    if event.phase == "prefill":
+        return f" -> {token_text(model, result.emitted[0])}" if index == last and not result.drafts else ""
+    if index < result.num_accepted:
+        return f" -> {token_text(model, result.emitted[index])} accepts draft {index + 1}"
+    if index == result.num_accepted and result.num_accepted < len(result.emitted):
+        verb = "replaces" if result.num_accepted < len(result.drafts) else "follows"
+        return (
+            f" -> {token_text(model, result.emitted[index])} {verb} draft {index + 1 if verb == 'replaces' else index}"
+        )
+    return " (rolled back)"
+
+
+def _draft(model: Model, event: Event, result: SequenceRound) -> str:
+    depth = 1 if event.hidden == "h" else int(event.hidden[1:]) + 1
+    return f"draft {depth} = {token_text(model, result.drafts[depth - 1])}" if depth <= len(result.drafts) else ""
+
+
+def token_text(model: Model, token: int) -> str:
+    """Return a token as quoted text, or its id without a tokenizer."""
+    if model.tokenizer is None:
+        return str(token)
+    text = model.tokenizer.decode([token])
+    return repr(text) if "\ufffd" not in text else f"<{token}>"

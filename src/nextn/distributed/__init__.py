@@ -1,1 +1,0 @@
-"""Several processes: which of them does what, and who holds which part."""

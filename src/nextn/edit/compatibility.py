@@ -1,0 +1,163 @@
+"""Check from headers whether a head is complete, matches a target's sizes, and can be added to a quantized trunk."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.quant_config import QuantConfig, declared
+from nextn.checkpoint.stored_format import stored_modules, unpacked
+from nextn.edit.plan import Piece
+from nextn.errors import CheckpointError
+from nextn.families import lookup
+from nextn.text_format import some
+
+# Config fields that determine the head's shapes.
+SIZES = (
+    "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "moe_intermediate_size", "n_routed_experts", "num_experts", "moe_num_experts", "num_local_experts",
+    "n_shared_experts", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
+)  # fmt: skip
+ABOUT_HEAD = re.compile(r"mtp|nextn")  # fields that name the head
+_EXPERTS = ("n_routed_experts", "num_experts", "moe_num_experts", "num_local_experts")
+_EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
+# What two checkpoints of one quantization method must agree on, so that tensors of one fit the other's config.
+_SCHEME = ("weight_block_size", "group_size", "bits", "fmt", "format", "quant_algo", "scale_fmt")
+
+
+def absent(inventory: Inventory) -> list[str]:
+    """Return what this head lacks to be complete, as canonical names of roles or tensors."""
+    family = inventory.family
+    count = max([inventory.declared, *(index + 1 for index in inventory.modules)])
+    have = {tuple(name.split(".")[:2]) for name in inventory.stored}
+    missing = [
+        f"{index}.{role}"
+        for index in range(count)
+        for role in family.names
+        if role in family.required(index) and (str(index), role) not in have
+    ]
+    tails = {name.partition(".")[2] for name in inventory.own}
+    for index in inventory.modules:
+        module = {name.partition(".")[2] for name in inventory.of_module(index)}
+        block = {tail for tail in tails if tail.startswith("block.")} if f"{index}.block" not in missing else set()
+        missing += sorted(f"{index}.{tail}" for tail in block - module)
+        missing += [f"{index}.block: expert {number}" for number in _missing_experts(module, inventory)]
+    return missing + indexed_but_missing(inventory, head=True)
+
+
+def _missing_experts(tails: set[str], inventory: Inventory) -> list[int]:
+    stored = {int(match[1]) for tail in tails if (match := _EXPERT.search(tail))}
+    counts = [count for key in _EXPERTS if isinstance(count := lookup(inventory.checkpoint.config, key), int)]
+    return sorted(set(range(max([*counts[:1], max(stored) + 1]))) - stored) if stored else []
+
+
+def indexed_but_missing(inventory: Inventory, *, head: bool) -> list[str]:
+    """Return the names in the index that no file holds, of the head or of everything else."""
+    family, checkpoint = inventory.family, inventory.checkpoint
+    stored = {name for header in checkpoint.headers.values() for name in header.tensors}
+    missing = (checkpoint.index or {}).keys() - stored
+    return sorted(name for name in missing if (family.canonical(name, inventory.num_layers) is not None) is head)
+
+
+def refuse_misfit(dst: Inventory, src: Inventory, *, force: bool) -> list[str]:
+    """Raise CheckpointError with every mismatch of the head; return notes of those that `force` accepts."""
+    sizes, dst_sizes = _sizes(src), _sizes(dst)
+    wrong = {key: f"{key} is {sizes[key]}, the target's {dst_sizes[key]}"
+             for key in SIZES if key in sizes and key in dst_sizes and sizes[key] != dst_sizes[key]}  # fmt: skip
+    notes = []
+    if "vocab_size" in wrong and force and not set(src.family.own):
+        notes.append(
+            f"another vocabulary: {wrong.pop('vocab_size')}; the head uses only the trunk's embedding and lm_head"
+        )
+    reasons = [*wrong.values(), *_mismatched_shapes(dst, src)]
+    if reasons:
+        more = f" and {len(reasons) - 5} more" if reasons[5:] else ""
+        only_vocabulary = [*wrong] == ["vocab_size"] and not src.family.own
+        advice = " If tokens were only added, use --force." if only_vocabulary else ""
+        where = f"{src.checkpoint.path}: its head does not fit {dst.checkpoint.path}"
+        raise CheckpointError(f"{where}: {'; '.join(reasons[:5])}{more}.{advice}")
+    return notes
+
+
+def _sizes(inventory: Inventory) -> dict[str, int]:
+    config = inventory.checkpoint.config
+    sizes = {key: value for key in SIZES if isinstance(value := lookup(config, key), int)}
+    stored = {**inventory.shared, **{inventory.role(each): name for each, name in inventory.stored.items()}}
+    infos = {role: inventory.checkpoint.tensors[name] for role, name in stored.items()}
+    shapes = {role: info.shape for role, info in infos.items() if unpacked(info)}
+    for role in ("output", "embedding"):
+        if len(shapes.get(role, ())) == 2:
+            sizes["vocab_size"], sizes["hidden_size"] = shapes[role]
+    if len(shapes.get("token_norm", ())) == 1:
+        sizes["hidden_size"] = shapes["token_norm"][0]
+    return sizes
+
+
+def _mismatched_shapes(dst: Inventory, src: Inventory) -> Iterator[str]:
+    """Yield block tensors whose shape no layer of the target's trunk has, unless the base's own trunk also lacks it."""
+    family = src.family
+    for canonical, name in src.stored.items():
+        module = canonical.partition(".")[0]
+        stem = family.names["block"].format(module=module, layer=src.num_layers + int(module)) + "."
+        path = family.published(canonical, src.num_layers).removeprefix(stem)
+        shape = src.info(canonical).shape
+        expected, own = _layer_shapes(dst, path), _layer_shapes(src, path)
+        if src.role(canonical) == "block" and expected and shape not in expected and (not own or shape in own):
+            shapes = " or ".join(map(str, map(list, sorted(expected))))
+            yield f"{some([name])} is {list(shape)}, the target's layers have {shapes}"
+
+
+def _layer_shapes(inventory: Inventory, path: str) -> set[tuple[int, ...]]:
+    """Return the shapes of one path in all layers of the trunk, without packed tensors."""
+    infos = (layer[path] for layer in inventory.layers.values() if path in layer)
+    return {info.shape for info in infos if unpacked(info)}
+
+
+def quantized_without(dst: Inventory, src: Inventory, fresh: Mapping[str, Piece]) -> dict[str, Mapping[str, object]]:
+    """Return the target's config files, edited to leave out the head's unquantized modules.
+
+    Raises CheckpointError for a head that is quantized differently from the target.
+    """
+    quantized = QuantConfig.of(dst.checkpoint)
+    kinds = dict(stored_modules({name: replace(piece.info, name=name) for name, piece in fresh.items()}))
+    packed = {module: kind for module, kind in kinds.items() if kind != "plain"}
+    if packed:
+        _refuse_scheme(dst, src, packed, quantized)
+    if quantized is None:
+        return {}
+    # By its family's convention a quantized head has unquantized modules, which engines know without the config.
+    published = QuantConfig.of(src.checkpoint) if packed else None
+    plain = [
+        module for module in sorted(kinds.keys() - packed.keys())
+        if published is None or published.covers(_source(fresh, module)) is False
+    ]  # fmt: skip
+    return dict(quantized.leaving_out(plain))
+
+
+def _source(fresh: Mapping[str, Piece], module: str) -> str:
+    """Return the module's name in the checkpoint that its weight comes from."""
+    name = f"{module}.weight"
+    return fresh[name if name in fresh else module].name.removesuffix(".weight")
+
+
+def _refuse_scheme(dst: Inventory, src: Inventory, packed: Mapping[str, str], quantized: QuantConfig | None) -> None:
+    kinds = set(packed.values())
+    head_names = set(dst.stored.values())
+    trunk = {name: info for name, info in dst.checkpoint.tensors.items() if name not in head_names}
+    src_scheme, dst_scheme = _scheme(src.checkpoint), _scheme(dst.checkpoint)
+    difference = "" if quantized else "the target's config has no quantization"
+    if quantized and (unknown := kinds - {kind for _, kind in stored_modules(trunk)}):
+        difference = f"the target stores no {', '.join(sorted(unknown))}"
+    elif quantized and src_scheme and src_scheme != dst_scheme:
+        difference = f"{src_scheme} against {dst_scheme}"
+    elif quantized and (uncovered := [module for module in packed if quantized.covers(module) is False]):
+        difference = f"the target's config leaves {some(uncovered[:1])} unquantized"
+    if difference:
+        what = f"its head is quantized ({', '.join(sorted(kinds))}) and bytes are copied as they are"
+        raise CheckpointError(f"{src.checkpoint.path}: {what}: {difference}. Use a base in bf16.")
+
+
+def _scheme(checkpoint: Checkpoint) -> dict[str, object]:
+    section = declared(checkpoint.config)
+    return {key: section[key] for key in _SCHEME if key in section}

@@ -1,0 +1,328 @@
+"""Convert a head between layouts of the same computation, and between files; extract it into one file.
+
+Bytes, dtypes and scales stay as they are, unless norm weights are to be shifted by one.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from nextn.checkpoint.checkpoint import CONFIG, SINGLE, Checkpoint, as_checkpoint
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.provenance import Provenance, staged_head, trained_with, trunk_fingerprint
+from nextn.edit.compatibility import ABOUT_HEAD, SIZES, absent, quantized_without
+from nextn.edit.links import refuse_links
+from nextn.edit.plan import (
+    EditPlan,
+    Files,
+    Piece,
+    Progress,
+    changes,
+    divide,
+    execute,
+    index_document,
+    into_new_folder,
+    quiet,
+    visible,
+    with_config,
+)
+from nextn.errors import CheckpointError, ConfigError, FamilyError
+from nextn.families import Family, by_name, rows
+from nextn.text_format import some
+
+Form = Literal["shards", "side-file", "single-file"]
+Shift = Literal["add-1", "subtract-1"]
+SIDE_FILE = "mtp.safetensors"
+_KEPT = ("model_type", "quantization_config", "tie_word_embeddings", "torch_dtype", "dtype")  # besides SIZES
+
+# Facts that determine what a head computes; layouts that agree on these hold the same values under other names.
+_FACTS = ("concat", "hidden", "next_hidden", "norm_weight", "position0", "order", "experts", "own")
+_NORM_WEIGHT = re.compile(r"norm\w*(\.m)?\.weight$")
+_SHIFTS: Mapping[tuple[str, str], Shift] = {("1+w", "w"): "add-1", ("w", "1+w"): "subtract-1"}
+
+
+def convert(
+    source: "str | Path | Checkpoint",
+    out: str | Path,
+    *,
+    to: str | None = None,
+    now: str | None = None,
+    form: Form | None = None,
+    norm_weight: Shift | None = None,
+    follow_links: bool = False,
+    dry_run: bool = False,
+    on_bytes: Progress = quiet,
+) -> EditPlan:
+    """Write `source` into the new folder `out`, with its head under the names of the family `to`.
+
+    Weight files without tensors of the head are hard-linked.
+
+    Args:
+        source: A folder, .safetensors file, hub id or opened checkpoint.
+        out: A new folder.
+        to: The target family. By default the model's own: a head under another layout's names gets its own back.
+        now: The layout that the head has now, where its names are ambiguous.
+        form: The head in an indexed file of its own (shards, the default), in an mtp.safetensors that the index does
+            not list, or everything in one file.
+        norm_weight: Shift the head's norm weights by one, in fp32, rounded to their dtype.
+        follow_links: See `restore`.
+        dry_run: Write nothing.
+        on_bytes: Called with the bytes written so far and in all.
+
+    Returns:
+        What was, or with `dry_run` would be, written.
+
+    Raises:
+        FamilyError: The two layouts do not compute the same; the message names the differences.
+    """
+    checkpoint = as_checkpoint(source)
+    refuse_links(checkpoint, follow=follow_links)
+    inventory = Inventory.of(checkpoint)
+    layout = by_name(to) if to else inventory.family
+    head = find_head(inventory, layout, by_name(now) if now else None)
+    _refuse_different(head.family, layout, norm_weight, len(head.modules))
+    fresh, notes = _renamed(inventory, head, layout)
+    if norm_weight is not None:
+        fresh, note = _shifted(fresh, head, norm_weight)
+        notes.append(note)
+    elif form is None and all(name == piece.name for name, piece in fresh.items()):
+        raise ConfigError(f"{checkpoint.path}: its head already has the names of {layout.name}; nothing to convert")
+    plan = replace(_plan(inventory, head, layout, fresh, form), notes=tuple(notes), follow_links=follow_links)
+    plan = into_new_folder(plan, out)
+    if not dry_run:
+        execute(plan, seal=partial(_seal, inventory=inventory, head=head, layout=layout), on_bytes=on_bytes)
+    return plan
+
+
+def find_head(inventory: Inventory, layout: Family, current: Family | None = None) -> Inventory:
+    """Return the head in the layout of its names: `current`, else the model's own, else the one closest to `layout`.
+
+    Raises CheckpointError for a head that is partial in every layout, or absent.
+    """
+    families = (current,) if current else (inventory.family, *rows())
+    heads = [_read_as(family, inventory) for family in families]
+    complete = [head for head in heads if head and head.stored and not absent(head)]
+    if complete:
+        return min(complete, key=partial(_distance, inventory=inventory, layout=layout))
+    if inventory.stored:
+        raise CheckpointError(
+            f"{inventory.checkpoint.path}: its head is partial, without {some(absent(inventory), 5)}. "
+            "`nextn restore` completes it."
+        )
+    raise CheckpointError(f"{inventory.checkpoint.path}: holds no head in any known layout. `nextn restore` adds one.")
+
+
+def _distance(head: Inventory, inventory: Inventory, layout: Family) -> tuple[int, bool, int, int]:
+    """Rank layouts: by block tensors named as in the trunk's layers; then the model's own layout, fewest differences
+    from `layout`, and most known names inside the block.
+    """
+    paths = {path for layer in inventory.layers.values() for path in layer}
+    stem = inventory.family.names["block"].format(module=0, layer=inventory.num_layers)
+    matches, known = 0, 0
+    for canonical, name in head.stored.items():
+        if rest := canonical.partition(".block.")[2]:
+            path = inventory.family.published(f"0.block.{rest}", inventory.num_layers).removeprefix(f"{stem}.")
+            matches += path in paths
+            known += not name.endswith(rest)
+    return (
+        -matches,
+        head.family.name != inventory.family.name,
+        len(_differences(head.family, layout, len(head.modules))),
+        -known,
+    )
+
+
+def _read_as(family: Family, inventory: Inventory) -> Inventory | None:
+    """Read the tensors that are not the trunk's as those of `family`; None if it cannot have so many modules."""
+    trunk = {info.name for layer in inventory.layers.values() for info in layer.values()} | set(
+        inventory.shared.values()
+    )
+    rest = {name: info for name, info in inventory.checkpoint.tensors.items() if name not in trunk}
+    try:
+        config = family.with_count({"num_hidden_layers": inventory.num_layers}, inventory.declared)
+        head = Inventory.of(replace(inventory.checkpoint, tensors=rest, config=config), family=family)
+    except FamilyError:
+        return None
+    return replace(head, checkpoint=inventory.checkpoint, shared=inventory.shared, layers=inventory.layers)
+
+
+def _differences(old: Family, new: Family, count: int) -> list[str]:
+    facts = ((fact, getattr(old, fact), getattr(new, fact)) for fact in _FACTS)
+    differences = [f"{fact} is {a!r} against {b!r}" for fact, a, b in facts if a != b]
+    old_roles, new_roles = ({*family.names} - {*family.copies} for family in (old, new))
+    if old_roles != new_roles:
+        differences.append(f"only one of them has {', '.join(sorted(old_roles ^ new_roles))}")
+    if new.max_modules is not None and count > new.max_modules:
+        differences.append(f"{count} modules, at most {new.max_modules} in {new.name}")
+    return differences
+
+
+def _refuse_different(old: Family, new: Family, norm_weight: Shift | None, count: int) -> None:
+    """Raise FamilyError for layouts that compute differently; the right shift makes up for the norm convention."""
+    shift = _SHIFTS.get((old.norm_weight, new.norm_weight))
+    shifted = replace(old, norm_weight=new.norm_weight) if shift is not None and norm_weight == shift else old
+    if differences := _differences(shifted, new, count):
+        advice = f" Use --norm-weights {shift}." if shift is not None and norm_weight is None else ""
+        raise FamilyError(f"{old.name} and {new.name} do not compute the same: {'; '.join(differences)}.{advice}")
+
+
+def _renamed(inventory: Inventory, head: Inventory, layout: Family) -> tuple[dict[str, Piece], list[str]]:
+    """Return name in `layout` -> piece, and notes of the copies that it does not have."""
+    wrapper = inventory.wrapper if inventory.wrapper in layout.wrappers else ""
+    placed = {canonical: name for canonical, name in head.stored.items() if head.role(canonical) in layout.names}
+    pieces = {layout.published(canonical, inventory.num_layers, wrapper=wrapper): Piece(inventory.checkpoint, name)
+              for canonical, name in placed.items()}  # fmt: skip
+    left = sorted(head.stored.keys() - placed.keys())
+    return pieces, [f"left out: {some([head.stored[each]])}, a copy that {layout.name} does not store" for each in left]
+
+
+def _shifted(fresh: Mapping[str, Piece], head: Inventory, norm_weight: Shift) -> tuple[dict[str, Piece], str]:
+    offset = 1.0 if norm_weight == "add-1" else -1.0
+    norm_weights = {name for canonical, name in head.stored.items() if is_norm_weight(canonical)}
+    pieces = {name: replace(piece, edit=shift_fn(piece.info.dtype, offset)) if piece.name in norm_weights else piece
+              for name, piece in fresh.items()}  # fmt: skip
+    exact = "exact in bf16 for weights from 0.5 to 2" if norm_weight == "subtract-1" else "values near 0 are rounded"
+    return (
+        pieces,
+        f"{norm_weight} on {len(norm_weights)} norm weights of the head, in fp32 rounded to their dtype: {exact}",
+    )
+
+
+def is_norm_weight(canonical: str) -> bool:
+    """Whether a tensor of the head is a norm weight, which some families store as w for 1 + w."""
+    return _NORM_WEIGHT.search(canonical) is not None
+
+
+def shift_fn(dtype: str, offset: float) -> Callable[[bytes], bytes]:
+    """Return a function that adds `offset` to values given as bytes, rounding to nearest even.
+
+    Raises CheckpointError for dtypes other than BF16, F16 and F32.
+    """
+    import numpy as np
+
+    if dtype in ("F16", "F32"):
+        kind = np.dtype("<f2" if dtype == "F16" else "<f4")
+        return lambda data: (np.frombuffer(data, kind).astype("<f4") + np.float32(offset)).astype(kind).tobytes()
+    if dtype != "BF16":
+        raise CheckpointError(f"a norm weight is {dtype}; only BF16, F16 and F32 can be shifted")
+
+    def bf16(data: bytes) -> bytes:
+        bits = ((np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4") + np.float32(offset)).view("<u4")
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
+
+    return bf16
+
+
+def _plan(
+    inventory: Inventory, head: Inventory, layout: Family, fresh: dict[str, Piece], form: Form | None
+) -> EditPlan:
+    gone = head.spellings(head.own) | set(head.copies.values())
+    checkpoint = visible(inventory.checkpoint, {inventory.checkpoint.tensors[name].file for name in gone})
+    files = divide(checkpoint, gone, fresh)
+    if form == "single-file":
+        everything = {name: Piece(checkpoint, name) for name in checkpoint.tensors if name not in gone} | fresh
+        files = Files({SINGLE: everything}, None, dropped=tuple({info.file for info in checkpoint.tensors.values()}))
+    elif form == "side-file":
+        files = _side_file(files, fresh)
+    documents = _configs(replace(inventory, checkpoint=checkpoint), head, layout, fresh)
+    documents |= index_document(files, checkpoint)
+    note = changes(checkpoint, documents)
+    return EditPlan(checkpoint, Path(), layout.name, files, documents, changes=note)
+
+
+def _side_file(files: Files, fresh: Mapping[str, Piece]) -> Files:
+    """Move the head to a file that the index does not list."""
+    weights = {file: pieces for file, pieces in files.weights.items() if pieces is not fresh}
+    index = {name: file for name, file in (files.index or {}).items() if name not in fresh}
+    return replace(files, weights={**weights, SIDE_FILE: fresh}, index=index)
+
+
+def _configs(
+    inventory: Inventory, head: Inventory, layout: Family, fresh: Mapping[str, Piece]
+) -> dict[str, Mapping[str, object]]:
+    """Edit config.json; where names change, list the head's unquantized modules in the quantization config."""
+    renamed = any(name != piece.name for name, piece in fresh.items())
+    edited = quantized_without(inventory, head, fresh) if renamed else {}
+    config: Mapping[str, object] = edited.pop(CONFIG, inventory.checkpoint.config)
+    count = len(head.modules)
+    if not inventory.layers and layout.name != inventory.family.name:  # a head alone: only the config identifies it
+        config = layout.with_count({**config, "model_type": layout.model_types[0]}, count)
+    elif inventory.family.num_modules(config) != count:
+        config = inventory.family.with_count(config, count)
+    return {**edited, **with_config(inventory.checkpoint, config)}
+
+
+def _seal(stage: Path, inventory: Inventory, head: Inventory, layout: Family) -> None:
+    config = layout.with_count({"num_hidden_layers": inventory.num_layers}, len(head.modules))
+    beside = trunk_fingerprint(inventory) if inventory.layers else ""
+    Provenance(
+        staged_head(stage, config, layout), trained_with(inventory), beside,
+        inventory.checkpoint.path, inventory.checkpoint.revision, "convert",
+    ).write(stage)  # fmt: skip
+
+
+def extract(
+    source: "str | Path | Checkpoint",
+    out: str | Path,
+    *,
+    copies: bool = False,
+    follow_links: bool = False,
+    dry_run: bool = False,
+    on_bytes: Progress = quiet,
+) -> EditPlan:
+    """Write the head of `source` into the file `out`, with a small config.json next to it.
+
+    The result can be a base for `restore`; its header records where the head came from.
+
+    Args:
+        source: A folder, .safetensors file, hub id or opened checkpoint.
+        out: A new .safetensors file.
+        copies: Whether to include the modules' copies of the trunk's embedding and lm_head.
+        follow_links: See `restore`.
+        dry_run: Write nothing.
+        on_bytes: Called with the bytes written so far and in all.
+    """
+    path = Path(out).expanduser().absolute()
+    if path.suffix != ".safetensors" or os.path.lexists(path):
+        raise ConfigError(f"{out}: must be the name of a .safetensors file that does not exist yet")
+    inventory = Inventory.of(as_checkpoint(source))
+    refuse_links(inventory.checkpoint, follow=follow_links)
+    head = find_head(inventory, inventory.family)
+    _refuse_different(head.family, inventory.family, None, len(head.modules))
+    fresh, _ = _renamed(inventory, head, inventory.family)
+    if not copies:
+        fresh = {name: piece for name, piece in fresh.items() if piece.name not in head.copies.values()}
+    config = small_config(inventory, len(head.modules))
+    refuse_config = partial(_refuse_foreign_config, path.with_name(CONFIG), config)
+    refuse_config()
+    checkpoint = inventory.checkpoint
+    metadata = {"format": "pt", "family": inventory.family.name, "source": checkpoint.path,
+                "revision": checkpoint.revision or "", "trained_with": trained_with(inventory)}  # fmt: skip
+    files, documents = Files({path.name: fresh}, None), {CONFIG: config}
+    plan = EditPlan(checkpoint, path.parent, inventory.family.name, files, documents, metadata=metadata)
+    if not dry_run:
+        execute(plan, seal=lambda _: refuse_config(), on_bytes=on_bytes)
+    return plan
+
+
+def small_config(inventory: Inventory, count: int) -> dict[str, object]:
+    """Return a flat config with what identifies the head's family, names and sizes."""
+    config = inventory.checkpoint.config
+    inner = config.get("text_config")
+    fields = {**(inner if isinstance(inner, Mapping) else {}), **config}
+    kept = {key: value for key, value in fields.items() if key in _KEPT or key in SIZES or ABOUT_HEAD.search(key)}
+    return inventory.family.with_count({**kept, "num_hidden_layers": inventory.num_layers}, count)
+
+
+def _refuse_foreign_config(path: Path, config: Mapping[str, object]) -> None:
+    try:
+        is_same = not os.path.lexists(path) or (path.is_file() and json.loads(path.read_bytes()) == config)
+    except (OSError, ValueError, RecursionError):
+        is_same = False
+    if not is_same:
+        raise CheckpointError(f"{path}: belongs to another model. Give the head a folder of its own.")

@@ -1,0 +1,235 @@
+"""Restore the head of a checkpoint that lost it, byte for byte; add the copies of shared tensors that engines need.
+
+Checks names, shapes and configs, never values; those are for `audit`.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from nextn.checkpoint.checkpoint import CONFIG, Checkpoint, as_checkpoint
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.provenance import Provenance, staged_head, trained_with, trunk_fingerprint
+from nextn.edit.compatibility import ABOUT_HEAD, absent, indexed_but_missing, quantized_without, refuse_misfit
+from nextn.edit.links import refuse_links
+from nextn.edit.plan import (
+    EditPlan,
+    Files,
+    Piece,
+    Progress,
+    changes,
+    divide,
+    execute,
+    index_document,
+    into_new_folder,
+    quiet,
+    visible,
+    with_config,
+)
+from nextn.errors import CheckpointError, ConfigError, FamilyError
+from nextn.families import ENGINES, Family, by_config, by_name, lookup
+from nextn.text_format import some
+
+
+def restore(
+    target: str | Path,
+    base: "str | Path | Checkpoint | None" = None,
+    *,
+    out: str | Path | None = None,
+    aliases: str | None = None,
+    family: str | None = None,
+    force: bool = False,
+    dry_run: bool = False,
+    trained_by: str | None = None,
+    follow_links: bool = False,
+    on_bytes: Progress = quiet,
+) -> EditPlan:
+    """Write the head of `base` into the folder `target`.
+
+    Of a hub base only the head and samples of the trunk are read. Copies are not taken from `base`: every engine can
+    use the trunk's, which may have been fine-tuned. After any failure the target is unchanged.
+
+    Args:
+        target: A local checkpoint folder.
+        base: A checkpoint that has the head: a folder, .safetensors file, hub id or opened checkpoint.
+        out: A new folder for the complete result; by default `target` itself is changed.
+        aliases: An engine, whose missing copies of embedding and lm_head are written from the target's own trunk.
+        family: Name of the family, for a model_type without one.
+        force: Replace a complete head; accept one for another vocabulary size.
+        dry_run: Write nothing.
+        trained_by: The run that just trained `base`; the record then says "train".
+        follow_links: Follow links that lead out of a checkpoint's folder. Those of a hub cache always are.
+        on_bytes: Called with the bytes written so far and in all.
+
+    Returns:
+        What was, or with `dry_run` would be, written.
+
+    Raises:
+        CheckpointError, FamilyError, ConfigError: The head does not fit; the message has the reasons.
+    """
+    if base is None and aliases is None:
+        raise ConfigError("nothing to restore: give a base that has the head, or an engine that needs copies")
+    row = by_name(family) if family else None
+    dst = _target(target, row)
+    src = None if base is None else _base(base, dst, row)
+    for each in (dst, src):
+        if each is not None:
+            refuse_links(each.checkpoint, follow=follow_links)
+    plan = replace(_plan(dst, src, aliases, force=force), follow_links=follow_links)
+    plan = plan if out is None else into_new_folder(plan, out)
+    if not dry_run and plan.pieces:
+        seal = None if src is None else partial(_seal, dst=dst, src=src, plan=plan, trained_by=trained_by)
+        execute(plan, seal=seal, on_bytes=on_bytes)
+    return plan
+
+
+def _target(path: str | Path, family: Family | None) -> Inventory:
+    """Return what loaders see of the target; a head in a file that is not in the index counts as missing."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(f"{path}: not a folder. Only a local folder can be changed; download a hub model first.")
+    inventory = Inventory.of(visible(Checkpoint.open(folder)), family=family)
+    missing = indexed_but_missing(inventory, head=False)
+    if missing:
+        raise CheckpointError(
+            f"{path}: {len(missing)} tensors of the trunk are in the index and in no file, such as "
+            f"{some(missing[:1])}. Complete the target first."
+        )
+    return inventory
+
+
+def _base(source: "str | Path | Checkpoint", dst: Inventory, family: Family | None) -> Inventory:
+    """Return the base's head; a file without a config is read with the target's, ignoring its number of modules."""
+    checkpoint = as_checkpoint(source)
+    bare = not checkpoint.config
+    family = family or (dst.family if bare else by_config(checkpoint.config))
+    if family.name != dst.family.name:
+        raise FamilyError(
+            f"{checkpoint.path}: a head of family {family.name}, the target's is {dst.family.name}. "
+            f"Where both compute the same, `nextn convert --to {dst.family.name}` first."
+        )
+    config = dst.checkpoint.config if bare else checkpoint.config
+    src = Inventory.of(replace(checkpoint, config=config), family=family)
+    src = replace(src, declared=0) if bare else src
+    if not src.own:
+        raise CheckpointError(f"{checkpoint.path}: holds no head of family {family.name}. Use the published model.")
+    if missing := absent(src):
+        raise CheckpointError(
+            f"{checkpoint.path}: its head is partial, without {some(missing, 5)}. "
+            "Use a base with a complete head, such as the published model."
+        )
+    return src
+
+
+def _plan(dst: Inventory, src: Inventory | None, engine: str | None, *, force: bool) -> EditPlan:
+    family, checkpoint = dst.family, dst.checkpoint
+    fresh: dict[str, Piece] = {}
+    gone: set[str] = set()
+    notes: list[str] = []
+    count = dst.declared
+    if src is not None:
+        _refuse_complete(dst, src, force=force)
+        notes += refuse_misfit(dst, src, force=force)
+        gone = dst.spellings(dst.own)
+        fresh = {dst.published(name): Piece(src.checkpoint, src.stored[name]) for name in src.own}
+        count = len(src.modules)
+    if engine is not None:
+        copies = _copies(dst, count, engine, notes)
+        gone |= {name for canonical, name in dst.copies.items() if dst.published(canonical) in copies}
+        fresh |= copies
+    elif src is not None and src.copies:
+        size = sum(src.checkpoint.tensors[name].nbytes for name in src.copies.values())
+        notes.append(
+            f"left out: the base's copies of {' and '.join(family.copies)} inside the modules ({size:,} bytes), as "
+            "engines use the trunk's. --add-aliases ENGINE writes them from the target's trunk"
+        )
+    documents = _configs(dst, src, fresh, count) if src is not None else {}
+    files = divide(checkpoint, gone, fresh) if fresh else Files({}, None)
+    documents |= index_document(files, checkpoint)
+    path, lines = Path(checkpoint.path), changes(checkpoint, documents)
+    return EditPlan(checkpoint, path, family.name, files, documents, changes=lines, notes=tuple(notes))
+
+
+def _refuse_complete(dst: Inventory, src: Inventory, *, force: bool) -> None:
+    """Raise CheckpointError for a target with a complete head: it has every part of the base's, however stored."""
+    src_parts, dst_parts = ({_part(name) for name in inventory.own} for inventory in (src, dst))
+    if not force and src_parts <= dst_parts:
+        raise CheckpointError(
+            f"{dst.checkpoint.path}: already has a complete head ({len(dst.modules)} modules). --force replaces it."
+        )
+
+
+def _part(canonical: str) -> str:
+    """Return a tensor's module, `0.block.mlp.down_proj` of its `.weight`, or the name of a bare parameter."""
+    return canonical.rpartition(".")[0] if canonical.count(".") > 1 else canonical
+
+
+def _copies(dst: Inventory, count: int, engine: str, notes: list[str]) -> dict[str, Piece]:
+    """Return the copies of trunk tensors to write: those that the engine leaves unset, and stored ones that differ."""
+    family = dst.family
+    if engine not in ENGINES:
+        raise ConfigError(f"engine {engine!r}; known: {', '.join(ENGINES)}")
+    unset = {*family.engines[engine].unset, *family.engines[engine].skips}
+    roles = [role for role in family.copies if role in unset]
+    modules = {role: range(count) if "{" in family.names[role] else range(min(count, 1)) for role in roles}
+    lacking = {f"{index}.{role}.weight": role for role in roles for index in modules[role]}
+    lacking = {name: role for name, role in lacking.items() if name not in dst.stored}
+    differing = {name: dst.role(name) for name in dst.copies if _differs(dst, name)}
+    if not lacking and not differing:
+        reason = f"it uses the trunk's {' and '.join(family.copies) or 'tensors'}"
+        notes.append(f"no copies to add for {engine}: {'the target stores them' if roles else reason}")
+    return {
+        dst.published(name): Piece(dst.checkpoint, _trunk_tensor(dst, role))
+        for name, role in {**lacking, **differing}.items()
+    }
+
+
+def _differs(dst: Inventory, copy: str) -> bool:
+    """Whether a copy differs from the trunk's tensor in any bit."""
+    trunk = dst.checkpoint.info(_trunk_tensor(dst, dst.role(copy)))
+    return not dst.checkpoint.same(dst.info(copy), trunk)
+
+
+def _trunk_tensor(dst: Inventory, role: str) -> str:
+    tied = role == "output" and lookup(dst.checkpoint.config, "tie_word_embeddings")
+    name = dst.shared.get(role) or (dst.shared.get("embedding") if tied else None)
+    if name is None:
+        raise CheckpointError(f"{dst.checkpoint.path}: has no {dst.family.trunk[role]}.weight to copy.")
+    return name
+
+
+def _configs(dst: Inventory, src: Inventory, fresh: Mapping[str, Piece], count: int) -> dict[str, Mapping[str, object]]:
+    """Return the JSON files to change, so that engines look for the head and read it as it is stored."""
+    edited = quantized_without(dst, src, fresh)
+    config: Mapping[str, object] = edited.pop(CONFIG, dst.checkpoint.config)
+    counted = dst.family.count_fields if dst.family.counted_in(config) else ()
+    config = _with_fields(config, src.checkpoint.config, counted)
+    if dst.family.num_modules(config) != count:
+        config = dst.family.with_count(config, count)
+    return {**edited, **with_config(dst.checkpoint, config)}
+
+
+def _with_fields(
+    config: Mapping[str, object], base: Mapping[str, object], fields: Collection[str]
+) -> dict[str, object]:
+    """Return `config` with the head's fields of `base` that it lacks, except `fields`."""
+    text = base.get("text_config")
+    inner, outer = (text, base) if isinstance(text, Mapping) else (base, {})
+    nested = config.get("text_config")
+    new = [
+        {key: value for key, value in part.items()
+         if ABOUT_HEAD.search(key) and key not in fields and lookup(config, key) is None}
+        for part in (outer, inner)
+    ]  # fmt: skip
+    if isinstance(nested, Mapping) and new[1]:
+        return {**config, **new[0], "text_config": {**nested, **new[1]}}
+    return {**config, **new[0], **new[1]}
+
+
+def _seal(stage: Path, dst: Inventory, src: Inventory, plan: EditPlan, trained_by: str | None) -> None:
+    config = plan.documents.get(CONFIG, dst.checkpoint.config)
+    Provenance(
+        staged_head(stage, config, dst.family), trained_with(src), trunk_fingerprint(dst),
+        trained_by or src.checkpoint.path, src.checkpoint.revision, "train" if trained_by else "restore",
+    ).write(stage)  # fmt: skip

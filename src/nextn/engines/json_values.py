@@ -1,0 +1,79 @@
+"""Parse JSON from engines within limits of time and memory, and check its values.
+
+Invalid values raise ValueError or TypeError here; callers turn these into an EngineError that names the source.
+"""
+
+import json
+import math
+import re
+from reprlib import Repr
+
+MAX_COUNT = 2**53  # larger integers have no exact float
+_MAX_TEXT = 16 * 1024 * 1024
+_MAX_MEMORY = 96 * 1024 * 1024
+_MAX_ID = 2**31
+_LOGPROB_FLOOR = 9999.0  # what vLLM writes for a probability of 0
+# Bytes that Python needs for an object, an array, and any other value with its slot in a list.
+_COSTS = {"{": 200, "[": 72, ",": 32}
+_ESCAPES = re.compile(
+    r"\\(?:[uU][dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.S
+)
+
+
+def loads(text: str) -> object:
+    """Parse a JSON document; lone surrogates, which no file or terminal accepts, become U+FFFD.
+
+    Raises:
+        ValueError: It is not JSON, too long, nested too deeply, or its values would take too much memory.
+    """
+    if len(text) > _MAX_TEXT:
+        raise ValueError(f"JSON of {len(text):,} characters; at most {_MAX_TEXT:,} are read")
+    memory = sum(text.count(char) * cost for char, cost in _COSTS.items())
+    if memory > _MAX_MEMORY:
+        raise ValueError(f"JSON whose values would take about {memory // 2**20} MiB; at most {_MAX_MEMORY // 2**20}")
+    if re.search(r"\\u[dD][89a-fA-F]", text):
+        text = _ESCAPES.sub(lambda match: r"\ufffd" if match[1] else match[0], text)
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("JSON nested too deeply") from error
+
+
+def count(value: object, name: str, *, maximum: int = MAX_COUNT) -> int:
+    """Check a whole number from 0 to `maximum`. Raises ValueError for anything else."""
+    if type(value) is not int or not 0 <= value <= maximum:
+        raise ValueError(f"{name} = {short_repr(value)}; expected a whole number from 0 to {maximum}")
+    return value
+
+
+def optional_count(value: object, name: str) -> int | None:
+    """Check a count that the engine may leave out."""
+    return None if value is None else count(value, name)
+
+
+def token_id(value: object) -> int:
+    """Check a token id. Raises ValueError for anything else."""
+    return count(value, "token id", maximum=_MAX_ID)
+
+
+def logprob(value: object) -> float:
+    """Check a log-probability in nats; -inf becomes -9999. Raises ValueError for text, NaN and +inf."""
+    if type(value) not in (int, float) or math.isnan(value) or value > _LOGPROB_FLOOR:  # type: ignore[arg-type,operator]
+        raise ValueError(f"log-probability {short_repr(value)}; expected a number, at most 0")
+    return float(max(value, -_LOGPROB_FLOOR))  # type: ignore[call-overload]
+
+
+def string(value: object, name: str, *, maximum: int = _MAX_TEXT) -> str:
+    """Check a text of at most `maximum` characters. Raises ValueError for anything else."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name} = {short_repr(value)}; expected a text")
+    if len(value) > maximum:
+        raise ValueError(f"{name} has {len(value):,} characters; expected at most {maximum:,}")
+    return value
+
+
+def short_repr(value: object) -> str:
+    """Return a value's repr for a message: at most 200 characters, whatever its size and depth."""
+    brief = Repr()
+    brief.maxstring = brief.maxother = 80
+    return brief.repr(value)[:200]

@@ -1,0 +1,190 @@
+"""Advice on whether to use MTP here and with which K, from measured acceptance and costs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+from nextn.errors import ConfigError
+from nextn.evaluate.benchmark import BenchmarkFigures, BenchmarkReport, Run, run_benchmark
+from nextn.evaluate.benchmark_plan import BenchmarkPlan
+from nextn.evaluate.decoding_costs import check_sizes, measure_costs
+from nextn.evaluate.workload import Prompt
+from nextn.model.model import Model
+from nextn.stats import acceptance
+from nextn.stats.acceptance import Acceptance
+from nextn.stats.speedup import (
+    DEFINITION,
+    Costs,
+    best_drafts,
+    break_even,
+    expected_length,
+    expected_speedup,
+    uniform_rate,
+)
+
+DEFINITIONS = {
+    "speedup": DEFINITION,
+    "interval": "the same with every a_k at the low, and at the high end of its 95 % Wilson interval",
+    "acceptance": acceptance.DEFINITION,
+    "overhead": "o, measured at the largest K and batch 1 by this decoder; assumed equal for every K and batch",
+    "break_even": "the acceptance, equal at all depths, at which this K has speed-up 1; null: there is none",
+    "pays": "the low end of the interval, at the best K, is above 1, and not all texts are repetitive",
+    "best_drafts": "the best K if it pays, else 0: leave MTP off",
+    "measured": "speed-up of the decoder at the largest K in this run, to compare with what was expected",
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The expected speed-up at K = drafts. break_even: None if no acceptance makes it pay."""
+
+    drafts: int
+    speedup: float
+    interval: tuple[float, float]
+    break_even: float | None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The expected speed-up of every K > 0 at one temperature, batch size and context."""
+
+    temperature: float
+    costs: Costs
+    rates: tuple[float, ...]
+    choices: tuple[Choice, ...]
+    best: Choice  # if none pays, the one that loses least
+    all_repetitive: bool  # all texts behind the rates are repetitive
+
+    @property
+    def pays(self) -> bool:
+        """Whether a gain is certain enough to use MTP."""
+        return self.best.interval[0] > 1 and not self.all_repetitive
+
+    @property
+    def summary(self) -> str:
+        """The advice, in one sentence."""
+        best = self.best
+        low, high = best.interval
+        expected = f"{best.speedup:.2f} x expected ({low:.2f} to {high:.2f}) at K = {best.drafts}"
+        if self.all_repetitive:
+            return f"leave it off until measured on other prompts: every text is repetitive, and these give {expected}"
+        if self.pays:
+            return f"turn it on: {expected}"
+        if best.speedup > 1:
+            return f"leave it off here, as no gain is sure: {expected}, which includes a loss; more text narrows it"
+        if best.break_even is None:
+            return f"leave it off here: {expected}; at these costs no acceptance makes it pay"
+        rate = uniform_rate(expected_length(self.rates[: best.drafts]), best.drafts)
+        return (
+            f"leave it off here: {expected}; it pays from an acceptance of {best.break_even:.2f} on, and has {rate:.2f}"
+        )
+
+    def as_record(self) -> dict[str, object]:
+        """Return the forecast for JSON reports."""
+        return {
+            "temperature": self.temperature,
+            "batch": self.costs.batch,
+            "context": self.costs.context,
+            "pays": self.pays,
+            "best_drafts": self.best.drafts if self.pays else 0,
+            "verdict": self.summary,
+            "by_drafts": [vars(choice) for choice in self.choices],
+        }
+
+
+def forecast(
+    counts: Acceptance, costs: Costs, *, temperature: float, overhead: float = 0.0, all_repetitive: bool = False
+) -> Forecast:
+    """Compute the expected speed-up of every K from the acceptance of runs at the largest K.
+
+    `overhead` is the o of `DEFINITION`, in baseline steps. Raises ConfigError if no round had drafts.
+    """
+    bounds = counts.intervals()
+    if not bounds:
+        raise ConfigError("no text was long enough for a round with drafts; give other prompts, or more max_tokens")
+    low, high = ([bound[end] for bound in bounds] for end in (0, 1))
+
+    def choice(drafts: int) -> Choice:
+        expected, least, most = (
+            expected_speedup(costs, rates, drafts, overhead=overhead) for rates in (counts.rates, low, high)
+        )
+        return Choice(drafts, expected, (least, most), break_even(costs, drafts, overhead=overhead))
+
+    choices = tuple(choice(drafts) for drafts in range(1, min(len(bounds), costs.max_drafts) + 1))
+    num_drafts = best_drafts(costs, counts.rates, overhead=overhead)
+    best = choices[num_drafts - 1] if num_drafts else max(choices, key=lambda each: each.speedup)
+    return Forecast(temperature, costs, counts.rates, choices, best, all_repetitive)
+
+
+def advise(
+    model: Model,
+    prompts: Sequence[Prompt],
+    plan: BenchmarkPlan,
+    *,
+    batches: Sequence[int] = (1, 2, 4, 8),
+    contexts: Sequence[int] = (),
+    source: str = "",
+    on_run: Callable[[Run], None] = lambda run: None,
+    on_costs: Callable[[Costs], None] = lambda costs: None,
+) -> "Advice":
+    """Decode by the plan, then measure the costs of every batch size and context (none: the mean length of the texts).
+
+    Raises ConfigError, before anything is decoded, if the sizes do not fit the model.
+    """
+    largest = plan.drafts[-1]
+    for context, batch in product(contexts or (1,), batches):
+        check_sizes(model, drafts=largest, batch=batch, context=context)
+    report, costs = run_benchmark(model, prompts, plan, source=source, on_run=on_run), []
+    for context, batch in product(contexts or (report.costs.context,), batches):
+        costs.append(measure_costs(model, drafts=largest, batch=batch, context=context, backend=plan.backend))
+        on_costs(costs[-1])
+    return Advice(report, tuple(costs))
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Forecasts for every temperature, batch size and context, and the runs behind them."""
+
+    report: BenchmarkReport  # of baseline decoding and the largest K
+    costs: tuple[Costs, ...]  # of one or more batch sizes and contexts
+    forecasts: tuple[Forecast, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        forecasts = [
+            forecast(
+                figures.acceptance,
+                costs,
+                temperature=figures.temperature,
+                overhead=max(0.0, figures.overhead),
+                all_repetitive=figures.all_repetitive,
+            )
+            for figures in self._figures
+            for costs in self.costs
+        ]
+        object.__setattr__(self, "forecasts", tuple(forecasts))
+
+    @property
+    def _figures(self) -> list[BenchmarkFigures]:
+        """Those of the largest K, by temperature."""
+        plan = self.report.plan
+        return [self.report.figures(temperature, plan.drafts[-1]) for temperature in plan.temperatures]
+
+    @property
+    def headlines(self) -> list[Forecast]:
+        """The first batch size and context at every temperature."""
+        return [self.forecasts[index] for index in range(0, len(self.forecasts), len(self.costs))]
+
+    def as_record(self) -> dict[str, object]:
+        """Return the JSON document, with the first forecast's advice at its top."""
+        return {
+            "model": self.report.source,
+            "verdict": self.forecasts[0].summary,
+            "pays": self.forecasts[0].pays,
+            "definitions": DEFINITIONS,
+            "machine": vars(self.report.machine),
+            "plan": vars(self.report.plan),
+            "warnings": self.report.warnings,
+            "measured": [figures.as_record() for figures in self._figures],
+            "costs": [costs.as_record() for costs in self.costs],
+            "forecasts": [each.as_record() for each in self.forecasts],
+        }

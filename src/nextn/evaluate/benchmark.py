@@ -1,0 +1,355 @@
+"""Benchmark: baseline and MTP decoding of the same prompts in turn, with the figures and the JSON record.
+
+Prompts are decoded one by one. What a reader must know to trust a figure (repetitive texts, short texts, outputs that
+differ from the baseline's) is reported beside it.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+
+from nextn.data.degeneracy import MIN_TOKENS, degeneracy, degeneracy_notes
+from nextn.decoding.generate import eos_tokens
+from nextn.decoding.rounds import Round, Settings, rounds
+from nextn.evaluate.benchmark_plan import ADAPTIVE, BenchmarkPlan
+from nextn.evaluate.decoding_costs import Clock, Machine, adaptive_length, measure_costs
+from nextn.evaluate.workload import Prompt, by_domain
+from nextn.model.model import Model
+from nextn.runtime.backend import Backend, backend_for
+from nextn.speculative.draft_policy import DraftLength
+from nextn.speculative.draft_vocabulary import DraftVocabulary
+from nextn.speculative.sampling import Sampling
+from nextn.stats import acceptance
+from nextn.stats.acceptance import Acceptance
+from nextn.stats.speedup import DEFINITION, Costs, Spread, expected_speedup
+
+DEFINITIONS = {
+    "drafts": "K; -1: as many as pay in each round (draft_policy.AdaptiveLength), at most the largest K",
+    "tokens_per_s": "new tokens per second of one prompt after the prefill and its token; median and quartiles",
+    "speedup": "tokens/s of MTP over baseline decoding of the same prompt in the same turn; median and quartiles",
+    "acceptance": acceptance.DEFINITION + "; 95 % Wilson intervals",
+    "expected_speedup": DEFINITION + "; here o = 0, with the AL that was measured at this K",
+    "achieved": "speedup / expected_speedup",
+    "overhead": "o: seconds per round over those of baseline decoding of the same prompt in the same turn, median, "
+    "- v(K+1) - K c; it includes the refresh of the head's KV cache over accepted positions, and host work",
+    "share": "of the wall time after the prefill: drafting, verifying, and everything else (host)",
+    "bytes_per_token": "weights read per new token: (trunk's pass + K draft steps) / AL",
+    "bandwidth_used": "bytes_per_token * tokens_per_s / the bandwidth of a copy on this machine, measured in this run; "
+    "weights that stay in a cache can make it exceed 1",
+    "looping": "prompts with a repetitive text (degeneracy.degeneracy) at this temperature: left out of the figures",
+    "only_loops": "all of these texts are repetitive, so none could be left out: the figures say little",
+    "short": f"prompts with a text of fewer than {MIN_TOKENS} tokens, too short to detect repetition reliably",
+    "draft_vocab": "tokens that the head drafts from, and the share of emitted tokens that are not among them",
+    "identical": "greedy texts with MTP that equal baseline decoding's; below float32, near-ties may differ",
+    "peak_memory": "bytes: resident peak of the process on a CPU, the allocator's peak on a GPU",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One prompt decoded once."""
+
+    prompt: int  # index
+    drafts: int
+    temperature: float
+    repeat: int
+    rounds: tuple[Round, ...] = field(repr=False)  # that of the prefill first
+    wall_s: float  # of all rounds after the prefill
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(token for each in self.rounds for token in each.rows[0].emitted)
+
+    @property
+    def draft_s(self) -> float:
+        return sum(each.draft_s for each in self.rounds[1:])
+
+    @property
+    def verify_s(self) -> float:
+        return sum(each.verify_s for each in self.rounds[1:])
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second after the prefill; nan if the prefill's token was the last."""
+        return (len(self.tokens) - 1) / self.wall_s if len(self.rounds) > 1 else math.nan
+
+    @property
+    def round_s(self) -> float:
+        """Mean seconds per round; nan without one."""
+        return self.wall_s / (len(self.rounds) - 1) if len(self.rounds) > 1 else math.nan
+
+
+def benchmark_runs(
+    model: Model, prompts: Sequence[Prompt], plan: BenchmarkPlan, *, clock: Clock = time.perf_counter
+) -> Iterator[Run]:
+    """Yield all runs of the plan in its order, after a short run of each K to warm up. Raises ConfigError."""
+    ids = [prompt.tokens(model, chat=plan.chat) for prompt in prompts]
+    eos, engine = eos_tokens(model), backend_for(model, plan.backend)
+    lengths: dict[float, DraftLength | None] = dict.fromkeys(plan.temperatures)
+    for drafts in plan.drafts:
+        settings = Settings(drafts=drafts, max_tokens=min(plan.max_tokens, 2 + 2 * drafts), eos=eos)
+        _decode(engine, ids[0], settings, None, clock)
+    if plan.adaptive:  # one per temperature, as confidences are calibrated differently
+        limit, backend = plan.drafts[-1], plan.backend
+        lengths = {
+            temperature: adaptive_length(model, limit=limit, context=len(ids[0]), backend=backend)
+            for temperature in plan.temperatures
+        }
+    for repeat, prompt, temperature, order in plan.order(len(prompts)):
+        for drafts in order:
+            settings = Settings(
+                drafts=plan.drafts[-1] if drafts == ADAPTIVE else drafts,
+                sampling=Sampling(temperature),
+                max_tokens=plan.max_tokens,
+                eos=eos,
+                seed=plan.seed + repeat,
+            )
+            length = lengths[temperature] if drafts == ADAPTIVE else None
+            log, wall_s = _decode(engine, ids[prompt], settings, length, clock)
+            yield Run(prompt, drafts, temperature, repeat, log, wall_s)
+
+
+def _decode(
+    engine: Backend, prompt: Sequence[int], settings: Settings, length: DraftLength | None, clock: Clock
+) -> tuple[tuple[Round, ...], float]:
+    """All rounds, and the seconds of those after the prefill."""
+    stream = rounds(engine.trunk, engine.head, [prompt], settings, length=length)
+    log = [next(stream)]
+    started = clock()
+    log += stream
+    return tuple(log), clock() - started
+
+
+@dataclass(frozen=True)
+class BenchmarkFigures:
+    """Figures of one K at one temperature over a domain's prompts, or all; `DEFINITIONS` says what each number is.
+
+    Prompts with repetitive texts are left out, unless all have one (`all_repetitive`).
+    """
+
+    temperature: float
+    drafts: int
+    domain: str
+    all_repetitive: bool
+    tokens_per_s: Spread
+    speedup: Spread
+    acceptance: Acceptance
+    share: dict[str, float]
+    expected_speedup: float
+    overhead: float
+    bytes_per_token: float
+    bandwidth_used: float
+
+    def as_record(self) -> dict[str, object]:
+        """Return the figures for JSON reports, with null for nan."""
+        acceptance = {name: value for name, value in self.acceptance.as_record().items() if name != "definition"}
+        numbers = {
+            "expected_speedup": self.expected_speedup,
+            "achieved": self.speedup.median / self.expected_speedup,
+            "overhead": self.overhead,
+            "bytes_per_token": self.bytes_per_token,
+            "bandwidth_used": self.bandwidth_used,
+        }
+        return {
+            "temperature": self.temperature,
+            "drafts": self.drafts,
+            "domain": self.domain,
+            "only_loops": self.all_repetitive,
+            "tokens_per_s": self.tokens_per_s.as_record(),
+            "speedup": self.speedup.as_record(),
+            **acceptance,
+            "share": self.share,
+            **{name: None if math.isnan(value) else value for name, value in numbers.items()},
+        }
+
+
+@dataclass(frozen=True)
+class BenchmarkReport:
+    """The runs of one benchmark, from which all figures follow."""
+
+    source: str  # name of the model
+    plan: BenchmarkPlan
+    prompts: tuple[Prompt, ...]
+    runs: tuple[Run, ...] = field(repr=False)
+    costs: Costs
+    machine: Machine
+    torch_reason: str = ""  # why the torch backend decoded; empty for the native one
+    draft_vocabulary: DraftVocabulary | None = None
+
+    @property
+    def undraftable_share(self) -> float:
+        """The share of emitted tokens that are not in the draft vocabulary."""
+        if self.draft_vocabulary is None:
+            return 0.0
+        draftable = set(self.draft_vocabulary.ids.tolist())
+        emitted = [token for run in self.runs if run.drafts for token in run.tokens]
+        return sum(token not in draftable for token in emitted) / len(emitted)
+
+    @cached_property
+    def repetitive(self) -> dict[float, set[int]]:
+        """Temperature -> indices of the prompts with a repetitive text."""
+        return {
+            temperature: {run.prompt for run in self._runs_at(temperature) if degeneracy(run.tokens).is_degenerate}
+            for temperature in self.plan.temperatures
+        }
+
+    @cached_property
+    def short(self) -> dict[float, set[int]]:
+        """Temperature -> indices of the prompts with a text too short to detect repetition."""
+        return {
+            temperature: {run.prompt for run in self._runs_at(temperature) if len(run.tokens) < MIN_TOKENS}
+            for temperature in self.plan.temperatures
+        }
+
+    @property
+    def identical(self) -> tuple[int, int]:
+        """(greedy texts with MTP that equal baseline decoding's, all greedy texts with MTP)."""
+        greedy = {(run.prompt, run.repeat, run.drafts): run.tokens for run in self._runs_at(0.0)}
+        same = [tokens == greedy[prompt, repeat, 0] for (prompt, repeat, drafts), tokens in greedy.items() if drafts]
+        return sum(same), len(same)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Reasons to trust the figures less."""
+        warnings = []
+        for temperature in self.plan.temperatures:
+            num_repetitive, num_short = len(self.repetitive[temperature]), len(self.short[temperature])
+            warnings += degeneracy_notes(
+                f"temperature {temperature:g}", len(self.prompts), degenerate=num_repetitive, short=num_short
+            )
+        if self.torch_reason and self.plan.backend == "auto":
+            warnings.append(f"decoded by the torch backend: {self.torch_reason}")
+        if self.draft_vocabulary is not None:
+            warnings.append(
+                f"the draft vocabulary has {len(self.draft_vocabulary)} tokens; {self.undraftable_share:.1%} of the "
+                "emitted tokens are not among them, and at most that much acceptance is lost"
+            )
+        same, texts = self.identical
+        if same < texts:
+            ties = "" if self.machine.dtype == "float32" else f"; near-ties in {self.machine.dtype} can cause this"
+            warnings.append(f"greedy: {texts - same} of {texts} texts differ from baseline decoding's{ties}")
+        return warnings
+
+    def figures(self, temperature: float, drafts: int, domain: str = "all") -> BenchmarkFigures:
+        """Compute figures of one K over a domain's prompts without repetitive texts, or all if every one has one."""
+        indices = self._prompt_indices(temperature, domain)
+        plain, mtp = ([run for run in self._runs_at(temperature, k) if run.prompt in indices] for k in (0, drafts))
+        baselines = {(run.prompt, run.repeat): run for run in plain}
+        pairs = [(run, baselines[run.prompt, run.repeat]) for run in mtp]
+        # A repeated greedy text is the same text: it counts once.
+        counts = Acceptance.of(each for run in mtp if run.temperature or not run.repeat for each in run.rounds)
+        drafted = [len(each.rows[0].drafts) for run in mtp for each in run.rounds[1:]]
+        if drafts == ADAPTIVE:
+            length = _tokens_per_round(mtp)
+            cost = statistics.mean(map(self.costs.round_cost, drafted)) if drafted else self.costs.round_cost(0)
+        else:
+            length, cost = counts.length if drafts else 1.0, self.costs.round_cost(drafts)
+        speed = Spread.of(_without_nan([run.tokens_per_s for run in mtp]))
+        bytes_read = self.machine.step_bytes + statistics.mean(drafted or [0]) * self.machine.draft_bytes
+        bytes_per_token = bytes_read / length
+        return BenchmarkFigures(
+            temperature=temperature,
+            drafts=drafts,
+            domain=domain,
+            all_repetitive=indices <= self.repetitive[temperature],
+            tokens_per_s=speed,
+            speedup=Spread.of(_without_nan([run.tokens_per_s / other.tokens_per_s for run, other in pairs])),
+            acceptance=counts,
+            share=_time_shares(mtp),
+            expected_speedup=length / cost,
+            overhead=Spread.of(_without_nan([run.round_s / other.round_s for run, other in pairs])).median - cost,
+            bytes_per_token=bytes_per_token,
+            bandwidth_used=bytes_per_token * speed.median / self.machine.bandwidth,
+        )
+
+    def table(self) -> list[BenchmarkFigures]:
+        """Compute the figures of every temperature and K, over all prompts and by domain."""
+        domains = ["all", *by_domain(self.prompts)]
+        return [self.figures(*key) for key in product(self.plan.temperatures, self.plan.choices, domains)]
+
+    def theory(self, temperature: float) -> list[tuple[int, float]]:
+        """Compute (K, expected speed-up) for every K up to the largest, from the a_k of the runs at the largest."""
+        rates = self.figures(temperature, self.plan.drafts[-1]).acceptance.rates
+        return [(drafts, expected_speedup(self.costs, rates, drafts)) for drafts in range(len(rates) + 1)]
+
+    def as_record(self) -> dict[str, object]:
+        """Return the JSON document."""
+        same, texts = self.identical
+        counts = {
+            f"{temperature:g}": {
+                "prompts": len(self.prompts),
+                "looping": sorted(self.repetitive[temperature]),
+                "short": sorted(self.short[temperature]),
+            }
+            for temperature in self.plan.temperatures
+        }
+        vocabulary = self.draft_vocabulary
+        return {
+            "model": self.source,
+            "definitions": DEFINITIONS,
+            "machine": vars(self.machine),
+            "plan": vars(self.plan),
+            "backend": "torch" if self.torch_reason else "native",
+            "draft_vocab": None if vocabulary is None else [len(vocabulary), self.undraftable_share],
+            "domains": {domain: len(indices) for domain, indices in by_domain(self.prompts).items()},
+            "texts": counts,
+            "identical": {"same": same, "texts": texts},
+            "warnings": self.warnings,
+            "costs": self.costs.as_record(),
+            "figures": [figures.as_record() for figures in self.table()],
+            "theory": {f"{temperature:g}": self.theory(temperature) for temperature in self.plan.temperatures},
+        }
+
+    def _runs_at(self, temperature: float, drafts: int | None = None) -> list[Run]:
+        return [run for run in self.runs if run.temperature == temperature and drafts in (None, run.drafts)]
+
+    def _prompt_indices(self, temperature: float, domain: str) -> set[int]:
+        indices = set(range(len(self.prompts)) if domain == "all" else by_domain(self.prompts)[domain])
+        return indices - self.repetitive[temperature] or indices
+
+
+def _tokens_per_round(runs: Sequence[Run]) -> float:
+    """Counts rounds without drafts too; nan without rounds."""
+    num_rounds = sum(len(run.rounds) - 1 for run in runs)
+    return sum(len(run.tokens) - 1 for run in runs) / num_rounds if num_rounds else math.nan
+
+
+def _without_nan(values: Sequence[float]) -> list[float]:
+    return [value for value in values if not math.isnan(value)]
+
+
+def _time_shares(runs: Sequence[Run]) -> dict[str, float]:
+    wall = sum(run.wall_s for run in runs if len(run.rounds) > 1)
+    if not wall:
+        return {}
+    draft, verify = sum(run.draft_s for run in runs) / wall, sum(run.verify_s for run in runs) / wall
+    return {"draft": draft, "verify": verify, "host": 1 - draft - verify}
+
+
+def run_benchmark(
+    model: Model,
+    prompts: Sequence[Prompt],
+    plan: BenchmarkPlan,
+    *,
+    source: str = "",
+    on_run: Callable[[Run], None] = lambda run: None,
+) -> BenchmarkReport:
+    """Decode by the plan, then measure the costs at the mean length of the texts.
+
+    `source` names the model in the report. Raises ConfigError if the prompts or the plan do not fit the model.
+    """
+    log = []
+    for run in benchmark_runs(model, prompts, plan):
+        log.append(run)
+        on_run(run)
+    lengths = [len(prompts[run.prompt].tokens(model, chat=plan.chat)) + len(run.tokens) // 2 for run in log]
+    max_context = (model.trunk.max_length or max(lengths) * 2) - plan.drafts[-1] - 1
+    context = min(round(statistics.mean(lengths)), max_context)
+    costs = measure_costs(model, drafts=plan.drafts[-1], context=context, backend=plan.backend)
+    engine, draft_vocabulary = backend_for(model, plan.backend), model.head.draft_vocabulary if model.head else None
+    machine = Machine.of(model, head_bits=engine.head_bits)
+    return BenchmarkReport(source, plan, tuple(prompts), tuple(log), costs, machine, engine.reason, draft_vocabulary)

@@ -1,0 +1,253 @@
+"""Costs of decoding on this machine: times of trunk passes and draft steps, memory bandwidth, bytes read per step."""
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from nextn.decoding.rounds import prepare
+from nextn.errors import ConfigError
+from nextn.evaluate.benchmark_plan import rotate
+from nextn.model.head import Head
+from nextn.model.model import Model
+from nextn.model.trunk import Trunk
+from nextn.runtime.backend import Backend, backend_for
+from nextn.runtime.native.draft_chain import NativeDraftChain
+from nextn.speculative.draft_policy import AdaptiveLength, FixedLength, RoundPlan
+from nextn.speculative.sampling import Sampling
+from nextn.stats.speedup import Costs, Spread
+
+Clock = Callable[[], float]
+Pass = Callable[[], object]
+_CHUNK = 512  # tokens per prefill pass
+
+
+@torch.inference_mode()
+def measure_costs(
+    model: Model,
+    *,
+    drafts: int,
+    batch: int = 1,
+    context: int = 256,
+    repeats: int = 7,
+    backend: str = "auto",
+    clock: Clock = time.perf_counter,
+) -> Costs:
+    """Time trunk passes of 1..drafts+1 tokens and a chain of `drafts` draft steps, in turn.
+
+    Each is timed right after the pass that precedes it in decoding, as that decides what is in the processor's caches:
+    a baseline step after another one, a verification after its drafts, drafts after a verification. Each ends with its
+    argmax on the host, as in decoding. One repetition before the `repeats` does not count.
+
+    Raises:
+        ConfigError: The model has no head, or these sizes do not fit it.
+    """
+    check_sizes(model, drafts=drafts, batch=batch, context=context)
+    assert model.head is not None
+    engine = backend_for(model, backend)
+    with engine.trunk.single_threaded_torch():
+        bench = _Passes(engine, batch, context)
+        prepare(bench.trunk, bench.head, batch, drafts)
+    verify: list[Pass] = [partial(bench.verify, num) for num in range(drafts + 2)]
+    chains: list[Pass] = [partial(bench.draft, num) for num in range(drafts + 1)]
+    # (pass before, timed pass)
+    pairs = [(verify[1], verify[1]), *zip(chains[1:], verify[2:], strict=True), (verify[-1], chains[-1])]
+    times: list[list[float]] = [[] for _ in pairs]
+    for repeat in range(repeats + 1):
+        for index in rotate(range(len(pairs)), repeat):
+            before, timed = pairs[index]
+            before()
+            started = clock()
+            timed()
+            if repeat:
+                times[index].append(clock() - started)
+    *steps, chain = map(Spread.of, times)
+    draft = Spread(chain.median / drafts, chain.low / drafts, chain.high / drafts, chain.num)
+    return Costs(batch, context, tuple(steps), draft)
+
+
+def adaptive_length(
+    model: Model, *, limit: int, batch: int = 1, context: int = 256, backend: str = "auto"
+) -> AdaptiveLength:
+    """Measure the costs on this machine and return the draft length that pays by them, at most `limit` drafts.
+
+    Raises ConfigError as `measure_costs`.
+    """
+    return AdaptiveLength(measure_costs(model, drafts=limit, batch=batch, context=context, backend=backend))
+
+
+def check_sizes(model: Model, *, drafts: int, batch: int, context: int) -> None:
+    """Raise ConfigError if `measure_costs` cannot run with these sizes."""
+    if model.head is None or min(drafts, batch, context) < 1:
+        raise ConfigError(f"{drafts=}, {batch=}, {context=}: each must be at least 1, and the model needs a head")
+    limit = model.trunk.max_length
+    if limit is not None and context + drafts + 1 > limit:
+        raise ConfigError(
+            f"context {context} + {drafts + 1} positions of a round do not fit the model's {limit}; expected a context "
+            f"of at most {limit - drafts - 1}"
+        )
+
+
+class _Passes:
+    """Caches of `context` positions, and passes over them that are rolled back."""
+
+    def __init__(self, engine: Backend, batch: int, context: int) -> None:
+        assert engine.head is not None
+        self.trunk, self.head, self.batch, self.context = engine.trunk, engine.head, batch, context
+        self.cache = self.trunk.cache(batch)
+        self.caches = [self.head.cache(batch) for _ in self.head.stack]
+        self.chain = self.head.chain(self.caches[-1], Sampling(), sampled=True)
+        self.plans: dict[int, RoundPlan] = {}
+        generator = torch.Generator().manual_seed(0)
+        self.tokens = torch.randint(self.trunk.vocab_size, (batch, context), generator=generator)
+        chunk = min(_CHUNK, self.trunk.max_block_size or _CHUNK)
+        for start in range(0, context, chunk):
+            tokens = self.tokens[:, start : start + chunk]
+            self.states = self.trunk(tokens, self.cache).head_input.clone()
+            self.cache.commit([tokens.shape[1]] * batch)
+            for index, cache in enumerate(self.caches):
+                self.head.step(index, tokens, self.states, cache=cache)
+                cache.commit([tokens.shape[1]] * batch)
+
+    def verify(self, num_positions: int) -> list[list[int]]:
+        with self.trunk.single_threaded_torch():
+            tokens = self.tokens[:, :1].expand(-1, num_positions)
+            best = self.trunk.read(self.trunk(tokens, self.cache)).best
+            self.cache.commit([0] * self.batch)
+            return best
+
+    def draft(self, drafts: int) -> list[int]:
+        with self.trunk.single_threaded_torch():
+            return self._draft_stepwise(drafts) if self.chain is None else self._draft_natively(self.chain, drafts)
+
+    def _draft_natively(self, chain: NativeDraftChain, drafts: int) -> list[int]:
+        plan = self.plans.setdefault(drafts, FixedLength(drafts).plan())
+        tokens, limits = [[token] for token in self.tokens[:, 0].tolist()], [drafts] * self.batch
+        drafted, _, _ = chain.run(tokens, list(self.states[:, -1:]), plan, limits=limits, uniforms=None)
+        self.caches[-1].rollback_to([self.context] * self.batch)
+        return [sequence[-1] for sequence in drafted]
+
+    def _draft_stepwise(self, drafts: int) -> list[int]:
+        tokens, states, recursion = self.tokens[:, 0].tolist(), self.states[:, -1:], None
+        for depth in range(1, drafts + 1):
+            if depth <= self.head.num_modules:
+                index = self.head.module(depth)
+                step = self.head.step(index, torch.tensor(tokens)[:, None], states, cache=self.caches[index])
+                self.caches[index].commit([0] * self.batch)
+                prediction = self.head.predict(index, step.final_hidden[:, 0])
+            else:
+                recursion = recursion or self.head.recursion(self.caches[-1], step.next_hidden[:, 0])
+                prediction = recursion.step(tokens)
+            tokens = prediction.best
+        self.caches[-1].rollback_to([self.context] * self.batch)
+        return tokens
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine and the software that figures come from."""
+
+    name: str
+    cores: int
+    threads: int
+    versions: dict[str, str]
+    dtype: str
+    bandwidth: float  # bytes/s of a copy, read and written
+    step_bytes: int  # of weights that a baseline step reads
+    draft_bytes: int  # of weights that a draft step reads
+    peak_memory: int  # bytes: of the process on a CPU, of torch's allocator on a GPU
+    head_bits: int | None = None  # see `Backend.head_bits`
+
+    @classmethod
+    def of(cls, model: Model, *, head_bits: int | None = None) -> "Machine":
+        """Describe this machine; call it last, as peak_memory is what was used so far."""
+        device = model.trunk.device
+        peak = peak_memory(device)  # before the bandwidth test, which allocates much
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        return cls(
+            name=gpu or processor_name(),
+            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            threads=torch.get_num_threads(),
+            versions=versions | {"transformers": transformers.__version__},
+            dtype=str(model.trunk.dtype).removeprefix("torch."),
+            bandwidth=copy_bandwidth(device),
+            step_bytes=step_bytes(model.trunk),
+            draft_bytes=draft_bytes(model.head, head_bits) if model.head is not None else 0,
+            peak_memory=peak,
+            head_bits=head_bits,
+        )
+
+
+def processor_name() -> str:
+    """Return what the choice of kernels depends on: system, architecture and the widest vectors that torch uses."""
+    return f"{platform.system()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def copy_bandwidth(
+    device: torch.device, *, num_bytes: int = 2**28, repeats: int = 5, clock: Clock = time.perf_counter
+) -> float:
+    """Return the median bytes/s, read and written, of copying num_bytes, which should be far larger than the caches."""
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target, times = torch.empty_like(source), []
+    for repeat in range(repeats + 1):
+        started = clock()
+        target.copy_(source)
+        target[-1].item()  # synchronizes with a GPU
+        if repeat:
+            times.append(clock() - started)
+    return 2 * num_bytes / Spread.of(times).median
+
+
+def step_bytes(trunk: Trunk) -> int:
+    """Return the bytes of weights that a pass over one token reads.
+
+    All but those of an embedding that is not tied to the lm_head, and of experts that the router does not choose.
+    """
+    looked_up = () if trunk.embedding.weight is trunk.output.weight else (trunk.embedding.weight,)
+    return _bytes_read(trunk.model, trunk, looked_up)
+
+
+def draft_bytes(head: Head, bits: int | None = None) -> int:
+    """Return the bytes of weights that a draft step reads: one MTP layer (their mean) and the lm_head.
+
+    bits: `Backend.head_bits`; None for weights as stored.
+    """
+    looked_up = tuple(part.weight for part in head.modules() if isinstance(part, nn.Embedding))
+    own = {id(head.output(index).weight): head.output(index).weight for index in range(head.num_modules)}
+    inner = _bytes_read(head, head.trunk, (*looked_up, *own.values()))
+    output = head.output(0).weight
+    stored = inner // head.num_modules + output.numel() * output.element_size()
+    return stored if bits is None else stored // output.element_size()
+
+
+def _bytes_read(module: nn.Module, trunk: Trunk, without: tuple[Tensor, ...]) -> int:
+    skipped, total = {id(weight) for weight in without}, 0.0
+    chosen = getattr(trunk.config, "num_experts_per_tok", None) or 0
+    for name, weight in module.named_parameters():
+        if id(weight) in skipped:
+            continue
+        # Experts are one tensor [experts, ...] in transformers 5.
+        is_experts = chosen and ".experts." in f".{name}" and weight.ndim == 3
+        share = min(1.0, chosen / len(weight)) if is_experts else 1.0
+        total += weight.numel() * weight.element_size() * share
+    return round(total)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak in bytes: of the allocator on a GPU, else the process's resident set; 0 if not available."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux, bytes on macOS

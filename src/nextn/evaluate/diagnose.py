@@ -1,0 +1,350 @@
+"""Diagnosis of an engine's low acceptance, from its draft counts and the checkpoint's head with and without faults."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from nextn import __version__
+from nextn.audit import audit
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.errors import ConfigError
+from nextn.evaluate.engine_run import EngineObservation
+from nextn.evaluate.faults import (
+    CONTEXT,
+    TEMPLATE,
+    WEIGHTS,
+    FaultHypothesis,
+    expectation,
+    expectations,
+    fault_hypothesis,
+)
+from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts, draft_depth, observed_counts
+from nextn.evaluate.likelihoods import FINE, Cause, combine_causes, indistinguishable, name_causes, rank_causes
+from nextn.evaluate.reference import reference_acceptance
+from nextn.evaluate.reference_plan import ReferencePlan
+from nextn.evaluate.reference_report import ReferenceReport
+from nextn.evaluate.workload import Prompt
+from nextn.model.model import Model
+
+# Greedy texts of one model differ at near-ties, late; those of another model differ early.
+_OTHER_MODEL_SHARE = 0.5
+_POOR_RATE = 0.2  # a reference with a lower a_1 is a poor head, whatever an engine does with it
+
+DEFINITIONS = {
+    "ratio": "of likelihoods: this cause's for what the engine counted, to that of the likeliest cause",
+    "misfit": "probability of counts as far off as these if the cause holds (a p-value)",
+    "named": "fine unless a fault is 100 times likelier; else the faults that the likeliest does not beat ten times; "
+    "[] = even the likeliest does not fit (misfit below 0.001)",
+    "alike": "causes that cannot be told from the named here: so many rounds are expected to give a ratio below 100",
+    "hidden": "faults that cannot be told from fine in the same way",
+    "acceptance": "a_1..a_K, conditional on the shallower depths",
+}
+
+
+@dataclass(frozen=True)
+class ObservedCase:
+    """One observation of the engine, with what each hypothesis expects of it."""
+
+    observation: EngineObservation
+    counts: ObservedCounts
+    expected: tuple[ExpectedCounts, ...]  # over the same prompts if they are known
+    novel_share: float  # of the engine's text: what is not the reference's
+    num_retokenized: int  # prompts that the engine's own template turned into other tokens than the checkpoint's
+
+    @property
+    def other_workload(self) -> bool:
+        """Whether the engine's prompts were not those of the reference."""
+        observation = self.observation
+        return observation.prompt_indices is None or not observation.exclusive or self.num_retokenized > 0
+
+    @property
+    def num_accepted(self) -> float:
+        """Accepted drafts per round: AL - 1."""
+        return self.counts.acceptance_length - 1
+
+    @cached_property
+    def causes(self) -> list[Cause]:
+        """All hypotheses, the likeliest first."""
+        return rank_causes(self.counts, self.expected, novel_share=self.novel_share, other_workload=self.other_workload)
+
+    @property
+    def notes(self) -> list[str]:
+        """Ways in which the engine's prompts or texts differ from the reference's."""
+        notes = []
+        if not self.observation.exclusive:
+            notes.append(
+                "the counters rose by more than these answers hold: other requests were counted too; ask while the "
+                "engine is otherwise idle"
+            )
+        if self.num_retokenized:
+            notes.append(
+                f"template: for {self.num_retokenized} of {len(self.observation.answers)} prompts the engine makes "
+                "other tokens than this checkpoint's chat template; compare the two, and ask without --own-template"
+            )
+        if self.novel_share > _OTHER_MODEL_SHARE and has_comparable_texts(self.observation):
+            notes.append(
+                f"{self.novel_share:.0%} of the engine's greedy text differs from this checkpoint's: other weights, a "
+                "quantized trunk, or another template"
+            )
+        return notes
+
+    def as_record(self) -> dict[str, object]:
+        """Return the case for JSON reports."""
+        indices = self.observation.prompt_indices
+        return {
+            "temperature": self.observation.temperature,
+            "prompts": None if indices is None else len(indices),
+            "counters": self.observation.counters.as_record(),
+            "observed": self.counts.as_record(),
+            "fresh": self.novel_share,
+            "workload": self.other_workload,
+        }
+
+
+def has_comparable_texts(observation: EngineObservation) -> bool:
+    """Return whether the texts can be compared with the reference's: they are greedy, and their token ids are known."""
+    answers = observation.answers
+    return not observation.temperature and bool(answers) and all(answer.ids for answer in answers)
+
+
+def novel_text_share(observation: EngineObservation, reference: ReferenceReport) -> float:
+    """Return the share of the engine's text that is not the reference's own; 1 if it cannot be compared."""
+    if not has_comparable_texts(observation):
+        return 1.0
+    generated = reference.generated[observation.temperature].texts
+    texts = [generated[index].new for index in observation.prompt_indices or ()]
+    pairs = zip(texts, observation.answers, strict=True)
+    return 1 - sum(_common_prefix(text, answer.ids or ()) for text, answer in pairs) / max(1, sum(map(len, texts)))
+
+
+def count_retokenized(observation: EngineObservation, reference: ReferenceReport) -> int:
+    """Return the number of prompts for which the engine reports other token ids than the reference's."""
+    generated = reference.generated[observation.temperature].texts
+    prompts = [generated[index].prompt for index in observation.prompt_indices or ()]
+    return sum(
+        answer.prompt_ids is not None and answer.prompt_ids != prompt
+        for prompt, answer in zip(prompts, observation.answers, strict=False)
+    )
+
+
+def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def check_drafts(observations: Sequence[EngineObservation], drafts: int | None) -> None:
+    """Raise ConfigError if neither the engine nor the user gives K, or they disagree."""
+    counted = next((depth for each in observations if (depth := draft_depth(each.counters)) is not None), None)
+    if counted is None and drafts is None:
+        raise ConfigError(
+            "the engine does not report how many tokens it drafts per round; set it with --num-speculative-tokens"
+        )
+    if counted is not None and drafts is not None and counted != drafts:
+        raise ConfigError(f"-k {drafts}, but the engine's counters are for K = {counted}; leave -k out or correct it")
+
+
+@dataclass(frozen=True, eq=False)
+class Diagnosis:
+    """The likeliest causes of what an engine counted."""
+
+    source: str  # name of the checkpoint
+    reference: ReferenceReport
+    # One per temperature, or two if prompts are of very different length: the short ones first.
+    cases: tuple[ObservedCase, ...]
+    audit_notes: tuple[str, ...] = ()
+
+    @property
+    def engine(self) -> str:
+        return self.cases[0].observation.counters.engine
+
+    @cached_property
+    def causes(self) -> list[Cause]:
+        """All hypotheses over all cases, the likeliest first."""
+        return combine_causes([case.causes for case in self.cases])
+
+    @cached_property
+    def named(self) -> tuple[str, ...]:
+        """("fine",), the faults found, or () if no known cause explains the counts."""
+        names = name_causes(self.causes)
+        if names == (FINE,) and self.reference_rate < _POOR_RATE:
+            return (WEIGHTS,)
+        return (CONTEXT,) if not names and self._falls_with_length else names
+
+    @cached_property
+    def indistinguishable(self) -> tuple[str, ...]:
+        """Causes that are not named, but that so many rounds cannot tell from the likeliest of the named."""
+        best = self.named[0] if self.named else ""
+        is_hypothesis = any(cause.name == best for cause in self.causes)
+        return tuple(name for name in self._like(best) if name not in self.named) if is_hypothesis else ()
+
+    def _like(self, name: str) -> tuple[str, ...]:
+        first = self.cases[0]
+        pairs = [(case.counts, case.expected) for case in self.cases]
+        return indistinguishable(name, *pairs, novel_share=first.novel_share, other_workload=first.other_workload)
+
+    @cached_property
+    def undetectable(self) -> tuple[str, ...]:
+        """Faults that would not show, or hardly, on this head in so many rounds."""
+        return tuple(cause.name for cause in self.causes if cause.name != FINE and FINE in self._like(cause.name))
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether the engine shows what this head should give."""
+        return self.named == (FINE,)
+
+    @property
+    def suspects(self) -> list[FaultHypothesis]:
+        """What to report about the named causes."""
+        return [fault_hypothesis(name) for name in self.named if name != FINE]
+
+    @property
+    def reference_rate(self) -> float:
+        """a_1 of the head at the lowest temperature without a fault."""
+        return float(_without_fault(self.cases[0]).raw_rates[0])
+
+    @property
+    def _falls_with_length(self) -> bool:
+        """Whether short prompts show what they should, and long ones less."""
+        halves = [case for case in self.cases if case.observation.temperature == self.cases[0].observation.temperature]
+        if len(halves) < 2:
+            return False
+        short, long = halves
+        expected = _without_fault(long).accepted_per_round[0]
+        return (
+            name_causes(short.causes) == (FINE,)
+            and name_causes(long.causes) != (FINE,)
+            and long.num_accepted < expected
+        )
+
+    @property
+    def summary(self) -> str:
+        """The diagnosis, in one sentence."""
+        expected, counted = 1 + _without_fault(self.cases[0]).accepted_per_round[0], 1 + self.cases[0].num_accepted
+        figures = f"AL {counted:.2f} where this head should give {expected:.2f}"
+        if self.is_fine:
+            return f"the engine shows what this head should give: {figures}"
+        if self.named == (WEIGHTS,):
+            return f"the head is poor and the engine shows it: {figures}; a_1 = {self.reference_rate:.2f} at best"
+        if self.named == (CONTEXT,):
+            return f"short prompts give the expected acceptance, long ones do not ({figures} on the short ones)"
+        if not self.named:
+            side = "above" if counted > expected else "below"
+            return f"no known fault explains it: {figures}, {side} what is expected of any of {len(self.causes)} causes"
+        best = self.causes[0]
+        fine = next(cause for cause in self.causes if cause.name == FINE)
+        return f"{' or '.join(self.named)}: {figures}; {best.ratio_text(fine)} likelier than an engine without fault"
+
+    @property
+    def notes(self) -> list[str]:
+        """What to know about the comparison."""
+        notes = list(dict.fromkeys(note for case in self.cases for note in case.observation.counters.notes))
+        if self.cases[0].observation.prompt_indices is None:
+            notes.append(
+                "the engine's prompts are not those of the reference, so workloads are compared too"
+                f"{self._domain_range}: ask the same prompts with --drive"
+            )
+        for case in self.cases:
+            notes += case.notes
+        if not self.cases[0].counts.num_drafted:
+            notes.append(
+                f"{self.engine} counts no positions, so there is one figure only: causes are hard to tell apart"
+            )
+        if self.undetectable:
+            notes.append(f"would not show in so many rounds, and cannot be excluded: {', '.join(self.undetectable)}")
+        return notes + list(self.audit_notes)
+
+    @property
+    def _domain_range(self) -> str:
+        """How far the domains of the reference differ."""
+        temperature, domains = self.cases[0].observation.temperature, self.reference.domains[1:]
+        rates = [self.reference.figures(temperature, domain=domain).rates[0].value for domain in domains]
+        return f" (a_1 {min(rates):.2f} to {max(rates):.2f} between the reference's domains)" if rates else ""
+
+    def as_record(self) -> dict[str, object]:
+        """Return the JSON document."""
+        return {
+            "model": self.source,
+            "nextn": __version__,
+            "engine": self.engine,
+            "definitions": DEFINITIONS,
+            "verdict": self.summary,
+            "fine": self.is_fine,
+            "named": list(self.named),
+            "alike": list(self.indistinguishable),
+            "suspects": [suspect.as_record() for suspect in self.suspects],
+            "causes": [cause.as_record() for cause in self.causes],
+            "hidden": list(self.undetectable),
+            "cases": [case.as_record() for case in self.cases],
+            "settings": vars(self.reference.plan),
+            "notes": self.notes,
+        }
+
+
+def _without_fault(case: ObservedCase) -> ExpectedCounts:
+    return next(each for each in case.expected if each.name == FINE)
+
+
+def diagnose(
+    model: Model,
+    prompts: Sequence[Prompt],
+    observations: Sequence[EngineObservation],
+    plan: ReferencePlan,
+    *,
+    source: str = "",
+    audit_notes: Sequence[str] = (),
+    on_text: Callable[[], None] = lambda: None,
+    on_fault: Callable[[], None] = lambda: None,
+) -> Diagnosis:
+    """Compare what an engine counted with the head's reference, and with every fault that the head can have.
+
+    In the reference's plan, K gives way to the engine's if the engine reports it, and the temperatures to those of the
+    observations. Raises ConfigError without a head, EngineError for counters without figures.
+    """
+    drafts = max(draft_depth(each.counters) or plan.drafts for each in observations)
+    plan = replace(plan, drafts=drafts, temperatures=tuple(each.temperature for each in observations))
+    counts = [observed_counts(each.counters, drafts) for each in observations]
+    reference = reference_acceptance(model, prompts, plan, on_text=on_text)
+    expected = expectations(reference, model, on_fault=on_fault)
+    other_plan = _other_template(model, prompts, plan) if observations[0].prompt_indices is None else None
+    if other_plan is not None:
+        other = reference_acceptance(model, prompts, other_plan)
+        for temperature, hypotheses in expected.items():
+            hypotheses.append(expectation(TEMPLATE, other, temperature))
+    cases = [
+        ObservedCase(
+            each,
+            counted,
+            _on_prompts(expected[each.temperature], reference, each),
+            novel_text_share(each, reference),
+            count_retokenized(each, reference),
+        )
+        for each, counted in zip(observations, counts, strict=True)
+    ]
+    return Diagnosis(source, reference, tuple(cases), tuple(audit_notes))
+
+
+def _other_template(model: Model, prompts: Sequence[Prompt], plan: ReferencePlan) -> ReferencePlan | None:
+    """The plan with the chat template if it has none, or without; None if only one of them is possible."""
+    has_template = model.tokenizer is not None and bool(model.tokenizer.chat_template)
+    if not has_template or not all(isinstance(prompt.text, str) for prompt in prompts):
+        return None
+    return replace(plan, chat=plan.chat is False)
+
+
+def _on_prompts(
+    expected: Sequence[ExpectedCounts], reference: ReferenceReport, observation: EngineObservation
+) -> tuple[ExpectedCounts, ...]:
+    """The hypotheses over the engine's prompts; repetitive texts count only where the engine counted them too."""
+    indices = observation.prompt_indices
+    if indices is None:
+        indices = tuple(sorted(reference.text_indices(observation.temperature)))
+    return tuple(each.select(indices) for each in expected)
+
+
+def audit_lines(
+    source: str, *, revision: str | None = None, cache_dir: str | Path | None = None, offline: bool = False
+) -> list[str]:
+    """Return the errors and warnings that `audit` finds in the checkpoint, one line each."""
+    findings = audit(Checkpoint.open(source, revision=revision, cache_dir=cache_dir, offline=offline)).findings
+    return [f"audit: {each.severity}, {each.rule}: {each.found}" for each in findings if each.severity != "note"]

@@ -1,0 +1,120 @@
+"""Runs of the reference's prompts on a live engine, with its counters read before and after."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nextn.engines.answers import EngineAnswer, EngineRequest
+from nextn.engines.client import Budget
+from nextn.engines.counter_formats import from_metrics, read, without_first_tokens
+from nextn.engines.counters import Counters
+from nextn.engines.driver import answer_all, read_counters
+from nextn.engines.endpoint import Endpoint, fetch_metrics
+from nextn.errors import ConfigError
+from nextn.evaluate.reference_plan import ReferencePlan
+from nextn.evaluate.reference_texts import prompt_tokens
+from nextn.evaluate.workload import Prompt
+from nextn.model.model import Model
+
+_CONCURRENCY = 8
+_LONG_RATIO = 3.0  # short and long prompts are asked separately if the long ones are this many times longer
+
+
+@dataclass(frozen=True)
+class EngineObservation:
+    """What an engine counted over some prompts."""
+
+    temperature: float
+    counters: Counters
+    prompt_indices: tuple[int, ...] | None = None  # among the reference's prompts; None for unknown others
+    answers: tuple[EngineAnswer, ...] = ()  # one per prompt, or () if they are not known
+    exclusive: bool = True  # nothing but these prompts was counted
+
+
+def split_by_length(ids: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Return the indices of the shorter and of the longer prompts, or of all if their lengths are similar."""
+    order = sorted(range(len(ids)), key=lambda index: (len(ids[index]), index))
+    half = len(order) // 2
+    short, long = order[:half], order[half:]
+    total_short, total_long = (sum(len(ids[index]) for index in part) for part in (short, long))
+    if len(short) < 2 or total_long / len(long) < _LONG_RATIO * total_short / half:
+        return [tuple(range(len(ids)))]
+    return [tuple(sorted(short)), tuple(sorted(long))]
+
+
+def read_engine_counters(
+    engine: str, budget: Budget, *, served: str | None = None, key_env: str | None = None
+) -> Counters:
+    """Read what an engine has counted so far, from a file (metrics, log or JSON) or the /metrics of a running engine.
+
+    `served` is the model name, if the engine serves several. Raises ConfigError if `engine` is neither a file nor an
+    address, EngineError if it does not answer or reports no draft counts.
+    """
+    if Path(engine).exists():
+        return read(Path(engine), model=served)
+    if "://" not in engine and not re.fullmatch(r"[\w.-]+:\d+(/.*)?|localhost", engine):
+        raise ConfigError(f"--engine {engine}: no such file, and not an address such as localhost:8000")
+    return from_metrics(fetch_metrics(engine, budget, key_env=key_env), model=served)
+
+
+def drive_engine(
+    endpoint: Endpoint,
+    model: Model,
+    prompts: Sequence[Prompt],
+    plan: ReferencePlan,
+    *,
+    on_answer: Callable[[], None] = lambda: None,
+) -> list[EngineObservation]:
+    """Ask every prompt at every temperature of the plan; short and long prompts make separate observations.
+
+    The reference's own token ids are sent, or text if the endpoint applies its chat template. Raises as `ask_prompts`,
+    and ConfigError if the endpoint applies a template and prompts are token ids.
+    """
+    ids = [prompt_tokens(model, prompt, plan.chat) for prompt in prompts]
+    contents: list[str | tuple[int, ...]] = list(ids)
+    if endpoint.chat:
+        contents = [prompt.text for prompt in prompts]
+        if not all(isinstance(content, str) for content in contents):
+            raise ConfigError("prompts of token ids cannot go through a chat template; omit --own-template")
+    return [
+        ask_prompts(endpoint, contents, indices, temperature, plan.max_tokens, seed=plan.seed, on_answer=on_answer)
+        for temperature in plan.temperatures
+        for indices in split_by_length(ids)
+    ]
+
+
+def ask_prompts(
+    endpoint: Endpoint,
+    prompts: Sequence[str | tuple[int, ...]],
+    indices: Sequence[int],
+    temperature: float,
+    max_tokens: int,
+    *,
+    seed: int = 0,
+    on_answer: Callable[[], None] = lambda: None,
+) -> EngineObservation:
+    """Ask the prompts at these indices, and return what the counters gained.
+
+    Raises EngineError if the engine counts no drafts, its counters were reset meanwhile, or it refuses a prompt.
+    """
+    # The salt keeps this run from using what an earlier one left in the prefix cache.
+    requests = [
+        EngineRequest(
+            prompts[place], max_tokens, temperature, seed=seed + place, cache_salt=f"{seed}-{temperature:g}-{place}"
+        )
+        for place in indices
+    ]
+    before = read_counters(endpoint)
+    answers = answer_all(endpoint, requests, concurrency=_CONCURRENCY, on_answer=on_answer)
+    gained = without_first_tokens(read_counters(endpoint).minus(before), len(indices))
+    return EngineObservation(temperature, gained, tuple(indices), tuple(answers), _is_exclusive(gained, answers))
+
+
+def _is_exclusive(counters: Counters, answers: Sequence[EngineAnswer]) -> bool:
+    """Whether the rounds gave no more tokens than the answers hold; the last round of each may give K too many."""
+    lengths = [len(answer.ids) if answer.ids else answer.completion_tokens for answer in answers]
+    if counters.drafts is None or counters.accepted is None or None in lengths:
+        return True
+    slack = len(answers) * (1 + -(-(counters.draft_tokens or 0) // max(1, counters.drafts)))
+    return counters.drafts + counters.accepted <= sum(length or 0 for length in lengths) + slack

@@ -1,0 +1,189 @@
+"""An engine's draft counts, and the counts that a hypothesis about its fault expects. Imports no torch.
+
+A hypothesis holds how many drafts each text of a reference offered and had accepted under it. The statistics needed to
+compare it with an engine follow from that: the variation between texts, correlations between depths, and the spread
+between workloads.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from nextn.engines.counters import Counters
+from nextn.errors import ConfigError, EngineError
+from nextn.stats.intervals import student_t
+from nextn.stats.speedup import expected_length
+
+# Standard deviations of log(a / (1 - a)) between workloads: the least, and the one where the reference has no domains.
+MIN_WORKLOAD_SPREAD, UNKNOWN_WORKLOAD_SPREAD = 0.25, 0.6
+
+# Rounds count as full from this share of K drafts per round on.
+_FULL_SHARE = 0.95
+
+Rows = Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True)
+class ObservedCounts:
+    """What an engine counted: drafts by depth as in `Acceptance`, or only an acceptance length."""
+
+    num_drafted: tuple[int, ...] = ()  # [K], K being that of the hypotheses; () without counts by position
+    num_accepted: tuple[int, ...] = ()
+    length: float | None = None  # AL of an engine without counts by position
+    rounds: int | None = None  # that drafted; None if the engine does not report it
+
+    def __post_init__(self) -> None:
+        pairs = list(zip(self.num_drafted, self.num_accepted, strict=False))
+        if len(self.num_drafted) != len(self.num_accepted) or any(not 0 <= k <= n for n, k in pairs):
+            raise ConfigError(
+                f"drafted {self.num_drafted}, accepted {self.num_accepted}; expected 0 <= accepted <= drafted at each "
+                "depth"
+            )
+        if not self.num_drafted and self.length is None:
+            raise ConfigError("neither counts by depth nor an acceptance length: there is nothing to compare")
+
+    @property
+    def rates(self) -> list[float]:
+        """[K], a_k; nan for a depth that was never drafted."""
+        return [k / n if n else math.nan for n, k in zip(self.num_drafted, self.num_accepted, strict=True)]
+
+    @property
+    def acceptance_length(self) -> float:
+        """AL: tokens per round, the bonus token included."""
+        return expected_length(self.rates) if self.length is None else self.length
+
+    def as_record(self) -> dict[str, object]:
+        """Return the counts for JSON reports."""
+        counts = {"offered": self.num_drafted, "kept": self.num_accepted}
+        return counts | {"length": self.length, "rounds": self.rounds}
+
+
+@dataclass(frozen=True, eq=False)
+class ExpectedCounts:
+    """The counts that one hypothesis expects, by text."""
+
+    name: str
+    num_drafted: Rows  # [texts][K]
+    num_accepted: Rows  # [texts][K]
+    domains: Sequence[str] = ()  # [texts], for the spread between workloads; () if all texts are of one domain
+    is_expectation: bool = False  # counts are expected values, so the engine's sampling adds to their spread
+
+    def __post_init__(self) -> None:
+        shapes = {tuple(map(len, rows)) for rows in (self.num_drafted, self.num_accepted)}
+        if len(shapes) != 1 or len(set(*shapes)) != 1 or (self.domains and len(self.domains) != len(self.num_accepted)):
+            raise ConfigError(
+                f"{self.name}: shapes differ; expected drafted [texts][K], accepted [texts][K] and domains [texts]"
+            )
+
+    @property
+    def depths(self) -> int:
+        return len(self.num_accepted[0])
+
+    def select(self, indices: Sequence[int]) -> "ExpectedCounts":
+        """Return the hypothesis over the texts at these indices."""
+        return replace(
+            self,
+            num_drafted=[self.num_drafted[index] for index in indices],
+            num_accepted=[self.num_accepted[index] for index in indices],
+            domains=[self.domains[index] for index in indices] if self.domains else (),
+        )
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """[2, texts, K] float64: drafted, accepted."""
+        return np.array([self.num_drafted, self.num_accepted], dtype=np.float64)
+
+    @cached_property
+    def raw_rates(self) -> np.ndarray:
+        """[K]: a_k; 0 where no text drafted the depth."""
+        drafted, accepted = self.counts.sum(1)
+        return np.divide(accepted, drafted, out=np.zeros_like(accepted), where=drafted > 0)
+
+    @cached_property
+    def design_effects(self) -> np.ndarray:
+        """[K]: design effects between texts, widened for few texts as in `intervals.proportion`."""
+        drafted, accepted = self.counts
+        num_texts, total = len(drafted), drafted.sum(0)
+        if num_texts < 2:
+            return np.full(self.depths, 4.0)  # unknown; rounds of one text are seldom more correlated than this
+        spread = ((accepted - self.raw_rates * drafted) ** 2).sum(0) * num_texts / (num_texts - 1)
+        noise = self.raw_rates * (1 - self.raw_rates) * total
+        effects = np.divide(spread, noise, out=np.ones_like(noise), where=noise > 0)
+        widening = (student_t(num_texts - 1, 0.05) / student_t(math.inf, 0.05)) ** 2
+        return np.maximum(effects, 0.0 if self.is_expectation else 1.0) * widening
+
+    @cached_property
+    def effective_rounds(self) -> np.ndarray:
+        """[K]: the number of independent rounds that each a_k is estimated from."""
+        return self.counts[0].sum(0) / np.maximum(self.design_effects, 0.05)
+
+    @cached_property
+    def rates(self) -> np.ndarray:
+        """[K]: a_k with half a round added on each side (Jeffreys prior), so never 0 or 1."""
+        rounds = np.minimum(self.effective_rounds, self.counts[0].sum(0))
+        return (self.raw_rates * rounds + 0.5) / (rounds + 1)
+
+    @cached_property
+    def correlations(self) -> np.ndarray:
+        """[K, K]: correlations of a text's residuals between depths, shrunk to 0 for few texts."""
+        drafted, accepted = self.counts
+        scale = np.sqrt(np.maximum(drafted, 1e-9) * self.rates * (1 - self.rates))
+        residuals = np.where(drafted > 0, (accepted - self.raw_rates * drafted) / scale, 0.0)
+        size = np.sqrt((residuals**2).sum(0))
+        matrix = residuals.T @ residuals / np.maximum(np.outer(size, size), 1e-12)
+        matrix = matrix * len(drafted) / (len(drafted) + 10)
+        np.fill_diagonal(matrix, 1.0)
+        return matrix
+
+    @cached_property
+    def workload_spread(self) -> np.ndarray:
+        """[K]: standard deviation of log(a / (1 - a)) between domains, beyond sampling noise."""
+        names = sorted(set(self.domains))
+        if len(names) < 2:
+            return np.full(self.depths, UNKNOWN_WORKLOAD_SPREAD)
+        parts = [self.select([index for index, name in enumerate(self.domains) if name == group]) for group in names]
+        odds = np.log([part.rates / (1 - part.rates) for part in parts])
+        noise = np.mean([1 / ((part.effective_rounds + 1) * part.rates * (1 - part.rates)) for part in parts], axis=0)
+        return np.maximum(MIN_WORKLOAD_SPREAD, np.sqrt(np.maximum(0.0, odds.var(0, ddof=1) - noise)))
+
+    @cached_property
+    def accepted_per_round(self) -> tuple[float, float]:
+        """Accepted drafts per round (AL - 1), and the variance of that mean over the reference's texts."""
+        drafted, accepted = self.counts
+        rounds, sums = drafted[:, 0], accepted.sum(1)
+        total, num_texts = rounds.sum(), len(rounds)
+        if not total:
+            return 0.0, 1.0
+        mean = sums.sum() / total
+        variance = ((sums - mean * rounds) ** 2).sum() * num_texts / max(1, num_texts - 1) / total**2
+        return float(mean), float(variance)
+
+
+def draft_depth(counters: Counters) -> int | None:
+    """Return K, the deepest draft that an engine counted; None if it does not report it."""
+    if counters.per_position:
+        return max(len(counters.per_position), len(counters.per_position_offered))
+    if counters.drafts and counters.draft_tokens:
+        return math.ceil(counters.draft_tokens / counters.drafts)
+    return None
+
+
+def observed_counts(counters: Counters, drafts: int, *, full_share: float = _FULL_SHARE) -> ObservedCounts:
+    """Return counts by position if possible, else the AL from total counts, else the engine's own AL.
+
+    Rounds of fewer than `full_share` x K drafts on average are not full: counts by position do not say then how many
+    drafts were offered, and the AL is used. Raises EngineError if the counters hold none of the three.
+    """
+    shorter = counters.draft_tokens is not None and counters.draft_tokens < full_share * drafts * (counters.drafts or 0)
+    if counters.per_position and (counters.per_position_offered or not shorter):
+        acceptance = counters.acceptance()
+        return ObservedCounts(acceptance.num_drafted, acceptance.num_accepted)
+    rounds = counters.drafts or (counters.draft_tokens or 0) // drafts
+    if rounds and counters.accepted is not None:
+        return ObservedCounts(length=1 + counters.accepted / rounds, rounds=rounds)
+    if counters.length is not None:
+        return ObservedCounts(length=counters.length)
+    raise EngineError(f"{counters.engine}: counts no round that drafted; is MTP on, and was anything asked?")

@@ -1,0 +1,263 @@
+"""Which hypothesis explains an engine's draft counts: the likelihood of the counts under each. Imports no torch.
+
+The distribution of the engine's counts at depth k is beta-binomial around the hypothesis' a_k. Its variance has four
+parts:
+
+- the engine's rounds: binomial, times the design effect between texts, as rounds of one text are correlated (Kish
+  1965);
+- the hypothesis' own rate, which is estimated from finitely many texts;
+- arithmetic: no two engines round alike (`NUMERICS`);
+- the workload, where the engine's prompts are not those of the reference: how far its domains spread.
+
+Depths are tied by a Gaussian copula: a hard text is hard at every depth, and an easy workload raises all of them.
+Otherwise four correlated depths would count as four independent observations.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from nextn.errors import ConfigError
+from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts
+
+FINE = "fine"
+# Ratios of likelihoods.
+MIN_NAMED_RATIO = 100.0  # from which on a fault is named rather than "fine"
+MIN_DISTINCT_RATIO = 10.0  # from which on the likeliest fault excludes another
+MIN_SEPARATING_RATIO = 100.0  # to be expected between hypotheses that can be told apart
+MIN_FIT = 0.001  # a cause with a smaller p-value does not fit
+NUMERICS = 0.05  # standard deviation of log(a / (1 - a)) between correct kernels
+_DEPTH_CORRELATION = 0.8  # of the workload's effect between depths
+_MAX_RESIDUAL = 8.0  # residuals are clipped at this many standard deviations, in the copula only
+_MAX_WEIGHT = 1e8  # a beta distribution of this weight is a point
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One hypothesis, with how well it explains the counts."""
+
+    name: str
+    log_likelihood: float  # of the engine's counts
+    p_value: float  # probability of counts as far off as these if it holds; the likeliest cause may still not fit
+    rates: tuple[float, ...]  # the a_k that it expects
+    length: float  # the AL that it expects
+    ratio: float = 1.0  # its likelihood relative to that of the likeliest cause
+
+    def as_record(self) -> dict[str, object]:
+        """Return the fields for JSON reports."""
+        likelihoods = {"log_likelihood": self.log_likelihood, "ratio": self.ratio, "misfit": self.p_value}
+        return {"name": self.name} | likelihoods | {"acceptance": list(self.rates), "length": self.length}
+
+    def ratio_to(self, other: "Cause") -> float:
+        """Return how many times likelier the counts are under this cause; at most 1e300."""
+        return math.exp(min(690.0, self.log_likelihood - other.log_likelihood))
+
+    def ratio_text(self, other: "Cause") -> str:
+        """Return `ratio_to` as text, such as "12 times"."""
+        ratio = self.ratio_to(other)
+        text = f"{ratio:.0f}" if ratio < 1e6 else f"10^{min(30.0, math.log10(ratio)):.0f}"
+        return f"{text} times" if ratio < 1e30 else f"more than {text} times"
+
+
+def rank_causes(
+    observed: ObservedCounts,
+    expected: Sequence[ExpectedCounts],
+    *,
+    novel_share: float = 1.0,
+    other_workload: bool = False,
+) -> list[Cause]:
+    """Return all hypotheses, the likeliest first. Raises ConfigError if the engine drafts deeper than they do.
+
+    `novel_share` is the share of the engine's text that is not the reference's own; at 1 the counts of both vary
+    between texts independently. `other_workload`: the engine's prompts are not those of the reference.
+    """
+    return _sorted([_evaluate(observed, each, novel_share, other_workload=other_workload) for each in expected])
+
+
+def combine_causes(parts: Sequence[Sequence[Cause]]) -> list[Cause]:
+    """Combine several observations of one engine, such as two temperatures: likelihoods multiply, the worst fit counts.
+
+    Causes that are not in every part are left out.
+    """
+    by_name: dict[str, list[Cause]] = {}
+    for cause in (cause for part in parts for cause in part):
+        by_name.setdefault(cause.name, []).append(cause)
+    return _sorted(
+        [
+            replace(
+                causes[0],
+                log_likelihood=sum(cause.log_likelihood for cause in causes),
+                p_value=min(1.0, len(causes) * min(cause.p_value for cause in causes)),
+            )
+            for causes in by_name.values()
+            if len(causes) == len(parts)
+        ]
+    )
+
+
+def expected_ratio(
+    observed: ObservedCounts,
+    true: ExpectedCounts,
+    other: ExpectedCounts,
+    *,
+    novel_share: float = 1.0,
+    other_workload: bool = False,
+) -> float:
+    """Return the ratio of likelihoods, true to other, for an engine with as many rounds where `true` holds exactly."""
+    typical = _typical_counts(observed, true)
+    right, wrong = (_evaluate(typical, each, novel_share, other_workload=other_workload) for each in (true, other))
+    return right.ratio_to(wrong)
+
+
+def indistinguishable(
+    name: str,
+    *cases: tuple[ObservedCounts, Sequence[ExpectedCounts]],
+    novel_share: float = 1.0,
+    other_workload: bool = False,
+) -> tuple[str, ...]:
+    """Return the hypotheses that this many rounds cannot tell from the named one where it holds.
+
+    `cases` are the counts of each observation, with the same hypotheses in the same order.
+    """
+    names = [each.name for each in cases[0][1]]
+    index, totals = names.index(name), [0.0] * len(names)
+    for observed, expected in cases:
+        for other, hypothesis in enumerate(expected):
+            ratio = expected_ratio(
+                observed, expected[index], hypothesis, novel_share=novel_share, other_workload=other_workload
+            )
+            totals[other] += math.log(ratio)
+    limit = math.log(MIN_SEPARATING_RATIO)
+    return tuple(each for each, total in zip(names, totals, strict=True) if each != name and total < limit)
+
+
+def name_causes(causes: Sequence[Cause]) -> tuple[str, ...]:
+    """Return the causes that the counts support, likeliest first.
+
+    ("fine",) unless a fault is `MIN_NAMED_RATIO` times likelier; else all faults that the likeliest does not beat by
+    `MIN_DISTINCT_RATIO`; () if even the likeliest does not fit (1 in 1000 if it holds).
+    """
+    best = causes[0]
+    fine = next((cause for cause in causes if cause.name == FINE), None)
+    if fine is not None and best.ratio_to(fine) < MIN_NAMED_RATIO and fine.p_value >= MIN_FIT:
+        return (FINE,)
+    if best.p_value < MIN_FIT:
+        return ()
+    return tuple(each.name for each in causes if best.ratio_to(each) < MIN_DISTINCT_RATIO and each.name != FINE)
+
+
+def _sorted(causes: Sequence[Cause]) -> list[Cause]:
+    ordered = sorted(causes, key=lambda cause: -cause.log_likelihood)
+    return [replace(cause, ratio=cause.ratio_to(ordered[0])) for cause in ordered]
+
+
+def _typical_counts(observed: ObservedCounts, true: ExpectedCounts) -> ObservedCounts:
+    """What an engine with as many rounds would count if a hypothesis held exactly."""
+    if not observed.num_drafted:
+        return replace(observed, length=1 + true.accepted_per_round[0])
+    drafted, reaching = [], float(observed.num_drafted[0])
+    for rate in true.rates[: len(observed.num_drafted)]:
+        drafted.append(reaching)
+        reaching *= float(rate)
+    accepted = [round(count * float(rate)) for count, rate in zip(drafted, true.rates, strict=False)]
+    return replace(
+        observed, num_drafted=tuple(map(round, drafted)), num_accepted=tuple(map(min, accepted, map(round, drafted)))
+    )
+
+
+def _evaluate(observed: ObservedCounts, expected: ExpectedCounts, novel_share: float, *, other_workload: bool) -> Cause:
+    if len(observed.num_drafted) > expected.depths:
+        depths = f"{expected.depths} depths are expected, the engine drafts {len(observed.num_drafted)}"
+        raise ConfigError(f"{expected.name}: {depths}; take a reference with as many drafts as the engine")
+    fit = _fit_by_depth if observed.num_drafted else _fit_by_length
+    log_likelihood, p_value = fit(observed, expected, novel_share, other_workload=other_workload)
+    rates = tuple(map(float, expected.raw_rates))
+    return Cause(expected.name, log_likelihood, p_value, rates, 1 + expected.accepted_per_round[0])
+
+
+def _fit_by_depth(
+    observed: ObservedCounts, expected: ExpectedCounts, novel_share: float, *, other_workload: bool
+) -> tuple[float, float]:
+    """(log-likelihood, p-value) of counts by depth."""
+    used = [k for k, count in enumerate(observed.num_drafted) if count]
+    if not used:
+        return 0.0, 1.0
+    drafted, accepted = (
+        np.array([side[k] for k in used], float) for side in (observed.num_drafted, observed.num_accepted)
+    )
+    rates, correlations = expected.rates[used], expected.correlations[np.ix_(used, used)]
+    noise = rates * (1 - rates)
+    effects = expected.design_effects[used] + (1.0 if expected.is_expectation else 0.0)
+    eye = np.eye(len(used))
+    drift = expected.workload_spread[used] if other_workload else np.zeros(len(used))
+    # (variance relative to a(1-a), correlation between depths) of each part.
+    parts: list[tuple[np.ndarray, np.ndarray]] = [
+        (novel_share * np.maximum(1.0, effects) / drafted, correlations),
+        (novel_share / (expected.effective_rounds[used] + 2), correlations),
+        (NUMERICS**2 * noise, eye),
+        (drift**2 * noise, _DEPTH_CORRELATION + (1 - _DEPTH_CORRELATION) * eye),
+    ]
+    share = sum(part for part, _ in parts)
+    share = np.minimum(np.maximum(share, 1 / drafted), 0.999)
+    terms = [_beta_binomial(*each) for each in zip(accepted, drafted, rates, share, strict=True)]
+    covariance = sum(np.sqrt(np.outer(part, part)) * correlation for part, correlation in parts)
+    scale = np.sqrt(np.diag(covariance))
+    correlation = covariance / np.outer(scale, scale) * 0.98 + 0.02 * eye
+    # The arcsine transform makes the variance independent of the rate.
+    residuals = (2 * np.arcsin(np.sqrt(accepted / drafted)) - 2 * np.arcsin(np.sqrt(rates))) / np.sqrt(share)
+    clipped = np.clip(residuals, -_MAX_RESIDUAL, _MAX_RESIDUAL)
+    copula = -0.5 * (np.linalg.slogdet(correlation)[1] + clipped @ (np.linalg.solve(correlation, clipped) - clipped))
+    square = float(residuals @ np.linalg.solve(correlation, residuals))
+    return float(sum(terms) + copula), chi_square_above(square, len(used))
+
+
+def _beta_binomial(accepted: float, drafted: float, rate: float, share: float) -> float:
+    """log P(accepted | drafted), where accepted / drafted has variance `share` x rate (1 - rate)."""
+    overdispersion = (drafted * share - 1) / (drafted - 1) if drafted > 1 else 0.0
+    weight = min(_MAX_WEIGHT, (1 - overdispersion) / max(overdispersion, 1 / _MAX_WEIGHT))
+    a, b = rate * weight, (1 - rate) * weight
+    choose = math.lgamma(drafted + 1) - math.lgamma(accepted + 1) - math.lgamma(drafted - accepted + 1)
+    return choose + _log_beta(accepted + a, drafted - accepted + b) - _log_beta(a, b)
+
+
+def _log_beta(a: float, b: float) -> float:
+    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+
+
+def _fit_by_length(
+    observed: ObservedCounts, expected: ExpectedCounts, novel_share: float, *, other_workload: bool
+) -> tuple[float, float]:
+    """(log-likelihood, p-value) of an AL: Student's t around the hypothesis', at texts - 1 degrees of freedom."""
+    assert observed.length is not None
+    mean, spread = expected.accepted_per_round
+    survival, rounds = np.cumprod(expected.rates), float(expected.counts[0][:, 0].sum())
+    within = float((survival * (2 * np.arange(expected.depths) + 1)).sum() - survival.sum() ** 2)
+    engine_rounds = observed.rounds or rounds or 1.0
+    sampling = within / engine_rounds
+    between = max(spread * rounds / engine_rounds + (sampling if expected.is_expectation else 0.0), sampling)
+    # The derivative of the AL by log(a / (1 - a)) at depth k: everything deeper changes with it.
+    gradient = survival[::-1].cumsum()[::-1] * (1 - expected.rates)
+    drift = expected.workload_spread if other_workload else np.zeros(expected.depths)
+    systematic = float((gradient**2).sum() * NUMERICS**2 + (gradient * drift).sum() ** 2)
+    variance = max(novel_share * (between + spread), sampling) + systematic
+    degrees = max(1, len(expected.num_accepted) - 1)
+    t = (observed.length - 1 - mean) / math.sqrt(variance)
+    constant = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - 0.5 * math.log(degrees * math.pi * variance)
+    return constant - (degrees + 1) / 2 * math.log1p(t * t / degrees), chi_square_above(t * t, 1)
+
+
+def chi_square_above(value: float, degrees: int) -> float:
+    """Return P(chi-square > value) (Abramowitz and Stegun 26.4.4, 26.4.5)."""
+    half = value / 2
+    if degrees % 2:
+        total, term = math.erfc(math.sqrt(half)), math.exp(-half) * math.sqrt(half / math.pi) * 2
+        for k in range(3, degrees + 1, 2):
+            total, term = total + term, term * value / k
+        return total
+    total = term = math.exp(-half)
+    for k in range(1, degrees // 2):
+        term *= half / k
+        total += term
+    return total

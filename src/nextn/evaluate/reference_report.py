@@ -1,0 +1,296 @@
+"""The report of a reference measurement: figures by temperature, rule, K and domain, as JSON and for a model card."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from nextn import __version__
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.provenance import head_fingerprint, trunk_fingerprint
+from nextn.checkpoint.snapshot import on_disk
+from nextn.data.degeneracy import MIN_TOKENS, degeneracy_notes
+from nextn.decoding.drafter import Contract
+from nextn.errors import ConfigError
+from nextn.evaluate.decoding_costs import Machine
+from nextn.evaluate.reference_plan import ReferencePlan
+from nextn.evaluate.reference_texts import Controls, GeneratedTexts
+from nextn.evaluate.teacher_forced import RULES, ScoredText
+from nextn.evaluate.workload import Prompt, by_domain
+from nextn.stats.acceptance import DEFINITION
+from nextn.stats.intervals import INTERVAL, Estimate, jackknife, proportion
+from nextn.stats.speedup import expected_length
+
+DEFINITIONS = {
+    "acceptance": DEFINITION.partition(";")[0] + "; rounds follow each other through the text as in decoding at this K",
+    "length": "AL@K = 1 + sum over k <= K of a_1 ... a_k: tokens per round of K drafts, the bonus token included",
+    "interval_95": INTERVAL,
+    "rule": RULES,
+    "pass": "parallel: all positions of a text at once; stepped: one by one through the head's caches; decoder: "
+    "counted while decoding. The first two use the distribution of acceptance given the text, so no draft is sampled",
+    "decoder": "what was counted while the texts were decoded; temperature 0 by rule greedy, else by settings.rule. "
+    "Wilson intervals that take rounds as independent",
+    "columns": "a_1 over all positions alike, to compare the controls with",
+    "shifted": "depth 1's argmax against the token after the one that it predicts",
+    "shuffled": "a_1 over all positions, with each text's hidden states in random order",
+    "chance": "argmax and token equal by accident: the sum over the vocabulary of the products of their frequencies",
+    "median_rank": "how many tokens depth 1 ranks above the text's, median; vocab_size tokens in all",
+    "looping": "repetitive texts (degeneracy.degeneracy): left out, unless all are",
+    "short": f"texts of fewer than {MIN_TOKENS} tokens, too short to detect repetition reliably",
+    "hashes": "head: SHA-256 of its own tensors; trunk: of samples; prompts: of their token ids as JSON",
+}
+
+
+def checkpoint_hashes(
+    source: str, *, revision: str | None = None, cache_dir: str | Path | None = None, offline: bool = False
+) -> dict[str, str]:
+    """Return fingerprints of a checkpoint's head and trunk, which identify what was measured."""
+    checkpoint = Checkpoint.open(source, revision=revision, cache_dir=cache_dir, offline=offline)
+    inventory = on_disk(Inventory.of(checkpoint), revision=revision, cache_dir=cache_dir, offline=offline)
+    return {"head": head_fingerprint(inventory), "trunk": trunk_fingerprint(inventory)}
+
+
+def hash_prompts(prompts: Sequence[Sequence[int]]) -> str:
+    """Return the SHA-256 of the token ids, equal for measurements with the same prompts."""
+    return hashlib.sha256(json.dumps([list(prompt) for prompt in prompts]).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class AcceptanceFigures:
+    """Acceptance of rounds of K = drafts over a domain's texts."""
+
+    temperature: float
+    rule: str
+    drafts: int
+    domain: str
+    num_texts: int
+    rates: tuple[Estimate, ...]  # a_1..a_K
+    length: Estimate  # AL
+    num_drafted: tuple[float, ...]  # [K], sums over the texts; of probabilities above temperature 0
+    num_accepted: tuple[float, ...]  # [K], likewise
+
+    def as_record(self) -> dict[str, object]:
+        """Return the figures for JSON reports; `DEFINITIONS` says what each number is."""
+        rates = [rate.as_record() for rate in self.rates]
+        return {
+            **{name: getattr(self, name) for name in ("temperature", "rule", "drafts", "domain", "num_texts")},
+            "acceptance": [rate["value"] for rate in rates],
+            "interval_95": [[rate["low"], rate["high"]] for rate in rates],
+            "length": self.length.as_record(),
+            "offered": list(self.num_drafted),
+            "kept": list(self.num_accepted),
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class ReferenceReport:
+    """One reference measurement, from which all figures follow."""
+
+    plan: ReferencePlan
+    contract: Contract
+    prompts: tuple[Prompt, ...]
+    generated: Mapping[float, GeneratedTexts]  # by temperature
+    scored: Mapping[float, tuple[ScoredText, ...]] = field(repr=False)  # empty for a contract that can only be decoded
+    scoring_pass: str  # parallel, stepped or decoder, see `DEFINITIONS`
+    controls: Controls | None = None
+    source: str = ""
+    family: str = ""
+    hashes: Mapping[str, str] = field(default_factory=dict)
+    machine: Machine | None = None
+
+    def figures(
+        self, temperature: float, *, rule: str | None = None, drafts: int | None = None, domain: str = "all"
+    ) -> AcceptanceFigures:
+        """Compute figures with intervals, by default for the first of `rules(temperature)` and the largest K.
+
+        Raises ConfigError for what was not measured.
+        """
+        rule, drafts = rule or self.rules(temperature)[0], drafts or self.plan.drafts
+        counts = self.counts(temperature, rule, drafts)
+        used = [counts[index] for index in sorted(self.text_indices(temperature, domain))]
+        drafted, accepted = ([[each[side][k] for each in used] for k in range(drafts)] for side in (0, 1))
+
+        def length(texts: Sequence[int]) -> float:
+            sums = [[sum(row[text] for text in texts) for row in side] for side in zip(drafted, accepted, strict=True)]
+            return expected_length([num_accepted / n if n else float("nan") for n, num_accepted in sums])
+
+        return AcceptanceFigures(
+            temperature,
+            rule,
+            drafts,
+            domain,
+            len(used),
+            tuple(proportion(*depth) for depth in zip(accepted, drafted, strict=True)),
+            jackknife(length, len(used)),
+            tuple(map(sum, drafted)),
+            tuple(map(sum, accepted)),
+        )
+
+    def counts(self, temperature: float, rule: str, drafts: int) -> list[tuple[list[float], list[float]]]:
+        """Return (num_drafted, num_accepted) by depth for each text. Raises ConfigError for what was not measured."""
+        if rule not in self.rules(temperature) or not 1 <= drafts <= self.plan.drafts:
+            known = ", ".join(self.rules(temperature))
+            raise ConfigError(f"{rule=}, {drafts=}; expected one of {known}, and 1 <= drafts <= {self.plan.drafts}")
+        if temperature in self.scored:
+            return [each.survivals[rule].round_counts(each.remaining, drafts) for each in self.scored[temperature]]
+        if drafts != self.plan.drafts:
+            raise ConfigError(f"{drafts=}: this was counted while decoding, at K = {self.plan.drafts} alone")
+        counts = self.generated[temperature].acceptance_per_text
+        return [(_padded(each.num_drafted, drafts), _padded(each.num_accepted, drafts)) for each in counts]
+
+    def rules(self, temperature: float) -> list[str]:
+        """Return the acceptance rules with figures, the usual one first."""
+        if temperature in self.scored:
+            return ["greedy"] if not temperature else [rule for rule in RULES if rule != "greedy"]
+        return [self.plan.rule if temperature else "greedy"]
+
+    def text_indices(self, temperature: float, domain: str = "all") -> set[int]:
+        """Return the domain's texts that are not repetitive, or all of them if every one is."""
+        indices = set(range(len(self.prompts)) if domain == "all" else by_domain(self.prompts)[domain])
+        return indices - self.repetitive[temperature] or indices
+
+    @cached_property
+    def repetitive(self) -> dict[float, set[int]]:
+        """Temperature -> indices of repetitive texts."""
+        return {temperature: texts.repetitive for temperature, texts in self.generated.items()}
+
+    @property
+    def domains(self) -> list[str]:
+        """ "all", then the domains of the prompts if there are several."""
+        return ["all", *by_domain(self.prompts)] if len(by_domain(self.prompts)) > 1 else ["all"]
+
+    @property
+    def warnings(self) -> list[str]:
+        """Reasons to trust the figures less."""
+        warnings = []
+        for temperature, generated in self.generated.items():
+            num_repetitive, num_short = len(self.repetitive[temperature]), len(generated.short)
+            warnings += degeneracy_notes(
+                f"temperature {temperature:g}", len(generated.texts), degenerate=num_repetitive, short=num_short
+            )
+        if len(self.prompts) < 8:
+            warnings.append(
+                f"{len(self.prompts)} texts: intervals of so few are wide, and assume that texts are similar"
+            )
+        return warnings + (self.controls.warnings if self.controls else [])
+
+    def table(self) -> list[AcceptanceFigures]:
+        """Compute every temperature, rule and K over all texts, and the largest K by domain."""
+        rows = []
+        choices = range(1, self.plan.drafts + 1) if self.scored else [self.plan.drafts]
+        for temperature in self.plan.temperatures:
+            for rule in self.rules(temperature):
+                rows += [self.figures(temperature, rule=rule, drafts=drafts) for drafts in choices]
+                rows += [self.figures(temperature, rule=rule, domain=domain) for domain in self.domains[1:]]
+        return rows
+
+    def as_record(self) -> dict[str, object]:
+        """Return the JSON document."""
+        prompts = [text.prompt for text in self.generated[self.plan.temperatures[0]].texts]
+        return {
+            "model": self.source,
+            "family": self.family,
+            "nextn": __version__,
+            "definitions": DEFINITIONS,
+            "machine": None if self.machine is None else vars(self.machine),
+            "hashes": {**self.hashes, "prompts": hash_prompts(prompts)},
+            "settings": vars(self.plan) | {"contract": vars(self.contract)},
+            "pass": self.scoring_pass,
+            "domains": {domain: len(indices) for domain, indices in by_domain(self.prompts).items()},
+            "texts": {f"{temperature:g}": self._text_counts(temperature) for temperature in self.generated},
+            "figures": [figures.as_record() for figures in self.table()],
+            "decoder": {
+                f"{temperature:g}": None if texts.pooled is None else texts.pooled.as_record()
+                for temperature, texts in self.generated.items()
+            },
+            "controls": None if self.controls is None else self.controls.as_record(),
+            "warnings": self.warnings,
+        }
+
+    def _text_counts(self, temperature: float) -> dict[str, object]:
+        texts = self.generated[temperature].texts
+        return {
+            "num": len(texts),
+            "tokens": sum(len(text.new) for text in texts),
+            "looping": sorted(self.repetitive[temperature]),
+            "short": self.generated[temperature].short,
+        }
+
+
+def _padded(counts: Sequence[int], drafts: int) -> list[float]:
+    return [*map(float, counts), *[0.0] * (drafts - len(counts))]
+
+
+# Labels of acceptance rules in model cards.
+_RULE_LABELS = {
+    "greedy": "greedy",
+    "ratio": "drafts sampled from the head",
+    "block": "drafts sampled, verified jointly",
+    "argmax": "the head's argmax drafted",
+    "match": "drafts sampled, exact match",
+}
+
+
+def model_card(reference: ReferenceReport, *, command: str = "nextn measure") -> str:
+    """Render Markdown for a model card: tables of a_k and AL@k, and what is needed to measure them again."""
+    return "\n".join([*_card_lines(reference, command), ""])
+
+
+def _label(figures: AcceptanceFigures) -> str:
+    label = _RULE_LABELS[figures.rule]
+    return label if figures.rule == "greedy" else f"temperature {figures.temperature:g}, {label}"
+
+
+def _card_lines(reference: ReferenceReport, command: str) -> Iterator[str]:
+    depths = range(1, reference.plan.drafts + 1)
+    yield "### Multi-Token Prediction: acceptance"
+    yield ""
+    yield from _header(["decoding", *(f"a_{k}" for k in depths), *(f"AL@{k}" for k in depths)])
+    for temperature in reference.plan.temperatures:
+        for rule in reference.rules(temperature):
+            if rule in ("greedy", "ratio", "argmax"):  # those that engines use; the others are in the JSON
+                by_drafts = [reference.figures(temperature, rule=rule, drafts=k) for k in depths]
+                lengths = [f"{figures.length.value:.2f}" for figures in by_drafts]
+                yield _row([_label(by_drafts[-1]), *map(_rate, by_drafts[-1].rates), *lengths])
+    if len(reference.domains) > 1:
+        yield ""
+        yield from _header(["by domain", "decoding", *(f"a_{k}" for k in depths), f"AL@{depths[-1]}"])
+        for domain in reference.domains[1:]:
+            for temperature in reference.plan.temperatures:
+                figures = reference.figures(temperature, domain=domain)
+                yield _row([domain, _label(figures), *map(_rate, figures.rates), f"{figures.length.value:.2f}"])
+    yield ""
+    yield from _conditions(reference, command)
+
+
+def _conditions(reference: ReferenceReport, command: str) -> Iterator[str]:
+    digests = reference.as_record()["hashes"]
+    assert isinstance(digests, dict)
+    hashes = ", ".join(f"{name} `{digest[:12]}`" for name, digest in digests.items())
+    yield (
+        f"a_k: share of depth-k drafts accepted among those whose shallower drafts were all accepted, at K = "
+        f"{reference.plan.drafts}, with its 95 % interval. AL@k: tokens per round of k drafts. "
+        f"{len(reference.prompts)} prompts, up to {reference.plan.max_tokens} new tokens each, the model's own "
+        "continuations."
+    )
+    yield ""
+    dtype = f", {reference.machine.dtype}" if reference.machine else ""
+    yield f"Measured with nextn {__version__}: `{command}`{dtype}; {hashes}."
+    for warning in reference.warnings:
+        yield f"- {warning}"
+
+
+def _header(titles: list[str]) -> Iterator[str]:
+    yield _row(titles)
+    yield _row(["---", *["---:"] * (len(titles) - 1)])
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _rate(rate: Estimate) -> str:
+    return "" if rate.value != rate.value else f"{rate.value:.3f} ({rate.low:.2f}-{rate.high:.2f})"

@@ -1,0 +1,198 @@
+"""The texts of a reference measurement, which are the trunk's own continuations of the prompts, and its controls.
+
+Controls are acceptances that should be near 0; their warnings say what it means if they are not.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from nextn.data.degeneracy import MIN_TOKENS, degeneracy
+from nextn.decoding.drafter import Contract
+from nextn.decoding.generate import Result, generate
+from nextn.decoding.rounds import Round, Settings
+from nextn.evaluate.reference_plan import ReferencePlan
+from nextn.evaluate.teacher_forced import ReferenceText, ScoredText, score_texts
+from nextn.evaluate.workload import Prompt
+from nextn.model.model import Model
+from nextn.model.trunk import TrunkOutput
+from nextn.speculative.sampling import Sampling
+from nextn.stats.acceptance import Acceptance
+
+_BATCH = 8  # sequences decoded together
+_HIGH_CONTROL = 0.1  # a control above: the texts repeat themselves, or the head ignores its inputs
+_LOW_ACCEPTANCE = 0.2
+
+
+@dataclass(frozen=True, eq=False)
+class GeneratedTexts:
+    """The texts of one temperature."""
+
+    texts: tuple[ReferenceText, ...]
+    acceptance_per_text: tuple[Acceptance, ...]  # as decoded; () if not decoded under the contract in question
+    pooled: Acceptance | None  # the same over all texts
+
+    @property
+    def repetitive(self) -> set[int]:
+        """Indices of repetitive texts."""
+        return {index for index, text in enumerate(self.texts) if degeneracy(text.new).is_degenerate}
+
+    @property
+    def short(self) -> list[int]:
+        """Indices of texts too short to detect repetition."""
+        return [index for index, text in enumerate(self.texts) if len(text.new) < MIN_TOKENS]
+
+
+def generate_texts(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    plan: ReferencePlan,
+    temperature: float,
+    *,
+    contract: Contract | None = None,
+    on_text: Callable[[], None] = lambda: None,
+) -> GeneratedTexts:
+    """Continue the prompts with the trunk, decoding with the head (it is lossless), and count its acceptance.
+
+    The head drafts by all bits of its weights, as other engines would. `contract` injects faults of decoding.
+    """
+    contract = contract or Contract()
+    can_draft = contract.offset <= 0  # a later hidden state is not known when drafting
+    results: list[Result] = []
+    for start in range(0, len(prompts), _BATCH):
+        settings = Settings(
+            drafts=plan.drafts,
+            sampling=Sampling(temperature),
+            max_tokens=plan.max_tokens,
+            seed=plan.seed + start,
+            contract=contract if can_draft else Contract(),
+            block=plan.rule == "block",
+            sampled_drafts=plan.rule != "argmax",
+        )
+        batch = prompts[start : start + _BATCH]
+        with _exact_head(model):
+            results += generate(model, batch, settings, backend=plan.backend)
+        for _ in batch:
+            on_text()
+    texts = tuple(
+        ReferenceText(tuple(prompt), result.tokens, temperature, result.finish in ("eos", "context"))
+        for prompt, result in zip(prompts, results, strict=True)
+    )
+    if not can_draft:
+        return GeneratedTexts(texts, (), None)
+    pooled = Acceptance.of(Round((part,), 0.0, 0.0) for result in results for part in result.rounds)
+    return GeneratedTexts(texts, tuple(result.acceptance for result in results), pooled)
+
+
+def prompt_tokens(model: Model, prompt: Prompt, chat: bool | None) -> tuple[int, ...]:
+    """Return a prompt's token ids; chat None: through the chat template if there is one."""
+    if chat is None:
+        chat = bool(model.tokenizer is not None and model.tokenizer.chat_template)
+    return prompt.tokens(model, chat=chat)
+
+
+@contextmanager
+def _exact_head(model: Model) -> Iterator[None]:
+    """While open, the head drafts by all bits of its weights."""
+    head = model.head
+    assert head is not None
+    before, head.exact = head.exact, True
+    try:
+        yield
+    finally:
+        head.exact = before
+
+
+@dataclass(frozen=True)
+class Controls:
+    """Control measurements; see `reference_report.DEFINITIONS`."""
+
+    all_positions: float  # a_1 over all positions alike, to compare with
+    shifted: float  # share of drafts that equal the token after the one they predict; near 0
+    shuffled: float  # a_1 with hidden states in random order; near 0
+    chance: float  # probability that a draft equals a token by accident
+    median_rank: float  # median number of tokens that depth 1 ranks above the text's
+    distinct_drafts: int
+    vocab_size: int
+
+    @property
+    def warnings(self) -> list[str]:
+        """Reasons to doubt the figures, or reasons why they are low."""
+        warnings = []
+        if self.shifted > _HIGH_CONTROL:
+            warnings.append(
+                f"control: {self.shifted:.0%} of the drafts equal the token after the one that they predict (near 0 in "
+                f"text that does not repeat itself; {self.chance:.0%} by accident): the texts are easy to draft"
+            )
+        if self.shuffled > max(_HIGH_CONTROL, self.all_positions / 4):
+            warnings.append(
+                f"control: {self.shuffled:.0%} are accepted with hidden states in random order, "
+                f"{self.all_positions:.0%} in the right one: the head hardly uses them, or the texts are easy to draft"
+            )
+        if self.all_positions >= _LOW_ACCEPTANCE:
+            return warnings
+        if self.distinct_drafts == 1:
+            warnings.append("the head drafts one token for every input: its weights are not those that were trained")
+        if self.median_rank > 0.9 * self.vocab_size:
+            warnings.append(
+                f"the text's token has median rank {self.median_rank:.0f} of {self.vocab_size} at depth 1, worse than "
+                "chance: typical of norm weights read as w instead of 1 + w, or the reverse; --probe tries both"
+            )
+        else:
+            warnings.append(
+                f"acceptance is low; the text's token has median rank {self.median_rank:.0f} of {self.vocab_size} at "
+                "depth 1; --probe tries other conventions of the weights"
+            )
+        return warnings
+
+    def as_record(self) -> dict[str, object]:
+        """Return the fields for JSON reports."""
+        fields = dict(vars(self))
+        return {"columns": fields.pop("all_positions"), **fields}
+
+
+def measure_controls(
+    model: Model, scored: Sequence[ScoredText], hiddens: Sequence[TrunkOutput], rule: str, *, contract: Contract
+) -> Controls:
+    """Measure the controls on texts that were scored under the contract; `hiddens` are their `trunk_outputs`."""
+    texts = [each.text for each in scored]
+    shuffled = [_shuffled(hidden) for hidden in hiddens]
+    drafts: list[int] = []
+    tokens: list[int] = []
+    next_tokens: list[int | None] = []
+    for each in scored:
+        count = min(len(each.drafts), len(each.text.new) - 1)
+        drafts += each.drafts.tolist()[:count]
+        tokens += each.text.new[1 : count + 1]
+        next_tokens += [*each.text.new[2:], None][:count]
+    ranks = [rank for each in scored for rank in each.ranks.tolist()]
+    return Controls(
+        all_positions=_acceptance_over_positions(scored, rule),
+        shifted=sum(a == b for a, b in zip(drafts, next_tokens, strict=True)) / max(1, len(drafts)),
+        shuffled=_acceptance_over_positions([*score_texts(model, texts, shuffled, 1, contract=contract)], rule),
+        chance=_chance(drafts, tokens),
+        median_rank=statistics.median(ranks) if ranks else 0.0,
+        distinct_drafts=len(set(drafts)),
+        vocab_size=model.trunk.vocab_size,
+    )
+
+
+def _acceptance_over_positions(scored: Sequence[ScoredText], rule: str) -> float:
+    probs = [value for each in scored for value in each.survivals[rule].expected[:, 0].tolist()]
+    return sum(probs) / max(1, len(probs))
+
+
+def _shuffled(hidden: TrunkOutput) -> TrunkOutput:
+    """The text's states in random order, those of the prompt included: they carry no information any more."""
+    order = torch.randperm(len(hidden.head_input), generator=torch.Generator().manual_seed(0))
+    return TrunkOutput(hidden.final_hidden, hidden.head_input[order.to(hidden.head_input.device)])
+
+
+def _chance(drafts: Sequence[int], tokens: Sequence[int]) -> float:
+    if not drafts or not tokens:
+        return 0.0
+    counts = [torch.tensor(side).bincount(minlength=max(*drafts, *tokens) + 1).double() for side in (drafts, tokens)]
+    return float((counts[0] * counts[1]).sum() / len(drafts) / len(tokens))

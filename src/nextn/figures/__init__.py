@@ -1,1 +1,0 @@
-"""What counts say: acceptance, intervals, the speed-up that they promise, and their pictures."""

@@ -1,1 +1,0 @@
-"""A head inside transformers' and TRL's trainers."""

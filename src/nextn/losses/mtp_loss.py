@@ -1,0 +1,255 @@
+"""The MTP training loss: labels shifted inside documents, depths weighted, cross-entropy in chunks of the logits.
+
+Knows no model, data set or optimizer: it takes one hidden tensor per depth (0 is the trunk) and the lm_head's weight.
+Position i of depth k has seen the tokens up to t_{i+k} and predicts t_{i+k+1}.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nextn.errors import ConfigError
+from nextn.losses.chunked import Objective, SelectedRows, check_chunk, weighted_sum, wide_dtype
+
+IGNORE = -100
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """The labels of a batch, each tensor [B, T]."""
+
+    tokens: Tensor
+    documents: Tensor | None = None  # document ids
+    mask: Tensor | None = None  # bool, True where a token counts as a label
+
+    def __post_init__(self) -> None:
+        for name, value in (("documents", self.documents), ("mask", self.mask)):
+            if value is not None and value.shape != self.tokens.shape:
+                raise ConfigError(
+                    f"{name} is {tuple(value.shape)} but tokens are {tuple(self.tokens.shape)}: give one each."
+                )
+        if self.mask is not None and self.mask.dtype != torch.bool:
+            raise ConfigError(f"mask is {self.mask.dtype}; it must be bool, True where a token counts as a label.")
+
+    def labels(self, depth: int) -> Tensor:
+        """Return the labels [B, T-depth] int64 of one depth; IGNORE where there is none, as at the last position.
+
+        A label counts if tokens i..i+depth+1 are of one document: no token of a document affects another's loss.
+        """
+        rows, length = self.tokens.shape
+        labels = self.tokens.new_full((rows, max(length - depth, 0)), IGNORE, dtype=torch.int64)
+        valid = torch.ones_like(self.tokens, dtype=torch.bool) if self.mask is None else self.mask
+        valid = valid[:, depth + 1 :]
+        if self.documents is not None:
+            run = _unbroken_runs(self.documents)
+            valid = valid & (run[:, depth + 1 :] == run[:, : valid.shape[1]])
+        labels[:, :-1] = self.tokens[:, depth + 1 :].where(valid, IGNORE)
+        return labels
+
+    def counts(self, depths: int) -> Tensor:
+        """Count the valid labels [depths + 1] of the trunk and each depth; sum these over ranks and micro-batches."""
+        return torch.stack([(self.labels(k) != IGNORE).sum() for k in range(depths + 1)])
+
+
+def _unbroken_runs(documents: Tensor) -> Tensor:
+    """Number the runs of equal ids, so that an id that occurs again later in the sequence is another run."""
+    breaks = documents[:, 1:] != documents[:, :-1]
+    return torch.nn.functional.pad(breaks.cumsum(1), (1, 0))
+
+
+def depth_weights(
+    depths: int, *, beta: float | None = None, custom: Sequence[float] | None = None
+) -> tuple[float, ...]:
+    """Return the weights w_1..w_depths: all 1 (DeepSeek-V3), proportional to beta^(k-1) (FastMTP, beta 0.6), or custom.
+
+    Beta weights add up to `depths`, so lambda keeps its meaning; custom weights are not scaled.
+    """
+    if beta is not None and custom is not None:
+        raise ConfigError(f"beta {beta} and custom weights {tuple(custom)} exclude each other. Give one.")
+    if custom is not None:
+        if len(custom) != depths or not all(math.isfinite(w) and w >= 0 for w in custom):
+            raise ConfigError(f"depth weights {tuple(custom)} do not fit: {depths} finite numbers >= 0 are needed.")
+        return tuple(float(w) for w in custom)
+    if beta is None:
+        return (1.0,) * depths
+    if not 0 < beta <= 1:
+        raise ConfigError(f"beta {beta} is outside (0, 1]. FastMTP uses 0.6; use custom weights for any other shape.")
+    powers = [beta**k for k in range(depths)]
+    return tuple(power * depths / sum(powers) for power in powers)
+
+
+@dataclass(frozen=True)
+class LambdaSchedule:
+    """Lambda as a step function of the tokens trained on: values[j] holds from starts[j] on."""
+
+    starts: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(value) and value >= 0 for value in self.values):
+            raise ConfigError(f"lambda values {self.values} must be finite and >= 0.")
+        is_rising = all(before < after for before, after in pairwise(self.starts))
+        if len(self.starts) != len(self.values) or self.starts[:1] != (0,) or not is_rising:
+            raise ConfigError(f"lambda starts {self.starts} must be one per value, begin at 0 and rise.")
+
+    @classmethod
+    def parse(cls, text: str, *, total: int | None = None) -> "LambdaSchedule":
+        """Read "0.3", "0.3,0.1@10e12" (from that many tokens on) or "0.3,0.1@67%" (of the run's `total` tokens)."""
+        try:
+            steps = [_parse_step(piece, total) for piece in text.split(",")]
+        except (ValueError, OverflowError):
+            raise ConfigError(
+                f"lambda {text!r} cannot be read. Write 0.3, or steps VALUE@TOKENS as in 0.3,0.1@10e12 or 0.3,0.1@67%."
+            ) from None
+        return cls(starts=tuple(start for start, _ in steps), values=tuple(value for _, value in steps))
+
+    def at(self, tokens: int) -> float:
+        """Lambda of a step that begins after `tokens` tokens."""
+        return self.values[bisect_right(self.starts, tokens) - 1]
+
+
+def _parse_step(piece: str, total: int | None) -> tuple[int, float]:
+    value, has_start, start = piece.partition("@")
+    if not has_start:
+        return 0, float(value)
+    if not start.strip().endswith("%"):
+        return int(float(start)), float(value)
+    if total is None:
+        raise ConfigError(
+            f"lambda step {piece!r} is a share of a run of unknown length. Give the total or a token count."
+        )
+    return round(float(start.strip()[:-1]) / 100 * total), float(value)
+
+
+@dataclass(frozen=True, eq=False)
+class LossReport:
+    """The loss to differentiate, and its parts; sums and counts can be added over ranks and micro-batches."""
+
+    total: Tensor  # scalar with gradient
+    sums: Tensor  # [D+1] nats, detached: the negative log-likelihood of the valid labels of each depth
+    counts: Tensor  # [D+1] int64: number of valid labels
+
+    @property
+    def per_depth(self) -> Tensor:
+        """Mean cross-entropy [D+1] in nats of the trunk and of each depth; 0 where a depth has no label."""
+        return self.sums / self.counts.clamp_min(1)
+
+
+def mtp_loss(
+    hiddens: Sequence[Tensor],
+    weight: Tensor | Sequence[Tensor],
+    targets: Targets,
+    *,
+    lam: float,
+    depth_weights: Sequence[float] | None = None,
+    denominator: Literal["valid", "tokens"] | Tensor = "valid",
+    chunk: int | None = None,
+) -> LossReport:
+    """Compute L_main + (lambda / D) sum_k w_k L_k (arXiv 2412.19437, eq. 24-25).
+
+    Args:
+        hiddens: final_hidden [B, T-k, H] of the trunk (k = 0) and each depth. Depths are scored even at lambda 0: pass
+            hiddens[:1] to skip them.
+        weight: The lm_head weight [V, H] of all, or one for each.
+        lam, depth_weights: lambda and w_k.
+        denominator: What the summed cross-entropy L_k is divided by: the depth's own number of labels ("valid",
+            Megatron's choice), the trunk's ("tokens", the paper's 1/T: deeper depths weigh a little less in short
+            sequences), or a tensor [D+1]. With Targets.counts summed over micro-batches (and averaged over ranks where
+            gradients are averaged), the losses of the parts add up to that of the whole.
+        chunk: Rows of logits that exist at a time; None: about 64 MB.
+    """
+    depths = len(hiddens) - 1
+    weights_by_depth = (1.0,) * depths if depth_weights is None else tuple(depth_weights)
+    labels = [targets.labels(k) for k in range(depths + 1)]
+    _check_shapes(hiddens, labels, weights_by_depth)
+    counts = torch.stack([(label != IGNORE).sum() for label in labels])
+    weights = [weight] * (depths + 1) if isinstance(weight, Tensor) else list(weight)
+    divisors = denominators(denominator, counts, counts[:1])
+    terms = [1.0, *(lam / depths * share for share in weights_by_depth)]
+    wide = wide_dtype(hiddens[0], weights[0])
+    scale = divisors.new_tensor(terms, dtype=wide) / divisors  # x / 0 only weights rows that are dropped
+    total, sums = scale.new_zeros(()), scale.new_zeros(depths + 1)
+    # Depths that share a weight are computed together.
+    for shared in {id(tensor): tensor for tensor in weights}.values():
+        group = [k for k, tensor in enumerate(weights) if tensor is shared]
+        part, nll = cross_entropy(
+            torch.cat([hiddens[k].flatten(0, 1) for k in group]),
+            shared,
+            torch.cat([labels[k].flatten() for k in group]),
+            row_weights=torch.cat([scale[k].expand(labels[k].numel()) for k in group]),
+            chunk=chunk,
+        )
+        total = total + part
+        sums[group] = torch.stack([part.sum() for part in nll.split([labels[k].numel() for k in group])])
+    return LossReport(total=total, sums=sums, counts=counts)
+
+
+def denominators(denominator: str | Tensor, counts: Tensor, trunk: Tensor) -> Tensor:
+    """Return the divisor of each depth's sum: its own count, the trunk's, or the given number, shaped as counts."""
+    if isinstance(denominator, Tensor):
+        if denominator.shape != counts.shape:
+            raise ConfigError(
+                f"denominator is {tuple(denominator.shape)}; {len(counts)} numbers are needed, one per depth."
+            )
+        return denominator.to(counts.device)
+    if denominator not in ("valid", "tokens"):
+        raise ConfigError(f"denominator {denominator!r} is unknown. Use 'valid', 'tokens' or a tensor of counts.")
+    return counts if denominator == "valid" else trunk
+
+
+def _check_shapes(hiddens: Sequence[Tensor], labels: Sequence[Tensor], weights_by_depth: Sequence[float]) -> None:
+    if len(weights_by_depth) != len(hiddens) - 1:
+        raise ConfigError(
+            f"{len(weights_by_depth)} depth weights for {len(hiddens) - 1} depths: give one each, none for the trunk."
+        )
+    for k, (hidden, label) in enumerate(zip(hiddens, labels, strict=True)):
+        if hidden.shape[:-1] != label.shape:
+            raise ConfigError(
+                f"hidden of depth {k} is {tuple(hidden.shape)}; [B, T-{k}] = {tuple(label.shape)} is needed."
+            )
+
+
+def cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    row_weights: Tensor | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of row_weights * nll over the rows of hidden [N, H], and nll [N], detached; weight is [V, H].
+
+    Both are fp32 (fp64 for fp64). Rows labeled IGNORE cost nothing and have nll 0. Gradients of hidden and weight, if
+    required, are computed in the forward pass; no more than `chunk` rows of logits exist at a time.
+    """
+    if labels.shape != hidden.shape[:1] or (row_weights is not None and row_weights.shape != labels.shape):
+        raise ConfigError(
+            f"labels {tuple(labels.shape)} and row weights need one number per row of hidden {tuple(hidden.shape)}."
+        )
+    check_chunk(chunk)
+    rows = (labels != IGNORE).nonzero()[:, 0]
+    scale = torch.ones_like(rows) if row_weights is None else row_weights[rows]
+    scale = scale[:, None].to(wide_dtype(hidden, weight))
+    selected = SelectedRows(rows=rows, scale=scale, objective=_label_nll(labels[rows]), chunk=chunk)
+    total, values = weighted_sum(hidden, weight, selected)
+    return total, values.new_zeros(len(hidden)).index_copy(0, rows, values[:, 0])
+
+
+def _label_nll(labels: Tensor) -> Objective:
+    def objective(logits: Tensor, rows: slice, wants_grad: bool) -> tuple[Tensor, Tensor | None]:
+        label = labels[rows, None]
+        chosen = logits.gather(1, label)
+        top = logits.amax(-1, keepdim=True)
+        mass = logits.sub_(top).exp_().sum(-1, keepdim=True)
+        nll = mass.log() + (top - chosen)
+        if not wants_grad:
+            return nll, None
+        return nll, logits.div_(mass).scatter_add_(1, label, torch.full_like(chosen, -1))
+
+    return objective

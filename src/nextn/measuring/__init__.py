@@ -1,1 +1,0 @@
-"""The acceptance that a head should have, and what changes it."""

@@ -1,0 +1,1 @@
+"""The trunk (target model), its MTP head, and both with a tokenizer."""

@@ -1,0 +1,409 @@
+"""The MTP head: per MTP layer two norms, a projection and the trunk's own decoder layer; applied depth by depth.
+
+At position i, an MTP layer takes the embedding of token t_{i+1} and the hidden state h_i, and predicts t_{i+2}. Depth k
+takes token t_{i+k} and the hidden state of depth k-1 at position i.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from nextn.cache.kv_cache import KVCache, PerSequenceCache
+from nextn.cache.rollout_cache import RolloutCache, chain_mask
+from nextn.errors import ConfigError
+from nextn.families import Family, by_name
+from nextn.model.family_layers import broadcast_to_streams, collapse_streams
+from nextn.model.layer_types import LayerType, new_cache
+from nextn.model.trunk import Trunk, packed
+from nextn.speculative.draft_vocabulary import DraftVocabulary
+from nextn.speculative.sampling import Prediction, Sampling
+
+# Positions that a head's cache can drop, where that takes memory: more than any round drafts.
+_MAX_ROLLBACK = 128
+# The projections that combine embedding and hidden state, and how many of the two each takes.
+_PROJECTIONS = {"projection": 2, "token_projection": 1, "hidden_projection": 1}
+
+
+@dataclass(frozen=True)
+class HeadStep:
+    """The hidden states of one depth."""
+
+    final_hidden: Tensor  # [B, T, H], the input of the lm_head
+    next_hidden: Tensor  # [B, T, *hidden_shape], the hidden input of the next depth
+
+
+class MTPLayer(nn.Module):
+    """One MTP layer (DeepSeek-V3, arXiv 2412.19437, eq. 21-23), with the family's conventions."""
+
+    projection: nn.Module
+    token_projection: nn.Module
+    hidden_projection: nn.Module
+
+    def __init__(self, family: Family, trunk: Trunk, index: int, count: int) -> None:
+        super().__init__()
+        size = trunk.config.hidden_size
+        bias = bool(family.projection_bias and getattr(trunk.config, family.projection_bias))
+        self.family, self.scale = family, trunk.scale
+        self.token_norm, self.hidden_norm = trunk.norm(), trunk.norm(trunk.hidden_shape[-1])
+        projections = [role for role in _PROJECTIONS if role in family.names]
+        for role in projections:
+            setattr(self, role, nn.Linear(_PROJECTIONS[role] * size, size, bias=bias, dtype=trunk.dtype))
+        self.block: nn.Module = trunk.block(index, count, family.block, parts=family.parts)
+        self.layer_types = trunk.block_layer_types(index, count, family.block)
+        has_norm = "final_norm" in family.names and trunk.config_flag(family.optional.get("final_norm"))
+        self.final_norm = trunk.norm() if has_norm else nn.Identity()
+        if "embedding" in family.own:
+            self.embedding = nn.Embedding(trunk.vocab_size, size, dtype=trunk.dtype)
+        if "output" in family.own:
+            self.output = nn.Linear(size, trunk.vocab_size, bias=False, dtype=trunk.dtype)
+        for name in (*projections, *family.own):
+            trunk.initialize(getattr(self, name))
+        if "collapse" in family.names:
+            self.collapse = trunk.collapse()
+        if "collapse_fn" in family.names:
+            config = trunk.config
+            self.eps = {"eps": config.hc_eps, "norm_eps": config.rms_norm_eps}
+            self.collapse_fn = nn.Parameter(torch.empty(config.hc_mult, config.hc_mult * size))
+            nn.init.normal_(self.collapse_fn, std=config.initializer_range)
+            self.collapse_base = nn.Parameter(torch.zeros(config.hc_mult))
+            self.collapse_scale = nn.Parameter(torch.ones(1))
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers of the block, in order, of the types in `layer_types`."""
+        return [*self.block] if isinstance(self.block, nn.ModuleList) else [self.block]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its matrices."""
+        return cast(nn.Linear, getattr(self, "projection", None) or self.token_projection).weight.dtype
+
+    @property
+    def layer_type(self) -> LayerType:
+        """The type of the block's attention layer."""
+        return next(layer_type for layer_type in self.layer_types if layer_type.name != "dummy")
+
+    def forward(
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        *,
+        positions: Tensor,
+        rotary: object,
+        mask: Tensor | None = None,
+        cache: KVCache | RolloutCache | None = None,
+    ) -> HeadStep:
+        """Run the layer over embeddings and hidden states [B, T, H] at positions [B, T]."""
+        if self.family.position0 == "zero":
+            embedded = embedded.masked_fill((positions == 0)[..., None], 0)
+        states = self._project_inputs(embedded, hidden)
+        return self._finish(self._run_block(states, positions=positions, rotary=rotary, mask=mask, cache=cache))
+
+    def _project_inputs(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """Apply norms and projection; return the block's input."""
+        embedded, hidden = self.token_norm(embedded), self.hidden_norm(hidden)
+        if "projection" not in self.family.names:
+            is_flat, size = hidden.shape[-1] != embedded.shape[-1], embedded.shape[-1]
+            states = self.hidden_projection(hidden.unflatten(-1, (-1, size)) if is_flat else hidden)
+            states = states + broadcast_to_streams(self.token_projection(embedded), states)
+            return states.flatten(-2) if is_flat else states
+        parts = [hidden, embedded] if self.family.concat == "hidden_first" else [embedded, hidden]
+        return self.projection(torch.cat(parts, dim=-1))
+
+    def _run_block(
+        self,
+        states: Tensor,
+        *,
+        positions: Tensor,
+        rotary: object,
+        mask: Tensor | None,
+        cache: KVCache | RolloutCache | None,
+    ) -> Tensor:
+        for layer in self.layers:
+            out = layer(
+                states,
+                position_embeddings=rotary,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=cache is not None,
+            )
+            states = out[0] if isinstance(out, tuple) else out
+        return states
+
+    def _finish(self, raw: Tensor) -> HeadStep:
+        hidden = self.collapse(raw) if "collapse" in self.family.names else raw
+        if "collapse_fn" in self.family.names:
+            hidden = collapse_streams(raw, self.collapse_fn, self.collapse_base, self.collapse_scale, **self.eps)
+        final_hidden = self.final_norm(hidden)
+        return HeadStep(final_hidden * self.scale, final_hidden if self.family.next_hidden == "post" else raw)
+
+
+class Head(nn.Module):
+    """The MTP layers of a model; depths beyond the last layer reuse it.
+
+    Parts that the family stores once for all MTP layers belong to layer 0, and the others share them. Embedding and
+    lm_head are the trunk's and not parameters of this module, unless the family gives the head its own.
+    """
+
+    def __init__(self, family: Family, trunk: Trunk, *, num_modules: int = 1) -> None:
+        super().__init__()
+        if num_modules < 1:
+            raise ConfigError(f"num_modules = {num_modules}; expected at least one")
+        self.family = family
+        self.draft_vocabulary: DraftVocabulary | None = None  # None: drafts from the whole vocabulary
+        self.exact = False  # draft with the full precision of the weights even where a lower one is faster
+        self._trunk = (trunk,)  # a tuple, so that nn.Module does not register the trunk's parameters as the head's
+        self.stack = nn.ModuleList(MTPLayer(family, trunk, index, num_modules) for index in range(num_modules))
+        for module in list(self.stack)[1:]:
+            for role in family.stored_once:
+                delattr(module, role)
+                # Bypasses nn.Module, which would list the same parameters again under this layer's name.
+                module.__dict__[role] = getattr(self.stack[0], role)
+
+    @property
+    def trunk(self) -> Trunk:
+        return self._trunk[0]
+
+    @property
+    def num_modules(self) -> int:
+        return len(self.stack)
+
+    def keeps_fp32(self, name: str) -> bool:
+        """Whether this tensor stays in fp32, whatever the model's dtype."""
+        return "collapse_" in name or self.trunk.keeps_fp32(name)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers of all MTP layers."""
+        return [layer for index in range(self.num_modules) for layer in self._at(index).layers]
+
+    def module(self, depth: int) -> int:
+        """Return the index of the MTP layer that computes `depth` (1-based)."""
+        return min(depth, self.num_modules) - 1
+
+    def layer_types(self, index: int) -> list[LayerType]:
+        """Return the types of MTP layer `index`'s decoder layers."""
+        return self._at(index).layer_types
+
+    def cache(self, batch_size: int) -> KVCache:
+        """Return an empty cache with slots for the decoder layers of all MTP layers; each MTP layer uses its own."""
+        layer_types = [layer_type for index in range(self.num_modules) for layer_type in self.layer_types(index)]
+        return new_cache(layer_types, batch_size, device=self.trunk.device, max_rollback=_MAX_ROLLBACK)
+
+    def uses_next_hidden(self, depth: int) -> bool:
+        """Whether `depth` takes the next_hidden of the depth before it, rather than the trunk's state."""
+        return depth > (self.num_modules if self.family.order == "unchained" else 1)
+
+    def step(
+        self,
+        index: int,
+        tokens: Tensor,
+        hidden: Tensor,
+        *,
+        cache: KVCache | None = None,
+        within: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> HeadStep:
+        """Run MTP layer `index`.
+
+        Args:
+            index: Of the MTP layer.
+            tokens: [B, T], may be on the host.
+            hidden: [B, T, *hidden_shape].
+            cache: The T positions become a block of it, which the caller closes with `cache.commit`.
+            within: [B, 1, T, T] bool that restricts causal attention further; without a cache only.
+            positions: [B, T], without a cache only; by default from 0.
+        """
+        if isinstance(cache, PerSequenceCache):
+            steps = [
+                self.step(index, tokens[row : row + 1], hidden[row : row + 1], cache=own)
+                for row, own in enumerate(cache.sequences)
+            ]
+            return HeadStep(
+                *(torch.cat([getattr(step, name) for step in steps]) for name in ("final_hidden", "next_hidden"))
+            )
+        tokens = tokens.to(hidden.device, non_blocking=True)
+        length = tokens.shape[1]
+        if cache is not None:
+            cache.begin(length)
+            positions = cache.positions(length)
+        elif positions is None:
+            positions = torch.arange(length, device=tokens.device).expand_as(tokens)
+        layer_type = self._at(index).layer_type
+        mask = self.trunk.mask(layer_type, length, rows=len(tokens), cache=cache, within=within)
+        return self._forward(index, tokens, hidden, positions=positions, mask=mask, cache=cache)
+
+    def _forward(
+        self,
+        index: int,
+        tokens: Tensor,
+        hidden: Tensor,
+        *,
+        positions: Tensor,
+        mask: Tensor | None,
+        cache: KVCache | RolloutCache | None,
+    ) -> HeadStep:
+        module = self._at(index)
+        embedded = module.embedding(tokens) if "embedding" in self.family.own else self._embed(tokens)
+        embedded = embedded.to(module.dtype)  # a head may train in fp32 on a trunk in bf16
+        rotary = self.trunk.rotary(embedded, positions, module.layer_type)
+        hidden = hidden.to(embedded.dtype)
+        return module(embedded, hidden, positions=positions, rotary=rotary, mask=mask, cache=cache)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self.trunk.embed(tokens, raw=self.family.embedded == "raw")
+
+    def output(self, index: int) -> nn.Linear:
+        """Return the lm_head of MTP layer `index`."""
+        return self._at(index).output if "output" in self.family.own else self.trunk.output
+
+    def _at(self, index: int) -> MTPLayer:
+        return cast(MTPLayer, self.stack[index])
+
+    def predict(self, index: int, final_hidden: Tensor) -> Prediction:
+        """Return MTP layer `index`'s prediction from its final_hidden [..., H]."""
+        return Prediction(self.logits(index, final_hidden))
+
+    def logits(self, index: int, final_hidden: Tensor) -> Tensor:
+        """Return the logits [..., V] of MTP layer `index`; -inf outside of the draft vocabulary, if there is one."""
+        if self.draft_vocabulary is not None:
+            weight = self.output(index).weight
+            rows = self.draft_vocabulary.rows(weight)
+            return self.draft_vocabulary.expand(nn.functional.linear(final_hidden.to(weight.dtype), rows))
+        return self.output(index)(final_hidden) if "output" in self.family.own else self.trunk.logits(final_hidden)
+
+    def prepare(self, rows: int, block_sizes: Sequence[int]) -> None:
+        """Record the block sizes of the head's refreshes, see `Trunk.prepare`; does nothing here."""
+
+    def chain(self, cache: KVCache, sampling: Sampling, *, sampled: bool) -> None:
+        """Return None: only the native backend has a draft chain."""
+
+    def recursion(self, cache: KVCache, state: Tensor) -> "Recursion":
+        """Continue with the last MTP layer alone, from the next_hidden [B, H] of the depth before."""
+        return Recursion(self, cache, state)
+
+    def teacher_forced_hidden(
+        self, tokens: Tensor, hidden: Tensor, depths: int, *, documents: Tensor | None = None
+    ) -> list[Tensor]:
+        """Return the final_hidden [B, T-k, H] of each depth k, teacher-forced at all positions in parallel.
+
+        Args:
+            tokens: [B, T].
+            hidden: [B, T, *hidden_shape], the trunk's head_input.
+            depths: How many.
+            documents: [B, T] ids: attention and positions stay inside a document.
+        """
+        return self._hidden_by_depth(tokens, hidden, depths, documents, None)
+
+    @property
+    def can_rollout(self) -> bool:
+        """Whether `rollout_hidden` works: the last MTP layer keeps only keys and values between positions."""
+        return all(layer_type.is_plain for layer_type in self.layer_types(self.num_modules - 1))
+
+    def rollout_hidden(
+        self, tokens: Tensor, hidden: Tensor, depths: int, *, documents: Tensor | None = None
+    ) -> list[Tensor]:
+        """Return what `teacher_forced_hidden` does, with attention as in decoding, for chains from all positions.
+
+        The two differ beyond the last MTP layer D. There, `teacher_forced_hidden` lets depth k attend to depth k at
+        earlier positions, with rotary positions i. Here, as in decoding, it attends to layer D at positions j <= i and
+        to the chain's own earlier depths, with rotary positions i + k - D. Keys and masks take (depths - D + 1) times
+        the memory. Raises ConfigError if not `can_rollout`.
+        """
+        if not self.can_rollout:
+            names = ", ".join(sorted({layer_type.name for layer_type in self.layer_types(self.num_modules - 1)}))
+            raise ConfigError(f"a head with layers of type {names} cannot compute rollouts; decode with it instead")
+        layers = sum(len(self.layer_types(index)) for index in range(self.num_modules))
+        return self._hidden_by_depth(tokens, hidden, depths, documents, RolloutCache(layers))
+
+    def _hidden_by_depth(
+        self, tokens: Tensor, hidden: Tensor, depths: int, documents: Tensor | None, rollout: RolloutCache | None
+    ) -> list[Tensor]:
+        """rollout: an empty cache to attend as in decoding; None: each depth attends to its own keys."""
+        length = tokens.shape[1]
+        if not 1 <= depths < length:
+            raise ConfigError(f"depths = {depths}; expected 1 <= depths < {length}, the number of tokens")
+        positions: Tensor = torch.arange(length, device=tokens.device).expand_as(tokens)
+        within = None
+        if documents is not None:
+            positions, within = packed(documents)
+        outs, next_hidden = [], hidden
+        for depth in range(1, depths + 1):
+            num, index = length - depth, self.module(depth)
+            inputs = tokens[:, depth:], (next_hidden if self.uses_next_hidden(depth) else hidden)[:, :num]
+            own = positions[:, :num]
+            if rollout is None or depth < self.num_modules:
+                visible = None if within is None else within[:, :, :num, :num]
+                step = self.step(index, *inputs, positions=own, within=visible)
+            else:
+                window = self._at(index).layer_type.window
+                device = tokens.device
+                visible = chain_mask(length, self.num_modules, depth, window=window, within=within, device=device)
+                mask = self.trunk.to_attention_mask(visible)
+                own = own + (depth - self.num_modules)
+                step = self._forward(index, *inputs, positions=own, mask=mask, cache=rollout)
+            outs.append(step.final_hidden)
+            next_hidden = step.next_hidden
+        return outs
+
+    def forward(self, tokens: Tensor, hidden: Tensor | None = None, *, depths: int | None = None) -> Tensor:
+        """Return logits [B, T-D, D, V], of which [:, i, k-1] predict token i+k+1 from the tokens up to i+k.
+
+        hidden: [B, T, *hidden_shape]; None: the token embeddings.
+        """
+        depths = self.num_modules if depths is None else depths
+        states = self.teacher_forced_hidden(tokens, self.trunk.embedding(tokens) if hidden is None else hidden, depths)
+        length = tokens.shape[1] - depths
+        logits = [self.logits(self.module(depth), state[:, :length]) for depth, state in enumerate(states, start=1)]
+        return torch.stack(logits, dim=2)
+
+
+class Recursion:
+    """The last MTP layer step by step: each step takes the newest draft and the next_hidden of the step before."""
+
+    def __init__(self, head: Head, cache: KVCache, state: Tensor) -> None:
+        self._head, self._cache, self._state = head, cache, state
+
+    def step(self, tokens: Sequence[int]) -> Prediction:
+        """Predict the next depth from one token per sequence; its position is committed until the caller rolls back."""
+        index = self._head.num_modules - 1
+        head_input = torch.tensor(tokens, device=self._state.device)[:, None]
+        step = self._head.step(index, head_input, self._state[:, None], cache=self._cache)
+        self._cache.commit([1] * len(tokens))
+        self._state = step.next_hidden[:, 0]
+        return Prediction(self._head.logits(index, step.final_hidden[:, 0]))
+
+
+def lm_head_weights(trunk: Trunk, head: Head | None, depths: int) -> list[Tensor]:
+    """Return the lm_head weights [V, H] of the trunk and of depths 1, 2, ..."""
+    shared = trunk.lm_head  # read once: the loss groups depths whose weight is the same tensor
+    if head is None or "output" not in head.family.own:
+        return [shared] * (1 + (depths if head is not None else 0))
+    return [shared, *(head.output(head.module(depth)).weight for depth in range(1, depths + 1))]
+
+
+class StandaloneHead(Head):
+    """A head with its own embedding and tied lm_head: MTP for any model that exposes its hidden states."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, num_modules: int = 1, num_heads: int = 4, max_length: int = 4096
+    ) -> None:
+        config = {
+            "model_type": "qwen3",
+            "vocab_size": vocab_size,
+            "hidden_size": hidden_size,
+            "intermediate_size": 4 * hidden_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_heads,
+            "head_dim": hidden_size // num_heads,
+            "max_position_embeddings": max_length,
+            "tie_word_embeddings": True,
+        }
+        family = replace(by_name("deepseek_v3"), block={"layer_types": ["full_attention"]})
+        super().__init__(family, Trunk.from_config(config), num_modules=num_modules)
+        self.embedding = self.trunk.embedding

@@ -1,0 +1,135 @@
+"""The types of decoder layers: how each attends, and which cache layer keeps its state."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DummyLayer, get_layer_types_and_kwargs
+
+from nextn.cache.family_caches import CompressedLayer, ConvolutionLayer, PooledLayer, RotaryIndexedLayer
+from nextn.cache.kv_cache import AttentionLayer, IndexedLayer, KVCache, PerSequenceCache, RecurrentLayer
+from nextn.errors import RollbackError
+
+_FULL, _SLIDING, _INDEXED = "full_attention", "sliding_attention", "indexed_attention"
+_BLOCKWISE = "minimax_m3_sparse"  # an indexer that selects blocks of positions, counted from position 0
+_RECURRENT = ("linear_attention", "conv")
+_COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
+# Arguments that transformers passes to attention and that do not change its result beyond the mask.
+IGNORABLE_ARGUMENTS = {
+    "position_ids",
+    "position_embeddings",
+    "cache_position",
+    "past_key_values",
+    "use_cache",
+    "sliding_window",
+}
+IGNORABLE_ARGUMENTS |= {"output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep"}
+# Attention layers with additional convolutions -> transformers' name of their mask.
+_HYBRID = {"hybrid": _FULL, "hybrid_sliding": _SLIDING}
+
+
+@dataclass(frozen=True)
+class LayerType:
+    """How a decoder layer attends."""
+
+    name: str = _FULL
+    window: int | None = None  # positions that a sliding-window layer sees, the query's own included
+    num_states: int = 1  # of convolutions or recurrences
+    compress_rate: int = 0  # positions per entry of compressed attention
+    pool_size: int = 0  # positions per pool, where an indexer selects pools
+    rotates_all_keys: bool = False  # an indexer applies rotary embeddings to all keys in every pass
+
+    @property
+    def is_recurrent(self) -> bool:
+        return self.name in _RECURRENT
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it keeps only keys and values between positions."""
+        return self.name in (_FULL, _SLIDING) and not (self.compress_rate or self.needs_equal_lengths)
+
+    @property
+    def can_pack(self) -> bool:
+        """Whether mask and positions suffice to separate several documents in one sequence."""
+        return not (self.is_recurrent or self.compress_rate or self.needs_equal_lengths or self.name == _BLOCKWISE)
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether an indexer selects single positions; it needs a mask even where all are visible."""
+        return self.name == _INDEXED
+
+    @property
+    def needs_equal_lengths(self) -> bool:
+        """Whether a batch cannot mix lengths, as transformers counts all positions from one offset."""
+        return self.name in _HYBRID or bool(self.pool_size) or self.rotates_all_keys
+
+
+class _StatelessLayer(DummyLayer):
+    """The cache layer of a decoder layer without state."""
+
+    def begin(self, lengths: object, num_positions: int) -> None: ...
+    def commit(self, counts: object, num_positions: int) -> None: ...
+    def drop(self, counts: object) -> None: ...
+    def select(self, sequences: Tensor) -> None: ...
+
+
+def layer_types_of(config: PreTrainedConfig) -> list[LayerType]:
+    """Return the layer type of each decoder layer of this config."""
+    # A head's config may name more layers than it has.
+    layers = [_layer_type(name, options) for name, options in zip(*get_layer_types_and_kwargs(config), strict=False)]
+    pool, rotates = getattr(config, "index_kpool", 0), hasattr(config, "indexer_compress_ratio")
+    return [replace(layer, pool_size=pool, rotates_all_keys=rotates) if layer.is_indexed else layer for layer in layers]
+
+
+def _layer_type(name: str, options: Mapping[str, Any]) -> LayerType:
+    if name in _COMPRESSED:
+        config = options["config"]
+        return LayerType(name, config.sliding_window, compress_rate=config.compress_rates[name])
+    return LayerType(name, options.get("sliding_window"), options.get("number_of_states", 1))
+
+
+def masks_of(layer_types: Sequence[LayerType], mask: Callable[[LayerType], Tensor | None]) -> object:
+    """Return the mask argument of a decoder with these layers: a single mask, or a dict by transformers' names."""
+    layers = {*layer_types}
+    masks = {_HYBRID.get(layer.name, layer.name): None if layer.is_recurrent else mask(layer) for layer in layers}
+    if any(layer.name in _HYBRID for layer in layers):
+        masks |= dict.fromkeys({*_HYBRID.values(), "linear_attention"} - masks.keys())
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def new_cache(
+    layer_types: Sequence[LayerType], batch_size: int, *, device: torch.device, max_rollback: int = 0
+) -> KVCache:
+    """Return an empty cache for these layers. Raises RollbackError for a type that cannot be rolled back exactly.
+
+    max_rollback: the most committed positions that can be dropped again, where that takes memory.
+    """
+    if batch_size > 1 and any(layer_type.needs_equal_lengths for layer_type in layer_types):
+        return PerSequenceCache(
+            [new_cache(layer_types, 1, device=device, max_rollback=max_rollback) for _ in range(batch_size)]
+        )
+    return KVCache([_layer_of(layer_type, max_rollback) for layer_type in layer_types], batch_size, device=device)
+
+
+def _layer_of(layer_type: LayerType, max_rollback: int) -> AttentionLayer | RecurrentLayer | _StatelessLayer:
+    if layer_type.name in (_FULL, _SLIDING):
+        return AttentionLayer()
+    if layer_type.pool_size:
+        return PooledLayer()
+    if layer_type.rotates_all_keys:
+        return RotaryIndexedLayer()
+    if layer_type.name in (_INDEXED, _BLOCKWISE):
+        return IndexedLayer()
+    if layer_type.compress_rate:
+        return CompressedLayer(layer_type.compress_rate)
+    if layer_type.name in _HYBRID:
+        return ConvolutionLayer(layer_type.num_states, max_rollback=max_rollback)
+    if layer_type.is_recurrent:
+        return RecurrentLayer(layer_type.num_states)
+    if layer_type.name == "dummy":
+        return _StatelessLayer()
+    known = ", ".join((_FULL, _SLIDING, _INDEXED, _BLOCKWISE, *_COMPRESSED, *_HYBRID, *_RECURRENT))
+    raise RollbackError(f"layers of type {layer_type.name!r} cannot be rolled back exactly; supported: {known}")

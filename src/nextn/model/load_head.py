@@ -1,0 +1,207 @@
+"""Stored tensors into trunk and head, each accounted for, and a head's tensors for a file.
+
+Knows the family's names and layouts; not how tensors are read (`TensorReader`) or what a head computes.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from nextn.checkpoint import fp8
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.layout import concat_gate_up, deinterleave, fuse_experts, interleave, split_experts, split_gate_up
+from nextn.checkpoint.tensors import StoredTensor, TensorReader, is_activation_scale
+from nextn.errors import CheckpointError
+from nextn.families import lookup
+from nextn.model.head import Head
+from nextn.model.trunk import Trunk
+
+
+def cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Detach a tensor and cast it to dtype, if one is given and the tensor is floating-point."""
+    return value.detach().to(dtype) if dtype is not None and value.is_floating_point() else value.detach()
+
+
+def to_stored_layout(head: Head, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Convert the head's own state, by canonical name, to the family's stored layout; undone by `to_runtime_layout`."""
+    state = split_gate_up(interleave(state, head.family.interleaved_gate_up), head.family.separate_gate_up)
+    return split_experts(state, head.family.experts)
+
+
+def to_runtime_layout(head: Head, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return concat_gate_up(
+        fuse_experts(deinterleave(state, head.family.interleaved_gate_up)), head.family.separate_gate_up
+    )
+
+
+def head_tensors(
+    head: Head, copies: bool = True, *, dtype: torch.dtype | None = None, wrapper: str = ""
+) -> dict[str, Tensor]:
+    """Return the head's tensors under their published names and in the family's stored layout.
+
+    Args:
+        head: The head.
+        copies: Include the copies of shared tensors in each MTP layer, where the family stores them.
+        dtype: Cast all but the tensors that always stay fp32; None: as is.
+        wrapper: The name prefix of the family that the trunk's tensors have.
+    """
+    state = {name: cast(value, None if head.keeps_fp32(name) else dtype) for name, value in _own(head).items()}
+    if copies:
+        shared = {"embedding": head.trunk.embedding.weight, "output": head.trunk.output.weight}
+        for index in range(head.num_modules):
+            # clone: safetensors refuses two names for one storage, and the file does hold it twice
+            roles = [role for role in head.family.copies if role not in head.family.read_only_copies]
+            state |= {f"{index}.{role}.weight": cast(shared[role], dtype).clone() for role in roles}
+    stored, layers = to_stored_layout(head, state), head.trunk.num_layers
+    return {head.family.published(name, layers, wrapper=wrapper): value.contiguous() for name, value in stored.items()}
+
+
+def trunk_state(inventory: Inventory, weights: TensorReader) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Return the trunk's tensors by stored name, and notes. A shared tensor stored only by the head is included.
+
+    Raises CheckpointError listing every tensor of the trunk whose scales are missing or do not fit.
+    """
+    heads = inventory.spellings(inventory.stored)
+    state = {name: weights.stored(name) for name in weights.names() if name not in heads}
+    notes = []
+    for role in inventory.family.copies:
+        tied = role == "output" and lookup(inventory.checkpoint.config, "tie_word_embeddings")
+        copy = inventory.stored.get(f"0.{role}.weight")
+        if role not in inventory.shared and copy is not None and not tied:
+            name = inventory.family.shared_name(role, wrapper=_trunk_wrapper(inventory))
+            state[name] = weights.stored(copy)
+            notes.append(f"the trunk has no {name}: {copy}, the head's copy of it, is used")
+    quantized = [name for name in state if inventory.checkpoint.tensors[state[name].name].dtype == fp8.WEIGHT]
+    problems = [text for name in quantized if (text := weights.problem(state[name].name))]
+    if problems:
+        raise CheckpointError(_listed(f"{inventory.checkpoint.path}: the trunk cannot be read", problems))
+    return state, notes
+
+
+def meta_head(inventory: Inventory, trunk: Trunk) -> Head:
+    """Build the head on the meta device: parameters that are never loaded cannot be read by accident."""
+    with torch.device("meta"):
+        return Head(inventory.family, trunk, num_modules=inventory.declared)
+
+
+def load_tensors(head: Head, inventory: Inventory, weights: TensorReader) -> list[str]:
+    """Load every tensor of a `meta_head` and return notes. Raises CheckpointError listing all problems."""
+    comparison = _HeadTensors(head, inventory, weights)
+    problems = [*comparison.problems()]
+    tensors = {}
+    for canonical, parameter in comparison.expected.items():
+        name = inventory.stored.get(canonical)
+        if name is not None and weights.problem(name) is None:
+            tensors[canonical] = weights.read(name).to(parameter.dtype)
+            if not bool(torch.isfinite(tensors[canonical]).all()):
+                problems.append(f"non-finite: {weights.non_finite(name)}")
+    notes = [*comparison.notes(), *comparison.compared(problems)]
+    if problems:
+        path = inventory.checkpoint.path
+        advice = f"`nextn audit {path}` shows details; `nextn restore {path} --from BASE` restores a head."
+        raise CheckpointError(_listed(f"{path}: the head cannot be loaded", problems) + f"\n{advice}")
+    state = {f"stack.{name}": value for name, value in to_runtime_layout(head, tensors).items()}
+    head.load_state_dict(state, strict=True, assign=True)
+    unset = [name for name, value in [*head.named_parameters(), *head.named_buffers()] if value.is_meta]
+    assert not unset, f"{unset} have no value: buffers that are not stored"
+    return notes
+
+
+def _own(head: Head) -> dict[str, Tensor]:
+    return {name.removeprefix("stack."): value for name, value in head.state_dict().items()}
+
+
+class _HeadTensors:
+    """Every stored tensor that is the head's, or looks like it, compared with what the head expects."""
+
+    def __init__(self, head: Head, inventory: Inventory, weights: TensorReader) -> None:
+        self.head, self.inventory, self.weights = head, inventory, weights
+        self.tensors = inventory.checkpoint.tensors
+        self.expected = to_stored_layout(head, _own(head))
+        scale_names = set(weights.scales.values())
+        stored = {canonical: name for canonical, name in inventory.stored.items() if name not in scale_names}
+        self.scales = [name for name in stored.values() if is_activation_scale(name)]
+        self.copies = {
+            canonical: name
+            for canonical, name in inventory.copies.items()
+            if canonical.endswith(".weight")
+            and int(canonical.split(".")[0]) < head.num_modules
+            and name not in scale_names
+        }
+        known = {*self.expected, *self.copies}
+        self.unexpected = [name for key, name in stored.items() if key not in known and name not in self.scales]
+        self.duplicates = [*self._duplicates()]
+
+    def problems(self) -> Iterator[str]:
+        """Problems visible in the file headers, and spellings or files that contradict each other."""
+        yield from self._missing()
+        for extra in self.unexpected:
+            yield f"unexpected: {extra} {self.tensors[extra].shape}"
+        for extra in self.inventory.unrecognized:
+            yield f"unexpected: {extra}, which looks like a head's, but is not a name of {self.head.family.name}"
+        for canonical, parameter in self.expected.items():
+            name = self.inventory.stored.get(canonical)
+            if name is not None and self.tensors[name].shape != tuple(parameter.shape):
+                yield f"mis-shaped: {name} {self.tensors[name].shape}, expected {tuple(parameter.shape)}"
+        for key in sorted({*self.expected, *self.copies} & self.inventory.stored.keys()):
+            if (text := self.weights.problem(self.inventory.stored[key])) is not None:
+                yield text
+        for first, second, is_same in self.duplicates:
+            if not is_same:
+                yield f"duplicated: {first} and {second} differ"
+
+    def notes(self) -> Iterator[str]:
+        for first, second, is_same in self.duplicates:
+            if is_same:
+                yield f"{first} and {second} are identical"
+        if self.scales:
+            yield f"scales of activations ({len(self.scales)}, such as {self.scales[0]}) are not used"
+        files = {self.tensors[name].file for name in self.inventory.stored.values()}
+        for file in sorted(files & set(self.inventory.checkpoint.unindexed)):
+            yield f"the head is in {file}, which the index does not list: engines that follow the index miss it"
+
+    def compared(self, problems: list[str]) -> Iterator[str]:
+        """Notes on copies that differ from the trunk's tensor; non-finite ones are appended to problems."""
+        for canonical, name in sorted(self.copies.items()):
+            if self.weights.problem(name) is not None:
+                continue
+            trunk, copy = self.head.trunk, self.weights.read(name)
+            own = (trunk.embedding if self.inventory.role(canonical) == "embedding" else trunk.output).weight.detach()
+            if not bool(torch.isfinite(copy).all()):
+                problems.append(f"non-finite: {self.weights.non_finite(name)}")
+            elif copy.shape != own.shape:
+                yield f"{name} has shape {tuple(copy.shape)}, the trunk's {tuple(own.shape)}; the trunk's is used"
+            elif gap := (copy.to(own) - own).abs().max().item():
+                yield f"{name} differs from the trunk's by up to {gap:.3g}; the trunk's is used"
+
+    def _missing(self) -> Iterator[str]:
+        inventory = self.inventory
+        index = inventory.checkpoint.index or {}
+        for canonical, parameter in self.expected.items():
+            if canonical not in inventory.stored:
+                name = inventory.published(canonical)
+                where = f"; by the index it is in {index[name]}" if name in index else ""
+                yield f"missing: {name} {tuple(parameter.shape)}{where}"
+
+    def _duplicates(self) -> Iterator[tuple[str, str, bool]]:
+        """Two locations of one tensor, and whether they agree: two spellings, or one name in two files."""
+        checkpoint = self.inventory.checkpoint
+        for names in self.inventory.duplicates.values():
+            first, *others = [self.tensors[name] for name in names]
+            yield from ((first.name, other.name, checkpoint.same(first, other)) for other in others)
+        ours = {*self.inventory.stored.values(), *self.inventory.shared.values()}
+        for name in sorted(ours & {each.tensor for each in checkpoint.problems if each.kind == "duplicate"}):
+            used = self.tensors[name]
+            for info in (header.tensors[name] for header in checkpoint.headers.values() if name in header.tensors):
+                if info.file != used.file:
+                    yield f"{name} in {used.file}", f"in {info.file}", checkpoint.same(used, info)
+
+
+def _trunk_wrapper(inventory: Inventory) -> str:
+    return inventory.family.wrapper([info.name for info in inventory.layers.get(0, {}).values()])
+
+
+def _listed(title: str, problems: Iterable[str]) -> str:
+    lines = [*problems]
+    return f"{title}, {len(lines)} problem{'s' if len(lines) > 1 else ''}:\n  " + "\n  ".join(lines)

@@ -1,0 +1,326 @@
+"""A trunk with its head and tokenizer: build, load strictly, save in the family's published layout."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from nextn.checkpoint.checkpoint import OTHER_LIMITS, Checkpoint, write_index
+from nextn.checkpoint.fp8 import pack, section
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.safetensors_file import read_header, write_json, write_safetensors
+from nextn.checkpoint.snapshot import folder_of, on_disk
+from nextn.checkpoint.staging_folder import atomic_folder
+from nextn.checkpoint.tensors import TensorReader
+from nextn.devices import resolve_device
+from nextn.errors import CheckpointError, ConfigError, FamilyError
+from nextn.families import Family, by_config, find, headless
+from nextn.model.head import Head
+from nextn.model.load_head import cast, head_tensors, load_tensors, meta_head, trunk_state
+from nextn.model.trunk import Trunk
+
+_SAMPLE_TEXT = "A text, 1 \u00e9"
+
+
+@dataclass
+class Model:
+    """A trunk with its head and tokenizer."""
+
+    trunk: Trunk
+    head: Head | None
+    family: Family
+    tokenizer: PreTrainedTokenizerBase | None = None
+    notes: tuple[str, ...] = ()  # remarks of loading, such as a stored copy that differs from the trunk's tensor
+    # Backends by name, filled and renewed by `runtime.backend.backend_for`.
+    backends: dict[str, object] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def build(
+        cls,
+        config: Mapping[str, object],
+        *,
+        num_modules: int = 1,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> "Model":
+        """Build a freshly initialized model from a transformers config, a dict with `model_type`."""
+        family = _check_runs(by_config(config))
+        if family.max_modules is not None and num_modules > family.max_modules:
+            raise ConfigError(f"num_modules = {num_modules}; {family.name}: expected 1 to {family.max_modules}")
+        trunk = Trunk.from_config(config, stage=family.hidden, dtype=dtype)
+        return cls(trunk, Head(family, trunk, num_modules=num_modules), family, tokenizer)
+
+    @classmethod
+    def load(
+        cls,
+        source: str | Path,
+        *,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        offline: bool = False,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+        need_head: bool = True,
+        skip_head: bool = False,
+    ) -> "Model":
+        """Load a model.
+
+        Args:
+            source: A checkpoint folder, a .safetensors file next to its config.json, or a hub id.
+            revision: Of a hub id. Only the needed files are downloaded.
+            cache_dir: Of a hub id.
+            offline: Of a hub id: use the cache only.
+            dtype: None: as stored. fp8 is dequantized.
+            device: Of trunk and head, see `resolve_device`.
+            need_head: If False, accept a checkpoint without a head.
+            skip_head: Load the trunk only, whether or not there is a head.
+
+        Raises:
+            CheckpointError: listing every head tensor that is missing, unexpected, mis-shaped, stored twice, not
+                readable as numbers or non-finite.
+            FamilyError: for a model type that is not supported.
+            ConfigError: for a device that is not available.
+        """
+        torch_device = resolve_device(device)
+        checkpoint = Checkpoint.open(source, revision=revision, cache_dir=cache_dir, offline=offline)
+        inventory = _inventory(checkpoint, need_head=need_head and not skip_head)
+        with_head, family = not skip_head and bool(inventory.declared and inventory.stored), inventory.family
+        inventory = on_disk(inventory, revision=revision, cache_dir=cache_dir, offline=offline)
+        folder = folder_of(inventory.checkpoint)
+        with TensorReader(inventory.checkpoint, family) as weights:
+            trunk, notes = _load_trunk(inventory, weights, dtype)
+            head: Head | None = None
+            if with_head:
+                head = meta_head(inventory, trunk)
+                notes += load_tensors(head, inventory, weights)
+        return cls(trunk, head, family, _tokenizer(folder, trunk), tuple(notes)).to(torch_device)
+
+    def to(self, device: torch.device) -> "Model":
+        """Move trunk and head to the device; return this model."""
+        self.trunk.to(device)
+        if self.head is not None:
+            self.head.to(device)
+        return self
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        fp8: bool = False,
+        copies: bool = True,
+        extra: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Write a checkpoint folder in the family's published layout atomically; an old one is replaced.
+
+        Args:
+            folder: Where to.
+            dtype: Cast to it while writing; None: as is.
+            fp8: Quantize what the family's fp8 release does, in blocks with scales.
+            copies: Store embedding and lm_head again inside each MTP layer where the family does.
+            extra: Called with the staging folder to write more files.
+
+        Raises:
+            CheckpointError: if the folder cannot be written.
+            FamilyError: for fp8 where the family publishes none.
+        """
+        if fp8 and self.family.fp8 is None:
+            raise FamilyError(f"{self.family.name} has no published fp8 layout; save it in bfloat16")
+        with atomic_folder(Path(folder)) as staging:
+            self._write(staging, dtype, copies)
+            if fp8:
+                _quantize(staging, self.family, self.trunk.num_layers)
+            if extra is not None:
+                extra(staging)
+
+    def _write(self, folder: Path, dtype: torch.dtype | None, copies: bool) -> None:
+        model = self.trunk.model
+        # Cast tensor by tensor: the model in memory is not changed.
+        state: dict[str, Tensor] = {}
+        # By memory address: tied tensors stay tied and are stored once.
+        casts: dict[tuple[int, torch.Size], Tensor] = {}
+        for name, value in model.state_dict().items():
+            target = None if self.trunk.keeps_fp32(name) else dtype
+            state[name] = casts.setdefault((value.data_ptr(), value.shape), cast(value, target))
+        model.save_pretrained(folder, state_dict=state)
+        if self.family.trunk_renames:
+            _rename(folder, self.family.trunk_name)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+        if self.head is not None:
+            wrapper = self.family.wrapper(Checkpoint.open(folder).tensors)
+            _add_shard(folder, head_tensors(self.head, copies, dtype=dtype, wrapper=wrapper))
+        config = self.family.with_count(Checkpoint.open(folder).config, self.head.num_modules if self.head else 0)
+        write_json(folder / "config.json", _with_dtype(config, dtype or model.dtype))
+
+
+load = Model.load
+
+
+def load_head(
+    source: str | Path, model: PreTrainedModel, *, revision: str | None = None, trunk_class: type[Trunk] = Trunk
+) -> Head:
+    """Load the head of checkpoint `source` onto a trunk of class `trunk_class` around `model`, in the model's dtype.
+
+    Raises CheckpointError if the head is incomplete, damaged or does not fit the model.
+    """
+    inventory = _inventory(Checkpoint.open(source, revision=revision), need_head=True)
+    inventory = on_disk(inventory, revision=revision)
+    with TensorReader(inventory.checkpoint, inventory.family) as weights:
+        head = meta_head(inventory, trunk_class(model, stage=inventory.family.hidden))
+        load_tensors(head, inventory, weights)
+    return head
+
+
+def live_trunk(model: PreTrainedModel, *, trunk_class: type[Trunk] = Trunk) -> tuple[Family, Trunk]:
+    """Return the family of a model in memory and a trunk around it. Raises FamilyError for an unsupported model."""
+    family = _check_runs(by_config(model.config.to_dict()))
+    return family, trunk_class(model, stage=family.hidden)
+
+
+def _inventory(checkpoint: Checkpoint, *, need_head: bool) -> Inventory:
+    inventory = Inventory.of(checkpoint, family=_runnable(checkpoint, need_head=need_head))
+    if need_head and not (inventory.declared and inventory.stored):
+        raise CheckpointError(_missing_head_message(inventory))
+    return inventory
+
+
+def _load_trunk(inventory: Inventory, weights: TensorReader, dtype: torch.dtype | None) -> tuple[Trunk, list[str]]:
+    checkpoint, family = inventory.checkpoint, inventory.family
+    state, notes = trunk_state(inventory, weights)
+    # transformers does not load fp8 here: it needs accelerate, and mistakes a truncated last block for smaller blocks.
+    packed = weights.packed(state) if weights.method else None
+    folder = folder_of(checkpoint)
+    try:
+        trunk = Trunk.from_pretrained(folder, state=None if packed else state, stage=family.hidden, dtype=dtype)
+    except CheckpointError as error:
+        reasons = [problem.message for problem in checkpoint.problems if problem.kind == "missing_file"]
+        if packed:
+            reasons.append(
+                f"its quantization is {weights.method} ({packed} and others): install what transformers needs for it, "
+                f"or load the model that was quantized, in bf16 or fp8; `nextn audit {checkpoint.path}` and "
+                "`nextn restore` work on it as it is"
+            )
+        raise CheckpointError(". ".join([str(error), *reasons])) from error
+    _check_finite(checkpoint.path, trunk.model.state_dict())
+    loaded_type, model_type = trunk.model.config.model_type, checkpoint.config.get("model_type")
+    if loaded_type != model_type:
+        notes.append(f"only the text model ({loaded_type}) of {model_type} is loaded, and would be saved")
+    return trunk, notes
+
+
+def _with_dtype(config: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
+    """Set dtype in a config, at the top level and in every section that has one."""
+    parts = {
+        key: _with_dtype(part, dtype) for key, part in config.items() if isinstance(part, dict) and "dtype" in part
+    }
+    return {**config, **parts, "dtype": str(dtype).removeprefix("torch.")}
+
+
+def _check_finite(path: str, state: Mapping[str, Tensor]) -> None:
+    bad = [name for name, value in state.items() if value.is_floating_point() and not bool(torch.isfinite(value).all())]
+    if bad:
+        raise CheckpointError(f"{path}: {len(bad)} trunk tensors hold NaN or Inf: {', '.join(bad[:8])}")
+
+
+def _runnable(checkpoint: Checkpoint, *, need_head: bool) -> Family:
+    if not checkpoint.config:
+        raise CheckpointError(
+            f"{checkpoint.path}: config.json is absent or empty. Put the model's own beside the weights."
+        )
+    family = find(checkpoint.config)
+    if family is None and not need_head:
+        return headless(checkpoint.config)
+    return _check_runs(family or by_config(checkpoint.config))
+
+
+def _check_runs(family: Family) -> Family:
+    if not family.runs:
+        raise FamilyError(family.cannot_run)
+    return family
+
+
+def _missing_head_message(inventory: Inventory) -> str:
+    path, family, count = inventory.checkpoint.path, inventory.family, inventory.declared
+    example = inventory.published("0.token_norm.weight")
+    declared = f"config.json declares {count} module(s)" if count else f"config.json has no {family.count_fields[0]}"
+    stored = "present" if inventory.stored else "absent"
+    other = f"; {inventory.unrecognized[0]} and others are not names of this family" if inventory.unrecognized else ""
+    return (
+        f"{path}: no MTP head ({family.name}): {declared}, and tensors like {example} are {stored}{other}. "
+        f"`nextn audit {path}` shows details; `nextn restore {path} --from BASE` restores the head of the model that "
+        "this one was made from; `nextn train --freeze-trunk --init-head` trains one; drafts = 0 decodes without one"
+    )
+
+
+def _quantize(folder: Path, family: Family, num_layers: int) -> None:
+    """Rewrite every shard with fp8 weights and their scales, and the index and the config with them."""
+    plain = set()
+    for shard in sorted(folder.glob("*.safetensors")):
+        tensors = pack(load_file(shard), family, num_layers)
+        save_file(tensors, folder / "part", metadata={"format": "pt"})
+        (folder / "part").replace(shard)  # not in place: the loaded tensors are still memory-mapped
+        matrices = [name for name, value in tensors.items() if value.ndim > 1 and value.itemsize > 1]
+        plain |= {name.removesuffix(".weight") for name in matrices if name.endswith(".weight")}
+    _index(folder)
+    write_json(folder / "config.json", Checkpoint.open(folder).config | {"quantization_config": section(plain, family)})
+
+
+def _rename(folder: Path, name_of: Callable[[str], str]) -> None:
+    """Rename every tensor of the folder by `name_of`, without changing its bytes."""
+    checkpoint = Checkpoint.open(folder)
+    for file in checkpoint.files:
+        names = [name for name, info in checkpoint.tensors.items() if info.file == file]
+        raw = {name_of(name): checkpoint.raw(name) for name in names}
+        write_safetensors(folder / file, raw, metadata={"format": "pt"})
+    _index(folder)
+
+
+def _add_shard(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write the head as a separate last shard and index all shards."""
+    shards = sorted(folder.glob("*.safetensors"))
+    total = len(shards) + 1
+    names = [f"model-{index:05d}-of-{total:05d}.safetensors" for index in range(1, total + 1)]
+    for shard, name in zip(shards, names, strict=False):
+        shard.rename(folder / name)
+    save_file(dict(tensors), folder / names[-1], metadata={"format": "pt"})
+    _index(folder)
+
+
+def _index(folder: Path) -> None:
+    infos = [info for path in sorted(folder.glob("*.safetensors")) for info in read_header(path).tensors.values()]
+    write_index(folder, {info.name: info.file for info in infos}, sum(info.nbytes for info in infos))
+
+
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a folder and try it on a short text. Raises ConfigError if there is no usable one."""
+    try:
+        for path in sorted(folder.glob("*token*.json")):
+            OTHER_LIMITS.check_file(path)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer.decode(tokenizer(_SAMPLE_TEXT)["input_ids"])
+    except BaseException as error:
+        # tokenizers raises nothing narrower than Exception, and a panic of its Rust code is not even that.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigError(
+            f"{folder}: no readable tokenizer: {reason}; pass a folder with tokenizer.json and tokenizer_config.json"
+        ) from error
+    return tokenizer
+
+
+def _tokenizer(folder: Path, trunk: Trunk) -> PreTrainedTokenizerBase | None:
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    tokenizer = read_tokenizer(folder)
+    if len(tokenizer) > trunk.vocab_size:
+        raise CheckpointError(
+            f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {trunk.vocab_size}: "
+            "use the tokenizer of this model"
+        )
+    return tokenizer

@@ -1,0 +1,448 @@
+"""The trunk (target model): the only interface to transformers' models. Forward, embed, logits, new layers, caches.
+
+Everything that reads a model's internals is here and in three modules below: `transformers_loading` builds models,
+`layer_types` says what state their layers keep, `head_config` what a head's layers are built from. So a new version of
+transformers concerns four files.
+"""
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from nextn.cache.kv_cache import KVCache, PerSequenceCache, causal
+from nextn.errors import ConfigError, FamilyError
+from nextn.families import Stage
+from nextn.model.family_layers import ResidualBlock, remove_unused_experts
+from nextn.model.head_config import head_config, layer_indices
+from nextn.model.layer_types import LayerType, layer_types_of, masks_of, new_cache
+from nextn.model.transformers_loading import LazyTensor, model_from_config, model_from_folder
+from nextn.speculative.sampling import Prediction, Sampling, Verifier
+
+
+@dataclass(frozen=True)
+class TrunkOutput:
+    """The hidden states of one pass."""
+
+    final_hidden: Tensor  # [B, T, H] after the final norm, the input of the lm_head
+    head_input: Tensor  # [B, T, *hidden_shape], the input of the MTP head
+
+
+class _Decoder(Protocol):
+    """What is used of transformers' decoders: layers, final norm (under one of two names), initialization, a call."""
+
+    layers: nn.ModuleList
+    norm: nn.Module
+    norm_f: nn.Module
+    hyper_connection_mixer: nn.Module
+
+    def __call__(self, **kwargs: object) -> "_Output": ...
+    def _init_weights(self, module: nn.Module) -> None: ...
+
+
+class _Output(Protocol):
+    last_hidden_state: Tensor
+
+
+class Trunk(nn.Module):
+    """A causal language model of transformers.
+
+    `stage` says which hidden state is the MTP head's input: `post` or `pre` the trunk's final norm, or the `streams` of
+    its last layer.
+    """
+
+    model: PreTrainedModel
+
+    def __init__(self, model: PreTrainedModel, *, stage: Stage = "post") -> None:
+        super().__init__()
+        self.model = model
+        self.stage = stage
+        if not hasattr(model.get_decoder(), "layers"):
+            raise FamilyError(
+                f"{type(model).__name__} (model_type {model.config.model_type}) has no `layers` in its decoder, "
+                "as Llama, Qwen and the families of docs/families.md have; nextn cannot decode with it"
+            )
+        self.config = model.config.get_text_config(decoder=True)
+        self.layer_types = layer_types_of(self.config)
+        _freeze_indexers(model)
+        remove_unused_experts(model)
+        for module in self._mixers():
+            module.register_forward_pre_hook(_record, with_kwargs=True)
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, object], *, stage: Stage = "post", dtype: torch.dtype = torch.float32
+    ) -> "Trunk":
+        """Build a freshly initialized trunk from a transformers config, a dict with `model_type`."""
+        return cls(model_from_config(config, dtype), stage=stage)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: Path,
+        *,
+        state: Mapping[str, LazyTensor] | None = None,
+        stage: Stage = "post",
+        dtype: torch.dtype | None = None,
+    ) -> "Trunk":
+        """Load the trunk of a checkpoint folder, see `model_from_folder`."""
+        return cls(model_from_folder(folder, state, dtype), stage=stage)
+
+    @property
+    def decoder(self) -> "_Decoder":
+        return cast(_Decoder, self.model.get_decoder())
+
+    @property
+    def final_norm(self) -> nn.Module:
+        """The norm before the lm_head; in Qwen4, the one inside the module that collapses the streams."""
+        for name in ("norm", "norm_f"):
+            if hasattr(self.decoder, name):
+                return cast(nn.Module, getattr(self.decoder, name))
+        return cast(nn.Module, self.decoder.hyper_connection_mixer.hc_norm)
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        return cast(nn.Embedding, self.model.get_input_embeddings())
+
+    @property
+    def output(self) -> nn.Linear:
+        return cast(nn.Linear, self.model.get_output_embeddings())
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_hidden_layers
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens; embedding and lm_head may have more rows, for padding."""
+        return getattr(self.config, "unpadded_vocab_size", None) or self.config.vocab_size
+
+    @property
+    def max_length(self) -> int | None:
+        """The context length; None if the config does not say."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @property
+    def max_block_size(self) -> int | None:
+        """The most positions of one block over its cache; None: no limit."""
+        return None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
+
+    @property
+    def can_pack(self) -> bool:
+        """Whether one sequence can hold several documents."""
+        return all(layer_type.can_pack for layer_type in self.layer_types)
+
+    @property
+    def hidden_shape(self) -> tuple[int, ...]:
+        """The shape of the head's hidden input for one token: (H,), or (S, H) or (S * H,) of S streams."""
+        size = self.config.hidden_size
+        if self.stage == "streams":
+            return (self.config.hc_mult, size) if hasattr(self.config, "hc_mult") else (self.config.hc_count * size,)
+        return (size,)
+
+    @property
+    def scale(self) -> float:
+        """The factor applied to the final hidden state before the lm_head, which scales the logits."""
+        return getattr(self.config, "logit_scale", 1.0) / getattr(self.config, "logits_mup_width_multiplier", 1.0)
+
+    def forward(self, tokens: Tensor, cache: KVCache | None = None, *, documents: Tensor | None = None) -> TrunkOutput:
+        """Run the model over tokens [B, T], which may be on the host.
+
+        Args:
+            tokens: [B, T].
+            cache: The T positions become a block of it, which the caller closes with `cache.commit`.
+            documents: [B, T] ids: attention and positions stay inside a document (only without a cache, and only if
+                `can_pack`).
+        """
+        if isinstance(cache, PerSequenceCache):
+            outputs = [self(tokens[index : index + 1], own) for index, own in enumerate(cache.sequences)]
+            return TrunkOutput(
+                torch.cat([output.final_hidden for output in outputs]),
+                torch.cat([output.head_input for output in outputs]),
+            )
+        tokens = tokens.to(self.device, non_blocking=True)
+        length = tokens.shape[1]
+        if cache is not None:
+            if length == 1 and any(layer.compress_rate for layer in self.layer_types) and len(set(cache.lengths)) > 1:
+                # DeepSeek-V4 masks no entries for a single query, so it would see those of longer sequences: add one.
+                tokens = functional.pad(tokens, (0, 1))
+            size = tokens.shape[1]
+            cache.begin(size)
+            positions: Tensor | None = cache.positions(size)
+            mask = masks_of(self.layer_types, lambda layer: self.mask(layer, size, rows=len(tokens), cache=cache))
+        else:
+            positions, mask = self._packed_mask(tokens, documents)
+        with self._captured() as captured:
+            out = self.decoder(
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=cache is not None,
+            )
+        final_hidden = out.last_hidden_state[:, :length]
+        return TrunkOutput(final_hidden * self.scale, captured[0][:, :length] if captured else final_hidden)
+
+    @contextmanager
+    def capture_hidden(self) -> Iterator[list[TrunkOutput]]:
+        """Collect the states of every pass of the model inside the context, whoever calls it, in order."""
+        outputs: list[TrunkOutput] = []
+
+        def record(module: nn.Module, args: object, out: Sequence[Tensor]) -> None:
+            outputs.append(TrunkOutput(out[0] * self.scale, captured.pop() if captured else out[0]))
+
+        with self._captured() as captured:
+            handle = cast(nn.Module, self.decoder).register_forward_hook(record)
+            try:
+                yield outputs
+            finally:
+                handle.remove()
+
+    def embed(self, tokens: Tensor, *, raw: bool = False) -> Tensor:
+        """Embed tokens [B, T] -> [B, T, H]. raw: without the norm or scale that some trunks add to their embedding."""
+        return functional.embedding(tokens, self.embedding.weight) if raw else self.embedding(tokens)
+
+    def logits(self, final_hidden: Tensor) -> Tensor:
+        """Return the logits [..., V] of final_hidden [..., H]."""
+        return self.output(final_hidden.to(self.output.weight.dtype))[..., : self.vocab_size]  # HY-V4's stays in fp32
+
+    def single_threaded_torch(self) -> AbstractContextManager[None]:
+        """A context for passes; the native backend needs it, here it does nothing."""
+        return nullcontext()
+
+    def predict(self, final_hidden: Tensor) -> Prediction:
+        """Return the prediction of the next token from final_hidden [..., H]."""
+        return Prediction(self.logits(final_hidden))
+
+    def read(self, hidden: TrunkOutput) -> Prediction:
+        """Return the prediction at each position of a pass."""
+        return self.predict(hidden.final_hidden)
+
+    def prepare(self, rows: int, block_sizes: Sequence[int], *, exact: bool) -> None:
+        """Record the block sizes that this generation will use, so that no pass waits for it; does nothing here.
+
+        exact: these very sizes are frequent.
+        """
+
+    def verifier(self, sampling: Sampling, *, block: bool) -> Verifier:
+        """Return what verifies the drafts of rounds."""
+        return Verifier(sampling, block=block)
+
+    def rounds(self, *_: object, **__: object) -> None:
+        """Return None: only the native backend runs whole rounds, see `NativeTrunk.rounds`."""
+
+    @property
+    def lm_head(self) -> Tensor:
+        """The weight [V, H] of the output projection, without padding rows."""
+        weight = self.output.weight
+        return weight if len(weight) == self.vocab_size else weight[: self.vocab_size]
+
+    def cache(self, batch_size: int) -> KVCache:
+        """Return an empty cache. Raises RollbackError for a layer type that cannot be rolled back exactly."""
+        return new_cache(self.layer_types, batch_size, device=self.device)
+
+    def block(
+        self, index: int, count: int, overrides: Mapping[str, object], *, parts: Mapping[str, str] = {}
+    ) -> nn.Module:
+        """Build the decoder layers of an MTP layer, of the trunk's own class and freshly initialized.
+
+        Args:
+            index: Of the MTP layer.
+            count: Number of MTP layers.
+            overrides: Changes of the config; a list has one entry per decoder layer. With several, the result is an
+                nn.ModuleList.
+            parts: If given, the submodules of a decoder layer that form a `ResidualBlock`.
+        """
+        config = head_config(self.config, self.layer_types, count, overrides)
+        layer_class = cast(Callable[..., nn.Module], type(self.decoder.layers[-1]))
+        layers = [layer_class(config, layer_index) for layer_index in layer_indices(index, overrides)]
+        layers = [ResidualBlock(layer, parts) for layer in layers] if parts else layers
+        block = layers[0] if len(layers) == 1 else nn.ModuleList(layers)
+        self.initialize(block)
+        _freeze_indexers(block)
+        block.to(self.dtype)
+        for name, value in [*block.named_parameters(), *block.named_buffers()]:
+            if self.keeps_fp32(name) and value.is_floating_point():
+                value.data = value.data.float()
+        return block
+
+    def block_layer_types(self, index: int, count: int, overrides: Mapping[str, object]) -> list[LayerType]:
+        """Return the layer types of that block's decoder layers."""
+        layer_types = layer_types_of(head_config(self.config, self.layer_types, count, overrides))
+        return [layer_types[layer_index] for layer_index in layer_indices(index, overrides)]
+
+    def config_flag(self, field: str | None) -> bool:
+        """Whether this field of the config is set and true; True for None."""
+        return field is None or bool(getattr(self.config, field, False))
+
+    def keeps_fp32(self, name: str) -> bool:
+        """Whether the model keeps this tensor in fp32 whatever its dtype, such as a router's correction bias."""
+        return any(part in name for part in self.model._keep_in_fp32_modules_strict or ())
+
+    def norm(self, size: int | None = None) -> nn.Module:
+        """Build a fresh norm of the trunk's own class, for states of `size` (default: H)."""
+        reference = self.final_norm
+        eps = getattr(reference, "variance_epsilon", getattr(reference, "eps", None))
+        norm: nn.Module = cast(Callable[..., nn.Module], type(reference))(size or self.config.hidden_size, eps=eps)
+        self.initialize(norm)
+        return norm.to(next(reference.parameters()).dtype)
+
+    def collapse(self) -> nn.Module:
+        """Build a fresh module of the trunk's own class that collapses concatenated streams to one state (Qwen4)."""
+        mixer_class = cast(Callable[..., nn.Module], type(self.decoder.hyper_connection_mixer))
+        mixer = mixer_class(self.config, use_combine=False)
+        self.initialize(mixer)
+        return mixer.to(self.dtype)
+
+    @torch.no_grad()
+    def initialize(self, module: nn.Module) -> None:
+        """Initialize a module as the trunk's class does."""
+        for part in module.modules():
+            self.decoder._init_weights(part)
+
+    def rotary(self, states: Tensor, positions: Tensor, layer_type: LayerType) -> object:
+        """Return rotary embeddings for states [B, T, H] at positions [B, T], as layers of this type take them."""
+        rotary = getattr(self.decoder, "rotary_emb", None)
+        if rotary is None:
+            return None
+        if layer_type.rotates_all_keys:
+            count = int(positions[0, 0]) + positions.shape[1]  # all sequences have this length, see LayerType
+            positions = torch.arange(count, device=self.device).expand(len(positions), -1)
+        # Qwen3.5 counts positions in time, height and width; a text token has the same index in all three.
+        positions = positions[None] if hasattr(rotary, "mrope_section") else positions
+        if "layer_type" not in inspect.signature(rotary.forward).parameters:
+            return rotary(states, positions)
+        if layer_type.name in rotary.layer_types:
+            return rotary(states, positions, layer_type.name)
+        # DeepSeek-V4 uses other labels, and its layers choose among them.
+        return {label: rotary(states, positions, label) for label in rotary.layer_types}
+
+    def mask(
+        self,
+        layer_type: LayerType,
+        num_positions: int,
+        *,
+        rows: int = 1,
+        cache: KVCache | None = None,
+        within: Tensor | None = None,
+    ) -> Tensor | None:
+        """Return the attention mask of layers of this type.
+
+        Args:
+            layer_type: The layers'.
+            num_positions: T, the number of queries.
+            rows: Batch size, for layers that need one mask per sequence.
+            cache: Mask its open block; without a cache, the T positions start at 0.
+            within: [B, 1, T, T] bool that restricts the mask further; without a cache only.
+
+        Returns:
+            [B, 1, T, keys], or None where causal attention needs no mask. Layers with pools build their mask
+            themselves, and get [rows, T] bool here: no position is padding.
+        """
+        if layer_type.pool_size:
+            return torch.ones(rows, num_positions, dtype=torch.bool, device=self.device)
+        always = layer_type.is_indexed or self._is_eager
+        if cache is not None:
+            mask = cache.mask(num_positions, window=layer_type.window, always=always)
+        elif within is None and not always and (layer_type.window is None or num_positions <= layer_type.window):
+            mask = None
+        else:
+            mask = causal(
+                torch.arange(num_positions, device=self.device)[None], num_positions, window=layer_type.window
+            )
+            mask = mask if within is None else mask & within
+        if layer_type.rotates_all_keys and mask is not None:
+            mask = mask.expand(rows, -1, -1, -1)
+        return None if mask is None else self.to_attention_mask(mask)
+
+    def to_attention_mask(self, mask: Tensor) -> Tensor:
+        """Convert a mask [B, 1, T, keys] bool, True = visible, to what the layers take."""
+        if not self._is_eager:
+            return mask
+        # Eager attention adds its mask to the scores.
+        return torch.zeros(mask.shape, dtype=self.dtype, device=self.device).masked_fill(
+            ~mask, torch.finfo(self.dtype).min
+        )
+
+    @property
+    def _is_eager(self) -> bool:
+        return self.config._attn_implementation == "eager"
+
+    def _packed_mask(self, tokens: Tensor, documents: Tensor | None) -> tuple[Tensor | None, object]:
+        # Padding (-1) is at the right end, where causal attention hides it from every real position.
+        if documents is None or bool(((documents == documents[:, :1]) | (documents < 0)).all()):
+            return None, None
+        if not self.can_pack:
+            raise ConfigError("this trunk cannot mask state between packed documents; use one document per sequence")
+        positions, within = packed(documents)
+        return positions, masks_of(self.layer_types, lambda layer: self.mask(layer, tokens.shape[1], within=within))
+
+    @contextmanager
+    def _captured(self) -> Iterator[list[Tensor]]:
+        captured: list[Tensor] = []
+        if self.stage == "post":
+            yield captured
+            return
+        thread = threading.get_ident()
+
+        def record(state: Tensor) -> None:
+            if threading.get_ident() == thread:  # other threads may run the same model concurrently
+                captured.append(state)
+
+        if self.stage == "streams":
+            handle = self.decoder.layers[-1].register_forward_hook(lambda *call: record(call[-1]))
+        else:
+            handle = self.final_norm.register_forward_pre_hook(lambda _, args: record(args[0]))
+        try:
+            yield captured
+        finally:
+            handle.remove()
+
+    def _mixers(self) -> Iterator[nn.Module]:
+        layers, outer = set(self.decoder.layers), "-"
+        for name, part in self.decoder.layers.named_modules():
+            index = getattr(part, "layer_idx", None)
+            if index is None or part in layers or name.startswith(outer):
+                continue
+            outer = f"{name}."  # its submodules are replayed with it
+            if self.layer_types[index].is_recurrent:
+                yield part
+
+
+def packed(documents: Tensor) -> tuple[Tensor, Tensor]:
+    """Return positions [B, T], counted from each document's start, and a mask [B, 1, T, T], causal inside it."""
+    indices = torch.arange(documents.shape[1], device=documents.device)
+    starts = torch.ones_like(documents, dtype=torch.bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    positions = indices - torch.where(starts, indices, 0).cummax(dim=1).values
+    is_same = documents[:, :, None] == documents[:, None, :]
+    return positions, (is_same & (indices[:, None] >= indices))[:, None]
+
+
+def _freeze_indexers(module: nn.Module) -> None:
+    # transformers runs an indexer without gradients: its selection is not differentiable in its weights.
+    for name, value in module.named_parameters():
+        if ".indexer." in name:
+            value.requires_grad_(False)
+
+
+def _record(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    cache = next((value for value in [*args, *kwargs.values()] if isinstance(value, KVCache)), None)
+    if cache is not None:
+        cache.layers[module.layer_idx].record(module, args, kwargs)

@@ -1,0 +1,1 @@
+"""The backends that decode: `torch` and `native`."""

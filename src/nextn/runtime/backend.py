@@ -1,0 +1,150 @@
+"""Selection of the backend that decodes a model, and the self-check of the native backend before it is used."""
+
+from dataclasses import dataclass
+
+import torch
+
+from nextn.errors import ConfigError
+from nextn.model.head import Head, Recursion
+from nextn.model.model import Model
+from nextn.model.trunk import Trunk
+from nextn.runtime.native.abi import load
+from nextn.runtime.native.locks import LOCK
+from nextn.runtime.native.session import NativeHead, NativeRecursion, NativeTrunk
+from nextn.runtime.native.trace import Untraceable
+from nextn.runtime.native.weight_packing import BITS, PackedWeights
+from nextn.settings import BACKENDS
+
+# Trunk and head as decoding gets them from either backend.
+AnyTrunk = Trunk | NativeTrunk
+AnyHead = Head | NativeHead
+AnyRecursion = Recursion | NativeRecursion
+
+# Largest allowed difference from the torch backend's hidden states, relative to their norm: far above accumulated
+# rounding, far below the error of a wrong position.
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
+_BLOCK_SIZES = (7, 1, 3)  # of the self-check: shaped like a prefill, a plain step and a verification
+
+
+@dataclass(frozen=True, eq=False)
+class Backend:
+    """Trunk and head as decoding runs them."""
+
+    trunk: AnyTrunk
+    head: AnyHead | None
+    reason: str = ""  # why the backend is `torch`; empty for `native`
+    runtime: str = "torch"  # what runs the passes, for reports
+    head_bits: int | None = None  # bits per weight of the head's matrices; None: as stored
+
+    @property
+    def name(self) -> str:
+        return "torch" if self.reason else "native"
+
+
+def backend_for(model: Model, name: str = "auto") -> Backend:
+    """Return the backend that decodes a model. It is cached on the model and rebuilt after the weights change.
+
+    Args:
+        model: The model; the backend runs its trunk and its head, if it has one.
+        name: `auto`, `native` or `torch`, see `make_backend`.
+
+    Raises:
+        ConfigError: The name is unknown, or `native` cannot run this model.
+    """
+    parts = [model.trunk, *([] if model.head is None else [model.head])]
+    weights = [weight for part in parts for weight in part.parameters()]
+    state: list[object] = [(id(weight), weight.device, weight._version) for weight in weights]
+    state.append(None if model.head is None else (model.head.draft_vocabulary, model.head.exact))
+    cached = model.backends.get(name)
+    if not isinstance(cached, _CachedBackend) or cached.state != state:
+        with LOCK:  # another thread may have built it meanwhile
+            cached = model.backends.get(name)
+            if not isinstance(cached, _CachedBackend) or cached.state != state:
+                backend = make_backend(model.trunk, model.head, name=name)
+                cached = model.backends[name] = _CachedBackend(state, backend)
+    return cached.backend
+
+
+def make_backend(trunk: Trunk, head: Head | None, *, name: str = "auto") -> Backend:
+    """Build the backend that decodes a trunk and its head. Several threads may share it.
+
+    Args:
+        trunk: The trunk, on any device.
+        head: Its head; None for decoding without drafts.
+        name: `torch` runs the modules as they are. `native` runs the C++ runtime, on CPUs only; it keeps a packed copy
+            of the weights and must be rebuilt after they change or move. `auto` is `native` where that is possible.
+
+    Raises:
+        ConfigError: The name is unknown, or `native` cannot run this model.
+    """
+    if name not in BACKENDS:
+        raise ConfigError(f"backend = {name!r}; expected one of {', '.join(BACKENDS)}")
+    if name == "torch":
+        return Backend(trunk, head, "the torch backend was requested")
+    try:
+        with LOCK:
+            return _checked_native(trunk, head)
+    except (ConfigError, Untraceable) as error:
+        if name == "native":
+            raise ConfigError(f"the native backend cannot run this model: {error}; use torch or auto") from error
+        return Backend(trunk, head, str(error))
+
+
+@dataclass(frozen=True)
+class _CachedBackend:
+    """A backend and the state of the weights that it was built from."""
+
+    state: list[object]
+    backend: Backend
+
+
+def _checked_native(trunk: Trunk, head: Head | None) -> Backend:
+    if trunk.device.type != "cpu":
+        raise Untraceable(f"the native runtime runs on CPUs, the model is on {trunk.device}")
+    backend = _build_native(trunk, head)
+    _self_check(trunk, head, backend)
+    return backend
+
+
+@torch.inference_mode(False)  # the tensors created here outlive the caller's inference mode
+def _build_native(trunk: Trunk, head: Head | None) -> Backend:
+    if trunk.dtype not in (torch.float32, torch.bfloat16):
+        raise Untraceable(f"the native runtime does not support {trunk.dtype}, only float32 and bfloat16")
+    runtime = load()
+    weights = PackedWeights(runtime)
+    native_trunk = NativeTrunk(trunk, runtime, weights)
+    if head is None:
+        return Backend(native_trunk, None, runtime="native code")
+    quantizes = not head.exact and trunk.dtype == torch.bfloat16 and runtime.has_bf16_pair_products
+    head_weights = PackedWeights(runtime, quantize_bf16=True) if quantizes else weights
+    native_head = NativeHead(head, native_trunk, runtime, head_weights, own_lm_head=quantizes)
+    return Backend(native_trunk, native_head, runtime="native code", head_bits=BITS if quantizes else None)
+
+
+@torch.inference_mode()
+def _self_check(trunk: Trunk, head: Head | None, native: Backend) -> None:
+    """Compare the states of both backends: a model may do something that no recording captures. Raises Untraceable."""
+    generator = torch.Generator().manual_seed(0)
+    caches = trunk.cache(1), native.trunk.cache(1)
+    head_caches = None if head is None or native.head is None else (head.cache(1), native.head.cache(1))
+    for size in _BLOCK_SIZES:
+        tokens = torch.randint(trunk.vocab_size, (1, size), generator=generator)
+        expected, actual = trunk(tokens, caches[0]), native.trunk(tokens, caches[1])
+        _compare(expected.final_hidden, actual.final_hidden, "trunk")
+        for cache in caches:
+            cache.commit([size])
+        if head is not None and native.head is not None and head_caches is not None:
+            states = expected.head_input.clone()
+            expected_step = head.step(0, tokens, states, cache=head_caches[0])
+            actual_step = native.head.step(0, tokens, states, cache=head_caches[1])
+            _compare(expected_step.final_hidden, actual_step.final_hidden, "head")
+            for cache in head_caches:
+                cache.commit([size])
+
+
+def _compare(expected: torch.Tensor, actual: torch.Tensor, part: str) -> None:
+    # The median over positions: in bf16 a near-tie of a MoE router may send single tokens to another expert.
+    error = (expected - actual).float().norm(dim=-1) / expected.float().norm(dim=-1).clamp_min(1e-6)
+    if not float(error.median()) <= _TOLERANCE[expected.dtype]:
+        median = float(error.median())
+        raise Untraceable(f"the recorded {part} differs from the torch backend (relative error {median:.2g})")

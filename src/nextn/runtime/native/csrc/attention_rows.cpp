@@ -1,0 +1,246 @@
+// Attention on vector registers: queries times keys, then weights times values, both as rows times packed pieces.
+//
+// KV buffers in fp32: K [B, Hk, capacity / 16, D, 16], V [B, Hk, capacity, Dv]; in bf16 pairs along the
+// summed dim: K [B, Hk, capacity / 16, D / 2, 16, 2], V [B, Hk, capacity / 2, Dv, 2].
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "attention.h"
+#include "rows.h"
+
+namespace nextn {
+
+namespace {
+
+constexpr int64_t kColumns = 16;  // of a piece
+constexpr int64_t kDepth = 64;    // of a sum for scores
+// Queries of a sweep at most: with more, their addresses would not stay in registers.
+constexpr int64_t kQueries = std::min(10, rows_of(kColumns));
+typedef uint32_t Word32 __attribute__((aligned(2), may_alias));  // a float, or a pair of bf16
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
+
+// Keys are read by several sweeps, so prefetched lines should stay in the caches.
+template <typename Form>
+struct Staying : Form {
+  static constexpr int kStays = 3;
+};
+
+// Layouts of keys and of values.
+struct Floats16 : Fp32<kColumns> {
+  using Keys = Streamed<Staying<Fp32<kColumns>>, 1>;
+  using Values = Beside<Fp32<kColumns>>;
+};
+struct Halves16 : Bf16 {
+  using Keys = Streamed<Staying<Bf16>, 1>;
+  using Values = Beside<Bf16>;
+};
+
+template <typename T>
+void write(const Attention& a, int64_t row, int64_t kv_head) {
+  constexpr int64_t kPair = int64_t(sizeof(float) / sizeof(T));  // values of what is summed, beside each other
+  for (int64_t i = 0; i < a.width; ++i) {
+    const int64_t position = a.starts[row] + i, block = position / kBlock * kBlock, place = position - block;
+    const auto* key = reinterpret_cast<const Word32*>(element(a.k, row, kv_head, i));
+    auto* keys = reinterpret_cast<Word32*>(a.key_buffer(row, kv_head, block)) + place / kColumns * kColumns * a.dim_k / kPair;
+    for (int64_t d = 0; d < a.dim_k / kPair; ++d) keys[d * kColumns + place % kColumns] = key[d];
+    const auto* value = reinterpret_cast<const T*>(element(a.v, row, kv_head, i));
+    auto* values = reinterpret_cast<T*>(a.value_buffer(row, kv_head, block)) + place / kPair * a.dim_v * kPair + place % kPair;
+    for (int64_t j = 0; j < a.dim_v; ++j) values[j * kPair] = value[j];
+  }
+}
+
+// Stores into rows [kQueries] of `size` floats each; `adds`: adds to the values that are there.
+struct Keep {
+  float* rows;
+  int64_t size;
+  bool adds = false;
+
+  void operator()(int64_t row, int64_t column, int64_t width, const float* sums) const {
+    float* to = rows + row * size + column;
+    if (!adds)
+      std::memcpy(to, sums, width * sizeof(float));
+    else
+      for (int64_t i = 0; i < width; ++i) to[i] += sums[i];
+  }
+};
+
+// A thread's scratch memory; it grows to the largest sizes seen.
+template <typename X>
+struct Room {
+  std::vector<X> queries, weights;
+  std::vector<float> scores, sums, more, values;
+
+  // channels: of sums, a piece at least.
+  void fit(int64_t dim_k, int64_t channels) {
+    queries.resize(std::max<size_t>(queries.size(), kQueries * dim_k));
+    weights.resize(kQueries * kSpan);
+    scores.resize(kQueries * kSpan);
+    sums.resize(std::max<size_t>(sums.size(), kQueries * channels));
+    more.resize(sums.size());
+    values.resize(kSpan * kColumns);
+  }
+};
+
+// State of a query's online softmax. Logits have base 2.
+struct Softmax {
+  int64_t low, high;  // the positions that the query sees, `high` included
+  Lanes top, total;   // the largest logit so far in every lane; sums of weights relative to it
+};
+
+// Stores a vector of weights as the products read them; returns the rounded weights.
+inline Lanes put_weights(float* to, Lanes weights) {
+  put(to, weights);
+  return weights;
+}
+
+inline Lanes put_weights(Word* to, Lanes weights) {
+  put(reinterpret_cast<uint16_t*>(to), weights);
+  return rounded<uint16_t>(weights);
+}
+
+template <typename Form>
+class Sweep {
+ public:
+  using X = typename Form::X;
+
+  explicit Sweep(const Queries& queries)
+      : queries_(queries), a_(queries.attention), channels_(std::max(a_.dim_v, kColumns)) {
+    room_.fit(a_.dim_k, channels_);
+    for (int64_t query = 0; query < queries_.count; ++query) {
+      const auto* from = reinterpret_cast<const typename Form::In*>(queries_.query_at(query));
+      const int64_t depth = a_.dim_k / Form::kValues;
+      query_[query] = Form::row(from, a_.dim_k, depth, room_.queries.data() + query * depth);
+      weights_[query] = room_.weights.data() + query * kSpan;
+      const int64_t high = queries_.position(query);
+      softmax_[query] = {a_.low_of(high), high, Lanes{} + kLowest, Lanes{}};
+      if (!a_.sinks) continue;
+      const float one[kLanes] = {1.0f};
+      softmax_[query].top = Lanes{} + queries_.sink(query), softmax_[query].total = lanes_at(one);
+    }
+    std::fill_n(room_.sums.data(), queries_.count * channels_, 0.0f);
+  }
+
+  void run() {
+    for (int64_t position = queries_.begin(), next; position < queries_.end(); position = next) {
+      next = std::min(position / kSpan * kSpan + kSpan, queries_.end());
+      span(position, next - position);
+    }
+    for (int64_t query = 0; query < queries_.count; ++query) {
+      float* sums = &room_.sums[query * channels_];
+      const float inverse = 1.0f / lane_sum(softmax_[query].total);
+      for (int64_t j = 0; j < a_.dim_v; ++j) sums[j] *= inverse;
+      narrow(a_.out, sums, queries_.out_at(query), a_.out.stride[3], a_.dim_v);
+    }
+  }
+
+ private:
+  void span(int64_t position, int64_t positions) {
+    score(position, positions);
+    float factor[kQueries];
+    for (int64_t query = 0; query < queries_.count; ++query) factor[query] = soften(query, position, positions);
+    weigh(position, positions);
+    for (int64_t query = 0; query < queries_.count; ++query) {
+      float* sums = &room_.sums[query * channels_];
+      const float* more = &room_.more[query * channels_];
+      for (int64_t j = 0; j < a_.dim_v; ++j) sums[j] = sums[j] * factor[query] + more[j];
+    }
+  }
+
+  // In pieces of k, as one long sum would be less exact.
+  void score(int64_t position, int64_t positions) {
+    const char* keys = a_.key_buffer(queries_.row, queries_.kv_head, position);
+    const int64_t piece = kColumns * a_.dim_k * bytes_of(a_.k);
+    for (int64_t k = 0; k < a_.dim_k; k += kDepth) {
+      const X* x[kQueries];
+      for (int64_t query = 0; query < queries_.count; ++query) x[query] = query_[query] + k / Form::kValues;
+      const Part<X> part{x, keys + k * kColumns * bytes_of(a_.k), std::min(kDepth, a_.dim_k - k) / Form::kValues, piece,
+                         Form::kRead};
+      kKernels<typename Form::Keys, Keep>[queries_.count - 1](part, 0, positions / kColumns, {room_.scores.data(), kSpan, k > 0});
+    }
+  }
+
+  // more [count, channels] = weights times values. If the last channels fill no whole piece, the piece overlaps the one
+  // before it.
+  void weigh(int64_t position, int64_t positions) {
+    Part<X> part{weights_, a_.value_buffer(queries_.row, queries_.kv_head, position), positions / Form::kValues,
+                 kColumns * int64_t(sizeof(float)), a_.dim_v * int64_t(sizeof(float))};
+    if (a_.dim_v < kColumns) widen_values(part);
+    const auto& kernel = kKernels<typename Form::Values, Keep>[queries_.count - 1];
+    const Keep keep{room_.more.data(), channels_};
+    kernel(part, 0, channels_ / kColumns, keep);
+    if (channels_ % kColumns == 0) return;
+    const int64_t channel = channels_ - kColumns;
+    part.weights += channel * sizeof(float);
+    kernel(part, 0, 1, {keep.rows + channel, keep.size});
+  }
+
+  // Fewer channels than a piece has: each position (or pair of positions) is a row of its own.
+  void widen_values(Part<X>& part) {
+    float* to = room_.values.data();
+    const int64_t rows = part.depth / Form::kStep;
+    for (int64_t i = 0; i < rows; ++i) std::memcpy(to + i * kColumns, part.weights + i * part.step, part.step);
+    part.weights = reinterpret_cast<const char*>(to), part.step = kColumns * sizeof(float);
+  }
+
+  // Turns a query's scores from `position` on into weights; returns the factor for its earlier sums.
+  float soften(int64_t query, int64_t position, int64_t positions) {
+    Softmax& softmax = softmax_[query];
+    float* scores = &room_.scores[query * kSpan];
+    const int64_t begin = std::clamp<int64_t>(softmax.low - position, 0, positions);
+    const int64_t end = std::clamp<int64_t>(softmax.high + 1 - position, 0, positions);
+    if (a_.softcap > 0) cap(scores, positions);
+    std::fill(scores, scores + begin, kLowest);
+    std::fill(scores + end, scores + positions, kLowest);
+    Lanes most = Lanes{} + kLowest;
+    for (int64_t i = 0; i < positions; i += kLanes) most = larger(lanes_at(scores + i), most);
+    for (int64_t step = 1; step < kLanes; step *= 2) most = larger(most, rotated(most, int(step)));
+    const float slope = a_.softcap > 0 ? kLog2e : a_.scale * kLog2e;
+    const Lanes before = softmax.top, lowest = Lanes{} + kLowest;
+    softmax.top = larger(most * slope, before);
+    const Lanes shown = chosen(softmax.top == lowest, Lanes{}, softmax.top);
+    const Lanes factor = exp2_of(before - shown);
+    Lanes total = softmax.total * factor;
+    for (int64_t i = 0; i < positions; i += kLanes)
+      total += put_weights(weights_[query] + i / Form::kValues, exp2_of(lanes_at(scores + i) * slope - shown));
+    softmax.total = total;
+    return factor[0];
+  }
+
+  void cap(float* scores, int64_t positions) const {
+    const float inside = a_.scale / a_.softcap;
+    for (int64_t i = 0; i < positions; i += kLanes)
+      put_lanes(scores + i, a_.softcap * tanh_of(lanes_at(scores + i) * inside));
+  }
+
+  static Room<X>& room() {
+    thread_local Room<X> room;
+    return room;
+  }
+
+  const Queries& queries_;
+  const Attention& a_;
+  const int64_t channels_;
+  Room<X>& room_ = room();
+  const X* query_[kQueries];
+  X* weights_[kQueries];
+  Softmax softmax_[kQueries];
+};
+
+template <typename Form>
+void sweep(const Queries& queries) {
+  Sweep<Form>(queries).run();
+}
+
+constexpr AttentionKernel kFloats16{write<float>, sweep<Floats16>, kQueries, true};
+constexpr AttentionKernel kHalves16{write<uint16_t>, sweep<Halves16>, kQueries, true};
+
+}  // namespace
+
+// A pair of bf16 cannot be split.
+const AttentionKernel* vector_kernel(const View& q, const View&) {
+  if (q.type == F32) return &kFloats16;
+  return q.size[3] % 2 ? nullptr : &kHalves16;
+}
+
+}  // namespace nextn

@@ -1,0 +1,281 @@
+// Linear layers over packed weights: the ops pack, linear and expert_linear, and the gated ones.
+#include <algorithm>
+#include <vector>
+
+#include "product.h"
+
+namespace nextn {
+
+namespace {
+
+// Fewer multiplications than this take less time than a barrier of two threads.
+constexpr int64_t kWorthSharing = 16384;
+
+int64_t block_columns(int64_t type) { return type == F32 ? kPanelColumns : type == BF16 ? kHalfColumns : kTileColumns; }
+
+// Bytes of a block of columns.
+int64_t block_bytes(int64_t type, int64_t k) {
+  if (type == F32) return kPanelColumns * k * int64_t(sizeof(float));
+  return pieces(k, kTileDepth) * kTileDepth * block_columns(type) * int64_t(type == BF16 ? sizeof(uint16_t) : 1);
+}
+
+int64_t packed_bytes(int64_t type, int64_t n, int64_t k) {
+  const int64_t blocks = pieces(n, block_columns(type));
+  return blocks * (block_bytes(type, k) + (type == BYTES ? kTileColumns * int64_t(sizeof(float)) : 0));
+}
+
+// Columns of a packed gated layer.
+int64_t gated_columns(int64_t n) { return 2 * pieces(n, kTileColumns) * kTileColumns; }
+
+bool is_matrix(const View& view) { return view.ndim == 2 && (view.stride[1] == 1 || view.size[1] == 1); }
+
+bool is_bytes(const View& view) { return view.ndim == 1 && view.type == BOOL && view.stride[0] == 1; }
+
+bool is_float(int64_t type) { return type == BF16 || type == F32; }
+
+bool is_weight_type(int64_t type) { return is_float(type) || type == BYTES; }
+
+// The type of the activations that such weights are multiplied with.
+int64_t rows_type(int64_t type) { return type == F32 ? F32 : BF16; }
+
+// A block of columns from `column` on: [pair of k][column][2].
+void pack_halves(const View& weight, int64_t column, uint16_t* to) {
+  const int64_t depth = pieces(weight.size[1], kTileDepth) * kTileDepth;
+  for (int64_t k = 0; k < depth; ++k)
+    for (int64_t j = 0; j < kHalfColumns; ++j) {
+      const bool exists = column + j < weight.size[0] && k < weight.size[1];
+      const int64_t from = (column + j) * weight.stride[0] + k * weight.stride[1];
+      to[k / 2 * 2 * kHalfColumns + 2 * j + k % 2] = exists ? data<uint16_t>(weight)[from] : uint16_t(0);
+    }
+}
+
+// A panel of 32 columns from `column` on: [k][column].
+void pack_panel(const View& weight, int64_t column, float* to) {
+  for (int64_t k = 0; k < weight.size[1]; ++k)
+    for (int64_t j = 0; j < kPanelColumns; ++j) {
+      const bool exists = column + j < weight.size[0];
+      const int64_t from = (column + j) * weight.stride[0] + k * weight.stride[1];
+      to[k * kPanelColumns + j] = exists ? data<float>(weight)[from] : 0.0f;
+    }
+}
+
+// views: dst (bytes), weight [n, k]
+void pack(const Call& call, const Worker& worker) {
+  const View &dst = call.views[0], &weight = call.views[1];
+  const int64_t width = block_columns(weight.type);
+  const int64_t bytes = packed_bytes(weight.type, width, weight.size[1]);
+  int64_t begin, end;
+  worker.share(pieces(weight.size[0], width), begin, end);
+  for (int64_t block = begin; block < end; ++block)
+    if (weight.type == BF16)
+      pack_halves(weight, block * width, reinterpret_cast<uint16_t*>(dst.data + block * bytes));
+    else
+      pack_panel(weight, block * width, reinterpret_cast<float*>(dst.data + block * bytes));
+}
+
+bool select_pack(Call& call) {
+  if (call.views.size() != 2 || call.ints.size() || call.views[1].ndim != 2) return false;
+  const View &dst = call.views[0], &weight = call.views[1];
+  if (!is_bytes(dst) || !is_float(weight.type)) return false;
+  if (dst.size[0] != packed_bytes(weight.type, weight.size[0], weight.size[1])) return false;
+  call.kernel = pack, call.parallel = true;
+  return true;
+}
+
+void multiply(const Product& product, int64_t type, int64_t begin, int64_t end) {
+  if (begin >= end || product.num_rows == 0) return;
+  (type == F32 ? multiply_f32 : type == BF16 ? multiply_bf16 : multiply_bytes)(product, begin, end);
+}
+
+// The product with `columns` columns of a packed matrix, from `block` on.
+void take(Product& product, const char* packed, int64_t type, int64_t block, int64_t blocks, int64_t columns) {
+  const int64_t bytes = block_bytes(type, product.k);
+  product.packed = packed + block * bytes, product.n = columns;
+  product.scales = reinterpret_cast<const float*>(packed + blocks * bytes) + block * kTileColumns;
+}
+
+// This worker's share of the columns of a whole matrix. The two halves of a gated layer stay together.
+void multiply(Product& product, const char* packed, int64_t type, bool gated, const Worker& worker) {
+  static thread_local std::vector<float> gates;
+  const int64_t n = product.out->size[1], columns = gated ? gated_columns(n) : n;
+  const int64_t blocks = pieces(columns, block_columns(type)), together = gated && block_columns(type) == kTileColumns ? 2 : 1;
+  take(product, packed, type, 0, blocks, columns);
+  if (gated) gates.resize(product.num_rows * kTileColumns), product.gates = gates.data();
+  int64_t begin, end;
+  worker.share(blocks / together, begin, end);
+  multiply(product, type, begin * together, end * together);
+}
+
+// The views and ints of `linear`: outs [m, n] one by one, x [m, k], the packed matrix, biases [n] or none; each n, k,
+// parts, type: the matrix has part 0 of every layer, then part 1 of every layer, ..., each in whole blocks.
+struct Layers {
+  const Call& call;
+  const int64_t count = int64_t(call.ints.size()) - 3;
+
+  int64_t n(int64_t i) const { return call.ints[i]; }
+  int64_t k() const { return call.ints[count]; }
+  int64_t parts() const { return call.ints[count + 1]; }
+  int64_t type() const { return call.ints[count + 2]; }
+  const View& out(int64_t i) const { return call.views[i]; }
+  const View& x() const { return call.views[count]; }
+  const View& packed() const { return call.views[count + 1]; }
+  bool has_bias() const { return int64_t(call.views.size()) == 2 * count + 2; }
+  const View& bias(int64_t i) const { return call.views[count + 2 + i]; }
+  bool fits() const { return count > 0 && (has_bias() || int64_t(call.views.size()) == count + 2); }
+
+  // Of layer i in a part, and of all.
+  int64_t blocks(int64_t i) const { return pieces(n(i) / parts(), block_columns(type())); }
+  int64_t blocks() const {
+    int64_t total = 0;
+    for (int64_t i = 0; i < count; ++i) total += parts() * blocks(i);
+    return total;
+  }
+  bool is_parted(int64_t i) const { return parts() == 1 || (parts() > 1 && n(i) % (parts() * block_columns(type())) == 0); }
+};
+
+// The workers share the columns of all layers in the order of the packed matrix. If they share the parts evenly, each
+// computes whole parts.
+void linear(const Call& call, const Worker& worker) {
+  const Layers layers{call};
+  const int64_t total = layers.blocks();
+  int64_t begin, end;
+  worker.share(total, begin, end);
+  for (int64_t part = 0, at = 0; part < layers.parts(); ++part)
+    for (int64_t i = 0; i < layers.count; at += layers.blocks(i++)) {
+      const int64_t columns = layers.n(i) / layers.parts(), blocks = layers.blocks(i);
+      Product product{};
+      product.out = &layers.out(i), product.x = &layers.x();
+      product.num_rows = product.x->size[0], product.k = layers.k(), product.first = part * columns;
+      if (layers.has_bias()) product.bias = layers.bias(i).data, product.bias_type = layers.bias(i).type;
+      take(product, layers.packed().data, layers.type(), at, total, columns);
+      multiply(product, layers.type(), std::max<int64_t>(begin - at, 0), std::min(end - at, blocks));
+    }
+}
+
+// views: out [m, n], x [m, k], the packed matrix; ints: n, k, type.
+void gated_linear(const Call& call, const Worker& worker) {
+  Product product{};
+  product.out = &call.views[0], product.x = &call.views[1];
+  product.num_rows = product.x->size[0], product.k = call.ints[1];
+  multiply(product, call.views[2].data, call.ints[2], true, worker);
+}
+
+// Rows grouped by expert: rows [ends[e - 1], ends[e]) of the order are those of expert e.
+struct Groups {
+  std::vector<int64_t> rows, ends;
+
+  void fill(const View& ids, int64_t num_experts) {
+    const int64_t num_rows = ids.size[0];
+    const auto expert = [&](int64_t row) { return data<int64_t>(ids)[row * ids.stride[0]]; };
+    const auto exists = [&](int64_t row) { return expert(row) >= 0 && expert(row) < num_experts; };
+    ends.assign(num_experts + 1, 0);
+    rows.resize(num_rows);
+    for (int64_t row = 0; row < num_rows; ++row)
+      if (exists(row)) ++ends[expert(row) + 1];
+    for (int64_t e = 0; e < num_experts; ++e) ends[e + 1] += ends[e];
+    for (int64_t row = 0; row < num_rows; ++row)
+      if (exists(row)) rows[ends[expert(row)]++] = row;
+  }
+};
+
+// views: out [s, n], x [s, k], ids [s], packed (one matrix after another), bias [e, n] or none; ints: n, k, type.
+// A row whose id names no expert is not written.
+template <bool kGated>
+void expert_linear(const Call& call, const Worker& worker) {
+  static thread_local Groups groups;
+  const int64_t n = call.ints[0], k = call.ints[1], type = call.ints[2];
+  const int64_t bytes = packed_bytes(type, kGated ? gated_columns(n) : n, k);
+  const int64_t num_experts = call.views[3].size[0] / bytes;
+  groups.fill(call.views[2], num_experts);
+  const View* bias = call.views.size() > 4 ? &call.views[4] : nullptr;
+  for (int64_t expert = 0, begin = 0; expert < num_experts; begin = groups.ends[expert++]) {
+    Product product{};
+    product.out = &call.views[0], product.x = &call.views[1];
+    product.order = groups.rows.data() + begin, product.num_rows = groups.ends[expert] - begin;
+    product.k = k;
+    if (bias) {
+      const int64_t size = bias->type == F32 ? sizeof(float) : sizeof(uint16_t);
+      product.bias = bias->data + expert * bias->stride[0] * size, product.bias_type = bias->type;
+    }
+    multiply(product, call.views[3].data + expert * bytes, type, kGated, worker);
+  }
+}
+
+// Whether the kernels support a layer with these activations.
+bool are_rows(const View& out, const View& x, int64_t n, int64_t k, int64_t type) {
+  if (n < 1 || k < 1 || !is_weight_type(type) || x.type != rows_type(type)) return false;
+  if (!is_matrix(out) || !is_matrix(x) || out.size[0] != x.size[0] || out.size[1] != n || x.size[1] != k) return false;
+  return out.type == F32 || (out.type == BF16 && x.type == BF16);
+}
+
+bool is_bias(const View& bias, int64_t ndim, int64_t n) {
+  return is_float(bias.type) && bias.ndim == ndim && bias.size[ndim - 1] == n && (bias.stride[ndim - 1] == 1 || n == 1);
+}
+
+bool select_linear(Call& call) {
+  const Layers layers{call};
+  if (!layers.fits()) return false;
+  int64_t columns = 0;
+  for (int64_t i = 0; i < layers.count; columns += layers.n(i++)) {
+    if (!are_rows(layers.out(i), layers.x(), layers.n(i), layers.k(), layers.type()) || !layers.is_parted(i)) return false;
+    if (layers.has_bias() && !is_bias(layers.bias(i), 1, layers.n(i))) return false;
+  }
+  const int64_t bytes = packed_bytes(layers.type(), layers.blocks() * block_columns(layers.type()), layers.k());
+  if (!is_bytes(layers.packed()) || layers.packed().size[0] != bytes) return false;
+  call.kernel = linear;
+  call.parallel = layers.x().size[0] * columns * layers.k() >= kWorthSharing;
+  return true;
+}
+
+bool select_gated_linear(Call& call) {
+  if (call.ints.size() != 3 || call.views.size() != 3) return false;
+  const int64_t n = call.ints[0], k = call.ints[1], type = call.ints[2];
+  const View &out = call.views[0], &x = call.views[1], &packed = call.views[2];
+  if (!are_rows(out, x, n, k, type) || !is_bytes(packed)) return false;
+  if (packed.size[0] != packed_bytes(type, gated_columns(n), k)) return false;
+  call.kernel = gated_linear;
+  call.parallel = x.size[0] * 2 * n * k >= kWorthSharing;
+  return true;
+}
+
+template <bool kGated>
+bool select_expert_linear(Call& call) {
+  if (call.ints.size() != 3 || call.views.size() < 4 || call.views.size() > (kGated ? 4 : 5)) return false;
+  const int64_t n = call.ints[0], k = call.ints[1], type = call.ints[2];
+  const View &x = call.views[1], &ids = call.views[2], &packed = call.views[3];
+  if (!are_rows(call.views[0], x, n, k, type)) return false;
+  const int64_t columns = kGated ? gated_columns(n) : n, bytes = packed_bytes(type, columns, k);
+  if (!is_bytes(packed) || packed.size[0] == 0 || packed.size[0] % bytes) return false;
+  if (ids.type != I64 || ids.ndim != 1 || ids.size[0] != x.size[0]) return false;
+  if (call.views.size() > 4 && (!is_bias(call.views[4], 2, n) || call.views[4].size[0] != packed.size[0] / bytes)) return false;
+  call.kernel = expert_linear<kGated>;
+  call.parallel = x.size[0] * columns * k >= kWorthSharing;
+  return true;
+}
+
+const Op pack_op{"pack", select_pack};
+const Op linear_op{"linear", select_linear};
+const Op gated_linear_op{"gated_linear", select_gated_linear};
+const Op expert_linear_op{"expert_linear", select_expert_linear<false>};
+const Op gated_expert_linear_op{"gated_expert_linear", select_expert_linear<true>};
+
+}  // namespace
+
+}  // namespace nextn
+
+// Whether bf16 is multiplied as pairs on vector registers (no tiles).
+extern "C" int nextn_pairs() {
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+// Columns of a block of packed weights of a type.
+extern "C" int64_t nextn_block_columns(int64_t type) { return nextn::block_columns(type); }
+
+// -1 for types that are not packed.
+extern "C" int64_t nextn_packed_bytes(int64_t type, int64_t n, int64_t k) {
+  return nextn::is_weight_type(type) ? nextn::packed_bytes(type, n, k) : -1;
+}

@@ -1,0 +1,106 @@
+// Rows of activations times one packed matrix: the arguments of the kernels, and how results are stored.
+#pragma once
+
+#include <algorithm>
+
+#include "sixteen.h"
+
+namespace nextn {
+
+// Packed bf16: blocks of columns, each a run of [pair of k][column][2]. Of 16 columns, as tile registers read them. Where
+// pairs are multiplied on vector registers, of 32: a step of k is two lines that follow each other, of one stream.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+constexpr int64_t kHalfColumns = 32;
+#else
+constexpr int64_t kHalfColumns = 16;
+#endif
+constexpr int64_t kTileColumns = 16;
+constexpr int64_t kTileDepth = 32;
+constexpr int64_t kTile = kTileColumns * kTileDepth;
+
+// Type of packed weights, besides F32 and BF16: one byte per weight, for bf16 activations. A matrix is blocks of 16
+// columns, each a run of [4 of k][16 columns][4], then a float for each column, its scale. A weight is
+// (byte - kZero) * scale; bytes are below 128. Of each four values of k, the second and third are swapped.
+constexpr int64_t BYTES = 4;
+constexpr int64_t kZero = 64;
+
+// Packed fp32: panels [k][32 columns]. Both are padded with zeros beyond n and k.
+constexpr int64_t kPanelColumns = 32;
+
+inline int64_t pieces(int64_t total, int64_t size) { return (total + size - 1) / size; }
+
+// out[r] = W x[r] + bias for some rows r. W [n, k] is packed; sums are fp32, in the order of k, and round once.
+//
+// Of a gated layer, out[r] = silu(V x[r]) * U x[r]: W is V and U in turn, 16 rows of each, filled up to 16.
+struct Product {
+  const View* x;
+  const View* out;
+  const int64_t* order;  // row i is row order[i] of x and out; null: i itself
+  int64_t num_rows;
+  int64_t n, k;
+  const char* packed;
+  const float* scales;  // [n], of weights of a byte
+  int64_t first;        // column of out and bias that the first of these n is
+  const char* bias;     // contiguous; null: none
+  int64_t bias_type;
+  float* gates;         // [num_rows, 16]: scratch for sums of V until those of U are computed; null: not gated
+
+  int64_t row(int64_t i) const { return order ? order[i] : i; }
+
+  template <typename T>
+  const T* in(int64_t i) const {
+    return data<const T>(*x) + row(i) * x->stride[0];
+  }
+
+  template <typename T>
+  static void keep(T* to, const float* sums, int64_t count) {
+    by_sixteen(count, [&](auto load, auto store) { store(to, load(sums)); });
+  }
+
+  // Rounds like the separate operations.
+  template <typename T>
+  static void keep_gated(T* to, const float* gate, const float* sums, int64_t count) {
+    by_sixteen(count, [&](auto load, auto store) {
+      store(to, rounded<T>(silu_of(rounded<T>(load(gate)))) * rounded<T>(load(sums)));
+    });
+  }
+
+  // Stores `width` sums as row i of the columns from `column` on, as far as they exist; overwrites the sums.
+  void store(int64_t i, int64_t column, int64_t width, float* sums) const {
+    if (gates) return store_gated(i, column, width, sums);
+    const int64_t count = column + width <= n ? width : n - column, begin = first + column;
+    if (bias && bias_type == F32)
+      for (int64_t j = 0; j < count; ++j) sums[j] += reinterpret_cast<const float*>(bias)[begin + j];
+    else if (bias)
+      for (int64_t j = 0; j < count; ++j) sums[j] += widened(reinterpret_cast<const uint16_t*>(bias)[begin + j]);
+    const int64_t place = row(i) * out->stride[0] + begin;
+    if (out->type == F32)
+      keep(data<float>(*out) + place, sums, count);
+    else
+      keep(data<uint16_t>(*out) + place, sums, count);
+  }
+
+  void store_gated(int64_t i, int64_t column, int64_t width, const float* sums) const {
+    float* gate = gates + i * kTileColumns;
+    for (int64_t j = 0; j < width; j += kTileColumns) {
+      const int64_t block = (column + j) / kTileColumns, begin = block / 2 * kTileColumns;
+      if (block % 2 == 0) {
+        std::copy_n(sums + j, kTileColumns, gate);
+        continue;
+      }
+      const int64_t count = std::min(kTileColumns, out->size[1] - begin), place = row(i) * out->stride[0] + begin;
+      if (out->type == F32)
+        keep_gated(data<float>(*out) + place, gate, sums + j, count);
+      else
+        keep_gated(data<uint16_t>(*out) + place, gate, sums + j, count);
+    }
+  }
+};
+
+// The kernels: all rows times the blocks (panels) [begin, end) of columns. A row's result does not depend on the other
+// rows.
+void multiply_bf16(const Product& product, int64_t begin, int64_t end);
+void multiply_f32(const Product& product, int64_t begin, int64_t end);
+void multiply_bytes(const Product& product, int64_t begin, int64_t end);
+
+}  // namespace nextn

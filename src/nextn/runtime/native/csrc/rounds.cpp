@@ -1,0 +1,139 @@
+// Several rounds in one call. Each drafts with the head, runs the trunk over the last token and the drafts, verifies
+// them and queues the states of the new positions for the head. decoding/rounds.py and decoding/drafter.py are the
+// reference implementation.
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "chain.h"
+#include "rounds.h"
+
+namespace nextn {
+
+namespace {
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+class Round {
+ public:
+  Round(const Batch& batch, const RoundOutput& output, int64_t round)
+      : batch_(batch), max_drafts_(output.max_drafts), drafts_(output.drafts + round * batch.size * max_drafts_),
+        num_drafts_(output.num_drafts + round * batch.size), num_accepted_(output.num_accepted + round * batch.size),
+        next_tokens_(output.next_tokens + round * batch.size),
+        num_confidences_(output.num_confidences + round * batch.size),
+        confidences_(output.confidences + round * batch.size * max_drafts_) {}
+
+  // A sequence drafts at most one token fewer than it has remaining, as a round always adds one more token; no position
+  // may lie beyond the context.
+  void draft(Chain* given, const Steps* steps, Team* team) const {
+    const int64_t longest = *std::max_element(batch_.lengths, batch_.lengths + batch_.size) + 1;
+    const int64_t most = *std::max_element(batch_.remaining, batch_.remaining + batch_.size) - 1;
+    if (!given || std::min({batch_.max_drafts, most, batch_.max_length - longest}) <= 0) return draft_nothing();
+    Chain& chain = *given;
+    chain.drafts = drafts_, chain.num_drafts = num_drafts_;
+    chain.num_confidences = num_confidences_, chain.confidences = confidences_;
+    for (int64_t row = 0; row < batch_.size; ++row)
+      chain.limits[row] = std::min({batch_.max_drafts, batch_.remaining[row] - 1, batch_.max_length - longest});
+    for (int64_t row = 0; row < batch_.size && batch_.num_used; ++row) {
+      std::copy_n(uniforms(row), chain.limits[row], chain.uniforms + row * chain.max_drafts);
+      batch_.num_used[row] += chain.limits[row];
+    }
+    nextn::draft(chain, *steps, *batch_.pending, team);
+  }
+
+  int64_t num_positions() const { return 1 + *std::max_element(num_drafts_, num_drafts_ + batch_.size); }
+
+  // The block is as long as the longest draft; positions after a sequence's last draft are computed and ignored.
+  void verify(const Block& block, Team* team) const {
+    for (int64_t row = 0; row < batch_.size; ++row) fill(block, row);
+    run(block.forward, team);
+    run(block.lm_head, team);
+    if (block.verify) run(block.verify, team);
+    for (int64_t row = 0; row < batch_.size; ++row) {
+      read_result(block, row);
+      commit(block, row);
+    }
+  }
+
+  // Whether any sequence has met a token that ends it, or cannot grow further.
+  bool ends() const {
+    for (int64_t row = 0; row < batch_.size; ++row)
+      if (batch_.remaining[row] <= 0 || batch_.lengths[row] + 1 >= batch_.max_length || is_end(next_tokens_[row]) ||
+          std::any_of(drafts(row), drafts(row) + num_accepted_[row], [&](auto token) { return is_end(token); }))
+        return true;
+    return false;
+  }
+
+ private:
+  void draft_nothing() const {
+    std::fill_n(num_drafts_, batch_.size, 0);
+    std::fill_n(num_confidences_, batch_.size, 0);
+  }
+
+  const int64_t* drafts(int64_t row) const { return drafts_ + row * max_drafts_; }
+  const float* uniforms(int64_t row) const {
+    return batch_.uniforms + row * batch_.num_uniforms + batch_.num_used[row];
+  }
+  bool is_end(int64_t token) const { return std::count(batch_.eos, batch_.eos + batch_.num_eos, token); }
+
+  void fill(const Block& block, int64_t row) const {
+    int64_t* tokens = block.tokens + row * block.size;
+    tokens[0] = batch_.last_tokens[row];
+    std::copy_n(drafts(row), num_drafts_[row], tokens + 1);
+    block.starts[row] = batch_.lengths[row];
+    if (!block.verify) return;
+    block.limits[row] = num_drafts_[row];
+    std::copy_n(drafts(row), num_drafts_[row], block.drafts + row * block.num_positions);
+    std::copy_n(uniforms(row), num_drafts_[row] + 1, block.uniforms + row * block.num_positions);
+    batch_.num_used[row] += num_drafts_[row] + 1;
+  }
+
+  void read_result(const Block& block, int64_t row) const {
+    const int64_t* best = block.best + row * block.size;
+    int64_t matching = 0;
+    while (matching < num_drafts_[row] && best[matching] == drafts(row)[matching]) ++matching;
+    num_accepted_[row] = block.verify ? block.num_accepted[row] : matching;
+    next_tokens_[row] = block.verify ? block.next_tokens[row] : best[matching];
+  }
+
+  void commit(const Block& block, int64_t row) const {
+    const int64_t num_accepted = num_accepted_[row], num_new = num_accepted + 1;
+    if (const Pending* pending = batch_.pending) {
+      const int64_t index = row * pending->capacity + pending->counts[row], bytes = pending->state_bytes;
+      std::memcpy(pending->states + index * bytes, block.states + row * block.size * bytes, num_new * bytes);
+      std::copy_n(drafts(row), num_accepted, pending->tokens + index);
+      pending->tokens[index + num_accepted] = next_tokens_[row];
+      pending->counts[row] += num_new;
+    }
+    batch_.lengths[row] += num_new, batch_.remaining[row] -= num_new;
+    batch_.last_tokens[row] = next_tokens_[row];
+  }
+
+  const Batch& batch_;
+  const int64_t max_drafts_;
+  int64_t *drafts_, *num_drafts_, *num_accepted_, *next_tokens_, *num_confidences_;
+  double* confidences_;
+};
+
+}  // namespace
+
+}  // namespace nextn
+
+// Runs up to `max_rounds` rounds and stops after one in which a sequence ends; returns how many ran. chain: null for
+// rounds without drafts. blocks: indexed by number of positions.
+extern "C" int64_t nextn_rounds(nextn::Chain* chain, const nextn::Steps* steps, const nextn::Block* const* blocks,
+                                const nextn::Batch* batch, const nextn::RoundOutput* output, int64_t max_rounds,
+                                nextn::Team* team) {
+  for (int64_t index = 0; index < max_rounds; ++index) {
+    const nextn::Round round(*batch, *output, index);
+    const double started = nextn::now();
+    round.draft(chain, steps, team);
+    const double drafted = nextn::now();
+    round.verify(*blocks[round.num_positions()], team);
+    output->seconds[2 * index] = drafted - started, output->seconds[2 * index + 1] = nextn::now() - drafted;
+    if (round.ends()) return index + 1;
+  }
+  return max_rounds;
+}

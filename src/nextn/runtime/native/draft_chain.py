@@ -1,0 +1,241 @@
+"""Drafting as one native call (csrc/chain.cpp): a refresh of the head's KV cache, then steps that feed themselves.
+
+decoding/drafter.py has the reference loop, which also handles heads of several layers, penalties and observers.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nextn.runtime.native.abi import (
+    ChainStruct,
+    HeadOutputStruct,
+    PendingStruct,
+    RefreshStruct,
+    Runtime,
+    StepsStruct,
+    type_of,
+)
+from nextn.runtime.native.kv_buffers import KVBuffers
+from nextn.runtime.native.memory import Scratch
+from nextn.runtime.native.passes import BLOCK_SIZES, Inputs, Passes
+from nextn.runtime.native.program import Replay
+from nextn.speculative.draft_policy import RoundPlan
+from nextn.speculative.sampling import Sampling
+
+# Drafts of each sequence, confidences of the distributions that the plan was asked about, and the number of head steps.
+ChainResult = tuple[list[list[int]], list[list[float]], int]
+
+
+class PendingStates:
+    """Positions that the trunk has processed and the head has not, in memory that native code reads: of each sequence
+    the states of counts[row] positions and the tokens after them. The head's cache holds starts[row] positions."""
+
+    @torch.inference_mode(False)  # they may be written in another mode than they are created in
+    def __init__(self, batch_size: int, capacity: int, like: Tensor) -> None:
+        """`capacity`: positions per sequence. `like` [.., *shape]: a tensor of the states' shape and dtype."""
+        self.capacity = capacity
+        self.counts, self.starts = np.zeros(batch_size, dtype=np.int64), np.zeros(batch_size, dtype=np.int64)
+        self._tokens = np.zeros((batch_size, capacity), dtype=np.int64)
+        self._states = torch.zeros(batch_size, capacity, *like.shape[1:], dtype=like.dtype)
+        self._native = PendingStruct(batch_size=batch_size, capacity=capacity, state_bytes=self._states[0, 0].nbytes)
+        self._native.counts, self._native.starts = self.counts.ctypes.data, self.starts.ctypes.data
+        self._native.tokens, self._native.states = self._tokens.ctypes.data, self._states.data_ptr()
+
+    def put(self, tokens: Sequence[Sequence[int]], states: Sequence[Tensor], starts: Sequence[int]) -> None:
+        """Replace all pending positions. Each sequence has as many tokens as states."""
+        self.starts[:] = starts
+        for row, (row_tokens, row_states) in enumerate(zip(tokens, states, strict=True)):
+            self.counts[row] = count = len(row_states)
+            self._tokens[row, :count], self._states[row, :count] = row_tokens, row_states
+
+    @property
+    def pointer(self) -> int:
+        """Address of the native structure, valid as long as this object."""
+        return ctypes.addressof(self._native)
+
+    @property
+    def states(self) -> list[Tensor]:
+        """Copies of each sequence's states."""
+        return [states[:count].clone() for states, count in zip(self._states, self.counts.tolist(), strict=True)]
+
+
+def _head_output(replay: Replay) -> HeadOutputStruct:
+    logits, best, confidence = replay.outputs
+    assert logits.is_contiguous()
+    return HeadOutputStruct(logits.data_ptr(), type_of(logits.dtype), best.data_ptr(), confidence.data_ptr())
+
+
+def _refresh(inputs: Inputs, replay: Replay) -> RefreshStruct:
+    assert inputs.states is not None
+    assert inputs.states.is_contiguous()
+    assert replay.program is not None
+    return RefreshStruct(
+        program=replay.program.handle,
+        size=inputs.size,
+        tokens=inputs.tokens.data_ptr(),
+        starts=inputs.starts.data_ptr(),
+        states=inputs.states.data_ptr(),
+    )
+
+
+class NativeDraftChain:
+    """Drafting for the sequences of one cache with one set of sampling parameters.
+
+    `distributions` [K, B, V] (q of the drafts, None in greedy decoding) are overwritten by the next round of any chain
+    that shares the scratch memory.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        refresh_passes: Passes,
+        step_passes: Passes,
+        cache: KVBuffers,
+        sampling: Sampling,
+        *,
+        sampled: bool,
+        scratch: Scratch,
+    ) -> None:
+        """Create a chain.
+
+        Args:
+            runtime: The native runtime.
+            refresh_passes: Passes of the head that only write keys and values.
+            step_passes: Passes over one position that leave the inputs of the next, see `NativeHead`.
+            cache: The head's cache.
+            sampling: Sampling parameters of the drafts.
+            sampled: Drafts are sampled, not the argmax of their distributions.
+            scratch: Memory for the distributions.
+        """
+        self.cache = cache
+        self._runtime, self._scratch = runtime, scratch
+        self._refresh_passes, self._step_passes = refresh_passes, step_passes
+        self._plan: RoundPlan | None = None
+        self._pending: PendingStates | None = None  # of `run`
+        self._refreshes: list[RefreshStruct] = []  # by number of positions, from 1 on
+        self._table = (ctypes.c_void_p * (BLOCK_SIZES[-1] + 1))()
+        inputs, replay = step_passes.replay(len(cache.lengths), 1)
+        self._chain = ChainStruct(
+            batch_size=len(cache.lengths),
+            vocab_size=replay.outputs[0].shape[-1],
+            mode=0 if sampling.greedy else 1 if sampled else 2,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            top_k=sampling.top_k,
+            next_tokens=inputs.tokens.data_ptr(),
+        )
+        step = _refresh(inputs, replay)
+        self._output = _head_output(replay)
+        self._steps = StepsStruct(
+            refreshes=ctypes.addressof(self._table),
+            draft_step=step.program,
+            output=ctypes.addressof(self._output),
+            starts=step.starts,
+            states=step.states,
+        )
+        self.distributions: Tensor | None = None
+
+    @property
+    def pointers(self) -> tuple[object, object]:
+        """The structures that native code drafts with, valid after `begin`."""
+        return ctypes.byref(self._chain), ctypes.byref(self._steps)
+
+    def run(
+        self,
+        tokens: Sequence[Sequence[int]],
+        states: Sequence[Tensor],
+        plan: RoundPlan,
+        *,
+        limits: Sequence[int],
+        uniforms: Sequence[Sequence[float]] | None,
+    ) -> ChainResult:
+        """Refresh the head's cache with the pending positions, then draft.
+
+        Args:
+            tokens: Of each sequence, the tokens after its pending positions.
+            states: Of each sequence, the trunk's states at these positions.
+            plan: The round's plan.
+            limits: Of each sequence, its largest number of drafts.
+            uniforms: Of each sequence, one random number per draft; None in greedy decoding.
+
+        Returns:
+            Drafts and confidences of each sequence, and the number of head steps.
+        """
+        longest = max(map(len, tokens))
+        if self._pending is None or self._pending.capacity < longest:
+            self._pending = PendingStates(len(tokens), longest, states[0])
+        self._pending.put(tokens, states, self.cache.lengths)
+        self.begin(plan, max(limits), num_pending=longest)
+        self._limits[:] = limits
+        for name in ("drafts", "num_drafts", "num_confidences", "confidences"):
+            setattr(self._chain, name, getattr(self, f"_{name}").ctypes.data)
+        for row, numbers in enumerate(uniforms or ()):
+            self._uniforms[row, : len(numbers)] = numbers
+        with self._runtime.lock:
+            self._runtime.library.nextn_chain(*self.pointers, self._pending.pointer, self._runtime.team)
+        self.cache.advance([len(row) + self._chain.num_steps - 1 for row in tokens])
+        drafts = [row[:count] for row, count in zip(self._drafts.tolist(), self._num_drafts, strict=True)]
+        rows = zip(self._confidences.tolist(), self._num_confidences, strict=True)
+        return drafts, [row[:count] for row, count in rows], self._chain.num_steps
+
+    def begin(self, plan: RoundPlan, max_drafts: int, *, num_pending: int, num_later: int = 0) -> None:
+        """Prepare for native code that drafts by this plan.
+
+        Args:
+            plan: The plan.
+            max_drafts: Largest number of drafts of a sequence per round.
+            num_pending: Largest number of pending positions of a sequence in any of these rounds.
+            num_later: Positions that rounds before the last one add.
+        """
+        if max_drafts > self._chain.max_drafts:
+            self.allocate(max_drafts)
+        if plan is not self._plan:
+            self._set_plan(plan)
+        self._reserve(num_pending, num_later + max_drafts)
+
+    def refresh(self, pending: PendingStates) -> None:
+        """Refresh the head's cache with all pending positions, without drafting."""
+        self._reserve(int(pending.counts.max()), 0)
+        _, steps = self.pointers
+        with self._runtime.lock:
+            self._runtime.library.nextn_refresh(steps, pending.pointer, self._runtime.team)
+
+    def allocate(self, max_drafts: int) -> None:
+        """Allocate buffers for this many drafts of each sequence."""
+        chain, batch_size = self._chain, self._chain.batch_size
+        chain.max_drafts = max_drafts
+        self._limits, self._num_drafts, self._num_confidences, self._ended = (
+            np.zeros(batch_size, dtype=np.int64) for _ in range(4)
+        )
+        self._survival, self._confidences = np.zeros(batch_size), np.zeros((batch_size, max_drafts))
+        self._drafts = np.zeros((batch_size, max_drafts), dtype=np.int64)
+        self._uniforms = np.zeros((batch_size, max_drafts), np.float32)
+        for name in ("limits", "uniforms", "survival", "ended"):
+            setattr(chain, name, getattr(self, f"_{name}").ctypes.data)
+        if chain.mode:
+            memory = self._scratch.take(4 * max_drafts * batch_size * chain.vocab_size)
+            self.distributions = memory.view(torch.float32).view(max_drafts, batch_size, chain.vocab_size)
+            chain.distributions = self.distributions.data_ptr()
+
+    def _reserve(self, num_pending: int, num_later: int) -> None:
+        """Ensure refresh passes for up to `num_pending` positions, and capacity for them and later ones."""
+        batch_size = len(self.cache.lengths)
+        for count in range(len(self._refreshes) + 1, num_pending + 1):
+            self._refreshes.append(_refresh(*self._refresh_passes.replay(batch_size, count)))
+            self._table[count] = ctypes.addressof(self._refreshes[-1])
+        size = max(refresh.size for refresh in self._refreshes[:num_pending])
+        self.cache.reserve(max(self.cache.lengths) + size + num_later)
+        self._refresh_passes.attach(self.cache)
+        self._step_passes.attach(self.cache)
+
+    def _set_plan(self, plan: RoundPlan) -> None:
+        self._plan, chain = plan, self._chain
+        chain.num_bins = len(plan.edges)
+        numbers = (plan.edges, plan.table, plan.take, plan.go)
+        self._plan_arrays = [np.array(values, dtype=np.float64) for values in numbers]
+        chain.edges, chain.table, chain.take, chain.go = (array.ctypes.data for array in self._plan_arrays)

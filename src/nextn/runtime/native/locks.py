@@ -1,0 +1,12 @@
+"""The process-wide lock under which native code runs, passes are recorded and backends are built."""
+
+import os
+import threading
+
+# One lock for the whole process: all models share the runtime's threads, and recording replaces functions of
+# transformers' modules. It is reentrant, and held for one round or one recording, never across a `yield`, so that an
+# abandoned generator blocks nobody.
+LOCK = threading.RLock()
+
+# A fork waits until no other thread is in a round: that thread would not exist in the child.
+os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)

@@ -1,0 +1,228 @@
+"""Several rounds as one native call (csrc/rounds.cpp): drafting, the trunk's pass over the drafts, and verification.
+
+decoding/rounds.py and decoding/drafter.py have the reference loop, which also handles observers, penalties, recurrent
+state, heads of several layers and injected faults.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from nextn.runtime.native.abi import BatchStruct, BlockStruct, RoundOutputStruct, Runtime
+from nextn.runtime.native.draft_chain import NativeDraftChain, PendingStates
+from nextn.runtime.native.kv_buffers import KVBuffers
+from nextn.runtime.native.passes import BLOCK_SIZES, Inputs, Passes
+from nextn.runtime.native.program import Replay
+from nextn.runtime.native.verifier import NativeVerification
+from nextn.speculative.draft_policy import PROBE_INTERVAL, RoundPlan
+from nextn.speculative.sampling import Uniforms, VerifiedRound
+
+MAX_ROUNDS = 32  # per call
+_UNLIMITED = 2**62  # tokens
+_RESERVED = 1024  # positions that a cache reserves at once: it grows by copying
+_INT_OUTPUTS = ("drafts", "num_drafts", "num_accepted", "next_tokens", "num_confidences")
+_REAL_OUTPUTS = ("confidences", "seconds")
+
+
+@dataclass(frozen=True, eq=False)
+class VerifyBlock:
+    """Native programs that run the trunk over a block, predict and verify."""
+
+    native: BlockStruct
+    size: int  # positions
+    owners: tuple[object, ...]  # keeps alive what `native` points to
+
+    @classmethod
+    def of(
+        cls, inputs: Inputs, replay: Replay, lm_head: Replay | None, verification: NativeVerification | None
+    ) -> "VerifyBlock | None":
+        """Return the block; None if a part is not fully native. `verification`: None in greedy decoding."""
+        if replay.program is None or lm_head is None or lm_head.program is None:
+            return None
+        states, best = replay.outputs[1], lm_head.outputs[1]
+        assert states.is_contiguous()
+        native = BlockStruct(
+            forward=replay.program.handle,
+            lm_head=lm_head.program.handle,
+            size=inputs.size,
+            tokens=inputs.tokens.data_ptr(),
+            starts=inputs.starts.data_ptr(),
+            best=best.data_ptr(),
+            states=states.data_ptr(),
+        )
+        if verification is not None:
+            native.verify, native.num_positions = verification.program.handle, verification.drafts.shape[1]
+            native.drafts, native.limits = verification.drafts.ctypes.data, verification.limits.ctypes.data
+            native.uniforms = verification.u.ctypes.data
+            native.num_accepted = verification.num_accepted.data_ptr()
+            native.next_tokens = verification.next_tokens.data_ptr()
+        return cls(native, inputs.size, (inputs, replay, lm_head, verification))
+
+
+# (number of positions, distributions of the drafts [K, B, V] or None) -> the block that verifies such a round
+BlockFactory = Callable[[int, Tensor | None], VerifyBlock | None]
+
+
+class NativeRounds:
+    """Rounds for the sequences of one cache, until one of them ends. States that the head has not processed stay in
+    native memory between calls."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        blocks: BlockFactory,
+        passes: Passes,
+        cache: KVBuffers,
+        *,
+        chain: NativeDraftChain | None,
+        tokens: Sequence[Sequence[int]],
+        pending: Sequence[Tensor],
+        max_drafts: int,
+        remaining: Sequence[int],
+        max_length: int | None,
+        eos: Sequence[int],
+    ) -> None:
+        """Take over decoding from Python.
+
+        Args:
+            runtime: The native runtime.
+            blocks: Returns the block that verifies a round.
+            passes: Passes of the trunk.
+            cache: The trunk's cache.
+            chain: Drafts; None for rounds without a head.
+            tokens: All tokens of each sequence.
+            pending: Of each sequence, the states that the head has not processed; empty without a chain.
+            max_drafts: Largest number of drafts per round.
+            remaining: Of each sequence, the number of tokens that it may still get.
+            max_length: Tokens of a sequence; None: unlimited.
+            eos: Tokens that end a sequence.
+        """
+        self._runtime, self._blocks, self._passes, self._cache, self._chain = runtime, blocks, passes, cache, chain
+        batch_size = len(tokens)
+        self._last_tokens = np.array([row[-1] for row in tokens], dtype=np.int64)
+        self._lengths = np.array(cache.lengths, dtype=np.int64)
+        self._remaining, self._eos = np.array(remaining, dtype=np.int64), np.array(eos, dtype=np.int64)
+        self._num_used = np.zeros(batch_size, dtype=np.int64)
+        self._batch = BatchStruct(size=batch_size, num_eos=len(eos), max_length=max_length or _UNLIMITED)
+        for name in ("last_tokens", "lengths", "remaining", "eos"):
+            setattr(self._batch, name, getattr(self, f"_{name}").ctypes.data)
+        self._pending: PendingStates | None = None
+        self._caches = [(cache, self._lengths)]  # each cache with the lengths that native code maintains
+        if chain is not None:
+            # Rounds without drafts leave pending positions, too.
+            capacity = min(max(map(len, pending)) + max_drafts + 1 + PROBE_INTERVAL, BLOCK_SIZES[-1])
+            counts = zip(tokens, cache.lengths, map(len, pending), strict=True)
+            pending_tokens = [row[length + 1 - count : length + 1] for row, length, count in counts]
+            self._pending = PendingStates(batch_size, capacity, pending[0])
+            self._pending.put(pending_tokens, pending, chain.cache.lengths)
+            self._batch.pending = self._pending.pointer
+            self._caches.append((chain.cache, self._pending.starts))
+            chain.allocate(max_drafts)
+        for each_cache, lengths in self._caches:
+            each_cache.reserve(int(lengths.max()) + min(max(remaining), _RESERVED))
+        self._distributions: Tensor | None = None
+        self._verify_blocks: dict[int, VerifyBlock] = {}
+        self._table = (ctypes.c_void_p * (max_drafts + 2))()
+        self._allocate_output(batch_size, 0 if chain is None else max_drafts)
+
+    @classmethod
+    def fits(cls, pending: Sequence[Tensor], max_drafts: int) -> bool:
+        """Return whether the head can process the pending positions of any round in one pass."""
+        return max(map(len, pending), default=0) + max_drafts + 1 <= BLOCK_SIZES[-1]
+
+    def run(
+        self, plan: RoundPlan, max_drafts: int, uniforms: Sequence[Uniforms] | None, *, max_rounds: int = 1
+    ) -> list[VerifiedRound]:
+        """Run rounds by this plan, stopping after the first in which a sequence ends.
+
+        Args:
+            plan: The plan.
+            max_drafts: Largest number of drafts per round; each sequence also stays within its remaining tokens.
+            uniforms: Random numbers of each sequence; None in greedy decoding.
+            max_rounds: Largest number of rounds.
+        """
+        max_rounds, chain = min(max_rounds, MAX_ROUNDS), self._chain if max_drafts else None
+        num_later = min((max_rounds - 1) * (max_drafts + 1), int(self._remaining.max()))
+        if chain is not None:
+            assert self._pending is not None
+            num_pending = max(int(self._pending.counts.max()), max_drafts + 1)
+            chain.begin(plan, max_drafts, num_pending=num_pending, num_later=num_later)
+        elif self._pending is not None and self._pending.counts.max() + max_rounds > self._pending.capacity:
+            self._refresh()
+        for num_positions in range(1, max_drafts + 2):
+            block = self._block(num_positions)
+        self._cache.reserve(max(self._cache.lengths) + num_later + block.size)
+        self._passes.attach(self._cache)
+        self._batch.max_drafts = max_drafts
+        self._set_uniforms(uniforms, max_rounds * (2 * max_drafts + 1))
+        pointers = (None, None) if chain is None else chain.pointers
+        batch, output, runtime = ctypes.byref(self._batch), ctypes.byref(self._output), self._runtime
+        with runtime.lock:
+            count = runtime.library.nextn_rounds(*pointers, self._table, batch, output, max_rounds, runtime.team)
+        for row_uniforms, used in zip(uniforms or (), self._num_used.tolist(), strict=uniforms is not None):
+            row_uniforms.skip(used)
+        self._update_lengths()
+        return self._results(count)
+
+    def pending(self) -> list[Tensor]:
+        """Return copies of each sequence's states that the head has not processed."""
+        return [] if self._pending is None else self._pending.states
+
+    def _allocate_output(self, batch_size: int, max_drafts: int) -> None:
+        per_draft = (MAX_ROUNDS, batch_size, max_drafts)
+        shapes = {"drafts": per_draft, "confidences": per_draft, "seconds": (MAX_ROUNDS, 2)}
+        outputs = [(name, np.int64) for name in _INT_OUTPUTS] + [(name, np.float64) for name in _REAL_OUTPUTS]
+        self._arrays = {name: np.zeros(shapes.get(name, (MAX_ROUNDS, batch_size)), dtype) for name, dtype in outputs}
+        self._output = RoundOutputStruct(max_drafts=max_drafts)
+        for name, array in self._arrays.items():
+            setattr(self._output, name, array.ctypes.data)
+
+    def _set_uniforms(self, uniforms: Sequence[Uniforms] | None, count: int) -> None:
+        """Pass `count` random numbers of each sequence to native code."""
+        if uniforms is None:
+            return
+        self._uniforms = np.array([row.peek(count) for row in uniforms], dtype=np.float32)
+        self._num_used[:] = 0
+        self._batch.num_uniforms, self._batch.num_used = count, self._num_used.ctypes.data
+        self._batch.uniforms = self._uniforms.ctypes.data
+
+    def _update_lengths(self) -> None:
+        """Set the caches' lengths to those that native code left."""
+        for cache, lengths in self._caches:
+            cache.advance([new - old for new, old in zip(lengths.tolist(), cache.lengths, strict=True)])
+
+    def _results(self, count: int) -> list[VerifiedRound]:
+        drafts, num_drafts, num_accepted, next_tokens, num_confidences, confidences, seconds = (
+            self._arrays[name][:count].tolist() for name in (*_INT_OUTPUTS, *_REAL_OUTPUTS)
+        )
+        return [
+            VerifiedRound(
+                [row[:num] for row, num in zip(drafts[index], num_drafts[index], strict=True)],
+                [row[:num] for row, num in zip(confidences[index], num_confidences[index], strict=True)],
+                list(zip(num_accepted[index], next_tokens[index], strict=True)),
+                *seconds[index],
+            )
+            for index in range(count)
+        ]
+
+    def _refresh(self) -> None:
+        """Refresh the head when pending positions, one of each round without drafts, reach the capacity."""
+        assert self._chain is not None
+        assert self._pending is not None
+        self._chain.refresh(self._pending)
+        self._update_lengths()
+
+    def _block(self, num_positions: int) -> VerifyBlock:
+        """The block for this many positions, entered into the table that native code reads."""
+        distributions = None if self._chain is None else self._chain.distributions
+        if distributions is not self._distributions:  # they were reallocated
+            self._distributions, self._verify_blocks = distributions, {}
+            self._table = (ctypes.c_void_p * len(self._table))()
+        if num_positions not in self._verify_blocks:
+            block = self._blocks(num_positions, distributions)
+            assert block is not None
+            self._verify_blocks[num_positions], self._table[num_positions] = block, ctypes.addressof(block.native)
+        return self._verify_blocks[num_positions]

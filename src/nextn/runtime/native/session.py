@@ -1,0 +1,290 @@
+"""Trunk and head of the native backend, with the signatures of `Trunk` and `Head` as decoding uses them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nextn.model.head import Head, HeadStep
+from nextn.model.trunk import Trunk, TrunkOutput
+from nextn.runtime.native.abi import Runtime
+from nextn.runtime.native.draft_chain import NativeDraftChain
+from nextn.runtime.native.kv_buffers import KVBuffers
+from nextn.runtime.native.lm_head import LMHead, with_confidence
+from nextn.runtime.native.memory import Scratch
+from nextn.runtime.native.passes import BLOCK_SIZES, Inputs, Passes
+from nextn.runtime.native.program import Replay
+from nextn.runtime.native.rounds import NativeRounds, VerifyBlock
+from nextn.runtime.native.trace_hooks import RecordingCache, copy_for_recording, record_delta_rules
+from nextn.runtime.native.verifier import NativeVerifier
+from nextn.runtime.native.weight_packing import PackedWeights
+from nextn.speculative.sampling import HeadOutput, Prediction, Sampling, Verifier
+
+_MAX_VERIFIERS, _MAX_BLOCKS = 8, 512  # cached for later texts
+
+
+def _allocate_cache(
+    all_passes: Sequence[Passes], batch_size: int, *, dtype: torch.dtype, runtime: Runtime
+) -> KVBuffers:
+    """Allocate a cache for every layer that any of these passes over one stack uses. Raises Untraceable."""
+    layers = zip(*(passes.shapes(batch_size) for passes in all_passes), strict=True)
+    shapes = [next((shape for shape in layer if shape is not None), (1, 1, 1)) for layer in layers]
+    return KVBuffers(shapes, batch_size, dtype=dtype, runtime=runtime)
+
+
+@dataclass(frozen=True)
+class _NativeTrunkOutput(TrunkOutput):
+    source: tuple[Replay, int] | None  # the replay that computed the states, and their number; None: several replays
+
+
+class NativeTrunk:
+    """`Trunk` as decoding uses it. Several threads may share it, see `single_threaded_torch`."""
+
+    def __init__(self, trunk: Trunk, runtime: Runtime, weights: PackedWeights) -> None:
+        self.recorded = copy_for_recording(trunk)
+        self.vocab_size, self.max_length, self.hidden_shape = trunk.vocab_size, trunk.max_length, trunk.hidden_shape
+        self.dtype, self.device = trunk.dtype, trunk.device
+        self.predict = LMHead(runtime, weights, trunk.logits, trunk.output.weight)
+        self._runtime = runtime
+        self._passes = Passes(runtime, weights, trunk.layer_types, self._run_pass, dtype=trunk.dtype)
+        self.max_block_size = self._passes.max_block_size
+        self._blocks: dict[tuple[object, ...], VerifyBlock | None] = {}
+        self._verifiers: dict[tuple[Sampling, bool], NativeVerifier] = {}
+        self._verifier_scratch = Scratch()
+
+    def cache(self, batch_size: int) -> KVBuffers:
+        return _allocate_cache([self._passes], batch_size, dtype=self.dtype, runtime=self._runtime)
+
+    def prepare(self, batch_size: int, block_sizes: Sequence[int], *, exact: bool) -> None:
+        """As `Trunk.prepare`."""
+        for replay in self._passes.prepare(batch_size, block_sizes, exact=exact):
+            self.predict.prepare(replay)
+
+    def verifier(self, sampling: Sampling, *, block: bool) -> Verifier:
+        """As `Trunk.verifier`."""
+        if sampling.needs_seen or sampling.greedy:
+            return Verifier(sampling, block=block)
+        return NativeVerifier(self._runtime, sampling, block=block)
+
+    def rounds(
+        self,
+        cache: KVBuffers,
+        sampling: Sampling,
+        *,
+        block: bool,
+        chain: NativeDraftChain | None,
+        tokens: Sequence[Sequence[int]],
+        pending: Sequence[Tensor],
+        max_drafts: int,
+        remaining: Sequence[int],
+        eos: Sequence[int],
+    ) -> NativeRounds | None:
+        """Return rounds as native calls; None if Python must run between their parts.
+
+        Args:
+            cache: The trunk's cache.
+            sampling: Sampling parameters.
+            block: Verify the drafts of a round as a block.
+            chain: Drafts; None for rounds without a head.
+            tokens: All tokens of each sequence.
+            pending: Of each sequence, the states that the head has not processed.
+            max_drafts: Largest number of drafts per round.
+            remaining: Of each sequence, the number of tokens that it may still get.
+            eos: Tokens that end a sequence.
+        """
+        if cache.is_recurrent or sampling.needs_seen or not NativeRounds.fits(pending, max_drafts):
+            return None
+        verifier = None if sampling.greedy else self._verifier(sampling, block)
+        blocks = partial(self._block, len(tokens), verifier)
+        if blocks(1, None) is None or self._native_lm_head(len(tokens), max_drafts + 1) is None:
+            return None
+        return NativeRounds(
+            self._runtime,
+            blocks,
+            self._passes,
+            cache,
+            chain=chain,
+            tokens=tokens,
+            pending=pending if chain is not None else (),
+            max_drafts=max_drafts,
+            remaining=remaining,
+            max_length=self.max_length,
+            eos=eos,
+        )
+
+    def _verifier(self, sampling: Sampling, block: bool) -> NativeVerifier:
+        """One per sampling parameters: its programs are used for all texts."""
+        if (sampling, block) not in self._verifiers:
+            if len(self._verifiers) >= _MAX_VERIFIERS:
+                self._verifiers.clear()
+                self._blocks.clear()
+            self._verifiers[sampling, block] = NativeVerifier(
+                self._runtime, sampling, block=block, scratch=self._verifier_scratch
+            )
+        return self._verifiers[sampling, block]
+
+    def _native_lm_head(self, batch_size: int, num_positions: int) -> Replay | None:
+        """The LM head after a block of this size, if both are fully native."""
+        _, replay = self._passes.replay(batch_size, num_positions)
+        lm_head = self.predict.replay_after(replay)
+        return None if replay.program is None or lm_head is None or lm_head.program is None else lm_head
+
+    def _block(
+        self, batch_size: int, verifier: NativeVerifier | None, num_positions: int, distributions: Tensor | None
+    ) -> VerifyBlock | None:
+        address = None if distributions is None else distributions.data_ptr()
+        key = (batch_size, num_positions, verifier, address, self._passes.replay(batch_size, num_positions)[1])
+        if key not in self._blocks:
+            if len(self._blocks) >= _MAX_BLOCKS:
+                self._blocks.clear()
+            self._blocks[key] = self._build_block(batch_size, verifier, num_positions, distributions)
+        return self._blocks[key]
+
+    def _build_block(
+        self, batch_size: int, verifier: NativeVerifier | None, num_positions: int, distributions: Tensor | None
+    ) -> VerifyBlock | None:
+        inputs, replay = self._passes.replay(batch_size, num_positions)
+        if (lm_head := self._native_lm_head(batch_size, num_positions)) is None:
+            return None
+        verification = None
+        if verifier is not None:
+            q = None if distributions is None else distributions[: num_positions - 1].transpose(0, 1)
+            q = None if num_positions == 1 else q
+            verification = verifier.verification(self.predict.views(replay, num_positions)[0], q)
+        return VerifyBlock.of(inputs, replay, lm_head, verification)
+
+    @contextmanager
+    def single_threaded_torch(self) -> Iterator[None]:
+        """Reserve for this thread the runtime and everything that recorded passes share (inputs, scratch memory).
+
+        Hold it for a whole round, but not across a `yield`. Meanwhile torch is limited to one thread, as its own
+        threads would compete with the runtime's team for the cores.
+        """
+        with self._runtime.lock:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            try:
+                yield
+            finally:
+                torch.set_num_threads(threads)
+
+    def __call__(self, tokens: Tensor, cache: KVBuffers) -> TrunkOutput:
+        """As `Trunk.forward` with a cache; the next pass overwrites the states."""
+        final_hidden, head_input = self._passes.run(tokens, cache)
+        return _NativeTrunkOutput(final_hidden, head_input, self._passes.last)
+
+    def read(self, hidden: TrunkOutput) -> Prediction:
+        """As `Trunk.read`, without copying the states; only before the next pass."""
+        source = hidden.source if isinstance(hidden, _NativeTrunkOutput) else None
+        return self.predict(hidden.final_hidden) if source is None else self.predict.predict_from(*source)
+
+    def _run_pass(self, inputs: Inputs, cache: RecordingCache) -> list[Tensor]:
+        with record_delta_rules(self.recorded):
+            hidden = self.recorded(inputs.tokens, cache)
+        return [hidden.final_hidden, hidden.head_input]
+
+
+class NativeHead:
+    """`Head` as decoding uses it."""
+
+    def __init__(
+        self, head: Head, trunk: NativeTrunk, runtime: Runtime, weights: PackedWeights, *, own_lm_head: bool = False
+    ) -> None:
+        """`own_lm_head`: use these weights for the LM head even if the family shares the trunk's."""
+        self._recorded = copy_for_recording(head, [(head.trunk, trunk.recorded)])
+        self.stack, self.num_modules = head.stack, head.num_modules
+        self._runtime, self._dtype = runtime, trunk.dtype
+        self.module, self.uses_next_hidden, self.family = head.module, head.uses_next_hidden, head.family
+        layer_types = [layer_type for index in range(head.num_modules) for layer_type in head.layer_types(index)]
+        make = partial(Passes, runtime, weights, layer_types, dtype=trunk.dtype, state_shape=trunk.hidden_shape)
+        self._passes = [make(partial(self._run_pass, index)) for index in range(head.num_modules)]
+        self._step_passes, self._refresh_passes = make(self._run_step), make(self._run_refresh)
+        self._distributions_scratch = Scratch()
+        own = own_lm_head or "output" in head.family.own
+        self._lm_heads = [
+            LMHead(runtime, weights, partial(head.logits, index), head.output(index).weight) if own else trunk.predict
+            for index in range(head.num_modules)
+        ]
+
+    def cache(self, batch_size: int) -> KVBuffers:
+        """Return a cache for any of the MTP layers."""
+        return _allocate_cache(self._passes, batch_size, dtype=self._dtype, runtime=self._runtime)
+
+    def step(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: KVBuffers) -> HeadStep:
+        """As `Head.step` with a cache; the next pass overwrites the states."""
+        return HeadStep(*self._passes[index].run(tokens, cache, states=hidden))
+
+    def predict(self, index: int, final_hidden: Tensor) -> Prediction:
+        return self._lm_heads[index](final_hidden)
+
+    def prepare(self, batch_size: int, block_sizes: Sequence[int]) -> None:
+        """As `Head.prepare`."""
+        largest = self._passes[0].max_block_size or BLOCK_SIZES[-1]
+        sizes = range(1, min(largest, max(block_sizes) + self.num_modules - 1) + 1)
+        # For both ways to draft: which one will be used is not known here, and recordings of a head are short.
+        for passes in [*self._passes, *([self._refresh_passes] if self.num_modules == 1 else [])]:
+            passes.prepare(batch_size, sizes, exact=False)
+        self._step_passes.prepare(batch_size, [1], exact=False)
+        for lm_head in self._lm_heads:
+            lm_head.replay_for(batch_size)
+
+    def recursion(self, cache: KVBuffers, state: Tensor) -> "NativeRecursion":
+        return NativeRecursion(self._step_passes, cache, state)
+
+    def chain(self, cache: KVBuffers, sampling: Sampling, *, sampled: bool) -> NativeDraftChain | None:
+        """Return a chain that drafts in one native call; None if Python must run between the drafts."""
+        if self.num_modules > 1 or cache.is_recurrent or sampling.needs_seen:
+            return None
+        both = self._refresh_passes, self._step_passes
+        if any(passes.replay(len(cache.lengths), 1)[1].program is None for passes in both):
+            return None
+        scratch = self._distributions_scratch
+        return NativeDraftChain(self._runtime, *both, cache, sampling, sampled=sampled, scratch=scratch)
+
+    def _run_pass(self, index: int, inputs: Inputs, cache: RecordingCache) -> list[Tensor]:
+        assert inputs.states is not None
+        head = self._recorded
+        with record_delta_rules(head, head.trunk):
+            step = head.step(index, inputs.tokens, inputs.states, cache=cache)
+        return [step.final_hidden, step.next_hidden]
+
+    def _run_step(self, inputs: Inputs, cache: RecordingCache) -> list[Tensor]:
+        """A step of the last MTP layer that leaves in its inputs those of the next step of a greedy chain."""
+        assert inputs.states is not None
+        index = self.num_modules - 1
+        final_hidden, next_hidden = self._run_pass(index, inputs, cache)
+        outs = with_confidence(self._recorded.logits(index, final_hidden[:, 0]))
+        inputs.tokens.copy_(outs[1][:, None])
+        inputs.states.copy_(next_hidden)
+        inputs.starts.add_(1)
+        return outs
+
+    def _run_refresh(self, inputs: Inputs, cache: RecordingCache) -> list[Tensor]:
+        """The only MTP layer without outputs: dead-code elimination leaves what the KV cache needs."""
+        self._run_pass(0, inputs, cache)
+        return []
+
+
+class NativeRecursion:
+    """`Recursion` with one native program per step, which prepares the inputs of the next step."""
+
+    def __init__(self, passes: Passes, cache: KVBuffers, state: Tensor) -> None:
+        self._passes, self._cache = passes, cache
+        self._inputs, self._replay = passes.bind(cache)
+        assert self._inputs.states is not None
+        self._inputs.states[:, 0] = state
+        self._next_tokens: list[int] | None = None  # already in the inputs
+
+    def step(self, tokens: Sequence[int]) -> Prediction:
+        if tokens != self._next_tokens:
+            self._inputs.tokens[:, 0] = torch.tensor(tokens)
+        self._cache.begin(1)
+        self._passes.attach(self._cache)  # the buffers may have grown
+        self._replay.run()
+        self._cache.commit([1] * len(tokens))
+        prediction = HeadOutput(*self._replay.outputs)
+        self._next_tokens = prediction.best
+        return prediction

@@ -1,0 +1,314 @@
+"""Logits to probabilities, sampling from them, and the acceptance rules of speculative sampling.
+
+Pure functions over batches; every random number is passed in as a uniform in [0, 1). p is the trunk's distribution, q
+the head's, as in the papers. Knows no model, cache or tokenizer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nextn.settings import Sampling as Sampling
+
+
+class Prediction:
+    """Logits [..., V], with argmax and confidence copied to the host once, and only when they are used."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+    @cached_property
+    def best(self) -> Any:
+        """The argmax of each position, as nested lists of ints: the lowest index among equals."""
+        return self.logits.argmax(-1).tolist()
+
+    @cached_property
+    def confidence(self) -> Any:
+        """The probability of each argmax at temperature 1, as nested lists of floats."""
+        return self.logits.float().softmax(-1).amax(-1).tolist()
+
+
+class HeadOutput(Prediction):
+    """A prediction whose best and confidence were computed with the logits."""
+
+    def __init__(self, logits: Tensor, best: Tensor, confidence: Tensor) -> None:
+        super().__init__(logits)
+        self._best, self._confidence = best, confidence
+
+    @cached_property
+    def best(self) -> Any:
+        return self._best.tolist()
+
+    @cached_property
+    def confidence(self) -> Any:
+        return self._confidence.tolist()
+
+
+@dataclass(frozen=True, eq=False)
+class Verification:
+    """The result of verifying the drafts of each sequence."""
+
+    num_accepted: Tensor  # [B] int64
+    next_probs: Tensor  # [B, V], the distribution of the token after the accepted drafts
+
+
+def to_probs(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
+    """Convert logits [..., V] to probabilities; float32, or float64 for float64 logits.
+
+    Order and meaning are those of transformers' logits processors: repetition penalty, temperature, top-k (which keeps
+    ties), top-p, min-p. Ties at the argmax and at the boundary of top-p go to the lowest index.
+    seen: bool [..., V], the tokens that the repetition penalty applies to; required if `sampling.needs_seen`.
+    """
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if sampling.needs_seen:
+        assert seen is not None, "a repetition penalty needs the tokens seen"
+        scores = torch.where(seen, _penalized(scores, sampling.repetition_penalty), scores)
+    if sampling.greedy:
+        return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+    scores = scores / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[..., -1:], -inf)
+    probs = scores.softmax(-1)
+    if sampling.top_p < 1:
+        probs = _nucleus(probs, sampling.top_p)
+    if sampling.min_p > 0:
+        probs = _normalized(probs.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), 0))
+    return probs
+
+
+def _penalized(scores: Tensor, penalty: float) -> Tensor:
+    """CTRL's penalty (Keskar et al. 2019, section 4.1), with the sign rule that transformers added."""
+    return torch.where(scores < 0, scores * penalty, scores / penalty)
+
+
+def _nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """Keep the tokens before which less than top_p of the mass lies (Holtzman et al. 2020, section 3.1)."""
+    if probs.is_cuda:  # sorting all of them takes less time than a synchronization for how many need it
+        return _nucleus_among(probs, torch.arange(probs.shape[-1], device=probs.device).expand_as(probs), top_p)
+    # Tokens of at most (1 - top_p) / V are out, even all of them together; half of that is a margin for rounding.
+    # They are not sorted, because sorting takes 10 ms per sequence at V = 150k.
+    size = int((probs > (1 - top_p) / 2 / probs.shape[-1]).sum(-1, dtype=torch.int32).max())
+    return _nucleus_among(probs, probs.topk(size).indices.sort().values, top_p)
+
+
+def _nucleus_among(probs: Tensor, candidates: Tensor, top_p: float) -> Tensor:
+    """Compute `_nucleus` among candidates [..., N], which ascend so that the stable sort breaks ties by index."""
+    weights, order = probs.gather(-1, candidates).sort(dim=-1, descending=True, stable=True)
+    mass_before = F.pad(weights.cumsum(-1)[..., :-1], (1, 0))
+    nucleus = _normalized(weights * (mass_before < top_p))
+    return torch.zeros_like(probs).scatter_(-1, candidates.gather(-1, order), nucleus)
+
+
+def _normalized(weights: Tensor) -> Tensor:
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def seen_prefixes(seen: Tensor, drafts: Tensor) -> Tensor:
+    """Extend seen [B, V] by each prefix of drafts [B, K]: bool [B, K+1, V], whose row j adds drafts 1..j."""
+    step = torch.arange(drafts.shape[1], device=drafts.device)
+    prefixes = seen[:, None].repeat(1, len(step) + 1, 1)
+    upto = torch.minimum(step[:, None], step)  # [K, K]: row j holds 1..j, then j again as filler
+    prefixes[:, 1:].scatter_(-1, drafts[:, upto], True)
+    return prefixes
+
+
+def sample_at(probs: Tensor, u: Tensor) -> Tensor:
+    """Sample from probs [..., V] by inverting the cumulative distribution at u [...] in [0, 1) -> int64 [...].
+
+    Never returns a token of zero probability, whatever the rounding of u or of the sums.
+    """
+    # A GPU's scan need not be monotonic (pytorch#16075): it may step at a zero-probability token, whose sum is masked.
+    cdf = probs.cumsum(-1).masked_fill(probs <= 0, 0)
+    target = u[..., None] * cdf.amax(-1, keepdim=True)  # u < 1 keeps it below the largest sum, in any rounding
+    return (cdf > target).byte().argmax(-1)
+
+
+def sample(
+    logits: Tensor, sampling: Sampling, u: Tensor, *, sampled: bool, seen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sample one draft per sequence from the head's logits [B, V] by u [B]; return q [B, V] and the tokens [B].
+
+    With sampled=False the draft is the argmax, and q is one-hot.
+    """
+    q = to_probs(logits, sampling, seen)
+    if sampled:
+        return q, sample_at(q, u)
+    best = q.argmax(-1)
+    return torch.zeros_like(q).scatter(1, best[:, None], 1.0), best
+
+
+def accept(p: Tensor, q: Tensor, drafts: Tensor, *, u: Tensor, limit: Tensor | None = None) -> Verification:
+    """Speculative sampling, Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1: emitted tokens are distributed as p.
+
+    Args:
+        p: [B, K+1, V], the trunk's probabilities.
+        q: [B, K, V], the head's; draft k was sampled from q[:, k]. K may be 0.
+        drafts: [B, K] int64.
+        u: [B, K] in [0, 1).
+        limit: [B], how many drafts of each sequence count; it must not depend on the value of a draft that it leaves
+            out. If all that count are accepted, next_probs is p[row, limit].
+    """
+    index = drafts[..., None]
+    is_accepted = u * q.gather(-1, index)[..., 0] < p[:, :-1].gather(-1, index)[..., 0]
+    num_accepted = _leading(is_accepted, limit)
+    return Verification(num_accepted, _next_probs(p, q, num_accepted, limit=limit))
+
+
+def accept_block(p: Tensor, q: Tensor, drafts: Tensor, *, u: Tensor, limit: Tensor | None = None) -> Verification:
+    """Block verification, Sun et al. 2024 (arXiv 2403.10444), algorithm 2: `accept` that verifies drafts jointly.
+
+    Emitted tokens are distributed as p, and on average no fewer drafts are accepted than by `accept`: a draft with
+    p > q compensates for an earlier one with p < q. Arguments as for `accept`. A draft that would be rejected alone can
+    be accepted together with later ones, so acceptance rates per position are those of this rule.
+    """
+    num_drafts = drafts.shape[1]
+    if not num_drafts:
+        return accept(p, q, drafts, u=u, limit=limit)
+    weight = _prefix_weights(p, q, drafts)
+    depth = torch.arange(1, num_drafts + 1, device=drafts.device)
+    last = torch.full_like(drafts[:, 0], num_drafts) if limit is None else limit
+    # The residual mass of p for another token after drafts 1..i; none is needed after the last draft.
+    residual = (weight[:, 1:-1, None] * p[:, 1:-1] - q[:, 1:]).clamp_min(0).sum(-1)
+    numerator = torch.where(depth == last[:, None], weight[:, 1:], F.pad(residual, (0, 1)))
+    denominator = torch.where(depth == last[:, None], 1.0, F.pad(residual, (0, 1)) + 1 - weight[:, 1:])
+    # The longest accepted prefix counts, whatever the shorter ones do. At weight 1 the rule is 0 / 0 where p = q.
+    is_accepted = (depth <= last[:, None]) & ((u * denominator < numerator) | (weight[:, 1:] == 1))
+    num_accepted = (is_accepted * depth).amax(-1)
+    return Verification(num_accepted, _next_probs(p, q, num_accepted, limit=limit, scale=weight))
+
+
+def _prefix_weights(p: Tensor, q: Tensor, drafts: Tensor) -> Tensor:
+    """[B, K+1]: 1, then min(1, previous weight * p / q) at each draft: the probability that this prefix is accepted."""
+    index = drafts[..., None]
+    p_draft, q_draft = p[:, :-1].gather(-1, index)[..., 0], q.gather(-1, index)[..., 0]
+    weights = [torch.ones_like(p_draft[:, 0])]
+    for depth in range(drafts.shape[1]):
+        weights.append((weights[-1] * p_draft[:, depth] / q_draft[:, depth]).clamp_max(1))
+    return torch.stack(weights, 1)
+
+
+def _next_probs(
+    p: Tensor, q: Tensor, num_accepted: Tensor, *, limit: Tensor | None, scale: Tensor | None = None
+) -> Tensor:
+    """The distribution [B, V] of the next token: the residual max(scale * p - q, 0), or p after the last draft."""
+    row, num_drafts = torch.arange(len(num_accepted), device=num_accepted.device), q.shape[1]
+    p_next = p[row, num_accepted]
+    if not num_drafts:
+        return p_next
+    is_rejected = num_accepted < (num_drafts if limit is None else limit)
+    scaled = p_next if scale is None else scale[row, num_accepted][:, None] * p_next
+    residual = (scaled - q[row, num_accepted.clamp_max(num_drafts - 1)]).clamp_min(0)
+    total = residual.sum(-1, keepdim=True)
+    # total is 0 where p and q differ by rounding only
+    return torch.where(is_rejected[:, None] & (total > 0), residual / total, p_next)
+
+
+class Verifier:
+    """Verifies the drafts of a round by the trunk's logits."""
+
+    def __init__(self, sampling: Sampling, *, block: bool) -> None:
+        """block: verify a sequence's drafts jointly, see `accept_block`."""
+        self.sampling, self.block = sampling, block
+
+    def __call__(
+        self,
+        logits: Tensor,
+        q: Tensor | None,
+        drafts: Sequence[Sequence[int]],
+        u: Sequence[Sequence[float]],
+        *,
+        seen: Tensor | None = None,
+    ) -> list[tuple[int, int]]:
+        """Verify drafts of different lengths; return (number of accepted drafts, next token) per sequence.
+
+        Args:
+            logits: [B, K+1, V], the trunk's.
+            q: [B, K, V]; None if no sequence has drafts.
+            drafts: Up to K per sequence.
+            u: Uniforms per sequence, one more than drafts.
+            seen: [B, V] bool, the tokens that a repetition penalty applies to.
+        """
+        tokens, limits = ragged(drafts, torch.int64, logits.device), list(map(len, drafts))
+        uniforms, limit = ragged(u, torch.float32, logits.device), torch.tensor(limits, device=logits.device)
+        result = self.decide(logits, logits[:, :0] if q is None else q, tokens, uniforms, limit, seen=seen)
+        return [(num_accepted, next_token) for num_accepted, next_token in result.tolist()]
+
+    def decide(
+        self, logits: Tensor, q: Tensor, drafts: Tensor, u: Tensor, limit: Tensor, *, seen: Tensor | None = None
+    ) -> Tensor:
+        """Do the same over tensors: drafts [B, K], u [B, K+1], limit [B] -> [B, 2] int64: num_accepted, next token."""
+        p = to_probs(logits, self.sampling, None if seen is None else seen_prefixes(seen, drafts))
+        rule = accept_block if self.block else accept
+        verification = rule(p, q, drafts, u=u[:, : drafts.shape[1]], limit=limit)
+        return torch.stack(
+            [verification.num_accepted, sample_at(verification.next_probs, u.gather(1, limit[:, None])[:, 0])], dim=1
+        )
+
+
+@dataclass(frozen=True)
+class VerifiedRound:
+    """A drafted and verified round of a batch. Times are wall seconds, for all sequences together."""
+
+    drafts: list[list[int]]
+    confidences: list[list[float]]  # for `DraftLength.learn`
+    verification: Sequence[tuple[int, int]]  # (num_accepted, next token) per sequence
+    draft_s: float
+    verify_s: float
+
+
+def ragged(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Stack rows of different lengths as [B, longest], left-aligned and padded with 0; on the host by default."""
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device, dtype=dtype)
+
+
+class Uniforms:
+    """The random numbers of one sequence, from its own generator, so that they do not depend on the batch."""
+
+    _BATCH = 256  # numbers generated at a time
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._ready: list[float] = []
+
+    def take(self, count: int) -> list[float]:
+        """Return and consume the next `count` numbers in [0, 1), of float32's grid."""
+        numbers = self.peek(count)
+        self.skip(count)
+        return numbers
+
+    def skip(self, count: int) -> None:
+        """Consume `count` numbers that were returned by `peek`."""
+        del self._ready[:count]
+
+    def peek(self, count: int) -> list[float]:
+        """Return the next `count` numbers without consuming them."""
+        while len(self._ready) < count:
+            self._ready += torch.rand(self._BATCH, generator=self._generator).tolist()
+        return self._ready[:count]
+
+
+def accept_greedy(best: Sequence[int], drafts: Sequence[int]) -> tuple[int, int]:
+    """Verify one sequence at temperature 0 by the trunk's argmax best [K+1]; return (num_accepted, next token)."""
+    num_accepted = 0
+    while num_accepted < len(drafts) and best[num_accepted] == drafts[num_accepted]:
+        num_accepted += 1
+    return num_accepted, best[num_accepted]
+
+
+def _leading(is_accepted: Tensor, limit: Tensor | None) -> Tensor:
+    """Count the accepted drafts before the first rejected one: bool [B, K] -> int64 [B]."""
+    if limit is not None:
+        is_accepted = is_accepted & (torch.arange(is_accepted.shape[1], device=is_accepted.device) < limit[:, None])
+    return is_accepted.long().cumprod(-1).sum(-1)
+
+
+def overlap(p: Tensor, q: Tensor) -> Tensor:
+    """The acceptance probability [...] of a draft from q [..., V] under p [..., V]: sum min(p, q) = 1 - TV(p, q)."""
+    return torch.minimum(p, q).sum(-1)

@@ -1,0 +1,1 @@
+"""Statistics from counts: acceptance, confidence intervals, expected speed-ups, and their plots."""

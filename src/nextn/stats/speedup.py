@@ -1,0 +1,121 @@
+"""The expected value of MTP: from acceptance and costs to tokens per round, speed-up, best K and break-even.
+
+Imports no torch and measures nothing.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+DEFINITION = (
+    "speed-up(K) = AL(K) / (v(K+1) + K c + o), AL(K) = 1 + sum over k <= K of a_1 ... a_k; v(m): an m-token trunk "
+    "pass, c: one draft step, o: overhead of a round; all three in units of a baseline (one-token) step"
+)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of `num` values, and their quartiles."""
+
+    median: float
+    low: float
+    high: float
+    num: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """Compute quartiles by linear interpolation; nan without values."""
+        if len(values) < 2:
+            only = values[0] if values else math.nan
+            return cls(only, only, only, len(values))
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high, len(values))
+
+    def as_record(self) -> dict[str, object]:
+        """Return the fields for JSON reports, with null for nan."""
+        values = {"median": self.median, "low": self.low, "high": self.high}
+        return {"num": self.num, **{name: None if math.isnan(value) else value for name, value in values.items()}}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of trunk passes and draft steps, in seconds, for `batch` sequences with `context` tokens in the cache.
+
+    Attributes:
+        steps: steps[m-1] is the time of an m-token trunk pass.
+        draft: The time of one draft step.
+    """
+
+    batch: int
+    context: int
+    steps: tuple[Spread, ...]
+    draft: Spread
+
+    @property
+    def v(self) -> tuple[float, ...]:
+        """v(1), v(2), ...: the cost of an m-token trunk pass in baseline steps."""
+        return tuple(step.median / self.steps[0].median for step in self.steps)
+
+    @property
+    def c(self) -> float:
+        """The cost of a draft step in baseline steps."""
+        return self.draft.median / self.steps[0].median
+
+    @property
+    def max_drafts(self) -> int:
+        """The largest K whose verification was timed."""
+        return len(self.steps) - 1
+
+    def round_cost(self, drafts: int) -> float:
+        """v(K+1) + K c."""
+        return self.v[drafts] + drafts * self.c
+
+    def as_record(self) -> dict[str, object]:
+        """Return the costs for JSON reports."""
+        return {
+            "batch": self.batch,
+            "context": self.context,
+            "v": list(self.v),
+            "c": self.c,
+            "step_s": [step.as_record() for step in self.steps],
+            "draft_s": self.draft.as_record(),
+        }
+
+
+def expected_length(rates: Sequence[float]) -> float:
+    """Return AL at K = len(rates) from conditional acceptances a_1..a_K; a nan (never drafted) ends the sum."""
+    survival = total = 1.0
+    for rate in rates:
+        if math.isnan(rate):
+            break
+        survival *= rate
+        total += survival
+    return total
+
+
+def expected_speedup(costs: Costs, rates: Sequence[float], drafts: int, *, overhead: float = 0.0) -> float:
+    """Return the speed-up of `DEFINITION` at K = drafts, from the first K rates; 1 at K = 0."""
+    return expected_length(rates[:drafts]) / (costs.round_cost(drafts) + overhead) if drafts else 1.0
+
+
+def best_drafts(costs: Costs, rates: Sequence[float], *, overhead: float = 0.0) -> int:
+    """Return the K with the highest expected speed-up; 0 where none beats baseline decoding."""
+    choices = range(min(len(rates), costs.max_drafts) + 1)
+    return max(choices, key=lambda drafts: expected_speedup(costs, rates, drafts, overhead=overhead))
+
+
+def break_even(costs: Costs, drafts: int, *, overhead: float = 0.0) -> float | None:
+    """Return the acceptance, equal at all depths, with speed-up 1 at K = drafts; None if there is none."""
+    return uniform_rate(costs.round_cost(drafts) + overhead, drafts)
+
+
+def uniform_rate(length: float, drafts: int) -> float | None:
+    """Return the acceptance, equal at all depths, that gives this AL at K = drafts; None for an AL above K + 1."""
+    if length > drafts + 1:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected_length([middle] * drafts) < length else (low, middle)
+    return high

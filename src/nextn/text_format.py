@@ -1,0 +1,31 @@
+"""Format lists and counts for messages."""
+
+from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
+
+_MAX_NAME = 100  # characters; names in untrusted files have no bound
+
+
+def some(names: Collection[str], most: int = 3) -> str:
+    """Return the first few names, and how many more there are."""
+    shown = [name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}..." for name in islice(names, most)]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a count with its noun: `1 tensor`, `2 tensors`."""
+    many = "matrices" if noun == "matrix" else f"{noun}s"
+    return f"{number} {noun if number == 1 else many}"
+
+
+def joined(words: Iterable[str]) -> str:
+    """Join words as `a, b and c`; "" for none."""
+    *most, last = list(words) or [""]
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def changes(then: Mapping[str, object], now: Mapping[str, object]) -> str:
+    """Describe the values that differ, `key = old (now new)`; "" if none does."""
+    keys = [key for key in {**then, **now} if then.get(key) != now.get(key)]
+    return ", ".join(f"{key} = {then.get(key)} (now {now.get(key)})" for key in keys)

@@ -1,0 +1,192 @@
+"""The settings of a training run, validated at construction."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self, get_args
+
+from nextn.errors import ConfigError, require_at_least
+from nextn.losses.distillation import OBJECTIVES
+from nextn.losses.mtp_loss import LambdaSchedule, depth_weights
+from nextn.train.dtype import training_dtype
+
+# Settings of how a step is computed that do not change its result: a resumed run may change them.
+FREE_SETTINGS = ("accumulate", "checkpoint_layers")
+_MINIMA = {
+    "steps": 1, "batch_size": 1, "length": 2, "depths": 0, "warmup": 0, "seed": 0, "accumulate": 1, "save_every": 0,
+    "eval_every": 0, "eval_batches": 1,
+}  # fmt: skip
+_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", type(None): "null"}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Settings of training trunk and head jointly, in steps of batch_size rows of length tokens.
+
+    Attributes:
+        steps: Optimizer steps.
+        batch_size: Rows of a step, over all processes.
+        length: Tokens of a row.
+        depths: K of the loss.
+        lam: Weight of the head's loss, see `LambdaSchedule.parse`.
+        beta: Depth weights are proportional to beta^(k-1); None = equal.
+        optimizer: `adamw`, or `muon` for hidden matrices (https://kellerjordan.github.io/posts/muon/) and AdamW for
+            all other parameters.
+        lr: Of AdamW.
+        matrix_lr: Of Muon.
+        final_lr: The share of lr that it decays to.
+        warmup: Steps of linear warmup.
+        decay: The share of steps, at the end, over which the learning rate decays linearly.
+        weight_decay: Of matrices and embeddings.
+        clip: Maximal gradient norm.
+        seed: Of the initialization and the order of the data.
+        dtype: `float32`, or `bfloat16` for autocast; by default bfloat16 where it is faster (`training_dtype`).
+        compile: Apply torch.compile to decoder layers.
+        checkpoint_layers: Activation checkpointing of decoder layers.
+        accumulate: Micro-batches per step; a forward pass has batch_size / accumulate rows, over all processes.
+        save_every: Steps between checkpoints, 0 = only at the end.
+        eval_every: Steps between evaluations, 0 = only at the end.
+        eval_batches: Batches of an evaluation.
+    """
+
+    steps: int
+    batch_size: int = 16
+    length: int = 256
+    depths: int = 4
+    lam: str = "0.3"
+    beta: float | None = None
+    optimizer: str = "adamw"
+    lr: float = 2e-3
+    matrix_lr: float = 0.02
+    final_lr: float = 0.05
+    warmup: int = 40
+    decay: float = 0.5
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    dtype: str = field(default_factory=training_dtype)
+    compile: bool = False
+    checkpoint_layers: bool = False
+    accumulate: int = 1
+    save_every: int = 0
+    eval_every: int = 0
+    eval_batches: int = 4
+
+    def __post_init__(self) -> None:
+        require_at_least(self, **_MINIMA)
+        for name, is_valid, expected in (
+            ("lr", 0 < self.lr < 1, "0 < lr < 1"),
+            ("matrix_lr", 0 < self.matrix_lr < 1, "0 < matrix_lr < 1"),
+            ("final_lr", 0 <= self.final_lr <= 1, "a share of lr, 0 <= final_lr <= 1"),
+            ("decay", 0 <= self.decay <= 1, "a share of the steps, 0 <= decay <= 1"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "a number >= 0"),
+            ("clip", self.clip > 0, "a norm of gradients > 0"),
+        ):
+            if not is_valid:
+                raise ConfigError(f"{name} = {getattr(self, name)}; expected {expected}")
+        if self.batch_size % self.accumulate:
+            raise ConfigError(
+                f"accumulate = {self.accumulate}; expected a divisor of batch_size = {self.batch_size}, as it splits "
+                "the rows of a step into equal parts"
+            )
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"dtype = {self.dtype!r}; expected float32 or bfloat16")
+        if self.optimizer not in ("adamw", "muon"):
+            raise ConfigError(f"optimizer = {self.optimizer!r}; expected adamw or muon")
+        if self.depths >= self.length:
+            raise ConfigError(f"depths = {self.depths}; expected fewer than length = {self.length} tokens")
+        LambdaSchedule.parse(self.lam, total=self.tokens)
+        depth_weights(self.depths, beta=self.beta)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> Self:
+        """Build settings from a dict. Raises ConfigError for an unknown key or a wrong type; lam may be a number."""
+        known = {field.name: field.type for field in fields(cls)}
+        unknown = sorted(set(values) - {*known})
+        if unknown:
+            raise ConfigError(f"unknown setting {unknown[0]!r}; known: {', '.join(known)}")
+        if "steps" not in values:
+            raise ConfigError("steps is not set; expected a whole number >= 1")
+        return cls(**{name: _typed(name, value, known[name]) for name, value in values.items()})
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole run."""
+        return self.steps * self.tokens_per_step
+
+    @property
+    def rows_per_pass(self) -> int:
+        """Rows of a forward pass, over all processes."""
+        return self.batch_size // self.accumulate
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.length
+
+    def schedule(self, step: int) -> float:
+        """Return the factor of the learning rates at a step (0-based)."""
+        warmup = min(1.0, (step + 1) / (self.warmup + 1))
+        decay = (self.steps - step) / max(1.0, self.decay * self.steps)
+        return warmup * (self.final_lr + (1 - self.final_lr) * min(1.0, decay))
+
+
+def _typed(name: str, value: object, annotation: object) -> Any:
+    """The value, if it has the annotated type of its field."""
+    types = get_args(annotation) or (annotation,)
+    if annotation is str and type(value) in (int, float):  # `lam`: 0.3
+        return str(value)
+    if type(value) in types or (float in types and type(value) is int):
+        return value
+    expected = " or ".join(_TYPE_NAMES[each] for each in types)
+    raise ConfigError(f"{name} = {value!r}; expected {expected}")
+
+
+@dataclass(frozen=True)
+class HeadConfig(TrainConfig):
+    """Settings of training a head on a frozen trunk; lam multiplies the loss.
+
+    Attributes:
+        beta: Depth weights are proportional to beta^(k-1) (FastMTP, arXiv 2509.18362).
+        objective: One of `OBJECTIVES`.
+        temperature: Of the distributions of trunk and head.
+        kv: The keys that depths beyond the last module attend to: `own`, each depth's own (cheap), or `decode`, those
+            that decoding gives them.
+        eval_depths: K of the held-out acceptance, 0 = depths.
+        patience: Stop after so many consecutive evaluations without a better held-out acceptance length, 0 = never.
+    """
+
+    batch_size: int = 8
+    lam: str = "1.0"
+    beta: float | None = 0.8
+    lr: float = 1e-3
+    weight_decay: float = 0.01
+    warmup: int = 20
+    save_every: int = 200
+    eval_every: int = 100
+    objective: str = "kl"
+    temperature: float = 1.0
+    kv: str = "own"
+    eval_depths: int = 0
+    patience: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.objective not in OBJECTIVES:
+            raise ConfigError(f"objective = {self.objective!r}; expected one of {', '.join(OBJECTIVES)}")
+        if self.depths < 1:
+            raise ConfigError(f"depths = {self.depths}; expected at least 1 for a head")
+        if self.kv not in ("own", "decode"):
+            raise ConfigError(f"kv = {self.kv!r}; expected own or decode")
+        if not 0 < self.temperature < math.inf:
+            raise ConfigError(f"temperature = {self.temperature}; expected a number > 0")
+        if not 0 <= self.eval_depths < self.length or self.patience < 0:
+            raise ConfigError(
+                f"{self.eval_depths=}, {self.patience=}; expected 0 <= eval_depths < length, patience >= 0"
+            )
+        if self.patience and not self.eval_every:
+            raise ConfigError(f"patience = {self.patience} needs evaluations; set eval_every")
+
+    @property
+    def num_eval_depths(self) -> int:
+        """K of the held-out acceptance."""
+        return self.eval_depths or self.depths

@@ -1,0 +1,204 @@
+"""Loss and figures of a head that is trained alongside a fine-tune (cotraining).
+
+This module knows no Trainer: it is given the trunk's states of one batch, and the label counts of the whole step.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nextn.errors import ConfigError
+from nextn.losses.distillation import OBJECTIVES, Teacher, head_loss
+from nextn.losses.mtp_loss import Targets, cross_entropy, depth_weights
+from nextn.model.head import Head, lm_head_weights
+from nextn.model.model import Model
+from nextn.model.trunk import Trunk, TrunkOutput
+from nextn.stats.speedup import expected_length
+from nextn.train.evaluation import survival
+from nextn.train.trainer_batches import must_mask
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """How a head is cotrained with a fine-tune.
+
+    Attributes:
+        joint: The head's gradient, times `lam`, also reaches the trunk (arXiv 2412.19437, eq. 24-25); otherwise the
+            trunk trains as it would without a head, and `lam` is not used.
+        depths: K of the loss.
+        lam: Weight of the head's loss.
+        beta: Depth weights are proportional to beta^(k-1); None = equal.
+        objective: `ce` on the text's tokens, or another of `OBJECTIVES`, on the trunk's output distribution.
+        unrolled: Depths attend to the keys that decoding gives them (`Head.rollout_hidden`).
+        lr: Of the head, on the Trainer's schedule; None = the Trainer's.
+        num_modules: Of a fresh head, initialized from the trunk; 0 = load the head.
+    """
+
+    joint: bool = False
+    depths: int = 4
+    lam: float = 0.3
+    beta: float | None = None
+    objective: str = "ce"
+    unrolled: bool = False
+    lr: float | None = None
+    num_modules: int = 0
+
+    def __post_init__(self) -> None:
+        if self.depths < 1 or self.num_modules < 0:
+            raise ConfigError(f"{self.depths=}, {self.num_modules=}; expected depths >= 1 and num_modules >= 0")
+        if not (math.isfinite(self.lam) and self.lam > 0) or not (self.lr is None or 0 < self.lr < 1):
+            raise ConfigError(f"{self.lam=}, {self.lr=}; expected lam > 0 and 0 < lr < 1")
+        if self.objective not in OBJECTIVES:
+            raise ConfigError(f"objective = {self.objective!r}; expected one of {', '.join(OBJECTIVES)}")
+        depth_weights(self.depths, beta=self.beta)
+
+
+class DetachedTrunk(Trunk):
+    """A trunk that no gradient of the head reaches: the head uses embed_tokens and lm_head detached."""
+
+    def embed(self, tokens: Tensor, *, raw: bool = False) -> Tensor:
+        return super().embed(tokens, raw=raw).detach()
+
+    @property
+    def lm_head(self) -> Tensor:
+        return super().lm_head.detach()
+
+
+class CotrainLoss:
+    """Computes the loss of a head on the trunk's states; depths that a batch is too short for are skipped.
+
+    autocast: returns the context in which states and losses are computed.
+    """
+
+    def __init__(
+        self, head: Head, settings: HeadSettings, autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        self.head, self.settings, self.autocast = head, settings, autocast
+        self.model = Model(head.trunk, head, head.family)
+        self.weights = depth_weights(settings.depths, beta=settings.beta)
+        if settings.unrolled and not head.can_rollout:
+            raise ConfigError(f"{head.family.name}: its head cannot be unrolled; leave `unrolled` out")
+
+    def counts(self, targets: Targets) -> Tensor:
+        """Return the labels of each depth, [K] int64; summed over micro-batches and ranks, the `loss` denominator."""
+        return targets.counts(self.settings.depths)[1:]
+
+    def states(self, tokens: Tensor, targets: Targets, hidden: TrunkOutput) -> list[Tensor]:
+        """Return the final hidden states of the trunk and of each depth, [B, T-k, H]; detached unless joint."""
+        depths = min(self.settings.depths, tokens.shape[1] - 1)
+        if hidden.final_hidden.shape[:2] != tokens.shape:
+            raise ConfigError(
+                f"the trunk's states are {tuple(hidden.final_hidden.shape[:2])} for tokens {tuple(tokens.shape)}: a "
+                "head cannot be trained with virtual tokens (prompt or prefix tuning); use LoRA"
+            )
+        if not depths:
+            return [hidden.final_hidden]
+        head_input = hidden.head_input if self.settings.joint else hidden.head_input.detach()
+        run = self.head.rollout_hidden if self.settings.unrolled else self.head.teacher_forced_hidden
+        with self.autocast(), self._isolated_rng():
+            return [hidden.final_hidden, *run(tokens, head_input, depths, documents=self._documents(targets))]
+
+    def loss(self, states: Sequence[Tensor], targets: Targets, denominator: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum over k of w_k / K * (depth k's summed objective) / denominator[k], and the sums [K], detached.
+
+        denominator [K]: labels of the whole step. The loss is multiplied by lam if joint.
+        """
+        settings, depths = self.settings, len(states) - 1
+        sums = denominator.new_zeros(settings.depths, dtype=torch.float32)
+        if not depths:
+            return sums.sum(), sums
+        scale = (settings.lam if settings.joint else 1.0) / settings.depths
+        shares, denominator = self.weights[:depths], denominator[:depths].clamp_min(1)
+        trunk, *weights = lm_head_weights(self.head.trunk, self.head, depths)
+        with self.autocast():
+            if settings.objective == "ce":
+                depth_scales = denominator.new_tensor(shares, dtype=torch.float32) * scale / denominator
+                total, sums[:depths] = _cross_entropy_sum(states[1:], weights, targets, depth_scales)
+            else:
+                report = head_loss(
+                    states[1:], weights, Teacher(states[0], trunk), targets, objective=settings.objective,
+                    depth_weights=shares, denominator=denominator, scale=scale * depths,
+                )  # fmt: skip
+                total, sums[:depths] = report.total, report.sums
+        return total, sums
+
+    @torch.no_grad()
+    def survival(self, states: Sequence[Tensor], targets: Targets) -> Tensor:
+        """Return [2, K+1] positions whose depths 1..k would all be accepted, by argmax and by 1 - TV."""
+        survived = torch.zeros(2, self.settings.depths + 1, dtype=torch.float64)
+        depths = len(states) - 1
+        survived[:, : depths + 1] = survival(self.model, states, targets.labels(depths) >= 0)
+        return survived
+
+    def _documents(self, targets: Targets) -> Tensor | None:
+        assert targets.documents is not None
+        if not must_mask(targets.documents):
+            return None
+        kinds = [kind for index in range(self.head.num_modules) for kind in self.head.layer_types(index)]
+        mixing = next((kind.name for kind in kinds if not kind.can_pack), None)
+        attention = self.head.trunk.config._attn_implementation
+        if mixing is None and attention in ("sdpa", "eager"):
+            return targets.documents
+        reason = f"with attn_implementation={attention!r}" if mixing is None else f"for a head with {mixing} layers"
+        raise ConfigError(
+            f"rows with several documents, or padded on the left, are not supported {reason}: "
+            "use one document per row, padded on the right"
+            + (", or attn_implementation='sdpa'" if mixing is None else "")
+        )
+
+    def _isolated_rng(self) -> AbstractContextManager[object]:
+        """Unless joint, restore the random state after the head, so that the trunk's dropout is as without it."""
+        if self.settings.joint:
+            return nullcontext()
+        device = self.head.trunk.device
+        return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
+
+
+def _cross_entropy_sum(
+    states: Sequence[Tensor], weights: Sequence[Tensor], targets: Targets, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy on the text's tokens, without the trunk's distribution, which `head_loss` needs for its figures."""
+    totals, sums = [], []
+    for k, (state, weight) in enumerate(zip(states, weights, strict=True)):
+        total, nll = cross_entropy(state.flatten(0, 1), weight, targets.labels(k + 1).flatten())
+        totals.append(total * scale[k])
+        sums.append(nll.sum())
+    return torch.stack(totals).sum(), torch.stack(sums)
+
+
+@dataclass
+class RunningFigures:
+    """Sums over batches of objective and labels [K], and of `CotrainLoss.survival` [2, K+1]; they add over ranks."""
+
+    depths: int
+    device: torch.device
+    sums: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        dtype = torch.float32 if self.device.type == "mps" else torch.float64  # which MPS does not have
+        self.sums = torch.zeros(4, self.depths + 1, dtype=dtype, device=self.device)
+
+    def add(self, sums: Tensor, counts: Tensor, survived: Tensor | None = None) -> None:
+        """Add the sums of a batch, and its survival if it was measured."""
+        self.sums[0, 1:] += sums
+        self.sums[1, 1:] += counts
+        if survived is not None:
+            self.sums[2:] += survived.to(self.sums)
+
+    def figures(self) -> dict[str, float]:
+        """Return the mean objective of each depth with labels; match, overlap and their AL if they were measured."""
+        sums, counts, *survived = self.sums.tolist()
+        figures = {f"loss_{k}": sums[k] / counts[k] for k in range(1, self.depths + 1) if counts[k]}
+        for name, length, alive in zip(("match", "overlap"), ("greedy_AL", "sampled_AL"), survived, strict=True):
+            if alive[0]:
+                rates = [alive[k + 1] / alive[k] if alive[k] else math.nan for k in range(self.depths)]
+                figures |= {f"{name}_{k}": rate for k, rate in enumerate(rates, start=1) if not math.isnan(rate)}
+                figures[length] = expected_length(rates)
+        return figures

@@ -1,0 +1,190 @@
+"""Build a training run of a head on a frozen trunk from a checkpoint, data and settings."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.snapshot import folder_of, on_disk
+from nextn.checkpoint.staging_folder import named_after, need_room, owned, renamed
+from nextn.data.batches import Batches
+from nextn.data.corpus import Corpus
+from nextn.data.sources import load_corpora
+from nextn.edit.links import refuse_links
+from nextn.edit.plan import num_copied
+from nextn.edit.restore import restore
+from nextn.errors import ConfigError, NextnError, TrainingError
+from nextn.model.model import Model, read_tokenizer
+from nextn.train.config import HeadConfig
+from nextn.train.dtype import training_dtype
+from nextn.train.head_files import HEAD_FILE
+from nextn.train.head_task import HeadTask
+from nextn.train.init_head import init_head
+from nextn.train.loop import Trainer
+from nextn.train.ranks import ALONE, Ranks
+from nextn.train.self_generated import is_on_policy
+
+# Defaults of the settings: about ten minutes on two cores for a model of a few million parameters.
+_STEPS, _LENGTH = 500, 256
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """The trunk to train on, and its initial head: the checkpoint's own, that of another file, or a fresh one."""
+
+    model: str | Path  # this, revision, cache_dir and offline are passed to `Model.load`
+    head: Path | None = None  # a file to take the head from
+    fresh: bool = False
+    num_modules: int | None = None  # of a fresh head
+    revision: str | None = None
+    cache_dir: Path | None = None
+    offline: bool = False
+    follow_links: bool = False  # follow links that lead out of the trunk's folder
+
+    def __post_init__(self) -> None:
+        if self.fresh and self.head is not None:
+            raise ConfigError(f"a fresh head and the head of {self.head} exclude each other; give only one")
+        if self.num_modules is not None and not self.fresh:
+            raise ConfigError(
+                f"modules = {self.num_modules}: only for a fresh head; an existing one keeps its number of modules"
+            )
+
+
+@dataclass(frozen=True)
+class HeadRun:
+    """A trainer at step 0, its task, the held-out text and notes for the user."""
+
+    trainer: Trainer
+    task: HeadTask
+    held_out: Corpus
+    notes: tuple[str, ...]
+
+    def check_disk_space(self, *, head_only: bool = False) -> None:
+        """Raise CheckpointError if the disk is too full for the checkpoints and the result."""
+        out = self.trainer.folder.path
+        trunk = 0 if head_only else num_copied(self.task.origin.checkpoint, out)
+        need_room(out, self.trainer.num_bytes_left() + trunk)
+
+    def write(self, *, head_only: bool = False, allow_worse: bool = False) -> Path:
+        """Write `model` into the run's folder, or only `head/head.safetensors`, and return its path.
+
+        Raises TrainingError if the head is worse than the initial one, beyond noise, and `allow_worse` is not set.
+        """
+        tracker, out = self.trainer.best_tracker, self.trainer.folder.path
+        if tracker.is_worse and not allow_worse:
+            raise TrainingError(
+                f"the trained head is worse than the one it started from ({tracker}) and was not written. Checkpoints "
+                f"are in {out}; --allow-worse writes it; a lower lr, more text, or text like the held-out one may help"
+            )
+        if head_only:
+            path = out / "head" / HEAD_FILE
+            with self.trainer.explain_full_disk():
+                self.task.write_head(path, out)
+            return path
+        self.trainer.write_result(out / "model")
+        return out / "model"
+
+
+def head_run(
+    out: Path,
+    start: StartingPoint,
+    *,
+    data: Sequence[str | Path],
+    settings: Mapping[str, object],
+    all_tokens: bool = False,
+    tokenizer: Path | None = None,
+    on_policy: bool = False,
+    ranks: Ranks = ALONE,
+) -> HeadRun:
+    """Load the starting point and the data, and build the trainer.
+
+    Args:
+        out: The run's folder.
+        start: The trunk and the initial head.
+        data: Files, folders or data sets, see `load_corpora`.
+        settings: Fields of `HeadConfig`.
+        all_tokens: See `load_corpora`.
+        tokenizer: A folder, if not the model's own.
+        on_policy: Data without a header was sampled from this trunk at the settings' temperature.
+        ranks: The processes.
+
+    Raises:
+        FamilyError: The trunk's family is unknown or cannot be run.
+        CheckpointError: Files do not fit together.
+        ConfigError: Data or settings cannot be used.
+    """
+    model, origin, notes = load_starting_point(start, near=out)
+    limit = model.trunk.max_length or _LENGTH
+    defaults = {"steps": _STEPS, "length": min(_LENGTH, limit), "dtype": training_dtype(ranks.device.type)}
+    config = HeadConfig.from_dict(defaults | dict(settings))
+    text_tokenizer = _tokenizer(model, tokenizer, start)
+    corpus, held_out = load_corpora(data, text_tokenizer, all_tokens=all_tokens, context=model.trunk.max_length)
+    all_on_policy, policy_notes = is_on_policy(
+        data, model.trunk, config.temperature, declared=on_policy, all_tokens=all_tokens
+    )
+    notes += [*corpus.notes, *policy_notes]
+    torch.manual_seed(config.seed)
+    if start.fresh:
+        tokens = Batches(corpus, batch_size=2, length=config.length, seed=config.seed, pack=False).batch(0).tokens
+        count = 1 if start.num_modules is None else start.num_modules
+        model.head, head_notes = init_head(model.family, model.trunk, tokens, num_modules=count)
+        notes += head_notes
+    task = HeadTask(
+        model,
+        corpus,
+        config,
+        origin=origin,
+        held_out=held_out,
+        has_baseline=not start.fresh,
+        on_policy=all_on_policy,
+        ranks=ranks,
+    )
+    return HeadRun(Trainer(task, out=out), task, held_out, tuple(notes))
+
+
+def load_starting_point(start: StartingPoint, *, near: Path) -> tuple[Model, Inventory, list[str]]:
+    """Return the trunk and the initial head (none if it is to be fresh), the trunk's checkpoint, and notes.
+
+    near: a folder for temporary files while loading.
+    """
+    revision, cache, offline = start.revision, start.cache_dir, start.offline
+    checkpoint = Checkpoint.open(start.model, revision=revision, cache_dir=cache, offline=offline)
+    origin = on_disk(Inventory.of(checkpoint), revision=revision, cache_dir=cache, offline=offline)
+    refuse_links(origin.checkpoint, follow=start.follow_links)
+    with _with_head(origin, start.head, near) as folder:
+        model = Model.load(folder, need_head=not start.fresh, skip_head=start.fresh)
+    return model, origin, list(model.notes)
+
+
+@contextmanager
+def _with_head(origin: Inventory, head: Path | None, near: Path) -> Iterator[Path]:
+    """The trunk's folder, or a temporary one with the head of another file; weights are linked, not copied."""
+    folder = folder_of(origin.checkpoint)
+    if head is None:
+        yield folder
+        return
+    with owned(near / f"start-{os.getpid()}") as stage:  # one per process
+        with named_after(near, stage):
+            restore(folder, head, out=stage / "model", force=True, follow_links=True)
+        try:
+            yield stage / "model"
+        except NextnError as error:  # the trunk is as published, so the error is about the file's head
+            raise renamed(error, stage / "model", head) from error
+
+
+def _tokenizer(model: Model, folder: Path | None, start: StartingPoint) -> PreTrainedTokenizerBase:
+    tokenizer = read_tokenizer(folder) if folder else model.tokenizer
+    if tokenizer is None:
+        raise ConfigError(f"{start.model} has no tokenizer; give the folder of one with --tokenizer")
+    if len(tokenizer) > model.trunk.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only {model.trunk.vocab_size}; give "
+            "the model's own tokenizer"
+        )
+    return tokenizer

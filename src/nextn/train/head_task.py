@@ -1,0 +1,248 @@
+"""The task of training a head on a frozen trunk: only the head has gradients."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.provenance import trunk_fingerprint
+from nextn.checkpoint.staging_folder import atomic_folder
+from nextn.data.batches import Batch
+from nextn.data.corpus import Corpus
+from nextn.errors import CheckpointError, ConfigError
+from nextn.losses.distillation import HeadLoss, Teacher, head_loss
+from nextn.losses.mtp_loss import Targets, depth_weights
+from nextn.model.head import Head, lm_head_weights
+from nextn.model.model import Model
+from nextn.model.trunk import TrunkOutput
+from nextn.train.config import HeadConfig
+from nextn.train.head_files import HEAD_FILE, write_standalone_head, write_with_trunk
+from nextn.train.heldout_acceptance import HeldOutAcceptance, heldout_acceptance
+from nextn.train.hidden_cache import HiddenStateCache
+from nextn.train.joint_task import (
+    BatchLoss,
+    Example,
+    held_out_batches,
+    make_batches,
+    mean_per_depth,
+    prepare_layers,
+)
+from nextn.train.metrics import HeadRecord
+from nextn.train.ranks import ALONE, Ranks
+from nextn.train.sharding import shard, unsharded
+
+
+class HeadTask:
+    """Trains a head to match its trunk's output distribution, and evaluates its held-out acceptance.
+
+    The trunk stays in its dtype, in eval mode and without gradients. The head's parameters are fp32 while they train,
+    and are cast back to their stored dtype in the result.
+
+    Args:
+        model: Trunk and head.
+        corpus: Text to train on.
+        config: Settings.
+        origin: The checkpoint that the trunk was loaded from.
+        held_out: Text for evaluation; None = the training text.
+        has_baseline: Whether the initial head was trained before, so that the result is compared with it.
+        on_policy: Whether the labels were sampled from this trunk at the config's temperature.
+        ranks: The processes.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        corpus: Corpus,
+        config: HeadConfig,
+        *,
+        origin: Inventory,
+        held_out: Corpus | None = None,
+        has_baseline: bool = True,
+        on_policy: bool = False,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        ranks.check_batch(config.batch_size, parts=config.accumulate)
+        self.head = _check(model, config)
+        self.model, self.config, self.origin, self.on_policy = model, config, origin, on_policy
+        self.has_baseline, self.ranks = has_baseline, ranks
+        self.batches, self.held_out = make_batches(corpus, held_out, model.trunk, config)
+        self.cache: HiddenStateCache | None = None
+        self.fingerprint = trunk_fingerprint(origin)
+        self.stored_dtype = freeze(model.trunk.model, self.head)
+        self.weights = depth_weights(config.depths, beta=config.beta)
+        prepare_layers(model, config)
+        self.joint_module = shard(model.trunk, self.head, ranks, dtype=getattr(torch, config.dtype))
+        self.named = {f"head.{name}": value for name, value in self.head.named_parameters()}
+
+    def cached(self, folder: Path, limit_gb: float | None = None) -> HiddenStateCache:
+        """Use the trunk's hidden states stored in `folder` for an epoch, or all steps if those are fewer.
+
+        The returned cache must be filled before training. limit_gb: its maximal size, in 1e9 bytes. Raises ConfigError
+        for a folder of other states.
+        """
+        epoch = -(-self.batches.rows_per_epoch // self.config.batch_size)
+        trunk = self.model.trunk
+        self.cache = HiddenStateCache(
+            trunk,
+            self.batches,
+            min(epoch, self.config.steps),
+            folder,
+            autocast=self._trunk_autocast,
+            compute=self._compute_states,
+            owner=self.fingerprint,
+            limit_gb=limit_gb,
+        )
+        return self.cache
+
+    def example(self, step: int, *, rank: int = 0, world: int = 1) -> Example:
+        if self.cache is not None:
+            return Example(*self.cache.batch(step, rank=rank, world=world))
+        return Example(self.batches.batch(step, rank=rank, world=world))
+
+    def counts(self, example: Example) -> Tensor:
+        return self._targets(example.batch).counts(self.config.depths)[1:]
+
+    def loss(self, example: Example, lam: float, *, denominator: Tensor | None = None) -> HeadLoss:
+        """The config's objective against the trunk's output distribution, depths 1..K, times lam."""
+        trunk, config, targets = self.model.trunk, self.config, self._targets(example.batch)
+        hidden = self.hidden(example)
+        run = self.head.rollout_hidden if config.kv == "decode" else self.head.teacher_forced_hidden
+        with self._autocast():
+            hiddens = run(targets.tokens, hidden.head_input, config.depths, documents=targets.documents)
+        return head_loss(
+            hiddens,
+            lm_head_weights(trunk, self.head, config.depths)[1:],
+            Teacher(hidden.final_hidden, trunk.lm_head, config.temperature),
+            targets,
+            objective=config.objective,
+            depth_weights=self.weights,
+            denominator="valid" if denominator is None else denominator,
+            scale=lam,
+        )
+
+    def hidden(self, example: Example) -> TrunkOutput:
+        """The trunk's states of a batch: from the cache, or computed."""
+        if example.hidden is not None:
+            return example.hidden
+        targets = self._targets(example.batch)
+        with torch.no_grad(), self._autocast(enabled=self._trunk_autocast):
+            return self.model.trunk(targets.tokens, documents=targets.documents)
+
+    def _compute_states(self, batch: Batch) -> TrunkOutput:
+        """The trunk's states of a global batch, in passes of the size that this process trains with."""
+        rows = self.config.rows_per_pass // self.ranks.world
+        pairs = zip(batch.tokens.split(rows), batch.documents.split(rows), strict=True)
+        parts = [self.joint_module.without_grad(partial(self.hidden, Example(Batch(*pair)))) for pair in pairs]
+        return TrunkOutput(
+            *(torch.cat([getattr(part, name) for part in parts]) for name in ("final_hidden", "head_input"))
+        )
+
+    def figures(self, report: BatchLoss) -> dict[str, tuple[float, ...]]:
+        assert isinstance(report, HeadLoss)
+        sums = {"loss": report.sums, "match": report.match, "overlap": report.overlap}
+        return {name: mean_per_depth(values, report.counts) for name, values in sums.items()}
+
+    def evaluate(self, step: int, *, last: bool = False) -> HeadRecord:
+        """Held-out acceptance, as deep as the config says."""
+        # Eager: each new shape would be compiled separately.
+        with torch.compiler.set_stance("force_eager"):
+            evaluate = partial(self._heldout_acceptance, self.config.num_eval_depths)
+            return HeadRecord(step, self.joint_module.without_grad(evaluate))
+
+    def curve(self, max_depths: int = 8) -> list[HeldOutAcceptance]:
+        """Held-out acceptance with 1, 2, ..., `max_depths` drafts, fewer if rows are shorter. All processes call it."""
+        depths = range(1, min(max_depths, self.config.length - 1) + 1)
+        with torch.compiler.set_stance("force_eager"):
+            return [self.joint_module.without_grad(partial(self._heldout_acceptance, count)) for count in depths]
+
+    def _heldout_acceptance(self, depths: int) -> HeldOutAcceptance:
+        ranks, config = self.ranks, self.config
+        batches = held_out_batches(self.held_out, config, ranks)
+        return heldout_acceptance(
+            self.model.trunk,
+            self.head,
+            ((batch, self.hidden(Example(batch))) for batch in batches),
+            depths,
+            temperature=config.temperature,
+            on_policy=self.on_policy,
+            dtype=getattr(torch, config.dtype),
+            ranks=ranks,
+        )
+
+    def stored(self) -> dict[str, Tensor]:
+        return {**self.named, **{f"head.{name}": value for name, value in self.head.named_buffers()}}
+
+    def write(self, folder: Path, extra: Callable[[Path], None]) -> None:
+        """Write the head alone, in fp32, and the fingerprint of its trunk."""
+        with atomic_folder(folder) as stage:
+            tensors = {name: value.contiguous() for name, value in self.head.state_dict().items()}
+            save_file(tensors, stage / HEAD_FILE, metadata={"trunk": self.fingerprint})
+            extra(stage)
+
+    def read(self, folder: Path) -> None:
+        """Load the head. Raises CheckpointError for a head of another trunk, or of another shape."""
+        try:
+            with safe_open(folder / HEAD_FILE, framework="pt") as file:
+                trunk = (file.metadata() or {}).get("trunk")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if trunk == self.fingerprint:
+                self.head.load_state_dict(tensors)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise CheckpointError(f"{folder}: its head cannot be read: {error}") from error
+        if trunk != self.fingerprint:
+            raise CheckpointError(
+                f"{folder}: trained on another trunk than {self.origin.checkpoint.path}; give the same --from, or "
+                "start again in another folder"
+            )
+
+    def write_result(self, folder: Path, source: Path) -> None:
+        """Write the trunk's own files with this head, in the family's published layout."""
+        with unsharded(self.head, self.ranks):
+            if self.ranks.is_first:
+                write_with_trunk(self.origin, self.head, folder, dtype=self.stored_dtype, source=str(source))
+
+    def write_head(self, file: Path, source: Path) -> None:
+        """Write the head alone, as a base for `restore`."""
+        with unsharded(self.head, self.ranks):
+            if self.ranks.is_first:
+                write_standalone_head(self.origin, self.head, file, dtype=self.stored_dtype, source=str(source))
+
+    def _targets(self, batch: Batch) -> Targets:
+        device = self.model.trunk.device
+        return Targets(batch.tokens.to(device), batch.documents.to(device), batch.label_mask.to(device))
+
+    @property
+    def _trunk_autocast(self) -> bool:
+        """Whether the trunk runs under autocast: one in half precision runs as in decoding, without."""
+        return self.config.dtype == "bfloat16" and self.model.trunk.dtype == torch.float32
+
+    def _autocast(self, *, enabled: bool = True) -> torch.autocast:
+        enabled = enabled and self.config.dtype == "bfloat16"
+        return torch.autocast(self.model.trunk.device.type, torch.bfloat16, enabled=enabled)
+
+
+def freeze(trunk: torch.nn.Module, head: Head) -> torch.dtype:
+    """Freeze the trunk, cast the head to fp32, and return the dtype that the head had.
+
+    Both are put in eval mode: dropout would use the global random state.
+    """
+    trunk.requires_grad_(False).eval()
+    stored = next(value.dtype for value in head.parameters() if value.ndim > 1)
+    head.float().eval()
+    return stored
+
+
+def _check(model: Model, config: HeadConfig) -> Head:
+    head, limit = model.head, model.trunk.max_length
+    if head is None:
+        raise ConfigError("the model has no head to train; --init-head makes one")
+    if limit is not None and config.length > limit:
+        raise ConfigError(f"length = {config.length}; the trunk was made for {limit} tokens at most")
+    if config.kv == "decode" and not head.can_rollout:
+        raise ConfigError("kv = 'decode': this head has other per-position state than keys and values; use kv = 'own'")
+    return head

@@ -1,0 +1,165 @@
+"""Initialize a fresh head from copies of the trunk's own layers, so that training starts from a sane state."""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from nextn.errors import ConfigError
+from nextn.families import Family
+from nextn.model.head import Head, MTPLayer
+from nextn.model.layer_types import LayerType
+from nextn.model.trunk import Trunk
+
+_NOISE = 0.02
+# Projections that write into the residual stream, by their last name in transformers' layers.
+_OUTPUT_PROJECTIONS = re.compile(r"(^|\.)(o_proj|o_b_proj|down_proj|out_proj)(\.weight|\.bias)?$")
+# If the layer has norms after attention and MLP (GLM-OCR), these write into it instead.
+_POST_NORMS = re.compile(r"(post_self_attn|post_mlp)_layernorm")
+
+
+def init_head(family: Family, trunk: Trunk, tokens: Tensor, *, num_modules: int = 1) -> tuple[Head, list[str]]:
+    """Build a head for a trunk, initialized from the trunk's parameters.
+
+    Each part of an MTP layer is copied from the last trunk layer with the same structure. The block's input is the sum
+    of the normalized token embedding and the normalized hidden state, each of about unit RMS. So the projections that
+    write into its residual stream are divided by the RMS that the stream has in the trunk: the layer then computes the
+    same function, with weights of a size that learning rates are made for. The final norm is the trunk's, and so are
+    the embedding and lm_head if the family's modules have their own.
+
+    Args:
+        family: The head's family.
+        trunk: The trunk.
+        tokens: [B, T], a text on which the trunk's residual stream is measured.
+        num_modules: Number of MTP modules.
+
+    Returns:
+        The head, in the trunk's dtype, and notes on tensors without a counterpart in the trunk.
+
+    Raises:
+        ConfigError: The family allows fewer modules.
+    """
+    if family.max_modules is not None and num_modules > family.max_modules:
+        raise ConfigError(f"modules = {num_modules}; {family.name} allows at most {family.max_modules}")
+    head = Head(family, trunk, num_modules=num_modules)
+    notes: list[str] = []
+    with torch.no_grad():
+        stream_rms = _stream_rms(trunk, tokens)
+        for module in cast(Sequence[MTPLayer], head.stack):
+            input_scale = 1.0
+            for layer, kind in zip(module.layers, module.layer_types, strict=True):
+                sources, layer_notes = _copy_layer(layer, kind, trunk, family)
+                notes += layer_notes
+                if _has_no_input_norm(layer):
+                    input_scale = stream_rms[max(sources.values())]
+                else:
+                    _scale_outputs(layer, {part: 1 / stream_rms[index] for part, index in sources.items()})
+            _init_input_projection(module, family, input_scale)
+            _copy_shared(module, trunk)
+    return head, list(dict.fromkeys(notes))
+
+
+def _stream_rms(trunk: Trunk, tokens: Tensor) -> list[float]:
+    """The RMS of each trunk layer's input."""
+    values: list[float] = []
+
+    def record(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        states = args[0] if args else kwargs["hidden_states"]
+        values.append(states.float().square().mean().sqrt().item())
+
+    handles = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in trunk.decoder.layers]
+    try:
+        trunk(tokens)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return values
+
+
+def _copy_layer(layer: nn.Module, kind: LayerType, trunk: Trunk, family: Family) -> tuple[dict[str, int], list[str]]:
+    """Copy each part from the trunk layer that shares most of its elements, preferring its layer type, then the last.
+
+    Returns part -> index of that layer, and a note on tensors that no layer has.
+    """
+    parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, value in layer.state_dict().items():
+        parts[name.partition(".")[0]][name] = value
+    others = [
+        # Layers with adapters (LoRA) keep their own weights under `base_layer`.
+        {name.replace(".base_layer.", "."): value for name, value in layer.state_dict().items()}
+        for layer in trunk.decoder.layers
+    ]
+    sources, missing = {}, []
+    for part, own in parts.items():
+        matches = [_counterparts(own, other, family.parts) for other in others]
+        sizes = [sum(value.numel() for value in match.values()) for match in matches]
+        best = max(
+            range(len(matches)), key=lambda index: (sizes[index], trunk.layer_types[index].name == kind.name, index)
+        )
+        for name, value in matches[best].items():
+            own[name].copy_(value)
+        sources[part] = best
+        missing += [name for name in own if name not in matches[best]]
+    more = f" and {len(missing) - 1} more" if missing[1:] else ""
+    note = f"no layer of the trunk has the block's {missing[0]}{more}: initialized at random" if missing else ""
+    return sources, [note] if note else []
+
+
+def _has_no_input_norm(layer: nn.Module) -> bool:
+    """Whether attention and MLP take the residual stream without a norm (EXAONE 4.5), so that its RMS matters."""
+    return hasattr(layer, "post_feedforward_layernorm") and not hasattr(layer, "input_layernorm")
+
+
+def _scale_outputs(layer: nn.Module, factors: Mapping[str, float]) -> None:
+    """Multiply what each part of the layer adds to the residual stream by its factor."""
+    has_post_norms = any(_POST_NORMS.match(part) for part in factors)
+    for name, value in layer.named_parameters():
+        if _POST_NORMS.match(name) if has_post_norms else _OUTPUT_PROJECTIONS.search(name):
+            value.mul_(factors[name.partition(".")[0]])
+
+
+def _counterparts(
+    own: Mapping[str, Tensor], other: Mapping[str, Tensor], parts: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """Name -> tensor of `other` with the same name and shape; parts: other names that a residual block uses."""
+    matches = {}
+    for name, value in own.items():
+        first, _, rest = name.partition(".")
+        counterpart = other.get(f"{parts[first]}.{rest}" if first in parts else name)
+        if counterpart is not None and counterpart.shape == value.shape:
+            matches[name] = counterpart
+    return matches
+
+
+def _init_input_projection(module: MTPLayer, family: Family, scale: float) -> None:
+    """Make eh_proj add the normalized token and hidden state, times `scale`; small noise breaks their symmetry."""
+    for role in ("projection", "token_projection", "hidden_projection"):
+        projection = getattr(module, role, None)
+        if isinstance(projection, nn.Linear):
+            projection.weight.normal_(std=_NOISE)
+            for block in projection.weight.split(projection.out_features, dim=1):
+                block.diagonal().add_(scale)
+            if projection.bias is not None:
+                projection.bias.zero_()
+    for norm in (module.token_norm, module.hidden_norm):
+        next(norm.parameters()).fill_(float(family.norm_weight == "w"))
+
+
+def _copy_shared(module: MTPLayer, trunk: Trunk) -> None:
+    """Copy what follows the block, and the module's own embedding and lm_head if it has them."""
+    pairs: list[tuple[object, object]] = [(module.final_norm, trunk.final_norm)]
+    pairs += [(getattr(module, name, None), getattr(trunk, name)) for name in ("embedding", "output")]
+    pairs.append((getattr(module, "collapse", None), getattr(trunk.decoder, "hyper_connection_mixer", None)))
+    for own, other in pairs:
+        if isinstance(own, nn.Module) and isinstance(other, nn.Module):
+            state = other.state_dict()
+            for name, value in own.state_dict().items():
+                if name in state and state[name].shape[1:] == value.shape[1:] and len(state[name]) >= len(value):
+                    value.copy_(state[name][: len(value)])  # the trunk's embedding may have padding rows
+    mixer = getattr(trunk.decoder, "hc_head", None)
+    if mixer is not None and hasattr(module, "collapse_fn"):
+        for name in ("fn", "base", "scale"):
+            getattr(module, f"collapse_{name}").copy_(getattr(mixer, f"hc_{name}"))

@@ -1,0 +1,131 @@
+"""Metrics of a training run: a record per step and per evaluation, each a line of metrics.jsonl, and tensorboard.
+
+The tensorboard writer uses only a record's `as_record`.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+from nextn.errors import ConfigError
+from nextn.train.evaluation import DecodedFigures, TeacherForcedFigures
+from nextn.train.heldout_acceptance import HeldOutAcceptance
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step."""
+
+    step: int
+    num_steps: int
+    tokens: int
+    # Mean over the batch per depth. Joint: cross-entropy in nats [D+1], trunk first; head: objective [D].
+    loss: tuple[float, ...]
+    lr: float
+    lam: float
+    grad_norm: float
+    tokens_per_s: float
+    match: tuple[float, ...] = ()  # [D], of a head: share of positions with the trunk's argmax
+    overlap: tuple[float, ...] = ()  # [D], of a head: mean 1 - TV
+
+    def as_record(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """Held-out figures after `step` steps."""
+
+    step: int
+    forced: TeacherForcedFigures
+    decoded: DecodedFigures | None = None
+
+    def as_record(self) -> dict[str, object]:
+        values = asdict(self)
+        values["forced"] |= {"greedy_AL": self.forced.greedy_length, "sampled_AL": self.forced.sampled_length}
+        if self.decoded is not None:
+            values["decoded"] = self.decoded.acceptance.as_record() | {"looping": self.decoded.looping}
+        return values
+
+
+@dataclass(frozen=True)
+class HeadRecord:
+    """Held-out acceptance of a head after `step` steps; step 0 is the initial head."""
+
+    step: int
+    heldout: HeldOutAcceptance
+
+    def as_record(self) -> dict[str, object]:
+        return {"step": self.step, "heldout": self.heldout.as_record()}
+
+
+Record = StepRecord | EvalRecord | HeadRecord
+
+
+def bits(nats: float) -> float:
+    """Convert nats per token to bits per token (bits per byte for a byte-level model)."""
+    return nats / math.log(2)
+
+
+class MetricsRecord(Protocol):
+    """Any record that has a step."""
+
+    def as_record(self) -> dict[str, object]:
+        """Return plain values, `step` among them."""
+
+
+class TensorBoard:
+    """Writes event files for `tensorboard --logdir`; existing events of steps after `step` are purged.
+
+    Raises ConfigError if tensorboard is not installed.
+    """
+
+    def __init__(self, folder: Path, *, step: int = 0) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                f"event files for tensorboard need a package: {error}; pip install 'nextn[tensorboard]'"
+            ) from error
+        self._events = SummaryWriter(str(folder), purge_step=step + 1)
+
+    def write(self, record: MetricsRecord) -> None:
+        """Write each number of the record as a scalar at its step; those of a list get their index as tag."""
+        values = record.as_record()
+        step = values.pop("step")
+        for tag, value in scalars(values):
+            self._events.add_scalar(tag, value, step)
+        self._events.flush()
+
+    def __enter__(self) -> "TensorBoard":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._events.close()
+
+
+@contextmanager
+def event_log(folder: Path | None, *, step: int = 0) -> Iterator[Callable[[MetricsRecord], None]]:
+    """Yield a function that writes a record to a `TensorBoard` in the folder; None = discard records."""
+    if folder is None:
+        yield lambda record: None
+        return
+    with TensorBoard(folder, step=step) as writer:
+        yield writer.write
+
+
+def scalars(values: object, tag: str = "") -> Iterator[tuple[str, float]]:
+    """Yield (tag, number) for all numbers in nested mappings and sequences, such as `loss/0`; no text or booleans."""
+    if isinstance(values, Mapping):
+        parts = list(values.items())
+    elif isinstance(values, (list, tuple)):
+        parts = list(enumerate(values))
+    else:
+        if isinstance(values, (int, float)) and not isinstance(values, bool):
+            yield tag, float(values)
+        return
+    for key, part in parts:
+        yield from scalars(part, f"{tag}/{key}" if tag else str(key))

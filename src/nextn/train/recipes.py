@@ -1,0 +1,146 @@
+"""Named training recipes that need only this package: models and settings for the built-in byte-level corpus."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nextn.checkpoint.safetensors_file import atomic
+from nextn.data.corpus import Corpus
+from nextn.data.prompts import leading_prompts, sample_prompts
+from nextn.errors import ConfigError
+from nextn.train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model and the settings of its training stages."""
+
+    title: str
+    model: dict[str, object]  # a transformers config
+    train: TrainConfig
+    minutes: float  # approximate time on two cores with bfloat16 instructions
+    refine: Mapping[str, object] | None = None  # settings of a second stage that trains only the head, see `joint_run`
+
+
+def byte_model(*, layers: int, hidden: int, vocab_size: int, max_length: int = 4096) -> dict[str, object]:
+    """Return the config of a deep, narrow dense Qwen3.5 with attention in every layer: draft steps are cheap for it."""
+    shape = _shape(layers, hidden, vocab_size, max_length)
+    return shape | {"model_type": "qwen3_5_text", "layer_types": ["full_attention"] * layers}
+
+
+def hybrid_model(*, layers: int, hidden: int, vocab_size: int, max_length: int = 4096) -> dict[str, object]:
+    """Return `byte_model` with Qwen3.5's layer types: three gated delta nets per attention layer; the head attends."""
+    return byte_model(layers=layers, hidden=hidden, vocab_size=vocab_size, max_length=max_length) | {
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * (layers // 4),
+        "linear_num_key_heads": hidden // 128,
+        "linear_num_value_heads": hidden // 64,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    }
+
+
+def mixed_model(*, layers: int, hidden: int, vocab_size: int, max_length: int = 4096) -> dict[str, object]:
+    """Return the config of a deep, narrow GLM-4.5, dense except for its last layer, and a head with small experts.
+
+    It is deep so that a draft step costs a sixteenth of a trunk pass, and of this family because most engines run its
+    head.
+    """
+    return _shape(layers, hidden, vocab_size, max_length) | {
+        "model_type": "glm4_moe",
+        "use_qk_norm": True,
+        "attention_bias": False,
+        "first_k_dense_replace": layers - 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 1,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 3 * hidden // 4,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+
+
+def _shape(layers: int, hidden: int, vocab_size: int, max_length: int) -> dict[str, object]:
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": 5 * hidden // 2,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": 1 << (hidden // 128).bit_length() - 1,  # a power of two, for an even split over cores
+        "head_dim": 64,
+        "max_position_embeddings": max_length,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": 257,
+        "pad_token_id": 257,
+    }
+
+
+# Overrides of `mixed_model`: fewer heads, wider MLPs.
+_WIDE = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 1152}
+
+
+def _byte_training(**settings: Any) -> TrainConfig:
+    """Settings with which byte-level models of this size learn fastest, plus the recipe's own."""
+    shared: dict[str, Any] = {"lam": "1.0", "optimizer": "muon", "lr": 3e-3, "matrix_lr": 0.03, "weight_decay": 0.01}
+    return TrainConfig(**shared, **settings)
+
+
+def by_name(name: str, *, vocab_size: int) -> Recipe:
+    """Return the recipe called `name`. Raises ConfigError for an unknown name."""
+    recipes = {
+        "demo": Recipe(
+            "5-minute byte-level code model with an MTP head",
+            byte_model(layers=8, hidden=256, vocab_size=vocab_size),
+            _byte_training(steps=390, batch_size=16, length=256, depths=2, compile=True),
+            5,
+        ),
+        "code": Recipe(
+            "half-hour byte-level code model, made to be decoded fast",
+            # 52 MB in bfloat16 exceed the CPU cache: as for larger models, a baseline step is limited by memory
+            # bandwidth, and verification uses compute that would idle. Attention reads no weights, so it is kept small.
+            mixed_model(layers=16, hidden=384, vocab_size=vocab_size) | _WIDE,
+            _byte_training(steps=450, batch_size=8, length=512, depths=4, compile=True, save_every=100),
+            27,
+            # The head alone on its trunk's distribution, with more depths than the first stage could afford.
+            {"steps": 340, "depths": 6, "optimizer": "muon", "matrix_lr": 0.01, "lr": 1e-3, "eval_every": 100},
+        ),
+        "hybrid": Recipe(
+            "quarter-hour byte-level code model with gated delta nets, to see what MTP brings where state is recurrent",
+            hybrid_model(layers=8, hidden=256, vocab_size=vocab_size),
+            _byte_training(steps=400, batch_size=8, length=256, depths=4, save_every=100),
+            15,
+        ),
+    }
+    if name not in recipes:
+        raise ConfigError(f"unknown recipe {name!r}; known: {', '.join(recipes)}")
+    return recipes[name]
+
+
+def held_out_prompts(corpus: Corpus, *, count: int = 8, seed: int = 0) -> list[list[int]]:
+    """Return `count` prompts of 128 tokens, shorter ones if the text is short, none if there is almost none.
+
+    For conversations and answers, return up to `count` of their prompts.
+    """
+    if prompts := leading_prompts(corpus, count=count, seed=seed):
+        return [prompt.tolist() for prompt in prompts]
+    for length in (128, 32, 8):
+        try:
+            return [
+                text.tolist() for text in sample_prompts(corpus, count=count, length=length, seed=seed, continuation=0)
+            ]
+        except ConfigError:
+            continue
+    return []
+
+
+def write_prompts(file: Path, corpus: Corpus) -> None:
+    """Write up to 24 held-out prompts, as token ids, for `nextn bench --prompts`."""
+    for count in (24, 8, 1):
+        if prompts := held_out_prompts(corpus, count=count, seed=1):
+            lines = [json.dumps({"prompt": prompt, "domain": "held-out"}) for prompt in prompts]
+            with atomic(file) as target:
+                target.write("\n".join(lines).encode() + b"\n")
+            return

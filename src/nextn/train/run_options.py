@@ -1,0 +1,139 @@
+"""The command-line options of a run, stored in its folder so that `--resume` does not need them. Does not use torch."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from nextn.checkpoint.safetensors_file import write_json
+from nextn.errors import CheckpointError, ConfigError
+
+FILE = "run.json"
+# Options that change how a step is computed or what is reported, but not the result: a resumed run may change them.
+_FREE = ("cache_gb", "cache_dir", "offline", "follow_links", "allow_worse", "curve", "tensorboard", "device")
+_FREE_SETTINGS = ("accumulate", "checkpoint_layers")
+_PATHS = ("tokenizer", "model", "trunk", "head", "cache_dir")
+_NAMES = {"trunk": "--from"}
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of `nextn train`; a default value means that the option was not given. `trunk` is `--from`."""
+
+    data: tuple[str, ...] = ()
+    all_tokens: bool = False
+    tokenizer: str | None = None
+    modules: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    recipe: str | None = None
+    model: str | None = None
+    freeze_trunk: bool = False
+    trunk: str | None = None
+    head: str | None = None
+    init_head: bool = False
+    head_only: bool = False
+    drawn: bool = False
+    revision: str | None = None
+    cache_gb: float | None = None
+    cache_dir: str | None = None
+    offline: bool = False
+    follow_links: bool = False
+    allow_worse: bool = False
+    curve: bool = False
+    tensorboard: bool = False
+    device: str | None = None
+
+    def absolute(self) -> "RunOptions":
+        """Return the options with absolute paths; names of data sets and hub ids are unchanged."""
+        given = {name: value for name in _PATHS if (value := getattr(self, name)) is not None}
+        paths: dict[str, Any] = {name: _absolute(value) for name, value in given.items()}
+        return replace(self, data=tuple(map(_absolute, self.data)), **paths)
+
+    def resumed(self, given: "RunOptions") -> "RunOptions":
+        """Return these options, updated by the options in `given` that a resumed run may change.
+
+        Raises ConfigError for the first other option or setting that has a different value in `given`.
+        """
+        given, changed = given.absolute(), dict[str, Any]()
+        for name in (option.name for option in fields(self)):
+            old, new = getattr(self, name), getattr(given, name)
+            if name == "settings" or new in (None, False, ()) or new == old:
+                continue
+            if name not in _FREE:
+                raise _disagreement(_NAMES.get(name, f"--{name.replace('_', '-')}"), old, new)
+            changed[name] = new
+        return replace(self, settings=_merge(self.settings, given.settings, ""), **changed)
+
+
+def write_options(out: Path, options: RunOptions, settings: Mapping[str, object]) -> None:
+    """Store the options in a run's folder, with absolute paths, so that any working folder can resume it.
+
+    settings: all settings of the run, defaults included.
+    """
+    write_json(out / FILE, asdict(options.absolute()) | {"settings": dict(settings)})
+
+
+def read_options(out: Path) -> RunOptions | None:
+    """Read the options of a run; None if its folder has none, as those of nextn 0.13 and older."""
+    record = _read(out)
+    if record is None:
+        return None
+    known = {option.name for option in fields(RunOptions)}
+    values = {name: value for name, value in record.items() if name in known}
+    return RunOptions(**values | {"data": tuple(values.get("data", ()))})
+
+
+def write_result(out: Path, result: Mapping[str, object]) -> None:
+    """Record that the run is finished, with its final report."""
+    record = _read(out)
+    if record is not None:
+        write_json(out / FILE, record | {"result": dict(result)})
+
+
+def read_result(out: Path) -> dict[str, Any] | None:
+    """Read the final report of a run; None if it is not finished or its model no longer exists."""
+    result: dict[str, Any] | None = (_read(out) or {}).get("result")
+    return None if result is None or not (out / result["model"]).exists() else result
+
+
+def _read(out: Path) -> dict[str, Any] | None:
+    try:
+        record = json.loads((out / FILE).read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{out / FILE}: not readable: {error}. Remove it, and resume with the options that the run was started with"
+        ) from error
+    return record if isinstance(record, dict) else {}
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).absolute()) if Path(path).exists() else path
+
+
+def _merge(old: Mapping[str, Any], given: Mapping[str, Any], group: str) -> dict[str, Any]:
+    merged = dict(old)
+    for key, value in given.items():
+        known = old.get(key)
+        if isinstance(known, Mapping) and isinstance(value, Mapping):
+            merged[key] = _merge(known, value, f"{group}{key}.")
+        elif key in _FREE_SETTINGS:
+            merged[key] = value
+        elif key not in old:
+            raise ConfigError(f"unknown setting {group + key!r}; this run has {', '.join(old)}")
+        elif value != known and str(value) != str(known):  # lam may be given as a number
+            raise _disagreement(f"--set {group}{key}", known, value)
+    return merged
+
+
+def _disagreement(name: str, old: object, new: object) -> ConfigError:
+    return ConfigError(
+        f"{name}: the run was started with {_shown(old)}, and {_shown(new)} is given now. Leave the option out to "
+        "resume, or start another run in another folder"
+    )
+
+
+def _shown(value: object) -> str:
+    return "nothing" if value in (None, False, ()) else json.dumps(value)

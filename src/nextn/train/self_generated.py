@@ -1,0 +1,328 @@
+"""Self-generated training data: the trunk's answers to prompts, and whether given data is such (on-policy).
+
+Answers are decoded by our own decoder, with the head if there is one, and stored as JSON lines: a header with the
+settings that produced them, then one line per prompt, in order. An answer depends only on the prompt's index and the
+seed, so an interrupted run resumes to the same file.
+
+On on-policy text a draft is accepted with probability min(1, q/p) of the text's own token; on other text, held-out
+acceptance uses 1 - TV.
+"""
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from nextn.checkpoint.safetensors_file import atomic
+from nextn.data.corpus import Corpus
+from nextn.data.degeneracy import degeneracy
+from nextn.data.prompts import sample_prompts
+from nextn.data.records import RecordReader
+from nextn.data.sources import HEADER_KEY, Source, answers_header, partition_sources, read_records
+from nextn.decoding.generate import eos_tokens
+from nextn.decoding.rounds import Settings, rounds
+from nextn.errors import CheckpointError, ConfigError
+from nextn.model.model import Model
+from nextn.model.trunk import Trunk
+from nextn.runtime.backend import backend_for
+from nextn.speculative.sampling import Sampling
+from nextn.text_format import changes
+from nextn.train.fingerprint import fingerprint
+
+
+def is_on_policy(
+    sources: Sequence[Source], trunk: Trunk, temperature: float, *, declared: bool = False, all_tokens: bool = False
+) -> tuple[bool, list[str]]:
+    """Return whether all labels in `sources` were sampled from the trunk at the temperature, and notes.
+
+    Args:
+        sources: Files, folders or names of data sets.
+        trunk: The trunk that a head is trained on.
+        temperature: Of the distribution that the head learns.
+        declared: Treat sources without a header as on-policy, because the user said so.
+        all_tokens: Prompts are labels too, and those were not sampled.
+
+    Raises:
+        ConfigError: `declared` contradicts a file's header, or `all_tokens`.
+    """
+    texts, others = partition_sources(sources)
+    headers = {str(source): answers_header(source) for source in others}
+    known = {name: header for name, header in headers.items() if header is not None}
+    trunk_id = fingerprint(trunk.model) if known else ""
+    mismatches = [
+        f"{name}: {reason}" for name, header in known.items() if (reason := _mismatch(header, trunk_id, temperature))
+    ]
+    if declared and all_tokens:
+        raise ConfigError("--drawn and --all-tokens: prompts were not sampled from the trunk; leave one of them out")
+    if declared and mismatches:
+        raise ConfigError(f"--drawn: {mismatches[0]}. Leave --drawn out: it is for files without a header")
+    notes = [f"{mismatch}; its held-out sampled acceptance uses 1 - TV" for mismatch in mismatches]
+    has_headers = bool(known) and not texts and len(known) == len(headers)
+    return not mismatches and not all_tokens and (declared or has_headers), notes
+
+
+def _mismatch(header: Mapping[str, Any], trunk: str, temperature: float) -> str | None:
+    """Why answers were not sampled from the trunk at the temperature."""
+    if header.get("trunk") != trunk:
+        return "answers of another trunk, or of this one in another dtype; `nextn answer` generates this trunk's own"
+    sampling = header.get("settings", {}).get("sampling", {})
+    if sampling.get("temperature") == 0:
+        return "greedy answers"
+    if difference := changes(sampling, asdict(Sampling(temperature))):
+        return f"answers sampled with {difference}; the head is trained for the temperature in the settings"
+    return None
+
+
+@dataclass(frozen=True)
+class GeneratedAnswer:
+    """One answer, as stored."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]  # the answer's eos included
+    finish: str  # `eos`, `length` or `context`
+    looping: bool  # see `Degeneracy.is_degenerate`
+    text: str | None = None  # the answer without special tokens, if there is a tokenizer
+
+
+@dataclass(frozen=True)
+class AnswerProgress:
+    """What the file of answers holds so far."""
+
+    total: int  # answers requested
+    answers: int = 0
+    tokens: int = 0  # of all answers
+    looping: int = 0  # answers that are degenerate text
+    finishes: Counter[str] = field(default_factory=Counter)
+    tokens_per_s: float = 0.0  # of the last batch, 0 for answers read from an existing file
+
+    def plus(self, answers: Sequence[GeneratedAnswer], seconds: float = 0.0) -> "AnswerProgress":
+        """Return the progress after more answers, which took so many seconds (0 = read from the file)."""
+        new = sum(len(answer.tokens) for answer in answers)
+        return AnswerProgress(
+            self.total,
+            self.answers + len(answers),
+            self.tokens + new,
+            self.looping + sum(answer.looping for answer in answers),
+            self.finishes + Counter(answer.finish for answer in answers),
+            new / seconds if seconds else 0.0,
+        )
+
+    def as_record(self) -> dict[str, object]:
+        return asdict(self) | {"finishes": dict(self.finishes)}
+
+
+def generate_answers(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    settings: Settings,
+    out: Path,
+    *,
+    batch_size: int = 8,
+    backend: str = "auto",
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Iterator[AnswerProgress]:
+    """Answer prompts into the file `out`, and yield its progress, first for what it already holds, then per batch.
+
+    Args:
+        model: The trunk, and the head if there is one.
+        prompts: Token ids of each prompt.
+        settings: Decoding settings; `eos = None` takes the checkpoint's, and a model without a head drafts nothing.
+        out: The .jsonl file; an existing one is resumed after its last complete batch.
+        batch_size: Prompts decoded together.
+        backend: See `backend_for`.
+        should_stop: Called in every round; the batch under way is then dropped.
+
+    Raises:
+        ConfigError: The file was made with other settings, prompts or another model.
+        CheckpointError: The file is damaged or cannot be written.
+    """
+    if batch_size < 1:
+        raise ConfigError(f"batch_size = {batch_size}; expected a whole number >= 1")
+    eos = eos_tokens(model) if settings.eos is None else settings.eos
+    settings = replace(settings, eos=eos, drafts=settings.drafts if model.head is not None else 0)
+    header = _header(model, settings, batch_size, backend)
+    progress = AnswerProgress(len(prompts)).plus(_resume(out, header, prompts, batch_size))
+    yield progress
+    while progress.answers < len(prompts):
+        started, first = time.perf_counter(), progress.answers
+        answers = _decode(model, prompts[first : first + batch_size], first, settings, backend, should_stop)
+        if answers is None:
+            return
+        _append(out, answers)
+        progress = progress.plus(answers, time.perf_counter() - started)
+        yield progress
+
+
+def read_prompts(
+    sources: Sequence[Source], model: Model, *, count: int | None = None, length: int = 64, seed: int = 0, chat: bool
+) -> tuple[list[list[int]], list[str]]:
+    """Return prompts and notes: the prompts of the first `count` records, the rest of `count` cut from text files.
+
+    Args:
+        sources: Files, folders or names of data sets.
+        model: Its tokenizer reads the prompts, which must fit its context.
+        count: Number of prompts; None = one per record.
+        length: Tokens of each prompt cut from a text.
+        seed: Of the positions where texts are cut.
+        chat: Render prompts that are text with the chat template.
+
+    Raises:
+        ConfigError: A source cannot be read, or has too little text.
+    """
+    if model.tokenizer is None:
+        raise ConfigError("the checkpoint has no tokenizer to read prompts with; add tokenizer.json to its folder")
+    texts, others = partition_sources(sources)
+    if not sources or (count is not None and count < 1):
+        raise ConfigError(f"{len(sources)} sources of prompts, count = {count}; expected at least one of each")
+    reader, prompts = RecordReader(model.tokenizer), []
+    for location, record in islice((pair for source in others for pair in read_records(source)), count):
+        prompts.append(_check(reader.prompt(record, location, chat=chat), location, model.trunk.vocab_size))
+    if texts:
+        if count is None:
+            raise ConfigError(f"{texts[0]} is text: give the number of prompts to cut from it, such as --count 1000")
+        corpus, remaining = Corpus.from_files(texts, model.tokenizer), count - len(prompts)
+        if remaining > 0:
+            excerpts = sample_prompts(corpus, count=remaining, length=length, seed=seed, continuation=0)
+            prompts += [excerpt.tolist() for excerpt in excerpts]
+    return _drop_long(prompts, model.trunk.max_length)
+
+
+def _check(ids: list[int], location: str, vocab_size: int) -> list[int]:
+    if not ids:
+        raise ConfigError(f"{location}: the prompt is empty; expected at least one token")
+    if max(ids) >= vocab_size:
+        raise ConfigError(f"{location}: token {max(ids)} is not in the model's vocabulary of {vocab_size}")
+    return ids
+
+
+def _drop_long(prompts: list[list[int]], context: int | None) -> tuple[list[list[int]], list[str]]:
+    fitting = [prompt for prompt in prompts if context is None or len(prompt) < context]
+    note = f"{len(prompts) - len(fitting)} of {len(prompts)} prompts fill the model's context of {context} tokens"
+    if not fitting:
+        raise ConfigError(f"no prompt is left: {note}" if prompts else "no prompt was found in the given files")
+    return fitting, [f"{note}: left out"] if len(fitting) < len(prompts) else []
+
+
+def _header(model: Model, settings: Settings, batch_size: int, backend: str) -> dict[str, object]:
+    head = fingerprint(model.head) if model.head is not None and settings.drafts else None
+    made_by = {"trunk": fingerprint(model.trunk.model), "head": head, "batch_size": batch_size, "backend": backend}
+    return json.loads(json.dumps({HEADER_KEY: "answers"} | made_by | {"settings": asdict(settings)}))
+
+
+def _resume(
+    out: Path, header: Mapping[str, object], prompts: Sequence[Sequence[int]], batch_size: int
+) -> list[GeneratedAnswer]:
+    """Return the answers of the file's complete batches and truncate the rest; write the header of a new file."""
+    if not out.exists():
+        with atomic(out) as file:
+            file.write(json.dumps(header).encode() + b"\n")
+        return []
+    first, *lines = _complete_lines(out)
+    _compare(out, header, _parse(out, 1, first))
+    answers = [_parse_answer(out, number, line) for number, line in enumerate(lines, start=2)]
+    for number, (answer, prompt) in enumerate(zip(answers, prompts, strict=False)):
+        if answer.prompt != tuple(prompt):
+            raise ConfigError(
+                f"{out}:{number + 2}: the answer to another prompt than number {number} of those given; use the same "
+                "prompts, count and seed to resume, or give another file"
+            )
+    if len(answers) < len(prompts):
+        del answers[len(answers) - len(answers) % batch_size :]
+    os.truncate(out, sum(map(len, [first, *lines[: len(answers)]])))
+    return answers
+
+
+def _complete_lines(out: Path) -> list[bytes]:
+    try:
+        lines = out.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise CheckpointError(f"{out}: cannot be read ({error.strerror}); give another file") from error
+    complete = [line for line in lines if line.endswith(b"\n")]
+    if not complete:
+        raise CheckpointError(f"{out}: not a file of answers; give another file, or remove it")
+    return complete
+
+
+def _parse(out: Path, number: int, line: bytes) -> dict[str, object]:
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise CheckpointError(f"{out}:{number}: not JSON: {error}; give another file, or remove it") from error
+    return values if isinstance(values, dict) else {}
+
+
+def _parse_answer(out: Path, number: int, line: bytes) -> GeneratedAnswer:
+    values = _parse(out, number, line)
+    try:
+        answer = GeneratedAnswer(**values)  # type: ignore[arg-type]  # a wrong type fails the comparison of prompts
+        return replace(answer, prompt=tuple(answer.prompt), tokens=tuple(answer.tokens))
+    except TypeError as error:
+        raise CheckpointError(f"{out}:{number}: not a stored answer: {error}; give another file") from error
+
+
+def _compare(out: Path, header: Mapping[str, object], stored: Mapping[str, object]) -> None:
+    if stored.get(HEADER_KEY) != "answers":
+        raise CheckpointError(f"{out}: its first line is not the header of a file of answers; give another file")
+    now, then = _flatten(header), _flatten(stored)
+    if now == then:
+        return
+    for part in ("trunk", "head"):
+        if now[part] != then.get(part):
+            raise ConfigError(f"{out} holds answers of another {part}; give another file for this model's")
+    raise ConfigError(f"{out} was made with {changes(then, now)}; resume with the same, or give another file")
+
+
+def _flatten(values: Mapping[str, object]) -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in values.items():
+        flat |= _flatten(value) if isinstance(value, Mapping) else {key: value}
+    return flat
+
+
+def _decode(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    first: int,
+    settings: Settings,
+    backend: str,
+    should_stop: Callable[[], bool],
+) -> list[GeneratedAnswer] | None:
+    """Decode one batch; None if it was stopped."""
+    runner, numbers = backend_for(model, backend), range(first, first + len(prompts))
+    tokens: list[list[int]] = [[] for _ in prompts]
+    finishes = ["" for _ in prompts]
+    for step in rounds(runner.trunk, runner.head, prompts, settings, seed_offsets=numbers):
+        for part in step.rows:
+            tokens[part.row] += part.emitted
+            finishes[part.row] = part.finish or ""
+        if should_stop():
+            return None
+    rows = zip(prompts, tokens, finishes, strict=True)
+    return [GeneratedAnswer(tuple(p), tuple(t), f, degeneracy(t).is_degenerate, _text(model, t)) for p, t, f in rows]
+
+
+def _text(model: Model, tokens: list[int]) -> str | None:
+    return None if model.tokenizer is None else model.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def _append(out: Path, answers: Sequence[GeneratedAnswer]) -> None:
+    """Append all lines of a batch, or none if the disk is full; resuming drops a partial line of a killed process."""
+    size = out.stat().st_size
+    data = "".join(json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in answers).encode()
+    try:
+        with out.open("ab") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        with suppress(OSError):
+            os.truncate(out, size)
+        raise CheckpointError(
+            f"{out}: cannot be written: {error.strerror or error}. Complete batches are kept."
+        ) from error

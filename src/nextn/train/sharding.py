@@ -1,0 +1,148 @@
+"""Shard trunk and head over several processes with FSDP2: each has its shard of every parameter, gradient and moment.
+
+A unit is gathered when its forward begins. Each decoder layer of trunk and head is a unit. All other parameters
+(embedding, lm_head, norms, projections) are read in several places of a step, such as the chunked loss, and form one
+unit around the whole step, so that a tied or shared parameter is gathered once and reduced once.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from nextn.model.head import Head
+from nextn.model.trunk import Trunk
+from nextn.train.ranks import Ranks
+
+T = TypeVar("T")
+
+
+class _Differentiable(Protocol):
+    @property
+    def total(self) -> Tensor: ...
+
+
+R = TypeVar("R", bound=_Differentiable)
+
+
+class JointModule(nn.Module):
+    """Trunk and head as one module that runs a function as its forward: inside it, all parameters are gathered."""
+
+    def __init__(self, trunk: Trunk, head: Head | None) -> None:
+        super().__init__()
+        self.trunk, self.head = trunk, head
+
+    def forward(self, work: Callable[[], T]) -> T:
+        return work()
+
+    def loss(self, work: Callable[[], R]) -> R:
+        """Run work(), whose total is to be differentiated."""
+        return cast(tuple[R, Tensor], self(lambda: _with_total(work())))[0]
+
+    def sync_gradients(self, enabled: bool) -> None:
+        """Set whether the next backward pass reduces gradients over the processes; else they accumulate unsharded."""
+        if isinstance(self, FSDPModule):
+            self.set_requires_gradient_sync(enabled)
+
+    @torch.no_grad()
+    def without_grad(self, work: Callable[[], T]) -> T:
+        """Run work() without gradients. All processes must run the same forward passes in it."""
+        try:
+            return cast(T, self(work))
+        finally:
+            if isinstance(self, FSDPModule):
+                self.reshard()
+
+
+def _with_total(report: R) -> tuple[R, Tensor]:
+    # FSDP attaches its backward hooks to tensors that it finds in the output; it searches tuples, but not reports.
+    return report, report.total
+
+
+def shard(trunk: Trunk, head: Head | None, ranks: Ranks, *, dtype: torch.dtype = torch.float32) -> JointModule:
+    """Make one module of trunk and head, sharded over the processes; create optimizers after this call.
+
+    dtype: fp32 layers are gathered in it; gradients are always reduced in fp32. A layer with a parameter that must
+    stay in fp32 keeps its dtype. A packed (quantized) layer is not sharded, as packed bytes cannot be split.
+    """
+    module = JointModule(trunk, head)
+    if ranks.is_alone:
+        return module if ranks.device.type == "cpu" else module.to(ranks.device)
+    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+    packed: set[nn.Parameter] = set()
+    for unit in dict.fromkeys([*trunk.decoder.layers, *([] if head is None else head.layers)]):
+        if all(value.is_floating_point() for value in unit.parameters()):
+            fully_shard(unit, mesh=mesh, mp_policy=_policy(trunk, unit, dtype))
+        else:
+            packed.update(unit.to(ranks.device).parameters())
+    fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), ignored_params=packed)
+    return module
+
+
+def _policy(trunk: Trunk, unit: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    # Inputs are not cast: autocast decides per matmul, and the states between layers stay in fp32.
+    needs_fp32 = any(trunk.keeps_fp32(name) for name, _ in unit.named_parameters())
+    is_fp32 = all(value.dtype == torch.float32 for value in unit.parameters())
+    param_dtype = dtype if is_fp32 and not needs_fp32 else None
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
+    """Clip the global gradient norm to `limit` and return the norm before clipping."""
+    norm = nn.utils.clip_grad_norm_(parameters, limit)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def gather_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Gather gradients on every process: a pre-step hook for an optimizer that needs full matrices (Muon).
+
+    Its moments are then replicated too; the parameters stay sharded.
+    """
+    for group in optimizer.param_groups:
+        for value in group["params"]:
+            if value.grad is not None:
+                value.grad = replicated(value.grad)
+
+
+def replicated(value: Tensor) -> Tensor:
+    """Return the full tensor on each process."""
+    return value.redistribute(placements=[Replicate()]) if isinstance(value, DTensor) else value
+
+
+def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
+    """Shard a tensor, replicated on each process, like the parameter; scalars stay replicated."""
+    if not isinstance(parameter, DTensor) or value.ndim == 0:
+        return value
+    mesh = parameter.device_mesh
+    return distribute_tensor(value.to(parameter.device), mesh, parameter.placements, src_data_rank=None)
+
+
+@contextmanager
+def unsharded(module: nn.Module, ranks: Ranks) -> Iterator[None]:
+    """Inside, the first process has every parameter unsharded, in host memory; the others' models are unchanged.
+
+    All processes must enter. Tensors are gathered one at a time.
+    """
+    if ranks.is_alone:
+        yield
+        return
+    owners = [(part, name, value) for part in module.modules() for name, value in part.named_parameters(recurse=False)]
+    gathered: dict[nn.Parameter, nn.Parameter] = {}
+    for value in dict.fromkeys(value for _, _, value in owners):  # a tied parameter once, so that it stays tied
+        if isinstance(value, DTensor):
+            full = cast(DTensor, value.detach()).full_tensor()
+            if ranks.is_first:
+                gathered[value] = nn.Parameter(full.cpu(), requires_grad=value.requires_grad)
+    try:
+        for part, name, value in owners:
+            setattr(part, name, gathered.get(value, value))
+        yield
+    finally:
+        for part, name, value in owners:
+            setattr(part, name, value)
+        ranks.wait()

@@ -1,0 +1,259 @@
+"""Cotrain a head with a fine-tune: `train_head(trainer)` adds it to a transformers Trainer or a subclass (TRL).
+
+A few methods of the Trainer are wrapped: loss, optimizer, batches of a step, logs, saving, resuming. The trunk runs
+once per batch; its hidden states are captured during its forward pass.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy
+
+from nextn.edit.save_hook import without_adapters
+from nextn.errors import ConfigError
+from nextn.model.head import Head
+from nextn.model.model import load_head
+from nextn.model.trunk import Trunk
+from nextn.train.activation_checkpointing import checkpoint_layers
+from nextn.train.cotrain import CotrainLoss, DetachedTrunk, HeadSettings, RunningFigures
+from nextn.train.trainer_batches import targets_of
+from nextn.train.trainer_head import CotrainedHead, fresh_head, save_with_head
+
+_MEASURED_EVERY = 10  # steps, if it is not known in advance at which steps the Trainer logs
+
+
+def train_head(
+    trainer: Trainer,
+    source: str | Path | None = None,
+    settings: HeadSettings | None = None,
+    *,
+    revision: str | None = None,
+) -> Head:
+    """Make `trainer` also train, log, save and resume a head of its model.
+
+    The head's parameters are fp32 and a param group of the Trainer's optimizer; their gradient is clipped separately.
+    The Trainer's `loss` stays the model's own.
+
+    Args:
+        trainer: The Trainer of the fine-tune.
+        source: The checkpoint with the head, a folder, file or hub id; None = the one that the model was loaded from.
+        settings: How the head trains.
+        revision: Of a hub id.
+
+    Returns:
+        The head.
+
+    Raises:
+        ConfigError: A head cannot be trained in this Trainer.
+        CheckpointError: `source` has no complete head.
+    """
+    settings = settings or HeadSettings()
+    _check_supported(trainer)
+    model = without_adapters(trainer.model)
+    trunk_class = Trunk if settings.joint else DetachedTrunk
+    with torch.random.fork_rng():
+        torch.manual_seed(trainer.args.seed)  # so that a fresh head is the same on every rank
+        if settings.num_modules:
+            head = fresh_head(trainer, model, num_modules=settings.num_modules, trunk_class=trunk_class)
+        else:
+            head = load_head(_source(model, source), model, revision=revision, trunk_class=trunk_class)
+    head.float().to(trainer.args.device)
+    if trainer.args.gradient_checkpointing:
+        checkpoint_layers(head.layers)
+    saved_head = CotrainedHead(head, made_by=type(trainer).__name__)
+    save_with_head(trainer.model, saved_head)
+    _Hook(trainer, CotrainLoss(head, settings, partial(_autocast, trainer, head.trunk)), saved_head).attach()
+    return head
+
+
+class _Hook:
+    """Wrappers of the Trainer's methods; each calls the original as `inner`."""
+
+    def __init__(self, trainer: Trainer, cotrain: CotrainLoss, saved_head: CotrainedHead) -> None:
+        self.trainer, self.cotrain, self.saved_head, self.head = trainer, cotrain, saved_head, cotrain.head
+        depths, device = cotrain.settings.depths, trainer.args.device
+        self.denominator = torch.ones(depths, device=device)  # labels of the current step
+        self.figures = {kind: RunningFigures(depths, device) for kind in ("train", "eval")}
+        self.grad_norm: Tensor | None = None
+
+    def attach(self) -> None:
+        wrappers = (
+            self.compute_loss, self.create_optimizer, self.get_batch_samples, self.log,
+            self._save_optimizer_and_scheduler, self._load_from_checkpoint, self._load_best_model,
+        )  # fmt: skip
+        for wrapper in wrappers:
+            name = wrapper.__name__
+            setattr(self.trainer, name, partial(wrapper, getattr(self.trainer, name)))
+        self.trainer.add_callback(_Steps(self))
+
+    def compute_loss(
+        self,
+        inner: Callable[..., Any],
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        targets, tokens = targets_of(inputs), inputs["input_ids"]  # first, as the Trainer may remove the labels
+        trunk, is_training = self.head.trunk, model.training
+        with trunk.capture_hidden() as captured:
+            result = inner(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        self.head.train(is_training)
+        states = self.cotrain.states(tokens, targets, captured[0])
+        counts = self.cotrain.counts(targets)
+        denominator = self.denominator if is_training else counts
+        head_loss, sums = self.cotrain.loss(states, targets, denominator)
+        is_measured = not is_training or self._is_measured()
+        survived = self.cotrain.survival(states, targets) if is_measured and len(states) > 1 else None
+        self.figures["train" if is_training else "eval"].add(sums, counts, survived)
+        if not is_training:
+            return result
+        loss, *rest = result if return_outputs else (result,)
+        head_loss = head_loss * self._loss_scale(num_items_in_batch)
+        loss = loss + (head_loss - head_loss.detach())  # the gradient of both, the value of the trunk's loss
+        return (loss, *rest) if return_outputs else loss
+
+    def _loss_scale(self, num_items: object) -> int:
+        """The head's loss is over all labels of a step: undo the averages over ranks and micro-batches."""
+        trainer = self.trainer
+        is_step_loss = trainer.loss_is_scaled_for_ga
+        if is_step_loss is None:
+            is_step_loss = trainer.compute_loss_func is not None or (
+                trainer.model_accepts_loss_kwargs and num_items is not None
+            )
+        return trainer.accelerator.num_processes * (1 if is_step_loss else trainer.current_gradient_accumulation_steps)
+
+    def get_batch_samples(
+        self, inner: Callable[..., Any], epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> Any:
+        samples, num_items = inner(epoch_iterator, num_batches, device)
+        counts = torch.zeros(self.cotrain.settings.depths, dtype=torch.int64, device=device)
+        for sample in samples:
+            counts += self.cotrain.counts(targets_of(sample)).to(device)
+        self.denominator = self.trainer.accelerator.reduce(counts, "sum")
+        return samples, num_items
+
+    def create_optimizer(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        optimizer, trainer = inner(*args, **kwargs), self.trainer
+        known = {id(value) for group in optimizer.param_groups for value in group["params"]}
+        new = [value for value in self.head.parameters() if value.requires_grad and id(value) not in known]
+        lr = self.cotrain.settings.lr or trainer.args.learning_rate
+        # No decay of norm weights and biases, as in the Trainer's own groups.
+        for values, decay in (
+            ([value for value in new if value.ndim >= 2], trainer.args.weight_decay),
+            ([value for value in new if value.ndim < 2], 0.0),
+        ):
+            if values:
+                optimizer.add_param_group({"params": values, "lr": lr, "weight_decay": decay})
+        return optimizer
+
+    def log(self, inner: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        prefix = next(
+            (key.removesuffix("loss") for key in logs if key.startswith("eval") and key.endswith("_loss")), ""
+        )
+        if prefix or "loss" in logs:
+            running = self.figures["eval" if prefix else "train"]
+            running.sums = self.trainer.accelerator.reduce(running.sums, "sum")
+            logs |= {f"{prefix}head_{name}": value for name, value in running.figures().items()}
+            running.clear()
+            if not prefix and self.grad_norm is not None:
+                logs["head_grad_norm"] = self.grad_norm.item()
+        inner(logs, *args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, inner: Callable[..., Any], output_dir: str) -> None:
+        inner(output_dir)
+        if self.trainer.args.should_save:
+            self.saved_head.write_state(Path(output_dir))
+
+    def _load_from_checkpoint(self, inner: Callable[..., Any], resume_from_checkpoint: str, *args: Any) -> None:
+        inner(resume_from_checkpoint, *args)
+        self.saved_head.read(Path(resume_from_checkpoint))
+
+    def _load_best_model(self, inner: Callable[..., Any]) -> None:
+        inner()
+        self.saved_head.read(Path(self.trainer.state.best_model_checkpoint))
+
+    def before_step(self) -> None:
+        """Reduce and clip the head's gradient, between clipping of the model's and the optimizer step."""
+        values = [value for value in self.head.parameters() if value.requires_grad]
+        if self.trainer.accelerator.num_processes > 1:
+            for value in values:
+                gradient = torch.zeros_like(value) if value.grad is None else value.grad
+                value.grad = self.trainer.accelerator.reduce(gradient, "mean")
+        limit = self.trainer.args.max_grad_norm
+        self.grad_norm = nn.utils.clip_grad_norm_(values, limit if limit > 0 else float("inf"))
+
+    def _is_measured(self) -> bool:
+        args, state = self.trainer.args, self.trainer.state
+        step = state.global_step + 1
+        every = state.logging_steps if args.logging_strategy == IntervalStrategy.STEPS else _MEASURED_EVERY
+        return step % max(every, 1) == 0 or step == state.max_steps or (step == 1 and args.logging_first_step)
+
+
+class _Steps(TrainerCallback):
+    def __init__(self, hook: _Hook) -> None:
+        self.hook = hook
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        self.hook.head.zero_grad()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        self.hook.before_step()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        self.hook.head.zero_grad()
+
+
+def _autocast(trainer: Trainer, trunk: Trunk) -> Any:
+    """The autocast of the head's fp32 parameters: to a half-precision trunk's dtype, else the Trainer's."""
+    if trunk.dtype.itemsize < 4:
+        return torch.autocast(trunk.device.type, trunk.dtype)
+    return trainer.accelerator.autocast()
+
+
+def _source(model: PreTrainedModel, source: str | Path | None) -> str | Path:
+    path = source or model.config._name_or_path
+    if not path:
+        raise ConfigError(
+            "the model was built, not loaded: give train_head the checkpoint that has the head, or num_modules in "
+            "HeadSettings for a fresh one"
+        )
+    return path
+
+
+def _check_supported(trainer: Trainer) -> None:
+    """Raise ConfigError for a Trainer in which a head would train wrongly, or not at all."""
+    if isinstance(vars(trainer).get("compute_loss"), partial):
+        raise ConfigError("this Trainer trains a head already; make a new Trainer for another one")
+    args, accelerator = trainer.args, trainer.accelerator
+    parallel = getattr(accelerator, "parallelism_config", None)
+    unsupported = {
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+        "FSDP": trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled,
+        "nn.DataParallel": args.n_gpu > 1,
+        "a model sharded at load time": trainer.is_distributed_loading_by_transformers,
+        "tensor, context or sequence parallelism": parallel is not None
+        and parallel.total_size > parallel.dp_replicate_size,
+        "torch_compile=True (layer.compile() of each decoder layer works)": args.torch_compile,
+        "a scheduler made before the head (give the optimizer alone)": trainer.lr_scheduler is not None,
+    }
+    reasons = [name for name, is_on in unsupported.items() if is_on]
+    if reasons:
+        raise ConfigError(
+            f"a head cannot be trained in this Trainer: {'; '.join(reasons)}. Use one process or "
+            "DistributedDataParallel (torchrun), or train the head afterwards, on the frozen trunk"
+        )
+    model = without_adapters(trainer.model)
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(f"a head can only be trained with a transformers PreTrainedModel, not {type(model).__name__}")
+    if hasattr(model.get_output_embeddings(), "base_layer"):
+        raise ConfigError("lm_head has an adapter; leave it out of target_modules, as the MTP head uses it too")

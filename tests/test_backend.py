@@ -1,0 +1,161 @@
+"""Which backend is chosen, why, and when it is rebuilt."""
+
+import pytest
+import torch
+from tiny import CONFIGS, FIXTURES, build, decode, refrain
+
+from nextn.errors import ConfigError
+from nextn.model.head import HeadStep
+from nextn.model.model import Model
+from nextn.model.trunk import TrunkOutput
+from nextn.runtime import backend
+from nextn.runtime.backend import backend_for
+from nextn.runtime.native.abi import Runtime
+from nextn.runtime.native.session import NativeHead, NativeTrunk
+from nextn.runtime.native.weight_packing import dequantize, quantize
+from nextn.stats.acceptance import Acceptance
+
+
+def test_native_where_possible():
+    model = build("glm4_moe")
+    made = backend_for(model)
+    assert (made.name, type(made.trunk), type(made.head)) == ("native", NativeTrunk, NativeHead)
+    assert backend_for(model, "torch").trunk is model.trunk
+
+
+def test_untraceable_models_use_torch_and_say_why():
+    model = build("deepseek_v4")
+    made = backend_for(model)
+    assert (made.name, made.trunk, made.head) == ("torch", model.trunk, model.head)
+    assert "compressed_sparse_attention" in made.reason
+    with pytest.raises(ConfigError, match=r"native backend cannot run this model: .*compressed_sparse_attention"):
+        backend_for(model, "native")
+    with pytest.raises(ConfigError, match="expected one of auto, native, torch"):
+        backend_for(model, "quick")
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "wrong"),
+    [
+        (NativeTrunk, "trunk", lambda found: TrunkOutput(found.final_hidden.roll(1, dims=-1), found.head_input)),
+        (NativeHead, "head", lambda found: HeadStep(found.final_hidden.roll(1, dims=-1), found.next_hidden)),
+    ],
+)
+def test_a_replay_that_differs_is_not_used(monkeypatch, part, name, wrong):
+    """Without the check, a model with behavior that no recording captures would decode to nonsense."""
+    method = "__call__" if part is NativeTrunk else "step"
+    right = getattr(part, method)
+    monkeypatch.setattr(part, method, lambda *args, **kwargs: wrong(right(*args, **kwargs)))
+    assert f"the recorded {name} differs" in backend_for(build("glm4_moe")).reason
+
+
+def test_changed_weights_are_packed_again():
+    """Packed copies of old weights after a training step: right speed, wrong text."""
+    model = build("glm4_moe")
+    before = backend_for(model)
+    assert backend_for(model) is before
+    with torch.no_grad():
+        model.trunk.output.weight.mul_(2)
+    assert backend_for(model) is not before
+    backend_for(model, "native")  # passes the check against the new weights
+
+
+def test_half_precision_has_no_native_form():
+    assert (
+        "torch.float16"
+        in backend.make_backend(Model.build(CONFIGS["glm4_moe"], dtype=torch.float16).trunk, None).reason
+    )
+
+
+def test_a_model_goes_to_its_device(fixture_folder):
+    """meta stands for a device that is not a CPU: no native backend, with the reason."""
+    model = Model.load(fixture_folder / "glm", device="meta")
+    assert {part.device.type for part in (*model.trunk.parameters(), *model.head.parameters())} == {"meta"}
+    assert "runs on CPUs, the model is on meta" in backend_for(model).reason
+
+
+@pytest.mark.parametrize("device", ["nonsense", "cuda:97"])
+def test_a_device_that_is_not_there(fixture_folder, device):
+    with pytest.raises(ConfigError, match=f"{device}.*expected one of auto"):
+        Model.load(fixture_folder / "glm", device=device)
+
+
+def test_a_model_that_moved_gets_a_new_backend():
+    """Copies of weights, or their addresses, that are no longer the model's."""
+    model = build("glm4_moe")
+    backend_for(model)
+    assert "runs on CPUs, the model is on meta" in backend_for(model.to(torch.device("meta"))).reason
+
+
+@pytest.fixture
+def pairs(monkeypatch):
+    """As on a processor with bf16 pair products; the kernels exist on all."""
+    monkeypatch.setattr(Runtime, "has_bf16_pair_products", True)
+
+
+def half(name: str) -> Model:
+    model = build(name)
+    for part in (model.trunk, model.head):
+        part.to(torch.bfloat16)
+    return model
+
+
+def with_seven_bits(weight: torch.Tensor) -> torch.Tensor:
+    """Whole numbers up to 63 times a power of two: what loses nothing."""
+    whole = (weight.float() * 400).round().clamp(-63, 63)
+    whole[..., 0] = 63
+    return (whole / 1024).to(weight.dtype)
+
+
+def test_a_head_drafts_by_seven_bits_in_bfloat16_and_by_all_where_asked(pairs):
+    model = half("glm4_moe")
+    assert backend_for(model, "native").head_bits == 7
+    model.head.exact = True
+    assert backend_for(model, "native").head_bits is None
+    assert backend_for(build("glm4_moe"), "native").head_bits is None
+    assert backend.make_backend(model.trunk, None).head_bits is None
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "mimo_v2", "qwen3_5_moe"])
+def test_seven_bits_of_weights_that_have_no_more_lose_nothing(pairs, name):
+    """Codes, scales, blocks and experts of a whole head: an error in one of them shows in the states."""
+    model = half(name)
+    with torch.no_grad():
+        for weight in (*model.head.parameters(), model.trunk.output.weight):
+            if weight.ndim > 1 and weight.dtype == torch.bfloat16:
+                weight.copy_(with_seven_bits(weight))
+    rounded = backend_for(model, "native")
+    model.head.exact = True
+    exact = backend_for(model, "native")
+    assert (rounded.head_bits, exact.head_bits) == (7, None)
+    tokens = torch.randint(model.trunk.vocab_size, (1, 9), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        found = []
+        for made in (rounded, exact):
+            states = made.trunk(tokens, made.trunk.cache(1)).head_input.clone()
+            final_hidden = made.head.step(0, tokens, states, cache=made.head.cache(1)).final_hidden.clone()
+            found.append((final_hidden, made.head.predict(0, final_hidden).logits))
+        for one, other in zip(*found, strict=True):
+            assert torch.allclose(one.float(), other.float(), rtol=0.02, atol=0.02 * float(other.float().abs().max()))
+
+
+def test_a_rounded_head_changes_no_text_and_drafts_as_well(pairs):
+    model, start = Model.load(FIXTURES / "glm", dtype=torch.bfloat16), refrain(6, 40, seed=9).tolist()
+    made = backend_for(model, "native")
+    texts, log = decode(made, start, drafts=3, max_tokens=32)
+    model.head.exact = True
+    exact = backend_for(model, "native")
+    assert (made.head_bits, exact.head_bits) == (7, None)
+    others, other_log = decode(exact, start, drafts=3, max_tokens=32)
+    assert texts == others == decode(exact, start, drafts=0, max_tokens=32)[0]
+    lengths = Acceptance.of(log).length, Acceptance.of(other_log).length
+    assert lengths[0] > 0.95 * lengths[1] > 1.5
+
+
+def test_a_rounded_head_reads_its_states_by_rounded_weights_too(pairs):
+    """Otherwise drafts made one by one in Python, with the trunk's LM head, would differ from those of a round."""
+    model = half("glm4_moe")
+    weight, states = model.trunk.output.weight, torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(0))
+    found = backend_for(model, "native").head.predict(0, states.bfloat16()).logits.float()
+    seven, all_bits = (states.bfloat16().float() @ each.T for each in (dequantize(*quantize(weight)), weight.float()))
+    assert (found - seven).norm() < (found - all_bits).norm() / 2

@@ -1,0 +1,200 @@
+"""Wrong conventions injected into weights, row or contract of trained heads: the probe names exactly these."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import build, refrain
+
+from nextn.decoding.drafter import Contract
+from nextn.errors import ConfigError
+from nextn.evaluate.conventions import ConventionScore, ProbeReport, apply_variants, probe, variants
+from nextn.evaluate.reference import ReferencePlan
+from nextn.evaluate.reference_texts import generate_texts
+from nextn.evaluate.teacher_forced import ReferenceText
+from nextn.model.model import Model
+
+PROMPTS = [row.tolist() for row in refrain(24, 33, seed=10**6)]
+DEPTHS = 3
+
+
+@pytest.fixture(scope="module")
+def texts(trained):
+    plan = ReferencePlan(max_tokens=24, backend="torch")
+    return {name: generate_texts(trained[name], PROMPTS, plan, 1.0).texts for name in ("glm", "glm_two", "qwen", "v4")}
+
+
+def other_weights(model, change):
+    """A copy whose head was changed by `change(head)`; the trunk, and so the texts, do not change."""
+    head = copy.deepcopy(model.head, {id(model.trunk): model.trunk})
+    with torch.no_grad():
+        change(head)
+    return replace(model, head=head, backends={})
+
+
+def gains(by, *roles):
+    def change(head):
+        for name, value in head.named_parameters():
+            if "norm" in name and (not roles or name.split(".")[2] in roles):
+                value.add_(by)
+
+    return change
+
+
+def halves(head):
+    for module in head.stack:
+        first, second = module.projection.weight.chunk(2, dim=1)
+        module.projection.weight.copy_(torch.cat([second, first], dim=1))
+
+
+def projections(head):
+    for module in head.stack:
+        first = module.token_projection.weight.clone()
+        module.token_projection.weight.copy_(module.hidden_projection.weight)
+        module.hidden_projection.weight.copy_(first)
+
+
+def exchanged(head):
+    states = [copy.deepcopy(module.state_dict()) for module in head.stack]
+    for module, state in zip(head.stack, reversed(states), strict=True):
+        module.load_state_dict(state)
+
+
+def misread(model, **facts):
+    """The weights as they are, under another row."""
+    changed, _ = apply_variants(model, Contract(), [])
+    changed.trunk.stage = facts.get("hidden", model.family.hidden)
+    family = replace(model.family, **facts)
+    for part in (changed.head, *changed.head.stack):
+        part.family = family
+    return replace(changed, family=family)
+
+
+# fault -> (fixture, how to inject it, contract, key of the variant that undoes it)
+INJECTED = {
+    "gains stored as w - 1": ("glm", lambda m: other_weights(m, gains(-1)), {}, "gain:all:+1"),
+    "gain stored as 1 + w": ("qwen", lambda m: other_weights(m, gains(1, "token_norm")), {}, "gain:token_norm:-1"),
+    "gains read as w": ("qwen", lambda m: other_weights(m, gains(-1)), {}, "gain:all:+1"),
+    "one gain less": ("qwen", lambda m: other_weights(m, gains(-1, "hidden_norm")), {}, "gain:hidden_norm:+1"),
+    "another gain less": ("glm", lambda m: other_weights(m, gains(-1, "token_norm")), {}, "gain:token_norm:+1"),
+    "final gain less": ("qwen", lambda m: other_weights(m, gains(-1, "final_norm")), {}, "gain:final_norm:+1"),
+    "halves": ("glm", lambda m: other_weights(m, halves), {}, "concat"),
+    "projections": ("v4", lambda m: other_weights(m, projections), {}, "concat"),
+    "pre-norm row": ("glm", lambda m: misread(m, hidden="pre"), {}, "hidden"),
+    "pre-norm handed on": ("glm", lambda m: misread(m, next_hidden="pre"), {}, "next_hidden"),
+    "position 0": ("glm", lambda m: misread(m, position0="zero"), {}, "position0"),
+    "no prefill": ("qwen", lambda m: m, {"prefill": False}, "prefill"),
+    "offset": ("glm", lambda m: m, {"offset": -1}, "offset:+0"),
+    "later offset": ("qwen", lambda m: m, {"offset": 1}, "offset:+0"),
+    "module order": ("glm_two", lambda m: other_weights(m, exchanged), {}, "order:2-1"),
+    "unchained": ("glm_two", lambda m: misread(m, order="unchained"), {}, "chained"),
+}
+
+
+@pytest.mark.parametrize("fault", INJECTED)
+def test_the_probe_names_the_injected_convention(fault, trained, texts):
+    name, inject, contract, wanted = INJECTED[fault]
+    found = probe(inject(trained[name]), texts[name], DEPTHS, contract=Contract(**contract), pairs=False)
+    assert found.preferred.keys == (wanted,), (found.summary, [each.keys for each in found.ties])
+    assert not found.agrees
+    assert "the weights fit" in found.summary
+    assert found.gain(found.preferred, found.base).low > 0
+
+
+@pytest.mark.parametrize("name", ["glm", "glm_two", "qwen", "v4"])
+def test_right_weights_want_their_row(name, trained, texts):
+    found = probe(trained[name], texts[name], DEPTHS, pairs=False)
+    assert found.agrees, found.summary
+    assert "the family's convention is the best" in found.summary
+    harmful = {each.keys[0] for each in found.alternatives if found.beats(found.base, each)}
+    assert {"concat", "offset:-1", "gain:all:-1"} <= harmful
+    assert harmful.isdisjoint({each.keys[0] for each in found.ties})
+
+
+def test_two_at_once(trained, texts):
+    """Neither alone would do."""
+    model = other_weights(misread(trained["glm"], position0="zero"), halves)
+    found = probe(model, texts["glm"], 2)
+    assert set(found.preferred.keys) == {"position0", "concat"}
+    assert found.num_pruned > 50
+    assert " and " in found.preferred.description
+
+
+def test_a_second_module_that_was_never_trained(trained, texts):
+    """The first MTP layer fits every depth."""
+
+    def untrained(head):
+        for value in head.stack[1].parameters():
+            value.copy_(torch.randn(value.shape, generator=torch.Generator().manual_seed(1)) * 0.05)
+
+    config = trained["glm"].trunk.config.to_dict() | {"num_nextn_predict_layers": 2}
+    model = replace(Model.build(config, num_modules=2), trunk=trained["glm"].trunk)
+    model.head._trunk = (trained["glm"].trunk,)
+    model.head.stack[0].load_state_dict(trained["glm"].head.stack[0].state_dict())
+    model = other_weights(model, untrained)
+    found = probe(model, texts["glm"], DEPTHS, pairs=False)
+    assert found.preferred.keys in (("order:one",), ("order:first",))
+
+
+def test_a_stored_copy_that_is_the_heads_own(trained, texts):
+    """The head's own lm_head, whose weights are the negative of the trunk's."""
+    model = other_weights(trained["glm"], lambda head: head.stack[0].final_norm.weight.neg_())
+    copies = {"0.output.weight": -model.trunk.output.weight.detach()}
+    found = probe(model, texts["glm"], 1, copies=copies, pairs=False)
+    assert found.preferred.keys == ("own:output",)
+    without = probe(model, texts["glm"], 1, pairs=False)
+    assert "no convention works" in without.summary
+
+
+def test_no_convention_fits_noise(texts, trained):
+    model = replace(build("glm4_moe", vocab_size=48), trunk=trained["glm"].trunk)
+    noise = other_weights(trained["glm"], lambda head: [value.normal_(0, 0.05) for value in head.parameters()])
+    found = probe(noise, texts["glm"][:8], 2, pairs=False)
+    assert "no convention works" in found.summary
+    assert model.head is not None
+
+
+def test_variants_leave_the_model_alone(trained, texts):
+    """Copies share every tensor, and the model does not change."""
+    model = trained["glm_two"]
+    before = {name: value.clone() for name, value in model.head.state_dict().items()}
+    stage, family = model.trunk.stage, model.head.family
+    size = sum(value.numel() for value in model.head.parameters())
+    for variant in variants(model, Contract()):
+        changed, _ = apply_variants(model, Contract(), [variant])
+        ours = {value.data_ptr() for value in model.head.parameters()}
+        new = sum(value.numel() for value in changed.head.parameters() if value.data_ptr() not in ours)
+        assert new < size / 10, variant.key
+    assert all(torch.equal(value, before[name]) for name, value in model.head.state_dict().items())
+    assert (model.trunk.stage, model.head.family) == (stage, family)
+
+
+@pytest.mark.parametrize("name", ["qwen4_exp", "step3p5", "mimo_v2", "longcat_flash", "exaone4_5", "hy_v4"])
+def test_every_variant_of_every_kind_of_head_runs(name):
+    """Streams, own lm_heads, several MTP layers, stepped heads: all variants are scored."""
+    model = build(name, modules=2 if name in ("mimo_v2", "exaone4_5") else 1)
+    texts = [ReferenceText((1, 2, 3), (4, 5, 6, 7), 1.0), ReferenceText((3, 2), (9, 8, 7, 6, 5), 1.0)]
+    found = probe(model, texts, 2, pairs=False)
+    assert len(found.alternatives) == len(variants(model, Contract()))
+    assert found.as_record()["comparisons"] == len(found.alternatives)
+
+
+def test_preferred_convention_by_hand():
+    """The fewest changes that the best does not beat; ties are reported."""
+    base = ConventionScore((), "as is", (0.1,), (1.0,) * 8, (10,) * 8)
+    good = ConventionScore(("a",), "a", (0.5,), (5.0, 5.1) * 4, (10,) * 8)
+    same = ConventionScore(("b",), "b", (0.5,), (4.9, 5.1) * 4, (10,) * 8)
+    both = ConventionScore(("a", "c"), "a and c", (0.5,), (5.1, 5.1) * 4, (10,) * 8)
+    found = ProbeReport(base, (both, good, same), 0)
+    assert found.preferred == good
+    assert found.ties == (same,)
+    better = ConventionScore(("a", "c"), "a and c", (0.9,), (9.1, 9.0) * 4, (10,) * 8)
+    assert ProbeReport(base, (better, good, same), 0).preferred == better
+    assert ProbeReport(good, (base,), 0).agrees is False  # the keys identify the family's convention
+    assert ProbeReport(base, (), 0).agrees
+
+
+def test_greedy_texts_are_refused(trained):
+    with pytest.raises(ConfigError, match="sampled texts"):
+        probe(trained["glm"], [ReferenceText((1,), (2, 3, 4))], 2)

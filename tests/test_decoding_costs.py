@@ -1,0 +1,126 @@
+"""A clock that the passes advance, caches that do not change, bytes counted by hand."""
+
+import pytest
+import torch
+from tiny import FIXTURES, build
+
+from nextn.errors import ConfigError
+from nextn.evaluate import decoding_costs
+from nextn.evaluate.decoding_costs import (
+    Machine,
+    copy_bandwidth,
+    draft_bytes,
+    measure_costs,
+    peak_memory,
+    rotate,
+    step_bytes,
+)
+from nextn.runtime.backend import backend_for
+
+
+class PassClock:
+    """A clock that only the passes advance."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.calls = 0.0, []
+        monkeypatch.setattr(decoding_costs._Passes, "verify", lambda passes, num: self.turn(("verify", num), num**2))
+        monkeypatch.setattr(
+            decoding_costs._Passes, "draft", lambda passes, drafts: self.turn(("draft", drafts), 0.5 * drafts)
+        )
+
+    def turn(self, call, seconds):
+        self.now += seconds
+        self.calls.append(call)
+
+    def __call__(self):
+        return self.now
+
+
+def test_costs_are_of_their_own_passes(trained, monkeypatch):
+    """Each pass is timed after its predecessor in decoding, in rotating order; the warm-up does not count."""
+    clock = PassClock(monkeypatch)
+    found = measure_costs(trained["glm"], drafts=3, batch=2, context=20, repeats=4, clock=clock)
+    assert found.v == (1, 4, 9, 16)
+    assert found.c == 0.5
+    assert (found.batch, found.context, found.max_drafts, found.steps[0].num) == (2, 20, 3, 4)
+    assert found.round_cost(2) == 9 + 2 * 0.5
+    pairs = list(zip(clock.calls[::2], clock.calls[1::2], strict=True))
+    turns = [pairs[place : place + 5] for place in range(0, 25, 5)]
+    before = {after: before for before, after in turns[0]}
+    assert before == {
+        ("verify", 1): ("verify", 1),
+        **{("verify", num): ("draft", num - 1) for num in (2, 3, 4)},
+        ("draft", 3): ("verify", 4),
+    }
+    assert all(sorted(turn) == sorted(turns[0]) for turn in turns)
+    assert len({turn[0] for turn in turns}) == 5
+
+
+@pytest.mark.parametrize("path", ["auto", "torch"])
+@pytest.mark.parametrize("name", [folder.name for folder in sorted(FIXTURES.iterdir())])
+def test_passes_are_rolled_back(trained, name, path):
+    """A pass must not change the cache for the next one, also in recurrent and compressed layers."""
+    passes = decoding_costs._Passes(backend_for(trained[name], path), 2, 21)
+    with torch.inference_mode():
+        first = passes.verify(4), passes.draft(3)
+        assert (passes.verify(4), passes.draft(3)) == first
+    assert passes.cache.lengths == [21, 21]
+    assert {tuple(cache.lengths) for cache in passes.caches} == {(21, 21)}
+
+
+def test_costs_of_a_real_model(trained):
+    found = measure_costs(build("glm4_moe"), drafts=2, context=600, repeats=1)
+    assert len(found.v) == 3
+    assert min(*found.v, found.c) > 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"drafts": 0}, "at least 1"),
+        ({"drafts": 2, "batch": 0}, "at least 1"),
+        ({"drafts": 2, "context": 510}, "512"),
+    ],
+)
+def test_bad_settings(trained, wrong, words):
+    with pytest.raises(ConfigError, match=words):
+        measure_costs(trained["glm"], **wrong)
+
+
+def test_rotation():
+    assert [rotate("abc", turn) for turn in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
+
+
+def test_bytes_by_hand():
+    """Without the embedding, which is only looked up, and inactive experts; with the shared lm_head."""
+    model = build("glm4_moe")
+    config, trunk = model.trunk.config, model.trunk.model
+    experts = {name: value for name, value in trunk.named_parameters() if value.ndim == 3}
+    assert experts
+    rest = sum(value.numel() for name, value in trunk.named_parameters() if name not in experts)
+    active = sum(value.numel() * config.num_experts_per_tok / len(value) for value in experts.values())
+    assert step_bytes(model.trunk) == 4 * (rest - 64 * 32 + active)
+    inner = dict(model.head.named_parameters())
+    share = config.num_experts_per_tok / config.n_routed_experts
+    own = sum(value.numel() * (share if value.ndim == 3 else 1) for value in inner.values())
+    assert draft_bytes(model.head) == 4 * (own + 64 * 32)
+    assert draft_bytes(model.head, 7) == own + 64 * 32, "a byte each"
+
+
+def test_machine(trained, monkeypatch):
+    monkeypatch.setattr(decoding_costs, "copy_bandwidth", lambda device: 5e9)
+    found = Machine.of(trained["qwen"])
+    assert found.dtype == "float32"
+    assert found.bandwidth == 5e9
+    assert found.threads == torch.get_num_threads()
+    assert set(found.versions) == {"python", "torch", "transformers"}
+
+
+def test_bandwidth_counts_reading_and_writing():
+    ticks = iter(range(100))
+    assert copy_bandwidth(torch.device("cpu"), num_bytes=1000, repeats=3, clock=lambda: next(ticks)) == 2000
+
+
+def test_peak_memory_is_in_bytes():
+    """Not in kilobytes: a process with torch takes 100 MiB and more."""
+    assert 100 * 2**20 < peak_memory(torch.device("cpu")) < 100 * 2**30

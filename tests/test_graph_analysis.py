@@ -1,0 +1,108 @@
+"""Copy elimination and dead-code elimination: what they remove, and what they must keep."""
+
+import pytest
+import torch
+from fusions import both, counting
+from replays import Replayed, fast_of
+from tiny import build
+
+GIVEN = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def shared(x):
+    part = x + 1
+    return torch.cat((x * 2, part), dim=-1), part
+
+
+def twice(x):
+    part = x + 1
+    return torch.cat((part, part), dim=-1)
+
+
+# -> the ops that are left
+SPELLED = {
+    "parts of the last dim": (lambda x: torch.cat((x + 1, -x, x * x), dim=-1), ["add", "neg", "mul"]),
+    "parts of another dim": (lambda x: torch.cat((x + 1, x * x), dim=1), ["add", "mul"]),
+    "a part that was there": (lambda x: torch.cat((x + 1, x), dim=-1), ["add", "copy"]),
+    "a part that is kept": (shared, ["add", "mul", "copy"]),
+    "the same part twice": (twice, ["add", "copy", "copy"]),
+}
+
+
+@TYPES
+@pytest.mark.parametrize("name", SPELLED)
+def test_parts_of_a_concatenation_are_written_in_place(name, dtype):
+    function, ops = SPELLED[name]
+    assert sorted(both(function, dtype).ops) == sorted(ops)
+
+
+def test_a_target_that_is_read_before_the_copy_is_not_written_early():
+    def function(x):
+        target = x * 2
+        part = x + 1
+        total = target.sum()
+        target.copy_(part)
+        return target + total
+
+    assert both(function, torch.float32).ops.count("copy") == 1
+
+
+def test_a_copy_to_another_type_stays():
+    assert both(lambda x: torch.cat(((x + 1).bfloat16(), (x * 2).bfloat16()), dim=-1), torch.float32).ops.count("copy")
+
+
+def ops_of(function) -> list[str]:
+    with counting() as found:
+        out = Replayed(function, [torch.ones_like(GIVEN)])(GIVEN)
+    assert torch.equal(out[0], function(GIVEN.clone()))
+    return found.ops
+
+
+def test_unused_results_are_eliminated():
+    def two(x):
+        _ = torch.exp(x * 3)
+        return x + 1
+
+    assert ops_of(two) == ["add"]
+
+
+def test_results_used_through_views_or_in_place_are_kept():
+    def through(x):
+        both = torch.zeros_like(x)
+        both[:2] = torch.exp(x[:2])
+        both.add_(torch.neg(x))
+        return both.t()
+
+    assert {"exp", "neg", "add"} <= set(ops_of(through))
+
+
+def test_writes_to_inputs_are_kept():
+    def counts(x):
+        y = x * 2
+        x.add_(1)
+        return y
+
+    with counting() as found:
+        replayed = Replayed(counts, [torch.ones_like(GIVEN)])
+    assert set(found.ops) == {"mul", "add"}
+    replayed(GIVEN)
+    assert torch.equal(replayed.inputs[0], GIVEN + 1)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "exaone_moe", "ernie4_5_moe"])
+def test_a_refresh_leaves_the_same_cache_as_a_step(name):
+    """Bit for bit, without experts, queries, attention and LM head."""
+    model = build(name)
+    fast = fast_of(model)
+    tokens = torch.randint(model.trunk.vocab_size, (2, 5), generator=torch.Generator().manual_seed(1))
+    states = torch.randn(2, 5, *model.trunk.hidden_shape, generator=torch.Generator().manual_seed(2))
+    caches = fast.head.cache(2), fast.head.cache(2)
+    with torch.inference_mode():
+        fast.head.step(0, tokens, states, cache=caches[0])
+        with counting() as found:
+            assert fast.head._refresh_passes.run(tokens, caches[1], states=states) == []
+    assert found.ops.count("store_kv") == 1
+    assert not {"attention", "expert_linear", "silu_mul", "topk", "softmax"} & set(found.ops)
+    for one, other in zip(*([buffer for pair in cache._buffers for buffer in pair] for cache in caches), strict=True):
+        assert torch.equal(one, other)

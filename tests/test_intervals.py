@@ -1,0 +1,83 @@
+"""Intervals by text: quantiles against scipy, and how often they hold what is true."""
+
+import math
+import random
+
+import pytest
+from scipy.stats import binomtest, t
+
+from nextn.stats.intervals import jackknife, paired_difference, proportion, student_t
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 15, 40, 199])
+@pytest.mark.parametrize("error", [0.05, 0.01, 3e-4])
+def test_student(freedom, error):
+    assert student_t(freedom, error) == pytest.approx(t.ppf(1 - error / 2, freedom), rel=1e-6)
+
+
+def test_student_of_many():
+    assert student_t(math.inf, 0.05) == pytest.approx(1.959964, abs=1e-5)
+    assert student_t(10**4 + 1, 0.05) == pytest.approx(1.96, abs=1e-3)
+
+
+def test_one_text_is_wilsons():
+    found, wanted = proportion([30], [50]), binomtest(30, 50).proportion_ci(method="wilson")
+    assert (found.low, found.high) == pytest.approx((wanted.low, wanted.high), abs=1e-6)
+
+
+def test_nothing_offered():
+    found = proportion([0, 0], [0, 0])
+    assert math.isnan(found.value)
+    assert (found.low, found.high) == (0, 1)
+    assert found.as_record()["value"] is None
+
+
+def test_texts_that_differ_widen_it():
+    """The same pooled rate: equal in all texts, or 1 in half of them and 0 in the others."""
+    equal, different = proportion([5] * 10, [10] * 10), proportion([10, 0] * 5, [10] * 10)
+    assert equal.value == different.value == 0.5
+    assert different.high - different.low > 2 * (equal.high - equal.low)
+
+
+@pytest.mark.parametrize("share_of", [0.0, 1.0])
+def test_it_has_a_width_at_the_ends(share_of):
+    found = proportion([10 * share_of] * 6, [10] * 6)
+    assert found.value == share_of
+    assert 0.03 < found.high - found.low < 0.2
+
+
+@pytest.mark.parametrize("mean", [0.15, 0.6, 0.9])
+def test_coverage(mean):
+    """Texts with rates of their own (beta, as heads have by prompt): 95 % means 95 %, or a little more."""
+    draw, hits, runs = random.Random(1), 0, 400
+    for _ in range(runs):
+        kept, offered = [], []
+        for _ in range(16):
+            rate, count = draw.betavariate(6 * mean, 6 * (1 - mean)), draw.randint(30, 60)
+            kept.append(sum(draw.random() < rate for _ in range(count)))
+            offered.append(count)
+        found = proportion(kept, offered)
+        hits += found.low <= mean <= found.high
+    assert hits / runs > 0.92
+
+
+def test_jackknife_of_a_mean():
+    """For a mean it is the textbook interval."""
+    values = [1.0, 4.0, 2.0, 8.0, 5.0]
+    found = jackknife(lambda places: sum(values[p] for p in places) / len(places), 5)
+    mean, deviation = 4.0, (sum((v - 4) ** 2 for v in values) / 4 / 5) ** 0.5
+    assert found.value == mean
+    assert found.high - mean == pytest.approx(t.ppf(0.975, 4) * deviation)
+    assert math.isnan(jackknife(lambda places: 1.0, 1).low)
+
+
+def test_pairs_see_what_pools_cannot():
+    """Texts differ much, the two sides little and always in the same direction."""
+    theirs = [float(10 * place) for place in range(8)]
+    ours = [value + 1 + 0.1 * (place % 2) for place, value in enumerate(theirs)]
+    found = paired_difference(ours, theirs, [100.0] * 8)
+    assert 0 < found.low < found.value < found.high
+    assert found.value == pytest.approx(0.0105)
+    same = paired_difference(ours, ours, [100.0] * 8)
+    assert (same.low, same.value, same.high) == (0, 0, 0)
+    assert paired_difference([3.0], [1.0], [10.0]).low == -math.inf

@@ -1,0 +1,312 @@
+"""Ratios of likelihoods are calibrated, on simulated texts with correlated rounds."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from nextn.errors import ConfigError
+from nextn.evaluate.hypotheses import MIN_WORKLOAD_SPREAD, UNKNOWN_WORKLOAD_SPREAD, ExpectedCounts, ObservedCounts
+from nextn.evaluate.likelihoods import (
+    FINE,
+    NUMERICS,
+    Cause,
+    _beta_binomial,
+    chi_square_above,
+    combine_causes,
+    expected_ratio,
+    indistinguishable,
+    name_causes,
+    rank_causes,
+)
+
+# Half of the drafts are accepted, equally in every text.
+EVEN = ExpectedCounts("even", [[100.0, 50.0]] * 5, [[50.0, 25.0]] * 5)
+ONE_SIGMA = 0.3173
+RIGHT, NEAR, FAR = (0.7, 0.6, 0.5, 0.4), (0.66, 0.56, 0.46, 0.36), (0.7, 0.3, 0.3, 0.3)
+
+
+def texts(rng, rates, count, *, rounds=12, spread=0.8, shift=0.0):
+    """(drafted, accepted) [count, depths]: the log-odds of all depths of a text share one offset."""
+    odds = np.log(rates) - np.log1p(-np.array(rates)) + rng.normal(shift, spread, (count, 1))
+    left, offered, kept = np.full(count, rounds), [], []
+    for column in (1 / (1 + np.exp(-odds))).T:
+        offered.append(left)
+        left = rng.binomial(left, column)
+        kept.append(left)
+    return np.array(offered).T, np.array(kept).T
+
+
+def expected(rng, name, rates, count, **settings):
+    return ExpectedCounts(name, *(side.tolist() for side in texts(rng, rates, count, **settings)))
+
+
+def seen(rng, rates, count, *, as_length=False, **settings):
+    offered, kept = (side.sum(0) for side in texts(rng, rates, count, **settings))
+    if as_length:
+        return ObservedCounts(length=1 + kept.sum() / offered[0], rounds=int(offered[0]))
+    return ObservedCounts(tuple(map(int, offered)), tuple(map(int, kept)))
+
+
+@pytest.mark.parametrize("as_length", [False, True])
+@pytest.mark.parametrize(("num_ref", "num_engine"), [(100, 100), (30, 300), (60, 15)])
+def test_ratios_are_calibrated(num_ref, num_engine, as_length):
+    """A wrong hypothesis is R times likelier than the right one no more often than once in R; the right one's p-value
+    is uniform. Taking rounds as independent, or depths, or the reference as exact, fails this."""
+    rng, ratios, p_values = np.random.default_rng(num_ref), [], []
+    for _ in range(300):
+        right, near = expected(rng, FINE, RIGHT, num_ref), expected(rng, "near", NEAR, num_ref)
+        found = {
+            each.name: each for each in rank_causes(seen(rng, RIGHT, num_engine, as_length=as_length), [right, near])
+        }
+        ratios.append(found["near"].ratio_to(found[FINE]))
+        p_values.append(found[FINE].p_value)
+    assert np.mean(np.array(ratios) > 10) < 0.1
+    assert np.mean(np.array(ratios) > 100) < 0.03
+    assert 0.005 < np.mean(np.array(p_values) < 0.05) < 0.1
+
+
+def test_the_true_one_is_found():
+    rng = np.random.default_rng(0)
+    hypotheses = [expected(rng, name, rates, 100) for name, rates in ((FINE, RIGHT), ("far", FAR))]
+    for name, rates in ((FINE, RIGHT), ("far", FAR)):
+        causes = rank_causes(seen(rng, rates, 100), hypotheses)
+        assert causes[0].name == name
+        assert name_causes(causes) == (name,)
+        assert causes[0].ratio == 1
+        assert causes[1].ratio < 1e-3
+        assert causes[0].length == pytest.approx(1 + sum(np.cumprod(causes[0].rates)), abs=0.02)
+
+
+def test_more_rounds_separate_more():
+    rng = np.random.default_rng(1)
+    one, other = (expected(rng, name, rates, 200) for name, rates in (("one", RIGHT), ("other", NEAR)))
+    few, many = seen(rng, RIGHT, 5), seen(rng, RIGHT, 400)
+    assert 1 <= expected_ratio(few, one, other) < expected_ratio(many, one, other)
+    twin, far = replace(one, name="twin"), expected(rng, "far", FAR, 200)
+    assert indistinguishable("one", (many, [one, twin, far])) == ("twin",)
+    assert indistinguishable("far", (many, [one, twin, far])) == ()
+    assert expected_ratio(many, far, one) > 1e6
+    # Several observations separate what one does not.
+    middling = seen(rng, RIGHT, 30)
+    assert indistinguishable("one", (middling, [one, other])) == ("other",)
+    assert indistinguishable("one", *[(middling, [one, other])] * 12) == ()
+
+
+def test_none_of_them():
+    """What fits nothing is not given the name of what is nearest; what is a little off stays fine."""
+    rng = np.random.default_rng(2)
+    hypotheses = [expected(rng, name, rates, 200) for name, rates in ((FINE, RIGHT), ("far", FAR))]
+    causes = rank_causes(seen(rng, (0.3, 0.8, 0.8, 0.8), 200), hypotheses)
+    assert name_causes(causes) == ()
+    assert causes[0].p_value < 1e-6
+    assert name_causes(rank_causes(seen(rng, (0.72, 0.61, 0.5, 0.4), 100), hypotheses)) == (FINE,)
+
+
+def test_a_little_likelier_than_fine_is_fine():
+    rng = np.random.default_rng(3)
+    hypotheses = [expected(rng, FINE, RIGHT, 40), expected(rng, "near", NEAR, 40)]
+    causes = rank_causes(seen(rng, NEAR, 10), hypotheses)
+    assert name_causes(causes) == (FINE,)
+
+
+def test_another_workload_is_no_fault():
+    """Other prompts move all depths together: by as much as domains differ that is fine; with the same prompts not."""
+    rng = np.random.default_rng(4)
+    parts = [texts(rng, RIGHT, 40, shift=shift) for shift in (-0.8, 0.0, 0.9)]
+    domains = [name for name in "abc" for _ in range(40)]
+    offered, kept = (np.concatenate([part[side] for part in parts]).tolist() for side in (0, 1))
+    fine = ExpectedCounts(FINE, offered, kept, domains)
+    near = replace(fine, name="near", num_accepted=(np.array(kept) * 0.7).tolist())
+    harder = seen(rng, RIGHT, 200, shift=-0.9)
+    assert name_causes(rank_causes(harder, [fine, near], other_workload=True)) == (FINE,)
+    assert name_causes(rank_causes(harder, [fine, near])) != (FINE,)
+    assert 0.4 < fine.workload_spread[0] < 1.5
+    assert (replace(fine, domains=()).workload_spread == UNKNOWN_WORKLOAD_SPREAD).all()
+
+
+@pytest.mark.parametrize("as_length", [False, True])
+def test_expected_values_are_less_noisy_than_samples(as_length):
+    """Expected values instead of sampled counts: the engine still samples, so its counts vary more."""
+    rng, p_values = np.random.default_rng(5), []
+    for _ in range(500):
+        offered = np.full((600, 1), 10.0)
+        chances = 1 / (1 + np.exp(-rng.normal(0.5, 1.0, (660, 1))))
+        fine = ExpectedCounts(FINE, offered.tolist(), (offered * chances[60:]).tolist(), is_expectation=True)
+        kept = int(rng.binomial(10, chances[:60]).sum())
+        counted = ObservedCounts(length=1 + kept / 600, rounds=600) if as_length else ObservedCounts((600,), (kept,))
+        p_values.append(rank_causes(counted, [fine])[0].p_value)
+    assert np.mean(np.array(p_values) < 0.01) < 0.014
+
+
+def test_two_temperatures_add_up():
+    rng = np.random.default_rng(6)
+    parts = [
+        rank_causes(seen(rng, RIGHT, 60), [expected(rng, FINE, RIGHT, 60), expected(rng, "far", FAR, 60)]) for _ in "ab"
+    ]
+    both = combine_causes(parts)
+    assert both[0].log_likelihood == pytest.approx(sum(part[0].log_likelihood for part in parts))
+    assert [each.name for each in both] == [FINE, "far"]
+    assert combine_causes([parts[0], parts[1][:1]])[0].name == parts[1][0].name
+
+
+def cause(name, log_likelihood, misfit=0.5):
+    return Cause(name, log_likelihood, misfit, (), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("causes", "names"),
+    [
+        ([cause("a", 0), cause(FINE, -math.log(50))], (FINE,)),
+        ([cause("a", 0), cause("b", -math.log(5)), cause("c", -math.log(20)), cause(FINE, -10)], ("a", "b")),
+        ([cause("a", 0, 1e-6), cause(FINE, -10)], ()),
+        ([cause(FINE, 0, 1e-6), cause("a", -1)], ()),
+        ([cause("a", 0), cause(FINE, -1, 1e-6)], ("a",)),  # hardly less likely, and still far off
+        ([cause("a", 0), cause("b", -10)], ("a",)),
+    ],
+)
+def test_who_is_named(causes, names):
+    assert name_causes(causes) == names
+
+
+def test_the_worst_fit_of_several():
+    """Of so many chances to be far off one will be; and no ratio is too large for a float."""
+    parts = [[cause("a", 0, 0.2)], [cause("a", -9000, 0.9)]]
+    assert combine_causes(parts)[0].p_value == pytest.approx(0.4)
+    assert combine_causes([[cause("a", 0, 0.9)]] * 2)[0].p_value == 1
+    assert [each.name for each in combine_causes([[cause("a", -5), cause("b", -1)], [cause("a", -5)]])] == ["a"]
+    assert 1e290 < parts[0][0].ratio_to(parts[1][0]) < math.inf
+
+
+@pytest.mark.parametrize("offered", [1, 2, 5, 40])
+@pytest.mark.parametrize("effect", [1.0, 1.5])
+def test_distribution_of_counts(offered, effect):
+    """It sums to 1, and accepted / drafted has the requested variance, as far as so few rounds allow."""
+    share, rate = min(0.999, effect / offered), 0.3
+    probs = np.exp([_beta_binomial(kept, offered, rate, share) for kept in range(offered + 1)])
+    shares = np.arange(offered + 1) / offered
+    assert probs.sum() == pytest.approx(1)
+    assert probs @ shares == pytest.approx(rate)
+    assert probs @ (shares - rate) ** 2 == pytest.approx((1 if offered == 1 else share) * rate * (1 - rate), rel=1e-3)
+
+
+def test_two_rounds_vary_no_more_than_two_can():
+    """One text gives little information, but the engine's counts have a distribution."""
+    one = ExpectedCounts("one", [[9.0]], [[5.0]])
+    found = [rank_causes(ObservedCounts((2,), (kept,)), [one])[0].log_likelihood for kept in range(3)]
+    assert sum(map(math.exp, found)) == pytest.approx(1)
+
+
+def test_distribution_of_lengths():
+    """Its variance by hand: accepted drafts X of a round have E X = 3/4, E X^2 = 5/4; a step of the log-odds of a_1
+    moves E X by 3/8, of a_2 by 1/8."""
+    within, numerics, workload = 5 / 4 - 9 / 16, (9 / 64 + 1 / 64) * NUMERICS**2, (UNKNOWN_WORKLOAD_SPREAD / 2) ** 2
+    for rounds, other in ((10**12, False), (100, False), (10**12, True)):
+        scale = math.sqrt(within / rounds + numerics + workload * other)
+        (found,) = rank_causes(
+            ObservedCounts(length=1.75 + scale, rounds=rounds), [EVEN], novel_share=0.0, other_workload=other
+        )
+        assert found.p_value == pytest.approx(ONE_SIGMA, abs=1e-3)
+        assert found.log_likelihood == pytest.approx(stats.t.logpdf(scale, 4, scale=scale), abs=1e-3)
+
+
+def test_counts_of_the_same_text_vary_by_chance_alone():
+    """novel_share = 0: by the binomial of the engine's rounds, whatever differs between texts."""
+    assert rank_causes(ObservedCounts((100,), (55,)), [EVEN], novel_share=0.0)[0].p_value == pytest.approx(
+        ONE_SIGMA, abs=0.01
+    )
+    uneven = ExpectedCounts("uneven", [[1000.0]] * 40, [[900.0], [100.0]] * 20)
+    same, other = (
+        rank_causes(ObservedCounts((100,), (65,)), [uneven], novel_share=fresh)[0].p_value for fresh in (0.0, 1.0)
+    )
+    assert same < 0.003
+    assert other > 0.5
+
+
+def test_apart_by_the_rounds_that_reach_each_depth():
+    other = ExpectedCounts("other", EVEN.num_drafted, [[50.0, 5.0]] * 5)
+    right, wrong = rank_causes(ObservedCounts((800, 400), (400, 200)), [EVEN, other])
+    assert expected_ratio(ObservedCounts((800, 800), (0, 0)), EVEN, other) == pytest.approx(right.ratio_to(wrong))
+
+
+def test_design_effects():
+    """By hand: residuals of 3 in two texts of 10 rounds; widened as Student's t is."""
+    wide = (stats.t.ppf(0.975, 1) / stats.norm.ppf(0.975)) ** 2
+    two = ExpectedCounts("two", [[10.0]] * 2, [[8.0], [2.0]])
+    assert two.design_effects[0] == pytest.approx(2 * (9 + 9) / (20 / 4) * wide, rel=1e-3)
+    level = replace(two, num_accepted=[[5.0], [5.0]])
+    assert level.design_effects[0] == pytest.approx(wide, rel=1e-3)  # counts are never less noisy than binomial samples
+    assert replace(level, is_expectation=True).design_effects[0] == 0  # expectations are
+    assert (ExpectedCounts("one", [[9.0, 5.0]], [[5.0, 2.0]]).effective_rounds < [9, 5]).all()
+
+
+def test_rates_of_few_rounds():
+    """Half a round on each side; expectations, which vary little, count as no more rounds than they are of."""
+    sure = ExpectedCounts("sure", [[9.0]] * 5, [[8.9]] * 5, is_expectation=True)
+    assert sure.rates[0] == pytest.approx((44.5 + 0.5) / 46)
+    assert ExpectedCounts("rare", [[0.25]] * 2, [[0.125]] * 2, is_expectation=True).raw_rates[0] == 0.5
+    nothing = ExpectedCounts("nothing", [[0.0]] * 5, [[0.0]] * 5)
+    assert (
+        rank_causes(ObservedCounts(length=1.5), [nothing])[0].p_value > 0.5
+    )  # it expects nothing, so nothing contradicts it
+
+
+def test_domains_differ_by_more_than_chance():
+    domains = [name for name in "ab" for _ in range(5)]
+    level = ExpectedCounts(
+        "level", [[4.0]] * 10, [[1.0], [2.0], [1.0], [2.0], [2.0], [3.0], [2.0], [3.0], [2.0], [2.0]]
+    )
+    assert replace(level, domains=domains).workload_spread[0] == MIN_WORKLOAD_SPREAD
+    assert replace(level, domains=["a"] * 10).workload_spread[0] == UNKNOWN_WORKLOAD_SPREAD
+
+
+def test_the_same_texts_separate_sooner():
+    """novel_share = 0: neither side varies between texts, so fewer rounds are needed."""
+    rng = np.random.default_rng(7)
+    fine, near = expected(rng, FINE, RIGHT, 30), expected(rng, "near", NEAR, 30)
+    observed = ObservedCounts(tuple(map(int, fine.counts[0].sum(0))), tuple(map(int, fine.counts[1].sum(0))))
+    loose, tight = (rank_causes(observed, [fine, near], novel_share=fresh) for fresh in (1.0, 0.0))
+    assert tight[1].ratio < loose[1].ratio
+    assert tight[0].name == FINE
+
+
+def test_edges():
+    """Nothing accepted, nothing drafted, all accepted, one text: never nan; impossible counts are refused."""
+    none = ExpectedCounts("none", [[9.0, 0.0]] * 5, [[0.0, 0.0]] * 5)
+    all_ = ExpectedCounts("all", [[9.0, 9.0]] * 5, [[9.0, 9.0]] * 5)
+    alone = ExpectedCounts("alone", [[9.0, 5.0]], [[5.0, 2.0]])
+    dead = ExpectedCounts("dead", [[0.0, 0.0]] * 5, [[0.0, 0.0]] * 5)
+    for observed in (
+        ObservedCounts((100, 0), (0, 0)),
+        ObservedCounts((2, 1), (1, 1)),
+        ObservedCounts((100, 100), (100, 100)),
+        ObservedCounts((0, 0), (0, 0)),
+        ObservedCounts(length=1.0),
+        ObservedCounts(length=1.0, rounds=10**7),
+        ObservedCounts((10**8, 10**7), (10**7, 10**6)),
+    ):
+        causes = rank_causes(observed, [none, all_, alone, dead], other_workload=True)
+        assert all(math.isfinite(each.log_likelihood) and 0 <= each.p_value <= 1 + 1e-9 for each in causes)
+    assert rank_causes(ObservedCounts((100, 0), (0, 0)), [all_, none])[0].name == "none"
+    assert rank_causes(ObservedCounts(length=1.0, rounds=100), [all_, none])[0].name == "none"
+    assert rank_causes(ObservedCounts((100, 100), (100, 100)), [none, all_])[0].name == "all"
+    with pytest.raises(ConfigError, match="accepted <= drafted"):
+        ObservedCounts((3,), (4,))
+    with pytest.raises(ConfigError, match="accepted <= drafted"):
+        ObservedCounts((3,), (-1,))
+    with pytest.raises(ConfigError, match="nothing to compare"):
+        ObservedCounts()
+    with pytest.raises(ConfigError, match="engine drafts 3"):
+        rank_causes(ObservedCounts((9, 9, 9), (9, 9, 9)), [none])
+    with pytest.raises(ConfigError, match="shapes differ"):
+        ExpectedCounts("x", [[1.0, 1.0]], [[1.0]])
+    with pytest.raises(ConfigError, match="shapes differ"):
+        replace(EVEN, domains=["x"])
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 8])
+def test_chi_square(freedom):
+    for value in (0.0, 0.5, 3.0, 20.0, 60.0):
+        assert chi_square_above(value, freedom) == pytest.approx(stats.chi2.sf(value, freedom), rel=1e-9, abs=1e-15)

@@ -1,0 +1,313 @@
+"""Rounds against plain decoding: equality for every family, forced rejections, ragged batches, ends, limits, laws."""
+
+from collections import Counter
+from functools import cache
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+from tiny import BUILDS, CONFIGS, build, decode, prompt
+
+from nextn.decoding import rounds as decode_module
+from nextn.decoding.drafter import Contract, Drafter
+from nextn.decoding.rounds import Settings, rounds
+from nextn.errors import ConfigError
+from nextn.runtime.native.session import NativeHead
+from nextn.speculative.draft_policy import FixedLength
+from nextn.speculative.sampling import Sampling, to_probs
+from nextn.stats.acceptance import Acceptance
+
+LENGTHS = (1, 2, 17, 40)
+
+
+@pytest.fixture(scope="module", params=BUILDS, ids=lambda each: f"{each[0]}-{each[1]}")
+def model(request):
+    name, modules = request.param
+    return build(name, modules=modules)
+
+
+class Oracle:
+    """Replaces the head's choice: drafts the right token for the first `right[round]` depths, then a wrong one.
+
+    Everything else (the head's passes, caches, verification, roll-back) is the real thing.
+    """
+
+    def __init__(self, monkeypatch, texts, right):
+        self.texts, self.right, self.round, self.depth = texts, right, -1, 0
+        sample_drafts, draft = Drafter.sample_drafts, decode_module._Batch._draft
+
+        def start(batch):
+            self.round, self.depth, self.batch = self.round + 1, 0, batch
+            return draft(batch)
+
+        def choose(drafter, prediction, seen, uniforms):
+            q, _ = sample_drafts(drafter, prediction, seen, uniforms)
+            tokens = []
+            for place, row in enumerate(self.batch.rows):
+                at = len(self.batch.new[place]) + self.depth
+                true = self.texts[row][at] if at < len(self.texts[row]) else 0
+                wrong = self.depth >= self.right[(self.round + row) % len(self.right)]
+                tokens.append((true + 1) % 64 if wrong else true)
+            self.depth += 1
+            return q, tokens
+
+        monkeypatch.setattr(decode_module._Batch, "_draft", start)
+        monkeypatch.setattr(Drafter, "sample_drafts", choose)
+        monkeypatch.setattr(NativeHead, "chain", lambda *_, **__: None)  # whose drafts are chosen in one native call
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    """plain(length, tokens): the trunk's own greedy text after a prompt of that length, decoded once for all tests."""
+    return cache(lambda length, tokens: decode(model, [prompt(length, seed=length)], max_tokens=tokens, drafts=0)[0][0])
+
+
+@pytest.mark.parametrize("drafts", [1, 2, 3, 6])
+def test_greedy_equals_plain(model, plain, drafts):
+    """Catches any cache, position or roll-back fault that reaches the trunk's output."""
+    assert decode(model, [prompt(17, seed=17)], drafts=drafts, max_tokens=14)[0][0] == plain(17, 14)
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 3, 6])
+def test_greedy_equals_plain_in_ragged_batches(model, plain, drafts, monkeypatch):
+    """Rows of different lengths keep different counts, also 0 and all: a mix-up of rows or counts changes the text."""
+    prompts, texts = [prompt(length, seed=length) for length in LENGTHS], [plain(length, 14) for length in LENGTHS]
+    if drafts:
+        Oracle(monkeypatch, texts, right=[drafts, 0, 1, drafts - 1, 2])
+    found, log = decode(model, prompts, drafts=drafts, max_tokens=14, chunk=16)
+    assert found == texts
+    assert {part.num_accepted for each in log for part in each.rows if part.drafts} >= ({0, 1} if drafts else set())
+
+
+@pytest.mark.parametrize("kept", range(6))
+def test_rejection_at_every_position(model, plain, kept, monkeypatch):
+    """Each round keeps exactly `kept` of 5 drafts: the roll-back of every length is right, and kept counts are told."""
+    text = plain(17, 14)
+    Oracle(monkeypatch, [text], right=[kept])
+    found, log = decode(model, [prompt(17, seed=17)], drafts=5, max_tokens=14)
+    assert found[0] == text
+    judged = [part for each in log for part in each.rows if len(part.drafts) == 5]
+    assert judged
+    assert all(part.num_accepted == kept and len(part.emitted) == kept + 1 for part in judged)
+
+
+class Late:
+    """A plan for the first twenty rounds, and four drafts in all others."""
+
+    reason = "a test"
+
+    def __init__(self, early):
+        self.early, self.asked = early.plan(), 0
+
+    def plan(self):
+        self.asked += 1
+        return self.early if self.asked <= 20 else FixedLength(4).plan()
+
+    def learn(self, *_, **__):
+        pass
+
+
+@pytest.mark.parametrize(("name", "modules"), [("glm4_moe", 2), ("deepseek_v3", 3)])
+def test_modules_that_do_not_run_do_not_fall_behind(name, modules, monkeypatch):
+    """No law is sure enough, so only the first module runs in a round: what waits for the others stays short, and in
+    the end they draft what they draft behind twenty plain rounds."""
+    model, waiting, draft = build(name, modules=modules), [], Drafter.draft
+
+    def capture_hidden(drafter, *args):
+        waiting.append(max(map(len, drafter.pending)))
+        return draft(drafter, *args)
+
+    prompts, settings = [prompt(9, seed=1), prompt(4, seed=2)], Settings(drafts=4, max_tokens=40)
+    plain = list(rounds(model.trunk, model.head, prompts, settings, length=Late(FixedLength(0))))
+    monkeypatch.setattr(Drafter, "draft", capture_hidden)
+    shy = list(rounds(model.trunk, model.head, prompts, settings, length=Late(FixedLength(4, p_min=1.0))))
+    assert shy[20].rows == plain[20].rows
+    assert not any(part.drafts for part in shy[20].rows)
+    assert any(part.drafts for part in shy[21].rows)
+    assert [each.rows for each in shy] == [each.rows for each in plain]
+    assert max(waiting) <= modules + settings.drafts
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_long_prompt_in_chunks(name):
+    """500 tokens through chunks of 96 give what one pass gives, for the trunk and for the head's drafts."""
+    model = build(name)
+    texts = [decode(model, [prompt(500)], drafts=3, max_tokens=8, chunk=chunk) for chunk in (96, 2000)]
+    assert texts[0][0] == texts[1][0] == decode(model, [prompt(500)], drafts=0, max_tokens=8)[0]
+    drafted = [[part.drafts for each in log for part in each.rows] for _, log in texts]
+    assert drafted[0] == drafted[1]
+
+
+def test_cached_equals_uncached(model):
+    """Texts and drafts are those of trunk and head run over the whole text without a cache.
+
+    Catches a head cache that was not prefilled, not re-run, or rolled back to the wrong column, and a mask or a window
+    that caches see otherwise: equality of the output sees none of these.
+    """
+    start, modules = prompt(12), model.head.num_modules
+    texts, log = decode(model, [start], drafts=modules, max_tokens=12)
+    known, compared = start + texts[0][:1], 0
+    with torch.inference_mode():
+        whole = model.trunk(torch.tensor([start + texts[0]]))
+        assert model.trunk.logits(whole.final_hidden)[0, len(start) - 1 : -1].argmax(-1).tolist() == texts[0]
+        for each in log[1:]:
+            drafted = list(each.rows[0].drafts)
+            if len(drafted) == modules:
+                tokens = torch.tensor([known + drafted])
+                states = whole.head_input[:, : len(known) - 1]
+                hidden = torch.cat([states, states.new_zeros(1, modules + 1, *states.shape[2:])], dim=1)
+                logits = model.head(tokens, hidden, depths=modules)
+                assert logits[0, len(known) - 2].argmax(-1).tolist() == drafted
+                compared += 1
+            known += each.rows[0].emitted
+    assert compared
+
+
+def test_batch_draws_what_a_single_row_draws():
+    """A row's random numbers do not depend on its neighbors: row 0 alone decodes the same text."""
+    model = build("glm4_moe")
+    sampling = Sampling(temperature=1.0, top_p=0.9)
+    both = decode(model, [prompt(8), prompt(20, seed=3)], drafts=3, max_tokens=16, sampling=sampling)[0]
+    assert decode(model, [prompt(8)], drafts=3, max_tokens=16, sampling=sampling)[0][0] == both[0]
+    assert decode(model, [prompt(8)], drafts=3, max_tokens=16, sampling=sampling, seed=1)[0][0] != both[0]
+
+
+LAWS = {
+    "plain": (Sampling(temperature=1.0), True),
+    "argmax-drafts": (Sampling(temperature=1.0), False),
+    "top-p": (Sampling(temperature=0.7, top_p=0.8), True),
+    "penalty": (Sampling(temperature=1.3, top_k=3, min_p=0.05, repetition_penalty=1.5), True),
+}
+
+
+# What a law does with a state that cannot be cropped, two of them tell.
+@pytest.mark.parametrize(
+    ("name", "probs"), [*product(["glm4_moe"], LAWS), ("qwen3_5", "plain"), ("qwen3_5", "penalty")]
+)
+def test_whole_decodes_follow_the_law(name, probs):
+    """Chi-square of 4-token texts over a vocabulary of 3 against the law enumerated from the trunk alone.
+
+    Catches q of other settings than p, a penalty that misses the drafts before, a lost residual.
+    """
+    sampling, sampled = LAWS[probs]
+    model = build(name, vocab_size=3, hidden_size=16, seed=5, initializer_range=0.2)
+    start, count = [1, 2, 0], 2400 if name == "glm4_moe" else 900
+    counts: Counter[tuple[int, ...]] = Counter()
+    for seed in range(3):
+        texts, _ = decode(
+            model, [start] * (count // 3), drafts=2, max_tokens=4, sampling=sampling, sampled_drafts=sampled, seed=seed
+        )
+        counts.update(map(tuple, texts))
+    expected = {text: count * _probability(model, start, text, sampling) for text in product(range(3), repeat=4)}
+    assert sum(expected.values()) == pytest.approx(count, rel=1e-3)
+    assert all(expected[text] > 0 for text in counts)
+    common = [text for text, number in expected.items() if number >= 5]
+    rare = count - sum(expected[text] for text in common), count - sum(counts[text] for text in common)
+    observed = [counts[text] for text in common] + [rare[1]]
+    wanted = [expected[text] for text in common] + [rare[0]]
+    keep = np.array(wanted) > 1e-6
+    distributions, found = np.array(wanted)[keep], np.array(observed)[keep]
+    assert chisquare(found, distributions / distributions.sum() * found.sum()).pvalue > 1e-3
+
+
+def _probability(model, start, text, sampling):
+    probability, known = 1.0, list(start)
+    with torch.inference_mode():
+        for token in text:
+            logits = model.trunk.logits(model.trunk(torch.tensor([known])).final_hidden[0, -1])
+            seen = torch.zeros(3, dtype=torch.bool)
+            seen[known] = True
+            probability *= to_probs(logits, sampling, seen if sampling.needs_seen else None)[token].item()
+            known.append(token)
+    return probability
+
+
+def test_eos_ends_a_row_inside_a_round(monkeypatch):
+    """Kept drafts behind an eos are not emitted, and do not count as judged."""
+    model = build("glm4_moe")
+    text = decode(model, [prompt(9)], drafts=0, max_tokens=20)[0][0]
+    at = next(index for index in range(3, 20) if text[index] not in text[:index])
+    Oracle(monkeypatch, [text], right=[5])
+    found, log = decode(model, [prompt(9)], drafts=5, max_tokens=20, eos=(text[at],))
+    assert found[0] == text[: at + 1]
+    last = log[-1].rows[0]
+    assert last.finish == "eos"
+    assert len(last.emitted) in (last.num_accepted, last.num_accepted + 1)
+    assert len(last.drafts) >= last.num_accepted
+
+
+def test_rows_leave_when_they_end():
+    """A row that ends early does not change the others."""
+    model = build("qwen3_5")
+    prompts = [prompt(5, seed=1), prompt(9, seed=2), prompt(3, seed=3)]
+    alone = [decode(model, [each], drafts=0, max_tokens=16)[0][0] for each in prompts]
+    eos = (alone[1][2],)
+    expected = [text[: text.index(eos[0]) + 1] if eos[0] in text else text for text in alone]
+    assert decode(model, prompts, drafts=4, max_tokens=16, eos=eos)[0] == expected
+
+
+def test_the_context_ends_a_row():
+    """Decoding stops at max_position_embeddings, never beyond, and says so."""
+    model = build("glm4_moe", max_position_embeddings=32)
+    texts, log = decode(model, [prompt(20)], drafts=6, max_tokens=100)
+    assert len(texts[0]) == 12
+    assert log[-1].rows[0].finish == "context"
+    assert texts == decode(model, [prompt(20)], drafts=0, max_tokens=100)[0]
+
+
+def test_max_tokens_is_exact():
+    model = build("glm4_moe")
+    for count in range(1, 8):
+        texts, log = decode(model, [prompt(4)], drafts=4, max_tokens=count)
+        assert len(texts[0]) == count
+        assert log[-1].rows[0].finish == "length"
+
+
+def test_no_head_work_without_drafts(monkeypatch):
+    """K = 0 is plain decoding through the same loop: the head is not run over the prompt for nothing."""
+    model = build("glm4_moe")
+    monkeypatch.setattr(model.head, "step", lambda *_, **__: pytest.fail("the head ran"))
+    decode(model, [prompt(30)], drafts=0, max_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "words"),
+    [
+        ([], {}, "no prompt"),
+        ([[]], {}, "prompt 0 is empty"),
+        ([[1] * 2048], {}, "context holds 2048"),
+        ([[1, 64]], {}, "vocabulary is 0..63"),
+        ([[1, -1]], {}, "vocabulary is 0..63"),
+    ],
+)
+def test_bad_prompts(prompts, settings, words):
+    model = build("glm4_moe")
+    with pytest.raises(ConfigError, match=words):
+        next(rounds(model.trunk, model.head, prompts, Settings(**settings)))
+
+
+@pytest.mark.parametrize("values", [{"drafts": -1}, {"max_tokens": 0}, {"chunk": 0}, {"contract": Contract(offset=2)}])
+def test_bad_settings(values):
+    with pytest.raises(ConfigError, match=f"{next(iter(values))}"):
+        Settings(**values)
+
+
+def test_drafts_need_a_head():
+    model = build("glm4_moe")
+    with pytest.raises(ConfigError, match="no head"):
+        next(rounds(model.trunk, None, [[1]], Settings(drafts=2)))
+
+
+def test_acceptance_counts_conditionally(monkeypatch):
+    """a_k counts only rounds in which every shallower draft was kept."""
+    model = build("glm4_moe")
+    text = decode(model, [prompt(9)], drafts=0, max_tokens=21)[0]
+    Oracle(monkeypatch, text, right=[0, 1, 3])
+    figures = Acceptance.of(decode(model, [prompt(9)], drafts=3, max_tokens=21)[1])
+    assert figures.num_drafted[1] == figures.num_accepted[0]
+    assert figures.rates[0] == pytest.approx(figures.num_accepted[0] / figures.num_drafted[0])
+    assert figures.length == pytest.approx(1 + sum(figures.num_accepted) / figures.num_rounds)
+    low, high = figures.intervals()[0]
+    assert low < figures.rates[0] < high

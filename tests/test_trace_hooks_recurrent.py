@@ -1,0 +1,178 @@
+"""The native ops of recurrent layers: against transformers' functions, and bit for bit against themselves."""
+
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
+
+from nextn.errors import ConfigError
+from nextn.runtime.native.abi import Runtime, load
+
+MAX_BLOCK = 9
+TYPES = [torch.float32, torch.bfloat16]
+
+
+@cache
+def team(threads: int) -> Runtime:
+    return Runtime(load().library, threads)
+
+
+def header(memory: Tensor) -> Tensor:
+    return torch.tensor([memory.data_ptr()])
+
+
+def delta_inputs(dtype: torch.dtype, *, width: int, dims: tuple[int, int] = (32, 80), batch: int = 2) -> list[Tensor]:
+    """q, k, v, g, beta of 2 key and 6 value heads; q, k and v lie in one row per token."""
+    torch.manual_seed(0)
+    dim_k, dim_v = dims
+    mixed = torch.randn(batch, width, 4 * dim_k + 6 * dim_v).to(dtype)
+    q, k, v = mixed.split([2 * dim_k, 2 * dim_k, 6 * dim_v], -1)
+    g, beta = -torch.rand(batch, width, 6), torch.rand(batch, width, 6).to(dtype)
+    return [q.unflatten(-1, (2, dim_k)), k.unflatten(-1, (2, dim_k)), v.unflatten(-1, (6, dim_v)), g, beta]
+
+
+def run_delta(inputs: list[Tensor], states: Tensor, *, norm: bool = True, threads: int = 1) -> Tensor:
+    out = torch.full(inputs[2].shape, float("nan"), dtype=inputs[0].dtype)
+    team(threads).call("gated_delta_rule", [out, *inputs, header(states)], [states.shape[1] - 1, norm])
+    return out
+
+
+def new_states(inputs: list[Tensor]) -> Tensor:
+    batch, _, heads, dim_v = inputs[2].shape
+    states = torch.full((batch, MAX_BLOCK + 1, heads, inputs[0].shape[-1], dim_v), float("nan"))
+    states[:, 0] = torch.randn(states[:, 0].shape, generator=torch.Generator().manual_seed(1))
+    return states
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("dims", [(32, 80), (128, 128), (24, 21)], ids=str)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_delta_agrees_with_transformers(dtype: torch.dtype, dims: tuple[int, int], norm: bool) -> None:
+    inputs = delta_inputs(dtype, width=7, dims=dims)
+    if not norm:
+        inputs[1] = inputs[1] * 0.2
+    states = new_states(inputs)
+    out = run_delta(inputs, states, norm=norm)
+    q, k, v, g, beta = inputs
+    for last in range(1, 8):
+        expected, state = torch_recurrent_gated_delta_rule(
+            *(x[:, :last] for x in (q, k, v)),
+            g=g[:, :last],
+            beta=beta[:, :last],
+            initial_state=states[:, 0].clone(),
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=norm,
+        )
+        torch.testing.assert_close(states[:, last], state, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(out, expected, **({} if dtype == torch.bfloat16 else {"atol": 2e-5, "rtol": 2e-5}))
+    assert states[:, 8:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_delta_gives_a_token_the_same_bits_in_every_window(dtype: torch.dtype) -> None:
+    """All at once on two threads; one by one; and a sequence alone: with `commit_state` between the blocks."""
+    inputs = delta_inputs(dtype, width=9)
+    states, single = new_states(inputs), new_states(inputs)
+    whole = run_delta(inputs, states, threads=2)
+    elements = single[0, 0].numel()
+    for token in range(9):
+        out = run_delta([x[:, token : token + 1] for x in inputs], single)
+        assert torch.equal(out, whole[:, token : token + 1])
+        load().call("commit_state", [torch.tensor([1, 1]), header(single)], [MAX_BLOCK, elements, 2])
+        assert torch.equal(single[:, 0], states[:, token + 1])
+    alone = new_states(inputs)[1:].contiguous()
+    assert torch.equal(run_delta([x[1:] for x in inputs], alone), whole[1:])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_each_row_keeps_its_own_count_of_states(threads: int) -> None:
+    states = torch.randn(3, MAX_BLOCK + 1, 2, 5, 7)
+    before = states.clone()
+    team(threads).call("commit_state", [torch.tensor([4, 0, 9]), header(states)], [MAX_BLOCK, 70, 3])
+    assert torch.equal(states[:, 0], torch.stack([before[0, 4], before[1, 0], before[2, 9]]))
+    assert torch.equal(states[:, 1:], before[:, 1:])
+
+
+def run_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, *, silu: bool, threads: int = 1
+) -> Tensor:
+    # [B, m, C] seen as [B, C, m]: what the delta rule reads next
+    out = torch.full((x.shape[0], x.shape[2], x.shape[1]), float("nan"), dtype=x.dtype).transpose(1, 2)
+    views = [out, x, weight, *([] if bias is None else [bias]), header(history)]
+    team(threads).call("causal_conv", views, [history.shape[2] - weight.shape[1] + 1, silu])
+    return out
+
+
+def conv_inputs(
+    dtype: torch.dtype, *, width: int, kernel: int, channels: int = 37
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(2, width, channels).to(dtype).transpose(1, 2)
+    history = torch.zeros(2, channels, MAX_BLOCK + kernel - 1, dtype=dtype)
+    history[:, :, : kernel - 1] = torch.randn(2, channels, kernel - 1)
+    return x, torch.randn(channels, kernel).to(dtype), torch.randn(channels).to(dtype), history
+
+
+@pytest.mark.parametrize("silu", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("kernel", [4, 2, 1])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_conv_agrees_with_torch(dtype: torch.dtype, kernel: int, biased: bool, silu: bool) -> None:
+    x, weight, bias, history = conv_inputs(dtype, width=7, kernel=kernel)
+    whole = torch.cat([history[:, :, : kernel - 1], x], -1)
+    out = run_conv(x, weight, bias if biased else None, history, silu=silu)
+    expected = F.conv1d(whole.double(), weight.double()[:, None], bias.double() if biased else None, groups=37)
+    expected = expected.to(dtype)
+    expected = F.silu(expected) if silu else expected
+    # A sum that lies between two bf16 numbers may round to either.
+    torch.testing.assert_close(out, expected, **({} if dtype == torch.float32 else {"atol": 1e-3, "rtol": 8e-3}))
+    if dtype == torch.bfloat16:
+        assert (out == expected).float().mean() > 0.97
+    assert torch.equal(history[:, :, : kernel - 1 + 7], whole)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_conv_gives_a_column_the_same_bits_in_every_window(dtype: torch.dtype) -> None:
+    """All at once on two threads; then in blocks of which only a part is committed, as after a rejected draft."""
+    x, weight, bias, history = conv_inputs(dtype, width=9, kernel=4)
+    parts = history.clone()
+    whole = run_conv(x, weight, bias, history, silu=True, threads=2)
+    code = {torch.float32: 0, torch.bfloat16: 1}[dtype]
+    done = 0
+    for width, kept in [(4, 2), (3, 3), (2, 0), (1, 1), (3, 2)]:
+        out = run_conv(x[:, :, done : done + width], weight, bias, parts, silu=True)
+        assert torch.equal(out, whole[:, :, done : done + width])
+        load().call("commit_history", [torch.tensor([kept, kept]), header(parts)], [MAX_BLOCK, 4, 37, 2, code])
+        done += kept
+    assert torch.equal(parts[:, :, :3], history[:, :, done : done + 3])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_each_row_keeps_its_own_count_of_columns(dtype: torch.dtype, threads: int) -> None:
+    history = torch.randn(3, 5, MAX_BLOCK + 3).to(dtype)
+    before = history.clone()
+    code = {torch.float32: 0, torch.bfloat16: 1}[dtype]
+    team(threads).call("commit_history", [torch.tensor([0, 2, 9]), header(history)], [MAX_BLOCK, 4, 5, 3, code])
+    for row, count in enumerate([0, 2, 9]):
+        assert torch.equal(history[row, :, :3], before[row, :, count : count + 3])
+
+
+def test_conv_takes_any_strides_and_a_broadcast_row() -> None:
+    x, weight, _, history = conv_inputs(torch.float32, width=5, kernel=3)
+    history[1] = history[0]
+    same = run_conv(x[:1].expand(2, -1, -1), weight, None, history, silu=False)
+    assert torch.equal(same[0], same[1])
+    assert same.isfinite().all()
+
+
+def test_windows_beyond_the_room_are_refused() -> None:
+    inputs = delta_inputs(torch.float32, width=MAX_BLOCK + 1)
+    with pytest.raises(ConfigError, match="gated_delta_rule"):
+        run_delta(inputs, new_states(inputs))
+    x, weight, _, history = conv_inputs(torch.float32, width=MAX_BLOCK + 1, kernel=4)
+    with pytest.raises(ConfigError, match="conv"):
+        run_conv(x, weight, None, history, silu=True)
