@@ -18,6 +18,7 @@ from nextn.decoding.rounds import Settings
 from nextn.engines.counters import Counters, fill_in_derived, sum_counters
 from nextn.evaluate.conventions import apply_variants
 from nextn.evaluate.faults import FAULTS, fault_variant
+from nextn.runtime.backend import backend_for
 from nextn.speculative.sampling import Sampling, Verifier, sample_at, to_probs
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
@@ -60,11 +61,12 @@ class _Matching(Verifier):
 
 @contextmanager
 def _matching(model):
-    model.trunk.verifier = lambda sampling, *, block: _Matching(sampling, block=block)
+    trunk = backend_for(model, "torch").trunk
+    trunk.verifier = lambda sampling, *, block: _Matching(sampling, block=block)
     try:
         yield
     finally:
-        del model.trunk.verifier
+        del trunk.verifier
 
 
 def _cut(result, drafts, tokens):

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 from replays import fast_of
-from test_rounds_decode import Oracle
+from test_rounds_decode import oracle
 from tiny import build, decode, prompt
 
 from nextn.errors import RollbackError
@@ -50,11 +50,11 @@ def test_rounds_equal_plain_rounds(name, lengths, drafts):
 
 
 @pytest.mark.parametrize("kept", range(6))
-def test_rejection_at_every_position(name, kept, monkeypatch):
+def test_rejection_at_every_position(name, kept):
     """Each round accepts exactly `kept` of 5 drafts: the state after every position of a block is right."""
     text = decode(plain(name), [prompt(17, seed=17)], drafts=0, max_tokens=20)[0]
-    Oracle(monkeypatch, text, right=[kept])
-    found, log = decode(fast(name), [prompt(17, seed=17)], drafts=5, max_tokens=20)
+    drafter = oracle(text, right=[kept])
+    found, log = decode(fast(name), [prompt(17, seed=17)], drafts=5, max_tokens=20, make_drafter=drafter)
     assert found == text
     parts = [part for each in log for part in each.rows if len(part.drafts) == 5]
     assert parts
@@ -63,14 +63,14 @@ def test_rejection_at_every_position(name, kept, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("drafts", [1, 3, 6])
-def test_drafts_never_change_the_text(name, dtype, drafts, monkeypatch):
+def test_drafts_never_change_the_text(name, dtype, drafts):
     """Ragged rows keep different counts, also 0 and all; and no token's arithmetic depends on the window's size: with
     drafts or without, in bf16, too, the text is the same."""
     model, prompts = fast(name, dtype), [prompt(length, seed=length) for length in LENGTHS]
     texts = [decode(model, [each], drafts=0, max_tokens=24)[0][0] for each in prompts]
     assert decode(model, prompts, drafts=drafts, max_tokens=24)[0] == texts
-    Oracle(monkeypatch, texts, right=[drafts, 0, 1, drafts - 1, 2])
-    found, log = decode(model, prompts, drafts=drafts, max_tokens=24, chunk=13)
+    drafter = oracle(texts, right=[drafts, 0, 1, drafts - 1, 2])
+    found, log = decode(model, prompts, drafts=drafts, max_tokens=24, chunk=13, make_drafter=drafter)
     assert found == texts
     assert {part.num_accepted for each in log for part in each.rows if part.drafts} >= {0, 1}
 

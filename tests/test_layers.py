@@ -29,6 +29,8 @@ LAYERS = [
     ["conformance", "demo"],
     ["cli"],
 ]
+# Lines of Python without the family rows.
+LINE_BUDGET = 33_100
 # fmt: off
 NO_TORCH = (
     "errors", "bounded_http", "redaction", "families", "data.byte_tokenizer", "data.corpus", "data.sources",
@@ -155,10 +157,6 @@ def test_public_names_resolve():
 
 def test_line_budget():
     """Growth is a decision: raise the number in the change that needs it, and say why in docs/architecture.md."""
-    files = [
-        path for path in PACKAGE.rglob("*.py") if path.parts[-2:] != ("families", "rows.py")
-    ]  # rows are facts, not code
-    budget = re.search(
-        r"Line budget: ([\d,]+) lines", (Path(__file__).parent.parent / "docs" / "architecture.md").read_text()
-    )
-    assert sum(path.read_text().count("\n") for path in files) <= int(budget[1].replace(",", ""))
+    rows = PACKAGE / "families" / "rows.py"  # facts, not code
+    files = [path for path in PACKAGE.rglob("*.py") if path != rows]
+    assert sum(path.read_text().count("\n") for path in files) <= LINE_BUDGET

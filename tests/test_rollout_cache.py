@@ -6,6 +6,7 @@ from tiny import BUILDS, build
 
 from nextn.cache.rollout_cache import chain_mask
 from nextn.errors import ConfigError
+from nextn.runtime.torch_backend import TorchHead
 
 
 def slow(head, tokens, hidden, depths):
@@ -21,7 +22,7 @@ def slow(head, tokens, hidden, depths):
             states = step.next_hidden if head.uses_next_hidden(depth + 1) else states
             outs[depth - 1].append(head.logits(depth - 1, step.final_hidden[:, -1]))
         if depths > modules:
-            chain = head.recursion(cache, step.next_hidden[:, -1])
+            chain = TorchHead(head).recursion(cache, step.next_hidden[:, -1])
             for depth in range(modules + 1, depths + 1):
                 outs[depth - 1].append(chain.step(tokens[:, column + depth].tolist()).logits)
     return torch.stack([torch.stack(each, dim=1) for each in outs], dim=2)

@@ -1,7 +1,7 @@
 """Rounds against plain decoding: equality for every family, forced rejections, ragged batches, ends, limits, laws."""
 
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import numpy as np
@@ -10,11 +10,9 @@ import torch
 from scipy.stats import chisquare
 from tiny import BUILDS, CONFIGS, build, decode, prompt
 
-from nextn.decoding import rounds as decode_module
 from nextn.decoding.drafter import Contract, Drafter
 from nextn.decoding.rounds import Settings, rounds
 from nextn.errors import ConfigError
-from nextn.runtime.native.session import NativeHead
 from nextn.speculative.draft_policy import FixedLength
 from nextn.speculative.sampling import Sampling, to_probs
 from nextn.stats.acceptance import Acceptance
@@ -28,34 +26,44 @@ def model(request):
     return build(name, modules=modules)
 
 
-class Oracle:
-    """Replaces the head's choice: drafts the right token for the first `right[round]` depths, then a wrong one.
+class OracleDrafter(Drafter):
+    """Drafts the right token for the first `right[round]` depths of a round, then a wrong one.
 
-    Everything else (the head's passes, caches, verification, roll-back) is the real thing.
+    Everything else (the head's passes, caches, verification, rollback) is that of a `Drafter`.
     """
 
-    def __init__(self, monkeypatch, texts, right):
-        self.texts, self.right, self.round, self.depth = texts, right, -1, 0
-        sample_drafts, draft = Drafter.sample_drafts, decode_module._Batch._draft
+    uses_native_chain = False
 
-        def start(batch):
-            self.round, self.depth, self.batch = self.round + 1, 0, batch
-            return draft(batch)
+    def __init__(self, head, like, batch_size, *, texts, right, **options):
+        super().__init__(head, like, batch_size, **options)
+        self.texts, self.right, self.round = texts, right, -1
+        self.rows, self.prompts = list(range(batch_size)), None
 
-        def choose(drafter, prediction, seen, uniforms):
-            q, _ = sample_drafts(drafter, prediction, seen, uniforms)
-            tokens = []
-            for place, row in enumerate(self.batch.rows):
-                at = len(self.batch.new[place]) + self.depth
-                true = self.texts[row][at] if at < len(self.texts[row]) else 0
-                wrong = self.depth >= self.right[(self.round + row) % len(self.right)]
-                tokens.append((true + 1) % 64 if wrong else true)
-            self.depth += 1
-            return q, tokens
+    def draft(self, plan, limits, tokens, uniforms, seen=None):
+        # The first round comes after one token of the prefill.
+        self.prompts = [len(row) - 1 for row in tokens] if self.prompts is None else self.prompts
+        self.round, self.depth, self.known = self.round + 1, 0, tokens
+        return super().draft(plan, limits, tokens, uniforms, seen)
 
-        monkeypatch.setattr(decode_module._Batch, "_draft", start)
-        monkeypatch.setattr(Drafter, "sample_drafts", choose)
-        monkeypatch.setattr(NativeHead, "chain", lambda *_, **__: None)  # whose drafts are chosen in one native call
+    def sample_drafts(self, prediction, seen, uniforms):
+        q, _ = super().sample_drafts(prediction, seen, uniforms)
+        drafts = []
+        for index, row in enumerate(self.rows):
+            at = len(self.known[index]) - self.prompts[row] + self.depth
+            true = self.texts[row][at] if at < len(self.texts[row]) else 0
+            wrong = self.depth >= self.right[(self.round + row) % len(self.right)]
+            drafts.append((true + 1) % 64 if wrong else true)
+        self.depth += 1
+        return q, drafts
+
+    def select(self, indices):
+        self.rows = [self.rows[index] for index in indices]
+        super().select(indices)
+
+
+def oracle(texts, right):
+    """A maker of drafters for `rounds`."""
+    return partial(OracleDrafter, texts=texts, right=right)
 
 
 @pytest.fixture(scope="module")
@@ -71,22 +79,21 @@ def test_greedy_equals_plain(model, plain, drafts):
 
 
 @pytest.mark.parametrize("drafts", [0, 1, 3, 6])
-def test_greedy_equals_plain_in_ragged_batches(model, plain, drafts, monkeypatch):
+def test_greedy_equals_plain_in_ragged_batches(model, plain, drafts):
     """Rows of different lengths keep different counts, also 0 and all: a mix-up of rows or counts changes the text."""
     prompts, texts = [prompt(length, seed=length) for length in LENGTHS], [plain(length, 14) for length in LENGTHS]
-    if drafts:
-        Oracle(monkeypatch, texts, right=[drafts, 0, 1, drafts - 1, 2])
-    found, log = decode(model, prompts, drafts=drafts, max_tokens=14, chunk=16)
+    makes = {"make_drafter": oracle(texts, right=[drafts, 0, 1, drafts - 1, 2])} if drafts else {}
+    found, log = decode(model, prompts, drafts=drafts, max_tokens=14, chunk=16, **makes)
     assert found == texts
     assert {part.num_accepted for each in log for part in each.rows if part.drafts} >= ({0, 1} if drafts else set())
 
 
 @pytest.mark.parametrize("kept", range(6))
-def test_rejection_at_every_position(model, plain, kept, monkeypatch):
+def test_rejection_at_every_position(model, plain, kept):
     """Each round keeps exactly `kept` of 5 drafts: the roll-back of every length is right, and kept counts are told."""
     text = plain(17, 14)
-    Oracle(monkeypatch, [text], right=[kept])
-    found, log = decode(model, [prompt(17, seed=17)], drafts=5, max_tokens=14)
+    drafter = oracle([text], right=[kept])
+    found, log = decode(model, [prompt(17, seed=17)], drafts=5, max_tokens=14, make_drafter=drafter)
     assert found[0] == text
     judged = [part for each in log for part in each.rows if len(part.drafts) == 5]
     assert judged
@@ -110,19 +117,20 @@ class Late:
 
 
 @pytest.mark.parametrize(("name", "modules"), [("glm4_moe", 2), ("deepseek_v3", 3)])
-def test_modules_that_do_not_run_do_not_fall_behind(name, modules, monkeypatch):
+def test_modules_that_do_not_run_do_not_fall_behind(name, modules):
     """No law is sure enough, so only the first module runs in a round: what waits for the others stays short, and in
     the end they draft what they draft behind twenty plain rounds."""
-    model, waiting, draft = build(name, modules=modules), [], Drafter.draft
+    model, waiting = build(name, modules=modules), []
 
-    def capture_hidden(drafter, *args):
-        waiting.append(max(map(len, drafter.pending)))
-        return draft(drafter, *args)
+    class Watched(Drafter):
+        def draft(self, *args):
+            waiting.append(max(map(len, self.pending)))
+            return super().draft(*args)
 
     prompts, settings = [prompt(9, seed=1), prompt(4, seed=2)], Settings(drafts=4, max_tokens=40)
     plain = list(rounds(model.trunk, model.head, prompts, settings, length=Late(FixedLength(0))))
-    monkeypatch.setattr(Drafter, "draft", capture_hidden)
-    shy = list(rounds(model.trunk, model.head, prompts, settings, length=Late(FixedLength(4, p_min=1.0))))
+    late = Late(FixedLength(4, p_min=1.0))
+    shy = list(rounds(model.trunk, model.head, prompts, settings, length=late, make_drafter=Watched))
     assert shy[20].rows == plain[20].rows
     assert not any(part.drafts for part in shy[20].rows)
     assert any(part.drafts for part in shy[21].rows)
@@ -224,13 +232,13 @@ def _probability(model, start, text, sampling):
     return probability
 
 
-def test_eos_ends_a_row_inside_a_round(monkeypatch):
+def test_eos_ends_a_row_inside_a_round():
     """Kept drafts behind an eos are not emitted, and do not count as judged."""
     model = build("glm4_moe")
     text = decode(model, [prompt(9)], drafts=0, max_tokens=20)[0][0]
     at = next(index for index in range(3, 20) if text[index] not in text[:index])
-    Oracle(monkeypatch, [text], right=[5])
-    found, log = decode(model, [prompt(9)], drafts=5, max_tokens=20, eos=(text[at],))
+    drafter = oracle([text], right=[5])
+    found, log = decode(model, [prompt(9)], drafts=5, max_tokens=20, eos=(text[at],), make_drafter=drafter)
     assert found[0] == text[: at + 1]
     last = log[-1].rows[0]
     assert last.finish == "eos"
@@ -300,12 +308,12 @@ def test_drafts_need_a_head():
         next(rounds(model.trunk, None, [[1]], Settings(drafts=2)))
 
 
-def test_acceptance_counts_conditionally(monkeypatch):
+def test_acceptance_counts_conditionally():
     """a_k counts only rounds in which every shallower draft was kept."""
     model = build("glm4_moe")
     text = decode(model, [prompt(9)], drafts=0, max_tokens=21)[0]
-    Oracle(monkeypatch, text, right=[0, 1, 3])
-    figures = Acceptance.of(decode(model, [prompt(9)], drafts=3, max_tokens=21)[1])
+    drafter = oracle(text, right=[0, 1, 3])
+    figures = Acceptance.of(decode(model, [prompt(9)], drafts=3, max_tokens=21, make_drafter=drafter)[1])
     assert figures.num_drafted[1] == figures.num_accepted[0]
     assert figures.rates[0] == pytest.approx(figures.num_accepted[0] / figures.num_drafted[0])
     assert figures.length == pytest.approx(1 + sum(figures.num_accepted) / figures.num_rounds)

@@ -13,6 +13,7 @@ from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
 from nextn.runtime.native.program import Replay
 from nextn.runtime.native.trace import Untraceable
+from nextn.runtime.torch_backend import TorchHead, TorchTrunk
 from nextn.speculative.draft_policy import AdaptiveLength, FixedLength
 from nextn.stats.acceptance import Acceptance
 from nextn.stats.speedup import Costs, Spread
@@ -78,28 +79,29 @@ def pair(request) -> tuple[Model, SimpleNamespace]:
 def test_states_and_logits(pair):
     """Blocks with and without padding, after blocks of which a part was rolled back."""
     model, fast = pair
+    torch_trunk, torch_head = TorchTrunk(model.trunk), TorchHead(model.head)
     caches, head_caches = (
-        [each.cache(2) for each in paths] for paths in ((model.trunk, fast.trunk), (model.head, fast.head))
+        [each.cache(2) for each in paths] for paths in ((torch_trunk, fast.trunk), (torch_head, fast.head))
     )
     near = ROUGH if any(kind.is_recurrent for kind in model.trunk.layer_types) else NEAR
     for width in (9, 1, 3, 1):
         tokens = torch.tensor([prompt(width, seed=width), prompt(width, seed=width + 1)])
-        hidden = [trunk(tokens, cache) for trunk, cache in zip((model.trunk, fast.trunk), caches, strict=True)]
+        hidden = [trunk(tokens, cache) for trunk, cache in zip((torch_trunk, fast.trunk), caches, strict=True)]
         torch.testing.assert_close(hidden[1].final_hidden, hidden[0].final_hidden, **near)
         torch.testing.assert_close(hidden[1].head_input, hidden[0].head_input, **near)
         logits = [
-            trunk.predict(each.final_hidden) for trunk, each in zip((model.trunk, fast.trunk), hidden, strict=True)
+            trunk.predict(each.final_hidden) for trunk, each in zip((torch_trunk, fast.trunk), hidden, strict=True)
         ]
         compare(logits, near)
         head_input = hidden[0].head_input.clone()
         steps = [
             head.step(0, tokens, head_input, cache=cache)
-            for head, cache in zip((model.head, fast.head), head_caches, strict=True)
+            for head, cache in zip((torch_head, fast.head), head_caches, strict=True)
         ]
         torch.testing.assert_close(steps[1].final_hidden, steps[0].final_hidden, **NEAR)
         torch.testing.assert_close(steps[1].next_hidden, steps[0].next_hidden, **NEAR)
         compare(
-            [head.predict(0, each.final_hidden) for head, each in zip((model.head, fast.head), steps, strict=True)],
+            [head.predict(0, each.final_hidden) for head, each in zip((torch_head, fast.head), steps, strict=True)],
             near,
         )
         for cache in (*caches, *head_caches):
@@ -175,7 +177,7 @@ def test_a_chain_can_be_led_elsewhere():
     fast = fast_of(copy.copy(model))
     state = torch.randn(2, 32, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        chains = [head.recursion(head.cache(2), state) for head in (model.head, fast.head)]
+        chains = [head.recursion(head.cache(2), state) for head in (TorchHead(model.head), fast.head)]
         best = [5, 9]
         for drawn in (None, None, [7, 1], None, None):
             guesses = [chain.step(drawn or best) for chain in chains]

@@ -1,10 +1,12 @@
 """Tiny models of every family, and the language that the trained fixtures speak."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from nextn.data.corpus import Corpus
+from nextn.decoding.drafter import Drafter
 from nextn.decoding.rounds import Settings, rounds
 from nextn.model.model import Model
 
@@ -442,11 +444,13 @@ def refrains(count: int, length: int, *, seed: int, eos: int = 63) -> Corpus:
     return Corpus.from_texts(texts, lambda batch: [[int(word) for word in text.split()] for text in batch], eos=eos)
 
 
-def decode(model: Model, prompts: list[list[int]], **settings: object) -> tuple[list[list[int]], list]:
+def decode(
+    model: Model, prompts: list[list[int]], *, make_drafter: Callable[..., Drafter] = Drafter, **settings: object
+) -> tuple[list[list[int]], list]:
     """All new tokens per prompt, and the rounds."""
     out: list[list[int]] = [[] for _ in prompts]
     log = []
-    for each in rounds(model.trunk, model.head, prompts, Settings(**settings)):
+    for each in rounds(model.trunk, model.head, prompts, Settings(**settings), make_drafter=make_drafter):
         log.append(each)
         for part in each.rows:
             out[part.row] += part.emitted

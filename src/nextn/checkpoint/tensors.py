@@ -99,7 +99,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
     def non_finite(self, name: str) -> str:
         """Return `name`, or the name of its scales if those are not finite."""
         scale = self.scales.get(name)
-        return name if scale is None or bool(torch.isfinite(self._raw(scale).float()).all()) else scale
+        return name if scale is None or is_finite(self._raw(scale)) else scale
 
     def _raw(self, name: str) -> Tensor:
         file = self.checkpoint.info(name).file
@@ -109,6 +109,17 @@ class TensorReader(AbstractContextManager["TensorReader"]):
                 raise CheckpointError(f"{source}: not a local file. Download it first.")
             self._files[file] = self._stack.enter_context(safe_open(source.path, framework="pt"))
         return self._files[file].get_tensor(name)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no value of a floating-point tensor is NaN or infinite.
+
+    The extremes are enough, as they are NaN if any value is; `torch.isfinite` makes a mask and takes 50 times as long.
+    """
+    if tensor.numel() == 0:
+        return True
+    extremes = tensor if tensor.itemsize == 1 else torch.stack(tensor.aminmax())  # float8 has no aminmax
+    return bool(torch.isfinite(extremes.float()).all())
 
 
 def is_activation_scale(name: str) -> bool:

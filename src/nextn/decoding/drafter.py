@@ -12,8 +12,8 @@ from torch import Tensor
 
 from nextn.cache.kv_cache import KVCache
 from nextn.model.head import HeadStep
-from nextn.runtime.backend import AnyHead, AnyRecursion
 from nextn.runtime.native.draft_chain import NativeDraftChain
+from nextn.runtime.protocol import DecodingHead, DecodingRecursion
 from nextn.settings import Contract as Contract
 from nextn.speculative.draft_policy import DraftChain, RoundPlan
 from nextn.speculative.sampling import Prediction, Sampling, Uniforms, ragged, sample
@@ -37,14 +37,17 @@ class DraftResult:
 
 
 class Drafter:
-    """The head's half of a decode.
+    """The head's half of a decode. Subclasses may draft otherwise, see `rounds(make_drafter=)`.
 
     `pending[r]` holds the trunk's states at the last positions of sequence r, for the head's next refresh.
     """
 
+    # Whether the drafts of a round may be one native call; where not, each passes through `sample_drafts`.
+    uses_native_chain = True
+
     def __init__(
         self,
-        head: AnyHead,
+        head: DecodingHead,
         like: Tensor,
         batch_size: int,
         *,
@@ -56,7 +59,7 @@ class Drafter:
         """like: [0, *hidden_shape], of the states' dtype and device. sampled: sample drafts, else take q's argmax."""
         self.head, self.sampling, self.sampled, self.contract = head, sampling, sampled, contract
         self._on_pass = on_pass
-        self.caches = [head.cache(batch_size) for _ in head.stack]
+        self.caches = [head.cache(batch_size) for _ in range(head.num_modules)]
         self.pending, self.previous = ([like for _ in range(batch_size)] for _ in range(2))
         self.ends = [0] * batch_size  # positions that the trunk has seen
         self.bases: list[int] = []
@@ -170,7 +173,7 @@ class Drafter:
     def _bind_chain(self) -> None:
         """Bind the native draft chain, if there is one, to the caches as they are now."""
         self._chain = None
-        if self._on_pass is None:
+        if self._on_pass is None and self.uses_native_chain:
             self._chain = self.head.chain(self.caches[-1], self.sampling, sampled=self.sampled)
 
     def _draft_in_torch(
@@ -230,7 +233,7 @@ class Drafter:
         self.caches[index].commit(counts)
         return step
 
-    def _recurse(self, recursion: AnyRecursion, depth: int, tokens: Sequence[int]) -> Prediction:
+    def _recurse(self, recursion: DecodingRecursion, depth: int, tokens: Sequence[int]) -> Prediction:
         self._notify("draft", self.head.num_modules - 1, [[token] for token in tokens], depth)
         return recursion.step(tokens)
 

@@ -14,9 +14,12 @@ from torch import Tensor
 from nextn.cache.kv_cache import KVCache
 from nextn.decoding.drafter import Drafter, DraftResult
 from nextn.errors import ConfigError
-from nextn.runtime.backend import AnyHead, AnyTrunk
+from nextn.model.head import Head
+from nextn.model.trunk import Trunk
 from nextn.runtime.native.locks import LOCK
 from nextn.runtime.native.rounds import NativeRounds
+from nextn.runtime.protocol import DecodingHead, DecodingTrunk
+from nextn.runtime.torch_backend import TorchHead, TorchTrunk
 from nextn.settings import Contract as Contract
 from nextn.settings import Settings as Settings
 from nextn.speculative.draft_policy import NO_DRAFTS, PROBE_INTERVAL, DraftLength, FixedLength
@@ -62,8 +65,8 @@ Observer = Callable[[Event], None]
 
 
 def rounds(
-    trunk: AnyTrunk,
-    head: AnyHead | None,
+    trunk: Trunk | DecodingTrunk,
+    head: Head | DecodingHead | None,
     prompts: Sequence[Sequence[int]],
     settings: Settings,
     *,
@@ -71,11 +74,13 @@ def rounds(
     stop: Stop | None = None,
     observer: Observer | None = None,
     seed_offsets: Sequence[int] | None = None,
+    make_drafter: Callable[..., Drafter] = Drafter,
 ) -> Iterator[Round]:
     """Decode all prompts as one batch; yield one Round per trunk pass, the first after the prefill (without drafts).
 
     Args:
-        trunk, head: The model; head may be None if settings.drafts is 0.
+        trunk, head: Those of a backend (`backend_for`), or the modules, which then run in torch. head may be None if
+            settings.drafts is 0.
         prompts: Token ids.
         settings: How to decode.
         length: Policy for the number of drafts per round, at most settings.drafts; None: always settings.drafts,
@@ -83,31 +88,45 @@ def rounds(
         stop: stop(row, new_tokens) -> the number of new tokens to keep, or None to continue.
         observer: Called with an Event for each pass and sequence.
         seed_offsets: Per prompt, what is added to the seed of its random numbers; None: its index.
+        make_drafter: Makes what drafts, with the arguments of `Drafter`.
 
     Raises:
         ConfigError: for an empty prompt, one that does not fit the context, token ids outside the vocabulary, or drafts
             without a head.
     """
-    _check(trunk, head, prompts, settings)
+    passes: DecodingTrunk = TorchTrunk(trunk) if isinstance(trunk, Trunk) else trunk
+    head_passes: DecodingHead | None = TorchHead(head) if isinstance(head, Head) else head
+    _check(passes, head_passes, prompts, settings)
     length = length or FixedLength(settings.drafts, settings.p_min)
     seed_offsets = range(len(prompts)) if seed_offsets is None else seed_offsets
     with LOCK:
         # A thread's first use of torch adopts the current thread count, and a native round in another thread sets it.
         torch.get_num_threads()
-    with trunk.single_threaded_torch():
-        batch = _Batch(trunk, head, prompts, settings, length, stop=stop, observer=observer, seed_offsets=seed_offsets)
+    with passes.single_threaded_torch():
+        batch = _Batch(
+            passes,
+            head_passes,
+            prompts,
+            settings,
+            length,
+            stop=stop,
+            observer=observer,
+            seed_offsets=seed_offsets,
+            make_drafter=make_drafter,
+        )
     # Not across a yield: the mode is thread-local, and several decodes may interleave in one thread and the runtime.
-    with torch.inference_mode(), trunk.single_threaded_torch():
-        prepare(trunk, head, len(prompts), settings.drafts, fixed=isinstance(length, FixedLength) and not length.p_min)
+    with torch.inference_mode(), passes.single_threaded_torch():
+        fixed = isinstance(length, FixedLength) and not length.p_min
+        prepare(passes, head_passes, len(prompts), settings.drafts, fixed=fixed)
         first = batch.prefill()
     yield first
     while batch.rows:
-        with torch.inference_mode(), trunk.single_threaded_torch():
+        with torch.inference_mode(), passes.single_threaded_torch():
             result = batch.round()
         yield result
 
 
-def prepare(trunk: AnyTrunk, head: AnyHead | None, rows: int, drafts: int, *, fixed: bool = False) -> None:
+def prepare(trunk: DecodingTrunk, head: DecodingHead | None, rows: int, drafts: int, *, fixed: bool = False) -> None:
     """Record the block sizes of rounds of up to `drafts` drafts (fixed: mostly exactly so many), so that none waits."""
     trunk.prepare(rows, [1, drafts + 1] if fixed else range(1, drafts + 2), exact=fixed)
     if head is not None and drafts:
@@ -115,7 +134,9 @@ def prepare(trunk: AnyTrunk, head: AnyHead | None, rows: int, drafts: int, *, fi
         head.prepare(rows, range(1, drafts + 2 + (0 if fixed else PROBE_INTERVAL)))
 
 
-def _check(trunk: AnyTrunk, head: AnyHead | None, prompts: Sequence[Sequence[int]], settings: Settings) -> None:
+def _check(
+    trunk: DecodingTrunk, head: DecodingHead | None, prompts: Sequence[Sequence[int]], settings: Settings
+) -> None:
     if not prompts:
         raise ConfigError("no prompt was given; expected at least one")
     if settings.drafts and head is None:
@@ -140,8 +161,8 @@ class _Batch:
 
     def __init__(
         self,
-        trunk: AnyTrunk,
-        head: AnyHead | None,
+        trunk: DecodingTrunk,
+        head: DecodingHead | None,
         prompts: Sequence[Sequence[int]],
         settings: Settings,
         length: DraftLength,
@@ -149,6 +170,7 @@ class _Batch:
         stop: Stop | None,
         observer: Observer | None,
         seed_offsets: Sequence[int],
+        make_drafter: Callable[..., Drafter],
     ) -> None:
         self.trunk, self.settings, self.stop, self.observer = trunk, settings, stop, observer
         self.length = length
@@ -160,7 +182,7 @@ class _Batch:
         self.uniforms = [Uniforms(settings.seed * 2**20 + offset) for offset in seed_offsets]
         self.seen = self._seen() if settings.sampling.needs_seen else None
         self.verifier = trunk.verifier(settings.sampling, block=settings.block)
-        self.drafter = None if head is None or not settings.drafts else self._drafter(head)
+        self.drafter = None if head is None or not settings.drafts else self._drafter(make_drafter, head)
         self.native: NativeRounds | None = None
         self.queued: deque[VerifiedRound] = deque()  # native rounds that were computed and not yet emitted
         self.round_s = _MAX_AHEAD_S  # seconds of the last of them
@@ -213,10 +235,10 @@ class _Batch:
         seconds = draft_end - started, time.perf_counter() - draft_end
         return VerifiedRound(drafted.drafts, drafted.confidences, verification, *seconds)
 
-    def _drafter(self, head: AnyHead) -> Drafter:
+    def _drafter(self, make_drafter: Callable[..., Drafter], head: DecodingHead) -> Drafter:
         settings, trunk = self.settings, self.trunk
         like = torch.empty(0, *trunk.hidden_shape, dtype=trunk.dtype, device=trunk.device)
-        return Drafter(
+        return make_drafter(
             head,
             like,
             len(self.rows),

@@ -134,7 +134,7 @@ class ScoredText:
 @torch.inference_mode()
 def trunk_outputs(trunk: Trunk, texts: Iterable[ReferenceText], *, chunk: int = 512) -> list[TrunkOutput]:
     """Run the trunk over each text, in chunks as decoding prefills it; the states are [T, H] each."""
-    chunk, outputs = min(chunk, trunk.max_block_size or chunk), []
+    outputs = []
     for text in texts:
         cache, parts = trunk.cache(1), []
         for block in torch.tensor([text.tokens], device=trunk.device).split(chunk, dim=1):

@@ -4,7 +4,6 @@ At position i, an MTP layer takes the embedding of token t_{i+1} and the hidden 
 takes token t_{i+k} and the hidden state of depth k-1 at position i.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -19,7 +18,6 @@ from nextn.model.family_layers import broadcast_to_streams, collapse_streams
 from nextn.model.layer_types import LayerType, new_cache
 from nextn.model.trunk import Trunk, packed
 from nextn.speculative.draft_vocabulary import DraftVocabulary
-from nextn.speculative.sampling import Prediction, Sampling
 
 # Positions that a head's cache can drop, where that takes memory: more than any round drafts.
 _MAX_ROLLBACK = 128
@@ -264,10 +262,6 @@ class Head(nn.Module):
     def _at(self, index: int) -> MTPLayer:
         return cast(MTPLayer, self.stack[index])
 
-    def predict(self, index: int, final_hidden: Tensor) -> Prediction:
-        """Return MTP layer `index`'s prediction from its final_hidden [..., H]."""
-        return Prediction(self.logits(index, final_hidden))
-
     def logits(self, index: int, final_hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of MTP layer `index`; -inf outside of the draft vocabulary, if there is one."""
         if self.draft_vocabulary is not None:
@@ -275,16 +269,6 @@ class Head(nn.Module):
             rows = self.draft_vocabulary.rows(weight)
             return self.draft_vocabulary.expand(nn.functional.linear(final_hidden.to(weight.dtype), rows))
         return self.output(index)(final_hidden) if "output" in self.family.own else self.trunk.logits(final_hidden)
-
-    def prepare(self, rows: int, block_sizes: Sequence[int]) -> None:
-        """Record the block sizes of the head's refreshes, see `Trunk.prepare`; does nothing here."""
-
-    def chain(self, cache: KVCache, sampling: Sampling, *, sampled: bool) -> None:
-        """Return None: only the native backend has a draft chain."""
-
-    def recursion(self, cache: KVCache, state: Tensor) -> "Recursion":
-        """Continue with the last MTP layer alone, from the next_hidden [B, H] of the depth before."""
-        return Recursion(self, cache, state)
 
     def teacher_forced_hidden(
         self, tokens: Tensor, hidden: Tensor, depths: int, *, documents: Tensor | None = None
@@ -360,22 +344,6 @@ class Head(nn.Module):
         length = tokens.shape[1] - depths
         logits = [self.logits(self.module(depth), state[:, :length]) for depth, state in enumerate(states, start=1)]
         return torch.stack(logits, dim=2)
-
-
-class Recursion:
-    """The last MTP layer step by step: each step takes the newest draft and the next_hidden of the step before."""
-
-    def __init__(self, head: Head, cache: KVCache, state: Tensor) -> None:
-        self._head, self._cache, self._state = head, cache, state
-
-    def step(self, tokens: Sequence[int]) -> Prediction:
-        """Predict the next depth from one token per sequence; its position is committed until the caller rolls back."""
-        index = self._head.num_modules - 1
-        head_input = torch.tensor(tokens, device=self._state.device)[:, None]
-        step = self._head.step(index, head_input, self._state[:, None], cache=self._cache)
-        self._cache.commit([1] * len(tokens))
-        self._state = step.next_hidden[:, 0]
-        return Prediction(self._head.logits(index, step.final_hidden[:, 0]))
 
 
 def lm_head_weights(trunk: Trunk, head: Head | None, depths: int) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from nextn.checkpoint import fp8
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.layout import concat_gate_up, deinterleave, fuse_experts, interleave, split_experts, split_gate_up
-from nextn.checkpoint.tensors import StoredTensor, TensorReader, is_activation_scale
+from nextn.checkpoint.tensors import StoredTensor, TensorReader, is_activation_scale, is_finite
 from nextn.errors import CheckpointError
 from nextn.families import lookup
 from nextn.model.head import Head
@@ -94,7 +94,7 @@ def load_tensors(head: Head, inventory: Inventory, weights: TensorReader) -> lis
         name = inventory.stored.get(canonical)
         if name is not None and weights.problem(name) is None:
             tensors[canonical] = weights.read(name).to(parameter.dtype)
-            if not bool(torch.isfinite(tensors[canonical]).all()):
+            if not is_finite(tensors[canonical]):
                 problems.append(f"non-finite: {weights.non_finite(name)}")
     notes = [*comparison.notes(), *comparison.compared(problems)]
     if problems:
@@ -168,7 +168,7 @@ class _HeadTensors:
                 continue
             trunk, copy = self.head.trunk, self.weights.read(name)
             own = (trunk.embedding if self.inventory.role(canonical) == "embedding" else trunk.output).weight.detach()
-            if not bool(torch.isfinite(copy).all()):
+            if not is_finite(copy):
                 problems.append(f"non-finite: {self.weights.non_finite(name)}")
             elif copy.shape != own.shape:
                 yield f"{name} has shape {tuple(copy.shape)}, the trunk's {tuple(own.shape)}; the trunk's is used"

@@ -15,7 +15,7 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.safetensors_file import read_header, write_json, write_safetensors
 from nextn.checkpoint.snapshot import folder_of, on_disk
 from nextn.checkpoint.staging_folder import atomic_folder
-from nextn.checkpoint.tensors import TensorReader
+from nextn.checkpoint.tensors import TensorReader, is_finite
 from nextn.devices import resolve_device
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import Family, by_config, find, headless
@@ -222,7 +222,7 @@ def _with_dtype(config: Mapping[str, object], dtype: torch.dtype) -> dict[str, o
 
 
 def _check_finite(path: str, state: Mapping[str, Tensor]) -> None:
-    bad = [name for name, value in state.items() if value.is_floating_point() and not bool(torch.isfinite(value).all())]
+    bad = [name for name, value in state.items() if value.is_floating_point() and not is_finite(value)]
     if bad:
         raise CheckpointError(f"{path}: {len(bad)} trunk tensors hold NaN or Inf: {', '.join(bad[:8])}")
 

@@ -8,7 +8,7 @@ transformers concerns four files.
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
@@ -25,7 +25,6 @@ from nextn.model.family_layers import ResidualBlock, remove_unused_experts
 from nextn.model.head_config import head_config, layer_indices
 from nextn.model.layer_types import LayerType, layer_types_of, masks_of, new_cache
 from nextn.model.transformers_loading import LazyTensor, model_from_config, model_from_folder
-from nextn.speculative.sampling import Prediction, Sampling, Verifier
 
 
 @dataclass(frozen=True)
@@ -131,11 +130,6 @@ class Trunk(nn.Module):
         return getattr(self.config, "max_position_embeddings", None)
 
     @property
-    def max_block_size(self) -> int | None:
-        """The most positions of one block over its cache; None: no limit."""
-        return None
-
-    @property
     def dtype(self) -> torch.dtype:
         return self.embedding.weight.dtype
 
@@ -221,31 +215,6 @@ class Trunk(nn.Module):
     def logits(self, final_hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of final_hidden [..., H]."""
         return self.output(final_hidden.to(self.output.weight.dtype))[..., : self.vocab_size]  # HY-V4's stays in fp32
-
-    def single_threaded_torch(self) -> AbstractContextManager[None]:
-        """A context for passes; the native backend needs it, here it does nothing."""
-        return nullcontext()
-
-    def predict(self, final_hidden: Tensor) -> Prediction:
-        """Return the prediction of the next token from final_hidden [..., H]."""
-        return Prediction(self.logits(final_hidden))
-
-    def read(self, hidden: TrunkOutput) -> Prediction:
-        """Return the prediction at each position of a pass."""
-        return self.predict(hidden.final_hidden)
-
-    def prepare(self, rows: int, block_sizes: Sequence[int], *, exact: bool) -> None:
-        """Record the block sizes that this generation will use, so that no pass waits for it; does nothing here.
-
-        exact: these very sizes are frequent.
-        """
-
-    def verifier(self, sampling: Sampling, *, block: bool) -> Verifier:
-        """Return what verifies the drafts of rounds."""
-        return Verifier(sampling, block=block)
-
-    def rounds(self, *_: object, **__: object) -> None:
-        """Return None: only the native backend runs whole rounds, see `NativeTrunk.rounds`."""
 
     @property
     def lm_head(self) -> Tensor:

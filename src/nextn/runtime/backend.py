@@ -5,20 +5,17 @@ from dataclasses import dataclass
 import torch
 
 from nextn.errors import ConfigError
-from nextn.model.head import Head, Recursion
+from nextn.model.head import Head
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk
 from nextn.runtime.native.abi import load
 from nextn.runtime.native.locks import LOCK
-from nextn.runtime.native.session import NativeHead, NativeRecursion, NativeTrunk
+from nextn.runtime.native.session import NativeHead, NativeTrunk
 from nextn.runtime.native.trace import Untraceable
 from nextn.runtime.native.weight_packing import BITS, PackedWeights
+from nextn.runtime.protocol import DecodingHead, DecodingTrunk
+from nextn.runtime.torch_backend import TorchHead, TorchTrunk
 from nextn.settings import BACKENDS
-
-# Trunk and head as decoding gets them from either backend.
-AnyTrunk = Trunk | NativeTrunk
-AnyHead = Head | NativeHead
-AnyRecursion = Recursion | NativeRecursion
 
 # Largest allowed difference from the torch backend's hidden states, relative to their norm: far above accumulated
 # rounding, far below the error of a wrong position.
@@ -28,10 +25,10 @@ _BLOCK_SIZES = (7, 1, 3)  # of the self-check: shaped like a prefill, a plain st
 
 @dataclass(frozen=True, eq=False)
 class Backend:
-    """Trunk and head as decoding runs them."""
+    """A `DecodingBackend`, and what reports say of it."""
 
-    trunk: AnyTrunk
-    head: AnyHead | None
+    trunk: DecodingTrunk
+    head: DecodingHead | None
     reason: str = ""  # why the backend is `torch`; empty for `native`
     runtime: str = "torch"  # what runs the passes, for reports
     head_bits: int | None = None  # bits per weight of the head's matrices; None: as stored
@@ -65,6 +62,11 @@ def backend_for(model: Model, name: str = "auto") -> Backend:
     return cached.backend
 
 
+def _torch_backend(trunk: Trunk, head: Head | None, reason: str) -> Backend:
+    """Return the `torch` backend of a trunk and its head. reason: why it is not `native`."""
+    return Backend(TorchTrunk(trunk), None if head is None else TorchHead(head), reason)
+
+
 def make_backend(trunk: Trunk, head: Head | None, *, name: str = "auto") -> Backend:
     """Build the backend that decodes a trunk and its head. Several threads may share it.
 
@@ -80,14 +82,14 @@ def make_backend(trunk: Trunk, head: Head | None, *, name: str = "auto") -> Back
     if name not in BACKENDS:
         raise ConfigError(f"backend = {name!r}; expected one of {', '.join(BACKENDS)}")
     if name == "torch":
-        return Backend(trunk, head, "the torch backend was requested")
+        return _torch_backend(trunk, head, "the torch backend was requested")
     try:
         with LOCK:
             return _checked_native(trunk, head)
     except (ConfigError, Untraceable) as error:
         if name == "native":
             raise ConfigError(f"the native backend cannot run this model: {error}; use torch or auto") from error
-        return Backend(trunk, head, str(error))
+        return _torch_backend(trunk, head, str(error))
 
 
 @dataclass(frozen=True)

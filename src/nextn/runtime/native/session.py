@@ -195,7 +195,7 @@ class NativeHead:
     ) -> None:
         """`own_lm_head`: use these weights for the LM head even if the family shares the trunk's."""
         self._recorded = copy_for_recording(head, [(head.trunk, trunk.recorded)])
-        self.stack, self.num_modules = head.stack, head.num_modules
+        self.num_modules = head.num_modules
         self._runtime, self._dtype = runtime, trunk.dtype
         self.module, self.uses_next_hidden, self.family = head.module, head.uses_next_hidden, head.family
         layer_types = [layer_type for index in range(head.num_modules) for layer_type in head.layer_types(index)]
