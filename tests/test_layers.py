@@ -57,7 +57,7 @@ del FILES["__init__"], FILES["__main__"]
 
 
 def imports(name):
-    """Our own modules that one imports at run time, also inside functions; annotations do not count."""
+    """Our own modules that one imports, also inside functions and for annotations alone."""
     return {found for path in FILES[name] for found in _imports(path)} - {name}
 
 
@@ -67,13 +67,8 @@ def _imports(path):
 
 def _modules(path):
     """Dotted, without our package's own name; `from nextn.train import tasks` is training.tasks."""
-    tree = ast.parse(path.read_text())
-    skipped = [
-        node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-    ]
-    hidden = {id(inner) for node in skipped for inner in ast.walk(node)}
-    for node in ast.walk(tree):
-        if id(node) not in hidden and isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nextn"):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nextn"):
             home = node.module.removeprefix("nextn").lstrip(".")
             inner = [f"{home}.{alias.name}".lstrip(".") for alias in node.names]
             yield from (name for name in inner if not name.startswith("__"))
