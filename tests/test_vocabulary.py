@@ -14,8 +14,28 @@ PACKAGE = Path(nextn.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Words that this code used for things that have a name in the field; CHANGELOG.md lists old and new names.
 PRIVATE = frozenset(
-    "law laws eaten eats told judged shortlist strangers promised graft relayout imprint foreseen mend mends "
-    "slab slabs recycled readout planted".split()
+    [
+        "law",
+        "laws",
+        "eaten",
+        "eats",
+        "told",
+        "judged",
+        "shortlist",
+        "strangers",
+        "promised",
+        "graft",
+        "relayout",
+        "imprint",
+        "foreseen",
+        "mend",
+        "mends",
+        "slab",
+        "slabs",
+        "recycled",
+        "readout",
+        "planted",
+    ]
 )
 
 
