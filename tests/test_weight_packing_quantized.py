@@ -65,3 +65,21 @@ def test_bytes_lie_as_kernels_read_them():
     x, out = drawn(2, 32, seed=1), torch.empty(2, 16)
     Runtime(load().library, 1).call("linear", [out, x, packed(weight)], [16, 32, 1, BYTES])
     assert torch.allclose(out[:, 3], 63 * (x[:, 5].float() - x[:, 0].float()), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (16, 32), (17, 33), (264, 384)])
+def test_the_native_packing_gives_the_bits_of_the_one_in_torch(n, k):
+    weight = drawn(n, k) * torch.logspace(-6, 6, n)[:, None].bfloat16()
+    weight[n // 2] = 0
+    weight[0, :: k // 2 + 1] *= 0.5  # halfway between two codes
+    native = weight_packing.pack_quantized(weight, HugePages().take, load().pack_bytes)
+    assert torch.equal(native, packed(weight))
+
+
+def test_weights_of_several_slices_are_packed_as_one(monkeypatch):
+    runtime, weight = load(), drawn(200, 96)
+    whole, quantized = runtime.pack(weight), packed(weight)
+    monkeypatch.setattr("nextn.runtime.native.memory._SLICE", 64 * 96 * 2)
+    assert torch.equal(runtime.pack(weight), whole)
+    assert torch.equal(packed(weight), quantized)
+    assert torch.equal(weight_packing.pack_quantized(weight, HugePages().take, runtime.pack_bytes), quantized)

@@ -11,6 +11,7 @@ from torch import Tensor
 from nextn.checkpoint import fp8
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.layout import concat_gate_up, deinterleave, fuse_experts, interleave, split_experts, split_gate_up
+from nextn.checkpoint.mapped_memory import release_pages
 from nextn.checkpoint.tensors import StoredTensor, TensorReader, is_activation_scale, is_finite
 from nextn.errors import CheckpointError
 from nextn.families import lookup
@@ -96,6 +97,7 @@ def load_tensors(head: Head, inventory: Inventory, weights: TensorReader) -> lis
             tensors[canonical] = weights.read(name).to(parameter.dtype)
             if not is_finite(tensors[canonical]):
                 problems.append(f"non-finite: {weights.non_finite(name)}")
+            release_pages([tensors[canonical]])
     notes = [*comparison.notes(), *comparison.compared(problems)]
     if problems:
         path = inventory.checkpoint.path

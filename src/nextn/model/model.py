@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from nextn.checkpoint.checkpoint import OTHER_LIMITS, Checkpoint, write_index
 from nextn.checkpoint.fp8 import pack, section
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.mapped_memory import release_pages
 from nextn.checkpoint.safetensors_file import read_header, write_json, write_safetensors
 from nextn.checkpoint.snapshot import folder_of, on_disk
 from nextn.checkpoint.staging_folder import atomic_folder
@@ -222,7 +223,10 @@ def _with_dtype(config: Mapping[str, object], dtype: torch.dtype) -> dict[str, o
 
 
 def _check_finite(path: str, state: Mapping[str, Tensor]) -> None:
-    bad = [name for name, value in state.items() if value.is_floating_point() and not is_finite(value)]
+    bad = []
+    for name, value in state.items():
+        bad += [name] if value.is_floating_point() and not is_finite(value) else []
+        release_pages([value])
     if bad:
         raise CheckpointError(f"{path}: {len(bad)} trunk tensors hold NaN or Inf: {', '.join(bad[:8])}")
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nextn.checkpoint.mapped_memory import released_after_use
 from nextn.errors import ConfigError
 from nextn.model.head import Head
 from nextn.model.model import Model
@@ -127,6 +128,12 @@ def _build_native(trunk: Trunk, head: Head | None) -> Backend:
 def _self_check(trunk: Trunk, head: Head | None, native: Backend) -> None:
     """Compare the states of both backends: a model may do something that no recording captures. Raises Untraceable."""
     generator = torch.Generator().manual_seed(0)
+    layers = [*trunk.decoder.layers, *([] if head is None else head.stack)]
+    with released_after_use(layers):
+        _compare_passes(trunk, head, native, generator)
+
+
+def _compare_passes(trunk: Trunk, head: Head | None, native: Backend, generator: torch.Generator) -> None:
     caches = trunk.cache(1), native.trunk.cache(1)
     head_caches = None if head is None or native.head is None else (head.cache(1), native.head.cache(1))
     for size in _BLOCK_SIZES:

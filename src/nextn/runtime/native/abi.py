@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nextn.checkpoint.mapped_memory import slices_released_after_use
 from nextn.errors import ConfigError
 from nextn.runtime.native.build import BuildStatus, build_library, cache_folder, status_of
 from nextn.runtime.native.locks import LOCK
-from nextn.runtime.native.memory import HugePages
+from nextn.runtime.native.memory import HugePages, rows_per_slice
 
 _SOURCES = Path(__file__).parent / "csrc"
 _NO_TILES = "the operating system does not grant this process the AMX tile registers that the native runtime needs"
@@ -252,19 +253,28 @@ class Runtime:
     def pack(self, weight: Tensor, take: Callable[[int], Tensor] | None = None) -> Tensor:
         """Return the weight [N, K] of a linear layer, or [E, N, K] of E experts, in the layout of the linear ops.
 
-        `take(size)` allocates memory aligned to 64 bytes; by default huge pages of its own.
+        `take(size)` allocates memory aligned to 64 bytes; by default huge pages of its own. Pages of a weight in a
+        mapped file are released as they are packed.
         """
         *_, n, k = weight.shape
-        size = self.library.nextn_packed_bytes(type_of(weight.dtype), n, k)
-        if size < 0:
+        weight_type = type_of(weight.dtype)
+        if (size := self.library.nextn_packed_bytes(weight_type, n, k)) < 0:
             raise ConfigError(
                 f"native linear layers do not support {weight.dtype} weights, only torch.float32 and torch.bfloat16"
             )
         matrices = weight.reshape(-1, n, k)
         packed = (take or HugePages().take)(size * len(matrices))
+        num_rows = rows_per_slice(weight, self.block_columns(weight_type))
         for index, matrix in enumerate(matrices):
-            self.call("pack", [packed[index * size : (index + 1) * size], matrix])
+            for start, rows in slices_released_after_use(matrix, num_rows):
+                begin = index * size + self.library.nextn_packed_bytes(weight_type, start, k)
+                length = self.library.nextn_packed_bytes(weight_type, len(rows), k)
+                self.call("pack", [packed[begin : begin + length], rows])
         return packed
+
+    def pack_bytes(self, weight: Tensor, blocks: Tensor, scales: Tensor) -> None:
+        """Pack some rows [n, K] of a bf16 weight in one byte each, as `weight_packing.pack_rows_torch` does."""
+        self.call("pack_bytes", [blocks, scales, weight])
 
     def call(self, op: str, tensors: Sequence[Tensor], ints: Sequence[int] = (), reals: Sequence[float] = ()) -> None:
         """Run one op immediately. Raises ConfigError if no kernel supports these types, sizes or strides."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from nextn.cache.kv_cache import KVCache
 from nextn.errors import RollbackError
 from nextn.runtime.native.abi import Program, Runtime
+from nextn.runtime.native.memory import untouched_zeros
 from nextn.runtime.native.trace_hooks import MAX_RECURRENT_BLOCK, StateShape
 
 _BLOCK = 32  # capacities are multiples of the positions that native attention processes at once
@@ -94,10 +95,10 @@ class KVBuffers(KVCache):
         batch_size = len(self.lengths)
         if isinstance(shape, StateShape):
             width = MAX_RECURRENT_BLOCK + shape.kernel - 1
-            history = torch.zeros(batch_size, shape.channels, width, dtype=self._dtype)
-            return torch.zeros(batch_size, MAX_RECURRENT_BLOCK + 1, *shape.state), history
+            history = untouched_zeros(batch_size, shape.channels, width, dtype=self._dtype)
+            return untouched_zeros(batch_size, MAX_RECURRENT_BLOCK + 1, *shape.state), history
         heads, *sizes = shape
-        keys, values = (torch.zeros(batch_size, heads, self._capacity, size, dtype=self._dtype) for size in sizes)
+        keys, values = (untouched_zeros(batch_size, heads, self._capacity, size, dtype=self._dtype) for size in sizes)
         return keys, values
 
     def _set_buffers(self, buffers: list[tuple[Tensor, Tensor]]) -> None:

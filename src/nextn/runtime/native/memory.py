@@ -1,5 +1,6 @@
 """Memory of the native runtime: huge pages for packed weights, and scratch memory that replays share."""
 
+import math
 import mmap
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 _CHUNK = 32 * 2**20  # bytes: sixteen huge pages of 2 MB
 _RESERVED = 64 * 2**20  # bytes of address space that scratch memory starts with; untouched pages take no memory
+_SLICE = 4 * 2**20  # bytes of a weight that are packed at once
 _ALIGNMENT = 64  # bytes: a cache line
 
 
@@ -41,6 +43,17 @@ class Scratch:
         if size > len(self._memory):
             self._memory = torch.frombuffer(_map_private(max(size, _RESERVED)), dtype=torch.uint8)
         return self._memory[:size]
+
+
+def untouched_zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return zeros whose pages take no memory before they are written, unlike those of `torch.zeros`."""
+    size = math.prod(shape) * dtype.itemsize
+    return torch.frombuffer(_map_private(max(size, 1)), dtype=torch.uint8)[:size].view(dtype).view(shape)
+
+
+def rows_per_slice(weight: Tensor, multiple: int) -> int:
+    """Return how many rows of a weight [..., N, K] to pack at once, a multiple of this number."""
+    return max(_SLICE // (weight.shape[-1] * weight.itemsize) // multiple, 1) * multiple
 
 
 def _map_private(size: int) -> mmap.mmap:

@@ -64,13 +64,27 @@ class Trace(TorchDispatchMode):
             raise Untraceable(f"{func} depends on the values of its inputs")
         if depends and func._schema.is_mutable and storage_key(args[0]) not in self.dynamic:
             self._make_dynamic(args[0])
-        out = func(*args, **kwargs)
+        out = self._placeholder(func, args) if depends else None
+        out = func(*args, **kwargs) if out is None else out
         outs = _tensors(out)
         self._alive += outs
         self._created |= {storage_key(tensor) for tensor in outs}
         if depends:
             self._append(Entry(func, args, kwargs, outs))
         return out
+
+    def _placeholder(self, func: Any, args: Sequence[Any]) -> Tensor | None:
+        """Return zeros instead of a product with a weight, or rows of one. What depends on the inputs has no meaning
+        here, only its shape; and a recording that reads no weights takes little time and memory."""
+        if func in (aten.mm.default, aten.addmm.default):
+            rows, weight = args[-2:]
+            shape = (rows.shape[0], weight.shape[1])
+        elif func is aten.embedding.default:
+            weight, ids = args[:2]
+            shape = (*ids.shape, weight.shape[1])
+        else:
+            return None
+        return None if storage_key(weight) in self.dynamic else weight.new_zeros(shape)
 
     def add_native(
         self, op: str, views: Sequence[Tensor], *, outs: int, ints: Sequence[int] = (), reals: Sequence[float] = ()

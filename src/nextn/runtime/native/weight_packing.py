@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nextn.checkpoint.mapped_memory import release_pages, slices_released_after_use
 from nextn.runtime.native.abi import BYTES, Runtime, type_of
 from nextn.runtime.native.lowering import Instruction, Lowered
-from nextn.runtime.native.memory import HugePages
+from nextn.runtime.native.memory import HugePages, rows_per_slice
 
 GATE_ROWS = 16  # gated ops read the rows of their two weights in alternating runs of this many (csrc/product.h)
 MAX_BLOCK_COLUMNS = 32  # output channels that are packed together, at most (csrc/product.h)
@@ -62,14 +63,28 @@ class PackedWeights:
                 if all(map(torch.equal, known, weights)):
                     return packed  # not stored by address, which the next recording may reuse for another tensor
             columns = columns or self._runtime.block_columns(self._type_of(weights[0]))
-            self._by_address[address] = self._pack_matrix(merge_weights(weights, parts, columns))
+            self._by_address[address] = self._pack_new(weights, parts, columns)
             candidates.append((list(weights), self._by_address[address]))  # kept alive, so the address is not reused
         return self._by_address[address]
 
-    def _pack_matrix(self, weight: Tensor) -> PackedMatrix:
-        weight_type, take = self._type_of(weight), self._pages.take
-        pack = pack_quantized if weight_type == BYTES else self._runtime.pack
-        return PackedMatrix(pack(weight, take), weight_type)
+    def _pack_new(self, weights: Sequence[Tensor], parts: int, columns: int) -> PackedMatrix:
+        """Merge and pack one expert after the other. Packed weights take the place of those in mapped files."""
+        experts = list(zip(*(weight.reshape(-1, *weight.shape[-2:]) for weight in weights), strict=True))
+        weight_type, memory = self._type_of(weights[0]), torch.empty(0, dtype=torch.bool)
+        for index, matrices in enumerate(experts):
+
+            def take(size: int, index: int = index) -> Tensor:
+                nonlocal memory
+                memory = memory if index else self._pages.take(size * len(experts))
+                return memory[index * size : (index + 1) * size]
+
+            merged = merge_weights(matrices, parts, columns)
+            if weight_type == BYTES:
+                pack_quantized(merged, take, self._runtime.pack_bytes)
+            else:
+                self._runtime.pack(merged, take)
+        release_pages(weights)
+        return PackedMatrix(memory, weight_type)
 
     def _type_of(self, weight: Tensor) -> int:
         return BYTES if self._quantize_bf16 and weight.dtype == torch.bfloat16 else type_of(weight.dtype)
@@ -120,15 +135,36 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     return codes.float() * scales[..., None]
 
 
-def pack_quantized(weight: Tensor, take: Callable[[int], Tensor]) -> Tensor:
-    """Quantize weight [N, K] or [E, N, K] into the layout of the native products, in memory from `take(num_bytes)`."""
-    codes, scales = quantize(weight.reshape(-1, *weight.shape[-2:]))
-    count, n, k = codes.shape
-    columns, depth = -n % _BYTE_COLUMNS, -k % _BYTE_DEPTH
-    padded = torch.nn.functional.pad(codes, (0, depth, 0, columns)) + _ZERO
-    blocks = padded.view(count, -1, _BYTE_COLUMNS, (k + depth) // 4, 4)[..., _BYTE_ORDER].transpose(2, 3)
-    scale_bytes = torch.nn.functional.pad(scales, (0, columns)).contiguous().view(torch.int8)
-    content = torch.cat([blocks.reshape(count, -1), scale_bytes], dim=1).flatten()
-    memory = take(len(content))
-    memory.view(torch.int8).copy_(content)
+# (weight [n, K], blocks [ceil(n / 16) * 16 * padded K] and scales [ceil(n / 16) * 16] to fill)
+PackRows = Callable[[Tensor, Tensor, Tensor], None]
+
+
+@torch.no_grad()
+def pack_quantized(weight: Tensor, take: Callable[[int], Tensor], pack_rows: PackRows | None = None) -> Tensor:
+    """Quantize weight [N, K] or [E, N, K] into the layout of the native products.
+
+    Args:
+        weight: The weight.
+        take: Allocates so many bytes.
+        pack_rows: Packs some of the rows; by default `pack_rows_torch`, the native op gives the same bits.
+    """
+    *_, n, k = weight.shape
+    columns, depth = n + -n % _BYTE_COLUMNS, k + -k % _BYTE_DEPTH
+    matrices = weight.reshape(-1, n, k)
+    memory = take(columns * (depth + 4) * len(matrices))
+    num_rows = rows_per_slice(weight, _BYTE_COLUMNS)
+    for matrix, packed in zip(matrices, memory.view(len(matrices), -1), strict=True):
+        scales = packed[columns * depth :].view(torch.float32)
+        for start, rows in slices_released_after_use(matrix, num_rows):
+            end = min(start + num_rows, columns)
+            (pack_rows or pack_rows_torch)(rows, packed[start * depth : end * depth], scales[start:end])
     return memory
+
+
+def pack_rows_torch(weight: Tensor, blocks: Tensor, scales: Tensor) -> None:
+    """Quantize some rows of a weight into blocks of 16 output channels, each [K / 4, 16, 4], and their scales."""
+    n, k = weight.shape
+    codes, scales[:n] = quantize(weight)
+    padded = torch.nn.functional.pad(codes, (0, -k % _BYTE_DEPTH, 0, -n % _BYTE_COLUMNS)) + _ZERO
+    values = padded.view(-1, _BYTE_COLUMNS, padded.shape[1] // 4, 4)[..., _BYTE_ORDER].transpose(1, 2)
+    blocks.view(torch.int8).copy_(values.flatten())

@@ -1,4 +1,4 @@
-// Linear layers over packed weights: the ops pack, linear and expert_linear, and the gated ones.
+// Linear layers over packed weights: the ops linear and expert_linear, and the gated ones.
 #include <algorithm>
 #include <vector>
 
@@ -11,76 +11,15 @@ namespace {
 // Fewer multiplications than this take less time than a barrier of two threads.
 constexpr int64_t kWorthSharing = 16384;
 
-int64_t block_columns(int64_t type) { return type == F32 ? kPanelColumns : type == BF16 ? kHalfColumns : kTileColumns; }
-
-// Bytes of a block of columns.
-int64_t block_bytes(int64_t type, int64_t k) {
-  if (type == F32) return kPanelColumns * k * int64_t(sizeof(float));
-  return pieces(k, kTileDepth) * kTileDepth * block_columns(type) * int64_t(type == BF16 ? sizeof(uint16_t) : 1);
-}
-
-int64_t packed_bytes(int64_t type, int64_t n, int64_t k) {
-  const int64_t blocks = pieces(n, block_columns(type));
-  return blocks * (block_bytes(type, k) + (type == BYTES ? kTileColumns * int64_t(sizeof(float)) : 0));
-}
-
 // Columns of a packed gated layer.
 int64_t gated_columns(int64_t n) { return 2 * pieces(n, kTileColumns) * kTileColumns; }
 
 bool is_matrix(const View& view) { return view.ndim == 2 && (view.stride[1] == 1 || view.size[1] == 1); }
 
-bool is_bytes(const View& view) { return view.ndim == 1 && view.type == BOOL && view.stride[0] == 1; }
-
-bool is_float(int64_t type) { return type == BF16 || type == F32; }
-
 bool is_weight_type(int64_t type) { return is_float(type) || type == BYTES; }
 
 // The type of the activations that such weights are multiplied with.
 int64_t rows_type(int64_t type) { return type == F32 ? F32 : BF16; }
-
-// A block of columns from `column` on: [pair of k][column][2].
-void pack_halves(const View& weight, int64_t column, uint16_t* to) {
-  const int64_t depth = pieces(weight.size[1], kTileDepth) * kTileDepth;
-  for (int64_t k = 0; k < depth; ++k)
-    for (int64_t j = 0; j < kHalfColumns; ++j) {
-      const bool exists = column + j < weight.size[0] && k < weight.size[1];
-      const int64_t from = (column + j) * weight.stride[0] + k * weight.stride[1];
-      to[k / 2 * 2 * kHalfColumns + 2 * j + k % 2] = exists ? data<uint16_t>(weight)[from] : uint16_t(0);
-    }
-}
-
-// A panel of 32 columns from `column` on: [k][column].
-void pack_panel(const View& weight, int64_t column, float* to) {
-  for (int64_t k = 0; k < weight.size[1]; ++k)
-    for (int64_t j = 0; j < kPanelColumns; ++j) {
-      const bool exists = column + j < weight.size[0];
-      const int64_t from = (column + j) * weight.stride[0] + k * weight.stride[1];
-      to[k * kPanelColumns + j] = exists ? data<float>(weight)[from] : 0.0f;
-    }
-}
-
-// views: dst (bytes), weight [n, k]
-void pack(const Call& call, const Worker& worker) {
-  const View &dst = call.views[0], &weight = call.views[1];
-  const int64_t width = block_columns(weight.type);
-  const int64_t bytes = packed_bytes(weight.type, width, weight.size[1]);
-  int64_t begin, end;
-  worker.share(pieces(weight.size[0], width), begin, end);
-  for (int64_t block = begin; block < end; ++block)
-    if (weight.type == BF16)
-      pack_halves(weight, block * width, reinterpret_cast<uint16_t*>(dst.data + block * bytes));
-    else
-      pack_panel(weight, block * width, reinterpret_cast<float*>(dst.data + block * bytes));
-}
-
-bool select_pack(Call& call) {
-  if (call.views.size() != 2 || call.ints.size() || call.views[1].ndim != 2) return false;
-  const View &dst = call.views[0], &weight = call.views[1];
-  if (!is_bytes(dst) || !is_float(weight.type)) return false;
-  if (dst.size[0] != packed_bytes(weight.type, weight.size[0], weight.size[1])) return false;
-  call.kernel = pack, call.parallel = true;
-  return true;
-}
 
 void multiply(const Product& product, int64_t type, int64_t begin, int64_t end) {
   if (begin >= end || product.num_rows == 0) return;
@@ -253,7 +192,6 @@ bool select_expert_linear(Call& call) {
   return true;
 }
 
-const Op pack_op{"pack", select_pack};
 const Op linear_op{"linear", select_linear};
 const Op gated_linear_op{"gated_linear", select_gated_linear};
 const Op expert_linear_op{"expert_linear", select_expert_linear<false>};

@@ -29,6 +29,24 @@ constexpr int64_t kPanelColumns = 32;
 
 inline int64_t pieces(int64_t total, int64_t size) { return (total + size - 1) / size; }
 
+// Columns of a block.
+inline int64_t block_columns(int64_t type) { return type == F32 ? kPanelColumns : type == BF16 ? kHalfColumns : kTileColumns; }
+
+// Bytes of a block of columns, and of a whole matrix.
+inline int64_t block_bytes(int64_t type, int64_t k) {
+  if (type == F32) return kPanelColumns * k * int64_t(sizeof(float));
+  return pieces(k, kTileDepth) * kTileDepth * block_columns(type) * int64_t(type == BF16 ? sizeof(uint16_t) : 1);
+}
+
+inline int64_t packed_bytes(int64_t type, int64_t n, int64_t k) {
+  const int64_t blocks = pieces(n, block_columns(type));
+  return blocks * (block_bytes(type, k) + (type == BYTES ? kTileColumns * int64_t(sizeof(float)) : 0));
+}
+
+inline bool is_bytes(const View& view) { return view.ndim == 1 && view.type == BOOL && view.stride[0] == 1; }
+
+inline bool is_float(int64_t type) { return type == BF16 || type == F32; }
+
 // out[r] = W x[r] + bias for some rows r. W [n, k] is packed; sums are fp32, in the order of k, and round once.
 //
 // Of a gated layer, out[r] = silu(V x[r]) * U x[r]: W is V and U in turn, 16 rows of each, filled up to 16.

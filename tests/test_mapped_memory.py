@@ -1,0 +1,93 @@
+"""Releasing the memory of mapped files: it is given back, nothing is lost, and other memory is left alone."""
+
+import mmap
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from nextn.checkpoint.mapped_memory import release_pages, released_after_use, slices_released_after_use
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages are only released on Linux")
+ROWS, COLUMNS = 8192, 1024
+SIZE = ROWS * COLUMNS  # elements, 32 MB: the kernel reads up to 2 MB of a file at once
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """A tensor of a mapped file."""
+    path = tmp_path / "weights.safetensors"
+    save_file({"w": torch.arange(SIZE, dtype=torch.float32).view(ROWS, COLUMNS)}, path)
+    with safe_open(path, framework="pt") as file:
+        yield file.get_tensor("w")
+
+
+def resident(tensor):
+    """Bytes of the tensor's pages that are in this process's page table."""
+    first = tensor.data_ptr() // mmap.PAGESIZE
+    with open("/proc/self/pagemap", "rb") as file:
+        file.seek(first * 8)
+        entries = torch.frombuffer(bytearray(file.read(tensor.nbytes // mmap.PAGESIZE * 8)), dtype=torch.int64)
+    return int((entries < 0).sum()) * mmap.PAGESIZE  # the highest bit says that a page is present
+
+
+def test_pages_of_a_file_are_given_back_and_read_again(stored):
+    total = stored.double().sum()
+    assert resident(stored) > 0.9 * stored.nbytes
+    assert release_pages([stored]) >= stored.nbytes
+    assert resident(stored) < 0.1 * stored.nbytes
+    assert stored.double().sum() == total
+
+
+def test_a_tensor_that_was_written_to_keeps_its_values(stored):
+    stored[7, 7] = -1
+    assert release_pages([stored]) == 0
+    assert stored[7, 7] == -1
+
+
+def test_a_part_that_was_not_written_to_is_given_back(stored):
+    stored[0, 0] = -1
+    stored.sum()
+    assert release_pages([stored[ROWS // 2 :]]) > 0
+    assert resident(stored[ROWS // 2 :]) < 0.1 * stored.nbytes
+    assert stored[0, 0] == -1
+    assert stored[ROWS // 2, 0] == SIZE // 2
+
+
+@pytest.mark.parametrize("make", [torch.zeros, torch.ones, lambda n: torch.ones(n).share_memory_()])
+def test_other_memory_is_not_lost(make):
+    tensor = make(SIZE)
+    tensor[3] = 5
+    release_pages([tensor, torch.empty(0), tensor[3]])
+    assert tensor[3] == 5
+    assert tensor.sum() == make(SIZE).sum() + 5 - make(SIZE)[3]
+
+
+def test_strided_views_cover_their_pages(stored):
+    stored.sum()
+    release_pages([stored.T[:, ROWS // 4 : ROWS // 2]])
+    assert 0.6 * stored.nbytes < resident(stored) < 0.8 * stored.nbytes
+
+
+def test_slices_are_given_back_one_by_one(stored):
+    rows = []
+    for start, part in slices_released_after_use(stored, 900):
+        rows.append(part.clone())
+        assert start == 900 * (len(rows) - 1)
+        assert resident(stored) < 0.5 * stored.nbytes
+    assert torch.equal(torch.cat(rows), stored)
+
+
+def test_a_module_gives_its_weights_back_after_it_ran(stored):
+    layer = nn.Linear(COLUMNS, ROWS, bias=False)
+    layer.weight = nn.Parameter(stored)
+    x = torch.ones(1, COLUMNS)
+    expected = layer(x)
+    with released_after_use([layer]):
+        assert torch.equal(layer(x), expected)
+        assert resident(stored) < 0.1 * stored.nbytes
+    layer(x)
+    assert resident(stored) > 0.9 * stored.nbytes
