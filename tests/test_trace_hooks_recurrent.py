@@ -36,15 +36,29 @@ def delta_inputs(dtype: torch.dtype, *, width: int, dims: tuple[int, int] = (32,
 
 def run_delta(inputs: list[Tensor], states: Tensor, *, norm: bool = True, threads: int = 1) -> Tensor:
     out = torch.full(inputs[2].shape, float("nan"), dtype=inputs[0].dtype)
-    team(threads).call("gated_delta_rule", [out, *inputs, header(states)], [states.shape[1] - 1, norm])
+    team(threads).call("gated_delta_rule", [out, *inputs, header(states)], [MAX_BLOCK, norm])
     return out
 
 
 def new_states(inputs: list[Tensor]) -> Tensor:
-    batch, _, heads, dim_v = inputs[2].shape
-    states = torch.full((batch, MAX_BLOCK + 1, heads, inputs[0].shape[-1], dim_v), float("nan"))
-    states[:, 0] = torch.randn(states[:, 0].shape, generator=torch.Generator().manual_seed(1))
+    """[B, heads, elements of a state and of the steps of a block]; the steps are unset."""
+    (batch, _, heads, dim_v), dim_k = inputs[2].shape, inputs[0].shape[-1]
+    states = torch.full((batch, heads, dim_k * dim_v + MAX_BLOCK * (dim_k + dim_v + 1)), float("nan"))
+    states[:, :, : dim_k * dim_v] = torch.randn(batch, heads, dim_k * dim_v, generator=torch.Generator().manual_seed(1))
     return states
+
+
+def current(states: Tensor, inputs: list[Tensor]) -> Tensor:
+    """The states before the block [B, heads, Dk, Dv]."""
+    dim_k, dim_v = inputs[0].shape[-1], inputs[2].shape[-1]
+    return states[:, :, : dim_k * dim_v].unflatten(-1, (dim_k, dim_v))
+
+
+def commit(states: Tensor, inputs: list[Tensor], counts: list[int], *, threads: int = 1) -> Tensor:
+    """Return the states after so many positions of each sequence."""
+    sizes = [MAX_BLOCK, inputs[2].shape[2], inputs[0].shape[-1], inputs[2].shape[-1], len(counts)]
+    team(threads).call("commit_state", [torch.tensor(counts), header(states)], sizes)
+    return current(states, inputs)
 
 
 @pytest.mark.parametrize("norm", [True, False])
@@ -55,20 +69,23 @@ def test_delta_agrees_with_transformers(dtype: torch.dtype, dims: tuple[int, int
     if not norm:
         inputs[1] = inputs[1] * 0.2
     states = new_states(inputs)
+    first = current(states, inputs).clone()
     out = run_delta(inputs, states, norm=norm)
+    assert torch.equal(current(states, inputs), first), "only a commit changes the state"
     q, k, v, g, beta = inputs
     for last in range(1, 8):
         expected, state = torch_recurrent_gated_delta_rule(
             *(x[:, :last] for x in (q, k, v)),
             g=g[:, :last],
             beta=beta[:, :last],
-            initial_state=states[:, 0].clone(),
+            initial_state=first.clone(),
             output_final_state=True,
             use_qk_l2norm_in_kernel=norm,
         )
-        torch.testing.assert_close(states[:, last], state, atol=2e-5, rtol=2e-5)
+        committed = commit(states.clone(), inputs, [last, last])
+        torch.testing.assert_close(committed, state, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(out, expected, **({} if dtype == torch.bfloat16 else {"atol": 2e-5, "rtol": 2e-5}))
-    assert states[:, 8:].isnan().all()
+    assert states[:, :, -2 * (dims[0] + dims[1] + 1) :].isnan().all(), "nothing is written beyond the block"
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -77,23 +94,22 @@ def test_delta_gives_a_token_the_same_bits_in_every_window(dtype: torch.dtype) -
     inputs = delta_inputs(dtype, width=9)
     states, single = new_states(inputs), new_states(inputs)
     whole = run_delta(inputs, states, threads=2)
-    elements = single[0, 0].numel()
     for token in range(9):
         out = run_delta([x[:, token : token + 1] for x in inputs], single)
         assert torch.equal(out, whole[:, token : token + 1])
-        load().call("commit_state", [torch.tensor([1, 1]), header(single)], [MAX_BLOCK, elements, 2])
-        assert torch.equal(single[:, 0], states[:, token + 1])
+        after = commit(single, inputs, [1, 1])
+        assert torch.equal(after, commit(states.clone(), inputs, [token + 1] * 2, threads=2))
     alone = new_states(inputs)[1:].contiguous()
     assert torch.equal(run_delta([x[1:] for x in inputs], alone), whole[1:])
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_each_row_keeps_its_own_count_of_states(threads: int) -> None:
-    states = torch.randn(3, MAX_BLOCK + 1, 2, 5, 7)
-    before = states.clone()
-    team(threads).call("commit_state", [torch.tensor([4, 0, 9]), header(states)], [MAX_BLOCK, 70, 3])
-    assert torch.equal(states[:, 0], torch.stack([before[0, 4], before[1, 0], before[2, 9]]))
-    assert torch.equal(states[:, 1:], before[:, 1:])
+def test_each_sequence_commits_its_own_count(threads: int) -> None:
+    inputs = delta_inputs(torch.float32, width=MAX_BLOCK, batch=3)
+    states = new_states(inputs)
+    run_delta(inputs, states)
+    expected = [commit(states.clone(), inputs, [count] * 3)[row] for row, count in enumerate((4, 0, 9))]
+    assert torch.equal(commit(states, inputs, [4, 0, 9], threads=threads), torch.stack(expected))
 
 
 def run_conv(

@@ -26,9 +26,9 @@ class KVBuffers(KVCache):
     """Keys and values of attention layers, states of recurrent layers.
 
     An attention layer has keys and values [B, heads, capacity, size]; the order within 32 positions is up to the kernel
-    (csrc/attention_*.cpp). A recurrent layer has states [B, MAX_RECURRENT_BLOCK + 1, heads, key size, value size] in
-    fp32, before the block and after each of its positions, and the inputs of its convolution [B, channels,
-    MAX_RECURRENT_BLOCK + kernel - 1].
+    (csrc/attention_*.cpp). A recurrent layer has states [B, heads, key size * value size + MAX_RECURRENT_BLOCK * (key
+    size + value size + 1)] in fp32: the state before the block, and what its positions change in it; and the inputs of
+    its convolution [B, channels, MAX_RECURRENT_BLOCK + kernel - 1].
 
     Attributes:
         headers: [layers, 3] int64, the addresses of a layer's two buffers and their capacity.
@@ -96,7 +96,9 @@ class KVBuffers(KVCache):
         if isinstance(shape, StateShape):
             width = MAX_RECURRENT_BLOCK + shape.kernel - 1
             history = untouched_zeros(batch_size, shape.channels, width, dtype=self._dtype)
-            return untouched_zeros(batch_size, MAX_RECURRENT_BLOCK + 1, *shape.state), history
+            heads, key_size, value_size = shape.state
+            size = key_size * value_size + MAX_RECURRENT_BLOCK * (key_size + value_size + 1)
+            return untouched_zeros(batch_size, heads, size), history
         heads, *sizes = shape
         keys, values = (untouched_zeros(batch_size, heads, self._capacity, size, dtype=self._dtype) for size in sizes)
         return keys, values
@@ -112,9 +114,9 @@ class KVBuffers(KVCache):
                 self._add_commit(shape, header)
 
     def _add_commit(self, shape: StateShape, header: Tensor) -> None:
-        """For one layer: move the state after each sequence's committed positions, and its history, to the front."""
-        batch_size, size = len(self.lengths), shape.state[0] * shape.state[1] * shape.state[2]
+        """For one layer: advance the state by each sequence's committed positions, and move its history to the front."""
+        batch_size = len(self.lengths)
         history = [MAX_RECURRENT_BLOCK, shape.kernel, shape.channels, batch_size, _TYPES[self._dtype]]
-        state = [MAX_RECURRENT_BLOCK, size, batch_size]
+        state = [MAX_RECURRENT_BLOCK, *shape.state, batch_size]
         assert self._commit.add("commit_state", [self._counts, header[:1]], state)
         assert self._commit.add("commit_history", [self._counts, header[1:2]], history)

@@ -25,7 +25,7 @@ from nextn.runtime.native.locks import LOCK
 from nextn.runtime.native.trace import Untraceable, current_trace, is_recording
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-# Largest block over a recurrent layer: the state after each position is kept, 1 MiB for 16 heads of 128 x 128.
+# Largest block over a recurrent layer: what each position changes in the state is kept until the block is committed.
 MAX_RECURRENT_BLOCK = 32
 _NAME = "nextn"  # in transformers' registries
 _IGNORED = IGNORABLE_ARGUMENTS | {

@@ -1,10 +1,12 @@
-// Ops of linear-attention layers: the gated delta rule and the causal convolution. Both keep the state after every
-// token of the block; commit_state and commit_history then select the state after the accepted tokens.
+// Ops of linear-attention layers: the gated delta rule and the causal convolution. Neither changes the state before the
+// block; commit_state and commit_history then advance it by the accepted tokens.
 //
-// States [B, max_block + 1, Hv, Dk, Dv] fp32: number 0 is before the block, number j + 1 after its token j.
+// States [B, Hv, Dk * Dv + max_block * (Dk + Dv + 1)] fp32: the state before the block, then the step of each of its
+// tokens: key, delta and decay. A step is a hundredth of a state, which would fill memory if each token kept one.
 // Histories [B, C, max_block + K - 1] of the input's type: the K - 1 inputs before the block, then the block's.
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "attention_lanes.h"
 
@@ -24,30 +26,73 @@ bool sized(const View& view, int64_t a, int64_t b, int64_t c) {
   return view.ndim >= 3 && view.size[0] == a && view.size[1] == b && view.size[2] == c;
 }
 
+// What one value head stores.
+struct HeadState {
+  float* state;  // [Dk, Dv]
+  float* steps;
+  int64_t dim_k, dim_v;
+
+  HeadState(const View& header, int64_t index, int64_t dim_k, int64_t dim_v, int64_t max_block)
+      : state(reinterpret_cast<float*>(address(header)) + index * size(dim_k, dim_v, max_block)),
+        steps(state + dim_k * dim_v), dim_k(dim_k), dim_v(dim_v) {}
+
+  static int64_t size(int64_t dim_k, int64_t dim_v, int64_t max_block) {
+    return dim_k * dim_v + max_block * (dim_k + dim_v + 1);
+  }
+  float* key(int64_t token) const { return steps + token * (dim_k + dim_v + 1); }  // [Dk]
+  float* delta(int64_t token) const { return key(token) + dim_k; }                 // [Dv]
+  float& decay(int64_t token) const { return delta(token)[dim_v]; }
+};
+
+template <int kVectors>
+Lanes load(const float* from, int64_t count) {
+  return kVectors > 1 || count == kLanes ? lanes_at(from) : sixteen(from, count);
+}
+
+template <int kVectors>
+void store(float* to, Lanes values, int64_t count) {
+  kVectors > 1 || count == kLanes ? put_lanes(to, values) : put(to, values, count);
+}
+
 // One token of the rule: from one state to the next. The state's columns are independent, so any number can be
-// processed together.
+// processed together; each vector has `count` valid columns.
 struct Step {
   const float *key, *query;  // [Dk]
   int64_t dim_k, dim_v;
   float decay, beta;
 
-  // S' = decay S + k (beta (v - (decay S)^T k))^T; out = S'^T q. Each vector has `count` valid columns.
+  // delta = beta (v - (decay S)^T k)
   template <int kVectors>
-  void run(const float* from, float* to, const float* value, float* out, int64_t count) const {
-    const bool full = kVectors > 1 || count == kLanes;
-    const auto load = [=](const float* at) { return full ? lanes_at(at) : sixteen(at, count); };
-    const auto store = [=](float* at, Lanes values) { full ? put_lanes(at, values) : put(at, values, count); };
-    Lanes delta[kVectors]{}, sum[kVectors]{};
+  void correct(const float* from, const float* value, float* delta, int64_t count) const {
+    Lanes sum[kVectors]{};
     for (int64_t d = 0; d < dim_k; ++d)
-      for (int i = 0; i < kVectors; ++i) delta[i] += load(from + d * dim_v + i * kLanes) * decay * key[d];
-    for (int i = 0; i < kVectors; ++i) delta[i] = (lanes_at(value + i * kLanes) - delta[i]) * beta;
+      for (int i = 0; i < kVectors; ++i)
+        sum[i] += load<kVectors>(from + d * dim_v + i * kLanes, count) * decay * key[d];
+    for (int i = 0; i < kVectors; ++i)
+      store<kVectors>(delta + i * kLanes, (lanes_at(value + i * kLanes) - sum[i]) * beta, count);
+  }
+
+  // S' = decay S + k delta^T; out = S'^T q. Never inlined, so that a commit rounds as the block did.
+  template <int kVectors>
+  [[gnu::noinline]] void advance(const float* from, float* to, const float* delta, float* out, int64_t count) const {
+    Lanes sum[kVectors]{}, change[kVectors];
+    for (int i = 0; i < kVectors; ++i) change[i] = load<kVectors>(delta + i * kLanes, count);
     for (int64_t d = 0; d < dim_k; ++d)
       for (int i = 0; i < kVectors; ++i) {
-        const Lanes row = load(from + d * dim_v + i * kLanes) * decay + key[d] * delta[i];
-        store(to + d * dim_v + i * kLanes, row);
+        const Lanes row = load<kVectors>(from + d * dim_v + i * kLanes, count) * decay + key[d] * change[i];
+        store<kVectors>(to + d * dim_v + i * kLanes, row, count);
         sum[i] += row * query[d];
       }
     for (int i = 0; i < kVectors; ++i) put_lanes(out + i * kLanes, sum[i]);
+  }
+
+  // Calls run(vectors, first column, valid columns of a vector) for all columns.
+  template <typename Run>
+  void each_columns(Run run) const {
+    constexpr int kTogether = 4;
+    int64_t j = 0;
+    for (; j + kTogether * kLanes <= dim_v; j += kTogether * kLanes) run(std::integral_constant<int, kTogether>(), j, kLanes);
+    for (; j < dim_v; j += kLanes) run(std::integral_constant<int, 1>(), j, std::min(kLanes, dim_v - j));
   }
 };
 
@@ -62,42 +107,46 @@ void normalize(float* x, int64_t count, bool norm, float factor) {
   for (int64_t i = 0; i < count; ++i) x[i] *= factor;
 }
 
+// Scratch of a worker, of at least this many floats.
+float* scratch_of(int64_t count) {
+  thread_local std::vector<float> scratch;
+  scratch.resize(std::max<size_t>(scratch.size(), count));
+  return scratch.data();
+}
+
 // views: out [B, m, Hv, Dv], q and k [B, m, Hk, Dk], v [B, m, Hv, Dv], g and beta [B, m, Hv], header.
-void delta_head(const Call& call, int64_t row, int64_t head, int64_t token) {
+void delta_head(const Call& call, int64_t row, int64_t head) {
   const View &out = call.views[0], &q = call.views[1], &k = call.views[2], &v = call.views[3];
   const View &g = call.views[4], &beta = call.views[5];
   const int64_t heads = v.size[2], dim_k = k.size[3], dim_v = v.size[3], key_head = head / (heads / k.size[2]);
-  thread_local std::vector<float> scratch;
-  scratch.resize(std::max<size_t>(scratch.size(), 2 * dim_k + 2 * dim_v + 2 * kLanes));
-  float *query = scratch.data(), *key = query + dim_k, *value = key + dim_k, *result = value + dim_v + kLanes;
-  float decay, rate;
-  widen(q, element(q, row, token, key_head), q.stride[3], query, dim_k);
-  widen(k, element(k, row, token, key_head), k.stride[3], key, dim_k);
-  widen(v, element(v, row, token, head), v.stride[3], value, dim_v);
-  widen(g, element(g, row, token, head), 1, &decay, 1);
-  widen(beta, element(beta, row, token, head), 1, &rate, 1);
-  normalize(query, dim_k, call.ints[1], 1.0f / std::sqrt(float(dim_k)));
-  normalize(key, dim_k, call.ints[1], 1.0f);
-
-  const int64_t state = dim_k * dim_v, max_block = call.ints[0];
-  float* states = reinterpret_cast<float*>(address(call.views[6]));
-  float* before = states + ((row * (max_block + 1) + token) * heads + head) * state;
-  float* after = before + heads * state;
-  const Step step{key, query, dim_k, dim_v, std::exp(decay), rate};
-  constexpr int kTogether = 4;
-  int64_t j = 0;
-  for (; j + kTogether * kLanes <= dim_v; j += kTogether * kLanes)
-    step.run<kTogether>(before + j, after + j, value + j, result + j, kLanes);
-  for (; j < dim_v; j += kLanes) step.run<1>(before + j, after + j, value + j, result + j, std::min(kLanes, dim_v - j));
-  narrow(out, result, element(out, row, token, head), out.stride[3], dim_v);
+  float* query = scratch_of(dim_k + 2 * (dim_v + kLanes) + dim_k * dim_v);
+  float *value = query + dim_k, *result = value + dim_v + kLanes, *after = result + dim_v + kLanes;
+  const HeadState stored(call.views[6], row * heads + head, dim_k, dim_v, call.ints[0]);
+  for (int64_t token = 0; token < v.size[1]; ++token) {
+    float *key = stored.key(token), *delta = stored.delta(token), decay, rate;
+    widen(q, element(q, row, token, key_head), q.stride[3], query, dim_k);
+    widen(k, element(k, row, token, key_head), k.stride[3], key, dim_k);
+    widen(v, element(v, row, token, head), v.stride[3], value, dim_v);
+    widen(g, element(g, row, token, head), 1, &decay, 1);
+    widen(beta, element(beta, row, token, head), 1, &rate, 1);
+    normalize(query, dim_k, call.ints[1], 1.0f / std::sqrt(float(dim_k)));
+    normalize(key, dim_k, call.ints[1], 1.0f);
+    stored.decay(token) = std::exp(decay);
+    const Step step{key, query, dim_k, dim_v, stored.decay(token), rate};
+    const float* before = token ? after : stored.state;
+    step.each_columns([&](auto vectors, int64_t j, int64_t count) {
+      step.correct<vectors()>(before + j, value + j, delta + j, count);
+      step.advance<vectors()>(before + j, after + j, delta + j, result + j, count);
+    });
+    narrow(out, result, element(out, row, token, head), out.stride[3], dim_v);
+  }
 }
 
 void delta(const Call& call, const Worker& worker) {
   const View& v = call.views[3];
   int64_t begin, end;
   worker.share(v.size[0] * v.size[2], begin, end);
-  for (int64_t i = begin; i < end; ++i)
-    for (int64_t token = 0; token < v.size[1]; ++token) delta_head(call, i / v.size[2], i % v.size[2], token);
+  for (int64_t i = begin; i < end; ++i) delta_head(call, i / v.size[2], i % v.size[2]);
 }
 
 bool select_delta(Call& call) {
@@ -115,21 +164,28 @@ bool select_delta(Call& call) {
   return true;
 }
 
-// Copies state counts[b] to number 0. views: counts [B], header; ints: max_block, elements of a state, B.
+// Advances the states by the first counts[b] tokens of the block, with the bits that they had in it.
+// views: counts [B], header; ints: max_block, Hv, Dk, Dv, B.
 void commit_state(const Call& call, const Worker& worker) {
-  const int64_t max_block = call.ints[0], elements = call.ints[1];
+  const int64_t max_block = call.ints[0], heads = call.ints[1], dim_k = call.ints[2], dim_v = call.ints[3];
+  float* unused = scratch_of(dim_v + kLanes);
   int64_t begin, end;
-  worker.share(elements, begin, end);
-  for (int64_t row = 0; row < call.ints[2]; ++row) {
-    const int64_t count = data<int64_t>(call.views[0])[row];
-    float* first = reinterpret_cast<float*>(address(call.views[1])) + row * (max_block + 1) * elements;
-    if (count > 0) std::memcpy(first + begin, first + count * elements + begin, (end - begin) * sizeof(float));
+  worker.share(call.ints[4] * heads, begin, end);
+  for (int64_t i = begin; i < end; ++i) {
+    const HeadState stored(call.views[1], i, dim_k, dim_v, max_block);
+    for (int64_t token = 0; token < data<int64_t>(call.views[0])[i / heads]; ++token) {
+      const float *key = stored.key(token), *delta = stored.delta(token);
+      const Step step{key, key, dim_k, dim_v, stored.decay(token), 0.0f};
+      step.each_columns([&](auto vectors, int64_t j, int64_t count) {
+        step.advance<vectors()>(stored.state + j, stored.state + j, delta + j, unused + j, count);
+      });
+    }
   }
 }
 
 bool select_commit_state(Call& call) {
-  if (call.views.size() != 2 || call.ints.size() != 3 || !call.reals.empty()) return false;
-  if (!is_counts(call.views[0], call.ints[2]) || !is_header(call.views[1])) return false;
+  if (call.views.size() != 2 || call.ints.size() != 5 || !call.reals.empty()) return false;
+  if (!is_counts(call.views[0], call.ints[4]) || !is_header(call.views[1])) return false;
   call.kernel = commit_state, call.parallel = true;
   return true;
 }
