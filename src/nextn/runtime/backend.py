@@ -1,5 +1,6 @@
 """Selection of the backend that decodes a model, and the self-check of the native backend before it is used."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -127,33 +128,29 @@ def _build_native(trunk: Trunk, head: Head | None) -> Backend:
 @torch.inference_mode()
 def _self_check(trunk: Trunk, head: Head | None, native: Backend) -> None:
     """Compare the states of both backends: a model may do something that no recording captures. Raises Untraceable."""
-    generator = torch.Generator().manual_seed(0)
-    layers = [*trunk.decoder.layers, *([] if head is None else head.stack)]
-    with released_after_use(layers):
-        _compare_passes(trunk, head, native, generator)
+    tokens = torch.randint(trunk.vocab_size, (1, sum(_BLOCK_SIZES)), generator=torch.Generator().manual_seed(0))
+    with released_after_use([*trunk.decoder.layers, *([] if head is None else head.stack)]):
+        expected = trunk(tokens)
+        expected_step = None if head is None else head.step(0, tokens, expected.head_input)
+    blocks = tokens.split(_BLOCK_SIZES, dim=1), expected.head_input.split(_BLOCK_SIZES, dim=1)
+    cache = native.trunk.cache(1)
+    actual = []
+    for block in blocks[0]:
+        actual.append(native.trunk(block, cache).final_hidden.clone())
+        cache.commit([block.shape[1]])
+    _compare(expected.final_hidden, actual, "trunk")
+    if native.head is not None and expected_step is not None:
+        cache, actual = native.head.cache(1), []
+        for block, states in zip(*blocks, strict=True):
+            actual.append(native.head.step(0, block, states, cache=cache).final_hidden.clone())
+            cache.commit([block.shape[1]])
+        _compare(expected_step.final_hidden, actual, "head")
 
 
-def _compare_passes(trunk: Trunk, head: Head | None, native: Backend, generator: torch.Generator) -> None:
-    caches = trunk.cache(1), native.trunk.cache(1)
-    head_caches = None if head is None or native.head is None else (head.cache(1), native.head.cache(1))
-    for size in _BLOCK_SIZES:
-        tokens = torch.randint(trunk.vocab_size, (1, size), generator=generator)
-        expected, actual = trunk(tokens, caches[0]), native.trunk(tokens, caches[1])
-        _compare(expected.final_hidden, actual.final_hidden, "trunk")
-        for cache in caches:
-            cache.commit([size])
-        if head is not None and native.head is not None and head_caches is not None:
-            states = expected.head_input.clone()
-            expected_step = head.step(0, tokens, states, cache=head_caches[0])
-            actual_step = native.head.step(0, tokens, states, cache=head_caches[1])
-            _compare(expected_step.final_hidden, actual_step.final_hidden, "head")
-            for cache in head_caches:
-                cache.commit([size])
-
-
-def _compare(expected: torch.Tensor, actual: torch.Tensor, part: str) -> None:
-    # The median over positions: in bf16 a near-tie of a MoE router may send single tokens to another expert.
-    error = (expected - actual).float().norm(dim=-1) / expected.float().norm(dim=-1).clamp_min(1e-6)
-    if not float(error.median()) <= _TOLERANCE[expected.dtype]:
-        median = float(error.median())
-        raise Untraceable(f"the recorded {part} differs from the torch backend (relative error {median:.2g})")
+def _compare(expected: torch.Tensor, blocks: Sequence[torch.Tensor], part: str) -> None:
+    for reference, actual in zip(expected.split(_BLOCK_SIZES, dim=1), blocks, strict=True):
+        # The median over positions: in bf16 a near-tie of a MoE router may send single tokens to another expert.
+        error = (reference - actual).float().norm(dim=-1) / reference.float().norm(dim=-1).clamp_min(1e-6)
+        if not float(error.median()) <= _TOLERANCE[reference.dtype]:
+            median = float(error.median())
+            raise Untraceable(f"the recorded {part} differs from the torch backend (relative error {median:.2g})")

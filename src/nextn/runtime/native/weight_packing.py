@@ -14,7 +14,7 @@ from torch import Tensor
 from nextn.checkpoint.mapped_memory import release_pages, slices_released_after_use
 from nextn.runtime.native.abi import BYTES, Runtime, type_of
 from nextn.runtime.native.lowering import Instruction, Lowered
-from nextn.runtime.native.memory import HugePages, rows_per_slice
+from nextn.runtime.native.memory import HugePages, rows_per_slice, untouched_zeros
 
 GATE_ROWS = 16  # gated ops read the rows of their two weights in alternating runs of this many (csrc/product.h)
 MAX_BLOCK_COLUMNS = 32  # output channels that are packed together, at most (csrc/product.h)
@@ -95,13 +95,19 @@ def pack_weights(groups: Sequence[Lowered], pack: Pack) -> list[Lowered]:
     return [replace(group, instructions=[_with_packed(step, pack) for step in group.instructions]) for group in groups]
 
 
+@torch.no_grad()
 def merge_weights(weights: Sequence[Tensor], parts: int, columns: int) -> Tensor:
     """Merge weights into one matrix: part 0 of every weight, then part 1 of every weight, and so on, each padded to
     whole blocks of `columns` output channels."""
     if len(weights) == parts == 1:
         return weights[0]
-    padded = [torch.nn.functional.pad(weight, (0, 0, 0, -weight.shape[-2] % (parts * columns))) for weight in weights]
-    return torch.cat([weight.unflatten(-2, (parts, -1)) for weight in padded], dim=-2).flatten(-3, -2)
+    missing = [-weight.shape[-2] % (parts * columns) for weight in weights]
+    padded = [torch.nn.functional.pad(w, (0, 0, 0, n)) if n else w for w, n in zip(weights, missing, strict=True)]
+    split = [weight.unflatten(-2, (parts, -1)) for weight in padded]
+    *before, _, k = split[0].shape
+    # Not from the heap, which would keep the memory: the matrix is only needed until it is packed.
+    merged = untouched_zeros(*before, sum(part.shape[-2] for part in split), k, dtype=weights[0].dtype)
+    return torch.cat(split, dim=-2, out=merged).flatten(-3, -2)
 
 
 def _with_packed(step: Instruction, pack: Pack) -> Instruction:
