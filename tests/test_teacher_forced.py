@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -242,6 +243,9 @@ class Narrow:
 
     def cache(self, rows):
         return SimpleNamespace(commit=self.widths.append)
+
+    def single_threaded_torch(self):
+        return nullcontext()
 
     def __call__(self, window, cache):
         return TrunkOutput(*[window[..., None].float()] * 2)

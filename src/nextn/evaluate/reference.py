@@ -11,11 +11,13 @@ from nextn.decoding.drafter import Contract
 from nextn.errors import ConfigError
 from nextn.evaluate.reference_plan import ReferencePlan
 from nextn.evaluate.reference_report import ReferenceReport
-from nextn.evaluate.reference_texts import Controls, generate_texts, measure_controls, prompt_tokens
+from nextn.evaluate.reference_texts import Controls, exact_head, generate_texts, measure_controls, prompt_tokens
 from nextn.evaluate.teacher_forced import score_texts, trunk_outputs
 from nextn.evaluate.workload import Prompt
 from nextn.model.model import Model
 from nextn.model.trunk import TrunkOutput
+from nextn.runtime.backend import backend_for
+from nextn.runtime.protocol import DecodingTrunk
 
 __all__ = ["ReferencePlan", "ReferenceReport", "reference_acceptance", "rescore"]
 
@@ -36,18 +38,28 @@ def reference_acceptance(
     if model.head is None:
         raise ConfigError("the checkpoint has no head, so there is nothing to measure")
     ids, contract = [prompt_tokens(model, prompt, plan.chat) for prompt in prompts], contract or Contract()
-    generated = {
-        temperature: generate_texts(model, ids, plan, temperature, contract=contract, on_text=on_text)
-        for temperature in plan.temperatures
-    }
-    report = ReferenceReport(plan, contract, tuple(prompts), generated, {}, "decoder", family=model.family.name)
-    return rescore(report, model, contract) if contract.rerun else report
+    with exact_head(model):  # one backend for the texts and their scores
+        generated = {
+            temperature: generate_texts(model, ids, plan, temperature, contract=contract, on_text=on_text)
+            for temperature in plan.temperatures
+        }
+        report = ReferenceReport(plan, contract, tuple(prompts), generated, {}, "decoder", family=model.family.name)
+        trunk = backend_for(model, plan.backend).trunk
+        return rescore(report, model, contract, trunk=trunk) if contract.rerun else report
 
 
-def rescore(reference: ReferenceReport, model: Model, contract: Contract) -> ReferenceReport:
-    """Score the same texts, and take the controls, with another convention of the head; the trunk must be the same."""
+def rescore(
+    reference: ReferenceReport, model: Model, contract: Contract, *, trunk: DecodingTrunk | None = None
+) -> ReferenceReport:
+    """Score the same texts, and take the controls, with another convention of the head; the trunk must be the same.
+
+    trunk: What runs the model's trunk; None: torch.
+    """
     assert model.head is not None
-    hiddens = {temperature: trunk_outputs(model.trunk, each.texts) for temperature, each in reference.generated.items()}
+    hiddens = {
+        temperature: trunk_outputs(trunk or model.trunk, each.texts)
+        for temperature, each in reference.generated.items()
+    }
     generated = reference.generated
     scored = {
         temperature: tuple(

@@ -73,7 +73,7 @@ def generate_texts(
             sampled_drafts=plan.rule != "argmax",
         )
         batch = prompts[start : start + _BATCH]
-        with _exact_head(model):
+        with exact_head(model):
             results += generate(model, batch, settings, backend=plan.backend)
         for _ in batch:
             on_text()
@@ -95,7 +95,7 @@ def prompt_tokens(model: Model, prompt: Prompt, chat: bool | None) -> tuple[int,
 
 
 @contextmanager
-def _exact_head(model: Model) -> Iterator[None]:
+def exact_head(model: Model) -> Iterator[None]:
     """While open, the head drafts by all bits of its weights."""
     head = model.head
     assert head is not None

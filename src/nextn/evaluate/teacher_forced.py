@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from nextn.checkpoint.mapped_memory import release_pages, released_after_use
 from nextn.decoding.drafter import Contract
 from nextn.errors import ConfigError
-from nextn.model.head import Head
+from nextn.model.head import Head, lm_head_weights
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput
+from nextn.runtime.protocol import DecodingTrunk
+from nextn.runtime.torch_backend import TorchTrunk
 from nextn.speculative.sampling import Sampling, to_probs
 
 # Acceptance rule -> probability that depths 1..k are all accepted, given the text x; r_j = q_j(x_j) / p_j(x_j), where
@@ -31,7 +34,8 @@ RULES = {
     "match": "product of q_j(x_j): drafts sampled from q, accepted only if the trunk samples the same token",
 }
 _MAX_POSITIONS = 2048  # of one parallel pass: texts are batched up to this number of padded positions
-_MAX_STARTS = 128  # round starts whose distributions are in memory at once
+_MAX_STARTS = 128  # round starts whose distributions are in memory at once, ...
+_MAX_LOGITS = 2**24  # ... and elements of each of their tensors
 
 
 @dataclass(frozen=True)
@@ -132,16 +136,25 @@ class ScoredText:
 
 
 @torch.inference_mode()
-def trunk_outputs(trunk: Trunk, texts: Iterable[ReferenceText], *, chunk: int = 512) -> list[TrunkOutput]:
+def trunk_outputs(
+    trunk: Trunk | DecodingTrunk, texts: Iterable[ReferenceText], *, chunk: int = 512
+) -> list[TrunkOutput]:
     """Run the trunk over each text, in chunks as decoding prefills it; the states are [T, H] each."""
+    if isinstance(trunk, Trunk):
+        with released_after_use(trunk.decoder.layers):
+            return trunk_outputs(TorchTrunk(trunk), texts, chunk=chunk)
     outputs = []
+    chunk = min(chunk, trunk.max_block_size or chunk)
     for text in texts:
-        cache, parts = trunk.cache(1), []
-        for block in torch.tensor([text.tokens], device=trunk.device).split(chunk, dim=1):
-            parts.append(trunk(block, cache))
-            cache.commit([block.shape[1]])
-        final_hidden = torch.cat([part.final_hidden[0] for part in parts])
-        outputs.append(TrunkOutput(final_hidden, torch.cat([part.head_input[0] for part in parts])))
+        with trunk.single_threaded_torch():
+            cache, parts = trunk.cache(1), []
+            for block in torch.tensor([text.tokens], device=trunk.device).split(chunk, dim=1):
+                part = trunk(block, cache)
+                parts.append(
+                    (part.final_hidden[0].clone(), part.head_input[0].clone())
+                )  # the next pass overwrites them
+                cache.commit([block.shape[1]])
+        outputs.append(TrunkOutput(*(torch.cat(states) for states in zip(*parts, strict=True))))
     return outputs
 
 
@@ -170,6 +183,7 @@ def score_texts(
     inputs = [_head_inputs(text, hidden, contract, head) for text, hidden in zip(texts, hiddens, strict=True)]
     for text, hidden, chains in zip(texts, hiddens, _draft_states(head, inputs, depths), strict=True):
         yield _score(model, text, chains, hidden.final_hidden, depths)
+    release_pages(lm_head_weights(model.trunk, head, depths))
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,8 +275,9 @@ def _score(
     expected = {rule: torch.zeros(count, depths, dtype=torch.float64) for rule in rules}
     drafts, ranks = torch.zeros(2, count, dtype=torch.long)
     ratios = torch.ones(count, dtype=torch.float64)  # r_1 ... r_k
-    for depth, first in ((k, s) for k in range(1, depths + 1) for s in range(0, max(0, count - k + 1), _MAX_STARTS)):
-        here = slice(first, min(first + _MAX_STARTS, count - depth + 1))
+    size = max(1, min(_MAX_STARTS, _MAX_LOGITS // model.trunk.vocab_size))
+    for depth, first in ((k, s) for k in range(1, depths + 1) for s in range(0, max(0, count - k + 1), size)):
+        here = slice(first, min(first + size, count - depth + 1))
         logits = _logits(model, depth, chains[depth - 1][here])
         target = new_tokens[here.start + depth : here.stop + depth]
         if depth == 1:
