@@ -37,7 +37,7 @@ test-transformers: $(VENV)/.ready
 	$(BIN)/python -m pytest -m engines -k "transformers or several_modules"
 
 # Real engines, built once beside the user's other caches, on tiny checkpoints that are trained there, too: most of an
-# hour the first time. What they said goes into the record, and from there into docs/engines.md.
+# hour the first time. What they said goes into the record, and from there into docs/benchmarks/engines.md.
 test-engines: $(VENV)/.ready
 	$(BIN)/python bench/peers.py setup
 	NEXTN_ENGINES_OUT=bench/results/engines.json $(BIN)/python -m pytest -m engines

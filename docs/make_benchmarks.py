@@ -12,7 +12,7 @@ PAGE = DOCS / "benchmarks" / "index.md"
 PICTURE = DOCS / "images" / "rounds.svg"
 README = ROOT / "README.md"
 RESULTS = ROOT / "bench" / "results"
-AMX, AVX2, ZEN5 = "Xeon with AMX", "EPYC with AVX2", "EPYC with AVX-512 bf16 (Zen 5)"
+AMX, AVX2, ZEN5 = "Xeon (AMX)", "EPYC (AVX2)", "EPYC (Zen 5)"
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ PYTHON = """\
 # Python API
 
 The public names are those of `nextn.__all__`; this page has all of them. They are resolved on first use, so `import
-nextn` is cheap. Everything else in the package may change between minor releases.
+nextn` is cheap. Everything else in the package may change between minor releases. Where the lines with `:::` are not
+filled in, the page is not the site's (`make docs`); `help(nextn.generate)` prints the same.
 
 ```python
 import nextn

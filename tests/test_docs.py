@@ -198,8 +198,10 @@ def test_links_lead_somewhere(page):
 
 def test_pages_that_the_code_names_exist():
     """Messages and comments that send the reader to a page."""
-    sources = [*(ROOT / "src").rglob("*.py"), *(ROOT / "bench").rglob("*.py"), *(ROOT / ".github").rglob("*.yml")]
-    named = {name for path in sources for name in re.findall(r"(?<!master/)\bdocs/[\w/-]+\.\w+", path.read_text())}
+    sources = [ROOT / "Makefile", ROOT / ".ci" / "run", *(ROOT / ".github").rglob("*.yml")]
+    sources += [path for folder in ("src", "bench", "docs", "examples") for path in (ROOT / folder).rglob("*.py")]
+    file = re.compile(r"(?<!master/)\bdocs/[\w/-]+\.(?:md|json|py|svg)\b")
+    named = {name for path in sources for name in file.findall(path.read_text())}
     assert named
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
