@@ -19,6 +19,7 @@ from generated import ROOT
 sys.path.insert(0, str(ROOT / "tests"))
 
 import torch
+from decoding_engine import Server, faulty
 from fake_engine import FakeEngine
 from make_troubleshooting import head_not_left_out
 from served import ServedModel
@@ -27,6 +28,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import nextn
+from nextn.conformance.expected import build_record
+from nextn.conformance.record import FILE
 from nextn.decoding.drafter import Contract
 from nextn.model.model import Model
 
@@ -89,7 +92,7 @@ class Scene:
 
     name: str
     make: Callable[[Path], None]
-    serve: Callable[[Path], FakeEngine] | None = None
+    serve: Callable[[Path], FakeEngine | Server] | None = None
     slow: bool = False  # more than a few seconds: left out of the tests, run by `make docs`
 
     @contextmanager
@@ -153,6 +156,21 @@ def bare(folder: Path) -> None:
     headless(folder)
     command = ["answer", "bare", "answers.jsonl", "--prompts", "questions.jsonl", "--temperature", "1"]
     nextn_command(folder, *command, "--max-tokens", "48", "--batch", "64")
+
+
+def canary(folder: Path) -> None:
+    """A canary made of a trained model: `nextn canary build` would train for minutes."""
+    shutil.copytree(FIXTURES / "glm", folder / "canary-glm")
+    record = build_record(folder / "canary-glm", refrain(16, 33, seed=10**6).tolist(), count=16, tokens=24)
+    (folder / "canary-glm" / FILE).write_text(json.dumps(record))
+
+
+def wrong_state_engine(folder: Path) -> Server:
+    """An engine that passes the state before the head's norm on to the next draft step."""
+    model = Model.load(folder / "canary-glm", dtype=torch.float32)
+    injected = faulty(model, "recycled-wrong")
+    assert injected is not None
+    return Server(*injected)
 
 
 def nextn_command(folder: Path, *words: str) -> None:
@@ -235,6 +253,7 @@ SCENES = (
     Scene("stale-head", stale, slow=True),
     Scene("new-head", bare, slow=True),
     Scene("train-a-head", headless, slow=True),
+    Scene("engine-authors", canary, wrong_state_engine, slow=True),
     Scene("beside-fine-tune", examples, slow=True),
     Scene("publish", loaded, slow=True),
 )
