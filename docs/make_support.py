@@ -15,7 +15,7 @@ from generated import DOCS, ROOT, replace_part, table, write
 sys.path.insert(0, str(ROOT / "tests"))
 
 import torch
-from make_families import SUPPORT
+from make_families import NAMES, SUPPORT
 from test_oracle import CHECKED
 from tiny import CONFIGS
 
@@ -27,17 +27,14 @@ PAGE = DOCS / "reference" / "support.md"
 SERVE = DOCS / "how-to" / "serve.md"
 README = ROOT / "README.md"
 RECORD = ROOT / "bench" / "results" / "engines.json"
-NAMES = {"vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp", "transformers": "transformers"}
-# Flags and limits beyond the usual ones, from the engines' code (SGLang's server arguments, llama.cpp's converter).
-_SEVERAL = "SGLang turns on `--enable-multi-layer-eagle` by itself; `--speculative-num-draft-tokens` must be K + 1"
+# Flags beyond the usual ones, from SGLang's server arguments and llama.cpp's converter.
+_SEVERAL = ("SGLang turns on `--enable-multi-layer-eagle` by itself",)
 MORE_FLAGS = {
     "mimo_v2": _SEVERAL,
-    "step3p5": f"{_SEVERAL}; transformers: 3.7 only, with the wrong hidden state and lm_head",
+    "step3p5": _SEVERAL,
     "gigachat3_5": _SEVERAL,
-    "inkling": "SGLang: `--enable-multi-layer-eagle`",
-    "deepseek_v4": "llama.cpp: `convert_hf_to_gguf.py --mtp` writes the head as a GGUF of its own",
-    "deepseek_v3": "transformers: one MTP layer, on trunks of 61 layers",
-    "glm4_moe": "transformers: trunks of 46 or 92 layers; vLLM drafts worse beyond K = 1 than the others",
+    "inkling": ("SGLang: `--enable-multi-layer-eagle`",),
+    "deepseek_v4": ("llama.cpp: `convert_hf_to_gguf.py --mtp` writes the head as a GGUF of its own",),
 }
 
 
@@ -53,7 +50,7 @@ def compared() -> dict[str, dict[str, str]]:
     for key, pair in json.loads(RECORD.read_text())["pairs"].items():
         family, engine = key.split()
         version = pair["versions"].get(engine, "")
-        found.setdefault(family, {})[engine] = version if version[:1].isdigit() else ""
+        found.setdefault(family, {})[engine.replace(".", "")] = version if version[:1].isdigit() else ""
     return found
 
 
@@ -94,10 +91,23 @@ def serving() -> str:
             "yes" if row.engines[each].support == "runs" else SUPPORT[row.engines[each].support] for each in ENGINES
         ]
         ran = ", ".join(NAMES[name] for name in runs.get(row.name, {})) or "-"
-        return (f"[{row.title}](../reference/families/{row.name}.md)", *words, MORE_FLAGS.get(row.name, ""), ran)
+        remarks = "; ".join((*MORE_FLAGS.get(row.name, ()), *_limits(row)))
+        return (f"[{row.title}](../reference/families/{row.name}.md)", *words, remarks, ran)
 
     head = ("family", "vLLM", "SGLang", "llama.cpp", "transformers", "more flags, remarks", "run here")
     return table(head, map(line, rows()))
+
+
+def _limits(row: Family) -> Iterator[str]:
+    """Facts of the row that decide about flags or acceptance, for engines that draft with the head."""
+    for name, title in NAMES.items():
+        engine = row.engines[name]
+        if engine.support != "runs":
+            continue
+        if engine.layers:
+            yield f"{title}: trunks of {' or '.join(map(str, engine.layers))} layers"
+        if engine.hidden or engine.next_hidden:
+            yield f"{title}: another hidden state than the family's, which may cost acceptance"
 
 
 def _by_engine(runs: dict[str, dict[str, str]]) -> Iterator[tuple[str, list[str]]]:

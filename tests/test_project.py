@@ -137,6 +137,16 @@ def test_extras_are_used():
     assert {name for name, line in used.items() if line in site} == named
 
 
+def test_development_packages_are_used():
+    """Each is imported by the tests, run by the Makefile, or a plugin whose options are used."""
+    text = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py")) + (ROOT / "Makefile").read_text()
+    uses = {"pyyaml": "import yaml", "pytest-timeout": "mark.timeout(", "pytest-xdist": "--numprocesses"}
+    uses |= {"build": "-m build", "ruff": "/ruff check", "mypy": "/mypy"}
+    for package in PROJECT["optional-dependencies"]["dev"]:
+        name = re.match(r"[\w-]+", package)[0]
+        assert name == "nextn" or re.search(re.escape(uses.get(name, "")) or rf"(?:from|import) {name}\b", text), name
+
+
 def test_types_are_published():
     """PEP 561: without the marker, type checkers ignore our annotations."""
     assert (Path(nextn.__file__).parent / "py.typed").exists()
