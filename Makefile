@@ -4,8 +4,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # CPU threads: torch's default is one per core. Tests run with one, in two processes, so that they do not fight over cores.
 export TOKENIZERS_PARALLELISM := false
+GENERATED := families reference support engines benchmarks troubleshooting outputs
 
-.PHONY: demo test check wheel test-gpu test-transformers test-engines docs bench bench-peers clean
+.PHONY: demo test check wheel test-gpu test-transformers test-engines docs site bench bench-peers clean
 
 demo: $(VENV)/.ready
 	$(BIN)/nextn demo
@@ -36,15 +37,23 @@ test-transformers: $(VENV)/.ready
 	$(BIN)/python -m pytest -m engines -k "transformers or several_modules"
 
 # Real engines, built once beside the user's other caches, on tiny checkpoints that are trained there, too: most of an
-# hour the first time. What they said goes into the record, and from there into docs/engines.md.
+# hour the first time. What they said goes into the record, and from there into docs/benchmarks/engines.md.
 test-engines: $(VENV)/.ready
 	$(BIN)/python bench/peers.py setup
 	NEXTN_ENGINES_OUT=bench/results/engines.json $(BIN)/python -m pytest -m engines
 	$(BIN)/python docs/make_engines.py
+	$(BIN)/python docs/make_support.py
 
+# Writes the generated pages and parts of pages, runs the commands that the guides show (some minutes), and builds the site in
+# the folder site. Nothing is fetched.
 docs: $(VENV)/.ready
-	$(BIN)/python docs/make_families.py
-	$(BIN)/python docs/make_troubleshooting.py
+	for script in $(GENERATED); do $(BIN)/python docs/make_$$script.py || exit 1; done
+	$(MAKE) site
+
+# The site alone, from the pages as they are.
+site: $(VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python docs/check_site.py
 
 bench: $(VENV)/.ready
 	$(BIN)/python bench/loss.py --out bench/results/loss.json
@@ -67,5 +76,5 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) demo runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) demo runs dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

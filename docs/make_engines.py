@@ -1,4 +1,4 @@
-"""Write the tables of docs/engines.md from bench/results/engines.json, which `make test-engines` writes."""
+"""Write the tables of docs/benchmarks/engines.md from bench/results/engines.json, which `make test-engines` writes."""
 
 import json
 import re
@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from generated import write
+
 HERE = Path(__file__).parent
-PAGE = HERE / "engines.md"
+PAGE = HERE / "benchmarks" / "engines.md"
 RECORD = HERE.parent / "bench" / "results" / "engines.json"
 Record = Mapping[str, Any]
 
@@ -89,9 +91,9 @@ def _cell(text: str) -> str:
 TABLES = {"pairs": pairs, "modules": modules, "head": head, "versions": versions, "faults": faults}
 
 
-def main() -> None:
-    PAGE.write_text(page(PAGE.read_text(), json.loads(RECORD.read_text())))
+def pages() -> dict[Path, str]:
+    return {PAGE: page(PAGE.read_text(), json.loads(RECORD.read_text()))}
 
 
 if __name__ == "__main__":
-    main()
+    write(pages())

@@ -1,15 +1,15 @@
-"""Write docs/families.md from the rows of `nextn.families` and from what the tests cover. Needs no torch."""
+"""Write docs/reference/families from the rows of `nextn.families`: an index and a page for each. Needs no torch."""
 
-import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
+
+from generated import write
 
 from nextn.families import ENGINES, EngineSupport, Family, rows
 from nextn.families.rows import EVERYWHERE
 
 HERE = Path(__file__).parent
-PAGE = HERE / "families.md"
-TESTS = HERE.parent / "tests"
+FOLDER = HERE / "reference" / "families"
 
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "transformers": "transformers"}
 SUPPORT = {
@@ -48,7 +48,10 @@ what four inference engines do with it, and what `nextn` does. This page is for 
 most heads with low acceptance are caused by a missing tensor, or by an engine that reads a tensor differently than the
 authors meant.
 
-`make docs` generates this page from `src/nextn/families/rows.py`; edit it there.
+`make docs` generates these pages from `src/nextn/families/rows.py`. What nextn does with each family, and in which
+engines its files were run, is in [the support matrix](../support.md). The facts about engines were read in their code
+(vLLM 0.33.0, SGLang 0.5.23, llama.cpp 0c1e57098, transformers 5.23.0), and the tensor names in their loaders. No
+released checkpoint was opened.
 
 ## Terms
 
@@ -63,42 +66,7 @@ authors meant.
 - A **role** is the function of a tensor, whatever its name: `token_norm`, `hidden_norm`, `projection`, `block`,
   `final_norm`, `embedding`, `output`, and roles that exist in one family only.
 - In names, `{layer}` continues the numbering of the trunk's layers (61 for a trunk of 61), `{module}` counts from 0.
-
-## What nextn does
-
-- **audit**, **restore**: read the family's checkpoints by name and shape, find defects, and restore a lost head. Every
-  family has a synthetic checkpoint in its published layout, which the tests audit.
-- **run**: computes trunk and head, so that the head can be trained and used for decoding. Where this is not possible,
-  the family's section says why.
-- **trained in tests**: in the tests, a tiny model of the family is trained, decodes without changing the trunk's
-  output, and is saved and loaded again.
-- **checked against**: an engine whose own code computed the same logits in the tests, at every depth, to 1e-5 in fp32;
-  for Inkling and Step after the facts in which transformers differs are switched to its choice.
 """
-
-
-def literal(file: str, name: str) -> ast.expr | None:
-    """Return the unevaluated value of `name` in a test file: the tests import torch, this script must not."""
-    path = TESTS / file
-    tree = ast.parse(path.read_text()) if path.exists() else ast.Module([], [])
-    for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if isinstance(node, ast.Assign | ast.AnnAssign) and any(getattr(each, "id", "") == name for each in targets):
-            return node.value
-    return None
-
-
-def trained() -> frozenset[str]:
-    """Families with a tiny model, used by all tests of training, decoding and saving."""
-    table = literal("tiny.py", "CONFIGS")
-    assert isinstance(table, ast.Dict), "tests/tiny.py: CONFIGS must be a dict display"
-    return frozenset(ast.literal_eval(key) for key in table.keys if key is not None)
-
-
-def checked() -> Mapping[str, tuple[str, ...]]:
-    """Family -> engines, from tests/test_oracle.py if that file exists."""
-    table = literal("test_oracle.py", "CHECKED")
-    return {} if table is None else ast.literal_eval(table)
 
 
 def text(words: str) -> str:
@@ -119,18 +87,6 @@ def table(head: tuple[str, ...], lines: Iterator[tuple[str, ...]]) -> Iterator[s
     yield ""
 
 
-def matrix() -> Iterator[str]:
-    known, oracles = trained(), checked()
-
-    def line(row: Family) -> tuple[str, ...]:
-        engines = ", ".join(NAMES[each] for each in oracles.get(row.name, ()))
-        runs = "yes" if row.runs else "no"
-        return (f"[{row.title}](#{row.name})", "yes", "yes", runs, "yes" if row.name in known else "no", engines or "-")
-
-    head = ("family", "audit", "restore", "run", "trained in tests", "checked against")
-    yield from table(head, (line(row) for row in rows()))
-
-
 def support() -> Iterator[str]:
     yield "## What the engines do"
     yield ""
@@ -141,7 +97,7 @@ def support() -> Iterator[str]:
     )
     yield ""
     lines = (
-        (f"[{row.title}](#{row.name})", *(SUPPORT[row.engines[each].support] for each in ENGINES)) for row in rows()
+        (f"[{row.title}]({row.name}.md)", *(SUPPORT[row.engines[each].support] for each in ENGINES)) for row in rows()
     )
     yield from table(("family", *(NAMES[each] for each in ENGINES)), lines)
     yield "For all families:"
@@ -152,9 +108,7 @@ def support() -> Iterator[str]:
 
 
 def section(row: Family) -> Iterator[str]:
-    yield f'<a id="{row.name}"></a>'
-    yield ""
-    yield f"## {text(row.title)}"
+    yield f"# {text(row.title)}"
     yield ""
     yield from counted(row)
     yield ""
@@ -255,10 +209,17 @@ def notes(row: Family) -> Iterator[str]:
             yield ""
 
 
-def page() -> str:
-    lines = [INTRO, *matrix(), *support(), *(line for row in rows() for line in section(row))]
-    return "\n".join(lines).rstrip() + "\n"
+def pages() -> dict[Path, str]:
+    """Return the text of every page of the folder."""
+    index = "\n".join([INTRO, *support()]).rstrip() + "\n"
+    return {FOLDER / "index.md": index} | {FOLDER / f"{row.name}.md": page(row) for row in rows()}
+
+
+def page(row: Family) -> str:
+    """Return the page of one family."""
+    back = "Terms: [families](index.md). What nextn runs and tests: [support matrix](../support.md)."
+    return "\n".join([*section(row), back]).rstrip() + "\n"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    write(pages())

@@ -1,4 +1,4 @@
-"""Write docs/troubleshooting.md: five broken heads, each really broken, audited, fixed and measured.
+"""Write docs/how-to/five-broken-heads.md: five broken heads, each really broken, audited, fixed and measured.
 
 The models are the trained ones under tests/fixtures; the commands are run as shown.
 """
@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 HERE = Path(__file__).parent
-PAGE = HERE / "troubleshooting.md"
+PAGE = HERE / "how-to" / "five-broken-heads.md"
 sys.path.insert(0, str(HERE.parent / "tests"))
 
 from tiny import FIXTURES, refrain  # noqa: E402
@@ -131,8 +131,8 @@ STORIES = (
         "qwen", "head-absent", saved_by_transformers, ("nextn restore model --from base",),
         "After a fine-tune the folder is slightly smaller than the base model's; engines crash, or draft noise.",
         "transformers' model classes contain only the trunk: the head's tensors are skipped on load and missing from"
-        " the saved files, while config.json still declares them. [`nextn.keep_head`](checkpoints.md#keeping-the-head)"
-        " prevents this.",
+        " the saved files, while config.json still declares them."
+        " [`nextn.keep_head`](../reference/checkpoints.md#keeping-the-head) prevents this.",
     ),
     Story(
         "A quantized checkpoint whose config covers the head, too",

@@ -151,6 +151,16 @@ def test_a_greedy_text_counts_once():
     assert found.figures(1.0, 1).acceptance.num_drafted == (18,)
 
 
+@pytest.mark.parametrize(("seconds", "ratio"), [(1.0, "0.50"), (4.0, "2.00"), (1.7, None), (2.4, None)])
+def test_plain_steps_of_texts_and_costs_are_compared(seconds, ratio):
+    """The unit of `expected` is a step of 2 s; the texts' own steps took another time, or nearly the same."""
+    found = report(run(0, [0] * 5, seconds=seconds), run(1, [1, 1]))
+    warnings = [warning for warning in found.warnings if "cost curve" in warning]
+    assert len(warnings) == (ratio is not None)
+    assert all(f"`expected` is {ratio} x" in warning for warning in warnings)
+    assert found.as_record()["plain_step"] == {"texts_s": pytest.approx(seconds), "costs_s": 2.0}
+
+
 @pytest.mark.parametrize(("kept", "offered"), [(0, 7), (3, 9), (48, 50), (5, 5)])
 def test_intervals_are_wilsons(kept, offered):
     """A normal interval instead would exceed 0..1 and have no width at the ends."""
@@ -168,6 +178,7 @@ def test_a_text_of_one_token_is_no_number():
     """0 / 0 in a record, where the model ends every text at once."""
     record = strict(json.dumps(report(run(0, []), run(2, [])).as_record()))
     assert {each["tokens_per_s"]["median"] for each in record["figures"]} == {None}
+    assert record["plain_step"]["texts_s"] is None
 
 
 def test_benchmark_of_a_fixture(trained, monkeypatch):
@@ -188,7 +199,7 @@ def test_benchmark_of_a_fixture(trained, monkeypatch):
     assert all(set(each) <= others | set(DEFINITIONS) for each in record["figures"])
     assert set(record) == {
         "model", "definitions", "machine", "plan", "backend", "domains", "texts", "identical", "warnings", "costs",
-        "figures", "theory", "draft_vocab",
+        "plain_step", "figures", "theory", "draft_vocab",
     }  # fmt: skip
     assert {"cores", "threads", "versions", "dtype", "bandwidth", "peak_memory"} <= set(record["machine"])
     assert [k for k, _ in record["theory"]["0"]] == [0, 1, 2, 3]

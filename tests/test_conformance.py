@@ -178,10 +178,10 @@ def vectors(trained):
 
 
 def test_vectors_of_the_contract_are_fresh(trained):
-    """docs/contract.json is what the decoder does, and the page's tables hold its numbers."""
+    """docs/reference/contract.json is what the decoder does, and the page's tables hold its numbers."""
     found = vectors(trained)
-    assert json.loads((DOCS / "contract.json").read_text()) == found
-    page = (DOCS / "contract.md").read_text()
+    assert json.loads((DOCS / "reference" / "contract.json").read_text()) == found
+    page = (DOCS / "reference" / "contract.md").read_text()
     for each in found.values():
         for told in each["rounds"]:
             for one in told["passes"]:
@@ -192,7 +192,7 @@ def test_vectors_of_the_contract_are_fresh(trained):
 
 def test_every_clause_is_explained():
     """The page and the code name the same clauses, in the same order, and the page has each one's public threads."""
-    page = (DOCS / "contract.md").read_text()
+    page = (DOCS / "reference" / "contract.md").read_text()
     assert re.findall(r"^## (C\d+) (.+)$", page, re.M) == [(clause.id, clause.name) for clause in CLAUSES]
     parts = {part.split(" ", 1)[0]: part for part in page.split("\n## ")[1:]}
     for fault in FAULTS:

@@ -1,4 +1,4 @@
-"""The pages that are made from the code are what the code says."""
+"""The documentation is what the code is: commands, options, links, generated pages and shown outputs."""
 
 import re
 import subprocess
@@ -6,64 +6,256 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from tiny import CONFIGS
+from typer.main import get_command
 
+import nextn
 from nextn.audit import IDS
+from nextn.cli import app
+from nextn.evaluate.faults import FAULTS
 from nextn.families import rows
 from nextn.verify import CHECKS
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS))
 
-import make_families as made  # noqa: E402
+import make_benchmarks  # noqa: E402
+import make_families  # noqa: E402
+import make_outputs  # noqa: E402
+import make_reference  # noqa: E402
+import make_support  # noqa: E402
+from check_site import defects  # noqa: E402
+from scenes import SCENES  # noqa: E402
+
+PAGES = sorted(
+    path for path in (*ROOT.glob("*.md"), *DOCS.rglob("*.md")) if path.name not in ("CHANGELOG.md", "CLAUDE.md")
+)
+COMMANDS = get_command(app).commands
+FORMER = {"--drafts", "--gain", "--path"}  # accepted, and not documented
 
 
-def test_families_page_is_fresh():
-    """A row changed and the page not."""
-    assert made.PAGE.read_text() == made.page(), "docs/families.md is stale: run `make docs`"
+def name_of(page):
+    return str(page.relative_to(ROOT))
 
 
-def test_page_needs_no_torch():
+# Generated pages.
+
+
+@pytest.mark.parametrize("maker", [make_families, make_reference, make_benchmarks], ids=lambda maker: maker.__name__)
+def test_generated_pages_are_fresh(maker):
+    """The code or a record changed, and the page did not."""
+    stale = [name_of(path) for path, text in maker.pages().items() if not path.exists() or path.read_text() != text]
+    assert not stale, "stale: run `make docs`"
+
+
+def test_support_matrix_is_fresh():
+    """It asks the code which backend a model of each family gets."""
+    reasons = make_support.backends()
+    assert reasons.keys() == {row.name for row in rows() if row.runs}
+    stale = [name_of(path) for path, text in make_support.pages().items() if path.read_text() != text]
+    assert not stale, "stale: run `make docs`"
+
+
+def test_family_pages_need_no_torch():
     """The script is run where torch is not installed."""
     check = "import sys; sys.path.insert(0, 'docs'); import make_families; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", check], cwd=DOCS.parent, check=True)
+    subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True)
 
 
-def test_what_the_tests_cover_is_read_right():
-    """The matrix names families that no test trains, or engines that no test asked."""
-    assert made.trained() == set(CONFIGS)
-    names = {row.name for row in rows()}
-    assert made.checked().keys() <= names
-    assert {engine for engines in made.checked().values() for engine in engines} <= made.NAMES.keys()
+def test_no_page_of_a_family_is_left_over():
+    """A family was renamed, and its old page stayed."""
+    assert {path.stem for path in make_families.FOLDER.glob("*.md")} == {"index", *(row.name for row in rows())}
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
 def test_each_family_is_told_whole(row):
-    """A section without a fact of its row: a name, a source, a reason, a doubt."""
-    told = "\n".join(made.section(row))
+    """A page without a fact of its row: a name, a source, a reason, a doubt."""
+    told = make_families.page(row)
     facts = [*row.model_types, *row.names.values(), *row.sources, *row.count_fields, *row.wrappers]
-    facts += [made.text(each) for each in (*row.unverified, *row.disagreements, row.cannot_run)]
-    facts += [made.text(note) for engine in row.engines.values() for note in engine.notes]
+    facts += [make_families.text(each) for each in (*row.unverified, *row.disagreements, row.cannot_run)]
+    facts += [make_families.text(note) for engine in row.engines.values() for note in engine.notes]
     assert [fact for fact in facts if fact not in told] == []
 
 
-def test_tables_are_tables():
+def test_the_matrix_names_what_the_tests_train():
+    assert set(CONFIGS) == {row.name for row in rows() if row.runs}
+    assert set(make_support.MORE_FLAGS) <= {row.name for row in rows()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_tables_are_tables(page):
     """A sign in a cell that ends it: every line of a table has as many cells as its head."""
     width = 0
-    for line in made.page().splitlines():
-        cells = line.replace("\\|", "").count("|")
-        assert not width or cells in (0, width), line
+    for line in re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).splitlines():
+        if not line.startswith("|"):
+            width = 0
+            continue
+        cells = re.sub(r"`[^`]*`", "", line).replace("\\|", "").count("|")
+        assert not width or cells == width, line
         width = cells
+
+
+# What the reference pages must have.
 
 
 def test_every_rule_is_explained():
     """A finding that its reader cannot look up."""
-    told = (DOCS / "checkpoints.md").read_text()
+    told = (DOCS / "reference" / "checkpoints.md").read_text()
     named = {rule for cell in re.findall(r"^\| (`.*?) \|", told, re.M) for rule in re.findall(r"`([a-z-]+)`", cell)}
     assert named == set(IDS)
 
 
 def test_every_check_is_explained():
     """A check that its reader cannot look up, in the order in which they run."""
-    told = (DOCS / "verify.md").read_text()
+    told = (DOCS / "reference" / "verify.md").read_text()
     assert re.findall(r"^\| `([a-z-]+)` \|", told, re.M) == list(CHECKS)
+
+
+def test_every_fault_and_every_public_name_is_explained():
+    faults, python = make_reference.fault_page(), make_reference.python_page()
+    assert [fault.name for fault in FAULTS if f"| `{fault.name}` |" not in faults] == []
+    names = [name for name in nextn.__all__ if name not in make_reference.ALIASES]
+    assert [name for name in names if not re.search(rf"^::: nextn\.[\w.]+\.{name}$", python, re.M)] == []
+
+
+# Commands.
+
+
+def shown_commands():
+    """Every `nextn ...` of a code block or of inline code, as (page, words)."""
+    for page in PAGES:
+        text = page.read_text()
+        blocks = "\n".join(re.findall(r"```(?:bash|console|yaml)?\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
+        inline = re.findall(r"`((?:nextn|torchrun)[ -][^`]+)`", " ".join(text.split()))
+        for line in (*blocks.splitlines(), *inline):
+            found = re.search(r"(?:^|[$&|(] |run: |-m |/|^\s+)nextn ((?:[a-z]|-).*)", line)
+            if found:
+                yield name_of(page), re.split(r"\s#|\s[|>&;]|;", found[1])[0].split()
+
+
+def parameters(words):
+    """The options of the command that the words name; a group takes its own name and the next one."""
+    command, rest = COMMANDS.get(words[0]), words[1:]
+    if hasattr(command, "commands"):
+        if not rest or rest[0] not in command.commands:
+            return None, []
+        command, rest = command.commands[rest[0]], rest[1:]
+    return command, rest
+
+
+@pytest.mark.parametrize(
+    ("page", "words"),
+    sorted({(page, tuple(words)) for page, words in shown_commands()}),
+    ids=lambda value: value if isinstance(value, str) else " ".join(value)[:50],
+)
+def test_shown_command_exists(page, words):
+    """A command or an option in the README or the pages that the command line does not have."""
+    if words[0].startswith("-"):
+        assert words[0] in ("--help", "--version", "--install-completion", "--show-completion")
+        return
+    if words == ("canary",):
+        return
+    command, rest = parameters(words)
+    assert command is not None, " ".join(words)
+    options = {name for each in command.params for name in (*each.opts, *each.secondary_opts)} | {"--help"}
+    given = {word.partition("=")[0].rstrip(",.") for word in rest if re.match(r"--?[a-z]", word)}
+    assert given <= options - FORMER
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    named = {name for page in PAGES for name in re.findall(r"`make ([a-z-]+)`", page.read_text())}
+    assert {"demo", "docs", "test", "check"} <= named
+    assert [name for name in named if not re.search(rf"^{name}:", makefile, re.MULTILINE)] == []
+
+
+# Links.
+
+
+def anchors(page):
+    """The anchors of a Markdown page, as GitHub and the site make them of headings."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    titles = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in re.findall(r"^#+ (.+)$", text, re.M)]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    """A page that was moved, or a heading that was renamed."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for address in re.findall(r"\]\(([^)\s]+)\)", text):
+        own = address.removeprefix(f"{make_benchmarks.REPOSITORY}/")
+        if "://" in own:
+            continue
+        path, _, anchor = own.partition("#")
+        target = (ROOT / path if own != address else page.parent / path) if path else page
+        assert target.exists(), address
+        made_by_site = target.suffix != ".md" or anchor.startswith("nextn.")  # of the Python API
+        assert not anchor or made_by_site or anchor in anchors(target), address
+
+
+def test_pages_that_the_code_names_exist():
+    """Messages and comments that send the reader to a page."""
+    sources = [ROOT / "Makefile", ROOT / ".ci" / "run", *(ROOT / ".github").rglob("*.yml")]
+    sources += [path for folder in ("src", "bench", "docs", "examples") for path in (ROOT / folder).rglob("*.py")]
+    file = re.compile(r"(?<!master/)\bdocs/[\w/-]+\.(?:md|json|py|svg)\b")
+    named = {name for path in sources for name in file.findall(path.read_text())}
+    assert named
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_site_has_every_page():
+    """A page that the menu does not lead to."""
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+
+    def leaves(entry):
+        if isinstance(entry, str):
+            return [entry]
+        return [leaf for each in (entry.values() if isinstance(entry, dict) else entry) for leaf in leaves(each)]
+
+    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    families = {page for page in pages if page.startswith("reference/families/")} - {"reference/families/index.md"}
+    assert sorted(leaves(config["nav"])) == sorted(pages - families)
+
+
+def test_defects_of_a_site_are_seen(tmp_path):
+    """Dead links, dead anchors, missing pictures, empty pages and addresses elsewhere."""
+    words = "word " * 60
+    (tmp_path / "a.html").write_text(
+        f'<article><h1 id="x">A</h1>{words}<a href="b.html">b</a><a href="#no">c</a><img src="p.svg"></article>'
+        '<script src="https://elsewhere.example/x.js"></script><a href="https://elsewhere.example/">fine</a>'
+    )
+    (tmp_path / "c.html").write_text('<article>few<a href="a.html#x">a</a></article>')
+    assert list(defects(tmp_path)) == [
+        "a.html: fetches https://elsewhere.example/x.js",
+        "a.html: b.html: no such file",
+        "a.html: #no: no such anchor",
+        "a.html: p.svg: no such file",
+        "c.html: 0 first-level headings",
+        "c.html: 2 words",
+    ]
+
+
+# Shown outputs.
+
+
+@pytest.mark.parametrize("scene", [scene for scene in SCENES if not scene.slow], ids=lambda scene: scene.name)
+def test_shown_output_is_what_the_commands_print(scene):
+    """The output of a command changed, and the page did not. Figures may differ."""
+    page = make_outputs.page_of(scene.name)
+    text = page.read_text()
+    assert make_outputs.same(make_outputs.regenerated(scene, text), text), "stale: run `make docs`"
+
+
+def test_every_shown_output_has_its_scene():
+    named = {name for page in PAGES for name in re.findall(r"<!-- output: ([\w-]+) -->", page.read_text())}
+    assert named == {scene.name for scene in SCENES}
+
+
+def test_what_varies_between_runs_is_ignored():
+    same = make_outputs.same
+    assert same("a_1 0.95 (0.90-0.97)  0.3 s\n", "a_1  0.99 (0.98-1.00)  12.0 s\n")
+    assert same("trunk 0908aef22198", "trunk e9b42e2948ff")
+    assert not same("clean  tuned", "not clean  tuned")

@@ -1,4 +1,4 @@
-"""docs/engines.md holds the figures of the committed record, and no others."""
+"""docs/benchmarks/engines.md holds the figures of the committed record, and no others."""
 
 import json
 import sys

@@ -60,8 +60,7 @@ def test_help_refers_to_the_documentation_site():
     urls = tomllib.loads((root / "pyproject.toml").read_text())["project"]["urls"]
     assert docs_page("x") == f"{urls['Documentation']}/x.md"
     for name, command in commands().items():
-        page = command.epilog.rpartition("/")[2]
-        assert command.epilog == f"Documentation: {urls['Documentation']}/{page}", name
+        page = command.epilog.removeprefix(f"Documentation: {urls['Documentation']}/")
         assert (root / "docs" / page).exists(), name
         texts = [command.help or "", *(getattr(each, "help", None) or "" for each in command.params)]
         assert not any(re.search(r"(?<!main/)docs/", text) for text in texts), name

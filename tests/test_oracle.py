@@ -10,8 +10,8 @@ from tiny import build, decode, prompt
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-# For docs/families.md: whose own code gave our logits. Step (below) and Inkling (test_blocks.py): after the facts where
-# transformers differs, named there, are switched to its choice.
+# For docs/reference/support.md: whose own code gave our logits. Step (below) and Inkling (test_blocks.py): after the
+# facts where transformers differs, named there, are switched to its choice.
 CHECKED = {
     "deepseek_v3": ("transformers",),
     "glm4_moe": ("transformers",),

@@ -123,13 +123,28 @@ def test_dependencies_are_pinned():
 
 
 def test_extras_are_used():
-    """Each optional package is imported by the package, or by the examples that the extra is for."""
+    """Each optional package is imported by the package or by the examples that the extra is for, or builds the site."""
     text = "\n".join(path.read_text() for folder in ("src", "examples") for path in (ROOT / folder).rglob("*.py"))
     homes = {"tensorboard": "torch.utils.tensorboard", "accelerate": "transformers"}  # transformers' Trainer needs it
     for extra, packages in PROJECT["optional-dependencies"].items():
-        for package in packages if extra != "dev" else ():
+        for package in packages if extra not in ("dev", "docs") else ():
             name = re.match(r"[\w-]+", package)[0]
             assert re.search(rf"^\s*(from|import) {homes.get(name, name)}\b", text, re.MULTILINE), f"{extra}: {name}"
+    site = (ROOT / "mkdocs.yml").read_text()
+    used = {"mkdocs": "nav:", "mkdocs-material": "name: material", "mkdocstrings": "- mkdocstrings:"}
+    used["mkdocstrings-python"] = "python:"
+    named = {re.match(r"[\w-]+", package)[0] for package in PROJECT["optional-dependencies"]["docs"]}
+    assert {name for name, line in used.items() if line in site} == named
+
+
+def test_development_packages_are_used():
+    """Each is imported by the tests, run by the Makefile, or a plugin whose options are used."""
+    text = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py")) + (ROOT / "Makefile").read_text()
+    uses = {"pyyaml": "import yaml", "pytest-timeout": "mark.timeout(", "pytest-xdist": "--numprocesses"}
+    uses |= {"build": "-m build", "ruff": "/ruff check", "mypy": "/mypy"}
+    for package in PROJECT["optional-dependencies"]["dev"]:
+        name = re.match(r"[\w-]+", package)[0]
+        assert name == "nextn" or re.search(re.escape(uses.get(name, "")) or rf"(?:from|import) {name}\b", text), name
 
 
 def test_types_are_published():

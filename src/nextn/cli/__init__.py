@@ -30,16 +30,16 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Multi-Token Prediction: train heads, decode with them losslessly, and find out why one does not work.",
-    epilog=f"Documentation: {docs_page('architecture').rpartition('/')[0]}",
+    epilog=f"Documentation: {docs_page('index')}",
 )
 # Command -> its page of the documentation, by panel of the help.
 _PANELS: dict[str, dict[Callable[..., None], str]] = {
-    "Check": {audit: "checkpoints", measure: "measure", env: "troubleshooting"},
-    "Fix": {restore: "checkpoints", convert: "checkpoints", extract: "checkpoints"},
-    "Train": {train: "training", answer: "training"},
-    "Decode": {generate: "speed", bench: "benchmarks", advise: "benchmarks"},
-    "Engines": {verify: "verify", diagnose: "diagnose"},
-    "Learn": {demo: "training", trace: "alignment"},
+    "Check": {audit: "reference/checkpoints", measure: "reference/measure", env: "tutorials/first-hour"},
+    "Fix": dict.fromkeys((restore, convert, extract), "reference/checkpoints"),
+    "Train": {train: "reference/training", answer: "reference/training"},
+    "Decode": {generate: "reference/settings", bench: "reference/bench", advise: "reference/bench"},
+    "Engines": {verify: "reference/verify", diagnose: "reference/diagnose"},
+    "Learn": {demo: "tutorials/first-hour", trace: "explanation/alignment"},
 }
 for panel, commands in _PANELS.items():
     for command, page in commands.items():

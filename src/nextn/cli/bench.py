@@ -232,7 +232,8 @@ def _show_benchmark(report: "BenchmarkReport") -> None:
     print_table(table)
     lines = [
         f"v(m) {'  '.join(f'{value:.2f}' for value in costs.v)}   c {costs.c:.2f}   in steps of plain decoding ("
-        f"{costs.steps[0].median * 1e3:.2f} ms each), at context {costs.context}",
+        f"{costs.steps[0].median * 1e3:.2f} ms each; {report.plain_step_s * 1e3:.2f} ms in the texts), at context "
+        f"{costs.context}",
         f"{machine.name}: {machine.threads} threads of {machine.cores} cores, {machine.dtype}, torch "
         f"{machine.versions['torch']}; a copy moves {machine.bandwidth / 1e9:.1f} GB/s; peak memory "
         f"{machine.peak_memory / 2**20:.0f} MiB",

@@ -19,7 +19,7 @@ app = typer.Typer(
     no_args_is_help=True, help="A tiny trained checkpoint, and the counters that an engine must show when serving it."
 )
 
-_EPILOG = f"Documentation: {docs_page('contract')}"
+_EPILOG = f"Documentation: {docs_page('reference/contract')}"
 _STYLES = {"held": "bold green", "broken": "bold red", "untold": "yellow"}
 _WORDS = {"held": "held", "broken": "broken", "untold": "inconclusive"}
 

@@ -225,7 +225,7 @@ def _show_reference(report: "ReferenceReport") -> None:
             ),
             soft_wrap=True,
         )
-    where = f"rules and intervals (95 %, by text): {docs_page('measure')}"
+    where = f"rules and intervals (95 %, by text): {docs_page('reference/measure')}"
     screen.print(plain(f"{report.scoring_pass} pass, {report.family}; {where}"), soft_wrap=True)
     for warning in report.warnings:
         screen.print(plain(f"note: {warning}"), soft_wrap=True)

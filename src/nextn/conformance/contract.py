@@ -1,11 +1,11 @@
-"""What an engine must get right, as clauses with ids, shared by `check` and docs/contract.md. Imports no torch."""
+"""What an engine must get right, as clauses with ids as in docs/reference/contract.md. Imports no torch."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Clause:
-    """One requirement; id and name as in docs/contract.md."""
+    """One requirement; id and name as in docs/reference/contract.md."""
 
     id: str
     name: str

@@ -79,8 +79,8 @@ def rounds(
     """Decode all prompts as one batch; yield one Round per trunk pass, the first after the prefill (without drafts).
 
     Args:
-        trunk, head: Those of a backend (`backend_for`), or the modules, which then run in torch. head may be None if
-            settings.drafts is 0.
+        trunk: That of a backend (`backend_for`), or the module, which then runs in torch.
+        head: The same; may be None if settings.drafts is 0.
         prompts: Token ids.
         settings: How to decode.
         length: Policy for the number of drafts per round, at most settings.drafts; None: always settings.drafts,

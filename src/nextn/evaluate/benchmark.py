@@ -34,6 +34,8 @@ DEFINITIONS = {
     "acceptance": acceptance.DEFINITION + "; 95 % Wilson intervals",
     "expected_speedup": DEFINITION + "; here o = 0, with the AL that was measured at this K",
     "achieved": "speedup / expected_speedup",
+    "plain_step": "seconds per baseline step, median: while decoding the texts, and in the cost curve, whose steps are "
+    "the unit of v, c and expected_speedup; where they differ, so do expected and measured speedup",
     "overhead": "o: seconds per round over those of baseline decoding of the same prompt in the same turn, median, "
     "- v(K+1) - K c; it includes the refresh of the head's KV cache over accepted positions, and host work",
     "share": "of the wall time after the prefill: drafting, verifying, and everything else (host)",
@@ -47,6 +49,10 @@ DEFINITIONS = {
     "identical": "greedy texts with MTP that equal baseline decoding's; below float32, near-ties may differ",
     "peak_memory": "bytes: resident peak of the process on a CPU, the allocator's peak on a GPU",
 }
+
+
+# Steps in the texts and in the cost curve differ by more than this factor: `expected_speedup` misleads.
+_MAX_STEP_RATIO = 1.25
 
 
 @dataclass(frozen=True)
@@ -213,6 +219,24 @@ class BenchmarkReport:
         return sum(same), len(same)
 
     @property
+    def plain_step_s(self) -> float:
+        """Median seconds of a baseline step while decoding the texts; nan without one."""
+        return Spread.of(_without_nan([run.round_s for run in self.runs if not run.drafts])).median
+
+    @property
+    def step_note(self) -> str | None:
+        """A warning if a baseline step took another time in the texts than in the cost curve."""
+        texts_s, curve_s = self.plain_step_s, self.costs.steps[0].median
+        ratio = texts_s / curve_s
+        if math.isnan(ratio) or 1 / _MAX_STEP_RATIO <= ratio <= _MAX_STEP_RATIO:
+            return None
+        return (
+            f"a step of plain decoding took {texts_s * 1e3:.2f} ms in the texts and {curve_s * 1e3:.2f} ms in the cost "
+            f"curve, which was measured after them; in steps of the texts, `expected` is {ratio:.2f} x the one shown. "
+            "The machine's load or memory bandwidth changed: run it again before you trust `expected`"
+        )
+
+    @property
     def warnings(self) -> list[str]:
         """Reasons to trust the figures less."""
         warnings = []
@@ -232,7 +256,7 @@ class BenchmarkReport:
         if same < texts:
             ties = "" if self.machine.dtype == "float32" else f"; near-ties in {self.machine.dtype} can cause this"
             warnings.append(f"greedy: {texts - same} of {texts} texts differ from baseline decoding's{ties}")
-        return warnings
+        return warnings if self.step_note is None else [*warnings, self.step_note]
 
     def figures(self, temperature: float, drafts: int, domain: str = "all") -> BenchmarkFigures:
         """Compute figures of one K over a domain's prompts without repetitive texts, or all if every one has one."""
@@ -300,6 +324,10 @@ class BenchmarkReport:
             "identical": {"same": same, "texts": texts},
             "warnings": self.warnings,
             "costs": self.costs.as_record(),
+            "plain_step": {
+                "texts_s": None if math.isnan(self.plain_step_s) else self.plain_step_s,
+                "costs_s": self.costs.steps[0].median,
+            },
             "figures": [figures.as_record() for figures in self.table()],
             "theory": {f"{temperature:g}": self.theory(temperature) for temperature in self.plan.temperatures},
         }

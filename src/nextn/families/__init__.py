@@ -58,9 +58,9 @@ def by_config(config: Mapping[str, object]) -> Family:
         return family
     raise FamilyError(
         f"model_type {brief(_types(config)[0])} has no MTP convention that nextn knows: no head to read, train or "
-        f"convert. {len(rows())} families are known, such as {', '.join(_EXAMPLES)}: docs/families.md. `nextn generate "
-        "-k 0` and `nextn answer` need none; `nextn audit` and `nextn restore` take --family NAME for a head that is "
-        "stored as that family's"
+        f"convert. {len(rows())} families are known, e.g. {', '.join(_EXAMPLES)} (docs/reference/families/index.md). "
+        "`nextn generate -k 0` and `nextn answer` need none; `nextn audit` and `nextn restore` take --family NAME for "
+        "a head that is stored as that family's"
     )
 
 

@@ -157,7 +157,8 @@ def mtp_loss(
         hiddens: final_hidden [B, T-k, H] of the trunk (k = 0) and each depth. Depths are scored even at lambda 0: pass
             hiddens[:1] to skip them.
         weight: The lm_head weight [V, H] of all, or one for each.
-        lam, depth_weights: lambda and w_k.
+        lam: The lambda of the MTP terms.
+        depth_weights: w_k; None: all 1.
         denominator: What the summed cross-entropy L_k is divided by: the depth's own number of labels ("valid",
             Megatron's choice), the trunk's ("tokens", the paper's 1/T: deeper depths weigh a little less in short
             sequences), or a tensor [D+1]. With Targets.counts summed over micro-batches (and averaged over ranks where

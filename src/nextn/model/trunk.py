@@ -67,7 +67,7 @@ class Trunk(nn.Module):
         if not hasattr(model.get_decoder(), "layers"):
             raise FamilyError(
                 f"{type(model).__name__} (model_type {model.config.model_type}) has no `layers` in its decoder, "
-                "as Llama, Qwen and the families of docs/families.md have; nextn cannot decode with it"
+                "as Llama, Qwen and the families of docs/reference/families/index.md have; nextn cannot decode with it"
             )
         self.config = model.config.get_text_config(decoder=True)
         self.layer_types = layer_types_of(self.config)

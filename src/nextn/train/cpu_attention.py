@@ -1,7 +1,7 @@
 """Blockwise attention for compiled bfloat16 training on CPUs: one block of queries at a time, as matmuls.
 
-torch's own CPU kernel multiplies small tiles, and takes 2.6 times as long for 512 positions (docs/log.md). Eager mode,
-float32 and unsupported arguments fall back to it.
+torch's own CPU kernel multiplies small tiles, and takes 2.6 times as long for 512 positions (docs/developers/log.md).
+Eager mode, float32 and unsupported arguments fall back to it.
 """
 
 from collections.abc import Iterator

@@ -23,7 +23,8 @@ from nextn.verify.distribution_tests import (
 from nextn.verify.session import NUM_LOGPROBS, CheckResult, VerifySession
 
 _ADVICE = (
-    "check that acceptance uses the draft's own distribution after the same temperature and filters: docs/verify.md"
+    "check that acceptance uses the draft's own distribution after the same temperature and filters: "
+    "docs/reference/verify.md"
 )
 _NO_LOGPROBS = "llama.cpp returns none for drafted tokens (llama.cpp#27972)"
 # Seeds of the two endpoints never coincide: equal seeds would give equal texts, and hide a difference.

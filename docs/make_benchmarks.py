@@ -1,0 +1,260 @@
+"""Write the tables of docs/benchmarks/index.md, the speeds in README.md and the picture of a round."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from generated import DOCS, REPOSITORY, ROOT, replace_part, table, write
+
+PAGE = DOCS / "benchmarks" / "index.md"
+PICTURE = DOCS / "images" / "rounds.svg"
+README = ROOT / "README.md"
+RESULTS = ROOT / "bench" / "results"
+AMX, AVX2, ZEN5 = "Xeon (AMX)", "EPYC (AVX2)", "EPYC (Zen 5)"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One record of `nextn bench`, and the K whose figures are shown; -1 is the adaptive K."""
+
+    title: str
+    record: str
+    machine: str
+    date: str
+    temperature: float
+    drafts: int
+
+
+CODE = "recipe code, 27 M"
+RUNS = (
+    Run(CODE, "code-greedy", ZEN5, "2026-11-23", 0.0, 11),
+    Run(CODE, "code-greedy-best", ZEN5, "2026-11-23", 0.0, 11),
+    Run(CODE, "code-greedy-least", ZEN5, "2026-11-23", 0.0, 11),
+    Run(CODE, "code-greedy", ZEN5, "2026-11-23", 0.0, -1),
+    Run(CODE, "code", ZEN5, "2026-11-23", 1.0, 11),
+    Run(CODE, "code", ZEN5, "2026-11-23", 1.0, -1),
+    Run("16 layers of 256, 11 M", "code-small-greedy", ZEN5, "2026-11-22", 0.0, 8),
+    Run("16 layers of 256, 11 M", "code-small", ZEN5, "2026-11-22", 1.0, 9),
+    Run("first stage of it, earlier kernels", "code-greedy-amx", AMX, "2026-11-22", 0.0, 15),
+    Run("first stage of it, earlier kernels", "code-amx", AMX, "2026-11-22", 1.0, 9),
+    Run("recipe hybrid, Qwen3.5's layout", "hybrid", AMX, "2026-11-21", 1.0, 6),
+)
+DEMOS = (
+    ("demo", AMX, "2026-11-22"),
+    ("demo-avx512", ZEN5, "2026-11-23"),
+    ("demo-avx2", AVX2, "2026-11-22"),
+)
+# Ratios of runs whose speeds are in no record: (lowest, highest).
+OTHER_CODE = (2.1, 3.7)  # three runs of the recipe's greedy benchmark on two cores of an EPYC 9004
+OTHER_DEMO = (0.91, 1.35)  # seven runs with AVX2, greedy, and one on two cores of an EPYC 9004
+
+
+def record(name: str) -> dict[str, Any]:
+    return dict(json.loads((RESULTS / f"{name}.json").read_text()))
+
+
+def link(name: str) -> str:
+    return f"[{name}]({REPOSITORY}/bench/results/{name}.json)"
+
+
+def figures(run: Run, drafts: int) -> dict[str, Any]:
+    """Return the figures of a run's record over all prompts at this K."""
+    for each in record(run.record)["figures"]:
+        if (each["temperature"], each["drafts"], each["domain"]) == (run.temperature, drafts, "all"):
+            return dict(each)
+    raise KeyError(f"{run.record}: nothing at temperature {run.temperature}, K = {drafts}")
+
+
+def speeds(run: Run) -> tuple[str, str, str, str]:
+    """Return plain tokens/s, tokens/s with MTP, their ratio, and AL."""
+    plain, mtp = figures(run, 0), figures(run, run.drafts)
+    rates = (f"{each['tokens_per_s']['median']:,.0f}" for each in (plain, mtp))
+    return (*rates, f"{mtp['speedup']['median']:.2f} x", f"{mtp['acceptance_length']:.1f}")  # type: ignore[return-value]
+
+
+def runs() -> str:
+    def line(run: Run) -> tuple[str, ...]:
+        drafts = "adaptive" if run.drafts < 0 else str(run.drafts)
+        decoding = "greedy" if not run.temperature else f"T = {run.temperature:g}"
+        return (run.title, decoding, drafts, *speeds(run), f"{run.machine}, {run.date}", link(run.record))
+
+    head = ("model, bf16", "decoding", "K", "plain", "MTP", "speedup", "AL", "machine, date", "record")
+    return table(head, map(line, RUNS))
+
+
+def demos() -> str:
+    def lines() -> Iterator[tuple[str, ...]]:
+        for name, machine, date in DEMOS:
+            found = record(name)
+            for key, decoding in (("greedy", "greedy"), ("temperature_1", "T = 1")):
+                part = found[key]
+                speed = (f"{part[each]:,.0f}" for each in ("plain_tokens_per_s", "mtp_tokens_per_s"))
+                ratio = f"{part['speedup']:.2f} x"
+                yield (decoding, *speed, ratio, f"{part['acceptance_length']:.2f}", f"{machine}, {date}", link(name))
+
+    return table(("decoding", "plain", "MTP", "speedup", "AL", "machine, date", "record"), lines())
+
+
+def costs() -> str:
+    found = record("decode")
+    fast, plain, long = found["costs"]["fast"], found["costs"]["plain"], found["ms_per_token"]
+    step = [f"{1000 * each['step_s'][0]['median']:.1f} ms" for each in (fast, plain)]
+    verify = [", ".join(f"{each['v'][m - 1]:.2f}" for m in (5, 9, 13)) for each in (fast, plain)]
+    contexts = [", ".join(f"{long[name][size]:.1f}" for size in ("512", "2048", "8192")) for name in ("fast", "plain")]
+    forced = {each["rate"]: each for each in found["forced"] if each["drafts"] == 4}
+    share = f"{100 * min(each['achieved'] for each in forced.values()):.0f} % of the formula"
+    gains = ", ".join(f"{forced[rate]['speedup']:.2f} x" for rate in (0.7, 0.9))
+    rows = [
+        ("one plain step", *step),
+        ("in units of the time that reading its weights takes", f"{found['step_over_bound']:.2f}", ""),
+        ("verifying 5, 9, 13 tokens, in plain steps", *verify),
+        ("plain step at a context of 512, 2,048, 8,192, ms", *contexts),
+        ("MTP at forced acceptance 0.7, 0.9 (K = 4)", gains, ""),
+        ("the same", share, ""),
+    ]  # fmt: skip
+    title = f"{found['parameters'] / 1e6:.0f} M parameters, bf16, batch 1"
+    return table((title, "native backend", "torch backend"), rows)
+
+
+def batches() -> str:
+    rows = [
+        (str(each["batch"]), f"{each['plain']:,.0f}", f"{each['mtp']:,.0f}", f"{each['speedup']:.1f} x")
+        for each in record("batches")["batches"]
+        if not each["temperature"]
+    ]
+    return table(("sequences", "plain, tokens/s", "MTP (K = 4), tokens/s", "speedup"), rows)
+
+
+def peers() -> str:
+    found = record("peers")
+    cells = {(each["engine"], each["variant"], each["drafts"]): each for each in found["figures"]}
+    rows = []
+    for title, engine, variant in (
+        ("nextn, bf16", "nextn", "bfloat16"),
+        ("llama.cpp, bf16", "llama.cpp", "bfloat16"),
+        ("vLLM on CPUs, compiled, bf16", "vllm", "compiled"),
+        ("vLLM on CPUs, eager, bf16", "vllm", "eager"),
+        ("transformers `generate`, float32", "transformers", "float32"),
+        ("transformers `generate`, bf16", "transformers", "bfloat16"),
+    ):
+        row = [cells.get((engine, variant, drafts)) for drafts in (0, 1, 2, 4)]
+        shown = ["" if each is None else f"{each['tokens_per_s']['median']:,.0f}" for each in row]
+        rows.append((title, *shown, "" if row[3] is None else f"{row[3]['acceptance_length']:.2f}"))
+    return table(("engine, greedy, batch 1", "plain", "K = 1", "K = 2", "K = 4", "AL at K = 4"), rows)
+
+
+def audits() -> str:
+    found = record("audit")
+    hub, folder = found["hub"], found["folder"]
+    share = f"{100 * hub['share_of_bytes']:.3f} % of the bytes, {hub['requests']} requests"
+    rows = [
+        ("a hub id, 50 ms per request", f"{hub['seconds']:.1f}", f"{hub['peak_mb']:.0f} MB", share),
+        ("a local folder", f"{folder['seconds']:.1f}", f"{folder['peak_mb']:.0f} MB", ""),
+    ]
+    return table(("audit of 163 shards x 1,000 tensors (1.2 TB)", "seconds", "peak memory", "read"), rows)
+
+
+def summary() -> str:
+    """The README's table: speeds of one record, and the range of ratios over all records and other runs."""
+    ratios = [(run, figures(run, run.drafts)["speedup"]["median"]) for run in RUNS if run.title == CODE]
+    greedy = [ratio for run, ratio in ratios if not run.temperature]
+    sampled = [ratio for run, ratio in ratios if run.temperature]
+    demo_greedy = [record(name)["greedy"]["speedup"] for name, _, _ in DEMOS]
+    demo = record("demo")["greedy"]
+    rows = [
+        ("27 M parameters, greedy, K = 11", *_pair(RUNS[0]), _range((*greedy, *OTHER_CODE))),
+        ("the same at temperature 1", *_pair(RUNS[4]), _range(sampled)),
+        (
+            "demo model, greedy, K = 4",
+            f"{demo['plain_tokens_per_s']:,.0f}",
+            f"{demo['mtp_tokens_per_s']:,.0f}",
+            f"{demo['acceptance_length']:.1f}",
+            _range((*demo_greedy, *OTHER_DEMO)),
+        ),
+        ("Qwen3.5's layout, temperature 1, K = 6", *_pair(RUNS[10]), "one run"),
+    ]
+    head = ("two CPU cores, bf16, batch 1", "plain, tokens/s", "MTP, tokens/s", "AL", "speedup in all runs")
+    return table(head, rows)
+
+
+def _pair(run: Run) -> tuple[str, str, str]:
+    plain, mtp, _, length = speeds(run)
+    return plain, mtp, length
+
+
+def _range(ratios: Any) -> str:
+    return f"{min(ratios):.1f} to {max(ratios):.1f} x"
+
+
+def picture() -> str:
+    """Plain decoding and MTP over the same time, to scale: K = 4 of the recipe `code`."""
+    run, drafts, num_steps = RUNS[0], 4, 12
+    found, costs_ = figures(run, drafts), record(run.record)["costs"]
+    length = found["acceptance_length"]
+    draft, verify = drafts * costs_["c"], costs_["v"][drafts]
+    whole = length / found["speedup"]["median"]  # a round in plain steps, as measured
+    left, unit, height = 120, 54, 34
+    parts = []
+
+    def box(x: float, y: int, width: float, color: str, label: str = "") -> None:
+        size = f'width="{unit * width - 1.5:.1f}" height="{height}"'
+        parts.append(f'<rect x="{left + unit * x:.1f}" y="{y}" {size} fill="{color}"/>')
+        if label:
+            middle = left + unit * (x + width / 2)
+            parts.append(f'<text x="{middle:.1f}" y="{y + 22}" text-anchor="middle" fill="#ffffff">{label}</text>')
+
+    for index in range(num_steps):
+        box(index, 40, 1, "#7b8794", "1")
+    rounds = int(num_steps / whole)
+    for index in range(rounds):
+        start = index * whole
+        box(start, 120, draft, "#d9822b")
+        box(start + draft, 120, verify, "#2b6cb0", f"{length:.1f}")
+        box(start + draft + verify, 120, whole - draft - verify, "#cbd2d9")
+    texts = [
+        (left - 12, 62, "end", "plain"),
+        (left - 12, 142, "end", f"MTP, K = {drafts}"),
+        (left, 28, "start", f"{num_steps} trunk passes, 1 token each: {num_steps} tokens"),
+        (
+            left,
+            108,
+            "start",
+            f"{rounds} rounds, {length:.1f} tokens each: {rounds * length:.0f} tokens in the same time",
+        ),
+    ]
+    parts += [f'<text x="{x}" y="{y}" text-anchor="{anchor}">{words}</text>' for x, y, anchor, words in texts]
+    legend = (
+        ("#d9822b", "4 draft steps of the head"),
+        ("#2b6cb0", "trunk verifies 5 tokens"),
+        ("#cbd2d9", "other work"),
+    )
+    for index, (color, words) in enumerate(legend):
+        x = left + 205 * index
+        parts.append(f'<rect x="{x}" y="178" width="12" height="12" fill="{color}"/>')
+        parts.append(f'<text x="{x + 18}" y="189">{words}</text>')
+    note = f"To scale: 27 M parameters, greedy, two cores of an {run.machine}, {run.date}"
+    parts.append(f'<text x="{left}" y="214" font-size="11" fill="#616e7c">{note}</text>')
+    body = "\n".join(parts)
+    width = left + unit * num_steps + 12
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 224" width="{width}" height="224" '
+        'font-family="sans-serif" font-size="13" fill="#1f2933" role="img">\n'
+        "<title>Plain decoding and MTP decoding over the same time</title>\n"
+        f'<rect width="{width}" height="224" fill="#ffffff"/>\n{body}\n</svg>\n'
+    )
+
+
+PARTS = {"runs": runs, "demos": demos, "costs": costs, "batches": batches, "peers": peers, "audits": audits}
+
+
+def pages() -> dict[Path, str]:
+    page = PAGE.read_text()
+    for name, part in PARTS.items():
+        page = replace_part(page, name, part())
+    return {PAGE: page, README: replace_part(README.read_text(), "speeds", summary()), PICTURE: picture()}
+
+
+if __name__ == "__main__":
+    write(pages())

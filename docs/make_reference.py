@@ -1,0 +1,138 @@
+"""Write the reference pages that follow from the code: the command line, the Python API and the faults."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from generated import DOCS, table, write
+from typer.main import get_command
+
+import nextn
+from nextn.cli import app
+from nextn.evaluate.faults import FAULTS
+
+REFERENCE = DOCS / "reference"
+CLI = """\
+# Command line
+
+Exit codes of every command: 0 done, 1 findings (of `audit`, `measure`, `diagnose`, `verify` and `canary check`, and
+of `train` where the head got worse), 2 usage error, 130 Ctrl-C, 141 when the reader of a pipe has closed it. `nextn
+COMMAND --help` prints the same as this page, which `make docs` generates.
+"""
+PYTHON = """\
+# Python API
+
+The public names are those of `nextn.__all__`; this page has all of them. They are resolved on first use, so `import
+nextn` is cheap. Everything else in the package may change between minor releases. Where the lines with `:::` are not
+filled in, the page is not the site's (`make docs`); `help(nextn.generate)` prints the same.
+
+```python
+import nextn
+
+model = nextn.load("demo/model")  # a folder or a hub id
+result = nextn.generate(model, ["def add("], nextn.Settings(drafts=4, max_tokens=32))[0]
+print(result.text, result.acceptance.length, result.acceptance.rates)
+```
+"""
+GROUPS = {
+    "Load and decode": ("load", "Model", "Head", "generate", "stream", "rounds", "trace", "Settings", "Sampling",
+                        "Result", "Acceptance", "eos_tokens"),
+    "Keep, restore, convert": ("keep_head", "KeepHead", "restore", "convert", "extract"),
+    "Train": ("train_head", "HeadSettings", "mtp_loss", "Targets", "StandaloneHead", "Trainer", "TrainConfig",
+              "JointTask"),
+}  # fmt: skip
+ALIASES = {"load": "### load\n\n`nextn.load` is [`Model.load`](#nextn.model.model.Model.load).\n"}
+FAULT_INTRO = """\
+# Faults
+
+The faults that `nextn diagnose` knows. Each can be injected into the decoder, so its acceptance on a given head is
+computed: `diagnose` compares an engine's counters with these figures ([how](diagnose.md)). None of them changes the
+text, because the trunk (the target model) verifies every draft. The threads are public reports of the fault, which
+may be fixed by now.
+"""
+
+
+def command_page() -> str:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    panels: dict[str, list[tuple[str, Any]]] = {}
+    for name, command in commands.items():
+        inner = [(f"{name} {sub}", each) for sub, each in getattr(command, "commands", {}).items()]
+        panels.setdefault(command.rich_help_panel, []).extend(inner or [(name, command)])
+    lines = [CLI]
+    for panel, entries in panels.items():
+        lines.append(f"## {panel}\n")
+        for name, command in entries:
+            lines += [f"### nextn {name}\n", f"{_help(command.help)}\n", *_parameters(name, command)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _parameters(name: str, command: Any) -> Iterator[str]:
+    arguments = [each for each in command.params if each.param_type_name == "argument"]
+    options = [each for each in command.params if each.param_type_name == "option" and not each.hidden]
+    usage = " ".join([f"nextn {name}", *map(_usage, arguments), "[OPTIONS]" if options else ""])
+    yield f"```text\n{usage.strip()}\n```\n"
+    if arguments:
+        yield table(("argument", "meaning"), ((f"`{_metavar(each)}`", _cell(each.help)) for each in arguments))
+    if options:
+        yield table(("option", "default", "meaning"), map(_option, options))
+
+
+def _usage(argument: Any) -> str:
+    return _metavar(argument) if argument.required else f"[{_metavar(argument)}]"
+
+
+def _metavar(argument: Any) -> str:
+    return str(argument.metavar or argument.name.upper())
+
+
+def _option(option: Any) -> tuple[str, str, str]:
+    names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
+    no_default = option.is_flag or option.default in (None, "", ())
+    return names, "" if no_default else f"`{_plain(option.default)}`", _cell(option.help)
+
+
+def _plain(default: object) -> str:
+    return ", ".join(map(str, default)) if isinstance(default, list | tuple) else str(default)
+
+
+def _cell(text: str | None) -> str:
+    return " ".join((text or "").split()).replace("|", "\\|").replace("<", "&lt;").replace("[", "\\[")
+
+
+def _help(text: str | None) -> str:
+    """Return a help text as Markdown: typer marks paragraphs that must not be wrapped with a form feed."""
+    return re.sub(r"\b\x08\n?", "", text or "").strip()
+
+
+def python_page() -> str:
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == nextn.__all__, f"not grouped: {set(nextn.__all__) ^ set(grouped)}"
+    lines = [PYTHON]
+    for title, names in GROUPS.items():
+        lines.append(f"## {title}\n")
+        lines += [ALIASES.get(name, f"::: nextn.{nextn._HOME[name]}.{name}\n") for name in names]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def fault_page() -> str:
+    rows = ((f"`{each.name}`", _cell(each.description), _cell(each.signature), _links(each.issues)) for each in FAULTS)
+    fixes = ((f"`{each.name}`", _cell(each.advice)) for each in FAULTS)
+    head = ("fault", "what is wrong", "what it shows", "seen in")
+    return "\n".join([FAULT_INTRO, table(head, rows), "## What to do\n", table(("fault", "advice"), fixes)])
+
+
+def _links(issues: tuple[str, ...]) -> str:
+    return ", ".join(f"[{each}](https://github.com/{each.replace('#', '/issues/')})" for each in issues) or "-"
+
+
+def pages() -> dict[Path, str]:
+    return {
+        REFERENCE / "cli.md": command_page(),
+        REFERENCE / "python.md": python_page(),
+        REFERENCE / "faults.md": fault_page(),
+    }
+
+
+if __name__ == "__main__":
+    write(pages())

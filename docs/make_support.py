@@ -1,0 +1,130 @@
+"""Write the support matrix: docs/reference/support.md, and the summary in README.md.
+
+It holds what the code can do and what was run: the family rows, the families that the tests train, the backend of a
+tiny model of each, the engines whose logits the tests compare, and the record of real engines in
+bench/results/engines.json.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from generated import DOCS, ROOT, replace_part, table, write
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+import torch
+from make_families import NAMES, SUPPORT
+from test_oracle import CHECKED
+from tiny import CONFIGS
+
+from nextn.families import ENGINES, Family, rows
+from nextn.model.model import Model
+from nextn.runtime.backend import backend_for
+
+PAGE = DOCS / "reference" / "support.md"
+SERVE = DOCS / "how-to" / "serve.md"
+README = ROOT / "README.md"
+RECORD = ROOT / "bench" / "results" / "engines.json"
+# Flags beyond the usual ones, from SGLang's server arguments and llama.cpp's converter.
+_SEVERAL = ("SGLang turns on `--enable-multi-layer-eagle` by itself",)
+MORE_FLAGS = {
+    "mimo_v2": _SEVERAL,
+    "step3p5": _SEVERAL,
+    "gigachat3_5": _SEVERAL,
+    "inkling": ("SGLang: `--enable-multi-layer-eagle`",),
+    "deepseek_v4": ("llama.cpp: `convert_hf_to_gguf.py --mtp` writes the head as a GGUF of its own",),
+}
+
+
+def backends() -> dict[str, str]:
+    """Return for each family with a tiny model the reason why it has no native backend; empty where it has one."""
+    torch.set_num_threads(1)
+    return {name: backend_for(Model.build(config)).reason for name, config in CONFIGS.items()}
+
+
+def compared() -> dict[str, dict[str, str]]:
+    """Return family -> engine -> version, where the engine's counters were compared with ours."""
+    found: dict[str, dict[str, str]] = {}
+    for key, pair in json.loads(RECORD.read_text())["pairs"].items():
+        family, engine = key.split()
+        version = pair["versions"].get(engine, "")
+        found.setdefault(family, {})[engine.replace(".", "")] = version if version[:1].isdigit() else ""
+    return found
+
+
+def matrix(reasons: dict[str, str], runs: dict[str, dict[str, str]]) -> str:
+    def line(row: Family) -> tuple[str, ...]:
+        engines = ", ".join(f"{NAMES[name]} {version}".strip() for name, version in runs.get(row.name, {}).items())
+        native = "no" if not row.runs else f"no: {reasons[row.name]}" if reasons[row.name] else "yes"
+        logits = ", ".join(CHECKED.get(row.name, ()))
+        run = "yes" if row.runs else "no"
+        return (f"[{row.title}](families/{row.name}.md)", "yes", "yes", run, run, native, logits or "-", engines or "-")
+
+    head = ("family", "audit", "fix", "measure, train", "decode", "native backend", "logits", "run in")
+    return table(head, map(line, rows()))
+
+
+def summary(reasons: dict[str, str], runs: dict[str, dict[str, str]]) -> str:
+    """The README's table: how many families, where this was run, and what is known about GPUs."""
+    running = [row for row in rows() if row.runs]
+    native = sum(not reasons[row.name] for row in running)
+    engines = [f"{name} on {', '.join(sorted(names))}" for name, names in _by_engine(runs)]
+    gpu = "written for CUDA, not run in this version"
+    lines = [
+        ("`audit`, `restore`, `convert`", f"{len(rows())} of {len(rows())}", "made-up files of each", "not needed"),
+        ("`measure`, `train`, `generate` (torch)", f"{len(running)}", "a tiny model of each, on CPUs", gpu),
+        ("`generate` (native C++)", f"{native}", "a tiny model of each, on CPUs", "CPU only"),
+        ("logits equal to transformers'", f"{len(CHECKED)}", ", ".join(sorted(CHECKED)), gpu),
+        ("counters equal to an engine's", f"{len(runs)}", "; ".join(engines), "engines on CPUs; SGLang not run"),
+    ]  # fmt: skip
+    return table(("what", "families", "run with", "GPU"), lines)
+
+
+def serving() -> str:
+    """The table of docs/how-to/serve.md: which engines draft with a family's head, and flags beyond the usual ones."""
+    runs = compared()
+
+    def line(row: Family) -> tuple[str, ...]:
+        words = [
+            "yes" if row.engines[each].support == "runs" else SUPPORT[row.engines[each].support] for each in ENGINES
+        ]
+        ran = ", ".join(NAMES[name] for name in runs.get(row.name, {})) or "-"
+        remarks = "; ".join((*MORE_FLAGS.get(row.name, ()), *_limits(row)))
+        return (f"[{row.title}](../reference/families/{row.name}.md)", *words, remarks, ran)
+
+    head = ("family", "vLLM", "SGLang", "llama.cpp", "transformers", "more flags, remarks", "run here")
+    return table(head, map(line, rows()))
+
+
+def _limits(row: Family) -> Iterator[str]:
+    """Facts of the row that decide about flags or acceptance, for engines that draft with the head."""
+    for name, title in NAMES.items():
+        engine = row.engines[name]
+        if engine.support != "runs":
+            continue
+        if engine.layers:
+            yield f"{title}: trunks of {' or '.join(map(str, engine.layers))} layers"
+        if engine.hidden or engine.next_hidden:
+            yield f"{title}: another hidden state than the family's, which may cost acceptance"
+
+
+def _by_engine(runs: dict[str, dict[str, str]]) -> Iterator[tuple[str, list[str]]]:
+    for engine, name in NAMES.items():
+        families = [family for family, engines in runs.items() if engine in engines]
+        if families:
+            yield name, families
+
+
+def pages() -> dict[Path, str]:
+    reasons, runs = backends(), compared()
+    return {
+        SERVE: replace_part(SERVE.read_text(), "serve", serving()),
+        PAGE: replace_part(PAGE.read_text(), "matrix", matrix(reasons, runs)),
+        README: replace_part(README.read_text(), "support", summary(reasons, runs)),
+    }
+
+
+if __name__ == "__main__":
+    write(pages())
