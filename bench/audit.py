@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import numpy as np
-from big import H, INNER, Sparse, big, layer, write
+from big import INNER, H, Sparse, big, layer, write
 from hub import Hub
 
 from nextn.checkpoint.safetensors_file import RawTensor, write_json, write_safetensors

@@ -297,7 +297,7 @@ def test_scales_of_a_quantized_head(tmp_path):
     assert finding.place.endswith("weight_scale_inv")
 
     def pack(table):
-        for name, old in table.items():
+        for name in table:
             if of_head(name) and "mlp" in name:
                 table[name] = RawTensor("I32", (1, 2), b"\xff" * 8)
 
