@@ -9,7 +9,8 @@ from tiny import build, refrain
 
 from nextn.decoding.drafter import Contract
 from nextn.errors import ConfigError
-from nextn.evaluate.conventions import ConventionScore, ProbeReport, apply_variants, probe, variants
+from nextn.evaluate.conventions import apply_variants, variants
+from nextn.evaluate.probe import ControlScores, ConventionScore, ProbeReport, probe
 from nextn.evaluate.reference import ReferencePlan
 from nextn.evaluate.reference_texts import generate_texts
 from nextn.evaluate.teacher_forced import ReferenceText
@@ -99,7 +100,7 @@ def test_the_probe_names_the_injected_convention(fault, trained, texts):
     assert found.preferred.keys == (wanted,), (found.summary, [each.keys for each in found.ties])
     assert not found.agrees
     assert "the weights fit" in found.summary
-    assert found.gain(found.preferred, found.base).low > 0
+    assert found.gain(found.preferred, found.base, found.rule).low > 0
 
 
 @pytest.mark.parametrize("name", ["glm", "glm_two", "qwen", "v4"])
@@ -180,19 +181,69 @@ def test_every_variant_of_every_kind_of_head_runs(name):
     assert found.as_record()["comparisons"] == len(found.alternatives)
 
 
+def score(keys, *accepted, ratio=None):
+    """A score of eight texts with ten positions each, by both rules alike if `ratio` is not given."""
+    return ConventionScore(
+        keys,
+        " and ".join(keys) or "as is",
+        (0.5,),
+        {"argmax": accepted * (8 // len(accepted)), "ratio": (ratio or accepted) * (8 // len(ratio or accepted))},
+        (10,) * 8,
+    )
+
+
 def test_preferred_convention_by_hand():
     """The fewest changes that the best does not beat; ties are reported."""
-    base = ConventionScore((), "as is", (0.1,), (1.0,) * 8, (10,) * 8)
-    good = ConventionScore(("a",), "a", (0.5,), (5.0, 5.1) * 4, (10,) * 8)
-    same = ConventionScore(("b",), "b", (0.5,), (4.9, 5.1) * 4, (10,) * 8)
-    both = ConventionScore(("a", "c"), "a and c", (0.5,), (5.1, 5.1) * 4, (10,) * 8)
-    found = ProbeReport(base, (both, good, same), 0)
+    base, good, same = score((), 1.0), score(("a",), 5.0, 5.1), score(("b",), 4.9, 5.1)
+    found = ProbeReport(base, (score(("a", "c"), 5.1), good, same), 0)
     assert found.preferred == good
     assert found.ties == (same,)
-    better = ConventionScore(("a", "c"), "a and c", (0.9,), (9.1, 9.0) * 4, (10,) * 8)
+    better = score(("a", "c"), 9.1, 9.0)
     assert ProbeReport(base, (better, good, same), 0).preferred == better
     assert ProbeReport(good, (base,), 0).agrees is False  # the keys identify the family's convention
     assert ProbeReport(base, (), 0).agrees
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "outcome"),
+    [
+        (1.0, 5.0, "other"),  # what sound weights look like under a wrong convention
+        (5.3, 5.0, "other"),  # a control that comes near the right one reaches as much
+        (5.5, 5.0, "unexplained"),  # a change without meaning is better
+        (1.0, 5.3, "other"),
+        (1.0, 5.5, "unexplained"),  # not at an optimum by this convention either
+    ],
+)
+def test_controls_by_hand(before, after, outcome):
+    base, good = score((), 1.0), score(("a",), 5.0)
+    controls = ControlScores(score(("control",), before), score(("a", "control"), after))
+    found = ProbeReport(base, (good,), 0, {"argmax": controls})
+    assert found.outcome == outcome
+    assert found.preferred == (good if outcome == "other" else base)
+    assert found.agrees is False
+    assert found.is_fault == (outcome == "other")
+    assert ("no convention explains this" in found.summary) == (outcome == "unexplained")
+    record = found.as_record()
+    assert (record["outcome"], record["wanted"]) == (outcome, ["a"] if outcome == "other" else [])
+    assert record["best"] == {"argmax": ["a"], "ratio": ["a"]}
+    assert record["controls"]["argmax"]["gain_before"] == pytest.approx(before / 10 - 0.1)
+    assert record["controls"]["argmax"]["gain_after"] == pytest.approx(after / 10 - 0.5)
+
+
+def test_rules_by_hand():
+    """What only rule ratio shows is named if rule argmax does not contradict, and controls do not explain it."""
+    base = score((), 5.0, ratio=(1.0,))
+    few, many = (
+        ControlScores(score(("c",), 5.0, ratio=(gain,)), score(("a", "c"), 5.0, ratio=(5.0,))) for gain in (2.0, 7.0)
+    )
+    sharper, worse = score(("a",), 5.0, ratio=(5.0,)), score(("a",), 4.5, ratio=(5.0,))
+    found = ProbeReport(base, (sharper,), 0, {"ratio": few})
+    assert (found.outcome, found.rule, found.preferred) == ("other", "ratio", sharper)
+    assert "by rule ratio" in found.summary
+    assert ProbeReport(base, (sharper,), 0, {"ratio": many}).agrees
+    assert ProbeReport(base, (worse,), 0, {"ratio": few}).agrees
+    low = ProbeReport(score((), 0.5), (score(("a",), 0.9),), 0)
+    assert (low.outcome, low.is_fault) == ("nothing-works", True)
 
 
 def test_greedy_texts_are_refused(trained):
