@@ -57,6 +57,7 @@ class Trial:
         best: The convention with the fewest changes that the best score does not beat.
         named: The convention that the probe names.
         before, after: Gains of controls.
+        rate, perfect_rate: a_1 with best, and of a perfect head.
     """
 
     head: str
@@ -71,6 +72,8 @@ class Trial:
     best_score: float
     before: float
     after: float
+    rate: float
+    perfect_rate: float
 
 
 class Head:
@@ -151,9 +154,10 @@ def trial(
     report: ProbeReport = probe(model, texts, DRAFTS, contract=contract, pairs=head.pairs)
     rule, best = report.rule, report.best(report.rule)
     scores = report.base.accepted_per_position(rule), best.accepted_per_position(rule), *report.control_gains(rule)
+    rates = best.rates[0], report.perfect_rate
     result = Trial(
         head.name, condition, expected, round(cost, 3), report.outcome, rule, best.keys, report.preferred.keys,
-        *(round(score, 4) for score in scores),
+        *(round(figure, 4) for figure in (*scores, *rates)),
     )  # fmt: skip
     print(json.dumps(asdict(result)), flush=True)
     return result

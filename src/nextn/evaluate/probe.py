@@ -9,7 +9,8 @@ pairs of each rule), as the best of a hundred variants is better than most by ch
 A gain alone proves no wrong convention: damaged, undertrained and stale heads also gain by some variants, because any
 change of scale may help weights that are not at an optimum. So a variant is named only if controls, which are changes
 of norm weights that no engine and no converter makes, reach no more than it does, and add next to nothing to it: a
-sound head that is read correctly is at an optimum, and a damaged one is not, whichever way it is read.
+sound head that is read correctly is at an optimum, and a damaged one is not, whichever way it is read. And it must
+restore what a sound head of this trunk gives: at depth 1, most of what drafting the trunk's own argmax would.
 """
 
 import math
@@ -19,6 +20,7 @@ from functools import partial
 from itertools import combinations
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from nextn.decoding.drafter import Contract
@@ -28,18 +30,21 @@ from nextn.evaluate.teacher_forced import ReferenceText, ScoredText, score_texts
 from nextn.families import Stage
 from nextn.model.head import Head
 from nextn.model.model import Model
-from nextn.model.trunk import TrunkOutput
+from nextn.model.trunk import Trunk, TrunkOutput
+from nextn.speculative.sampling import Sampling, to_probs
 from nextn.stats.intervals import Estimate, paired_difference
 
 Rule = Literal["argmax", "ratio"]  # see `teacher_forced.RULES`
 RULES: tuple[Rule, ...] = ("argmax", "ratio")
 _NUM_FIRST, _NUM_BEST = 4, 12  # pairs are tried on the first texts; this many of the best on all of them
+_MAX_ROWS = 128  # positions whose distributions are in memory at once
 _MIN_WORKING = 0.1  # accepted drafts per position, below which no variant can be called right
 _MIN_GAIN = 0.02  # accepted drafts per position, below which a difference is not worth reporting
 # Controls: factors and summands of effective norm weights, of each role and of all together.
 _FACTORS, _SUMMANDS = (0.5, 0.5**0.5, 2**0.5, 2.0), (-0.5, 0.5)
 # The most that controls may gain, as shares of a convention's gain: without the convention, and in addition to it.
 _MAX_BEFORE, _MAX_AFTER = 1.1, 0.1
+_MIN_SHARE = 2 / 3  # of a perfect head's a_1, that a named convention has to reach
 
 # family: nothing tried is better. other: the weights fit another convention. unexplained: another one is better, but so
 # are controls. nothing-works: no convention gives acceptance.
@@ -59,11 +64,14 @@ DEFINITIONS = {
     "1/2, 1/sqrt(2), sqrt(2) or 2, or plus or minus 1/2; tried for a best that is not the family's. gain_before: the "
     "largest score of one of them alone, or in place of one of two changes, less the family's; gain_after: the "
     "largest of one of them in addition to best, less that of best (at least 0)",
+    "perfect": "a_1 by rule argmax of a head that always drafts the trunk's argmax: the mean of the trunk's largest "
+    "probability",
     "outcome": "family: best is the family's by rule argmax, and by rule ratio, or that one is not explained; other: "
     f"the weights fit best, as gain_before is at most {_MAX_BEFORE:g} and gain_after at most {_MAX_AFTER:g} of its "
-    "gain; by rule ratio only if best by rule argmax is the family's, and not better by more than "
-    f"{_MIN_GAIN}; unexplained: best by rule argmax is not the family's, and controls gain more than that, as in some "
-    f"damaged, undertrained and stale heads; nothing-works: its per_column is below {_MIN_WORKING}",
+    f"gain, and its a_1 at least {_MIN_SHARE:.2f} of perfect; by rule ratio only if best by rule argmax is the "
+    f"family's, and not better by more than {_MIN_GAIN}; unexplained: best by rule argmax is not the family's and not "
+    "explained so, as in some damaged, undertrained and stale heads; nothing-works: its per_column is below "
+    f"{_MIN_WORKING}",
     "wanted": "best if the outcome is other, else []",
     "ties": "those with as many changes that cannot be told from wanted",
 }
@@ -100,6 +108,7 @@ class ProbeReport:
     base: ConventionScore  # the family's convention
     alternatives: tuple[ConventionScore, ...]  # all others, best first
     num_pruned: int  # pairs that were ruled out on the first texts
+    perfect_rate: float  # a_1 by rule argmax of a head that always drafts the trunk's argmax
     controls: Mapping[Rule, ControlScores] = field(default_factory=dict)  # by the rules that have a `candidate`
 
     def gain(self, one: ConventionScore, other: ConventionScore, rule: Rule = "argmax") -> Estimate:
@@ -146,12 +155,16 @@ class ProbeReport:
         )
 
     def is_explained(self, rule: Rule) -> bool:
-        """Whether the best convention by a rule explains the gain better than controls do."""
+        """Whether the best convention by a rule explains its gain: controls do not, and a sound head could have it."""
         candidate, (before, after) = self.candidate(rule), self.control_gains(rule)
-        if candidate is None:
+        if candidate is None or self._is_poor(candidate):
             return False
         gain = candidate.accepted_per_position(rule) - self.base.accepted_per_position(rule)
         return before <= _MAX_BEFORE * gain and after <= _MAX_AFTER * gain
+
+    def _is_poor(self, score: ConventionScore) -> bool:
+        """Whether a sound head would draft better at depth 1."""
+        return score.rates[0] < _MIN_SHARE * self.perfect_rate
 
     @property
     def rule(self) -> Rule:
@@ -214,10 +227,15 @@ class ProbeReport:
                     f"with the family's convention ({gain.value:+.2f}, at least {gain.low:+.2f}, by rule {rule})"
                 )
         before, after = self.control_gains()
+        reason = (
+            f"a_1 is {best.rates[0]:.2f} with it, and {self.perfect_rate:.2f} in a perfect head"
+            if self._is_poor(best)
+            else f"changes that no engine makes gain {before:.2f} without it and {after:.2f} in addition"
+        )
         return (
             f"no convention explains this: {base_score:.2f} accepted drafts per position with the family's convention; "
-            f"{best.description} gains {gain.value:.2f}, but changes that no engine makes gain {before:.2f} without it "
-            f"and {after:.2f} in addition: the weights are damaged, undertrained, or of another trunk"
+            f"{best.description} gains {gain.value:.2f}, but {reason}: the weights are damaged, undertrained, or of "
+            "another trunk"
         )
 
     def as_record(self) -> dict[str, object]:
@@ -232,6 +250,7 @@ class ProbeReport:
             "wanted": list(self.preferred.keys),
             "ties": [list(score.keys) for score in self.ties],
             "controls": {rule: self._controls_record(rule) for rule in self.controls},
+            "perfect": self.perfect_rate,
             "comparisons": len(self.alternatives) + self.num_pruned,
             "readings": [self._score_record(score) for score in (self.base, *self.alternatives)],
         }
@@ -281,7 +300,7 @@ def probe(
     screened.sort(key=lambda each: -each[0])
     scores += [scorer.score(pair) for _, pair in screened[:_NUM_BEST]]
     scores.sort(key=lambda score: -score.accepted_per_position())
-    report = ProbeReport(base, tuple(scores), max(0, len(screened) - _NUM_BEST))
+    report = ProbeReport(base, tuple(scores), max(0, len(screened) - _NUM_BEST), scorer.perfect_rate())
     candidates = {rule: score for rule in RULES if (score := report.candidate(rule)) is not None}
     by_key = {variant.key: variant for variant in singles}
     controls = {
@@ -349,13 +368,20 @@ class _Scorer:
         self.model, self.contract, self.texts, self.depths, self.on_score = model, contract, texts, depths, on_score
         self._hiddens: dict[Stage, list[TrunkOutput]] = {}
 
+    @torch.inference_mode()
+    def perfect_rate(self) -> float:
+        """Return the mean of the trunk's largest probability, where a round drafts at depth 1."""
+        total, trunk = 0.0, self.model.trunk
+        for text, hidden in zip(self.texts, self._trunk_outputs(trunk), strict=True):
+            states = hidden.final_hidden[len(text.prompt) :][: len(text.remaining)]
+            for block in states.split(_MAX_ROWS):
+                total += float(to_probs(trunk.logits(block), Sampling(text.temperature)).amax(-1).sum())
+        return total / sum(len(text.remaining) for text in self.texts)
+
     def score(self, changes: tuple[Variant, ...], *, count: int | None = None) -> ConventionScore:
         """Score these variants together, on the first `count` texts or all."""
         model, contract = apply_variants(self.model, self.contract, changes)
-        stage = model.trunk.stage
-        if stage not in self._hiddens:
-            self._hiddens[stage] = trunk_outputs(model.trunk, self.texts)
-        texts, hiddens = self.texts[:count], self._hiddens[stage][:count]
+        texts, hiddens = self.texts[:count], self._trunk_outputs(model.trunk)[:count]
         scored = list(score_texts(model, texts, hiddens, self.depths, contract=contract))
         first = 1 if contract.offset > 0 else 0  # that state predicts the draft of depth 1 without a head
         self.on_score()
@@ -369,6 +395,12 @@ class _Scorer:
             num_positions=tuple(len(each.remaining) for each in scored),
             breadth=sum(each.breadth for each in changes),
         )
+
+    def _trunk_outputs(self, trunk: Trunk) -> list[TrunkOutput]:
+        """Return the states of all texts; computed once per stage."""
+        if trunk.stage not in self._hiddens:
+            self._hiddens[trunk.stage] = trunk_outputs(trunk, self.texts)
+        return self._hiddens[trunk.stage]
 
 
 def _rate(scored: Sequence[ScoredText], depth: int) -> float:
