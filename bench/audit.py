@@ -6,6 +6,7 @@ after the system was asked to drop the file from its cache. `python bench/audit.
 """
 
 import argparse
+import datetime
 import json
 import math
 import os
@@ -22,6 +23,7 @@ from big import INNER, H, Sparse, big, layer, write
 from hub import Hub
 
 from nextn.checkpoint.safetensors_file import RawTensor, write_json, write_safetensors
+from nextn.evaluate.decoding_costs import processor_name
 
 SHARDS, DELAY = 163, 0.05
 HEAD_BYTES = 4_000_000_000
@@ -103,7 +105,9 @@ def main() -> None:
         # With --sample: in files without blocks on disk, all values would be read at the speed of no disk.
         runs = (audited(f"{folder}/model", env, "--sample") for _ in range(3))
         record["folder"] = min(runs, key=lambda run: run["seconds"])
-        record["head"] = {dtype: measured_head(Path(folder) / dtype, dtype) for dtype in ("BF16", "F8_E4M3")}
+        head = {dtype: measured_head(Path(folder) / dtype, dtype) for dtype in ("BF16", "F8_E4M3")}
+        where = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "machine": processor_name()}
+        record["head"] = where | head
     print(json.dumps(record, indent=2))
     if args.out:
         args.out.write_text(json.dumps(record, indent=2) + "\n")

@@ -14,7 +14,6 @@ import argparse
 import datetime
 import json
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -179,6 +178,15 @@ def summary(trials: Sequence[Trial]) -> dict[str, object]:
     }
 
 
+def stored(path: Path | None, new: Sequence[Trial]) -> list[Trial]:
+    """Return the trials in the file that this run did not repeat: heads and kinds of trials may be run one by one."""
+    rows = json.loads(path.read_text())["trials"] if path is not None and path.exists() else []
+    trials = [Trial(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})
+              for row in rows]  # fmt: skip
+    repeated = {(each.head, bool(each.expected)) for each in new}
+    return [each for each in trials if (each.head, bool(each.expected)) not in repeated]
+
+
 def canary(work: Path, family: str) -> Path:
     """Return the folder of a family's canary, trained if it is not there."""
     folder = work / family
@@ -192,22 +200,24 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of the canaries")
     parser.add_argument("--seeds", type=int, default=3, help="of each random damage")
     parser.add_argument("--heads", nargs="*", default=[], help="only these fixtures and families")
+    parser.add_argument("--conventions", nargs="*", choices=("right", "wrong"), default=("right", "wrong"))
     parser.add_argument("--pairs", action="store_true", help="also try pairs of changes, as `measure --probe` does")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    started, trials = time.process_time(), list[Trial]()
+    trials: list[Trial] = []
     for name in args.heads or [*sorted(folder.name for folder in FIXTURES.iterdir()), *SHAPES]:
         folder = canary(args.work, name) if name in SHAPES else FIXTURES / name
         head = Head(name, folder, pairs=args.pairs)
-        trials += [*sound_conventions(head, args.seeds), *wrong_conventions(head)]
+        trials += sound_conventions(head, args.seeds) if "right" in args.conventions else []
+        trials += wrong_conventions(head) if "wrong" in args.conventions else []
+    trials += stored(args.out, trials)
     record = summary(trials)
     print(json.dumps(record, indent=2))
     if args.out is not None:
         header = {
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "machine": {"processor": processor_name(), "threads": 1, "torch": torch.__version__},
-            "core_seconds": round(time.process_time() - started),
             "drafts": DRAFTS, "prompts": NUM_PROMPTS, "max_tokens": MAX_TOKENS, "seeds": args.seeds,
             "pairs": args.pairs,
         }  # fmt: skip
