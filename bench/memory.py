@@ -1,7 +1,25 @@
-"""Resident memory of this process, from Linux's /proc."""
+"""Memory and time of loading a checkpoint, building its backend and giving the first answer, each in a fresh process.
 
+    python bench/memory.py make 0.8b /tmp/shape-0.8b       # random weights in the shape of a published model
+    python bench/memory.py run /tmp/shape-0.8b --out bench/results/memory.json
+    python bench/memory.py run /tmp/shape-0.8b --before ../old/src    # two versions of the package, in turn
+
+Resident memory is the kernel's VmRSS, which includes the interpreter, torch and transformers; the peak is VmHWM.
+"""
+
+import argparse
+import json
+import os
 import re
+import subprocess
+import sys
+import time
+from datetime import date
 from pathlib import Path
+
+MB = 2**20
+# hidden size, intermediate size, layers, value heads of the linear attention: Qwen3.5-0.8B and -2B, text model.
+SHAPES = {"0.8b": (1024, 3584, 24, 16), "2b": (2048, 6144, 24, 16)}
 
 
 def resident(field: str) -> int:
@@ -9,3 +27,126 @@ def resident(field: str) -> int:
     match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert match
     return int(match[1]) * 1024
+
+
+def make(shape: str, folder: Path) -> None:
+    """Write a checkpoint of random bf16 weights in a published shape, with a byte-level tokenizer."""
+    import torch
+
+    from nextn.data.byte_tokenizer import byte_tokenizer
+    from nextn.model.model import Model
+
+    hidden, intermediate, layers, value_heads = SHAPES[shape]
+    rotary = {"rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25}
+    config = {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248_320,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * (layers // 4),
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 262_144,
+        "attn_output_gate": True,
+        "rope_parameters": rotary | {"mrope_section": [11, 11, 10], "mrope_interleaved": True},
+    }
+    Model.build(config, num_modules=1, tokenizer=byte_tokenizer(), dtype=torch.bfloat16).save(folder)
+
+
+def child(folder: str, drafts: int) -> None:
+    """Print one JSON line per stage: seconds and processor seconds since the start, and memory."""
+    start = time.perf_counter()
+
+    def report(stage: str) -> None:
+        seconds = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time()}
+        memory = {"resident": resident("VmRSS"), "peak": resident("VmHWM")}
+        print(json.dumps({"stage": stage} | seconds | memory), flush=True)
+
+    import nextn
+    from nextn.model.model import Model
+    from nextn.runtime.backend import backend_for
+
+    report("imports")
+    model = Model.load(folder)
+    report("load")
+    backend = backend_for(model)
+    report(f"{backend.name} backend")
+    prompt = [(7 * index) % 1000 for index in range(64)]
+    for stage in ("first answer", "second answer"):
+        nextn.generate(model, [prompt], nextn.Settings(drafts=drafts, max_tokens=16))
+        report(stage)
+
+
+def stages(folder: Path, source: Path | None, drafts: int) -> list[dict[str, object]]:
+    """Run `child` in a fresh process, with the package of this environment or of another source tree."""
+    environment = os.environ | ({"PYTHONPATH": str(source.resolve())} if source else {})
+    command = [sys.executable, __file__, "child", str(folder), str(drafts)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def read_seconds(folder: Path) -> float:
+    """Return the seconds that reading the weights takes, from the page cache if they are in it."""
+    start = time.perf_counter()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb", buffering=0) as file:
+            while file.read(16 * MB):
+                pass
+    return time.perf_counter() - start
+
+
+def run(folder: Path, before: Path | None, turns: int, drafts: int) -> dict[str, object]:
+    """Run the versions in turn and print a table."""
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    versions: dict[str, Path | None] = {"now": None} | ({"before": before} if before else {})
+    reading, found = [], {name: [] for name in versions}
+    for _ in range(turns):
+        for name, source in versions.items():
+            reading.append(read_seconds(folder))
+            found[name].append(stages(folder, source, drafts))
+    print(f"{folder.name}: {size / 1e6:.0f} MB of weights, read in {min(reading):.1f} to {max(reading):.1f} s")
+    for name, runs in found.items():
+        for rows in zip(*runs, strict=True):
+            row = min(rows, key=lambda each: each["seconds"])
+            ratios = [f"{row[key] / MB:6.0f} MB ({row[key] / size:.2f} x)" for key in ("resident", "peak")]
+            print(f"{name:7} {row['stage']:15} {row['seconds']:6.1f} s  resident {ratios[0]}  peak {ratios[1]}")
+    return {"weights_bytes": size, "read_seconds": reading, "stages": found}
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["child"]:
+        child(sys.argv[2], int(sys.argv[3]))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    actions = parser.add_subparsers(dest="action", required=True)
+    making = actions.add_parser("make")
+    making.add_argument("shape", choices=SHAPES)
+    making.add_argument("folder", type=Path)
+    running = actions.add_parser("run")
+    running.add_argument("folders", type=Path, nargs="+")
+    running.add_argument("--before", type=Path, help="src folder of another version of the package")
+    running.add_argument("--turns", type=int, default=2)
+    running.add_argument("--drafts", type=int, default=2)
+    running.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.action == "make":
+        make(args.shape, args.folder)
+        return
+    from nextn.evaluate.decoding_costs import processor_name
+
+    results = {folder.name: run(folder, args.before, args.turns, args.drafts) for folder in args.folders}
+    if args.out:
+        record = {"date": date.today().isoformat(), "machine": processor_name(), "cores": os.cpu_count()} | results
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -56,6 +56,7 @@ def put(name, shape, dtype="BF16"):
 
 HEAD = r"^model\.layers\.2\."
 GPTQ = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}}
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}}
 INT4 = {
     "quantization_config": {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
@@ -184,6 +185,11 @@ BROKEN = {
         "vLLM builds the projection unquantized"),
     "a config that says nothing": (
         "quantization", "error", "qwen3_5", {"config": {"quantization_config": "fp8"}}, "must be an object"),
+    "dequantized, config kept": (
+        "quantization-unused", "error", "deepseek_v3", {"config": FP8},
+        "declares fp8, and no tensor of trunk or head is quantized"),
+    "int4 config, bf16 weights": (
+        "quantization-unused", "error", "qwen3_5", {"config": {"text_config": INT4}}, "declares compressed-tensors"),
     "scales lost": (
         "scale-missing", "error", "deepseek_v3", {"fp8": True, "change": drop(HEAD + ".*weight_scale_inv")},
         "matrices, .* in fp8 without a scale"),
@@ -236,6 +242,43 @@ def test_every_rule_has_its_fault():
     """A rule without a test."""
     elsewhere = {"index", "side-file", "stored-twice", *VALUES}
     assert {rule for rule, *_ in BROKEN.values()} | elsewhere == set(IDS)
+
+
+UNUSED_BUT_FINE = {
+    "quantized on load": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "torchao": {"quant_method": "torchao", "quant_type": "int8wo"},
+    "only the KV cache": {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+    "everything left out": FP8["quantization_config"] | {"modules_to_not_convert": ["model.layers"]},
+}
+
+
+@pytest.mark.parametrize("config", UNUSED_BUT_FINE)
+def test_configs_that_unquantized_weights_may_have(config, tmp_path):
+    """A method that engines apply to bf16 files, or a config that covers none of the weights."""
+    publish(tmp_path, "glm4_moe", config={"quantization_config": UNUSED_BUT_FINE[config]})
+    assert not findings(tmp_path, "quantization-unused")
+
+
+def test_one_quantized_matrix_is_used(tmp_path):
+    """A mixed checkpoint: the head's own disagreement with the config is what is wrong."""
+    publish(tmp_path, "deepseek_v3", config=FP8, change=lambda table: (
+        put("model.layers.0.self_attn.o_proj.weight", (H, 32), "F8_E4M3")(table),
+        put("model.layers.0.self_attn.o_proj.weight_scale_inv", (1, 1), "F32")(table)))  # fmt: skip
+    assert not findings(tmp_path, "quantization-unused")
+
+
+def test_the_fix_of_an_unused_config(tmp_path):
+    """The keys that the finding names, in the files that it names, are all that must go."""
+    folder = publish(tmp_path, "deepseek_v3", config=FP8)
+    write_json(folder / "hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}})
+    (finding,) = findings(folder, "quantization-unused")
+    keys = re.findall(r"the key (\S+) from (\S+\.json)", finding.fix)
+    assert keys == [("quantization_config", "config.json"), ("quantization", "hf_quant_config.json")]
+    for key, file in keys:
+        config = json.loads((folder / file).read_text())
+        del config[key]
+        write_json(folder / file, config)
+    assert audit(Checkpoint.open(folder)).clean
 
 
 def variants(name):

@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 from nextn.checkpoint import safetensors_file
 from nextn.checkpoint.checkpoint import INDEX
-from nextn.checkpoint.safetensors_file import write_json
+from nextn.checkpoint.safetensors_file import RawTensor, write_json
 from nextn.cli.screen import shown
 
 
@@ -144,9 +144,29 @@ def hub(tmp_path, monkeypatch):
     hub.stop()
 
 
+def test_all_values_or_samples(nextn, tmp_path):
+    """A NaN that is in no sample is found in a folder, unless samples are asked for; the report tells which."""
+
+    def change(table):
+        old = table["mtp.layers.0.mlp.up_proj.weight"]
+        wide = RawTensor(old.dtype, (64, 4096), b"\xc0\xff" + bytes(range(1, 65)) * 8192)
+        table["mtp.layers.0.mlp.up_proj.weight"] = RawTensor(wide.dtype, wide.shape, wide.data[: 64 * 4096 * 2])
+
+    folder = publish(tmp_path, "qwen3_5", change=change)
+    code, out, _ = nextn(folder, "--ignore", "shape")
+    assert (code, "values-nonfinite" in out, ", all values read" in out) == (1, True, True)
+    code, out, _ = nextn(folder, "--sample", "--ignore", "shape")
+    assert (code, "values-nonfinite" in out, ", values sampled" in out) == (0, False, True)
+    record = json.loads(nextn(folder, "--json")[1])
+    assert (record["values_read"], record["bytes_read"] > 64 * 4096 * 2) == ("all", True)
+    record = json.loads(nextn(folder, "--json", "--sample")[1])
+    assert (record["values_read"], record["bytes_read"]) == ("samples", 0)
+
+
 def test_hub(nextn, hub):
-    """A hub id gives another verdict than the folder, or --revision is not passed on."""
-    assert nextn("org/model", "--revision", "v1")[0] == 0
+    """A hub id gives another verdict than the folder, or --revision is not passed on; its values are sampled."""
+    code, out, _ = nextn("org/model", "--revision", "v1")
+    assert (code, ", values sampled" in out) == (0, True)
     assert any(path.endswith("/revision/v1") for path, _ in hub.requests)
 
 

@@ -10,10 +10,12 @@ from tiny import FIXTURES
 from nextn.audit.norm_weights import NormValues, shifts
 from nextn.audit.sampled_values import SampledValues, decode
 from nextn.audit.values import head_stale, values
+from nextn.audit.whole_values import WholeValues
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint
-from nextn.checkpoint.safetensors_file import RawTensor
+from nextn.checkpoint.remote import LocalFile
+from nextn.checkpoint.safetensors_file import RawTensor, write_json, write_safetensors
 
 HEAD = ("mtp.", f"model.layers.{LAYERS}.", f"model.layers.{LAYERS + 1}.")
 
@@ -192,6 +194,137 @@ def test_unusable_values(tmp_path):
     assert found(folder) == ["values-nonfinite"]
     tiny = edited(lambda each: "mtp.fc" in each, lambda array: array * 1e-39)
     assert found(publish(tmp_path / "denormal", "qwen3_5", change=tiny)) == ["values-untrained"]
+
+
+def summaries(folder, tensors):
+    """The summary of each of these tensors, stored as a head's."""
+    write_json(folder / "config.json", {"model_type": "qwen3_5_text", "num_hidden_layers": 1})
+    write_safetensors(folder / "model.safetensors", {f"mtp.{name}.weight": each for name, each in tensors.items()})
+    whole = WholeValues.of(take(folder))
+    return {name: whole.tensors[f"mtp.{name}.weight"] for name in tensors}
+
+
+WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+NAMES = ("fc", "norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
+
+
+@pytest.mark.parametrize("dtype", WIDTHS)
+@pytest.mark.parametrize("seed", range(3))
+def test_summaries_of_random_bits(dtype, seed, tmp_path):
+    """NaN of both signs, infinities, subnormals and both zeros, against the decoded values."""
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for name, count in zip(NAMES, (4096, 300, 2, 1), strict=True):
+        bits = rng.integers(0, 256, count * WIDTHS[dtype], "u1").tobytes()
+        tensors[name] = RawTensor(dtype, (count,), bits)
+    for name, summary in summaries(tmp_path, tensors).items():
+        decoded = decode(tensors[name].data, dtype)
+        assert summary.num_nonfinite == np.count_nonzero(~np.isfinite(decoded))
+        if not summary.num_nonfinite:
+            assert summary.largest == np.abs(decoded).max()
+            assert (summary.constant is not None) == (len(set(decoded.tolist())) == 1)
+
+
+@pytest.mark.parametrize("dtype", WIDTHS)
+@pytest.mark.parametrize("value", [0.0, 1.5, -2.0])
+def test_summaries_of_one_value(dtype, value, tmp_path):
+    """Every value equal, of either sign."""
+    codes = np.array([code for code in range(256) if decode(bytes([code]), "F8_E4M3")[0] == value], "u1")[:1]
+    codes = codes if dtype == "F8_E4M3" else np.array([value], "<f2").view("u1")[1:]
+    wide = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+    one = np.array([value], wide[dtype]).tobytes() if dtype in wide else codes.tobytes()
+    one = bf16(np.array([value])) if dtype == "BF16" else one
+    found = summaries(tmp_path, {"fc": RawTensor(dtype, (50,), one * 50)})["fc"]
+    assert (found.num_nonfinite, found.largest, found.constant) == (0, abs(value), value)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2**19 - 1, 2**19, 2**20 + 12345, -1])
+def test_one_nan_in_a_local_head(place, tmp_path):
+    """Read in pieces of a megabyte, at the start, at the end and at the seams of the pieces; samples do not see it."""
+    array = np.random.default_rng(0).standard_normal(3 * 2**19).astype("<f4")
+    bits = (array.view("<u4") >> 16).astype("<u2")
+    bits[place] = 0xFFC0
+
+    def change(table):
+        table["model.layers.2.eh_proj.weight"] = RawTensor("BF16", (len(bits) // 64, 64), bits.tobytes())
+
+    folder = publish(tmp_path, "glm4_moe", change=change)
+    (finding,) = [each for each in values(take(folder), WholeValues.of(take(folder))) if each.severity == "error"]
+    assert (finding.rule, finding.place) == ("values-nonfinite", "model.layers.2.eh_proj.weight")
+    assert finding.found == "1 tensor of the head with NaN or infinity: 1 value."
+    assert found(folder) == []
+
+
+def test_one_huge_value(tmp_path):
+    """A flipped bit of an exponent, outside the sample."""
+
+    def make(array):
+        array = np.resize(array, (64, 4096))
+        array[0, 5] = -1e30
+        return array
+
+    def change(table):
+        old = table["model.layers.2.eh_proj.weight"]
+        table["model.layers.2.eh_proj.weight"] = RawTensor("BF16", (64, 4096), bf16(make(floats(old))))
+
+    inventory = take(publish(tmp_path, "glm4_moe", change=change))
+    (finding,) = [each for each in values(inventory, WholeValues.of(inventory)) if each.severity == "error"]
+    assert (finding.rule, finding.place) == ("values-untrained", "model.layers.2.eh_proj.weight")
+    assert list(values(inventory)) == []
+
+
+def test_bounded_memory(tmp_path, monkeypatch):
+    """No read of a tensor's values is larger than a megabyte."""
+    sizes = []
+    read = LocalFile.read
+    monkeypatch.setattr(LocalFile, "read", lambda self, a, b: (sizes.append(b - a), read(self, a, b))[1])
+    zeros = RawTensor("BF16", (3000, 1000), bytes(6_000_000))
+    summaries(tmp_path, {"fc": zeros})
+    assert max(sizes) <= 2**20
+    assert sum(sizes) >= 6_000_000
+
+
+def test_scales_of_a_quantized_head(tmp_path):
+    """The scales of an fp8 head are floats, which are read whole; packed integers are not."""
+
+    def change(table):
+        name = next(each for each in table if of_head(each) and each.endswith("up_proj.weight_scale_inv"))
+        table[name] = RawTensor("F32", table[name].shape, np.full(table[name].shape, np.inf, "<f4").tobytes())
+
+    inventory = take(publish(tmp_path / "fp8", "deepseek_v3", fp8=True, change=change))
+    (finding,) = [each for each in values(inventory, WholeValues.of(inventory)) if each.severity == "error"]
+    assert finding.rule == "values-nonfinite"
+    assert finding.place.endswith("weight_scale_inv")
+
+    def pack(table):
+        for name in table:
+            if of_head(name) and "mlp" in name:
+                table[name] = RawTensor("I32", (1, 2), b"\xff" * 8)
+
+    inventory = take(publish(tmp_path / "packed", "qwen3_5", change=pack))
+    names = WholeValues.of(inventory).tensors
+    assert "mtp.fc.weight" in names
+    assert not [each for each in names if "mlp" in each]
+
+
+def test_an_expert_of_zeros(tmp_path):
+    """One of many experts, which the samples pass over."""
+    name = "model.layers.2.mlp.experts.2.up_proj.weight"
+    zero = edited(lambda each: each == name, np.zeros_like)
+    inventory = take(publish(tmp_path, "deepseek_v3", change=zero))
+    (finding,) = values(inventory, WholeValues.of(inventory))
+    assert (finding.rule, finding.severity, finding.place) == ("values-zero", "warning", name)
+    assert finding.found == "1 tensor of the head with only zeros."
+
+
+def test_sound_layouts_read_whole(tmp_path):
+    """A rule that fires where nothing is wrong, or a float tensor of a head that is passed over."""
+    for name in LAYOUTS:
+        inventory = take(publish(tmp_path / name, name))
+        whole = WholeValues.of(inventory)
+        assert list(values(inventory, whole)) == []
+        infos = [inventory.info(each) for each in inventory.stored]
+        assert {info.name for info in infos if info.dtype in WIDTHS} == set(whole.tensors)
 
 
 @pytest.mark.parametrize(

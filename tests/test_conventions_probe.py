@@ -5,24 +5,32 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import build, refrain
+from damaged_heads import damaged, stale, undertrained
+from tiny import build, forked, refrain
 
 from nextn.decoding.drafter import Contract
 from nextn.errors import ConfigError
-from nextn.evaluate.conventions import ConventionScore, ProbeReport, apply_variants, probe, variants
+from nextn.evaluate.conventions import apply_variants, variants
+from nextn.evaluate.probe import ControlScores, ConventionScore, ProbeReport, probe
 from nextn.evaluate.reference import ReferencePlan
 from nextn.evaluate.reference_texts import generate_texts
 from nextn.evaluate.teacher_forced import ReferenceText
 from nextn.model.model import Model
 
-PROMPTS = [row.tolist() for row in refrain(24, 33, seed=10**6)]
+PROMPTS = [row.tolist() for row in refrain(12, 33, seed=10**6)]
 DEPTHS = 3
+FOUR = ("glm", "glm_two", "qwen", "v4")
 
 
 @pytest.fixture(scope="module")
 def texts(trained):
-    plan = ReferencePlan(max_tokens=24, backend="torch")
-    return {name: generate_texts(trained[name], PROMPTS, plan, 1.0).texts for name in ("glm", "glm_two", "qwen", "v4")}
+    many = [row.tolist() for row in refrain(24, 33, seed=10**6)]  # glm_two's head is right less often
+    return {name: texts_of(trained[name], many if name == "glm_two" else PROMPTS) for name in FOUR}
+
+
+def texts_of(model, prompts=PROMPTS):
+    """Sampled continuations."""
+    return generate_texts(model, prompts, ReferencePlan(max_tokens=24, backend="torch"), 1.0).texts
 
 
 def other_weights(model, change):
@@ -99,10 +107,50 @@ def test_the_probe_names_the_injected_convention(fault, trained, texts):
     assert found.preferred.keys == (wanted,), (found.summary, [each.keys for each in found.ties])
     assert not found.agrees
     assert "the weights fit" in found.summary
-    assert found.gain(found.preferred, found.base).low > 0
+    assert found.gain(found.preferred, found.base, found.rule).low > 0
 
 
-@pytest.mark.parametrize("name", ["glm", "glm_two", "qwen", "v4"])
+# Heads for which some convention gains by rule ratio, beyond chance.
+DAMAGED = [
+    ("glm", "zeroed norm", 1),
+    ("glm", "copied block", 0),
+    ("glm_two", "4 bits", 0),
+    ("qwen", "2 bits", 0),
+    ("qwen", "shuffled rows", 1),
+    ("qwen", "copied block", 0),
+    ("v4", "noise of 0.4 std", 0),
+    ("v4", "zeroed norm", 0),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "seed"), DAMAGED)
+def test_no_convention_is_blamed_for_damage(name, damage, seed, trained, texts):
+    found = probe(damaged(trained[name], damage, seed), texts[name], DEPTHS, pairs=False)
+    assert found.outcome != "other", found.summary
+    assert found.preferred == found.base
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+def test_no_convention_is_blamed_for_little_training(steps, trained, texts):
+    """A fresh head passes the trunk's state on, so the next position's state seems to be what it wants."""
+    language = lambda seed: refrain(32, 64, seed=seed + 1)  # noqa: E731
+    ((_, model),) = undertrained(trained["glm"], language, (steps,), depths=2)
+    assert probe(model, texts["glm"], DEPTHS, pairs=False).outcome != "other"
+
+
+def test_no_convention_is_blamed_for_a_stale_head(trained):
+    model = stale(trained["glm"], lambda seed: forked(32, 64, seed=seed, other=0.15), 5)
+    assert probe(model, texts_of(model), DEPTHS, pairs=False).outcome != "other"
+
+
+def test_no_convention_is_blamed_where_the_trunk_is_worse_than_the_head(trained):
+    """glm_fork's head knows its language better than its trunk, whose distribution is broad."""
+    prompts = [row.tolist() for row in forked(12, 33, seed=10**6)]
+    found = probe(trained["glm_fork"], texts_of(trained["glm_fork"], prompts), DEPTHS, pairs=False)
+    assert found.outcome != "other", found.summary
+
+
+@pytest.mark.parametrize("name", FOUR)
 def test_right_weights_want_their_row(name, trained, texts):
     found = probe(trained[name], texts[name], DEPTHS, pairs=False)
     assert found.agrees, found.summary
@@ -180,19 +228,79 @@ def test_every_variant_of_every_kind_of_head_runs(name):
     assert found.as_record()["comparisons"] == len(found.alternatives)
 
 
+def score(keys, *accepted, ratio=None):
+    """A score of eight texts with ten positions each, by both rules alike if `ratio` is not given."""
+    return ConventionScore(
+        keys,
+        " and ".join(keys) or "as is",
+        (0.5,),
+        {"argmax": accepted * (8 // len(accepted)), "ratio": (ratio or accepted) * (8 // len(ratio or accepted))},
+        (10,) * 8,
+    )
+
+
 def test_preferred_convention_by_hand():
     """The fewest changes that the best does not beat; ties are reported."""
-    base = ConventionScore((), "as is", (0.1,), (1.0,) * 8, (10,) * 8)
-    good = ConventionScore(("a",), "a", (0.5,), (5.0, 5.1) * 4, (10,) * 8)
-    same = ConventionScore(("b",), "b", (0.5,), (4.9, 5.1) * 4, (10,) * 8)
-    both = ConventionScore(("a", "c"), "a and c", (0.5,), (5.1, 5.1) * 4, (10,) * 8)
-    found = ProbeReport(base, (both, good, same), 0)
+    base, good, same = score((), 1.0), score(("a",), 5.0, 5.1), score(("b",), 4.9, 5.1)
+    found = ProbeReport(base, (score(("a", "c"), 5.1), good, same), 0, 0.7)
     assert found.preferred == good
     assert found.ties == (same,)
-    better = ConventionScore(("a", "c"), "a and c", (0.9,), (9.1, 9.0) * 4, (10,) * 8)
-    assert ProbeReport(base, (better, good, same), 0).preferred == better
-    assert ProbeReport(good, (base,), 0).agrees is False  # the keys identify the family's convention
-    assert ProbeReport(base, (), 0).agrees
+    better = score(("a", "c"), 9.1, 9.0)
+    assert ProbeReport(base, (better, good, same), 0, 0.7).preferred == better
+    assert ProbeReport(good, (base,), 0, 0.7).agrees is False  # the keys identify the family's convention
+    assert ProbeReport(base, (), 0, 0.7).agrees
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "outcome"),
+    [
+        (1.0, 5.0, "other"),  # what sound weights look like under a wrong convention
+        (5.3, 5.0, "other"),  # a control that comes near the right one reaches as much
+        (5.5, 5.0, "unexplained"),  # a change without meaning is better
+        (1.0, 5.3, "other"),
+        (1.0, 5.5, "unexplained"),  # not at an optimum by this convention either
+    ],
+)
+def test_controls_by_hand(before, after, outcome):
+    base, good = score((), 1.0), score(("a",), 5.0)
+    controls = ControlScores(score(("control",), before), score(("a", "control"), after))
+    found = ProbeReport(base, (good,), 0, 0.7, {"argmax": controls})
+    assert found.outcome == outcome
+    assert found.preferred == (good if outcome == "other" else base)
+    assert found.agrees is False
+    assert found.is_fault == (outcome == "other")
+    assert ("no convention explains this" in found.summary) == (outcome == "unexplained")
+    record = found.as_record()
+    assert (record["outcome"], record["wanted"]) == (outcome, ["a"] if outcome == "other" else [])
+    assert record["best"] == {"argmax": ["a"], "ratio": ["a"]}
+    assert record["controls"]["argmax"]["gain_before"] == pytest.approx(before / 10 - 0.1)
+    assert record["controls"]["argmax"]["gain_after"] == pytest.approx(after / 10 - 0.5)
+
+
+def test_a_poor_head_by_hand():
+    """A gain beyond all controls, to less than a sound head of this trunk has at depth 1."""
+    base, good = score((), 1.0), score(("a",), 5.0)
+    controls = ControlScores(score(("c",), 1.0), score(("a", "c"), 5.0))
+    assert ProbeReport(base, (good,), 0, 0.74, {"argmax": controls}).outcome == "other"
+    found = ProbeReport(base, (good,), 0, 0.76, {"argmax": controls})
+    assert found.outcome == "unexplained"
+    assert "a_1 is 0.50 with it, and 0.76 in a perfect head" in found.summary
+
+
+def test_rules_by_hand():
+    """What only rule ratio shows is named if rule argmax does not contradict, and controls do not explain it."""
+    base = score((), 5.0, ratio=(1.0,))
+    few, many = (
+        ControlScores(score(("c",), 5.0, ratio=(gain,)), score(("a", "c"), 5.0, ratio=(5.0,))) for gain in (2.0, 7.0)
+    )
+    sharper, worse = score(("a",), 5.0, ratio=(5.0,)), score(("a",), 4.5, ratio=(5.0,))
+    found = ProbeReport(base, (sharper,), 0, 0.7, {"ratio": few})
+    assert (found.outcome, found.rule, found.preferred) == ("other", "ratio", sharper)
+    assert "by rule ratio" in found.summary
+    assert ProbeReport(base, (sharper,), 0, 0.7, {"ratio": many}).agrees
+    assert ProbeReport(base, (worse,), 0, 0.7, {"ratio": few}).agrees
+    low = ProbeReport(score((), 0.5), (score(("a",), 0.9),), 0, 0.7)
+    assert (low.outcome, low.is_fault) == ("nothing-works", True)
 
 
 def test_greedy_texts_are_refused(trained):

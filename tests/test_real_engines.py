@@ -25,8 +25,8 @@ from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.engines.counters import Counters, sum_counters
 from nextn.evaluate import diagnose as diagnosing
-from nextn.evaluate.conventions import probe, truncate_texts
 from nextn.evaluate.engine_run import EngineObservation
+from nextn.evaluate.probe import probe, truncate_texts
 from nextn.evaluate.reference import ReferencePlan, reference_acceptance
 from nextn.evaluate.workload import Prompt
 from nextn.model.model import Model

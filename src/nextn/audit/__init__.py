@@ -1,13 +1,17 @@
-"""`audit`: check a checkpoint's config, tensors, index, quantization and values from headers and a few small reads.
+"""`audit`: check a checkpoint's config, tensors, index, quantization and values.
 
-A rule is a function from an `Inventory` to findings; rules are independent of each other, and none imports torch.
+Of a checkpoint on the hub, headers and a few small parts are read; of a local one, also all values of the head. A rule
+is a function from an `Inventory` to findings; rules are independent of each other, and none imports torch.
 """
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Literal
 
 from nextn.audit import engines, files, precision, shapes, structure, values
 from nextn.audit.findings import SEVERITIES, Finding, Severity
+from nextn.audit.whole_values import WholeValues, is_local
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.errors import FamilyError
@@ -31,6 +35,9 @@ class AuditReport:
     declared: int  # number of modules that the config declares
     modules: tuple[int, ...]  # indices of the stored modules
     findings: tuple[Finding, ...] = field(default=())  # worst first
+    # How much of the head's values was read: all float tensors of a local head, else samples; none without a head.
+    values_read: Literal["all", "samples", "none"] = "none"
+    bytes_read: int = 0  # of the values, where all were read
 
     @property
     def clean(self) -> bool:
@@ -45,21 +52,32 @@ class AuditReport:
         return asdict(self) | {"clean": self.clean}
 
 
-def audit(checkpoint: Checkpoint, *, family: Family | None = None) -> AuditReport:
+def audit(checkpoint: Checkpoint, *, family: Family | None = None, sample: bool = False) -> AuditReport:
     """Run every rule on `checkpoint`.
 
     Args:
         checkpoint: What to check.
         family: Overrides the family of the config's model_type.
+        sample: Read samples of the head's values only, as of a checkpoint on the hub, although its files are local.
 
     Raises:
         FamilyError: No family is known for the model_type; the message names those that the tensor names match.
-        CheckpointError: The config does not say where the head begins.
+        CheckpointError: The config does not say where the head begins, or a file cannot be read.
     """
     inventory = Inventory.of(checkpoint, family=family or _family(checkpoint))
-    findings = [finding for rule in RULES for finding in rule(inventory)]
+    whole = WholeValues.of(inventory) if inventory.modules and not sample and is_local(inventory) else None
+    rules = [partial(values.values, whole=whole) if rule is values.values else rule for rule in RULES]
+    findings = [finding for rule in rules for finding in rule(inventory)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
-    return AuditReport(checkpoint.path, inventory.family.name, inventory.declared, inventory.modules, tuple(findings))
+    return AuditReport(
+        checkpoint.path,
+        inventory.family.name,
+        inventory.declared,
+        inventory.modules,
+        tuple(findings),
+        values_read="none" if not inventory.modules else "samples" if whole is None else "all",
+        bytes_read=0 if whole is None else whole.num_bytes,
+    )
 
 
 def _family(checkpoint: Checkpoint) -> Family:

@@ -42,8 +42,8 @@ def verb(names: Sequence[str], stem: str) -> str:
 
 
 def restore(inventory: Inventory, *, force: bool = False) -> str:
-    """Return the command that restores the head from a base checkpoint; `force`: it replaces a complete head."""
-    return f"nextn restore {_path(inventory)} --from BASE{' --force' if force else ''}"
+    """Return the command that restores the head from the base model; `force`: it replaces a complete head."""
+    return inventory.restore_command(force=force)
 
 
 def aliases(inventory: Inventory, engine: str) -> str:

@@ -17,8 +17,11 @@ from nextn.checkpoint.stored_format import PLAIN, Storage, split_name, storage
 from nextn.errors import CheckpointError
 from nextn.text_format import counted, some
 
-IDS = ("quantization", "scale-missing", "precision-lower")
+IDS = ("quantization", "quantization-unused", "scale-missing", "precision-lower")
 _NARROW = 16  # bits; with fewer, heads stored below the trunk's precision are known to fail
+# Methods that engines also apply to unquantized files when they load them, and MLX, whose tensors decide.
+_APPLIED_ON_LOAD = frozenset({"bitsandbytes", "torchao", "mlx"})
+_NEVER_PACKED = PLAIN | {"I64", "BOOL"}  # dtypes; the integers are buffers
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ def precision(inventory: Inventory) -> Iterator[Finding]:
     """Run every rule on how the head's matrices are stored."""
     reference = LayerReference(inventory)
     parts = _parts(inventory, reference)
-    yield from _quantization(inventory, parts)
+    unused = list(_quantization_unused(inventory))
+    yield from unused or _quantization(inventory, parts)
     yield from _built_plain(inventory, parts)
     yield from _scale_missing(inventory, parts)
     yield from _precision_lower(inventory, reference)
@@ -52,9 +56,7 @@ def _quantization(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
             "A section that engines can read.", "Take the quantization config of the model's own release.",
         )  # fmt: skip
         return
-    place = f"{CONFIG}: quantization_config"
-    if config:
-        place = f"{config.sections[0].file}: {'.'.join(config.sections[0].keys)}"
+    place = _place(config) if config else f"{CONFIG}: quantization_config"
     method = config.method if config else "no quantization"
     for (covered, kind), names in mismatches.items():
         claim = "quantized" if covered else "unquantized"
@@ -66,6 +68,43 @@ def _quantization(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
             f"The head in {method}'s list of unquantized modules." if covered else f"A config that declares {kind}.",
             restore(inventory, force=True),
         )  # fmt: skip
+
+
+def _quantization_unused(inventory: Inventory) -> Iterator[Finding]:
+    """Report a quantization config of a checkpoint, trunk and head, that stores nothing quantized."""
+    try:
+        config = QuantConfig.of(inventory.checkpoint)
+        if config is None or not _nothing_packed(inventory) or not _is_trunk_covered(inventory, config):
+            return
+    except CheckpointError:  # `_quantization` reports it
+        return
+    sections = [f"the key {'.'.join(each.keys)} from {each.file}" for each in config.sections]
+    yield Finding(
+        "quantization-unused", "error", _place(config),
+        f"The config declares {config.method}, and no tensor of trunk or head is quantized: engines look for scales "
+        "that do not exist, and fail or multiply by values that were never set.",
+        f"A config without {'.'.join(config.sections[0].keys)}, as the weights are unquantized.",
+        f"Remove {' and '.join(sections)}. If the weights were meant to be {config.method}, take the files of that "
+        "release instead.",
+    )  # fmt: skip
+
+
+def _nothing_packed(inventory: Inventory) -> bool:
+    """Whether trunk layers are stored, and all matrices of the checkpoint are unquantized."""
+    tensors = inventory.checkpoint.tensors.values()
+    return bool(inventory.layers) and all(info.dtype in _NEVER_PACKED for info in tensors if len(info.shape) > 1)
+
+
+def _is_trunk_covered(inventory: Inventory, config: QuantConfig) -> bool:
+    """Whether engines that follow the config build a stored matrix of the trunk's layers from quantized values."""
+    if any(section.form in _APPLIED_ON_LOAD for section in config.sections):
+        return False
+    matrices = (info.name for layer in inventory.layers.values() for info in layer.values() if _is_matrix(info))
+    return any(config.covers(name.removesuffix(".weight")) for name in matrices)
+
+
+def _place(config: QuantConfig) -> str:
+    return f"{config.sections[0].file}: {'.'.join(config.sections[0].keys)}"
 
 
 def _built_plain(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:

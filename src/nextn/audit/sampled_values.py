@@ -40,7 +40,7 @@ class SampledValues:
     def of(cls, inventory: Inventory) -> "SampledValues":
         own = inventory.own
         norms = evenly_spaced([each for each in own if _is_norm(inventory.info(each))], HEAD_NORMS)
-        matrices = _choose(inventory, [each for each in own if _is_matrix(inventory, inventory.info(each))])
+        matrices = _choose(inventory, [each for each in own if is_matrix(inventory, inventory.info(each))])
         layers = _last_layers(inventory)
         like = dict(evenly_spaced(sorted(_counterparts(layers, matrices).items()), TRUNK_MATRICES))
         all_trunk_norms = dict(_trunk_norms(inventory, layers))
@@ -91,6 +91,7 @@ class SampledValues:
         return stored + 1 if self.inventory.family.norm_weight == "1+w" else stored
 
 
+@np.errstate(invalid="ignore")  # numpy warns of some NaN in a cast
 def decode(data: bytes, dtype: str) -> Values | None:
     """Decode little-endian floats; None for a dtype of packed or integer values."""
     match dtype:
@@ -140,7 +141,7 @@ def _is_norm(info: TensorInfo) -> bool:
     )
 
 
-def _is_matrix(inventory: Inventory, info: TensorInfo) -> bool:
+def is_matrix(inventory: Inventory, info: TensorInfo) -> bool:
     """Test for a matrix other than scales, whose values may all be equal."""
     return len(info.shape) > 1 and "scale" not in split_name(info.name, inventory.checkpoint.tensors)[1]
 

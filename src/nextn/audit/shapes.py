@@ -23,7 +23,7 @@ def shape(inventory: Inventory) -> Iterator[Finding]:
             "shape", "error", info.name,
             f"{info.name} is {list(info.shape)}.",
             f"{expected}, {because}.",
-            f"Run `{restore(inventory, force=True)}` with a BASE of the same size.",
+            f"Run `{restore(inventory, force=True)}`, from a model of the same size.",
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Rules on values: norm weights are read completely, matrices are sampled.
+"""Rules on values: norm weights are read completely, matrices are sampled, or read completely where that is asked for.
 
 Packed integers are not decoded here; `precision` covers how they are stored.
 """
@@ -10,7 +10,8 @@ import numpy as np
 
 from nextn.audit.findings import Finding, Severity, convert, restore
 from nextn.audit.norm_weights import NormShift, NormValues, Values, shifts
-from nextn.audit.sampled_values import SampledValues
+from nextn.audit.sampled_values import SampledValues, is_matrix
+from nextn.audit.whole_values import TensorSummary, WholeValues
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint
 from nextn.checkpoint.remote import LocalFile
@@ -28,12 +29,13 @@ MIN_VALUES = 256  # fewer say nothing about a distribution
 HUGE, TINY = 1e6, 1.17e-38
 
 
-def values(inventory: Inventory) -> Iterator[Finding]:
-    """Run every rule on the head's values, over one set of samples."""
+def values(inventory: Inventory, whole: WholeValues | None = None) -> Iterator[Finding]:
+    """Run every rule on the head's values, over one set of samples and, where all values were read, on these."""
     if not inventory.modules:
         return
     samples = SampledValues.of(inventory)
-    for rule in (_norm_shifts, _unusable, _untrained, _identical, _copied, _undecoded):
+    yield from _unusable(samples, whole)
+    for rule in (_norm_shifts, _untrained, _identical, _copied, _undecoded):
         yield from rule(samples)
 
 
@@ -66,26 +68,44 @@ def norm_shift_finding(shift: NormShift, *, convention: str, fix: str) -> Findin
     )  # fmt: skip
 
 
-def _unusable(samples: SampledValues) -> Iterator[Finding]:
+def _unusable(samples: SampledValues, whole: WholeValues | None) -> Iterator[Finding]:
     inventory, fix = samples.inventory, restore(samples.inventory, force=True)
     offset = 1.0 if inventory.family.norm_weight == "1+w" else 0.0
     norm_weights = {name: norm.values - offset for name, norm in samples.head_norms.items()}
     matrices = {inventory.stored[each]: array for each, array in samples.weights.items()}
-    projections = {inventory.stored[each] for each in samples.weights if "projection" in inventory.role(each)}
-    yield from nonfinite_or_garbage(norm_weights | matrices, fix)
-    yield from zero_or_constant(samples.head_norms, matrices, projections=projections, fix=fix)
+    summaries = None if whole is None else whole.tensors
+    yield from nonfinite_or_garbage(norm_weights | matrices, fix, summaries)
+    names = {inventory.stored[each]: each for each in inventory.own if is_matrix(inventory, inventory.info(each))}
+    constants = {name: each.constant for name, each in (summaries or {}).items() if each.constant is not None}
+    matrices |= {name: np.array([value]) for name, value in constants.items() if name in names}
+    projections = {name for name, canonical in names.items() if "projection" in inventory.role(canonical)}
+    yield from zero_or_constant(samples.head_norms, matrices, projections=projections, fix=fix, known=constants)
 
 
-def nonfinite_or_garbage(floats: Mapping[str, Values], fix: str) -> Iterator[Finding]:
+def nonfinite_or_garbage(
+    floats: Mapping[str, Values], fix: str, whole: Mapping[str, TensorSummary] | None = None
+) -> Iterator[Finding]:
     """Report NaN, infinity, and magnitudes that training never leaves and uninitialized memory has.
 
-    `floats` maps tensor names to values as stored.
+    Args:
+        floats: Tensor name -> values as stored, all of them or samples.
+        fix: The command of the findings.
+        whole: Tensor name -> summary of all values, where they were read; without it, NaN is looked for in `floats`.
     """
     nonfinite = [name for name, array in floats.items() if not np.isfinite(array).all()]
+    found, count = "of the head with NaN or infinity", ""
+    if whole is not None:
+        nonfinite = [name for name, summary in whole.items() if summary.num_nonfinite]
+        count = f": {counted(sum(whole[name].num_nonfinite for name in nonfinite), 'value')}"
     if nonfinite:
-        found = f"{counted(len(nonfinite), 'tensor')} of the head with NaN or infinity."
+        found = f"{counted(len(nonfinite), 'tensor')} {found}{count}."
         yield Finding("values-nonfinite", "error", some(nonfinite), found, "Finite values.", fix)
-    garbage = [name for name, array in floats.items() if name not in nonfinite and _is_garbage(array)]
+    largest = {name: whole[name].largest for name in floats if whole and name in whole}
+    garbage = [
+        name
+        for name, array in floats.items()
+        if name not in nonfinite and (_is_garbage(array) or largest.get(name, 0.0) > HUGE)
+    ]
     if garbage:
         yield Finding(
             "values-untrained", "error", some(garbage),
@@ -100,11 +120,17 @@ def _is_garbage(array: Values) -> bool:
 
 
 def zero_or_constant(
-    norms: Mapping[str, NormValues], matrices: Mapping[str, Values], *, projections: Collection[str], fix: str
+    norms: Mapping[str, NormValues],
+    matrices: Mapping[str, Values],
+    *,
+    projections: Collection[str],
+    fix: str,
+    known: Collection[str] = (),
 ) -> Iterator[Finding]:
     """Report tensors with one value only; an error in `projections`, without which nothing of the head is left.
 
-    A norm weight of 1 everywhere is not reported: that is where training starts.
+    A norm weight of 1 everywhere is not reported: that is where training starts. Of the tensors in `known`, all values
+    are known to be equal; of others, those in `matrices`.
     """
     groups: dict[tuple[str, Severity], list[str]] = defaultdict(list)
     for name, norm in norms.items():
@@ -116,7 +142,8 @@ def zero_or_constant(
             groups["values-zero" if array[0] == 0 else "values-constant", severity].append(name)
     for (rule, severity), names in groups.items():
         what = "only zeros" if rule == "values-zero" else "a single value"
-        found = f"{counted(len(names), 'tensor')} of the head with {what} in the sample."
+        where = "" if all(name in known for name in names) else " in the sample"
+        found = f"{counted(len(names), 'tensor')} of the head with {what}{where}."
         yield Finding(rule, severity, some(names), found, "Values that differ, as after training.", fix)
 
 

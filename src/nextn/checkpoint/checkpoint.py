@@ -134,12 +134,12 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: no tensor {name!r}; it has {some(self.tensors)}.")
         return self.tensors[name]
 
-    def chunks(self, tensor: str | TensorInfo) -> Iterator[bytes]:
-        """Yield the tensor's bytes in order, at most CHUNK at a time."""
+    def chunks(self, tensor: str | TensorInfo, size: int = CHUNK) -> Iterator[bytes]:
+        """Yield the tensor's bytes in order, at most `size` at a time."""
         info = self.info(tensor) if isinstance(tensor, str) else tensor
         source = self.sources[info.file]
-        for begin in range(info.begin, info.end, CHUNK):
-            yield source.read(begin, min(begin + CHUNK, info.end))
+        for begin in range(info.begin, info.end, size):
+            yield source.read(begin, min(begin + size, info.end))
 
     def raw(self, name: str) -> RawTensor:
         """Return the tensor as `write_safetensors` takes it; its bytes are read when they are written."""

@@ -4,12 +4,14 @@ Lists only: `audit` reports what is wrong, `convert` rewrites the head, `model` 
 """
 
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
+from nextn.checkpoint.base_model import base_model
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.errors import CheckpointError
@@ -63,6 +65,19 @@ class Inventory:
     def modules(self) -> tuple[int, ...]:
         """The indices of the modules of which anything is stored."""
         return tuple(sorted({int(canonical.split(".")[0]) for canonical in self.stored}))
+
+    @cached_property
+    def base_model(self) -> str | None:
+        """The model that the checkpoint was made from, see `base_model.base_model`."""
+        return base_model(self.checkpoint)
+
+    def restore_command(self, *, force: bool = False) -> str:
+        """Return the command that restores the head from the base model, or from BASE if that is unknown.
+
+        force: It replaces a complete head.
+        """
+        origin = "BASE" if self.base_model is None else shlex.quote(self.base_model)
+        return f"nextn restore {shlex.quote(self.checkpoint.path)} --from {origin}{' --force' if force else ''}"
 
     def role(self, canonical: str) -> str:
         """Return the role in a canonical name: `token_norm`, `block`, ..."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from nextn.audit import AuditReport, Finding
 
+_GB = 1_000_000_000
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
@@ -30,6 +31,9 @@ def audit(
     offline: Offline = False,
     family: Annotated[str | None, typer.Option(help="Family to audit by, instead of the config's model_type.")] = None,
     ignore: Annotated[list[str] | None, typer.Option(help="Rule to skip; repeatable.")] = None,
+    sample: Annotated[
+        bool, typer.Option("--sample", help="Read samples of a local head's values, as of a hub id; default: all.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check a checkpoint's MTP head against its config and what engines expect, without downloading the weights."""
@@ -39,7 +43,7 @@ def audit(
         if model.endswith(".gguf"):
             report = _gguf(Path(model))
         else:
-            report = _safetensors(model, revision, cache_dir, offline=offline, family=family)
+            report = _safetensors(model, revision, cache_dir, offline=offline, family=family, sample=sample)
     report = report.without(ignored)
     seconds = time.perf_counter() - started
     if as_json:
@@ -66,7 +70,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _safetensors(
-    model: str, revision: str | None, cache_dir: Path | None, *, offline: bool, family: str | None
+    model: str, revision: str | None, cache_dir: Path | None, *, offline: bool, family: str | None, sample: bool
 ) -> "AuditReport":
     from nextn.audit import audit as run_audit
     from nextn.checkpoint.checkpoint import Checkpoint
@@ -74,7 +78,7 @@ def _safetensors(
 
     row = by_name(family) if family else None
     checkpoint = Checkpoint.open(model, revision=revision, cache_dir=cache_dir, offline=offline)
-    return run_audit(checkpoint, family=row)
+    return run_audit(checkpoint, family=row, sample=sample)
 
 
 def _gguf(path: Path) -> "AuditReport":
@@ -119,6 +123,9 @@ def _summary(report: "AuditReport", seconds: float) -> "Text":
     stored = f"{report.family}: {report.declared} MTP layer{'s' * (report.declared != 1)} declared, "
     stored += f"{len(report.modules)} stored"
     text = plain("clean" if report.clean else "not clean", style="bold green" if report.clean else "bold red")
+    if report.values_read != "none":
+        stored += f", {'all values read' if report.values_read == 'all' else 'values sampled'}"
+        stored += f" ({report.bytes_read / _GB:.1f} GB)" * (report.bytes_read >= _GB / 10)
     return text.append(
         f"  {shown(report.path)}  {stored}  {total + '  ' if total else ''}{seconds:.1f} s", style="default"
     )

@@ -35,9 +35,9 @@ from nextn.errors import ConfigError
 from nextn.evaluate.reference_plan import ReferencePlan
 
 if TYPE_CHECKING:
-    from nextn.evaluate.conventions import ProbeReport
     from nextn.evaluate.diagnose import Diagnosis
     from nextn.evaluate.likelihoods import Cause
+    from nextn.evaluate.probe import ProbeReport
     from nextn.evaluate.reference_report import ReferenceReport
     from nextn.model.model import Model
     from nextn.stats.intervals import Estimate
@@ -106,7 +106,7 @@ def measure(
             _show_probe(probed)
     if min_acceptance is not None:
         _require(report, min_acceptance)
-    if probed is not None and not (probed.agrees and probed.works):
+    if probed is not None and probed.is_fault:
         raise typer.Exit(1)
 
 
@@ -236,7 +236,8 @@ def _cell(rate: "Estimate") -> str:
 
 
 def _probe(report: "ReferenceReport", model: "Model", options: ModelOptions, *, quiet: bool) -> "ProbeReport":
-    from nextn.evaluate.conventions import probe, stored_copies, truncate_texts
+    from nextn.evaluate.conventions import stored_copies
+    from nextn.evaluate.probe import probe, truncate_texts
     from nextn.evaluate.reference_texts import generate_texts
 
     sampled = [generated for temperature, generated in report.generated.items() if temperature]
@@ -257,13 +258,15 @@ def _show_probe(probed: "ProbeReport") -> None:
     depths = range(1, len(probed.base.rates) + 1)
     for title in ("convention", *(f"a_{k}" for k in depths), "accepted per position", "difference"):
         table.add_column(title, justify="left" if title == "convention" else "right", no_wrap=True)
-    scores = [score for score in probed.alternatives if len(score.keys) == 1 or score == probed.preferred]
-    for score in sorted([probed.base, *scores], key=lambda score: -score.accepted_per_position):
+    shown_pairs = (probed.best(), probed.preferred)
+    scores = [score for score in probed.alternatives if len(score.keys) == 1 or score in shown_pairs]
+    for score in sorted([probed.base, *scores], key=lambda score: -score.accepted_per_position()):
         more = probed.gain(score, probed.base)
         rates = ["" if rate != rate else f"{rate:.2f}" for rate in score.rates]
         difference = f"{more.value:+.2f} ({more.low:+.2f} to {more.high:+.2f})" if score.keys else ""
         style = "bold" if score == probed.preferred else None
-        table.add_row(plain(score.description), *rates, f"{score.accepted_per_position:.2f}", difference, style=style)
+        accepted = f"{score.accepted_per_position():.2f}"
+        table.add_row(plain(score.description), *rates, accepted, difference, style=style)
     print_table(table)
     console().print(plain(f"probe: {probed.summary}"), soft_wrap=True)
     if probed.ties:

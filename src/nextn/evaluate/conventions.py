@@ -1,20 +1,14 @@
-"""Other conventions for a head's weights: what an engine or a converter may get wrong, and which one the weights fit.
+"""Other conventions for a head's weights: what an engine or a converter may get wrong.
 
-A variant changes one convention on a copy of the head that shares its tensors; `probe` tries them one and two at a time
-on the same sampled texts, and an injected fault is one of them.
-
-The score is the number of accepted drafts per position, summed over depths, by rule `ratio`: at temperature 1 it is
-highest where the head's distribution is the trunk's, so that a variant gains nothing by sharper predictions.
-Comparisons are paired by text. Their intervals hold for all comparisons together (Bonferroni; half of the error is for
-the single changes, half for the pairs), as the best of a hundred variants is better than most by chance alone.
+A variant changes one convention on a copy of the head that shares its tensors. `nextn.evaluate.probe` finds the one
+that the weights fit; an injected fault is one of them.
 """
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import combinations, permutations
+from itertools import permutations
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,30 +20,12 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.snapshot import on_disk
 from nextn.checkpoint.tensors import TensorReader
 from nextn.decoding.drafter import Contract
-from nextn.errors import ConfigError
-from nextn.evaluate.teacher_forced import ReferenceText, ScoredText, score_texts, trunk_outputs
-from nextn.families import Family, Stage
+from nextn.families import Family
 from nextn.model.head import Head
 from nextn.model.model import Model
-from nextn.model.trunk import TrunkOutput
-from nextn.stats.intervals import Estimate, paired_difference
 
 _NORMS = ("token_norm", "hidden_norm", "final_norm")
 _MAX_PERMUTED = 3  # MTP layers up to which every order is tried; for more, only the reverse
-_NUM_FIRST, _NUM_BEST = 4, 12  # pairs are tried on the first texts; this many of the best on all of them
-_MIN_WORKING = 0.1  # accepted drafts per position, below which no variant can be called right
-_MIN_GAIN = 0.02  # accepted drafts per position, below which a difference is not worth reporting
-
-DEFINITIONS = {
-    "per_column": "accepted drafts per position, depths 1..K together, over all positions of the texts alike; drafts "
-    "sampled from the head and verified one by one (rule ratio)",
-    "acceptance": "a_1..a_K over all positions alike, conditional on the shallower depths, by the same rule",
-    "gain": "per_column less that of the family's convention, paired by text; its interval is for all comparisons "
-    "together",
-    "wanted": "the conventions with the fewest changes that the best one does not beat: beyond that interval and by "
-    f"{_MIN_GAIN} or more; [] = the family's",
-    "ties": "those with as many changes that cannot be told from it",
-}
 
 
 @dataclass(frozen=True)
@@ -132,7 +108,7 @@ def stored_copies(
 
 def _norm_weights(head: Head) -> Iterator[Variant]:
     """Norm weights larger or smaller by one than the row says: w for 1 + w, the reverse, or 1 added twice."""
-    roles = sorted({_norm_role(name) for name, _ in _norms(head)}, key=[*_NORMS, "block"].index)
+    roles = norm_roles(head)
     base = head.family.norm_weight
     conventions = {1: {"w": "1 + w", "1+w": "2 + w"}[base], -1: {"w": "w - 1", "1+w": "w"}[base]}
     for shift, convention in conventions.items():
@@ -142,6 +118,25 @@ def _norm_weights(head: Head) -> Iterator[Variant]:
             norms = f"weight of {role}" if role != "block" else "norm weights inside the decoder layer"
             change = partial(_shift_norms, shift, [role])
             yield Variant(f"gain:{role}:{shift:+d}", f"{norms}: {convention}", f"gain:{role}", change=change)
+
+
+def norm_roles(head: Head) -> list[str]:
+    """Return the roles of the head's norms, each once: those outside the decoder layer, and `block`."""
+    return sorted({_norm_role(name) for name, _ in _norms(head)}, key=[*_NORMS, "block"].index)
+
+
+def set_norms(change: Callable[[Tensor], Tensor], roles: Sequence[str], head: Head) -> None:
+    """Change the effective weights of the norms with these roles.
+
+    Weights that are all zero were lost, whatever their convention, and stay zero: adding 1 to them would make a norm
+    that works, and prove nothing.
+    """
+    offset = 1.0 if head.family.norm_weight == "1+w" else 0.0
+    for name, value in _norms(head):
+        effective = value.detach().float() + offset
+        if _norm_role(name) in roles and effective.any():
+            parent = head.get_submodule(name.rpartition(".")[0])
+            parent.weight = nn.Parameter((change(effective) - offset).to(value.dtype), requires_grad=False)
 
 
 def _norms(head: Head) -> list[tuple[str, nn.Parameter]]:
@@ -154,10 +149,7 @@ def _norm_role(name: str) -> str:
 
 
 def _shift_norms(by: int, roles: Sequence[str], head: Head) -> None:
-    for name, value in _norms(head):
-        if _norm_role(name) in roles:
-            parent = head.get_submodule(name.rpartition(".")[0])
-            parent.weight = nn.Parameter(value.detach() + by, requires_grad=False)
+    set_norms(lambda weight: weight + by, roles, head)
 
 
 def _input_orders(head: Head) -> Iterator[Variant]:
@@ -229,187 +221,3 @@ def _use_copies(role: str, stored: Mapping[int, Tensor], head: Head) -> None:
             holder = nn.Embedding(rows, size) if role == "embedding" else nn.Linear(size, rows, bias=False)
         holder.weight = nn.Parameter(weight, requires_grad=False)
         setattr(module, role, holder)
-
-
-@dataclass(frozen=True)
-class ConventionScore:
-    """The score of one set of variants."""
-
-    keys: tuple[str, ...]  # of the variants; () for the family's convention
-    description: str
-    rates: tuple[float, ...]  # a_1..a_K over all positions alike
-    num_accepted: tuple[float, ...] = field(repr=False)  # [texts], expected values
-    num_positions: tuple[int, ...] = field(repr=False)  # [texts], where a round can start
-    breadth: int = 0  # how much the variants change, to choose among equals
-
-    @property
-    def accepted_per_position(self) -> float:
-        """Accepted drafts per position, over all texts."""
-        return sum(self.num_accepted) / sum(self.num_positions)
-
-
-@dataclass(frozen=True)
-class ProbeReport:
-    """The scores of all conventions that were tried."""
-
-    base: ConventionScore  # the family's convention
-    alternatives: tuple[ConventionScore, ...]  # all others, best first
-    num_pruned: int  # pairs that were ruled out on the first texts
-
-    def gain(self, one: ConventionScore, other: ConventionScore) -> Estimate:
-        """Return by how much one is better; of 100 probes, 5 have an interval that misses a true difference."""
-        num_changes = max(1, len(one.keys), len(other.keys))
-        count = sum(len(each.keys) == num_changes for each in self.alternatives)
-        count += self.num_pruned if num_changes == 2 else 0
-        return paired_difference(one.num_accepted, other.num_accepted, one.num_positions, error=0.025 / max(1, count))
-
-    def beats(self, one: ConventionScore, other: ConventionScore) -> bool:
-        """Return whether one is better beyond chance, and by enough to report."""
-        gain = self.gain(one, other)
-        return gain.low > 0 and gain.value >= _MIN_GAIN
-
-    @property
-    def preferred(self) -> ConventionScore:
-        """The fewest changes that the best score does not beat; among those, the one that changes least."""
-        scores = [self.base, *self.alternatives]
-        best = max(scores, key=lambda score: score.accepted_per_position)
-        equals = [score for score in scores if not self.beats(best, score)]
-        return min(equals, key=lambda score: (len(score.keys), score.breadth, -score.accepted_per_position))
-
-    @property
-    def ties(self) -> tuple[ConventionScore, ...]:
-        """Alternatives that cannot be told from the preferred one, with as many changes (or one, if it has none)."""
-        preferred = self.preferred
-        num_changes = max(1, len(preferred.keys))
-        others = [each for each in self.alternatives if each != preferred and len(each.keys) == num_changes]
-        return tuple(each for each in others if not self.beats(preferred, each))
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the weights fit the family's row better than, or as well as, anything that was tried."""
-        return not self.preferred.keys
-
-    @property
-    def works(self) -> bool:
-        """Whether any convention gives acceptance at all."""
-        return self.preferred.accepted_per_position >= _MIN_WORKING
-
-    @property
-    def summary(self) -> str:
-        """The result, in one sentence."""
-        preferred, base = self.preferred, self.base
-        score, base_score = preferred.accepted_per_position, base.accepted_per_position
-        if not self.works:
-            return (
-                f"no convention works ({score:.2f} accepted drafts per position at best): the weights are untrained, "
-                "damaged, or of another trunk"
-            )
-        if self.agrees:
-            return f"the family's convention is the best: {base_score:.2f} accepted drafts per position"
-        gain = self.gain(preferred, base)
-        return (
-            f"the weights fit {preferred.description}: {score:.2f} accepted drafts per position, {base_score:.2f} with "
-            f"the family's convention ({gain.value:+.2f}, at least {gain.low:+.2f})"
-        )
-
-    def as_record(self) -> dict[str, object]:
-        """Return the JSON document, with null for nan."""
-        return {
-            "definitions": DEFINITIONS,
-            "verdict": self.summary,
-            "agrees": self.agrees,
-            "wanted": list(self.preferred.keys),
-            "ties": [list(score.keys) for score in self.ties],
-            "comparisons": len(self.alternatives) + self.num_pruned,
-            "readings": [self._score_record(score) for score in (self.base, *self.alternatives)],
-        }
-
-    def _score_record(self, score: ConventionScore) -> dict[str, object]:
-        return {
-            "keys": list(score.keys),
-            "says": score.description,
-            "per_column": score.accepted_per_position,
-            "acceptance": [None if math.isnan(rate) else rate for rate in score.rates],
-            "gain": self.gain(score, self.base).as_record(),
-        }
-
-
-def probe(
-    model: Model,
-    texts: Sequence[ReferenceText],
-    depths: int,
-    *,
-    contract: Contract | None = None,
-    copies: Mapping[str, Tensor] | None = None,
-    pairs: bool = True,
-    on_score: Callable[[], None] = lambda: None,
-) -> ProbeReport:
-    """Score the head's `variants`, alone and in pairs, on sampled texts of the trunk, at K = depths.
-
-    `contract` is what decoding does now; `copies` as in `variants`. Raises ConfigError for greedy or too short texts.
-    """
-    if not all(text.temperature for text in texts) or not any(text.remaining for text in texts):
-        raise ConfigError("conventions are compared on sampled texts with three new tokens or more; there are none")
-    scorer = _Scorer(model, contract or Contract(), [text for text in texts if text.remaining], depths, on_score)
-    singles = variants(model, scorer.contract, copies=copies)
-    combined = [pair for pair in combinations(singles, 2) if _are_compatible(*pair)] if pairs else []
-    base, scores = scorer.score(()), [scorer.score((variant,)) for variant in singles]
-    screened = [(scorer.score(pair, count=_NUM_FIRST).accepted_per_position, pair) for pair in combined]
-    screened.sort(key=lambda each: -each[0])
-    scores += [scorer.score(pair) for _, pair in screened[:_NUM_BEST]]
-    scores.sort(key=lambda score: -score.accepted_per_position)
-    return ProbeReport(base, tuple(scores), max(0, len(screened) - _NUM_BEST))
-
-
-def truncate_texts(texts: Sequence[ReferenceText], *, tokens: int = 48) -> list[ReferenceText]:
-    """Return the texts with their first new tokens only, which limits the time that a hundred scores take."""
-    return [replace(text, new=text.new[:tokens], ended=text.ended and len(text.new) <= tokens) for text in texts]
-
-
-def _are_compatible(one: Variant, other: Variant) -> bool:
-    """Whether both can apply: they are neither two values of one fact, nor a change of all norms and of one."""
-    first, second = one.axis, other.axis
-    return first != second and not first.startswith(f"{second}:") and not second.startswith(f"{first}:")
-
-
-class _Scorer:
-    """Scores variants on the same texts; the trunk's states are computed once per stage."""
-
-    def __init__(
-        self,
-        model: Model,
-        contract: Contract,
-        texts: Sequence[ReferenceText],
-        depths: int,
-        on_score: Callable[[], None],
-    ) -> None:
-        self.model, self.contract, self.texts, self.depths, self.on_score = model, contract, texts, depths, on_score
-        self._hiddens: dict[Stage, list[TrunkOutput]] = {}
-
-    def score(self, changes: tuple[Variant, ...], *, count: int | None = None) -> ConventionScore:
-        """Score these variants together, on the first `count` texts or all."""
-        model, contract = apply_variants(self.model, self.contract, changes)
-        stage = model.trunk.stage
-        if stage not in self._hiddens:
-            self._hiddens[stage] = trunk_outputs(model.trunk, self.texts)
-        texts, hiddens = self.texts[:count], self._hiddens[stage][:count]
-        scored = list(score_texts(model, texts, hiddens, self.depths, contract=contract))
-        self.on_score()
-        return ConventionScore(
-            keys=tuple(each.key for each in changes),
-            description=" and ".join(each.description for each in changes) or "the family's convention",
-            rates=tuple(_rate(scored, depth) for depth in range(1, self.depths + 1)),
-            num_accepted=tuple(float(each.survivals["ratio"].expected.sum()) for each in scored),
-            num_positions=tuple(len(each.remaining) for each in scored),
-            breadth=sum(each.breadth for each in changes),
-        )
-
-
-def _rate(scored: Sequence[ScoredText], depth: int) -> float:
-    """a_k over all positions that can draft so deep; nan if there is none."""
-    drafted = accepted = 0.0
-    for each in scored:
-        survival, count = each.survivals["ratio"], max(0, len(each.remaining) - depth + 1)
-        drafted += float(survival.given[:count, depth - 1].sum())
-        accepted += float(survival.expected[:count, depth - 1].sum())
-    return accepted / drafted if drafted else math.nan

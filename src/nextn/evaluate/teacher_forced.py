@@ -35,7 +35,7 @@ RULES = {
 }
 _MAX_POSITIONS = 2048  # of one parallel pass: texts are batched up to this number of padded positions
 _MAX_STARTS = 128  # round starts whose distributions are in memory at once, ...
-_MAX_LOGITS = 2**24  # ... and elements of each of their tensors
+_MAX_LOGITS = 2**23  # ... and elements of each of their tensors
 
 
 @dataclass(frozen=True)

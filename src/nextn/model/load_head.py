@@ -3,6 +3,7 @@
 Knows the family's names and layouts; not how tensors are read (`TensorReader`) or what a head computes.
 """
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -100,8 +101,8 @@ def load_tensors(head: Head, inventory: Inventory, weights: TensorReader) -> lis
             release_pages([tensors[canonical]])
     notes = [*comparison.notes(), *comparison.compared(problems)]
     if problems:
-        path = inventory.checkpoint.path
-        advice = f"`nextn audit {path}` shows details; `nextn restore {path} --from BASE` restores a head."
+        path, command = inventory.checkpoint.path, inventory.restore_command(force=True)
+        advice = f"`nextn audit {shlex.quote(path)}` shows details; `{command}` restores a head."
         raise CheckpointError(_listed(f"{path}: the head cannot be loaded", problems) + f"\n{advice}")
     state = {f"stack.{name}": value for name, value in to_runtime_layout(head, tensors).items()}
     head.load_state_dict(state, strict=True, assign=True)

@@ -1,5 +1,6 @@
 """A trunk with its head and tokenizer: build, load strictly, save in the family's published layout."""
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -256,8 +257,9 @@ def _missing_head_message(inventory: Inventory) -> str:
     other = f"; {inventory.unrecognized[0]} and others are not names of this family" if inventory.unrecognized else ""
     return (
         f"{path}: no MTP head ({family.name}): {declared}, and tensors like {example} are {stored}{other}. "
-        f"`nextn audit {path}` shows details; `nextn restore {path} --from BASE` restores the head of the model that "
-        "this one was made from; `nextn train --freeze-trunk --init-head` trains one; drafts = 0 decodes without one"
+        f"`nextn audit {shlex.quote(path)}` shows details; `{inventory.restore_command()}` restores the head of the "
+        "model that this one was made from; `nextn train --freeze-trunk --init-head` trains one; drafts = 0 decodes "
+        "without one"
     )
 
 
