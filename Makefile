@@ -7,6 +7,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: demo test check wheel test-gpu test-transformers test-engines docs bench bench-peers clean
 
+# Decodes the checkpoint in the package, then trains another one for four minutes: see `nextn demo --help`.
 demo: $(VENV)/.ready
 	$(BIN)/nextn demo
 

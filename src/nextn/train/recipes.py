@@ -100,7 +100,7 @@ def by_name(name: str, *, vocab_size: int) -> Recipe:
             5,
         ),
         "tiny": Recipe(
-            "quarter-hour byte-level code model of 5 MB, the one that is in the package",
+            "byte-level code model of 5 MB, the one that comes with the package",
             byte_model(layers=12, hidden=128, vocab_size=vocab_size) | _NARROW,
             _byte_training(steps=1200, depths=4, compile=True, save_every=200, eval_every=200),
             15,
