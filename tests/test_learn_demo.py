@@ -7,6 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import nextn.demo
 from nextn.decoding.rounds import Round, SequenceRound
@@ -77,6 +78,21 @@ def test_torch_decodes_while_the_native_runtime_is_not_built(tmp_path, monkeypat
     assert [*json.loads((tmp_path / "report.json").read_text())] == ["torch", "native"]
 
 
+@pytest.mark.parametrize(("speeds", "num_threads"), [((1, 7, 8, 1), 3), ((1, 7, 2, 9), 1)])
+def test_the_faster_number_of_threads_is_used(speeds, num_threads):
+    """On a busy machine several threads are slower than one."""
+    before, used = torch.get_num_threads(), []
+    try:
+        torch.set_num_threads(3)
+        choice = nextn.demo.ThreadChoice()
+        for speed in speeds:
+            used.append(torch.get_num_threads())
+            choice.update(speed)
+    finally:
+        torch.set_num_threads(before)
+    assert used == [1, 1, 3, num_threads]
+
+
 def plain(text, seconds=0.1):
     """A round a byte behind the prefill's."""
     return tuple(Round((SequenceRound(0, (), 0, (byte,)),), 0.0, seconds) for byte in text)
@@ -96,7 +112,7 @@ def decoded(*, other=b""):
         DecodedSide((plain(TEXT), plain(loop))), DecodedSide((drafted(other or TEXT), drafted(loop, 1e-6)))
     )
     sampled = DecodedPair(DecodedSide((plain(TEXT), plain(TEXT))), DecodedSide((drafted(TEXT), drafted(TEXT))))
-    return DecodedModel((tuple(b"# a prompt\n"),) * 2, greedy, sampled, 2, "native", "")
+    return DecodedModel((tuple(b"# a prompt\n"),) * 2, greedy, sampled, 2, "native", "", 1)
 
 
 def test_loops_do_not_count():

@@ -4,6 +4,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -27,7 +28,7 @@ from nextn.speculative.sampling import Sampling
 from nextn.stats import plots
 from nextn.stats.acceptance import Acceptance
 from nextn.train.joint_run import joint_run
-from nextn.train.metrics import EvalRecord, Record
+from nextn.train.metrics import EvalRecord, Record, StepRecord
 
 SHIPPED = Path(__file__).with_name("assets") / "tiny"  # a checkpoint, its card, and held-out prompts
 _PROMPT_TOKENS, _MAX_TOKENS, _MIN_TOKENS = 96, 160, 32
@@ -126,6 +127,7 @@ class DecodedModel:
     drafts: int
     backend: str  # `native` or `torch`
     reason: str  # why it is `torch`; empty for `native`
+    threads: int
 
     @property
     def identical(self) -> bool:
@@ -141,7 +143,7 @@ class DecodedModel:
             "greedy": self.greedy.as_record(),
             "temperature_1": self.sampled.as_record(),
             "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
+            "threads": self.threads,
             "machine": processor_name(),
         }
 
@@ -207,6 +209,28 @@ def decode_model(
         clock: Returns seconds.
     """
     decoder = backend_for(model, backend)
+    threads = 1 if decoder.name == "torch" else torch.get_num_threads()
+    with _torch_threads(threads):
+        prompts, pairs = _decode_prompts(model, decoder, texts, drafts, seconds, clock)
+    greedy, sampled = (DecodedPair.join(each) for each in pairs)
+    return DecodedModel(prompts, greedy, sampled, drafts, decoder.name, decoder.reason, threads)
+
+
+@contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    """Use so many threads in torch. More than one are no faster at this size, and far slower on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _decode_prompts(
+    model: Model, decoder: Backend, texts: Sequence[Sequence[int]], drafts: int, seconds: float, clock: Clock
+) -> tuple[tuple[tuple[int, ...], ...], list[tuple[DecodedPair, ...]]]:
+    """Return the prompts that fit the budget, and their pairs, greedy and at temperature 1."""
     settings = Settings(drafts=drafts, max_tokens=_MIN_TOKENS, eos=eos_tokens(model))
     # The first decoding warms the backend up; the second one is measured. Neither ends before its last token.
     decode_pair(decoder, texts[0], replace(settings, eos=()))
@@ -221,9 +245,7 @@ def decode_model(
         if pairs and clock() - started >= seconds:
             break
         pairs.append([decode_pair(decoder, text, each) for each in temperatures])
-    prompts = tuple(map(tuple, texts[: len(pairs)]))
-    joined = [DecodedPair.join(each) for each in zip(*pairs, strict=True)]
-    return DecodedModel(prompts, joined[0], joined[1], drafts, decoder.name, decoder.reason)
+    return tuple(map(tuple, texts[: len(pairs)])), list(zip(*pairs, strict=True))
 
 
 def load_for(folder: Path, backend: str = "auto") -> Model:
@@ -265,6 +287,26 @@ def decode_shipped(
     write_json(folder / "report.json", {name: result.as_record() for name, result in results.items()})
 
 
+class ThreadChoice:
+    """Chooses between all torch threads and one, by the speed of the first steps.
+
+    Beside other work, a step with several threads waits for the one that is not scheduled, and may take ten times as
+    long as with one.
+    """
+
+    def __init__(self) -> None:
+        self._all, self._speeds = torch.get_num_threads(), list[float]()
+        torch.set_num_threads(1)
+
+    def update(self, speed: float) -> None:
+        """Take the speed of a step. The first one warms up, the second has one thread, the third has all."""
+        self._speeds.append(speed)
+        if len(self._speeds) == 2:
+            torch.set_num_threads(self._all)
+        elif len(self._speeds) == 3 and self._speeds[1] > self._speeds[2]:
+            torch.set_num_threads(1)
+
+
 def train_demo(
     folder: Path,
     *,
@@ -281,9 +323,14 @@ def train_demo(
     evaluations: list[EvalRecord] = []
     for trainer in run.stages(folder / "model"):
         trainer.resume()
-        for record in trainer.run(should_stop):
-            on_record(record)
-            evaluations += [record] if isinstance(record, EvalRecord) else []
+        with _torch_threads(torch.get_num_threads()):
+            choice = ThreadChoice()
+            for record in trainer.run(should_stop):
+                on_record(record)
+                if isinstance(record, StepRecord):
+                    choice.update(record.tokens_per_s)
+                else:
+                    evaluations += [record] if isinstance(record, EvalRecord) else []
         if not trainer.is_over:
             return None
     return TrainedModel(folder, evaluations[-1], run.held_out, time.perf_counter() - started)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nextn.demo import DecodedModel, DecodedPair, DemoReport
 
 _INTRODUCTION = """\
-A byte-level model of Python code ({megabytes:.0f} MB) continues held-out code. In each round its MTP head drafts \
+A byte-level model of Python code (5 MB) continues held-out code. In each round its MTP head drafts \
 {drafts} tokens, and the trunk checks them in one pass. The drafts up to the first wrong one are accepted ({marked}); \
 the trunk adds one token of its own, the bonus token. So the text is the trunk's; only the number of passes differs."""
 _LEGEND = """\
@@ -43,10 +43,12 @@ def demo(
 
     The first part takes less than a minute. Ctrl-C stops the training; the same command resumes it.
     """
-    from nextn.demo import decode_trained, train_demo
-
     if num_speculative_tokens < 1:
         raise ConfigError(f"--num-speculative-tokens {num_speculative_tokens}; expected at least 1 draft per round")
+    if not as_json:
+        _introduce(num_speculative_tokens)
+    from nextn.demo import decode_trained, train_demo
+
     record: dict[str, object] = {"shipped": _decode_shipped(folder / "shipped", num_speculative_tokens, quiet=as_json)}
     if minutes:
         if not as_json:
@@ -65,15 +67,17 @@ def demo(
         print_json(record)
 
 
+def _introduce(drafts: int) -> None:
+    screen = console()
+    screen.rule("[bold]1. A trained model, decoded without and with its MTP head")
+    screen.print(_INTRODUCTION.format(drafts=drafts, marked=Marks.of(screen).words))
+
+
 def _decode_shipped(folder: Path, drafts: int, *, quiet: bool) -> dict[str, object]:
     """Decode the shipped checkpoint and show it; return the results of each backend."""
-    from nextn.demo import SHIPPED, decode_shipped, plot_decoded
+    from nextn.demo import decode_shipped, plot_decoded
 
     started, records, screen = time.monotonic(), dict[str, object](), console()
-    megabytes = sum(path.stat().st_size for path in SHIPPED.glob("*.safetensors")) / 1e6
-    if not quiet:
-        screen.rule("[bold]1. A trained model, decoded without and with its MTP head")
-        screen.print(_INTRODUCTION.format(megabytes=megabytes, drafts=drafts, marked=Marks.of(screen).words))
 
     def announce_build() -> None:
         if not quiet:
