@@ -34,8 +34,9 @@ SHIPPED = Path(__file__).with_name("assets") / "tiny"  # a checkpoint, its card,
 _PROMPT_TOKENS, _MAX_TOKENS, _MIN_TOKENS = 96, 160, 32
 _DECODE_S = 8.0  # seconds of decoding one model with one backend
 # As the recipe, but without compilation: a step would take 0.75 of the time, which does not make up for the minute or
-# more of compilation in a budget of a few minutes, and it needs a compiler. Evaluations are not part of the budget.
-_TRAINING = {"compile": False, "save_every": 0, "eval_every": 0}
+# more of compilation in a budget of a few minutes, and it needs a compiler. Half the batch, so that slow machines take
+# enough steps. Evaluations are not part of the budget.
+_TRAINING = {"compile": False, "batch_size": 8, "save_every": 0, "eval_every": 0}
 
 Clock = Callable[[], float]
 

@@ -158,6 +158,8 @@ def _figures(label: str, pair: "DecodedPair", drafts: int) -> str:
     acceptance, speed = figures.mtp.acceptance, figures.mtp.tokens_per_s
     rates = "  ".join(f"a_{depth} {rate:.2f}" for depth, rate in enumerate(acceptance.rates, 1))
     left_out = f"{len(pair.checks) - len(pair.non_degenerate)} of {len(pair.checks)} texts repetitive, left out"
+    if not pair.non_degenerate:
+        left_out = "all texts are repetitive, which is easy to draft"
     return (
         f"{label:14} AL {acceptance.length:.2f} at K = {drafts}  {rates}  ({left_out})\n"
         f"{'':14} plain {figures.plain.tokens_per_s:.0f} tokens/s, MTP {speed:.0f} tokens/s = {figures.speedup:.2f} x"
