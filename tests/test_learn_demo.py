@@ -13,6 +13,8 @@ import nextn.demo
 from nextn.decoding.rounds import Round, SequenceRound
 from nextn.demo import DecodedModel, DecodedPair, DecodedSide, DemoReport, TrainedModel, decode_model, train_demo
 from nextn.model.model import Model
+from nextn.stats import plots
+from nextn.stats.acceptance import Acceptance, wilson_interval
 from nextn.train.evaluation import TeacherForcedFigures
 from nextn.train.metrics import EvalRecord, StepRecord
 
@@ -161,6 +163,14 @@ def test_prompts_and_tokens_follow_the_budget(monkeypatch, seconds, rate, num_pr
     assert [each[:2] for each in asked[3:7]] == [(b"a", 0), (b"a", 3)] * 2
     assert len(asked) == 3 + 4 * num_prompts
     assert now <= 3 * 32 / rate + max(seconds, 4 * num_tokens / rate) + 4 * num_tokens / rate
+
+
+def test_a_rate_of_one_is_drawn(tmp_path):
+    """Its upper bound may be rounded to less than one, which matplotlib refuses as an error bar."""
+    counts = [count for count in range(1, 400) if wilson_interval(count, count)[1] < 1][:5]
+    assert counts
+    plots.acceptance(tmp_path / "a.png", {"all": Acceptance(tuple(counts), tuple(counts), 9, 9)})
+    assert (tmp_path / "a.png").exists()
 
 
 @pytest.fixture
