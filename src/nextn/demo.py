@@ -289,7 +289,7 @@ def decode_shipped(
 
 
 class ThreadChoice:
-    """Chooses between all torch threads and one, by the speed of the first steps.
+    """Chooses between all torch threads and one, by the speed of steps.
 
     Beside other work, a step with several threads waits for the one that is not scheduled, and may take ten times as
     long as with one.
@@ -300,11 +300,14 @@ class ThreadChoice:
         torch.set_num_threads(1)
 
     def update(self, speed: float) -> None:
-        """Take the speed of a step. The first one warms up, the second has one thread, the third has all."""
+        """Take the speed of a step. The first one warms up, the second has one thread, the others have all.
+
+        As soon as one of these is slower than the second, all others have one thread.
+        """
         self._speeds.append(speed)
         if len(self._speeds) == 2:
             torch.set_num_threads(self._all)
-        elif len(self._speeds) == 3 and self._speeds[1] > self._speeds[2]:
+        elif len(self._speeds) > 2 and speed < self._speeds[1]:
             torch.set_num_threads(1)
 
 
