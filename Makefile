@@ -8,6 +8,7 @@ GENERATED := families reference support engines benchmarks troubleshooting outpu
 
 .PHONY: demo test check wheel test-gpu test-transformers test-engines docs site bench bench-peers clean
 
+# Decodes the checkpoint in the package, then trains another one for four minutes: see `nextn demo --help`.
 demo: $(VENV)/.ready
 	$(BIN)/nextn demo
 

@@ -4,6 +4,7 @@ Args: a checkpoint folder to audit. It must not import the working tree, so it i
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,11 +26,14 @@ def main(checkpoint: str) -> None:
     assert run("--version").strip() == f"nextn {nextn.__version__}"
     assert json.loads(run("env", "--json"))["packages"]["torch"]
     assert json.loads(run("audit", checkpoint, "--json"))
-    print(f"{package}: {len(wanted)} files, nextn --version, env and audit work")
+    demo = json.loads(run("demo", "--minutes", "0", "--json", CXX="no-compiler"))
+    assert all(decoded["identical_output"] for decoded in demo["shipped"].values())
+    print(f"{package}: {len(wanted)} files, nextn --version, env, audit and demo work")
 
 
-def run(*args: str) -> str:
-    done = subprocess.run([NEXTN, *args], capture_output=True, text=True, timeout=300, check=False)
+def run(*args: str, **environment: str) -> str:
+    environ = os.environ | environment
+    done = subprocess.run([NEXTN, *args], capture_output=True, text=True, timeout=300, check=False, env=environ)
     assert done.returncode == 0, f"nextn {' '.join(args)}: exit {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout
 

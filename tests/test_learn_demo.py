@@ -1,15 +1,100 @@
-"""The demo's figures and what it prints, from rounds made by hand; `make demo` itself takes minutes."""
+"""The demo: really run with a budget of seconds; its figures and what it prints also from rounds made by hand."""
 
 import json
+import sys
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+import nextn.demo
 from nextn.decoding.rounds import Round, SequenceRound
-from nextn.demo import DecodedPair, DecodedSide, DemoReport, decode_pair
+from nextn.demo import DecodedModel, DecodedPair, DecodedSide, DemoReport, TrainedModel, decode_model, train_demo
+from nextn.model.model import Model
+from nextn.stats import plots
+from nextn.stats.acceptance import Acceptance, wilson_interval
 from nextn.train.evaluation import TeacherForcedFigures
-from nextn.train.metrics import EvalRecord
+from nextn.train.metrics import EvalRecord, StepRecord
 
 TEXT = b"def add(a, b):\n    return a + b\n\n\nprint((add(1, 22), 'is', [x for x in range(9) if x % 4]), 7)\n"
+
+
+def test_the_demo_with_a_budget_of_seconds(tmp_path, here):
+    """Both parts, the training interrupted after its first step and resumed by the command."""
+    records = []
+    assert train_demo(tmp_path, minutes=1, on_record=records.append, should_stop=lambda: bool(records)) is None
+    first = json.loads((tmp_path / "run" / "step-0000001" / "trainer.json").read_text())["pace"]["used_s"]
+    budget = 1.7 * first + 0.5  # at least one more step, on any machine
+    code, out, err = here("demo", "--folder", tmp_path, "--minutes", budget / 60)
+    assert code == 0, err
+    for title in ("1. A trained model", "2. Training such a model", "continued, greedy", "continued, temperature 1"):
+        assert title in out
+    assert out.count("output identical") == 2
+    shipped = json.loads((tmp_path / "shipped" / "report.json").read_text())
+    assert all(each["identical_output"] for each in shipped.values())
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["identical_output"]
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    numbers = [step["step"] for step in steps if "lr" in step]
+    assert numbers == [*range(1, report["steps"] + 1)]
+    assert len(numbers) > 1
+    (checkpoint,) = (tmp_path / "run").glob(f"step-*{report['steps']}")
+    pace = json.loads((checkpoint / "trainer.json").read_text())["pace"]
+    assert pace["used_s"] + pace["step_s"] / 2 >= budget
+    for name in ("acceptance.png", "timeline.png", "shipped/acceptance.png", "shipped/timeline.png", "loss.png"):
+        assert (tmp_path / name).stat().st_size > 5000
+    for folder in (tmp_path, tmp_path / "shipped"):
+        assert Model.load(folder / "model").head is not None
+    assert f"step {report['steps']}/{report['steps']}  100%  0:00 left" in err
+
+
+def decode_a_little(decode, model, texts, *, seconds, **options):
+    return decode(model, texts, seconds=min(seconds, 0.1), **options)
+
+
+def test_without_a_compiler(tmp_path, here, monkeypatch):
+    """The torch backend decodes, and the demo says why; with --minutes 0 it ends there."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "none"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(nextn.demo, "decode_model", partial(decode_a_little, decode_model))
+    code, out, err = here("demo", "--folder", tmp_path, "--minutes", "0", "-k", "3")
+    assert code == 0, err
+    assert "torch backend (the native runtime cannot be built without no-such-compiler)" in out
+    assert "output identical" in out
+    report = json.loads((tmp_path / "shipped" / "report.json").read_text())
+    assert [(name, each["drafts"]) for name, each in report.items()] == [("torch", 3)]
+    assert not (tmp_path / "run").exists()
+
+
+def test_torch_decodes_while_the_native_runtime_is_not_built(tmp_path, monkeypatch):
+    """A newcomer sees figures before the compiler runs."""
+    status = SimpleNamespace(is_built=False, missing=(), problem="")
+    monkeypatch.setattr(nextn.demo, "build_status", lambda: status)
+    events = []
+    results = nextn.demo.decode_shipped(tmp_path, drafts=2, seconds=0.1, on_build=lambda: events.append("build"))
+    for decoded in results:
+        events.append(decoded.backend)
+    assert events == ["torch", "build", "native"]
+    assert [*json.loads((tmp_path / "report.json").read_text())] == ["torch", "native"]
+
+
+@pytest.mark.parametrize(
+    ("speeds", "threads"), [((1, 7, 8, 9), [3, 3]), ((1, 7, 2, 9), [3, 1]), ((1, 7, 8, 3, 9), [3, 3, 1])]
+)
+def test_the_faster_number_of_threads_is_used(speeds, threads):
+    """On a busy machine several threads are slower than one."""
+    before, used = torch.get_num_threads(), []
+    try:
+        torch.set_num_threads(3)
+        choice = nextn.demo.ThreadChoice()
+        for speed in speeds:
+            used.append(torch.get_num_threads())
+            choice.update(speed)
+    finally:
+        torch.set_num_threads(before)
+    assert used == [1, 1, *threads]
 
 
 def plain(text, seconds=0.1):
@@ -24,26 +109,26 @@ def drafted(text, seconds=0.1):
     return (*plain(text[:1]), *rounds)
 
 
-def report(folder, *, other=b""):
+def decoded(*, other=b""):
     """other: what MTP says in place of the greedy text."""
     loop = b"\n" * 99
     greedy = DecodedPair(
         DecodedSide((plain(TEXT), plain(loop))), DecodedSide((drafted(other or TEXT), drafted(loop, 1e-6)))
     )
     sampled = DecodedPair(DecodedSide((plain(TEXT), plain(TEXT))), DecodedSide((drafted(TEXT), drafted(TEXT))))
-    evaluation = EvalRecord(9, TeacherForcedFigures((1.0, 2.0), (0.5,), (0.5,)))
-    return DemoReport(folder, (tuple(b"# a prompt\n"),) * 2, greedy, sampled, evaluation, 30.0, 35.0, 2)
+    return DecodedModel((tuple(b"# a prompt\n"),) * 2, greedy, sampled, 2, "native", "", 1)
 
 
-def test_loops_do_not_count(tmp_path):
+def test_loops_do_not_count():
     """Catches a speed-up of loops, which are easy to draft; where all loop, all count."""
-    pair = report(tmp_path).greedy
+    pair = decoded().greedy
     assert pair.non_degenerate == [0]
     assert pair.figures().speedup == pytest.approx(2)
     assert pair.speedup > 2.5
     assert pair.figures().mtp.acceptance.rates == (1.0, 0.0)
     only = DecodedPair(pair.plain.select([1]), pair.mtp.select([1]))
     assert (only.non_degenerate, only.figures().speedup) == ([], only.speedup)
+    assert DecodedPair.join([decoded().greedy, only]).non_degenerate == [0]
 
 
 def test_seconds_are_without_the_prefill():
@@ -51,33 +136,58 @@ def test_seconds_are_without_the_prefill():
     assert (side.seconds, side.tokens_per_s) == (8.0, 0.5)
 
 
-def test_identical_is_of_all_greedy_texts(tmp_path):
-    assert report(tmp_path).identical
-    assert not report(tmp_path, other=TEXT[:-4] + b"!" + TEXT[-3:]).identical
-    assert report(tmp_path).as_record()["identical_output"]
+def test_identical_is_of_all_greedy_texts():
+    assert decoded().identical
+    assert not decoded(other=TEXT[:-4] + b"!" + TEXT[-3:]).identical
+    assert decoded().as_record()["identical_output"]
 
 
-def test_pairs_are_decoded_prompt_by_prompt(monkeypatch):
-    """Plain first, then MTP, of one prompt after the other: a machine that slows down hits both sides."""
-    from nextn.decoding.rounds import Settings
+@pytest.mark.parametrize(
+    ("seconds", "rate", "num_prompts", "num_tokens"),
+    [(8.0, 1000.0, 3, 160), (8.0, 64.0, 2, 64), (8.0, 10.0, 1, 32), (0.0, 10.0, 1, 32)],
+)
+def test_prompts_and_tokens_follow_the_budget(monkeypatch, seconds, rate, num_prompts, num_tokens):
+    """Plain first, then MTP, of one prompt after the other: a machine that slows down affects both."""
+    now, asked = 0.0, []
 
-    asked = []
-    monkeypatch.setattr(
-        "nextn.demo.decode_side",
-        lambda model, texts, settings: asked.append((texts, settings.drafts)) or DecodedSide((plain(bytes(texts[0])),)),
-    )
-    pair = decode_pair(None, [b"ab", b"cde"], Settings(drafts=3))
-    assert asked == [([b"ab"], 0), ([b"ab"], 3), ([b"cde"], 0), ([b"cde"], 3)]
-    assert pair.plain.tokens == pair.mtp.tokens == (tuple(b"ab"), tuple(b"cde"))
+    def decode_side(backend, texts, settings):
+        nonlocal now
+        now += settings.max_tokens / rate
+        asked.append((bytes(texts[0]), settings.drafts, settings.max_tokens))
+        return DecodedSide((plain(TEXT[: settings.max_tokens], seconds=1 / rate),))
+
+    monkeypatch.setattr(nextn.demo, "decode_side", decode_side)
+    monkeypatch.setattr(nextn.demo, "backend_for", lambda model, name: SimpleNamespace(name="torch", reason="so"))
+    monkeypatch.setattr(nextn.demo, "eos_tokens", lambda model: ())
+    found = decode_model(None, [b"a", b"bc", b"def"], drafts=3, seconds=seconds, clock=lambda: now)
+    assert asked[:3] == [(b"a", 0, 32), (b"a", 3, 32), (b"a", 0, 32)]  # warms up, and measures
+    assert [len(found.prompts), asked[-1][2]] == [num_prompts, num_tokens]
+    assert [each[:2] for each in asked[3:7]] == [(b"a", 0), (b"a", 3)] * 2
+    assert len(asked) == 3 + 4 * num_prompts
+    assert now <= 3 * 32 / rate + max(seconds, 4 * num_tokens / rate) + 4 * num_tokens / rate
+
+
+def test_a_rate_of_one_is_drawn(tmp_path):
+    """Its upper bound may be rounded to less than one, which matplotlib refuses as an error bar."""
+    counts = [count for count in range(1, 400) if wilson_interval(count, count)[1] < 1][:5]
+    assert counts
+    plots.acceptance(tmp_path / "a.png", {"all": Acceptance(tuple(counts), tuple(counts), 9, 9)})
+    assert (tmp_path / "a.png").exists()
 
 
 @pytest.fixture
 def told(tmp_path, monkeypatch, here):
-    """`nextn demo` whose training and decoding are over -> what it prints."""
+    """`nextn demo` whose training and decoding are over -> what it prints of them."""
 
-    def call(*args, **changes):
-        monkeypatch.setattr("nextn.demo.run_demo", lambda *args, **options: report(tmp_path, **changes))
-        monkeypatch.setattr("nextn.demo.plot_report", lambda made: [made.folder / "loss.png"])
+    def call(*args, draws=True, **changes):
+        evaluation = EvalRecord(9, TeacherForcedFigures((1.0, 2.0), (0.5,), (0.5,)))
+        report = DemoReport(TrainedModel(tmp_path, evaluation, None, 30.0), decoded(**changes), 35.0)
+        monkeypatch.setattr("nextn.demo.train_demo", lambda *args, **options: report.trained)
+        monkeypatch.setattr("nextn.demo.decode_trained", lambda *args, **options: report)
+        monkeypatch.setattr("nextn.demo.decode_shipped", lambda *args, **options: iter([decoded()]))
+        if draws:
+            monkeypatch.setattr("nextn.demo.plot_decoded", lambda folder, made: [folder / "timeline.png"])
+            monkeypatch.setattr("nextn.demo.plot_losses", lambda folder: folder / "loss.png")
         code, out, err = here("demo", "--folder", tmp_path, *args)
         assert code == 0, err
         return out
@@ -86,17 +196,20 @@ def told(tmp_path, monkeypatch, here):
 
 
 def test_the_story(told, tmp_path):
-    lines = told().splitlines()
-    assert "held-out prompt 1, continued, greedy (in brackets: accepted drafts)" in lines[0]
-    assert "\u27e6e\u27e7" in lines[2]
-    story = [line.replace("\u27e6", "").replace("\u27e7", "") for line in lines[1:4]]
-    assert story == ["# a prompt", "def add(a, b):", "    return a + b"]
-    said = "\n".join(lines)
-    assert "greedy         AL 2.00 at K = 2  a_1 1.00  a_2 0.00  (1 of 2 texts repetitive, left out)" in said
-    assert "plain 10 tokens/s, MTP 20 tokens/s = 2.00 x  output identical" in said
-    assert said.count("output") == 1
-    assert f"trained 30 s, 35 s in all; in {tmp_path}" in said.replace("\n", "")
-    assert "model, report.json, loss.png" in said
+    text = told()
+    first, second = text.split("2. Training such a model here")
+    for part in (first, second):
+        lines = part[part.index("held-out prompt 1") :].splitlines()
+        assert "held-out prompt 1, continued, greedy (in brackets: accepted drafts)" in lines[0]
+        assert "\u27e6e\u27e7" in lines[2]
+        story = [line.replace("\u27e6", "").replace("\u27e7", "") for line in lines[1:4]]
+        assert story == ["# a prompt", "def add(a, b):", "    return a + b"]
+        assert "greedy         AL 2.00 at K = 2  a_1 1.00  a_2 0.00  (1 of 2 texts repetitive, left out)" in part
+        assert "plain 10 tokens/s, MTP 20 tokens/s = 2.00 x  output identical" in part
+        assert part.count("output") == 1
+    assert "for 4 minutes (--minutes)" in second.replace("\n", " ")
+    assert f"trained 30 s, 35 s in all; in {tmp_path}" in second.replace("\n", "")
+    assert "model, report.json, loss.png" in second
     assert "output DIFFERENT" in told(other=TEXT[:-1] + b"!")
 
 
@@ -105,12 +218,50 @@ def test_json(told):
     assert (record["drafts"], record["greedy"]["looping"], record["temperature_1"]["speedup"]) == (
         2, 1, pytest.approx(2),
     )  # fmt: skip
+    assert record["shipped"]["native"]["identical_output"]
 
 
-def test_stopped(tmp_path, monkeypatch, here):
-    """A stopped demo says how to go on, and prints no figures."""
-    monkeypatch.setattr("nextn.demo.run_demo", lambda *args, **options: None)
-    code, out, err = here("demo", "--folder", tmp_path)
+def test_without_matplotlib(told, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    text = told("--minutes", "0", draws=False)
+    assert "no figures (figures need matplotlib: pip install 'nextn[plot]')" in text.replace("\n", "")
+    assert "output identical" in text
+
+
+def test_stopped(told, tmp_path, monkeypatch, here):
+    """A stopped demo says how to go on, and prints no figures of the training."""
+    told("--minutes", "0")
+    monkeypatch.setattr("nextn.demo.train_demo", lambda *args, **options: None)
+    code, out, err = here("demo", "--folder", tmp_path, "--minutes", "1.5")
     assert code == 130
-    assert "nextn demo" in out + err
-    assert "what the head did" not in out
+    assert f"nextn demo --folder {tmp_path} --minutes 1.5" in err.replace("\n", "")
+    assert "in all" not in out.split("2. Training")[1]
+
+
+def test_no_drafts(here):
+    code, _, err = here("demo", "-k", "0")
+    assert code == 2
+    assert "--num-speculative-tokens 0; expected at least 1" in err
+
+
+def test_progress_moves_without_a_terminal(capsys):
+    """A line at every interval, also while a step takes long; the last one is what the end was."""
+    from time import sleep
+
+    from nextn.cli.train_common import progress
+
+    record = StepRecord(3, 12, 0.25, 125.0, 96, (1.0, 0.5), 1e-3, 0.3, 1.0, 50.0)
+    with progress(quiet=False, every_s=0.05) as on_record:
+        sleep(0.12)
+        on_record(record)
+        sleep(0.12)
+        on_record(replace(record, step=12, share=1.0, remaining_s=0.0))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "train  0:00  first step"
+    assert "train  0:00  step 3/12  25%  2:05 left  bits 1.44 0.72  50 tok/s" in lines
+    assert lines[-1].startswith("train  0:00  step 12/12  100%  0:00 left")
+    assert len(lines) >= 4
+    with progress(quiet=True, every_s=0.01) as on_record:
+        sleep(0.03)
+        on_record(record)
+    assert capsys.readouterr().err == ""

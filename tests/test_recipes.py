@@ -18,7 +18,7 @@ from nextn.train.recipes import by_name, held_out_prompts, write_prompts
 SIZE = -(-vocab_size(byte_tokenizer()) // 8) * 8
 
 
-@pytest.mark.parametrize(("name", "share"), [("demo", 0.2), ("code", 0.1), ("hybrid", 0.25)])
+@pytest.mark.parametrize(("name", "share"), [("demo", 0.2), ("tiny", 0.12), ("code", 0.1), ("hybrid", 0.25)])
 def test_a_draft_step_reads_little(name, share):
     """What makes drafting pay: the head of `code` reads less than a tenth of what its trunk does."""
     recipe = by_name(name, vocab_size=SIZE)
@@ -28,7 +28,7 @@ def test_a_draft_step_reads_little(name, share):
 
 
 def test_an_unknown_recipe():
-    with pytest.raises(ConfigError, match="known: demo, code, hybrid"):
+    with pytest.raises(ConfigError, match="known: demo, tiny, code, hybrid"):
         by_name("nonsense", vocab_size=SIZE)
 
 

@@ -24,7 +24,7 @@ def checkpoint(run, step):
 
 
 def record(step):
-    return StepRecord(step, 9, step * 100, (1.0,), 1e-3, 0.3, 1.0, 50.0)
+    return StepRecord(step, 9, step / 9, 1.0, step * 100, (1.0,), 1e-3, 0.3, 1.0, 50.0)
 
 
 def test_a_best_head_that_was_moved_aside_is_put_back(tmp_path):

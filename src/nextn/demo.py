@@ -1,9 +1,14 @@
-"""The demo: train a byte-level model with an MTP head, save it, reload it, decode it without and with the head."""
+"""The demo: decode the shipped checkpoint without and with its MTP head, then train another one and decode that."""
 
+import json
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
+from math import inf
 from pathlib import Path
 
 import torch
@@ -12,14 +17,28 @@ from nextn.checkpoint.safetensors_file import write_json
 from nextn.data.corpus import Corpus
 from nextn.data.degeneracy import Degeneracy, degeneracy
 from nextn.data.prompts import sample_prompts
+from nextn.decoding.generate import eos_tokens
 from nextn.decoding.rounds import Round, Settings, rounds
 from nextn.evaluate.decoding_costs import processor_name
+from nextn.evaluate.workload import read_prompts
 from nextn.model.model import Model
-from nextn.runtime.backend import backend_for
+from nextn.runtime.backend import Backend, backend_for
+from nextn.runtime.native.abi import build_status
 from nextn.speculative.sampling import Sampling
+from nextn.stats import plots
 from nextn.stats.acceptance import Acceptance
 from nextn.train.joint_run import joint_run
-from nextn.train.metrics import EvalRecord, Record
+from nextn.train.metrics import EvalRecord, Record, StepRecord
+
+SHIPPED = Path(__file__).with_name("assets") / "tiny"  # a checkpoint, its card, and held-out prompts
+_PROMPT_TOKENS, _MAX_TOKENS, _MIN_TOKENS = 96, 160, 32
+_DECODE_S = 8.0  # seconds of decoding one model with one backend
+# As the recipe, but without compilation: a step would take 0.75 of the time, which does not make up for the minute or
+# more of compilation in a budget of a few minutes, and it needs a compiler. Half the batch, so that slow machines take
+# enough steps. Evaluations are not part of the budget.
+_TRAINING = {"compile": False, "batch_size": 8, "save_every": 0, "eval_every": 0}
+
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -41,7 +60,7 @@ class DecodedSide:
     @property
     def tokens_per_s(self) -> float:
         """Generated tokens per second, without the prefills."""
-        return sum(len(tokens) - 1 for tokens in self.tokens) / self.seconds
+        return sum(len(tokens) - 1 for tokens in self.tokens) / max(self.seconds, 1e-9)
 
     @property
     def acceptance(self) -> Acceptance:
@@ -59,6 +78,12 @@ class DecodedPair:
 
     plain: DecodedSide
     mtp: DecodedSide
+
+    @classmethod
+    def join(cls, pairs: "Sequence[DecodedPair]") -> "DecodedPair":
+        """Return the pair of all prompts of several pairs."""
+        sides = ((pair.plain.rounds for pair in pairs), (pair.mtp.rounds for pair in pairs))
+        return cls(*(DecodedSide(tuple(chain.from_iterable(side))) for side in sides))
 
     @cached_property
     def checks(self) -> tuple[Degeneracy, ...]:
@@ -94,17 +119,16 @@ class DecodedPair:
 
 
 @dataclass(frozen=True)
-class DemoReport:
-    """The results of the demo."""
+class DecodedModel:
+    """A model's prompts decoded greedily and at temperature 1, each without and with drafts."""
 
-    folder: Path
     prompts: tuple[tuple[int, ...], ...]
     greedy: DecodedPair
     sampled: DecodedPair
-    evaluation: EvalRecord
-    train_s: float
-    total_s: float
     drafts: int
+    backend: str  # `native` or `torch`
+    reason: str  # why it is `torch`; empty for `native`
+    threads: int
 
     @property
     def identical(self) -> bool:
@@ -113,108 +137,234 @@ class DemoReport:
 
     def as_record(self) -> dict[str, object]:
         """Return the record for report.json."""
-        forced = self.evaluation.forced
-        held_out = {"loss_nats": list(forced.loss), "match": list(forced.match), "overlap": list(forced.overlap)}
         return {
             "identical_output": self.identical,
             "drafts": self.drafts,
+            "backend": self.backend,
             "greedy": self.greedy.as_record(),
             "temperature_1": self.sampled.as_record(),
-            "held_out": held_out | {"definition": forced.definition},
-            "train_s": self.train_s,
-            "total_s": self.total_s,
             "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
+            "threads": self.threads,
             "machine": processor_name(),
         }
 
 
-def train_demo(
-    folder: Path, *, on_record: Callable[[Record], None], should_stop: Callable[[], bool]
-) -> tuple[EvalRecord, Corpus] | None:
-    """Train the recipe `demo` in `folder/run` and write the result to `folder/model`.
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model in `folder/model`, its evaluation at the end of training, and the text that it was not trained on."""
 
-    Returns the held-out figures of joint training and the held-out corpus; None if it was stopped early.
-    """
-    run = joint_run(folder / "run", recipe="demo", settings={})
-    figures: list[EvalRecord] = []
-    for trainer in run.stages(folder / "model"):
-        trainer.resume()
-        for record in trainer.run(should_stop):
-            on_record(record)
-            figures += [record] if isinstance(record, EvalRecord) else []
-        if not trainer.is_over:
-            return None
-    return figures[-1], run.held_out
+    folder: Path
+    evaluation: EvalRecord
+    held_out: Corpus
+    seconds: float  # of the last session, with preparations and evaluation
 
 
-def _load(folder: Path) -> Model:
-    """Load in bfloat16 for the native backend, whose texts equal baseline decoding's; else in the stored dtype.
+@dataclass(frozen=True)
+class DemoReport:
+    """The results of training a model in the demo and decoding it."""
 
-    At this size, torch's matmuls are slower in bfloat16, and near-ties may be resolved either way.
-    """
-    model = Model.load(folder, dtype=torch.bfloat16)
-    return model if backend_for(model).name == "native" else Model.load(folder)
+    trained: TrainedModel
+    decoded: DecodedModel
+    total_s: float
+
+    def as_record(self) -> dict[str, object]:
+        """Return the record for report.json."""
+        forced = self.trained.evaluation.forced
+        held_out = {"loss_nats": list(forced.loss), "match": list(forced.match), "overlap": list(forced.overlap)}
+        return self.decoded.as_record() | {
+            "held_out": held_out | {"definition": forced.definition},
+            "steps": self.trained.evaluation.step,
+            "train_s": self.trained.seconds,
+            "total_s": self.total_s,
+        }
 
 
-def decode_side(model: Model, texts: Sequence[Sequence[int]], settings: Settings) -> DecodedSide:
+def decode_side(backend: Backend, texts: Sequence[Sequence[int]], settings: Settings) -> DecodedSide:
     """Decode prompts one after the other, at batch size 1."""
-    backend = backend_for(model)
     return DecodedSide(tuple(tuple(rounds(backend.trunk, backend.head, [text], settings)) for text in texts))
 
 
-def decode_pair(model: Model, texts: Sequence[Sequence[int]], settings: Settings) -> DecodedPair:
-    """Alternate baseline and MTP decoding prompt by prompt, so that other load on the machine affects both equally."""
-    sides: tuple[list[tuple[Round, ...]], list[tuple[Round, ...]]] = ([], [])
+def decode_pair(backend: Backend, text: Sequence[int], settings: Settings) -> DecodedPair:
+    """Decode a prompt without drafts, then with them."""
+    return DecodedPair(*(decode_side(backend, [text], replace(settings, drafts=k)) for k in (0, settings.drafts)))
+
+
+def decode_model(
+    model: Model,
+    texts: Sequence[Sequence[int]],
+    *,
+    drafts: int,
+    backend: str = "auto",
+    seconds: float = inf,
+    clock: Clock = time.perf_counter,
+) -> DecodedModel:
+    """Decode prompts one by one, each without and with drafts in turn, so that other load affects both equally.
+
+    Args:
+        model: Trunk and head.
+        texts: Prompts as token ids.
+        drafts: Draft tokens per round.
+        backend: See `backend_for`.
+        seconds: A time budget, from which the length of the texts and the number of prompts follow; at least one is
+            decoded. The creation of the backend does not count.
+        clock: Returns seconds.
+    """
+    decoder = backend_for(model, backend)
+    threads = 1 if decoder.name == "torch" else torch.get_num_threads()
+    with _torch_threads(threads):
+        prompts, pairs = _decode_prompts(model, decoder, texts, drafts, seconds, clock)
+    greedy, sampled = (DecodedPair.join(each) for each in pairs)
+    return DecodedModel(prompts, greedy, sampled, drafts, decoder.name, decoder.reason, threads)
+
+
+@contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    """Use so many threads in torch. More than one are no faster at this size, and far slower on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _decode_prompts(
+    model: Model, decoder: Backend, texts: Sequence[Sequence[int]], drafts: int, seconds: float, clock: Clock
+) -> tuple[tuple[tuple[int, ...], ...], list[tuple[DecodedPair, ...]]]:
+    """Return the prompts that fit the budget, and their pairs, greedy and at temperature 1."""
+    settings = Settings(drafts=drafts, max_tokens=_MIN_TOKENS, eos=eos_tokens(model))
+    # The first decoding warms the backend up; the second one is measured. Neither ends before its last token.
+    decode_pair(decoder, texts[0], replace(settings, eos=()))
+    rate = decode_side(decoder, texts[:1], replace(settings, eos=(), drafts=0)).tokens_per_s
+    # Four texts a prompt; the budget is for at least two prompts.
+    num_tokens = int(min(_MAX_TOKENS, max(_MIN_TOKENS, rate * seconds / 8)))
+    greedy = replace(settings, max_tokens=num_tokens)
+    temperatures = (greedy, replace(greedy, sampling=Sampling(temperature=1.0)))
+    pairs: list[list[DecodedPair]] = []
+    started = clock()
     for text in texts:
-        for side, drafts in zip(sides, (0, settings.drafts), strict=True):
-            side += decode_side(model, [text], replace(settings, drafts=drafts)).rounds
-    return DecodedPair(*(DecodedSide(tuple(side)) for side in sides))
+        if pairs and clock() - started >= seconds:
+            break
+        pairs.append([decode_pair(decoder, text, each) for each in temperatures])
+    return tuple(map(tuple, texts[: len(pairs)])), list(zip(*pairs, strict=True))
 
 
-def run_demo(
+def load_for(folder: Path, backend: str = "auto") -> Model:
+    """Load in bfloat16 for the native backend, whose texts equal baseline decoding's; in float32 for `torch`.
+
+    At this size, torch's matmuls are slower in bfloat16, and near-ties may be resolved either way.
+    """
+    if backend != "torch":
+        model = Model.load(folder, dtype=torch.bfloat16)
+        if backend_for(model).name == "native":
+            return model
+    return Model.load(folder, dtype=torch.float32)
+
+
+def decode_shipped(
+    folder: Path, *, drafts: int, seconds: float = _DECODE_S, on_build: Callable[[], None] = lambda: None
+) -> Iterator[DecodedModel]:
+    """Copy the shipped checkpoint to `folder/model`, decode it, and yield the results of each backend; write a report.
+
+    If the native runtime is not built yet, which takes up to a minute, the torch backend decodes first; on_build is
+    called before the build. Where the runtime cannot be built, the torch backend is the only one.
+    """
+    shutil.copytree(SHIPPED, folder / "model", dirs_exist_ok=True, copy_function=shutil.copyfile)
+    prompts = read_prompts(folder / "model" / "prompts.jsonl")
+    texts = [[*prompt.text][:_PROMPT_TOKENS] for prompt in prompts if not isinstance(prompt.text, str)]
+    status, results = build_status(), dict[str, DecodedModel]()
+    reason = status.problem or "the native runtime is not built yet"
+    if status.missing:
+        reason = f"the native runtime cannot be built without {' and '.join(status.missing)}"
+    names = ("torch",) if status.missing or status.problem else ("auto",) if status.is_built else ("torch", "auto")
+    for name in names:
+        if name == "auto" and not status.is_built:
+            on_build()
+        model = load_for(folder / "model", name)
+        result = decode_model(model, texts, drafts=drafts, backend=name, seconds=seconds)
+        result = replace(result, reason=reason) if name == "torch" else result
+        results[result.backend] = result
+        yield result
+    write_json(folder / "report.json", {name: result.as_record() for name, result in results.items()})
+
+
+class ThreadChoice:
+    """Chooses between all torch threads and one, by the speed of steps.
+
+    Beside other work, a step with several threads waits for the one that is not scheduled, and may take ten times as
+    long as with one.
+    """
+
+    def __init__(self) -> None:
+        self._all, self._speeds = torch.get_num_threads(), list[float]()
+        torch.set_num_threads(1)
+
+    def update(self, speed: float) -> None:
+        """Take the speed of a step. The first one warms up, the second has one thread, the others have all.
+
+        As soon as one of these is slower than the second, all others have one thread.
+        """
+        self._speeds.append(speed)
+        if len(self._speeds) == 2:
+            torch.set_num_threads(self._all)
+        elif len(self._speeds) > 2 and speed < self._speeds[1]:
+            torch.set_num_threads(1)
+
+
+def train_demo(
     folder: Path,
     *,
-    drafts: int = 4,
+    minutes: float,
     on_record: Callable[[Record], None],
     should_stop: Callable[[], bool] = lambda: False,
-) -> DemoReport | None:
-    """Run the demo and write model, report.json and metrics; None if it was stopped, to be resumed by the next call."""
+) -> TrainedModel | None:
+    """Train the shipped checkpoint's recipe for some minutes in `folder/run` and write the result to `folder/model`.
+
+    Return None if it was stopped; the next call resumes it.
+    """
     started = time.perf_counter()
-    result = train_demo(folder, on_record=on_record, should_stop=should_stop)
-    if result is None:
-        return None
-    (evaluation, held_out), trained = result, time.perf_counter()
-    model = _load(folder / "model")
-    texts = [text[:192].tolist() for text in sample_prompts(held_out, count=12, length=192, seed=0)]
-    greedy = Settings(drafts=drafts, max_tokens=160, eos=(held_out.eos,))
-    sampled = replace(greedy, sampling=Sampling(temperature=1.0))
-    decode_side(model, texts[:1], greedy)  # warm up
-    report = DemoReport(
-        folder=folder,
-        prompts=tuple(map(tuple, texts)),
-        greedy=decode_pair(model, texts, greedy),
-        sampled=decode_pair(model, texts, sampled),
-        evaluation=evaluation,
-        train_s=trained - started,
-        total_s=time.perf_counter() - started,
-        drafts=drafts,
-    )
-    write_json(folder / "report.json", report.as_record())
+    run = joint_run(folder / "run", recipe="tiny", settings=_TRAINING | {"minutes": minutes})
+    evaluations: list[EvalRecord] = []
+    for trainer in run.stages(folder / "model"):
+        trainer.resume()
+        with _torch_threads(torch.get_num_threads()):
+            choice = ThreadChoice()
+            for record in trainer.run(should_stop):
+                on_record(record)
+                if isinstance(record, StepRecord):
+                    choice.update(record.tokens_per_s)
+                else:
+                    evaluations += [record] if isinstance(record, EvalRecord) else []
+        if not trainer.is_over:
+            return None
+    return TrainedModel(folder, evaluations[-1], run.held_out, time.perf_counter() - started)
+
+
+def decode_trained(trained: TrainedModel, *, drafts: int) -> DemoReport:
+    """Load the trained model, decode it, and write report.json."""
+    started = time.perf_counter()
+    texts = [text.tolist() for text in sample_prompts(trained.held_out, count=12, length=_PROMPT_TOKENS, seed=0)]
+    decoded = decode_model(load_for(trained.folder / "model"), texts, drafts=drafts, seconds=_DECODE_S)
+    report = DemoReport(trained, decoded, trained.seconds + time.perf_counter() - started)
+    write_json(trained.folder / "report.json", report.as_record())
     return report
 
 
-def plot_report(report: DemoReport) -> list[Path]:
-    """Plot loss.png, acceptance.png and timeline.png next to the report, and return their paths."""
-    import json
-
-    from nextn.stats import plots
-
-    paths = [report.folder / name for name in ("loss.png", "acceptance.png", "timeline.png")]
-    lines = (report.folder / "run" / "metrics.jsonl").read_text().splitlines()
-    plots.losses(paths[0], [json.loads(line) for line in lines])
-    sides = {"greedy": report.greedy, "temperature 1": report.sampled}
-    plots.acceptance(paths[1], {label: pair.figures().mtp.acceptance for label, pair in sides.items()})
-    first = report.sampled.figures()
-    plots.timeline(paths[2], first.plain.rounds[0][1:], first.mtp.rounds[0][1:], num_tokens=48)
+def plot_decoded(folder: Path, decoded: DecodedModel) -> list[Path]:
+    """Plot acceptance.png and timeline.png, and return their paths. Raises ConfigError without matplotlib."""
+    paths = [folder / "acceptance.png", folder / "timeline.png"]
+    sides = {label: pair.figures().mtp for label, pair in (("greedy", decoded.greedy), ("T = 1", decoded.sampled))}
+    plots.acceptance(paths[0], {label: side.acceptance for label, side in sides.items()})
+    shown = decoded.greedy.non_degenerate or [0]
+    plain, mtp = (side.rounds[shown[0]][1:] for side in (decoded.greedy.plain, decoded.greedy.mtp))
+    plots.timeline(paths[1], plain, mtp, num_tokens=48)
     return paths
+
+
+def plot_losses(folder: Path) -> Path:
+    """Plot loss.png from the log of the run, and return its path. Raises ConfigError without matplotlib."""
+    path = folder / "loss.png"
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    records: list[Mapping[str, object]] = [json.loads(line) for line in lines]
+    plots.losses(path, records)
+    return path

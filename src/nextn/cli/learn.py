@@ -1,7 +1,8 @@
-"""`nextn demo` trains a small model and shows what its head does; `nextn env` describes the machine for bug reports."""
+"""`nextn demo` decodes and trains small models; `nextn env` describes the machine for bug reports."""
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,51 +11,145 @@ import typer
 from nextn.cli.common import AsJson, NumSpeculativeTokens, stop_flag
 from nextn.cli.screen import Marks, console, echo, plain, print_json
 from nextn.cli.train_common import progress, say_stopped
+from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from nextn.decoding.rounds import Round, SequenceRound
-    from nextn.demo import DecodedPair, DemoReport
+    from nextn.demo import DecodedModel, DecodedPair, DemoReport
+
+_INTRODUCTION = """\
+A byte-level model of Python code (5 MB) continues held-out code. In each round its MTP head drafts \
+{drafts} tokens, and the trunk checks them in one pass. The drafts up to the first wrong one are accepted ({marked}); \
+the trunk adds one token of its own, the bonus token. So the text is the trunk's; only the number of passes differs."""
+_LEGEND = """\
+AL: mean acceptance length, tokens per round with the bonus token. a_k: share of depth-k drafts that were accepted, \
+where all before them were."""
 
 
 def demo(
-    folder: Annotated[Path, typer.Option(help="Folder for the model, report.json and the figures.")] = Path("demo"),
+    folder: Annotated[Path, typer.Option(help="Folder for the models, reports and figures.")] = Path("demo"),
+    minutes: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Time budget of the training; 0 = only decode the checkpoint that comes with the package."
+        ),
+    ] = 4.0,
     num_speculative_tokens: NumSpeculativeTokens = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Train a byte-level code model with an MTP head, then decode with and without it (6 to 10 minutes on 2 cores).
+    """Decode a small byte-level code model without and with its MTP head, then train another one and decode that.
 
-    On cores without bfloat16 instructions it takes 25 minutes.
+    The first part takes less than a minute. Ctrl-C stops the training; the same command resumes it.
     """
-    from nextn.demo import plot_report, run_demo
+    if num_speculative_tokens < 1:
+        raise ConfigError(f"--num-speculative-tokens {num_speculative_tokens}; expected at least 1 draft per round")
+    if not as_json:
+        _introduce(num_speculative_tokens)
+    from nextn.demo import decode_trained, train_demo
 
-    with stop_flag() as stopped, progress(quiet=as_json) as on_record:
-        report = run_demo(folder, drafts=num_speculative_tokens, on_record=on_record, should_stop=stopped)
-    if report is None:
-        say_stopped(folder / "run", "nextn demo" if folder == Path("demo") else f"nextn demo --folder {folder}")
-        return
-    paths = plot_report(report)
+    record: dict[str, object] = {"shipped": _decode_shipped(folder / "shipped", num_speculative_tokens, quiet=as_json)}
+    if minutes:
+        if not as_json:
+            _announce_training(folder, minutes)
+        with stop_flag() as stopped, progress(quiet=as_json) as on_record:
+            trained = train_demo(folder, minutes=minutes, on_record=on_record, should_stop=stopped)
+        if trained is None:
+            options = ("" if folder == Path("demo") else f" --folder {folder}") + f" --minutes {minutes:g}"
+            say_stopped(folder / "run", f"nextn demo{options}")
+            return
+        report = decode_trained(trained, drafts=num_speculative_tokens)
+        record |= report.as_record()
+        if not as_json:
+            _show_report(report)
     if as_json:
-        print_json(report.as_record())
-    else:
-        _show_report(report, paths)
+        print_json(record)
 
 
-def _show_report(report: "DemoReport", paths: list[Path]) -> None:
+def _introduce(drafts: int) -> None:
+    screen = console()
+    screen.rule("[bold]1. A trained model, decoded without and with its MTP head")
+    screen.print(_INTRODUCTION.format(drafts=drafts, marked=Marks.of(screen).words))
+
+
+def _decode_shipped(folder: Path, drafts: int, *, quiet: bool) -> dict[str, object]:
+    """Decode the shipped checkpoint and show it; return the results of each backend."""
+    from nextn.demo import decode_shipped, plot_decoded
+
+    started, records, screen = time.monotonic(), dict[str, object](), console()
+
+    def announce_build() -> None:
+        if not quiet:
+            screen.print("\nNow with the native runtime, which is compiled once: 20 to 60 s.")
+
+    for decoded in decode_shipped(folder, drafts=drafts, on_build=announce_build):
+        records[decoded.backend] = decoded.as_record()
+        if quiet:
+            continue
+        if len(records) == 1:
+            _show_texts(decoded)
+            screen.rule("[bold]results")
+            screen.print(_LEGEND)
+        _show_figures(decoded)
+    if not quiet:
+        names = ["model (its card: README.md)", "report.json", *_plots(lambda: plot_decoded(folder, decoded))]
+        screen.print(plain(f"{time.monotonic() - started:.0f} s; in {folder}: {', '.join(names)}"))
+        screen.print(plain(f'To try it: nextn generate {folder / "model"} "def add("'))
+    return records
+
+
+def _announce_training(folder: Path, minutes: float) -> None:
+    screen = console()
+    screen.rule("[bold]2. Training such a model here")
+    text = (
+        f"Trunk and head are trained together on Python's standard library for {minutes:g} minutes (--minutes); the "
+        f"speed of this machine decides how many steps that are. Ctrl-C stops, the same command resumes."
+    )
+    screen.print(plain(text))
+
+
+def _show_report(report: "DemoReport") -> None:
+    from nextn.demo import plot_decoded, plot_losses
+
+    screen, folder = console(), report.trained.folder
+    _show_texts(report.decoded)
+    screen.rule("[bold]results")
+    _show_figures(report.decoded)
+    names = ["model", "report.json", *_plots(lambda: [plot_losses(folder), *plot_decoded(folder, report.decoded)])]
+    seconds = f"trained {report.trained.seconds:.0f} s, {report.total_s:.0f} s in all"
+    screen.print(plain(f"{seconds}; in {folder}: {', '.join(names)}"))
+
+
+def _plots(draw: Callable[[], Sequence[Path]]) -> list[str]:
+    """Draw figures and return their names; without matplotlib, return a note."""
+    try:
+        return [path.name for path in draw()]
+    except ConfigError as error:
+        return [f"no figures ({error})"]
+
+
+def _pairs(decoded: "DecodedModel") -> "tuple[tuple[str, DecodedPair], ...]":
+    return (("greedy", decoded.greedy), ("temperature 1", decoded.sampled))
+
+
+def _show_texts(decoded: "DecodedModel") -> None:
+    """Print one continuation per temperature, of a prompt that does not end in repetition."""
     screen = console()
     marks = Marks.of(screen)
-    pairs = (("greedy", report.greedy), ("temperature 1", report.sampled))
-    for label, pair in pairs:
+    for label, pair in _pairs(decoded):
         index = (pair.non_degenerate or [0])[0]
         screen.rule(f"[bold]held-out prompt {index + 1}, continued, {label} ({marks.words}: accepted drafts)")
-        screen.print(_continuation(report.prompts[index], pair.mtp.rounds[index], marks))
-    screen.rule("[bold]results")
-    for label, pair in pairs:
-        same = "" if label != "greedy" else "  output identical" if report.identical else "  output DIFFERENT"
-        screen.print(plain(f"{_figures(label, pair, report.drafts)}{same}", lines=True))
-    names = ", ".join(["model", "report.json", *(path.name for path in paths)])
-    screen.print(plain(f"trained {report.train_s:.0f} s, {report.total_s:.0f} s in all; in {report.folder}: {names}"))
+        screen.print(_continuation(decoded.prompts[index], pair.mtp.rounds[index], marks))
+
+
+def _show_figures(decoded: "DecodedModel") -> None:
+    screen = console()
+    reason = f" ({decoded.reason})" if decoded.reason else ""
+    screen.print(plain(f"{decoded.backend} backend{reason}, {len(decoded.prompts)} prompts"))
+    for label, pair in _pairs(decoded):
+        same = "" if label != "greedy" else "  output identical" if decoded.identical else "  output DIFFERENT"
+        screen.print(plain(f"{_figures(label, pair, decoded.drafts)}{same}", lines=True))
 
 
 def _figures(label: str, pair: "DecodedPair", drafts: int) -> str:
@@ -63,6 +158,8 @@ def _figures(label: str, pair: "DecodedPair", drafts: int) -> str:
     acceptance, speed = figures.mtp.acceptance, figures.mtp.tokens_per_s
     rates = "  ".join(f"a_{depth} {rate:.2f}" for depth, rate in enumerate(acceptance.rates, 1))
     left_out = f"{len(pair.checks) - len(pair.non_degenerate)} of {len(pair.checks)} texts repetitive, left out"
+    if not pair.non_degenerate:
+        left_out = "all texts are repetitive, which is easy to draft"
     return (
         f"{label:14} AL {acceptance.length:.2f} at K = {drafts}  {rates}  ({left_out})\n"
         f"{'':14} plain {figures.plain.tokens_per_s:.0f} tokens/s, MTP {speed:.0f} tokens/s = {figures.speedup:.2f} x"

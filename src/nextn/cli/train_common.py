@@ -1,9 +1,11 @@
 """What commands that train share: the progress bar, settings from files and options."""
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -47,29 +49,63 @@ def merge_settings(config: Path | None, pairs: list[str]) -> dict[str, object]:
 
 
 @contextmanager
-def progress(*, quiet: bool) -> Iterator[Callable[["Record"], None]]:
-    """Show a progress bar with the loss per depth; evaluations are printed above it."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+def progress(*, quiet: bool, every_s: float = 10.0) -> Iterator[Callable[["Record"], None]]:
+    """Yield a function that shows a record: a progress bar with the loss per depth, and a line per evaluation.
+
+    Where standard error is no terminal, a line every `every_s` seconds replaces the bar, also during long steps.
+    """
+    if quiet:
+        yield lambda record: None
+        return
+    with _bar() if console(stderr=True).is_terminal else _lines(every_s) as show:
+        yield show
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[["Record"], None]]:
+    from rich.progress import BarColumn, Progress, TextColumn
 
     from nextn.train.metrics import StepRecord
 
-    columns = (
-        TextColumn("train"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[status]}"),
-    )
-    with Progress(*columns, console=console(stderr=True), disable=quiet) as bar:
-        task = bar.add_task("train", total=None, status="compiling")
+    columns = (TextColumn("train"), BarColumn(bar_width=20), TextColumn("{task.fields[status]}"))
+    with Progress(*columns, console=console(stderr=True)) as bar:
+        task = bar.add_task("train", total=None, status="first step")
 
         def show(record: "Record") -> None:
             if isinstance(record, StepRecord):
-                bar.update(task, completed=record.step, total=record.num_steps, status=_status(record))
-            elif not quiet:
+                bar.update(task, completed=record.share, total=1.0, status=_status(record))
+            else:
                 bar.console.print(f"step {record.step}: held-out {_held_out(record)}", highlight=False)
 
         yield show
+
+
+@contextmanager
+def _lines(every_s: float) -> Iterator[Callable[["Record"], None]]:
+    from nextn.train.metrics import StepRecord
+
+    status, is_over, started = "first step", Event(), time.monotonic()
+
+    def repeat() -> None:
+        while not is_over.wait(every_s):
+            echo(f"train  {_minutes(time.monotonic() - started)}  {status}", err=True)
+
+    def show(record: "Record") -> None:
+        nonlocal status
+        if isinstance(record, StepRecord):
+            status = _status(record)
+        else:
+            echo(f"step {record.step}: held-out {_held_out(record)}", err=True)
+
+    # A thread, because a first step with compilation, and an evaluation, may take a minute.
+    thread = Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield show
+    finally:
+        is_over.set()
+        thread.join()
+        echo(f"train  {_minutes(time.monotonic() - started)}  {status}", err=True)
 
 
 def say_stopped(run: Path, command: str, *, quiet: bool = False) -> None:
@@ -97,9 +133,15 @@ def show_curve(points: Sequence["HeldOutAcceptance"]) -> None:
 def _status(record: "StepRecord") -> str:
     from nextn.train.metrics import bits
 
+    progress = f"step {record.step}/{record.num_steps}  {record.share:.0%}  {_minutes(record.remaining_s)} left"
+    speed = f"{record.tokens_per_s:,.0f} tok/s"
     if not record.match:
-        return f"bits {' '.join(f'{bits(loss):.2f}' for loss in record.loss)}  {record.tokens_per_s:,.0f} tok/s"
-    return f"loss {_listed(record.loss)}  1-TV {_listed(record.overlap)}  {record.tokens_per_s:,.0f} tok/s"
+        return f"{progress}  bits {' '.join(f'{bits(loss):.2f}' for loss in record.loss)}  {speed}"
+    return f"{progress}  loss {_listed(record.loss)}  1-TV {_listed(record.overlap)}  {speed}"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 def _held_out(record: "EvalRecord | HeadRecord") -> str:

@@ -40,8 +40,9 @@ def acceptance(path: Path, rows: Mapping[str, "Acceptance"]) -> None:
             depths = range(1, len(figures.rates) + 1)
             x_positions = [depth + (index - (len(rows) - 1) / 2) * width for depth in depths]
             bounds = figures.intervals()
-            below = [rate - low for rate, (low, _) in zip(figures.rates, bounds, strict=True)]
-            above = [high - rate for rate, (_, high) in zip(figures.rates, bounds, strict=True)]
+            # Rounding may put a bound of a rate of 1 below it.
+            below = [max(0.0, rate - low) for rate, (low, _) in zip(figures.rates, bounds, strict=True)]
+            above = [max(0.0, high - rate) for rate, (_, high) in zip(figures.rates, bounds, strict=True)]
             name = f"{label} (AL {figures.length:.2f})"
             style = {"ecolor": _INK, "elinewidth": 1, "capsize": 3}
             axes.bar(

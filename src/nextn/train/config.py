@@ -10,12 +10,13 @@ from nextn.losses.distillation import OBJECTIVES
 from nextn.losses.mtp_loss import LambdaSchedule, depth_weights
 from nextn.train.dtype import training_dtype
 
-# Settings of how a step is computed that do not change its result: a resumed run may change them.
-FREE_SETTINGS = ("accumulate", "checkpoint_layers")
+# Settings that a resumed run may change: how a step is computed, without an effect on its result, and the time budget.
+FREE_SETTINGS = ("accumulate", "checkpoint_layers", "minutes")
 _MINIMA = {
     "steps": 1, "batch_size": 1, "length": 2, "depths": 0, "warmup": 0, "seed": 0, "accumulate": 1, "save_every": 0,
     "eval_every": 0, "eval_batches": 1,
 }  # fmt: skip
+_MAX_WARMUP = 0.1  # share of a time budget
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", type(None): "null"}
 
 
@@ -25,6 +26,8 @@ class TrainConfig:
 
     Attributes:
         steps: Optimizer steps.
+        minutes: Time budget: training ends after so many minutes of steps, and its schedules follow the share of them
+            that is used; `steps` is then ignored. 0 = none.
         batch_size: Rows of a step, over all processes.
         length: Tokens of a row.
         depths: K of the loss.
@@ -50,6 +53,7 @@ class TrainConfig:
     """
 
     steps: int
+    minutes: float = 0.0
     batch_size: int = 16
     length: int = 256
     depths: int = 4
@@ -75,6 +79,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         require_at_least(self, **_MINIMA)
         for name, is_valid, expected in (
+            ("minutes", 0 <= self.minutes < math.inf, "a number of minutes > 0, or 0 for no time budget"),
             ("lr", 0 < self.lr < 1, "0 < lr < 1"),
             ("matrix_lr", 0 < self.matrix_lr < 1, "0 < matrix_lr < 1"),
             ("final_lr", 0 <= self.final_lr <= 1, "a share of lr, 0 <= final_lr <= 1"),
@@ -123,10 +128,18 @@ class TrainConfig:
     def tokens_per_step(self) -> int:
         return self.batch_size * self.length
 
-    def schedule(self, step: int) -> float:
-        """Return the factor of the learning rates at a step (0-based)."""
-        warmup = min(1.0, (step + 1) / (self.warmup + 1))
+    def schedule(self, step: int, *, share: float | None = None) -> float:
+        """Return the factor of the learning rates at a step (0-based).
+
+        share: of a time budget that is used before the step. Warmup then ends after a tenth of the budget, however few
+            steps that are.
+        """
+        warmup = (step + 1) / (self.warmup + 1)
         decay = (self.steps - step) / max(1.0, self.decay * self.steps)
+        if share is not None:
+            warmup = max(warmup, share / _MAX_WARMUP)
+            decay = (1 - share) / max(1e-9, self.decay)
+        warmup = min(1.0, warmup)
         return warmup * (self.final_lr + (1 - self.final_lr) * min(1.0, decay))
 
 

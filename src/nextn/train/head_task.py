@@ -90,7 +90,7 @@ class HeadTask:
         self.cache = HiddenStateCache(
             trunk,
             self.batches,
-            min(epoch, self.config.steps),
+            epoch if self.config.minutes else min(epoch, self.config.steps),
             folder,
             autocast=self._trunk_autocast,
             compute=self._compute_states,

@@ -1,6 +1,7 @@
 """The training loop for any task: a generator of records that resumes exactly where it stopped.
 
-It uses no global random state, and the clock only for tokens/s, so step s is the same computation in every run.
+It uses no global random state, and the clock only for tokens/s and time budgets. Without a time budget, step s is the
+same computation in every run.
 """
 
 import math
@@ -20,6 +21,7 @@ from nextn.train.heldout_acceptance import BestTracker
 from nextn.train.joint_task import BatchLoss, Task, add_losses, sum_over_ranks
 from nextn.train.metrics import EvalRecord, HeadRecord, Record, StepRecord
 from nextn.train.optimizers import build_optimizers, set_learning_rates
+from nextn.train.pace import Pace
 from nextn.train.run_folder import MAX_CHECKPOINTS, RunFolder
 from nextn.train.sharding import clip_gradients
 
@@ -27,12 +29,15 @@ from nextn.train.sharding import clip_gradients
 class Trainer:
     """Trains a task in place. `run` yields records; the consumer shows progress and decides when to stop.
 
-    out: the run's folder, for checkpoints and the log.
+    Args:
+        task: What is trained, and its settings.
+        out: The run's folder, for checkpoints and the log.
+        clock: Returns seconds, for tokens/s and time budgets.
     """
 
-    def __init__(self, task: Task, *, out: Path) -> None:
+    def __init__(self, task: Task, *, out: Path, clock: Callable[[], float] = time.perf_counter) -> None:
         self.task, self.config, self.ranks = task, task.config, task.ranks
-        self.folder, self.step = RunFolder(out), 0
+        self.folder, self.step, self.pace = RunFolder(out), 0, Pace(self.config, self.ranks, clock)
         self.lam = LambdaSchedule.parse(self.config.lam, total=self.config.tokens)
         self.optimizers = build_optimizers(task.named, self.config)
         self.best_tracker = BestTracker(getattr(self.config, "patience", 0))
@@ -55,7 +60,7 @@ class Trainer:
 
     def num_bytes_left(self) -> int:
         """Return an upper bound of the bytes that the rest of the run adds: checkpoints, best weights, the result."""
-        every, remaining = self.config.save_every, self.config.steps - self.step
+        every, remaining = self.config.save_every, self.pace.num_steps(self.step) - self.step
         saves, existing = -(-remaining // every) if every else min(remaining, 1), len(self.folder.checkpoints())
         size, weights = run_state.num_bytes(self.task, self.optimizers), run_state.num_bytes(self.task)
         added = min(existing + saves, MAX_CHECKPOINTS) - existing
@@ -83,7 +88,7 @@ class Trainer:
             yield self.evaluate()
         while not self.is_over and not self.ranks.any(should_stop()):
             yield self._step()
-            if _due(self.step, self.config.eval_every) and self.step < self.config.steps:
+            if _due(self.step, self.config.eval_every) and not self.pace.is_over(self.step):
                 yield self.evaluate()
             if _due(self.step, self.config.save_every):
                 self.save()
@@ -95,8 +100,8 @@ class Trainer:
 
     @property
     def is_over(self) -> bool:
-        """Whether all steps are done, or held-out acceptance has not improved for `patience` evaluations."""
-        return self.step == self.config.steps or self.best_tracker.is_done
+        """Whether all steps are done, the time is used, or acceptance has not improved for `patience` evaluations."""
+        return self.pace.is_over(self.step) or self.best_tracker.is_done
 
     def evaluate(self, *, last: bool = False) -> EvalRecord | HeadRecord:
         """Evaluate on held-out text, and store the weights of the best head so far."""
@@ -110,7 +115,8 @@ class Trainer:
         folder = self.folder.checkpoint(self.step)
         if folder not in self.folder.checkpoints():
             best = self.best_tracker.as_state()
-            run_state.write(folder, self.task, self.optimizers, step=self.step, standing=best)
+            pace = self.pace.as_state()
+            run_state.write(folder, self.task, self.optimizers, step=self.step, standing=best, pace=pace)
         if self.ranks.is_first:
             self.folder.prune()
         return folder
@@ -135,33 +141,44 @@ class Trainer:
             return False
         state = run_state.read(self.folder.checkpoints()[-1], self.task, self.optimizers)
         self.step = state["step"]
-        if "standing" in state:  # missing in checkpoints of older versions
+        # Both are missing in checkpoints of older versions.
+        if "pace" in state:
+            self.pace.load_state(state["pace"])
+        if "standing" in state:
             self.best_tracker.load_state(state["standing"])
         return True
 
     def _step(self) -> StepRecord:
-        started, config = time.perf_counter(), self.config
-        lam, scale = self.lam.at(self.step * config.tokens_per_step), config.schedule(self.step)
+        config, pace = self.config, self.pace
+        lam, scale = self.lam.at(pace.tokens(self.step)), pace.schedule(self.step)
+        with pace.measured():
+            report, norm = self._update(lam, scale)
+        self.step += 1
+        return StepRecord(
+            step=self.step,
+            num_steps=pace.num_steps(self.step),
+            share=pace.share(self.step),
+            remaining_s=pace.remaining_s(self.step),
+            tokens=self.step * config.tokens_per_step,
+            lr=config.lr * scale,
+            lam=lam,
+            grad_norm=norm,
+            tokens_per_s=config.tokens_per_step / max(pace.latest_s, 1e-9),
+            **self.task.figures(report),
+        )
+
+    def _update(self, lam: float, scale: float) -> tuple[BatchLoss, float]:
+        """Change the weights by one step, and return its loss and the norm of its gradient."""
         set_learning_rates(self.optimizers, scale)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         report = sum_over_ranks(self._backward(lam), self.ranks)
         self._check_finite("loss", report.total.item())
-        norm = clip_gradients(self.task.named.values(), config.clip)
+        norm = clip_gradients(self.task.named.values(), self.config.clip)
         self._check_finite("gradient", norm)  # before it corrupts parameters that a checkpoint would store
         for optimizer in self.optimizers:
             optimizer.step()
-        self.step += 1
-        return StepRecord(
-            step=self.step,
-            num_steps=config.steps,
-            tokens=self.step * config.tokens_per_step,
-            lr=config.lr * scale,
-            lam=lam,
-            grad_norm=norm,
-            tokens_per_s=config.tokens_per_step / (time.perf_counter() - started),
-            **self.task.figures(report),
-        )
+        return report, norm
 
     def _backward(self, lam: float) -> BatchLoss:
         """Accumulate the gradients of this process's micro-batches, over the labels of the global batch."""
@@ -184,7 +201,7 @@ class Trainer:
 
     def _check_finite(self, name: str, value: float) -> None:
         if not math.isfinite(value):
-            rate = self.config.lr * self.config.schedule(self.step)
+            rate = self.config.lr * self.pace.schedule(self.step)
             raise TrainingError(
                 f"the {name} of step {self.step} is {value}; the cause is batch {self.step} of seed {self.config.seed} "
                 f"or a learning rate of {rate:.2g}. Checkpoints in {self.folder.path} are intact; try a lower lr"

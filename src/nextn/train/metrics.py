@@ -20,7 +20,9 @@ class StepRecord:
     """One optimizer step."""
 
     step: int
-    num_steps: int
+    num_steps: int  # of the run; with a time budget, as expected from the speed so far
+    share: float  # of the steps or of the time budget, 0..1
+    remaining_s: float  # until the end of training, as expected
     tokens: int
     # Mean over the batch per depth. Joint: cross-entropy in nats [D+1], trunk first; head: objective [D].
     loss: tuple[float, ...]

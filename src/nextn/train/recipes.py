@@ -78,6 +78,8 @@ def _shape(layers: int, hidden: int, vocab_size: int, max_length: int) -> dict[s
     }
 
 
+# Overrides of `byte_model`: several heads in spite of the small width.
+_NARROW = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 # Overrides of `mixed_model`: fewer heads, wider MLPs.
 _WIDE = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 1152}
 
@@ -96,6 +98,12 @@ def by_name(name: str, *, vocab_size: int) -> Recipe:
             byte_model(layers=8, hidden=256, vocab_size=vocab_size),
             _byte_training(steps=390, batch_size=16, length=256, depths=2, compile=True),
             5,
+        ),
+        "tiny": Recipe(
+            "byte-level code model of 5 MB, the one that comes with the package",
+            byte_model(layers=12, hidden=128, vocab_size=vocab_size) | _NARROW,
+            _byte_training(steps=1200, depths=4, compile=True, save_every=200, eval_every=200),
+            15,
         ),
         "code": Recipe(
             "half-hour byte-level code model, made to be decoded fast",

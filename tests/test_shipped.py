@@ -1,0 +1,73 @@
+"""The checkpoint that comes with the package: sound, small, lossless, and as its card says."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from nextn.audit import audit
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.provenance import Provenance
+from nextn.demo import SHIPPED, decode_model
+from nextn.evaluate.workload import read_prompts
+from nextn.model.model import Model
+from nextn.train.recipes import by_name
+
+CARD = (SHIPPED / "README.md").read_text()
+PROMPTS = [list(prompt.text[:96]) for prompt in read_prompts(SHIPPED / "prompts.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def decoded():
+    return decode_model(Model.load(SHIPPED), PROMPTS, drafts=4)
+
+
+def test_audit_has_nothing_to_say():
+    report = audit(Checkpoint.open(SHIPPED))
+    assert report.clean
+    assert {finding.severity for finding in report.findings} <= {"note"}
+
+
+def test_it_is_small_and_of_its_recipe():
+    assert 2e6 < sum(path.stat().st_size for path in SHIPPED.glob("*.safetensors")) < 6e6
+    model = Model.load(SHIPPED)
+    recipe = by_name("tiny", vocab_size=264)
+    parts = (model.trunk.model, model.head)
+    assert {value.dtype for part in parts for value in part.parameters()} == {torch.bfloat16}
+    assert f"{sum(value.numel() for part in parts for value in part.parameters()):,} parameters" in CARD
+    config = json.loads((SHIPPED / "config.json").read_text())
+    assert {name: config[name] for name in recipe.model} == recipe.model
+    assert Provenance.read(Checkpoint.open(SHIPPED)).source in CARD
+    assert f"{recipe.train.steps:,} steps" in CARD
+
+
+def test_the_card_is_complete():
+    assert "$" not in CARD
+    assert CARD.startswith("---\nlicense: apache-2.0\n")
+    assert "Python Software Foundation" in (SHIPPED / "LICENSE-PYTHON").read_text()
+    assert f"| {len(PROMPTS)} held-out prompts |" in CARD
+
+
+@pytest.mark.parametrize("label", ["greedy", "temperature 1"])
+def test_acceptance_is_the_cards(label, decoded):
+    """The card's figures are of bfloat16 and the native backend; near-ties may fall otherwise on other processors."""
+    cells = re.search(rf"^\| {label} \| (.*) \|$", CARD, re.MULTILINE)[1].split(" | ")
+    figures = (decoded.greedy if label == "greedy" else decoded.sampled).mtp.acceptance
+    assert figures.length == pytest.approx(float(cells[0]), rel=0.05)
+    assert figures.rates == pytest.approx([float(cell) for cell in cells[1:]], abs=0.05)
+    assert min(figures.rates) > 0.75
+    assert figures.length > 3.2
+
+
+def test_texts_do_not_repeat_and_are_the_trunks(decoded):
+    assert len(decoded.greedy.non_degenerate) >= 0.9 * len(PROMPTS)
+    assert len(decoded.sampled.non_degenerate) >= 0.9 * len(PROMPTS)
+    assert decoded.identical
+
+
+def test_the_torch_backend_gives_the_same_with_and_without_drafts():
+    model = Model.load(SHIPPED, dtype=torch.float32)
+    decoded = decode_model(model, PROMPTS[:3], drafts=4, backend="torch", seconds=0.5)
+    assert decoded.identical
+    assert decoded.greedy.mtp.acceptance.length > 2
