@@ -186,7 +186,8 @@ def _pair(run: Run) -> tuple[str, str, str]:
 
 
 def _range(ratios: Any) -> str:
-    return f"{min(ratios):.1f} to {max(ratios):.1f} x"
+    digits = 1 if max(ratios) - min(ratios) > 0.1 else 2
+    return f"{min(ratios):.{digits}f} to {max(ratios):.{digits}f} x"
 
 
 def picture() -> str:

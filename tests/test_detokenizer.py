@@ -128,6 +128,12 @@ def test_stop_strings_are_found_where_the_slow_twin_finds_them(name, data):
         assert slow.text(tokens).startswith(said)
 
 
+def test_a_stop_string_before_an_invalid_byte_is_found():
+    """As when the two tokens come in two rounds; together they are two broken characters."""
+    newline_and_byte = [MADE["gemma"].convert_tokens_to_ids(piece) for piece in ("<0x0A>", "<0x80>")]
+    assert _TextStream(MADE["gemma"], ["\n"]).stop_after(newline_and_byte) == 1
+
+
 def test_characters_and_spaces_arrive_when_they_are_certain():
     """Llama-style: the first space goes, later ones stay; bytes wait for the token that ends their run."""
     tokenizer = MADE["llama"]

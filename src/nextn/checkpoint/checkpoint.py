@@ -134,8 +134,9 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: no tensor {name!r}; it has {some(self.tensors)}.")
         return self.tensors[name]
 
-    def chunks(self, tensor: str | TensorInfo, size: int = CHUNK) -> Iterator[bytes]:
-        """Yield the tensor's bytes in order, at most `size` at a time."""
+    def chunks(self, tensor: str | TensorInfo, size: int | None = None) -> Iterator[bytes]:
+        """Yield the tensor's bytes in order, at most `size` (default: CHUNK) at a time."""
+        size = size or CHUNK
         info = self.info(tensor) if isinstance(tensor, str) else tensor
         source = self.sources[info.file]
         for begin in range(info.begin, info.end, size):

@@ -41,7 +41,7 @@ class Detokenizer:
         num_final = len(self._buffer)
         if self.pending.endswith(_BROKEN):
             num_final = self._split() if num_final > _MAX_BUFFER else 0
-        elif self._is_byte_token(self._buffer[-1]):
+        elif self.is_byte_token(self._buffer[-1]):
             num_final = 0
         return self._commit(num_final) if num_final else ""
 
@@ -61,7 +61,7 @@ class Detokenizer:
     def _split(self) -> int:
         """Find how many tokens of a buffer with broken characters are final; 0 if that cannot be determined."""
         tokens, end = self._buffer, len(self._buffer) - _MAX_BYTES
-        if any(self._is_byte_token(token) for token in tokens[-2 * _MAX_BYTES :]):
+        if any(self.is_byte_token(token) for token in tokens[-2 * _MAX_BYTES :]):
             return 0
         text = self._decode(tokens)
         splits = range(end, end - _MAX_BYTES, -1)
@@ -78,7 +78,8 @@ class Detokenizer:
             self._pieces[token] = None if piece is None or is_skipped else str(piece)
         return self._pieces[token]
 
-    def _is_byte_token(self, token: int) -> bool:
+    def is_byte_token(self, token: int) -> bool:
+        """Return whether a token is a single byte, whose text depends on the bytes around it."""
         return _BYTE_TOKEN.fullmatch(self._piece(token) or "") is not None
 
     def _new_text(self, tokens: Sequence[int]) -> str:

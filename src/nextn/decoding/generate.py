@@ -193,7 +193,11 @@ class _TextStream:
         Returns:
             How many of the tokens it takes to complete the stop string; None without one.
         """
+        assert self._detokenizer is not None
         fresh = tokens[self._num_tokens :]
+        if any(map(self._detokenizer.is_byte_token, fresh)):  # an invalid byte also changes the text before it
+            counts = range(1, len(fresh) + 1)
+            return next((self._num_tokens + count for count in counts if self._stops_in(fresh[:count])), None)
         if not self._stops_in(fresh):
             return None
         # Text grows with the tokens, so the first count that holds a stop string can be found by bisection.
