@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
+#include <vector>
 
 #include "product.h"
 
@@ -22,11 +24,15 @@ bool is_whole(const View& weight, int64_t column, int64_t count) {
 // A block of columns from `column` on: [pair of k][column][2].
 void pack_halves(const View& weight, int64_t column, uint16_t* to) {
   const int64_t depth = pieces(weight.size[1], kTileDepth) * kTileDepth;
+  // Line by line of each row: the rows of a matrix are often a power of two apart, and then evict each other.
   int64_t done = 0;
   if (is_whole(weight, column, kHalfColumns))
-    for (; done + 2 <= weight.size[1]; done += 2)
-      for (int64_t j = 0; j < kHalfColumns; ++j)
-        std::memcpy(to + done * kHalfColumns + 2 * j, row<uint16_t>(weight, column + j) + done, 2 * sizeof(uint16_t));
+    for (; done + kTileDepth <= weight.size[1]; done += kTileDepth)
+      for (int64_t j = 0; j < kHalfColumns; ++j) {
+        const uint16_t* from = row<uint16_t>(weight, column + j) + done;
+        uint16_t* pairs = to + done * kHalfColumns + 2 * j;
+        for (int64_t k = 0; k < kTileDepth; k += 2) std::memcpy(pairs + k * kHalfColumns, from + k, 2 * sizeof(uint16_t));
+      }
   for (int64_t k = done; k < depth; ++k)
     for (int64_t j = 0; j < kHalfColumns; ++j) {
       const bool exists = column + j < weight.size[0] && k < weight.size[1];
@@ -37,10 +43,14 @@ void pack_halves(const View& weight, int64_t column, uint16_t* to) {
 
 // A panel of 32 columns from `column` on: [k][column].
 void pack_panel(const View& weight, int64_t column, float* to) {
+  constexpr int64_t kLine = 64 / sizeof(float);
   int64_t done = 0;
   if (is_whole(weight, column, kPanelColumns))
-    for (; done < weight.size[1]; ++done)
-      for (int64_t j = 0; j < kPanelColumns; ++j) to[done * kPanelColumns + j] = row<float>(weight, column + j)[done];
+    for (; done + kLine <= weight.size[1]; done += kLine)
+      for (int64_t j = 0; j < kPanelColumns; ++j) {
+        const float* from = row<float>(weight, column + j) + done;
+        for (int64_t k = 0; k < kLine; ++k) to[(done + k) * kPanelColumns + j] = from[k];
+      }
   for (int64_t k = done; k < weight.size[1]; ++k)
     for (int64_t j = 0; j < kPanelColumns; ++j) {
       const bool exists = column + j < weight.size[0];
@@ -74,13 +84,17 @@ bool select_pack(Call& call) {
 
 // One column of weights of a byte: a scale, and each weight divided by it, rounded to nearest.
 float pack_codes(const uint16_t* weights, int64_t k, int64_t depth, uint8_t* to) {
+  thread_local std::vector<uint8_t> codes;
+  codes.assign(depth, uint8_t(kZero));
   float largest = 0;
   for (int64_t i = 0; i < k; ++i) largest = std::max(largest, std::abs(widened(weights[i])));
   const float most = float(kZero - 1), scale = largest == 0 ? 1.0f : largest / most;
-  for (int64_t i = 0; i < depth; ++i) {
-    const float code = i < k ? std::clamp(std::nearbyint(widened(weights[i]) / scale), -most, most) : 0.0f;
-    const int64_t place = (i % 4 == 1 || i % 4 == 2) ? 3 - i % 4 : i % 4;
-    to[i / 4 * 4 * kTileColumns + place] = uint8_t(int64_t(code) + kZero);
+  uint8_t* code = codes.data();
+  for (int64_t i = 0; i < k; ++i)
+    code[i] = uint8_t(int32_t(std::clamp(std::nearbyint(widened(weights[i]) / scale), -most, most)) + int32_t(kZero));
+  for (int64_t i = 0; i < depth; i += 4) {
+    std::swap(code[i + 1], code[i + 2]);
+    std::memcpy(to + i * kTileColumns, code + i, 4);
   }
   return scale;
 }
