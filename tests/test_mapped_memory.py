@@ -7,9 +7,15 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from tiny import CONFIGS, prompt
 from torch import nn
 
 from nextn.checkpoint.mapped_memory import release_pages, released_after_use, slices_released_after_use
+from nextn.decoding.generate import generate
+from nextn.decoding.rounds import Settings
+from nextn.model.model import Model
+from nextn.runtime.backend import backend_for
+from nextn.runtime.native.trace import Trace
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages are only released on Linux")
 ROWS, COLUMNS = 8192, 1024
@@ -91,3 +97,29 @@ def test_a_module_gives_its_weights_back_after_it_ran(stored):
         assert resident(stored) < 0.1 * stored.nbytes
     layer(x)
     assert resident(stored) > 0.9 * stored.nbytes
+
+
+def test_weights_that_the_native_backend_packed_are_given_back(tmp_path):
+    """Loading, recordings and the self-check leave none of them in memory, and they still hold their values."""
+    config = CONFIGS["qwen3_5"] | {"intermediate_size": 65536}
+    Model.build(config, dtype=torch.bfloat16).save(tmp_path / "model")
+    model = Model.load(tmp_path / "model")
+    weights = [layer.mlp.down_proj.weight.detach() for layer in model.trunk.decoder.layers]
+    assert sum(map(resident, weights)) < 0.3 * sum(weight.nbytes for weight in weights)
+    assert backend_for(model).name == "native"
+    generate(model, [prompt(9)], Settings(drafts=2, max_tokens=4))
+    assert sum(map(resident, weights)) < 0.3 * sum(weight.nbytes for weight in weights)
+    assert all(bool(weight.any()) for weight in weights)
+    assert sum(map(resident, weights)) > 0.9 * sum(weight.nbytes for weight in weights)
+
+
+def test_a_recording_computes_no_product_with_a_weight():
+    """A weight of NaN leaves no NaN in the trace; the product of two inputs is computed."""
+    x, weight = torch.ones(2, 3), torch.full((3, 4), float("nan"))
+    with Trace([x]), torch.no_grad():
+        product, rows, square = x @ weight, torch.nn.functional.embedding(x[:1].long()[0], weight), x @ x.T
+    assert product.shape == (2, 4)
+    assert rows.shape == (3, 4)
+    assert not product.any()
+    assert not rows.any()
+    assert square.eq(3).all()
