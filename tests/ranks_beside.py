@@ -21,3 +21,6 @@ run.train()
 if run.args.should_save:
     told = {key: torch.tensor(value) for key, value in run.state.log_history[1].items() if "head" in key}
     torch.save(state(model) | state(head) | told, f"{out}.pt")
+if torch.distributed.is_initialized():
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()  # gloo's threads must end before the interpreter does
