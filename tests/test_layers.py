@@ -26,7 +26,7 @@ LAYERS = [
     ["decoding", "environment"],
     ["evaluate"],
     ["train", "verify"],
-    ["conformance", "demo"],
+    ["conformance", "demo", "serve"],
     ["cli"],
 ]
 # Lines of Python without the family rows.

@@ -7,6 +7,7 @@ NextnError
 ├── RollbackError     a cache that cannot be rolled back exactly              exit 2
 ├── EngineError       an engine that is unreachable, slow, or refuses         exit 2
 │   └── BudgetError   the requests or seconds allowed are used up             exit 2
+├── QueueFullError    the server's queue has no room for a request            exit 2
 └── TrainingError     a run that cannot continue (non-finite loss, ...)       exit 1
 """
 
@@ -43,6 +44,10 @@ class EngineError(NextnError):
 
 class BudgetError(EngineError):
     """The requests or seconds allowed are used up; results so far remain valid."""
+
+
+class QueueFullError(NextnError):
+    """The server's queue has no room for another request; a client may try again later."""
 
 
 class TrainingError(NextnError):

@@ -1,0 +1,106 @@
+"""What the HTTP layer and the engine exchange: a request in, chunks of rounds out."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Protocol
+
+from torch import Tensor
+
+from nextn.decoding.rounds import SequenceRound
+from nextn.settings import Sampling
+
+_NO_BIAS: Mapping[int, float] = MappingProxyType({})
+
+
+class GrammarState(Protocol):
+    """The position of one sequence in a grammar that its tokens must follow."""
+
+    def allowed(self, drafts: tuple[int, ...]) -> list[Tensor]:
+        """Return, for each prefix of the drafts (the empty one first), a bool tensor [V] of the tokens that may follow.
+
+        The list ends early after a draft that the grammar forbids. The state is as before afterwards.
+        """
+
+    def advance(self, tokens: tuple[int, ...]) -> None:
+        """Move past tokens that were emitted."""
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One sequence to generate. The HTTP layer makes `n` of them for a request with `n` choices."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling = field(default_factory=Sampling)  # temperature 0: greedy
+    max_tokens: int = 256
+    num_speculative_tokens: int | None = None  # K; None: the engine's choice, 0: plain decoding
+    stop_token_ids: tuple[int, ...] = ()  # they end the sequence, the tokenizer's EOS included
+    stop: tuple[str, ...] = ()  # strings that end the text, which ends before them
+    seed: int = 0
+    presence_penalty: float = 0.0  # subtracted from the logits of generated tokens
+    frequency_penalty: float = 0.0  # the same, times their number
+    logit_bias: Mapping[int, float] = _NO_BIAS  # token id -> added to its logit
+    logprobs: int | None = None  # alternatives to return with each token; None: no log probabilities
+    grammar: Callable[[], GrammarState] | None = None  # makes the state at the first generated token
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The log probability of an emitted token under the trunk's unmodified distribution, in nats."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # the most likely tokens, best first
+
+
+@dataclass(frozen=True)
+class GenerationChunk:
+    """What one or more rounds add to a sequence. The first round of a sequence is the prefill, without drafts."""
+
+    text: str  # what became final; an incomplete character or a possible stop string is held back
+    rounds: tuple[SequenceRound, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per emitted token, if they were requested
+    finish: str | None = None  # None, `eos`, `stop`, `length`, `context`, `cancelled` or `error`
+    error: str = ""  # with finish `error`: what failed
+    cached_tokens: int = 0  # prompt tokens that came from the prefix cache; of the first chunk
+
+
+class Generation(Protocol):
+    """A submitted request."""
+
+    def cancel(self) -> None:
+        """End the sequence after the current round. Any thread may call it, also after the end."""
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot for gauges and `/health`."""
+
+    num_running: int
+    num_waiting: int
+    cache_positions: int  # positions of KV cache in use by running sequences
+    max_cache_positions: int
+    prefix_positions: int  # positions held by the prefix cache
+    max_prefix_positions: int
+    prefix_queries: int  # prompt tokens looked up so far
+    prefix_hits: int  # of these, tokens found
+    cost_curve: tuple[float, ...] = ()  # cost of verifying 1, 2, ... positions, in plain steps; empty: not measured
+    draft_cost: float = 0.0  # of one draft, in plain steps
+    reference_rates: tuple[float, ...] = ()  # acceptance per depth that `nextn measure` found; empty: not loaded
+
+
+class Engine(Protocol):
+    """Runs generations in a thread of its own."""
+
+    def submit(self, request: GenerationRequest, emit: Callable[[GenerationChunk], None]) -> Generation:
+        """Queue a request. `emit` is called in the engine's thread and must return at once; the last chunk has `finish`.
+
+        Raises:
+            QueueFullError: Too many requests wait.
+            ConfigError: The prompt does not fit or has unknown tokens.
+        """
+
+    def stats(self) -> EngineStats: ...
+
+    def close(self, *, grace_s: float) -> None:
+        """Stop accepting; let running sequences end within this time, then cancel them."""
