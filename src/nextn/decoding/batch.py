@@ -163,9 +163,12 @@ class Batch:
         if self.native is None and not self.queued:
             self.native = self._native_rounds()
         verified = self._torch_round() if self.native is None else self._native_round(self.native)
-        rows = zip(verified.confidences, verified.drafts, verified.verification, strict=True)
-        for confidences, drafts, (num_accepted, _) in rows:
-            self.length.learn(confidences, drafts=len(drafts), num_accepted=num_accepted)
+        if any(verified.confidences):
+            rows = zip(verified.confidences, verified.drafts, verified.verification, strict=True)
+            for confidences, drafts, (num_accepted, _) in rows:
+                self.length.learn(confidences, drafts=len(drafts), num_accepted=num_accepted)
+        else:
+            self.length.learn([], drafts=0, num_accepted=0)  # a plain round, of however many sequences
         return self._emit(verified)
 
     def join(self, other: "Batch") -> None:

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from nextn.decoding.generate import TextStream
-from nextn.decoding.rounds import check_prompts
+from nextn.decoding.rounds import check_prompts, prepare
 from nextn.errors import ConfigError, NextnError, QueueFullError
 from nextn.evaluate.decoding_costs import measure_costs
 from nextn.model.model import Model
@@ -37,7 +39,7 @@ class EngineOptions:
     cache_gb: float = 2.0  # memory of all caches, in 10^9 bytes
     num_speculative_tokens: int = 4  # K
     adaptive: bool = True  # draft less, or not at all, where it does not pay at the present batch size
-    warmup: bool = True  # record the common batch sizes and measure their costs before the first request
+    warmup: bool = True  # while idle, record passes of all batch sizes and measure what rounds cost
 
     def __post_init__(self) -> None:
         rules = {
@@ -71,7 +73,7 @@ class ServingEngine:
     """Runs generations of one model in a thread of its own. See `request.Engine`."""
 
     def __init__(self, model: Model, options: EngineOptions | None = None) -> None:
-        """Load the backend and, unless told otherwise, measure what rounds cost.
+        """Load the backend and start the thread.
 
         Raises:
             ConfigError: The options do not fit the model or the memory.
@@ -79,10 +81,9 @@ class ServingEngine:
         self.model, self.options = model, options or EngineOptions()
         self.backend = backend_for(model, self.options.backend)
         self.limits = _limits(self.backend, self.options)
-        policies = self._policies() if self.options.warmup and self.options.adaptive else {}
-        self._scheduler = Scheduler(self.backend, self.limits, policies=policies)
-        if self.options.warmup:
-            self._scheduler.prepare(1)
+        self._policies: dict[int, AdaptiveLength] = {}
+        self._scheduler = Scheduler(self.backend, self.limits, policies=self._policies)
+        self._cold_sizes = deque(_warmup_order(self.limits.max_num_seqs) if self.options.warmup else ())
         self._arrivals: deque[ServedSequence] = deque()
         self._changed = threading.Condition()
         self._open: dict[int, ServedSequence] = {}  # those that were submitted and have not ended
@@ -164,7 +165,9 @@ class ServingEngine:
             try:
                 if not self._scheduler.is_idle:
                     self._scheduler.step()
-                elif not self.options.warmup or not self._scheduler.prepare_next():
+                elif self._cold_sizes:
+                    self._warm_up(self._cold_sizes.popleft())
+                else:
                     self._wait()
             except Exception as error:  # one broken request must not end the server; nothing is known of the others
                 self._fail(error)
@@ -189,26 +192,27 @@ class ServingEngine:
             sequence.flush("error", message)
         self._scheduler = self._scheduler.restarted()
 
-    def _policies(self) -> dict[int, AdaptiveLength]:
-        """Measure costs at batch sizes 1, 2, 4, ..."""
-        drafts = self.limits.num_speculative_tokens
-        if self.backend.head is None or not drafts:
-            return {}
-        sizes = [2**power for power in range(7) if 2**power <= self.limits.max_num_seqs]
-        context = max(1, min(_COST_CONTEXT, self.limits.max_model_len - drafts - 1))
-        return {
-            size: AdaptiveLength(
-                measure_costs(
-                    self.model,
-                    drafts=drafts,
-                    batch=size,
-                    context=context,
-                    repeats=_COST_REPEATS,
-                    backend=self.options.backend,
-                )
+    def _warm_up(self, num_sequences: int) -> None:
+        """Record the passes of rounds over so many sequences, and for powers of two, measure what they cost."""
+        trunk, head, drafts = self.backend.trunk, self.backend.head, self.limits.num_speculative_tokens
+        with torch.inference_mode(), trunk.single_threaded_torch():
+            prepare(trunk, head, num_sequences, drafts)
+        if drafts and self.options.adaptive and not num_sequences & (num_sequences - 1):
+            costs = measure_costs(
+                self.model,
+                drafts=drafts,
+                batch=num_sequences,
+                context=max(1, min(_COST_CONTEXT, self.limits.max_model_len - drafts - 1)),
+                repeats=_COST_REPEATS,
+                backend=self.options.backend,
             )
-            for size in sizes
-        }
+            self._policies[num_sequences] = AdaptiveLength(costs)
+
+
+def _warmup_order(max_num_seqs: int) -> list[int]:
+    """Powers of two, then the other batch sizes."""
+    sizes = range(1, max_num_seqs + 1)
+    return sorted(sizes, key=lambda size: (bool(size & (size - 1)), size))
 
 
 def _limits(backend: Backend, options: EngineOptions) -> SchedulerLimits:

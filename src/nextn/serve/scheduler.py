@@ -8,12 +8,11 @@ each sequence has its own random numbers.
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from nextn.decoding.rounds import prepare
 from nextn.runtime.backend import Backend
 from nextn.serve.prefix_cache import PrefixCache
 from nextn.serve.request import EngineStats
@@ -45,7 +44,7 @@ class Scheduler:
         backend: Backend,
         limits: SchedulerLimits,
         *,
-        policies: Mapping[int, AdaptiveLength] | None = None,
+        policies: dict[int, AdaptiveLength] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create an idle scheduler.
@@ -53,16 +52,16 @@ class Scheduler:
         Args:
             backend: Trunk and head.
             limits: Sizes.
-            policies: By batch size, how many drafts pay; for requests without a K of their own. None: always K.
+            policies: By batch size, how many drafts pay; for requests without a K of their own. The caller may add
+                some later; while there is none, rounds have K drafts.
             clock: Seconds.
         """
         self.limits, self._backend, self._clock = limits, backend, clock
-        self._policies = dict(sorted((policies or {}).items()))
+        self._policies = {} if policies is None else policies
         self.waiting: deque[ServedSequence] = deque()
         self._prefilling: deque[ServedBatch] = deque()
         self._running: dict[_Group, ServedBatch] = {}
         self._round_s = 0.0  # of the last step's rounds
-        self._prepared: set[int] = set()  # batch sizes
         with torch.inference_mode(), backend.trunk.single_threaded_torch():
             self.prefix_cache = PrefixCache.of(backend, limits.prefix_bytes)
         largest = backend.trunk.max_block_size or _CHUNKS[0]
@@ -87,20 +86,6 @@ class Scheduler:
             self._round_s = self._clock() - started
             self._prefill()
 
-    def prepare_next(self) -> bool:
-        """Record the passes for one more batch size, so that no round waits for it; return whether one was missing."""
-        missing = set(range(1, self.limits.max_num_seqs + 1)) - self._prepared
-        if missing:
-            self.prepare(min(missing))
-        return bool(missing)
-
-    def prepare(self, num_sequences: int) -> None:
-        """Record the passes of rounds over so many sequences."""
-        self._prepared.add(num_sequences)
-        trunk, head = self._backend.trunk, self._backend.head
-        with torch.inference_mode(), trunk.single_threaded_torch():
-            prepare(trunk, head, num_sequences, 0 if head is None else self.limits.num_speculative_tokens)
-
     def restarted(self) -> "Scheduler":
         """Return an idle scheduler with the same limits and measurements, and an empty prefix cache."""
         return Scheduler(self._backend, self.limits, policies=self._policies, clock=self._clock)
@@ -108,7 +93,7 @@ class Scheduler:
     def stats(self) -> EngineStats:
         limits, prefix = self.limits, self.prefix_cache
         batches = [*self._prefilling, *self._running.values()]
-        policy = next(iter(self._policies.values()), None)
+        policy = self._policies.get(1)
         return EngineStats(
             num_running=self.num_running,
             num_waiting=len(self.waiting),
@@ -191,13 +176,12 @@ class Scheduler:
         wanted = sequence.request.num_speculative_tokens
         drafts = self.limits.num_speculative_tokens if wanted is None else wanted
         drafts = 0 if self._backend.head is None else drafts
-        is_adaptive = wanted is None and drafts > 0 and bool(self._policies)
-        return TokenSampler.is_plain(sequence.request), drafts, is_adaptive
+        return TokenSampler.is_plain(sequence.request), drafts, wanted is None and drafts > 0
 
     def _length(self, sequence: ServedSequence, num_sequences: int) -> DraftLength:
         """The policy of a group: what was measured for the next larger batch size, unless the request has its own K."""
         _, drafts, is_adaptive = self._group(sequence)
-        if not is_adaptive:
+        if not is_adaptive or not self._policies:
             return FixedLength(drafts, 0.0)
-        *_, last = self._policies.values()
-        return next((policy for size, policy in self._policies.items() if size >= num_sequences), last)
+        larger = [size for size in self._policies if size >= num_sequences]
+        return self._policies[min(larger, default=max(self._policies))]

@@ -104,11 +104,13 @@ class ServedBatch(Batch):
         super().__init__(trunk, head, [sequence], settings, length, make_drafter=make)
 
     def run(self) -> None:
-        """Run one round, or several at once natively, and emit what they add."""
+        """Run rounds for `max_ahead_s` seconds, at least one, and emit what they add; stop when a sequence ends."""
         members = {sequence.row: sequence for sequence in self.sequences}
-        self._collect(members, self.round().rows)
-        while self.queued:
+        deadline = time.perf_counter() + self.max_ahead_s
+        while len(self.sequences) == len(members):
             self._collect(members, self.round().rows)
+            if not self.queued and time.perf_counter() >= deadline:
+                break
         for sequence in members.values():
             sequence.flush(None)
 
