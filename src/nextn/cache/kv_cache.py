@@ -329,11 +329,12 @@ class KVCache(TransformersCache):
             layer.select(index)
         self.lengths = [self.lengths[seq] for seq in sequences]
 
-    def append(self, other: "KVCache") -> None:
-        """Take over the sequences of another cache of the same kind, after this one's."""
+    def joined(self, other: "KVCache") -> "KVCache":
+        """Return a cache with the sequences of this one, then those of the other; neither may be used any more."""
         for layer, others in zip(self.layers, other.layers, strict=True):
             layer.append(others)
         self.lengths = self.lengths + other.lengths
+        return self
 
     def positions(self, num_positions: int) -> Tensor:
         """Return the positions [B, m] int64 of the next m tokens of each sequence."""
@@ -363,6 +364,7 @@ class PerSequenceCache(KVCache):
     def __init__(self, sequences: Sequence[KVCache]) -> None:
         super().__init__([], len(sequences))
         self.sequences = list(sequences)
+        self._measure()
 
     def commit(self, counts: Sequence[int]) -> None:
         for cache, count in zip(self.sequences, counts, strict=True):
@@ -378,10 +380,9 @@ class PerSequenceCache(KVCache):
         self.sequences = [self.sequences[seq] for seq in sequences]
         self._measure()
 
-    def append(self, other: KVCache) -> None:
+    def joined(self, other: KVCache) -> KVCache:
         assert isinstance(other, PerSequenceCache)
-        self.sequences += other.sequences
-        self._measure()
+        return PerSequenceCache([*self.sequences, *other.sequences])
 
     def _measure(self) -> None:
         self.lengths = [cache.lengths[0] for cache in self.sequences]

@@ -172,13 +172,14 @@ class Batch:
         return self._emit(verified)
 
     def join(self, other: "Batch") -> None:
-        """Take over the sequences of another batch with the same settings, whose prompts are complete."""
+        """Take over the sequences of another batch with the same settings; the prompts of both are complete."""
+        assert self.sequences
         assert not self.queued
         assert not other.queued
         self._leave_native()
         other._leave_native()
         self.sequences += other.sequences
-        self.cache.append(other.cache)
+        self.cache = self.cache.joined(other.cache)
         if self.drafter is not None and other.drafter is not None:
             self.drafter.append(other.drafter)
         if self.seen is not None and other.seen is not None:

@@ -160,8 +160,7 @@ class Drafter:
             self.previous + other.previous,
             self.ends + other.ends,
         )
-        for cache, others in zip(self.caches, other.caches, strict=True):
-            cache.append(others)
+        self.caches = [mine.joined(others) for mine, others in zip(self.caches, other.caches, strict=True)]
         self._bind_chain()
 
     def select(self, indices: Sequence[int]) -> None:

@@ -94,8 +94,8 @@ class KVBuffers(KVCache):
         self.lengths = [self.lengths[row] for row in rows]
         self._bind()
 
-    def append(self, other: KVCache) -> None:
-        """Copy the sequences of another cache after this one's; memory for more of them is kept once they leave."""
+    def joined(self, other: KVCache) -> KVCache:
+        """Copy the sequences of another cache after this one's; their memory is used again once they leave."""
         assert isinstance(other, KVBuffers)
         num_old, total = len(self.lengths), len(self.lengths) + len(other.lengths)
         if total > self._max_sequences or other._capacity > self._capacity:
@@ -107,6 +107,7 @@ class KVBuffers(KVCache):
             for mine, theirs in zip(target, source, strict=True):
                 mine[num_old:total] = theirs[: len(other.lengths)]
         self._bind()
+        return self
 
     @property
     def bytes_per_position(self) -> int:
