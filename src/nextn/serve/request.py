@@ -39,6 +39,7 @@ class GenerationRequest:
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit
     logprobs: int | None = None  # alternatives to return with each token; None: no log probabilities
     grammar: Callable[[], GrammarState] | None = None  # makes the state at the first generated token
+    cache_salt: str = ""  # cached prefixes are shared only among requests with the same salt
 
 
 @dataclass(frozen=True)
