@@ -39,7 +39,7 @@ class GenerationRequest:
     seed: int = 0
     presence_penalty: float = 0.0  # subtracted from the logits of generated tokens
     frequency_penalty: float = 0.0  # the same, times their number
-    logit_bias: Mapping[int, float] = _NO_BIAS  # token id -> added to its logit
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)  # token id -> added to its logit
     logprobs: int | None = None  # alternatives to return with each token; None: no log probabilities
     grammar: Callable[[], GrammarState] | None = None  # makes the state at the first generated token
 
