@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # A model may emit whitespace between any two JSON tokens; without a bound, small models emit nothing else.
-_WHITESPACE = r"[ \t\r\n]{0,40}"
+JSON_WHITESPACE = r"[ \t\r\n]{0,40}"
 
 
 @dataclass(frozen=True)
@@ -224,15 +224,16 @@ def _grammar_text(spec: GrammarSpec, limits: GrammarLimits) -> str:
         raise ConfigError(f"{_title(spec)} has {len(text):,} characters; expected at most {limits.max_chars:,}")
     match spec:
         case JsonSchema(schema):
-            _check_size(json.loads(schema), limits)
-            return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE})
+            check_schema_size(json.loads(schema), limits)
+            return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": JSON_WHITESPACE})
         case Regex(pattern):
             return LLMatcher.grammar_from_regex(pattern)
         case Lark(grammar):
             return LLMatcher.grammar_from_lark(grammar)
 
 
-def _check_size(schema: object, limits: GrammarLimits) -> None:
+def check_schema_size(schema: object, limits: GrammarLimits) -> None:
+    """Raise ConfigError for a schema that is nested too deep, or has too many members in one place."""
     for depth, size in _containers(schema):
         if depth > limits.max_depth:
             raise ConfigError(f"JSON schema is nested more than {limits.max_depth} levels deep")
