@@ -22,6 +22,7 @@ from nextn.cli.edit import convert, extract, restore
 from nextn.cli.learn import demo, env
 from nextn.cli.reference import diagnose, measure
 from nextn.cli.screen import echo, flush_streams, guard_streams, print_error, visible
+from nextn.cli.serve import serve
 from nextn.cli.train import train
 from nextn.cli.verify import verify
 from nextn.errors import NextnError
@@ -37,7 +38,12 @@ _PANELS: dict[str, dict[Callable[..., None], str]] = {
     "Check": {audit: "reference/checkpoints", measure: "reference/measure", env: "tutorials/first-hour"},
     "Fix": dict.fromkeys((restore, convert, extract), "reference/checkpoints"),
     "Train": {train: "reference/training", answer: "reference/training"},
-    "Decode": {generate: "reference/settings", bench: "reference/bench", advise: "reference/bench"},
+    "Decode": {
+        generate: "reference/settings",
+        serve: "reference/server",
+        bench: "reference/bench",
+        advise: "reference/bench",
+    },
     "Engines": {verify: "reference/verify", diagnose: "reference/diagnose"},
     "Learn": {demo: "tutorials/first-hour", trace: "explanation/alignment"},
 }
