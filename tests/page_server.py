@@ -40,6 +40,7 @@ class PageServer:
     delay: float = 0.002  # seconds between events
     events: list | None = None  # (text, rounds) per event; None: the recording
     drop_after: int | None = None  # events, then the connection is closed
+    status: str = "ok"
     reference: list | None = field(default_factory=lambda: [0.9, 0.85, 0.8, 0.8])
     requests: list = field(default_factory=list)  # the bodies that were posted
     num_cancelled: int = 0
@@ -69,7 +70,7 @@ class PageServer:
 
     def health(self):
         return {
-            "status": "ok",
+            "status": self.status,
             "model": "tiny",
             "chat": self.chat,
             "max_model_len": 4096,
@@ -106,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/":
             self._send(200, PAGE.read_bytes(), "text/html; charset=utf-8")
         elif self.path == "/health":
-            self._send(200, json.dumps(self.page.health()).encode())
+            self._send(200 if self.page.status == "ok" else 503, json.dumps(self.page.health()).encode())
         else:
             self._send(404, b"{}")
 

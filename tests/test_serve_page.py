@@ -332,13 +332,25 @@ def test_api_key_is_asked_for_and_only_remembered_by_the_page(open_page, server)
     view = open_page(quiet=False)
     ask(view, "one")
     assert "requires an API key" in view.get_by_role("alert").inner_text()
+    view.fill("#key", "wrong")
+    view.press("#key", "Enter")
+    ask(view, "one")
+    assert "does not accept this API key" in view.get_by_role("alert").last.inner_text()
     view.fill("#key", "secret")
     view.press("#key", "Enter")
     ask(view, "two")
-    assert shown_text(view, 1) == TEXT
+    assert shown_text(view, 2) == TEXT
     assert view.locator("#key").input_value() == ""
     assert view.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])") == '[{},{},""]'
     assert "secret" not in view.content()
+
+
+@browser_test
+def test_a_stopping_server_is_shown(open_page, server):
+    view = open_page(quiet=False)
+    server.status = "stopping"
+    view.locator("#status[data-state=limited]").wait_for()
+    assert view.locator("#status").inner_text() == "The server is stopping"
 
 
 @browser_test
