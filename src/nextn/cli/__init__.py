@@ -16,6 +16,7 @@ from nextn.cli import canary
 from nextn.cli.answer import answer
 from nextn.cli.audit import audit
 from nextn.cli.bench import advise, bench
+from nextn.cli.chat import chat
 from nextn.cli.common import Command, docs_page
 from nextn.cli.decode import generate, trace
 from nextn.cli.edit import convert, extract, restore
@@ -37,7 +38,12 @@ _PANELS: dict[str, dict[Callable[..., None], str]] = {
     "Check": {audit: "reference/checkpoints", measure: "reference/measure", env: "tutorials/first-hour"},
     "Fix": dict.fromkeys((restore, convert, extract), "reference/checkpoints"),
     "Train": {train: "reference/training", answer: "reference/training"},
-    "Decode": {generate: "reference/settings", bench: "reference/bench", advise: "reference/bench"},
+    "Decode": {
+        generate: "reference/settings",
+        chat: "reference/settings",
+        bench: "reference/bench",
+        advise: "reference/bench",
+    },
     "Engines": {verify: "reference/verify", diagnose: "reference/diagnose"},
     "Learn": {demo: "tutorials/first-hour", trace: "explanation/alignment"},
 }
