@@ -23,6 +23,7 @@ from nextn.cli.edit import convert, extract, restore
 from nextn.cli.learn import demo, env
 from nextn.cli.reference import diagnose, measure
 from nextn.cli.screen import echo, flush_streams, guard_streams, print_error, visible
+from nextn.cli.serve import serve
 from nextn.cli.train import train
 from nextn.cli.verify import verify
 from nextn.errors import NextnError
@@ -41,6 +42,7 @@ _PANELS: dict[str, dict[Callable[..., None], str]] = {
     "Decode": {
         generate: "reference/settings",
         chat: "reference/settings",
+        serve: "reference/server",
         bench: "reference/bench",
         advise: "reference/bench",
     },

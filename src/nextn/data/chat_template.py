@@ -31,6 +31,7 @@ def apply_chat_template(
     tools: Sequence[object] | None = None,
     add_generation_prompt: bool = False,
     assistant_mask: bool = False,
+    variables: Mapping[str, object] | None = None,
     seconds: float = MAX_SECONDS,
 ) -> tuple[list[int], list[bool]]:
     """Render a conversation and tokenize it, as the tokenizer's own `apply_chat_template` does.
@@ -41,6 +42,7 @@ def apply_chat_template(
         tools: JSON schemas of the tools, passed to the template.
         add_generation_prompt: Append the tokens that open the assistant's next turn.
         assistant_mask: Also return which tokens are the assistant's, by the template's `{% generation %}` blocks.
+        variables: Further variables of the template, such as `enable_thinking`.
         seconds: Time limit for rendering.
 
     Returns:
@@ -56,6 +58,7 @@ def apply_chat_template(
         if not isinstance(template, str) or len(template) > MAX_TEMPLATE:
             raise ValueError(f"expected a text of at most {MAX_TEMPLATE:,} characters, not {_shown(template)}")
         request = {
+            **(variables or {}),
             **tokenizer.special_tokens_map,
             "chat_template": template,
             "conversations": [[{k: v for k, v in message.items() if v is not None} for message in messages]],

@@ -130,7 +130,13 @@ class RecordReader:
         return Document(location, ids, mask)
 
     def _render(
-        self, messages: list[dict[str, object]], record: Record, location: str, **options: bool
+        self,
+        messages: list[dict[str, object]],
+        record: Record,
+        location: str,
+        *,
+        add_generation_prompt: bool = False,
+        assistant_mask: bool = False,
     ) -> tuple[list[int], list[bool]]:
         if not self.tokenizer.chat_template:
             raise ConfigError(
@@ -139,7 +145,11 @@ class RecordReader:
         tools = record.get("tools")
         try:
             return apply_chat_template(
-                self.tokenizer, messages, tools=tools if isinstance(tools, list) else None, **options
+                self.tokenizer,
+                messages,
+                tools=tools if isinstance(tools, list) else None,
+                add_generation_prompt=add_generation_prompt,
+                assistant_mask=assistant_mask,
             )
         except ConfigError as error:
             roles = ", ".join(str(message.get("role")) for message in messages)

@@ -28,9 +28,18 @@ _MAX_START = 1024 * 1024  # characters by which a log is distinguished from metr
 _CHUNK = 1024 * 1024  # characters of a log that are held at once, plus the rest of their last line
 _MAX_LINE = 64 * 1024
 _MAX_DEPTH = 64
-# vLLM and llama.cpp share one schema, with a prefix for each.
-_PREFIXES = {"vLLM": "vllm:spec_decode_num_", "llama.cpp": "llamacpp:spec_decode_num_"}
-_CACHE_HITS = ("vllm:prefix_cache_hits", "llamacpp:prompt_tokens_cached", "sglang:cached_tokens")
+# Three servers share one schema, with a prefix for each.
+_PREFIXES = {
+    "vLLM": "vllm:spec_decode_num_",
+    "llama.cpp": "llamacpp:spec_decode_num_",
+    "nextn": "nextn:spec_decode_num_",
+}
+_CACHE_HITS = (
+    "vllm:prefix_cache_hits",
+    "nextn:prefix_cache_hits",
+    "llamacpp:prompt_tokens_cached",
+    "sglang:cached_tokens",
+)
 
 
 def read(source: str | Path, *, model: str | None = None) -> Counters:
@@ -54,7 +63,7 @@ def _read(file: TextIO, size: int, source: str, model: str | None) -> Counters:
     start = file.read(_MAX_START)
     file.seek(0)
     is_json = start.lstrip()[:1] in ("{", "[")
-    if not is_json and not re.search(r"^(# TYPE )?(vllm|llamacpp|sglang):", start, re.M):
+    if not is_json and not re.search(r"^(# TYPE )?(vllm|llamacpp|sglang|nextn):", start, re.M):
         return _need(_of_log(file), source)
     if size > _MAX_PARSED:
         raise EngineError(f"{source}: larger than {_MAX_PARSED // 2**20} MiB; cut out the run in question")
@@ -304,6 +313,15 @@ def _meta_info(record: Mapping) -> Counters:
     return Counters("SGLang", rounds, drafted, accepted, positions)
 
 
+def _vllm_request(record: Mapping) -> Counters:
+    """vLLM's --per-request-spec-decode-metrics, also of `nextn serve`; histogram[k]: rounds that accepted k drafts."""
+    names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+    rounds, drafted, accepted = (count(record.get(name), name) for name in names)
+    histogram = [count(value, "acceptance_histogram") for value in _list(record, "acceptance_histogram")]
+    positions = tuple(accumulate(reversed(histogram[1:])))[::-1]
+    return Counters("vLLM", rounds, drafted, accepted, positions)
+
+
 def _vllm_bench(record: Mapping) -> Counters:
     """`vllm bench serve --save-result`."""
     rounds = count(record.get("spec_decode_num_drafts"), "spec_decode_num_drafts")
@@ -318,6 +336,7 @@ _JSON_READERS: dict[str, Callable[[Mapping], Counters]] = {
     "per_position_offered": _own,
     "draft_n": _timings,
     "spec_verify_ct": _meta_info,
+    "num_spec_steps": _vllm_request,
     "spec_decode_num_drafts": _vllm_bench,
 }
 

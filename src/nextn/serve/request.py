@@ -2,15 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Protocol
 
 from torch import Tensor
 
 from nextn.decoding.rounds import SequenceRound
 from nextn.settings import Sampling
-
-_NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
 class GrammarState(Protocol):
@@ -39,9 +36,10 @@ class GenerationRequest:
     seed: int = 0
     presence_penalty: float = 0.0  # subtracted from the logits of generated tokens
     frequency_penalty: float = 0.0  # the same, times their number
-    logit_bias: Mapping[int, float] = _NO_BIAS  # token id -> added to its logit
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit
     logprobs: int | None = None  # alternatives to return with each token; None: no log probabilities
     grammar: Callable[[], GrammarState] | None = None  # makes the state at the first generated token
+    cache_salt: str = ""  # cached prefixes are shared only among requests with the same salt
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,9 @@ class Engine(Protocol):
     """Runs generations in a thread of its own."""
 
     def submit(self, request: GenerationRequest, emit: Callable[[GenerationChunk], None]) -> Generation:
-        """Queue a request. `emit` is called in the engine's thread and must return at once; the last chunk has `finish`.
+        """Queue a request.
+
+        `emit` is called in the engine's thread and must return at once; the last chunk has `finish`.
 
         Raises:
             QueueFullError: Too many requests wait.

@@ -45,8 +45,8 @@ class SerialEngine:
             text = _TextStream(self._model.tokenizer, request.stop)
             k = self._k if request.num_speculative_tokens is None else request.num_speculative_tokens
             settings = Settings(
-                drafts=k if self._model.head is not None else 0, sampling=request.sampling, max_tokens=request.max_tokens,
-                eos=request.stop_token_ids, seed=request.seed,
+                drafts=k if self._model.head is not None else 0, sampling=request.sampling,
+                max_tokens=request.max_tokens, eos=request.stop_token_ids, seed=request.seed,
             )  # fmt: skip
             stop = (lambda row, new, text=text: text.stop_after(new)) if request.stop else None
             for result in rounds(self._backend.trunk, self._backend.head, [request.prompt], settings, stop=stop):

@@ -1,0 +1,156 @@
+"""`nextn serve` answers requests to an OpenAI-compatible API until it is stopped."""
+
+import os
+import re
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nextn.cli.common import (
+    K_NAMES,
+    BackendName,
+    CacheDir,
+    Device,
+    Dtype,
+    ExactHead,
+    ModelName,
+    ModelOptions,
+    Offline,
+    Revision,
+)
+from nextn.cli.screen import echo, print_note
+from nextn.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nextn.model.model import Model
+    from nextn.serve.options import ServerOptions
+
+
+def serve(
+    model: ModelName,
+    host: Annotated[
+        str, typer.Option(help="Address to bind to. 0.0.0.0: reachable from other machines.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 = a free one.")] = 8000,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name of the model in requests. Default: the folder's name, or the hub id.")
+    ] = None,
+    num_speculative_tokens: Annotated[
+        int | None,
+        typer.Option(*K_NAMES, help="Draft tokens per round. Default: as many as pay off.", show_default=False),
+    ] = None,
+    no_mtp: Annotated[bool, typer.Option("--no-mtp", help="Plain decoding; requests cannot turn MTP on.")] = False,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences that are decoded at once.")] = 16,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of a prompt and its completion. Default: the model's context.")
+    ] = None,
+    max_queue: Annotated[int, typer.Option(help="Sequences that wait; further requests are answered 429.")] = 128,
+    cache_gb: Annotated[float, typer.Option(help="Memory for the caches of sequences and prefixes, in GB.")] = 2.0,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="Environment variable with the key that clients must send. Default: no key.")
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Origin whose web pages may call the API; repeatable. Default: none.")
+    ] = None,
+    request_timeout: Annotated[float, typer.Option(help="Seconds after which an answer is ended with an error.")] = 600,
+    max_body_mb: Annotated[float, typer.Option(help="Largest body of a request, in MB.")] = 4,
+    grace: Annotated[float, typer.Option(help="Seconds for running answers to end when the server is stopped.")] = 30,
+    reference: Annotated[
+        Path | None, typer.Option(help="Record of `nextn measure --out`: the page compares acceptance with it.")
+    ] = None,
+    per_request_metrics: Annotated[
+        bool, typer.Option("--per-request-metrics", help="Add acceptance to every answer, as vLLM can.")
+    ] = False,
+    print_engine: Annotated[
+        str | None,
+        typer.Option(
+            "--print", help="Print the command that serves this model in vllm, sglang or llama.cpp, and exit."
+        ),
+    ] = None,
+    exact_head: ExactHead = False,
+    dtype: Dtype = "auto",
+    backend: BackendName = "auto",
+    device: Device = "auto",
+    revision: Revision = None,
+    cache_dir: CacheDir = None,
+    offline: Offline = False,
+) -> None:
+    """Serve a model with an OpenAI-compatible API and a chat page, until Ctrl-C or SIGTERM."""
+    if print_engine is not None:
+        _print_command(print_engine, model)
+        return
+    _check_extra()
+    from nextn.serve.http_server import HttpServer, listen
+    from nextn.serve.launch import EngineChoices, allowed_hosts, context_length, make_engine, reference_rates
+    from nextn.serve.options import ServerOptions
+
+    if no_mtp and num_speculative_tokens:
+        raise ConfigError(f"--no-mtp and -k {num_speculative_tokens} contradict each other; leave one out")
+    drafts = 0 if no_mtp else num_speculative_tokens
+    choices = EngineChoices(backend, drafts, max_num_seqs, max_queue, cache_gb)
+    key, rates = _key(api_key_env), reference_rates(reference) if reference is not None else ()
+    model_options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
+    model_options.check()
+    with listen(host, port) as sock:
+        loaded = model_options.load(need_head=drafts is None or drafts > 0, exact_head=exact_head)
+        options = ServerOptions(
+            served_name=served_model_name or _default_name(model),
+            max_model_len=context_length(loaded, max_model_len),
+            api_key=key,
+            allowed_hosts=allowed_hosts(host),
+            cors_origins=tuple(cors_origin or ()),
+            max_body_bytes=int(max_body_mb * 1e6),
+            request_s=request_timeout,
+            grace_s=grace,
+            metrics_in_answers=per_request_metrics,
+            drafts=drafts != 0,
+            reference_rates=rates,
+        )
+        from nextn.serve.api import create_app
+
+        engine = make_engine(loaded, choices, max_model_len=options.max_model_len)
+        server = HttpServer(create_app(engine, loaded, options), options)
+        _show(loaded, options, host, sock.getsockname()[1], drafts)
+        server.run(sockets=[sock])
+
+
+def _check_extra() -> None:
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the server needs {', '.join(missing)}: pip install 'nextn[serve]'")
+
+
+def _print_command(engine: str, model: str) -> None:
+    if find_spec("nextn.serve.engine_commands") is None:
+        raise ConfigError(f"--print {engine}: not part of this installation")
+    echo(import_module("nextn.serve.engine_commands").print_command(engine, model))
+
+
+def _default_name(source: str) -> str:
+    """The folder's name, not its path, which may say more than clients should know; a hub id as it is."""
+    path = Path(source)
+    return (path.resolve().name or source) if path.exists() else source
+
+
+def _key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "").strip()
+    if not re.fullmatch(r"[\x21-\x7e]+", key):
+        raise ConfigError(
+            f"--api-key-env {variable}: that variable holds no key; export one of printable ASCII characters"
+        )
+    return key
+
+
+def _show(model: "Model", options: "ServerOptions", host: str, port: int, drafts: int | None) -> None:
+    for note in model.notes:
+        print_note(note)
+    if options.allowed_hosts is None and options.api_key is None:
+        print_note(f"every machine that reaches {host} can use this server; --api-key-env asks for a key")
+    shown_host = f"[{host}]" if ":" in host else host
+    mtp = "plain decoding" if drafts == 0 else "K = auto" if drafts is None else f"K = {drafts}"
+    echo(f"{options.served_name} at http://{shown_host}:{port}  ({mtp}, context {options.max_model_len} tokens)")

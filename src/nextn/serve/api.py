@@ -1,0 +1,332 @@
+"""The routes: OpenAI's completions, chat and models, vLLM's tokenize and detokenize, health, metrics, the page.
+
+Knows nothing of sockets (`http_server`), of how text is generated (`request.Engine`), or of the fields of requests
+(`schemas`).
+"""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.resources import files
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from nextn import __version__
+from nextn.engines.json_values import loads
+from nextn.errors import NextnError
+from nextn.model.model import Model
+from nextn.serve.api_errors import ApiError, from_nextn_error, internal_error, server_stopping
+from nextn.serve.generation_group import GenerationGroup
+from nextn.serve.http_limits import RequestGuard
+from nextn.serve.metrics import CONTENT_TYPE, ServerMetrics
+from nextn.serve.options import ServerOptions
+from nextn.serve.request import Engine, EngineStats, GenerationRequest
+from nextn.serve.request_builder import RequestBuilder
+from nextn.serve.responses import Answer, ChatAnswer, CompletionAnswer, Json
+from nextn.serve.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    M,
+    TokenizeRequest,
+    parse_request,
+)
+from nextn.serve.token_texts import TokenTexts
+
+_POLL_S = 0.02  # between two looks at what still runs while the server stops
+_CLOSE_S = 2.0  # for the engine to end, after the generations did
+# The page is one file; it loads nothing and talks to this server only.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+def create_app(engine: Engine, model: Model, options: ServerOptions) -> FastAPI:
+    """Return the ASGI application; `app.state.api` is its `Api`.
+
+    Args:
+        engine: Generates. `Api.stop` closes it.
+        model: The model that the engine runs: tokenizer, chat template, vocabulary.
+        options: Names and limits.
+    """
+    api = Api(engine, model, options)
+    # No generated pages about the API: they load scripts from other sites.
+    app = FastAPI(title="nextn", version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
+    app.router.redirect_slashes = False
+    app.state.api = api
+    for method, path, endpoint in api.routes():
+        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(NextnError, _on_nextn_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_exception)
+    app.add_middleware(RequestGuard, options=options, on_error=api.metrics.count_error)
+    if options.cors_origins:
+        methods, headers = ["GET", "POST"], ["Authorization", "Content-Type"]
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(options.cors_origins), allow_methods=methods, allow_headers=headers
+        )
+    return app
+
+
+class Api:
+    """The endpoints, and the generations that run for them."""
+
+    def __init__(self, engine: Engine, model: Model, options: ServerOptions) -> None:
+        self.engine, self.model, self.options = engine, model, options
+        self.metrics = ServerMetrics(options.served_name, engine.stats)
+        self.builder = RequestBuilder(model, options)
+        self.token_texts = TokenTexts(model.tokenizer)
+        self.is_stopping = False
+        self._groups: set[GenerationGroup] = set()
+        self._created = int(time.time())
+
+    def routes(self) -> Iterator[tuple[str, str, Callable[..., Awaitable[Response]]]]:
+        """Yield method, path and endpoint."""
+        yield from (
+            ("POST", "/v1/chat/completions", self.chat),
+            ("POST", "/v1/completions", self.completions),
+            ("GET", "/v1/models", self.models),
+            ("GET", "/v1/models/{name:path}", self.one_model),
+            ("POST", "/tokenize", self.tokenize),
+            ("POST", "/detokenize", self.detokenize),
+            ("GET", "/health", self.health),
+            ("GET", "/metrics", self.read_metrics),
+            ("GET", "/", self.page),
+        )
+
+    async def chat(self, request: Request) -> Response:
+        body = await self._body(request, ChatRequest)
+        requests = await self.builder.chat(body)
+        return await self._generate(request, requests, self._answer(ChatAnswer, body, requests))
+
+    async def completions(self, request: Request) -> Response:
+        body = await self._body(request, CompletionRequest)
+        requests = await self.builder.completion(body)
+        return await self._generate(request, requests, self._answer(CompletionAnswer, body, requests))
+
+    async def models(self) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model_entry()]})
+
+    async def one_model(self, name: str) -> Response:
+        self._check_model(name)
+        return JSONResponse(self._model_entry())
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._body(request, TokenizeRequest)
+        tokens = await self.builder.tokens_of(body)
+        strings = self.builder.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        limit = self.options.max_model_len
+        return JSONResponse({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings})
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await self._body(request, DetokenizeRequest)
+        return JSONResponse({"prompt": await self.builder.text_of(body)})
+
+    async def health(self) -> Response:
+        stats = self.engine.stats()
+        status = "stopping" if self.is_stopping else "ok"
+        return JSONResponse({"status": status, **self._health(stats)}, 503 if self.is_stopping else 200)
+
+    async def read_metrics(self) -> Response:
+        return Response(self.metrics.text(), media_type=CONTENT_TYPE)
+
+    async def page(self) -> Response:
+        page = files("nextn.serve") / "page" / "index.html"
+        if not page.is_file():
+            raise ApiError(404, "this installation has no page; the API is at /v1", code="not_found")
+        return HTMLResponse(page.read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
+
+    async def stop(self) -> None:
+        """Let what runs end within the grace time, then end it with an error. New requests are refused."""
+        self.is_stopping = True
+        grace_s = self.options.grace_s
+        closing = threading.Thread(target=partial(self.engine.close, grace_s=grace_s), daemon=True)
+        closing.start()
+        await self._until(lambda: not self._groups, grace_s)
+        for group in list(self._groups):
+            group.fail(server_stopping())
+        await self._until(lambda: not closing.is_alive(), _CLOSE_S)
+        self.builder.close()
+
+    def fail_all(self) -> None:
+        """End everything that runs at once, with an error."""
+        for group in list(self._groups):
+            group.fail(server_stopping())
+
+    @staticmethod
+    async def _until(is_done: Callable[[], bool], seconds: float) -> None:
+        ends = time.monotonic() + seconds
+        while not is_done() and time.monotonic() < ends:
+            await asyncio.sleep(_POLL_S)
+
+    async def _body(self, request: Request, model: type[M]) -> M:
+        """Read and check the body. Raises ApiError."""
+        if self.is_stopping:
+            raise server_stopping()
+        raw = await request.body()
+        try:
+            document = loads(raw.decode())
+        except ValueError as error:  # also invalid UTF-8
+            raise ApiError(400, f"the body is not JSON in UTF-8: {error}", code="invalid_json") from error
+        body = parse_request(model, document)
+        if (name := getattr(body, "model", None)) is not None:
+            self._check_model(name)
+        return body
+
+    def _check_model(self, name: str) -> None:
+        if name != self.options.served_name:
+            message = f"The model {name[:200]!r} does not exist; this server has {self.options.served_name!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    def _answer(
+        self, kind: type[Answer], body: ChatRequest | CompletionRequest, requests: list[GenerationRequest]
+    ) -> Answer:
+        name, with_metrics = self.options.served_name, self.options.metrics_in_answers
+        return kind(name, body, requests, self.token_texts, with_metrics=with_metrics)
+
+    async def _generate(self, request: Request, requests: list[GenerationRequest], answer: Answer) -> Response:
+        if self.is_stopping:
+            raise server_stopping()
+        group = GenerationGroup(self.engine, self.metrics)
+        group.submit(requests)
+        if answer.body.stream:
+            events = self._events(group, answer)
+            return StreamingResponse(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
+        return await self._whole(request, group, answer)
+
+    async def _whole(self, request: Request, group: GenerationGroup, answer: Answer) -> Response:
+        """Collect the whole answer, or give up when the client goes away."""
+        with self._running(group):
+            collecting = asyncio.create_task(_collect(group, answer))
+            leaving = asyncio.create_task(_disconnected(request))
+            try:
+                await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                if collecting.done():
+                    return JSONResponse(collecting.result())
+                return Response(status_code=499)  # nobody reads it
+            finally:
+                collecting.cancel()
+                leaving.cancel()
+
+    async def _events(self, group: GenerationGroup, answer: Answer) -> AsyncIterator[bytes]:
+        """Yield server-sent events. The stream's task is cancelled when the client goes away."""
+        with self._running(group):
+            try:
+                if first := answer.first_events():
+                    yield _sse(first)
+                async for batch in group.batches():
+                    events = [answer.event(index, chunk) for index, chunk in batch]
+                    if data := _sse(event for event in events if event is not None):
+                        yield data
+                if (last := answer.last_event()) is not None:
+                    yield _sse([last])
+            except ApiError as error:
+                yield _sse([error.document()])
+            yield b"data: [DONE]\n\n"
+
+    @contextmanager
+    def _running(self, group: GenerationGroup) -> Iterator[None]:
+        """Whatever happens, a request's generations end with it."""
+        self._groups.add(group)
+        limit_s = self.options.request_s
+        too_long = ApiError(504, f"the answer took more than {limit_s:g} s", code="request_timeout")
+        timer = asyncio.get_running_loop().call_later(limit_s, group.fail, too_long)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            group.cancel()
+            self._groups.discard(group)
+
+    def _model_entry(self) -> Json:
+        name, limit = self.options.served_name, self.options.max_model_len
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "nextn",
+            "root": name,
+            "parent": None,
+            "max_model_len": limit,
+        }
+
+    def _health(self, stats: EngineStats) -> Json:
+        reference = self.options.reference_rates or stats.reference_rates
+        return {
+            "model": self.options.served_name,
+            "version": __version__,
+            "max_model_len": self.options.max_model_len,
+            "num_running": stats.num_running,
+            "num_waiting": stats.num_waiting,
+            "cache": {"positions": stats.cache_positions, "max_positions": stats.max_cache_positions},
+            "prefix_cache": {
+                "positions": stats.prefix_positions,
+                "max_positions": stats.max_prefix_positions,
+                "queries": stats.prefix_queries,
+                "hits": stats.prefix_hits,
+            },
+            "cost_curve": list(stats.cost_curve),
+            "draft_cost": stats.draft_cost,
+            "reference": list(reference) or None,
+        }
+
+
+async def _collect(group: GenerationGroup, answer: Answer) -> Json:
+    async for batch in group.batches():
+        for index, chunk in batch:
+            answer.add(index, chunk)
+    return answer.document()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _sse(events: Iterable[Json]) -> bytes:
+    """Events that are ready together go out in one write."""
+    return b"".join(
+        b"data: " + json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+        for event in events
+    )
+
+
+def _response(error: ApiError) -> Response:
+    return JSONResponse(error.document(), error.status, headers=dict(error.headers))
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _response(error)
+
+
+async def _on_nextn_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, NextnError)
+    return _response(from_nextn_error(error))
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
+    what = {404: "there is no such route", 405: "the route has other methods"}.get(error.status_code, error.detail)
+    shown = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {what}", code=code)
+    response = _response(shown)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_exception(request: Request, error: Exception) -> Response:
+    """uvicorn logs the traceback; the client gets none."""
+    return _response(internal_error())

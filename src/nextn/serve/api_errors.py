@@ -1,0 +1,54 @@
+"""Errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nextn.errors import ConfigError, NextnError, QueueFullError
+
+RETRY_AFTER_S = 1  # what a client is asked to wait when the queue is full
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_MAX_MESSAGE = 1000  # characters; messages may quote parts of the request
+
+
+@dataclass
+class ApiError(Exception):
+    """An error that is sent to the client."""
+
+    status: int
+    message: str
+    param: str | None = None  # the field of the request at fault
+    code: str | None = None
+    retry_after: int | None = None  # seconds
+
+    def document(self) -> dict[str, object]:
+        """Return the JSON body."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        message = self.message[:_MAX_MESSAGE].encode(errors="replace").decode()
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+
+    def body(self) -> bytes:
+        return json.dumps(self.document(), ensure_ascii=False).encode()
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+        return headers if self.retry_after is None else headers | {"Retry-After": str(self.retry_after)}
+
+
+def internal_error() -> ApiError:
+    """An error of ours. What failed is in the server's log, not in the answer."""
+    return ApiError(500, "the server failed on this request; see its log", code="internal_error")
+
+
+def server_stopping() -> ApiError:
+    return ApiError(503, "the server is stopping", code="server_stopping", retry_after=5)
+
+
+def from_nextn_error(error: NextnError) -> ApiError:
+    """Return what a client is told of an error of this package."""
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full", retry_after=RETRY_AFTER_S)
+    if isinstance(error, ConfigError):
+        return ApiError(400, str(error), code="invalid_value")
+    return internal_error()

@@ -1,0 +1,235 @@
+"""Limits on connections, headers, bodies and times, the API key, and the guard against pages of other sites.
+
+uvicorn limits the size of headers and the time of idle connections. The rest is here: a client that sends a request
+slowly or not at all, that does not read its answer, or that opens too many connections.
+"""
+
+import asyncio
+import hmac
+import sys
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from nextn.serve.api_errors import ApiError
+from nextn.serve.options import ConnectionLimits, ServerOptions
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+_LINGER_S = 1.0  # a refused connection stays open so long, so that the client reads why
+OPEN_PATHS = frozenset({"/", "/health"})  # no API key: the page asks for one, and probes have none
+
+
+def limited_protocol(limits: ConnectionLimits) -> type[H11Protocol]:
+    """Return uvicorn's protocol class with these limits."""
+
+    class LimitedProtocol(H11Protocol):
+        """One connection. A timer runs while a request is being read, and another while the client reads nothing."""
+
+        _read_timer: asyncio.TimerHandle | None = None
+        _stall_timer: asyncio.TimerHandle | None = None
+        _is_refused = False
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            if len(self.connections) > limits.max_connections:
+                self._answer(ApiError(503, "too many connections", code="too_many_connections", retry_after=1))
+            else:
+                self._start_read_timer(limits.read_s)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_timers()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            if self._is_refused:
+                return
+            if self._read_timer is None and self._is_idle():
+                self._start_read_timer(limits.read_s)
+            super().data_received(data)
+            self._check_request_is_read()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            # A body that the answer did not wait for may still be arriving, and must not do so for ever.
+            if self.conn.their_state is h11.SEND_BODY:
+                self._start_read_timer(limits.read_s)
+            self._check_request_is_read()
+
+        def send_400_response(self, msg: str) -> None:
+            error = sys.exception()
+            hint = getattr(error, "error_status_hint", 400)
+            message = f"not a valid HTTP request: {str(error or msg)[:200]}"
+            self._answer(ApiError(431 if hint == 431 else 400, message, code="invalid_request"))
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            if self._stall_timer is None:
+                self._stall_timer = self.loop.call_later(limits.stall_s, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._stop_stall_timer()
+
+        def _is_idle(self) -> bool:
+            return self.cycle is None or self.cycle.response_complete
+
+        def _check_request_is_read(self) -> None:
+            if self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body:
+                self._stop_read_timer()
+
+        def _start_read_timer(self, seconds: float) -> None:
+            self._stop_read_timer()
+            self._read_timer = self.loop.call_later(seconds, self._reading_took_too_long)
+
+        def _reading_took_too_long(self) -> None:
+            self._read_timer = None
+            if self.transport.is_closing():
+                return
+            if self.cycle is None or not self.cycle.response_started:
+                if self.cycle is not None:  # the application waits for the body
+                    self.cycle.disconnected = True
+                    self.cycle.message_event.set()
+                self._answer(
+                    ApiError(408, f"the request did not arrive within {limits.read_s:g} s", code="request_timeout")
+                )
+            else:
+                self.transport.close()
+
+        def _answer(self, error: ApiError) -> None:
+            """Write an error without the application, and close the connection."""
+            body = error.body()
+            headers = [
+                ("content-type", "application/json"),
+                ("connection", "close"),
+                ("content-length", str(len(body))),
+            ]
+            headers += [(name.lower(), value) for name, value in error.headers.items()]
+            try:
+                events = (
+                    h11.Response(status_code=error.status, headers=headers),
+                    h11.Data(data=body),
+                    h11.EndOfMessage(),
+                )
+                self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
+            except h11.LocalProtocolError:  # an answer is already under way
+                pass
+            self._linger()
+
+        def _linger(self) -> None:
+            """Close after a moment: bytes still to come would reset the connection, and the answer would be lost."""
+            self._is_refused = True
+            self._stop_timers()
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+            self.loop.call_later(_LINGER_S, self.transport.abort)
+
+        def _stop_timers(self) -> None:
+            self._stop_read_timer()
+            self._stop_stall_timer()
+
+        def _stop_read_timer(self) -> None:
+            if self._read_timer is not None:
+                self._read_timer.cancel()
+                self._read_timer = None
+
+        def _stop_stall_timer(self) -> None:
+            if self._stall_timer is not None:
+                self._stall_timer.cancel()
+                self._stall_timer = None
+
+    return LimitedProtocol
+
+
+class RequestGuard:
+    """ASGI middleware: checks the headers of each request before the application sees it, and counts its body."""
+
+    def __init__(self, app: App, *, options: ServerOptions, on_error: Callable[[int], None]) -> None:
+        self._app, self._options, self._on_error = app, options, on_error
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        watched = self._watched(send)
+        try:
+            self._check(scope)
+        except ApiError as error:
+            await send_error(error, watched)
+            return
+        await self._app(scope, self._counted(receive), watched)
+
+    def _check(self, scope: Message) -> None:
+        headers = scope["headers"]
+        limits = self._options.connections
+        if len(headers) > limits.max_headers:
+            raise ApiError(
+                431, f"{len(headers)} headers; at most {limits.max_headers} are read", code="too_many_headers"
+            )
+        values = dict(headers)
+        self._check_host(values.get(b"host", b"").decode("latin-1"))
+        if scope["path"] not in OPEN_PATHS:
+            self._check_key(values.get(b"authorization", b""))
+        length = values.get(b"content-length", b"0")
+        if int(length) > self._options.max_body_bytes:  # h11 has checked that these are digits
+            raise self._too_large()
+        content_type = values.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
+        if scope["method"] == "POST" and content_type != "application/json":
+            # Pages of other sites can post other types without asking (CORS), and would make this server work.
+            raise ApiError(415, "expected the header Content-Type: application/json", code="unsupported_media_type")
+
+    def _check_host(self, header: str) -> None:
+        """Refuse names that are not this server's: a page may have made its own name point to this machine."""
+        allowed = self._options.allowed_hosts
+        host = header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0]
+        if allowed is not None and host and host.lower() not in allowed:
+            message = f"Host {header[:100]!r} is not a name of this server; start it with --host to serve other names"
+            raise ApiError(403, message, code="host_not_allowed")
+
+    def _check_key(self, header: bytes) -> None:
+        expected = self._options.api_key
+        if expected is None:
+            return
+        scheme, _, key = header.partition(b" ")
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), expected.encode()):
+            message = "no valid API key; expected the header Authorization: Bearer <key>"
+            raise ApiError(401, message, code="invalid_api_key")
+
+    def _counted(self, receive: Receive) -> Receive:
+        size = 0
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._options.max_body_bytes:
+                raise self._too_large()
+            return message
+
+        return counted
+
+    def _watched(self, send: Send) -> Send:
+        async def watched(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                self._on_error(message["status"])
+            await send(message)
+
+        return watched
+
+    def _too_large(self) -> ApiError:
+        limit = self._options.max_body_bytes
+        return ApiError(413, f"the body is larger than {limit:,} bytes", code="request_too_large")
+
+
+async def send_error(error: ApiError, send: Send) -> None:
+    """Send an error as a whole ASGI response."""
+    body = error.body()
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})

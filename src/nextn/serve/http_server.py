@@ -1,0 +1,80 @@
+"""Run the application with uvicorn: limits, and a stop that lets running generations end."""
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import uvicorn
+from fastapi import FastAPI
+
+from nextn.errors import ConfigError
+from nextn.serve.api import Api
+from nextn.serve.http_limits import limited_protocol
+from nextn.serve.options import ServerOptions
+
+_MARGIN_S = 5.0  # beyond the grace time, for answers to be sent
+
+
+class HttpServer(uvicorn.Server):
+    """Serves one application until SIGINT or SIGTERM; a second SIGINT ends it at once.
+
+    Args:
+        app: From `create_app`.
+        options: The same as the application's.
+    """
+
+    def __init__(self, app: FastAPI, options: ServerOptions) -> None:
+        limits = options.connections
+        config = uvicorn.Config(
+            app,
+            http=limited_protocol(limits),
+            ws="none",
+            loop="asyncio",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=int(limits.keep_alive_s),
+            timeout_graceful_shutdown=int(options.grace_s + _MARGIN_S),
+            h11_max_incomplete_event_size=limits.max_header_bytes,
+        )
+        super().__init__(config)
+        self._api: Api = app.state.api
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop accepting connections, and end when the answers are complete or the grace time is over."""
+        stopping = asyncio.create_task(self._api.stop())
+        await super().shutdown(sockets)
+        if self.force_exit:
+            self._api.fail_all()
+            stopping.cancel()
+        with suppress(asyncio.CancelledError):
+            await stopping
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """A stop by a signal is a normal end: uvicorn would raise the signal again afterwards."""
+        with super().capture_signals():
+            yield
+            if not self.force_exit:
+                self._captured_signals.clear()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Bind a socket, so that an address in use is reported before a model is loaded. Port 0: a free one.
+
+    Raises:
+        ConfigError: The address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    server = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind((host, port))
+        server.listen(128)
+    except (OSError, OverflowError) as error:
+        server.close()
+        raise ConfigError(f"cannot listen on {host} port {port}: {error}; choose another --host or --port") from error
+    return server

@@ -1,0 +1,150 @@
+"""What the server counts: Prometheus series in the schema that vLLM and llama.cpp share, and figures of one request."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from nextn.decoding.rounds import SequenceRound
+from nextn.serve.request import EngineStats, GenerationChunk
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_LATENCIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+_DURATIONS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
+_PER_POSITION = "nextn:spec_decode_num_accepted_tokens_per_pos"
+
+
+class ServerMetrics:
+    """The series of one server, in a registry of their own.
+
+    Args:
+        model: The served name, the label `model_name` of every series.
+        stats: Returns the engine's snapshot; called when the metrics are read.
+    """
+
+    def __init__(self, model: str, stats: Callable[[], EngineStats]) -> None:
+        self._registry, self._model = CollectorRegistry(), model
+        self.drafts = self._counter("nextn:spec_decode_num_drafts", "Rounds that drafted.")
+        self.draft_tokens = self._counter("nextn:spec_decode_num_draft_tokens", "Draft tokens.")
+        self.accepted = self._counter("nextn:spec_decode_num_accepted_tokens", "Draft tokens that were accepted.")
+        self.prompt_tokens = self._counter("nextn:prompt_tokens", "Prompt tokens of requests that began.")
+        self.generation_tokens = self._counter("nextn:generation_tokens", "Tokens that were generated.")
+        self.first_token = self._histogram("nextn:time_to_first_token_seconds", "To a sequence's first token.")
+        self.inter_token = self._histogram(
+            "nextn:inter_token_latency_seconds", "Between two chunks of a sequence; a chunk has the tokens of a round."
+        )
+        self.whole = self._histogram("nextn:e2e_request_latency_seconds", "Of a whole sequence.", _DURATIONS)
+        labels = ("model_name", "position")
+        self._positions = Counter(_PER_POSITION, "Accepted, by position.", labels, registry=self._registry)
+        self._finished = Counter(
+            "nextn:request_success", "Sequences that ended.", ("model_name", "finished_reason"), registry=self._registry
+        )
+        self._errors = Counter(
+            "nextn:http_errors", "Answers with an error.", ("model_name", "status"), registry=self._registry
+        )
+        self._registry.register(_EngineCollector(model, stats))
+
+    def observe(self, chunk: GenerationChunk, *, since_submitted: float, since_chunk: float | None) -> None:
+        """Count a chunk.
+
+        Args:
+            chunk: What the engine emitted.
+            since_submitted: Seconds since the request was submitted.
+            since_chunk: Seconds since the previous chunk with tokens of this sequence; None: this is the first one.
+        """
+        num_tokens = 0
+        for one in chunk.rounds:
+            num_tokens += len(one.emitted)
+            if one.drafts:
+                self._observe_drafts(one)
+        if num_tokens:
+            self.generation_tokens.inc(num_tokens)
+            if since_chunk is None:
+                self.first_token.observe(since_submitted)
+            else:
+                self.inter_token.observe(since_chunk)
+        if chunk.finish is not None:
+            self.whole.observe(since_submitted)
+            self._finished.labels(self._model, chunk.finish).inc()
+
+    def _observe_drafts(self, one: SequenceRound) -> None:
+        self.drafts.inc()
+        self.draft_tokens.inc(len(one.drafts))
+        self.accepted.inc(one.num_accepted)
+        for position in range(one.num_accepted):
+            self._positions.labels(self._model, str(position)).inc()
+
+    def count_error(self, status: int) -> None:
+        self._errors.labels(self._model, str(status)).inc()
+
+    def text(self) -> bytes:
+        """Return the series as Prometheus text."""
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, ("model_name",), registry=self._registry).labels(self._model)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float] = _LATENCIES) -> Histogram:
+        labels = ("model_name",)
+        return Histogram(name, text, labels, registry=self._registry, buckets=buckets).labels(self._model)
+
+
+class _EngineCollector(Collector):
+    """Gauges and counters that the engine holds; read at each scrape."""
+
+    def __init__(self, model: str, stats: Callable[[], EngineStats]) -> None:
+        self._model, self._stats = model, stats
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._stats()
+        gauges = {
+            "nextn:num_requests_running": (stats.num_running, "Sequences that are decoded."),
+            "nextn:num_requests_waiting": (stats.num_waiting, "Sequences in the queue."),
+            "nextn:kv_cache_usage_perc": (
+                stats.cache_positions / max(1, stats.max_cache_positions),
+                "Share of the KV cache in use; 1 is all of it.",
+            ),
+            "nextn:prefix_cache_usage_perc": (
+                stats.prefix_positions / max(1, stats.max_prefix_positions),
+                "Share of the prefix cache in use; 1 is all of it.",
+            ),
+        }
+        counters = {
+            "nextn:prefix_cache_queries": (stats.prefix_queries, "Prompt tokens looked up in the prefix cache."),
+            "nextn:prefix_cache_hits": (stats.prefix_hits, "Prompt tokens found in the prefix cache."),
+        }
+        for name, (value, text) in gauges.items():
+            yield self._with_model(GaugeMetricFamily(name, text, labels=("model_name",)), value)
+        for name, (value, text) in counters.items():
+            yield self._with_model(CounterMetricFamily(name, text, labels=("model_name",)), value)
+
+    def _with_model(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
+        family.add_metric((self._model,), value)
+        return family
+
+
+def request_metrics(rounds: Sequence[SequenceRound]) -> dict[str, object]:
+    """Return a request's acceptance, as `metrics` of its answer.
+
+    `spec_decode` has the names of the Prometheus series; `speculative_decoding` is what vLLM writes with
+    --per-request-spec-decode-metrics, for tools that read it.
+    """
+    drafted = [one for one in rounds if one.drafts]
+    depth = max((len(one.drafts) for one in drafted), default=0)
+    histogram = [sum(one.num_accepted == count for one in drafted) for count in range(depth + 1)] if drafted else []
+    num_draft_tokens = sum(len(one.drafts) for one in drafted)
+    num_accepted = sum(one.num_accepted for one in drafted)
+    shared: dict[str, object] = {
+        "mean_acceptance_length": 1 + num_accepted / len(drafted) if drafted else None,
+        "draft_acceptance_rate": num_accepted / num_draft_tokens if drafted else None,
+        "acceptance_histogram": histogram,
+        "num_draft_tokens": num_draft_tokens,
+    }
+    own = {
+        "num_drafts": len(drafted),
+        "num_accepted_tokens": num_accepted,
+        "num_accepted_tokens_per_pos": [sum(one.num_accepted > at for one in drafted) for at in range(depth)],
+    }
+    vllm = {"num_spec_steps": len(drafted), "num_accepted_draft_tokens": num_accepted, "num_spec_tokens": depth}
+    return {"spec_decode": shared | own, "speculative_decoding": shared | vllm}

@@ -1,0 +1,234 @@
+"""From the body of a request to generation requests: prompts become token ids, fields become sampling settings."""
+
+import asyncio
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from nextn.data.chat_template import apply_chat_template
+from nextn.decoding.generate import encode, eos_tokens
+from nextn.errors import ConfigError
+from nextn.model.model import Model
+from nextn.serve.api_errors import ApiError
+from nextn.serve.options import ServerOptions
+from nextn.serve.request import GenerationRequest
+from nextn.serve.schemas import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationFields,
+    TokenizeRequest,
+    Tool,
+)
+from nextn.serve.structured_output import check_tools, grammar_of
+from nextn.settings import Sampling
+
+T = TypeVar("T")
+_DEFAULT_COMPLETION = 16  # tokens; OpenAI's own default of /v1/completions
+_TEMPLATE_S = 5.0  # for rendering one conversation
+_SEEDS = 2**43  # the engine's seeds are below this
+
+
+@dataclass(frozen=True)
+class PromptText:
+    """A text prompt; special tokens such as BOS are added unless the request says otherwise."""
+
+    text: str
+    add_special_tokens: bool = True
+
+
+class RequestBuilder:
+    """Tokenizes in one thread of its own, so that long prompts do not hold up streams.
+
+    Args:
+        model: Its tokenizer, chat template and end-of-text tokens are used.
+        options: Names and limits.
+    """
+
+    def __init__(self, model: Model, options: ServerOptions) -> None:
+        self._model, self._options = model, options
+        self._eos = eos_tokens(model)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="nextn-tokenizer")
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        if self._model.tokenizer is None:
+            raise ApiError(
+                400, "this checkpoint has no tokenizer; send token ids as the prompt", "prompt", "no_tokenizer"
+            )
+        return self._model.tokenizer
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Run a call in the tokenizer's thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+    async def completion(self, body: CompletionRequest) -> list[GenerationRequest]:
+        """Return the sequences to generate: `n` for each prompt, those of one prompt together."""
+        special = body.add_special_tokens is not False
+        prompts = await self.run(lambda: [self._prompt_ids(prompt, special) for prompt in body.prompts])
+        max_tokens = body.max_tokens or _DEFAULT_COMPLETION
+        return await self._requests(body, prompts, max_tokens, body.logprobs, field="prompt")
+
+    async def chat(self, body: ChatRequest) -> list[GenerationRequest]:
+        """Return the `n` sequences to generate."""
+        check_tools(body)
+        prompt = await self.run(lambda: self._conversation_ids(body.messages, body.tools, body.chat_template_kwargs))
+        max_tokens = body.max_completion_tokens or body.max_tokens or self._options.max_model_len
+        logprobs = body.top_logprobs if body.logprobs else None
+        return await self._requests(body, [prompt], max_tokens, logprobs, field="messages")
+
+    async def tokens_of(self, body: TokenizeRequest) -> list[int]:
+        """Return the token ids of a text or of a conversation, of any length."""
+        text = body.prompt if body.prompt is not None else body.content
+        if text is not None:
+            special = body.add_special_tokens is not False and body.add_special is not False
+            return await self.run(lambda: self._text_ids(text, special))
+        messages, extra = body.messages or [], body.chat_template_kwargs
+        opens = body.add_generation_prompt
+        return await self.run(lambda: self._conversation_ids(messages, body.tools, extra, add_generation_prompt=opens))
+
+    async def text_of(self, body: DetokenizeRequest) -> str:
+        """Return the text of token ids."""
+        if body.tokens:
+            self._check_token(max(body.tokens), self._model.trunk.vocab_size, "tokens")
+        known = self.tokenizer
+        return await self.run(lambda: known.decode(body.tokens, clean_up_tokenization_spaces=False))
+
+    async def _requests(
+        self, body: GenerationFields, prompts: Sequence[list[int]], max_tokens: int, logprobs: int | None, *, field: str
+    ) -> list[GenerationRequest]:
+        for prompt in prompts:
+            self._check_prompt(prompt, field)
+        grammar = None
+        if body.response_format is not None or isinstance(body, ChatRequest):
+            grammar = await self.run(lambda: grammar_of(body, self._model.tokenizer))
+        # Without a seed, each request has random numbers of its own.
+        seed = secrets.randbelow(_SEEDS) if body.seed is None else body.seed
+        return [
+            GenerationRequest(
+                tuple(prompt),
+                sampling=self._sampling(body),
+                max_tokens=min(max_tokens, self._options.max_model_len - len(prompt)),
+                num_speculative_tokens=self._num_drafts(body),
+                stop_token_ids=(() if body.ignore_eos else self._eos) + tuple(body.stop_token_ids),
+                stop=self._stops(body),
+                seed=(seed + choice) % _SEEDS,
+                presence_penalty=body.presence_penalty,
+                frequency_penalty=body.frequency_penalty,
+                logit_bias=self._logit_bias(body),
+                logprobs=logprobs,
+                grammar=grammar,
+                cache_salt=body.cache_salt,
+            )
+            for prompt in prompts
+            for choice in range(body.n)
+        ]
+
+    def _prompt_ids(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
+        return self._text_ids(prompt, add_special_tokens) if isinstance(prompt, str) else list(prompt)
+
+    def _text_ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        tokenizer = self.tokenizer
+        if add_special_tokens:
+            return encode(self._model, text)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _conversation_ids(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+        extra: Mapping[str, object],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        if not self.tokenizer.chat_template:
+            message = "this model has no chat template; use /v1/completions, or add a chat template to its tokenizer"
+            raise ApiError(400, message, "messages", "no_chat_template")
+        try:
+            ids, _ = apply_chat_template(
+                self.tokenizer,
+                [_template_message(message) for message in messages],
+                tools=[tool.model_dump(by_alias=True, exclude_defaults=True) | {"type": tool.type} for tool in tools]
+                or None,
+                add_generation_prompt=add_generation_prompt,
+                variables=extra,
+                seconds=_TEMPLATE_S,
+            )
+        except ConfigError as error:
+            raise ApiError(400, str(error), "messages", "invalid_value") from error
+        return ids
+
+    def _check_prompt(self, prompt: Sequence[int], field: str) -> None:
+        limit, vocab_size = self._options.max_model_len, self._model.trunk.vocab_size
+        if not prompt:
+            raise ApiError(400, f"{field}: it has no tokens; expected at least one", field, "invalid_value")
+        if len(prompt) >= limit:
+            message = (
+                f"This model's maximum context length is {limit} tokens. However, your {field} resulted in "
+                f"{len(prompt)} tokens, which leaves no room for a completion. Please reduce the length."
+            )
+            raise ApiError(400, message, field, "context_length_exceeded")
+        self._check_token(max(prompt), vocab_size, field)
+
+    def _check_token(self, token: int, vocab_size: int, field: str) -> None:
+        if not 0 <= token < vocab_size:
+            message = f"{field}: token id {token}; the vocabulary has the ids 0 to {vocab_size - 1}"
+            raise ApiError(400, message, field, "invalid_value")
+
+    def _sampling(self, body: GenerationFields) -> Sampling:
+        top_k = max(0, body.top_k)
+        return Sampling(body.temperature, top_k, body.top_p, body.min_p, body.repetition_penalty)
+
+    def _num_drafts(self, body: GenerationFields) -> int | None:
+        wanted = body.num_speculative_tokens
+        if wanted and not self._options.drafts:
+            message = "num_speculative_tokens: this server decodes without MTP; leave it out, or send 0"
+            raise ApiError(400, message, "num_speculative_tokens", "invalid_value")
+        return wanted
+
+    def _stops(self, body: GenerationFields) -> tuple[str, ...]:
+        if body.stops:
+            _ = self.tokenizer  # stop strings are found in text
+        return body.stops
+
+    def _logit_bias(self, body: GenerationFields) -> dict[int, float]:
+        biases: dict[int, float] = {}
+        for name, bias in body.logit_bias.items():
+            if not name.isdecimal() or len(name) > 10:
+                message = f"logit_bias: the key {name[:40]!r} is no token id"
+                raise ApiError(400, message, "logit_bias", "invalid_value")
+            self._check_token(int(name), self._model.trunk.vocab_size, "logit_bias")
+            biases[int(name)] = bias
+        return biases
+
+
+def _template_message(message: ChatMessage) -> dict[str, object]:
+    """The message as chat templates read it: `system` for `developer`, arguments of tool calls as objects."""
+    shown: dict[str, object] = {"role": "system" if message.role == "developer" else message.role}
+    content = message.text if message.text is not None else message.refusal
+    shown["content"] = content if content is not None else ""
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            shown[name] = value
+    if message.tool_calls:
+        shown["tool_calls"] = [
+            {"id": call.id, "type": call.type, "function": _template_call(call.function.name, call.function.arguments)}
+            for call in message.tool_calls
+        ]
+    return shown
+
+
+def _template_call(name: str, arguments: str) -> dict[str, object]:
+    try:
+        return {"name": name, "arguments": json.loads(arguments)}
+    except (ValueError, RecursionError):
+        return {"name": name, "arguments": arguments}

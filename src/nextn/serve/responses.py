@@ -1,0 +1,298 @@
+"""The JSON of answers, whole and streamed, in OpenAI's form with vLLM's additions."""
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from nextn.decoding.rounds import SequenceRound
+from nextn.serve.metrics import request_metrics
+from nextn.serve.request import GenerationChunk, GenerationRequest, TokenLogprob
+from nextn.serve.schemas import ChatRequest, CompletionRequest
+from nextn.serve.structured_output import parses_tool_calls, tool_calls_in
+from nextn.serve.token_texts import TokenTexts
+
+Json = dict[str, object]
+_FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+_MIN_LOGPROB = -9999.0  # JSON has no infinity; vLLM writes this number
+
+
+@dataclass
+class Choice:
+    """What one sequence has generated so far."""
+
+    texts: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    rounds: list[SequenceRound] = field(default_factory=list)
+    finish: str | None = None
+    cached_tokens: int = 0
+    num_chars: int = 0  # of the texts of all tokens, for `text_offset`
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def add(self, chunk: GenerationChunk) -> None:
+        self.texts.append(chunk.text)
+        self.logprobs += chunk.logprobs
+        self.rounds += chunk.rounds
+        self.finish = chunk.finish
+        self.cached_tokens += chunk.cached_tokens
+        for one in chunk.rounds:
+            self.tokens += one.emitted
+
+
+class Answer:
+    """Builds the answer to one request from the chunks of its sequences; a subclass knows the form of its route.
+
+    Args:
+        model: The served name.
+        body: The request.
+        requests: Its sequences.
+        token_texts: Texts of single tokens.
+        with_metrics: Add `metrics`, whether or not the request asks for them.
+    """
+
+    kind = ""  # the field `object` of whole answers
+    chunk_kind = ""  # and of streamed ones
+    prefix = ""  # of ids
+
+    def __init__(
+        self,
+        model: str,
+        body: ChatRequest | CompletionRequest,
+        requests: Sequence[GenerationRequest],
+        token_texts: TokenTexts,
+        *,
+        with_metrics: bool,
+    ) -> None:
+        self.body, self.requests, self.token_texts = body, requests, token_texts
+        self.choices = [Choice() for _ in requests]
+        self.with_rounds = body.stream_options.include_rounds
+        self._with_metrics = with_metrics or body.return_metrics or self.with_rounds
+        self._head: Json = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+
+    def add(self, index: int, chunk: GenerationChunk) -> None:
+        """Add a chunk of a whole answer."""
+        self.choices[index].add(chunk)
+
+    def document(self) -> Json:
+        """Return the whole answer."""
+        choices = [self._choice(index, choice) for index, choice in enumerate(self.choices)]
+        return {**self._envelope(self.kind), "choices": choices, **self._figures()}
+
+    def first_events(self) -> list[Json]:
+        """Return what a stream begins with."""
+        return []
+
+    def event(self, index: int, chunk: GenerationChunk) -> Json | None:
+        """Add a chunk and return its event; None if there is nothing to send yet."""
+        choice = self.choices[index]
+        is_first = not choice.rounds
+        part = self._part(index, chunk)
+        choice.add(chunk)
+        extra = self._token_ids(index, [token for one in chunk.rounds for token in one.emitted], with_prompt=is_first)
+        if self.with_rounds and chunk.rounds:
+            extra["rounds"] = [self._round(one) for one in chunk.rounds]
+        if part is None and not extra and chunk.finish is None:
+            return None
+        event = {"index": index, **(part or self._empty_part()), "finish_reason": self._finish(choice), **extra}
+        return self._with_usage_field({**self._envelope(self.chunk_kind), "choices": [event]})
+
+    def last_event(self) -> Json | None:
+        """Return the event after the last chunk, with usage and metrics; None if it was not requested."""
+        if not (self.body.stream_options.include_usage or self._with_metrics):
+            return None
+        return {**self._envelope(self.chunk_kind), "choices": [], **self._figures()}
+
+    def _envelope(self, kind: str) -> Json:
+        return {"id": self._head["id"], "object": kind, "created": self._head["created"], "model": self._head["model"]}
+
+    def _with_usage_field(self, event: Json) -> Json:
+        """OpenAI's streams with usage have the field in every chunk."""
+        return event | {"usage": None} if self.body.stream_options.include_usage else event
+
+    def _figures(self) -> Json:
+        figures: Json = {"usage": self._usage()}
+        if self._with_metrics:
+            figures["metrics"] = request_metrics([one for choice in self.choices for one in choice.rounds])
+        return figures
+
+    def _usage(self) -> Json:
+        """Each prompt counts once, however many choices it has."""
+        firsts = range(0, len(self.requests), self.body.n)
+        prompt = sum(len(self.requests[index].prompt) for index in firsts)
+        completion = sum(len(choice.tokens) for choice in self.choices)
+        cached = sum(self.choices[index].cached_tokens for index in firsts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _finish(self, choice: Choice) -> str | None:
+        return None if choice.finish is None else _FINISH[choice.finish]
+
+    def _token_ids(self, index: int, tokens: Sequence[int], *, with_prompt: bool) -> Json:
+        if not self.body.return_token_ids:
+            return {}
+        prompt = {"prompt_token_ids": list(self.requests[index].prompt)} if with_prompt else {}
+        return {"token_ids": list(tokens), **prompt}
+
+    def _round(self, one: SequenceRound) -> Json:
+        texts = self.token_texts.texts
+        return {
+            "tokens": list(one.emitted),
+            "texts": texts(one.emitted),
+            "drafts": list(one.drafts),
+            "draft_texts": texts(one.drafts),
+            "num_accepted": one.num_accepted,
+        }
+
+    def _spelled(self, token: int) -> str:
+        return f"token_id:{token}" if self.body.return_tokens_as_token_ids else self.token_texts.spelled(token)
+
+    def _choice(self, index: int, choice: Choice) -> Json:
+        raise NotImplementedError
+
+    def _part(self, index: int, chunk: GenerationChunk) -> Json | None:
+        """What a chunk adds to a streamed choice; None for nothing."""
+        raise NotImplementedError
+
+    def _empty_part(self) -> Json:
+        raise NotImplementedError
+
+
+class CompletionAnswer(Answer):
+    """The answer of /v1/completions."""
+
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+
+    def _choice(self, index: int, choice: Choice) -> Json:
+        return {
+            "index": index,
+            "text": choice.text,
+            "logprobs": self._logprobs(choice, choice.logprobs),
+            "finish_reason": self._finish(choice),
+            **self._token_ids(index, choice.tokens, with_prompt=True),
+        }
+
+    def _part(self, index: int, chunk: GenerationChunk) -> Json | None:
+        if not chunk.text and not chunk.logprobs:
+            return None
+        return {"text": chunk.text, "logprobs": self._logprobs(self.choices[index], chunk.logprobs)}
+
+    def _empty_part(self) -> Json:
+        return {"text": "", "logprobs": None}
+
+    def _logprobs(self, choice: Choice, logprobs: Sequence[TokenLogprob]) -> Json | None:
+        """Parallel lists, as of OpenAI's completions; `top_logprobs` always has the chosen token, too."""
+        if self.requests[0].logprobs is None:
+            return None
+        offsets = []
+        for entry in logprobs:
+            offsets.append(choice.num_chars)
+            choice.num_chars += len(self.token_texts.text(entry.token))
+        return {
+            "tokens": [self._spelled(entry.token) for entry in logprobs],
+            "token_logprobs": [_nats(entry.logprob) for entry in logprobs],
+            "top_logprobs": [self._top(entry) for entry in logprobs] if self.requests[0].logprobs else None,
+            "text_offset": offsets,
+        }
+
+    def _top(self, entry: TokenLogprob) -> Mapping[str, float]:
+        top: dict[str, float] = {}
+        for token, logprob in (*entry.top, (entry.token, entry.logprob)):
+            top.setdefault(self._spelled(token), _nats(logprob))  # of two tokens with one text, the likelier
+        return top
+
+
+class ChatAnswer(Answer):
+    """The answer of /v1/chat/completions."""
+
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl"
+    body: ChatRequest
+
+    def first_events(self) -> list[Json]:
+        delta = {"role": "assistant", "content": ""}
+        return [
+            self._with_usage_field(
+                {
+                    **self._envelope(self.chunk_kind),
+                    "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}],
+                }
+            )
+            for index in range(len(self.choices))
+        ]
+
+    def _choice(self, index: int, choice: Choice) -> Json:
+        message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
+        if parses_tool_calls(self.body):
+            message |= self._tool_message(choice)
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": "tool_calls" if message.get("tool_calls") else self._finish(choice),
+            **self._token_ids(index, choice.tokens, with_prompt=True),
+        }
+
+    def _part(self, index: int, chunk: GenerationChunk) -> Json | None:
+        if parses_tool_calls(self.body):
+            return self._tool_part(index, chunk)
+        if not chunk.text and not chunk.logprobs:
+            return None
+        delta = {"content": chunk.text} if chunk.text else {}
+        return {"delta": delta, "logprobs": self._logprobs(chunk.logprobs)}
+
+    def _empty_part(self) -> Json:
+        return {"delta": {}, "logprobs": None}
+
+    def _tool_part(self, index: int, chunk: GenerationChunk) -> Json | None:
+        """Text that may hold a tool call is sent when it is complete; log probabilities as they come."""
+        delta: Json = {}
+        if chunk.finish is not None:
+            choice = self.choices[index]
+            whole = Choice([*choice.texts, chunk.text], finish=chunk.finish)
+            delta = self._tool_message(whole)
+            calls = delta.pop("tool_calls", None)
+            if isinstance(calls, list):
+                delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+        if not delta and not chunk.logprobs:
+            return None
+        return {"delta": delta, "logprobs": self._logprobs(chunk.logprobs)}
+
+    def _finish(self, choice: Choice) -> str | None:
+        finish = super()._finish(choice)
+        is_call = finish is not None and parses_tool_calls(self.body) and self._tool_message(choice).get("tool_calls")
+        return "tool_calls" if is_call else finish
+
+    def _tool_message(self, choice: Choice) -> Json:
+        result = tool_calls_in(choice.text, self.body)
+        message: Json = {"content": result.content or None}
+        if result.calls:
+            message["tool_calls"] = [dict(call) for call in result.calls]
+        return message
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> Json | None:
+        if self.requests[0].logprobs is None:
+            return None
+        content = [
+            {
+                **self._token(entry.token, entry.logprob),
+                "top_logprobs": [self._token(token, logprob) for token, logprob in entry.top],
+            }
+            for entry in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token: int, logprob: float) -> Json:
+        return {"token": self._spelled(token), "logprob": _nats(logprob), "bytes": self.token_texts.utf8(token)}
+
+
+def _nats(logprob: float) -> float:
+    return max(logprob, _MIN_LOGPROB)
