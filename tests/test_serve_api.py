@@ -312,6 +312,21 @@ def test_cached_tokens_are_counted_once_per_prompt(scripted_client):
     assert answer.usage.prompt_tokens_details.cached_tokens == 3 + 1
 
 
+def test_prefixes_are_shared_under_one_salt(model):
+    """What the cache holds of one client's prompts cannot be found out by another one's salt."""
+    engine = ServingEngine(model, EngineOptions("native", max_num_seqs=2, max_model_len=256, warmup=False))
+    with serving(engine, model) as server:
+
+        def cached(salt):
+            body = {"prompt": "def add(a, b):\n" * 10, "max_tokens": 8, "temperature": 0, "cache_salt": salt}
+            document = json.loads(server.post("/v1/completions", body)[2])
+            return document["usage"]["prompt_tokens_details"]["cached_tokens"], document["choices"][0]["text"]
+
+        answers = [cached(salt) for salt in ("", "", "a", "a", "b")]
+    assert [num for num, _ in answers] == [0, 128, 0, 128, 0]
+    assert len({text for _, text in answers}) == 1
+
+
 def test_eos_ends_the_text(model):
     with serving(ScriptedEngine("Yes.", times=1), model) as server:
         body = {"prompt": "x", "max_tokens": 40, "return_token_ids": True}
