@@ -87,6 +87,16 @@ def test_streamed_completion_is_the_same(client, text):
     assert len({chunk.id for chunk in (*chunks, last)}) == 1
 
 
+def test_usage_in_every_event(client):
+    """As vLLM's clients ask for it."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=24, stream=True, stream_options=options)
+    counts = [chunk.usage.completion_tokens for chunk in stream]
+    assert counts[0] == 1
+    assert counts == sorted(counts)
+    assert counts[-1] == 24
+
+
 def test_token_ids_as_prompt(client, text):
     ids = list(PROMPT.encode())
     answer = client.completions.create(

@@ -20,7 +20,7 @@ _MIN_LOGPROB = -9999.0  # JSON has no infinity; vLLM writes this number
 
 
 @dataclass
-class Choice:
+class GeneratedChoice:
     """What one sequence has generated so far."""
 
     texts: list[str] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Answer:
         token_texts: TokenTexts,
     ) -> None:
         self.body, self.requests, self.token_texts = body, requests, token_texts
-        self.choices = [Choice() for _ in requests]
+        self.choices = [GeneratedChoice() for _ in requests]
         self.with_rounds = body.stream_options.include_rounds
         self._with_metrics = options.metrics_in_answers or body.return_metrics or self.with_rounds
         self._id, self._created, self._model = _new_id(self.prefix), int(time.time()), options.served_name
@@ -111,7 +111,10 @@ class Answer:
 
     def _with_usage_field(self, event: Json) -> Json:
         """OpenAI's streams with usage have the field in every chunk."""
-        return event | {"usage": None} if self.body.stream_options.include_usage else event
+        wanted = self.body.stream_options
+        if not wanted.include_usage:
+            return event
+        return event | {"usage": self._usage() if wanted.continuous_usage_stats else None}
 
     def _figures(self) -> Json:
         figures: Json = {"usage": self._usage()}
@@ -155,7 +158,7 @@ class Answer:
     def _spelled(self, token: int) -> str:
         return f"token_id:{token}" if self.body.return_tokens_as_token_ids else self.token_texts.spelled(token)
 
-    def _choice(self, index: int, choice: Choice) -> Json:
+    def _choice(self, index: int, choice: GeneratedChoice) -> Json:
         raise NotImplementedError
 
     def _part(self, index: int, chunk: GenerationChunk) -> Json | None:
@@ -172,7 +175,7 @@ class CompletionAnswer(Answer):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def _choice(self, index: int, choice: Choice) -> Json:
+    def _choice(self, index: int, choice: GeneratedChoice) -> Json:
         return {
             "index": index,
             "text": choice.text,
@@ -189,7 +192,7 @@ class CompletionAnswer(Answer):
     def _empty_part(self) -> Json:
         return {"text": "", "logprobs": None}
 
-    def _logprobs(self, choice: Choice, logprobs: Sequence[TokenLogprob]) -> Json | None:
+    def _logprobs(self, choice: GeneratedChoice, logprobs: Sequence[TokenLogprob]) -> Json | None:
         """Parallel lists, as of OpenAI's completions; `top_logprobs` always has the chosen token, too."""
         if self.requests[0].logprobs is None:
             return None
@@ -242,7 +245,7 @@ class ChatAnswer(Answer):
             for index in range(len(self.choices))
         ]
 
-    def _choice(self, index: int, choice: Choice) -> Json:
+    def _choice(self, index: int, choice: GeneratedChoice) -> Json:
         parser = self._parsers[index]
         delta = MessageDelta(choice.text) if parser is None else parse_message(parser, choice.text)
         message = {"role": "assistant", "content": None, "refusal": None, **self._fields(index, delta)}

@@ -48,7 +48,7 @@ class RequestModel(BaseModel):
 class StreamOptions(RequestModel):
     include_usage: bool = False
     include_rounds: bool = False  # an extension: the rounds of each chunk, and the request's metrics
-    continuous_usage_stats: Literal[False] = False
+    continuous_usage_stats: bool = False  # with include_usage: in every event, the usage so far
 
 
 class SchemaFormat(RequestModel):
