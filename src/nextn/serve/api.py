@@ -109,12 +109,15 @@ class Api:
     async def chat(self, request: Request) -> Response:
         body = await self._body(request, ChatRequest)
         requests = await self.builder.chat(body)
-        return await self._generate(request, requests, self._answer(ChatAnswer, body, requests))
+        parsers = [self.builder.structured.parser(body, one.prompt) for one in requests]
+        answer = ChatAnswer(self.options, body, requests, self.token_texts, parsers)
+        return await self._generate(request, requests, answer)
 
     async def completions(self, request: Request) -> Response:
         body = await self._body(request, CompletionRequest)
         requests = await self.builder.completion(body)
-        return await self._generate(request, requests, self._answer(CompletionAnswer, body, requests))
+        answer = CompletionAnswer(self.options, body, requests, self.token_texts)
+        return await self._generate(request, requests, answer)
 
     async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_entry()]})
@@ -189,12 +192,6 @@ class Api:
         if name != self.options.served_name:
             message = f"The model {name[:200]!r} does not exist; this server has {self.options.served_name!r}"
             raise ApiError(404, message, "model", "model_not_found")
-
-    def _answer(
-        self, kind: type[Answer], body: ChatRequest | CompletionRequest, requests: list[GenerationRequest]
-    ) -> Answer:
-        name, with_metrics = self.options.served_name, self.options.metrics_in_answers
-        return kind(name, body, requests, self.token_texts, with_metrics=with_metrics)
 
     async def _generate(self, request: Request, requests: list[GenerationRequest], answer: Answer) -> Response:
         if self.is_stopping:

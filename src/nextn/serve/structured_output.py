@@ -1,80 +1,96 @@
-"""The one place where the HTTP layer meets the grammar library and the parser of tool calls.
+"""Where requests meet grammars and the parsers of tool calls and reasoning."""
 
-Both are optional: a request that needs them is refused where they cannot be imported.
-"""
+from collections.abc import Callable, Sequence
+from functools import cached_property
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib import import_module
-from types import ModuleType
-
-from transformers import PreTrainedTokenizerBase
-
+from nextn.errors import ConfigError
+from nextn.model.model import Model
 from nextn.serve.api_errors import ApiError
+from nextn.serve.grammar import JSON_OBJECT, GrammarCompiler, GrammarSpec, json_schema
 from nextn.serve.request import GrammarState
 from nextn.serve.schemas import ChatRequest, GenerationFields, NamedTool
+from nextn.serve.tool_calls import SYNTAXES, MessageParser, Tool, ToolSyntax, reasoning_is_open, tool_syntax
+from nextn.serve.tool_grammar import tool_call_grammar
+
+_TAIL = 16  # tokens at the end of a prompt in which `<think>` is looked for
 
 
-@dataclass(frozen=True)
-class ToolCallResult:
-    """What the text of an answer is apart from its tool calls, and these as OpenAI's API has them."""
+class StructuredOutput:
+    """Makes the grammars of requests and the parsers of their answers.
 
-    content: str
-    calls: tuple[Mapping[str, object], ...]
-
-
-def grammar_of(
-    request: GenerationFields, tokenizer: PreTrainedTokenizerBase | None
-) -> Callable[[], GrammarState] | None:
-    """Compile the grammar that a request asks for; None if it asks for none. Raises ApiError where it cannot.
-
-    The specification handed to `compile_grammar` is the request's own: a `response_format`, or its tools and choice.
+    Args:
+        model: Its tokenizer and chat template decide how calls are written.
+        eos: Tokens that end a sequence.
     """
-    spec = _specification(request)
-    if spec is None:
-        return None
-    if tokenizer is None:
-        raise ApiError(400, "structured output needs a tokenizer, which this checkpoint has not", "response_format")
-    compile_grammar = _optional("grammar", _field(spec)).compile_grammar
-    return compile_grammar(tokenizer, spec)
+
+    def __init__(self, model: Model, eos: Sequence[int]) -> None:
+        self._model, self._eos = model, eos
+        template = model.tokenizer.chat_template if model.tokenizer is not None else None
+        self._template = template if isinstance(template, str) else "\n".join((template or {}).values())
+        self._syntax = tool_syntax(self._template)
+
+    def check(self, request: ChatRequest) -> None:
+        """Refuse tools whose calls could not be recognized. Raises ApiError."""
+        if _offers_tools(request) and self._syntax is None and not _forces_call(request):
+            message = "tools: the chat template has no known syntax of tool calls; send tool_choice required, or none"
+            raise ApiError(400, message, "tools", "unsupported_parameter")
+
+    def grammar(self, request: GenerationFields) -> Callable[[], GrammarState] | None:
+        """Compile the grammar that a request asks for; None if it asks for none. Raises ApiError."""
+        field = "tools" if isinstance(request, ChatRequest) and _forces_call(request) else "response_format"
+        try:
+            spec = self._specification(request)
+            return None if spec is None else self._compiler.compile(spec)
+        except ConfigError as error:
+            raise ApiError(400, f"{field}: {error}", field, "invalid_value") from error
+
+    def parser(self, request: ChatRequest, prompt: Sequence[int]) -> MessageParser | None:
+        """Return what splits an answer into reasoning, content and tool calls; None if it is all content."""
+        syntax = self._call_syntax() if _offers_tools(request) else None
+        # Text that a grammar forces has no reasoning, whatever the prompt opened.
+        may_reason = self._specification(request) is None
+        reasoning = may_reason and "</think>" in self._template
+        is_open = reasoning and self._ends_in_reasoning(prompt)
+        if syntax is None and not reasoning:
+            return None
+        return MessageParser(syntax, _tools(request), reasoning=reasoning, is_open=is_open)
+
+    @cached_property
+    def _compiler(self) -> GrammarCompiler:
+        if self._model.tokenizer is None:
+            raise ConfigError("structured output needs a tokenizer, which this checkpoint has not")
+        return GrammarCompiler(self._model.tokenizer, self._model.trunk.vocab_size, eos_ids=self._eos)
+
+    def _specification(self, request: GenerationFields) -> GrammarSpec | None:
+        if isinstance(request, ChatRequest) and _forces_call(request):
+            assert self._model.tokenizer is not None  # there is none without: a chat needs a template
+            syntax, tools = self._call_syntax(), _tools(request)
+            is_parallel = request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool)
+            return tool_call_grammar(self._model.tokenizer, syntax, tools, parallel=is_parallel)
+        wanted = request.response_format
+        if wanted is None or wanted.type == "text":
+            return None
+        return JSON_OBJECT if wanted.json_schema is None else json_schema(wanted.json_schema.schema_)
+
+    def _call_syntax(self) -> ToolSyntax:
+        """The template's, or for calls that are forced, one that any model can be made to write."""
+        return self._syntax or SYNTAXES["hermes"]
+
+    def _ends_in_reasoning(self, prompt: Sequence[int]) -> bool:
+        assert self._model.tokenizer is not None
+        return reasoning_is_open(self._model.tokenizer.decode(list(prompt[-_TAIL:])))
 
 
-def parses_tool_calls(request: GenerationFields) -> bool:
-    """Whether the answer may hold tool calls, so that its text has to be read as a whole."""
-    return isinstance(request, ChatRequest) and bool(request.tools) and request.tool_choice != "none"
+def _offers_tools(request: ChatRequest) -> bool:
+    return bool(request.tools) and request.tool_choice != "none"
 
 
-def tool_calls_in(text: str, request: ChatRequest) -> ToolCallResult:
-    """Split an answer's text into content and tool calls."""
-    tools = [tool.model_dump(by_alias=True) for tool in request.tools]
-    content, calls = _optional("tool_calls", "tools").parse_tool_calls(text, tools)
-    return ToolCallResult(content, tuple(calls))
+def _forces_call(request: ChatRequest) -> bool:
+    return bool(request.tools) and request.tool_choice not in ("none", "auto")
 
 
-def check_tools(request: ChatRequest) -> None:
-    """Refuse tools before anything is generated, where their calls cannot be parsed."""
-    if parses_tool_calls(request):
-        _optional("tool_calls", "tools")
-
-
-def _specification(request: GenerationFields) -> Mapping[str, object] | None:
-    if isinstance(request, ChatRequest) and request.tools and request.tool_choice not in ("none", "auto"):
-        chosen = request.tool_choice.function.name if isinstance(request.tool_choice, NamedTool) else None
-        tools: Sequence[object] = [tool.model_dump(by_alias=True) for tool in request.tools]
-        return {"type": "tools", "tools": tools, "name": chosen}
-    wanted = request.response_format
-    if wanted is None or wanted.type == "text":
-        return None
-    return wanted.model_dump(by_alias=True, exclude_none=True)
-
-
-def _field(spec: Mapping[str, object]) -> str:
-    return "tools" if spec["type"] == "tools" else "response_format"
-
-
-def _optional(module: str, field: str) -> ModuleType:
-    try:
-        return import_module(f"nextn.serve.{module}")
-    except ImportError as error:
-        message = f"{field} is not supported by this installation: {error}"
-        raise ApiError(400, message, field, "unsupported_parameter") from error
+def _tools(request: ChatRequest) -> list[Tool]:
+    """The tools that may be called."""
+    chosen = request.tool_choice.function.name if isinstance(request.tool_choice, NamedTool) else None
+    functions = [tool.function for tool in request.tools]
+    return [Tool(function.name, function.parameters) for function in functions if chosen in (None, function.name)]

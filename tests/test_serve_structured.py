@@ -1,0 +1,148 @@
+"""Structured output, tool calls and reasoning through the API, as the `openai` client reads them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import openai
+import pytest
+from chats import UNMARKED, chatty
+from http_serving import error_of, serving
+from scripted_engine import ScriptedEngine
+
+import nextn
+from nextn.model.model import Model
+from nextn.serve.engine import EngineOptions, ServingEngine
+
+pytest.importorskip("llguidance")
+TINY = Path(nextn.__file__).parent / "assets" / "tiny"
+USER = [{"role": "user", "content": "hi"}]
+NO_SPACE = {"10": -100, "32": -100}  # where JSON may have whitespace, this model writes nothing else
+CHAT = {"model": "tiny", "messages": USER, "max_tokens": 200, "temperature": 0, "logit_bias": NO_SPACE}
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "maximum": 99, "minimum": 0}, "ok": {"type": "boolean"}},
+    "required": ["n", "ok"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+TOOLS = [
+    {"type": "function", "function": {"name": "count", "description": "Counts.", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "other", "parameters": SCHEMA}},
+]
+NAMED = {"type": "function", "function": {"name": "count"}}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return replace(Model.load(TINY), tokenizer=chatty())
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    options = EngineOptions("torch", max_num_seqs=4, max_model_len=256, num_speculative_tokens=3, warmup=False)
+    with serving(ServingEngine(model, options), model) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def fits(text):
+    value = json.loads(text)
+    return set(value) == {"n", "ok"} and 0 <= value["n"] <= 99 and isinstance(value["ok"], bool)
+
+
+def test_json_schema(client):
+    (choice,) = client.chat.completions.create(**CHAT, response_format=FORMAT).choices
+    assert fits(choice.message.content)
+    assert choice.finish_reason == "stop"
+    stream = client.chat.completions.create(**CHAT, response_format=FORMAT, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == choice.message.content
+    sampled = client.chat.completions.create(**CHAT | {"temperature": 1, "n": 3, "seed": 1}, response_format=FORMAT)
+    assert all(fits(choice.message.content) for choice in sampled.choices)
+
+
+def test_json_schema_of_completions_and_json_object(client):
+    body = {"response_format": FORMAT}
+    answer = client.completions.create(
+        model="tiny", prompt="x", max_tokens=200, temperature=0, logit_bias=NO_SPACE, extra_body=body
+    )
+    assert fits(answer.choices[0].text)
+    options = CHAT | {"max_tokens": 60, "stop": ["}"]}
+    answer = client.chat.completions.create(**options, response_format={"type": "json_object"})
+    assert answer.choices[0].message.content.startswith("{")
+
+
+def test_a_call_that_is_forced(client):
+    """The template knows no tool calls; they are forced by a grammar and parsed all the same."""
+    for choice, names in ((NAMED, {"count"}), ("required", {"count", "other"})):
+        (answer,) = client.chat.completions.create(
+            **CHAT, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False
+        ).choices
+        (call,) = answer.message.tool_calls
+        assert answer.message.content is None
+        assert call.function.name in names
+        assert fits(call.function.arguments)
+        assert call.id.startswith("call-")
+        assert answer.finish_reason == "tool_calls"
+
+
+def test_a_streamed_call(client):
+    stream = client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice=NAMED, stream=True)
+    chunks = [chunk.choices[0] for chunk in stream]
+    (call,) = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+    assert call.index == 0
+    assert fits(call.function.arguments)
+    assert not any(chunk.delta.content for chunk in chunks)
+    assert chunks[-1].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"response_format": FORMAT | {"json_schema": {"schema": {"type": 5}}}}, "response_format", "JSON schema"),
+        ({"response_format": FORMAT | {"json_schema": {"schema": {"enum": []}}}}, "response_format", "JSON schema"),
+        ({"tools": TOOLS}, "tools", "no known syntax"),
+        ({"tools": TOOLS, "tool_choice": "auto"}, "tools", "no known syntax"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(server, fields, param, words):
+    status, error = error_of(server.post("/v1/chat/completions", {"messages": USER, **fields}))
+    assert (status, error["param"]) == (400, param)
+    assert words in error["message"]
+
+
+def texts_of(chunks, name):
+    return "".join(getattr(chunk.choices[0].delta, name, None) or "" for chunk in chunks)
+
+
+CALL = '<think>Why?</think>I look. <tool_call>{"name": "count", "arguments": {"n": 1, "ok": true}}</tool_call>'
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_reasoning_content_and_calls(model, is_open):
+    """Of text that a model writes freely, whole and streamed alike; some templates open the reasoning themselves."""
+    tokenizer = chatty()
+    tokenizer.chat_template = UNMARKED + "{# <tool_call> <think></think> #}" + ("<think>" if is_open else "")
+    text = CALL.removeprefix("<think>") if is_open else CALL
+    engine = ScriptedEngine(text, times=1)
+    with (
+        serving(engine, replace(model, tokenizer=tokenizer)) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client,
+    ):
+        (choice,) = client.chat.completions.create(**CHAT, tools=TOOLS).choices
+        chunks = list(client.chat.completions.create(**CHAT, tools=TOOLS, stream=True))
+        plain = client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice="none").choices[0]
+    assert choice.message.reasoning_content == texts_of(chunks, "reasoning_content") == "Why?"
+    assert choice.message.content == texts_of(chunks, "content") == "I look."
+    (call,) = choice.message.tool_calls
+    (streamed,) = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert json.loads(call.function.arguments) == json.loads(streamed.function.arguments) == {"n": 1, "ok": True}
+    assert choice.finish_reason == chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert plain.message.tool_calls is None
+    assert "<tool_call>" in plain.message.content
+    assert plain.finish_reason == "stop"
