@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import contextmanager
 from functools import partial
 from importlib.resources import files
+from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
@@ -40,6 +41,7 @@ from nextn.serve.schemas import (
 )
 from nextn.serve.token_texts import TokenTexts
 
+A = TypeVar("A", bound=Answer)
 _POLL_S = 0.02  # between two looks at what still runs while the server stops
 _CLOSE_S = 2.0  # for the engine to end, after the generations did
 # The page is one file; it loads nothing and talks to this server only.
@@ -109,7 +111,9 @@ class Api:
     async def chat(self, request: Request) -> Response:
         body = await self._body(request, ChatRequest)
         requests = await self.builder.chat(body)
-        return await self._generate(request, requests, self._answer(ChatAnswer, body, requests))
+        parsers = [self.builder.structured.parser_of(body, one.prompt) for one in requests]
+        answer = self._answer(ChatAnswer, body, requests).with_parsers(parsers)
+        return await self._generate(request, requests, answer)
 
     async def completions(self, request: Request) -> Response:
         body = await self._body(request, CompletionRequest)
@@ -190,9 +194,7 @@ class Api:
             message = f"The model {name[:200]!r} does not exist; this server has {self.options.served_name!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
-    def _answer(
-        self, kind: type[Answer], body: ChatRequest | CompletionRequest, requests: list[GenerationRequest]
-    ) -> Answer:
+    def _answer(self, kind: type[A], body: ChatRequest | CompletionRequest, requests: list[GenerationRequest]) -> A:
         name, with_metrics = self.options.served_name, self.options.metrics_in_answers
         return kind(name, body, requests, self.token_texts, with_metrics=with_metrics)
 

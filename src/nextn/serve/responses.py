@@ -9,8 +9,9 @@ from nextn.decoding.rounds import SequenceRound
 from nextn.serve.metrics import request_metrics
 from nextn.serve.request import GenerationChunk, GenerationRequest, TokenLogprob
 from nextn.serve.schemas import ChatRequest, CompletionRequest
-from nextn.serve.structured_output import parses_tool_calls, tool_calls_in
+from nextn.serve.structured_output import openai_message
 from nextn.serve.token_texts import TokenTexts
+from nextn.serve.tool_calls import MessageParser, joined_deltas, parse_message
 
 Json = dict[str, object]
 _FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
@@ -97,7 +98,12 @@ class Answer:
             extra["rounds"] = [self._round(one) for one in chunk.rounds]
         if part is None and not extra and chunk.finish is None:
             return None
-        event = {"index": index, **(part or self._empty_part()), "finish_reason": self._finish(choice), **extra}
+        event = {
+            "index": index,
+            **(part or self._empty_part()),
+            "finish_reason": self._finish_of(index, choice),
+            **extra,
+        }
         return self._with_usage_field({**self._envelope(self.chunk_kind), "choices": [event]})
 
     def last_event(self) -> Json | None:
@@ -132,7 +138,7 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def _finish(self, choice: Choice) -> str | None:
+    def _finish_of(self, index: int, choice: Choice) -> str | None:
         return None if choice.finish is None else _FINISH[choice.finish]
 
     def _token_ids(self, index: int, tokens: Sequence[int], *, with_prompt: bool) -> Json:
@@ -176,7 +182,7 @@ class CompletionAnswer(Answer):
             "index": index,
             "text": choice.text,
             "logprobs": self._logprobs(choice, choice.logprobs),
-            "finish_reason": self._finish(choice),
+            "finish_reason": self._finish_of(index, choice),
             **self._token_ids(index, choice.tokens, with_prompt=True),
         }
 
@@ -229,54 +235,39 @@ class ChatAnswer(Answer):
             for index in range(len(self.choices))
         ]
 
+    def with_parsers(self, parsers: Sequence[MessageParser]) -> "ChatAnswer":
+        """Set what splits the text of each sequence into content, reasoning and tool calls."""
+        self._parsers, self._num_calls = parsers, [0] * len(parsers)
+        return self
+
     def _choice(self, index: int, choice: Choice) -> Json:
-        message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
-        if parses_tool_calls(self.body):
-            message |= self._tool_message(choice)
+        delta = parse_message(self._parsers[index], choice.text)
+        self._num_calls[index] = len(delta.tool_calls)
         return {
             "index": index,
-            "message": message,
+            "message": {"role": "assistant", "refusal": None, **openai_message(delta, is_delta=False)},
             "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": "tool_calls" if message.get("tool_calls") else self._finish(choice),
+            "finish_reason": self._finish_of(index, choice),
             **self._token_ids(index, choice.tokens, with_prompt=True),
         }
 
     def _part(self, index: int, chunk: GenerationChunk) -> Json | None:
-        if parses_tool_calls(self.body):
-            return self._tool_part(index, chunk)
-        if not chunk.text and not chunk.logprobs:
-            return None
-        delta = {"content": chunk.text} if chunk.text else {}
-        return {"delta": delta, "logprobs": self._logprobs(chunk.logprobs)}
+        parser, deltas = self._parsers[index], []
+        deltas.append(parser.push(chunk.text))
+        if chunk.finish is not None:
+            deltas.append(parser.finish())
+        delta = joined_deltas(deltas)
+        first_call = self._num_calls[index]
+        self._num_calls[index] += len(delta.tool_calls)
+        fields = openai_message(delta, first_call, is_delta=True)
+        return {"delta": fields, "logprobs": self._logprobs(chunk.logprobs)} if fields or chunk.logprobs else None
 
     def _empty_part(self) -> Json:
         return {"delta": {}, "logprobs": None}
 
-    def _tool_part(self, index: int, chunk: GenerationChunk) -> Json | None:
-        """Text that may hold a tool call is sent when it is complete; log probabilities as they come."""
-        delta: Json = {}
-        if chunk.finish is not None:
-            choice = self.choices[index]
-            whole = Choice([*choice.texts, chunk.text], finish=chunk.finish)
-            delta = self._tool_message(whole)
-            calls = delta.pop("tool_calls", None)
-            if isinstance(calls, list):
-                delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
-        if not delta and not chunk.logprobs:
-            return None
-        return {"delta": delta, "logprobs": self._logprobs(chunk.logprobs)}
-
-    def _finish(self, choice: Choice) -> str | None:
-        finish = super()._finish(choice)
-        is_call = finish is not None and parses_tool_calls(self.body) and self._tool_message(choice).get("tool_calls")
-        return "tool_calls" if is_call else finish
-
-    def _tool_message(self, choice: Choice) -> Json:
-        result = tool_calls_in(choice.text, self.body)
-        message: Json = {"content": result.content or None}
-        if result.calls:
-            message["tool_calls"] = [dict(call) for call in result.calls]
-        return message
+    def _finish_of(self, index: int, choice: Choice) -> str | None:
+        finish = super()._finish_of(index, choice)
+        return "tool_calls" if finish == "stop" and self._num_calls[index] else finish
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> Json | None:
         if self.requests[0].logprobs is None:

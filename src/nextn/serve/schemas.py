@@ -16,7 +16,7 @@ from nextn.serve.options import MAX_CHOICES
 # Fields of OpenAI's API and of vLLM's and llama.cpp's additions that do not change what is generated.
 IGNORED = frozenset(
     (
-        "cache_prompt", "metadata", "parallel_tool_calls", "prediction", "priority", "prompt_cache_key",
+        "cache_prompt", "metadata", "prediction", "priority", "prompt_cache_key",
         "prompt_cache_retention", "request_id", "safety_identifier", "service_tier", "spaces_between_special_tokens",
         "store", "user",
     )
@@ -205,6 +205,7 @@ class ChatRequest(GenerationFields):
     top_logprobs: int = Field(0, ge=0, le=20)
     tools: list[Tool] = Field(default_factory=list, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True  # false: a call that `tool_choice` requires is the only one
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict, max_length=32)
 
     @model_validator(mode="after")
