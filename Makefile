@@ -6,14 +6,14 @@ BIN    := $(VENV)/bin
 export TOKENIZERS_PARALLELISM := false
 GENERATED := families reference support engines benchmarks troubleshooting outputs
 
-.PHONY: demo test check wheel test-gpu test-transformers test-engines docs site bench bench-peers clean
+.PHONY: demo test check wheel test-gpu test-browser test-transformers test-engines docs site bench bench-peers clean
 
 # Decodes the checkpoint in the package, then trains another one for four minutes: see `nextn demo --help`.
 demo: $(VENV)/.ready
 	$(BIN)/nextn demo
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -m "not gpu and not engines" --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not gpu and not engines and not browser" --numprocesses 2 --dist worksteal
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
@@ -31,6 +31,12 @@ wheel: $(VENV)/.ready
 
 test-gpu: $(VENV)/.ready
 	$(BIN)/python -m pytest -m gpu
+
+# The page of `nextn serve` in a headless Chromium: the one on the path, that CHROMIUM names, or of playwright.
+test-browser: $(VENV)/.ready
+	@$(BIN)/python -c "import playwright" || { echo "needs playwright and a Chromium: $(BIN)/pip install playwright;" \
+		"then a chromium on the path, CHROMIUM=path, or $(BIN)/playwright install chromium" >&2; exit 2; }
+	$(BIN)/python -m pytest -m browser
 
 # The part of test-engines that needs no engine but transformers, which is here anyway. Its checkpoints are trained once and
 # kept beside the user's other caches.

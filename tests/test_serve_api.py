@@ -16,7 +16,7 @@ from nextn.engines.client import Budget
 from nextn.engines.driver import counters_in_answers
 from nextn.engines.endpoint import Endpoint
 from nextn.model.model import Model
-from nextn.serve.launch import EngineChoices, make_engine
+from nextn.serve.engine import EngineOptions, ServingEngine
 from nextn.settings import Settings
 
 TINY = Path(nextn.__file__).parent / "assets" / "tiny"
@@ -31,7 +31,9 @@ def model():
 
 @pytest.fixture(scope="module")
 def server(model):
-    engine = make_engine(model, EngineChoices("torch", 3), max_model_len=256)
+    engine = ServingEngine(
+        model, EngineOptions("torch", max_num_seqs=4, max_model_len=256, num_speculative_tokens=3, warmup=False)
+    )
     with serving(engine, model) as server:
         yield server
 
@@ -378,6 +380,7 @@ def test_health(scripted):
         "version": "",
         "model": "tiny",
         "max_model_len": 256,
+        "chat": True,
         "num_running": 0,
         "num_waiting": 0,
         "cache": {"positions": 10, "max_positions": 100},

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from nextn.checkpoint.checkpoint import SHIPPED as SHIPPED
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.data.corpus import Corpus
 from nextn.data.degeneracy import Degeneracy, degeneracy
@@ -30,7 +31,6 @@ from nextn.stats.acceptance import Acceptance
 from nextn.train.joint_run import joint_run
 from nextn.train.metrics import EvalRecord, Record, StepRecord
 
-SHIPPED = Path(__file__).with_name("assets") / "tiny"  # a checkpoint, its card, and held-out prompts
 _PROMPT_TOKENS, _MAX_TOKENS, _MIN_TOKENS = 96, 160, 32
 _DECODE_S = 8.0  # seconds of decoding one model with one backend
 # As the recipe, but without compilation: a step would take 0.75 of the time, which does not make up for the minute or

@@ -57,14 +57,18 @@ class CompressedLayer(AttentionLayer):
         self._inputs = {key: buffer[sequences] for key, buffer in self._inputs.items()}
         self._entries = {name: entries[sequences] for name, entries in self._entries.items()}
 
-    def append(self, other: AttentionLayer) -> None:
-        super().append(other)
+    def append(self, other: AttentionLayer, counts: tuple[int, int]) -> None:
+        super().append(other, counts)
         assert isinstance(other, CompressedLayer)
-        self._inputs = {key: join_slots(buffer, other._inputs[key]) for key, buffer in self._inputs.items()}
-        self._entries = {
-            name: join_slots(entries[:, None], other._entries[name][:, None])[:, 0]
-            for name, entries in self._entries.items()
-        }
+        for key in self._inputs | other._inputs:
+            buffer = join_slots([self._inputs.get(key), other._inputs.get(key)], counts)
+            assert buffer is not None
+            self._inputs[key] = buffer
+        for name in self._entries | other._entries:
+            parts = [entries.get(name) for entries in (self._entries, other._entries)]
+            joined = join_slots([None if part is None else part[:, None] for part in parts], counts)
+            assert joined is not None
+            self._entries[name] = joined[:, 0]
 
 
 class ConvolutionLayer(AttentionLayer, LinearAttentionLayer):
@@ -120,8 +124,8 @@ class ConvolutionLayer(AttentionLayer, LinearAttentionLayer):
             index: None if state is None else state[sequences] for index, state in self.conv_states.items()
         }
 
-    def append(self, other: AttentionLayer) -> None:
-        super().append(other)
+    def append(self, other: AttentionLayer, counts: tuple[int, int]) -> None:
+        super().append(other, counts)
         assert isinstance(other, ConvolutionLayer)
         self._reversible = self._reversible + other._reversible
         for index, state in self.conv_states.items():

@@ -23,7 +23,7 @@ class _Layer(Protocol):
     def commit(self, counts: Sequence[int], num_positions: int) -> None: ...
     def drop(self, counts: Sequence[int]) -> None: ...
     def select(self, sequences: Tensor) -> None: ...
-    def append(self, other: "_Layer") -> None: ...
+    def append(self, other: "_Layer", counts: tuple[int, int]) -> None: ...
 
 
 class AttentionLayer(CacheLayerMixin):
@@ -58,9 +58,16 @@ class AttentionLayer(CacheLayerMixin):
         if self.is_initialized:
             self.keys, self.values = self.keys[sequences], self.values[sequences]
 
-    def append(self, other: "AttentionLayer") -> None:
-        if self.is_initialized:
-            self.keys, self.values = join_slots(self.keys, other.keys), join_slots(self.values, other.values)
+    def append(self, other: "AttentionLayer", counts: tuple[int, int]) -> None:
+        """Add the sequences of another layer after this one's. counts: the number of sequences of each."""
+        keys, values = (
+            join_slots([getattr(layer, name) if layer.is_initialized else None for layer in (self, other)], counts)
+            for name in ("keys", "values")
+        )
+        if keys is not None and values is not None:
+            if not self.is_initialized:
+                self.lazy_initialization(keys, values)
+            self.keys, self.values = keys, values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -105,11 +112,10 @@ class IndexedLayer(AttentionLayer):
         super().select(sequences)
         self._index = None if self._index is None else self._index[sequences]
 
-    def append(self, other: AttentionLayer) -> None:
-        super().append(other)
+    def append(self, other: AttentionLayer, counts: tuple[int, int]) -> None:
+        super().append(other, counts)
         assert isinstance(other, IndexedLayer)
-        if self._index is not None and other._index is not None:
-            self._index = join_slots(self._index, other._index)
+        self._index = join_slots([self._index, other._index], counts)
 
 
 def write_states(buffer: Tensor | None, states: Tensor, starts: Sequence[int]) -> Tensor:
@@ -132,10 +138,19 @@ def write_states(buffer: Tensor | None, states: Tensor, starts: Sequence[int]) -
     return buffer
 
 
-def join_slots(first: Tensor, second: Tensor) -> Tensor:
-    """Concatenate the sequences of two buffers [B, heads, slots, dim], padded with zeros to as many slots."""
-    slots = max(first.shape[2], second.shape[2])
-    return torch.cat([F.pad(buffer, (0, 0, 0, slots - buffer.shape[2])) for buffer in (first, second)])
+def join_slots(buffers: Sequence[Tensor | None], counts: Sequence[int]) -> Tensor | None:
+    """Concatenate the sequences of buffers [B, heads, slots, dim], padded with zeros to as many slots.
+
+    counts: the number of sequences of each. None is a buffer that nothing was written to.
+    """
+    written = [buffer for buffer in buffers if buffer is not None]
+    if not written:
+        return None
+    _, heads, _, width = written[0].shape
+    slots = max(buffer.shape[2] for buffer in written)
+    parts = zip(buffers, counts, strict=True)
+    full = [written[0].new_zeros(count, heads, 0, width) if buffer is None else buffer for buffer, count in parts]
+    return torch.cat([F.pad(buffer, (0, 0, 0, slots - buffer.shape[2])) for buffer in full])
 
 
 class RecurrentLayer(LinearAttentionLayer):
@@ -206,7 +221,7 @@ class RecurrentLayer(LinearAttentionLayer):
             for index, state in states.items():
                 states[index] = None if state is None else state[sequences]
 
-    def append(self, other: "RecurrentLayer") -> None:
+    def append(self, other: "RecurrentLayer", counts: tuple[int, int]) -> None:
         pairs = ((self.conv_states, other.conv_states), (self.recurrent_states, other.recurrent_states))
         for states, others in pairs:
             for index, state in states.items():
@@ -331,8 +346,9 @@ class KVCache(TransformersCache):
 
     def joined(self, other: "KVCache") -> "KVCache":
         """Return a cache with the sequences of this one, then those of the other; neither may be used any more."""
+        counts = len(self.lengths), len(other.lengths)
         for layer, others in zip(self.layers, other.layers, strict=True):
-            layer.append(others)
+            layer.append(others, counts)
         self.lengths = self.lengths + other.lengths
         return self
 

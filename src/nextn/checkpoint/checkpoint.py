@@ -29,6 +29,7 @@ from nextn.checkpoint.safetensors_file import (
 from nextn.errors import CheckpointError
 from nextn.text_format import some
 
+SHIPPED = Path(__file__).parents[1] / "assets" / "tiny"  # the checkpoint in the package, with held-out prompts
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -16,6 +16,7 @@ from nextn.cli import canary
 from nextn.cli.answer import answer
 from nextn.cli.audit import audit
 from nextn.cli.bench import advise, bench
+from nextn.cli.chat import chat
 from nextn.cli.common import Command, docs_page
 from nextn.cli.decode import generate, trace
 from nextn.cli.edit import convert, extract, restore
@@ -40,6 +41,7 @@ _PANELS: dict[str, dict[Callable[..., None], str]] = {
     "Train": {train: "reference/training", answer: "reference/training"},
     "Decode": {
         generate: "reference/settings",
+        chat: "reference/settings",
         serve: "reference/server",
         bench: "reference/bench",
         advise: "reference/bench",

@@ -30,7 +30,19 @@ def docs_page(name: str) -> str:
     return f"{_DOCS}/{name}.md"
 
 
-ModelName = Annotated[str, typer.Argument(help="Checkpoint folder or hub id.")]
+def _resolved(name: str) -> str:
+    """Return the path of the checkpoint in the package for its name, unless a folder has the same name."""
+    if name != "tiny" or Path(name).exists():
+        return name
+    from nextn.checkpoint.checkpoint import SHIPPED
+
+    return str(SHIPPED)
+
+
+ModelName = Annotated[
+    str,
+    typer.Argument(help="Checkpoint folder, hub id, or tiny: the small one in the package.", callback=_resolved),
+]
 Prompts = Annotated[
     Path | None,
     typer.Option(
@@ -148,8 +160,12 @@ class ModelOptions:
 
 
 @contextmanager
-def stop_flag() -> Iterator[Callable[[], bool]]:
-    """SIGINT and SIGTERM set a flag that the loop checks between steps; a second SIGINT interrupts at once."""
+def stop_flag(*numbers: signal.Signals) -> Iterator[Callable[[], bool]]:
+    """Signals set a flag that the loop checks between steps; a second SIGINT interrupts at once.
+
+    Args:
+        numbers: The signals. Default: SIGINT and SIGTERM.
+    """
     caught: list[int] = []
 
     def note(number: int, _: object) -> None:
@@ -157,7 +173,7 @@ def stop_flag() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         caught.append(number)
 
-    old = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    old = {number: signal.signal(number, note) for number in numbers or (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: bool(caught)
     finally:

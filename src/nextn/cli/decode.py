@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from nextn.model.model import Model
     from nextn.speculative.draft_policy import DraftLength
 
+Temperature = Annotated[float, typer.Option(help="0 = greedy.")]
+TopK = Annotated[int, typer.Option(help="0 = off.")]
+TopP = Annotated[float, typer.Option(help="1 = off.")]
+MinP = Annotated[float, typer.Option(help="0 = off.")]
 _MIN_REPETITIVE = 64  # tokens; a shorter text may repeat a few of them without being degenerate
 
 
@@ -42,10 +46,10 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue or question to answer; - reads standard input.")],
     num_speculative_tokens: NumSpeculativeTokens = 4,
     max_tokens: MaxTokens = 256,
-    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="0 = off.")] = 0,
-    top_p: Annotated[float, typer.Option(help="1 = off.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="0 = off.")] = 0.0,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="1 = off.")] = 1.0,
     argmax_drafts: Annotated[
         bool, typer.Option("--argmax-drafts", help="Draft the head's most likely token instead of a sampled one.")
@@ -208,20 +212,21 @@ def _show(model: "Model", request: _Request) -> None:
     if backend.reason and request.backend == "auto":
         echo(f"\nnote: decoded by the torch backend: {backend.reason}", err=True)
     adapted = "" if request.length is None else f"  {request.length.reason} "
-    summary = f"{_speed(log)} on the {backend.name} backend{adapted}  {_acceptance(log)}"
+    summary = f"{speed(log)} on the {backend.name} backend{adapted}  {acceptance_line(log)}"
     if _is_repetitive([token for each in log for token in each.rows[0].emitted]):
         summary += "\nthe text is repetitive, and such text is easy to draft: do not rely on these figures"
     screen.print(plain(f"\n{summary}", style="dim", lines=True), soft_wrap=True)
 
 
-def _speed(log: "Sequence[Round]") -> str:
+def speed(log: "Sequence[Round]") -> str:
     """Tokens per second of all rounds after the prefill."""
     seconds = sum(each.draft_s + each.verify_s for each in log[1:])
     tokens = sum(len(each.rows[0].emitted) for each in log[1:])
     return f"{tokens / seconds:.0f} tokens/s" if seconds else "one token"
 
 
-def _acceptance(log: "Sequence[Round]") -> str:
+def acceptance_line(log: "Sequence[Round]") -> str:
+    """Mean acceptance length and acceptance per depth."""
     from nextn.stats.acceptance import Acceptance
 
     figures = Acceptance.of(log)

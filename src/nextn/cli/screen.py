@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, NoReturn, TextIO, TypeVar
 from unicodedata import category
 
 from nextn.errors import ConfigError
@@ -180,15 +180,65 @@ def _wrapped(words: Iterable[str], width: int) -> Iterator[str]:
 
 def read_stdin() -> str:
     """Read standard input to its end. Raises ConfigError if it is closed or not UTF-8."""
+    return _decoded(_stdin().read())
+
+
+def _stdin() -> BinaryIO:
     if sys.stdin is None:
         raise ConfigError("standard input is closed; pass the prompt as an argument, or pipe text in")
+    return sys.stdin.buffer
+
+
+def _decoded(content: bytes) -> str:
     try:
-        return sys.stdin.buffer.read().decode()
+        return content.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"standard input is not UTF-8 (byte {error.object[error.start]:#04x} at offset {error.start}); convert it, "
             "for example with iconv -t UTF-8"
         ) from error
+
+
+def is_interactive() -> bool:
+    """Return whether a person types: standard input and output are a terminal."""
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def read_lines(prompt: str) -> Iterator[str]:
+    """Yield messages from standard input: lines without line break, joined where one ends with a backslash.
+
+    In a terminal, each line is asked for with the prompt and can be edited; earlier ones are offered by the arrow keys
+    and not stored. Ctrl-C discards the message. Raises ConfigError as `read_stdin` does.
+    """
+    if not is_interactive():
+        yield from _joined(_decoded(line).rstrip("\r\n") for line in _stdin())
+        return
+    import readline  # noqa: F401  # `input` uses it once it is imported
+
+    while True:
+        try:
+            yield next(_joined(_typed(prompt)))
+        except StopIteration:
+            return
+        except KeyboardInterrupt:
+            print()
+
+
+def _typed(prompt: str) -> Iterator[str]:
+    while True:
+        try:
+            yield input(prompt)
+        except EOFError:
+            print()
+            return
+        prompt = "." * len(prompt.rstrip()) + " "
+
+
+def _joined(lines: Iterator[str]) -> Iterator[str]:
+    for line in lines:
+        while line.endswith("\\"):
+            line = f"{line[:-1]}\n{next(lines, '')}"
+        yield line
 
 
 class _Output(io.TextIOWrapper):

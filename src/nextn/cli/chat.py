@@ -1,0 +1,215 @@
+"""`nextn chat` holds a conversation with a model in the terminal."""
+
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from nextn.cli.common import (
+    BackendName,
+    CacheDir,
+    Chat,
+    Device,
+    Dtype,
+    ExactHead,
+    MaxTokens,
+    ModelName,
+    ModelOptions,
+    NumSpeculativeTokens,
+    Offline,
+    Revision,
+    stop_flag,
+    use_chat,
+)
+from nextn.cli.decode import MinP, Temperature, TopK, TopP, acceptance_line, speed
+from nextn.cli.screen import Marks, console, is_interactive, plain, print_error, print_note, print_table, read_lines
+from nextn.errors import ConfigError
+from nextn.settings import Sampling, Settings
+
+if TYPE_CHECKING:
+    from nextn.decoding.rounds import Round
+    from nextn.model.model import Model
+
+_HELP = """\
+/k N            draft N tokens per round; 0 = plain decoding
+/temperature T  sample with temperature T; 0 = greedy
+/clear          forget the conversation
+/stats          acceptance of all answers so far
+/help           this list
+/quit           end, as Ctrl-D does
+Ctrl-C stops an answer. A \\ at the end of a line continues the message on the next one."""
+
+
+def chat(
+    model: ModelName,
+    num_speculative_tokens: NumSpeculativeTokens = 4,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: int = 0,
+    chat: Chat = None,
+    exact_head: ExactHead = False,
+    dtype: Dtype = "auto",
+    backend: BackendName = "auto",
+    device: Device = "auto",
+    revision: Revision = None,
+    cache_dir: CacheDir = None,
+    offline: Offline = False,
+) -> None:
+    """Chat with a model in the terminal; /help lists the commands. Piped lines are messages, answered in turn.
+
+    Accepted drafts are green, or in brackets without colors; speed and acceptance follow each answer. A model without
+    a chat template continues the text.
+    """
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    settings = Settings(drafts=num_speculative_tokens, sampling=sampling, max_tokens=max_tokens, seed=seed)
+    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
+    options.check()
+    loaded = options.load(need_head=num_speculative_tokens > 0, exact_head=exact_head)
+    for note in loaded.notes:
+        print_note(note)
+    _run(_Conversation(loaded, settings, backend, use_chat(loaded, chat)))
+
+
+@dataclass
+class _Conversation:
+    """The messages so far, and how the next one is answered."""
+
+    model: "Model"
+    settings: Settings
+    backend: str
+    chat: bool  # apply the chat template; else continue the text of all messages
+    messages: list[dict[str, str]] = field(default_factory=list)
+    rounds: "list[Round]" = field(default_factory=list)  # of all answers
+    num_answers: int = 0
+
+    def prompt(self, message: str) -> list[int]:
+        """Add a message of the user's and return the tokens of the whole conversation."""
+        from nextn.data.chat_template import apply_chat_template
+        from nextn.decoding.generate import encode
+
+        if not self.chat:
+            continues_line = self.messages and not self.messages[-1]["content"].endswith("\n")
+            self.messages.append({"role": "user", "content": f"\n{message}" if continues_line else message})
+            return encode(self.model, "".join(each["content"] for each in self.messages))
+        self.messages.append({"role": "user", "content": message})
+        assert self.model.tokenizer is not None  # as it has a chat template
+        return apply_chat_template(self.model.tokenizer, self.messages, add_generation_prompt=True)[0]
+
+    def answer(self, message: str) -> None:
+        """Print the answer as it is generated, then its figures. On an error, the message is forgotten."""
+        num_before = len(self.messages)
+        try:
+            text = self._decode(self.prompt(message))
+        except BaseException:
+            del self.messages[num_before:]
+            raise
+        self.messages.append({"role": "assistant", "content": text})
+
+    def _decode(self, prompt: list[int]) -> str:
+        from nextn.decoding.generate import stream
+
+        screen, text, log = console(), "", list["Round"]()
+        marks, finish = Marks.of(screen), None
+        settings = replace(self.settings, seed=self.settings.seed + self.num_answers)
+        with stop_flag(signal.SIGINT) as stopped:
+            for chunk in stream(self.model, [prompt], settings, backend=self.backend, on_round=log.append):
+                text, finish = text + chunk.text, chunk.finish
+                shown = marks.text(chunk.text, accepted=bool(chunk.round.num_accepted))
+                screen.print(shown, end="", soft_wrap=True, highlight=False)
+                if stopped() and finish is None:
+                    finish = "stopped"
+                    break
+        self.num_answers += 1
+        self.rounds += log
+        ends = {"length": "  ended at --max-tokens", "context": "  ended at the end of the context"}
+        end = "  stopped" if finish == "stopped" else ends.get(finish or "", "")
+        summary = f"{speed(log)}  {acceptance_line(log)}{end}"
+        screen.print(plain(f"\n{summary}", style="dim", lines=True), soft_wrap=True)
+        return text
+
+    def set_drafts(self, value: str) -> None:
+        if value:
+            if not value.isascii() or not value.isdigit():
+                raise ConfigError(f"/k {value}; expected a whole number, such as 4, or 0 for plain decoding")
+            if int(value) and self.model.head is None:
+                raise ConfigError(f"/k {value}: the checkpoint has no head to draft with")
+            self.settings = replace(self.settings, drafts=int(value))
+        _say(f"K = {self.settings.drafts}" if self.settings.drafts else "K = 0 (plain decoding)")
+
+    def set_temperature(self, value: str) -> None:
+        if value:
+            try:
+                temperature = float(value)
+            except ValueError as error:
+                raise ConfigError(f"/temperature {value}; expected a number, such as 0.7, or 0 for greedy") from error
+            sampling = replace(self.settings.sampling, temperature=temperature)
+            self.settings = replace(self.settings, sampling=sampling)
+        _say(f"temperature {self.settings.sampling.temperature:g}")
+
+    def clear(self, _: str) -> None:
+        self.messages.clear()
+        _say("the conversation is forgotten")
+
+    def stats(self, _: str) -> None:
+        from rich.table import Table
+
+        from nextn.stats.acceptance import Acceptance
+
+        figures = Acceptance.of(self.rounds)
+        _say(f"answers: {self.num_answers}  {acceptance_line(self.rounds)}")
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        for title in ("depth", "drafts", "accepted", "rate", "95 % interval"):
+            table.add_column(title, justify="right")
+        columns = zip(figures.num_drafted, figures.num_accepted, figures.rates, figures.intervals(), strict=True)
+        for depth, (drafted, accepted, rate, (low, high)) in enumerate(columns, 1):
+            table.add_row(str(depth), str(drafted), str(accepted), f"{rate:.3f}", f"{low:.3f} to {high:.3f}")
+        if figures.num_rounds:
+            print_table(table)
+
+    def help(self, _: str) -> None:
+        _say(_HELP)
+
+
+def _say(text: str) -> None:
+    console().print(plain(text, style="dim", lines=True), soft_wrap=True)
+
+
+def _run(conversation: _Conversation) -> None:
+    """Answer lines until their end or /quit. In a terminal, errors are shown and the conversation goes on."""
+    interactive = is_interactive()
+    if interactive:
+        template = "" if conversation.chat else "  (no chat template: your text is continued)"
+        _say(f"/help lists the commands, Ctrl-D ends{template}")
+    for line in read_lines("> "):
+        if line.strip() == "/quit":
+            return
+        try:
+            _handle(conversation, line)
+        except ConfigError as error:
+            if not interactive:
+                raise
+            print_error(error)
+
+
+def _handle(conversation: _Conversation, line: str) -> None:
+    commands: dict[str, Callable[[str], None]] = {
+        "k": conversation.set_drafts,
+        "temperature": conversation.set_temperature,
+        "clear": conversation.clear,
+        "stats": conversation.stats,
+        "help": conversation.help,
+    }
+    command = re.fullmatch(r"/(\w+)(?:\s+(.*?))?\s*", line)
+    if command is None:
+        if line.strip():
+            conversation.answer(line)
+    elif command[1] in commands:
+        commands[command[1]](command[2] or "")
+    else:
+        raise ConfigError(
+            f"unknown command /{command[1]}; /help lists them. To send it as a message, begin with a space"
+        )
