@@ -126,7 +126,7 @@ def test_a_mark_that_is_a_special_token_is_that_token():
         ((Tool('a"b', {}),), "tool name 'a\"b'; expected letters"),
         ((Tool("", {}),), "tool name ''"),
         ((Tool("a", {"properties": [1]}),), "expected `properties` to be an object"),
-        ((Tool("a", {"properties": {"x": {"enum": [*range(1_001)]}}}),), "array of 1,001 members"),
+        ((Tool("a", {"properties": {"x": {"enum": [*range(1_001)]}}}),), "array of 1,001 items"),
         ((Tool("a", {"properties": {"x>y": {}}}),), "parameter 'x>y'; expected letters"),
     ],
 )

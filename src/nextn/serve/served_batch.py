@@ -59,6 +59,9 @@ class ServedSequence(BatchSequence):
         if self.request.logprobs is not None:
             self.logprobs += [self.sampler.logprob(logits[depth], each) for depth, each in enumerate(emitted)]
         self.sampler.advance(emitted)
+        if self.sampler.failure:
+            self.flush("error", self.sampler.failure)
+            self.is_cancelled = True
         return num_accepted, token
 
     def flush(self, finish: str | None, error: str = "") -> None:
