@@ -125,7 +125,8 @@ def test_dependencies_are_pinned():
 def test_extras_are_used():
     """Each optional package is imported by the package or by the examples that the extra is for, or builds the site."""
     text = "\n".join(path.read_text() for folder in ("src", "examples") for path in (ROOT / folder).rglob("*.py"))
-    homes = {"tensorboard": "torch.utils.tensorboard", "accelerate": "transformers"}  # transformers' Trainer needs it
+    homes = {"tensorboard": "torch.utils.tensorboard", "prometheus-client": "prometheus_client"}
+    homes["accelerate"] = "transformers"  # its Trainer needs it
     for extra, packages in PROJECT["optional-dependencies"].items():
         for package in packages if extra not in ("dev", "docs") else ():
             name = re.match(r"[\w-]+", package)[0]

@@ -87,6 +87,16 @@ def test_streamed_completion_is_the_same(client, text):
     assert len({chunk.id for chunk in (*chunks, last)}) == 1
 
 
+def test_usage_in_every_event(client):
+    """As vLLM's clients ask for it."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=24, stream=True, stream_options=options)
+    counts = [chunk.usage.completion_tokens for chunk in stream]
+    assert counts[0] == 1
+    assert counts == sorted(counts)
+    assert counts[-1] == 24
+
+
 def test_token_ids_as_prompt(client, text):
     ids = list(PROMPT.encode())
     answer = client.completions.create(
@@ -310,6 +320,21 @@ def test_cached_tokens_are_counted_once_per_prompt(scripted_client):
     answer = scripted_client.completions.create(model="tiny", prompt=["abcdef", "ab"], n=3, max_tokens=2)
     assert answer.usage.prompt_tokens == 8
     assert answer.usage.prompt_tokens_details.cached_tokens == 3 + 1
+
+
+def test_prefixes_are_shared_under_one_salt(model):
+    """What the cache holds of one client's prompts cannot be found out by another one's salt."""
+    engine = ServingEngine(model, EngineOptions("native", max_num_seqs=2, max_model_len=256, warmup=False))
+    with serving(engine, model) as server:
+
+        def cached(salt):
+            body = {"prompt": "def add(a, b):\n" * 10, "max_tokens": 8, "temperature": 0, "cache_salt": salt}
+            document = json.loads(server.post("/v1/completions", body)[2])
+            return document["usage"]["prompt_tokens_details"]["cached_tokens"], document["choices"][0]["text"]
+
+        answers = [cached(salt) for salt in ("", "", "a", "a", "b")]
+    assert [num for num, _ in answers] == [0, 128, 0, 128, 0]
+    assert len({text for _, text in answers}) == 1
 
 
 def test_eos_ends_the_text(model):

@@ -74,6 +74,18 @@ def test_after_the_grace_time_answers_end_with_an_error(model):
     wait_for(lambda: not engine.running)
 
 
+def test_a_second_interrupt_ends_answers_at_once(model):
+    engine = ScriptedEngine(round_s=0.05)
+    with serving(engine, model, grace_s=30) as server:
+        client = Client(server, {"max_tokens": 200, "stream": True})
+        wait_for(lambda: engine.running)
+        server.server.handle_exit(signal.SIGINT, None)
+        wait_for(lambda: server.app.state.api.is_stopping)
+        server.server.handle_exit(signal.SIGINT, None)
+        server.stop(3)
+        assert events(client.result()[2])[-1]["error"]["code"] == "server_stopping"
+
+
 def test_an_engine_that_hangs_does_not_keep_streams_open(model):
     """The engine is in a long pass and hears nothing; clients get their error after the grace time all the same."""
     engine = ScriptedEngine()
@@ -106,6 +118,7 @@ def test_new_requests_on_open_connections_are_refused(model):
 def test_the_command_stops_by_signal():
     """`nextn serve` as a process: it says where it is, answers, and ends with 0 after a signal."""
     command = [sys.executable, "-m", "nextn", "serve", str(TINY), "--port", "0", "--backend", "torch", "--grace", "5"]
+    command += ["--max-num-seqs", "1", "--fixed-k"]  # nothing to measure before the first request
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
     ) as process:

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import contextmanager
 from functools import partial
 from importlib.resources import files
-from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
@@ -41,7 +40,6 @@ from nextn.serve.schemas import (
 )
 from nextn.serve.token_texts import TokenTexts
 
-A = TypeVar("A", bound=Answer)
 _POLL_S = 0.02  # between two looks at what still runs while the server stops
 _CLOSE_S = 2.0  # for the engine to end, after the generations did
 # The page is one file; it loads nothing and talks to this server only.
@@ -111,14 +109,15 @@ class Api:
     async def chat(self, request: Request) -> Response:
         body = await self._body(request, ChatRequest)
         requests = await self.builder.chat(body)
-        parsers = [self.builder.structured.parser_of(body, one.prompt) for one in requests]
-        answer = self._answer(ChatAnswer, body, requests).with_parsers(parsers)
+        parsers = [self.builder.structured.parser(body, one.prompt) for one in requests]
+        answer = ChatAnswer(self.options, body, requests, self.token_texts, parsers)
         return await self._generate(request, requests, answer)
 
     async def completions(self, request: Request) -> Response:
         body = await self._body(request, CompletionRequest)
         requests = await self.builder.completion(body)
-        return await self._generate(request, requests, self._answer(CompletionAnswer, body, requests))
+        answer = CompletionAnswer(self.options, body, requests, self.token_texts)
+        return await self._generate(request, requests, answer)
 
     async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_entry()]})
@@ -193,10 +192,6 @@ class Api:
         if name != self.options.served_name:
             message = f"The model {name[:200]!r} does not exist; this server has {self.options.served_name!r}"
             raise ApiError(404, message, "model", "model_not_found")
-
-    def _answer(self, kind: type[A], body: ChatRequest | CompletionRequest, requests: list[GenerationRequest]) -> A:
-        name, with_metrics = self.options.served_name, self.options.metrics_in_answers
-        return kind(name, body, requests, self.token_texts, with_metrics=with_metrics)
 
     async def _generate(self, request: Request, requests: list[GenerationRequest], answer: Answer) -> Response:
         if self.is_stopping:

@@ -14,6 +14,7 @@ from nextn.serve.http_limits import limited_protocol
 from nextn.serve.options import ServerOptions
 
 _MARGIN_S = 5.0  # beyond the grace time, for answers to be sent
+_FORCED_S = 0.2  # for errors to be sent, when the server is ended at once
 
 
 class HttpServer(uvicorn.Server):
@@ -50,6 +51,7 @@ class HttpServer(uvicorn.Server):
         if self.force_exit:
             self._api.fail_all()
             stopping.cancel()
+            await asyncio.sleep(_FORCED_S)
         with suppress(asyncio.CancelledError):
             await stopping
 

@@ -24,6 +24,7 @@ _BLOCK, _RECURRENT_BLOCK = (
 )  # positions; a block of a recurrent trunk has its whole state, so it should be longer
 
 Layers = list[tuple[Tensor, Tensor]]
+_Key = tuple[int | str, ...]  # the tokens of a block; those of a first block after the request's salt
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +45,8 @@ class PrefixBlock:
 class _Node:
     block: PrefixBlock | None  # None: the root
     parent: "_Node | None" = None
-    key: tuple[int, ...] = ()
-    children: dict[tuple[int, ...], "_Node"] = field(default_factory=dict)
+    key: "_Key" = ()
+    children: dict["_Key", "_Node"] = field(default_factory=dict)
 
 
 class PrefixCache:
@@ -88,7 +89,7 @@ class PrefixCache:
         The last token is never part of it, as its output is needed.
         """
         (sequence,) = batch.sequences
-        nodes = self._match(self._root(batch), sequence.tokens[:-1])
+        nodes = self._match(self._root(batch), sequence.tokens[:-1], sequence.request.cache_salt)
         self.num_queries += len(sequence.tokens)
         self.num_hits += len(nodes) * self.block_size
         if not nodes:
@@ -110,11 +111,12 @@ class PrefixCache:
         (sequence,), end, root = batch.sequences, batch.num_prefilled, self._root(batch)
         if end % self.block_size or end > len(sequence.tokens):
             return
-        parents = self._match(root, sequence.tokens[: end - self.block_size])
+        salt = sequence.request.cache_salt
+        parents = self._match(root, sequence.tokens[: end - self.block_size], salt)
         if len(parents) * self.block_size < end - self.block_size:
             return  # a block before it has left the cache
         parent = parents[-1] if parents else root
-        key = tuple(sequence.tokens[end - self.block_size : end])
+        key = self._key(sequence.tokens, end - self.block_size, salt)
         if key not in parent.children:
             block = self._read(batch, end)
             if not self._make_room(block.nbytes, keep=parent):
@@ -136,11 +138,15 @@ class PrefixCache:
     def _root(self, batch: ServedBatch) -> _Node:
         return self._roots[batch.drafter is not None]
 
-    def _match(self, node: _Node, tokens: Sequence[int]) -> list[_Node]:
+    def _key(self, tokens: Sequence[int], start: int, salt: str) -> _Key:
+        block = tuple(tokens[start : start + self.block_size])
+        return block if start else (salt, *block)
+
+    def _match(self, node: _Node, tokens: Sequence[int], salt: str) -> list[_Node]:
         """Find the nodes of the longest known prefix of whole blocks below a root."""
         nodes = []
         for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
-            child = node.children.get(tuple(tokens[start : start + self.block_size]))
+            child = node.children.get(self._key(tokens, start, salt))
             if child is None:
                 break
             nodes.append(child)

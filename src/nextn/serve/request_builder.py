@@ -23,8 +23,8 @@ from nextn.serve.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     GenerationFields,
+    OfferedTool,
     TokenizeRequest,
-    Tool,
 )
 from nextn.serve.structured_output import StructuredOutput
 from nextn.settings import Sampling
@@ -54,7 +54,7 @@ class RequestBuilder:
     def __init__(self, model: Model, options: ServerOptions) -> None:
         self._model, self._options = model, options
         self._eos = eos_tokens(model)
-        self.structured = StructuredOutput(model.tokenizer, model.trunk.vocab_size, self._eos)
+        self.structured = StructuredOutput(model, self._eos)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nextn-tokenizer")
 
     def close(self) -> None:
@@ -81,6 +81,7 @@ class RequestBuilder:
 
     async def chat(self, body: ChatRequest) -> list[GenerationRequest]:
         """Return the `n` sequences to generate."""
+        self.structured.check(body)
         prompt = await self.run(lambda: self._conversation_ids(body.messages, body.tools, body.chat_template_kwargs))
         max_tokens = body.max_completion_tokens or body.max_tokens or self._options.max_model_len
         logprobs = body.top_logprobs if body.logprobs else None
@@ -110,7 +111,7 @@ class RequestBuilder:
             self._check_prompt(prompt, field)
         grammar = None
         if body.response_format is not None or isinstance(body, ChatRequest):
-            grammar = await self.run(lambda: self.structured.grammar_of(body))
+            grammar = await self.run(lambda: self.structured.grammar(body))
         # Without a seed, each request has random numbers of its own.
         seed = secrets.randbelow(_SEEDS) if body.seed is None else body.seed
         return [
@@ -145,7 +146,7 @@ class RequestBuilder:
     def _conversation_ids(
         self,
         messages: Sequence[ChatMessage],
-        tools: Sequence[Tool],
+        tools: Sequence[OfferedTool],
         extra: Mapping[str, object],
         *,
         add_generation_prompt: bool = True,

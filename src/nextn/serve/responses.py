@@ -4,14 +4,15 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from nextn.decoding.rounds import SequenceRound
 from nextn.serve.metrics import request_metrics
+from nextn.serve.options import ServerOptions
 from nextn.serve.request import GenerationChunk, GenerationRequest, TokenLogprob
 from nextn.serve.schemas import ChatRequest, CompletionRequest
-from nextn.serve.structured_output import openai_message
 from nextn.serve.token_texts import TokenTexts
-from nextn.serve.tool_calls import MessageParser, joined_deltas, parse_message
+from nextn.serve.tool_calls import MessageDelta, MessageParser, parse_message
 
 Json = dict[str, object]
 _FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
@@ -19,7 +20,7 @@ _MIN_LOGPROB = -9999.0  # JSON has no infinity; vLLM writes this number
 
 
 @dataclass
-class Choice:
+class GeneratedChoice:
     """What one sequence has generated so far."""
 
     texts: list[str] = field(default_factory=list)
@@ -35,11 +36,12 @@ class Choice:
         return "".join(self.texts)
 
     def add(self, chunk: GenerationChunk) -> None:
+        if not self.rounds:
+            self.cached_tokens = chunk.cached_tokens
         self.texts.append(chunk.text)
         self.logprobs += chunk.logprobs
         self.rounds += chunk.rounds
         self.finish = chunk.finish
-        self.cached_tokens += chunk.cached_tokens
         for one in chunk.rounds:
             self.tokens += one.emitted
 
@@ -48,11 +50,10 @@ class Answer:
     """Builds the answer to one request from the chunks of its sequences; a subclass knows the form of its route.
 
     Args:
-        model: The served name.
+        options: The served name, and whether every answer has `metrics`.
         body: The request.
         requests: Its sequences.
         token_texts: Texts of single tokens.
-        with_metrics: Add `metrics`, whether or not the request asks for them.
     """
 
     kind = ""  # the field `object` of whole answers
@@ -61,18 +62,16 @@ class Answer:
 
     def __init__(
         self,
-        model: str,
+        options: ServerOptions,
         body: ChatRequest | CompletionRequest,
         requests: Sequence[GenerationRequest],
         token_texts: TokenTexts,
-        *,
-        with_metrics: bool,
     ) -> None:
         self.body, self.requests, self.token_texts = body, requests, token_texts
-        self.choices = [Choice() for _ in requests]
+        self.choices = [GeneratedChoice() for _ in requests]
         self.with_rounds = body.stream_options.include_rounds
-        self._with_metrics = with_metrics or body.return_metrics or self.with_rounds
-        self._head: Json = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+        self._with_metrics = options.metrics_in_answers or body.return_metrics or self.with_rounds
+        self._id, self._created, self._model = _new_id(self.prefix), int(time.time()), options.served_name
 
     def add(self, index: int, chunk: GenerationChunk) -> None:
         """Add a chunk of a whole answer."""
@@ -98,12 +97,7 @@ class Answer:
             extra["rounds"] = [self._round(one) for one in chunk.rounds]
         if part is None and not extra and chunk.finish is None:
             return None
-        event = {
-            "index": index,
-            **(part or self._empty_part()),
-            "finish_reason": self._finish_of(index, choice),
-            **extra,
-        }
+        event = {"index": index, **(part or self._empty_part()), "finish_reason": self._finish(index), **extra}
         return self._with_usage_field({**self._envelope(self.chunk_kind), "choices": [event]})
 
     def last_event(self) -> Json | None:
@@ -113,11 +107,14 @@ class Answer:
         return {**self._envelope(self.chunk_kind), "choices": [], **self._figures()}
 
     def _envelope(self, kind: str) -> Json:
-        return {"id": self._head["id"], "object": kind, "created": self._head["created"], "model": self._head["model"]}
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
     def _with_usage_field(self, event: Json) -> Json:
         """OpenAI's streams with usage have the field in every chunk."""
-        return event | {"usage": None} if self.body.stream_options.include_usage else event
+        wanted = self.body.stream_options
+        if not wanted.include_usage:
+            return event
+        return event | {"usage": self._usage() if wanted.continuous_usage_stats else None}
 
     def _figures(self) -> Json:
         figures: Json = {"usage": self._usage()}
@@ -138,8 +135,9 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def _finish_of(self, index: int, choice: Choice) -> str | None:
-        return None if choice.finish is None else _FINISH[choice.finish]
+    def _finish(self, index: int) -> str | None:
+        finish = self.choices[index].finish
+        return None if finish is None else _FINISH[finish]
 
     def _token_ids(self, index: int, tokens: Sequence[int], *, with_prompt: bool) -> Json:
         if not self.body.return_token_ids:
@@ -160,7 +158,7 @@ class Answer:
     def _spelled(self, token: int) -> str:
         return f"token_id:{token}" if self.body.return_tokens_as_token_ids else self.token_texts.spelled(token)
 
-    def _choice(self, index: int, choice: Choice) -> Json:
+    def _choice(self, index: int, choice: GeneratedChoice) -> Json:
         raise NotImplementedError
 
     def _part(self, index: int, chunk: GenerationChunk) -> Json | None:
@@ -177,12 +175,12 @@ class CompletionAnswer(Answer):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def _choice(self, index: int, choice: Choice) -> Json:
+    def _choice(self, index: int, choice: GeneratedChoice) -> Json:
         return {
             "index": index,
             "text": choice.text,
             "logprobs": self._logprobs(choice, choice.logprobs),
-            "finish_reason": self._finish_of(index, choice),
+            "finish_reason": self._finish(index),
             **self._token_ids(index, choice.tokens, with_prompt=True),
         }
 
@@ -194,7 +192,7 @@ class CompletionAnswer(Answer):
     def _empty_part(self) -> Json:
         return {"text": "", "logprobs": None}
 
-    def _logprobs(self, choice: Choice, logprobs: Sequence[TokenLogprob]) -> Json | None:
+    def _logprobs(self, choice: GeneratedChoice, logprobs: Sequence[TokenLogprob]) -> Json | None:
         """Parallel lists, as of OpenAI's completions; `top_logprobs` always has the chosen token, too."""
         if self.requests[0].logprobs is None:
             return None
@@ -221,7 +219,19 @@ class ChatAnswer(Answer):
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
-    body: ChatRequest
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        body: ChatRequest,
+        requests: Sequence[GenerationRequest],
+        token_texts: TokenTexts,
+        parsers: Sequence[MessageParser | None],
+    ) -> None:
+        """Create the answer. parsers: what splits the text of each sequence; None where all of it is content."""
+        super().__init__(options, body, requests, token_texts)
+        self._parsers = parsers
+        self._num_calls = [0] * len(requests)
 
     def first_events(self) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
@@ -235,38 +245,47 @@ class ChatAnswer(Answer):
             for index in range(len(self.choices))
         ]
 
-    def with_parsers(self, parsers: Sequence[MessageParser]) -> "ChatAnswer":
-        """Set what splits the text of each sequence into content, reasoning and tool calls."""
-        self._parsers, self._num_calls = parsers, [0] * len(parsers)
-        return self
-
-    def _choice(self, index: int, choice: Choice) -> Json:
-        delta = parse_message(self._parsers[index], choice.text)
-        self._num_calls[index] = len(delta.tool_calls)
+    def _choice(self, index: int, choice: GeneratedChoice) -> Json:
+        parser = self._parsers[index]
+        delta = MessageDelta(choice.text) if parser is None else parse_message(parser, choice.text)
+        message = {"role": "assistant", "content": None, "refusal": None, **self._fields(index, delta)}
+        for call in message.get("tool_calls", ()):
+            del call["index"]  # only deltas have it
+        if message["content"] is None and not self._num_calls[index]:
+            message["content"] = ""
         return {
             "index": index,
-            "message": {"role": "assistant", "refusal": None, **openai_message(delta, is_delta=False)},
+            "message": message,
             "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": self._finish_of(index, choice),
+            "finish_reason": self._finish(index),
             **self._token_ids(index, choice.tokens, with_prompt=True),
         }
 
     def _part(self, index: int, chunk: GenerationChunk) -> Json | None:
-        parser, deltas = self._parsers[index], []
-        deltas.append(parser.push(chunk.text))
-        if chunk.finish is not None:
-            deltas.append(parser.finish())
-        delta = joined_deltas(deltas)
-        first_call = self._num_calls[index]
-        self._num_calls[index] += len(delta.tool_calls)
-        fields = openai_message(delta, first_call, is_delta=True)
+        parser, is_last = self._parsers[index], chunk.finish is not None
+        if parser is None:
+            delta = MessageDelta(chunk.text)
+        else:
+            delta = parse_message(parser, chunk.text) if is_last else parser.push(chunk.text)
+        fields = self._fields(index, delta)
         return {"delta": fields, "logprobs": self._logprobs(chunk.logprobs)} if fields or chunk.logprobs else None
 
     def _empty_part(self) -> Json:
         return {"delta": {}, "logprobs": None}
 
-    def _finish_of(self, index: int, choice: Choice) -> str | None:
-        finish = super()._finish_of(index, choice)
+    def _fields(self, index: int, delta: MessageDelta) -> dict[str, Any]:
+        """What a delta adds to a message; tool calls are numbered through the whole message."""
+        texts = {"reasoning_content": delta.reasoning, "content": delta.content}
+        fields: dict[str, Any] = {name: text for name, text in texts.items() if text}
+        if delta.tool_calls:
+            first = self._num_calls[index]
+            self._num_calls[index] += len(delta.tool_calls)
+            calls = enumerate(delta.tool_calls, first)
+            fields["tool_calls"] = [call.as_openai(number, _new_id("call")) for number, call in calls]
+        return fields
+
+    def _finish(self, index: int) -> str | None:
+        finish = super()._finish(index)
         return "tool_calls" if finish == "stop" and self._num_calls[index] else finish
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> Json | None:
@@ -283,6 +302,10 @@ class ChatAnswer(Answer):
 
     def _token(self, token: int, logprob: float) -> Json:
         return {"token": self._spelled(token), "logprob": _nats(logprob), "bytes": self.token_texts.utf8(token)}
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}-{secrets.token_hex(12)}"
 
 
 def _nats(logprob: float) -> float:

@@ -48,10 +48,10 @@ class RequestModel(BaseModel):
 class StreamOptions(RequestModel):
     include_usage: bool = False
     include_rounds: bool = False  # an extension: the rounds of each chunk, and the request's metrics
-    continuous_usage_stats: Literal[False] = False
+    continuous_usage_stats: bool = False  # with include_usage: in every event, the usage so far
 
 
-class JsonSchema(RequestModel):
+class SchemaFormat(RequestModel):
     name: Name = "answer"
     description: str = ""
     schema_: dict[str, JsonValue] = Field(default_factory=dict, alias="schema")
@@ -60,7 +60,7 @@ class JsonSchema(RequestModel):
 
 class ResponseFormat(RequestModel):
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    json_schema: SchemaFormat | None = None
 
     @model_validator(mode="after")
     def _has_schema(self) -> "ResponseFormat":
@@ -182,7 +182,7 @@ class FunctionTool(RequestModel):
     strict: bool = False
 
 
-class Tool(RequestModel):
+class OfferedTool(RequestModel):
     type: Literal["function"]
     function: FunctionTool
 
@@ -203,9 +203,9 @@ class ChatRequest(GenerationFields):
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
-    tools: list[Tool] = Field(default_factory=list, max_length=128)
+    tools: list[OfferedTool] = Field(default_factory=list, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
-    parallel_tool_calls: bool = True  # false: a call that `tool_choice` requires is the only one
+    parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict, max_length=32)
 
     @model_validator(mode="after")
@@ -227,7 +227,7 @@ class TokenizeRequest(RequestModel):
     prompt: str | None = None
     content: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=2048)
-    tools: list[Tool] = Field(default_factory=list, max_length=128)
+    tools: list[OfferedTool] = Field(default_factory=list, max_length=128)
     add_special_tokens: bool | None = None
     add_special: bool | None = None
     add_generation_prompt: bool = True

@@ -1,0 +1,87 @@
+"""`nextn serve`: its options are checked before a model is loaded, and errors are one line."""
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+import nextn
+from nextn.errors import ConfigError
+from nextn.serve.http_server import listen
+from nextn.serve.launch import allowed_hosts, reference_rates
+
+TINY = Path(nextn.__file__).parent / "assets" / "tiny"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--port", "70000"], "cannot listen on 127.0.0.1 port 70000"),
+        (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1"),
+        (["--api-key-env", "NO_SUCH_VARIABLE"], "that variable holds no key"),
+        (["--reference", "nowhere.json"], "--reference nowhere.json: cannot be read: No such file"),
+        (["--reference", str(TINY / "config.json")], "not a record of `nextn measure --out`"),
+        (["--backend", "fast"], "backend 'fast'; expected one of"),
+        (["--print", "tgi"], "--print tgi"),
+        (["--max-num-seqs", "0", "--port", "0"], "max_num_seqs = 0; expected"),
+        (["--max-model-len", "100000000", "--port", "0"], "do not fit"),
+    ],
+)
+def test_bad_options(here, options, words):
+    code, out, err = here("serve", TINY, *options)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert words in err
+
+
+def test_an_address_in_use(here):
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        code, _, err = here("serve", TINY, "--port", port)
+    assert code == 2
+    assert f"cannot listen on 127.0.0.1 port {port}" in err
+
+
+def test_a_missing_extra_is_named(here, monkeypatch):
+    module = sys.modules["nextn.cli.serve"]
+    find = module.find_spec
+    monkeypatch.setattr(module, "find_spec", lambda name: None if name == "uvicorn" else find(name))
+    code, _, err = here("serve", TINY)
+    assert (code, err) == (2, "error: the server needs uvicorn: pip install 'nextn[serve]'\n")
+
+
+def test_a_key_with_a_line_break_is_refused(here, monkeypatch):
+    monkeypatch.setenv("SERVER_KEY", "a\nb")
+    code, _, err = here("serve", TINY, "--api-key-env", "SERVER_KEY")
+    assert code == 2
+    assert "a\nb" not in err
+
+
+def test_hosts():
+    """A server on the loopback answers to its names only; one for other machines, to any."""
+    assert "localhost" in allowed_hosts("127.0.0.1")
+    assert allowed_hosts("0.0.0.0") is None
+    with listen("::1", 0) if socket.has_ipv6 else listen("127.0.0.1", 0) as free:
+        assert free.getsockname()[1] > 0
+
+
+def test_reference_rates(tmp_path):
+    """Those of the lowest temperature and the largest K, over all texts."""
+
+    def entry(temperature, drafts, domain, rates):
+        return {"temperature": temperature, "drafts": drafts, "domain": domain, "acceptance": rates}
+
+    path = tmp_path / "reference.json"
+    figures = [
+        entry(1.0, 3, "all", [0.5, 0.4, 0.3]),
+        entry(0.0, 1, "all", [0.9]),
+        entry(0.0, 3, "code", [0.1, 0.1, 0.1]),
+        entry(0.0, 3, "all", [0.9, 0.8, None]),
+    ]
+    path.write_text(json.dumps({"figures": figures}))
+    assert reference_rates(path) == (0.9, 0.8, 0.0)
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="not a record"):
+        reference_rates(path)
