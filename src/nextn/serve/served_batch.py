@@ -57,6 +57,9 @@ class ServedSequence(BatchSequence):
         if self.request.logprobs is not None:
             self.logprobs += [self.sampler.logprob(row, token) for row, token in zip(logits, emitted, strict=False)]
         self.sampler.advance(emitted)
+        if self.sampler.failure:
+            self.flush("error", self.sampler.failure)
+            self.is_cancelled = True
 
     def flush(self, finish: str | None, error: str = "") -> None:
         """Emit what the rounds since the last call have added."""

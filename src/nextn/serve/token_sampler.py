@@ -11,7 +11,8 @@ from math import inf
 import torch
 from torch import Tensor
 
-from nextn.serve.request import GenerationRequest, TokenLogprob
+from nextn.errors import ConfigError
+from nextn.serve.request import GenerationRequest, GrammarState, TokenLogprob
 from nextn.settings import Sampling
 from nextn.speculative.coupled_sampling import sample_coupled
 from nextn.speculative.sampling import to_probs
@@ -26,6 +27,7 @@ class TokenSampler:
         self._grammar = None if request.grammar is None else request.grammar()
         self._changes_scores = self._changes(request)
         self._masks: dict[tuple[int, ...], Tensor | None] = {}  # by drafts, of the current position
+        self.failure = ""  # why the grammar can no longer be followed
         self._generated: Counter[int] = Counter()
         self._length = 0
         self._prompt = torch.tensor(sorted(set(request.prompt)))
@@ -48,7 +50,7 @@ class TokenSampler:
         self._length += len(tokens)
         self._masks = {}
         if self._grammar is not None:
-            self._grammar.advance(tuple(tokens))
+            self._advance_grammar(self._grammar, tuple(tokens))
 
     def logprob(self, logits: Tensor, token: int) -> TokenLogprob:
         """Return the log probability of a token under the unmodified logits [V], and the requested alternatives."""
@@ -86,12 +88,26 @@ class TokenSampler:
             scores[~mask] = -inf
         return scores
 
+    def _advance_grammar(self, grammar: GrammarState, tokens: tuple[int, ...]) -> None:
+        try:
+            grammar.advance(tokens)
+        except ConfigError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: ConfigError) -> None:
+        """Record that this sequence has to end; the others of the batch go on."""
+        self._grammar, self.failure = None, str(error)
+
     def _mask(self, drafted: tuple[int, ...]) -> Tensor | None:
         """The tokens that the grammar allows after the drafts; None where there is none, or it forbids a draft."""
         if self._grammar is None:
             return None
         if drafted not in self._masks:
-            masks = self._grammar.allowed(drafted)
+            try:
+                masks = self._grammar.allowed(drafted)
+            except ConfigError as error:
+                self._give_up(error)
+                return None
             self._masks[drafted] = masks[len(drafted)] if len(masks) > len(drafted) else None
         return self._masks[drafted]
 
