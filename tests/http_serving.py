@@ -80,6 +80,21 @@ def read_all(connection):
     return data
 
 
+def read_answer(connection):
+    """Read one answer from a connection that stays open."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        chunk = connection.recv(65536)
+        assert chunk, f"the connection was closed after {data!r}"
+        data += chunk
+    status, headers, body = parsed(data)
+    while len(body) < int(headers["content-length"]):
+        chunk = connection.recv(65536)
+        assert chunk, "the connection was closed in the middle of an answer"
+        body += chunk
+    return status, headers, body
+
+
 def parsed(data):
     """The first answer in these bytes."""
     if not data:

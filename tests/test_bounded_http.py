@@ -40,7 +40,7 @@ def test_other_requests_go_on():
     def answer(connection, request):
         if request.startswith(b"GET /slow"):
             drip(connection, *DRIPS["headers"])
-        # `serving` closes after each answer; unannounced, the client could send the next request into the closing socket.
+        # `serving` closes after each answer: unannounced, the next request could go into the closing socket.
         connection.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok")
 
     with serving(answer) as url, client(trust_env=False) as http:

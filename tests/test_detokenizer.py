@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.decoding.detokenizer import Detokenizer
-from nextn.decoding.generate import _TextStream
+from nextn.decoding.generate import TextStream
 
 WORDS = ["▁", "▁▁", "▁the", "the", "▁naïve", "▁✓", "🙂", "日", "\n", ".", "<end>", "e", "n", "▁<"]
 
@@ -77,7 +77,7 @@ def ids(tokenizer):
 
 
 class Everything:
-    """The slow twin of `_TextStream`: all tokens are decoded again at each question."""
+    """The slow twin of `TextStream`: all tokens are decoded again at each question."""
 
     def __init__(self, tokenizer, stops):
         self.tokenizer, self.stops = tokenizer, stops
@@ -114,7 +114,7 @@ def test_stop_strings_are_found_where_the_slow_twin_finds_them(name, data):
     tokenizer = MADE[name]
     tokens, size = data.draw(ids(tokenizer)), data.draw(st.integers(1, 7))
     stops = data.draw(st.lists(st.sampled_from(["<end>", "the", "\n", " ", "✓ ", "日本", "e", "ee", "nn"]), max_size=3))
-    slow, text = Everything(tokenizer, stops), _TextStream(tokenizer, stops)
+    slow, text = Everything(tokenizer, stops), TextStream(tokenizer, stops)
     said = ""
     for end in range(size, len(tokens) + size, size):
         count = text.stop_after(tokens[:end]) if stops else None
@@ -131,7 +131,7 @@ def test_stop_strings_are_found_where_the_slow_twin_finds_them(name, data):
 def test_a_stop_string_before_an_invalid_byte_is_found():
     """As when the two tokens come in two rounds; together they are two broken characters."""
     newline_and_byte = [MADE["gemma"].convert_tokens_to_ids(piece) for piece in ("<0x0A>", "<0x80>")]
-    assert _TextStream(MADE["gemma"], ["\n"]).stop_after(newline_and_byte) == 1
+    assert TextStream(MADE["gemma"], ["\n"]).stop_after(newline_and_byte) == 1
 
 
 def test_characters_and_spaces_arrive_when_they_are_certain():
@@ -176,7 +176,7 @@ def test_work_is_linear(monkeypatch, data, stops):
 
     monkeypatch.setattr(tokenizer, "decode", counted)
     for length in (1000, 4000):
-        tokens, text = list(data * length)[:length], _TextStream(tokenizer, stops)
+        tokens, text = list(data * length)[:length], TextStream(tokenizer, stops)
         counts.append(0)
         for start in range(0, length, 4):
             if stops:

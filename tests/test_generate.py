@@ -7,7 +7,7 @@ import torch
 from tiny import build
 
 from nextn.data.byte_tokenizer import byte_tokenizer
-from nextn.decoding.generate import _TextStream, encode, eos_tokens, generate, stream
+from nextn.decoding.generate import TextStream, encode, eos_tokens, generate, stream
 from nextn.decoding.rounds import Settings
 from nextn.errors import ConfigError
 from nextn.speculative.draft_vocabulary import DraftVocabulary
@@ -39,8 +39,8 @@ def test_drafts_do_not_change_the_text(model):
 
 
 def scripted(tokens, stops, size):
-    """What _TextStream says when tokens arrive `size` at a time."""
-    text, said = _TextStream(byte_tokenizer(), stops), []
+    """What TextStream says when tokens arrive `size` at a time."""
+    text, said = TextStream(byte_tokenizer(), stops), []
     for start in range(0, len(tokens), size):
         part = tokens[start : start + size]
         said.append(text.push(part, (), last=start + size >= len(tokens)))
@@ -66,7 +66,7 @@ def test_stop_strings_never_show(size):
 
 def test_stop_counts_tokens_exactly():
     """stop_after names the first token count whose text holds a stop string."""
-    text = _TextStream(byte_tokenizer(), ["\n\n", "zz"])
+    text = TextStream(byte_tokenizer(), ["\n\n", "zz"])
     assert text.stop_after(list(b"ab")) is None
     assert text.stop_after(list(b"ab\n\ncdzz")) == 4
 

@@ -7,7 +7,7 @@ from replays import fast_of
 from tiny import build, prompt, refrain
 
 import nextn.runtime.native.rounds as native_rounds
-from nextn.decoding import rounds as rounds_module
+from nextn.decoding import batch as batch_module
 from nextn.decoding.drafter import Contract, Drafter
 from nextn.decoding.rounds import Settings, rounds
 from nextn.runtime.native.draft_chain import NativeDraftChain
@@ -56,7 +56,7 @@ def both(model, prompts, settings, make=lambda: None, **given):
     for observer in (None, lambda event: None):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(NativeRounds, "run", counted)
-            patch.setattr(rounds_module, "_MAX_AHEAD_S", 1e9)  # whatever the machine's pace
+            patch.setattr(batch_module, "_MAX_AHEAD_S", 1e9)  # whatever the machine's pace
             stream = rounds(model.trunk, model.head, prompts, settings, length=make(), observer=observer, **given)
             found.append([each.rows for each in stream])
     return *found, calls
@@ -145,7 +145,7 @@ def test_rounds_ahead_are_soon_over(model):
     for seconds in (1e-9, 1e9):
         found.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rounds_module, "_MAX_AHEAD_S", seconds)
+            patch.setattr(batch_module, "_MAX_AHEAD_S", seconds)
             patch.setattr(NativeRounds, "run", noted)
             list(rounds(model.trunk, model.head, [prompt(20)], Settings(drafts=1, max_tokens=40)))
         assert (max(found) == 1) == (seconds < 1)

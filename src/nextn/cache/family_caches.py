@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from nextn.cache.kv_cache import AttentionLayer, IndexedLayer, write_states
+from nextn.cache.kv_cache import AttentionLayer, IndexedLayer, join_slots, write_states
 from nextn.errors import RollbackError
 
 
@@ -56,6 +56,19 @@ class CompressedLayer(AttentionLayer):
         super().select(sequences)
         self._inputs = {key: buffer[sequences] for key, buffer in self._inputs.items()}
         self._entries = {name: entries[sequences] for name, entries in self._entries.items()}
+
+    def append(self, other: AttentionLayer, counts: tuple[int, int]) -> None:
+        super().append(other, counts)
+        assert isinstance(other, CompressedLayer)
+        for key in self._inputs | other._inputs:
+            buffer = join_slots([self._inputs.get(key), other._inputs.get(key)], counts)
+            assert buffer is not None
+            self._inputs[key] = buffer
+        for name in self._entries | other._entries:
+            parts = [entries.get(name) for entries in (self._entries, other._entries)]
+            joined = join_slots([None if part is None else part[:, None] for part in parts], counts)
+            assert joined is not None
+            self._entries[name] = joined[:, 0]
 
 
 class ConvolutionLayer(AttentionLayer, LinearAttentionLayer):
@@ -110,6 +123,15 @@ class ConvolutionLayer(AttentionLayer, LinearAttentionLayer):
         self.conv_states = {
             index: None if state is None else state[sequences] for index, state in self.conv_states.items()
         }
+
+    def append(self, other: AttentionLayer, counts: tuple[int, int]) -> None:
+        super().append(other, counts)
+        assert isinstance(other, ConvolutionLayer)
+        self._reversible = self._reversible + other._reversible
+        for index, state in self.conv_states.items():
+            other_state = other.conv_states[index]
+            if state is not None and other_state is not None:
+                self.conv_states[index] = torch.cat([state, other_state])
 
     def _move(self, counts: Sequence[int], num_positions: int) -> None:
         """Let each sequence's inputs end counts[row] positions later than before the block of num_positions."""

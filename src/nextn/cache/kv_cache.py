@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
@@ -22,6 +23,7 @@ class _Layer(Protocol):
     def commit(self, counts: Sequence[int], num_positions: int) -> None: ...
     def drop(self, counts: Sequence[int]) -> None: ...
     def select(self, sequences: Tensor) -> None: ...
+    def append(self, other: "_Layer", counts: tuple[int, int]) -> None: ...
 
 
 class AttentionLayer(CacheLayerMixin):
@@ -55,6 +57,17 @@ class AttentionLayer(CacheLayerMixin):
     def select(self, sequences: Tensor) -> None:
         if self.is_initialized:
             self.keys, self.values = self.keys[sequences], self.values[sequences]
+
+    def append(self, other: "AttentionLayer", counts: tuple[int, int]) -> None:
+        """Add the sequences of another layer after this one's. counts: the number of sequences of each."""
+        keys, values = (
+            join_slots([getattr(layer, name) if layer.is_initialized else None for layer in (self, other)], counts)
+            for name in ("keys", "values")
+        )
+        if keys is not None and values is not None:
+            if not self.is_initialized:
+                self.lazy_initialization(keys, values)
+            self.keys, self.values = keys, values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -99,6 +112,11 @@ class IndexedLayer(AttentionLayer):
         super().select(sequences)
         self._index = None if self._index is None else self._index[sequences]
 
+    def append(self, other: AttentionLayer, counts: tuple[int, int]) -> None:
+        super().append(other, counts)
+        assert isinstance(other, IndexedLayer)
+        self._index = join_slots([self._index, other._index], counts)
+
 
 def write_states(buffer: Tensor | None, states: Tensor, starts: Sequence[int]) -> Tensor:
     """Write states [B, heads, m, dim] into slots starts[seq], ... of buffer [B, heads, capacity, dim].
@@ -118,6 +136,21 @@ def write_states(buffer: Tensor | None, states: Tensor, starts: Sequence[int]) -
         for seq, start in enumerate(starts):
             buffer[seq, :, start : start + num_positions] = states[seq]
     return buffer
+
+
+def join_slots(buffers: Sequence[Tensor | None], counts: Sequence[int]) -> Tensor | None:
+    """Concatenate the sequences of buffers [B, heads, slots, dim], padded with zeros to as many slots.
+
+    counts: the number of sequences of each. None is a buffer that nothing was written to.
+    """
+    written = [buffer for buffer in buffers if buffer is not None]
+    if not written:
+        return None
+    _, heads, _, width = written[0].shape
+    slots = max(buffer.shape[2] for buffer in written)
+    parts = zip(buffers, counts, strict=True)
+    full = [written[0].new_zeros(count, heads, 0, width) if buffer is None else buffer for buffer, count in parts]
+    return torch.cat([F.pad(buffer, (0, 0, 0, slots - buffer.shape[2])) for buffer in full])
 
 
 class RecurrentLayer(LinearAttentionLayer):
@@ -187,6 +220,13 @@ class RecurrentLayer(LinearAttentionLayer):
         for states in (self.conv_states, self.recurrent_states):
             for index, state in states.items():
                 states[index] = None if state is None else state[sequences]
+
+    def append(self, other: "RecurrentLayer", counts: tuple[int, int]) -> None:
+        pairs = ((self.conv_states, other.conv_states), (self.recurrent_states, other.recurrent_states))
+        for states, others in pairs:
+            for index, state in states.items():
+                if state is not None:
+                    states[index] = torch.cat([state, others[index]])
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,6 +344,14 @@ class KVCache(TransformersCache):
             layer.select(index)
         self.lengths = [self.lengths[seq] for seq in sequences]
 
+    def joined(self, other: "KVCache") -> "KVCache":
+        """Return a cache with the sequences of this one, then those of the other; neither may be used any more."""
+        counts = len(self.lengths), len(other.lengths)
+        for layer, others in zip(self.layers, other.layers, strict=True):
+            layer.append(others, counts)
+        self.lengths = self.lengths + other.lengths
+        return self
+
     def positions(self, num_positions: int) -> Tensor:
         """Return the positions [B, m] int64 of the next m tokens of each sequence."""
         return torch.tensor(self.lengths, device=self.device)[:, None] + torch.arange(num_positions, device=self.device)
@@ -332,6 +380,7 @@ class PerSequenceCache(KVCache):
     def __init__(self, sequences: Sequence[KVCache]) -> None:
         super().__init__([], len(sequences))
         self.sequences = list(sequences)
+        self._measure()
 
     def commit(self, counts: Sequence[int]) -> None:
         for cache, count in zip(self.sequences, counts, strict=True):
@@ -346,6 +395,10 @@ class PerSequenceCache(KVCache):
     def select(self, sequences: Sequence[int]) -> None:
         self.sequences = [self.sequences[seq] for seq in sequences]
         self._measure()
+
+    def joined(self, other: KVCache) -> KVCache:
+        assert isinstance(other, PerSequenceCache)
+        return PerSequenceCache([*self.sequences, *other.sequences])
 
     def _measure(self) -> None:
         self.lengths = [cache.lengths[0] for cache in self.sequences]

@@ -38,14 +38,17 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="Name of the model in requests. Default: the folder's name, or the hub id.")
     ] = None,
-    num_speculative_tokens: Annotated[
-        int | None,
-        typer.Option(*K_NAMES, help="Draft tokens per round. Default: as many as pay off.", show_default=False),
-    ] = None,
+    num_speculative_tokens: Annotated[int, typer.Option(*K_NAMES, help="Most draft tokens per round.")] = 4,
+    fixed_k: Annotated[
+        bool, typer.Option("--fixed-k", help="Always draft -k tokens, also where fewer are faster.")
+    ] = False,
     no_mtp: Annotated[bool, typer.Option("--no-mtp", help="Plain decoding; requests cannot turn MTP on.")] = False,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that are decoded at once.")] = 16,
     max_model_len: Annotated[
-        int | None, typer.Option(help="Tokens of a prompt and its completion. Default: the model's context.")
+        int | None,
+        typer.Option(
+            help="Tokens of a prompt and its completion. Default: the model's context, or what --cache-gb holds."
+        ),
     ] = None,
     max_queue: Annotated[int, typer.Option(help="Sequences that wait; further requests are answered 429.")] = 128,
     cache_gb: Annotated[float, typer.Option(help="Memory for the caches of sequences and prefixes, in GB.")] = 2.0,
@@ -84,21 +87,33 @@ def serve(
         return
     _check_extra()
     from nextn.serve.http_server import HttpServer, listen
-    from nextn.serve.launch import EngineChoices, allowed_hosts, context_length, make_engine, reference_rates
+    from nextn.serve.launch import allowed_hosts, reference_rates
     from nextn.serve.options import ServerOptions
 
-    if no_mtp and num_speculative_tokens:
-        raise ConfigError(f"--no-mtp and -k {num_speculative_tokens} contradict each other; leave one out")
     drafts = 0 if no_mtp else num_speculative_tokens
-    choices = EngineChoices(backend, drafts, max_num_seqs, max_queue, cache_gb)
     key, rates = _key(api_key_env), reference_rates(reference) if reference is not None else ()
     model_options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
     model_options.check()
     with listen(host, port) as sock:
-        loaded = model_options.load(need_head=drafts is None or drafts > 0, exact_head=exact_head)
+        loaded = model_options.load(need_head=drafts > 0, exact_head=exact_head)
+        from nextn.serve.api import create_app
+        from nextn.serve.engine import EngineOptions, ServingEngine
+
+        engine = ServingEngine(
+            loaded,
+            EngineOptions(
+                backend=backend,
+                max_num_seqs=max_num_seqs,
+                max_queue=max_queue,
+                max_model_len=max_model_len,
+                cache_gb=cache_gb,
+                num_speculative_tokens=drafts,
+                adaptive=not fixed_k,
+            ),
+        )
         options = ServerOptions(
             served_name=served_model_name or _default_name(model),
-            max_model_len=context_length(loaded, max_model_len),
+            max_model_len=engine.max_model_len,
             api_key=key,
             allowed_hosts=allowed_hosts(host),
             cors_origins=tuple(cors_origin or ()),
@@ -106,12 +121,9 @@ def serve(
             request_s=request_timeout,
             grace_s=grace,
             metrics_in_answers=per_request_metrics,
-            drafts=drafts != 0,
+            drafts=drafts > 0,
             reference_rates=rates,
         )
-        from nextn.serve.api import create_app
-
-        engine = make_engine(loaded, choices, max_model_len=options.max_model_len)
         server = HttpServer(create_app(engine, loaded, options), options)
         _show(loaded, options, host, sock.getsockname()[1], drafts)
         server.run(sockets=[sock])
@@ -146,11 +158,11 @@ def _key(variable: str | None) -> str | None:
     return key
 
 
-def _show(model: "Model", options: "ServerOptions", host: str, port: int, drafts: int | None) -> None:
+def _show(model: "Model", options: "ServerOptions", host: str, port: int, drafts: int) -> None:
     for note in model.notes:
         print_note(note)
     if options.allowed_hosts is None and options.api_key is None:
         print_note(f"every machine that reaches {host} can use this server; --api-key-env asks for a key")
     shown_host = f"[{host}]" if ":" in host else host
-    mtp = "plain decoding" if drafts == 0 else "K = auto" if drafts is None else f"K = {drafts}"
+    mtp = f"K = {drafts}" if drafts else "plain decoding"
     echo(f"{options.served_name} at http://{shown_host}:{port}  ({mtp}, context {options.max_model_len} tokens)")

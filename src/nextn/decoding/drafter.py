@@ -153,6 +153,16 @@ class Drafter:
         """Take over after native rounds: the states pending then, and the positions that the trunk has seen."""
         self.pending, self.ends = list(pending), list(ends)
 
+    def append(self, other: "Drafter") -> None:
+        """Take over the sequences of another drafter of the same kind, after this one's."""
+        self.pending, self.previous, self.ends = (
+            self.pending + other.pending,
+            self.previous + other.previous,
+            self.ends + other.ends,
+        )
+        self.caches = [mine.joined(others) for mine, others in zip(self.caches, other.caches, strict=True)]
+        self._bind_chain()
+
     def select(self, indices: Sequence[int]) -> None:
         """Keep only these sequences of the batch."""
         self.pending, self.previous = ([states[row] for row in indices] for states in (self.pending, self.previous))

@@ -102,7 +102,7 @@ def stream(
     settings = replace(settings, eos=eos)
     if any(not text for text in stop):
         raise ConfigError("a stop string is empty; expected at least one character")
-    texts = [_TextStream(model.tokenizer, stop) for _ in prompts]
+    texts = [TextStream(model.tokenizer, stop) for _ in prompts]
     ids = [encode(model, prompt, chat=chat) for prompt in prompts]
     callback = (lambda row, new: texts[row].stop_after(new)) if stop else None
     if stop:
@@ -162,7 +162,7 @@ def generate(
     ]
 
 
-class _TextStream:
+class TextStream:
     """The growing text of one sequence; only final text is returned, and stop strings end it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str]) -> None:

@@ -74,6 +74,7 @@ class _StatelessLayer(DummyLayer):
     def commit(self, counts: object, num_positions: int) -> None: ...
     def drop(self, counts: object) -> None: ...
     def select(self, sequences: Tensor) -> None: ...
+    def append(self, other: object, counts: object) -> None: ...
 
 
 def layer_types_of(config: PreTrainedConfig) -> list[LayerType]:
@@ -107,11 +108,14 @@ def new_cache(
 
     max_rollback: the most committed positions that can be dropped again, where that takes memory.
     """
-    if batch_size > 1 and any(layer_type.needs_equal_lengths for layer_type in layer_types):
-        return PerSequenceCache(
-            [new_cache(layer_types, 1, device=device, max_rollback=max_rollback) for _ in range(batch_size)]
-        )
-    return KVCache([_layer_of(layer_type, max_rollback) for layer_type in layer_types], batch_size, device=device)
+
+    def make(num_sequences: int) -> KVCache:
+        layers = [_layer_of(layer_type, max_rollback) for layer_type in layer_types]
+        return KVCache(layers, num_sequences, device=device)
+
+    if any(layer_type.needs_equal_lengths for layer_type in layer_types):
+        return PerSequenceCache([make(1) for _ in range(batch_size)])
+    return make(batch_size)
 
 
 def _layer_of(layer_type: LayerType, max_rollback: int) -> AttentionLayer | RecurrentLayer | _StatelessLayer:

@@ -167,10 +167,14 @@ class RequestGuard:
     def _check(self, scope: Message) -> None:
         headers = scope["headers"]
         limits = self._options.connections
-        if len(headers) > limits.max_headers:
-            raise ApiError(
-                431, f"{len(headers)} headers; at most {limits.max_headers} are read", code="too_many_headers"
-            )
+        # h11 limits what it holds of incomplete headers; those that arrive in one piece may be larger.
+        size = (
+            len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(name) + len(value) for name, value in headers)
+        )
+        if len(headers) > limits.max_headers or size > limits.max_header_bytes:
+            message = f"{len(headers)} headers of {size:,} bytes"
+            message += f"; at most {limits.max_headers} of {limits.max_header_bytes:,} bytes are read"
+            raise ApiError(431, message, code="headers_too_large")
         values = dict(headers)
         self._check_host(values.get(b"host", b"").decode("latin-1"))
         if scope["path"] not in OPEN_PATHS:

@@ -98,7 +98,10 @@ class DraftLength(Protocol):
         """Return for how many rounds of this batch size `plan` will stay the same, whatever they bring."""
 
     def learn(self, confidences: Sequence[float], *, drafts: int, num_accepted: int) -> None:
-        """Learn from one sequence's finished round: confidences, number of drafts, and how many were accepted."""
+        """Learn from one sequence's part of a round: confidences, number of drafts, and how many were accepted.
+
+        Without confidences, from a round in which no sequence drafted.
+        """
 
     @property
     def reason(self) -> str:
@@ -231,7 +234,9 @@ class AdaptiveLength:
 
     def rounds_unchanged(self, batch_size: int) -> int:
         remaining = self._span - self._since
-        return max(1, -(-(remaining if remaining > 0 else PROBE_INTERVAL - 1 - self.plain_rounds) // batch_size))
+        if remaining > 0:
+            return -(-remaining // batch_size)
+        return max(1, PROBE_INTERVAL - 1 - self.plain_rounds)
 
     def _new_plan(self) -> RoundPlan:
         rate, mean = max(1.0, self.rate), max(0.01, round(self.calibration.mean, 2))

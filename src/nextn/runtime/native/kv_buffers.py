@@ -28,7 +28,7 @@ class KVBuffers(KVCache):
     An attention layer has keys and values [B, heads, capacity, size]; the order within 32 positions is up to the kernel
     (csrc/attention_*.cpp). A recurrent layer has states [B, heads, key size * value size + MAX_RECURRENT_BLOCK * (key
     size + value size + 1)] in fp32: the state before the block, and what its positions change in it; and the inputs of
-    its convolution [B, channels, MAX_RECURRENT_BLOCK + kernel - 1].
+    its convolution [B, channels, MAX_RECURRENT_BLOCK + kernel - 1]. The buffers may have more rows than sequences.
 
     Attributes:
         headers: [layers, 3] int64, the addresses of a layer's two buffers and their capacity.
@@ -41,7 +41,9 @@ class KVBuffers(KVCache):
         super().__init__([], batch_size)
         self._runtime, self._dtype, self._shapes, self._capacity = runtime, dtype, list(shapes), 0
         self.headers = torch.zeros(len(shapes), 3, dtype=torch.int64)
-        self._set_buffers([self._allocate(shape) for shape in self._shapes])
+        self._max_sequences = batch_size  # that the buffers have memory for
+        self._buffers = [self._allocate(shape) for shape in self._shapes]
+        self._bind()
 
     @cached_property
     def is_recurrent(self) -> bool:
@@ -76,23 +78,111 @@ class KVBuffers(KVCache):
         """Ensure capacity for this many positions, moving the contents to larger buffers if necessary."""
         if num_positions <= self._capacity:
             return
-        old, wanted = self._capacity, max(num_positions, 2 * self._capacity, _MIN_CAPACITY)
-        self._capacity = -(-wanted // _BLOCK) * _BLOCK
-        grown = []
-        for shape, buffers in zip(self._shapes, self._buffers, strict=True):
-            grown.append(buffers if isinstance(shape, StateShape) else self._allocate(shape))
-            for target, buffer in zip(grown[-1], buffers, strict=True):
-                if target is not buffer:
-                    target[:, :, :old] = buffer
-        self._set_buffers(grown)
+        self._reallocate(self._max_sequences, max(num_positions, 2 * self._capacity, _MIN_CAPACITY))
 
     def select(self, rows: Sequence[int]) -> None:
+        rows = list(rows)
+        if rows == sorted(set(rows)):
+            moves = [(target, source) for target, source in enumerate(rows) if target != source]
+            for first, second in self._slices(self._used):
+                for target, source in moves:  # in place: a row's source is never before it
+                    first[target], second[target] = first[source], second[source]
+        else:
+            index = torch.tensor(rows)
+            self._buffers = [(first[index], second[index]) for first, second in self._buffers]
+            self._max_sequences = len(rows)
         self.lengths = [self.lengths[row] for row in rows]
-        index = torch.tensor(list(rows))
-        self._set_buffers([(first[index], second[index]) for first, second in self._buffers])
+        self._bind()
+
+    def joined(self, other: KVCache) -> KVCache:
+        """Copy the sequences of another cache after this one's; their memory is used again once they leave."""
+        assert isinstance(other, KVBuffers)
+        num_old, total = len(self.lengths), len(self.lengths) + len(other.lengths)
+        if total > self._max_sequences or other._capacity > self._capacity:
+            rows = self._max_sequences if total <= self._max_sequences else max(total, 2 * self._max_sequences)
+            self._reallocate(rows, max(self._capacity, other._capacity))
+        self.lengths = self.lengths + other.lengths
+        used = other._used
+        for target, source in zip(self._slices(used), other._slices(used), strict=True):
+            for mine, theirs in zip(target, source, strict=True):
+                mine[num_old:total] = theirs[: len(other.lengths)]
+        self._bind()
+        return self
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Bytes that a position of one sequence takes in all attention layers."""
+        widths = [heads * (key + value) for heads, key, value in self._attention_shapes]
+        return sum(widths) * self._dtype.itemsize
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Bytes that a sequence takes in all recurrent layers, whatever its length."""
+        pairs = zip(self._shapes, self._buffers, strict=True)
+        return sum(part[0].nbytes for shape, both in pairs if isinstance(shape, StateShape) for part in both)
+
+    @property
+    def _attention_shapes(self) -> list[Shape]:
+        return [shape for shape in self._shapes if not isinstance(shape, StateShape)]
+
+    def read_block(self, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
+        """Copy positions [start, end) of the only sequence, both multiples of 32.
+
+        Of recurrent layers, copy the state after the last committed position, which must be `end - 1`.
+        """
+        return [(first[0].clone(), second[0].clone()) for first, second in self._parts(start, end)]
+
+    def write_block(self, start: int, end: int, block: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Write what `read_block` returned, after which the only sequence has `end` positions."""
+        self.reserve(end)
+        for (first, second), (keys, values) in zip(self._parts(start, end), block, strict=True):
+            first[0], second[0] = keys, values
+        self.lengths = [end]
+
+    def _parts(self, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
+        """Views of what a block consists of: of recurrent layers, the states without what a round adds to them."""
+        parts = []
+        for shape, (first, second) in zip(self._shapes, self._buffers, strict=True):
+            if isinstance(shape, StateShape):
+                _, key_size, value_size = shape.state
+                parts.append((first[..., : key_size * value_size], second[..., : shape.kernel - 1]))
+            else:
+                parts.append((first[:, :, start:end], second[:, :, start:end]))
+        return parts
+
+    @property
+    def _used(self) -> int:
+        """Positions that hold something, those of an open block included."""
+        used = max(self.lengths, default=0) + self._block
+        return min(-(-used // _BLOCK) * _BLOCK, self._capacity)
+
+    def _slices(self, num_positions: int) -> list[tuple[Tensor, Tensor]]:
+        """The first positions of every attention layer's buffers; the buffers of recurrent layers as they are."""
+        return [
+            buffers
+            if isinstance(shape, StateShape)
+            else (buffers[0][:, :, :num_positions], buffers[1][:, :, :num_positions])
+            for shape, buffers in zip(self._shapes, self._buffers, strict=True)
+        ]
+
+    def _reallocate(self, max_sequences: int, capacity: int) -> None:
+        """Move the contents to buffers for so many sequences and at least so many positions."""
+        used, old, num_old = self._used, self._buffers, self._max_sequences
+        slices = self._slices(used)
+        self._max_sequences, self._capacity = max_sequences, -(-capacity // _BLOCK) * _BLOCK
+        rows = len(self.lengths)
+        new = []
+        for shape, buffers, parts in zip(self._shapes, old, slices, strict=True):
+            is_large_enough = isinstance(shape, StateShape) and num_old == max_sequences
+            new.append(buffers if is_large_enough else self._allocate(shape))
+            for target, source in zip(new[-1], parts, strict=True):
+                if not is_large_enough:
+                    (target if isinstance(shape, StateShape) else target[:, :, :used])[:rows] = source[:rows]
+        self._buffers = new
+        self._bind()
 
     def _allocate(self, shape: Shape | StateShape) -> tuple[Tensor, Tensor]:
-        batch_size = len(self.lengths)
+        batch_size = self._max_sequences
         if isinstance(shape, StateShape):
             width = MAX_RECURRENT_BLOCK + shape.kernel - 1
             history = untouched_zeros(batch_size, shape.channels, width, dtype=self._dtype)
@@ -103,9 +193,9 @@ class KVBuffers(KVCache):
         keys, values = (untouched_zeros(batch_size, heads, self._capacity, size, dtype=self._dtype) for size in sizes)
         return keys, values
 
-    def _set_buffers(self, buffers: list[tuple[Tensor, Tensor]]) -> None:
-        self._buffers = buffers
-        headers = [(first.data_ptr(), second.data_ptr(), self._capacity) for first, second in buffers]
+    def _bind(self) -> None:
+        """Write the addresses for the passes, and make what commits blocks of this many sequences."""
+        headers = [(first.data_ptr(), second.data_ptr(), self._capacity) for first, second in self._buffers]
         self.headers.copy_(torch.tensor(headers))
         self.allocation = object()
         self._counts, self._commit = torch.zeros(len(self.lengths), dtype=torch.int64), Program(self._runtime)

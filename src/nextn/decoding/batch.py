@@ -1,0 +1,355 @@
+"""Sequences that decode together: prefill, rounds of drafts and verification, joining and leaving between rounds."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nextn.cache.kv_cache import KVCache
+from nextn.decoding.drafter import Drafter, DraftResult
+from nextn.runtime.native.rounds import NativeRounds
+from nextn.runtime.protocol import DecodingHead, DecodingTrunk
+from nextn.settings import Settings
+from nextn.speculative.draft_policy import NO_DRAFTS, DraftLength
+from nextn.speculative.sampling import Prediction, Uniforms, VerifiedRound, accept_greedy, ragged
+
+_MAX_AHEAD_S = 0.04  # seconds of rounds that may be computed before the caller reads them
+
+
+@dataclass(frozen=True)
+class SequenceRound:
+    """One sequence's share of a round."""
+
+    row: int  # index of its prompt
+    drafts: tuple[int, ...]
+    num_accepted: int
+    emitted: tuple[int, ...]  # the accepted drafts, then the bonus token, cut where the sequence ended
+    finish: str | None = None  # None while the sequence continues, else `eos`, `stop`, `length` or `context`
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of the batch. Times are wall seconds, for all sequences together."""
+
+    rows: tuple[SequenceRound, ...]  # of the sequences that took part
+    draft_s: float
+    verify_s: float
+
+
+@dataclass(frozen=True)
+class Event:
+    """One forward pass over a block of positions of one sequence, for `trace`."""
+
+    phase: str  # prefill, draft or verify
+    module: int | None  # index in the head; None: the trunk
+    row: int  # index of the prompt
+    start: int  # position of the first token
+    tokens: tuple[int, ...]
+    hidden: str  # the head's hidden input: `h` the trunk's true states, `g<k>` the next_hidden of depth k
+
+
+Observer = Callable[[Event], None]
+
+
+@dataclass(eq=False)
+class BatchSequence:
+    """One sequence of a batch."""
+
+    row: int  # what its rounds are labeled with: the index of its prompt
+    tokens: list[int]  # all known; the trunk has seen all but the last
+    max_tokens: int  # new tokens
+    eos: tuple[int, ...]  # tokens that end it
+    uniforms: Uniforms  # its own random numbers, so that they do not depend on what else is in the batch
+    stop: Callable[[Sequence[int]], int | None] | None = None  # new tokens -> how many to keep, None to continue
+    new: list[int] = field(default_factory=list)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that it may still get."""
+        return self.max_tokens - len(self.new)
+
+
+class Batch:
+    """The state of one decode. Row r of every tensor is `sequences[r]`; finished sequences leave by themselves."""
+
+    def __init__(
+        self,
+        trunk: DecodingTrunk,
+        head: DecodingHead | None,
+        sequences: Sequence[BatchSequence],
+        settings: Settings,
+        length: DraftLength,
+        *,
+        observer: Observer | None = None,
+        make_drafter: Callable[..., Drafter] = Drafter,
+    ) -> None:
+        """Create a batch whose prompts are not processed yet.
+
+        Args:
+            trunk: The passes of the trunk.
+            head: The passes of the head; may be None if settings.drafts is 0.
+            sequences: The sequences; their tokens are the prompts.
+            settings: How to decode. Of max_tokens, eos and seed, those of each sequence count.
+            length: Policy for the number of drafts per round.
+            observer: Called with an Event for each pass and sequence.
+            make_drafter: Makes what drafts, with the arguments of `Drafter`.
+        """
+        self.trunk, self.settings, self.length, self.observer = trunk, settings, length, observer
+        self.sequences = list(sequences)
+        self.cache = trunk.cache(len(sequences))
+        self.seen = self._seen() if settings.sampling.needs_seen else None
+        self.verifier = trunk.verifier(settings.sampling, block=settings.block)
+        self.drafter = None if head is None or not settings.drafts else self._drafter(make_drafter, head)
+        self.native: NativeRounds | None = None
+        self.queued: deque[VerifiedRound] = deque()  # native rounds that were computed and not yet emitted
+        self.max_ahead_s = _MAX_AHEAD_S  # seconds of rounds that may be computed before the caller reads them
+        self._round_s = self.max_ahead_s  # of the last one
+        self.num_prefilled = 0  # prompt positions that the trunk has seen
+        self.tails: list[Tensor] = []  # the trunk's states at the last positions of each, one per MTP layer
+        self._last: dict[int, Tensor] = {}  # final_hidden of the last position of prompts that are complete
+
+    def prefill(self) -> Round:
+        """Process the prompts and return the first round, which has no drafts."""
+        started = time.perf_counter()
+        while not self.prefill_chunk(self.settings.chunk):
+            pass
+        return self.first_round(started)
+
+    def prefill_chunk(self, num_positions: int) -> bool:
+        """Run the next positions of the prompts through trunk and head; return whether all prompts are complete."""
+        num_positions = min(num_positions, self.trunk.max_block_size or num_positions)
+        start = self.num_prefilled
+        parts = [sequence.tokens[start : start + num_positions] for sequence in self.sequences]
+        counts = list(map(len, parts))
+        self._notify("prefill", None, parts, self.cache, "")
+        hidden = self.trunk(ragged(parts, torch.long), self.cache)
+        self.cache.commit(counts)
+        for row, sequence in enumerate(self.sequences):
+            if counts[row] and start + counts[row] == len(sequence.tokens):
+                self._last[row] = hidden.final_hidden[row, counts[row] - 1].clone()  # the next pass may write there
+        if self.drafter is not None:
+            size = self.drafter.head.num_modules
+            self.tails = [
+                states[max(0, count - size) : count].clone()
+                for states, count in zip(hidden.head_input, counts, strict=True)
+            ]
+            self.drafter.add(hidden.head_input, counts)
+            self.drafter.prefill(self._tokens)
+        self.num_prefilled = start + num_positions
+        return len(self._last) == len(self.sequences)
+
+    def resume_prefill(self, num_positions: int, tails: Sequence[Tensor]) -> None:
+        """Continue after prompt positions that the caches hold already, with the trunk's states at the last of them."""
+        self.num_prefilled = num_positions
+        if self.drafter is not None:
+            self.drafter.resume(tails, [num_positions] * len(tails))
+            for cache in self.drafter.caches:
+                cache.rollback_to([num_positions - len(tail) for tail in tails])
+
+    def first_round(self, started: float) -> Round:
+        """Sample the first token of each sequence, after its last prompt position."""
+        final_hidden = torch.stack([self._last.pop(row) for row in range(len(self.sequences))])
+        empty = DraftResult.empty(len(self.sequences))
+        verification = self._verify(self.trunk.predict(final_hidden[:, None]), empty)
+        return self._emit(
+            VerifiedRound(empty.drafts, empty.confidences, verification, 0.0, time.perf_counter() - started)
+        )
+
+    def round(self) -> Round:
+        """Draft and verify once, for all sequences."""
+        if self.native is None and not self.queued:
+            self.native = self._native_rounds()
+        verified = self._torch_round() if self.native is None else self._native_round(self.native)
+        if any(verified.confidences):
+            rows = zip(verified.confidences, verified.drafts, verified.verification, strict=True)
+            for confidences, drafts, (num_accepted, _) in rows:
+                self.length.learn(confidences, drafts=len(drafts), num_accepted=num_accepted)
+        else:
+            self.length.learn([], drafts=0, num_accepted=0)  # a plain round, of however many sequences
+        return self._emit(verified)
+
+    def join(self, other: "Batch") -> None:
+        """Take over the sequences of another batch with the same settings; the prompts of both are complete."""
+        assert self.sequences
+        assert not self.queued
+        assert not other.queued
+        self._leave_native()
+        other._leave_native()
+        self.sequences += other.sequences
+        self.cache = self.cache.joined(other.cache)
+        if self.drafter is not None and other.drafter is not None:
+            self.drafter.append(other.drafter)
+        if self.seen is not None and other.seen is not None:
+            self.seen = torch.cat([self.seen, other.seen])
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep only these sequences (indices), in ascending order."""
+        if len(rows) == len(self.sequences):
+            return
+        self._leave_native()
+        self.sequences = [self.sequences[row] for row in rows]
+        if rows:
+            self.cache.select(rows)
+            if self.drafter is not None:
+                self.drafter.select(rows)
+            self.seen = None if self.seen is None else self.seen[list(rows)]
+
+    def _leave_native(self) -> None:
+        """Let Python continue after native rounds."""
+        if self.native is not None and self.drafter is not None:
+            self.drafter.resume(self.native.pending(), self.cache.lengths)
+        self.native = None
+
+    def _native_round(self, native: NativeRounds) -> VerifiedRound:
+        """Do the same natively; several rounds at once where none depends on what the caller does with the last."""
+        if not self.queued:
+            plan = NO_DRAFTS if self.drafter is None else self.length.plan()
+            stops = any(sequence.stop is not None for sequence in self.sequences)
+            num_rounds = 1 if stops else int(self.max_ahead_s / self._round_s)
+            if self.drafter is not None:
+                num_rounds = min(num_rounds, self.length.rounds_unchanged(len(self.sequences)))
+            drafts, uniforms = min(plan.max_drafts, self._max_drafts), None if self._is_greedy else self._uniforms
+            self.queued.extend(native.run(plan, drafts, uniforms, max_rounds=max(1, num_rounds)))
+            self._round_s = self.queued[-1].draft_s + self.queued[-1].verify_s
+        return self.queued.popleft()
+
+    def _torch_round(self) -> VerifiedRound:
+        """Draft, then verify the drafts in one pass of the trunk."""
+        started = time.perf_counter()
+        drafted = self._draft()
+        draft_end = time.perf_counter()
+        block = [[tokens[-1], *draft] for tokens, draft in zip(self._tokens, drafted.drafts, strict=True)]
+        self._notify("verify", None, block, self.cache, "")
+        hidden = self.trunk(ragged(block, torch.long), self.cache)
+        verification = self._verify(self.trunk.read(hidden), drafted)
+        num_accepted = [count for count, _ in verification]
+        num_committed = [count + 1 for count in num_accepted]
+        self.cache.commit(num_committed)
+        if self.drafter is not None:
+            num_final = self.drafter.commit(drafted.num_steps, num_accepted)
+            self.drafter.add(hidden.head_input, num_committed, skip=num_final)
+            if 0 < drafted.num_steps < self.drafter.head.num_modules:
+                self.drafter.refresh(self._tokens)  # else the layers that did not run would fall behind
+        seconds = draft_end - started, time.perf_counter() - draft_end
+        return VerifiedRound(drafted.drafts, drafted.confidences, verification, *seconds)
+
+    def _drafter(self, make_drafter: Callable[..., Drafter], head: DecodingHead) -> Drafter:
+        settings, trunk = self.settings, self.trunk
+        like = torch.empty(0, *trunk.hidden_shape, dtype=trunk.dtype, device=trunk.device)
+        return make_drafter(
+            head,
+            like,
+            len(self.sequences),
+            sampling=settings.sampling,
+            sampled=settings.sampled_drafts,
+            contract=settings.contract,
+            on_pass=None if self.observer is None else self._notify,
+        )
+
+    def _draft(self) -> DraftResult:
+        if self.drafter is None:
+            return DraftResult.empty(len(self.sequences))
+        uniforms = None if self._is_greedy else self._uniforms
+        return self.drafter.draft(self.length.plan(), self._draft_limits(), self._tokens, uniforms, self.seen)
+
+    def _draft_limits(self) -> list[int]:
+        """The largest K of this round, per sequence, within its remaining tokens and the context."""
+        limit = self._max_drafts
+        if self.trunk.max_length is not None:
+            limit = min(limit, self.trunk.max_length - max(map(len, self._tokens)))
+        return [max(0, min(limit, sequence.remaining - 1)) for sequence in self.sequences]
+
+    @property
+    def _tokens(self) -> list[list[int]]:
+        return [sequence.tokens for sequence in self.sequences]
+
+    @property
+    def _uniforms(self) -> list[Uniforms]:
+        return [sequence.uniforms for sequence in self.sequences]
+
+    @property
+    def _max_drafts(self) -> int:
+        """The largest K of any round."""
+        size = self.trunk.max_block_size
+        return self.settings.drafts if size is None else min(self.settings.drafts, size - 1)
+
+    @property
+    def _is_greedy(self) -> bool:
+        return self.settings.sampling.greedy and self.seen is None
+
+    def _verify(self, predicted: Prediction, drafted: DraftResult) -> list[tuple[int, int]]:
+        """Return (number of accepted drafts, next token) per sequence, by the trunk's prediction [B, K+1]."""
+        if self._is_greedy:
+            return [accept_greedy(best, drafts) for best, drafts in zip(predicted.best, drafted.drafts, strict=True)]
+        uniforms = [row.take(len(drafts) + 1) for row, drafts in zip(self._uniforms, drafted.drafts, strict=True)]
+        return self.verifier(predicted.logits, drafted.distributions, drafted.drafts, uniforms, seen=self.seen)
+
+    def _native_rounds(self) -> NativeRounds | None:
+        """Native rounds from here on, where nothing needs to be observed or changed between them."""
+        drafter = self.drafter
+        if self.observer is not None or self.seen is not None or (drafter is not None and drafter.chain is None):
+            return None
+        if len({sequence.eos for sequence in self.sequences}) > 1:
+            return None
+        return self.trunk.rounds(
+            self.cache,
+            self.settings.sampling,
+            block=self.settings.block,
+            chain=None if drafter is None else drafter.chain,
+            tokens=self._tokens,
+            pending=() if drafter is None else drafter.pending,
+            max_drafts=self.settings.drafts,
+            remaining=[sequence.remaining for sequence in self.sequences],
+            eos=self.sequences[0].eos,
+        )
+
+    def _emit(self, verified: VerifiedRound) -> Round:
+        out, drafts = [], verified.drafts
+        for row, (num_accepted, next_token) in enumerate(verified.verification):
+            sequence = self.sequences[row]
+            emitted = [*drafts[row][:num_accepted], next_token]
+            sequence.tokens += emitted
+            emitted, finish = self._finish(sequence, emitted)
+            if len(emitted) <= num_accepted:  # cut: drafts beyond the end do not count
+                num_accepted, drafts[row] = len(emitted), drafts[row][: len(emitted)]
+            out.append(SequenceRound(sequence.row, tuple(drafts[row]), num_accepted, tuple(emitted), finish))
+        if self.seen is not None:
+            self.seen = self._seen()
+        self.keep([row for row, sequence_round in enumerate(out) if sequence_round.finish is None])
+        return Round(tuple(out), verified.draft_s, verified.verify_s)
+
+    def _finish(self, sequence: BatchSequence, emitted: list[int]) -> tuple[list[int], str | None]:
+        """Cut the new tokens where the sequence ends; return (tokens of this round, reason or None)."""
+        before = len(sequence.new)
+        ends = [(index + 1, "eos") for index, token in enumerate(emitted) if token in sequence.eos]
+        new = sequence.new
+        new += emitted
+        ends.append((sequence.max_tokens - before, "length"))
+        if self.trunk.max_length is not None and len(sequence.tokens) >= self.trunk.max_length:
+            ends.append((len(emitted) - (len(sequence.tokens) - self.trunk.max_length), "context"))
+        if sequence.stop is not None and (count := sequence.stop(new)) is not None:
+            ends.append((count - before, "stop"))
+        end, reason = min(ends)
+        if end > len(emitted):
+            return emitted, None
+        del new[before + end :]
+        return emitted[: max(end, 0)], reason
+
+    def _seen(self) -> Tensor:
+        """[B, V] bool: the tokens of each sequence so far, for penalties."""
+        seen = torch.zeros(len(self.sequences), self.trunk.vocab_size, dtype=torch.bool)
+        for row, sequence in enumerate(self.sequences):
+            seen[row, sequence.tokens] = True
+        return seen.to(self.trunk.device)
+
+    def _notify(
+        self, phase: str, module: int | None, tokens: Sequence[Sequence[int]], cache: KVCache, hidden: str
+    ) -> None:
+        if self.observer is not None:
+            for row, block in enumerate(tokens):
+                if block:
+                    event = Event(phase, module, self.sequences[row].row, cache.lengths[row], tuple(block), hidden)
+                    self.observer(event)

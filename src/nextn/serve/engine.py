@@ -1,0 +1,245 @@
+"""The engine: a thread that runs the scheduler."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from nextn.decoding.generate import TextStream
+from nextn.decoding.rounds import check_prompts, prepare
+from nextn.errors import ConfigError, NextnError, QueueFullError
+from nextn.evaluate.decoding_costs import measure_costs
+from nextn.model.model import Model
+from nextn.runtime.backend import Backend, backend_for
+from nextn.runtime.native.kv_buffers import KVBuffers
+from nextn.serve.request import EngineStats, GenerationChunk, GenerationRequest
+from nextn.serve.scheduler import Scheduler, SchedulerLimits
+from nextn.serve.served_batch import ServedSequence
+from nextn.settings import Settings
+from nextn.speculative.draft_policy import AdaptiveLength
+
+MAX_SPECULATIVE_TOKENS = 16
+_PREFIX_SHARE = 0.25  # of the cache memory
+_DEFAULT_LENGTH = 4096  # positions per sequence, where neither the model nor the memory sets a limit
+_COST_CONTEXT, _COST_REPEATS = 128, 3
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How much the engine takes on. Raises ConfigError on values out of range."""
+
+    backend: str = "auto"
+    max_num_seqs: int = 16  # sequences that are prefilled or decoded at the same time
+    max_queue: int = 128  # sequences that wait
+    max_model_len: int | None = None  # positions of a sequence; None: what model and memory permit
+    cache_gb: float = 2.0  # memory of all caches, in 10^9 bytes
+    num_speculative_tokens: int = 4  # K
+    adaptive: bool = True  # draft less, or not at all, where it does not pay at the present batch size
+    warmup: bool = True  # while idle, record passes of all batch sizes and measure what rounds cost
+
+    def __post_init__(self) -> None:
+        rules = {
+            "max_num_seqs": (1 <= self.max_num_seqs <= 64, "from 1 to 64"),
+            "max_queue": (self.max_queue >= 0, "0 or more"),
+            "max_model_len": (self.max_model_len is None or self.max_model_len >= 2, "at least 2"),
+            "cache_gb": (0.01 <= self.cache_gb < 1e6, "at least 0.01"),
+            "num_speculative_tokens": (
+                0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS,
+                f"from 0 to {MAX_SPECULATIVE_TOKENS}",
+            ),
+        }
+        for name, (ok, valid) in rules.items():
+            if not ok:
+                raise ConfigError(f"{name} = {getattr(self, name)}; expected {valid}")
+
+
+class ServedGeneration:
+    """A submitted request."""
+
+    def __init__(self, sequence: ServedSequence, wake: Callable[[], None]) -> None:
+        self._sequence, self._wake = sequence, wake
+
+    def cancel(self) -> None:
+        """End the sequence after the current round. Any thread may call it, also after the end."""
+        self._sequence.is_cancelled = True
+        self._wake()
+
+
+class ServingEngine:
+    """Runs generations of one model in a thread of its own. See `request.Engine`."""
+
+    def __init__(self, model: Model, options: EngineOptions | None = None) -> None:
+        """Load the backend and start the thread.
+
+        Raises:
+            ConfigError: The options do not fit the model or the memory.
+        """
+        self.model, self.options = model, options or EngineOptions()
+        self.backend = backend_for(model, self.options.backend)
+        self.limits = _limits(self.backend, self.options)
+        self._policies: dict[int, AdaptiveLength] = {}
+        self._scheduler = Scheduler(self.backend, self.limits, policies=self._policies)
+        self._cold_sizes = deque(_warmup_order(self.limits.max_num_seqs) if self.options.warmup else ())
+        self._arrivals: deque[ServedSequence] = deque()
+        self._changed = threading.Condition()
+        self._open: dict[int, ServedSequence] = {}  # those that were submitted and have not ended
+        self._number = 0
+        self._is_closing = self._is_closed = False
+        self._stats = self._scheduler.stats()
+        self._thread = threading.Thread(target=self._run, name="nextn-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def max_model_len(self) -> int:
+        return self.limits.max_model_len
+
+    def submit(self, request: GenerationRequest, emit: Callable[[GenerationChunk], None]) -> ServedGeneration:
+        """Queue a request. `emit` is called in the engine's thread and must return at once.
+
+        Raises:
+            QueueFullError: Too many requests wait, or the engine is closing.
+            ConfigError: The prompt does not fit or has unknown tokens.
+        """
+        self._check(request)
+        with self._changed:
+            if self._is_closing:
+                raise QueueFullError("the server is shutting down; try another one")
+            if len(self._open) >= self.options.max_num_seqs + self.options.max_queue:
+                raise QueueFullError(
+                    f"{len(self._open)} requests are running or waiting, which is the limit; try again later"
+                )
+            self._number += 1
+            text = TextStream(self.model.tokenizer, request.stop)
+            sequence = ServedSequence.of(request, partial(self._emit, self._number, emit), text, self._number)
+            room = self.limits.max_model_len - len(request.prompt)
+            sequence.max_tokens = min(sequence.max_tokens, room)
+            self._open[self._number] = sequence
+            self._arrivals.append(sequence)
+            self._changed.notify()
+        return ServedGeneration(sequence, self._wake)
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    def close(self, *, grace_s: float) -> None:
+        """Stop accepting; let running sequences end within this time, then cancel them."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        deadline = time.monotonic() + grace_s
+        while self._open and time.monotonic() < deadline and self._thread.is_alive():
+            time.sleep(0.01)
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _check(self, request: GenerationRequest) -> None:
+        check_prompts(self.backend.trunk, None, [request.prompt], Settings(drafts=0))
+        if len(request.prompt) >= self.limits.max_model_len:
+            raise ConfigError(
+                f"the prompt has {len(request.prompt)} tokens; the server's context holds {self.limits.max_model_len}, "
+                "of which at least one must be new"
+            )
+        drafts = request.num_speculative_tokens
+        if drafts is not None and not 0 <= drafts <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(f"num_speculative_tokens = {drafts}; expected 0 to {MAX_SPECULATIVE_TOKENS}")
+
+    def _emit(self, number: int, emit: Callable[[GenerationChunk], None], chunk: GenerationChunk) -> None:
+        if chunk.finish is not None:
+            with self._changed:
+                del self._open[number]
+        emit(chunk)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            self._take_arrivals()
+            try:
+                if not self._scheduler.is_idle:
+                    self._scheduler.step()
+                elif self._cold_sizes:
+                    self._warm_up(self._cold_sizes.popleft())
+                else:
+                    self._wait()
+            except Exception as error:  # one broken request must not end the server; nothing is known of the others
+                self._fail(error)
+            self._stats = self._scheduler.stats()
+        for sequence in list(self._open.values()):
+            sequence.flush("cancelled")
+
+    def _take_arrivals(self) -> None:
+        with self._changed:
+            self._scheduler.waiting.extend(sequence for sequence in self._arrivals if not sequence.is_over)
+            self._arrivals.clear()
+
+    def _wait(self) -> None:
+        with self._changed:
+            if not self._arrivals and not self._is_closed:
+                self._changed.wait()
+
+    def _fail(self, error: Exception) -> None:
+        """End every sequence with the error and start from an idle scheduler."""
+        message = str(error) if isinstance(error, NextnError) else f"internal error: {type(error).__name__}"
+        for sequence in list(self._open.values()):
+            sequence.flush("error", message)
+        self._scheduler = self._scheduler.restarted()
+
+    def _warm_up(self, num_sequences: int) -> None:
+        """Record the passes of rounds over so many sequences, and for powers of two, measure what they cost."""
+        trunk, head, drafts = self.backend.trunk, self.backend.head, self.limits.num_speculative_tokens
+        with torch.inference_mode(), trunk.single_threaded_torch():
+            prepare(trunk, head, num_sequences, drafts)
+        if drafts and self.options.adaptive and not num_sequences & (num_sequences - 1):
+            costs = measure_costs(
+                self.model,
+                drafts=drafts,
+                batch=num_sequences,
+                context=max(1, min(_COST_CONTEXT, self.limits.max_model_len - drafts - 1)),
+                repeats=_COST_REPEATS,
+                backend=self.options.backend,
+            )
+            self._policies[num_sequences] = AdaptiveLength(costs)
+
+
+def _warmup_order(max_num_seqs: int) -> list[int]:
+    """Powers of two, then the other batch sizes."""
+    sizes = range(1, max_num_seqs + 1)
+    return sorted(sizes, key=lambda size: (bool(size & (size - 1)), size))
+
+
+def _limits(backend: Backend, options: EngineOptions) -> SchedulerLimits:
+    """Divide the memory for caches. Raises ConfigError where it does not suffice."""
+    total = int(options.cache_gb * 1e9)
+    prefix_bytes = int(total * _PREFIX_SHARE)
+    rows = options.max_num_seqs + 1  # one moves from its own cache to that of a batch
+    per_position, per_sequence = _bytes_per_sequence(backend)
+    length = min(
+        options.max_model_len or backend.trunk.max_length or _DEFAULT_LENGTH,
+        backend.trunk.max_length or 2**31,
+        ((total - prefix_bytes) // rows - per_sequence) // per_position if per_position else 2**31,
+    )
+    if length < max(2, options.max_model_len or 2):
+        raise ConfigError(
+            f"{options.max_num_seqs} sequences of {options.max_model_len or 2} positions do not fit "
+            f"{options.cache_gb:g} GB of caches and the model's context; {max(0, length)} positions would: use "
+            "--cache-gb, --max-num-seqs or --max-model-len"
+        )
+    drafts = 0 if backend.head is None else options.num_speculative_tokens
+    return SchedulerLimits(options.max_num_seqs, int(length), drafts, prefix_bytes)
+
+
+def _bytes_per_sequence(backend: Backend) -> tuple[int, int]:
+    """Bytes per position and, whatever the length, per sequence; 0 where the backend does not know them."""
+    heads = 0 if backend.head is None else backend.head.num_modules
+    with backend.trunk.single_threaded_torch():
+        caches = [backend.trunk.cache(1), *(backend.head.cache(1) for _ in range(heads) if backend.head is not None)]
+    known = [cache for cache in caches if isinstance(cache, KVBuffers)]
+    return sum(cache.bytes_per_position for cache in known), sum(cache.bytes_per_state for cache in known)

@@ -1,0 +1,268 @@
+"""Structured output: compile a JSON schema, a regular expression or a Lark grammar into masks over the vocabulary.
+
+llguidance does the parsing. Its matchers are rolled back after drafts, and a compiled grammar is copied for each
+sequence, which costs microseconds. Compilation and each mask are bounded by llguidance's own limits on work (lexer
+fuel, grammar size, items per step), not by a clock, so that the same schema is accepted on every machine; this module
+adds limits on the schema itself, because the time to compile grows with the square of the members of one object.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nextn.errors import ConfigError
+from nextn.serve.request import GrammarState
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from transformers import PreTrainedTokenizerBase
+
+# A model may emit whitespace between any two JSON tokens; without a bound, small models emit nothing else.
+JSON_WHITESPACE = r"[ \t\r\n]{0,40}"
+
+
+@dataclass(frozen=True)
+class JsonSchema:
+    """Text that is a JSON value and validates against the schema, a JSON text."""
+
+    schema: str
+
+
+@dataclass(frozen=True)
+class Regex:
+    """Text that a regular expression (Rust's `regex` syntax, no look-around) matches as a whole."""
+
+    pattern: str
+
+
+@dataclass(frozen=True)
+class Lark:
+    """Text of a context-free grammar in llguidance's variant of Lark."""
+
+    grammar: str
+
+
+GrammarSpec = JsonSchema | Regex | Lark
+JSON_OBJECT = JsonSchema('{"type": "object"}')
+
+
+@dataclass(frozen=True)
+class GrammarLimits:
+    """Bounds on what a request may ask to compile. The defaults keep compilation below a second."""
+
+    max_chars: int = 65_536  # of the schema, pattern or grammar
+    max_depth: int = 32  # nested objects and arrays of a schema
+    max_members: int = 1_000  # of one object or array of a schema
+    max_cached: int = 64  # compiled grammars that are kept, least recently used first to go
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer and keeps the most recent ones. Any thread may use it.
+
+    Args:
+        tokenizer: A fast tokenizer of transformers: byte-level, or SentencePiece with byte fallback.
+        vocab_size: V, the size of the masks. Ids that the tokenizer does not have are never allowed.
+        eos_ids: Tokens that end a sequence, allowed only where the grammar may end; default: the tokenizer's EOS.
+        limits: Bounds on grammars and on the number that is kept.
+
+    Raises:
+        ConfigError: llguidance is not installed, or cannot use the tokenizer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        vocab_size: int,
+        *,
+        eos_ids: Sequence[int] | None = None,
+        limits: GrammarLimits = GrammarLimits(),
+    ) -> None:
+        eos = [tokenizer.eos_token_id] if eos_ids is None else list(eos_ids)
+        self._tokenizer, self._limits = _read_tokenizer(tokenizer, vocab_size, eos), limits
+        self._after_end = torch.zeros(vocab_size, dtype=torch.bool)
+        self._after_end[eos] = True
+        self._cache: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, spec: GrammarSpec) -> Callable[[], GrammarState]:
+        """Compile a grammar, or find it in the cache.
+
+        Returns:
+            A function that makes the state of a sequence at its first token.
+
+        Raises:
+            ConfigError: The grammar is invalid, unsupported, too large, or no text fulfills it.
+        """
+        with self._lock:
+            matcher = self._cache.get(spec)
+            if matcher is not None:
+                self._cache.move_to_end(spec)
+        if matcher is None:
+            matcher = self._compile(spec)  # outside the lock: other requests need not wait
+            self._remember(spec, matcher)
+        return lambda: _MatcherState(matcher.deep_copy(), self._after_end)
+
+    def _remember(self, spec: GrammarSpec, matcher: "LLMatcher") -> None:
+        with self._lock:
+            self._cache[spec] = matcher
+            if len(self._cache) > self._limits.max_cached:
+                self._cache.popitem(last=False)
+
+    def _compile(self, spec: GrammarSpec) -> "LLMatcher":
+        from llguidance import LLMatcher, LLParserLimits
+
+        grammar = _grammar_text(spec, self._limits)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        if matcher.is_error():
+            raise ConfigError(f"{_title(spec)} cannot be used: {_reason(matcher)}")
+        # Some errors, such as a $ref to itself, appear only with the first mask.
+        if not np.frombuffer(matcher.compute_bitmask(), np.uint8).any() or matcher.is_error():
+            raise ConfigError(f"{_title(spec)} cannot be used: no text fulfills it, or it is too complex")
+        return matcher
+
+
+def compile_grammar(
+    tokenizer: "PreTrainedTokenizerBase", spec: GrammarSpec, vocab_size: int
+) -> Callable[[], GrammarState]:
+    """Compile one grammar without a cache; see `GrammarCompiler`, which a server makes once."""
+    return GrammarCompiler(tokenizer, vocab_size).compile(spec)
+
+
+class _MatcherState:
+    """A `GrammarState` on a matcher of llguidance.
+
+    EOS never reaches the matcher: where its text cannot go on, it accepts EOS without counting it, and a rollback would
+    go one token too far.
+
+    Args:
+        matcher: At the first token; this state owns it.
+        after_end: The mask after EOS [V]: EOS only.
+    """
+
+    def __init__(self, matcher: "LLMatcher", after_end: Tensor) -> None:
+        self._matcher, self._after_end, self._has_ended = matcher, after_end, False
+
+    def allowed(self, drafts: tuple[int, ...]) -> list[Tensor]:
+        masks, num_consumed, has_ended = [self._mask()], 0, self._has_ended
+        for draft in drafts:
+            if not (0 <= draft < len(masks[-1]) and masks[-1][draft]):
+                break
+            if has_ended or self._after_end[draft]:
+                has_ended = True
+                masks.append(self._after_end)
+                continue
+            self._consume(draft)
+            num_consumed += 1
+            masks.append(self._mask())
+        if num_consumed:
+            self._matcher.rollback(num_consumed)
+        return masks
+
+    def advance(self, tokens: tuple[int, ...]) -> None:
+        for token in tokens:
+            if self._after_end[token] and (self._has_ended or self._matcher.is_accepting()):
+                self._has_ended = True
+            else:
+                self._consume(token)
+
+    def _consume(self, token: int) -> None:
+        if self._has_ended or not self._matcher.consume_token(token):
+            reason = _reason(self._matcher) or "the text has ended"
+            raise ConfigError(f"token {token} does not follow the grammar: {reason}")
+
+    def _mask(self) -> Tensor:
+        if self._has_ended:
+            return self._after_end
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            raise ConfigError(f"the grammar became too complex to follow: {_reason(self._matcher)}")
+        unpacked = np.unpackbits(bits, count=len(self._after_end), bitorder="little")
+        return torch.from_numpy(unpacked.view(np.bool_))
+
+
+def json_schema(schema: object) -> JsonSchema:
+    """Make the grammar of a schema that was parsed from JSON.
+
+    Raises:
+        ConfigError: The schema is not an object.
+    """
+    if not isinstance(schema, dict):
+        raise ConfigError(f"JSON schema is {json.dumps(schema)[:40]}; expected an object")
+    return JsonSchema(json.dumps(schema, ensure_ascii=False))
+
+
+def _read_tokenizer(tokenizer: "PreTrainedTokenizerBase", vocab_size: int, eos: list[int]) -> "LLTokenizer":
+    try:
+        from llguidance.hf import from_tokenizer
+    except ImportError as error:
+        raise ConfigError("structured output needs llguidance; install it with: pip install 'nextn[serve]'") from error
+    if not eos or None in eos:
+        raise ConfigError("structured output needs a token that ends a sequence; this tokenizer has no eos_token")
+    if (size := 1 + max(tokenizer.get_vocab().values())) > vocab_size:
+        raise ConfigError(f"the tokenizer has ids up to {size - 1}; expected less than the vocabulary's {vocab_size}")
+    try:
+        return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos)
+    except ValueError as error:
+        raise ConfigError(
+            f"structured output cannot use this tokenizer ({type(tokenizer).__name__}): {_first_line(str(error))}; "
+            "expected a fast tokenizer that is byte-level or has byte fallback"
+        ) from error
+
+
+def _grammar_text(spec: GrammarSpec, limits: GrammarLimits) -> str:
+    from llguidance import LLMatcher
+
+    text = next(iter(vars(spec).values()))
+    if len(text) > limits.max_chars:
+        raise ConfigError(f"{_title(spec)} has {len(text):,} characters; expected at most {limits.max_chars:,}")
+    match spec:
+        case JsonSchema(schema):
+            check_schema_size(json.loads(schema), limits)
+            return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": JSON_WHITESPACE})
+        case Regex(pattern):
+            return LLMatcher.grammar_from_regex(pattern)
+        case Lark(grammar):
+            return LLMatcher.grammar_from_lark(grammar)
+
+
+def check_schema_size(schema: object, limits: GrammarLimits) -> None:
+    """Raise ConfigError for a schema that is nested too deep, or has too many members in one place."""
+    for depth, size in _containers(schema):
+        if depth > limits.max_depth:
+            raise ConfigError(f"JSON schema is nested more than {limits.max_depth} levels deep")
+        if size > limits.max_members:
+            raise ConfigError(
+                f"JSON schema has an object or array of {size:,} members; expected <= {limits.max_members:,}"
+            )
+
+
+def _containers(value: object) -> Iterator[tuple[int, int]]:
+    """Depth and size of each object and array."""
+    stack = [(1, value)]
+    while stack:
+        depth, value = stack.pop()
+        if isinstance(value, dict | list):
+            yield depth, len(value)
+            stack += ((depth + 1, inner) for inner in (value.values() if isinstance(value, dict) else value))
+
+
+def _title(spec: GrammarSpec) -> str:
+    return {JsonSchema: "JSON schema", Regex: "regular expression", Lark: "grammar"}[type(spec)]
+
+
+def _reason(matcher: "LLMatcher") -> str:
+    return _first_line(matcher.get_error())
+
+
+def _first_line(text: str) -> str:
+    """The message of llguidance without its dump of the grammar; of a parse error, the line that names the error."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and "<non-verbose/>" not in line]
+    named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return ": ".join([*lines[:1], *named]).rstrip(":")

@@ -1,0 +1,170 @@
+"""Caches of prompt prefixes that several requests share: blocks of positions in a radix tree, least recently used first
+out.
+
+A block is what a prefill left in the caches of trunk and head, so that a prompt which continues from blocks gets the
+same bits as one that is processed from its beginning.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nextn.runtime.backend import Backend
+from nextn.runtime.native.kv_buffers import KVBuffers
+from nextn.serve.served_batch import ServedBatch
+
+# The order of cached positions within 32 is up to the native kernels: blocks start and end at multiples of it.
+_TILE = 32
+_BLOCK, _RECURRENT_BLOCK = (
+    64,
+    256,
+)  # positions; a block of a recurrent trunk has its whole state, so it should be longer
+
+Layers = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixBlock:
+    """What the caches hold for one block of positions, after all blocks before it."""
+
+    trunk: Layers
+    heads: tuple[Layers, ...]  # of each MTP layer, from 32 positions before the block: those could not be final earlier
+    states: Tensor  # the trunk's states at the last positions, which the head processes once the next tokens are known
+
+    @property
+    def nbytes(self) -> int:
+        layers = [*self.trunk, *(layer for head in self.heads for layer in head)]
+        return self.states.nbytes + sum(first.nbytes + second.nbytes for first, second in layers)
+
+
+@dataclass(eq=False)
+class _Node:
+    block: PrefixBlock | None  # None: the root
+    parent: "_Node | None" = None
+    key: tuple[int, ...] = ()
+    children: dict[tuple[int, ...], "_Node"] = field(default_factory=dict)
+
+
+class PrefixCache:
+    """Blocks of prompts, in at most `max_bytes`."""
+
+    def __init__(self, max_bytes: int, *, block_size: int = _BLOCK, block_bytes: int = 1) -> None:
+        """Create an empty cache.
+
+        Args:
+            max_bytes: Of all blocks.
+            block_size: Positions per block, a multiple of 32.
+            block_bytes: Of one block, for reports.
+        """
+        self.block_size, self.max_bytes, self.nbytes = block_size, max_bytes, 0
+        self.max_positions = max_bytes // block_bytes * block_size
+        self.num_queries = self.num_hits = 0  # prompt tokens looked up, and found
+        self._roots = _Node(None), _Node(None)  # of prompts that the head has not seen, and of those that it has
+        # Least recently used first. Ancestors are used after their descendants, so the first is always a leaf.
+        self._nodes: OrderedDict[_Node, None] = OrderedDict()
+
+    @classmethod
+    def of(cls, backend: Backend, max_bytes: int) -> "PrefixCache | None":
+        """Return a prefix cache for this backend; None where blocks cannot be copied exactly, or for 0 bytes."""
+        trunk, head = backend.trunk.cache(1), backend.head
+        if not isinstance(trunk, KVBuffers) or not max_bytes:
+            return None
+        size = _RECURRENT_BLOCK if trunk.is_recurrent else _BLOCK
+        heads = [] if head is None else [head.cache(1) for _ in range(head.num_modules)]
+        per_head = sum(cache.bytes_per_position for cache in heads)
+        block_bytes = trunk.bytes_per_position * size + trunk.bytes_per_state + per_head * (size + _TILE)
+        return cls(max_bytes, block_size=size, block_bytes=block_bytes)
+
+    @property
+    def num_positions(self) -> int:
+        return len(self._nodes) * self.block_size
+
+    def restore(self, batch: ServedBatch) -> int:
+        """Fill the caches of a batch of one new sequence with the longest known prefix; return its positions.
+
+        The last token is never part of it, as its output is needed.
+        """
+        (sequence,) = batch.sequences
+        nodes = self._match(self._root(batch), sequence.tokens[:-1])
+        self.num_queries += len(sequence.tokens)
+        self.num_hits += len(nodes) * self.block_size
+        if not nodes:
+            return 0
+        for index, node in enumerate(nodes):
+            assert node.block is not None
+            start, end = index * self.block_size, (index + 1) * self.block_size
+            batch.cache.write_block(start, end, node.block.trunk)
+            if batch.drafter is not None:
+                for cache, layers in zip(batch.drafter.caches, node.block.heads, strict=True):
+                    cache.write_block(max(0, start - _TILE), end, layers)
+        assert nodes[-1].block is not None
+        batch.resume_prefill(end, [nodes[-1].block.states])
+        self._touch(nodes[-1])
+        return end
+
+    def store(self, batch: ServedBatch) -> None:
+        """Keep the block at whose end the prefill of a batch of one sequence is now, if any and unless it is known."""
+        (sequence,), end, root = batch.sequences, batch.num_prefilled, self._root(batch)
+        if end % self.block_size or end > len(sequence.tokens):
+            return
+        parents = self._match(root, sequence.tokens[: end - self.block_size])
+        if len(parents) * self.block_size < end - self.block_size:
+            return  # a block before it has left the cache
+        parent = parents[-1] if parents else root
+        key = tuple(sequence.tokens[end - self.block_size : end])
+        if key not in parent.children:
+            block = self._read(batch, end)
+            if not self._make_room(block.nbytes, keep=parent):
+                return
+            parent.children[key] = node = _Node(block, parent, key)
+            self._nodes[node] = None
+            self.nbytes += block.nbytes
+        self._touch(parent.children[key])
+
+    def _read(self, batch: ServedBatch, end: int) -> PrefixBlock:
+        start = end - self.block_size
+        caches = () if batch.drafter is None else tuple(batch.drafter.caches)
+        return PrefixBlock(
+            trunk=batch.cache.read_block(start, end),
+            heads=tuple(cache.read_block(max(0, start - _TILE), end) for cache in caches),
+            states=batch.tails[0] if caches else torch.empty(0),
+        )
+
+    def _root(self, batch: ServedBatch) -> _Node:
+        return self._roots[batch.drafter is not None]
+
+    def _match(self, node: _Node, tokens: Sequence[int]) -> list[_Node]:
+        """Find the nodes of the longest known prefix of whole blocks below a root."""
+        nodes = []
+        for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
+            child = node.children.get(tuple(tokens[start : start + self.block_size]))
+            if child is None:
+                break
+            nodes.append(child)
+            node = child
+        return nodes
+
+    def _touch(self, node: _Node) -> None:
+        """Mark a node and its ancestors as used, the ancestors last."""
+        current: _Node | None = node
+        while current is not None and current.block is not None:
+            self._nodes.move_to_end(current)
+            current = current.parent
+
+    def _make_room(self, nbytes: int, *, keep: _Node) -> bool:
+        """Remove blocks until one of this size fits; return whether it does."""
+        if nbytes > self.max_bytes:
+            return False
+        self._touch(keep)
+        while self.nbytes + nbytes > self.max_bytes:
+            node = next(iter(self._nodes))
+            if node.children or node is keep:
+                return False
+            assert node.parent is not None
+            assert node.block is not None
+            del self._nodes[node], node.parent.children[node.key]
+            self.nbytes -= node.block.nbytes
+        return True

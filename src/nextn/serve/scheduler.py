@@ -1,0 +1,187 @@
+"""Continuous batching over rounds: sequences are prefilled in chunks beside running rounds, and join and leave between
+them.
+
+Sequences that can share native rounds decode together: those of one kind (`TokenSampler.is_plain`) and one K. What a
+sequence gets does not depend on the others: native kernels give a row the same bits whatever other rows there are, and
+each sequence has its own random numbers.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from nextn.runtime.backend import Backend
+from nextn.serve.prefix_cache import PrefixCache
+from nextn.serve.request import EngineStats
+from nextn.serve.served_batch import ServedBatch, ServedSequence
+from nextn.serve.token_sampler import TokenSampler
+from nextn.speculative.draft_policy import AdaptiveLength, DraftLength, FixedLength
+
+_CHUNKS = (64, 32, 16)  # positions of a prefill pass; all divide a block of the prefix cache
+_AHEAD_S, _AHEAD_PER_SEQUENCE_S = 0.008, 0.002  # of rounds that are computed before their tokens are sent
+
+_Group = tuple[bool, int, bool]  # whether its sequences are plain, K, and whether fewer drafts are made where they pay
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """What is known before start."""
+
+    max_num_seqs: int = 16  # sequences that are prefilled or decoded at the same time
+    max_model_len: int = 4096  # positions of a sequence, prompt included
+    num_speculative_tokens: int = 4  # K of requests that do not ask for one
+    prefix_bytes: int = 0  # memory of the prefix cache; 0: none
+
+
+class Scheduler:
+    """Waiting, prefilling and running sequences. Not thread-safe: everything runs in the engine's thread."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        limits: SchedulerLimits,
+        *,
+        policies: dict[int, AdaptiveLength] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Create an idle scheduler.
+
+        Args:
+            backend: Trunk and head.
+            limits: Sizes.
+            policies: By batch size, how many drafts pay; for requests without a K of their own. The caller may add
+                some later; while there is none, rounds have K drafts.
+            clock: Seconds.
+        """
+        self.limits, self._backend, self._clock = limits, backend, clock
+        self._policies = {} if policies is None else policies
+        self.waiting: deque[ServedSequence] = deque()
+        self._prefilling: deque[ServedBatch] = deque()
+        self._running: dict[_Group, ServedBatch] = {}
+        self._round_s = 0.0  # of the last step's rounds
+        with torch.inference_mode(), backend.trunk.single_threaded_torch():
+            self.prefix_cache = PrefixCache.of(backend, limits.prefix_bytes)
+        largest = backend.trunk.max_block_size or _CHUNKS[0]
+        self._chunk_s = {size: 0.0 for size in _CHUNKS if size <= largest}  # seconds of a pass over so many positions
+
+    @property
+    def num_running(self) -> int:
+        return len(self._prefilling) + sum(len(batch.sequences) for batch in self._running.values())
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.waiting or self._prefilling or self._running)
+
+    def step(self) -> None:
+        """Run rounds of every group, then prefill for about as long; emit what they add."""
+        with torch.inference_mode(), self._backend.trunk.single_threaded_torch():
+            self._drop_cancelled()
+            self._admit()
+            started = self._clock()
+            for group, batch in list(self._running.items()):
+                self._run(group, batch)
+            self._round_s = self._clock() - started
+            self._prefill()
+
+    def restarted(self) -> "Scheduler":
+        """Return an idle scheduler with the same limits and measurements, and an empty prefix cache."""
+        return Scheduler(self._backend, self.limits, policies=self._policies, clock=self._clock)
+
+    def stats(self) -> EngineStats:
+        limits, prefix = self.limits, self.prefix_cache
+        batches = [*self._prefilling, *self._running.values()]
+        policy = self._policies.get(1)
+        return EngineStats(
+            num_running=self.num_running,
+            num_waiting=len(self.waiting),
+            cache_positions=sum(sum(batch.cache.lengths) for batch in batches),
+            max_cache_positions=limits.max_num_seqs * limits.max_model_len,
+            prefix_positions=0 if prefix is None else prefix.num_positions,
+            max_prefix_positions=0 if prefix is None else prefix.max_positions,
+            prefix_queries=0 if prefix is None else prefix.num_queries,
+            prefix_hits=0 if prefix is None else prefix.num_hits,
+            cost_curve=() if policy is None else policy.v,
+            draft_cost=0.0 if policy is None else policy.c,
+        )
+
+    def _drop_cancelled(self) -> None:
+        for sequence in [sequence for sequence in self.waiting if sequence.is_cancelled]:
+            self.waiting.remove(sequence)
+            sequence.flush("cancelled")
+        for batch in [*self._prefilling, *self._running.values()]:
+            batch.drop_cancelled()
+        self._prefilling = deque(batch for batch in self._prefilling if batch.sequences)
+        self._running = {group: batch for group, batch in self._running.items() if batch.sequences}
+
+    def _admit(self) -> None:
+        """Start the prefill of waiting sequences, in the order of arrival."""
+        while self.waiting and self.num_running < self.limits.max_num_seqs:
+            sequence = self.waiting.popleft()
+            _, drafts, _ = self._group(sequence)
+            batch = ServedBatch(
+                self._backend.trunk, self._backend.head, sequence, drafts=drafts, length=FixedLength(drafts, 0.0)
+            )
+            if self.prefix_cache is not None:
+                sequence.cached_tokens = self.prefix_cache.restore(batch)
+            self._prefilling.append(batch)
+
+    def _run(self, group: _Group, batch: ServedBatch) -> None:
+        (sequence, *_) = batch.sequences
+        batch.length = self._length(sequence, len(batch.sequences))
+        batch.max_ahead_s = _AHEAD_S + _AHEAD_PER_SEQUENCE_S * self.num_running
+        batch.run()
+        if not batch.sequences:
+            del self._running[group]
+
+    def _prefill(self) -> None:
+        """Run chunks of the prompts in turn, for as long as the rounds took, at least one."""
+        started, budget = self._clock(), max(self._round_s, _AHEAD_S)
+        while self._prefilling:
+            batch = self._prefilling.popleft()
+            if self._chunk(batch, budget - (self._clock() - started)):
+                self._start(batch)
+            else:
+                self._prefilling.append(batch)
+            if self._clock() - started + min(self._chunk_s.values()) > budget:
+                break
+
+    def _chunk(self, batch: ServedBatch, budget: float) -> bool:
+        """Process the next chunk of a prompt, as long as the time permits; return whether it was the last."""
+        sizes = [size for size in self._chunk_s if not batch.num_prefilled % size]  # chunks end where blocks end
+        fitting = [size for size in sizes if not self._running or self._chunk_s[size] <= budget]
+        size = max(fitting, default=min(sizes))
+        started = self._clock()
+        is_complete = batch.prefill_chunk(size)
+        self._chunk_s[size] = self._clock() - started
+        if self.prefix_cache is not None:
+            self.prefix_cache.store(batch)
+        return is_complete
+
+    def _start(self, batch: ServedBatch) -> None:
+        """Emit the first token, then let the sequence join those that it can decode with."""
+        (sequence,) = batch.sequences
+        batch.start()
+        if not batch.sequences:
+            return
+        group = self._group(sequence)
+        if group in self._running:
+            self._running[group].join(batch)
+        else:
+            self._running[group] = batch
+
+    def _group(self, sequence: ServedSequence) -> _Group:
+        wanted = sequence.request.num_speculative_tokens
+        drafts = self.limits.num_speculative_tokens if wanted is None else wanted
+        drafts = 0 if self._backend.head is None else drafts
+        return TokenSampler.is_plain(sequence.request), drafts, wanted is None and drafts > 0
+
+    def _length(self, sequence: ServedSequence, num_sequences: int) -> DraftLength:
+        """The policy of a group: what was measured for the next larger batch size, unless the request has its own K."""
+        _, drafts, is_adaptive = self._group(sequence)
+        if not is_adaptive or not self._policies:
+            return FixedLength(drafts, 0.0)
+        larger = [size for size in self._policies if size >= num_sequences]
+        return self._policies[min(larger, default=max(self._policies))]

@@ -1,0 +1,168 @@
+"""A batch whose sequences choose their tokens by themselves, see `TokenSampler`."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch import Tensor
+
+from nextn.decoding.batch import Batch, BatchSequence, SequenceRound
+from nextn.decoding.drafter import Drafter, DraftResult
+from nextn.decoding.generate import TextStream
+from nextn.runtime.native.rounds import NativeRounds
+from nextn.runtime.protocol import DecodingHead, DecodingTrunk
+from nextn.serve.request import GenerationChunk, GenerationRequest, TokenLogprob
+from nextn.serve.token_sampler import TokenSampler
+from nextn.settings import Settings
+from nextn.speculative.draft_policy import DraftLength, RoundPlan
+from nextn.speculative.sampling import Prediction, Uniforms
+
+
+@dataclass(eq=False, kw_only=True)
+class ServedSequence(BatchSequence):
+    """A sequence with its request, its text so far, and where its chunks go."""
+
+    request: GenerationRequest
+    emit: Callable[[GenerationChunk], None]
+    text: TextStream
+    sampler: TokenSampler
+    arrived: float = field(default_factory=time.monotonic)
+    cached_tokens: int = 0
+    is_cancelled: bool = False
+    is_over: bool = False
+    rounds: list[SequenceRound] = field(default_factory=list)  # not emitted yet
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of these rounds' tokens
+
+    @classmethod
+    def of(
+        cls, request: GenerationRequest, emit: Callable[[GenerationChunk], None], text: TextStream, number: int
+    ) -> "ServedSequence":
+        """`number`: what its rounds are labeled with."""
+        return cls(
+            row=number,
+            tokens=list(request.prompt),
+            max_tokens=request.max_tokens,
+            eos=request.stop_token_ids,
+            uniforms=Uniforms(request.seed),
+            stop=text.stop_after if request.stop else None,
+            request=request,
+            emit=emit,
+            text=text,
+            sampler=TokenSampler(request),
+        )
+
+    def verify(self, logits: Tensor, drafts: Sequence[int]) -> tuple[int, int]:
+        """As `TokenSampler.verify`; log probabilities are kept until the round is emitted."""
+        num_accepted, token = self.sampler.verify(logits, drafts)
+        emitted = [*drafts[:num_accepted], token]
+        if self.request.logprobs is not None:
+            self.logprobs += [self.sampler.logprob(logits[depth], each) for depth, each in enumerate(emitted)]
+        self.sampler.advance(emitted)
+        return num_accepted, token
+
+    def flush(self, finish: str | None, error: str = "") -> None:
+        """Emit what the rounds since the last call have added."""
+        if self.is_over or not (self.rounds or finish):
+            return
+        self.is_over = finish is not None
+        tokens = [token for each in self.rounds for token in each.emitted]
+        text = self.text.push(tokens, self.eos, last=self.is_over)
+        chunk = GenerationChunk(
+            text, tuple(self.rounds), tuple(self.logprobs[: len(tokens)]), finish, error, self.cached_tokens
+        )
+        self.rounds, self.logprobs = [], []
+        self.emit(chunk)
+
+
+class ServedBatch(Batch):
+    """`Batch` over ServedSequences of one kind: all plain, see `TokenSampler.is_plain`, or none."""
+
+    sequences: list[ServedSequence]  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        trunk: DecodingTrunk,
+        head: DecodingHead | None,
+        sequence: ServedSequence,
+        *,
+        drafts: int,
+        length: DraftLength,
+    ) -> None:
+        """Create a batch of one sequence.
+
+        Args:
+            trunk: The passes of the trunk.
+            head: The passes of the head.
+            sequence: The sequence.
+            drafts: K, the largest number of drafts per round.
+            length: Policy for their number.
+        """
+        self.is_plain = TokenSampler.is_plain(sequence.request)
+        make = Drafter if self.is_plain else partial(CoupledDrafter, sequences=lambda: self.sequences)
+        settings = Settings(drafts=drafts)
+        super().__init__(trunk, head, [sequence], settings, length, make_drafter=make)
+
+    def run(self) -> None:
+        """Run rounds for `max_ahead_s` seconds, at least one, and emit what they add; stop when a sequence ends."""
+        members = {sequence.row: sequence for sequence in self.sequences}
+        deadline = time.perf_counter() + self.max_ahead_s
+        while len(self.sequences) == len(members):
+            self._collect(members, self.round().rows)
+            if not self.queued and time.perf_counter() >= deadline:
+                break
+        for sequence in members.values():
+            sequence.flush(None)
+
+    def start(self) -> None:
+        """Sample and emit the first token, after the last chunk of the prompt."""
+        members = {sequence.row: sequence for sequence in self.sequences}
+        self._collect(members, self.first_round(time.perf_counter()).rows)
+        for sequence in members.values():
+            sequence.flush(None)
+
+    def drop_cancelled(self) -> None:
+        """Let sequences leave whose clients went away."""
+        for sequence in self.sequences:
+            if sequence.is_cancelled:
+                sequence.flush("cancelled")
+        self.keep([row for row, sequence in enumerate(self.sequences) if not sequence.is_cancelled])
+
+    def _collect(self, members: Mapping[int, ServedSequence], rows: Sequence[SequenceRound]) -> None:
+        for part in rows:
+            members[part.row].rounds.append(part)
+            if part.finish is not None:
+                members[part.row].flush(part.finish)
+
+    def _verify(self, predicted: Prediction, drafted: DraftResult) -> list[tuple[int, int]]:
+        if self.is_plain:
+            return super()._verify(predicted, drafted)
+        rows = zip(self.sequences, predicted.logits, drafted.drafts, strict=True)
+        return [sequence.verify(logits, drafts) for sequence, logits, drafts in rows]
+
+    def _native_rounds(self) -> NativeRounds | None:
+        return super()._native_rounds() if self.is_plain else None
+
+
+class CoupledDrafter(Drafter):
+    """Drafts with each sequence's own rule, which the trunk's tokens follow, too."""
+
+    uses_native_chain = False
+
+    def __init__(self, *args: object, sequences: Callable[[], Sequence[ServedSequence]], **options: object) -> None:
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+        self._sequences = sequences
+        self._drafted: list[list[int]] = []
+
+    def draft(self, plan: RoundPlan, limits: Sequence[int], *args: object, **options: object) -> DraftResult:
+        self._drafted = [[] for _ in limits]
+        return super().draft(plan, limits, *args, **options)  # type: ignore[arg-type]
+
+    def sample_drafts(
+        self, prediction: Prediction, seen: Tensor | None, uniforms: Tensor | None
+    ) -> tuple[Tensor | None, list[int]]:
+        rows = zip(self._sequences(), prediction.logits, self._drafted, strict=True)
+        tokens = [sequence.sampler.choose(logits, drafted) for sequence, logits, drafted in rows]
+        for drafted, token in zip(self._drafted, tokens, strict=True):
+            drafted.append(token)
+        return None, tokens

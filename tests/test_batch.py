@@ -1,0 +1,72 @@
+"""Sequences that join a batch between rounds and leave it get what they get alone, for every kind of cache."""
+
+import pytest
+import torch
+from replays import fast_of
+from tiny import BUILDS, build, decode, prompt
+
+from nextn.decoding.batch import Batch, BatchSequence
+from nextn.runtime.torch_backend import TorchHead, TorchTrunk
+from nextn.settings import Settings
+from nextn.speculative.draft_policy import FixedLength
+from nextn.speculative.sampling import Uniforms
+
+LENGTHS, STARTS, NEW = (9, 14, 5), (0, 1, 2), (12, 6, 9)  # prompt tokens, rounds before each joins, new tokens
+
+
+def batch_of(trunk, head, row, tokens, *, drafts, max_tokens):
+    sequence = BatchSequence(row, list(tokens), max_tokens, (), Uniforms(row))
+    settings = Settings(drafts=drafts)
+    return Batch(trunk, head, [sequence], settings, FixedLength(drafts))
+
+
+def joined(trunk, head, prompts, drafts):
+    """Tokens and drafts by sequence, where each joins after STARTS rounds."""
+    running, tokens, drafted = None, [[] for _ in prompts], [[] for _ in prompts]
+
+    def collect(result):
+        for part in result.rows:
+            tokens[part.row] += part.emitted
+            drafted[part.row].append((part.drafts, part.num_accepted))
+
+    with torch.inference_mode(), trunk.single_threaded_torch():
+        for number in range(40):
+            for row in [row for row, start in enumerate(STARTS) if start == number]:
+                new = batch_of(trunk, head, row, prompts[row], drafts=drafts, max_tokens=NEW[row])
+                collect(new.prefill())
+                if running is not None and running.sequences:
+                    running.join(new)
+                else:
+                    running = new
+            if not running.sequences:
+                return tokens, drafted
+            collect(running.round())
+            while running.queued:
+                collect(running.round())
+    raise AssertionError("still running")
+
+
+def alone(model, prompts, drafts):
+    texts, logs = [], []
+    for tokens, new in zip(prompts, NEW, strict=True):
+        (text,), log = decode(model, [tokens], drafts=drafts, max_tokens=new)
+        texts.append(text)
+        logs.append([(part.drafts, part.num_accepted) for each in log for part in each.rows])
+    return texts, logs
+
+
+@pytest.mark.parametrize(("name", "modules"), BUILDS, ids=lambda value: str(value))
+def test_joining_changes_nothing(name, modules):
+    model = build(name, modules=modules)
+    prompts = [prompt(length, seed=length) for length in LENGTHS]
+    found = joined(TorchTrunk(model.trunk), TorchHead(model.head), prompts, 3)
+    assert found == alone(model, prompts, 3)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])
+def test_joining_native_rounds_changes_nothing(name, drafts):
+    """Memory of the native cache is moved when sequences join, and used again when they leave."""
+    model = fast_of(build(name))
+    prompts = [prompt(length, seed=length) for length in LENGTHS]
+    assert joined(model.trunk, model.head, prompts, drafts) == alone(model, prompts, drafts)

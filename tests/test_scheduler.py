@@ -1,0 +1,334 @@
+"""The scheduler and its engine: what a request gets does not depend on its neighbors, on K, or on cached prefixes."""
+
+import threading
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from tiny import build, prompt, refrain
+
+from nextn.errors import ConfigError, QueueFullError
+from nextn.runtime.backend import backend_for
+from nextn.serve.engine import EngineOptions, ServingEngine
+from nextn.serve.request import GenerationChunk, GenerationRequest
+from nextn.serve.scheduler import Scheduler, SchedulerLimits
+from nextn.serve.served_batch import ServedSequence
+from nextn.settings import Sampling
+
+KINDS = (
+    {},
+    {"num_speculative_tokens": 0},
+    {"num_speculative_tokens": 2},
+    {"sampling": Sampling(temperature=1.0)},
+    {"sampling": Sampling(temperature=0.7, top_p=0.9, top_k=20), "num_speculative_tokens": 0},
+    {"frequency_penalty": 0.5, "presence_penalty": 0.2},
+    {"logprobs": 2},
+)
+
+
+class Text:
+    """In the place of a TextStream: these models have no tokenizer."""
+
+    def push(self, tokens, eos, *, last):
+        return "".join(f"{token} " for token in tokens)
+
+    def stop_after(self, new):
+        return new.index(7) + 1 if 7 in new else None
+
+
+class Clock:
+    """Each look takes a millisecond."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        self.now += 0.001
+        return self.now
+
+
+def scheduler_of(model, *, backend="auto", clock=None, **limits):
+    settings = {"max_model_len": 400, "num_speculative_tokens": 3} | limits
+    return Scheduler(backend_for(model, backend), SchedulerLimits(**settings), **({"clock": clock} if clock else {}))
+
+
+class Answers:
+    """Runs requests on a scheduler, each arriving after a number of steps."""
+
+    def __init__(self, scheduler):
+        self.scheduler, self.chunks, self.sequences = scheduler, {}, {}
+
+    def add(self, name, request):
+        self.chunks[name] = []
+        sequence = ServedSequence.of(request, self.chunks[name].append, Text(), len(self.sequences))
+        self.sequences[name] = sequence
+        self.scheduler.waiting.append(sequence)
+
+    def run(self, arrivals=()):
+        arrivals, number = dict(arrivals), 0
+        while arrivals or not self.scheduler.is_idle:
+            for name, request in arrivals.pop(number, []):
+                self.add(name, request)
+            self.scheduler.step()
+            number += 1
+            assert number < 5000
+        return {name: self.text(name) for name in self.chunks}
+
+    def text(self, name):
+        return [token for chunk in self.chunks[name] for each in chunk.rounds for token in each.emitted]
+
+    def rounds(self, name):
+        return [(each.drafts, each.num_accepted, each.emitted) for chunk in self.chunks[name] for each in chunk.rounds]
+
+
+def alone(model, requests, **options):
+    answers = {}
+    for name, request in requests.items():
+        single = Answers(scheduler_of(model, **options))
+        answers |= single.run({0: [(name, request)]})
+    return answers
+
+
+def requests_of(model, count, *, lengths=(3, 17, 40, 70, 130), **options):
+    rows = refrain(count, max(lengths), seed=4).tolist()
+    return {
+        index: GenerationRequest(
+            prompt=tuple(rows[index][: lengths[index % len(lengths)]]), max_tokens=(6, 14, 25)[index % 3], seed=index,
+            **(KINDS[index % len(KINDS)] | options),
+        )
+        for index in range(count)
+    }  # fmt: skip
+
+
+MODELS = [("glm_two", "auto"), ("glm_one", "torch"), ("qwen", "auto"), ("step", "auto")]
+
+
+@pytest.mark.parametrize(("name", "backend"), MODELS)
+def test_neighbors_change_nothing(trained, name, backend):
+    """Every kind of request beside every other, arriving at different times: what it gets alone, and without drafts."""
+    model = trained[name]
+    requests = requests_of(model, 14)
+    arrivals = {}
+    for index, request in requests.items():
+        arrivals.setdefault(index // 3 * 2, []).append((index, request))
+    found = Answers(scheduler_of(model, backend=backend, max_num_seqs=6, prefix_bytes=10**8)).run(arrivals)
+    assert found == alone(model, requests, backend=backend)
+    plain = {index: replace(request, num_speculative_tokens=0) for index, request in requests.items()}
+    assert found == alone(model, plain, backend=backend)
+
+
+def test_recurrent_trunk():
+    """The state of a sequence that joins, leaves, or continues from a prefix is its own."""
+    model = build("qwen3_5", vocab_size=64)
+    shared = prompt(300, seed=1)
+    requests = {
+        index: GenerationRequest(prompt=(*shared[: (300, 40, 280)[index % 3]], index), max_tokens=9 + index, **kind)
+        for index, kind in enumerate(KINDS)
+    }
+    running = Answers(scheduler_of(model, max_num_seqs=4, prefix_bytes=10**9))
+    found = running.run({index * 5: [(index, request)] for index, request in requests.items()})
+    assert running.scheduler.prefix_cache.num_hits >= 256
+    assert found == alone(model, requests)
+
+
+@pytest.mark.parametrize("name", ["glm_two", "glm_one", "qwen"])
+def test_prefixes_change_neither_text_nor_drafts(trained, name):
+    """After a hit the head's cache is that of a cold start: the same drafts are accepted."""
+    model = trained[name]
+    shared = refrain(1, 200, seed=9).tolist()[0]
+    requests = {size: GenerationRequest(prompt=tuple(shared[:size]), max_tokens=30) for size in (200, 140, 64, 65, 129)}
+    requests["other"] = GenerationRequest(prompt=(*shared[:130], 1, 2, 3, 4), max_tokens=30)
+    requests["again"] = requests[200]
+    warm = Answers(scheduler_of(model, prefix_bytes=10**8))
+    for key, request in requests.items():
+        warm.run({0: [(key, request)]})
+    for key, request in requests.items():
+        cold = Answers(scheduler_of(model))
+        cold.run({0: [(key, request)]})
+        assert warm.rounds(key) == cold.rounds(key), key
+    cached = {key: warm.chunks[key][0].cached_tokens for key in requests}
+    block = warm.scheduler.prefix_cache.block_size
+    assert block == (256 if name == "qwen" else 64)
+    expected = {200: 0, 140: 128, 64: 0, 65: 64, 129: 128, "other": 128, "again": 192}
+    assert cached == {key: size // block * block for key, size in expected.items()}
+    stats = warm.scheduler.stats()
+    assert (stats.prefix_queries, stats.prefix_hits) == (
+        sum(len(request.prompt) for request in requests.values()), sum(cached.values()),
+    )  # fmt: skip
+
+
+def test_prefix_cache_is_bounded(trained):
+    """The least recently used blocks leave; the one that many prompts share stays."""
+    model = trained["glm_two"]
+    answers = Answers(scheduler_of(model, prefix_bytes=10**8))
+    shared = tuple(prompt(64, seed=0, vocab_size=40))
+    answers.run({0: [("first", GenerationRequest(prompt=(*shared, 1), max_tokens=2))]})
+    cache = answers.scheduler.prefix_cache
+    cache.max_bytes = 4 * cache.nbytes
+    for index in range(8):
+        tail = prompt(64, seed=index + 1, vocab_size=40)
+        answers.run({0: [(index, GenerationRequest(prompt=(*shared, *tail, 1), max_tokens=2))]})
+        assert answers.chunks[index][0].cached_tokens == 64
+        assert cache.nbytes <= cache.max_bytes
+    assert cache.num_positions in (2 * 64, 3 * 64)
+    answers.run({0: [("last", GenerationRequest(prompt=(*shared, *tail, 1), max_tokens=2))]})
+    assert answers.chunks["last"][0].cached_tokens == 128
+
+
+def test_streams_flow_during_a_long_prefill(trained):
+    """Between two chunks of a running stream, a prefill takes about as long as the rounds do."""
+    model = trained["glm_two"]
+    answers = Answers(scheduler_of(model, clock=Clock(), max_model_len=4000))
+    answers.add("stream", GenerationRequest(prompt=tuple(prompt(5)), max_tokens=600))
+    for _ in range(3):
+        answers.scheduler.step()
+    answers.add("long", GenerationRequest(prompt=tuple(prompt(3000, vocab_size=40)), max_tokens=3))
+    steps = []
+    while not answers.chunks["long"]:
+        answers.scheduler.step()
+        if not answers.sequences["stream"].is_over:
+            steps.append(len(answers.chunks["stream"]))
+    assert len(steps) > 5
+    assert all(after == before + 1 for before, after in pairwise(steps))
+
+
+def test_ends(trained):
+    """At a stop string, an end token, and the limit: with the reason, in the middle of accepted drafts, too."""
+    model = trained["glm_two"]
+    row = refrain(1, 60, seed=4).tolist()[0]
+    (text,) = alone(model, {0: GenerationRequest(prompt=tuple(row[:30]), max_tokens=20)}).values()
+    for index in range(20):
+        if text[index] in text[:index]:
+            continue
+        answers = Answers(scheduler_of(model))
+        request = GenerationRequest(prompt=tuple(row[:30]), max_tokens=20, stop_token_ids=(text[index],))
+        assert answers.run({0: [(0, request)]})[0] == text[: index + 1]
+        assert answers.chunks[0][-1].finish == "eos"
+    answers = Answers(scheduler_of(model))
+    answers.run({0: [(0, GenerationRequest(prompt=tuple(row[:30]), max_tokens=20, stop=("x",)))]})
+    assert answers.text(0) == (text[: text.index(7) + 1] if 7 in text else text)
+    assert answers.chunks[0][-1].finish == ("stop" if 7 in text else "length")
+
+
+def test_cancelled_requests_leave(trained):
+    """While they wait, are prefilled, and run; the others go on."""
+    model = trained["glm_two"]
+    requests = requests_of(model, 6, lengths=(130,))
+    for steps in (0, 1, 4, 9):
+        answers = Answers(scheduler_of(model, max_num_seqs=3))
+        for index, request in requests.items():
+            answers.add(index, request)
+        for _ in range(steps):
+            answers.scheduler.step()
+        for index in (0, 2, 4):
+            answers.sequences[index].is_cancelled = True
+        answers.run()
+        expected = alone(model, requests)
+        for index in requests:
+            finish = answers.chunks[index][-1].finish
+            assert (
+                finish == "cancelled"
+                if index % 2 == 0 and finish != "length"
+                else answers.text(index) == expected[index]
+            )
+        assert answers.scheduler.stats().cache_positions == 0
+
+
+@pytest.fixture(scope="module")
+def engine(trained):
+    engine = ServingEngine(trained["glm_two"], EngineOptions(warmup=False, max_num_seqs=3, max_queue=4, cache_gb=0.1))
+    yield engine
+    engine.close(grace_s=5)
+
+
+def submitted(engine, requests):
+    """Submit all from threads of their own; return their chunks once all have ended."""
+    chunks, ended = {key: [] for key in requests}, {key: threading.Event() for key in requests}
+
+    def emit(key, chunk):
+        chunks[key].append(chunk)
+        if chunk.finish is not None:
+            ended[key].set()
+
+    for key, request in requests.items():
+        engine.submit(request, lambda chunk, key=key: emit(key, chunk))
+    for event in ended.values():
+        assert event.wait(60)
+    return chunks
+
+
+def test_engine_answers(engine, trained):
+    requests = {key: replace(request, stop=()) for key, request in requests_of(None, 7).items()}
+    chunks = submitted(engine, requests)
+    texts = {
+        key: [token for chunk in own for each in chunk.rounds for token in each.emitted] for key, own in chunks.items()
+    }
+    assert texts == alone(trained["glm_two"], requests)
+    assert engine.stats().num_running == engine.stats().num_waiting == 0
+
+
+def test_engine_refuses(engine):
+    def submit(**options):
+        engine.submit(GenerationRequest(**({"prompt": (1, 2)} | options)), lambda chunk: None)
+
+    with pytest.raises(ConfigError, match="empty"):
+        submit(prompt=())
+    with pytest.raises(ConfigError, match="vocabulary"):
+        submit(prompt=(10**6,))
+    with pytest.raises(ConfigError, match="tokens; the"):
+        submit(prompt=(1,) * 10**6)
+    with pytest.raises(ConfigError, match="num_speculative_tokens = 99"):
+        submit(num_speculative_tokens=99)
+
+
+def test_full_queue(engine):
+    """Refused at once, not queued; room again after the others have ended."""
+    held, ended = threading.Event(), []
+    request = GenerationRequest(prompt=(1, 2), max_tokens=2)
+
+    def hold(chunk: GenerationChunk):
+        held.wait(30)
+        ended.append(chunk.finish)
+
+    for _ in range(7):
+        engine.submit(request, hold)
+    with pytest.raises(QueueFullError, match="7 requests"):
+        engine.submit(request, hold)
+    held.set()
+    while len([finish for finish in ended if finish]) < 7:
+        time.sleep(0.01)
+    assert submitted(engine, {0: request})[0][-1].finish == "length"
+
+
+def test_a_broken_request_does_not_end_the_engine(engine):
+    class Broken:
+        def allowed(self, drafts):
+            return [torch.ones(engine.backend.trunk.vocab_size, dtype=torch.bool)]
+
+        def advance(self, tokens):
+            raise ValueError("a grammar with a bug")
+
+    good = GenerationRequest(prompt=(1, 2), max_tokens=3)
+    chunks = submitted(engine, {0: replace(good, grammar=Broken)})
+    assert chunks[0][-1].finish == "error"
+    assert chunks[0][-1].error == "internal error: ValueError"
+    assert submitted(engine, {0: good})[0][-1].finish == "length"
+
+
+def test_closing_ends_everything(trained):
+    engine = ServingEngine(trained["glm_two"], EngineOptions(warmup=False, cache_gb=0.1))
+    chunks = []
+    engine.submit(GenerationRequest(prompt=(1, 2), max_tokens=10**6), chunks.append)
+    engine.close(grace_s=0.05)
+    assert chunks[-1].finish in ("cancelled", "length")
+    with pytest.raises(QueueFullError, match="shutting down"):
+        engine.submit(GenerationRequest(prompt=(1, 2)), chunks.append)
+
+
+def test_memory_is_known_before_start(trained):
+    with pytest.raises(ConfigError, match="do not fit"):
+        ServingEngine(trained["glm_two"], EngineOptions(cache_gb=0.01, max_num_seqs=64, max_model_len=100_000))
+    with pytest.raises(ConfigError, match="max_num_seqs = 0"):
+        EngineOptions(max_num_seqs=0)

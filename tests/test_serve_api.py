@@ -1,0 +1,404 @@
+"""The API of `nextn serve`, as the `openai` client uses it: a real engine on a tiny model, and a scripted one."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import openai
+import pytest
+from chats import chatty
+from http_serving import error_of, events, serving, wait_for
+from scripted_engine import EOS, TEXT, ScriptedEngine
+
+import nextn
+from nextn.decoding.generate import generate
+from nextn.engines.client import Budget
+from nextn.engines.driver import counters_in_answers
+from nextn.engines.endpoint import Endpoint
+from nextn.model.model import Model
+from nextn.serve.engine import EngineOptions, ServingEngine
+from nextn.settings import Settings
+
+TINY = Path(nextn.__file__).parent / "assets" / "tiny"
+PROMPT = "def add("
+
+
+@pytest.fixture(scope="module")
+def model():
+    loaded = Model.load(TINY)
+    return replace(loaded, tokenizer=chatty())
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    engine = ServingEngine(
+        model, EngineOptions("torch", max_num_seqs=4, max_model_len=256, num_speculative_tokens=3, warmup=False)
+    )
+    with serving(engine, model) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def scripted(model):
+    with serving(ScriptedEngine(), model) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def scripted_client(scripted):
+    with openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def text(model):
+    """What the model says without a server."""
+    (result,) = generate(model, [PROMPT], Settings(drafts=3, max_tokens=24), backend="torch")
+    return result.text
+
+
+def test_completion_is_what_the_model_says(client, text):
+    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=24, temperature=0)
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason) == (text, "length")
+    assert answer.usage.prompt_tokens == len(PROMPT)
+    assert answer.usage.completion_tokens == 24
+    assert answer.usage.total_tokens == len(PROMPT) + 24
+    assert answer.object == "text_completion"
+    assert answer.model == "tiny"
+
+
+def test_streamed_completion_is_the_same(client, text):
+    stream = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=24, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, last = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == text
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert all(chunk.usage is None for chunk in chunks)
+    assert last.choices == []
+    assert last.usage.completion_tokens == 24
+    assert len({chunk.id for chunk in (*chunks, last)}) == 1
+
+
+def test_token_ids_as_prompt(client, text):
+    ids = list(PROMPT.encode())
+    answer = client.completions.create(
+        model="tiny", prompt=ids, max_tokens=24, temperature=0, extra_body={"return_token_ids": True}
+    )
+    assert answer.choices[0].text == text
+    assert answer.choices[0].prompt_token_ids == ids
+    assert bytes(answer.choices[0].token_ids).decode() == text
+
+
+def test_several_prompts_with_several_choices(client, text):
+    prompts = [PROMPT, "class "]
+    answer = client.completions.create(model="tiny", prompt=prompts, n=2, max_tokens=24, temperature=0)
+    texts = [choice.text for choice in answer.choices]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert texts[0] == texts[1] == text
+    assert texts[2] == texts[3] != text
+    assert answer.usage.prompt_tokens == sum(map(len, prompts))
+    assert answer.usage.completion_tokens == 4 * 24
+
+
+def test_stop_string_ends_the_text_before_it(client, text):
+    stop = text[7:11]
+    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=24, temperature=0, stop=[stop])
+    assert answer.choices[0].text == text[: text.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_stop_token_ends_the_text(client, text):
+    token = text.encode()[6]
+    answer = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=24, temperature=0, extra_body={"stop_token_ids": [token]}
+    )
+    assert answer.choices[0].text == text[: text.index(chr(token))]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_the_same_seed_gives_the_same_text(client):
+    def texts(seed, n=2):
+        answer = client.completions.create(model="tiny", prompt="class ", n=n, max_tokens=24, temperature=1, seed=seed)
+        return [choice.text for choice in answer.choices]
+
+    first = texts(5)
+    assert texts(5) == first
+    assert first[0] != first[1]
+    assert texts(2**63 - 1) == texts(2**63 - 1) != first
+    assert texts(-7, n=1) == texts(-7, n=1)
+
+
+def test_chat(client, model):
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+    ]
+    answer = client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=12, temperature=0)
+    prompt = "<s>Be brief.<u>Hi<a>"
+    (expected,) = generate(model, [prompt], Settings(drafts=3, max_tokens=12), backend="torch")
+    assert answer.choices[0].message.content == expected.text
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.usage.prompt_tokens == len(prompt)
+    stream = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, temperature=0, stream=True)
+    deltas = [chunk.choices[0].delta for chunk in stream]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == expected.text
+
+
+def test_models(client):
+    assert [entry.id for entry in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").max_model_len == 256
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other/model")
+
+
+def test_tokenize_and_detokenize(server):
+    def post(path, body):
+        status, _, data = server.post(path, body)
+        assert status == 200
+        return json.loads(data)
+
+    tokens = post("/tokenize", {"prompt": "Hé", "return_token_strs": True})
+    assert tokens == {"count": 3, "max_model_len": 256, "tokens": [72, 195, 169], "token_strs": ["H", "Ã", "©"]}
+    assert post("/detokenize", {"tokens": tokens["tokens"]}) == {"prompt": "Hé"}
+    # llama.cpp's names, as `nextn verify` sends them to every engine.
+    assert post("/tokenize", {"content": "a", "add_special": True, "model": "tiny"})["tokens"] == [97]
+    chat = post("/tokenize", {"messages": [{"role": "user", "content": "a"}]})
+    assert bytes(chat["tokens"]) == b"<u>a<a>"
+
+
+def test_rounds_and_metrics_of_a_stream(server, text):
+    """What the page shows: every token by how it came, and the acceptance of the whole."""
+    body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "stream": True, "num_speculative_tokens": 2}
+    status, _, data = server.post("/v1/completions", body | {"stream_options": {"include_rounds": True}})
+    assert status == 200
+    *chunks, last = events(data)
+    rounds = [one for chunk in chunks for one in chunk["choices"][0]["rounds"]]
+    assert rounds[0]["drafts"] == []
+    for one in rounds:
+        assert one["tokens"][: one["num_accepted"]] == one["drafts"][: len(one["tokens"])][: one["num_accepted"]]
+        assert len(one["texts"]) == len(one["tokens"])
+        assert len(one["draft_texts"]) == len(one["drafts"]) <= 2
+    assert "".join(part for one in rounds for part in one["texts"]) == text
+    drafted = [one for one in rounds if one["drafts"]]
+    metrics = last["metrics"]["spec_decode"]
+    assert metrics["num_drafts"] == len(drafted) > 3
+    assert metrics["num_draft_tokens"] == sum(len(one["drafts"]) for one in drafted)
+    assert metrics["num_accepted_tokens"] == sum(one["num_accepted"] for one in drafted)
+    assert metrics["num_accepted_tokens_per_pos"][0] == sum(one["num_accepted"] > 0 for one in drafted)
+    assert sum(metrics["acceptance_histogram"]) == len(drafted)
+    assert metrics["mean_acceptance_length"] == 1 + metrics["num_accepted_tokens"] / len(drafted)
+    assert last["usage"]["completion_tokens"] == 24
+
+
+def test_plain_decoding_by_request(server):
+    body = {"prompt": PROMPT, "max_tokens": 9, "temperature": 0, "num_speculative_tokens": 0, "return_metrics": True}
+    document = json.loads(server.post("/v1/completions", body)[2])
+    assert document["metrics"]["spec_decode"]["num_drafts"] == 0
+    assert document["metrics"]["spec_decode"]["mean_acceptance_length"] is None
+
+
+def test_our_own_client_reads_answers_and_metrics(server):
+    """`nextn verify`, `diagnose` and `measure` use this client for every engine."""
+    endpoint = Endpoint.open(server.url, Budget())
+    assert endpoint.served.name == "tiny"
+    assert endpoint.served.context == 256
+    assert endpoint.capabilities.token_ids
+    assert endpoint.capabilities.extra_fields
+    body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "return_metrics": True}
+    document = endpoint.client.json("/v1/completions", body)
+    (counters,) = [counters_in_answers([type("Answer", (), {"raw": document})])]
+    assert counters.drafts == document["metrics"]["spec_decode"]["num_drafts"]
+    assert list(counters.per_position) == document["metrics"]["spec_decode"]["num_accepted_tokens_per_pos"]
+    assert "nextn:spec_decode_num_drafts_total" in endpoint.metrics()
+    endpoint.close()
+
+
+def test_several_byte_characters_arrive_whole(scripted_client):
+    stream = scripted_client.completions.create(model="tiny", prompt="x", max_tokens=48, stream=True)
+    parts = [chunk.choices[0].text for chunk in stream]
+    assert "".join(parts) == (TEXT * 9).encode()[:48].decode(errors="replace")
+    assert not any("\ufffd" in part for part in parts[:-1])
+
+
+def test_logprobs_of_completions(scripted_client):
+    answer = scripted_client.completions.create(model="tiny", prompt="x", max_tokens=7, logprobs=2)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs.tokens == ["A", " ", "c", "a", "f", "bytes:\\xc3", "bytes:\\xa9"]
+    assert logprobs.token_logprobs == [-0.5] * 7
+    assert logprobs.top_logprobs[0] == {"A": -0.5, "a": -1.0}
+    assert logprobs.text_offset[:6] == [0, 1, 2, 3, 4, 5]
+    spelled = scripted_client.completions.create(
+        model="tiny", prompt="x", max_tokens=2, logprobs=1, extra_body={"return_tokens_as_token_ids": True}
+    )
+    assert spelled.choices[0].logprobs.tokens == ["token_id:65", "token_id:32"]
+    stream = scripted_client.completions.create(model="tiny", prompt="x", max_tokens=7, logprobs=0, stream=True)
+    parts = [chunk.choices[0].logprobs for chunk in stream]
+    assert [token for part in parts for token in part.tokens] == logprobs.tokens
+    assert [offset for part in parts for offset in part.text_offset] == logprobs.text_offset
+
+
+def test_logprobs_of_chat(scripted_client):
+    messages = [{"role": "user", "content": "x"}]
+    options = {"model": "tiny", "messages": messages, "max_tokens": 7, "logprobs": True, "top_logprobs": 3}
+    content = scripted_client.chat.completions.create(**options).choices[0].logprobs.content
+    assert [entry.token for entry in content][:3] == ["A", " ", "c"]
+    assert bytes(byte for entry in content for byte in entry.bytes) == TEXT.encode()[:7]
+    assert [other.logprob for other in content[0].top_logprobs] == [-0.5, -1.0, -2.0]
+    stream = scripted_client.chat.completions.create(**options, stream=True)
+    parts = [chunk.choices[0].logprobs for chunk in stream]
+    assert [entry.token for part in parts if part for entry in part.content] == [entry.token for entry in content]
+
+
+def test_every_field_reaches_the_engine(scripted):
+    body = {
+        "prompt": "x",
+        "max_tokens": 3,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": -1,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "logit_bias": {"97": -100, "98": 1.5},
+        "seed": 11,
+        "stop": "zz",
+        "stop_token_ids": [5],
+        "num_speculative_tokens": 2,
+        "logprobs": 4,
+        "cache_salt": "pepper",
+    }
+    assert scripted.post("/v1/completions", body)[0] == 200
+    request = scripted.engine.requests[-1]
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 0, 0.1)
+    assert sampling.repetition_penalty == 1.1
+    assert (request.presence_penalty, request.frequency_penalty) == (0.5, -0.5)
+    assert request.logit_bias == {97: -100.0, 98: 1.5}
+    assert (request.seed, request.stop, request.stop_token_ids) == (11, ("zz",), (EOS, 5))
+    assert (request.num_speculative_tokens, request.logprobs, request.cache_salt) == (2, 4, "pepper")
+    assert (request.prompt, request.max_tokens) == ((120,), 3)
+    assert scripted.post("/v1/completions", {"prompt": "x", "ignore_eos": True, "top_k": 7})[0] == 200
+    request = scripted.engine.requests[-1]
+    assert (request.stop_token_ids, request.sampling.top_k, request.max_tokens) == ((), 7, 16)
+
+
+def test_fields_that_change_nothing_are_accepted(scripted):
+    body = {"prompt": "x", "user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"}
+    body |= {"seed": None, "stop": None, "echo": False, "best_of": 1, "suffix": "", "logit_bias": None}
+    assert scripted.post("/v1/completions", body)[0] == 200
+
+
+def test_tokens_are_bounded_by_the_context(scripted):
+    """max_tokens is a limit: a larger one than fits ends at the context, as finish_reason tells."""
+    body = {"prompt": "x" * 250, "max_tokens": 1000}
+    document = json.loads(scripted.post("/v1/completions", body)[2])
+    assert document["usage"]["completion_tokens"] == 6
+    assert document["choices"][0]["finish_reason"] == "length"
+
+
+def test_cached_tokens_are_counted_once_per_prompt(scripted_client):
+    answer = scripted_client.completions.create(model="tiny", prompt=["abcdef", "ab"], n=3, max_tokens=2)
+    assert answer.usage.prompt_tokens == 8
+    assert answer.usage.prompt_tokens_details.cached_tokens == 3 + 1
+
+
+def test_eos_ends_the_text(model):
+    with serving(ScriptedEngine("Yes.", times=1), model) as server:
+        body = {"prompt": "x", "max_tokens": 40, "return_token_ids": True}
+        (choice,) = json.loads(server.post("/v1/completions", body)[2])["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("Yes.", "stop")
+    assert choice["token_ids"] == [*b"Yes.", EOS]
+
+
+def test_a_client_that_leaves_cancels_its_generation(model):
+    engine = ScriptedEngine(round_s=0.01)
+    with serving(engine, model) as server:
+        for stream in (True, False):
+            body = json.dumps({"prompt": "x", "max_tokens": 250, "n": 2, "stream": stream}).encode()
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            with server.connect() as connection:
+                connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+                wait_for(lambda: len(engine.running) == 2)
+                if stream:
+                    assert connection.recv(1000)
+            wait_for(lambda: not engine.running)
+        assert engine.cancelled == 4
+
+
+def test_a_stopped_openai_stream_cancels(model):
+    engine = ScriptedEngine(round_s=0.01)
+    with serving(engine, model) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        stream = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "x"}], max_tokens=200, stream=True
+        )
+        for number, _ in enumerate(stream):
+            if number == 3:
+                stream.close()
+                break
+        wait_for(lambda: not engine.running)
+        assert engine.cancelled == 1
+
+
+def test_template_variables_and_history(scripted, model):
+    """Tool calls of earlier turns reach the template, with arguments as objects."""
+    template = (
+        "{% for m in messages %}[{{ m.role }}:{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}={{ c.function.arguments.city }}{% endfor %}]"
+        "{% endfor %}"
+        "{% if thinking %}T{% endif %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    tokenizer = chatty()
+    tokenizer.chat_template = template
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+    ]
+    with serving(ScriptedEngine(), replace(model, tokenizer=tokenizer)) as server:
+        body = {"messages": messages, "max_tokens": 1, "chat_template_kwargs": {"thinking": True}}
+        assert server.post("/v1/chat/completions", body)[0] == 200
+        prompt = bytes(server.engine.requests[-1].prompt).decode()
+    assert prompt == "[user:q][assistant:weather=Rome][tool:sunny]T>"
+
+
+def test_health(scripted):
+    status, _, data = scripted.get("/health")
+    assert status == 200
+    assert json.loads(data) | {"version": ""} == {
+        "status": "ok",
+        "version": "",
+        "model": "tiny",
+        "max_model_len": 256,
+        "chat": True,
+        "num_running": 0,
+        "num_waiting": 0,
+        "cache": {"positions": 10, "max_positions": 100},
+        "prefix_cache": {"positions": 5, "max_positions": 50, "queries": 40, "hits": 8},
+        "cost_curve": [1.0, 1.1],
+        "draft_cost": 0.2,
+        "reference": [0.9, 0.5],
+    }
+
+
+def test_page(scripted, monkeypatch, tmp_path):
+    """Whatever the page holds, it can load nothing and talk to this server only."""
+    monkeypatch.setattr("nextn.serve.api.files", lambda package: tmp_path)
+    status, error = error_of(scripted.get("/"))
+    assert (status, error["code"]) == (404, "not_found")
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page" / "index.html").write_text("<title>é</title>", encoding="utf-8")
+    status, headers, data = scripted.get("/")
+    assert (status, data.decode()) == (200, "<title>é</title>")
+    assert "default-src 'none'" in headers["content-security-policy"]
+    assert headers["content-type"] == "text/html; charset=utf-8"

@@ -1,0 +1,428 @@
+"""Grammars: masks against enumerated languages, drafts and rollback, EOS, limits, and text that validates."""
+
+import itertools
+import json
+import random
+import re
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from nextn.data.byte_tokenizer import byte_tokenizer
+from nextn.errors import ConfigError
+from nextn.serve.grammar import (
+    JSON_OBJECT,
+    GrammarCompiler,
+    GrammarLimits,
+    Lark,
+    Regex,
+    compile_grammar,
+    json_schema,
+)
+
+EOS = 257
+V = 264  # some ids more than the tokenizer has, as in checkpoints with a padded vocabulary
+BYTES = GrammarCompiler(byte_tokenizer(), V)
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def state_of(spec, *texts):
+    state = BYTES.compile(spec)()
+    for text in texts:
+        state.advance(tuple(text.encode()))
+    return state
+
+
+def ids(mask):
+    return set(mask.nonzero().flatten().tolist())
+
+
+def next_ids(state):
+    (mask,) = state.allowed(())
+    assert mask.dtype == torch.bool
+    return ids(mask)
+
+
+def merged_tokenizer():
+    """Bytes, and longer tokens that begin and end in the middle of what a grammar has."""
+    vocabulary = byte_tokenizer().get_vocab()
+    vocabulary = {token: id for token, id in vocabulary.items() if id < 256}
+    merges = [("a", "b"), ("ab", "c"), ("c", "c"), ("b", "c"), ("1", "2"), ("1", ","), ('"', "a")]
+    vocabulary |= {left + right: 256 + index for index, (left, right) in enumerate(merges)}
+    backend = Tokenizer(models.BPE(vocabulary, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+
+
+def sentencepiece_tokenizer():
+    """As Llama-2's: a metaspace for spaces, and bytes as `<0x..>` for what is not in the vocabulary."""
+    characters = '{}[]":,_abcdefghijklmnopqrstuvwxyz0123456789▁'
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *characters, "▁a", "ab"]
+    vocabulary, merges = {token: id for id, token in enumerate(tokens)}, [("▁", "a"), ("a", "b")]
+    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>", bos_token="<s>")
+
+
+WORDS = ["".join(letters) for size in range(5) for letters in itertools.product("abcé", repeat=size)]
+LANGUAGES = {
+    "enum": (json_schema({"enum": ["ab", "abc", 12, None]}), ['"ab"', '"abc"', "12", "null"]),
+    "array": (
+        json_schema({"type": "array", "items": {"enum": [1, 12]}, "minItems": 1, "maxItems": 2}),
+        ["[1]", "[12]", *(f"[{a},{b}]" for a in (1, 12) for b in (1, 12))],
+    ),
+    "optional": (
+        json_schema(
+            {"type": "object", "properties": {"a": {"const": 1}, "b": {"const": 2}}, "additionalProperties": False}
+        ),
+        ["{}", '{"a":1}', '{"b":2}', '{"a":1,"b":2}'],
+    ),
+    "integers": (json_schema({"type": "integer", "minimum": 8, "maximum": 112}), list(map(str, range(8, 113)))),
+    "regex": (
+        Regex("(ab|a)c{0,2}|é"),
+        [text for text in WORDS if re.fullmatch("(ab|a)c{0,2}|é", text)],
+    ),
+    "lark": (Lark('start: "a" start "b" | "c"'), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name, (_, texts) in LANGUAGES.items() if texts])
+@pytest.mark.parametrize("make", [byte_tokenizer, merged_tokenizer])
+def test_masks_of_a_finite_language(name, make):
+    """After each prefix: a token if some text goes on with it, EOS if the prefix is a text. Whitespace is left out."""
+    spec, texts = LANGUAGES[name]
+    tokenizer = make()
+    eos = tokenizer.eos_token_id
+    characters = {character: byte for byte, character in enumerate(_characters())}
+    vocabulary = {id: token for token, id in tokenizer.get_vocab().items() if id != eos}
+    pieces = {id: bytes(characters[character] for character in token) for id, token in vocabulary.items()}
+    blank = {id for id, piece in pieces.items() if any(byte in b" \t\r\n" for byte in piece)}
+    language = {text.encode() for text in texts}
+    grammar = GrammarCompiler(tokenizer, 300).compile(spec)
+    todo, seen = [()], set()
+    while todo:
+        tokens = todo.pop()
+        prefix = b"".join(pieces[token] for token in tokens)
+        state = grammar()
+        state.advance(tokens)
+        follows = {id for id, piece in pieces.items() if any(text.startswith(prefix + piece) for text in language)}
+        assert next_ids(state) - blank == follows | ({eos} if prefix in language else set()), prefix
+        if prefix not in seen:
+            seen.add(prefix)
+            todo += [(*tokens, token) for token in follows]
+    assert language <= seen
+
+
+def _characters():
+    tokens = {id: token for token, id in byte_tokenizer().get_vocab().items()}
+    return [tokens[byte] for byte in range(256)]
+
+
+def test_a_recursive_grammar():
+    state = state_of(LANGUAGES["lark"][0], "aaac")
+    for _ in range(3):
+        assert next_ids(state) == {ord("b")}
+        state.advance((ord("b"),))
+    assert next_ids(state) == {EOS}
+
+
+def test_masks_of_drafts_are_those_of_advancing():
+    rng = random.Random(0)
+    text = tuple(b'{"name": "\xc3\xa9ab" , "age": 42}')
+    for _ in range(40):
+        begin = rng.randrange(len(text))
+        drafts = text[begin : begin + rng.randrange(6)]
+        state = state_of(json_schema(PERSON))
+        state.advance(text[:begin])
+        masks = state.allowed(drafts)
+        assert len(masks) == len(drafts) + 1
+        assert next_ids(state) == ids(masks[0]), "allowed() changed the state"
+        for mask, draft in zip(masks, [*drafts, None], strict=True):
+            assert next_ids(state) == ids(mask)
+            if draft is not None:
+                state.advance((draft,))
+
+
+@pytest.mark.parametrize("forbidden", [ord("x"), EOS, -1, V - 1, V, 10**6])
+def test_a_forbidden_draft_ends_the_masks(forbidden):
+    state = state_of(json_schema(PERSON))
+    masks = state.allowed((*b'{"na', forbidden, *b"me"))
+    assert len(masks) == 5
+    assert ids(masks[4]) == {ord("m")}
+    assert next_ids(state) == ids(masks[0])
+    state.advance(tuple(b'{"name"'))
+    assert ord(":") in next_ids(state)
+
+
+def test_eos_only_where_the_text_may_end():
+    text = '{"name":"a","age":7}'
+    state = state_of(json_schema(PERSON))
+    for byte in text.encode():
+        assert EOS not in next_ids(state)
+        state.advance((byte,))
+    assert EOS in next_ids(state)
+
+
+def test_drafts_with_eos_are_rolled_back():
+    state = state_of(json_schema({"enum": [1, 12]}), "1")
+    masks = state.allowed((EOS,))
+    assert ids(masks[0]) == {ord("2"), EOS}
+    assert ids(masks[1]) == {EOS}
+    assert ids(state.allowed((ord("2"), EOS))[1]) == {EOS}
+    state.advance((ord("2"), EOS))
+    assert [ids(mask) for mask in state.allowed((EOS, EOS, ord("2")))] == [{EOS}] * 3
+    with pytest.raises(ConfigError, match="token 50 does not follow the grammar: the text has ended"):
+        state.advance((ord("2"),))
+
+
+def test_eos_too_early():
+    with pytest.raises(ConfigError, match="token 257 does not follow the grammar"):
+        state_of(Regex("ab"), "a").advance((EOS,))
+
+
+def test_every_eos_token_ends():
+    grammar = GrammarCompiler(byte_tokenizer(), V, eos_ids=(EOS, 10)).compile(Regex("a*"))
+    assert next_ids(grammar()) == {ord("a"), 10, EOS}
+
+
+def test_unknown_ids_are_never_allowed():
+    state = state_of(Regex("(?s:.*)"))
+    assert next_ids(state) < set(range(EOS + 1))
+
+
+def test_states_are_independent():
+    grammar = BYTES.compile(Regex("ab|cd"))
+    one, two = grammar(), grammar()
+    one.advance((ord("a"),))
+    assert next_ids(one) == {ord("b")}
+    assert next_ids(two) == {ord("a"), ord("c")}
+
+
+def test_a_token_that_does_not_follow():
+    with pytest.raises(ConfigError, match="token 120 does not follow the grammar"):
+        state_of(Regex("ab"), "x")
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, merged_tokenizer, sentencepiece_tokenizer])
+@pytest.mark.parametrize("text", ['{"a_b": ["abc", 12, {"é日🎉": null}], "b": " ab ab"}', "{}"])
+def test_tokenizers(make, text):
+    """Text as the tokenizer encodes it is accepted, and may end at its end."""
+    tokenizer = make()
+    tokens = tuple(
+        tokenizer.encode(text.replace(" ", "▁") if make is sentencepiece_tokenizer else text, add_special_tokens=False)
+    )
+    assert tokenizer.decode(tokens) == text
+    state = compile_grammar(tokenizer, JSON_OBJECT, 400)()
+    assert len(state.allowed(tokens)) == len(tokens) + 1
+    state.advance(tokens)
+    assert tokenizer.eos_token_id in next_ids(state)
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "strin"}, "Invalid type: strin"),
+        ({"type": "string", "pattern": "(["}, "unclosed character class"),
+        ({"type": "string", "pattern": "(?=a)"}, "look-around"),
+        ({"not": {"type": "string"}}, 'Unimplemented keys: \\["not"\\]'),
+        ({"$ref": "#/$defs/x"}, "Pointer '/\\$defs/x' does not exist"),
+        ({"$ref": "http://127.0.0.1:9/x"}, "is not present in a registry"),
+        ({"$ref": "#"}, "no text fulfills it"),
+        ({"enum": []}, "Unsatisfiable schema"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf constraints are not supported"),
+        ({"type": "array", "minItems": 5, "maxItems": 2}, "minItems \\(5\\) is greater than maxItems \\(2\\)"),
+    ],
+)
+def test_bad_schemas(schema, message):
+    with pytest.raises(ConfigError, match=f"JSON schema cannot be used: .*{message}"):
+        BYTES.compile(json_schema(schema))
+
+
+@pytest.mark.parametrize("schema", [None, [], 3, "{}", True])
+def test_a_schema_is_an_object(schema):
+    with pytest.raises(ConfigError, match="expected an object"):
+        json_schema(schema)
+
+
+@pytest.mark.parametrize(("spec", "message"), [(Regex("(a"), "unclosed group"), (Lark("start: missing"), "missing")])
+def test_bad_grammars(spec, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        BYTES.compile(spec)
+    assert "\n" not in str(error.value)
+
+
+def _alternatives(prefix):
+    return {"anyOf": [{"properties": {f"{prefix}{index}": {}}} for index in range(6)]}
+
+
+def _nested(depth):
+    schema = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (Regex("a" * 65_537), "regular expression has 65,537 characters; expected at most 65,536"),
+        (json_schema(_nested(32)), "nested more than 32 levels deep"),
+        (json_schema({"enum": list(range(1_001))}), "array of 1,001 members; expected <= 1,000"),
+        (json_schema({"allOf": [_alternatives(prefix) for prefix in "abcdefgh"]}), "schema too large"),
+    ],
+)
+def test_limits(spec, message):
+    with pytest.raises(ConfigError, match=message):
+        BYTES.compile(spec)
+
+
+def test_what_is_within_the_limits():
+    BYTES.compile(json_schema(_nested(31)))
+    BYTES.compile(json_schema({"enum": list(range(1_000))}))
+
+
+def test_whitespace_is_bounded():
+    state = state_of(JSON_OBJECT, "{")
+    assert len(state.allowed(tuple(b" " * 60))) == 41
+
+
+def test_the_least_recently_used_grammar_goes(monkeypatch):
+    compiled = []
+    original = GrammarCompiler._compile
+    monkeypatch.setattr(GrammarCompiler, "_compile", lambda self, spec: compiled.append(spec) or original(self, spec))
+    compiler = GrammarCompiler(byte_tokenizer(), V, limits=GrammarLimits(max_cached=2))
+    a, b, c = Regex("a"), Regex("b"), Regex("c")
+    for spec in (a, b, a, c, a, b):
+        compiler.compile(spec)
+    assert compiled == [a, b, c, b]
+
+
+def test_threads_share_a_compiler():
+    results = []
+
+    def work(seed):
+        rng = random.Random(seed)
+        for _ in range(30):
+            n = rng.randrange(90)
+            state = BYTES.compile(json_schema({"type": "integer", "minimum": n, "maximum": n}))()
+            masks = state.allowed(tuple(str(n).encode()))
+            results.append(len(masks) == 1 + len(str(n)) and EOS in ids(masks[-1]))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 120
+
+
+def test_a_tokenizer_without_eos():
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer)
+    with pytest.raises(ConfigError, match="no eos_token"):
+        GrammarCompiler(tokenizer, V)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer():
+    with pytest.raises(ConfigError, match="ids up to 257; expected less than the vocabulary's 200"):
+        GrammarCompiler(byte_tokenizer(), 200)
+
+
+def _schemas():
+    strings = st.builds(_string, st.integers(0, 3), st.integers(0, 3))
+    integers = st.builds(_integer, st.integers(-200, 200), st.integers(0, 300))
+    values = st.lists(st.text(max_size=4) | st.integers() | st.none(), min_size=1, max_size=3)
+    patterns = st.sampled_from(["^[a-c]{2}$", "[0-9]x", "^(é|日)+$"])
+    leaves = st.one_of(
+        strings,
+        integers,
+        values.map(lambda each: {"enum": each}),
+        patterns.map(lambda each: {"type": "string", "pattern": each}),
+        st.just({"type": "boolean"}),
+    )
+    return st.recursive(leaves, _containers_of, max_leaves=6)
+
+
+def _containers_of(inner):
+    properties = st.dictionaries(st.text(min_size=1, max_size=4), inner, max_size=3)
+    objects = st.builds(_object, properties, st.booleans(), st.randoms(use_true_random=False))
+    arrays = st.builds(_array, inner, st.integers(0, 2), st.integers(0, 2))
+    return objects | arrays | st.lists(inner, min_size=1, max_size=3).map(lambda each: {"anyOf": each})
+
+
+def _string(low, more):
+    return {"type": "string", "minLength": low, "maxLength": low + more}
+
+
+def _integer(low, more):
+    return {"type": "integer", "minimum": low, "maximum": low + more}
+
+
+def _array(items, low, more):
+    return {"type": "array", "items": items, "minItems": low, "maxItems": low + more}
+
+
+def _object(properties, closed, rng):
+    required = [name for name in properties if rng.random() < 0.5]
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False if closed else {"type": "null"},
+    }
+
+
+def validates(value, schema):
+    """The keywords that `_schemas` uses."""
+    if "anyOf" in schema:
+        return any(validates(value, each) for each in schema["anyOf"])
+    if "enum" in schema:
+        return any(value == each and type(value) is type(each) for each in schema["enum"])
+    kinds = {"string": str, "integer": int, "boolean": bool, "array": list, "object": dict, "null": type(None)}
+    if type(value) is not kinds[schema["type"]]:
+        return False
+    if isinstance(value, str):
+        in_range = schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", 10**9)
+        return in_range and bool(re.search(schema.get("pattern", ""), value))
+    if isinstance(value, list):
+        return schema["minItems"] <= len(value) <= schema["maxItems"] and all(
+            validates(each, schema["items"]) for each in value
+        )
+    if isinstance(value, dict):
+        extra = schema["additionalProperties"]
+        rules = {name: schema["properties"].get(name, extra) for name in value}
+        valid = all(rule is not False and validates(value[name], rule) for name, rule in rules.items())
+        return valid and set(schema["required"]) <= set(value)
+    return type(value) is bool or value is None or schema["minimum"] <= value <= schema["maximum"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(_schemas(), st.integers(0, 2**32))
+def test_random_walks_end_in_valid_json(schema, seed):
+    """Take allowed tokens at random, mostly those that close something, until EOS; drafts are tried on the way."""
+    rng = random.Random(seed)
+    state, text = BYTES.compile(json_schema(schema))(), bytearray()
+    for _ in range(3_000):
+        allowed = sorted(next_ids(state))
+        if EOS in allowed and (len(allowed) == 1 or rng.random() < 0.5):
+            break
+        choices = [token for token in allowed if token != EOS]
+        token = rng.choices(choices, [50 if token in b'"]}0x' else 1 for token in choices])[0]
+        drafts = (token, *rng.choices(range(V), k=3))
+        assert len(state.allowed(drafts)) >= 2
+        state.advance((token,))
+        text.append(token)
+    else:
+        raise AssertionError(f"no end after {len(text)} bytes")
+    assert validates(json.loads(text.decode()), schema), text.decode()

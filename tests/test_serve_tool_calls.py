@@ -1,0 +1,350 @@
+"""Tool calls and reasoning: each syntax, cut at every position, mixed with text, and broken."""
+
+import itertools
+import json
+import random
+
+import pytest
+
+from nextn.errors import ConfigError
+from nextn.serve.tool_calls import (
+    SYNTAXES,
+    MessageDelta,
+    MessageParser,
+    Tool,
+    ToolCall,
+    parse_message,
+    reasoning_is_open,
+    tool_syntax,
+)
+
+TOOLS = (
+    Tool(
+        "get_weather",
+        {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer"},
+                "exact": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+                "zip": {"type": ["string", "number"]},
+                "where": {"type": "object"},
+            },
+        },
+    ),
+    Tool("now", {"type": "object", "properties": {}}),
+)
+# Arguments that look like the ends of calls, and text that needs escapes.
+ARGUMENTS = {"city": 'São "Paulo" </tool_call> }{ ]\\', "days": 3, "exact": None, "where": {"lat": [1.5, -2]}}
+PLAIN = {"city": "Tokyo\n日本", "days": 12, "exact": True, "zip": "0123a", "where": {"lat": [1.5, -2]}}
+
+
+def hermes(*calls):
+    lines = (json.dumps({"name": name, "arguments": args}, ensure_ascii=False) for name, args in calls)
+    return "\n".join(f"<tool_call>\n{line}\n</tool_call>" for line in lines)
+
+
+def bare(value):
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def qwen_xml(*calls):
+    """As Qwen3-Coder's and Qwen3.5's templates render it."""
+
+    def one(name, args):
+        parameters = "".join(f"<parameter={key}>\n{bare(value)}\n</parameter>\n" for key, value in args.items())
+        return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+    return "\n".join(one(*call) for call in calls)
+
+
+def glm_xml(*calls):
+    """As GLM-4.5's and 4.6's templates render it."""
+
+    def one(name, args):
+        pairs = "".join(
+            f"<arg_key>{key}</arg_key>\n<arg_value>{bare(value)}</arg_value>\n" for key, value in args.items()
+        )
+        return f"<tool_call>{name}\n{pairs}</tool_call>"
+
+    return "\n".join(one(*call) for call in calls)
+
+
+def glm_47_xml(*calls):
+    """Without line breaks."""
+    return glm_xml(*calls).replace("</arg_key>\n", "</arg_key>").replace("</arg_value>\n", "</arg_value>")
+
+
+def deepseek_v3(*calls):
+    one = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+    calls = "\n".join(one.format(name, json.dumps(args, ensure_ascii=False)) for name, args in calls)
+    return f"<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>"
+
+
+def deepseek_v31(*calls):
+    one = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+    calls = "".join(one.format(name, json.dumps(args, ensure_ascii=False)) for name, args in calls)
+    return f"<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>"
+
+
+def mistral(*calls):
+    calls = [{"name": name, "arguments": args, "id": "abcdef012"} for name, args in calls]
+    return f"[TOOL_CALLS] {json.dumps(calls)}"
+
+
+def mistral_v11(*calls):
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(args)}" for name, args in calls)
+
+
+def mistral_with_ids(*calls):
+    return "".join(f"[TOOL_CALLS]{name}[CALL_ID]abcdef012[ARGS]{json.dumps(args)}" for name, args in calls)
+
+
+def llama(*calls):
+    return "; ".join(json.dumps({"name": name, "parameters": args}) for name, args in calls)
+
+
+def llama_tagged(*calls):
+    return f"<|python_tag|>{llama(*calls)}"
+
+
+WRITERS = {
+    hermes: "hermes",
+    qwen_xml: "qwen_xml",
+    glm_xml: "glm_xml",
+    glm_47_xml: "glm_xml",
+    deepseek_v3: "deepseek",
+    deepseek_v31: "deepseek",
+    mistral: "mistral",
+    mistral_v11: "mistral",
+    mistral_with_ids: "mistral",
+    llama: "llama3_json",
+    llama_tagged: "llama3_json",
+}
+XML = (qwen_xml, glm_xml, glm_47_xml)
+BARE = (llama, llama_tagged)  # calls only at the beginning
+
+
+def parser(syntax, **options):
+    return MessageParser(SYNTAXES[syntax], TOOLS, **options)
+
+
+def calls_of(delta):
+    return [(call.name, json.loads(call.arguments)) for call in delta.tool_calls]
+
+
+def joined(deltas):
+    return MessageDelta(
+        "".join(delta.content for delta in deltas),
+        "".join(delta.reasoning for delta in deltas),
+        tuple(call for delta in deltas for call in delta.tool_calls),
+    )
+
+
+def in_pieces(make, text, cuts):
+    one = make()
+    edges = [0, *cuts, len(text)]
+    deltas = [one.push(text[begin:end]) for begin, end in itertools.pairwise(edges)]
+    return joined([*deltas, one.finish()])
+
+
+def same_however_cut(make, text):
+    """Parse the text whole, in two pieces cut at every position, by characters, and at random positions."""
+    whole = parse_message(make(), text)
+    rng = random.Random(0)
+    cuts = [[at] for at in range(len(text) + 1)]
+    cuts += [range(len(text)), *(sorted(rng.choices(range(len(text) + 1), k=5)) for _ in range(20))]
+    for each in cuts:
+        assert in_pieces(make, text, each) == whole, each
+    return whole
+
+
+@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+def test_calls(write):
+    arguments = PLAIN if write in XML else ARGUMENTS
+    expected = [("get_weather", arguments), ("now", {})]
+    delta = same_however_cut(lambda: parser(WRITERS[write]), write(*expected))
+    assert calls_of(delta) == expected
+    assert delta.content == ""
+
+
+@pytest.mark.parametrize("write", [write for write in WRITERS if write not in BARE], ids=lambda write: write.__name__)
+def test_text_around_calls(write):
+    text = f"Let me see: a < b, {{x}} [1]\n\n{write(('now', {}))}\nDone.\n"
+    delta = same_however_cut(lambda: parser(WRITERS[write]), text)
+    assert calls_of(delta) == [("now", {})]
+    assert delta.content == "Let me see: a < b, {x} [1]Done.\n"
+
+
+@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+def test_an_unfinished_call_is_content(write):
+    """At every position where the first call is not complete yet, the text is content, unchanged."""
+    text = write(("get_weather", {"city": "Oslo"}))
+    make = lambda: parser(WRITERS[write])  # noqa: E731
+    for end in range(len(text)):
+        delta = parse_message(make(), text[:end])
+        if not delta.tool_calls:
+            assert delta.content == text[:end]
+        else:
+            assert write in (deepseek_v3, deepseek_v31), "only DeepSeek's calls have a mark after the last"
+            assert "<｜tool▁call▁end｜>" in text[:end]
+    assert same_however_cut(make, text[: len(text) // 2]).tool_calls == ()
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "now", "arguments": {"a": }}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": "now"}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": 3, "arguments": {}}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": "now", "arguments": "[1]"}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": "now", "arguments": {}}</tool>'),
+        ("hermes", "<tool_call> is how a call begins, </tool_call> how it ends"),
+        ("hermes", '<tool_call>{"name": "now", "arguments": ' + '{"a":' * 30_000 + "1" + "}" * 30_001 + "</tool_call>"),
+        ("qwen_xml", "<tool_call>\n<function=now>\n<parameter=a>\n1\n</function>\n</tool_call>"),
+        ("qwen_xml", "<tool_call>\n<function=>\n</function>\n</tool_call>"),
+        ("qwen_xml", "<tool_call>\n<function=no\nw>\n</function>\n</tool_call>"),
+        ("glm_xml", "<tool_call>now\n<arg_key>a</arg_key>\n</tool_call>"),
+        ("glm_xml", "<tool_call>\n</tool_call>"),
+        ("deepseek", "<｜tool▁calls▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁calls▁end｜>"),
+        ("deepseek", '<｜tool▁call▁begin｜>now<｜tool▁sep｜>{"a": 1<｜tool▁call▁end｜>'),
+        ("deepseek", "<｜tool▁calls▁end｜>"),
+        ("mistral", "[TOOL_CALLS] [now]"),
+        ("mistral", "[TOOL_CALLS]now{}"),
+        ("llama3_json", '{"name": "unknown", "parameters": {}}'),
+        ("llama3_json", '{"answer": 42}'),
+        ("llama3_json", 'Use {"name": "now", "parameters": {}}'),
+        ("llama3_json", "; and so on"),
+    ],
+)
+def test_malformed_calls_are_content(syntax, text):
+    make = lambda: parser(syntax)  # noqa: E731
+    delta = parse_message(make(), text) if len(text) > 1_000 else same_however_cut(make, text)
+    assert delta == MessageDelta(content=text)
+
+
+def test_a_call_after_a_malformed_one():
+    text = f"<tool_call> oops {hermes(('now', {}))}"
+    delta = same_however_cut(lambda: parser("hermes"), text)
+    assert (delta.content, calls_of(delta)) == ("<tool_call> oops", [("now", {})])
+
+
+def test_content_is_not_held_back():
+    one = parser("hermes")
+    assert one.push("Hello <b").content == "Hello <b"
+    assert one.push(" and <tool").content == " and"
+    assert one.push("box").content == " <toolbox"
+    assert one.push("<tool_call>\nnot").content == "<tool_call>\nnot"
+
+
+def test_a_call_is_reported_when_it_ends():
+    one = parser("mistral")
+    text = mistral_v11(("now", {}), ("now", {"a": 1}))
+    first = text.index("[TOOL_CALLS]", 1)
+    assert calls_of(one.push(text[:first])) == [("now", {})]
+    assert calls_of(one.push(text[first:])) == [("now", {"a": 1})]
+
+
+def test_long_arguments_take_linear_time():
+    """40,000 characters one by one; parsing the whole call at each would take minutes."""
+    text = hermes(("now", {"text": "x" * 40_000}))
+    one = parser("hermes")
+    deltas = [one.push(character) for character in text]
+    assert calls_of(joined(deltas)) == [("now", {"text": "x" * 40_000})]
+
+
+@pytest.mark.parametrize("write", XML, ids=lambda write: write.__name__)
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("city", "12", "12"),
+        ("city", "null", "null"),
+        ("days", "12", 12),
+        ("days", "twelve", "twelve"),
+        ("exact", "True", True),
+        ("exact", "None", None),
+        ("zip", "0123", "0123"),
+        ("zip", "12", 12),
+        ("zip", "[1]", "[1]"),
+        ("where", '{"lat": 1}', {"lat": 1}),
+        ("unknown", "[1]", [1]),
+        ("unknown", "a b", "a b"),
+    ],
+)
+def test_types_of_bare_values(write, key, text, value):
+    delta = parse_message(parser(WRITERS[write]), write(("get_weather", {key: text})))
+    assert calls_of(delta) == [("get_weather", {key: value})]
+
+
+def test_arguments_as_json_text():
+    delta = parse_message(parser("hermes"), hermes(("now", '{"a": 1}')))
+    assert calls_of(delta) == [("now", {"a": 1})]
+
+
+def test_openai_form():
+    assert ToolCall("now", "{}").as_openai(1, "call_7") == {
+        "index": 1,
+        "id": "call_7",
+        "type": "function",
+        "function": {"name": "now", "arguments": "{}"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "reasoning", "content"),
+    [
+        ("<think>\nFirst a.\n\nThen b.\n</think>\n\nAnswer\n", False, "First a.\n\nThen b.", "Answer\n"),
+        ("\n<think></think>x", False, "", "x"),
+        ("Why?\n</think>\nBecause", True, "Why?", "Because"),
+        ("  Why? </thin", True, "Why? </thin", ""),
+        ("<think> never closed ", False, "never closed", ""),
+        (" No <think>tags</think>", False, "", " No <think>tags</think>"),
+        ("<thinking>", False, "", "<thinking>"),
+        ("<thi", False, "", "<thi"),
+        ("", False, "", ""),
+    ],
+)
+def test_reasoning(text, is_open, reasoning, content):
+    make = lambda: MessageParser(None, reasoning=True, is_open=is_open)  # noqa: E731
+    assert same_however_cut(make, text) == MessageDelta(content, reasoning)
+
+
+def test_reasoning_then_a_call():
+    text = f"I call <tool_call>.\n</think>\n\nSure.\n{hermes(('now', {}))}"
+    delta = same_however_cut(lambda: parser("hermes", is_open=True), text)
+    assert (delta.reasoning, delta.content, calls_of(delta)) == ("I call <tool_call>.", "Sure.", [("now", {})])
+
+
+def test_text_without_tools_is_content():
+    assert parse_message(MessageParser(None), hermes(("now", {}))).content == hermes(("now", {}))
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ('<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>', "hermes"),
+        ("<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>", "qwen_xml"),
+        ("<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key>", "glm_xml"),
+        ("'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>'", "deepseek"),
+        ('"[TOOL_CALLS] ["', "mistral"),
+        ("'<|start_header_id|>assistant<|end_header_id|>' '\"parameters\": '", "llama3_json"),
+        ("<|im_start|>{{ message.role }}", None),
+        (None, None),
+    ],
+)
+def test_the_syntax_of_a_template(template, name):
+    syntax = tool_syntax(template)
+    assert (syntax.name if syntax else None) == name
+
+
+def test_the_syntax_can_be_chosen():
+    assert tool_syntax("<tool_call>", "mistral") is SYNTAXES["mistral"]
+    with pytest.raises(ConfigError, match="tool-call syntax 'x'; expected one of qwen_xml, glm_xml, hermes"):
+        tool_syntax(None, "x")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_open"), [("<a><think>\n", True), ("<a><think>\n\n</think>\n", False), ("", False)]
+)
+def test_whether_a_prompt_opens_reasoning(prompt, is_open):
+    assert reasoning_is_open(prompt) is is_open

@@ -1,0 +1,107 @@
+"""How a served sequence chooses its tokens: against transformers' processors, and the same with and without drafts."""
+
+import pytest
+import torch
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+
+from nextn.serve.request import GenerationRequest
+from nextn.serve.token_sampler import TokenSampler
+from nextn.settings import Sampling
+
+VOCAB = 40
+
+
+def logits(*shape, seed=0):
+    return torch.randn(*shape, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def request(**options):
+    return GenerationRequest(**({"prompt": (1, 2, 3)} | options))
+
+
+class OnlyEven:
+    """A grammar: even tokens, and after 10 nothing but 20."""
+
+    def __init__(self):
+        self.last = None
+
+    def allowed(self, drafts):
+        masks, last = [], self.last
+        for draft in (*drafts, None):
+            mask = torch.zeros(VOCAB, dtype=torch.bool)
+            mask[torch.arange(0, VOCAB, 2) if last != 10 else torch.tensor([20])] = True
+            masks.append(mask)
+            if draft is not None and not mask[draft]:
+                break
+            last = draft
+        return masks
+
+    def advance(self, tokens):
+        self.last = tokens[-1]
+
+
+def test_greedy_without_options_is_plain():
+    assert TokenSampler.is_plain(request())
+    for options in (
+        {"sampling": Sampling(temperature=1.0)}, {"sampling": Sampling(repetition_penalty=1.1)}, {"logprobs": 0},
+        {"presence_penalty": 0.1}, {"frequency_penalty": 0.1}, {"logit_bias": {1: 2.0}}, {"grammar": OnlyEven},
+    ):  # fmt: skip
+        assert not TokenSampler.is_plain(request(**options))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_round_equals_single_steps(temperature):
+    """Verifying drafts gives what choosing one by one gives, wherever the drafts go wrong."""
+    options = {
+        "sampling": Sampling(temperature=temperature, top_p=0.9, repetition_penalty=1.2), "seed": 11,
+        "presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": {7: 1.5}, "grammar": OnlyEven,
+    }  # fmt: skip
+    rows = logits(6)
+    single, expected = TokenSampler(request(**options)), []
+    for row in rows:
+        expected.append(single.choose(row, ()))
+        single.advance(expected[-1:])
+    for right in range(6):
+        sampler = TokenSampler(request(**options))
+        drafts = [*expected[:right], *([(expected[right] + 2) % VOCAB] if right < 5 else [])]
+        assert sampler.verify(rows, drafts) == (min(right, 5), expected[min(right, 5)])
+
+
+def test_penalties_and_bias():
+    row = logits(1)[0]
+    sampler = TokenSampler(
+        request(
+            sampling=Sampling(repetition_penalty=1.5),
+            presence_penalty=0.5,
+            frequency_penalty=0.25,
+            logit_bias={9: -3.0},
+        )
+    )
+    sampler.advance([5, 5, 6])
+    found = sampler._scores(row, (6,))
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.5)])
+    expected = processors(torch.tensor([[1, 2, 3, 5, 5, 6, 6]]), row[None].clone())[0]
+    expected[5] -= 0.5 + 2 * 0.25
+    expected[6] -= 0.5 + 2 * 0.25
+    expected[9] -= 3.0
+    torch.testing.assert_close(found, expected)
+
+
+def test_grammar_masks_drafts_too():
+    sampler = TokenSampler(request(grammar=OnlyEven))
+    rows = logits(3)
+    rows[:, 10] = 50.0
+    assert sampler.choose(rows[0], ()) == 10
+    assert sampler.choose(rows[1], (10,)) == 20
+    sampler.advance([10])
+    assert sampler.choose(rows[1], ()) == 20
+
+
+def test_logprobs_are_those_of_the_unmodified_logits():
+    row = logits(1)[0]
+    sampler = TokenSampler(request(logprobs=3, logit_bias={4: 30.0}))
+    found = sampler.logprob(row, sampler.choose(row, ()))
+    expected = row.log_softmax(-1)
+    assert found.token == 4
+    assert found.logprob == pytest.approx(float(expected[4]), rel=1e-5)
+    assert [token for token, _ in found.top] == expected.topk(3).indices.tolist()
