@@ -226,6 +226,20 @@ def test_figures_are_those_of_the_package(open_page, server):
 
 
 @browser_test
+def test_reference_stands_in_for_depths_that_were_not_drafted(open_page, server):
+    """Before the first answer, and beyond the K of the answers."""
+    view = open_page()
+    costs = Costs(1, 0, tuple(Spread(v, v, v, 1) for v in RECORD["cost_curve"]), Spread(*[RECORD["draft_cost"]] * 3, 1))
+    shown = view.locator("#speedup tr td:last-child")
+    assert shown.nth(2).inner_text() == f"{expected_speedup(costs, server.reference, 2):.2f}"
+    one = {"tokens": [1, 2], "texts": ["a", "b"], "drafts": [1], "draft_texts": ["a"], "num_accepted": 1}
+    server.events = [("ab", [one])] * 10
+    ask(view)
+    assert shown.nth(2).inner_text() == f"{expected_speedup(costs, [1.0, *server.reference[1:]], 2):.2f}"
+    assert "from 10 rounds, beyond depth 1 from the reference" in view.locator("#speedup-note").inner_text()
+
+
+@browser_test
 def test_speed_is_tokens_by_time_of_arrival(open_page, server):
     server.delay = 0.01
     view = open_page()
@@ -320,7 +334,7 @@ def test_page_reconnects_and_asks_again(open_page, server):
     server.start()
     view.locator("#status[data-state=online]").wait_for()
     alert.get_by_role("button", name="Try again").click()
-    view.locator("article > footer", has_text="ended at max tokens").wait_for()
+    view.locator("article > footer", has_text="token limit reached").wait_for()
     assert view.locator("article").count() == 1
     assert shown_text(view) == TEXT
     assert [turn["role"] for turn in server.requests[-1][1]["messages"]] == ["user"]

@@ -269,7 +269,6 @@ class Api:
             "version": __version__,
             "chat": self.model.tokenizer is not None and bool(self.model.tokenizer.chat_template),
             "max_model_len": self.options.max_model_len,
-            "chat": self.model.tokenizer is not None and bool(self.model.tokenizer.chat_template),
             "num_running": stats.num_running,
             "num_waiting": stats.num_waiting,
             "cache": {"positions": stats.cache_positions, "max_positions": stats.max_cache_positions},
