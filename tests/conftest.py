@@ -23,7 +23,9 @@ def fixture_folder() -> Path:
 @pytest.fixture(scope="session")
 def trained() -> dict[str, Model]:
     """The trained fixtures, in fp32. Shared: a test that changes a model changes a copy."""
-    return {folder.name: Model.load(folder, dtype=torch.float32) for folder in sorted(FIXTURES.iterdir())}
+    return {
+        folder.name: Model.load(folder, dtype=torch.float32) for folder in sorted(FIXTURES.iterdir()) if folder.is_dir()
+    }
 
 
 @pytest.fixture

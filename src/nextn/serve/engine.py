@@ -3,14 +3,14 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from nextn.decoding.generate import TextStream
-from nextn.decoding.rounds import check_prompts, prepare
+from nextn.decoding.rounds import check_prompts
 from nextn.errors import ConfigError, NextnError, QueueFullError
 from nextn.evaluate.decoding_costs import measure_costs
 from nextn.model.model import Model
@@ -21,6 +21,7 @@ from nextn.serve.scheduler import Scheduler, SchedulerLimits
 from nextn.serve.served_batch import ServedSequence
 from nextn.settings import Settings
 from nextn.speculative.draft_policy import AdaptiveLength
+from nextn.stats.speedup import Costs
 
 MAX_SPECULATIVE_TOKENS = 16
 _PREFIX_SHARE = 0.25  # of the cache memory
@@ -83,7 +84,7 @@ class ServingEngine:
         self.limits = _limits(self.backend, self.options)
         self._policies: dict[int, AdaptiveLength] = {}
         self._scheduler = Scheduler(self.backend, self.limits, policies=self._policies)
-        self._cold_sizes = deque(_warmup_order(self.limits.max_num_seqs) if self.options.warmup else ())
+        self._warm_up = self._warm_up_steps() if self.options.warmup else iter(())
         self._arrivals: deque[ServedSequence] = deque()
         self._changed = threading.Condition()
         self._open: dict[int, ServedSequence] = {}  # those that were submitted and have not ended
@@ -165,9 +166,7 @@ class ServingEngine:
             try:
                 if not self._scheduler.is_idle:
                     self._scheduler.step()
-                elif self._cold_sizes:
-                    self._warm_up(self._cold_sizes.popleft())
-                else:
+                elif next(self._warm_up, "over") == "over":
                     self._wait()
             except Exception as error:  # one broken request must not end the server; nothing is known of the others
                 self._fail(error)
@@ -192,21 +191,36 @@ class ServingEngine:
             sequence.flush("error", message)
         self._scheduler = self._scheduler.restarted()
 
-    def _warm_up(self, num_sequences: int) -> None:
-        """Record the passes of rounds over so many sequences, and for powers of two, measure what they cost."""
+    def _warm_up_steps(self) -> Iterator[None]:
+        """Record the passes of rounds and, for powers of two of sequences, measure what they cost.
+
+        Requests that arrive wait for one step at most.
+        """
         trunk, head, drafts = self.backend.trunk, self.backend.head, self.limits.num_speculative_tokens
-        with torch.inference_mode(), trunk.single_threaded_torch():
-            prepare(trunk, head, num_sequences, drafts)
-        if drafts and self.options.adaptive and not num_sequences & (num_sequences - 1):
-            costs = measure_costs(
-                self.model,
-                drafts=drafts,
-                batch=num_sequences,
-                context=max(1, min(_COST_CONTEXT, self.limits.max_model_len - drafts - 1)),
-                repeats=_COST_REPEATS,
-                backend=self.options.backend,
-            )
-            self._policies[num_sequences] = AdaptiveLength(costs)
+        for num_sequences in _warmup_order(self.limits.max_num_seqs):
+            for size in range(1, drafts + 2):
+                with torch.inference_mode(), trunk.single_threaded_torch():
+                    trunk.prepare(num_sequences, [size], exact=False)
+                yield
+            for size in range(1, drafts + 2 if head is not None and drafts else 1):
+                assert head is not None
+                with torch.inference_mode(), trunk.single_threaded_torch():
+                    head.prepare(num_sequences, [size])
+                yield
+            if drafts and self.options.adaptive and not num_sequences & (num_sequences - 1):
+                self._policies[num_sequences] = AdaptiveLength(self._costs(num_sequences))
+                yield
+
+    def _costs(self, num_sequences: int) -> Costs:
+        drafts = self.limits.num_speculative_tokens
+        return measure_costs(
+            self.model,
+            drafts=drafts,
+            batch=num_sequences,
+            context=max(1, min(_COST_CONTEXT, self.limits.max_model_len - drafts - 1)),
+            repeats=_COST_REPEATS,
+            backend=self.options.backend,
+        )
 
 
 def _warmup_order(max_num_seqs: int) -> list[int]:

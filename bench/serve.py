@@ -1,0 +1,402 @@
+"""Servers under load: the same checkpoint and prompts through nextn, llama.cpp and vLLM, plain and with MTP.
+
+    python bench/serve.py load CHECKPOINT --out bench/results/serve.json
+    python bench/serve.py prefill CHECKPOINT        # inter-token times of running streams beside a long prompt
+    python bench/serve.py soak CHECKPOINT --minutes 60
+
+`load` starts every server once and then, for each number of streams, runs all servers in turn, several times. A stream
+sends one greedy request after the other; all tokens are generated (`ignore_eos`). Engines other than nextn are built
+with `python bench/peers.py setup`; one that is missing is left out with the reason.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+
+from engines import environments
+from engines.client import Unavailable
+from engines.starting import Starter
+
+from nextn.evaluate.decoding_costs import processor_name
+
+REPO = Path(__file__).parent.parent
+PROMPTS = (REPO / "README.md", REPO / "CHANGELOG.md")
+
+
+@dataclass
+class Server:
+    """One server process."""
+
+    name: str
+    command: list[str]
+    model: str
+    variables: dict[str, str] = field(default_factory=dict)
+    port: int = 0
+    process: subprocess.Popen | None = None
+
+    def start(self, folder: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        log = (folder / f"{self.name.replace(' ', '-')}.log").open("w")
+        command = [part.replace("{port}", str(self.port)) for part in self.command]
+        self.process = subprocess.Popen(
+            command, env={**os.environ, **self.variables}, stdout=log, stderr=log, start_new_session=True
+        )
+
+    async def ready(self, limit_s: float) -> None:
+        """Wait for the first answer. Raises Unavailable with the log's last line."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            if self.process is None or self.process.poll() is not None:
+                raise Unavailable(f"{self.name} ended")
+            with suppress(OSError, ValueError, IndexError):
+                await self.stream("Hello", 4)
+                return
+            await asyncio.sleep(0.5)
+        raise Unavailable(f"{self.name}: no answer within {limit_s:g} s")
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, how)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(30)
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    async def stream(self, prompt: str, tokens: int, **more: object) -> "Streamed":
+        """Run one streamed completion."""
+        body = json.dumps(
+            {
+                "model": self.model,
+                "prompt": prompt,
+                "max_tokens": tokens,
+                "temperature": 0,
+                "stream": True,
+                "ignore_eos": True,
+                **more,
+            }
+        ).encode()
+        started = time.perf_counter()
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\nContent-Type: application/json\r\n"
+            writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+            status = (await reader.readline()).split()[1]
+            if status != b"200":
+                raise ValueError(f"status {status!r}: {(await reader.read(2000))[-500:]!r}")
+            text, times = [], []
+            while line := await reader.readline():
+                if not line.startswith(b"data: {"):
+                    if line.startswith(b"data: [DONE]"):
+                        break
+                    continue
+                event = json.loads(line[6:])
+                if event.get("choices") and event["choices"][0].get("text"):
+                    times.append(time.perf_counter() - started)
+                    text.append(event["choices"][0]["text"])
+            return Streamed("".join(text), tuple(times), time.perf_counter() - started)
+        finally:
+            writer.close()
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A streamed answer: its text, when its events arrived, and when it ended, in seconds since the request."""
+
+    text: str
+    times: tuple[float, ...]
+    seconds: float
+
+    @property
+    def gaps(self) -> list[float]:
+        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+
+
+def prompts_of(count: int, size: int, seed: int = 0) -> list[str]:
+    """Pieces of text of about `size` characters."""
+    text, draw = "\n".join(path.read_text() for path in PROMPTS), random.Random(seed)
+    return [text[start : start + size] for start in (draw.randrange(len(text) - size) for _ in range(count))]
+
+
+def nextn_server(checkpoint: Path, *options: str, name: str = "nextn") -> Server:
+    command = [sys.executable, "-m", "nextn", "serve", str(checkpoint), "--port", "{port}", *options]
+    return Server(name, command, checkpoint.name)
+
+
+def servers_of(args: argparse.Namespace, folder: Path) -> tuple[list[Server], list[str]]:
+    """The servers that can run here, and why others cannot."""
+    checkpoint, k = args.checkpoint.resolve(), args.drafts
+    starter, absent = Starter(environments.default_folder(), args.threads), []
+    chosen = [
+        nextn_server(checkpoint, "--no-mtp", name="nextn plain"),
+        nextn_server(checkpoint, "-k", str(k), name="nextn MTP"),
+    ]
+    try:
+        starter.check("llama.cpp")
+        gguf = starter.converted(checkpoint, folder / "model.gguf")
+        base = [
+            str(environments.llama_server(starter.root)), "-m", str(gguf), "--port", "{port}", "-np", str(args.slots),
+            "-c", str(args.slots * args.context), "-t", str(args.threads), "--no-webui",
+        ]  # fmt: skip
+        chosen.append(Server("llama.cpp plain", base, "model"))
+        mtp = [*base, "--spec-type", "draft-mtp", "--spec-draft-n-max", str(k)]
+        chosen.append(Server("llama.cpp MTP", mtp, "model"))
+    except Unavailable as error:
+        absent.append(f"llama.cpp: {error}")
+    try:
+        starter.check("vllm")
+        variables = starter.variables("vllm") | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+        base = [
+            str(environments.vllm_python(starter.root)), "-m", "vllm.entrypoints.openai.api_server", "--model",
+            str(checkpoint), "--served-model-name", checkpoint.name, "--port", "{port}", "--max-model-len",
+            str(args.context), "--max-num-seqs", str(args.slots), "--dtype", "bfloat16",
+        ]  # fmt: skip
+        chosen.append(Server("vllm plain", base, checkpoint.name, variables))
+        speculative = json.dumps({"method": "mtp", "num_speculative_tokens": k})
+        chosen.append(Server("vllm MTP", [*base, "--speculative-config", speculative], checkpoint.name, variables))
+    except Unavailable as error:
+        absent.append(f"vllm: {error}")
+    return [server for server in chosen if not args.only or server.name.split()[0] in args.only], absent
+
+
+async def load_level(server: Server, streams: int, requests: int, tokens: int, seed: int) -> dict[str, object]:
+    """Run `streams` streams at once, each with so many requests one after the other."""
+    prompts = prompts_of(streams * requests, 200, seed)
+    answers: list[Streamed] = []
+
+    async def one(index: int) -> None:
+        for prompt in prompts[index::streams]:
+            answers.append(await server.stream(prompt, tokens))
+
+    started = time.perf_counter()
+    await asyncio.gather(*(one(index) for index in range(streams)))
+    seconds = time.perf_counter() - started
+    gaps = sorted(gap for answer in answers for gap in answer.gaps)
+    return {
+        "tokens_per_s": len(answers) * tokens / seconds,
+        "ttft_s": spread([answer.times[0] for answer in answers]),
+        "event_gap_s": spread(gaps),
+        "per_token_s": spread([(answer.seconds - answer.times[0]) / (tokens - 1) for answer in answers]),
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and 95th percentile."""
+    ordered = sorted(values)
+    return {"p50": statistics.median(ordered), "p95": ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]}
+
+
+async def load(args: argparse.Namespace, folder: Path) -> dict[str, object]:
+    servers, absent = servers_of(args, folder)
+    rows: list[dict[str, object]] = []
+    try:
+        for server in list(servers):
+            server.start(folder)
+            try:
+                await server.ready(args.start_s)
+                for streams in args.levels:  # once unmeasured: recordings, compilation, caches
+                    await load_level(server, streams, 1, args.tokens, seed=1000 + streams)
+                await asyncio.sleep(args.settle_s)
+            except (Unavailable, OSError, ValueError) as error:
+                absent.append(f"{server.name}: {error}")
+                server.stop()
+                servers.remove(server)
+        for streams in args.levels:
+            for repeat in range(args.repeats):
+                for server in servers:
+                    figures = await load_level(server, streams, args.requests, args.tokens, seed=repeat)
+                    rows.append({"server": server.name, "streams": streams, "repeat": repeat, **figures})
+                    print(f"{streams:3} streams  {server.name:16} {figures['tokens_per_s']:8.0f} tokens/s", flush=True)
+    finally:
+        for server in servers:
+            server.stop()
+    return {"rows": rows, "absent": absent}
+
+
+def show(record: dict) -> None:
+    """Medians over the repeats."""
+    names = list(dict.fromkeys(row["server"] for row in record["rows"]))
+    print(f"\n{'streams':>7}  {'server':16} {'tokens/s':>9} {'TTFT p50/p95 ms':>18} {'per token p50/p95 ms':>22}")
+    for streams in dict.fromkeys(row["streams"] for row in record["rows"]):
+        for name in names:
+            rows = [row for row in record["rows"] if row["server"] == name and row["streams"] == streams]
+
+            def median(*path: str, rows: list = rows) -> float:
+                values = []
+                for row in rows:
+                    for key in path:
+                        row = row[key]
+                    values.append(row)
+                return statistics.median(values)
+
+            ttft = f"{median('ttft_s', 'p50') * 1e3:.1f} / {median('ttft_s', 'p95') * 1e3:.1f}"
+            token = f"{median('per_token_s', 'p50') * 1e3:.2f} / {median('per_token_s', 'p95') * 1e3:.2f}"
+            print(f"{streams:7}  {name:16} {median('tokens_per_s'):9.0f} {ttft:>18} {token:>22}")
+    for reason in record["absent"]:
+        print(f"left out: {reason}")
+
+
+async def prefill(args: argparse.Namespace, folder: Path) -> dict[str, object]:
+    """Times between events of running streams: alone, and while a long prompt is processed."""
+    server = nextn_server(args.checkpoint.resolve(), "-k", str(args.drafts))
+    server.start(folder)
+    try:
+        await server.ready(args.start_s)
+        await asyncio.sleep(args.settle_s)
+        (long_prompt,) = prompts_of(1, args.prompt_chars)
+        short = prompts_of(args.streams, 100)
+        before = await asyncio.gather(*(server.stream(prompt, args.tokens) for prompt in short))
+        streams = [asyncio.create_task(server.stream(prompt, args.tokens)) for prompt in short]
+        await asyncio.sleep(0.2)
+        started = time.perf_counter()
+        long_answer = await server.stream(long_prompt, 1)
+        prefill_s = time.perf_counter() - started
+        during = await asyncio.gather(*streams)
+    finally:
+        server.stop()
+    gaps = [gap for answer in during for gap in answer.gaps]
+    median = statistics.median(gaps)
+    record = {
+        "prompt_chars": args.prompt_chars, "prefill_s": prefill_s, "long_ttft_s": long_answer.times[0],
+        "alone_gap_s": spread([gap for answer in before for gap in answer.gaps]), "gap_s": spread(gaps),
+        "p95_to_median": spread(gaps)["p95"] / median, "longest_gap_s": max(gaps),
+    }  # fmt: skip
+    print(json.dumps(record, indent=1))
+    return record
+
+
+def resident(process: subprocess.Popen) -> float:
+    """Resident memory in MB."""
+    for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) / 1024
+    raise AssertionError("no VmRSS")
+
+
+async def soak(args: argparse.Namespace, folder: Path) -> dict[str, object]:
+    """Random arrivals, lengths, cancellations and bad requests; every complete greedy answer against a reference."""
+    server = nextn_server(args.checkpoint.resolve(), "-k", str(args.drafts), "--cache-gb", "0.5")
+    server.start(folder)
+    draw, counts = random.Random(args.seed), dict.fromkeys(("right", "wrong", "cancelled", "refused", "failed"), 0)
+    memory: list[tuple[float, float]] = []
+    prompts = [prompt[: draw.randrange(5, 900)] for prompt in prompts_of(60, 900, args.seed)]
+    try:
+        await server.ready(args.start_s)
+        reference = {
+            (prompt, k): (await server.stream(prompt, 160, num_speculative_tokens=0)).text
+            for prompt in prompts for k in (None,)
+        }  # fmt: skip
+
+        async def good() -> None:
+            prompt, tokens = draw.choice(prompts), draw.randrange(1, 160)
+            more = draw.choice([{}, {"num_speculative_tokens": 0}, {"num_speculative_tokens": 3}])
+            try:
+                if draw.random() < 0.2:
+                    await asyncio.wait_for(server.stream(prompt, tokens, **more), draw.random() * 0.2)
+                answer = await server.stream(prompt, tokens, **more)
+                is_right = reference[prompt, None].startswith(answer.text) and len(answer.times) > 0
+                counts["right" if is_right else "wrong"] += 1
+            except TimeoutError:
+                counts["cancelled"] += 1
+            except ValueError as error:
+                counts["refused" if "429" in str(error) else "failed"] += 1
+
+        async def bad() -> None:
+            more = draw.choice([
+                {"temperature": "hot"}, {"max_tokens": -1}, {"model": "none"}, {"logprobs": 10**9}, {"prompt": None},
+                {"prompt": "x" * 200_000}, {"stop": [""] * 9}, {"num_speculative_tokens": 1000},
+            ])  # fmt: skip
+            try:
+                await server.stream("x", 4, **more)
+                counts["wrong"] += 1
+            except ValueError as error:
+                counts["refused" if "status b'4" in str(error) else "failed"] += 1
+
+        ends, tasks = time.monotonic() + 60 * args.minutes, set()
+        next_look = 0.0
+        while time.monotonic() < ends:
+            task = asyncio.create_task(good() if draw.random() < 0.85 else bad())
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            await asyncio.sleep(draw.expovariate(args.rate))
+            while len(tasks) > 40:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if time.monotonic() > next_look:
+                next_look = time.monotonic() + 10
+                memory.append((args.minutes * 60 - (ends - time.monotonic()), resident(server.process)))
+        await asyncio.gather(*tasks)
+        health = await get(server, "/health")
+    finally:
+        server.stop()
+    settled = [size for second, size in memory if second > args.minutes * 60 / 4]
+    record = {
+        "minutes": args.minutes, "counts": counts, "memory_mb": memory, "exit": server.process.returncode,
+        "memory_first_quarter_end_to_last": [settled[0], settled[-1], settled[-1] / settled[0] - 1],
+        "running_after": health.get("num_running"), "waiting_after": health.get("num_waiting"),
+    }  # fmt: skip
+    print(json.dumps({key: value for key, value in record.items() if key != "memory_mb"}, indent=1))
+    return record
+
+
+async def get(server: Server, path: str) -> dict:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nConnection: close\r\n\r\n".encode())
+    data = await reader.read()
+    writer.close()
+    return json.loads(data.partition(b"\r\n\r\n")[2])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("checkpoint", type=Path)
+    shared.add_argument("--drafts", type=int, default=4, help="K")
+    shared.add_argument("--out", type=Path)
+    shared.add_argument("--logs", type=Path, default=Path("runs/serve-logs"))
+    shared.add_argument("--start-s", type=float, default=600, help="time limit of a server's start")
+    shared.add_argument("--settle-s", type=float, default=20, help="idle time before the measurement, for warm-up")
+    one = commands.add_parser("load", parents=[shared])
+    one.add_argument("--levels", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="streams at once")
+    one.add_argument("--requests", type=int, default=3, help="per stream")
+    one.add_argument("--tokens", type=int, default=160)
+    one.add_argument("--repeats", type=int, default=3)
+    one.add_argument("--slots", type=int, default=16)
+    one.add_argument("--context", type=int, default=1024, help="of llama.cpp and vLLM, per sequence")
+    one.add_argument("--threads", type=int, default=os.cpu_count())
+    one.add_argument("--only", nargs="*", default=[], help="nextn, llama.cpp, vllm")
+    two = commands.add_parser("prefill", parents=[shared])
+    two.add_argument("--prompt-chars", type=int, default=4000)
+    two.add_argument("--streams", type=int, default=2)
+    two.add_argument("--tokens", type=int, default=3000)
+    three = commands.add_parser("soak", parents=[shared])
+    three.add_argument("--minutes", type=float, default=60)
+    three.add_argument("--rate", type=float, default=8, help="arrivals per second")
+    three.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    args.logs.mkdir(parents=True, exist_ok=True)
+    run = {"load": load, "prefill": prefill, "soak": soak}[args.command]
+    record = asyncio.run(run(args, args.logs))
+    if args.command == "load":
+        show(record)
+    if args.out is not None:
+        whole = {"date": date.today().isoformat(), "machine": processor_name(), "cores": os.cpu_count()}
+        whole |= {"command": sys.argv[1:], args.command: record}
+        args.out.write_text(json.dumps(whole, indent=1, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()
