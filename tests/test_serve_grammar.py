@@ -279,7 +279,8 @@ def _nested(depth):
     [
         (Regex("a" * 65_537), "regular expression has 65,537 characters; expected at most 65,536"),
         (json_schema(_nested(32)), "nested more than 32 levels deep"),
-        (json_schema({"enum": list(range(1_001))}), "array of 1,001 members; expected <= 1,000"),
+        (json_schema({"enum": list(range(1_001))}), "array of 1,001 items; expected at most 1,000"),
+        (json_schema({"properties": {str(n): {} for n in range(251)}}), "object of 251 members; expected at most 250"),
         (json_schema({"allOf": [_alternatives(prefix) for prefix in "abcdefgh"]}), "schema too large"),
     ],
 )
@@ -291,6 +292,16 @@ def test_limits(spec, message):
 def test_what_is_within_the_limits():
     BYTES.compile(json_schema(_nested(31)))
     BYTES.compile(json_schema({"enum": list(range(1_000))}))
+    names = [f"property {n}" for n in range(250)]
+    optional = {"type": "object", "properties": {name: {"type": "integer"} for name in names}}
+    assert EOS in next_ids(state_of(json_schema(optional), json.dumps(dict.fromkeys(names, 1))))
+
+
+def test_a_regular_expression_that_is_too_complex():
+    """It compiles; what becomes too much is found while the text grows, and each step before that is bounded."""
+    state = BYTES.compile(Regex("(.*a.{200}){20}"))()
+    with pytest.raises(ConfigError, match="the grammar became too complex to follow: lexer error"):
+        state.allowed(tuple(random.Random(0).choices(b"abc", k=3_000)))
 
 
 def test_whitespace_is_bounded():

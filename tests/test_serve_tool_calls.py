@@ -13,6 +13,7 @@ from nextn.serve.tool_calls import (
     MessageParser,
     Tool,
     ToolCall,
+    joined_deltas,
     parse_message,
     reasoning_is_open,
     tool_syntax,
@@ -133,19 +134,11 @@ def calls_of(delta):
     return [(call.name, json.loads(call.arguments)) for call in delta.tool_calls]
 
 
-def joined(deltas):
-    return MessageDelta(
-        "".join(delta.content for delta in deltas),
-        "".join(delta.reasoning for delta in deltas),
-        tuple(call for delta in deltas for call in delta.tool_calls),
-    )
-
-
 def in_pieces(make, text, cuts):
     one = make()
     edges = [0, *cuts, len(text)]
     deltas = [one.push(text[begin:end]) for begin, end in itertools.pairwise(edges)]
-    return joined([*deltas, one.finish()])
+    return joined_deltas([*deltas, one.finish()])
 
 
 def same_however_cut(make, text):
@@ -250,7 +243,7 @@ def test_long_arguments_take_linear_time():
     text = hermes(("now", {"text": "x" * 40_000}))
     one = parser("hermes")
     deltas = [one.push(character) for character in text]
-    assert calls_of(joined(deltas)) == [("now", {"text": "x" * 40_000})]
+    assert calls_of(joined_deltas(deltas)) == [("now", {"text": "x" * 40_000})]
 
 
 @pytest.mark.parametrize("write", XML, ids=lambda write: write.__name__)

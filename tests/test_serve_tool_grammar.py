@@ -102,6 +102,14 @@ def test_one_call_of_one_tool(syntax):
         assert [call.name for call in delta.tool_calls] == ["now"]
 
 
+@pytest.mark.parametrize("syntax", SYNTAXES)
+def test_a_tool_without_a_schema_has_no_arguments(syntax):
+    tokenizer, tool = tokenizer_of(syntax, special=False), Tool("now", {})
+    text = walk(tokenizer, tool_call_grammar(tokenizer, SYNTAXES[syntax], (tool,), parallel=False), 0)
+    (call,) = parse_message(MessageParser(SYNTAXES[syntax], (tool,)), text).tool_calls
+    assert call.arguments == "{}"
+
+
 def test_the_number_of_calls_is_bounded():
     tokenizer = tokenizer_of("hermes", special=False)
     state = GrammarCompiler(tokenizer, 258).compile(tool_call_grammar(tokenizer, SYNTAXES["hermes"], (NOW,)))()
@@ -126,7 +134,7 @@ def test_a_mark_that_is_a_special_token_is_that_token():
         ((Tool('a"b', {}),), "tool name 'a\"b'; expected letters"),
         ((Tool("", {}),), "tool name ''"),
         ((Tool("a", {"properties": [1]}),), "expected `properties` to be an object"),
-        ((Tool("a", {"properties": {"x": {"enum": [*range(1_001)]}}}),), "array of 1,001 members"),
+        ((Tool("a", {"properties": {"x": {"enum": [*range(1_001)]}}}),), "array of 1,001 items"),
         ((Tool("a", {"properties": {"x>y": {}}}),), "parameter 'x>y'; expected letters"),
     ],
 )

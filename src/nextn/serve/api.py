@@ -267,8 +267,8 @@ class Api:
         return {
             "model": self.options.served_name,
             "version": __version__,
-            "max_model_len": self.options.max_model_len,
             "chat": self.model.tokenizer is not None and bool(self.model.tokenizer.chat_template),
+            "max_model_len": self.options.max_model_len,
             "num_running": stats.num_running,
             "num_waiting": stats.num_waiting,
             "cache": {"positions": stats.cache_positions, "max_positions": stats.max_cache_positions},

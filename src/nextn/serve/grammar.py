@@ -9,7 +9,7 @@ adds limits on the schema itself, because the time to compile grows with the squ
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from nextn.errors import ConfigError
 from nextn.serve.request import GrammarState
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
 # A model may emit whitespace between any two JSON tokens; without a bound, small models emit nothing else.
@@ -59,7 +59,8 @@ class GrammarLimits:
 
     max_chars: int = 65_536  # of the schema, pattern or grammar
     max_depth: int = 32  # nested objects and arrays of a schema
-    max_members: int = 1_000  # of one object or array of a schema
+    max_items: int = 1_000  # of one array of a schema, such as an enum
+    max_properties: int = 250  # members of one object of a schema
     max_cached: int = 64  # compiled grammars that are kept, least recently used first to go
 
 
@@ -116,10 +117,10 @@ class GrammarCompiler:
                 self._cache.popitem(last=False)
 
     def _compile(self, spec: GrammarSpec) -> "LLMatcher":
-        from llguidance import LLMatcher, LLParserLimits
+        from llguidance import LLMatcher
 
         grammar = _grammar_text(spec, self._limits)
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_parser_limits())
         if matcher.is_error():
             raise ConfigError(f"{_title(spec)} cannot be used: {_reason(matcher)}")
         # Some errors, such as a $ref to itself, appear only with the first mask.
@@ -148,24 +149,27 @@ class _MatcherState:
 
     def __init__(self, matcher: "LLMatcher", after_end: Tensor) -> None:
         self._matcher, self._after_end, self._has_ended = matcher, after_end, False
+        self._masks: dict[tuple[int, ...], Tensor] = {}  # by the drafts since the last token that was emitted
 
     def allowed(self, drafts: tuple[int, ...]) -> list[Tensor]:
-        masks, num_consumed, has_ended = [self._mask()], 0, self._has_ended
-        for draft in drafts:
+        masks, num_consumed = [self._mask(())], 0
+        has_ended = self._has_ended
+        for count, draft in enumerate(drafts, start=1):
             if not (0 <= draft < len(masks[-1]) and masks[-1][draft]):
                 break
-            if has_ended or self._after_end[draft]:
-                has_ended = True
+            has_ended = has_ended or bool(self._after_end[draft])
+            if has_ended:
                 masks.append(self._after_end)
                 continue
             self._consume(draft)
             num_consumed += 1
-            masks.append(self._mask())
+            masks.append(self._mask(drafts[:count]))
         if num_consumed:
             self._matcher.rollback(num_consumed)
         return masks
 
     def advance(self, tokens: tuple[int, ...]) -> None:
+        self._masks = {}
         for token in tokens:
             if self._after_end[token] and (self._has_ended or self._matcher.is_accepting()):
                 self._has_ended = True
@@ -177,14 +181,17 @@ class _MatcherState:
             reason = _reason(self._matcher) or "the text has ended"
             raise ConfigError(f"token {token} does not follow the grammar: {reason}")
 
-    def _mask(self) -> Tensor:
+    def _mask(self, drafts: tuple[int, ...]) -> Tensor:
+        """The mask after these drafts, which the matcher has consumed."""
         if self._has_ended:
             return self._after_end
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        if self._matcher.is_error():
-            raise ConfigError(f"the grammar became too complex to follow: {_reason(self._matcher)}")
-        unpacked = np.unpackbits(bits, count=len(self._after_end), bitorder="little")
-        return torch.from_numpy(unpacked.view(np.bool_))
+        if drafts not in self._masks:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            if self._matcher.is_error():
+                raise ConfigError(f"the grammar became too complex to follow: {_reason(self._matcher)}")
+            unpacked = np.unpackbits(bits, count=len(self._after_end), bitorder="little")
+            self._masks[drafts] = torch.from_numpy(unpacked.view(np.bool_))
+        return self._masks[drafts]
 
 
 def json_schema(schema: object) -> JsonSchema:
@@ -216,6 +223,16 @@ def _read_tokenizer(tokenizer: "PreTrainedTokenizerBase", vocab_size: int, eos: 
         ) from error
 
 
+def _parser_limits() -> "LLParserLimits":
+    """Tighter for regular expressions: with the defaults, one mask of a hostile one takes up to 1.3 s.
+
+    More items per step: 250 optional properties and a vocabulary of 152,000 need more than the default of 50,000.
+    """
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(step_lexer_fuel=50_000, max_lexer_states=50_000, step_max_items=400_000, verbose_errors=False)
+
+
 def _grammar_text(spec: GrammarSpec, limits: GrammarLimits) -> str:
     from llguidance import LLMatcher
 
@@ -234,23 +251,18 @@ def _grammar_text(spec: GrammarSpec, limits: GrammarLimits) -> str:
 
 def check_schema_size(schema: object, limits: GrammarLimits) -> None:
     """Raise ConfigError for a schema that is nested too deep, or has too many members in one place."""
-    for depth, size in _containers(schema):
-        if depth > limits.max_depth:
-            raise ConfigError(f"JSON schema is nested more than {limits.max_depth} levels deep")
-        if size > limits.max_members:
-            raise ConfigError(
-                f"JSON schema has an object or array of {size:,} members; expected <= {limits.max_members:,}"
-            )
-
-
-def _containers(value: object) -> Iterator[tuple[int, int]]:
-    """Depth and size of each object and array."""
-    stack = [(1, value)]
+    stack = [(1, schema)]
     while stack:
         depth, value = stack.pop()
-        if isinstance(value, dict | list):
-            yield depth, len(value)
-            stack += ((depth + 1, inner) for inner in (value.values() if isinstance(value, dict) else value))
+        if not isinstance(value, dict | list):
+            continue
+        if depth > limits.max_depth:
+            raise ConfigError(f"JSON schema is nested more than {limits.max_depth} levels deep")
+        most = limits.max_properties if isinstance(value, dict) else limits.max_items
+        if len(value) > most:
+            kind = "object of {} members" if isinstance(value, dict) else "array of {} items"
+            raise ConfigError(f"JSON schema has an {kind.format(f'{len(value):,}')}; expected at most {most:,}")
+        stack += ((depth + 1, inner) for inner in (value.values() if isinstance(value, dict) else value))
 
 
 def _title(spec: GrammarSpec) -> str:

@@ -315,12 +315,18 @@ class MessageParser:
         return MessageDelta("".join(texts), reasoning, calls)
 
 
+def joined_deltas(deltas: Sequence[MessageDelta]) -> MessageDelta:
+    """Return what consecutive deltas add together."""
+    return MessageDelta(
+        "".join(delta.content for delta in deltas),
+        "".join(delta.reasoning for delta in deltas),
+        tuple(call for delta in deltas for call in delta.tool_calls),
+    )
+
+
 def parse_message(parser: MessageParser, text: str) -> MessageDelta:
     """Parse a whole answer with a new parser."""
-    first, rest = parser.push(text), parser.finish()
-    return MessageDelta(
-        first.content + rest.content, first.reasoning + rest.reasoning, first.tool_calls + rest.tool_calls
-    )
+    return joined_deltas([parser.push(text), parser.finish()])
 
 
 def reasoning_is_open(prompt: str) -> bool:

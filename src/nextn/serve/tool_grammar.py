@@ -81,6 +81,11 @@ class _Rules:
         return f"{name} {mark[mark.index('<[') :]}"
 
 
+def _arguments(tool: Tool) -> Mapping[str, object]:
+    """The schema of the arguments, which are an object; no schema means no arguments."""
+    return {"type": "object", **(tool.parameters or {"additionalProperties": False})}
+
+
 def _calls(rules: _Rules, calls: Sequence[str], separator: str, parallel: bool) -> str:
     """One call, or several with a separator."""
     call = rules.add(" | ".join(calls))
@@ -89,7 +94,7 @@ def _calls(rules: _Rules, calls: Sequence[str], separator: str, parallel: bool) 
 
 def _json_call(rules: _Rules, tool: Tool, key: str = "arguments") -> str:
     head = rules.literal(f'{{"name": {json.dumps(tool.name)}, "{key}": ')
-    return rules.add(f'{head} {rules.value(tool.parameters)} "}}"')
+    return rules.add(f'{head} {rules.value(_arguments(tool))} "}}"')
 
 
 def _hermes(rules: _Rules, tools: Sequence[Tool], parallel: bool) -> Lark:
@@ -107,7 +112,7 @@ def _mistral(rules: _Rules, tools: Sequence[Tool], parallel: bool) -> Lark:
     begin = rules.literal("[TOOL_CALLS]")
     if rules.literal("[ARGS]") != '"[ARGS]"':
         heads = [rules.literal(f"[TOOL_CALLS]{tool.name}[ARGS]") for tool in tools]
-        calls = [f"{head} {rules.value(tool.parameters)}" for head, tool in zip(heads, tools, strict=True)]
+        calls = [f"{head} {rules.value(_arguments(tool))}" for head, tool in zip(heads, tools, strict=True)]
         return rules.grammar(_calls(rules, calls, "", parallel))
     calls = [_json_call(rules, tool) for tool in tools]
     return rules.grammar(f'{begin} " [" {_calls(rules, calls, rules.literal(", "), parallel)} "]"')
@@ -117,7 +122,7 @@ def _deepseek(rules: _Rules, tools: Sequence[Tool], parallel: bool) -> Lark:
     """The syntax of V3.1."""
     end = rules.literal("<｜tool▁call▁end｜>")
     heads = [rules.literal(f"<｜tool▁call▁begin｜>{tool.name}<｜tool▁sep｜>") for tool in tools]
-    calls = [f"{head} {rules.value(tool.parameters)} {end}" for head, tool in zip(heads, tools, strict=True)]
+    calls = [f"{head} {rules.value(_arguments(tool))} {end}" for head, tool in zip(heads, tools, strict=True)]
     begin, last = rules.literal("<｜tool▁calls▁begin｜>"), rules.literal("<｜tool▁calls▁end｜>")
     return rules.grammar(f"{begin} {_calls(rules, calls, '', parallel)} {last}")
 
