@@ -2,7 +2,6 @@
 
 import os
 import re
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
     from nextn.model.model import Model
     from nextn.serve.options import ServerOptions
 
+_DEFAULT_K = 4
+
 
 def serve(
     model: ModelName,
@@ -38,7 +39,9 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="Name of the model in requests. Default: the folder's name, or the hub id.")
     ] = None,
-    num_speculative_tokens: Annotated[int, typer.Option(*K_NAMES, help="Most draft tokens per round.")] = 4,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(*K_NAMES, help=f"Most draft tokens per round. Default: {_DEFAULT_K}.")
+    ] = None,
     fixed_k: Annotated[
         bool, typer.Option("--fixed-k", help="Always draft -k tokens, also where fewer are faster.")
     ] = False,
@@ -73,6 +76,9 @@ def serve(
             "--print", help="Print the command that serves this model in vllm, sglang or llama.cpp, and exit."
         ),
     ] = None,
+    advice: Annotated[
+        Path | None, typer.Option(help="With --print and without -k: record of `nextn advise --out`, whose K is used.")
+    ] = None,
     exact_head: ExactHead = False,
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
@@ -83,14 +89,15 @@ def serve(
 ) -> None:
     """Serve a model with an OpenAI-compatible API and a chat page, until Ctrl-C or SIGTERM."""
     if print_engine is not None:
-        _print_command(print_engine, model)
+        source = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
+        _print_command(print_engine, source, num_speculative_tokens, advice)
         return
     _check_extra()
     from nextn.serve.http_server import HttpServer, listen
     from nextn.serve.launch import allowed_hosts, reference_rates
     from nextn.serve.options import ServerOptions
 
-    drafts = 0 if no_mtp else num_speculative_tokens
+    drafts = 0 if no_mtp else _DEFAULT_K if num_speculative_tokens is None else num_speculative_tokens
     key, rates = _key(api_key_env), reference_rates(reference) if reference is not None else ()
     model_options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
     model_options.check()
@@ -133,10 +140,14 @@ def _check_extra() -> None:
         raise ConfigError(f"the server needs {', '.join(missing)}: pip install 'nextn[serve]'")
 
 
-def _print_command(engine: str, model: str) -> None:
-    if find_spec("nextn.serve.engine_commands") is None:
-        raise ConfigError(f"--print {engine}: not part of this installation")
-    echo(import_module("nextn.serve.engine_commands").print_command(engine, model))
+def _print_command(engine: str, model: ModelOptions, drafts: int | None, advice: Path | None) -> None:
+    from nextn.checkpoint.checkpoint import Checkpoint
+    from nextn.serve.engine_commands import advised_drafts, as_script, engine_commands
+
+    checkpoint = Checkpoint.open(model.source, **model.hub)
+    if drafts is None and advice is not None:
+        drafts = advised_drafts(advice)
+    echo(as_script(engine_commands(checkpoint, engine, num_speculative_tokens=drafts, revision=model.revision)))
 
 
 def _default_name(source: str) -> str:
