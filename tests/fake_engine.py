@@ -295,9 +295,10 @@ class Handler(BaseHTTPRequestHandler):
             person, call = person.replace('"red"', '"red" "red"'), call[:-3]
         if hot and "misfit" in faults:
             person, call = person.replace("36", '"36"'), call.replace("celsius", "kelvin")
-        if "cut" in faults:
+        is_cut = "cut" in faults or ("wordy" in faults and body["max_tokens"] < 300)
+        if is_cut:
             person = person[:20]
-        choice = {"finish_reason": "length" if "cut" in faults else "stop", "message": {"content": person}}
+        choice = {"finish_reason": "length" if is_cut else "stop", "message": {"content": person}}
         if "tools" in body:
             named = {"function": {"name": "weather", "arguments": call}}
             choice["message"] = {"content": None, "tool_calls": [named]}

@@ -217,6 +217,39 @@ def test_plain_decoding_by_request(server):
     document = json.loads(server.post("/v1/completions", body)[2])
     assert document["metrics"]["spec_decode"]["num_drafts"] == 0
     assert document["metrics"]["spec_decode"]["mean_acceptance_length"] is None
+    # vLLM's form of a request without drafts; load generators refuse null there.
+    assert document["metrics"]["speculative_decoding"] == {
+        "mean_acceptance_length": 1.0,
+        "draft_acceptance_rate": 0.0,
+        "acceptance_histogram": [0],
+        "num_draft_tokens": 0,
+        "num_spec_steps": 0,
+        "num_accepted_draft_tokens": 0,
+        "num_spec_tokens": 0,
+    }
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_min_tokens(client, temperature):
+    """No stop token before them: without, this text ends at its first `r`."""
+    stops = [ord("r"), 2**31 - 1]  # one beyond the vocabulary does nothing
+    options = {"model": "tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": temperature, "seed": 3}
+
+    def generated(**extra):
+        answer = client.completions.create(
+            **options, extra_body={"stop_token_ids": stops, "return_token_ids": True, **extra}
+        )
+        return answer.choices[0]
+
+    free = generated()
+    assert free.finish_reason == "stop"
+    first = len(free.token_ids)
+    assert free.token_ids[-1] == ord("r")
+    longer = generated(min_tokens=first + 4)
+    assert ord("r") not in longer.token_ids[: first + 4]
+    assert longer.token_ids[: first - 1] == free.token_ids[:-1]
+    assert len(longer.token_ids) > first + 4
+    assert longer.token_ids == generated(min_tokens=first + 4, num_speculative_tokens=0).token_ids
 
 
 def test_our_own_client_reads_answers_and_metrics(server):
@@ -233,6 +266,13 @@ def test_our_own_client_reads_answers_and_metrics(server):
     assert list(counters.per_position) == document["metrics"]["spec_decode"]["num_accepted_tokens_per_pos"]
     assert "nextn:spec_decode_num_drafts_total" in endpoint.metrics()
     endpoint.close()
+
+
+def test_the_responses_api_is_refused(client):
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.responses.create(model="tiny", input="hi")
+    assert caught.value.body["code"] == "not_found"
+    assert "/v1/chat/completions" in caught.value.body["message"]
 
 
 def test_several_byte_characters_arrive_whole(scripted_client):

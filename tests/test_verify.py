@@ -162,7 +162,7 @@ UNTOLD = [
     ("no-forms", "json-schema", "not supported: "),
     ("no-forms", "tool-calls", "guided decoding is not supported"),
     ("ignores-forms", "json-schema", "the engine ignores the request"),
-    ("cut", "json-schema", "all 4 answers were truncated at 200 tokens"),
+    ("cut", "json-schema", "all 4 answers were truncated at 300 tokens"),
     ("http-503", "greedy", "the engine refuses: "),
 ]
 # fmt: on
@@ -173,6 +173,10 @@ def test_what_cannot_be_told(run, fault, name, words):
     """Neither passed nor failed: an engine that cannot do it is not one that does it wrongly."""
     found = run(fault, names=[name], alone=True)[name]
     assert (found.outcome, words in found.evidence) == ("unclear", True), found.evidence
+
+
+def test_truncated_json_is_asked_for_again(run):
+    assert run("wordy", names=["json-schema"], alone=True)["json-schema"].outcome == "passed"
 
 
 def test_texts_alone(run):

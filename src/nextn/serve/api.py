@@ -51,6 +51,7 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
+_NO_ROUTE = "there is no such route; chat and completions are at /v1/chat/completions and /v1/completions"
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -333,7 +334,7 @@ async def _on_nextn_error(request: Request, error: Exception) -> Response:
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-    what = {404: "there is no such route", 405: "the route has other methods"}.get(error.status_code, error.detail)
+    what = {404: _NO_ROUTE, 405: "the route has other methods"}.get(error.status_code, error.detail)
     shown = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {what}", code=code)
     response = _response(shown)
     response.headers.update(error.headers or {})

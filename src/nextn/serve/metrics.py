@@ -128,7 +128,7 @@ def request_metrics(rounds: Sequence[SequenceRound]) -> dict[str, object]:
     """Return a request's acceptance, as `metrics` of its answer.
 
     `spec_decode` has the names of the Prometheus series; `speculative_decoding` is what vLLM writes with
-    --per-request-spec-decode-metrics, for tools that read it.
+    --per-request-spec-decode-metrics, for tools that read it: 1, 0 and [0] of a request without drafts.
     """
     drafted = [one for one in rounds if one.drafts]
     depth = max((len(one.drafts) for one in drafted), default=0)
@@ -141,10 +141,11 @@ def request_metrics(rounds: Sequence[SequenceRound]) -> dict[str, object]:
         "acceptance_histogram": histogram,
         "num_draft_tokens": num_draft_tokens,
     }
+    undrafted = {"mean_acceptance_length": 1.0, "draft_acceptance_rate": 0.0, "acceptance_histogram": [0]}
     own = {
         "num_drafts": len(drafted),
         "num_accepted_tokens": num_accepted,
         "num_accepted_tokens_per_pos": [sum(one.num_accepted > at for one in drafted) for at in range(depth)],
     }
     vllm = {"num_spec_steps": len(drafted), "num_accepted_draft_tokens": num_accepted, "num_spec_tokens": depth}
-    return {"spec_decode": shared | own, "speculative_decoding": shared | vllm}
+    return {"spec_decode": shared | own, "speculative_decoding": shared | vllm | ({} if drafted else undrafted)}

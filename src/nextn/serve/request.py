@@ -30,6 +30,7 @@ class GenerationRequest:
     prompt: tuple[int, ...]
     sampling: Sampling = field(default_factory=Sampling)  # temperature 0: greedy
     max_tokens: int = 256
+    min_tokens: int = 0  # none of stop_token_ids before these
     num_speculative_tokens: int | None = None  # K; None: the engine's choice, 0: plain decoding
     stop_token_ids: tuple[int, ...] = ()  # they end the sequence, the tokenizer's EOS included
     stop: tuple[str, ...] = ()  # strings that end the text, which ends before them

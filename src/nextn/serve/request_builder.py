@@ -112,6 +112,7 @@ class RequestBuilder:
         grammar = None
         if body.response_format is not None or isinstance(body, ChatRequest):
             grammar = await self.run(lambda: self.structured.grammar(body))
+        self._check_min_tokens(body, max_tokens, is_free=grammar is None and not body.stops)
         # Without a seed, each request has random numbers of its own.
         seed = secrets.randbelow(_SEEDS) if body.seed is None else body.seed
         return [
@@ -119,6 +120,7 @@ class RequestBuilder:
                 tuple(prompt),
                 sampling=self._sampling(body),
                 max_tokens=min(max_tokens, self._options.max_model_len - len(prompt)),
+                min_tokens=body.min_tokens,
                 num_speculative_tokens=self._num_drafts(body),
                 stop_token_ids=(() if body.ignore_eos else self._eos) + tuple(body.stop_token_ids),
                 stop=self._stops(body),
@@ -179,6 +181,15 @@ class RequestBuilder:
             )
             raise ApiError(400, message, field, "context_length_exceeded")
         self._check_token(max(prompt), vocab_size, field)
+
+    def _check_min_tokens(self, body: GenerationFields, max_tokens: int, *, is_free: bool) -> None:
+        """A grammar or a stop string may leave a text no way to go on."""
+        if body.min_tokens > max_tokens:
+            message = f"min_tokens: {body.min_tokens}; expected at most max_tokens, {max_tokens}"
+            raise ApiError(400, message, "min_tokens", "invalid_value")
+        if body.min_tokens and not is_free:
+            message = "min_tokens is not supported with stop, response_format or forced tool calls; leave it out"
+            raise ApiError(400, message, "min_tokens", "unsupported_parameter")
 
     def _check_token(self, token: int, vocab_size: int, field: str) -> None:
         if not 0 <= token < vocab_size:

@@ -24,7 +24,7 @@ IGNORED = frozenset(
 # Fields that are not supported, with the value that turns them off.
 OFF: Mapping[str, object] = {
     "allowed_token_ids": [], "bad_words": [], "best_of": 1, "echo": False, "include_stop_str_in_output": False,
-    "length_penalty": 1, "min_tokens": 0, "modalities": ["text"], "prompt_logprobs": 0, "reasoning_effort": "none",
+    "length_penalty": 1, "modalities": ["text"], "prompt_logprobs": 0, "reasoning_effort": "none",
     "skip_special_tokens": False, "suffix": "", "truncate_prompt_tokens": 0, "use_beam_search": False,
 }  # fmt: skip
 
@@ -86,6 +86,7 @@ class GenerationFields(RequestModel):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict, max_length=1024)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    min_tokens: int = Field(0, ge=0, lt=2**31)
     stop: str | list[str] = Field(default_factory=list)
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=128)
     ignore_eos: bool = False

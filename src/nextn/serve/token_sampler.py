@@ -42,7 +42,8 @@ class TokenSampler:
     @staticmethod
     def _changes(request: GenerationRequest) -> bool:
         penalties = request.presence_penalty or request.frequency_penalty or request.sampling.needs_seen
-        return bool(penalties or request.logit_bias or request.grammar is not None)
+        has_min = request.min_tokens and request.stop_token_ids
+        return bool(penalties or request.logit_bias or request.grammar is not None or has_min)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Move past emitted tokens."""
@@ -65,7 +66,7 @@ class TokenSampler:
         return self._length + len(drafted)
 
     def scores(self, logits: Tensor, drafted: Sequence[int]) -> Tensor:
-        """Apply penalties, bias and grammar to the logits [V] after the drafted tokens.
+        """Apply penalties, bias, grammar and `min_tokens` to the logits [V] after the drafted tokens.
 
         The repetition penalty applies to the prompt's tokens, too, as in vLLM.
         """
@@ -86,6 +87,8 @@ class TokenSampler:
             scores[self._bias_ids] += self._bias
         if (mask := self._mask(tuple(drafted))) is not None:
             scores[~mask] = -inf
+        if self.position(drafted) < request.min_tokens:
+            scores[[token for token in request.stop_token_ids if token < len(scores)]] = -inf
         return scores
 
     def _advance_grammar(self, grammar: GrammarState, tokens: tuple[int, ...]) -> None:

@@ -13,6 +13,7 @@ from nextn.verify.session import CheckResult, VerifySession
 FaultOf = Callable[[EngineAnswer], str | None]  # None: truncated, so inconclusive; "": valid; else what is wrong
 _LIMITS = (1, 2, 3, 5, 8)
 _JSON_TOKENS = 200  # enough for a small JSON object
+_MORE_JSON_TOKENS = 1000  # if none was complete: byte-level tokenizers, and models that write much whitespace
 _ROUNDS = "a round emits several tokens: apply limits, stop strings and grammars after each of them"
 
 SCHEMA: dict[str, object] = {
@@ -129,6 +130,10 @@ def tool_calls(session: VerifySession) -> CheckResult:
 def _constrained(session: VerifySession, name: str, requests: list[EngineRequest], fault_of: FaultOf) -> CheckResult:
     try:
         faults = _faults(session.target, requests, fault_of)
+        if all(fault is None for fault in faults):
+            limit = min(_MORE_JSON_TOKENS, (session.target.served.context or 4096) // 2)  # prompts are short
+            requests = [replace(request, max_tokens=limit) for request in requests]
+            faults = _faults(session.target, requests, fault_of)
     except EngineError as error:
         if not is_refusal(error):
             raise
@@ -138,7 +143,8 @@ def _constrained(session: VerifySession, name: str, requests: list[EngineRequest
     evidence = f"{len(complete) - len(wrong)} of {len(complete)} valid"
     evidence += f", {num_truncated} truncated by max_tokens" if num_truncated else ""
     if not complete:
-        return CheckResult(name, "unclear", f"all {num_truncated} answers were truncated at {_JSON_TOKENS} tokens")
+        limit = requests[0].max_tokens
+        return CheckResult(name, "unclear", f"all {num_truncated} answers were truncated at {limit} tokens")
     if not wrong:
         return CheckResult(name, "passed", evidence)
     evidence += f": {'; '.join(dict.fromkeys(wrong[:3]))}"
