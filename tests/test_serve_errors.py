@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from chats import chatty
-from http_serving import error_of, serving
+from http_serving import error_of, serving, wait_for
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scripted_engine import ScriptedEngine
@@ -349,4 +349,5 @@ def test_a_generation_that_takes_too_long(model):
     with serving(engine, model, request_s=0.1) as server:
         status, error = error_of(server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 250}))
         assert (status, error["code"]) == (504, "request_timeout")
-        assert not engine.running or engine.cancelled
+        wait_for(lambda: not engine.running)
+        assert engine.cancelled == 1
