@@ -91,9 +91,10 @@ def test_a_second_interrupt_ends_answers_at_once(model):
         assert events(client.result()[2])[-1]["error"]["code"] == "server_stopping"
 
 
-def test_an_engine_that_hangs_does_not_keep_streams_open(model):
+def test_an_engine_that_hangs_does_not_keep_streams_open(model, monkeypatch):
     """The engine is in a long pass and hears nothing; clients get their error after the grace time all the same."""
     engine = ScriptedEngine()
+    monkeypatch.setattr("nextn.serve.api._CLOSE_S", 0.2)
     hang = threading.Event()
     engine.submit = lambda request, emit: type("Deaf", (), {"cancel": lambda self: None})()
     engine.close = lambda *, grace_s: hang.wait(20)
