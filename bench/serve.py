@@ -76,7 +76,7 @@ class Server:
             if self.process.poll() is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
-    async def stream(self, prompt: str, tokens: int, **more: object) -> "Streamed":
+    async def stream(self, prompt: str, tokens: int, /, **more: object) -> "Streamed":
         """Run one streamed completion."""
         body = json.dumps(
             {

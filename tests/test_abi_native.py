@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import time
 import weakref
 from pathlib import Path
 
@@ -119,6 +120,26 @@ def test_a_barrier_between_calls(library, threads):
         assert program.add("all_came", [stamps, missed], [late + 1])
     program.run()
     assert missed.tolist() == [0] * threads
+
+
+def test_one_worker_runs_alone_while_another_is_not_scheduled(library):
+    """Where the caller mostly waits, the next runs are its own; after a while all workers take part again."""
+    runtime = Runtime(library, 2)
+    stamps = torch.zeros(2, dtype=torch.int64)
+
+    def run(late, stamp):
+        program = Program(runtime)
+        assert program.add("come_late", [stamps], [late, stamp])
+        program.run()
+        return stamps.tolist()
+
+    assert run(late=1, stamp=1) == [1, 1]  # the caller waited for 20 ms
+    assert run(late=-1, stamp=2) == [2, 1]
+    time.sleep(0.2)
+    assert run(late=-1, stamp=3) == [3, 3]
+    runtime = Runtime(library, 2)
+    assert run(late=0, stamp=4) == [4, 4]  # the caller itself was slow: it would be no faster alone
+    assert run(late=-1, stamp=5) == [5, 5]
 
 
 @pytest.mark.parametrize(("threads", "shards"), [(2, 2), (2, 4), (4, 4), (2, 3), (3, 4), (4, 2)])

@@ -11,7 +11,7 @@ SMALL = torch.tensor([0.5, 0.2, 0.0, 0.15, 0.1, 0.05])
 
 
 def counts(probs, *, seed=3):
-    tokens = torch.tensor([sample_coupled(probs, seed, position) for position in range(NUM)])
+    tokens = torch.tensor(sample_coupled(probs.expand(NUM, -1), [seed] * NUM, range(NUM)))
     return tokens.bincount(minlength=len(probs))
 
 
@@ -23,7 +23,7 @@ def chi_square(found, probs):
     return float(value + ((rest[0] - rest[1]) ** 2 / rest[1] if rest[1] >= 5 else 0)), int(likely.sum())
 
 
-@pytest.mark.parametrize("racers", [256, 3, 1], ids=lambda num: f"{num} racers")
+@pytest.mark.parametrize("racers", [512, 3, 1], ids=lambda num: f"{num} racers")
 def test_tokens_follow_the_distribution(monkeypatch, racers):
     """With few racers, most samples come from the tokens that do not race one by one."""
     monkeypatch.setattr(coupled_sampling, "_RACERS", racers)
@@ -39,14 +39,15 @@ def test_large_vocabulary():
     found = counts(probs)
     value, bins = chi_square(found, probs)
     assert value < bins + 4 * (2 * bins) ** 0.5
-    racing = probs.topk(256).indices
+    racing = probs.topk(512).indices
     assert abs(float(found[racing].sum()) / NUM - float(probs[racing].sum())) < 0.03
 
 
 def test_agreement_is_that_of_the_paper():
     """P(a = b) = sum_i 1 / sum_j max(p_j / p_i, q_j / q_i); without a common seed it would be sum p q."""
     p, q = SMALL, torch.tensor([0.3, 0.35, 0.1, 0.1, 0.05, 0.1])
-    agree = sum(sample_coupled(p, 7, i) == sample_coupled(q, 7, i) for i in range(NUM)) / NUM
+    sampled = (sample_coupled(probs.expand(NUM, -1), [7] * NUM, range(NUM)) for probs in (p, q))
+    agree = sum(a == b for a, b in zip(*sampled, strict=True)) / NUM
     pairs = [(i, torch.maximum(p / p[i], q / q[i]).sum()) for i in range(6) if p[i] > 0]
     expected = float(sum(1 / total for _, total in pairs))
     distance = 1 - float(torch.minimum(p, q).sum())
@@ -57,8 +58,9 @@ def test_agreement_is_that_of_the_paper():
 def test_seeds_and_positions_are_independent():
     """Equal arguments give equal tokens; neighbors in seed or position do not move together."""
     half = torch.tensor([0.5, 0.5])
-    flips = torch.tensor([[sample_coupled(half, seed, position) for position in range(60)] for seed in range(60)])
-    assert flips.tolist() == [[sample_coupled(half, seed, position) for position in range(60)] for seed in range(60)]
+    flips = torch.tensor([sample_coupled(half.expand(60, -1), [seed] * 60, range(60)) for seed in range(60)])
+    alone = [[sample_coupled(half[None], [seed], [position])[0] for position in range(60)] for seed in range(60)]
+    assert flips.tolist() == alone
     signs = flips.double() * 2 - 1
     assert abs(float(signs.mean())) < 0.07
     for first, second in ((signs[1:], signs[:-1]), (signs[:, 1:], signs[:, :-1])):

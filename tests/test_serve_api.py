@@ -1,5 +1,6 @@
 """The API of `nextn serve`, as the `openai` client uses it: a real engine on a tiny model, and a scripted one."""
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,9 @@ from nextn.engines.client import Budget
 from nextn.engines.driver import counters_in_answers
 from nextn.engines.endpoint import Endpoint
 from nextn.model.model import Model
+from nextn.serve.api import create_app
 from nextn.serve.engine import EngineOptions, ServingEngine
+from nextn.serve.options import ServerOptions
 from nextn.settings import Settings
 
 TINY = Path(nextn.__file__).parent / "assets" / "tiny"
@@ -136,7 +139,7 @@ def test_stop_token_ends_the_text(client, text):
 
 def test_the_same_seed_gives_the_same_text(client):
     def texts(seed, n=2):
-        answer = client.completions.create(model="tiny", prompt="class ", n=n, max_tokens=24, temperature=1, seed=seed)
+        answer = client.completions.create(model="tiny", prompt="class ", n=n, max_tokens=9, temperature=1, seed=seed)
         return [choice.text for choice in answer.choices]
 
     first = texts(5)
@@ -358,6 +361,29 @@ def test_a_client_that_leaves_cancels_its_generation(model):
                     assert connection.recv(1000)
             wait_for(lambda: not engine.running)
         assert engine.cancelled == 4
+
+
+@pytest.mark.parametrize("sends_body", [True, False])
+def test_a_client_that_leaves_at_once(model, sends_body, caplog):
+    """Before its stream has begun, and in the middle of its body: no generation is left, and no fault is logged."""
+    engine = ScriptedEngine(round_s=0.02)
+    app = create_app(engine, model, ServerOptions("tiny", 100_000))
+    body = json.dumps({"prompt": "x", "max_tokens": 90_000, "stream": True}).encode()
+    arriving = [{"type": "http.request", "body": body, "more_body": not sends_body}]
+
+    async def receive():
+        return arriving.pop() if arriving else {"type": "http.disconnect"}
+
+    async def send(message):
+        await asyncio.sleep(0.1)  # as where the connection is slow
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions"}
+    scope |= {"query_string": b"", "headers": headers, "asgi": {"spec_version": "2.3"}, "http_version": "1.1"}
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), 10))
+    assert len(engine.requests) == sends_body
+    wait_for(lambda: not engine.running)
+    assert not caplog.records
 
 
 def test_a_stopped_openai_stream_cancels(model):

@@ -265,6 +265,12 @@ def test_any_http(server, head):
         assert 400 <= error_of(answer)[0] < 500
 
 
+def test_a_fault_of_ours_is_in_the_log(server, caplog):
+    """With its traceback, which the client does not get."""
+    assert server.post(COMPLETIONS, {"prompt": [0, 0, 1]})[0] == 500
+    assert "secret: a bug in the engine" in caplog.text
+
+
 def test_the_queue_is_full(model):
     engine = ScriptedEngine(max_running=2, round_s=0.01)
     with serving(engine, model) as server:

@@ -11,8 +11,14 @@ from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import pytest
+from http_serving import serving
 from page_server import PAGE, RECORD, TEXT, PageServer
 
+from nextn.checkpoint.checkpoint import SHIPPED
+from nextn.decoding.generate import generate
+from nextn.model.model import Model
+from nextn.serve.engine import EngineOptions, ServingEngine
+from nextn.settings import Settings
 from nextn.stats.acceptance import Acceptance
 from nextn.stats.speedup import Costs, Spread, expected_length, expected_speedup
 
@@ -121,14 +127,15 @@ def open_page(chromium, server):
     """open_page(**context) -> a view of the page; requests elsewhere and anything in the console fail the test."""
     views, events = [], []
 
-    def opened(*, quiet=True, **context):
+    def opened(url=None, *, quiet=True, **context):
+        url = url or server.url
         view = chromium.new_context(**context).new_page()
         view.set_default_timeout(10_000)
         if quiet:
             view.on("console", lambda message: events.append(f"{message.type}: {message.text}"))
         view.on("pageerror", lambda error: events.append(f"error: {error}"))
-        view.on("request", lambda one: one.url.startswith((server.url, "data:")) or events.append(one.url))
-        view.goto(server.url)
+        view.on("request", lambda one: one.url.startswith((url, "data:")) or events.append(one.url))
+        view.goto(url)
         view.locator("#status[data-state=online]").wait_for()
         views.append(view)
         return view
@@ -188,7 +195,7 @@ def test_an_answer_streams_with_its_rounds(open_page, server):
     view.keyboard.type("    pass")
     view.press("#prompt", "Enter")
     tokens = view.locator(".tokens")
-    view.locator(".tokens .t").nth(20).wait_for()
+    view.locator(".tokens .t").nth(20).wait_for(state="attached")
     assert len(tokens.inner_text()) < len(TEXT)
     assert view.locator("#stop").is_visible()
     view.locator("article > footer:not(:empty)").wait_for()
@@ -226,6 +233,20 @@ def test_figures_are_those_of_the_package(open_page, server):
 
 
 @browser_test
+def test_reference_stands_in_for_depths_that_were_not_drafted(open_page, server):
+    """Before the first answer, and beyond the K of the answers."""
+    view = open_page()
+    costs = Costs(1, 0, tuple(Spread(v, v, v, 1) for v in RECORD["cost_curve"]), Spread(*[RECORD["draft_cost"]] * 3, 1))
+    shown = view.locator("#speedup tr td:last-child")
+    assert shown.nth(2).inner_text() == f"{expected_speedup(costs, server.reference, 2):.2f}"
+    one = {"tokens": [1, 2], "texts": ["a", "b"], "drafts": [1], "draft_texts": ["a"], "num_accepted": 1}
+    server.events = [("ab", [one])] * 10
+    ask(view)
+    assert shown.nth(2).inner_text() == f"{expected_speedup(costs, [1.0, *server.reference[1:]], 2):.2f}"
+    assert "from 10 rounds, beyond depth 1 from the reference" in view.locator("#speedup-note").inner_text()
+
+
+@browser_test
 def test_speed_is_tokens_by_time_of_arrival(open_page, server):
     server.delay = 0.01
     view = open_page()
@@ -260,7 +281,7 @@ def test_stop_keeps_what_came(open_page, server, by):
     view = open_page()
     view.fill("#prompt", "one")
     view.press("#prompt", "Enter")
-    view.locator(".tokens .t").nth(5).wait_for()
+    view.locator(".tokens .t").nth(5).wait_for(state="attached")
     view.click("#stop") if by == "button" else view.keyboard.press("Escape")
     assert "stopped" in view.locator("article > footer").inner_text()
     came = shown_text(view)
@@ -320,7 +341,7 @@ def test_page_reconnects_and_asks_again(open_page, server):
     server.start()
     view.locator("#status[data-state=online]").wait_for()
     alert.get_by_role("button", name="Try again").click()
-    view.locator("article > footer", has_text="ended at max tokens").wait_for()
+    view.locator("article > footer", has_text="token limit reached").wait_for()
     assert view.locator("article").count() == 1
     assert shown_text(view) == TEXT
     assert [turn["role"] for turn in server.requests[-1][1]["messages"]] == ["user"]
@@ -454,6 +475,19 @@ def test_rejected_drafts_are_shown_on_hover_and_on_demand(open_page):
 
 
 @browser_test
+def test_a_tap_shows_the_round(open_page):
+    view = open_page(**PHONE)
+    ask(view)
+    view.locator(".tokens .replaced").first.tap()
+    assert "replaced by" in view.locator("#tip").inner_text()
+    box = view.locator("#tip").bounding_box()
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= 360
+    view.locator(".user").tap()
+    assert not view.locator("#tip").is_visible()
+
+
+@browser_test
 def test_keyboard_alone_is_enough(open_page, server):
     view = open_page()
     assert view.evaluate("document.activeElement.id") == "prompt"
@@ -576,3 +610,54 @@ def test_reduced_motion_is_respected(open_page, server):
     view.press("#prompt", "Enter")
     view.locator(".caret").wait_for()
     assert view.locator(".caret").evaluate("e => getComputedStyle(e, '::after').animationName") == "none"
+
+
+# With the real server.
+
+
+@pytest.fixture(scope="module")
+def real():
+    """The server with the checkpoint in the package; it has no chat template."""
+    model = Model.load(SHIPPED)
+    options = EngineOptions("torch", max_num_seqs=2, max_model_len=256, num_speculative_tokens=4, warmup=False)
+    with serving(ServingEngine(model, options), model) as running:
+        yield SimpleNamespace(url=f"{running.url}/", model=model)
+
+
+@browser_test
+def test_answers_of_the_real_server(open_page, real):
+    """Text, rounds and figures are those of the library; with MTP off, the text is the same."""
+    expected = generate(real.model, [PROMPT], Settings(drafts=4, max_tokens=100), backend="torch")[0]
+    view = open_page(real.url)
+    view.locator("#k").fill("4")
+    view.fill("#max-tokens", "100")
+    view.check("#compare")
+    ask(view, ends=2)
+    assert shown_text(view, 0) == shown_text(view, 1) == expected.text
+    assert "Both texts are the same." in view.locator(".outcome").inner_text()
+    assert figure(view, "length") == f"{expected.acceptance.length:.2f}"
+    assert figure(view, "num-rounds") == str(expected.acceptance.num_rounds)
+    assert kinds(view, 1) == {"prefill": 1, "plain": 99}
+
+
+@browser_test
+def test_stop_reaches_the_real_server(open_page, real):
+    view = open_page(real.url)
+    view.fill("#max-tokens", "240")
+    view.fill("#temperature", "1")
+    view.fill("#prompt", "def f(")
+    view.press("#prompt", "Enter")
+    view.locator(".tokens .t").nth(3).wait_for(state="attached")
+    view.keyboard.press("Escape")
+    assert "stopped" in view.locator("article > footer").inner_text()
+    view.wait_for_timeout(200)
+    ask(view, "x = 1")
+    assert shown_text(view, 1)
+    view.locator("#running", has_text="0").wait_for()
+
+
+@browser_test
+def test_errors_of_the_real_server(open_page, real):
+    view = open_page(real.url, quiet=False)
+    ask(view, "x" * 2000)
+    assert "maximum context length is 256 tokens" in view.get_by_role("alert").inner_text()

@@ -126,7 +126,7 @@ def test_the_command_stops_by_signal():
             line = process.stdout.readline()
             assert line.startswith("tiny at http://127.0.0.1:"), process.stderr.read()
             port = int(line.split(":")[2].split()[0])
-            body = b'{"prompt": "def add(", "max_tokens": 400, "temperature": 0, "stream": true}'
+            body = b'{"prompt": "def add(", "max_tokens": 100, "temperature": 0, "stream": true}'
             head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost:{port}\r\nContent-Type: application/json\r\n"
             with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
                 connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)

@@ -7,17 +7,8 @@ import random
 import pytest
 
 from nextn.errors import ConfigError
-from nextn.serve.tool_calls import (
-    SYNTAXES,
-    MessageDelta,
-    MessageParser,
-    Tool,
-    ToolCall,
-    joined_deltas,
-    parse_message,
-    reasoning_is_open,
-    tool_syntax,
-)
+from nextn.serve.message_parser import MessageDelta, MessageParser, joined_deltas, parse_message, reasoning_is_open
+from nextn.serve.tool_calls import SYNTAXES, Tool, ToolCall, tool_syntax
 
 TOOLS = (
     Tool(

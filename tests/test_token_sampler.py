@@ -5,7 +5,7 @@ import torch
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from nextn.serve.request import GenerationRequest
-from nextn.serve.token_sampler import TokenSampler
+from nextn.serve.token_sampler import TokenSampler, choose_tokens, verify_drafts
 from nextn.settings import Sampling
 
 VOCAB = 40
@@ -59,12 +59,12 @@ def test_a_round_equals_single_steps(temperature):
     rows = logits(6)
     single, expected = TokenSampler(request(**options)), []
     for row in rows:
-        expected.append(single.choose(row, ()))
+        expected.append(choose_tokens([single], [row], [()])[0])
         single.advance(expected[-1:])
     for right in range(6):
         sampler = TokenSampler(request(**options))
         drafts = [*expected[:right], *([(expected[right] + 2) % VOCAB] if right < 5 else [])]
-        assert sampler.verify(rows, drafts) == (min(right, 5), expected[min(right, 5)])
+        assert verify_drafts([sampler], [rows], [drafts])[0] == (min(right, 5), expected[min(right, 5)])
 
 
 def test_penalties_and_bias():
@@ -78,7 +78,7 @@ def test_penalties_and_bias():
         )
     )
     sampler.advance([5, 5, 6])
-    found = sampler._scores(row, (6,))
+    found = sampler.scores(row, (6,))
     processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.5)])
     expected = processors(torch.tensor([[1, 2, 3, 5, 5, 6, 6]]), row[None].clone())[0]
     expected[5] -= 0.5 + 2 * 0.25
@@ -91,17 +91,33 @@ def test_grammar_masks_drafts_too():
     sampler = TokenSampler(request(grammar=OnlyEven))
     rows = logits(3)
     rows[:, 10] = 50.0
-    assert sampler.choose(rows[0], ()) == 10
-    assert sampler.choose(rows[1], (10,)) == 20
+    assert choose_tokens([sampler], [rows[0]], [()])[0] == 10
+    assert choose_tokens([sampler], [rows[1]], [(10,)])[0] == 20
     sampler.advance([10])
-    assert sampler.choose(rows[1], ()) == 20
+    assert choose_tokens([sampler], [rows[1]], [()])[0] == 20
 
 
 def test_logprobs_are_those_of_the_unmodified_logits():
     row = logits(1)[0]
     sampler = TokenSampler(request(logprobs=3, logit_bias={4: 30.0}))
-    found = sampler.logprob(row, sampler.choose(row, ()))
+    found = sampler.logprob(row, choose_tokens([sampler], [row], [()])[0])
     expected = row.log_softmax(-1)
     assert found.token == 4
     assert found.logprob == pytest.approx(float(expected[4]), rel=1e-5)
     assert [token for token, _ in found.top] == expected.topk(3).indices.tolist()
+
+
+def test_sequences_together_choose_what_they_choose_alone():
+    """Parameters in any mixture, sequences at different positions, and one that has a grammar."""
+    options = [
+        {}, {"sampling": Sampling(temperature=0.8)}, {"sampling": Sampling(temperature=0.8)}, {"grammar": OnlyEven},
+        {"sampling": Sampling(temperature=1.2, top_p=0.7)}, {"sampling": Sampling(temperature=1.2, top_p=0.7)},
+        {"sampling": Sampling(temperature=0.8), "presence_penalty": 0.5},
+    ]  # fmt: skip
+    rows, drafted = logits(len(options)), [(1, 2)[: index % 3] for index in range(len(options))]
+    drafted[3] = ()
+    samplers = [TokenSampler(request(seed=index, **each)) for index, each in enumerate(options)]
+    together = choose_tokens(samplers, rows, drafted)
+    assert together == [
+        choose_tokens([each], [row], [prefix])[0] for each, row, prefix in zip(samplers, rows, drafted, strict=True)
+    ]

@@ -41,7 +41,7 @@ _PANELS: dict[str, dict[Callable[..., None], str]] = {
     "Train": {train: "reference/training", answer: "reference/training"},
     "Decode": {
         generate: "reference/settings",
-        chat: "reference/settings",
+        chat: "tutorials/chat-in-the-browser",
         serve: "reference/server",
         bench: "reference/bench",
         advise: "reference/bench",

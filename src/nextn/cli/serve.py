@@ -106,18 +106,16 @@ def serve(
         from nextn.serve.api import create_app
         from nextn.serve.engine import EngineOptions, ServingEngine
 
-        engine = ServingEngine(
-            loaded,
-            EngineOptions(
-                backend=backend,
-                max_num_seqs=max_num_seqs,
-                max_queue=max_queue,
-                max_model_len=max_model_len,
-                cache_gb=cache_gb,
-                num_speculative_tokens=drafts,
-                adaptive=not fixed_k,
-            ),
+        engine_options = EngineOptions(
+            backend=backend,
+            max_num_seqs=max_num_seqs,
+            max_queue=max_queue,
+            max_model_len=max_model_len,
+            cache_gb=cache_gb,
+            num_speculative_tokens=drafts,
+            adaptive=not fixed_k,
         )
+        engine = ServingEngine(loaded, engine_options)
         options = ServerOptions(
             served_name=served_model_name or _default_name(model),
             max_model_len=engine.max_model_len,

@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib.resources import files
 
@@ -17,6 +17,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from nextn import __version__
 from nextn.engines.json_values import loads
@@ -178,7 +180,10 @@ class Api:
         """Read and check the body. Raises ApiError."""
         if self.is_stopping:
             raise server_stopping()
-        raw = await request.body()
+        try:
+            raw = await request.body()
+        except ClientDisconnect as error:
+            raise ApiError(400, "the body is incomplete", code="invalid_request") from error
         try:
             document = loads(raw.decode())
         except ValueError as error:  # also invalid UTF-8
@@ -199,8 +204,7 @@ class Api:
         group = GenerationGroup(self.engine, self.metrics)
         group.submit(requests)
         if answer.body.stream:
-            events = self._events(group, answer)
-            return StreamingResponse(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
+            return _EventStream(self._events(group, answer), self._running(group))
         return await self._whole(request, group, answer)
 
     async def _whole(self, request: Request, group: GenerationGroup, answer: Answer) -> Response:
@@ -218,20 +222,19 @@ class Api:
                 leaving.cancel()
 
     async def _events(self, group: GenerationGroup, answer: Answer) -> AsyncIterator[bytes]:
-        """Yield server-sent events. The stream's task is cancelled when the client goes away."""
-        with self._running(group):
-            try:
-                if first := answer.first_events():
-                    yield _sse(first)
-                async for batch in group.batches():
-                    events = [answer.event(index, chunk) for index, chunk in batch]
-                    if data := _sse(event for event in events if event is not None):
-                        yield data
-                if (last := answer.last_event()) is not None:
-                    yield _sse([last])
-            except ApiError as error:
-                yield _sse([error.document()])
-            yield b"data: [DONE]\n\n"
+        """Yield server-sent events."""
+        try:
+            if first := answer.first_events():
+                yield _sse(first)
+            async for batch in group.batches():
+                events = [answer.event(index, chunk) for index, chunk in batch]
+                if data := _sse(event for event in events if event is not None):
+                    yield data
+            if (last := answer.last_event()) is not None:
+                yield _sse([last])
+        except ApiError as error:
+            yield _sse([error.document()])
+        yield b"data: [DONE]\n\n"
 
     @contextmanager
     def _running(self, group: GenerationGroup) -> Iterator[None]:
@@ -264,8 +267,8 @@ class Api:
         return {
             "model": self.options.served_name,
             "version": __version__,
-            "max_model_len": self.options.max_model_len,
             "chat": self.model.tokenizer is not None and bool(self.model.tokenizer.chat_template),
+            "max_model_len": self.options.max_model_len,
             "num_running": stats.num_running,
             "num_waiting": stats.num_waiting,
             "cache": {"positions": stats.cache_positions, "max_positions": stats.max_cache_positions},
@@ -279,6 +282,18 @@ class Api:
             "draft_cost": stats.draft_cost,
             "reference": list(reference) or None,
         }
+
+
+class _EventStream(StreamingResponse):
+    """A stream inside a context that is left whatever happens to it, also if the client goes before the first event."""
+
+    def __init__(self, events: AsyncIterator[bytes], context: AbstractContextManager[None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
+        self._context = context
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._context:
+            await super().__call__(scope, receive, send)
 
 
 async def _collect(group: GenerationGroup, answer: Answer) -> Json:

@@ -91,18 +91,17 @@ def limited_protocol(limits: ConnectionLimits) -> type[H11Protocol]:
             self._read_timer = None
             if self.transport.is_closing():
                 return
-            if self.cycle is None or not self.cycle.response_started:
-                if self.cycle is not None:  # the application waits for the body
-                    self.cycle.disconnected = True
-                    self.cycle.message_event.set()
-                self._answer(
-                    ApiError(408, f"the request did not arrive within {limits.read_s:g} s", code="request_timeout")
-                )
-            else:
+            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                message = f"the request did not arrive within {limits.read_s:g} s"
+                self._answer(ApiError(408, message, code="request_timeout"))
+            else:  # it has been answered, and its body is still arriving
                 self.transport.close()
 
         def _answer(self, error: ApiError) -> None:
             """Write an error without the application, and close the connection."""
+            if not self._is_idle():  # the application waits for the body, and hears that the client is gone
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
             body = error.body()
             headers = [
                 ("content-type", "application/json"),

@@ -13,7 +13,7 @@ from nextn.decoding.generate import TextStream
 from nextn.runtime.native.rounds import NativeRounds
 from nextn.runtime.protocol import DecodingHead, DecodingTrunk
 from nextn.serve.request import GenerationChunk, GenerationRequest, TokenLogprob
-from nextn.serve.token_sampler import TokenSampler
+from nextn.serve.token_sampler import TokenSampler, choose_tokens, verify_drafts
 from nextn.settings import Settings
 from nextn.speculative.draft_policy import DraftLength, RoundPlan
 from nextn.speculative.sampling import Prediction, Uniforms
@@ -52,17 +52,14 @@ class ServedSequence(BatchSequence):
             sampler=TokenSampler(request),
         )
 
-    def verify(self, logits: Tensor, drafts: Sequence[int]) -> tuple[int, int]:
-        """As `TokenSampler.verify`; log probabilities are kept until the round is emitted."""
-        num_accepted, token = self.sampler.verify(logits, drafts)
-        emitted = [*drafts[:num_accepted], token]
+    def accept(self, logits: Tensor, emitted: Sequence[int]) -> None:
+        """Move past the tokens of a round; log probabilities are kept until it is emitted."""
         if self.request.logprobs is not None:
-            self.logprobs += [self.sampler.logprob(logits[depth], each) for depth, each in enumerate(emitted)]
+            self.logprobs += [self.sampler.logprob(row, token) for row, token in zip(logits, emitted, strict=False)]
         self.sampler.advance(emitted)
         if self.sampler.failure:
             self.flush("error", self.sampler.failure)
             self.is_cancelled = True
-        return num_accepted, token
 
     def flush(self, finish: str | None, error: str = "") -> None:
         """Emit what the rounds since the last call have added."""
@@ -140,8 +137,12 @@ class ServedBatch(Batch):
     def _verify(self, predicted: Prediction, drafted: DraftResult) -> list[tuple[int, int]]:
         if self.is_plain:
             return super()._verify(predicted, drafted)
-        rows = zip(self.sequences, predicted.logits, drafted.drafts, strict=True)
-        return [sequence.verify(logits, drafts) for sequence, logits, drafts in rows]
+        samplers = [sequence.sampler for sequence in self.sequences]
+        verification = verify_drafts(samplers, predicted.logits, drafted.drafts)
+        rows = zip(self.sequences, predicted.logits, drafted.drafts, verification, strict=True)
+        for sequence, logits, drafts, (num_accepted, token) in rows:
+            sequence.accept(logits, [*drafts[:num_accepted], token])
+        return verification
 
     def _native_rounds(self) -> NativeRounds | None:
         return super()._native_rounds() if self.is_plain else None
@@ -164,8 +165,8 @@ class CoupledDrafter(Drafter):
     def sample_drafts(
         self, prediction: Prediction, seen: Tensor | None, uniforms: Tensor | None
     ) -> tuple[Tensor | None, list[int]]:
-        rows = zip(self._sequences(), prediction.logits, self._drafted, strict=True)
-        tokens = [sequence.sampler.choose(logits, drafted) for sequence, logits, drafted in rows]
+        samplers = [sequence.sampler for sequence in self._sequences()]
+        tokens = choose_tokens(samplers, prediction.logits, self._drafted)
         for drafted, token in zip(self._drafted, tokens, strict=True):
             drafted.append(token)
         return None, tokens

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nextn.errors import ConfigError
 from nextn.serve.request import GenerationRequest, GrammarState, TokenLogprob
+from nextn.settings import Sampling
 from nextn.speculative.coupled_sampling import sample_coupled
 from nextn.speculative.sampling import to_probs
 
@@ -21,9 +22,10 @@ class TokenSampler:
     """Chooses the tokens of one sequence."""
 
     def __init__(self, request: GenerationRequest) -> None:
-        self._request = request
-        self._sampling = replace(request.sampling, repetition_penalty=1.0)
+        self.request = request
+        self.sampling = replace(request.sampling, repetition_penalty=1.0)
         self._grammar = None if request.grammar is None else request.grammar()
+        self._changes_scores = self._changes(request)
         self._masks: dict[tuple[int, ...], Tensor | None] = {}  # by drafts, of the current position
         self.failure = ""  # why the grammar can no longer be followed
         self._generated: Counter[int] = Counter()
@@ -32,31 +34,15 @@ class TokenSampler:
         self._bias_ids = torch.tensor(list(request.logit_bias), dtype=torch.int64)
         self._bias = torch.tensor(list(request.logit_bias.values()), dtype=torch.float32)
 
-    @staticmethod
-    def is_plain(request: GenerationRequest) -> bool:
+    @classmethod
+    def is_plain(cls, request: GenerationRequest) -> bool:
         """Return whether the rule is the argmax of the logits as they are, and nothing else is asked of them."""
-        return (
-            request.sampling.greedy
-            and not request.sampling.needs_seen
-            and not (request.presence_penalty or request.frequency_penalty or request.logit_bias)
-            and request.grammar is None
-            and request.logprobs is None
-        )
+        return request.sampling.greedy and request.logprobs is None and not cls._changes(request)
 
-    def verify(self, logits: Tensor, drafts: Sequence[int]) -> tuple[int, int]:
-        """Return (number of accepted drafts, next token), from the trunk's logits [K + 1, V] or more rows."""
-        for depth in range(len(drafts) + 1):
-            token = self.choose(logits[depth], drafts[:depth])
-            if depth == len(drafts) or token != drafts[depth]:
-                return depth, token
-        raise AssertionError
-
-    def choose(self, logits: Tensor, drafted: Sequence[int]) -> int:
-        """Choose the token after the drafted ones, from its logits [V]."""
-        scores = self._scores(logits, drafted)
-        if self._sampling.greedy:
-            return int(scores.argmax())
-        return sample_coupled(to_probs(scores, self._sampling), self._request.seed, self._length + len(drafted))
+    @staticmethod
+    def _changes(request: GenerationRequest) -> bool:
+        penalties = request.presence_penalty or request.frequency_penalty or request.sampling.needs_seen
+        return bool(penalties or request.logit_bias or request.grammar is not None)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Move past emitted tokens."""
@@ -69,14 +55,24 @@ class TokenSampler:
     def logprob(self, logits: Tensor, token: int) -> TokenLogprob:
         """Return the log probability of a token under the unmodified logits [V], and the requested alternatives."""
         logprobs = logits.float().log_softmax(-1)
-        count = min(self._request.logprobs or 0, len(logprobs))
+        count = min(self.request.logprobs or 0, len(logprobs))
         values, ids = logprobs.topk(count)
         top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
         return TokenLogprob(token, float(logprobs[token]), top)
 
-    def _scores(self, logits: Tensor, drafted: Sequence[int]) -> Tensor:
-        """Apply penalties, bias and grammar. The repetition penalty applies to the prompt's tokens, too, as in vLLM."""
-        request, scores = self._request, logits.to(torch.float32, copy=True)
+    def position(self, drafted: Sequence[int]) -> int:
+        """Return the index of the token after the drafted ones within the generated text."""
+        return self._length + len(drafted)
+
+    def scores(self, logits: Tensor, drafted: Sequence[int]) -> Tensor:
+        """Apply penalties, bias and grammar to the logits [V] after the drafted tokens.
+
+        The repetition penalty applies to the prompt's tokens, too, as in vLLM.
+        """
+        request = self.request
+        if not self._changes_scores:
+            return logits
+        scores = logits.to(torch.float32, copy=True)
         generated = self._generated + Counter(drafted) if drafted else self._generated
         new = torch.tensor(list(generated), dtype=torch.int64)
         if (penalty := request.sampling.repetition_penalty) != 1:
@@ -114,3 +110,49 @@ class TokenSampler:
                 return None
             self._masks[drafted] = masks[len(drafted)] if len(masks) > len(drafted) else None
         return self._masks[drafted]
+
+
+def choose_tokens(
+    samplers: Sequence[TokenSampler], logits: Tensor | Sequence[Tensor], drafted: Sequence[Sequence[int]]
+) -> list[int]:
+    """Choose the next token of each sequence, after its drafted ones, from its logits [V].
+
+    Rows with equal parameters are sampled together; what a row gets does not depend on the others.
+    """
+    rows_of: dict[Sampling, list[int]] = {}
+    for row, sampler in enumerate(samplers):
+        rows_of.setdefault(sampler.sampling, []).append(row)
+    tokens = [0] * len(samplers)
+    for sampling, rows in rows_of.items():
+        scores = torch.stack([samplers[row].scores(logits[row], drafted[row]).float() for row in rows])
+        if sampling.greedy:
+            chosen = scores.argmax(-1).tolist()
+        else:
+            # Not together where sums would be over as many tokens as the row with the most needs.
+            parts = [scores] if sampling.top_p == 1 else scores.split(1)
+            probs = torch.cat([to_probs(part, sampling) for part in parts])
+            seeds = [samplers[row].request.seed for row in rows]
+            chosen = sample_coupled(probs, seeds, [samplers[row].position(drafted[row]) for row in rows])
+        for row, token in zip(rows, chosen, strict=True):
+            tokens[row] = token
+    return tokens
+
+
+def verify_drafts(
+    samplers: Sequence[TokenSampler], logits: Tensor | Sequence[Tensor], drafts: Sequence[Sequence[int]]
+) -> list[tuple[int, int]]:
+    """Return (number of accepted drafts, next token) of each sequence, from the trunk's logits [K + 1, V] of each."""
+    results: dict[int, tuple[int, int]] = {}
+    depth, open_rows = 0, list(range(len(samplers)))
+    while open_rows:
+        tokens = choose_tokens(
+            [samplers[row] for row in open_rows],
+            [logits[row][depth] for row in open_rows],
+            [drafts[row][:depth] for row in open_rows],
+        )
+        for row, token in zip(open_rows, tokens, strict=True):
+            if len(drafts[row]) == depth or token != drafts[row][depth]:
+                results[row] = depth, token
+        open_rows = [row for row in open_rows if row not in results]
+        depth += 1
+    return [results[row] for row in range(len(samplers))]

@@ -10,6 +10,8 @@ Only the most likely tokens race one by one. All others together are one more co
 times with rates p_i is exponential with rate sum p_i; if they win, one of them is sampled in proportion to p_i.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,45 +19,55 @@ from torch import Tensor
 
 from nextn.speculative.sampling import sample_at
 
-_RACERS = 256  # tokens that race one by one
+_RACERS = 512  # tokens that race one by one
 _GOLDEN, _MIX_1, _MIX_2 = (np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _REST, _WITHIN_REST = np.uint64(2**63), np.uint64(2**63 + 1)  # no token ids
 
 
-def sample_coupled(probs: Tensor, seed: int, position: int) -> int:
-    """Sample from probs [V] with the random numbers of a position; equal for equal arguments.
+def sample_coupled(probs: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
+    """Sample one token per row; a row's token depends on nothing but the row, its seed and its position.
 
     Args:
-        probs: [V] float32, on any device.
-        seed: Of the sequence.
-        position: Index of the token within the generated text.
+        probs: [N, V] float32, on any device.
+        seeds: Of the sequence that each row belongs to.
+        positions: Of each row, the index of its token within the generated text.
     """
-    weights, tokens = probs.topk(min(_RACERS, len(probs)))
-    racers = tokens.cpu().numpy().astype(np.uint64)
-    rates = weights.double().cpu().numpy()
+    keys = _keys(seeds, positions)
+    weights, tokens = probs.topk(min(_RACERS, probs.shape[-1]))
+    racers = tokens.cpu().numpy()
     with np.errstate(divide="ignore"):
-        times = -np.log(_uniforms(seed, position, racers)) / rates  # infinite where the rate is 0
-    best = int(times.argmin())
-    if len(racers) < len(probs):
-        rest = probs.scatter(0, tokens, 0.0)
-        rate = float(rest.sum(dtype=torch.float64))
-        u_time, u_token = _uniforms(seed, position, np.array([_REST, _WITHIN_REST]))
-        if rate > 0 and -np.log(u_time) / rate < times[best]:
-            u = torch.tensor(min(float(u_token), 1 - 2**-24), dtype=torch.float32, device=probs.device)
-            return int(sample_at(rest, u))
-    return int(racers[best])
+        times = (
+            -np.log(_uniforms(keys, racers.astype(np.uint64))) / weights.double().cpu().numpy()
+        )  # infinite at rate 0
+    best = times.argmin(-1)
+    rows = np.arange(len(best))
+    winners: list[int] = racers[rows, best].tolist()
+    if racers.shape[-1] < probs.shape[-1]:
+        rest = probs.scatter(-1, tokens, 0.0)
+        rates = rest.sum(-1, dtype=torch.float64).cpu().numpy()
+        u_times, u_tokens = _uniforms(keys, np.array([[_REST, _WITHIN_REST]])).T
+        with np.errstate(divide="ignore"):
+            is_beaten = -np.log(u_times) / rates < times[rows, best]
+        for row in np.flatnonzero(is_beaten):
+            u = torch.tensor(min(float(u_tokens[row]), 1 - 2**-24), dtype=torch.float32, device=probs.device)
+            winners[row] = int(sample_at(rest[row], u))
+    return winners
 
 
-def _uniforms(seed: int, position: int, ids: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return a number in (0, 1) for each id: SplitMix64 (Steele et al. 2014) as a hash of seed, position and id."""
-    with np.errstate(over="ignore"):
-        key = _mixed(_mixed(np.array([seed % 2**64], dtype=np.uint64)) + np.uint64(position) * _GOLDEN)
-        bits = _mixed(key + ids * _GOLDEN)
+def _keys(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.uint64]:
+    """Hash seeds and positions: [N, 1]."""
+    hashed = _mixed(np.array([seed % 2**64 for seed in seeds], dtype=np.uint64))
+    return _mixed(hashed + np.array(positions, dtype=np.uint64) * _GOLDEN)[:, None]
+
+
+def _uniforms(keys: NDArray[np.uint64], ids: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Return a number in (0, 1) for each key and id: SplitMix64 (Steele et al. 2014) as a hash."""
+    bits = _mixed(keys + ids * _GOLDEN)
     return ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    values = values + _GOLDEN
+    values = values + _GOLDEN  # arrays of uint64 wrap around
     values = (values ^ (values >> np.uint64(30))) * _MIX_1
     values = (values ^ (values >> np.uint64(27))) * _MIX_2
     return values ^ (values >> np.uint64(31))

@@ -1,7 +1,9 @@
 // The team of threads, the table of ops, programs, and the C interface that abi.py calls.
 #include "runtime.h"
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <string>
@@ -45,6 +47,15 @@ constexpr int kSpins = 1000;
 // Workers spin for the next run, which in a draft loop follows closely; after this many spins they sleep.
 constexpr int kIdleSpins = 20000;
 
+// Where other processes take the cores, each barrier waits for a worker that is not scheduled, often for milliseconds.
+// After so many seconds of parallel runs it is decided whether one worker alone would be faster; if so, it is for a while,
+// and for longer each time.
+constexpr double kTrial = 0.004, kShortRest = 0.05, kLongRest = 1.0;
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 constexpr size_t kSoon = 2;  // calls ahead that are prefetched
 
 }  // namespace
@@ -78,11 +89,12 @@ class Team {
 
   void run(const Call* calls, size_t num_calls) {
     calls_ = calls, num_calls_ = num_calls;
-    if (count_ > 1) {
-      epoch_.fetch_add(1, std::memory_order_release);
-      epoch_.notify_all();
-    }
-    work(0);
+    const double started = count_ > 1 ? now() : 0;
+    if (count_ == 1 || started < resting_until_) return work(0, 1);
+    epoch_.fetch_add(1, std::memory_order_release);
+    epoch_.notify_all();
+    work(0, count_);
+    decide(now() - started);
   }
 
   // Dissemination (Hensgen, Finkel, Manber 1988): on level n a worker signals the one 2^n after it and waits for the
@@ -92,15 +104,32 @@ class Team {
     for (int step = 1, level = 0; step < count_; step *= 2, ++level) {
       workers_[(index + step) % count_].signals[level].store(turn, std::memory_order_release);
       const auto& own = workers_[index].signals[level];
+      double stalled_since = 0;
       for (int spin = 0; int32_t(own.load(std::memory_order_acquire) - turn) < 0; ++spin)
-        if (spin < kSpins)
+        if (spin < kSpins) {
           pause();
-        else
+        } else {
+          if (index == 0 && stalled_since == 0) stalled_since = now();
           std::this_thread::yield();
+        }
+      if (stalled_since > 0) stalled_ += now() - stalled_since;
     }
   }
 
  private:
+  // n workers of which the first waits for a share s of the time do what one alone does in n (1 - s) of it.
+  void decide(double seconds) {
+    ran_ += seconds;
+    if (ran_ < kTrial) return;
+    if (stalled_ > ran_ * (1 - 1.0 / count_)) {
+      rest_ = std::min(2 * rest_, kLongRest);
+      resting_until_ = now() + rest_;
+    } else {
+      rest_ = kShortRest / 2;
+    }
+    ran_ = stalled_ = 0;
+  }
+
   void serve(int index) {
     uint32_t seen = 0;
     while (true) {
@@ -111,7 +140,7 @@ class Team {
           epoch_.wait(seen, std::memory_order_acquire);
       seen = epoch_.load(std::memory_order_acquire);
       if (stopping_) return;
-      work(index);
+      work(index, count_);
     }
   }
 
@@ -124,23 +153,24 @@ class Team {
   }
 
   // Whether workers need a barrier between the two calls.
-  bool needs_barrier(const Call& call, const Call& next) const {
-    const bool is_sharded = next.num_shards && next.num_shards % count_ == 0;
+  static bool needs_barrier(const Call& call, const Call& next, int count) {
+    const bool is_sharded = next.num_shards && next.num_shards % count == 0;
     return (call.parallel || next.parallel) && !is_sharded;
   }
 
-  void work(int index) {
-    const Worker worker{index, count_, this}, alone{0, 1, this};
+  // The share of worker `index` of `count`; one alone meets nobody at barriers.
+  void work(int index, int count) {
+    const Worker worker{index, count, this}, alone{0, 1, this};
     const Call* calls = calls_;
     const size_t num_calls = num_calls_;
     for (size_t i = 0; i < num_calls; ++i) {
       const Call& call = calls[i];
       if (i + kSoon < num_calls) fetch(calls[i + kSoon]);
       if (call.parallel || index == 0) call.kernel(call, call.parallel ? worker : alone);
-      if (i + 1 < num_calls ? needs_barrier(call, calls[i + 1]) : call.parallel) barrier(index);
+      if (count > 1 && (i + 1 < num_calls ? needs_barrier(call, calls[i + 1], count) : call.parallel)) barrier(index);
     }
     // The caller may change the calls once run() returns, so all workers must be done with them.
-    barrier(index);
+    if (count > 1) barrier(index);
   }
 
   const int count_;
@@ -150,9 +180,13 @@ class Team {
   size_t num_calls_ = 0;
   alignas(64) std::atomic<uint32_t> epoch_{0};
   std::vector<BarrierState> workers_;
+  // Seconds, of the caller: parallel runs since the last decision, its waiting in them, and the time of one worker alone.
+  double ran_ = 0, stalled_ = 0, rest_ = kShortRest / 2, resting_until_ = 0;
 };
 
-void Worker::barrier() const { team->barrier(index); }
+void Worker::barrier() const {
+  if (count > 1) team->barrier(index);
+}
 
 void run(const Program* program, Team* team) { team->run(program->calls.data(), program->calls.size()); }
 
