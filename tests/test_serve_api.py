@@ -325,6 +325,20 @@ def test_cached_tokens_are_counted_once_per_prompt(scripted_client):
     assert answer.usage.prompt_tokens_details.cached_tokens == 3 + 1
 
 
+def test_a_fault_in_the_engine(model, caplog, monkeypatch):
+    """The client hears that it failed, the log why, and the next request is answered."""
+    engine = ServingEngine(model, EngineOptions("torch", max_num_seqs=2, max_model_len=256, warmup=False))
+    body = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0}
+    with serving(engine, model) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._scheduler, "step", lambda: {}["a key that is not there"])
+            status, error = error_of(server.post("/v1/completions", body))
+        assert (status, error["code"]) == (500, "generation_failed")
+        assert "a key that is not there" in caplog.text
+        assert "a key that is not there" not in error["message"]
+        assert server.post("/v1/completions", body)[0] == 200
+
+
 def test_prefixes_are_shared_under_one_salt(model):
     """What the cache holds of one client's prompts cannot be found out by another one's salt."""
     engine = ServingEngine(model, EngineOptions("native", max_num_seqs=2, max_model_len=256, warmup=False))

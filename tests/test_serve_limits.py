@@ -143,6 +143,18 @@ def test_a_connection_serves_many_requests(server):
             data += connection.recv(10_000)
 
 
+def test_answers_do_not_wait_for_acknowledgements(server):
+    """Headers and body are two writes: with Nagle's algorithm, the second one waits 40 ms."""
+    with server.connect() as connection:
+        times = []
+        for _ in range(8):
+            begin = time.monotonic()
+            connection.sendall(REQUEST)
+            assert read_answer(connection)[0] == 200
+            times.append(time.monotonic() - begin)
+    assert min(times[1:]) < 0.03  # the first acknowledgements of a connection are sent at once
+
+
 def test_an_idle_connection_is_closed(model):
     with serving(ScriptedEngine(), model, connections={"keep_alive_s": 1}) as server, server.connect() as connection:
         connection.sendall(REQUEST)

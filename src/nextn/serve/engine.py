@@ -1,5 +1,6 @@
 """The engine: a thread that runs the scheduler."""
 
+import logging
 import threading
 import time
 from collections import deque
@@ -23,6 +24,7 @@ from nextn.settings import Settings
 from nextn.speculative.draft_policy import AdaptiveLength
 from nextn.stats.speedup import Costs
 
+_LOG = logging.getLogger(__name__)
 MAX_SPECULATIVE_TOKENS = 16
 _PREFIX_SHARE = 0.25  # of the cache memory
 _DEFAULT_LENGTH = 4096  # positions per sequence, where neither the model nor the memory sets a limit
@@ -186,6 +188,7 @@ class ServingEngine:
 
     def _fail(self, error: Exception) -> None:
         """End every sequence with the error and start from an idle scheduler."""
+        _LOG.error("all generations failed", exc_info=error)
         message = str(error) if isinstance(error, NextnError) else f"internal error: {type(error).__name__}"
         for sequence in list(self._open.values()):
             sequence.flush("error", message)
