@@ -323,7 +323,7 @@ def test_the_syntax_of_a_template(template, name):
 
 def test_the_syntax_can_be_chosen():
     assert tool_syntax("<tool_call>", "mistral") is SYNTAXES["mistral"]
-    with pytest.raises(ConfigError, match="tool-call syntax 'x'; expected one of qwen_xml, glm_xml, hermes"):
+    with pytest.raises(ConfigError, match="tool-call parser 'x'; expected one of qwen_xml, glm_xml, hermes"):
         tool_syntax(None, "x")
 
 

@@ -22,13 +22,17 @@ class StructuredOutput:
     Args:
         model: Its tokenizer and chat template decide how calls are written.
         eos: Tokens that end a sequence.
+        syntax: Name of the syntax of tool calls; None: the chat template's.
+
+    Raises:
+        ConfigError: There is no such syntax.
     """
 
-    def __init__(self, model: Model, eos: Sequence[int]) -> None:
+    def __init__(self, model: Model, eos: Sequence[int], syntax: str | None = None) -> None:
         self._model, self._eos = model, eos
         template = model.tokenizer.chat_template if model.tokenizer is not None else None
         self._template = template if isinstance(template, str) else "\n".join((template or {}).values())
-        self._syntax = tool_syntax(self._template)
+        self._syntax = tool_syntax(self._template, syntax)
 
     def check(self, request: ChatRequest) -> None:
         """Refuse tools whose calls could not be recognized. Raises ApiError."""

@@ -144,7 +144,7 @@ def tool_syntax(chat_template: str | None, name: str | None = None) -> ToolSynta
     """
     if name is not None:
         if name not in SYNTAXES:
-            raise ConfigError(f"tool-call syntax {name!r}; expected one of {', '.join(SYNTAXES)}")
+            raise ConfigError(f"tool-call parser {name!r}; expected one of {', '.join(SYNTAXES)}")
         return SYNTAXES[name]
     template = chat_template or ""
     matches = (syntax for syntax in SYNTAXES.values() if all(each in template for each in syntax.template_markers))
