@@ -62,7 +62,7 @@ def serve(
         list[str] | None, typer.Option(help="Origin whose web pages may call the API; repeatable. Default: none.")
     ] = None,
     request_timeout: Annotated[float, typer.Option(help="Seconds after which an answer is ended with an error.")] = 600,
-    max_body_mb: Annotated[float, typer.Option(help="Largest body of a request, in MB.")] = 4,
+    max_body_mb: Annotated[float, typer.Option(help="Largest body of a request, in MB.")] = 2,
     grace: Annotated[float, typer.Option(help="Seconds for running answers to end when the server is stopped.")] = 30,
     reference: Annotated[
         Path | None, typer.Option(help="Record of `nextn measure --out`: the page compares acceptance with it.")
