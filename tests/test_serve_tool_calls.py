@@ -7,17 +7,8 @@ import random
 import pytest
 
 from nextn.errors import ConfigError
-from nextn.serve.tool_calls import (
-    SYNTAXES,
-    MessageDelta,
-    MessageParser,
-    Tool,
-    ToolCall,
-    joined_deltas,
-    parse_message,
-    reasoning_is_open,
-    tool_syntax,
-)
+from nextn.serve.message_parser import MessageDelta, MessageParser, joined_deltas, parse_message, reasoning_is_open
+from nextn.serve.tool_calls import SYNTAXES, Tool, ToolCall, tool_syntax
 
 TOOLS = (
     Tool(
@@ -332,7 +323,7 @@ def test_the_syntax_of_a_template(template, name):
 
 def test_the_syntax_can_be_chosen():
     assert tool_syntax("<tool_call>", "mistral") is SYNTAXES["mistral"]
-    with pytest.raises(ConfigError, match="tool-call syntax 'x'; expected one of qwen_xml, glm_xml, hermes"):
+    with pytest.raises(ConfigError, match="tool-call parser 'x'; expected one of qwen_xml, glm_xml, hermes"):
         tool_syntax(None, "x")
 
 

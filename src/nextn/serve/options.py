@@ -37,6 +37,7 @@ class ServerOptions:
     metrics_in_answers: bool = False  # every answer has `metrics`, whether or not the request asks
     drafts: bool = True  # False: requests cannot turn drafting on
     reference_rates: tuple[float, ...] = ()  # acceptance per depth that `nextn measure` found
+    tool_call_parser: str | None = None  # the syntax of tool calls, one of `tool_calls.SYNTAXES`; None: the template's
     connections: ConnectionLimits = ConnectionLimits()
 
     def __post_init__(self) -> None:
