@@ -306,8 +306,9 @@ def test_a_regular_expression_that_is_too_complex():
 
 
 def test_whitespace_is_bounded():
-    state = state_of(JSON_OBJECT, "{")
-    assert len(state.allowed(tuple(b" " * 60))) == 41
+    """A space, or a new line with up to 24 characters of indentation."""
+    for text, longest in ((b" " * 60, 1), (b"\n" + b" " * 60, 25), (b"\n" * 60, 1)):
+        assert len(state_of(JSON_OBJECT, "{").allowed(tuple(text))) == longest + 1
 
 
 def test_the_least_recently_used_grammar_goes(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 
 from nextn.errors import ConfigError
 from nextn.serve.message_parser import MessageDelta, MessageParser, joined_deltas, parse_message, reasoning_is_open
-from nextn.serve.tool_calls import SYNTAXES, Tool, ToolCall, tool_syntax
+from nextn.serve.tool_calls import SYNTAXES, GeneratedToolCall, Tool, tool_syntax
 
 TOOLS = (
     Tool(
@@ -266,7 +266,7 @@ def test_arguments_as_json_text():
 
 
 def test_openai_form():
-    assert ToolCall("now", "{}").as_openai(1, "call_7") == {
+    assert GeneratedToolCall("now", "{}").as_openai(1, "call_7") == {
         "index": 1,
         "id": "call_7",
         "type": "function",

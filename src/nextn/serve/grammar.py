@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
-# A model may emit whitespace between any two JSON tokens; without a bound, small models emit nothing else.
-JSON_WHITESPACE = r"[ \t\r\n]{0,40}"
+# Between two JSON tokens: nothing, a space, or a new line with its indentation. Without a bound, small models emit
+# nothing else.
+JSON_WHITESPACE = r"( |\r?\n[ \t]{0,24})?"
 
 
 @dataclass(frozen=True)

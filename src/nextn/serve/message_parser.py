@@ -7,7 +7,14 @@ The result does not depend on how the text was cut into pieces.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from nextn.serve.tool_calls import IncompleteCallError, MalformedCallError, TextCursor, Tool, ToolCall, ToolSyntax
+from nextn.serve.tool_calls import (
+    GeneratedToolCall,
+    IncompleteCallError,
+    MalformedCallError,
+    TextCursor,
+    Tool,
+    ToolSyntax,
+)
 
 _NUM_ALWAYS_PARSED = 256  # characters of an unfinished call that are parsed at each step; later only where it may end
 
@@ -18,7 +25,7 @@ class MessageDelta:
 
     content: str = ""
     reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
+    tool_calls: tuple[GeneratedToolCall, ...] = ()
 
 
 class ToolCallParser:
@@ -31,19 +38,19 @@ class ToolCallParser:
         self._space = ""  # at the end of the content so far; dropped if a call follows
         self._has_content = self._has_calls = self._is_after_call = False
 
-    def push(self, text: str) -> list[str | ToolCall]:
+    def push(self, text: str) -> list[str | GeneratedToolCall]:
         """Append text and return what became certain: content, and calls that are complete."""
         self._buffer += text
         return list(self._drain(is_last=False))
 
-    def finish(self) -> list[str | ToolCall]:
+    def finish(self) -> list[str | GeneratedToolCall]:
         """Return the rest; an unfinished call is content."""
         pieces = list(self._drain(is_last=True))
         if self._space and not self._is_after_call:
             pieces.append(self._space)
         return pieces
 
-    def _drain(self, *, is_last: bool) -> Iterator[str | ToolCall]:
+    def _drain(self, *, is_last: bool) -> Iterator[str | GeneratedToolCall]:
         while self._buffer:
             at, begin = self._next_begin()
             if begin is None:
@@ -187,12 +194,12 @@ class MessageParser:
         pieces = self._pieces(content)
         return self._delta(reasoning, pieces + (self._calls.finish() if self._calls else []))
 
-    def _pieces(self, content: str) -> list[str | ToolCall]:
+    def _pieces(self, content: str) -> list[str | GeneratedToolCall]:
         return self._calls.push(content) if self._calls else [content]
 
-    def _delta(self, reasoning: str, pieces: list[str | ToolCall]) -> MessageDelta:
+    def _delta(self, reasoning: str, pieces: list[str | GeneratedToolCall]) -> MessageDelta:
         texts = [piece for piece in pieces if isinstance(piece, str)]
-        calls = tuple(piece for piece in pieces if isinstance(piece, ToolCall))
+        calls = tuple(piece for piece in pieces if isinstance(piece, GeneratedToolCall))
         return MessageDelta("".join(texts), reasoning, calls)
 
 

@@ -25,7 +25,7 @@ class Tool:
 
 
 @dataclass(frozen=True)
-class ToolCall:
+class GeneratedToolCall:
     """A complete call."""
 
     name: str
@@ -114,7 +114,7 @@ class TextCursor:
         raise IncompleteCallError
 
 
-Scan = Callable[[TextCursor, Mapping[str, Tool], bool], list[ToolCall]]
+Scan = Callable[[TextCursor, Mapping[str, Tool], bool], list[GeneratedToolCall]]
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def tool_syntax(chat_template: str | None, name: str | None = None) -> ToolSynta
     return next(matches, None)
 
 
-def _scan_hermes(cursor: TextCursor, tools: Mapping[str, Tool], has_calls: bool) -> list[ToolCall]:
+def _scan_hermes(cursor: TextCursor, tools: Mapping[str, Tool], has_calls: bool) -> list[GeneratedToolCall]:
     cursor.expect("<tool_call>")
     call = _json_call(cursor.json_object(), "arguments")
     cursor.skip_space()
@@ -159,7 +159,7 @@ def _scan_hermes(cursor: TextCursor, tools: Mapping[str, Tool], has_calls: bool)
     return [call]
 
 
-def _scan_qwen_xml(cursor: TextCursor, tools: Mapping[str, Tool], has_calls: bool) -> list[ToolCall]:
+def _scan_qwen_xml(cursor: TextCursor, tools: Mapping[str, Tool], has_calls: bool) -> list[GeneratedToolCall]:
     cursor.expect("<tool_call>")
     cursor.skip_space()
     cursor.expect("<function=")
@@ -177,7 +177,7 @@ def _scan_qwen_xml(cursor: TextCursor, tools: Mapping[str, Tool], has_calls: boo
     return [_call(name, arguments)]
 
 
-def _scan_glm_xml(cursor: TextCursor, tools: Mapping[str, Tool], has_calls: bool) -> list[ToolCall]:
+def _scan_glm_xml(cursor: TextCursor, tools: Mapping[str, Tool], has_calls: bool) -> list[GeneratedToolCall]:
     cursor.expect("<tool_call>")
     name = cursor.name()
     cursor.skip_space()
@@ -192,7 +192,7 @@ def _scan_glm_xml(cursor: TextCursor, tools: Mapping[str, Tool], has_calls: bool
     return [_call(name, arguments)]
 
 
-def _scan_deepseek(cursor: TextCursor, tools: Mapping[str, Tool], has_calls: bool) -> list[ToolCall]:
+def _scan_deepseek(cursor: TextCursor, tools: Mapping[str, Tool], has_calls: bool) -> list[GeneratedToolCall]:
     """V3 and R1 write a type, the name and a fenced block; V3.1 the name and JSON."""
     if has_calls and cursor.has("<｜tool▁calls▁end｜>"):
         return []
@@ -216,7 +216,7 @@ def _scan_deepseek(cursor: TextCursor, tools: Mapping[str, Tool], has_calls: boo
     return [_call(name, arguments)]
 
 
-def _scan_mistral(cursor: TextCursor, tools: Mapping[str, Tool], has_calls: bool) -> list[ToolCall]:
+def _scan_mistral(cursor: TextCursor, tools: Mapping[str, Tool], has_calls: bool) -> list[GeneratedToolCall]:
     """Tokenizers before v11 have one list of calls; later ones a name and arguments per call."""
     cursor.expect("[TOOL_CALLS]")
     cursor.skip_space()
@@ -235,7 +235,7 @@ def _scan_mistral(cursor: TextCursor, tools: Mapping[str, Tool], has_calls: bool
     return calls
 
 
-def _scan_llama(cursor: TextCursor, tools: Mapping[str, Tool], has_calls: bool) -> list[ToolCall]:
+def _scan_llama(cursor: TextCursor, tools: Mapping[str, Tool], has_calls: bool) -> list[GeneratedToolCall]:
     """Without a mark around the call, only JSON with the name of a tool is one."""
     if has_calls:
         cursor.has(";")
@@ -269,7 +269,7 @@ SYNTAXES = {
 }  # fmt: skip
 
 
-def _json_call(value: Mapping[str, object], arguments_key: str) -> ToolCall:
+def _json_call(value: Mapping[str, object], arguments_key: str) -> GeneratedToolCall:
     name, arguments = value.get("name"), value.get(arguments_key)
     if isinstance(arguments, str):  # JSON in JSON, as OpenAI has it
         try:
@@ -281,10 +281,10 @@ def _json_call(value: Mapping[str, object], arguments_key: str) -> ToolCall:
     return _call(name, arguments)
 
 
-def _call(name: str, arguments: Mapping[str, object]) -> ToolCall:
+def _call(name: str, arguments: Mapping[str, object]) -> GeneratedToolCall:
     if not name:
         raise MalformedCallError
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    return GeneratedToolCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
 def _typed(text: str, tool: Tool | None, key: str) -> object:
