@@ -22,19 +22,20 @@ from tiny import CONFIGS
 from nextn.families import ENGINES, Family, rows
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
+from nextn.serve.engine_commands import FAMILY_FLAGS, SEPARATE_GGUF
 
 PAGE = DOCS / "reference" / "support.md"
 SERVE = DOCS / "how-to" / "serve.md"
 README = ROOT / "README.md"
 RECORD = ROOT / "bench" / "results" / "engines.json"
-# Flags beyond the usual ones, from SGLang's server arguments and llama.cpp's converter.
+# Beside what `nextn serve --print` adds: what SGLang's server arguments say.
 _SEVERAL = ("SGLang turns on `--enable-multi-layer-eagle` by itself",)
 MORE_FLAGS = {
     "mimo_v2": _SEVERAL,
     "step3p5": _SEVERAL,
     "gigachat3_5": _SEVERAL,
-    "inkling": ("SGLang: `--enable-multi-layer-eagle`",),
-    "deepseek_v4": ("llama.cpp: `convert_hf_to_gguf.py --mtp` writes the head as a GGUF of its own",),
+    **{family: (f"{NAMES[engine]}: `{' '.join(flags)}`",) for (engine, family), flags in FAMILY_FLAGS.items()},
+    **dict.fromkeys(SEPARATE_GGUF, ("llama.cpp: `convert_hf_to_gguf.py --mtp` writes the head as a GGUF of its own",)),
 }
 
 

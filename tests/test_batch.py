@@ -5,7 +5,7 @@ import torch
 from replays import fast_of
 from tiny import BUILDS, build, decode, prompt
 
-from nextn.decoding.batch import Batch, BatchSequence
+from nextn.decoding.batch import BatchSequence, DecodingBatch
 from nextn.runtime.torch_backend import TorchHead, TorchTrunk
 from nextn.settings import Settings
 from nextn.speculative.draft_policy import FixedLength
@@ -17,7 +17,7 @@ LENGTHS, STARTS, NEW = (9, 14, 5), (0, 1, 2), (12, 6, 9)  # prompt tokens, round
 def batch_of(trunk, head, row, tokens, *, drafts, max_tokens):
     sequence = BatchSequence(row, list(tokens), max_tokens, (), Uniforms(row))
     settings = Settings(drafts=drafts)
-    return Batch(trunk, head, [sequence], settings, FixedLength(drafts))
+    return DecodingBatch(trunk, head, [sequence], settings, FixedLength(drafts))
 
 
 def joined(trunk, head, prompts, drafts):

@@ -25,6 +25,7 @@ TINY = Path(nextn.__file__).parent / "assets" / "tiny"
         (["--reference", str(TINY / "config.json")], "not a record of `nextn measure --out`"),
         (["--backend", "fast"], "backend 'fast'; expected one of"),
         (["--print", "tgi"], "--print tgi"),
+        (["--tool-call-parser", "gpt"], "tool-call parser 'gpt'; expected one of qwen_xml, glm_xml, hermes"),
         (["--max-num-seqs", "0", "--port", "0"], "max_num_seqs = 0; expected"),
         (["--max-model-len", "100000000", "--port", "0"], "do not fit"),
     ],

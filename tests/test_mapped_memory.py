@@ -1,5 +1,6 @@
 """Releasing the memory of mapped files: it is given back, nothing is lost, and other memory is left alone."""
 
+import ctypes
 import mmap
 import sys
 
@@ -10,7 +11,12 @@ from safetensors.torch import save_file
 from tiny import CONFIGS, prompt
 from torch import nn
 
-from nextn.checkpoint.mapped_memory import release_pages, released_after_use, slices_released_after_use
+from nextn.checkpoint.mapped_memory import (
+    release_pages,
+    released_after_use,
+    return_freed_memory,
+    slices_released_after_use,
+)
 from nextn.decoding.generate import generate
 from nextn.decoding.rounds import Settings
 from nextn.model.model import Model
@@ -123,3 +129,20 @@ def test_a_recording_computes_no_product_with_a_weight():
     assert not product.any()
     assert not rows.any()
     assert square.eq(3).all()
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="only glibc has malloc_trim")
+def test_freed_memory_is_returned():
+    """180 MB below an allocation that is still in use: the C library would keep it."""
+
+    def process():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE
+
+    blocks = [bytearray(b"x") * 60_000 for _ in range(3000)]
+    last = blocks.pop()
+    del blocks
+    before = process()
+    return_freed_memory()
+    assert before - process() > 100e6
+    assert len(last) == 60_000

@@ -159,6 +159,17 @@ def test_prefixes_change_neither_text_nor_drafts(trained, name):
     )  # fmt: skip
 
 
+def test_salts_separate_prefixes(trained):
+    """Nobody can find out by the time of an answer what others have asked under another salt."""
+    answers = Answers(scheduler_of(trained["glm_two"], prefix_bytes=10**8))
+    request = GenerationRequest(prompt=tuple(prompt(130, vocab_size=40)), max_tokens=2)
+    cached = []
+    for name, salt in enumerate(["", "", "a", "b", "a"]):
+        answers.run({0: [(name, replace(request, cache_salt=salt))]})
+        cached.append(answers.chunks[name][0].cached_tokens)
+    assert cached == [0, 128, 0, 0, 128]
+
+
 def test_prefix_cache_is_bounded(trained):
     """The least recently used blocks leave; the one that many prompts share stays."""
     model = trained["glm_two"]

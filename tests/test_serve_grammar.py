@@ -299,14 +299,16 @@ def test_what_is_within_the_limits():
 
 def test_a_regular_expression_that_is_too_complex():
     """It compiles; what becomes too much is found while the text grows, and each step before that is bounded."""
-    state = BYTES.compile(Regex("(.*a.{200}){20}"))()
+    spec = Regex("(.*a.{200}){20}")
     with pytest.raises(ConfigError, match="the grammar became too complex to follow: lexer error"):
-        state.allowed(tuple(random.Random(0).choices(b"abc", k=3_000)))
+        BYTES.compile(spec)().allowed(tuple(random.Random(0).choices(b"abc", k=3_000)))
+    assert len(BYTES.compile(spec)().allowed(tuple(b"abc"))) == 4, "the limit that one text reached must not stay"
 
 
 def test_whitespace_is_bounded():
-    state = state_of(JSON_OBJECT, "{")
-    assert len(state.allowed(tuple(b" " * 60))) == 41
+    """A space, or a new line with up to 24 characters of indentation."""
+    for text, longest in ((b" " * 60, 1), (b"\n" + b" " * 60, 25), (b"\n" * 60, 1)):
+        assert len(state_of(JSON_OBJECT, "{").allowed(tuple(text))) == longest + 1
 
 
 def test_the_least_recently_used_grammar_goes(monkeypatch):

@@ -1,5 +1,6 @@
 """How the server stops, and what it counts: running answers end, metrics agree with what clients got."""
 
+import gc
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import uvicorn
 from chats import chatty
 from http_serving import error_of, events, parsed, read_all, serving, wait_for
 from prometheus_client.parser import text_string_to_metric_families
@@ -20,6 +22,9 @@ from tiny import build
 
 import nextn
 from nextn.engines.counter_formats import from_metrics, prefix_hits, read
+from nextn.serve.api import create_app
+from nextn.serve.http_server import HttpServer
+from nextn.serve.options import ServerOptions
 
 TINY = Path(nextn.__file__).parent / "assets" / "tiny"
 
@@ -86,9 +91,10 @@ def test_a_second_interrupt_ends_answers_at_once(model):
         assert events(client.result()[2])[-1]["error"]["code"] == "server_stopping"
 
 
-def test_an_engine_that_hangs_does_not_keep_streams_open(model):
+def test_an_engine_that_hangs_does_not_keep_streams_open(model, monkeypatch):
     """The engine is in a long pass and hears nothing; clients get their error after the grace time all the same."""
     engine = ScriptedEngine()
+    monkeypatch.setattr("nextn.serve.api._CLOSE_S", 0.2)
     hang = threading.Event()
     engine.submit = lambda request, emit: type("Deaf", (), {"cancel": lambda self: None})()
     engine.close = lambda *, grace_s: hang.wait(20)
@@ -138,6 +144,18 @@ def test_the_command_stops_by_signal():
             assert "Traceback" not in process.stderr.read()
         finally:
             process.kill()
+
+
+def test_garbage_collection_does_not_interrupt_streams(model, monkeypatch):
+    """What exists before the first request is never looked through again."""
+    counts = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: counts.append(gc.get_freeze_count()))
+    options = ServerOptions("tiny", 256)
+    try:
+        HttpServer(create_app(ScriptedEngine(), model, options), options).run()
+        assert counts[0] > 10_000
+    finally:
+        gc.unfreeze()
 
 
 def test_metrics_agree_with_the_answers(model):

@@ -146,3 +146,14 @@ def test_reasoning_content_and_calls(model, is_open):
     assert plain.message.tool_calls is None
     assert "<tool_call>" in plain.message.content
     assert plain.finish_reason == "stop"
+
+
+def test_a_chosen_syntax(model):
+    """A template that shows no syntax, with one that the server was told."""
+    engine = ScriptedEngine('[TOOL_CALLS] [{"name": "count", "arguments": {"n": 1, "ok": true}}]', times=1)
+    with (
+        serving(engine, model, tool_call_parser="mistral") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client,
+    ):
+        (choice,) = client.chat.completions.create(**CHAT, tools=TOOLS).choices
+    assert choice.message.tool_calls[0].function.name == "count"

@@ -7,17 +7,8 @@ import random
 import pytest
 
 from nextn.errors import ConfigError
-from nextn.serve.tool_calls import (
-    SYNTAXES,
-    MessageDelta,
-    MessageParser,
-    Tool,
-    ToolCall,
-    joined_deltas,
-    parse_message,
-    reasoning_is_open,
-    tool_syntax,
-)
+from nextn.serve.message_parser import MessageDelta, MessageParser, joined_deltas, parse_message, reasoning_is_open
+from nextn.serve.tool_calls import SYNTAXES, GeneratedToolCall, Tool, tool_syntax
 
 TOOLS = (
     Tool(
@@ -275,7 +266,7 @@ def test_arguments_as_json_text():
 
 
 def test_openai_form():
-    assert ToolCall("now", "{}").as_openai(1, "call_7") == {
+    assert GeneratedToolCall("now", "{}").as_openai(1, "call_7") == {
         "index": 1,
         "id": "call_7",
         "type": "function",
@@ -332,7 +323,7 @@ def test_the_syntax_of_a_template(template, name):
 
 def test_the_syntax_can_be_chosen():
     assert tool_syntax("<tool_call>", "mistral") is SYNTAXES["mistral"]
-    with pytest.raises(ConfigError, match="tool-call syntax 'x'; expected one of qwen_xml, glm_xml, hermes"):
+    with pytest.raises(ConfigError, match="tool-call parser 'x'; expected one of qwen_xml, glm_xml, hermes"):
         tool_syntax(None, "x")
 
 

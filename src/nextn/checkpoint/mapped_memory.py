@@ -31,6 +31,12 @@ def release_pages(tensors: Iterable[Tensor]) -> int:
     return sum(_release(tensor) for tensor in tensors if tensor.device.type == "cpu" and tensor.numel())
 
 
+def return_freed_memory() -> None:
+    """Return freed memory to the system. glibc keeps it for later allocations: hundreds of MB after large tensors."""
+    if (trim := _malloc_trim()) is not None:
+        trim(0)
+
+
 def slices_released_after_use(matrix: Tensor, num_rows: int) -> Iterator[tuple[int, Tensor]]:
     """Yield a matrix in slices of so many rows, each with its first row's index; release each one after its use."""
     for start in range(0, len(matrix), num_rows):
@@ -78,6 +84,17 @@ def _is_unmodified_file(begin: int, end: int) -> bool:
         return False
     is_own = ((entries & _PRESENT) != 0) & ((entries & _OF_FILE) == 0) | ((entries & _SWAPPED) != 0)
     return len(entries) == (end - begin) // mmap.PAGESIZE and not is_own.any()
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """The C library's malloc_trim; None where it has none."""
+    try:
+        function = CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return None
+    function.argtypes, function.restype = [c_size_t], c_int
+    return cast(Callable[[int], int], function)
 
 
 @cache

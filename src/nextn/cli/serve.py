@@ -62,7 +62,7 @@ def serve(
         list[str] | None, typer.Option(help="Origin whose web pages may call the API; repeatable. Default: none.")
     ] = None,
     request_timeout: Annotated[float, typer.Option(help="Seconds after which an answer is ended with an error.")] = 600,
-    max_body_mb: Annotated[float, typer.Option(help="Largest body of a request, in MB.")] = 4,
+    max_body_mb: Annotated[float, typer.Option(help="Largest body of a request, in MB.")] = 2,
     grace: Annotated[float, typer.Option(help="Seconds for running answers to end when the server is stopped.")] = 30,
     reference: Annotated[
         Path | None, typer.Option(help="Record of `nextn measure --out`: the page compares acceptance with it.")
@@ -70,6 +70,13 @@ def serve(
     per_request_metrics: Annotated[
         bool, typer.Option("--per-request-metrics", help="Add acceptance to every answer, as vLLM can.")
     ] = False,
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="How the model writes tool calls: deepseek, glm_xml, hermes, llama3_json, mistral or qwen_xml. "
+            "Default: by its chat template."
+        ),
+    ] = None,
     print_engine: Annotated[
         str | None,
         typer.Option(
@@ -96,7 +103,9 @@ def serve(
     from nextn.serve.http_server import HttpServer, listen
     from nextn.serve.launch import allowed_hosts, reference_rates
     from nextn.serve.options import ServerOptions
+    from nextn.serve.tool_calls import tool_syntax
 
+    tool_syntax(None, tool_call_parser)  # refuses an unknown name
     drafts = 0 if no_mtp else _DEFAULT_K if num_speculative_tokens is None else num_speculative_tokens
     key, rates = _key(api_key_env), reference_rates(reference) if reference is not None else ()
     model_options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
@@ -128,6 +137,7 @@ def serve(
             metrics_in_answers=per_request_metrics,
             drafts=drafts > 0,
             reference_rates=rates,
+            tool_call_parser=tool_call_parser,
         )
         server = HttpServer(create_app(engine, loaded, options), options)
         _show(loaded, options, host, sock.getsockname()[1], drafts)

@@ -72,7 +72,7 @@ class BatchSequence:
         return self.max_tokens - len(self.new)
 
 
-class Batch:
+class DecodingBatch:
     """The state of one decode. Row r of every tensor is `sequences[r]`; finished sequences leave by themselves."""
 
     def __init__(
@@ -171,7 +171,7 @@ class Batch:
             self.length.learn([], drafts=0, num_accepted=0)  # a plain round, of however many sequences
         return self._emit(verified)
 
-    def join(self, other: "Batch") -> None:
+    def join(self, other: "DecodingBatch") -> None:
         """Take over the sequences of another batch with the same settings; the prompts of both are complete."""
         assert self.sequences
         assert not self.queued

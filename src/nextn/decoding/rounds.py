@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from nextn.decoding.batch import Batch, BatchSequence
+from nextn.decoding.batch import BatchSequence, DecodingBatch
 from nextn.decoding.batch import Event as Event
 from nextn.decoding.batch import Observer as Observer
 from nextn.decoding.batch import Round as Round
@@ -78,7 +78,9 @@ def rounds(
         for row, (prompt, offset) in enumerate(zip(prompts, seed_offsets, strict=True))
     ]
     with passes.single_threaded_torch():
-        batch = Batch(passes, head_passes, sequences, settings, length, observer=observer, make_drafter=make_drafter)
+        batch = DecodingBatch(
+            passes, head_passes, sequences, settings, length, observer=observer, make_drafter=make_drafter
+        )
     # Not across a yield: the mode is thread-local, and several decodes may interleave in one thread and the runtime.
     with torch.inference_mode(), passes.single_threaded_torch():
         fixed = isinstance(length, FixedLength) and not length.p_min

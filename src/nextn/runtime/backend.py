@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nextn.checkpoint.mapped_memory import released_after_use
+from nextn.checkpoint.mapped_memory import released_after_use, return_freed_memory
 from nextn.errors import ConfigError
 from nextn.model.head import Head
 from nextn.model.model import Model
@@ -107,6 +107,7 @@ def _checked_native(trunk: Trunk, head: Head | None) -> Backend:
         raise Untraceable(f"the native runtime runs on CPUs, the model is on {trunk.device}")
     backend = _build_native(trunk, head)
     _self_check(trunk, head, backend)
+    return_freed_memory()
     return backend
 
 

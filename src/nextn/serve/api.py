@@ -161,8 +161,7 @@ class Api:
         closing = threading.Thread(target=partial(self.engine.close, grace_s=grace_s), daemon=True)
         closing.start()
         await self._until(lambda: not self._groups, grace_s)
-        for group in list(self._groups):
-            group.fail(server_stopping())
+        self.fail_all()
         await self._until(lambda: not closing.is_alive(), _CLOSE_S)
         self.builder.close()
 

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from nextn.checkpoint.mapped_memory import return_freed_memory
 from nextn.decoding.generate import TextStream
 from nextn.decoding.rounds import check_prompts
 from nextn.errors import ConfigError, NextnError, QueueFullError
@@ -212,6 +213,7 @@ class ServingEngine:
                 yield
             if drafts and self.options.adaptive and not num_sequences & (num_sequences - 1):
                 self._policies[num_sequences] = AdaptiveLength(self._costs(num_sequences))
+                return_freed_memory()
                 yield
 
     def _costs(self, num_sequences: int) -> Costs:

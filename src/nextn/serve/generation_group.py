@@ -10,7 +10,7 @@ from nextn.serve.api_errors import ApiError, server_stopping
 from nextn.serve.metrics import ServerMetrics
 from nextn.serve.request import Engine, Generation, GenerationChunk, GenerationRequest
 
-Batch = list[tuple[int, GenerationChunk]]  # index of the generation, and its chunk
+ChunkBatch = list[tuple[int, GenerationChunk]]  # index of the generation, and its chunk
 
 
 class GenerationGroup:
@@ -56,7 +56,7 @@ class GenerationGroup:
             self._queue.put_nowait((index, GenerationChunk("", (), finish="error")))
         self.cancel()
 
-    async def batches(self) -> AsyncIterator[Batch]:
+    async def batches(self) -> AsyncIterator[ChunkBatch]:
         """Yield the chunks as they arrive, all that are ready at once, until every generation has finished.
 
         Raises ApiError if a generation fails, or does not end by itself.

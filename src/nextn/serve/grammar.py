@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
-# A model may emit whitespace between any two JSON tokens; without a bound, small models emit nothing else.
-JSON_WHITESPACE = r"[ \t\r\n]{0,40}"
+# Between two JSON tokens: nothing, a space, or a new line with its indentation. Without a bound, small models emit
+# nothing else.
+JSON_WHITESPACE = r"( |\r?\n[ \t]{0,24})?"
 
 
 @dataclass(frozen=True)
@@ -108,13 +110,20 @@ class GrammarCompiler:
         if matcher is None:
             matcher = self._compile(spec)  # outside the lock: other requests need not wait
             self._remember(spec, matcher)
-        return lambda: _MatcherState(matcher.deep_copy(), self._after_end)
+        on_failure = partial(self._forget, spec, matcher)
+        return lambda: _MatcherState(matcher.deep_copy(), self._after_end, on_failure)
 
     def _remember(self, spec: GrammarSpec, matcher: "LLMatcher") -> None:
         with self._lock:
             self._cache[spec] = matcher
             if len(self._cache) > self._limits.max_cached:
                 self._cache.popitem(last=False)
+
+    def _forget(self, spec: GrammarSpec, matcher: "LLMatcher") -> None:
+        """Compile this grammar again next time: copies share a lexer, and one that reached a limit stays so."""
+        with self._lock:
+            if self._cache.get(spec) is matcher:
+                del self._cache[spec]
 
     def _compile(self, spec: GrammarSpec) -> "LLMatcher":
         from llguidance import LLMatcher
@@ -145,10 +154,12 @@ class _MatcherState:
     Args:
         matcher: At the first token; this state owns it.
         after_end: The mask after EOS [V]: EOS only.
+        on_failure: Called when the grammar becomes too complex to follow.
     """
 
-    def __init__(self, matcher: "LLMatcher", after_end: Tensor) -> None:
+    def __init__(self, matcher: "LLMatcher", after_end: Tensor, on_failure: Callable[[], None]) -> None:
         self._matcher, self._after_end, self._has_ended = matcher, after_end, False
+        self._on_failure = on_failure
         self._masks: dict[tuple[int, ...], Tensor] = {}  # by the drafts since the last token that was emitted
 
     def allowed(self, drafts: tuple[int, ...]) -> list[Tensor]:
@@ -188,6 +199,7 @@ class _MatcherState:
         if drafts not in self._masks:
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             if self._matcher.is_error():
+                self._on_failure()
                 raise ConfigError(f"the grammar became too complex to follow: {_reason(self._matcher)}")
             unpacked = np.unpackbits(bits, count=len(self._after_end), bitorder="little")
             self._masks[drafts] = torch.from_numpy(unpacked.view(np.bool_))

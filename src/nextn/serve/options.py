@@ -31,12 +31,13 @@ class ServerOptions:
     api_key: str | None = None  # None: no key is needed
     allowed_hosts: tuple[str, ...] | None = None  # valid names in the Host header; None: any
     cors_origins: tuple[str, ...] = ()  # origins whose pages may call the API
-    max_body_bytes: int = 4 * 1024 * 1024
+    max_body_bytes: int = 2_000_000
     request_s: float = 600.0  # a generation that takes longer is ended with an error
     grace_s: float = 30.0  # what running generations have to end when the server stops
     metrics_in_answers: bool = False  # every answer has `metrics`, whether or not the request asks
     drafts: bool = True  # False: requests cannot turn drafting on
     reference_rates: tuple[float, ...] = ()  # acceptance per depth that `nextn measure` found
+    tool_call_parser: str | None = None  # the syntax of tool calls, one of `tool_calls.SYNTAXES`; None: the template's
     connections: ConnectionLimits = ConnectionLimits()
 
     def __post_init__(self) -> None:

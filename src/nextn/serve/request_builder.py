@@ -54,7 +54,7 @@ class RequestBuilder:
     def __init__(self, model: Model, options: ServerOptions) -> None:
         self._model, self._options = model, options
         self._eos = eos_tokens(model)
-        self.structured = StructuredOutput(model, self._eos)
+        self.structured = StructuredOutput(model, self._eos, options.tool_call_parser)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nextn-tokenizer")
 
     def close(self) -> None:

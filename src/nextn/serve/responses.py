@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nextn.decoding.rounds import SequenceRound
+from nextn.serve.message_parser import MessageDelta, MessageParser, parse_message
 from nextn.serve.metrics import request_metrics
 from nextn.serve.options import ServerOptions
 from nextn.serve.request import GenerationChunk, GenerationRequest, TokenLogprob
 from nextn.serve.schemas import ChatRequest, CompletionRequest
 from nextn.serve.token_texts import TokenTexts
-from nextn.serve.tool_calls import MessageDelta, MessageParser, parse_message
 
 Json = dict[str, object]
 _FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}

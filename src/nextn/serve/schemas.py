@@ -7,7 +7,17 @@ are dropped, and fields that this server does not support are accepted with the 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    JsonValue,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from nextn.engines.json_values import short_repr
 from nextn.serve.api_errors import ApiError
@@ -30,8 +40,13 @@ OFF: Mapping[str, object] = {
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 M = TypeVar("M", bound="RequestModel")
+T = TypeVar("T")
+# Lists stop at their first error: a body can hold a million, and to describe each of them takes seconds.
+ListOf = Annotated[list[T], Field(fail_fast=True)]
+TokenIds = Annotated[ListOf[TokenId], Field(min_length=1)]
+Prompts = Annotated[list[T], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+_MAX_BIASES = 1024
 
 
 class RequestModel(BaseModel):
@@ -42,7 +57,12 @@ class RequestModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_null(cls, data: Any) -> Any:
-        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+        """Drop null, and all but the first unknown field, which is one error enough."""
+        if not isinstance(data, dict):
+            return data
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next((name for name in data if name not in known), None)
+        return {name: value for name, value in data.items() if value is not None and (name in known or name == unknown)}
 
 
 class StreamOptions(RequestModel):
@@ -83,12 +103,12 @@ class GenerationFields(RequestModel):
     repetition_penalty: float = Field(1.0, gt=0, le=10)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict, max_length=1024)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     min_tokens: int = Field(0, ge=0, lt=2**31)
-    stop: str | list[str] = Field(default_factory=list)
-    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=128)
+    stop: str | ListOf[str] = Field(default_factory=list)
+    stop_token_ids: ListOf[TokenId] = Field(default_factory=list, max_length=128)
     ignore_eos: bool = False
     num_speculative_tokens: int | None = Field(None, ge=0, le=64)  # 0: plain decoding
     return_token_ids: bool = False
@@ -97,6 +117,14 @@ class GenerationFields(RequestModel):
     cache_salt: str = Field("", max_length=256)  # prefixes are shared only among requests with the same salt
     add_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _not_too_many(cls, biases: Any) -> Any:
+        """Count before the values are checked, as dictionaries do not stop at their first error."""
+        if isinstance(biases, dict) and len(biases) > _MAX_BIASES:
+            raise ValueError(f"{len(biases):,} tokens; expected at most {_MAX_BIASES:,}")
+        return biases
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -111,10 +139,24 @@ class GenerationFields(RequestModel):
         return self
 
 
+def _prompt_form(value: object) -> str:
+    """Which form a prompt has, so that errors are about that form. No field of a request has such a name."""
+    if not isinstance(value, list):
+        return "(text)"
+    first = value[0] if value else None
+    return "(ids)" if type(first) is int else "(lists of ids)" if isinstance(first, list) else "(texts)"
+
+
 class CompletionRequest(GenerationFields):
     """The body of /v1/completions."""
 
-    prompt: str | TokenIds | list[str] | list[TokenIds]
+    prompt: Annotated[
+        Annotated[str, Tag("(text)")]
+        | Annotated[TokenIds, Tag("(ids)")]
+        | Annotated[Prompts[str], Tag("(texts)")]
+        | Annotated[Prompts[TokenIds], Tag("(lists of ids)")],
+        Discriminator(_prompt_form),
+    ]
     logprobs: int | None = Field(None, ge=0, le=20)
 
     @property
@@ -155,9 +197,9 @@ class CalledTool(RequestModel):
 
 class ChatMessage(RequestModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | ListOf[TextPart] | None = None
     name: Name | None = None
-    tool_calls: list[CalledTool] = Field(default_factory=list, max_length=128)
+    tool_calls: ListOf[CalledTool] = Field(default_factory=list, max_length=128)
     tool_call_id: str | None = Field(None, max_length=256)
     reasoning_content: str | None = None
     refusal: str | None = None
@@ -200,11 +242,11 @@ class NamedTool(RequestModel):
 class ChatRequest(GenerationFields):
     """The body of /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=2048)
+    messages: ListOf[ChatMessage] = Field(min_length=1, max_length=2048)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
-    tools: list[OfferedTool] = Field(default_factory=list, max_length=128)
+    tools: ListOf[OfferedTool] = Field(default_factory=list, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict, max_length=32)
@@ -227,8 +269,8 @@ class TokenizeRequest(RequestModel):
     model: Name | None = None
     prompt: str | None = None
     content: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=2048)
-    tools: list[OfferedTool] = Field(default_factory=list, max_length=128)
+    messages: ListOf[ChatMessage] | None = Field(None, min_length=1, max_length=2048)
+    tools: ListOf[OfferedTool] = Field(default_factory=list, max_length=128)
     add_special_tokens: bool | None = None
     add_special: bool | None = None
     add_generation_prompt: bool = True
@@ -246,7 +288,7 @@ class DetokenizeRequest(RequestModel):
     """The body of /detokenize."""
 
     model: Name | None = None
-    tokens: list[TokenId]
+    tokens: ListOf[TokenId]
 
 
 def parse_request(model: type[M], document: object) -> M:

@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from nextn.decoding.batch import Batch, BatchSequence, SequenceRound
+from nextn.decoding.batch import BatchSequence, DecodingBatch, SequenceRound
 from nextn.decoding.drafter import Drafter, DraftResult
 from nextn.decoding.generate import TextStream
 from nextn.runtime.native.rounds import NativeRounds
@@ -75,8 +75,8 @@ class ServedSequence(BatchSequence):
         self.emit(chunk)
 
 
-class ServedBatch(Batch):
-    """`Batch` over ServedSequences of one kind: all plain, see `TokenSampler.is_plain`, or none."""
+class ServedBatch(DecodingBatch):
+    """`DecodingBatch` over ServedSequences of one kind: all plain, see `TokenSampler.is_plain`, or none."""
 
     sequences: list[ServedSequence]  # type: ignore[assignment]
 

@@ -7,9 +7,10 @@ from nextn.errors import ConfigError
 from nextn.model.model import Model
 from nextn.serve.api_errors import ApiError
 from nextn.serve.grammar import JSON_OBJECT, GrammarCompiler, GrammarSpec, json_schema
+from nextn.serve.message_parser import MessageParser, reasoning_is_open
 from nextn.serve.request import GrammarState
 from nextn.serve.schemas import ChatRequest, GenerationFields, NamedTool
-from nextn.serve.tool_calls import SYNTAXES, MessageParser, Tool, ToolSyntax, reasoning_is_open, tool_syntax
+from nextn.serve.tool_calls import SYNTAXES, Tool, ToolSyntax, tool_syntax
 from nextn.serve.tool_grammar import tool_call_grammar
 
 _TAIL = 16  # tokens at the end of a prompt in which `<think>` is looked for
@@ -21,13 +22,17 @@ class StructuredOutput:
     Args:
         model: Its tokenizer and chat template decide how calls are written.
         eos: Tokens that end a sequence.
+        syntax: Name of the syntax of tool calls; None: the chat template's.
+
+    Raises:
+        ConfigError: There is no such syntax.
     """
 
-    def __init__(self, model: Model, eos: Sequence[int]) -> None:
+    def __init__(self, model: Model, eos: Sequence[int], syntax: str | None = None) -> None:
         self._model, self._eos = model, eos
         template = model.tokenizer.chat_template if model.tokenizer is not None else None
         self._template = template if isinstance(template, str) else "\n".join((template or {}).values())
-        self._syntax = tool_syntax(self._template)
+        self._syntax = tool_syntax(self._template, syntax)
 
     def check(self, request: ChatRequest) -> None:
         """Refuse tools whose calls could not be recognized. Raises ApiError."""
