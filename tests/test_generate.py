@@ -143,3 +143,12 @@ def test_a_shortlist_changes_the_drafts_and_not_the_text(trained, backend):
     assert short.tokens == whole.tokens
     assert drafts <= {token for token, _ in ids}
     assert short.acceptance.length < whole.acceptance.length
+
+
+def test_special_tokens_are_left_out():
+    """In the middle of a text, and as its end."""
+    tokenizer = byte_tokenizer()
+    for skip, expected in ((True, "ab"), (False, f"a{tokenizer.eos_token}b{tokenizer.eos_token}")):
+        text = TextStream(tokenizer, (), skip_special_tokens=skip)
+        tokens = [ord("a"), tokenizer.eos_token_id, ord("b"), tokenizer.eos_token_id]
+        assert "".join(text.push([token], (), last=index == 3) for index, token in enumerate(tokens)) == expected

@@ -340,6 +340,7 @@ def test_every_field_reaches_the_engine(scripted):
     assert (request.seed, request.stop, request.stop_token_ids) == (11, ("zz",), (EOS, 5))
     assert (request.num_speculative_tokens, request.logprobs, request.cache_salt) == (2, 4, "pepper")
     assert (request.prompt, request.max_tokens) == ((120,), 3)
+    assert scripted.post("/v1/completions", {"prompt": "x", "skip_special_tokens": True})[0] == 200
     assert scripted.post("/v1/completions", {"prompt": "x", "ignore_eos": True, "top_k": 7})[0] == 200
     request = scripted.engine.requests[-1]
     assert (request.stop_token_ids, request.sampling.top_k, request.max_tokens) == ((), 7, 16)

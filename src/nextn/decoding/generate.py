@@ -165,8 +165,12 @@ def generate(
 class TextStream:
     """The growing text of one sequence; only final text is returned, and stop strings end it."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str]) -> None:
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str], *, skip_special_tokens: bool = False
+    ) -> None:
+        self._detokenizer = (
+            None if tokenizer is None else Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        )
         self._stops = tuple(stop)
         self._num_tokens = 0
         self._is_over = False

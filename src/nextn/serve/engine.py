@@ -117,7 +117,7 @@ class ServingEngine:
                     f"{len(self._open)} requests are running or waiting, which is the limit; try again later"
                 )
             self._number += 1
-            text = TextStream(self.model.tokenizer, request.stop)
+            text = TextStream(self.model.tokenizer, request.stop, skip_special_tokens=request.skip_special_tokens)
             sequence = ServedSequence.of(request, partial(self._emit, self._number, emit), text, self._number)
             room = self.limits.max_model_len - len(request.prompt)
             sequence.max_tokens = min(sequence.max_tokens, room)

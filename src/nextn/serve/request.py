@@ -33,6 +33,7 @@ class GenerationRequest:
     min_tokens: int = 0  # none of stop_token_ids before these
     num_speculative_tokens: int | None = None  # K; None: the engine's choice, 0: plain decoding
     stop_token_ids: tuple[int, ...] = ()  # they end the sequence, the tokenizer's EOS included
+    skip_special_tokens: bool = False  # leave special tokens out of the text
     stop: tuple[str, ...] = ()  # strings that end the text, which ends before them
     seed: int = 0
     presence_penalty: float = 0.0  # subtracted from the logits of generated tokens

@@ -123,6 +123,8 @@ class RequestBuilder:
                 min_tokens=body.min_tokens,
                 num_speculative_tokens=self._num_drafts(body),
                 stop_token_ids=(() if body.ignore_eos else self._eos) + tuple(body.stop_token_ids),
+                # Some syntaxes of tool calls are special tokens.
+                skip_special_tokens=body.skip_special_tokens and not (isinstance(body, ChatRequest) and body.tools),
                 stop=self._stops(body),
                 seed=(seed + choice) % _SEEDS,
                 presence_penalty=body.presence_penalty,

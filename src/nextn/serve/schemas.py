@@ -35,7 +35,7 @@ IGNORED = frozenset(
 OFF: Mapping[str, object] = {
     "allowed_token_ids": [], "bad_words": [], "best_of": 1, "echo": False, "include_stop_str_in_output": False,
     "length_penalty": 1, "modalities": ["text"], "prompt_logprobs": 0, "reasoning_effort": "none",
-    "skip_special_tokens": False, "suffix": "", "truncate_prompt_tokens": 0, "use_beam_search": False,
+    "suffix": "", "truncate_prompt_tokens": 0, "use_beam_search": False,
 }  # fmt: skip
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -110,6 +110,7 @@ class GenerationFields(RequestModel):
     stop: str | ListOf[str] = Field(default_factory=list)
     stop_token_ids: ListOf[TokenId] = Field(default_factory=list, max_length=128)
     ignore_eos: bool = False
+    skip_special_tokens: bool = False  # leave special tokens out of the text
     num_speculative_tokens: int | None = Field(None, ge=0, le=64)  # 0: plain decoding
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False  # tokens in log probabilities are spelled `token_id:<id>`
