@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from laws import TOKENWISE, continued, emitted, in_blocks, number, random_laws
 
 from nextn.errors import ConfigError
-from nextn.speculative.draft_policy import EDGES, AdaptiveLength, ConfidenceCalibration, FixedLength, RoundPlan
+from nextn.speculative.draft_policy import (
+    EDGES,
+    AdaptiveLength,
+    ConfidenceCalibration,
+    FixedLength,
+    MeasuredLength,
+    RoundPlan,
+)
 from nextn.speculative.sampling import accept_block
 from nextn.stats.speedup import Costs, Spread, best_drafts, expected_speedup
 
@@ -443,3 +450,30 @@ def _length(plan, q, path):
 def test_what_is_no_length(make):
     with pytest.raises(ConfigError, match="expected"):
         make()
+
+
+def test_measured_length_follows_the_clock():
+    """It uses what brings the most tokens per second, tries the others seldom, and notices when that changes."""
+    rule, used = MeasuredLength((4, 2, 0)), []
+    speeds = {4: 300.0, 2: 250.0, 0: 100.0}
+    for turn in range(4000):
+        if turn == 2000:
+            speeds[0] = 1000.0
+        drafts = rule.plan().max_drafts
+        assert rule.rounds_unchanged(1) >= 1
+        used.append(drafts)
+        rule.observe(3, 3 / speeds[drafts])
+    assert used[:11] == [4] * 5 + [2] * 5 + [0]
+    assert sum(drafts == 4 for drafts in used[:2000]) > 0.92 * 2000
+    assert sum(drafts == 0 for drafts in used[2600:]) > 0.92 * 1400
+    assert rule.rate(0) == pytest.approx(1000)
+    assert "K = 4 brings 300 tokens/s" in rule.reason
+
+
+def test_measured_length_ignores_the_round_after_a_change():
+    """That round refreshes the head with what plain rounds left, however long they were."""
+    rule = MeasuredLength((4, 0))
+    for _ in range(400):
+        is_first, drafts = rule._is_first, rule.plan().max_drafts
+        rule.observe(2, 100.0 if is_first else 1.0)
+        assert rule.rate(drafts) in (0.0, pytest.approx(2.0))

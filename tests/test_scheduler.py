@@ -11,6 +11,7 @@ from tiny import build, prompt, refrain
 
 from nextn.errors import ConfigError, QueueFullError
 from nextn.runtime.backend import backend_for
+from nextn.serve import scheduler as scheduler_module
 from nextn.serve.engine import EngineOptions, ServingEngine
 from nextn.serve.request import GenerationChunk, GenerationRequest
 from nextn.serve.scheduler import Scheduler, SchedulerLimits
@@ -138,8 +139,9 @@ def test_prefixes_change_neither_text_nor_drafts(trained, name):
     """After a hit the head's cache is that of a cold start: the same drafts are accepted."""
     model = trained[name]
     shared = refrain(1, 200, seed=9).tolist()[0]
-    requests = {size: GenerationRequest(prompt=tuple(shared[:size]), max_tokens=30) for size in (200, 140, 64, 65, 129)}
-    requests["other"] = GenerationRequest(prompt=(*shared[:130], 1, 2, 3, 4), max_tokens=30)
+    base = GenerationRequest(prompt=(), max_tokens=30, num_speculative_tokens=3)
+    requests = {size: replace(base, prompt=tuple(shared[:size])) for size in (200, 140, 64, 65, 129)}
+    requests["other"] = replace(base, prompt=(*shared[:130], 1, 2, 3, 4))
     requests["again"] = requests[200]
     warm = Answers(scheduler_of(model, prefix_bytes=10**8))
     for key, request in requests.items():
@@ -188,8 +190,10 @@ def test_prefix_cache_is_bounded(trained):
     assert answers.chunks["last"][0].cached_tokens == 128
 
 
-def test_streams_flow_during_a_long_prefill(trained):
+def test_streams_flow_during_a_long_prefill(trained, monkeypatch):
     """Between two chunks of a running stream, a prefill takes about as long as the rounds do."""
+    monkeypatch.setattr(scheduler_module, "_AHEAD_S", 0.0)  # one round a step, however fast the machine is
+    monkeypatch.setattr(scheduler_module, "_AHEAD_PER_SEQUENCE_S", 0.0)
     model = trained["glm_two"]
     answers = Answers(scheduler_of(model, clock=Clock(), max_model_len=4000))
     answers.add("stream", GenerationRequest(prompt=tuple(prompt(5)), max_tokens=600))
@@ -201,7 +205,7 @@ def test_streams_flow_during_a_long_prefill(trained):
         answers.scheduler.step()
         if not answers.sequences["stream"].is_over:
             steps.append(len(answers.chunks["stream"]))
-    assert len(steps) > 5
+    assert len(steps) > 20
     assert all(after == before + 1 for before, after in pairwise(steps))
 
 
@@ -221,6 +225,21 @@ def test_ends(trained):
     answers.run({0: [(0, GenerationRequest(prompt=tuple(row[:30]), max_tokens=20, stop=("x",)))]})
     assert answers.text(0) == (text[: text.index(7) + 1] if 7 in text else text)
     assert answers.chunks[0][-1].finish == ("stop" if 7 in text else "length")
+
+
+def test_shorter_prompts_are_soon_done(trained, monkeypatch):
+    """Beside a long one, which does not starve."""
+    monkeypatch.setattr(scheduler_module, "_AHEAD_S", 0.0)
+    answers = Answers(scheduler_of(trained["glm_two"], clock=Clock(), max_model_len=4000, max_num_seqs=8))
+    sizes = {"long": 1500, **dict.fromkeys(range(5), 70)}
+    for name, size in sizes.items():
+        answers.add(name, GenerationRequest(prompt=tuple(prompt(size, vocab_size=40)), max_tokens=2))
+    first: list[object] = []
+    while len(first) < len(sizes):
+        answers.scheduler.step()
+        first += [name for name in sizes if answers.chunks[name] and name not in first]
+    assert first[-1] == "long"
+    assert answers.run()
 
 
 def test_cancelled_requests_leave(trained):

@@ -22,7 +22,6 @@ from nextn.serve.request import EngineStats, GenerationChunk, GenerationRequest
 from nextn.serve.scheduler import Scheduler, SchedulerLimits
 from nextn.serve.served_batch import ServedSequence
 from nextn.settings import Settings
-from nextn.speculative.draft_policy import AdaptiveLength
 from nextn.stats.speedup import Costs
 
 _LOG = logging.getLogger(__name__)
@@ -85,8 +84,7 @@ class ServingEngine:
         self.model, self.options = model, options or EngineOptions()
         self.backend = backend_for(model, self.options.backend)
         self.limits = _limits(self.backend, self.options)
-        self._policies: dict[int, AdaptiveLength] = {}
-        self._scheduler = Scheduler(self.backend, self.limits, policies=self._policies)
+        self._scheduler = Scheduler(self.backend, self.limits)
         self._warm_up = self._warm_up_steps() if self.options.warmup else iter(())
         self._arrivals: deque[ServedSequence] = deque()
         self._changed = threading.Condition()
@@ -196,7 +194,7 @@ class ServingEngine:
         self._scheduler = self._scheduler.restarted()
 
     def _warm_up_steps(self) -> Iterator[None]:
-        """Record the passes of rounds and, for powers of two of sequences, measure what they cost.
+        """Record the passes of rounds, and measure what they cost for one sequence.
 
         Requests that arrive wait for one step at most.
         """
@@ -211,17 +209,16 @@ class ServingEngine:
                 with torch.inference_mode(), trunk.single_threaded_torch():
                     head.prepare(num_sequences, [size])
                 yield
-            if drafts and self.options.adaptive and not num_sequences & (num_sequences - 1):
-                self._policies[num_sequences] = AdaptiveLength(self._costs(num_sequences))
-                return_freed_memory()
+            if drafts and num_sequences == 1:
+                self._scheduler.costs = self._costs()
                 yield
+        return_freed_memory()
 
-    def _costs(self, num_sequences: int) -> Costs:
+    def _costs(self) -> Costs:
         drafts = self.limits.num_speculative_tokens
         return measure_costs(
             self.model,
             drafts=drafts,
-            batch=num_sequences,
             context=max(1, min(_COST_CONTEXT, self.limits.max_model_len - drafts - 1)),
             repeats=_COST_REPEATS,
             backend=self.options.backend,
@@ -252,7 +249,7 @@ def _limits(backend: Backend, options: EngineOptions) -> SchedulerLimits:
             "--cache-gb, --max-num-seqs or --max-model-len"
         )
     drafts = 0 if backend.head is None else options.num_speculative_tokens
-    return SchedulerLimits(options.max_num_seqs, int(length), drafts, prefix_bytes)
+    return SchedulerLimits(options.max_num_seqs, int(length), drafts, options.adaptive, prefix_bytes)
 
 
 def _bytes_per_sequence(backend: Backend) -> tuple[int, int]:

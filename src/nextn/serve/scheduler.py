@@ -18,7 +18,8 @@ from nextn.serve.prefix_cache import PrefixCache
 from nextn.serve.request import EngineStats
 from nextn.serve.served_batch import ServedBatch, ServedSequence
 from nextn.serve.token_sampler import TokenSampler
-from nextn.speculative.draft_policy import AdaptiveLength, DraftLength, FixedLength
+from nextn.speculative.draft_policy import DraftLength, FixedLength, MeasuredLength
+from nextn.stats.speedup import Costs
 
 _CHUNKS = (64, 32, 16)  # positions of a prefill pass; all divide a block of the prefix cache
 _AHEAD_S, _AHEAD_PER_SEQUENCE_S = 0.008, 0.002  # of rounds that are computed before their tokens are sent
@@ -33,6 +34,7 @@ class SchedulerLimits:
     max_num_seqs: int = 16  # sequences that are prefilled or decoded at the same time
     max_model_len: int = 4096  # positions of a sequence, prompt included
     num_speculative_tokens: int = 4  # K of requests that do not ask for one
+    adaptive: bool = True  # draft less for them where that is faster
     prefix_bytes: int = 0  # memory of the prefix cache; 0: none
 
 
@@ -44,7 +46,7 @@ class Scheduler:
         backend: Backend,
         limits: SchedulerLimits,
         *,
-        policies: dict[int, AdaptiveLength] | None = None,
+        costs: Costs | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create an idle scheduler.
@@ -52,15 +54,16 @@ class Scheduler:
         Args:
             backend: Trunk and head.
             limits: Sizes.
-            policies: By batch size, how many drafts pay; for requests without a K of their own. The caller may add
-                some later; while there is none, rounds have K drafts.
+            costs: Of passes and draft steps, for reports.
             clock: Seconds.
         """
         self.limits, self._backend, self._clock = limits, backend, clock
-        self._policies = {} if policies is None else policies
+        self.costs = costs
+        self._policies: dict[tuple[_Group, int], MeasuredLength] = {}  # by group and a power of two of sequences
         self.waiting: deque[ServedSequence] = deque()
         self._prefilling: deque[ServedBatch] = deque()
         self._running: dict[_Group, ServedBatch] = {}
+        self._is_oldest_next = False  # of two prompts that take turns
         self._round_s = 0.0  # of the last step's rounds
         with torch.inference_mode(), backend.trunk.single_threaded_torch():
             self.prefix_cache = PrefixCache.of(backend, limits.prefix_bytes)
@@ -88,12 +91,12 @@ class Scheduler:
 
     def restarted(self) -> "Scheduler":
         """Return an idle scheduler with the same limits and measurements, and an empty prefix cache."""
-        return Scheduler(self._backend, self.limits, policies=self._policies, clock=self._clock)
+        return Scheduler(self._backend, self.limits, costs=self.costs, clock=self._clock)
 
     def stats(self) -> EngineStats:
         limits, prefix = self.limits, self.prefix_cache
         batches = [*self._prefilling, *self._running.values()]
-        policy = self._policies.get(1)
+        costs = self.costs
         return EngineStats(
             num_running=self.num_running,
             num_waiting=len(self.waiting),
@@ -103,8 +106,8 @@ class Scheduler:
             max_prefix_positions=0 if prefix is None else prefix.max_positions,
             prefix_queries=0 if prefix is None else prefix.num_queries,
             prefix_hits=0 if prefix is None else prefix.num_hits,
-            cost_curve=() if policy is None else policy.v,
-            draft_cost=0.0 if policy is None else policy.c,
+            cost_curve=() if costs is None else tuple(costs.v),
+            draft_cost=0.0 if costs is None else costs.c,
         )
 
     def _drop_cancelled(self) -> None:
@@ -122,31 +125,38 @@ class Scheduler:
             sequence = self.waiting.popleft()
             _, drafts, _ = self._group(sequence)
             batch = ServedBatch(
-                self._backend.trunk, self._backend.head, sequence, drafts=drafts, length=FixedLength(drafts, 0.0)
+                self._backend.trunk, self._backend.head, sequence, drafts=drafts, length=FixedLength(drafts)
             )
             if self.prefix_cache is not None:
                 sequence.cached_tokens = self.prefix_cache.restore(batch)
             self._prefilling.append(batch)
 
     def _run(self, group: _Group, batch: ServedBatch) -> None:
-        (sequence, *_) = batch.sequences
-        batch.length = self._length(sequence, len(batch.sequences))
+        batch.length = self._length(group, len(batch.sequences))
         batch.max_ahead_s = _AHEAD_S + _AHEAD_PER_SEQUENCE_S * self.num_running
         batch.run()
         if not batch.sequences:
             del self._running[group]
 
     def _prefill(self) -> None:
-        """Run chunks of the prompts in turn, for as long as the rounds took, at least one."""
-        started, budget = self._clock(), max(self._round_s, _AHEAD_S)
+        """Run chunks of the prompts: for as long as the rounds took, or longer while more sequences wait than run."""
+        num_running = sum(len(batch.sequences) for batch in self._running.values())
+        share = max(1.0, len(self._prefilling) / max(1, num_running))
+        started, budget = self._clock(), share * max(self._round_s, _AHEAD_S)
         while self._prefilling:
-            batch = self._prefilling.popleft()
+            batch = self._next_prefill()
             if self._chunk(batch, budget - (self._clock() - started)):
+                self._prefilling.remove(batch)
                 self._start(batch)
-            else:
-                self._prefilling.append(batch)
             if self._clock() - started + min(self._chunk_s.values()) > budget:
                 break
+
+    def _next_prefill(self) -> ServedBatch:
+        """The oldest prompt and the one with the least left take turns: short ones are soon done, none starves."""
+        self._is_oldest_next = not self._is_oldest_next
+        if self._is_oldest_next:
+            return self._prefilling[0]
+        return min(self._prefilling, key=lambda batch: len(batch.sequences[0].tokens) - batch.num_prefilled)
 
     def _chunk(self, batch: ServedBatch, budget: float) -> bool:
         """Process the next chunk of a prompt, as long as the time permits; return whether it was the last."""
@@ -176,12 +186,14 @@ class Scheduler:
         wanted = sequence.request.num_speculative_tokens
         drafts = self.limits.num_speculative_tokens if wanted is None else wanted
         drafts = 0 if self._backend.head is None else drafts
-        return TokenSampler.is_plain(sequence.request), drafts, wanted is None and drafts > 0
+        return TokenSampler.is_plain(sequence.request), drafts, self.limits.adaptive and wanted is None and drafts > 0
 
-    def _length(self, sequence: ServedSequence, num_sequences: int) -> DraftLength:
-        """The policy of a group: what was measured for the next larger batch size, unless the request has its own K."""
-        _, drafts, is_adaptive = self._group(sequence)
-        if not is_adaptive or not self._policies:
-            return FixedLength(drafts, 0.0)
-        larger = [size for size in self._policies if size >= num_sequences]
-        return self._policies[min(larger, default=max(self._policies))]
+    def _length(self, group: _Group, num_sequences: int) -> DraftLength:
+        """The policy of a group: K, or where it may be less, what was best with about so many sequences."""
+        _, drafts, is_adaptive = group
+        if not is_adaptive:
+            return FixedLength(drafts)
+        key = group, 1 << (num_sequences - 1).bit_length()
+        if key not in self._policies:
+            self._policies[key] = MeasuredLength(sorted({drafts, drafts // 2, 0}, reverse=True))
+        return self._policies[key]

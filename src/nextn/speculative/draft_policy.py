@@ -6,7 +6,7 @@ trunk's distribution. Imports no torch.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -25,6 +25,9 @@ _FIRST, _LONG, _SHORT = 12.0, 256.0, 8.0
 PROBE_INTERVAL = 32  # rounds from one that drafts to the next while decoding is plain
 # A plan is used for 1 / _SHARE of the rounds seen so far, and at most _LONGEST: what changes in fewer is noise.
 _SHARE, _LONGEST = 8, 16
+# `MeasuredLength`: rounds of a length that is tried, rounds of the best one between trials, and how much a round counts
+# for the one after it.
+_TRIAL, _SHORT_SPAN, _LONG_SPAN, _DECAY = 5, 40, 320, 0.97
 _ALWAYS = 2**31  # rounds
 _LARGE = 1e9  # weights of rounds are rescaled beyond this
 _TYPICAL = 0.7  # initial acceptance rate
@@ -139,6 +142,62 @@ class FixedLength:
     def reason(self) -> str:
         minimum = f", while the head's confidence is at least {self.p_min:.0%}" * (self.p_min > 0)
         return f"{self.num_drafts} drafts per round{minimum}"
+
+
+class MeasuredLength:
+    """Drafts the number of tokens, of a few, that has brought the most tokens per second.
+
+    For servers: what a round costs there depends on the batch, on the work between rounds and on other processes, so a
+    cost curve that was measured before does not hold.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        """lengths: the numbers of drafts to choose from; 0 is plain decoding."""
+        self._plans = {length: FixedLength(length).plan() for length in lengths}
+        self._tokens, self._seconds = dict.fromkeys(lengths, 0.0), dict.fromkeys(lengths, 0.0)
+        self._turns = self._schedule()
+        self._length, self._left = next(self._turns)
+        self._is_first = True
+
+    def plan(self) -> RoundPlan:
+        return self._plans[self._length]
+
+    def rounds_unchanged(self, batch_size: int) -> int:
+        return self._left
+
+    def learn(self, confidences: Sequence[float], *, drafts: int, num_accepted: int) -> None:
+        """Do nothing: see `observe`."""
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Learn from a round by the present plan: the tokens that all sequences got, and its time."""
+        if not self._is_first:  # that one also does what plain rounds left to the head
+            self._tokens[self._length] = self._tokens[self._length] * _DECAY + num_tokens
+            self._seconds[self._length] = self._seconds[self._length] * _DECAY + seconds
+        self._is_first, self._left = False, self._left - 1
+        if self._left <= 0:
+            self._length, self._left = next(self._turns)
+            self._is_first = True
+
+    def rate(self, length: int) -> float:
+        """Tokens per second of late; 0 before the first measurement."""
+        return self._tokens[length] / self._seconds[length] if self._seconds[length] else 0.0
+
+    @property
+    def reason(self) -> str:
+        return f"{self._length} drafts per round: " + ", ".join(
+            f"K = {length} brings {self.rate(length):.0f} tokens/s" for length in self._plans
+        )
+
+    def _schedule(self) -> Iterator[tuple[int, int]]:
+        """Yield (length, rounds): all others in turn, then the best, for longer each time that it stays the best."""
+        best, span = None, _SHORT_SPAN
+        while True:
+            for length in self._plans:
+                if length != best:
+                    yield length, _TRIAL
+            before, best = best, max(self._plans, key=self.rate)
+            span = min(2 * span, _LONG_SPAN) if best == before else _SHORT_SPAN
+            yield best, span
 
 
 class ConfidenceCalibration:
