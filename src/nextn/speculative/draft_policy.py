@@ -25,9 +25,9 @@ _FIRST, _LONG, _SHORT = 12.0, 256.0, 8.0
 PROBE_INTERVAL = 32  # rounds from one that drafts to the next while decoding is plain
 # A plan is used for 1 / _SHARE of the rounds seen so far, and at most _LONGEST: what changes in fewer is noise.
 _SHARE, _LONGEST = 8, 16
-# `MeasuredLength`: rounds of a length that is tried, rounds of the best one between trials, and how much a round counts
-# for the one after it.
-_TRIAL, _SHORT_SPAN, _LONG_SPAN, _DECAY = 5, 40, 320, 0.97
+# `MeasuredLength`: rounds of a length that is tried, rounds of the best one between trials, how much a round counts for
+# the one after it, and an earlier turn for a new one.
+_TRIAL, _SHORT_SPAN, _LONG_SPAN, _DECAY, _DECAY_OF_TURNS = 5, 40, 320, 0.97, 0.25
 _ALWAYS = 2**31  # rounds
 _LARGE = 1e9  # weights of rounds are rescaled beyond this
 _TYPICAL = 0.7  # initial acceptance rate
@@ -170,9 +170,12 @@ class MeasuredLength:
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learn from a round by the present plan: the tokens that all sequences got, and its time."""
-        if not self._is_first:  # that one also does what plain rounds left to the head
-            self._tokens[self._length] = self._tokens[self._length] * _DECAY + num_tokens
-            self._seconds[self._length] = self._seconds[self._length] * _DECAY + seconds
+        if self._is_first:  # it also does what plain rounds left to the head, so its time does not count
+            decay, num_tokens, seconds = _DECAY_OF_TURNS, 0, 0.0
+        else:
+            decay = _DECAY
+        self._tokens[self._length] = self._tokens[self._length] * decay + num_tokens
+        self._seconds[self._length] = self._seconds[self._length] * decay + seconds
         self._is_first, self._left = False, self._left - 1
         if self._left <= 0:
             self._length, self._left = next(self._turns)
