@@ -1,6 +1,7 @@
 """Write the tables of docs/benchmarks/index.md, the speeds in README.md and the picture of a round."""
 
 import json
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +147,26 @@ def peers() -> str:
     return table(("engine, greedy, batch 1", "plain", "K = 1", "K = 2", "K = 4", "AL at K = 4"), rows)
 
 
+def served() -> str:
+    """Servers under load: medians over the repeats of `bench/serve.py load`."""
+    rows = record("serve")["load"]["rows"]
+    keys = dict.fromkeys((row["streams"], row["server"]) for row in rows)
+
+    def line(streams: int, server: str) -> tuple[str, ...]:
+        found = [row for row in rows if (row["streams"], row["server"]) == (streams, server)]
+        rate = statistics.median(row["tokens_per_s"] for row in found)
+        pairs = [
+            " / ".join(
+                f"{1000 * statistics.median(row[key][part] for row in found):.{digits}f}" for part in ("p50", "p95")
+            )
+            for key, digits in (("ttft_s", 0), ("per_token_s", 1))
+        ]
+        return (str(streams), server, f"{rate:,.0f}", *pairs)
+
+    head = ("streams", "server", "tokens/s", "first token, ms, p50 / p95", "per token, ms, p50 / p95")
+    return table(head, (line(*key) for key in keys))
+
+
 def audits() -> str:
     found = record("audit")
     hub, folder = found["hub"], found["folder"]
@@ -248,7 +269,15 @@ def picture() -> str:
     )
 
 
-PARTS = {"runs": runs, "demos": demos, "costs": costs, "batches": batches, "peers": peers, "audits": audits}
+PARTS = {
+    "runs": runs,
+    "demos": demos,
+    "costs": costs,
+    "batches": batches,
+    "peers": peers,
+    "served": served,
+    "audits": audits,
+}
 
 
 def pages() -> dict[Path, str]:
