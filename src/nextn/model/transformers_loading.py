@@ -1,8 +1,9 @@
 """Building transformers' models, from a config or from a checkpoint's files."""
 
 import copy
+import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +28,10 @@ from transformers.utils import logging as transformers_logging
 
 from nextn.errors import CheckpointError, NextnError
 from nextn.model.family_layers import add_unused_experts, remove_unused_experts
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in stored names
+_STACKED = re.compile(r"(^|\.)experts\.\w+$")  # all experts in one parameter, in names of the model
+_EXPERTS_AT_ONCE = 4  # converted together
 
 
 class LazyTensor(Protocol):
@@ -118,22 +123,48 @@ class LayerLoader:
     def load(self, index: int, device: torch.device) -> None:
         """Load a decoder layer. Raises CheckpointError if its tensors cannot be read."""
         self.unload(index)  # with the rows of unused experts, which a trunk removes
+        config = replace(self._config, device_map={"": device})
+        parts: dict[int | None, dict[str, LazyTensor]] = defaultdict(dict)
+        for name, tensor in self._states[index].items():
+            expert = _EXPERT.search(name)
+            parts[int(expert[1]) // _EXPERTS_AT_ONCE if expert else None][name] = tensor
         with _transformers_errors(self._folder):
-            info = self._convert(self._states[index], replace(self._config, device_map={"": device}))
-        prefix = f"{self._prefix}{index}."
-        missing = {name for name in info.missing_keys if name.startswith(prefix)}
-        _check_complete(self._folder, missing | info.mismatched_keys)
-        remove_unused_experts(self._layers[index])
+            self._convert(parts.pop(None, {}), config)
+            if parts:
+                self._load_experts(index, [parts[key] for key in sorted(cast(dict[int, object], parts))], config)
+        layer = self._layers[index]
+        _check_complete(self._folder, [name for name, value in _stored_tensors(layer) if value.is_meta])
+        remove_unused_experts(layer)
 
     def unload(self, index: int) -> None:
         """Put a decoder layer back on the meta device."""
         for name, value in self._unloaded[index].items():
-            path, _, own = name.rpartition(".")
-            setattr(self._layers[index].get_submodule(path), own, value)
+            _assign(self._layers[index], name, value)
 
     @property
     def _layers(self) -> nn.ModuleList:
         return cast(nn.ModuleList, self.model.get_decoder().layers)
+
+    def _load_experts(self, index: int, parts: Sequence[Mapping[str, LazyTensor]], config: LoadStateDictConfig) -> None:
+        """Load experts that are stored one by one, a few at a time: the layer is in memory once, not twice."""
+        layer = self._layers[index]
+        stacked = {name: value for name, value in _stored_tensors(layer) if _STACKED.search(name) and value.is_meta}
+        filled: dict[str, Tensor] = {}
+        start = 0
+        for part in parts:
+            end = start + len({cast(re.Match[str], _EXPERT.search(name))[1] for name in part})
+            for name, value in stacked.items():
+                _assign(layer, name, nn.Parameter(value[start:end], requires_grad=False))
+            self._convert(part, config)
+            for name, value in stacked.items():
+                rows = layer.get_parameter(name)
+                if not rows.is_meta:  # others are of experts that are stored in one tensor
+                    filled.setdefault(name, torch.empty(value.shape, dtype=value.dtype, device=rows.device))
+                    filled[name][start:end] = rows.detach()
+                _assign(layer, name, value)
+            start = end
+        for name, value in filled.items():
+            _assign(layer, name, nn.Parameter(value, requires_grad=False))
 
     def _load_outer(self) -> None:
         everything = {name: _MetaTensor(each) for state in self._states.values() for name, each in state.items()}
@@ -171,6 +202,11 @@ class _MetaTensor:
 
     def __getitem__(self, key: object) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+def _assign(module: nn.Module, name: str, value: Tensor) -> None:
+    path, _, own = name.rpartition(".")
+    setattr(module.get_submodule(path), own, value)
 
 
 def _on_meta(config: LoadStateDictConfig) -> LoadStateDictConfig:
