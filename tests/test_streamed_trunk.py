@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import CONFIGS, FIXTURES, build, prompt
 
+from nextn.checkpoint.tensors import TensorReader
 from nextn.errors import CheckpointError, ConfigError
 from nextn.model import transformers_loading
 from nextn.model.model import Model
@@ -125,3 +126,11 @@ def test_file_truncated_while_streaming_is_an_error(folder):
     model, path = Model.load(folder, stream=True), shard(folder)
     with pytest.raises(CheckpointError, match=path.name):
         model.trunk.run(BATCHES, on_layer=lambda _: os.truncate(path, 1000))
+
+
+def test_every_layer_tensor_gives_its_pages_back(folder, monkeypatch):
+    """Pages of the mapped file that a layer was copied from stay in the process unless they are released by name."""
+    model, released = Model.load(folder, stream=True), set()
+    monkeypatch.setattr(TensorReader, "release", lambda self, name: released.add(name))
+    model.trunk.run(BATCHES)
+    assert released == {name for name in load_file(shard(folder)) if ".layers." in name}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nextn.checkpoint import fp8
 from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.mapped_memory import release_pages
 from nextn.checkpoint.quant_config import declared
 from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.stored_format import scale_of
@@ -37,6 +38,10 @@ class StoredTensor:
 
     def __getitem__(self, key: object) -> Tensor:
         return self.weights.read(self.name)
+
+    def release(self) -> None:
+        """Release the memory of its part of the mapped file; values that were read stay valid."""
+        self.weights.release(self.name)
 
 
 class TensorReader(AbstractContextManager["TensorReader"]):
@@ -100,6 +105,10 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         block = fp8.block_of(value.shape, scale.shape, self._block)
         assert block is not None, name
         return fp8.dequantize(value, scale, block)
+
+    def release(self, name: str) -> None:
+        """Release the memory of a tensor's part of the mapped file, and of its scales'."""
+        release_pages([self._raw(stored) for stored in (name, self.scales.get(name)) if stored])
 
     def fetch(self, names: Iterable[str]) -> int:
         """Read the bytes of these tensors and their scales into the kernel's file cache; return how many there are."""

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nextn.cache.kv_cache import KVCache
-from nextn.checkpoint.mapped_memory import release_pages
 from nextn.checkpoint.tensors import StoredTensor, TensorReader, is_finite
 from nextn.errors import CheckpointError, ConfigError
 from nextn.families import Stage
@@ -155,7 +154,6 @@ class StreamedTrunk(Trunk):
                 raise CheckpointError(f"layer {index}: {len(bad)} tensors hold NaN or Inf: {', '.join(bad[:8])}")
             yield
         finally:
-            release_pages(layer.parameters())
             self._loader.unload(index)
 
     @contextmanager

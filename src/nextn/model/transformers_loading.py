@@ -45,6 +45,9 @@ class LazyTensor(Protocol):
 
     def __getitem__(self, key: object, /) -> Tensor: ...
 
+    def release(self) -> None:
+        """Release the memory that reading it took, see `release_pages`."""
+
 
 def model_from_config(config: Mapping[str, object], dtype: torch.dtype) -> PreTrainedModel:
     """Build a freshly initialized model from a transformers config, a dict with `model_type`."""
@@ -137,7 +140,9 @@ class LayerLoader:
         remove_unused_experts(layer)
 
     def unload(self, index: int) -> None:
-        """Put a decoder layer back on the meta device."""
+        """Put a decoder layer back on the meta device, and release its part of the mapped files."""
+        for tensor in self._states[index].values():
+            tensor.release()
         for name, value in self._unloaded[index].items():
             _assign(self._layers[index], name, value)
 
@@ -156,6 +161,8 @@ class LayerLoader:
             for name, value in stacked.items():
                 _assign(layer, name, nn.Parameter(value[start:end], requires_grad=False))
             self._convert(part, config)
+            for tensor in part.values():
+                tensor.release()
             for name, value in stacked.items():
                 rows = layer.get_parameter(name)
                 if not rows.is_meta:  # others are of experts that are stored in one tensor
@@ -199,6 +206,9 @@ class _MetaTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.stored.shape
+
+    def release(self) -> None:
+        self.stored.release()
 
     def __getitem__(self, key: object) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
