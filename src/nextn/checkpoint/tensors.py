@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nextn.checkpoint import fp8
 from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.mapped_memory import release_pages
 from nextn.checkpoint.quant_config import declared
 from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.stored_format import scale_of
@@ -19,6 +20,7 @@ from nextn.families import Family
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 # Scales of activations: unused where products are not computed in fp8.
 ACTIVATIONS = ("input_scale", "activation_scale", "output_scale", "k_scale", "v_scale", "q_scale")
+_FETCH = 8 * 1024 * 1024  # bytes that are in memory at once
 _PLAIN = {*FLOATS, fp8.WEIGHT, "I64", "BOOL"}  # dtypes of tensors that need no quantization method
 
 
@@ -30,8 +32,16 @@ class StoredTensor:
     name: str
     dtype: torch.dtype | None
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weights.checkpoint.info(self.name).shape
+
     def __getitem__(self, key: object) -> Tensor:
         return self.weights.read(self.name)
+
+    def release(self) -> None:
+        """Release the memory of its part of the mapped file; values that were read stay valid."""
+        self.weights.release(self.name)
 
 
 class TensorReader(AbstractContextManager["TensorReader"]):
@@ -95,6 +105,25 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         block = fp8.block_of(value.shape, scale.shape, self._block)
         assert block is not None, name
         return fp8.dequantize(value, scale, block)
+
+    def release(self, name: str) -> None:
+        """Release the memory of a tensor's part of the mapped file, and of its scales'."""
+        release_pages([self._raw(stored) for stored in (name, self.scales.get(name)) if stored])
+
+    def fetch(self, names: Iterable[str]) -> int:
+        """Read the bytes of these tensors and their scales into the kernel's file cache; return how many there are."""
+        infos = [self.checkpoint.info(stored) for name in names for stored in (name, self.scales.get(name)) if stored]
+        for info in sorted(infos, key=lambda info: (info.file, info.begin)):
+            for _ in self.checkpoint.chunks(info, _FETCH):
+                pass
+        return sum(info.nbytes for info in infos)
+
+    def check_unchanged(self, names: Iterable[str]) -> None:
+        """Raise CheckpointError if a file of these tensors changed: reading a truncated one would end the process."""
+        for file in sorted({self.checkpoint.info(name).file for name in names}):
+            source = self.checkpoint.sources[file]
+            if isinstance(source, LocalFile) and source.has_changed():
+                raise CheckpointError(f"{source}: the file changed while it was in use. Run again on complete files.")
 
     def non_finite(self, name: str) -> str:
         """Return `name`, or the name of its scales if those are not finite."""

@@ -1,7 +1,8 @@
 """A trunk with its head and tokenizer: build, load strictly, save in the family's published layout."""
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import Family, by_config, find, headless
 from nextn.model.head import Head
 from nextn.model.load_head import cast, head_tensors, load_tensors, meta_head, trunk_state
+from nextn.model.streamed_trunk import StreamedTrunk
+from nextn.model.transformers_loading import LayerLoader
 from nextn.model.trunk import Trunk
 
 _SAMPLE_TEXT = "A text, 1 \u00e9"
@@ -68,6 +71,7 @@ class Model:
         device: str | torch.device = "cpu",
         need_head: bool = True,
         skip_head: bool = False,
+        stream: bool = False,
     ) -> "Model":
         """Load a model.
 
@@ -80,6 +84,8 @@ class Model:
             device: Of trunk and head, see `resolve_device`.
             need_head: If False, accept a checkpoint without a head.
             skip_head: Load the trunk only, whether or not there is a head.
+            stream: Do not load the trunk's decoder layers; the trunk is a `StreamedTrunk`, which reads each of them
+                when it runs texts. The files must stay as they are.
 
         Raises:
             CheckpointError: listing every head tensor that is missing, unexpected, mis-shaped, stored twice, not
@@ -93,8 +99,11 @@ class Model:
         with_head, family = not skip_head and bool(inventory.declared and inventory.stored), inventory.family
         inventory = on_disk(inventory, revision=revision, cache_dir=cache_dir, offline=offline)
         folder = folder_of(inventory.checkpoint)
-        with TensorReader(inventory.checkpoint, family) as weights:
-            trunk, notes = _load_trunk(inventory, weights, dtype)
+        with ExitStack() as files:
+            weights = TensorReader(inventory.checkpoint, family)
+            if not stream:
+                files.enter_context(weights)
+            trunk, notes = (_streamed_trunk if stream else _load_trunk)(inventory, weights, dtype)
             head: Head | None = None
             if with_head:
                 head = meta_head(inventory, trunk)
@@ -197,8 +206,37 @@ def _load_trunk(inventory: Inventory, weights: TensorReader, dtype: torch.dtype 
     # transformers does not load fp8 here: it needs accelerate, and mistakes a truncated last block for smaller blocks.
     packed = weights.packed(state) if weights.method else None
     folder = folder_of(checkpoint)
-    try:
+    with _loading_reasons(checkpoint, weights, packed):
         trunk = Trunk.from_pretrained(folder, state=None if packed else state, stage=family.hidden, dtype=dtype)
+    return trunk, [*notes, *_check_trunk(checkpoint, trunk)]
+
+
+def _streamed_trunk(
+    inventory: Inventory, weights: TensorReader, dtype: torch.dtype | None
+) -> tuple[StreamedTrunk, list[str]]:
+    checkpoint, family = inventory.checkpoint, inventory.family
+    state, notes = trunk_state(inventory, weights)
+    if weights.method and (packed := weights.packed(state)):
+        raise CheckpointError(
+            f"{checkpoint.path}: its quantization is {weights.method} ({packed} and others), of which single layers "
+            "cannot be read; valid are bf16, fp16, fp32 and fp8 with scales. Stream the model that was quantized"
+        )
+
+    def layer_of(name: str) -> int | None:
+        layer = family.trunk_layer(name)
+        return layer[0] if layer is not None and layer[0] < inventory.num_layers else None
+
+    with _loading_reasons(checkpoint, weights, None):
+        loader = LayerLoader(folder_of(checkpoint), state, dtype, layer_of)
+    trunk = StreamedTrunk(loader, weights, stage=family.hidden)
+    return trunk, [*notes, *_check_trunk(checkpoint, trunk)]
+
+
+@contextmanager
+def _loading_reasons(checkpoint: Checkpoint, weights: TensorReader, packed: str | None) -> Iterator[None]:
+    """Add to a CheckpointError what is known of its reasons."""
+    try:
+        yield
     except CheckpointError as error:
         reasons = [problem.message for problem in checkpoint.problems if problem.kind == "missing_file"]
         if packed:
@@ -208,11 +246,15 @@ def _load_trunk(inventory: Inventory, weights: TensorReader, dtype: torch.dtype 
                 "`nextn restore` work on it as it is"
             )
         raise CheckpointError(". ".join([str(error), *reasons])) from error
-    _check_finite(checkpoint.path, trunk.model.state_dict())
+
+
+def _check_trunk(checkpoint: Checkpoint, trunk: Trunk) -> list[str]:
+    """Return notes on a loaded trunk. Raises CheckpointError for values that are not finite."""
+    _check_finite(checkpoint.path, {name: each for name, each in trunk.model.state_dict().items() if not each.is_meta})
     loaded_type, model_type = trunk.model.config.model_type, checkpoint.config.get("model_type")
     if loaded_type != model_type:
-        notes.append(f"only the text model ({loaded_type}) of {model_type} is loaded, and would be saved")
-    return trunk, notes
+        return [f"only the text model ({loaded_type}) of {model_type} is loaded, and would be saved"]
+    return []
 
 
 def _with_dtype(config: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:

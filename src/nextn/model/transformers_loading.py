@@ -1,15 +1,17 @@
 """Building transformers' models, from a config or from a checkpoint's files."""
 
 import copy
-from collections import Counter
-from collections.abc import Iterator, Mapping
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,10 +20,18 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import LoadStateDictInfo, convert_and_load_state_dict_in_model
+from transformers.initialization import no_init_weights
+from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
 from nextn.errors import CheckpointError, NextnError
-from nextn.model.family_layers import add_unused_experts
+from nextn.model.family_layers import add_unused_experts, remove_unused_experts
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in stored names
+_STACKED = re.compile(r"(^|\.)experts\.\w+$")  # all experts in one parameter, in names of the model
+_EXPERTS_AT_ONCE = 4  # converted together
 
 
 class LazyTensor(Protocol):
@@ -30,7 +40,13 @@ class LazyTensor(Protocol):
     @property
     def dtype(self) -> torch.dtype | None: ...
 
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
     def __getitem__(self, key: object, /) -> Tensor: ...
+
+    def release(self) -> None:
+        """Release the memory that reading it took, see `release_pages`."""
 
 
 def model_from_config(config: Mapping[str, object], dtype: torch.dtype) -> PreTrainedModel:
@@ -53,19 +69,186 @@ def model_from_folder(
         CheckpointError: if a tensor would stay uninitialized, or if transformers cannot load the model.
     """
     load = _from_files if state is None else partial(_from_state, state=state)
+    with _transformers_errors(folder):
+        model, info = load(folder, dtype)
+    _check_complete(folder, [*info["missing_keys"], *info["mismatched_keys"]])
+    return model
+
+
+class LayerLoader:
+    """A model whose decoder layers are on the meta device, and what loads single ones from stored tensors.
+
+    Names, conversions and casts are transformers' own, so that a layer has the bits that it has in a loaded model.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        state: Mapping[str, LazyTensor],
+        dtype: torch.dtype | None,
+        layer_of: Callable[[str], int | None],
+    ) -> None:
+        """Build the model and load all but its decoder layers.
+
+        Args:
+            folder: The checkpoint, for its config.
+            state: Tensors by stored name, not quantized.
+            dtype: None: the config's, else the stored one.
+            layer_of: The index of the decoder layer that a stored name belongs to; None if to no layer.
+
+        Raises:
+            CheckpointError: if any tensor, those of layers included, is missing or has another shape, or if
+                transformers cannot build the model.
+        """
+        self._folder = folder
+        with _transformers_errors(folder):
+            model_class, config, dtype = _class_of_state(folder, state, dtype)
+            with no_init_weights(), torch.device("meta"):
+                self.model: PreTrainedModel = model_class._from_config(config, dtype=dtype)
+            self.model.eval()
+            self._config = LoadStateDictConfig(
+                device_map={"": "cpu"},
+                dtype=dtype,
+                dtype_plan=self.model._get_dtype_plan(dtype),
+                weight_mapping=get_model_conversion_mapping(self.model),
+            )
+            self._states: dict[int | None, dict[str, LazyTensor]] = defaultdict(dict)
+            for name, tensor in add_unused_experts(state, config.get_text_config()).items():
+                self._states[layer_of(name)][name] = tensor
+            self._load_outer()
+        # What a layer consists of before it is loaded; its own buffers that no file stores have values by now.
+        self._unloaded = [dict(_stored_tensors(layer)) for layer in self._layers]
+
+    def tensors(self, index: int) -> list[LazyTensor]:
+        """Return the stored tensors of a decoder layer."""
+        return list(dict.fromkeys(self._states[index].values()))
+
+    def load(self, index: int, device: torch.device) -> None:
+        """Load a decoder layer. Raises CheckpointError if its tensors cannot be read."""
+        self.unload(index)  # with the rows of unused experts, which a trunk removes
+        config = replace(self._config, device_map={"": device})
+        parts: dict[int | None, dict[str, LazyTensor]] = defaultdict(dict)
+        for name, tensor in self._states[index].items():
+            expert = _EXPERT.search(name)
+            parts[int(expert[1]) // _EXPERTS_AT_ONCE if expert else None][name] = tensor
+        with _transformers_errors(self._folder):
+            self._convert(parts.pop(None, {}), config)
+            if parts:
+                self._load_experts(index, [parts[key] for key in sorted(cast(dict[int, object], parts))], config)
+        layer = self._layers[index]
+        _check_complete(self._folder, [name for name, value in _stored_tensors(layer) if value.is_meta])
+        remove_unused_experts(layer)
+
+    def unload(self, index: int) -> None:
+        """Put a decoder layer back on the meta device, and release its part of the mapped files."""
+        for tensor in self._states[index].values():
+            tensor.release()
+        for name, value in self._unloaded[index].items():
+            _assign(self._layers[index], name, value)
+
+    @property
+    def _layers(self) -> nn.ModuleList:
+        return cast(nn.ModuleList, self.model.get_decoder().layers)
+
+    def _load_experts(self, index: int, parts: Sequence[Mapping[str, LazyTensor]], config: LoadStateDictConfig) -> None:
+        """Load experts that are stored one by one, a few at a time: the layer is in memory once, not twice."""
+        layer = self._layers[index]
+        stacked = {name: value for name, value in _stored_tensors(layer) if _STACKED.search(name) and value.is_meta}
+        filled: dict[str, Tensor] = {}
+        start = 0
+        for part in parts:
+            end = start + len({cast(re.Match[str], _EXPERT.search(name))[1] for name in part})
+            for name, value in stacked.items():
+                _assign(layer, name, nn.Parameter(value[start:end], requires_grad=False))
+            self._convert(part, config)
+            for tensor in part.values():
+                tensor.release()
+            for name, value in stacked.items():
+                rows = layer.get_parameter(name)
+                if not rows.is_meta:  # others are of experts that are stored in one tensor
+                    filled.setdefault(name, torch.empty(value.shape, dtype=value.dtype, device=rows.device))
+                    filled[name][start:end] = rows.detach()
+                _assign(layer, name, value)
+            start = end
+        for name, value in filled.items():
+            _assign(layer, name, nn.Parameter(value, requires_grad=False))
+
+    def _load_outer(self) -> None:
+        everything = {name: _MetaTensor(each) for state in self._states.values() for name, each in state.items()}
+        # All names and shapes are compared before any value is read.
+        info = self._convert(everything, _on_meta(self._config))
+        layers = next(name for name, part in self.model.named_modules() if part is self._layers)
+        self._prefix = f"{layers}."
+        missing = {name for name in info.missing_keys if name.startswith(self._prefix)}
+        _check_complete(self._folder, missing | info.mismatched_keys)
+        self._convert(self._states.pop(None, {}), self._config)
+        # Materializes and initializes what no file stores, such as the frequencies of rotary embeddings.
+        info = self.model._finalize_model_loading(self.model, self._config, info)
+        _check_complete(self._folder, info.missing_keys)
+
+    def _convert(self, state: Mapping[str, LazyTensor], config: LoadStateDictConfig) -> LoadStateDictInfo:
+        info, _ = convert_and_load_state_dict_in_model(self.model, dict(state), config)
+        if info.conversion_errors:
+            raise CheckpointError(f"{self._folder}: {'; '.join(map(str, info.conversion_errors.values()))}")
+        return info
+
+
+@dataclass(frozen=True, eq=False)
+class _MetaTensor:
+    """Shape and dtype of a stored tensor."""
+
+    stored: LazyTensor
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return self.stored.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    def release(self) -> None:
+        self.stored.release()
+
+    def __getitem__(self, key: object) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+def _assign(module: nn.Module, name: str, value: Tensor) -> None:
+    path, _, own = name.rpartition(".")
+    setattr(module.get_submodule(path), own, value)
+
+
+def _on_meta(config: LoadStateDictConfig) -> LoadStateDictConfig:
+    conversions = copy.deepcopy(config.weight_mapping or [])
+    for conversion in conversions:
+        if getattr(conversion, "force_cpu", False):
+            conversion.force_cpu = False
+    return replace(config, device_map={"": "meta"}, weight_mapping=conversions)
+
+
+def _stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    names = set(module.state_dict())
+    return ((name, value) for name, value in [*module.named_parameters(), *module.named_buffers()] if name in names)
+
+
+def _check_complete(folder: Path, incomplete: Collection[object]) -> None:
+    if incomplete:
+        bad = sorted(map(str, incomplete))
+        raise CheckpointError(
+            f"{folder}: {len(bad)} trunk tensors are missing or have another shape: {', '.join(bad[:8])}"
+        )
+
+
+@contextmanager
+def _transformers_errors(folder: Path) -> Iterator[None]:
     with _quiet():
         try:
-            model, info = load(folder, dtype)
+            yield
         except NextnError:
             raise
         except Exception as error:  # an untrusted config is passed to any of hundreds of classes
             raise CheckpointError(f"{folder}: transformers cannot load the trunk: {_reason(error)}") from error
-    bad = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
-    if bad:
-        raise CheckpointError(
-            f"{folder}: {len(bad)} trunk tensors are missing or have another shape: {', '.join(bad[:8])}"
-        )
-    return model
 
 
 def _from_files(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, dict[str, list[str]]]:
@@ -76,6 +259,22 @@ def _from_files(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedMode
 def _from_state(
     folder: Path, dtype: torch.dtype | None, *, state: Mapping[str, LazyTensor]
 ) -> tuple[PreTrainedModel, dict[str, list[str]]]:
+    loader, config, dtype = _class_of_state(folder, state, dtype)
+    model, info = loader.from_pretrained(
+        None,
+        config=config,
+        state_dict=add_unused_experts(state, config.get_text_config()),
+        dtype=dtype,
+        output_loading_info=True,
+    )
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model, info
+
+
+def _class_of_state(
+    folder: Path, state: Mapping[str, LazyTensor], dtype: torch.dtype | None
+) -> tuple[type[PreTrainedModel], PreTrainedConfig, torch.dtype]:
     config = _config(folder)
     loader = _loader(config)._model_mapping[type(config)]
     if loader.config_class is not type(config):  # a vision-language type whose text model has its own class
@@ -84,16 +283,7 @@ def _from_state(
         vars(part).pop("quantization_config", None)
     # The most frequent one: routers may be fp32 in any model.
     dtypes = Counter(tensor.dtype for tensor in state.values() if tensor.dtype is not None)
-    model, info = loader.from_pretrained(
-        None,
-        config=config,
-        state_dict=add_unused_experts(state, config.get_text_config()),
-        dtype=dtype or config.dtype or config.get_text_config().dtype or dtypes.most_common(1)[0][0],
-        output_loading_info=True,
-    )
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model, info
+    return loader, config, dtype or config.dtype or config.get_text_config().dtype or dtypes.most_common(1)[0][0]
 
 
 def _config(folder: Path) -> PreTrainedConfig:
