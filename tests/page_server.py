@@ -13,7 +13,7 @@ from pathlib import Path
 import nextn
 
 PAGE = Path(nextn.__file__).parent / "serve" / "page" / "index.html"
-RECORD = json.loads((Path(__file__).parent / "fixtures" / "serve_rounds.json").read_text())
+RECORD = json.loads((Path(__file__).with_name("serve_rounds.json")).read_text())
 TEXT = "".join(text for one in RECORD["rounds"] for text in one["texts"])
 
 
