@@ -15,7 +15,19 @@ from nextn.train import ranks
 from nextn.train.dtype import training_dtype
 from nextn.train.ranks import processes
 
-LOADING = {"generate", "trace", "bench", "advise", "measure", "diagnose", "train", "answer", "canary build"}
+LOADING = {
+    "generate",
+    "trace",
+    "bench",
+    "advise",
+    "measure",
+    "diagnose",
+    "train",
+    "answer",
+    "canary build",
+    "chat",
+    "serve",
+}
 
 
 @pytest.mark.parametrize(
