@@ -38,7 +38,7 @@ class ScriptedEngine:
         return generation
 
     def stats(self):
-        return EngineStats(len(self.running), 0, 10, 100, 5, 50, 40, 8, (1.0, 1.1), 0.2, (0.9, 0.5))
+        return EngineStats(len(self.running), 0, 10, 100, 5, 50, 40, 8, (1.0, 1.1), 0.2)
 
     def close(self, *, grace_s):
         self.closed = True
@@ -86,7 +86,7 @@ class ScriptedGeneration:
             one = SequenceRound(0, drafts, min(2, len(emitted)) if drafts else 0, emitted, finish)
             if finish is not None:
                 engine.running.discard(self)
-            cached = len(self.request.prompt) // 2 if sent == len(emitted) else 0
+            cached = len(self.request.prompt) // 2
             logprobs = self.logprobs(emitted)
             error = engine.fails if finish == "error" else ""
             self.emit(GenerationChunk(text, (one,), logprobs, finish, error=error, cached_tokens=cached))

@@ -10,7 +10,7 @@ import pytest
 import nextn
 from nextn.errors import ConfigError
 from nextn.serve.http_server import listen
-from nextn.serve.launch import allowed_hosts, reference_rates
+from nextn.serve.options import allowed_hosts, reference_rates
 
 TINY = Path(nextn.__file__).parent / "assets" / "tiny"
 

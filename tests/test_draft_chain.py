@@ -33,6 +33,9 @@ class Steep:
     def rounds_unchanged(self, rows):
         return 1
 
+    def observe(self, num_tokens, seconds):
+        pass
+
     def learn(self, confidences, *, drafts, num_accepted):
         self.learned.append(([round(each, 5) for each in confidences], drafts, num_accepted))
 
@@ -124,6 +127,9 @@ def test_a_plan_that_grows(random):
 
         def rounds_unchanged(self, rows):
             return 1
+
+        def observe(self, num_tokens, seconds):
+            pass
 
         def learn(self, confidences, *, drafts, num_accepted):
             pass

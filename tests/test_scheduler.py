@@ -12,7 +12,8 @@ from tiny import build, prompt, refrain
 from nextn.errors import ConfigError, QueueFullError
 from nextn.runtime.backend import backend_for
 from nextn.serve import scheduler as scheduler_module
-from nextn.serve.engine import EngineOptions, ServingEngine
+from nextn.serve.engine import ServingEngine
+from nextn.serve.options import EngineOptions
 from nextn.serve.request import GenerationChunk, GenerationRequest
 from nextn.serve.scheduler import Scheduler, SchedulerLimits
 from nextn.serve.served_batch import ServedSequence

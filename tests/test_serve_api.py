@@ -18,8 +18,8 @@ from nextn.engines.driver import counters_in_answers
 from nextn.engines.endpoint import Endpoint
 from nextn.model.model import Model
 from nextn.serve.api import create_app
-from nextn.serve.engine import EngineOptions, ServingEngine
-from nextn.serve.options import ServerOptions
+from nextn.serve.engine import ServingEngine
+from nextn.serve.options import EngineOptions, ServerOptions
 from nextn.settings import Settings
 
 TINY = Path(nextn.__file__).parent / "assets" / "tiny"
@@ -49,7 +49,7 @@ def client(server):
 
 @pytest.fixture(scope="module")
 def scripted(model):
-    with serving(ScriptedEngine(), model) as server:
+    with serving(ScriptedEngine(), model, reference_rates=(0.9, 0.5)) as server:
         yield server
 
 

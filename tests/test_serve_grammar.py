@@ -21,7 +21,6 @@ from nextn.serve.grammar import (
     GrammarLimits,
     Lark,
     Regex,
-    compile_grammar,
     json_schema,
 )
 
@@ -224,7 +223,7 @@ def test_tokenizers(make, text):
         tokenizer.encode(text.replace(" ", "▁") if make is sentencepiece_tokenizer else text, add_special_tokens=False)
     )
     assert tokenizer.decode(tokens) == text
-    state = compile_grammar(tokenizer, JSON_OBJECT, 400)()
+    state = GrammarCompiler(tokenizer, 400).compile(JSON_OBJECT)()
     assert len(state.allowed(tokens)) == len(tokens) + 1
     state.advance(tokens)
     assert tokenizer.eos_token_id in next_ids(state)
@@ -279,6 +278,8 @@ def _nested(depth):
     [
         (Regex("a" * 65_537), "regular expression has 65,537 characters; expected at most 65,536"),
         (json_schema(_nested(32)), "nested more than 32 levels deep"),
+        (json_schema({"enum": [1, {"a": [2**53 + 1]}]}), "the constant 9007199254740993"),
+        (json_schema({"properties": {"id": {"const": 10**400}}}), "the constant 1000"),
         (json_schema({"enum": list(range(1_001))}), "array of 1,001 items; expected at most 1,000"),
         (json_schema({"properties": {str(n): {} for n in range(251)}}), "object of 251 members; expected at most 250"),
         (json_schema({"allOf": [_alternatives(prefix) for prefix in "abcdefgh"]}), "schema too large"),
@@ -355,7 +356,7 @@ def test_a_vocabulary_smaller_than_the_tokenizer():
 def _schemas():
     strings = st.builds(_string, st.integers(0, 3), st.integers(0, 3))
     integers = st.builds(_integer, st.integers(-200, 200), st.integers(0, 300))
-    values = st.lists(st.text(max_size=4) | st.integers() | st.none(), min_size=1, max_size=3)
+    values = st.lists(st.text(max_size=4) | st.integers(-(2**53), 2**53) | st.none(), min_size=1, max_size=3)
     patterns = st.sampled_from(["^[a-c]{2}$", "[0-9]x", "^(é|日)+$"])
     leaves = st.one_of(
         strings,

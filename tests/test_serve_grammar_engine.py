@@ -12,8 +12,9 @@ from chats import chatty
 import nextn
 from nextn.errors import ConfigError
 from nextn.model.model import Model
-from nextn.serve.engine import EngineOptions, ServingEngine
+from nextn.serve.engine import ServingEngine
 from nextn.serve.grammar import GrammarCompiler, json_schema
+from nextn.serve.options import EngineOptions
 from nextn.serve.request import GenerationRequest
 from nextn.settings import Sampling
 

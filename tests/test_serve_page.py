@@ -17,7 +17,8 @@ from page_server import PAGE, RECORD, TEXT, PageServer
 from nextn.checkpoint.checkpoint import SHIPPED
 from nextn.decoding.generate import generate
 from nextn.model.model import Model
-from nextn.serve.engine import EngineOptions, ServingEngine
+from nextn.serve.engine import ServingEngine
+from nextn.serve.options import EngineOptions
 from nextn.settings import Settings
 from nextn.stats.acceptance import Acceptance
 from nextn.stats.speedup import Costs, Spread, expected_length, expected_speedup

@@ -12,7 +12,8 @@ from scripted_engine import ScriptedEngine
 
 import nextn
 from nextn.model.model import Model
-from nextn.serve.engine import EngineOptions, ServingEngine
+from nextn.serve.engine import ServingEngine
+from nextn.serve.options import EngineOptions
 
 pytest.importorskip("llguidance")
 TINY = Path(nextn.__file__).parent / "assets" / "tiny"

@@ -101,8 +101,7 @@ def serve(
         return
     _check_extra()
     from nextn.serve.http_server import HttpServer, listen
-    from nextn.serve.launch import allowed_hosts, reference_rates
-    from nextn.serve.options import ServerOptions
+    from nextn.serve.options import EngineOptions, ServerOptions, allowed_hosts, reference_rates
     from nextn.serve.tool_calls import tool_syntax
 
     tool_syntax(None, tool_call_parser)  # refuses an unknown name
@@ -110,20 +109,20 @@ def serve(
     key, rates = _key(api_key_env), reference_rates(reference) if reference is not None else ()
     model_options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
     model_options.check()
+    engine_options = EngineOptions(
+        backend=backend,
+        max_num_seqs=max_num_seqs,
+        max_queue=max_queue,
+        max_model_len=max_model_len,
+        cache_gb=cache_gb,
+        num_speculative_tokens=drafts,
+        adaptive=not fixed_k,
+    )
     with listen(host, port) as sock:
         loaded = model_options.load(need_head=drafts > 0, exact_head=exact_head)
         from nextn.serve.api import create_app
-        from nextn.serve.engine import EngineOptions, ServingEngine
+        from nextn.serve.engine import ServingEngine
 
-        engine_options = EngineOptions(
-            backend=backend,
-            max_num_seqs=max_num_seqs,
-            max_queue=max_queue,
-            max_model_len=max_model_len,
-            cache_gb=cache_gb,
-            num_speculative_tokens=drafts,
-            adaptive=not fixed_k,
-        )
         engine = ServingEngine(loaded, engine_options)
         options = ServerOptions(
             served_name=served_model_name or _default_name(model),

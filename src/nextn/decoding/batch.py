@@ -169,6 +169,8 @@ class DecodingBatch:
                 self.length.learn(confidences, drafts=len(drafts), num_accepted=num_accepted)
         else:
             self.length.learn([], drafts=0, num_accepted=0)  # a plain round, of however many sequences
+        num_tokens = sum(num_accepted + 1 for num_accepted, _ in verified.verification)
+        self.length.observe(num_tokens, verified.draft_s + verified.verify_s)
         return self._emit(verified)
 
     def join(self, other: "DecodingBatch") -> None:

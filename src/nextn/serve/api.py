@@ -263,7 +263,6 @@ class Api:
         }
 
     def _health(self, stats: EngineStats) -> Json:
-        reference = self.options.reference_rates or stats.reference_rates
         return {
             "model": self.options.served_name,
             "version": __version__,
@@ -280,7 +279,7 @@ class Api:
             },
             "cost_curve": list(stats.cost_curve),
             "draft_cost": stats.draft_cost,
-            "reference": list(reference) or None,
+            "reference": list(self.options.reference_rates) or None,
         }
 
 

@@ -2,10 +2,9 @@
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,6 +17,7 @@ from nextn.evaluate.decoding_costs import measure_costs
 from nextn.model.model import Model
 from nextn.runtime.backend import Backend, backend_for
 from nextn.runtime.native.kv_buffers import KVBuffers
+from nextn.serve.options import MAX_SPECULATIVE_TOKENS, EngineOptions
 from nextn.serve.request import EngineStats, GenerationChunk, GenerationRequest
 from nextn.serve.scheduler import Scheduler, SchedulerLimits
 from nextn.serve.served_batch import ServedSequence
@@ -25,39 +25,9 @@ from nextn.settings import Settings
 from nextn.stats.speedup import Costs
 
 _LOG = logging.getLogger(__name__)
-MAX_SPECULATIVE_TOKENS = 16
 _PREFIX_SHARE = 0.25  # of the cache memory
 _DEFAULT_LENGTH = 4096  # positions per sequence, where neither the model nor the memory sets a limit
 _COST_CONTEXT, _COST_REPEATS = 128, 3
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """How much the engine takes on. Raises ConfigError on values out of range."""
-
-    backend: str = "auto"
-    max_num_seqs: int = 16  # sequences that are prefilled or decoded at the same time
-    max_queue: int = 128  # sequences that wait
-    max_model_len: int | None = None  # positions of a sequence; None: what model and memory permit
-    cache_gb: float = 2.0  # memory of all caches, in 10^9 bytes
-    num_speculative_tokens: int = 4  # K
-    adaptive: bool = True  # draft less, or not at all, where it does not pay at the present batch size
-    warmup: bool = True  # while idle, record passes of all batch sizes and measure what rounds cost
-
-    def __post_init__(self) -> None:
-        rules = {
-            "max_num_seqs": (1 <= self.max_num_seqs <= 64, "from 1 to 64"),
-            "max_queue": (self.max_queue >= 0, "0 or more"),
-            "max_model_len": (self.max_model_len is None or self.max_model_len >= 2, "at least 2"),
-            "cache_gb": (0.01 <= self.cache_gb < 1e6, "at least 0.01"),
-            "num_speculative_tokens": (
-                0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS,
-                f"from 0 to {MAX_SPECULATIVE_TOKENS}",
-            ),
-        }
-        for name, (ok, valid) in rules.items():
-            if not ok:
-                raise ConfigError(f"{name} = {getattr(self, name)}; expected {valid}")
 
 
 class ServedGeneration:
@@ -85,6 +55,7 @@ class ServingEngine:
         self.backend = backend_for(model, self.options.backend)
         self.limits = _limits(self.backend, self.options)
         self._scheduler = Scheduler(self.backend, self.limits)
+        self._costs: Costs | None = None
         self._warm_up = self._warm_up_steps() if self.options.warmup else iter(())
         self._arrivals: deque[ServedSequence] = deque()
         self._changed = threading.Condition()
@@ -125,17 +96,14 @@ class ServingEngine:
         return ServedGeneration(sequence, self._wake)
 
     def stats(self) -> EngineStats:
-        return self._stats
+        costs = self._costs
+        return self._stats if costs is None else replace(self._stats, cost_curve=tuple(costs.v), draft_cost=costs.c)
 
     def close(self, *, grace_s: float) -> None:
         """Stop accepting; let running sequences end within this time, then cancel them."""
         with self._changed:
             self._is_closing = True
-            self._changed.notify_all()
-        deadline = time.monotonic() + grace_s
-        while self._open and time.monotonic() < deadline and self._thread.is_alive():
-            time.sleep(0.01)
-        with self._changed:
+            self._changed.wait_for(lambda: not self._open, timeout=grace_s)
             self._is_closed = True
             self._changed.notify_all()
         self._thread.join()
@@ -155,6 +123,7 @@ class ServingEngine:
         if chunk.finish is not None:
             with self._changed:
                 del self._open[number]
+                self._changed.notify_all()
         emit(chunk)
 
     def _wake(self) -> None:
@@ -210,11 +179,11 @@ class ServingEngine:
                     head.prepare(num_sequences, [size])
                 yield
             if drafts and num_sequences == 1:
-                self._scheduler.costs = self._costs()
+                self._costs = self._measured_costs()
                 yield
         return_freed_memory()
 
-    def _costs(self) -> Costs:
+    def _measured_costs(self) -> Costs:
         drafts = self.limits.num_speculative_tokens
         return measure_costs(
             self.model,

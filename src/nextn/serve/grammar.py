@@ -138,13 +138,6 @@ class GrammarCompiler:
         return matcher
 
 
-def compile_grammar(
-    tokenizer: "PreTrainedTokenizerBase", spec: GrammarSpec, vocab_size: int
-) -> Callable[[], GrammarState]:
-    """Compile one grammar without a cache; see `GrammarCompiler`, which a server makes once."""
-    return GrammarCompiler(tokenizer, vocab_size).compile(spec)
-
-
 class _MatcherState:
     """A `GrammarState` on a matcher of llguidance.
 
@@ -253,7 +246,7 @@ def _grammar_text(spec: GrammarSpec, limits: GrammarLimits) -> str:
         raise ConfigError(f"{_title(spec)} has {len(text):,} characters; expected at most {limits.max_chars:,}")
     match spec:
         case JsonSchema(schema):
-            check_schema_size(json.loads(schema), limits)
+            check_schema(json.loads(schema), limits)
             return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": JSON_WHITESPACE})
         case Regex(pattern):
             return LLMatcher.grammar_from_regex(pattern)
@@ -261,11 +254,18 @@ def _grammar_text(spec: GrammarSpec, limits: GrammarLimits) -> str:
             return LLMatcher.grammar_from_lark(grammar)
 
 
-def check_schema_size(schema: object, limits: GrammarLimits) -> None:
-    """Raise ConfigError for a schema that is nested too deep, or has too many members in one place."""
-    stack = [(1, schema)]
+def check_schema(schema: object, limits: GrammarLimits) -> None:
+    """Raise ConfigError for a schema that is too deep, has too many members in one place, or would not be followed.
+
+    llguidance holds numbers as doubles: of a constant beyond 2**53 it would write another number.
+    """
+    stack = [(1, schema, False)]
     while stack:
-        depth, value = stack.pop()
+        depth, value, is_constant = stack.pop()
+        if is_constant and isinstance(value, int) and not -(2**53) <= value <= 2**53:
+            raise ConfigError(
+                f"JSON schema has the constant {value}; expected integers up to 2**53, which doubles hold exactly"
+            )
         if not isinstance(value, dict | list):
             continue
         if depth > limits.max_depth:
@@ -274,7 +274,8 @@ def check_schema_size(schema: object, limits: GrammarLimits) -> None:
         if len(value) > most:
             kind = "object of {} members" if isinstance(value, dict) else "array of {} items"
             raise ConfigError(f"JSON schema has an {kind.format(f'{len(value):,}')}; expected at most {most:,}")
-        stack += ((depth + 1, inner) for inner in (value.values() if isinstance(value, dict) else value))
+        members = value.items() if isinstance(value, dict) else ((None, inner) for inner in value)
+        stack += ((depth + 1, inner, is_constant or name in ("enum", "const")) for name, inner in members)
 
 
 def _title(spec: GrammarSpec) -> str:

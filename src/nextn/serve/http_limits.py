@@ -25,124 +25,126 @@ _LINGER_S = 1.0  # a refused connection stays open so long, so that the client r
 OPEN_PATHS = frozenset({"/", "/health"})  # no API key: the page asks for one, and probes have none
 
 
-def limited_protocol(limits: ConnectionLimits) -> type[H11Protocol]:
-    """Return uvicorn's protocol class with these limits."""
+class LimitedProtocol(H11Protocol):
+    """One connection. A timer runs while a request is being read, and another while the client reads nothing."""
 
-    class LimitedProtocol(H11Protocol):
-        """One connection. A timer runs while a request is being read, and another while the client reads nothing."""
+    limits = ConnectionLimits()
 
-        _read_timer: asyncio.TimerHandle | None = None
-        _stall_timer: asyncio.TimerHandle | None = None
-        _is_refused = False
+    _read_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
+    _is_refused = False
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            if len(self.connections) > limits.max_connections:
-                self._answer(ApiError(503, "too many connections", code="too_many_connections", retry_after=1))
-            else:
-                self._start_read_timer(limits.read_s)
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.max_connections:
+            self._answer(ApiError(503, "too many connections", code="too_many_connections", retry_after=1))
+        else:
+            self._start_read_timer(self.limits.read_s)
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_timers()
-            super().connection_lost(exc)
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timers()
+        super().connection_lost(exc)
 
-        def data_received(self, data: bytes) -> None:
-            if self._is_refused:
-                return
-            if self._read_timer is None and self._is_idle():
-                self._start_read_timer(limits.read_s)
-            super().data_received(data)
-            self._check_request_is_read()
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        if self._read_timer is None and self._is_idle():
+            self._start_read_timer(self.limits.read_s)
+        super().data_received(data)
+        self._check_request_is_read()
 
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            # A body that the answer did not wait for may still be arriving, and must not do so for ever.
-            if self.conn.their_state is h11.SEND_BODY:
-                self._start_read_timer(limits.read_s)
-            self._check_request_is_read()
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # A body that the answer did not wait for may still be arriving, and must not do so for ever.
+        if self.conn.their_state is h11.SEND_BODY:
+            self._start_read_timer(self.limits.read_s)
+        self._check_request_is_read()
 
-        def send_400_response(self, msg: str) -> None:
-            error = sys.exception()
-            hint = getattr(error, "error_status_hint", 400)
-            message = f"not a valid HTTP request: {str(error or msg)[:200]}"
-            self._answer(ApiError(431 if hint == 431 else 400, message, code="invalid_request"))
+    def send_400_response(self, msg: str) -> None:
+        error = sys.exception()
+        hint = getattr(error, "error_status_hint", 400)
+        message = f"not a valid HTTP request: {str(error or msg)[:200]}"
+        self._answer(ApiError(431 if hint == 431 else 400, message, code="invalid_request"))
 
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            if self._stall_timer is None:
-                self._stall_timer = self.loop.call_later(limits.stall_s, self.transport.abort)
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stall_timer is None:
+            self._stall_timer = self.loop.call_later(self.limits.stall_s, self.transport.abort)
 
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            self._stop_stall_timer()
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_stall_timer()
 
-        def _is_idle(self) -> bool:
-            return self.cycle is None or self.cycle.response_complete
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
 
-        def _check_request_is_read(self) -> None:
-            if self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body:
-                self._stop_read_timer()
-
-        def _start_read_timer(self, seconds: float) -> None:
+    def _check_request_is_read(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body:
             self._stop_read_timer()
-            self._read_timer = self.loop.call_later(seconds, self._reading_took_too_long)
 
-        def _reading_took_too_long(self) -> None:
+    def _start_read_timer(self, seconds: float) -> None:
+        self._stop_read_timer()
+        self._read_timer = self.loop.call_later(seconds, self._reading_took_too_long)
+
+    def _reading_took_too_long(self) -> None:
+        self._read_timer = None
+        if self.transport.is_closing():
+            return
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            message = f"the request did not arrive within {self.limits.read_s:g} s"
+            self._answer(ApiError(408, message, code="request_timeout"))
+        else:  # it has been answered, and its body is still arriving
+            self.transport.close()
+
+    def _answer(self, error: ApiError) -> None:
+        """Write an error without the application, and close the connection."""
+        if not self._is_idle():  # the application waits for the body, and hears that the client is gone
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        body = error.body()
+        headers = [
+            ("content-type", "application/json"),
+            ("connection", "close"),
+            ("content-length", str(len(body))),
+        ]
+        headers += [(name.lower(), value) for name, value in error.headers.items()]
+        try:
+            events = (
+                h11.Response(status_code=error.status, headers=headers),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            )
+            self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
+        except h11.LocalProtocolError:  # an answer is already under way
+            pass
+        self._linger()
+
+    def _linger(self) -> None:
+        """Close after a moment: bytes still to come would reset the connection, and the answer would be lost."""
+        self._is_refused = True
+        self._stop_timers()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(_LINGER_S, self.transport.abort)
+
+    def _stop_timers(self) -> None:
+        self._stop_read_timer()
+        self._stop_stall_timer()
+
+    def _stop_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
             self._read_timer = None
-            if self.transport.is_closing():
-                return
-            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-                message = f"the request did not arrive within {limits.read_s:g} s"
-                self._answer(ApiError(408, message, code="request_timeout"))
-            else:  # it has been answered, and its body is still arriving
-                self.transport.close()
 
-        def _answer(self, error: ApiError) -> None:
-            """Write an error without the application, and close the connection."""
-            if not self._is_idle():  # the application waits for the body, and hears that the client is gone
-                self.cycle.disconnected = True
-                self.cycle.message_event.set()
-            body = error.body()
-            headers = [
-                ("content-type", "application/json"),
-                ("connection", "close"),
-                ("content-length", str(len(body))),
-            ]
-            headers += [(name.lower(), value) for name, value in error.headers.items()]
-            try:
-                events = (
-                    h11.Response(status_code=error.status, headers=headers),
-                    h11.Data(data=body),
-                    h11.EndOfMessage(),
-                )
-                self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
-            except h11.LocalProtocolError:  # an answer is already under way
-                pass
-            self._linger()
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
 
-        def _linger(self) -> None:
-            """Close after a moment: bytes still to come would reset the connection, and the answer would be lost."""
-            self._is_refused = True
-            self._stop_timers()
-            if self.transport.can_write_eof():
-                self.transport.write_eof()
-            self.loop.call_later(_LINGER_S, self.transport.abort)
 
-        def _stop_timers(self) -> None:
-            self._stop_read_timer()
-            self._stop_stall_timer()
-
-        def _stop_read_timer(self) -> None:
-            if self._read_timer is not None:
-                self._read_timer.cancel()
-                self._read_timer = None
-
-        def _stop_stall_timer(self) -> None:
-            if self._stall_timer is not None:
-                self._stall_timer.cancel()
-                self._stall_timer = None
-
-    return LimitedProtocol
+def limited_protocol(limits: ConnectionLimits) -> type[LimitedProtocol]:
+    """Return uvicorn's protocol class with these limits. uvicorn makes one object per connection, without arguments."""
+    return type("LimitedProtocol", (LimitedProtocol,), {"limits": limits})
 
 
 class RequestGuard:

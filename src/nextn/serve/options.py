@@ -1,10 +1,44 @@
-"""How the HTTP layer behaves: names, limits and times. Imports neither torch nor a web framework."""
+"""Options of the engine and the HTTP layer, checked before a model loads: imports neither torch nor a web framework."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from nextn.errors import require_at_least
+from nextn.engines.json_values import loads
+from nextn.errors import ConfigError, require_at_least
 
 MAX_CHOICES = 64  # sequences of one request: prompts times `n`
+MAX_SPECULATIVE_TOKENS = 16
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_MAX_REFERENCE = 16 * 1024 * 1024  # bytes
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How much the engine takes on. Raises ConfigError on values out of range."""
+
+    backend: str = "auto"
+    max_num_seqs: int = 16  # sequences that are prefilled or decoded at the same time
+    max_queue: int = 128  # sequences that wait
+    max_model_len: int | None = None  # positions of a sequence; None: what model and memory permit
+    cache_gb: float = 2.0  # memory of all caches, in 10^9 bytes
+    num_speculative_tokens: int = 4  # K
+    adaptive: bool = True  # draft less, or not at all, where it does not pay at the present batch size
+    warmup: bool = True  # while idle, record passes of all batch sizes and measure what rounds cost
+
+    def __post_init__(self) -> None:
+        rules = {
+            "max_num_seqs": (1 <= self.max_num_seqs <= 64, "from 1 to 64"),
+            "max_queue": (self.max_queue >= 0, "0 or more"),
+            "max_model_len": (self.max_model_len is None or self.max_model_len >= 2, "at least 2"),
+            "cache_gb": (0.01 <= self.cache_gb < 1e6, "at least 0.01"),
+            "num_speculative_tokens": (
+                0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS,
+                f"from 0 to {MAX_SPECULATIVE_TOKENS}",
+            ),
+        }
+        for name, (ok, valid) in rules.items():
+            if not ok:
+                raise ConfigError(f"{name} = {getattr(self, name)}; expected {valid}")
 
 
 @dataclass(frozen=True)
@@ -42,3 +76,28 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         require_at_least(self, max_model_len=2, max_body_bytes=1024, request_s=0, grace_s=0)
+
+
+def allowed_hosts(host: str) -> tuple[str, ...] | None:
+    """Return the valid names in Host headers; None (any) for a server that other machines can reach."""
+    return LOOPBACK if host in LOOPBACK else None
+
+
+def reference_rates(path: Path) -> tuple[float, ...]:
+    """Read acceptance rates by depth from a record of `nextn measure`: at the lowest temperature, for its largest K.
+
+    Raises:
+        ConfigError: The file is not such a record.
+    """
+    try:
+        if path.stat().st_size > _MAX_REFERENCE:
+            raise ValueError(f"larger than {_MAX_REFERENCE // 2**20} MiB")
+        record = loads(path.read_text(encoding="utf-8"))
+        figures = [entry for entry in record["figures"] if entry["domain"] == "all"]  # type: ignore[index]
+        first = min(figures, key=lambda entry: (entry["temperature"], -entry["drafts"]))
+        return tuple(0.0 if rate is None else float(rate) for rate in first["acceptance"])
+    except OSError as error:
+        raise ConfigError(f"--reference {path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        message = f"--reference {path}: not a record of `nextn measure --out` ({type(error).__name__}: {error})"
+        raise ConfigError(message) from error

@@ -62,7 +62,7 @@ class GenerationChunk:
     logprobs: tuple[TokenLogprob, ...] = ()  # one per emitted token, if they were requested
     finish: str | None = None  # None, `eos`, `stop`, `length`, `context`, `cancelled` or `error`
     error: str = ""  # with finish `error`: what failed
-    cached_tokens: int = 0  # prompt tokens that came from the prefix cache; of the first chunk
+    cached_tokens: int = 0  # prompt tokens that came from the prefix cache
 
 
 class Generation(Protocol):
@@ -86,7 +86,6 @@ class EngineStats:
     prefix_hits: int  # of these, tokens found
     cost_curve: tuple[float, ...] = ()  # cost of verifying 1, 2, ... positions, in plain steps; empty: not measured
     draft_cost: float = 0.0  # of one draft, in plain steps
-    reference_rates: tuple[float, ...] = ()  # acceptance per depth that `nextn measure` found; empty: not loaded
 
 
 class Engine(Protocol):

@@ -36,8 +36,7 @@ class GeneratedChoice:
         return "".join(self.texts)
 
     def add(self, chunk: GenerationChunk) -> None:
-        if not self.rounds:
-            self.cached_tokens = chunk.cached_tokens
+        self.cached_tokens = chunk.cached_tokens
         self.texts.append(chunk.text)
         self.logprobs += chunk.logprobs
         self.rounds += chunk.rounds

@@ -19,7 +19,6 @@ from nextn.serve.request import EngineStats
 from nextn.serve.served_batch import ServedBatch, ServedSequence
 from nextn.serve.token_sampler import TokenSampler
 from nextn.speculative.draft_policy import DraftLength, FixedLength, MeasuredLength
-from nextn.stats.speedup import Costs
 
 _CHUNKS = (64, 32, 16)  # positions of a prefill pass; all divide a block of the prefix cache
 _AHEAD_S, _AHEAD_PER_SEQUENCE_S = 0.008, 0.002  # of rounds that are computed before their tokens are sent
@@ -46,7 +45,6 @@ class Scheduler:
         backend: Backend,
         limits: SchedulerLimits,
         *,
-        costs: Costs | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create an idle scheduler.
@@ -54,11 +52,9 @@ class Scheduler:
         Args:
             backend: Trunk and head.
             limits: Sizes.
-            costs: Of passes and draft steps, for reports.
             clock: Seconds.
         """
         self.limits, self._backend, self._clock = limits, backend, clock
-        self.costs = costs
         self._policies: dict[tuple[_Group, int], MeasuredLength] = {}  # by group and a power of two of sequences
         self.waiting: deque[ServedSequence] = deque()
         self._prefilling: deque[ServedBatch] = deque()
@@ -91,12 +87,11 @@ class Scheduler:
 
     def restarted(self) -> "Scheduler":
         """Return an idle scheduler with the same limits and measurements, and an empty prefix cache."""
-        return Scheduler(self._backend, self.limits, costs=self.costs, clock=self._clock)
+        return Scheduler(self._backend, self.limits, clock=self._clock)
 
     def stats(self) -> EngineStats:
         limits, prefix = self.limits, self.prefix_cache
         batches = [*self._prefilling, *self._running.values()]
-        costs = self.costs
         return EngineStats(
             num_running=self.num_running,
             num_waiting=len(self.waiting),
@@ -106,8 +101,6 @@ class Scheduler:
             max_prefix_positions=0 if prefix is None else prefix.max_positions,
             prefix_queries=0 if prefix is None else prefix.num_queries,
             prefix_hits=0 if prefix is None else prefix.num_hits,
-            cost_curve=() if costs is None else tuple(costs.v),
-            draft_cost=0.0 if costs is None else costs.c,
         )
 
     def _drop_cancelled(self) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from nextn.decoding.batch import BatchSequence, DecodingBatch, Round, SequenceRound
+from nextn.decoding.batch import BatchSequence, DecodingBatch, SequenceRound
 from nextn.decoding.drafter import Drafter, DraftResult
 from nextn.decoding.generate import TextStream
 from nextn.runtime.native.rounds import NativeRounds
@@ -15,7 +15,7 @@ from nextn.runtime.protocol import DecodingHead, DecodingTrunk
 from nextn.serve.request import GenerationChunk, GenerationRequest, TokenLogprob
 from nextn.serve.token_sampler import TokenSampler, choose_tokens, verify_drafts
 from nextn.settings import Settings
-from nextn.speculative.draft_policy import DraftLength, MeasuredLength, RoundPlan
+from nextn.speculative.draft_policy import DraftLength, RoundPlan
 from nextn.speculative.sampling import Prediction, Uniforms
 
 
@@ -27,7 +27,6 @@ class ServedSequence(BatchSequence):
     emit: Callable[[GenerationChunk], None]
     text: TextStream
     sampler: TokenSampler
-    arrived: float = field(default_factory=time.monotonic)
     cached_tokens: int = 0
     is_cancelled: bool = False
     is_over: bool = False
@@ -113,13 +112,6 @@ class ServedBatch(DecodingBatch):
                 break
         for sequence in members.values():
             sequence.flush(None)
-
-    def round(self) -> Round:
-        result = super().round()
-        if isinstance(self.length, MeasuredLength):
-            num_tokens = sum(part.num_accepted + 1 for part in result.rows)
-            self.length.observe(num_tokens, result.draft_s + result.verify_s)
-        return result
 
     def start(self) -> None:
         """Sample and emit the first token, after the last chunk of the prompt."""

@@ -26,7 +26,6 @@ class TokenSampler:
         self.sampling = replace(request.sampling, repetition_penalty=1.0)
         self._grammar = None if request.grammar is None else request.grammar()
         self._changes_scores = self._changes(request)
-        self._masks: dict[tuple[int, ...], Tensor | None] = {}  # by drafts, of the current position
         self.failure = ""  # why the grammar can no longer be followed
         self._generated: Counter[int] = Counter()
         self._length = 0
@@ -49,7 +48,6 @@ class TokenSampler:
         """Move past emitted tokens."""
         self._generated.update(tokens)
         self._length += len(tokens)
-        self._masks = {}
         if self._grammar is not None:
             self._advance_grammar(self._grammar, tuple(tokens))
 
@@ -105,14 +103,12 @@ class TokenSampler:
         """The tokens that the grammar allows after the drafts; None where there is none, or it forbids a draft."""
         if self._grammar is None:
             return None
-        if drafted not in self._masks:
-            try:
-                masks = self._grammar.allowed(drafted)
-            except ConfigError as error:
-                self._give_up(error)
-                return None
-            self._masks[drafted] = masks[len(drafted)] if len(masks) > len(drafted) else None
-        return self._masks[drafted]
+        try:
+            masks = self._grammar.allowed(drafted)
+        except ConfigError as error:
+            self._give_up(error)
+            return None
+        return masks[len(drafted)] if len(masks) > len(drafted) else None
 
 
 def choose_tokens(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from nextn.errors import ConfigError
-from nextn.serve.grammar import JSON_WHITESPACE, GrammarLimits, Lark, check_schema_size
+from nextn.serve.grammar import JSON_WHITESPACE, GrammarLimits, Lark, check_schema
 from nextn.serve.tool_calls import Tool, ToolSyntax
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class _Rules:
 
     def value(self, schema: Mapping[str, object]) -> str:
         """A JSON value of a schema."""
-        check_schema_size(schema, GrammarLimits())
+        check_schema(schema, GrammarLimits())
         options = {"x-guidance": {"whitespace_pattern": JSON_WHITESPACE}}
         return self.add(f"%json {json.dumps({**options, **schema}, ensure_ascii=False)}")
 

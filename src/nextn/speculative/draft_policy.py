@@ -100,6 +100,9 @@ class DraftLength(Protocol):
     def rounds_unchanged(self, batch_size: int) -> int:
         """Return for how many rounds of this batch size `plan` will stay the same, whatever they bring."""
 
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Learn what a round took: the tokens that all sequences got, and its time."""
+
     def learn(self, confidences: Sequence[float], *, drafts: int, num_accepted: int) -> None:
         """Learn from one sequence's part of a round: confidences, number of drafts, and how many were accepted.
 
@@ -138,6 +141,9 @@ class FixedLength:
     def learn(self, confidences: Sequence[float], *, drafts: int, num_accepted: int) -> None:
         pass
 
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        pass
+
     @property
     def reason(self) -> str:
         minimum = f", while the head's confidence is at least {self.p_min:.0%}" * (self.p_min > 0)
@@ -166,10 +172,9 @@ class MeasuredLength:
         return self._left
 
     def learn(self, confidences: Sequence[float], *, drafts: int, num_accepted: int) -> None:
-        """Do nothing: see `observe`."""
+        pass
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a round by the present plan: the tokens that all sequences got, and its time."""
         if self._is_first:  # it also does what plain rounds left to the head, so its time does not count
             decay, num_tokens, seconds = _DECAY_OF_TURNS, 0, 0.0
         else:
@@ -325,6 +330,9 @@ class AdaptiveLength:
         self.cost += self._round_cost(drafts, len(confidences))
         decay = min(1.0, (_LONG if self.pays else _SHORT) / self.cost)
         self.tokens, self.cost = self.tokens * decay, self.cost * decay
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Do nothing: costs are those that were measured before."""
 
     def _round_cost(self, drafts: int, steps: int) -> float:
         return self.v[drafts] + steps * self.c + self.overhead * (steps > 0)
