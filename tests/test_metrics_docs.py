@@ -48,7 +48,7 @@ def test_the_page_lists_every_series(series):
 
 
 def test_the_types_and_labels_of_the_page(series):
-    """The third column has the labels beside model_name."""
+    """The third cell has the labels beside model_name."""
     rows = re.findall(r"^\| `(nextn:\w+)` \| (\w+) \| ([^|]*)\|", PAGE, re.MULTILINE)
     for name, kind, labels in rows:
         samples = [each for each in series if base(each) == name and not each.endswith("_created")]

@@ -353,7 +353,7 @@ def test_fields_that_change_nothing_are_accepted(scripted):
 
 
 def test_tokens_are_bounded_by_the_context(scripted):
-    """max_tokens is a limit: a larger one than fits ends at the context, as finish_reason tells."""
+    """max_tokens is a limit: a larger one than fits ends at the context, as finish_reason says."""
     body = {"prompt": "x" * 250, "max_tokens": 1000}
     document = json.loads(scripted.post("/v1/completions", body)[2])
     assert document["usage"]["completion_tokens"] == 6

@@ -1,4 +1,4 @@
-"""Malformed requests: each gets an error in OpenAI's form, and the server goes on."""
+"""Malformed requests: each gets an error in OpenAI's form, and the server keeps running."""
 
 import json
 import time
@@ -285,7 +285,7 @@ def test_any_http(server, head):
     ids=["a text among ids", "no ids", "many prompts", "biases", "fields", "inner fields"],
 )
 def test_large_wrong_values_are_refused_quickly(fields):
-    """While a body is checked, no stream goes on. To describe a million errors would take 13 seconds."""
+    """While a body is checked, all streams wait. To describe a million errors would take 13 seconds."""
     begin = time.process_time()
     with pytest.raises(ApiError) as refused:
         parse_request(CompletionRequest, fields)

@@ -40,7 +40,7 @@ def _no_connections_are_left(server):
     ids=["nothing", "a byte", "a line", "headers", "no body", "most of it"],
 )
 def test_a_request_that_stops_arriving(server, start):
-    """A half-open connection ends by itself, and is told why."""
+    """A half-open connection ends by itself, with an error that says why."""
     begin = time.monotonic()
     with server.connect() as connection:
         connection.sendall(start)

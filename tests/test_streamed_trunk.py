@@ -92,8 +92,6 @@ def test_progress_counts_the_bytes_of_each_layer(folder):
     indices = range(model.trunk.num_layers)
     by_layer = [sum(tensor.nbytes for name, tensor in tensors if f".layers.{index}." in name) for index in indices]
     assert [each.num_bytes for each in progress] == by_layer
-    assert model.trunk.record.num_bytes == sum(by_layer)
-    assert model.trunk.record.as_record()["peak_memory_bytes"] > 2**20
 
 
 def test_single_passes_are_refused(folder):

@@ -164,8 +164,8 @@ class _Conversation:
         table = Table(box=None, header_style="bold", pad_edge=False)
         for title in ("depth", "drafts", "accepted", "rate", "95 % interval"):
             table.add_column(title, justify="right")
-        columns = zip(figures.num_drafted, figures.num_accepted, figures.rates, figures.intervals(), strict=True)
-        for depth, (drafted, accepted, rate, (low, high)) in enumerate(columns, 1):
+        depths = zip(figures.num_drafted, figures.num_accepted, figures.rates, figures.intervals(), strict=True)
+        for depth, (drafted, accepted, rate, (low, high)) in enumerate(depths, 1):
             table.add_row(str(depth), str(drafted), str(accepted), f"{rate:.3f}", f"{low:.3f} to {high:.3f}")
         if figures.num_rounds:
             print_table(table)
@@ -179,7 +179,7 @@ def _say(text: str) -> None:
 
 
 def _run(conversation: _Conversation) -> None:
-    """Answer lines until their end or /quit. In a terminal, errors are shown and the conversation goes on."""
+    """Answer lines until their end or /quit. In a terminal, errors are shown and the conversation continues."""
     interactive = is_interactive()
     if interactive:
         template = "" if conversation.chat else "  (no chat template: your text is continued)"

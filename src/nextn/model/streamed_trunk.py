@@ -3,14 +3,12 @@
 It measures models that do not fit into memory. It runs whole texts without a cache; it cannot generate.
 """
 
-import resource
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar, cast
 
 import torch
@@ -38,39 +36,13 @@ class LayerProgress:
     run_seconds: float
 
 
-@dataclass
-class StreamRecord:
-    """What a streamed pass took, layer by layer."""
-
-    layers: list[LayerProgress] = field(default_factory=list)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(layer.num_bytes for layer in self.layers)
-
-    def as_record(self) -> dict[str, object]:
-        """Return the fields for JSON reports."""
-        return {
-            "num_layers": len(self.layers),
-            "bytes_read": self.num_bytes,
-            "read_seconds": [layer.read_seconds for layer in self.layers],
-            "run_seconds": [layer.run_seconds for layer in self.layers],
-            "peak_memory_bytes": peak_memory_bytes(),
-        }
-
-
 class StreamedTrunk(Trunk):
-    """A trunk with embedding, final norm and lm_head, whose decoder layers are on the meta device until they run.
-
-    Attributes:
-        record: What the last `run` took.
-    """
+    """A trunk with embedding, final norm and lm_head, whose decoder layers are on the meta device until they run."""
 
     def __init__(self, loader: LayerLoader, weights: TensorReader, *, stage: Stage = "post") -> None:
         """Wrap the model of `loader`, whose layers are read through `weights`, which must stay open."""
         super().__init__(loader.model, stage=stage)
         self._loader, self._weights = loader, weights
-        self.record = StreamRecord()
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None, *, documents: Tensor | None = None) -> TrunkOutput:
         """Raise ConfigError: single passes would read the whole trunk each. See `run`."""
@@ -101,7 +73,6 @@ class StreamedTrunk(Trunk):
         Raises:
             CheckpointError: if a layer cannot be read or has values that are not finite.
         """
-        self.record = StreamRecord()
         states: list[object] = [None] * len(batches)
         outputs: list[TrunkOutput] = []
         store = _StateStore(max_state_bytes)
@@ -117,9 +88,7 @@ class StreamedTrunk(Trunk):
                 with self._loaded(index):
                     loaded = time.perf_counter()
                     outputs = self._run_layer(index, batches, states, store)
-                progress = LayerProgress(index, num_bytes, loaded - started, time.perf_counter() - loaded)
-                self.record.layers.append(progress)
-                on_layer(progress)
+                on_layer(LayerProgress(index, num_bytes, loaded - started, time.perf_counter() - loaded))
         return outputs
 
     def _run_layer(
@@ -135,7 +104,6 @@ class StreamedTrunk(Trunk):
             else:
                 states[place] = None
                 outputs.append(TrunkOutput(*store.keep(place, (output.final_hidden, output.head_input))))
-        return outputs
         return outputs
 
     def _names(self, index: int) -> list[str]:
@@ -209,9 +177,3 @@ def _in_file(state: Tensor) -> Tensor:
         file.flush()
         mapped = torch.from_file(file.name, shared=True, size=values.numel(), dtype=values.dtype)
     return mapped.view(values.shape)
-
-
-def peak_memory_bytes() -> int:
-    """Return the largest resident size that this process has had."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

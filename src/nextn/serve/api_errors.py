@@ -46,7 +46,7 @@ def server_stopping() -> ApiError:
 
 
 def from_nextn_error(error: NextnError) -> ApiError:
-    """Return what a client is told of an error of this package."""
+    """Return the API error for an error of this package."""
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full", retry_after=RETRY_AFTER_S)
     if isinstance(error, ConfigError):

@@ -97,13 +97,13 @@ def advised_drafts(path: Path) -> int:
     """
     try:
         first = json.loads(path.read_text(encoding="utf-8"))["forecasts"][0]
-        best, verdict = int(first["best_drafts"]), str(first["verdict"])
+        best, advice = int(first["best_drafts"]), str(first["verdict"])
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, TypeError, KeyError, IndexError) as error:
         raise ConfigError(f"{path}: not a record of `nextn advise` ({type(error).__name__}: {error})") from error
     if best < 1:
-        raise ConfigError(f"{path} advises against MTP: {verdict}")
+        raise ConfigError(f"{path} advises against MTP: {advice}")
     return best
 
 

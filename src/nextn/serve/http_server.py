@@ -47,7 +47,7 @@ class HttpServer(uvicorn.Server):
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until a signal; the calling program starts nothing else."""
-        # Collecting garbage among the objects of torch and the model takes 0.2 s, in which no stream goes on.
+        # Collecting garbage among the objects of torch and the model takes 0.2 s, during which all streams pause.
         gc.collect()
         gc.freeze()
         super().run(sockets)

@@ -31,7 +31,7 @@ class TokenTexts:
         return [self.text(token) for token in tokens]
 
     def spelled(self, token: int) -> str:
-        r"""Return a text that tells tokens apart; incomplete characters are like `bytes:\xe2\x82`, as OpenAI does."""
+        r"""Return a text that is unique per token; incomplete characters are like `bytes:\xe2\x82`, as OpenAI does."""
         text = self.text(token)
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.utf8(token)) if _BROKEN in text else text
 

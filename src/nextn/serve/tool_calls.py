@@ -1,7 +1,7 @@
 """How models write tool calls: the syntaxes of chat templates, and what recognizes a call at its beginning.
 
 `tool_syntax` recognizes a template's syntax by the template's text; `ToolSyntax.scan` reads calls from text that begins
-with one. A call is complete, incomplete, or malformed, which stays so however the text goes on.
+with one. A call is complete, incomplete, or malformed; no further text makes a malformed call valid.
 """
 
 import json
@@ -42,7 +42,7 @@ class IncompleteCallError(Exception):
 
 
 class MalformedCallError(Exception):
-    """The text is no call, however it goes on."""
+    """The text is no call, whatever follows."""
 
 
 class TextCursor:
