@@ -100,7 +100,7 @@ LANGUAGES = {
 @pytest.mark.parametrize("name", [name for name, (_, texts) in LANGUAGES.items() if texts])
 @pytest.mark.parametrize("make", [byte_tokenizer, merged_tokenizer])
 def test_masks_of_a_finite_language(name, make):
-    """After each prefix: a token if some text continues with it, EOS if the prefix is a text. Whitespace is left out."""
+    """After each prefix: a token if some text continues with it, EOS if the prefix is a text. No whitespace."""
     spec, texts = LANGUAGES[name]
     tokenizer = make()
     eos = tokenizer.eos_token_id
