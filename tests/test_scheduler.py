@@ -51,9 +51,9 @@ class Clock:
         return self.now
 
 
-def scheduler_of(model, *, backend="auto", clock=None, **limits):
+def scheduler_of(model, *, backend="auto", clock=time.monotonic, has_arrivals=lambda: False, **limits):
     settings = {"max_model_len": 400, "num_speculative_tokens": 3} | limits
-    return Scheduler(backend_for(model, backend), SchedulerLimits(**settings), **({"clock": clock} if clock else {}))
+    return Scheduler(backend_for(model, backend), SchedulerLimits(**settings), clock=clock, has_arrivals=has_arrivals)
 
 
 class Answers:
@@ -208,6 +208,36 @@ def test_streams_flow_during_a_long_prefill(trained, monkeypatch):
             steps.append(len(answers.chunks["stream"]))
     assert len(steps) > 20
     assert all(after == before + 1 for before, after in pairwise(steps))
+
+
+@pytest.mark.parametrize("arrives", [False, True])
+def test_rounds_end_when_a_request_arrives(trained, monkeypatch, arrives):
+    """After the current one, however long they could go on."""
+    monkeypatch.setattr(scheduler_module, "_AHEAD_S", 60.0)
+    answers = Answers(scheduler_of(trained["glm_two"], backend="torch", has_arrivals=lambda: arrives))
+    answers.add(0, GenerationRequest(prompt=tuple(prompt(5, vocab_size=40)), max_tokens=40))
+    answers.scheduler.step()  # the prompt
+    answers.scheduler.step()
+    assert (len(answers.rounds(0)) == 2) == arrives
+    assert (len(answers.text(0)) == 40) != arrives
+
+
+@pytest.mark.parametrize("waiting", [1, 4])
+def test_several_prompts_get_more_time(trained, monkeypatch, waiting):
+    """Between two rounds of a running stream: as many times what the rounds took as prompts are waiting."""
+    monkeypatch.setattr(scheduler_module, "_AHEAD_S", 0.0)
+    monkeypatch.setattr(scheduler_module, "_AHEAD_PER_SEQUENCE_S", 0.0)
+    answers = Answers(scheduler_of(trained["glm_two"], clock=Clock(), max_model_len=4000))
+    answers.add("stream", GenerationRequest(prompt=tuple(prompt(5)), max_tokens=600))
+    answers.scheduler.step()
+    answers.scheduler.step()
+    for index in range(waiting):
+        answers.add(index, GenerationRequest(prompt=tuple(prompt(1000, vocab_size=40)), max_tokens=3))
+    answers.scheduler.step()
+    positions = sum(batch.num_prefilled for batch in answers.scheduler._prefilling)
+    one_chunk = 64 if waiting == 1 else 4 * 64
+    assert 16 <= positions <= one_chunk
+    assert (positions > 64) == (waiting > 1)
 
 
 def test_ends(trained):

@@ -54,10 +54,10 @@ class ServingEngine:
         self.model, self.options = model, options or EngineOptions()
         self.backend = backend_for(model, self.options.backend)
         self.limits = _limits(self.backend, self.options)
-        self._scheduler = Scheduler(self.backend, self.limits)
         self._costs: Costs | None = None
         self._warm_up = self._warm_up_steps() if self.options.warmup else iter(())
         self._arrivals: deque[ServedSequence] = deque()
+        self._scheduler = Scheduler(self.backend, self.limits, has_arrivals=lambda: bool(self._arrivals))
         self._changed = threading.Condition()
         self._open: dict[int, ServedSequence] = {}  # those that were submitted and have not ended
         self._number = 0

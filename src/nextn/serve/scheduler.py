@@ -46,6 +46,7 @@ class Scheduler:
         limits: SchedulerLimits,
         *,
         clock: Callable[[], float] = time.monotonic,
+        has_arrivals: Callable[[], bool] = lambda: False,
     ) -> None:
         """Create an idle scheduler.
 
@@ -53,8 +54,9 @@ class Scheduler:
             backend: Trunk and head.
             limits: Sizes.
             clock: Seconds.
+            has_arrivals: Whether sequences have arrived that are not in `waiting` yet. Rounds make room for them.
         """
-        self.limits, self._backend, self._clock = limits, backend, clock
+        self.limits, self._backend, self._clock, self._has_arrivals = limits, backend, clock, has_arrivals
         self._policies: dict[tuple[_Group, int], MeasuredLength] = {}  # by group and a power of two of sequences
         self.waiting: deque[ServedSequence] = deque()
         self._prefilling: deque[ServedBatch] = deque()
@@ -75,7 +77,7 @@ class Scheduler:
         return not (self.waiting or self._prefilling or self._running)
 
     def step(self) -> None:
-        """Run rounds of every group, then prefill for about as long; emit what they add."""
+        """Run rounds of every group, then prefill; emit what they add."""
         with torch.inference_mode(), self._backend.trunk.single_threaded_torch():
             self._drop_cancelled()
             self._admit()
@@ -87,7 +89,7 @@ class Scheduler:
 
     def restarted(self) -> "Scheduler":
         """Return an idle scheduler with the same limits and measurements, and an empty prefix cache."""
-        return Scheduler(self._backend, self.limits, clock=self._clock)
+        return Scheduler(self._backend, self.limits, clock=self._clock, has_arrivals=self._has_arrivals)
 
     def stats(self) -> EngineStats:
         limits, prefix = self.limits, self.prefix_cache
@@ -126,16 +128,14 @@ class Scheduler:
 
     def _run(self, group: _Group, batch: ServedBatch) -> None:
         batch.length = self._length(group, len(batch.sequences))
-        batch.max_ahead_s = _AHEAD_S + _AHEAD_PER_SEQUENCE_S * self.num_running
-        batch.run()
+        more = 0.0 if self._prefilling else _AHEAD_PER_SEQUENCE_S * self.num_running
+        batch.run(_AHEAD_S + more, is_interrupted=self._has_arrivals)
         if not batch.sequences:
             del self._running[group]
 
     def _prefill(self) -> None:
-        """Run chunks of the prompts: for as long as the rounds took, or longer while more sequences wait than run."""
-        num_running = sum(len(batch.sequences) for batch in self._running.values())
-        share = max(1.0, len(self._prefilling) / max(1, num_running))
-        started, budget = self._clock(), share * max(self._round_s, _AHEAD_S)
+        """Run chunks of the prompts, for each prompt as long as the rounds took: the rounds that follow are larger."""
+        started, budget = self._clock(), len(self._prefilling) * max(self._round_s, _AHEAD_S)
         while self._prefilling:
             batch = self._next_prefill()
             if self._chunk(batch, budget - (self._clock() - started)):

@@ -18,6 +18,8 @@ from nextn.settings import Settings
 from nextn.speculative.draft_policy import DraftLength, RoundPlan
 from nextn.speculative.sampling import Prediction, Uniforms
 
+_UNINTERRUPTED_S = 0.01  # of rounds in one native call
+
 
 @dataclass(eq=False, kw_only=True)
 class ServedSequence(BatchSequence):
@@ -102,13 +104,19 @@ class ServedBatch(DecodingBatch):
         settings = Settings(drafts=drafts)
         super().__init__(trunk, head, [sequence], settings, length, make_drafter=make)
 
-    def run(self) -> None:
-        """Run rounds for `max_ahead_s` seconds, at least one, and emit what they add; stop when a sequence ends."""
+    def run(self, seconds: float, *, is_interrupted: Callable[[], bool] = lambda: False) -> None:
+        """Run rounds for so many seconds, at least one, and emit what they add; stop when a sequence ends.
+
+        Args:
+            seconds: The time after which no further round begins.
+            is_interrupted: Asked between native calls; whether to stop earlier.
+        """
         members = {sequence.row: sequence for sequence in self.sequences}
-        deadline = time.perf_counter() + self.max_ahead_s
+        self.max_ahead_s = min(seconds, _UNINTERRUPTED_S)
+        deadline = time.perf_counter() + seconds
         while len(self.sequences) == len(members):
             self._collect(members, self.round().rows)
-            if not self.queued and time.perf_counter() >= deadline:
+            if not self.queued and (time.perf_counter() >= deadline or is_interrupted()):
                 break
         for sequence in members.values():
             sequence.flush(None)
