@@ -1,5 +1,6 @@
 """The scheduler and its engine: what a request gets does not depend on its neighbors, on K, or on cached prefixes."""
 
+import math
 import threading
 import time
 from dataclasses import replace
@@ -12,7 +13,7 @@ from tiny import build, prompt, refrain
 from nextn.errors import ConfigError, QueueFullError
 from nextn.runtime.backend import backend_for
 from nextn.serve import scheduler as scheduler_module
-from nextn.serve.engine import ServingEngine
+from nextn.serve.engine import ServingEngine, _bytes_per_sequence, _limits
 from nextn.serve.options import EngineOptions
 from nextn.serve.request import GenerationChunk, GenerationRequest
 from nextn.serve.scheduler import Scheduler, SchedulerLimits
@@ -83,6 +84,18 @@ class Answers:
 
     def rounds(self, name):
         return [(each.drafts, each.num_accepted, each.emitted) for chunk in self.chunks[name] for each in chunk.rounds]
+
+
+def observe(scheduler):
+    """The list of what the caches take after each step."""
+    sizes, step = [], scheduler.step
+
+    def observed():
+        step()
+        sizes.append(scheduler.num_cache_bytes)
+
+    scheduler.step = observed
+    return sizes
 
 
 def alone(model, requests, **options):
@@ -271,6 +284,32 @@ def test_shorter_prompts_are_soon_done(trained, monkeypatch):
         first += [name for name in sizes if answers.chunks[name] and name not in first]
     assert first[-1] == "long"
     assert answers.run()
+
+
+def test_memory_is_bounded_while_kinds_of_requests_alternate(trained, monkeypatch):
+    """Batches give back what sequences that left have used, when it is needed; texts stay the same."""
+    monkeypatch.setattr(scheduler_module, "_AHEAD_S", 0.0)
+    monkeypatch.setattr(scheduler_module, "_AHEAD_PER_SEQUENCE_S", 0.0)
+    model = trained["glm_two"]
+    limits = _limits(backend_for(model), EngineOptions(max_num_seqs=4, max_model_len=256, cache_gb=0.01))
+    per_position, _ = _bytes_per_sequence(backend_for(model))
+    bound = (limits.max_num_seqs + 1) * limits.max_model_len * per_position
+    requests = {
+        (wave, index): GenerationRequest(
+            prompt=tuple(prompt(150 + index, vocab_size=40)), max_tokens=90 if index == 3 else 20,
+            num_speculative_tokens=wave,
+        )
+        for wave in range(4) for index in range(4)
+    }  # fmt: skip
+    arrivals = {25 * wave: [(key, requests[key]) for key in requests if key[0] == wave] for wave in range(4)}
+    most = {}
+    for limit in (math.inf, bound):
+        answers = Answers(scheduler_of(model, clock=Clock(), max_num_seqs=4, max_model_len=256, cache_bytes=limit))
+        sizes = observe(answers.scheduler)
+        assert answers.run(arrivals) == alone(model, requests)
+        most[limit] = max(sizes)
+    chunk = 64 * per_position  # that came after the last look
+    assert most[bound] <= bound + chunk < most[math.inf]
 
 
 def test_cancelled_requests_leave(trained):

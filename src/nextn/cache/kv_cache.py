@@ -352,6 +352,14 @@ class KVCache(TransformersCache):
         self.lengths = self.lengths + other.lengths
         return self
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that it takes at most; 0 where that is not known."""
+        return 0
+
+    def shrink(self) -> None:
+        """Give back the memory of sequences that left, where a cache keeps it."""
+
     def positions(self, num_positions: int) -> Tensor:
         """Return the positions [B, m] int64 of the next m tokens of each sequence."""
         return torch.tensor(self.lengths, device=self.device)[:, None] + torch.arange(num_positions, device=self.device)

@@ -199,6 +199,22 @@ class DecodingBatch:
                 self.drafter.select(rows)
             self.seen = None if self.seen is None else self.seen[list(rows)]
 
+    @property
+    def num_cache_bytes(self) -> int:
+        """Bytes of memory that its caches take at most; 0 where that is not known."""
+        return sum(cache.num_bytes for cache in self._caches)
+
+    def shrink(self) -> None:
+        """Give back the cache memory of sequences that left."""
+        assert not self.queued
+        self._leave_native()
+        for cache in self._caches:
+            cache.shrink()
+
+    @property
+    def _caches(self) -> list[KVCache]:
+        return [self.cache, *(() if self.drafter is None else self.drafter.caches)]
+
     def _leave_native(self) -> None:
         """Let Python continue after native rounds."""
         if self.native is not None and self.drafter is not None:

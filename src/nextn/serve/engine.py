@@ -218,7 +218,9 @@ def _limits(backend: Backend, options: EngineOptions) -> SchedulerLimits:
             "--cache-gb, --max-num-seqs or --max-model-len"
         )
     drafts = 0 if backend.head is None else options.num_speculative_tokens
-    return SchedulerLimits(options.max_num_seqs, int(length), drafts, options.adaptive, prefix_bytes)
+    return SchedulerLimits(
+        options.max_num_seqs, int(length), drafts, options.adaptive, prefix_bytes, total - prefix_bytes
+    )
 
 
 def _bytes_per_sequence(backend: Backend) -> tuple[int, int]:

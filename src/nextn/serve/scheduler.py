@@ -6,6 +6,7 @@ sequence gets does not depend on the others: native kernels give a row the same 
 each sequence has its own random numbers.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -35,6 +36,7 @@ class SchedulerLimits:
     num_speculative_tokens: int = 4  # K of requests that do not ask for one
     adaptive: bool = True  # draft less for them where that is faster
     prefix_bytes: int = 0  # memory of the prefix cache; 0: none
+    cache_bytes: float = math.inf  # memory of the caches of sequences
 
 
 class Scheduler:
@@ -73,6 +75,15 @@ class Scheduler:
         return len(self._prefilling) + sum(len(batch.sequences) for batch in self._running.values())
 
     @property
+    def num_cache_bytes(self) -> int:
+        """Bytes of memory that the caches of sequences take at most; 0 where the backend does not know."""
+        return sum(batch.num_cache_bytes for batch in self._batches)
+
+    @property
+    def _batches(self) -> list[ServedBatch]:
+        return [*self._prefilling, *self._running.values()]
+
+    @property
     def is_idle(self) -> bool:
         return not (self.waiting or self._prefilling or self._running)
 
@@ -84,6 +95,7 @@ class Scheduler:
             started = self._clock()
             for group, batch in list(self._running.items()):
                 self._run(group, batch)
+            self._bound_memory()
             self._round_s = self._clock() - started
             self._prefill()
 
@@ -93,11 +105,10 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         limits, prefix = self.limits, self.prefix_cache
-        batches = [*self._prefilling, *self._running.values()]
         return EngineStats(
             num_running=self.num_running,
             num_waiting=len(self.waiting),
-            cache_positions=sum(sum(batch.cache.lengths) for batch in batches),
+            cache_positions=sum(sum(batch.cache.lengths) for batch in self._batches),
             max_cache_positions=limits.max_num_seqs * limits.max_model_len,
             prefix_positions=0 if prefix is None else prefix.num_positions,
             max_prefix_positions=0 if prefix is None else prefix.max_positions,
@@ -109,10 +120,16 @@ class Scheduler:
         for sequence in [sequence for sequence in self.waiting if sequence.is_cancelled]:
             self.waiting.remove(sequence)
             sequence.flush("cancelled")
-        for batch in [*self._prefilling, *self._running.values()]:
+        for batch in self._batches:
             batch.drop_cancelled()
         self._prefilling = deque(batch for batch in self._prefilling if batch.sequences)
         self._running = {group: batch for group, batch in self._running.items() if batch.sequences}
+
+    def _bound_memory(self) -> None:
+        """Let batches give back what sequences that left have used, once all together would take too much."""
+        if self.num_cache_bytes > self.limits.cache_bytes:
+            for batch in self._batches:
+                batch.shrink()
 
     def _admit(self) -> None:
         """Start the prefill of waiting sequences, in the order of arrival."""
@@ -174,6 +191,7 @@ class Scheduler:
             self._running[group].join(batch)
         else:
             self._running[group] = batch
+        self._bound_memory()
 
     def _group(self, sequence: ServedSequence) -> _Group:
         wanted = sequence.request.num_speculative_tokens

@@ -42,6 +42,7 @@ class KVBuffers(KVCache):
         self._runtime, self._dtype, self._shapes, self._capacity = runtime, dtype, list(shapes), 0
         self.headers = torch.zeros(len(shapes), 3, dtype=torch.int64)
         self._max_sequences = batch_size  # that the buffers have memory for
+        self._most_positions, self._most_sequences = 0, batch_size  # since they were allocated; others are untouched
         self._buffers = [self._allocate(shape) for shape in self._shapes]
         self._bind()
 
@@ -59,6 +60,7 @@ class KVBuffers(KVCache):
         self.reserve(max(self.lengths) + num_positions)
 
     def commit(self, counts: Sequence[int]) -> None:
+        self._most_positions = max(self._most_positions, self._used)
         super().commit(counts)
         if self.is_recurrent:
             self._counts.copy_(torch.tensor(counts))
@@ -68,6 +70,7 @@ class KVBuffers(KVCache):
         """Commit positions that native code wrote by itself into reserved memory."""
         assert not self.is_recurrent
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self._most_positions = max(self._most_positions, self._used)
 
     def rollback_to(self, lengths: Sequence[int]) -> None:
         if self.is_recurrent and list(lengths) != self.lengths:
@@ -110,6 +113,15 @@ class KVBuffers(KVCache):
         return self
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that the buffers take at most; pages that were never written take none."""
+        return self._most_sequences * (self._most_positions * self.bytes_per_position + self.bytes_per_state)
+
+    def shrink(self) -> None:
+        if self.num_bytes > len(self.lengths) * (self._used * self.bytes_per_position + self.bytes_per_state):
+            self._reallocate(len(self.lengths), self._used)
+
+    @property
     def bytes_per_position(self) -> int:
         """Bytes that a position of one sequence takes in all attention layers."""
         widths = [heads * (key + value) for heads, key, value in self._attention_shapes]
@@ -138,6 +150,7 @@ class KVBuffers(KVCache):
         for (first, second), (keys, values) in zip(self._parts(start, end), block, strict=True):
             first[0], second[0] = keys, values
         self.lengths = [end]
+        self._most_positions = max(self._most_positions, self._used)
 
     def _parts(self, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """Views of what a block consists of: of recurrent layers, the states without what a round adds to them."""
@@ -167,18 +180,18 @@ class KVBuffers(KVCache):
 
     def _reallocate(self, max_sequences: int, capacity: int) -> None:
         """Move the contents to buffers for so many sequences and at least so many positions."""
-        used, old, num_old = self._used, self._buffers, self._max_sequences
-        slices = self._slices(used)
+        used, num_old, rows = self._used, self._max_sequences, len(self.lengths)
         self._max_sequences, self._capacity = max_sequences, -(-capacity // _BLOCK) * _BLOCK
-        rows = len(self.lengths)
-        new = []
-        for shape, buffers, parts in zip(self._shapes, old, slices, strict=True):
-            is_large_enough = isinstance(shape, StateShape) and num_old == max_sequences
-            new.append(buffers if is_large_enough else self._allocate(shape))
-            for target, source in zip(new[-1], parts, strict=True):
-                if not is_large_enough:
-                    (target if isinstance(shape, StateShape) else target[:, :, :used])[:rows] = source[:rows]
-        self._buffers = new
+        self._most_positions, self._most_sequences = used, rows
+        for layer, shape in enumerate(self._shapes):  # each is freed before the next one is copied
+            if isinstance(shape, StateShape) and num_old == max_sequences:
+                continue
+            old, self._buffers[layer] = self._buffers[layer], self._allocate(shape)
+            for target, source in zip(self._buffers[layer], old, strict=True):
+                if isinstance(shape, StateShape):
+                    target[:rows] = source[:rows]
+                else:
+                    target[:rows, :, :used] = source[:rows, :, :used]
         self._bind()
 
     def _allocate(self, shape: Shape | StateShape) -> tuple[Tensor, Tensor]:
@@ -195,6 +208,7 @@ class KVBuffers(KVCache):
 
     def _bind(self) -> None:
         """Write the addresses for the passes, and make what commits blocks of this many sequences."""
+        self._most_sequences = max(self._most_sequences, len(self.lengths))
         headers = [(first.data_ptr(), second.data_ptr(), self._capacity) for first, second in self._buffers]
         self.headers.copy_(torch.tensor(headers))
         self.allocation = object()
