@@ -46,6 +46,29 @@ def joined(trunk, head, prompts, drafts):
     raise AssertionError("still running")
 
 
+@pytest.mark.parametrize("native", [False, True])
+def test_batches_of_several_sequences_join(native):
+    model = build("glm4_moe")
+    trunk, head = TorchTrunk(model.trunk), TorchHead(model.head)
+    if native:
+        model = fast_of(model)
+        trunk, head = model.trunk, model.head
+    prompts = [prompt(length, seed=length) for length in LENGTHS]
+    texts = [[] for _ in prompts]
+    with torch.inference_mode(), trunk.single_threaded_torch():
+        first, second, third = (
+            batch_of(trunk, head, row, prompts[row], drafts=3, max_tokens=NEW[row]) for row in range(3)
+        )
+        rounds = [each.prefill() for each in (first, second, third)]
+        second.join(third)
+        first.join(second)
+        while first.sequences or first.queued:
+            rounds.append(first.round())
+    for part in [part for each in rounds for part in each.rows]:
+        texts[part.row] += part.emitted
+    assert texts == alone(model, prompts, 3)[0]
+
+
 def alone(model, prompts, drafts):
     texts, logs = [], []
     for tokens, new in zip(prompts, NEW, strict=True):

@@ -467,6 +467,8 @@ def test_measured_length_follows_the_clock():
     assert sum(drafts == 4 for drafts in used[:2000]) > 0.92 * 2000
     assert sum(drafts == 0 for drafts in used[2600:]) > 0.92 * 1400
     assert rule.rate(0) == pytest.approx(1000)
+    changed = used.index(0, used.index(0, 2000) + 5)  # where it became the best
+    assert any(drafts != 0 for drafts in used[changed : changed + 60])  # the others are soon tried again
     assert "K = 4 brings 300 tokens/s" in rule.reason
 
 

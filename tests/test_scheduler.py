@@ -15,10 +15,12 @@ from nextn.runtime.backend import backend_for
 from nextn.serve import scheduler as scheduler_module
 from nextn.serve.engine import ServingEngine, _bytes_per_sequence, _limits
 from nextn.serve.options import EngineOptions
+from nextn.serve.prefix_cache import PrefixCache
 from nextn.serve.request import GenerationChunk, GenerationRequest
 from nextn.serve.scheduler import Scheduler, SchedulerLimits
-from nextn.serve.served_batch import ServedSequence
+from nextn.serve.served_batch import ServedBatch, ServedSequence
 from nextn.settings import Sampling
+from nextn.speculative.draft_policy import FixedLength
 
 KINDS = (
     {},
@@ -173,6 +175,33 @@ def test_prefixes_change_neither_text_nor_drafts(trained, name):
     assert (stats.prefix_queries, stats.prefix_hits) == (
         sum(len(request.prompt) for request in requests.values()), sum(cached.values()),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["glm_two", "glm_one"])
+def test_restored_caches_are_those_of_a_cold_start(trained, name):
+    """Bit for bit, also around the end of a block after which another prompt went on otherwise."""
+    backend, prefixes = backend_for(trained[name]), PrefixCache.of(backend_for(trained[name]), 10**8)
+    tokens = tuple(prompt(210, vocab_size=40))
+    other = (*tokens[:64], *prompt(70, seed=1, vocab_size=40))
+    cold = prefilled(backend, tokens, PrefixCache.of(backend, 10**8))
+    cached = [prefilled(backend, each, prefixes) for each in (other, tokens, tokens)]
+    assert [batch.sequences[0].cached_tokens for batch in cached] == [0, 64, 192]
+    for mine, theirs in zip(caches_of(cold), caches_of(cached[-1]), strict=True):
+        for expected, found in zip(mine.read_block(0, 192), theirs.read_block(0, 192), strict=True):
+            assert all(map(torch.equal, expected, found))
+
+
+def prefilled(backend, tokens, prefixes):
+    sequence = ServedSequence.of(GenerationRequest(prompt=tokens), [].append, Text(), 0)
+    batch = ServedBatch(backend.trunk, backend.head, sequence, drafts=3, length=FixedLength(3))
+    sequence.cached_tokens = prefixes.restore(batch)
+    while not batch.prefill_chunk(64):
+        prefixes.store(batch)
+    return batch
+
+
+def caches_of(batch):
+    return [batch.cache, *batch.drafter.caches]
 
 
 def test_salts_separate_prefixes(trained):

@@ -18,10 +18,8 @@ from nextn.serve.served_batch import ServedBatch
 
 # The order of cached positions within 32 is up to the native kernels: blocks start and end at multiples of it.
 _TILE = 32
-_BLOCK, _RECURRENT_BLOCK = (
-    64,
-    256,
-)  # positions; a block of a recurrent trunk has its whole state, so it should be longer
+_BLOCK = 64  # positions
+_RECURRENT_BLOCK = 256  # longer, since a block of a recurrent trunk has its whole state
 
 Layers = list[tuple[Tensor, Tensor]]
 _Key = tuple[int | str, ...]  # the tokens of a block; those of a first block after the request's salt
