@@ -271,6 +271,7 @@ def test_a_terminal_shows_colors_errors_and_goes_on(terminal):
     assert view.process.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_no_color_underlines(terminal):
     view = terminal("tiny", "--max-tokens", 12, NO_COLOR="1")
     view.until(PROMPT_MARK)
@@ -280,6 +281,7 @@ def test_no_color_underlines(terminal):
     assert "\x1b[32m" not in answer
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_answer_only(terminal, speaking):
     """What came stays in the conversation. The torch backend is slow enough to be stopped."""
     view = terminal(speaking, "--max-tokens", 4000, "--backend", "torch", "--temperature", 1)
@@ -296,6 +298,7 @@ def test_ctrl_c_stops_the_answer_only(terminal, speaking):
     assert view.process.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_sigterm_ends_it(terminal):
     view = terminal("tiny")
     view.until(PROMPT_MARK)

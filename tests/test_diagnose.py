@@ -142,6 +142,7 @@ def test_a_poor_head_is_the_weights(trained, counters):
     assert not found.is_fine
 
 
+@pytest.mark.slow
 def test_low_on_long_prompts_alone(trained):
     """No fault of all prompts explains it, and the short ones are as they should be."""
     short, long = counted(trained["glm"], prompts=PROMPTS[:6]), counted(trained["glm"], prompts=PROMPTS[6:])
@@ -226,6 +227,7 @@ def test_counters_reset_in_mid_run(serve, trained):
         drive(serve, trained, "reset")
 
 
+@pytest.mark.slow
 def test_another_trunk_is_noted(serve, trained):
     found = drive(serve, trained, "other-trunk")
     assert any("differs from this checkpoint" in note for note in found.notes)

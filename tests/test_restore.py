@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from artifacts import LAYERS, LAYOUTS, load_json, publish, tensors
+from quick import families
 from races import ROUNDS, race
 from test_quant_config import SECTIONS
 from test_remote import Hub
@@ -75,7 +76,9 @@ FP8 = [name for name in LAYOUTS if by_name(name).fp8 is not None]
 # One file or three: by turns, and both for the layouts that have most in them.
 @pytest.mark.parametrize(
     ("name", "shards"),
-    [(name, 1 + 2 * (place % 2)) for place, name in enumerate(LAYOUTS)] + [("deepseek_v3", 3), ("qwen3_5_moe", 3)],
+    families(
+        [(name, 1 + 2 * (place % 2)) for place, name in enumerate(LAYOUTS)] + [("deepseek_v3", 3), ("qwen3_5_moe", 3)]
+    ),
 )
 def test_restored(name, shards, tmp_path):
     """A tensor of another name, value or place; a trunk that is not the target's any more."""
