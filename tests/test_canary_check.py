@@ -22,7 +22,7 @@ from nextn.errors import ConfigError, EngineError
 from nextn.evaluate.faults import FAULTS
 
 INJECTED = [fault.name for fault in FAULTS if not fault.rule]
-QUICK = ("gain-less", "halves-swapped", "wrong-hidden", "recycled-wrong", "no-prefill", "pair-shifted")
+QUICK = ("halves-swapped", "no-prefill", "pair-shifted")
 # No trained fixture has an output head of its own.
 NOT_HERE = {"own-output-lost"}
 # The fixtures are surer of their text than canaries: hotter, rules of acceptance differ as they do there.
@@ -220,6 +220,7 @@ def test_other_faults_hide_the_rule(kits, trained):
     assert "greedy counts" in said["C13"].evidence
 
 
+@pytest.mark.slow
 def test_sampled_over_http(kits, trained, capsys):
     """A request for each prompt and pass, seeds differ, texts do not end before; one clause breaks and is named."""
     canary, server = kits("glm"), Server(trained["glm"], rule="match")

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 from artifacts import LAYERS, LAYOUTS, bf16, load_json, publish
-from quick import families
+from quick import families, others_slow
 from races import ROUNDS, race
 from test_quant_config import GROUPS
 from test_restore import bytes_of, lost, no_waiting_for_disks, own_names, snapshot, take, without
@@ -297,7 +297,7 @@ def test_consolidated_copy_stays_aside(tmp_path):
     assert bytes_of(tmp_path / "out") == bytes_of(sound)
 
 
-@pytest.mark.parametrize("verb", ["convert", "extract"])
+@pytest.mark.parametrize("verb", others_slow(["convert", "extract"], "extract"))
 def test_at_once(verb, tmp_path):
     """Two processes with one target: one writes it, the other says so; both from different heads, none mixed."""
     models = [publish(tmp_path / name, "glm4_moe", seed=seed) for name, seed in (("a", 1), ("b", 2))]

@@ -216,6 +216,7 @@ def test_driving(serve, trained):
     assert drive(serve, trained, contract=Contract(prefill=False)).named == ("no-prefill",)
 
 
+@pytest.mark.slow
 def test_driving_where_others_ask_too(serve, trained):
     found = drive(serve, trained, "busy")
     assert found.cases[0].other_workload
@@ -233,6 +234,7 @@ def test_another_trunk_is_noted(serve, trained):
     assert any("differs from this checkpoint" in note for note in found.notes)
 
 
+@pytest.mark.slow
 def test_another_template_is_noted(trained, counters):
     """By the prompt tokens that the engine reports."""
     prompts = [prompt.text for prompt in PROMPTS]

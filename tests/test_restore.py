@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from artifacts import LAYERS, LAYOUTS, load_json, publish, tensors
-from quick import families
+from quick import families, others_slow
 from races import ROUNDS, race
 from test_quant_config import SECTIONS
 from test_remote import Hub
@@ -604,7 +604,7 @@ def test_a_list_is_told_by_its_changes():
     assert list(_differences({"bits": [1, 2]}, {"bits": [2, 1]})) == ["bits: [1, 2] -> [2, 1]"]
 
 
-@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("size", others_slow([2, 5], 2))
 def test_at_once(size, tmp_path):
     """One of several processes restores; the others write nothing and say that another one is at work."""
     base, whole = publish(tmp_path / "base", "glm4_moe", copies=False), {}

@@ -99,6 +99,7 @@ def test_trainer(base, tmp_path):
         assert record.trained_with != record.beside, "the trunk was trained on"
 
 
+@pytest.mark.slow
 def test_trainer_resumes(base, tmp_path):
     """A checkpoint that holds more than the trunk must still be one that Trainer goes on from, to the same bits."""
     ends = []

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from quick import families
+from quick import case, families
 from replays import fast_of
 from tiny import CONFIGS, FIXTURES, MOST, build, decode, prompt, refrain
 
@@ -202,7 +202,12 @@ def test_a_chain_longer_than_the_buffers():
 
 @pytest.mark.parametrize(
     ("length", "modules"),
-    [(FixedLength(5), 1), (FixedLength(5), 2), (FixedLength(5, 0.3), 1), (AdaptiveLength(COSTS), 1)],
+    [
+        case(FixedLength(5), 1, quick=False),
+        (FixedLength(5), 2),
+        case(FixedLength(5, 0.3), 1, quick=False),
+        (AdaptiveLength(COSTS), 1),
+    ],
 )
 def test_no_round_waits_for_a_recording(length, modules, monkeypatch):
     """All sizes are recorded once the prompt is processed, also the smaller ones of the last rounds."""

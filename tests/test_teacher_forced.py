@@ -56,7 +56,7 @@ CONTRACTS = [Contract(), Contract(prefill=False), Contract(offset=-1), Contract(
 
 
 @pytest.mark.parametrize("drafts", others_slow([1, 3, 5], 3))
-@pytest.mark.parametrize("name", ["glm", "glm_two", "qwen", "v4"])
+@pytest.mark.parametrize("name", others_slow(["glm", "glm_two", "qwen", "v4"], "glm_two", "qwen"))
 @pytest.mark.parametrize("contract", CONTRACTS, ids=["right", "no prefill", "offset", "both"])
 def test_greedy_counts_are_the_decoders(name, drafts, contract, trained):
     """All drafted and accepted tokens of every text, with and without faults; some texts end early."""

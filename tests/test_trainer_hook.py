@@ -338,6 +338,7 @@ def test_the_best_checkpoint_brings_its_head(qwen, tmp_path):
     assert differing(state(Model.load(best).head), state(head)) == []
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_changes_no_gradient(qwen, tmp_path):
     ends = []
     for is_on in (False, True):
@@ -381,6 +382,7 @@ def test_rows_shorter_than_the_depths(qwen, tmp_path):
     assert all(math.isfinite(value) for value in values(run, "loss"))
 
 
+@pytest.mark.slow
 def test_a_trainer_that_divides_by_micro_batches(qwen, tmp_path):
     """Of a model that takes no count of labels the Trainer averages micro-batches; the head's loss stays one over all
     labels of the step. And no step begins with the gradient of the one before."""
