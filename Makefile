@@ -6,14 +6,21 @@ BIN    := $(VENV)/bin
 export TOKENIZERS_PARALLELISM := false
 GENERATED := families reference support engines benchmarks troubleshooting outputs
 
-.PHONY: demo test check wheel test-gpu test-browser test-transformers test-engines docs site bench bench-peers clean
+.PHONY: demo test test-slow test-all check wheel test-gpu test-browser test-transformers test-engines docs site bench bench-peers clean
 
 # Decodes the checkpoint in the package, then trains another one for four minutes: see `nextn demo --help`.
 demo: $(VENV)/.ready
 	$(BIN)/nextn demo
 
+# What each change is tested with: a few minutes. Slow tests are more families, more combinations and long runs.
+HERE := not gpu and not engines and not browser
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -m "not gpu and not engines and not browser" --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not slow and $(HERE)" --numprocesses 2 --dist worksteal
+
+test-slow: $(VENV)/.ready
+	$(BIN)/python -m pytest -m "slow and $(HERE)" --numprocesses 2 --dist worksteal
+
+test-all: test test-slow
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .

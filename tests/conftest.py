@@ -1,8 +1,12 @@
 """Fixtures of several test files. One torch thread: tiny models are faster so, and two processes share the cores."""
 
+import io
+import os
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from tiny import FIXTURES
 from nextn.cli import main
 from nextn.model.model import Model
 
+pytest_plugins = ["quick"]
 torch.set_num_threads(1)
 
 
@@ -38,6 +43,20 @@ def here(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
         with pytest.raises(SystemExit) as ended:
             main()
         return ended.value.code or 0, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def command() -> Callable[..., tuple[int, str, str]]:
+    """As `here`, for fixtures of a module."""
+
+    def call(*args):
+        out, err = io.StringIO(), io.StringIO()
+        given = patch.object(sys, "argv", ["nextn", *map(str, args)]), patch.dict(os.environ, COLUMNS="160")
+        with given[0], given[1], redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code or 0, out.getvalue(), err.getvalue()
 
     return call
 

@@ -109,6 +109,7 @@ def library(tmp_path_factory) -> ctypes.CDLL:
     return compiled(tmp_path_factory.mktemp("meeting"), Path(__file__).parent / "meeting.cpp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2, 3, 4, 5, 8])
 def test_a_barrier_between_calls(library, threads):
     """No worker passes a barrier before the last one arrives: it would read what another has not written yet."""
@@ -122,6 +123,7 @@ def test_a_barrier_between_calls(library, threads):
     assert missed.tolist() == [0] * threads
 
 
+@pytest.mark.slow
 def test_one_worker_runs_alone_while_another_is_not_scheduled(library):
     """Where the caller mostly waits, the next runs are its own; after a while all workers take part again."""
     runtime = Runtime(library, 2)
@@ -142,6 +144,7 @@ def test_one_worker_runs_alone_while_another_is_not_scheduled(library):
     assert run(late=-1, stamp=5) == [5, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("threads", "shards"), [(2, 2), (2, 4), (4, 4), (2, 3), (3, 4), (4, 2)])
 def test_sharded_calls_need_no_barrier(library, threads, shards):
     """If the workers share the shards evenly; otherwise there is a barrier as between any two calls."""

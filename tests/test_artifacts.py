@@ -8,6 +8,7 @@ import pytest
 import torch
 from artifacts import HEADS, LAYOUTS, H, _blocks, bf16, e4m3, load_json, publish
 from parts import LAYERS
+from quick import families
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -57,7 +58,7 @@ def test_every_family():
     assert list(LAYOUTS) == [row.name for row in rows()]
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", families(KNOWN))
 def test_trunk_loads_in_transformers(name, tmp_path):
     """A trunk tensor misnamed, mis-shaped, missing or invented: transformers' own class and renamings judge."""
     readable(tmp_path, name)

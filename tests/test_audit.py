@@ -7,6 +7,7 @@ import shlex
 import numpy as np
 import pytest
 from artifacts import LAYERS, LAYOUTS, H, V, bf16, publish, values
+from quick import families
 from typer.main import get_command
 
 from nextn.audit import IDS, audit
@@ -293,7 +294,7 @@ def variants(name):
         yield {"fp8": True}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", families(LAYOUTS))
 def test_clean(name, tmp_path):
     """A false alarm on a sound checkpoint, in any layout and form that the family is published in."""
     for place, options in enumerate(variants(name)):

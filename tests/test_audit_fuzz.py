@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from artifacts import publish
+from quick import others_slow
 
 from nextn.audit import AuditReport, audit
 from nextn.checkpoint import checkpoint
@@ -218,7 +219,7 @@ def judged(files: dict[str, bytes]) -> AuditReport | NextnError:
         return error
 
 
-@pytest.mark.parametrize("batch", range(BATCHES))
+@pytest.mark.parametrize("batch", others_slow(range(BATCHES), 0, 1))
 def test_strangers(batch, originals):
     """A traceback, a hang, or memory that a few kilobytes of input ask for; the case's number is its seed."""
     outcomes = {"clean": 0, "findings": 0, "error": 0}

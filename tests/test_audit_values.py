@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from artifacts import LAYERS, LAYOUTS, bf16, publish, watched
+from quick import families
 from tiny import FIXTURES
 
 from nextn.audit.norm_weights import NormValues, shifts
@@ -52,7 +53,7 @@ def of_head(name):
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", families(LAYOUTS))
 def test_sound_layouts(name, seed, tmp_path):
     """A rule that fires where nothing is wrong teaches people to ignore it."""
     assert found(publish(tmp_path, name, seed=seed)) == []

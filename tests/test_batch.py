@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from quick import families
 from replays import fast_of
 from tiny import BUILDS, build, decode, prompt
 
@@ -78,7 +79,7 @@ def alone(model, prompts, drafts):
     return texts, logs
 
 
-@pytest.mark.parametrize(("name", "modules"), BUILDS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("name", "modules"), families(BUILDS), ids=lambda value: str(value))
 def test_joining_changes_nothing(name, modules):
     model = build(name, modules=modules)
     prompts = [prompt(length, seed=length) for length in LENGTHS]

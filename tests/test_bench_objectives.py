@@ -6,6 +6,7 @@ from pathlib import Path
 
 import objectives
 import pytest
+from quick import others_slow
 
 from nextn.errors import ConfigError
 
@@ -25,7 +26,10 @@ def test_every_cell_has_a_name_of_its_own():
     assert len(set(names)) == len(names) == 2 * (6 + 3 * 7)
 
 
-@pytest.mark.parametrize("only", ["bare/kl/4-step/decode/answers", "stale/tv/4-step/own/data", "joint/"])
+CELLS = ["bare/kl/4-step/decode/answers", "stale/tv/4-step/own/data", "joint/"]
+
+
+@pytest.mark.parametrize("only", others_slow(CELLS, CELLS[1]))
 def test_a_cell_at_a_tiny_size(only, folder):
     out = folder / "objectives.json"
     objectives.measure(out, folder / "work", SIZE, only=only)

@@ -5,6 +5,7 @@ import time
 
 import httpx2
 import pytest
+from quick import others_slow
 from raw_server import DRIPS, drip, serving
 
 from nextn.bounded_http import Deadline, client
@@ -14,7 +15,7 @@ from nextn.errors import BudgetError, EngineError
 SLACK = 3.0  # seconds, for a machine that is busy
 
 
-@pytest.mark.parametrize("part", DRIPS)
+@pytest.mark.parametrize("part", others_slow(DRIPS, "headers", "body"))
 def test_engine_that_drips(part):
     """Each byte comes in time, the answer never."""
     with serving(lambda connection, _: drip(connection, *DRIPS[part])) as url:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from quick import others_slow
 from tiny import build
 
 from nextn.errors import ConfigError
@@ -49,6 +50,7 @@ def works(library: Path) -> bool:
     ]
 
 
+@pytest.mark.slow
 def test_builders_that_are_killed(sources, tmp_path):
     """At ten moments, each on the remains of the last: none waits for a dead one, none loads a damaged library."""
     cache = tmp_path / "cache"
@@ -65,7 +67,7 @@ def test_builders_that_are_killed(sources, tmp_path):
     assert sorted(path.suffix for path in cache.iterdir()) == [".json", ".lock", ".so"]
 
 
-@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("count", others_slow([2, 8], 2))
 def test_builders_at_once(sources, tmp_path, count):
     builders = [start(sources, tmp_path / "cache") for _ in range(count)]
     said = [builder.communicate(timeout=60)[1] for builder in builders]
@@ -88,7 +90,10 @@ def test_who_comes_during_a_build_says_that_it_waits(sources, tmp_path):
         assert builder.returncode == 0
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "garbage", "one bit", "record", "no record", "gone"])
+DAMAGES = ["truncated", "empty", "garbage", "one bit", "record", "no record", "gone"]
+
+
+@pytest.mark.parametrize("damage", others_slow(DAMAGES, "truncated", "one bit", "record"))
 def test_a_damaged_library_is_built_again(sources, tmp_path, damage, caplog):
     library = build_library(sources, tmp_path)
     content, record = library.read_bytes(), library.with_suffix(".json")

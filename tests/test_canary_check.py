@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from decoding_engine import Server, drawn, faulty, seen
+from quick import case, others_slow
 from tiny import FIXTURES, refrain
 
 from nextn.cli import main
@@ -21,6 +22,7 @@ from nextn.errors import ConfigError, EngineError
 from nextn.evaluate.faults import FAULTS
 
 INJECTED = [fault.name for fault in FAULTS if not fault.rule]
+QUICK = ("halves-swapped", "no-prefill", "pair-shifted")
 # No trained fixture has an output head of its own.
 NOT_HERE = {"own-output-lost"}
 # The fixtures are surer of their text than canaries: hotter, rules of acceptance differ as they do there.
@@ -52,7 +54,7 @@ def no_key(monkeypatch):
 
 
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("drafts", [1, 3, 4])
+@pytest.mark.parametrize("drafts", others_slow([1, 3, 4], 3))
 def test_a_correct_engine_passes(kits, trained, drafts, whole):
     """Whether it drafts beyond the end of a text or not."""
     canary = kits("glm_one")
@@ -63,7 +65,7 @@ def test_a_correct_engine_passes(kits, trained, drafts, whole):
     assert {each.clause.id: each.status for each in report.outcomes}["C8"] == "held"
 
 
-@pytest.mark.parametrize("fault", [name for name in INJECTED if name not in NOT_HERE])
+@pytest.mark.parametrize("fault", others_slow([name for name in INJECTED if name not in NOT_HERE], *QUICK))
 def test_each_fault_is_named(fault, kits, trained):
     """The confusion test: decoded under the fault, the engine breaks its clause wherever the fault changes a count, and
     it changes one in some fixture."""
@@ -138,7 +140,7 @@ def sampling_rule(canary, model, drafts, found):
     return next(each for each in report.outcomes if each.clause.id == "C13")
 
 
-@pytest.mark.parametrize(("drafts", "whole"), [(1, True), (4, True), (4, False)])
+@pytest.mark.parametrize(("drafts", "whole"), others_slow([(1, True), (4, True), (4, False)], (4, True)))
 @pytest.mark.parametrize(("rule", "fault"), RULES)
 def test_the_rule_of_acceptance_is_told(rule, fault, drafts, whole, kits, trained):
     """The decoder under each rule: at the least and the largest K, whether its last rounds are whole or cut."""
@@ -152,7 +154,7 @@ def test_the_rule_of_acceptance_is_told(rule, fault, drafts, whole, kits, traine
         assert f"counts as with {rule}" in said.evidence
 
 
-@pytest.mark.parametrize("ending", ["whole", "cut"])
+@pytest.mark.parametrize("ending", others_slow(["whole", "cut"], "whole"))
 @pytest.mark.parametrize("rule", [rule for rule, _ in RULES])
 def test_expected_counts_are_those_of_decoding(rule, ending, kits, trained):
     """Rounds, and those that kept each depth, as many in a pass as the decoder counts."""
@@ -218,6 +220,7 @@ def test_other_faults_hide_the_rule(kits, trained):
     assert "greedy counts" in said["C13"].evidence
 
 
+@pytest.mark.slow
 def test_sampled_over_http(kits, trained, capsys):
     """A request for each prompt and pass, seeds differ, texts do not end before; one clause breaks and is named."""
     canary, server = kits("glm"), Server(trained["glm"], rule="match")
@@ -238,7 +241,8 @@ def test_sampled_over_http(kits, trained, capsys):
 
 
 @pytest.mark.parametrize(
-    ("how", "words"), [({"metrics": False}, "no metrics"), ({"seeds": False}, "the same texts at every seed")]
+    ("how", "words"),
+    [case({"metrics": False}, "no metrics", quick=False), ({"seeds": False}, "the same texts at every seed")],
 )
 def test_sampled_without_an_answer(how, words, kits, trained, capsys):
     canary, server = kits("glm"), Server(trained["glm"], **how)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cache
 
 import pytest
 from chats import chatty, said
@@ -36,11 +37,18 @@ def speaking(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def load():
+    """`Model.load` that keeps what it loaded, and so what the native backend recorded of it."""
+    return cache(Model.load)
+
+
 @pytest.fixture
-def chat(here, monkeypatch):
+def chat(here, load, monkeypatch):
     """chat(input, *arguments) -> exit code, stdout and stderr, with the input piped."""
 
     def call(text, *arguments):
+        monkeypatch.setattr(Model, "load", load)
         content = text.encode() if isinstance(text, str) else text
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
         return here("chat", *arguments)
@@ -61,11 +69,11 @@ def without_marks(text):
 # In a pipe.
 
 
-def test_piped_lines_are_messages(chat):
+def test_piped_lines_are_messages(chat, load):
     """The second one continues the text of both; marks and figures are those of `nextn generate`."""
     code, out, err = chat(f"{QUESTION}\nx = 1\n", "tiny", "--max-tokens", 24)
     assert code == 0, err
-    model = Model.load(SHIPPED)
+    model = load(SHIPPED)
     first = answers(model, QUESTION, max_tokens=24)[0]
     newline = "" if first.endswith("\n") else "\n"
     second = answers(model, f"{QUESTION}{first}{newline}x = 1", max_tokens=24)[0]
@@ -75,8 +83,8 @@ def test_piped_lines_are_messages(chat):
     assert re.search(r"tokens/s  AL \d\.\d\d  a_1 \d\.\d\d", out)
 
 
-def test_conversation_goes_through_the_chat_template(speaking):
-    model = Model.load(speaking)
+def test_conversation_goes_through_the_chat_template(speaking, load):
+    model = load(speaking)
     assert model.tokenizer.chat_template
     settings = Settings(drafts=2, max_tokens=12)
     conversation = _Conversation(model, settings, "torch", chat=True)
@@ -121,9 +129,9 @@ def test_each_sampled_answer_has_random_numbers_of_its_own(chat):
     assert first != second
 
 
-def test_lines_that_end_with_a_backslash_go_on(chat):
+def test_lines_that_end_with_a_backslash_go_on(chat, load):
     _, out, _ = chat("def f():\\\n    return \n", "tiny", "--max-tokens", 8)
-    expected = answers(Model.load(SHIPPED), "def f():\n    return ", max_tokens=8)[0]
+    expected = answers(load(SHIPPED), "def f():\n    return ", max_tokens=8)[0]
     assert without_marks(out).startswith(f"{expected}\n")
 
 
@@ -156,8 +164,8 @@ def test_only_commands_begin_with_a_slash(chat):
     assert (code, out.count("tokens/s")) == (0, 2)
 
 
-def test_a_failed_message_is_forgotten(speaking):
-    model = Model.load(speaking)
+def test_a_failed_message_is_forgotten(speaking, load):
+    model = load(speaking)
     conversation = _Conversation(model, Settings(drafts=1, max_tokens=4), "torch", chat=True)
     with pytest.raises(ConfigError, match="the context holds"):
         _handle(conversation, "x" * 5000)
@@ -271,6 +279,7 @@ def test_a_terminal_shows_colors_errors_and_goes_on(terminal):
     assert view.process.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_no_color_underlines(terminal):
     view = terminal("tiny", "--max-tokens", 12, NO_COLOR="1")
     view.until(PROMPT_MARK)
@@ -280,6 +289,7 @@ def test_no_color_underlines(terminal):
     assert "\x1b[32m" not in answer
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_answer_only(terminal, speaking):
     """What came stays in the conversation. The torch backend is slow enough to be stopped."""
     view = terminal(speaking, "--max-tokens", 4000, "--backend", "torch", "--temperature", 1)
@@ -296,6 +306,7 @@ def test_ctrl_c_stops_the_answer_only(terminal, speaking):
     assert view.process.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_sigterm_ends_it(terminal):
     view = terminal("tiny")
     view.until(PROMPT_MARK)

@@ -1,5 +1,6 @@
 """The command line: exit codes, one-line errors, JSON, a run interrupted and resumed."""
 
+import io
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import time
 
 import pytest
 from chats import chatty
+from quick import others_slow
 
 from nextn.decoding.generate import encode
 from nextn.errors import ConfigError
@@ -46,19 +48,19 @@ def nextn(*args, **options):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tmp_path_factory, command):
     """A tiny model trained through the command line, on text files of the user's."""
     folder = tmp_path_factory.mktemp("cli")
     (folder / "config.json").write_text(json.dumps(TINY))
     (folder / "text").mkdir()
     for index in range(24):
         (folder / "text" / f"{index}.txt").write_text(f"line {index} of the text\n" * 40)
-    done = nextn(
+    code, said, complaint = command(
         *["train", folder / "out", "--data", folder / "text", "--model", folder / "config.json"],
         *[*SETTINGS, "--set", "steps=4", "--tensorboard", "--json"],
     )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"model": str(folder / "out" / "model")}
+    assert code == 0, complaint
+    assert json.loads(said) == {"model": str(folder / "out" / "model")}
     return folder
 
 
@@ -72,15 +74,16 @@ def test_train_wrote_a_model(run):
     assert list((run / "out" / "tensorboard").glob("events.*"))
 
 
-def test_generate_as_text_and_json(run, here):
+def test_generate_as_text_and_json(run, here, monkeypatch):
     code, text, complaint = here("generate", run / "out" / "model", "line 1 of", "--max-tokens", 12, "-k", 3)
     assert code == 0, complaint
     assert "tokens/s on the native backend  AL " in text
     record = json.loads(here("generate", run / "out" / "model", "line 1 of", "--max-tokens", 12, "--json")[1])
     assert len(record["tokens"]) == 12
     assert "conditional" in record["definition"]
-    plain = nextn("generate", run / "out" / "model", "-", "-k", 0, "--max-tokens", 12, "--json", input="line 1 of")
-    assert json.loads(plain.stdout)["tokens"] == record["tokens"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"line 1 of")))
+    plain = here("generate", run / "out" / "model", "-", "-k", 0, "--max-tokens", 12, "--json")[1]
+    assert json.loads(plain)["tokens"] == record["tokens"]
 
 
 def test_trace_prints_the_table(run, here):
@@ -101,13 +104,15 @@ def losses(folder) -> list[list[float]]:
 
 
 @pytest.fixture(scope="module")
-def whole(run):
+def whole(run, command):
     """Losses of a run that nobody interrupts."""
-    assert nextn(*training(run, run / "whole")).returncode == 0
+    assert command(*training(run, run / "whole"))[0] == 0
     return losses(run / "whole")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    "number", others_slow([signal.SIGINT, signal.SIGTERM], signal.SIGINT), ids=["SIGINT", "SIGTERM"]
+)
 def test_interrupted_and_resumed(number, run, whole, here, tmp_path):
     """A signal in mid-run: a checkpoint, exit code 130, and the resumed run has the losses of an uninterrupted one."""
     common = training(run, tmp_path / "out")
@@ -128,7 +133,7 @@ def test_interrupted_and_resumed(number, run, whole, here, tmp_path):
     code, _, complaint = here(*common)
     assert code == 2
     assert "holds a run already; use --resume" in complaint
-    assert nextn("train", tmp_path / "out", "--resume").returncode == 0  # all else is in the folder
+    assert here("train", tmp_path / "out", "--resume")[0] == 0  # all else is in the folder
     assert losses(tmp_path / "out") == whole
 
 

@@ -72,6 +72,7 @@ def test_loops_are_told():
     assert _summary(replace(tally, looping=0), Path("a.jsonl")) == first
 
 
+@pytest.mark.slow
 def test_control_c_and_going_on(folder, tmp_path, here):
     """Interrupted inside a run: exit 130, whole batches only, and the same command ends with the file of one run."""
     out, whole = tmp_path / "a.jsonl", tmp_path / "b.jsonl"

@@ -61,6 +61,7 @@ def test_a_log(tmp_path, prompts):
     assert record["settings"]["drafts"] == 3
 
 
+@pytest.mark.slow
 def test_driving_a_running_engine(serve, prompts, trained):
     url = serve(kind=ServedModel, model=trained["glm"])
     said = run(url, prompts, "--drive", code=0).stdout

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from damaged_heads import damaged, stale, undertrained
+from quick import others_slow
 from tiny import build, forked, refrain
 
 from nextn.decoding.drafter import Contract
@@ -100,7 +101,7 @@ INJECTED = {
 }
 
 
-@pytest.mark.parametrize("fault", INJECTED)
+@pytest.mark.parametrize("fault", others_slow(INJECTED, "one gain less", "halves", "module order"))
 def test_the_probe_names_the_injected_convention(fault, trained, texts):
     name, inject, contract, wanted = INJECTED[fault]
     found = probe(inject(trained[name]), texts[name], DEPTHS, contract=Contract(**contract), pairs=False)
@@ -123,14 +124,15 @@ DAMAGED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "damage", "seed"), DAMAGED)
+@pytest.mark.parametrize(("name", "damage", "seed"), others_slow(DAMAGED, DAMAGED[0]))
 def test_no_convention_is_blamed_for_damage(name, damage, seed, trained, texts):
     found = probe(damaged(trained[name], damage, seed), texts[name], DEPTHS, pairs=False)
     assert found.outcome != "other", found.summary
     assert found.preferred == found.base
 
 
-@pytest.mark.parametrize("steps", [0, 5])
+@pytest.mark.parametrize("steps", others_slow([0, 5], 5))
+@pytest.mark.slow
 def test_no_convention_is_blamed_for_little_training(steps, trained, texts):
     """A fresh head passes the trunk's state on, so the next position's state seems to be what it wants."""
     language = lambda seed: refrain(32, 64, seed=seed + 1)  # noqa: E731
@@ -138,11 +140,13 @@ def test_no_convention_is_blamed_for_little_training(steps, trained, texts):
     assert probe(model, texts["glm"], DEPTHS, pairs=False).outcome != "other"
 
 
+@pytest.mark.slow
 def test_no_convention_is_blamed_for_a_stale_head(trained):
     model = stale(trained["glm"], lambda seed: forked(32, 64, seed=seed, other=0.15), 5)
     assert probe(model, texts_of(model), DEPTHS, pairs=False).outcome != "other"
 
 
+@pytest.mark.slow
 def test_no_convention_is_blamed_where_the_trunk_is_worse_than_the_head(trained):
     """glm_fork's head knows its language better than its trunk, whose distribution is broad."""
     prompts = [row.tolist() for row in forked(12, 33, seed=10**6)]
@@ -150,7 +154,7 @@ def test_no_convention_is_blamed_where_the_trunk_is_worse_than_the_head(trained)
     assert found.outcome != "other", found.summary
 
 
-@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize("name", others_slow(FOUR, "glm"))
 def test_right_weights_want_their_row(name, trained, texts):
     found = probe(trained[name], texts[name], DEPTHS, pairs=False)
     assert found.agrees, found.summary
@@ -160,6 +164,7 @@ def test_right_weights_want_their_row(name, trained, texts):
     assert harmful.isdisjoint({each.keys[0] for each in found.ties})
 
 
+@pytest.mark.slow
 def test_two_at_once(trained, texts):
     """Neither alone would do."""
     model = other_weights(misread(trained["glm"], position0="zero"), halves)
@@ -169,6 +174,7 @@ def test_two_at_once(trained, texts):
     assert " and " in found.preferred.description
 
 
+@pytest.mark.slow
 def test_a_second_module_that_was_never_trained(trained, texts):
     """The first MTP layer fits every depth."""
 
@@ -185,6 +191,7 @@ def test_a_second_module_that_was_never_trained(trained, texts):
     assert found.preferred.keys in (("order:one",), ("order:first",))
 
 
+@pytest.mark.slow
 def test_a_stored_copy_that_is_the_heads_own(trained, texts):
     """The head's own lm_head, whose weights are the negative of the trunk's."""
     model = other_weights(trained["glm"], lambda head: head.stack[0].final_norm.weight.neg_())
@@ -218,7 +225,9 @@ def test_variants_leave_the_model_alone(trained, texts):
     assert (model.trunk.stage, model.head.family) == (stage, family)
 
 
-@pytest.mark.parametrize("name", ["qwen4_exp", "step3p5", "mimo_v2", "longcat_flash", "exaone4_5", "hy_v4"])
+@pytest.mark.parametrize(
+    "name", others_slow(["qwen4_exp", "step3p5", "mimo_v2", "longcat_flash", "exaone4_5", "hy_v4"], "mimo_v2")
+)
 def test_every_variant_of_every_kind_of_head_runs(name):
     """Streams, own lm_heads, several MTP layers, stepped heads: all variants are scored."""
     model = build(name, modules=2 if name in ("mimo_v2", "exaone4_5") else 1)

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 from artifacts import LAYERS, LAYOUTS, bf16, load_json, publish
+from quick import families, others_slow
 from races import ROUNDS, race
 from test_quant_config import GROUPS
 from test_restore import bytes_of, lost, no_waiting_for_disks, own_names, snapshot, take, without
@@ -44,7 +45,7 @@ def numbers(folder, name) -> np.ndarray:
     return decode(checkpoint.read_bytes(name), checkpoint.info(name).dtype)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", families(LAYOUTS))
 def test_forms(name, tmp_path):
     """Shards, side file, single file and back: a tensor lost, renamed or changed on the way."""
     source = publish(tmp_path / "source", name, shards=3)
@@ -77,7 +78,7 @@ def test_what_forms_look_like(tmp_path):
     assert os.path.samefile(shards / first, source / first)
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if by_name(name).fp8])
+@pytest.mark.parametrize("name", families(name for name in LAYOUTS if by_name(name).fp8))
 def test_fp8_forms(name, tmp_path):
     """Scales stay beside what they scale."""
     source = publish(tmp_path / "source", name, fp8=True)
@@ -92,7 +93,7 @@ def test_there_are_moves():
     assert len(MOVES) >= 20
 
 
-@pytest.mark.parametrize(("name", "other"), MOVES)
+@pytest.mark.parametrize(("name", "other"), families(MOVES))
 def test_there_and_back(name, other, tmp_path):
     """Names of another layout and back: the same tensors, and on the way names that the other layout knows."""
     source = publish(tmp_path / "source", name, copies=False)
@@ -219,7 +220,7 @@ def test_gains_are_norms(name, tmp_path):
     assert {len(inventory.info(each).shape) for each in found} == {1}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", families(LAYOUTS))
 def test_extracted_head_is_a_base(name, tmp_path):
     """The head alone, then put back into a headless trunk: nothing lost, and the record says which trunk it knew."""
     source = publish(tmp_path / "source", name, shards=2)
@@ -296,7 +297,7 @@ def test_consolidated_copy_stays_aside(tmp_path):
     assert bytes_of(tmp_path / "out") == bytes_of(sound)
 
 
-@pytest.mark.parametrize("verb", ["convert", "extract"])
+@pytest.mark.parametrize("verb", others_slow(["convert", "extract"], "extract"))
 def test_at_once(verb, tmp_path):
     """Two processes with one target: one writes it, the other says so; both from different heads, none mixed."""
     models = [publish(tmp_path / name, "glm4_moe", seed=seed) for name, seed in (("a", 1), ("b", 2))]

@@ -153,6 +153,7 @@ def test_steps_that_are_not_compiled_are_torchs_bit_for_bit():
     assert torch.equal(out, expected)
 
 
+@pytest.mark.slow
 def test_gradients_of_compiled_layers_are_those_of_torchs_attention():
     """Every weight of a layer and a head's block, in bfloat16 both times: what training runs on."""
     tokens = torch.randint(264, (2, 192), generator=torch.Generator().manual_seed(3))

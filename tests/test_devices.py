@@ -90,6 +90,7 @@ def test_training_is_in_float32_where_bfloat16_is_not_known_to_pay():
     assert training_dtype("mps") == "float32"
 
 
+@pytest.mark.slow
 def test_a_second_device():
     """Everything, on a device that refuses tensors of the CPU; see second_device_checks.py."""
     command = [sys.executable, "-m", "pytest", "-n", "0", Path(__file__).with_name("second_device_checks.py")]

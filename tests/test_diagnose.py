@@ -142,6 +142,7 @@ def test_a_poor_head_is_the_weights(trained, counters):
     assert not found.is_fine
 
 
+@pytest.mark.slow
 def test_low_on_long_prompts_alone(trained):
     """No fault of all prompts explains it, and the short ones are as they should be."""
     short, long = counted(trained["glm"], prompts=PROMPTS[:6]), counted(trained["glm"], prompts=PROMPTS[6:])
@@ -215,6 +216,7 @@ def test_driving(serve, trained):
     assert drive(serve, trained, contract=Contract(prefill=False)).named == ("no-prefill",)
 
 
+@pytest.mark.slow
 def test_driving_where_others_ask_too(serve, trained):
     found = drive(serve, trained, "busy")
     assert found.cases[0].other_workload
@@ -226,11 +228,13 @@ def test_counters_reset_in_mid_run(serve, trained):
         drive(serve, trained, "reset")
 
 
+@pytest.mark.slow
 def test_another_trunk_is_noted(serve, trained):
     found = drive(serve, trained, "other-trunk")
     assert any("differs from this checkpoint" in note for note in found.notes)
 
 
+@pytest.mark.slow
 def test_another_template_is_noted(trained, counters):
     """By the prompt tokens that the engine reports."""
     prompts = [prompt.text for prompt in PROMPTS]

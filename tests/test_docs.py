@@ -50,6 +50,7 @@ def test_generated_pages_are_fresh(maker):
     assert not stale, "stale: run `make docs`"
 
 
+@pytest.mark.slow
 def test_support_matrix_is_fresh():
     """It asks the code which backend a model of each family gets."""
     reasons = make_support.backends()

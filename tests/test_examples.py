@@ -9,6 +9,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
+@pytest.mark.slow
 def test_keep_head(fixture_folder, tmp_path):
     """A fine-tune, in full or merged from LoRA, that comes out without its head."""
     command = [sys.executable, EXAMPLES / "keep_head.py", fixture_folder / "qwen", tmp_path]
@@ -17,6 +18,7 @@ def test_keep_head(fixture_folder, tmp_path):
     assert done.stdout.count("1 of 1 modules, clean") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["trainer_head", "sft_head"])
 def test_head_beside_a_fine_tune(name, tmp_path):
     """transformers' and TRL's trainers, the latter with LoRA: the head is trained, logged and saved with the model."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fusions import counting
+from quick import families, others_slow
 from replays import fast_of
 from test_session import RECORDED
 from tiny import build, prompt
@@ -24,8 +25,8 @@ def states(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
     return [*out, step.final_hidden.clone(), step.next_hidden.clone()]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("dtype", others_slow([torch.float32, torch.bfloat16], torch.bfloat16), ids=str)
+@pytest.mark.parametrize("name", families(RECORDED))
 def test_every_family(name, dtype):
     with counting() as on:
         fused = states(name, dtype)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from compiled import compiled
+from quick import others_slow
 from torch import Tensor
 
 from nextn.errors import ConfigError
@@ -12,12 +13,13 @@ from nextn.runtime.native.memory import HugePages
 from nextn.runtime.native.weight_packing import merge_weights
 
 SIZES = [1, 5, 16, 33, 100, 256]
+RUNTIMES = ["one-thread", "two-threads", "portable"]  # the last is built for this test
 ROWS = [1, 2, 15, 16, 17, 33, 70]
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 dtypes = pytest.mark.parametrize("dtype", list(TYPES), ids=["f32", "bf16"])
 
 
-@pytest.fixture(scope="module", params=["one-thread", "two-threads", "portable"])
+@pytest.fixture(scope="module", params=others_slow(RUNTIMES, "one-thread", "two-threads"))
 def runtime(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runtime:
     if request.param == "portable":
         return Runtime(compiled(tmp_path_factory.mktemp("portable")), 2)

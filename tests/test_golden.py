@@ -9,6 +9,7 @@ import json
 import golden_adapter
 import pytest
 from make_golden import GOLDEN, plain
+from quick import others_slow
 
 _TOLERANCE = 1e-5
 _SECTIONS = ("decode", "text", "measure", "audit", "trace", "bench")
@@ -29,7 +30,7 @@ def differences(golden: object, found: object, place: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize("section", _SECTIONS)
-@pytest.mark.parametrize("name", golden_adapter.NAMES)
+@pytest.mark.parametrize("name", others_slow(golden_adapter.NAMES, "glm", "qwen", "v4"))
 def test_results_are_what_they_were(name, section, trained):
     golden = json.loads((GOLDEN / f"{name}.json").read_text())
     sections = golden_adapter.sections(name, trained[name])

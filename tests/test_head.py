@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from quick import families
 from tiny import BUILDS, CONFIGS, build
 
 from nextn.errors import ConfigError
@@ -24,7 +25,7 @@ def slow(head, tokens, hidden, depths):
     return torch.stack(out, dim=1)
 
 
-@pytest.mark.parametrize(("name", "modules"), BUILDS)
+@pytest.mark.parametrize(("name", "modules"), families(BUILDS))
 def test_fast_equals_slow(name, modules):
     """All columns at once give what each column gives alone: fp32, 1e-4."""
     model = build(name, modules=modules)

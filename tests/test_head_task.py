@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from quick import families
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tiny import CONFIGS, FIXTURES, MOST, build, refrains
@@ -52,7 +53,7 @@ def losses(records):
     return [record.loss for record in records if isinstance(record, StepRecord)]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", families(CONFIGS))
 def test_only_the_head_changes(name, tmp_path):
     """By name: after training, every tensor of the trunk is what it was, bit for bit, and none ever had a gradient;
     every parameter of the head that takes one has one. Its loss falls."""

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from quick import families
 from tiny import CONFIGS, build
 
 from nextn.data.batches import Batches
@@ -55,7 +56,7 @@ def model():
     return build("glm4_moe")
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", families(CONFIGS))
 def test_they_are_the_trunks_states(name, tmp_path):
     """Every stage: states before or after the final norm, streams, scaled logits. In the trunk's dtype, to the bit."""
     model = build(name)

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from quick import families
 from replays import fast_of
 from test_rounds_decode import oracle
 from tiny import build, decode, prompt
@@ -16,7 +17,7 @@ NAMES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 LENGTHS = (2, 17, MAX_RECURRENT_BLOCK, 2 * MAX_RECURRENT_BLOCK + 9)
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=families(NAMES))
 def name(request):
     return request.param
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from quick import families
 from tiny import CONFIGS, FIXTURES, MOST, build, prompt, refrain
 
 from nextn.errors import ConfigError
@@ -21,7 +22,7 @@ def spread_gains(model):
                 value.add_(torch.randn_like(value) * 0.2)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", families(CONFIGS))
 def test_every_family_gets_a_head(name):
     """Nothing is left at random, losses are finite from the first step on, and every part gets a gradient."""
     model = build(name, initializer_range=0.1)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from quick import REPRESENTATIVES
 from tiny import CONFIGS, build
 from transformers.cache_utils import DynamicCache
 
@@ -42,7 +43,8 @@ CONVOLUTION = {
 
 def trunks():
     for name in CONFIGS:
-        yield pytest.param(lambda name=name: build(name).trunk, id=name)
+        marks = () if name in REPRESENTATIVES else pytest.mark.slow
+        yield pytest.param(lambda name=name: build(name).trunk, id=name, marks=marks)
     for name, config in (("sliding", SLIDING), ("convolution", CONVOLUTION)):
         yield pytest.param(lambda config=config: Trunk.from_config(config), id=name)
 

@@ -21,6 +21,7 @@ from nextn.train.metrics import EvalRecord, StepRecord
 TEXT = b"def add(a, b):\n    return a + b\n\n\nprint((add(1, 22), 'is', [x for x in range(9) if x % 4]), 7)\n"
 
 
+@pytest.mark.slow
 def test_the_demo_with_a_budget_of_seconds(tmp_path, here):
     """Both parts, the training interrupted after its first step and resumed by the command."""
     records = []

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from quick import families, others_slow
 from tiny import CONFIGS, FIXTURES, MOST, build, refrains
 
 from nextn.audit import audit
@@ -38,7 +39,7 @@ def losses(records):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5", "deepseek_v32"])
+@pytest.mark.parametrize("name", others_slow(["glm4_moe", "qwen3_5", "deepseek_v32"], "qwen3_5"))
 def test_resume_is_exact(name, optimizer, corpus, tmp_path):
     """Stopped after step 3 and resumed: the same losses, to the last bit, as never stopped. Catches state that is not
     saved: optimizer moments, data position, lambda, learning rate, buffers."""
@@ -136,7 +137,7 @@ def test_old_checkpoints_are_removed_and_the_last_loads(corpus, tmp_path):
     assert Model.load(tmp_path / "step-0000006").head is not None
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", families(CONFIGS))
 def test_every_family_learns(name, corpus, tmp_path):
     """A few steps lower the loss of trunk and depths, and every parameter that should move gets a gradient.
 

@@ -4,6 +4,7 @@ import pytest
 import rank_jobs
 import torch
 from pairs import Pair
+from quick import case, others_slow
 
 from nextn.audit import audit
 from nextn.checkpoint.checkpoint import Checkpoint
@@ -33,12 +34,12 @@ def same(one, two, tolerance=1e-5):
 @pytest.mark.parametrize(
     ("settings", "tolerance"),
     [
-        ({"name": "glm4_moe", "modules": 2, "checkpoint_layers": True}, 1e-5),
-        ({"name": "cohere2_moe"}, 1e-5),
+        case({"name": "glm4_moe", "modules": 2, "checkpoint_layers": True}, 1e-5, quick=False),
+        case({"name": "cohere2_moe"}, 1e-5, quick=False),
         ({"name": "glm4_moe", "accumulate": 2}, 1e-5),
         # Muon's products are made in bfloat16, whose rounding makes more of a last bit.
-        ({"name": "qwen3_5", "optimizer": "muon"}, 5e-3),
-        ({"name": "glm4_moe", "dtype": "bfloat16"}, 2e-2),
+        case({"name": "qwen3_5", "optimizer": "muon"}, 5e-3, quick=False),
+        case({"name": "glm4_moe", "dtype": "bfloat16"}, 2e-2, quick=False),
     ],
     ids=["two modules", "tied", "accumulated", "muon", "bfloat16"],
 )
@@ -60,7 +61,7 @@ def test_each_keeps_its_part(pair, tmp_path):
     assert max(first, second) < 0.55 * total
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", others_slow(["adamw", "muon"], "muon"))
 def test_resume_is_exact(optimizer, pair, tmp_path):
     """Two processes stopped after step 2 and started again: the same to the last bit as never stopped."""
     settings = {"optimizer": optimizer, "name": "cohere2_moe"}
@@ -72,7 +73,8 @@ def test_resume_is_exact(optimizer, pair, tmp_path):
     same(parameters, resumed, 0)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", others_slow(["adamw", "muon"], "muon"))
+@pytest.mark.slow
 def test_resume_on_another_number_of_processes(optimizer, pair, tmp_path):
     """A checkpoint of two goes on alone and one of one goes on as two, with the values and moments that it holds."""
     tolerance = 1e-5 if optimizer == "adamw" else 5e-3
@@ -102,6 +104,7 @@ def test_a_head_on_a_frozen_trunk(pair, tmp_path):
     assert all(torch.equal(value, cut[f"head.{name}"].to(value.dtype)) for name, value in head.named_parameters())
 
 
+@pytest.mark.slow
 def test_a_head_in_parts(pair, tmp_path):
     """Two processes that take their rows in two parts equal one that takes all at once."""
     lines, _, parameters = rank_jobs.train_head(ALONE, tmp_path / "one")
@@ -110,6 +113,7 @@ def test_a_head_in_parts(pair, tmp_path):
     same(parameters, cut)
 
 
+@pytest.mark.slow
 def test_parts_leave_the_exchange_to_the_last(pair, tmp_path):
     """Four units are reduced in a step; FSDP reduces one of them twice where there are two parts, not all of them."""
     (whole, _), (parts, _) = (pair.run(rank_jobs.exchanges, tmp_path, count) for count in (1, 2))
@@ -117,7 +121,7 @@ def test_parts_leave_the_exchange_to_the_last(pair, tmp_path):
     assert parts <= whole + 1
 
 
-@pytest.mark.parametrize("filled_by", [1, 2])
+@pytest.mark.parametrize("filled_by", others_slow([1, 2], 2))
 def test_a_head_from_states_on_disk(filled_by, pair, tmp_path):
     """Two processes that read their rows of stored states equal one that does, whoever stored them. One of the two has
     fewer batches to store than the other, and must go along until that has done."""

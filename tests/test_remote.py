@@ -6,6 +6,7 @@ import time
 import pytest
 from hub import SHA, Hub, only_loopback, own_client  # noqa: F401
 from huggingface_hub import constants
+from quick import others_slow
 from raw_server import DRIPS, drip, serving
 
 from nextn.checkpoint import checkpoint, remote, safetensors_file
@@ -272,7 +273,10 @@ def test_impossible_ids(name):
         Checkpoint.open(name, endpoint="http://127.0.0.1:1")
 
 
-@pytest.mark.parametrize("part", [name for name in DRIPS if name not in ("error body", "redirect")])
+IN_A_HUB = [name for name in DRIPS if name not in ("error body", "redirect")]
+
+
+@pytest.mark.parametrize("part", others_slow(IN_A_HUB, "headers", "body"))
 def test_hub_that_drips(part, monkeypatch):
     """Found within TRIES times the time of an answer without a body."""
     monkeypatch.setattr(remote, "TIMEOUT", 0.3)

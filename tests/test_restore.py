@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from artifacts import LAYERS, LAYOUTS, load_json, publish, tensors
+from quick import families, others_slow
 from races import ROUNDS, race
 from test_quant_config import SECTIONS
 from test_remote import Hub
@@ -75,7 +76,9 @@ FP8 = [name for name in LAYOUTS if by_name(name).fp8 is not None]
 # One file or three: by turns, and both for the layouts that have most in them.
 @pytest.mark.parametrize(
     ("name", "shards"),
-    [(name, 1 + 2 * (place % 2)) for place, name in enumerate(LAYOUTS)] + [("deepseek_v3", 3), ("qwen3_5_moe", 3)],
+    families(
+        [(name, 1 + 2 * (place % 2)) for place, name in enumerate(LAYOUTS)] + [("deepseek_v3", 3), ("qwen3_5_moe", 3)]
+    ),
 )
 def test_restored(name, shards, tmp_path):
     """A tensor of another name, value or place; a trunk that is not the target's any more."""
@@ -601,7 +604,7 @@ def test_a_list_is_told_by_its_changes():
     assert list(_differences({"bits": [1, 2]}, {"bits": [2, 1]})) == ["bits: [1, 2] -> [2, 1]"]
 
 
-@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("size", others_slow([2, 5], 2))
 def test_at_once(size, tmp_path):
     """One of several processes restores; the others write nothing and say that another one is at work."""
     base, whole = publish(tmp_path / "base", "glm4_moe", copies=False), {}

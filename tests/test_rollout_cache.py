@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from quick import families
 from tiny import BUILDS, build
 
 from nextn.cache.rollout_cache import chain_mask
@@ -35,7 +36,7 @@ def rollout(head, tokens, hidden, depths, documents=None):
     return torch.stack(logits, dim=2)
 
 
-@pytest.mark.parametrize(("name", "modules"), BUILDS)
+@pytest.mark.parametrize(("name", "modules"), families(BUILDS))
 def test_equals_the_decoders_caches(name, modules):
     """Every depth of every chain: fp32, 1e-4; a head that keeps more than keys refuses."""
     head = build(name, modules=modules).head

@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from quick import REPRESENTATIVES, case, families
 from scipy.stats import chisquare
 from tiny import BUILDS, CONFIGS, build, decode, prompt
 
@@ -20,7 +21,11 @@ from nextn.stats.acceptance import Acceptance
 LENGTHS = (1, 2, 17, 40)
 
 
-@pytest.fixture(scope="module", params=BUILDS, ids=lambda each: f"{each[0]}-{each[1]}")
+@pytest.fixture(
+    scope="module",
+    params=[case(each, quick=each[0] in REPRESENTATIVES and each[1] != 2) for each in BUILDS],
+    ids=lambda each: f"{each[0]}-{each[1]}",
+)
 def model(request):
     name, modules = request.param
     return build(name, modules=modules)
@@ -141,7 +146,7 @@ def test_modules_that_do_not_run_do_not_fall_behind(name, modules):
     assert max(waiting) <= modules + settings.drafts
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", families(CONFIGS))
 def test_long_prompt_in_chunks(name):
     """500 tokens through chunks of 96 give what one pass gives, for the trunk and for the head's drafts."""
     model = build(name)
@@ -195,7 +200,8 @@ LAWS = {
 
 # What a law does with a state that cannot be cropped, two of them tell.
 @pytest.mark.parametrize(
-    ("name", "probs"), [*product(["glm4_moe"], LAWS), ("qwen3_5", "plain"), ("qwen3_5", "penalty")]
+    ("name", "probs"),
+    [*product(["glm4_moe"], LAWS), ("qwen3_5", "plain"), case("qwen3_5", "penalty", quick=False)],
 )
 def test_whole_decodes_follow_the_law(name, probs):
     """Chi-square of 4-token texts over a vocabulary of 3 against the law enumerated from the trunk alone.

@@ -6,6 +6,7 @@ import shutil
 import peft
 import pytest
 import torch
+from quick import others_slow
 from tiny import prompt
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -19,7 +20,7 @@ from nextn.errors import CheckpointError
 from nextn.model.model import Model
 
 
-@pytest.fixture(params=["glm_one", "qwen"])
+@pytest.fixture(params=others_slow(["glm_one", "qwen"], "qwen"))
 def base(request, fixture_folder, tmp_path):
     return shutil.copytree(fixture_folder / request.param, tmp_path / "base")
 
@@ -98,6 +99,7 @@ def test_trainer(base, tmp_path):
         assert record.trained_with != record.beside, "the trunk was trained on"
 
 
+@pytest.mark.slow
 def test_trainer_resumes(base, tmp_path):
     """A checkpoint that holds more than the trunk must still be one that Trainer goes on from, to the same bits."""
     ends = []

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from quick import others_slow
 from tiny import build, prompt, refrain
 
 from nextn.errors import ConfigError, QueueFullError
@@ -122,7 +123,7 @@ def requests_of(model, count, *, lengths=(3, 17, 40, 70, 130), **options):
 MODELS = [("glm_two", "auto"), ("glm_one", "torch"), ("qwen", "auto"), ("step", "auto")]
 
 
-@pytest.mark.parametrize(("name", "backend"), MODELS)
+@pytest.mark.parametrize(("name", "backend"), others_slow(MODELS, *MODELS[1:3]))
 def test_neighbors_change_nothing(trained, name, backend):
     """Every kind of request beside every other, arriving at different times: what it gets alone, and without drafts."""
     model = trained[name]

@@ -5,6 +5,7 @@ import random
 import re
 
 import pytest
+from quick import others_slow
 from transformers import AddedToken
 
 from nextn.data.byte_tokenizer import byte_tokenizer, vocab_size
@@ -76,7 +77,7 @@ def check(call, *, in_json):
     return city and unit and 1 <= arguments["days"] <= 14 and {*arguments} <= {"city", "unit", "days"}
 
 
-@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("special", others_slow([False, True], True))
 @pytest.mark.parametrize("syntax", SYNTAXES)
 def test_walks_are_calls(syntax, special):
     tokenizer = tokenizer_of(syntax, special=special)

@@ -88,6 +88,7 @@ def test_the_users_tokens_do_not_count(fixture_folder, tmp_path, tokenizer):
     assert values(run, "head_loss_2")
 
 
+@pytest.mark.slow
 def test_lora_of_trl(fixture_folder, tmp_path, tokenizer):
     """peft_config: TRL wraps the model; adapters and head train, the rest stays, and a checkpoint goes on exactly."""
     base, ends = fixture_folder / "qwen", []

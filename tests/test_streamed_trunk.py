@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quick import families
 from safetensors.torch import load_file, save_file
 from tiny import CONFIGS, FIXTURES, build, prompt
 
@@ -26,7 +27,7 @@ def assert_same(streamed, loaded, batches=BATCHES, **options):
             assert torch.equal(output.head_input, expected.head_input)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", families(CONFIGS))
 def test_same_bits_for_every_family(name, tmp_path, monkeypatch):
     monkeypatch.setattr(transformers_loading, "_EXPERTS_AT_ONCE", 3)  # of 4, so that there is an incomplete part
     build(name).save(tmp_path / "model")

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from quick import families, others_slow
 from tiny import BUILDS, build, prompt, refrain
 
 from nextn.decoding.drafter import Contract
@@ -54,8 +55,8 @@ def walked(model, texts, drafts, rule, contract=None):
 CONTRACTS = [Contract(), Contract(prefill=False), Contract(offset=-1), Contract(prefill=False, offset=-1)]
 
 
-@pytest.mark.parametrize("drafts", [1, 3, 5])
-@pytest.mark.parametrize("name", ["glm", "glm_two", "qwen", "v4"])
+@pytest.mark.parametrize("drafts", others_slow([1, 3, 5], 3))
+@pytest.mark.parametrize("name", others_slow(["glm", "glm_two", "qwen", "v4"], "glm_two", "qwen"))
 @pytest.mark.parametrize("contract", CONTRACTS, ids=["right", "no prefill", "offset", "both"])
 def test_greedy_counts_are_the_decoders(name, drafts, contract, trained):
     """All drafted and accepted tokens of every text, with and without faults; some texts end early."""
@@ -151,7 +152,7 @@ def test_rules_by_enumeration(trained):
     assert seen == {True, False}
 
 
-@pytest.mark.parametrize(("name", "modules"), BUILDS)
+@pytest.mark.parametrize(("name", "modules"), families(BUILDS))
 def test_stepping_is_the_parallel_pass(name, modules, monkeypatch):
     """Where both can be: the same chains, at every start and depth; elsewhere stepping runs at all."""
     model = build(name, modules=modules)

@@ -96,6 +96,7 @@ def process(launched, rank):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the processes in /proc")
+@pytest.mark.slow
 def test_killed_restarted_stopped_and_resumed(launch, given, tmp_path):
     """kill -9 of one process ends the other in bounded time; torchrun starts both again, and they go on from the last
     checkpoint; SIGTERM to one stops both after the same step; resumed, the losses are those of one process that was
@@ -134,6 +135,7 @@ def test_killed_restarted_stopped_and_resumed(launch, given, tmp_path):
     assert all(two[step] == pytest.approx(one[step], abs=1e-4) for step in one)
 
 
+@pytest.mark.slow
 def test_two_stages(launch, tmp_path):
     """Catches a second stage that one process runs alone, or moves the trunk, or whose head is not written."""
     out = tmp_path / "run"

@@ -12,6 +12,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from quick import case, others_slow
 from tiny import prompt, refrain
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -29,7 +30,7 @@ from nextn.train.cotrain import HeadSettings
 from nextn.train.trainer_hook import train_head
 
 
-@pytest.fixture(params=["glm_one", "qwen"])
+@pytest.fixture(params=others_slow(["glm_one", "qwen"], "glm_one"))
 def base(request, fixture_folder, tmp_path):
     return shutil.copytree(fixture_folder / request.param, tmp_path / "base")
 
@@ -80,7 +81,9 @@ def values(run, key) -> list[float]:
     return [entry[key] for entry in run.state.log_history if key in entry]
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}])
+@pytest.mark.parametrize(
+    "options", [{}, *(case(each, quick=False) for each in ({"gradient_accumulation_steps": 2}, {"bf16": True}))]
+)
 def test_detached_leaves_the_trunk_as_without_a_head(base, tmp_path, options):
     """The trunk's losses, gradient norms and weights to the last bit, and all of the head trained. Catches a gradient
     through embedding, output head or states, a common clipping, and random numbers that the head uses up."""
@@ -101,7 +104,7 @@ def test_detached_leaves_the_trunk_as_without_a_head(base, tmp_path, options):
     }
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", others_slow(["full", "lora"], "lora"))
 def test_joint_is_the_sum_of_both(base, tmp_path, kind):
     """One step of gradient descent is the trunk's loss plus lambda times the head's, gradient for gradient, over a step
     of two unequal micro-batches; the Trainer's `loss` stays the trunk's own."""
@@ -173,7 +176,7 @@ def assert_saved(folder, head):
     assert (record.made_by, record.trained_with) == ("train", record.beside)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", others_slow([torch.float32, torch.bfloat16], torch.bfloat16))
 def test_saved_with_every_checkpoint(base, tmp_path, dtype):
     run = trainer_of(load(base, dtype), tmp_path / "run", save_strategy="steps", save_steps=1)
     head = train_head(run, settings=HeadSettings(depths=2))
@@ -187,7 +190,7 @@ def test_saved_with_every_checkpoint(base, tmp_path, dtype):
     assert len(set(prints)) == 3
 
 
-@pytest.mark.parametrize("kind", ["full", "lora", "bfloat16"])
+@pytest.mark.parametrize("kind", others_slow(["full", "lora", "bfloat16"], "full"))
 def test_resumes_to_the_same_bits(qwen, tmp_path, kind):
     """Stopped and gone on with: model, head and their optimizer as never stopped. In bfloat16 the published head is
     rounded, and the one that trains must not be."""
@@ -268,7 +271,7 @@ def speaker(fixture_folder):
     return model.eval(), [{"input_ids": row, "labels": row} for row in rows]
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", others_slow(["full", "lora"], "lora"))
 def test_a_fresh_head_begins_as_its_trunk(speaker, tmp_path, monkeypatch, kind):
     """Made of the trunk's last layer, its first loss is well below that of random values; adapters do not hide the
     layer, and making it draws nothing from the Trainer's random numbers."""
@@ -335,6 +338,7 @@ def test_the_best_checkpoint_brings_its_head(qwen, tmp_path):
     assert differing(state(Model.load(best).head), state(head)) == []
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_changes_no_gradient(qwen, tmp_path):
     ends = []
     for is_on in (False, True):
@@ -378,6 +382,7 @@ def test_rows_shorter_than_the_depths(qwen, tmp_path):
     assert all(math.isfinite(value) for value in values(run, "loss"))
 
 
+@pytest.mark.slow
 def test_a_trainer_that_divides_by_micro_batches(qwen, tmp_path):
     """Of a model that takes no count of labels the Trainer averages micro-batches; the head's loss stays one over all
     labels of the step. And no step begins with the gradient of the one before."""
@@ -399,6 +404,7 @@ def test_a_trainer_that_divides_by_micro_batches(qwen, tmp_path):
     assert begun == [True] * 4
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(fixture_folder, tmp_path):
     """Under DistributedDataParallel the head is outside of what is synchronized: its gradient, labels and figures must
     still be those of all ranks, and joint, so must the trunk's."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quick import others_slow
 
 import nextn.runtime.native
 
@@ -55,12 +56,15 @@ def runs_here(kind: str) -> bool:
     return kind == "native" or FLAG_OF.get(kind, "amx_bf16") in flags
 
 
+HERE = [kind for kind in KINDS if runs_here(kind)]
+
+
 def compiled(*words: object) -> None:
     done = subprocess.run([os.environ.get("CXX", "g++"), *FLAGS, *map(str, words)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:3000]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", others_slow(KINDS))
 def test_every_kind_of_processor_compiles(kind):
     """Catches code that only machines without these instructions were tried on."""
     files = [path for path in sorted(SOURCES.glob("*.cpp")) if "#if" in path.read_text()]
@@ -78,7 +82,7 @@ def given():
     return values
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if runs_here(kind)])
+@pytest.mark.parametrize("kind", others_slow(HERE, HERE[-1]))
 def test_sixteen_at_once_are_sixteen_alone(kind, given, tmp_path):
     (tmp_path / "main.cpp").write_text(PROGRAM)
     compiled(f"-march={kind}", "-O3", "-o", tmp_path / "main", tmp_path / "main.cpp")
@@ -111,7 +115,7 @@ def test_sixteen_at_once_are_sixteen_alone(kind, given, tmp_path):
     torch.testing.assert_close(found[11][:4], sums.float(), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if runs_here(kind)])
+@pytest.mark.parametrize("kind", others_slow(HERE, HERE[-1]))
 def test_no_number_stays_none(kind, given, tmp_path):
     """NaN goes through roundings and choices; the lane beside it is not affected."""
     (tmp_path / "main.cpp").write_text(PROGRAM)

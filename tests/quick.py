@@ -1,0 +1,62 @@
+"""Which cases of large tests `make test` runs. The others are marked `slow`, and `make test-slow` runs them."""
+
+from collections.abc import Iterable
+
+import pytest
+
+# One family of each kind: latent attention, compressed and indexed attention, dense attention with experts, a hybrid
+# with the gated delta rule, a sliding window, short convolutions.
+REPRESENTATIVES = frozenset({"deepseek_v3", "deepseek_v4", "glm4_moe", "qwen3_5", "exaone_moe", "inkling"})
+
+
+def _row(each: object) -> tuple:
+    return each if isinstance(each, tuple) else (each,)
+
+
+def case(*values: object, quick: bool):
+    """A set of parameters, marked `slow` unless it is quick."""
+    return pytest.param(*values, marks=() if quick else pytest.mark.slow)
+
+
+def others_slow(cases: Iterable, *quick: object) -> list:
+    """Cases of one parameter, or of several as tuples, of which those given again are quick."""
+    cases = list(cases)
+    assert set(quick) <= set(cases), f"{set(quick) - set(cases)} are no cases"
+    return [case(*_row(each), quick=each in quick) for each in cases]
+
+
+def families(cases: Iterable, quick: Iterable[str] = REPRESENTATIVES) -> list:
+    """Cases that are or begin with the name of a family, of which the representatives are quick."""
+    marked = [case(*row, quick=row[0] in quick) for row in map(_row, cases)]
+    assert any(not each.marks for each in marked), "no case is quick"
+    return marked
+
+
+_LEFT_OUT = pytest.StashKey[int]()
+_ELSEWHERE = ("gpu", "engines", "browser")  # markers of tests that `make test-slow` does not run either
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Count slow tests that `-m "not slow"` leaves out."""
+    stash = items[0].config.stash
+    names = [{mark.name for mark in item.iter_markers()} for item in items]
+    stash[_LEFT_OUT] = stash.get(_LEFT_OUT, 0) + sum("slow" in each and each.isdisjoint(_ELSEWHERE) for each in names)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Pass the count on, from a process of pytest-xdist."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(_LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    """Take the count of a process of pytest-xdist: each collects, and deselects, all tests."""
+    node.config.stash[_LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    """Say what was left out."""
+    count = config.stash.get(_LEFT_OUT, 0)
+    if count and "not slow" in config.option.markexpr:
+        terminalreporter.write_line(f"{count} slow tests were left out; `make test-slow` runs them")

@@ -1,0 +1,97 @@
+"""What `make test` leaves out, it says, and `make test-slow` runs it."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from quick import REPRESENTATIVES, case, families, others_slow
+from tiny import CONFIGS
+
+ROOT = Path(__file__).parents[1]
+TESTS = """
+import pytest
+
+def test_one():
+    pass
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [2, 3])
+def test_numbers(number):
+    pass
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_elsewhere():
+    pass
+"""
+
+
+def recipes():
+    """Makefile target -> the expression of its pytest's markers."""
+    text = (ROOT / "Makefile").read_text()
+    shared = re.search(r"^HERE := (.*)$", text, re.MULTILINE)[1]
+    found = re.findall(r"^([a-z-]+): .*\n\t.*pytest -m (\w+|\"[^\"]*\")", text, re.MULTILINE)
+    return {target: expression.strip('"').replace("$(HERE)", shared) for target, expression in found}
+
+
+def test_every_marker_is_run_by_a_target():
+    """`make test` and `make test-slow` differ by the marker alone; others have their own targets."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["markers"]
+    names = {each.partition(":")[0] for each in declared}
+    quick, slow = (set(recipes()[target].split(" and ")) for target in ("test", "test-slow"))
+    assert quick - slow == {"not slow"}
+    assert slow - quick == {"slow"}
+    assert {each.removeprefix("not ") for each in quick} == names
+    for each in declared:
+        target = re.search(r"\(make (.*)\)", each)[1]
+        assert f"\n{target}: " in (ROOT / "Makefile").read_text(), each
+    for file in (".ci/run", ".github/workflows/ci.yml"):
+        commands = (ROOT / file).read_text()
+        assert all(re.search(rf"make {target}$", commands, re.MULTILINE) for target in ("test", "test-slow")), file
+
+
+@pytest.mark.parametrize(
+    ("markers", "processes", "passed", "said"),
+    [("not slow", ("-p", "xdist", "-n", "2"), 1, ["2"]), ("not slow", (), 1, ["2"]), ("slow and not gpu", (), 2, [])],
+)
+def test_what_is_left_out_is_told(markers, processes, passed, said, tmp_path):
+    """Of the tests that `make test-slow` runs, also where other processes left them out."""
+    (tmp_path / "test_numbers.py").write_text(TESTS)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "quick",
+        *processes,
+        "--rootdir",
+        tmp_path,
+        "-m",
+        markers,
+        tmp_path,
+    ]
+    env = {"PYTHONPATH": str(Path(__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, cwd=tmp_path)
+    assert f"{passed} passed" in done.stdout, done.stdout + done.stderr
+    assert (
+        re.findall(r"^(\d+) slow tests were left out; `make test-slow` runs them$", done.stdout, re.MULTILINE) == said
+    )
+
+
+def test_representatives_are_families():
+    assert set(CONFIGS) >= REPRESENTATIVES
+    marked = families(CONFIGS)
+    assert {each.values[0] for each in marked if not each.marks} == REPRESENTATIVES
+    assert [each.values for each in families([("glm4_moe", 2), ("mellum", 1)])] == [("glm4_moe", 2), ("mellum", 1)]
+
+
+def test_names_that_are_no_cases_are_refused():
+    with pytest.raises(AssertionError, match="'c'"):
+        others_slow(["a", "b"], "c")
+    with pytest.raises(AssertionError, match="no case"):
+        families(["mellum"])
+    assert not case(1, quick=True).marks
+    assert [mark.name for mark in case(1, quick=False).marks] == ["slow"]
