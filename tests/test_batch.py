@@ -94,3 +94,16 @@ def test_joining_native_rounds_changes_nothing(name, drafts):
     model = fast_of(build(name))
     prompts = [prompt(length, seed=length) for length in LENGTHS]
     assert joined(model.trunk, model.head, prompts, drafts) == alone(model, prompts, drafts)
+
+
+def test_a_stop_string_at_the_last_token_is_the_reason():
+    """Of several reasons at one token, the one that says most: also where it would have ended there anyway."""
+    model = build("glm4_moe")
+    trunk, head = TorchTrunk(model.trunk), TorchHead(model.head)
+    batch = batch_of(trunk, head, 0, prompt(9), drafts=3, max_tokens=5)
+    batch.sequences[0].stop = lambda new: 5 if len(new) >= 5 else None
+    with torch.inference_mode():
+        rounds = [batch.prefill()]
+        while batch.sequences:
+            rounds.append(batch.round())
+    assert [part.finish for each in rounds for part in each.rows][-1] == "stop"

@@ -13,6 +13,7 @@ from nextn.evaluate.likelihoods import (
     FINE,
     NUMERICS,
     Cause,
+    Evidence,
     _beta_binomial,
     chi_square_above,
     combine_causes,
@@ -86,13 +87,13 @@ def test_more_rounds_separate_more():
     few, many = seen(rng, RIGHT, 5), seen(rng, RIGHT, 400)
     assert 1 <= expected_ratio(few, one, other) < expected_ratio(many, one, other)
     twin, far = replace(one, name="twin"), expected(rng, "far", FAR, 200)
-    assert indistinguishable("one", (many, [one, twin, far])) == ("twin",)
-    assert indistinguishable("far", (many, [one, twin, far])) == ()
+    assert indistinguishable("one", Evidence(many, [one, twin, far])) == ("twin",)
+    assert indistinguishable("far", Evidence(many, [one, twin, far])) == ()
     assert expected_ratio(many, far, one) > 1e6
     # Several observations separate what one does not.
     middling = seen(rng, RIGHT, 30)
-    assert indistinguishable("one", (middling, [one, other])) == ("other",)
-    assert indistinguishable("one", *[(middling, [one, other])] * 12) == ()
+    assert indistinguishable("one", Evidence(middling, [one, other])) == ("other",)
+    assert indistinguishable("one", *[Evidence(middling, [one, other])] * 12) == ()
 
 
 def test_none_of_them():

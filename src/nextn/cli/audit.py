@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import AsJson, CacheDir, Offline, Revision
+from nextn.cli.common import AsJson, CacheDir, Offline, Revision, shipped_path
 from nextn.cli.screen import console, plain, print_json, shortened, shown
 from nextn.errors import ConfigError
 
@@ -25,7 +25,13 @@ _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
 def audit(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder, .safetensors or .gguf file, or hub id.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Checkpoint folder, .safetensors or .gguf file, hub id, or tiny: the one in the package.",
+            callback=shipped_path,
+        ),
+    ],
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,

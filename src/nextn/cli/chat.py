@@ -61,8 +61,8 @@ def chat(
 ) -> None:
     """Chat with a model in the terminal; /help lists the commands. Piped lines are messages, answered in turn.
 
-    Accepted drafts are green, or in brackets without colors; speed and acceptance follow each answer. A model without
-    a chat template continues the text.
+    Text of rounds that accepted drafts is green, or in brackets without colors; speed and acceptance follow each
+    answer. A model without a chat template continues the text.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p)
     settings = Settings(drafts=num_speculative_tokens, sampling=sampling, max_tokens=max_tokens, seed=seed)

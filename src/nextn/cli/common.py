@@ -30,7 +30,7 @@ def docs_page(name: str) -> str:
     return f"{_DOCS}/{name}.md"
 
 
-def _resolved(name: str) -> str:
+def shipped_path(name: str) -> str:
     """Return the path of the checkpoint in the package for its name, unless a folder has the same name."""
     if name != "tiny" or Path(name).exists():
         return name
@@ -41,7 +41,7 @@ def _resolved(name: str) -> str:
 
 ModelName = Annotated[
     str,
-    typer.Argument(help="Checkpoint folder, hub id, or tiny: the small one in the package.", callback=_resolved),
+    typer.Argument(help="Checkpoint folder, hub id, or tiny: the small one in the package.", callback=shipped_path),
 ]
 Prompts = Annotated[
     Path | None,

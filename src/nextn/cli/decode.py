@@ -74,7 +74,7 @@ def generate(
     offline: Offline = False,
     as_json: AsJson = False,
 ) -> None:
-    """Decode one prompt with MTP. Accepted drafts are green, or in brackets without colors; acceptance follows."""
+    """Decode one prompt with MTP. Text of rounds that accepted drafts is green, or in brackets without colors."""
     settings = Settings(
         drafts=num_speculative_tokens,
         p_min=p_min,

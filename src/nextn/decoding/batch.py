@@ -16,7 +16,8 @@ from nextn.settings import Settings
 from nextn.speculative.draft_policy import NO_DRAFTS, DraftLength
 from nextn.speculative.sampling import Prediction, Uniforms, VerifiedRound, accept_greedy, ragged
 
-_MAX_AHEAD_S = 0.04  # seconds of rounds that may be computed before the caller reads them
+_MAX_AHEAD_S = 0.04  # seconds of rounds that may be computed before the caller reads them: streams still look smooth
+_FINISH = ("eos", "stop", "length", "context")  # the reason that is given where several apply
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,11 @@ class DecodingBatch:
         self.native: NativeRounds | None = None
         self.queued: deque[VerifiedRound] = deque()  # native rounds that were computed and not yet emitted
         self.max_ahead_s = _MAX_AHEAD_S  # seconds of rounds that may be computed before the caller reads them
-        self._round_s = self.max_ahead_s  # of the last one
-        self.num_prefilled = 0  # prompt positions that the trunk has seen
-        self.tails: list[Tensor] = []  # the trunk's states at the last positions of each, one per MTP layer
+        self._round_s = self.max_ahead_s  # seconds of the last round; at first so many that one is run
+        self.num_prefilled = 0  # where the next chunk of the prompts starts; may be beyond the end of one
+        # Per sequence, the trunk's states at the last D positions of the last chunk, for D MTP layers. Layer k needs
+        # the token k positions later, so the head's caches cannot hold these positions yet.
+        self.tails: list[Tensor] = []
         self._last: dict[int, Tensor] = {}  # final_hidden of the last position of prompts that are complete
 
     def prefill(self) -> Round:
@@ -222,7 +225,10 @@ class DecodingBatch:
         self.native = None
 
     def _native_round(self, native: NativeRounds) -> VerifiedRound:
-        """Do the same natively; several rounds at once where none depends on what the caller does with the last."""
+        """Return the next native round; where none is queued, run as many as fit `max_ahead_s` and queue them.
+
+        With stop strings only one at a time, because a stop string may end its sequence.
+        """
         if not self.queued:
             plan = NO_DRAFTS if self.drafter is None else self.length.plan()
             stops = any(sequence.stop is not None for sequence in self.sequences)
@@ -247,8 +253,8 @@ class DecodingBatch:
         num_committed = [count + 1 for count in num_accepted]
         self.cache.commit(num_committed)
         if self.drafter is not None:
-            num_final = self.drafter.commit(drafted.num_steps, num_accepted)
-            self.drafter.add(hidden.head_input, num_committed, skip=num_final)
+            num_not_refreshed = self.drafter.commit(drafted.num_steps, num_accepted)
+            self.drafter.add(hidden.head_input, num_committed, skip=num_not_refreshed)
             if 0 < drafted.num_steps < self.drafter.head.num_modules:
                 self.drafter.refresh(self._tokens)  # else the layers that did not run would fall behind
         seconds = draft_end - started, time.perf_counter() - draft_end
@@ -330,7 +336,7 @@ class DecodingBatch:
             sequence = self.sequences[row]
             emitted = [*drafts[row][:num_accepted], next_token]
             sequence.tokens += emitted
-            emitted, finish = self._finish(sequence, emitted)
+            emitted, finish = self._append(sequence, emitted)
             if len(emitted) <= num_accepted:  # cut: drafts beyond the end do not count
                 num_accepted, drafts[row] = len(emitted), drafts[row][: len(emitted)]
             out.append(SequenceRound(sequence.row, tuple(drafts[row]), num_accepted, tuple(emitted), finish))
@@ -339,8 +345,8 @@ class DecodingBatch:
         self.keep([row for row, sequence_round in enumerate(out) if sequence_round.finish is None])
         return Round(tuple(out), verified.draft_s, verified.verify_s)
 
-    def _finish(self, sequence: BatchSequence, emitted: list[int]) -> tuple[list[int], str | None]:
-        """Cut the new tokens where the sequence ends; return (tokens of this round, reason or None)."""
+    def _append(self, sequence: BatchSequence, emitted: list[int]) -> tuple[list[int], str | None]:
+        """Append the new tokens to `sequence.new`, cut where the sequence ends; return (those kept, reason or None)."""
         before = len(sequence.new)
         ends = [(index + 1, "eos") for index, token in enumerate(emitted) if token in sequence.eos]
         new = sequence.new
@@ -350,7 +356,7 @@ class DecodingBatch:
             ends.append((len(emitted) - (len(sequence.tokens) - self.trunk.max_length), "context"))
         if sequence.stop is not None and (count := sequence.stop(new)) is not None:
             ends.append((count - before, "stop"))
-        end, reason = min(ends)
+        end, reason = min(ends, key=lambda each: (each[0], _FINISH.index(each[1])))
         if end > len(emitted):
             return emitted, None
         del new[before + end :]

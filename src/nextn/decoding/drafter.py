@@ -1,7 +1,7 @@
 """Drafting: the head is refreshed with the positions that the trunk has seen, then continues from its own states.
 
-`Drafter` is the head's half of a decode; `rounds` has the trunk's. In the native backend all of a round's drafts are
-one native call where nothing must happen between them; the loop here defines them and serves all other cases.
+`Drafter` is the head's half of a decode; `DecodingBatch` has the trunk's. In the native backend all of a round's drafts
+are one native call where nothing must happen between them; the loop here defines them and serves all other cases.
 """
 
 from collections.abc import Callable, Sequence
@@ -107,21 +107,21 @@ class Drafter:
         """After verification, roll the head's caches back to the positions that saw true states and tokens only.
 
         Returns:
-            Per sequence, how many accepted positions skip the refresh: none, unless that fault is injected.
+            Per sequence, how many accepted positions keep what drafting wrote: none, unless that fault is injected.
         """
         if not num_steps:
             return [0] * len(num_accepted)
         num_modules, rerun = self.head.num_modules, self.contract.rerun
         num_final = list(map(len, self.pending))
-        num_stale = [0 if rerun or num_modules > 1 else min(count, num_steps - 1) for count in num_accepted]
+        num_not_refreshed = [0 if rerun or num_modules > 1 else min(count, num_steps - 1) for count in num_accepted]
         if rerun or num_steps < num_modules:
             # Position i is final in layer k once token i + k is known; layers that did not run have nothing to keep.
             num_final = [max(0, final - num_modules + 1) if num_steps >= num_modules else 0 for final in num_final]
-        lengths = [sum(counts) for counts in zip(self.bases, num_final, num_stale, strict=True)]
+        lengths = [sum(counts) for counts in zip(self.bases, num_final, num_not_refreshed, strict=True)]
         for cache in self.caches:
             cache.rollback_to(lengths)
         self.pending = [pending[final:] for pending, final in zip(self.pending, num_final, strict=True)]
-        return num_stale
+        return num_not_refreshed
 
     def add(self, head_input: Tensor, counts: Sequence[int], *, skip: Sequence[int] | None = None) -> None:
         """Queue the first counts[row] states of head_input [B, T, H], without the first skip[row], for the refresh."""

@@ -1,6 +1,6 @@
 """Which (token, hidden) pair is at which position in prefill, draft, verify and refresh: the table of `nextn trace`.
 
-The rows come from the decoder's own events, not from a second description of verb it should do.
+The rows come from the decoder's own events, not from a separate description of what it should do.
 """
 
 from collections.abc import Iterator
@@ -57,10 +57,10 @@ def _verification(model: Model, event: Event, result: SequenceRound, index: int,
     if index < result.num_accepted:
         return f" -> {token_text(model, result.emitted[index])} accepts draft {index + 1}"
     if index == result.num_accepted and result.num_accepted < len(result.emitted):
-        verb = "replaces" if result.num_accepted < len(result.drafts) else "follows"
-        return (
-            f" -> {token_text(model, result.emitted[index])} {verb} draft {index + 1 if verb == 'replaces' else index}"
-        )
+        gives = f" -> {token_text(model, result.emitted[index])}"
+        if index < len(result.drafts):
+            return f"{gives} replaces draft {index + 1}"
+        return f"{gives} follows draft {index}" if result.drafts else gives
     return " (rolled back)"
 
 

@@ -20,7 +20,15 @@ from nextn.evaluate.faults import (
     fault_hypothesis,
 )
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts, draft_depth, observed_counts
-from nextn.evaluate.likelihoods import FINE, Cause, combine_causes, indistinguishable, name_causes, rank_causes
+from nextn.evaluate.likelihoods import (
+    FINE,
+    Cause,
+    Evidence,
+    combine_causes,
+    indistinguishable,
+    name_causes,
+    rank_causes,
+)
 from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.reference_plan import ReferencePlan
 from nextn.evaluate.reference_report import ReferenceReport
@@ -109,7 +117,7 @@ def has_comparable_texts(observation: EngineObservation) -> bool:
 
 
 def novel_text_share(observation: EngineObservation, reference: ReferenceReport) -> float:
-    """Return the share of the engine's text that is not the reference's own; 1 if it cannot be compared."""
+    """Return the share of the reference's text after the first token that differs; 1 if it cannot be compared."""
     if not has_comparable_texts(observation):
         return 1.0
     generated = reference.generated[observation.temperature].texts
@@ -165,7 +173,11 @@ class Diagnosis:
 
     @cached_property
     def named(self) -> tuple[str, ...]:
-        """("fine",), the faults found, or () if no known cause explains the counts."""
+        """("fine",), or the faults found: () if no known cause explains the counts.
+
+        Two are not among the hypotheses: `weights`, if the counts are as expected, but the head itself is poor, and
+        `context-length`, if only long prompts fall short.
+        """
         names = name_causes(self.causes)
         if names == (FINE,) and self.reference_rate < _POOR_RATE:
             return (WEIGHTS,)
@@ -179,9 +191,8 @@ class Diagnosis:
         return tuple(name for name in self._like(best) if name not in self.named) if is_hypothesis else ()
 
     def _like(self, name: str) -> tuple[str, ...]:
-        first = self.cases[0]
-        pairs = [(case.counts, case.expected) for case in self.cases]
-        return indistinguishable(name, *pairs, novel_share=first.novel_share, other_workload=first.other_workload)
+        evidence = (Evidence(case.counts, case.expected, case.novel_share, case.other_workload) for case in self.cases)
+        return indistinguishable(name, *evidence)
 
     @cached_property
     def undetectable(self) -> tuple[str, ...]:
@@ -325,7 +336,10 @@ def diagnose(
 
 
 def _other_template(model: Model, prompts: Sequence[Prompt], plan: ReferencePlan) -> ReferencePlan | None:
-    """The plan with the chat template if it has none, or without; None if only one of them is possible."""
+    """The plan with the chat template turned off if it was applied, else on.
+
+    None if the tokenizer has no template, or prompts are token ids.
+    """
     has_template = model.tokenizer is not None and bool(model.tokenizer.chat_template)
     if not has_template or not all(isinstance(prompt.text, str) for prompt in prompts):
         return None

@@ -16,6 +16,7 @@ Otherwise four correlated depths would count as four independent observations.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -111,19 +112,23 @@ def expected_ratio(
     return right.ratio_to(wrong)
 
 
-def indistinguishable(
-    name: str,
-    *cases: tuple[ObservedCounts, Sequence[ExpectedCounts]],
-    novel_share: float = 1.0,
-    other_workload: bool = False,
-) -> tuple[str, ...]:
+class Evidence(NamedTuple):
+    """The counts of one observation, and what each hypothesis expects; see `expected_ratio` for the others."""
+
+    counts: ObservedCounts
+    expected: Sequence[ExpectedCounts]
+    novel_share: float = 1.0
+    other_workload: bool = False
+
+
+def indistinguishable(name: str, *evidence: Evidence) -> tuple[str, ...]:
     """Return the hypotheses that this many rounds cannot tell from the named one where it holds.
 
-    `cases` are the counts of each observation, with the same hypotheses in the same order.
+    All evidence must have the same hypotheses in the same order.
     """
-    names = [each.name for each in cases[0][1]]
+    names = [each.name for each in evidence[0].expected]
     index, totals = names.index(name), [0.0] * len(names)
-    for observed, expected in cases:
+    for observed, expected, novel_share, other_workload in evidence:
         for other, hypothesis in enumerate(expected):
             ratio = expected_ratio(
                 observed, expected[index], hypothesis, novel_share=novel_share, other_workload=other_workload

@@ -1,9 +1,9 @@
 """Continuous batching over rounds: sequences are prefilled in chunks beside running rounds, and join and leave between
 them.
 
-Sequences that can share native rounds decode together: those of one kind (`TokenSampler.is_plain`) and one K. What a
-sequence gets does not depend on the others: native kernels give a row the same bits whatever other rows there are, and
-each sequence has its own random numbers.
+Sequences with the same `_Group` form one batch: whether tokens are chosen by argmax alone, K, and whether K may adapt.
+Batches that need nothing but the argmax use native rounds. What a sequence gets does not depend on the others: native
+kernels give a row the same bits whatever other rows there are, and each sequence has its own random numbers.
 """
 
 import math
@@ -100,7 +100,7 @@ class Scheduler:
             self._prefill()
 
     def restarted(self) -> "Scheduler":
-        """Return an idle scheduler with the same limits and measurements, and an empty prefix cache."""
+        """Return an idle scheduler with the same backend and limits; its measurements and prefix cache start empty."""
         return Scheduler(self._backend, self.limits, clock=self._clock, has_arrivals=self._has_arrivals)
 
     def stats(self) -> EngineStats:

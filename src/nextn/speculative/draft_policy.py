@@ -25,9 +25,11 @@ _FIRST, _LONG, _SHORT = 12.0, 256.0, 8.0
 PROBE_INTERVAL = 32  # rounds from one that drafts to the next while decoding is plain
 # A plan is used for 1 / _SHARE of the rounds seen so far, and at most _LONGEST: what changes in fewer is noise.
 _SHARE, _LONGEST = 8, 16
-# `MeasuredLength`: rounds of a length that is tried, rounds of the best one between trials, how much a round counts for
-# the one after it, and an earlier turn for a new one.
-_TRIAL, _SHORT_SPAN, _LONG_SPAN, _DECAY, _DECAY_OF_TURNS = 5, 40, 320, 0.97, 0.25
+# `MeasuredLength`:
+_TRIAL = 5  # rounds of a length that is tried
+_SHORT_SPAN, _LONG_SPAN = 40, 320  # rounds of the best length between trials: at first, and once it stays the best
+_DECAY = 0.97  # weight of a round relative to the next one
+_DECAY_OF_TURNS = 0.25  # weight of what was measured when a length was last in use
 _ALWAYS = 2**31  # rounds
 _LARGE = 1e9  # weights of rounds are rescaled beyond this
 _TYPICAL = 0.7  # initial acceptance rate
@@ -175,7 +177,7 @@ class MeasuredLength:
         pass
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        if self._is_first:  # it also does what plain rounds left to the head, so its time does not count
+        if self._is_first:  # its time does not count: after plain rounds, the head also processes their positions
             decay, num_tokens, seconds = _DECAY_OF_TURNS, 0, 0.0
         else:
             decay = _DECAY
@@ -249,9 +251,11 @@ class ConfidenceCalibration:
 class AdaptiveLength:
     """Drafts on while one more draft is expected to bring more tokens per cost than rounds have brought so far.
 
-    This rule is optimal for the long-run rate if costs per draft do not fall (Dinkelbach's ratio; survival cannot
-    grow): survival / (c + v(k+2) - v(k+1)) > S. Where drafting brings less than plain decoding, rounds are plain except
-    for one in 32. It learns the acceptance rate by confidence as it goes; one object may serve many sequences.
+    After k drafts it goes on if survival / (c + v(k+2) - v(k+1)) > S, where v(m) is the cost of a trunk pass over m
+    positions, c that of a draft step, both in plain steps, and S the tokens per cost of recent rounds (`rate`). This is
+    optimal for the long-run rate if costs per draft do not fall (Dinkelbach's ratio; survival cannot grow). Where
+    drafting brings less than plain decoding, rounds are plain except for one in 32. It learns the acceptance rate by
+    confidence as it goes; one object may serve many sequences.
     """
 
     def __init__(self, costs: Costs, *, limit: int | None = None, overhead: float = 0.0) -> None:

@@ -1,6 +1,6 @@
 """Several rounds as one native call (csrc/rounds.cpp): drafting, the trunk's pass over the drafts, and verification.
 
-decoding/rounds.py and decoding/drafter.py have the reference loop, which also handles observers, penalties, recurrent
+decoding/batch.py and decoding/drafter.py have the reference loop, which also handles observers, penalties, recurrent
 state, heads of several layers and injected faults.
 """
 

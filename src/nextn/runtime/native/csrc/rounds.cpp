@@ -1,5 +1,5 @@
 // Several rounds in one call. Each drafts with the head, runs the trunk over the last token and the drafts, verifies
-// them and queues the states of the new positions for the head. decoding/rounds.py and decoding/drafter.py are the
+// them and queues the states of the new positions for the head. decoding/batch.py and decoding/drafter.py are the
 // reference implementation.
 #include <algorithm>
 #include <chrono>
