@@ -209,7 +209,7 @@ class Terminal:
         os.close(child)
         self.seen = ""
 
-    def until(self, text, seconds=60.0):
+    def until(self, text, seconds=240.0):
         """Read until the text appears; return what came with it."""
         end = time.monotonic() + seconds
         while text not in self.seen:
