@@ -205,7 +205,8 @@ def test_weights_of_eight_bits(here):
     code, text, _ = here("generate", "tiny", "def", "--max-tokens", 8, "--weights", "int8", "--json")
     record = json.loads(text)
     assert (code, record["backend"], record["weight_bits"], record["head_bits"]) == (0, "native", 8, 8)
-    for name, *more in (["generate", "x"], ["chat"], ["serve"], ["bench"], ["advise"], ["answer", "y", "--prompts", "z"]):
+    answer = ["answer", "y", "--prompts", "z"]
+    for name, *more in (["generate", "x"], ["chat"], ["serve"], ["bench"], ["advise"], answer):
         complaint = here(name, "tiny", *more, "--weights", "int3")[2]
         assert "weights 'int3'; expected one of stored, int8" in complaint, name
     for other in (("--backend", "torch"), ("--device", "cuda")):
