@@ -98,7 +98,7 @@ inline void add_products(__m512i& sum, __m512i weights, __m512i x) {
 
 template <int kCount>
 void sum_group(const Rows& x, int64_t group, int64_t begin, int64_t end, const char* weights, Early early, int32_t* sums) {
-  constexpr int kApart = kCount == 1 ? 4 : kCount == 2 ? 2 : 1;  // a sum waits for the one before it
+  constexpr int kApart = kCount <= 2 ? 2 : 1;  // a sum waits for the one before it
   __m512i acc[kApart][2 * kCount];  // in registers, which needs loops that are unrolled
 #pragma GCC unroll 32
   for (int i = 0; i < 2 * kCount; ++i) {
