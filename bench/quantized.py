@@ -2,12 +2,15 @@
 
 Both are measured in turn, in one process, and times are minima over the turns, as other work on a machine only adds to
 them. `python bench/quantized.py MODEL [--prompts FILE] [--out FILE]`
+
+With --one-thread, times are one thread's processor time, so that work of other processes is not in them, but what they
+leave of caches and memory bandwidth is.
 """
 
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -29,18 +32,21 @@ def loaded(source: str, weights: str, dtype: torch.dtype | None) -> Model:
     return model
 
 
-def speed(models: dict[str, Model], drafts: int, turns: int) -> dict[str, object]:
+Clock = Callable[[], float]
+
+
+def speed(models: dict[str, Model], drafts: int, turns: int, clock: Clock) -> dict[str, object]:
     """Milliseconds of passes over 1, 2, ... positions and of a draft step, and of reading the weights of a step."""
     best: dict[str, list[float]] = {}
     values, reading = torch.ones(2**26), float("inf")
     for _ in range(turns):
         for name, model in models.items():
-            costs = measure_costs(model, drafts=drafts, repeats=2, backend="native")
+            costs = measure_costs(model, drafts=drafts, repeats=2, backend="native", clock=clock)
             times = [step.low for step in costs.steps] + [costs.draft.low]
             best[name] = [min(pair) for pair in zip(times, best.get(name, times), strict=True)]
-        started = time.perf_counter()
+        started = clock()
         values.sum()
-        reading = min(reading, (time.perf_counter() - started) / values.nbytes)
+        reading = min(reading, (clock() - started) / values.nbytes)
     record: dict[str, object] = {"read_bandwidth": 1 / reading}
     for name, model in models.items():
         *steps, draft = best[name]
@@ -82,30 +88,32 @@ def accuracy(models: dict[str, Model], texts: Sequence[Sequence[int]]) -> dict[s
     }
 
 
-def texts_of(model: Model, prompts: Sequence[Sequence[int]], drafts: int, max_tokens: int) -> dict[str, object]:
+def texts_of(
+    model: Model, prompts: Sequence[Sequence[int]], drafts: int, max_tokens: int, clock: Clock
+) -> dict[str, object]:
     """Decode greedily: tokens, rounds after the prefill, seconds after it."""
     engine, tokens, num_rounds, seconds = backend_for(model, "native"), [], 0, 0.0
     settings = Settings(drafts=drafts, max_tokens=max_tokens, eos=tuple(eos_tokens(model)))
     for prompt in prompts:
         stream = rounds(engine.trunk, engine.head, [list(prompt)], settings)
         log = [next(stream)]
-        started = time.perf_counter()
+        started = clock()
         log += stream
-        seconds += time.perf_counter() - started
+        seconds += clock() - started
         num_rounds += len(log) - 1
         tokens.append([token for each in log for token in each.rows[0].emitted])
     return {"tokens": tokens, "rounds": num_rounds, "seconds": seconds}
 
 
 def decoding(
-    models: dict[str, Model], prompts: Sequence[Sequence[int]], drafts: int, max_tokens: int, turns: int
+    models: dict[str, Model], prompts: Sequence[Sequence[int]], drafts: int, max_tokens: int, turns: int, clock: Clock
 ) -> dict[str, object]:
     """Tokens/s with and without drafts, acceptance length, and whether both give the same text."""
     best: dict[tuple[str, int], dict[str, object]] = {}
     for _ in range(turns):
         for name, model in models.items():
             for number in (0, drafts):
-                run = texts_of(model, prompts, number, max_tokens)
+                run = texts_of(model, prompts, number, max_tokens, clock)
                 if (name, number) not in best or run["seconds"] < best[name, number]["seconds"]:
                     best[name, number] = run
     record: dict[str, object] = {}
@@ -134,8 +142,12 @@ def main() -> None:
     parser.add_argument("--decoded-drafts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--one-thread", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    clock: Clock = time.thread_time if args.one_thread else time.perf_counter
+    if args.one_thread:
+        torch.set_num_threads(1)
     dtype = getattr(torch, args.dtype) if args.dtype else None
     models = {weights: loaded(args.model, weights, dtype) for weights in WEIGHTS}
     trunk = models["stored"].trunk
@@ -145,12 +157,13 @@ def main() -> None:
         "dtype": str(trunk.dtype).removeprefix("torch."),
         "machine": processor_name(),
         "threads": torch.get_num_threads(),
+        "clock": "processor time of the thread" if args.one_thread else "wall time",
     }
     if args.prompts:
         texts = [prompt.tokens(models["stored"]) for prompt in read_prompts(args.prompts)]
         record["accuracy"] = accuracy(models, texts)
-        record["decoding"] = decoding(models, texts, args.decoded_drafts, args.tokens, args.turns)
-    record["speed"] = speed(models, args.drafts, args.turns)
+        record["decoding"] = decoding(models, texts, args.decoded_drafts, args.tokens, args.turns, clock)
+    record["speed"] = speed(models, args.drafts, args.turns, clock)
     print(json.dumps(record, indent=1))
     if args.out:
         write_json(args.out, record)

@@ -231,7 +231,20 @@ def test_int8_decodes_with_drafts_what_it_decodes_without(folder, dtype):
     made = backend_for(model)
     texts, log = decode(made, start, drafts=3, max_tokens=32)
     assert texts == decode(made, start, drafts=0, max_tokens=32)[0]
+    assert texts[2:3] == decode(made, start[2:3], drafts=4, max_tokens=32)[0], "alone"
     assert Acceptance.of(log).length > 1.5
+
+
+def test_int8_reads_many_states_as_it_reads_one():
+    """More states than one replay takes, as a large batch has."""
+    model = in_int8(build("glm4_moe"))
+    predict = backend_for(model).trunk.predict
+    states = torch.randn(10, 20, 32, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        logits = predict(states).logits.clone()
+        alone = torch.stack([predict(each).logits.clone() for each in states])
+        assert torch.equal(logits, alone)
+        assert not torch.equal(logits, model.trunk.logits(states))
 
 
 def test_int8_is_never_silently_something_else():
