@@ -27,7 +27,7 @@ class Replayed:
         self.inputs = [each.clone() for each in examples]
         self.trace = Trace(self.inputs)
         run = lambda: listed(function(*self.inputs))  # noqa: E731
-        self.replay = Replay.of(load(), self.trace, run, PackedWeights(load()).pack)
+        self.replay = Replay.of(load(), self.trace, run, PackedWeights(load()))
 
     def __call__(self, *given: Tensor) -> list[Tensor]:
         for place, value in zip(self.inputs, given, strict=True):

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from tiny import CONFIGS, FIXTURES, build, decode, refrain
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nextn.errors import ConfigError
 from nextn.model.head import HeadStep
@@ -11,8 +13,8 @@ from nextn.model.trunk import TrunkOutput
 from nextn.runtime import backend
 from nextn.runtime.backend import backend_for
 from nextn.runtime.native.abi import Runtime
+from nextn.runtime.native.quantization import dequantize, int8_linear, quantize
 from nextn.runtime.native.session import NativeHead, NativeTrunk
-from nextn.runtime.native.weight_packing import dequantize, quantize
 from nextn.stats.acceptance import Acceptance
 
 
@@ -157,5 +159,104 @@ def test_a_rounded_head_reads_its_states_by_rounded_weights_too(pairs):
     model = half("glm4_moe")
     weight, states = model.trunk.output.weight, torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(0))
     found = backend_for(model, "native").head.predict(0, states.bfloat16()).logits.float()
-    seven, all_bits = (states.bfloat16().float() @ each.T for each in (dequantize(*quantize(weight)), weight.float()))
+    seven, all_bits = (
+        states.bfloat16().float() @ each.T for each in (dequantize(*quantize(weight, 7)), weight.float())
+    )
     assert (found - seven).norm() < (found - all_bits).norm() / 2
+
+
+class Int8Twin(TorchDispatchMode):
+    """Products of torch with weights and activations of eight bits, as the native backend makes them.
+
+    A weight is a matrix of a linear layer, an embedding or experts; a router, say, is none.
+    """
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        modules = [part for each in (model.trunk, model.head) for part in each.modules()]
+        self.memory = [
+            (weight.data_ptr(), weight.data_ptr() + weight.nbytes)
+            for part in modules
+            for weight in part.parameters(recurse=False)
+            if weight.ndim == 3 or isinstance(part, (nn.Linear, nn.Embedding))
+        ]
+        for part in modules:
+            if hasattr(part, "config"):
+                part.config._experts_implementation = "eager"
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        if func is aten.embedding.default:
+            return dequantize(*quantize(args[0], 8)).to(args[0].dtype)[args[1]]
+        if func in (aten.mm.default, aten.addmm.default):
+            *bias, x, weight = args
+            if any(start <= weight.data_ptr() < end for start, end in self.memory):
+                return sum(bias, int8_linear(x, *quantize(weight.T, 8))).to(x.dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def in_int8(model: Model) -> Model:
+    model.trunk.weights = "int8"
+    return model
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "qwen3_5", "qwen3_5_moe"])
+def test_int8_is_the_product_of_rounded_weights_and_activations(name):
+    """Of all linear layers, experts, the embedding and the LM head, and of no router."""
+    model = in_int8(build(name))
+    made = backend_for(model)
+    assert (made.name, made.weight_bits, made.head_bits) == ("native", 8, 8)
+    tokens = torch.randint(model.trunk.vocab_size, (1, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():  # in inference mode, linear layers are no products yet
+        hidden = made.trunk(tokens, made.trunk.cache(1))
+        states, found = hidden.head_input.clone(), hidden.final_hidden.clone()
+        step = made.head.step(0, tokens, states, cache=made.head.cache(1)).final_hidden.clone()
+        logits = made.trunk.predict(found).logits.clone(), made.head.predict(0, step).logits.clone()
+        with Int8Twin(model):
+            twin = model.trunk(tokens).final_hidden
+            twin_step = model.head.step(0, tokens, states).final_hidden
+            twin_logits = model.trunk.logits(found), model.head.logits(0, step)
+        plain = model.trunk(tokens).final_hidden
+    for near, far in ((found, twin), (step, twin_step), *zip(logits, twin_logits, strict=True)):
+        # Where the two round a sum differently, an activation may get the next code.
+        assert (near - far).norm() < 5e-3 * far.norm()
+    assert (found - twin).norm() < 0.5 * (found - plain).norm()
+
+
+@pytest.mark.parametrize(
+    ("folder", "dtype"), [("glm", torch.bfloat16), ("glm", torch.float32), ("qwen", torch.bfloat16)]
+)
+def test_int8_decodes_with_drafts_what_it_decodes_without(folder, dtype):
+    model, start = in_int8(Model.load(FIXTURES / folder, dtype=dtype)), refrain(6, 40, seed=9).tolist()
+    made = backend_for(model)
+    texts, log = decode(made, start, drafts=3, max_tokens=32)
+    assert texts == decode(made, start, drafts=0, max_tokens=32)[0]
+    assert texts[2:3] == decode(made, start[2:3], drafts=4, max_tokens=32)[0], "alone"
+    assert Acceptance.of(log).length > 1.5
+
+
+def test_int8_reads_many_states_as_it_reads_one():
+    """More states than one replay takes, as a large batch has."""
+    model = in_int8(build("glm4_moe"))
+    predict = backend_for(model).trunk.predict
+    states = torch.randn(10, 20, 32, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        logits = predict(states).logits.clone()
+        alone = torch.stack([predict(each).logits.clone() for each in states])
+        assert torch.equal(logits, alone)
+        assert not torch.equal(logits, model.trunk.logits(states))
+
+
+def test_int8_is_never_silently_something_else():
+    model = in_int8(build("glm4_moe"))
+    with pytest.raises(ConfigError, match="only the native backend has them"):
+        backend_for(model, "torch")
+    with pytest.raises(ConfigError, match=r"need the native backend, .*compressed_sparse_attention"):
+        backend_for(in_int8(build("deepseek_v4")))
+    before = backend_for(model)
+    model.trunk.weights = "stored"
+    assert backend_for(model) is not before
+    assert backend_for(model).weight_bits is None
+    model.trunk.weights = "int7"
+    with pytest.raises(ConfigError, match="weights = 'int7'; expected one of stored, int8"):
+        backend_for(model)

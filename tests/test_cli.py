@@ -203,3 +203,18 @@ def test_hub_options_reach_the_checkpoint(run, here, tmp_path, monkeypatch):
     assert (code, complaint) == (2, "error: asked\n")
     assert asked["source"] == "org/model"
     assert (asked["revision"], asked["cache_dir"], asked["offline"]) == ("v1", tmp_path, True)
+
+
+def test_weights_of_eight_bits(here):
+    """One option for every command that decodes; refused where it would have no effect."""
+    code, text, _ = here("generate", "tiny", "def", "--max-tokens", 8, "--weights", "int8", "--json")
+    record = json.loads(text)
+    assert (code, record["backend"], record["weight_bits"], record["head_bits"]) == (0, "native", 8, 8)
+    answer = ["answer", "y", "--prompts", "z"]
+    for name, *more in (["generate", "x"], ["chat"], ["serve"], ["bench"], ["advise"], answer):
+        complaint = here(name, "tiny", *more, "--weights", "int3")[2]
+        assert "weights 'int3'; expected one of stored, int8" in complaint, name
+    for other in (("--backend", "torch"), ("--device", "cuda")):
+        code, _, complaint = here("generate", "tiny", "def", "--weights", "int8", *other)
+        assert code == 2
+        assert "excludes --backend torch and devices other than cpu" in complaint

@@ -7,9 +7,16 @@ from quick import others_slow
 from torch import Tensor
 
 from nextn.errors import ConfigError
-from nextn.runtime.native import weight_packing
-from nextn.runtime.native.abi import BYTES, Runtime, load
+from nextn.runtime.native.abi import BYTES, INT8, Runtime, load
 from nextn.runtime.native.memory import HugePages
+from nextn.runtime.native.quantization import (
+    EIGHT_BITS,
+    SEVEN_BITS,
+    dequantize,
+    int8_linear,
+    pack_quantized,
+    quantize,
+)
 from nextn.runtime.native.weight_packing import merge_weights
 
 SIZES = [1, 5, 16, 33, 100, 256]
@@ -211,14 +218,14 @@ def test_gated_experts_are_gated_layers(runtime: Runtime, rows: int, dtype: torc
 def in_bytes(runtime: Runtime, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     out = torch.empty(len(x), len(weight))
     extra = [] if bias is None else [bias]
-    packed = weight_packing.pack_quantized(weight, HugePages().take)
+    packed = pack_quantized(weight, HugePages().take, SEVEN_BITS)
     runtime.call("linear", [out, x, packed, *extra], [*weight.shape, 1, BYTES])
     return out
 
 
 def assert_sums_in_bytes(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
     """As `assert_sums`; what is added up is 128 + 64 larger than the codes, and that is taken off again."""
-    codes, scales = weight_packing.quantize(weight)
+    codes, scales = quantize(weight, 7)
     exact = x.double() @ codes.double().T * scales
     size = x.double().abs() @ (codes.double().abs() + 2 * 192).T * scales
     if bias is not None:
@@ -245,22 +252,107 @@ def test_weights_of_a_byte_wherever_linear_layers_are(runtime: Runtime, rows: in
     weights = drawn(4, 50, 100, dtype=half, seed=1)
     expected = [in_bytes(runtime, x, weight, bias) for weight in weights]
     assert_sums_in_bytes(expected[2], x, weights[2], bias)
-    packed = weight_packing.pack_quantized(merge_weights(list(weights), 1, 16), HugePages().take)
+    packed = pack_quantized(merge_weights(list(weights), 1, 16), HugePages().take, SEVEN_BITS)
     outs = [torch.empty(rows, 50, dtype=half) for _ in weights]
     runtime.call("linear", [*outs, x, packed, *[bias] * 4], [50, 50, 50, 50, 100, 1, BYTES])
     for out, alone in zip(outs, expected, strict=True):
         assert torch.equal(out, alone.to(half))
     halves = torch.stack([in_bytes(runtime, x, weight).to(half) for weight in weights[:2]])
     product, alone = torch.empty(rows, 50, dtype=half), torch.empty(rows, 50, dtype=half)
-    packed = weight_packing.pack_quantized(merge_weights(list(weights[:2]), 4, 16), HugePages().take)
+    packed = pack_quantized(merge_weights(list(weights[:2]), 4, 16), HugePages().take, SEVEN_BITS)
     runtime.call("gated_linear", [product, x, packed], [50, 100, BYTES])
     runtime.call("silu_mul", [alone, *halves])
     assert torch.equal(product, alone)
     ids = torch.randint(4, (rows,), generator=torch.Generator().manual_seed(2))
     out = torch.empty(rows, 50, dtype=half)
-    whole = weight_packing.pack_quantized(weights, HugePages().take)
+    whole = pack_quantized(weights, HugePages().take, SEVEN_BITS)
     runtime.call("expert_linear", [out, x, ids, whole, bias.expand(4, 50).contiguous()], [50, 100, BYTES])
     assert torch.equal(out, torch.stack([expected[expert][row] for row, expert in enumerate(ids)]).to(half))
+
+
+def in_int8(runtime: Runtime, x: Tensor, weight: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    out = torch.empty(len(x), len(weight), dtype=dtype)
+    packed = pack_quantized(weight, HugePages().take, EIGHT_BITS)
+    runtime.call("linear", [out, x, packed], [*weight.shape, 1, INT8])
+    return out
+
+
+@dtypes
+@pytest.mark.parametrize("k", [1, 100, 128, 300])
+@pytest.mark.parametrize("n", [1, 33, 100])
+def test_weights_of_eight_bits(runtime: Runtime, n: int, k: int, dtype: torch.dtype) -> None:
+    """Near the product in torch, and near the one that rounds no activations; a row has the same bits in any batch."""
+    weight, x = drawn(n, k, dtype=dtype), drawn(64, k, dtype=dtype, seed=1)
+    x[3] *= 1e4
+    x[4], x[5, :50] = 0, 0
+    alone = torch.cat([in_int8(runtime, row[None], weight) for row in x])
+    codes, scales = quantize(weight, 8)
+    size = x.float().abs() @ dequantize(codes, scales).abs().T
+    assert ((alone - int8_linear(x, codes, scales)).abs() <= size * 1e-6).all()
+    exact = x.double() @ dequantize(codes, scales).double().T
+    # Each activation is off by half a step of its group at most, and there are at most 300 / 128 groups.
+    bound = x.double().abs().amax(1, keepdim=True) / 254 * dequantize(codes, scales).double().abs().sum(1)
+    assert ((alone.double() - exact).abs() <= bound * 1.001 + 1e-9).all()
+    for rows in range(1, 65):
+        assert torch.equal(in_int8(runtime, x[:rows], weight), alone[:rows])
+
+
+def test_the_largest_codes_do_not_overflow(runtime: Runtime) -> None:
+    weight, x = torch.full((40, 300), 7.0), torch.full((13, 300), -3.0)
+    weight[1::2] = -7.0
+    signs = torch.ones(40)
+    signs[1::2] = -1
+    assert torch.allclose(in_int8(runtime, x, weight), (-6300 * signs).expand(13, 40), rtol=1e-6)
+
+
+def test_a_value_that_is_no_number_is_no_code(runtime: Runtime) -> None:
+    weight, x = drawn(40, 64, dtype=torch.float32), drawn(3, 64, dtype=torch.float32, seed=1)
+    x[0, 5], x[1, 6] = float("nan"), float("inf")
+    out = in_int8(runtime, x, weight)
+    assert not out[:2].isfinite().any()
+    assert out[2].isfinite().all()
+
+
+@dtypes
+@pytest.mark.parametrize("rows", [1, 12, 40])
+def test_weights_of_eight_bits_wherever_linear_layers_are(runtime: Runtime, rows: int, dtype: torch.dtype) -> None:
+    """Several layers of one input, with a gate, and experts."""
+    x, weights = drawn(rows, 100, dtype=dtype), drawn(4, 50, 100, dtype=dtype, seed=1)
+    expected = [in_int8(runtime, x, weight, dtype) for weight in weights]
+    packed = pack_quantized(merge_weights(list(weights), 1, 32), HugePages().take, EIGHT_BITS)
+    outs = [torch.empty(rows, 50, dtype=dtype) for _ in weights]
+    runtime.call("linear", [*outs, x, packed], [50, 50, 50, 50, 100, 1, INT8])
+    for out, alone in zip(outs, expected, strict=True):
+        assert torch.equal(out, alone)
+    product, alone = torch.empty(rows, 50, dtype=dtype), torch.empty(rows, 50, dtype=dtype)
+    packed = pack_quantized(merge_weights(list(weights[:2]), 4, 16), HugePages().take, EIGHT_BITS)
+    runtime.call("gated_linear", [product, x, packed], [50, 100, INT8])
+    runtime.call("silu_mul", [alone, *expected[:2]])
+    assert torch.equal(product, alone)
+    ids = torch.randint(4, (rows,), generator=torch.Generator().manual_seed(2))
+    out = torch.empty(rows, 50, dtype=dtype)
+    whole = pack_quantized(weights, HugePages().take, EIGHT_BITS)
+    runtime.call("expert_linear", [out, x, ids, whole], [50, 100, INT8])
+    assert torch.equal(out, torch.stack([expected[expert][row] for row, expert in enumerate(ids)]))
+
+
+@dtypes
+def test_rows_of_an_embedding_of_eight_bits(dtype: torch.dtype) -> None:
+    weight, ids = drawn(70, 100, dtype=dtype), torch.tensor([0, 69, 33, 70, -1, 0])
+    out = torch.empty(6, 100, dtype=dtype)
+    packed = pack_quantized(weight, HugePages().take, EIGHT_BITS)
+    load().call("int8_embedding", [out, packed, ids], [70, 100])
+    table = dequantize(*quantize(weight, 8)).to(dtype)
+    assert torch.equal(out, torch.cat([table[[0, 69, 33]], torch.zeros(2, 100, dtype=dtype), table[:1]]))
+    for views, ints in (
+        ([out, packed, ids], [70, 99]),
+        ([out, packed, ids], [97, 100]),
+        ([out, packed[:-1], ids], [70, 100]),
+        ([out, packed, ids.float()], [70, 100]),
+        ([out, packed, ids], [70]),
+    ):
+        with pytest.raises(ConfigError):
+            load().call("int8_embedding", views, ints)
 
 
 def test_packed_weights_start_at_a_cache_line(runtime: Runtime) -> None:
@@ -281,7 +373,7 @@ def test_refuses_what_no_kernel_takes(runtime: Runtime) -> None:
         ([out, x, packed[:-1]], [8, 8, 1, 0]),
         ([out, x, packed, torch.empty(7)], [8, 8, 1, 0]),
         (
-            [out, x, weight_packing.pack_quantized(weight, HugePages().take)],
+            [out, x, pack_quantized(weight, HugePages().take, SEVEN_BITS)],
             [8, 8, 1, BYTES],
         ),  # bytes are for rows of bf16
         ([out, x.bfloat16(), packed], [8, 8, 1, BYTES]),

@@ -10,6 +10,7 @@ from nextn.runtime.native import program
 from nextn.runtime.native.abi import load
 from nextn.runtime.native.memory import Scratch
 from nextn.runtime.native.trace import Trace, Untraceable
+from nextn.runtime.native.weight_packing import PackedWeights
 
 SIZE = 1024
 
@@ -103,7 +104,7 @@ def test_a_native_op_that_no_kernel_takes_is_refused_while_recording():
         return [out]
 
     with pytest.raises(Untraceable, match=r"no native softmax for torch.float32 \(3,\), torch.float32 \(8,\)"):
-        program.Replay.of(load(), trace, run, load().pack)
+        program.Replay.of(load(), trace, run, PackedWeights(load()))
 
 
 def test_constants_outlive_the_recording():
@@ -130,7 +131,7 @@ def test_replays_take_turns_in_one_scratch():
             state = x + 1
             return [state, (state * 2).exp() + state]
 
-        made.append((x, program.Replay.of(load(), Trace([x]), run, load().pack, scratch)))
+        made.append((x, program.Replay.of(load(), Trace([x]), run, PackedWeights(load()), scratch)))
     for turn in range(3):
         for x, replay in made:
             x.fill_(turn / 4)

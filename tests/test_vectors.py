@@ -11,6 +11,7 @@ import torch
 from quick import others_slow
 
 import nextn.runtime.native
+from nextn.runtime.native.quantization import EIGHT_BITS, int8_linear, pack_quantized, quantize
 
 SOURCES = Path(nextn.runtime.native.__file__).parent / "csrc"
 FLAGS = ["-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-I", str(SOURCES)]
@@ -47,6 +48,34 @@ int main() {
   const Lanes four[4] = {a, b, c, a * b};
   for (int i = 0; i < 4; ++i) out[11][i] = lane_sum(four[i]);
   return fwrite(out, 4, 12 * 16, stdout) != 12 * 16;
+}
+"""
+
+
+INT8_PROGRAM = """
+#include <cstdio>
+#include "int8.h"
+using namespace nextn;
+
+nextn::Op::Op(const char*, Select) {}  // nothing is looked up by name
+
+int main() {
+  constexpr int64_t kRows = 13, kN = 70, kK = 300;
+  const int64_t bytes = packed_bytes(INT8, kN, kK), blocks = pieces(kN, kInt8Columns);
+  std::vector<float> x(kRows * kK), out(kRows * kN);
+  std::vector<char> packed(bytes);
+  if (int64_t(fread(packed.data(), 1, bytes, stdin)) != bytes) return 1;
+  if (fread(x.data(), 4, x.size(), stdin) != x.size()) return 1;
+  const View in{reinterpret_cast<char*>(x.data()), F32, 2, {kRows, kK}, {kK, 1}};
+  const View to{reinterpret_cast<char*>(out.data()), F32, 2, {kRows, kN}, {kN, 1}};
+  RoundedRows rows;
+  Product product{};
+  product.x = &in, product.out = &to, product.num_rows = kRows, product.n = kN, product.k = kK;
+  product.packed = packed.data(), product.int8_rows = &rows;
+  product.scales = reinterpret_cast<const float*>(packed.data() + blocks * block_bytes(INT8, kK));
+  rows.fill(product);
+  multiply_int8(product, 0, blocks);
+  return fwrite(out.data(), 4, out.size(), stdout) != out.size();
 }
 """
 
@@ -127,3 +156,18 @@ def test_no_number_stays_none(kind, given, tmp_path):
     for place in (0, 1, 4, 6, 7, 8, 9, 10):
         assert found[place].isnan().nonzero().tolist() == [[7]], place
     assert found[2][7] == found[3][7] == given[1, 7]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if runs_here(kind)])
+def test_products_of_eight_bits(kind, tmp_path):
+    """The largest codes among them, of which AVX2 adds two in 16 bits."""
+    draws = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(70, 300, generator=draws), torch.randn(13, 300, generator=draws)
+    weight[3], weight[4], x[5], x[6] = 7.0, -7.0, -9.0, 9.0
+    (tmp_path / "main.cpp").write_text(INT8_PROGRAM)
+    compiled(f"-march={kind}", "-O2", "-o", tmp_path / "main", tmp_path / "main.cpp", SOURCES / "int8.cpp")
+    packed = pack_quantized(weight, lambda size: torch.zeros(size, dtype=torch.bool), EIGHT_BITS)
+    given = packed.view(torch.uint8).numpy().tobytes() + x.numpy().tobytes()
+    told = subprocess.run([tmp_path / "main"], input=given, capture_output=True, check=True).stdout
+    found = torch.frombuffer(bytearray(told), dtype=torch.float32).reshape(13, 70)
+    torch.testing.assert_close(found, int8_linear(x, *quantize(weight, 8)), rtol=1e-5, atol=1e-4)

@@ -20,6 +20,7 @@ from nextn.cli.common import (  # fmt: skip
     ModelOptions,
     Offline,
     Revision,
+    WeightType,
     stop_flag,
     use_chat,
 )
@@ -54,6 +55,7 @@ def answer(
     chat: Chat = None,
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
+    weights: WeightType = "stored",
     device: Device = "auto",
     revision: Revision = None,
     cache_dir: CacheDir = None,
@@ -63,7 +65,7 @@ def answer(
     """Generate training data with the trunk itself. After Ctrl-C, the same command resumes."""
     sampling = Sampling(temperature, top_k, top_p)
     settings = Settings(drafts=num_speculative_tokens, sampling=sampling, max_tokens=max_tokens, seed=seed)
-    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
+    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights)
     options.check()
     from nextn.data.sources import check_sources
 

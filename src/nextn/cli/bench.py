@@ -27,6 +27,7 @@ from nextn.cli.common import (  # fmt: skip
     Prompts,
     Revision,
     Temperatures,
+    WeightType,
     draft_from,
     parse_temperatures,
     read_draft_text,
@@ -60,6 +61,7 @@ def bench(
     exact_head: ExactHead = False,
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Also measure an adaptive K.")] = False,
     backend: BackendName = "auto",
+    weights: WeightType = "stored",
     device: Device = "auto",
     revision: Revision = None,
     cache_dir: CacheDir = None,
@@ -79,7 +81,7 @@ def bench(
         adaptive=adaptive,
         backend=backend,
     )
-    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
+    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights)
     options.check()
     texts, frequent = read_prompts(prompts), read_draft_text(draft_vocab, draft_text)
     _check_out(out)
@@ -112,6 +114,7 @@ def advise(
     exact_head: ExactHead = False,
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
+    weights: WeightType = "stored",
     device: Device = "auto",
     revision: Revision = None,
     cache_dir: CacheDir = None,
@@ -132,7 +135,7 @@ def advise(
         seed=seed,
         backend=backend,
     )
-    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
+    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights)
     options.check()
     texts = read_prompts(prompts)
     _check_out(out)

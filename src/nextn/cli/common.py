@@ -13,7 +13,7 @@ from typer.core import TyperCommand
 
 from nextn.cli.screen import print_note
 from nextn.errors import ConfigError
-from nextn.settings import BACKENDS
+from nextn.settings import BACKENDS, WEIGHTS
 
 if TYPE_CHECKING:
     from nextn.model.model import Model
@@ -71,6 +71,12 @@ BackendName = Annotated[
         "--backend", help="torch, native (C++ runtime, CPU only), or auto: native if it supports the model and device."
     ),
 ]
+WeightType = Annotated[
+    str,
+    typer.Option(
+        "--weights", help="stored, or int8: decode with weights and activations of 8 bits (native backend only)."
+    ),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps, xpu, or one of several such as cuda:1.")]
 DraftVocab = Annotated[
     int, typer.Option(help="Draft only from the N most frequent tokens of --draft-text; 0 = from all tokens.")
@@ -123,6 +129,7 @@ class ModelOptions:
     revision: str | None = None
     cache_dir: Path | None = None
     offline: bool = False
+    weights: str = "stored"  # see `Trunk.weights`
 
     @property
     def hub(self) -> HubOptions:
@@ -134,13 +141,19 @@ class ModelOptions:
         Hub ids are not looked up here; a local checkpoint is opened.
 
         Raises:
-            ConfigError: The dtype, backend or device type is unknown.
+            ConfigError: The dtype, backend, device type or type of weights is unknown, or they exclude each other.
             CheckpointError: There is no such checkpoint.
         """
-        for name, value, known in (("dtype", self.dtype, _DTYPES), ("backend", self.backend, BACKENDS)):
-            if value not in known:
+        choices = (("dtype", _DTYPES), ("backend", BACKENDS), ("weights", WEIGHTS))
+        for name, known in choices:
+            if (value := getattr(self, name)) not in known:
                 raise ConfigError(f"{name} {value!r}; expected one of {', '.join(known)}")
         check_device(self.device)
+        if self.weights != "stored" and (self.backend == "torch" or self.device not in ("auto", "cpu")):
+            raise ConfigError(
+                f"--weights {self.weights} excludes --backend torch and devices other than cpu: only the native "
+                "backend has such weights, and it runs on CPUs"
+            )
         from nextn.checkpoint.checkpoint import Checkpoint
 
         if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", self.source, re.ASCII) or Path(self.source).exists():
@@ -153,7 +166,9 @@ class ModelOptions:
         from nextn.model.model import Model
 
         stored = None if self.dtype == "auto" else getattr(torch, self.dtype)
-        loaded = Model.load(self.source, **self.hub, dtype=stored, need_head=need_head, device=self.device)
+        device = self.device if self.weights == "stored" else "cpu"
+        loaded = Model.load(self.source, **self.hub, dtype=stored, need_head=need_head, device=device)
+        loaded.trunk.weights = self.weights
         if loaded.head is not None:
             loaded.head.exact = exact_head
         return loaded

@@ -22,6 +22,7 @@ from nextn.cli.common import (  # fmt: skip
     NumSpeculativeTokens,
     Offline,
     Revision,
+    WeightType,
     draft_from,
     read_draft_text,
     use_chat,
@@ -68,6 +69,7 @@ def generate(
     chat: Chat = None,
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
+    weights: WeightType = "stored",
     device: Device = "auto",
     revision: Revision = None,
     cache_dir: CacheDir = None,
@@ -83,7 +85,7 @@ def generate(
         max_tokens=max_tokens,
         seed=seed,
     )
-    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
+    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights)
     options.check()
     text = read_stdin() if prompt == "-" else prompt
     frequent = read_draft_text(draft_vocab, draft_text)
@@ -180,6 +182,7 @@ def _record(model: "Model", request: _Request) -> dict[str, object]:
         "backend": backend.name,
         "runtime": backend.runtime,
         "head_bits": backend.head_bits,
+        "weight_bits": backend.weight_bits,
         "repetitive": _is_repetitive(result.tokens),
         **result.acceptance.as_record(),
     }

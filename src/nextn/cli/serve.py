@@ -19,6 +19,7 @@ from nextn.cli.common import (
     ModelOptions,
     Offline,
     Revision,
+    WeightType,
 )
 from nextn.cli.screen import echo, print_note
 from nextn.errors import ConfigError
@@ -89,6 +90,7 @@ def serve(
     exact_head: ExactHead = False,
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
+    weights: WeightType = "stored",
     device: Device = "auto",
     revision: Revision = None,
     cache_dir: CacheDir = None,
@@ -96,7 +98,7 @@ def serve(
 ) -> None:
     """Serve a model with an OpenAI-compatible API and a chat page, until Ctrl-C or SIGTERM."""
     if print_engine is not None:
-        source = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
+        source = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights)
         _print_command(print_engine, source, num_speculative_tokens, advice)
         return
     _check_extra()
@@ -107,7 +109,7 @@ def serve(
     tool_syntax(None, tool_call_parser)  # refuses an unknown name
     drafts = 0 if no_mtp else _DEFAULT_K if num_speculative_tokens is None else num_speculative_tokens
     key, rates = _key(api_key_env), reference_rates(reference) if reference is not None else ()
-    model_options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
+    model_options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights)
     model_options.check()
     engine_options = EngineOptions(
         backend=backend,

@@ -164,9 +164,10 @@ class Machine:
     draft_bytes: int  # of weights that a draft step reads
     peak_memory: int  # bytes: of the process on a CPU, of torch's allocator on a GPU
     head_bits: int | None = None  # see `Backend.head_bits`
+    weight_bits: int | None = None  # see `Backend.weight_bits`
 
     @classmethod
-    def of(cls, model: Model, *, head_bits: int | None = None) -> "Machine":
+    def of(cls, model: Model, *, head_bits: int | None = None, weight_bits: int | None = None) -> "Machine":
         """Describe this machine; call it last, as peak_memory is what was used so far."""
         device = model.trunk.device
         peak = peak_memory(device)  # before the bandwidth test, which allocates much
@@ -179,10 +180,11 @@ class Machine:
             versions=versions | {"transformers": transformers.__version__},
             dtype=str(model.trunk.dtype).removeprefix("torch."),
             bandwidth=copy_bandwidth(device),
-            step_bytes=step_bytes(model.trunk),
+            step_bytes=step_bytes(model.trunk, weight_bits),
             draft_bytes=draft_bytes(model.head, head_bits) if model.head is not None else 0,
             peak_memory=peak,
             head_bits=head_bits,
+            weight_bits=weight_bits,
         )
 
 
@@ -206,13 +208,15 @@ def copy_bandwidth(
     return 2 * num_bytes / Spread.of(times).median
 
 
-def step_bytes(trunk: Trunk) -> int:
+def step_bytes(trunk: Trunk, bits: int | None = None) -> int:
     """Return the bytes of weights that a pass over one token reads.
 
     All but those of an embedding that is not tied to the lm_head, and of experts that the router does not choose.
+    bits: `Backend.weight_bits`; None for weights as stored.
     """
     looked_up = () if trunk.embedding.weight is trunk.output.weight else (trunk.embedding.weight,)
-    return _bytes_read(trunk.model, trunk, looked_up)
+    stored = _bytes_read(trunk.model, trunk, looked_up)
+    return stored if bits is None else stored // trunk.output.weight.element_size()
 
 
 def draft_bytes(head: Head, bits: int | None = None) -> int:

@@ -64,6 +64,8 @@ class Trunk(nn.Module):
         super().__init__()
         self.model = model
         self.stage = stage
+        # One of `WEIGHTS`: with "int8", the native backend decodes with weights and activations of eight bits.
+        self.weights = "stored"
         if not hasattr(model.get_decoder(), "layers"):
             raise FamilyError(
                 f"{type(model).__name__} (model_type {model.config.model_type}) has no `layers` in its decoder, "

@@ -4,24 +4,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from nextn.checkpoint.mapped_memory import released_after_use, return_freed_memory
 from nextn.errors import ConfigError
 from nextn.model.head import Head
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk
-from nextn.runtime.native.abi import load
+from nextn.runtime.native.abi import Runtime, load
 from nextn.runtime.native.locks import LOCK
+from nextn.runtime.native.quantization import EIGHT_BITS, SEVEN_BITS
 from nextn.runtime.native.session import NativeHead, NativeTrunk
 from nextn.runtime.native.trace import Untraceable
-from nextn.runtime.native.weight_packing import BITS, PackedWeights
+from nextn.runtime.native.weight_packing import PackedWeights
 from nextn.runtime.protocol import DecodingHead, DecodingTrunk
 from nextn.runtime.torch_backend import TorchHead, TorchTrunk
-from nextn.settings import BACKENDS
+from nextn.settings import BACKENDS, WEIGHTS
 
 # Largest allowed difference from the torch backend's hidden states, relative to their norm: far above accumulated
 # rounding, far below the error of a wrong position.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
+_INT8_TOLERANCE = 0.3  # the reference has weights as they are stored
 _BLOCK_SIZES = (7, 1, 3)  # of the self-check: shaped like a prefill, a plain step and a verification
 
 
@@ -34,6 +37,7 @@ class Backend:
     reason: str = ""  # why the backend is `torch`; empty for `native`
     runtime: str = "torch"  # what runs the passes, for reports
     head_bits: int | None = None  # bits per weight of the head's matrices; None: as stored
+    weight_bits: int | None = None  # the same of the trunk's
 
     @property
     def name(self) -> str:
@@ -53,6 +57,7 @@ def backend_for(model: Model, name: str = "auto") -> Backend:
     parts = [model.trunk, *([] if model.head is None else [model.head])]
     weights = [weight for part in parts for weight in part.parameters()]
     state: list[object] = [(id(weight), weight.device, weight._version) for weight in weights]
+    state.append(model.trunk.weights)
     state.append(None if model.head is None else (model.head.draft_vocabulary, model.head.exact))
     cached = model.backends.get(name)
     if not isinstance(cached, _CachedBackend) or cached.state != state:
@@ -79,10 +84,14 @@ def make_backend(trunk: Trunk, head: Head | None, *, name: str = "auto") -> Back
             of the weights and must be rebuilt after they change or move. `auto` is `native` where that is possible.
 
     Raises:
-        ConfigError: The name is unknown, or `native` cannot run this model.
+        ConfigError: The name is unknown, `native` cannot run this model, or `torch` would run one with `Trunk.weights`
+            other than stored.
     """
-    if name not in BACKENDS:
-        raise ConfigError(f"backend = {name!r}; expected one of {', '.join(BACKENDS)}")
+    for kind, value, known in (("backend", name, BACKENDS), ("weights", trunk.weights, WEIGHTS)):
+        if value not in known:
+            raise ConfigError(f"{kind} = {value!r}; expected one of {', '.join(known)}")
+    if name == "torch" and trunk.weights != "stored":
+        raise ConfigError(f"weights = {trunk.weights!r}: only the native backend has them; use backend native or auto")
     if name == "torch":
         return _torch_backend(trunk, head, "the torch backend was requested")
     try:
@@ -91,6 +100,11 @@ def make_backend(trunk: Trunk, head: Head | None, *, name: str = "auto") -> Back
     except (ConfigError, Untraceable) as error:
         if name == "native":
             raise ConfigError(f"the native backend cannot run this model: {error}; use torch or auto") from error
+        if trunk.weights != "stored":
+            raise ConfigError(
+                f"weights = {trunk.weights!r} need the native backend, which cannot run this model: {error}; "
+                "use weights stored"
+            ) from error
         return _torch_backend(trunk, head, str(error))
 
 
@@ -116,14 +130,25 @@ def _build_native(trunk: Trunk, head: Head | None) -> Backend:
     if trunk.dtype not in (torch.float32, torch.bfloat16):
         raise Untraceable(f"the native runtime does not support {trunk.dtype}, only float32 and bfloat16")
     runtime = load()
-    weights = PackedWeights(runtime)
+    is_int8 = trunk.weights == "int8"
+    weights = _packed_int8(runtime, trunk, head) if is_int8 else PackedWeights(runtime)
     native_trunk = NativeTrunk(trunk, runtime, weights)
+    weight_bits = EIGHT_BITS.bits if is_int8 else None
     if head is None:
-        return Backend(native_trunk, None, runtime="native code")
-    quantizes = not head.exact and trunk.dtype == torch.bfloat16 and runtime.has_bf16_pair_products
-    head_weights = PackedWeights(runtime, quantize_bf16=True) if quantizes else weights
+        return Backend(native_trunk, None, runtime="native code", weight_bits=weight_bits)
+    quantizes = not (is_int8 or head.exact) and trunk.dtype == torch.bfloat16 and runtime.has_bf16_pair_products
+    head_weights = PackedWeights(runtime, SEVEN_BITS) if quantizes else weights
     native_head = NativeHead(head, native_trunk, runtime, head_weights, own_lm_head=quantizes)
-    return Backend(native_trunk, native_head, runtime="native code", head_bits=BITS if quantizes else None)
+    head_bits = SEVEN_BITS.bits if quantizes else weight_bits
+    return Backend(native_trunk, native_head, runtime="native code", head_bits=head_bits, weight_bits=weight_bits)
+
+
+def _packed_int8(runtime: Runtime, trunk: Trunk, head: Head | None) -> PackedWeights:
+    """Weights of eight bits, of linear layers, experts and embeddings; other matrices, such as a router's, are kept."""
+    modules = [module for part in (trunk, head) if part is not None for module in part.modules()]
+    others = [module for module in modules if not isinstance(module, (nn.Linear, nn.Embedding))]
+    kept = {each.data_ptr() for module in others for each in module.parameters(recurse=False) if each.ndim == 2}
+    return PackedWeights(runtime, EIGHT_BITS, trunk.dtype, kept)
 
 
 @torch.inference_mode()
@@ -139,19 +164,20 @@ def _self_check(trunk: Trunk, head: Head | None, native: Backend) -> None:
     for block in blocks[0]:
         actual.append(native.trunk(block, cache).final_hidden.clone())
         cache.commit([block.shape[1]])
-    _compare(expected.final_hidden, actual, "trunk")
+    tolerance = _TOLERANCE[trunk.dtype] if native.weight_bits is None else _INT8_TOLERANCE
+    _compare(expected.final_hidden, actual, "trunk", tolerance)
     if native.head is not None and expected_step is not None:
         cache, actual = native.head.cache(1), []
         for block, states in zip(*blocks, strict=True):
             actual.append(native.head.step(0, block, states, cache=cache).final_hidden.clone())
             cache.commit([block.shape[1]])
-        _compare(expected_step.final_hidden, actual, "head")
+        _compare(expected_step.final_hidden, actual, "head", tolerance)
 
 
-def _compare(expected: torch.Tensor, blocks: Sequence[torch.Tensor], part: str) -> None:
+def _compare(expected: torch.Tensor, blocks: Sequence[torch.Tensor], part: str, tolerance: float) -> None:
     for reference, actual in zip(expected.split(_BLOCK_SIZES, dim=1), blocks, strict=True):
         # The median over positions: in bf16 a near-tie of a MoE router may send single tokens to another expert.
         error = (reference - actual).float().norm(dim=-1) / reference.float().norm(dim=-1).clamp_min(1e-6)
-        if not float(error.median()) <= _TOLERANCE[reference.dtype]:
+        if not float(error.median()) <= tolerance:
             median = float(error.median())
             raise Untraceable(f"the recorded {part} differs from the torch backend (relative error {median:.2g})")

@@ -23,7 +23,7 @@ from nextn.runtime.native.memory import HugePages, rows_per_slice
 
 _SOURCES = Path(__file__).parent / "csrc"
 _NO_TILES = "the operating system does not grant this process the AMX tile registers that the native runtime needs"
-BYTES = 4  # type of product.h: packed weights of one byte each
+BYTES, INT8 = 4, 5  # types of product.h: packed weights of one byte each
 _MAX_DIMS = 6
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2, torch.bool: 3}
 _INT, _REAL, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
@@ -271,10 +271,6 @@ class Runtime:
                 length = self.library.nextn_packed_bytes(weight_type, len(rows), k)
                 self.call("pack", [packed[begin : begin + length], rows])
         return packed
-
-    def pack_bytes(self, weight: Tensor, blocks: Tensor, scales: Tensor) -> None:
-        """Pack some rows [n, K] of a bf16 weight in one byte each, as `weight_packing.pack_rows_torch` does."""
-        self.call("pack_bytes", [blocks, scales, weight])
 
     def call(self, op: str, tensors: Sequence[Tensor], ints: Sequence[int] = (), reals: Sequence[float] = ()) -> None:
         """Run one op immediately. Raises ConfigError if no kernel supports these types, sizes or strides."""

@@ -23,6 +23,7 @@ from nextn.runtime.native.lowering import Instruction, Lowered
 from nextn.runtime.native.trace import storage_key
 
 IsConstant = Callable[[Tensor], bool]
+WeightType = Callable[[Tensor], object]  # weights of different types cannot be in one matrix
 # Modes of `rms_norm` (norm.cpp): the norm weight multiplies the rounded row, or the float row before its one rounding.
 _WEIGHT_AFTER_ROUNDING, _WEIGHT_IN_FLOAT = 0, 2
 # What may follow the scaled row of an RMSNorm, longest first. `weight`: a product with a constant vector.
@@ -31,13 +32,19 @@ _ROPE_OPS = ["mul", "neg", "copy", "copy", "mul", "add"]
 _NORM_ROPE_VIEWS = 5  # out, x, cosine, sine, weight
 
 
-def fuse(groups: Sequence[Lowered], *, live: Sequence[Tensor], is_constant: IsConstant) -> list[Lowered]:
+def fuse(
+    groups: Sequence[Lowered],
+    *,
+    live: Sequence[Tensor],
+    is_constant: IsConstant,
+    weight_type: WeightType = lambda weight: weight.dtype,
+) -> list[Lowered]:
     """Fuse groups wherever possible. `live`: tensors that are read after the pass, or that exist before it."""
     out = split_concatenations(groups)
     out = fuse_rms_norms(out, UseDefs(out, live), is_constant)
     out = fuse_rope(out, UseDefs(out, live))
     out = fuse_swiglu(out, UseDefs(out, live))
-    out = merge_linear_layers(out, UseDefs(out, live))
+    out = merge_linear_layers(out, UseDefs(out, live), weight_type)
     out = eliminate_copies(out, live)
     out = fuse_gated_linear(out, UseDefs(out, live))
     out = fuse_qk_norm_rope(out, UseDefs(out, live))
@@ -248,12 +255,14 @@ def _match_swiglu(groups: Sequence[Lowered], use_defs: UseDefs, index: int) -> t
     return None
 
 
-def merge_linear_layers(groups: Sequence[Lowered], use_defs: UseDefs) -> list[Lowered]:
+def merge_linear_layers(
+    groups: Sequence[Lowered], use_defs: UseDefs, weight_type: WeightType = lambda weight: weight.dtype
+) -> list[Lowered]:
     """Merge linear layers of one input (queries, keys and values; gate and up projection) into one `linear`, so that
     workers synchronize once. It takes the position of the first layer."""
     out: list[Lowered | None] = list(groups)
     for index in range(len(groups)):
-        layers = _find_mergeable(groups, use_defs, index) if out[index] is not None else []
+        layers = _find_mergeable(groups, use_defs, index, weight_type) if out[index] is not None else []
         if len(layers) > 1:
             out[index] = _merge([groups[layer].instructions[0] for layer in layers])
             for layer in layers[1:]:
@@ -261,7 +270,7 @@ def merge_linear_layers(groups: Sequence[Lowered], use_defs: UseDefs) -> list[Lo
     return [group for group in out if group is not None]
 
 
-def _find_mergeable(groups: Sequence[Lowered], use_defs: UseDefs, index: int) -> list[int]:
+def _find_mergeable(groups: Sequence[Lowered], use_defs: UseDefs, index: int, weight_type: WeightType) -> list[int]:
     """This and the following linear layers of the same input, up to the first other use of that input."""
     first = _linear(groups, index)
     if first is None:
@@ -270,6 +279,8 @@ def _find_mergeable(groups: Sequence[Lowered], use_defs: UseDefs, index: int) ->
     for use in sorted(use for use in use_defs.uses(first.tensors[1]) if use > index):
         layer = _linear(groups, use)
         if layer is None or not _can_merge(first, layer) or min(use_defs.uses(layer.tensors[0])) < use:
+            break
+        if weight_type(first.tensors[2]) != weight_type(layer.tensors[2]):
             break
         mergeable.append(use)
     return mergeable

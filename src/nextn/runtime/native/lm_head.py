@@ -40,7 +40,8 @@ class LMHead:
         """Predict from final_hidden [..., H]."""
         shape, flat = final_hidden.shape[:-1], final_hidden.reshape(-1, final_hidden.shape[-1])
         if len(flat) > BLOCK_SIZES[-1]:
-            return Prediction(self._logits(final_hidden))
+            parts = [self(part).logits.clone() for part in flat.split(BLOCK_SIZES[-1])]
+            return Prediction(torch.cat(parts).unflatten(0, shape))
         states, replay = self.replay_for(len(flat))
         states[: len(flat)] = flat
         replay.run()
@@ -85,4 +86,4 @@ class LMHead:
     @torch.inference_mode(False)
     def _record(self, states: Tensor) -> Replay:
         run = lambda: with_confidence(self._logits(states))  # noqa: E731
-        return Replay.of(self._runtime, TraceRecorder([states]), run, self._weights.pack, self._scratch)
+        return Replay.of(self._runtime, TraceRecorder([states]), run, self._weights, self._scratch)

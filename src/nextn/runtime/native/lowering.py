@@ -191,7 +191,8 @@ def _embedding(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
     if not ids.is_contiguous():
         return None
     out = entry.outs[0]
-    return [Instruction("embedding", (out.view(-1, out.shape[-1]), weight, ids.view(-1)))]
+    rows = (out.view(-1, out.shape[-1]), weight, ids.view(-1))
+    return [Instruction("embedding", rows) if lowering.is_constant(weight) else Instruction("index_select", rows, (0,))]
 
 
 def _cat(lowering: Lowering, entry: Entry) -> list[Instruction]:

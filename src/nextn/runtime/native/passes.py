@@ -183,7 +183,7 @@ class Passes:
         cache = RecordingCache(self._layer_types, self._headers, inputs.starts, inputs.positions)
         trace = TraceRecorder(inputs.tensors, cache.layers)
         run = partial(self._run_recorded, inputs, cache)
-        replay = Replay.of(self._runtime, trace, run, self._weights.pack, self._scratch)
+        replay = Replay.of(self._runtime, trace, run, self._weights, self._scratch)
         self._shapes = [layer.shape for layer in cache.layers]
         return inputs, replay
 

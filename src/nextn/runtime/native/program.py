@@ -15,7 +15,7 @@ from nextn.runtime.native.graph_analysis import eliminate_dead_code
 from nextn.runtime.native.lowering import Lowered, Lowering
 from nextn.runtime.native.memory import Scratch
 from nextn.runtime.native.trace import Entry, Trace, Untraceable, record, storage_key
-from nextn.runtime.native.weight_packing import Pack, pack_weights
+from nextn.runtime.native.weight_packing import PackedWeights, pack_weights
 
 _ALIGNMENT = 64  # bytes: a cache line, and the alignment of the widest loads
 Step = Callable[[], None]
@@ -43,7 +43,7 @@ class Replay:
         runtime: Runtime,
         trace: Trace,
         run: Callable[[], Iterable[Tensor]],
-        pack: Pack,
+        weights: PackedWeights,
         scratch: Scratch | None = None,
     ) -> "Replay":
         """Record `run()` and lower it.
@@ -52,7 +52,7 @@ class Replay:
             runtime: The native runtime.
             trace: A fresh trace with the inputs. Other tensors that `run()` reads are constants of the replay.
             run: The pass; it returns its outputs.
-            pack: Packs weights.
+            weights: Packs weights.
             scratch: Memory shared with other replays; None for memory of its own.
 
         Raises:
@@ -62,7 +62,8 @@ class Replay:
         lowering = Lowering(trace)
         live = [*trace.inputs, *outputs]
         groups = eliminate_dead_code(lowering.lower(), live)
-        groups = pack_weights(fuse(groups, live=live, is_constant=lowering.is_constant), pack)
+        groups = fuse(groups, live=live, is_constant=lowering.is_constant, weight_type=weights.type_of)
+        groups = pack_weights(groups, weights)
         arena = _Arena(trace, groups, outputs, scratch or Scratch())
         steps: list[Program | Step] = []
         torch_ops: list[str] = []

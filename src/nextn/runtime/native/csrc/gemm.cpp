@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "product.h"
+#include "int8.h"
 
 namespace nextn {
 
@@ -16,21 +16,30 @@ int64_t gated_columns(int64_t n) { return 2 * pieces(n, kTileColumns) * kTileCol
 
 bool is_matrix(const View& view) { return view.ndim == 2 && (view.stride[1] == 1 || view.size[1] == 1); }
 
-bool is_weight_type(int64_t type) { return is_float(type) || type == BYTES; }
+bool is_weight_type(int64_t type) { return is_float(type) || type == BYTES || type == INT8; }
 
-// The type of the activations that such weights are multiplied with.
-int64_t rows_type(int64_t type) { return type == F32 ? F32 : BF16; }
+// Whether such weights are multiplied with activations of this type.
+bool fits_rows(int64_t type, int64_t rows) { return type == INT8 ? is_float(rows) : rows == (type == F32 ? F32 : BF16); }
 
 void multiply(const Product& product, int64_t type, int64_t begin, int64_t end) {
   if (begin >= end || product.num_rows == 0) return;
-  (type == F32 ? multiply_f32 : type == BF16 ? multiply_bf16 : multiply_bytes)(product, begin, end);
+  const auto kernel = type == F32 ? multiply_f32 : type == BF16 ? multiply_bf16 : type == INT8 ? multiply_int8 : multiply_bytes;
+  kernel(product, begin, end);
+}
+
+// Rounds the rows of x for weights of eight bits; valid until this thread's next call.
+const RoundedRows* round_rows(const Product& product, int64_t type) {
+  static thread_local RoundedRows rows;
+  if (type != INT8) return nullptr;
+  rows.fill(product);
+  return &rows;
 }
 
 // The product with `columns` columns of a packed matrix, from `block` on.
 void take(Product& product, const char* packed, int64_t type, int64_t block, int64_t blocks, int64_t columns) {
   const int64_t bytes = block_bytes(type, product.k);
   product.packed = packed + block * bytes, product.n = columns;
-  product.scales = reinterpret_cast<const float*>(packed + blocks * bytes) + block * kTileColumns;
+  product.scales = reinterpret_cast<const float*>(packed + blocks * bytes) + block * block_columns(type);
 }
 
 // This worker's share of the columns of a whole matrix. The two halves of a gated layer stay together.
@@ -42,6 +51,7 @@ void multiply(Product& product, const char* packed, int64_t type, bool gated, co
   if (gated) gates.resize(product.num_rows * kTileColumns), product.gates = gates.data();
   int64_t begin, end;
   worker.share(blocks / together, begin, end);
+  if (begin < end) product.int8_rows = round_rows(product, type);
   multiply(product, type, begin * together, end * together);
 }
 
@@ -79,6 +89,7 @@ void linear(const Call& call, const Worker& worker) {
   const int64_t total = layers.blocks();
   int64_t begin, end;
   worker.share(total, begin, end);
+  const RoundedRows* rows = nullptr;  // all layers have the same rows
   for (int64_t part = 0, at = 0; part < layers.parts(); ++part)
     for (int64_t i = 0; i < layers.count; at += layers.blocks(i++)) {
       const int64_t columns = layers.n(i) / layers.parts(), blocks = layers.blocks(i);
@@ -87,6 +98,8 @@ void linear(const Call& call, const Worker& worker) {
       product.num_rows = product.x->size[0], product.k = layers.k(), product.first = part * columns;
       if (layers.has_bias()) product.bias = layers.bias(i).data, product.bias_type = layers.bias(i).type;
       take(product, layers.packed().data, layers.type(), at, total, columns);
+      if (!rows && begin < end) rows = round_rows(product, layers.type());
+      product.int8_rows = rows;
       multiply(product, layers.type(), std::max<int64_t>(begin - at, 0), std::min(end - at, blocks));
     }
 }
@@ -142,7 +155,7 @@ void expert_linear(const Call& call, const Worker& worker) {
 
 // Whether the kernels support a layer with these activations.
 bool are_rows(const View& out, const View& x, int64_t n, int64_t k, int64_t type) {
-  if (n < 1 || k < 1 || !is_weight_type(type) || x.type != rows_type(type)) return false;
+  if (n < 1 || k < 1 || !is_weight_type(type) || !fits_rows(type, x.type)) return false;
   if (!is_matrix(out) || !is_matrix(x) || out.size[0] != x.size[0] || out.size[1] != n || x.size[1] != k) return false;
   return out.type == F32 || (out.type == BF16 && x.type == BF16);
 }

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "product.h"
+#include "int8.h"
 
 namespace nextn {
 
@@ -82,52 +82,69 @@ bool select_pack(Call& call) {
   return true;
 }
 
-// One column of weights of a byte: a scale, and each weight divided by it, rounded to nearest.
-float pack_codes(const uint16_t* weights, int64_t k, int64_t depth, uint8_t* to) {
-  thread_local std::vector<uint8_t> codes;
-  codes.assign(depth, uint8_t(kZero));
+float as_float(float value) { return value; }
+float as_float(uint16_t value) { return widened(value); }
+
+// One column of weights of a byte: a scale, and each weight divided by it, rounded to nearest. zero: the code of 0.
+template <typename T>
+float to_codes(const T* weights, int64_t k, int64_t zero, std::vector<uint8_t>& codes) {
   float largest = 0;
-  for (int64_t i = 0; i < k; ++i) largest = std::max(largest, std::abs(widened(weights[i])));
-  const float most = float(kZero - 1), scale = largest == 0 ? 1.0f : largest / most;
-  uint8_t* code = codes.data();
+  for (int64_t i = 0; i < k; ++i) largest = std::max(largest, std::abs(as_float(weights[i])));
+  const float most = float(zero - 1), scale = largest == 0 ? 1.0f : largest / most;
   for (int64_t i = 0; i < k; ++i)
-    code[i] = uint8_t(int32_t(std::clamp(std::nearbyint(widened(weights[i]) / scale), -most, most)) + int32_t(kZero));
-  for (int64_t i = 0; i < depth; i += 4) {
-    std::swap(code[i + 1], code[i + 2]);
-    std::memcpy(to + i * kTileColumns, code + i, 4);
-  }
+    codes[i] = uint8_t(int32_t(std::clamp(std::nearbyint(as_float(weights[i]) / scale), -most, most)) + int32_t(zero));
   return scale;
 }
 
-// views: blocks (bytes), scales, weight [n, k]: weights of a byte, see product.h. `scales` has a float for each column
-// of whole blocks; those beyond n are zero.
-void pack_bytes(const Call& call, const Worker& worker) {
+// Of BYTES and INT8: kWidth columns are a block. Of BYTES, of each four values of k, the second and third are swapped.
+template <typename T, int64_t kWidth, int64_t kZeroCode>
+void pack_codes(const Call& call, const Worker& worker) {
+  thread_local std::vector<uint8_t> codes;
   const View &blocks = call.views[0], &scales = call.views[1], &weight = call.views[2];
   const int64_t n = weight.size[0], k = weight.size[1], depth = pieces(k, kTileDepth) * kTileDepth;
   int64_t begin, end;
-  worker.share(pieces(n, kTileColumns), begin, end);
-  for (int64_t column = begin * kTileColumns; column < end * kTileColumns; ++column) {
-    auto* to = reinterpret_cast<uint8_t*>(blocks.data) + column / kTileColumns * kTileColumns * depth;
-    to += column % kTileColumns * 4;
+  worker.share(pieces(n, kWidth), begin, end);
+  for (int64_t column = begin * kWidth; column < end * kWidth; ++column) {
+    auto* to = reinterpret_cast<uint8_t*>(blocks.data) + column / kWidth * kWidth * depth + column % kWidth * 4;
+    codes.assign(depth, uint8_t(kZeroCode));
     const bool exists = column < n;
-    const float scale = pack_codes(exists ? row<uint16_t>(weight, column) : nullptr, exists ? k : 0, depth, to);
-    data<float>(scales)[column] = exists ? scale : 0.0f;
+    const float scale = exists ? to_codes(row<T>(weight, column), k, kZeroCode, codes) : 0.0f;
+    for (int64_t i = 0; i < depth; i += 4) {
+      if (kWidth == kTileColumns) std::swap(codes[i + 1], codes[i + 2]);
+      std::memcpy(to + i * kWidth, codes.data() + i, 4);
+    }
+    data<float>(scales)[column] = scale;
   }
 }
 
-bool select_pack_bytes(Call& call) {
+// views: blocks (bytes), scales, weight [n, k]; `scales` has a float for each column of whole blocks; those beyond n are 0.
+bool fits_codes(const Call& call, int64_t width) {
   if (call.views.size() != 3 || call.ints.size() || call.views[2].ndim != 2) return false;
   const View &blocks = call.views[0], &scales = call.views[1], &weight = call.views[2];
-  const int64_t columns = pieces(weight.size[0], kTileColumns) * kTileColumns;
-  if (!is_bytes(blocks) || weight.type != BF16 || weight.stride[1] != 1 || scales.type != F32 || scales.ndim != 1) return false;
+  const int64_t columns = pieces(weight.size[0], width) * width;
+  if (!is_bytes(blocks) || weight.stride[1] != 1 || scales.type != F32 || scales.ndim != 1) return false;
   if (scales.stride[0] != 1 || scales.size[0] != columns) return false;
-  if (blocks.size[0] != columns * pieces(weight.size[1], kTileDepth) * kTileDepth) return false;
-  call.kernel = pack_bytes, call.parallel = true;
+  return blocks.size[0] == columns * pieces(weight.size[1], kTileDepth) * kTileDepth;
+}
+
+// Weights of a byte, see product.h.
+bool select_pack_bytes(Call& call) {
+  if (!fits_codes(call, kTileColumns) || call.views[2].type != BF16) return false;
+  call.kernel = pack_codes<uint16_t, kTileColumns, kZero>, call.parallel = true;
+  return true;
+}
+
+// Weights of eight bits, see int8.h.
+bool select_pack_int8(Call& call) {
+  if (!fits_codes(call, kInt8Columns) || !is_float(call.views[2].type)) return false;
+  call.kernel = call.views[2].type == F32 ? pack_codes<float, kInt8Columns, kInt8Zero> : pack_codes<uint16_t, kInt8Columns, kInt8Zero>;
+  call.parallel = true;
   return true;
 }
 
 const Op pack_op{"pack", select_pack};
 const Op pack_bytes_op{"pack_bytes", select_pack_bytes};
+const Op pack_int8_op{"pack_int8", select_pack_int8};
 
 }  // namespace
 

@@ -24,13 +24,19 @@ constexpr int64_t kTile = kTileColumns * kTileDepth;
 constexpr int64_t BYTES = 4;
 constexpr int64_t kZero = 64;
 
+// Type of packed weights of eight bits, see int8.h: for activations in bf16 and fp32.
+constexpr int64_t INT8 = 5;
+constexpr int64_t kInt8Columns = 32;
+
 // Packed fp32: panels [k][32 columns]. Both are padded with zeros beyond n and k.
 constexpr int64_t kPanelColumns = 32;
 
 inline int64_t pieces(int64_t total, int64_t size) { return (total + size - 1) / size; }
 
 // Columns of a block.
-inline int64_t block_columns(int64_t type) { return type == F32 ? kPanelColumns : type == BF16 ? kHalfColumns : kTileColumns; }
+inline int64_t block_columns(int64_t type) {
+  return type == F32 ? kPanelColumns : type == BF16 ? kHalfColumns : type == INT8 ? kInt8Columns : kTileColumns;
+}
 
 // Bytes of a block of columns, and of a whole matrix.
 inline int64_t block_bytes(int64_t type, int64_t k) {
@@ -40,12 +46,15 @@ inline int64_t block_bytes(int64_t type, int64_t k) {
 
 inline int64_t packed_bytes(int64_t type, int64_t n, int64_t k) {
   const int64_t blocks = pieces(n, block_columns(type));
-  return blocks * (block_bytes(type, k) + (type == BYTES ? kTileColumns * int64_t(sizeof(float)) : 0));
+  const int64_t scales = type == BYTES || type == INT8 ? block_columns(type) : 0;
+  return blocks * (block_bytes(type, k) + scales * int64_t(sizeof(float)));
 }
 
 inline bool is_bytes(const View& view) { return view.ndim == 1 && view.type == BOOL && view.stride[0] == 1; }
 
 inline bool is_float(int64_t type) { return type == BF16 || type == F32; }
+
+struct RoundedRows;  // see int8.h
 
 // out[r] = W x[r] + bias for some rows r. W [n, k] is packed; sums are fp32, in the order of k, and round once.
 //
@@ -57,11 +66,12 @@ struct Product {
   int64_t num_rows;
   int64_t n, k;
   const char* packed;
-  const float* scales;  // [n], of weights of a byte
+  const float* scales;  // [n], of weights of a byte or of eight bits
   int64_t first;        // column of out and bias that the first of these n is
   const char* bias;     // contiguous; null: none
   int64_t bias_type;
   float* gates;         // [num_rows, 16]: scratch for sums of V until those of U are computed; null: not gated
+  const RoundedRows* int8_rows;  // the rows of x in eight bits, for weights of eight bits
 
   int64_t row(int64_t i) const { return order ? order[i] : i; }
 
@@ -120,5 +130,6 @@ struct Product {
 void multiply_bf16(const Product& product, int64_t begin, int64_t end);
 void multiply_f32(const Product& product, int64_t begin, int64_t end);
 void multiply_bytes(const Product& product, int64_t begin, int64_t end);
+void multiply_int8(const Product& product, int64_t begin, int64_t end);
 
 }  // namespace nextn

@@ -1,0 +1,173 @@
+"""Weights of eight bits against those of a checkpoint: speed and, on a trained one, accuracy.
+
+Both are measured in turn, in one process, and times are minima over the turns, as other work on a machine only adds to
+them. `python bench/quantized.py MODEL [--prompts FILE] [--out FILE]`
+
+With --one-thread, times are one thread's processor time, so that work of other processes is not in them, but what they
+leave of caches and memory bandwidth is.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nextn.checkpoint.safetensors_file import write_json
+from nextn.decoding.generate import eos_tokens
+from nextn.decoding.rounds import Settings, rounds
+from nextn.evaluate.decoding_costs import measure_costs, processor_name, step_bytes
+from nextn.evaluate.workload import read_prompts
+from nextn.model.model import Model
+from nextn.runtime.backend import backend_for
+from nextn.settings import WEIGHTS
+
+
+def loaded(source: str, weights: str, dtype: torch.dtype | None) -> Model:
+    model = Model.load(source, dtype=dtype)
+    model.trunk.weights = weights
+    return model
+
+
+Clock = Callable[[], float]
+
+
+def speed(models: dict[str, Model], drafts: int, turns: int, clock: Clock) -> dict[str, object]:
+    """Milliseconds of passes over 1, 2, ... positions and of a draft step, and of reading the weights of a step."""
+    best: dict[str, list[float]] = {}
+    values, reading = torch.ones(2**26), float("inf")
+    for _ in range(turns):
+        for name, model in models.items():
+            costs = measure_costs(model, drafts=drafts, repeats=2, backend="native", clock=clock)
+            times = [step.low for step in costs.steps] + [costs.draft.low]
+            best[name] = [min(pair) for pair in zip(times, best.get(name, times), strict=True)]
+        started = clock()
+        values.sum()
+        reading = min(reading, (clock() - started) / values.nbytes)
+    record: dict[str, object] = {"read_bandwidth": 1 / reading}
+    for name, model in models.items():
+        *steps, draft = best[name]
+        bits = backend_for(model, "native").weight_bits
+        record[name] = {
+            "step_ms": [1e3 * step for step in steps],
+            "v": [step / steps[0] for step in steps],
+            "draft_ms": 1e3 * draft,
+            "c": draft / steps[0],
+            "step_over_reading": steps[0] / (step_bytes(model.trunk, bits) * reading),
+        }
+    return record
+
+
+@torch.inference_mode()
+def log_probs(model: Model, texts: Sequence[Tensor]) -> Tensor:
+    """Log-probabilities [positions, V] at all positions of the texts, natively."""
+    trunk, parts = backend_for(model, "native").trunk, []
+    for text in texts:
+        parts.append(trunk.read(trunk(text[None], trunk.cache(1))).logits[0].float().log_softmax(-1))
+    return torch.cat(parts)
+
+
+def accuracy(models: dict[str, Model], texts: Sequence[Sequence[int]]) -> dict[str, object]:
+    """Compare next-token distributions on the texts: perplexity, and divergence from the stored weights in nats."""
+    pieces = [torch.tensor(text) for text in texts]
+    targets = torch.cat([torch.cat([text[1:], torch.tensor([-1])]) for text in pieces])
+    known = targets >= 0
+    both = {name: log_probs(model, pieces)[known] for name, model in models.items()}
+    stored, int8 = (both[name] for name in WEIGHTS)
+    losses = {name: -each.gather(1, targets[known][:, None]).mean() for name, each in both.items()}
+    record: dict[str, object] = {name: {"perplexity": float(loss.exp())} for name, loss in losses.items()}
+    divergence = (stored.exp() * (stored - int8)).sum(-1)
+    return record | {
+        "positions": int(known.sum()),
+        "kl_mean": float(divergence.mean()),
+        "kl_p99": float(divergence.quantile(0.99)),
+        "same_argmax": float((stored.argmax(-1) == int8.argmax(-1)).float().mean()),
+    }
+
+
+def texts_of(
+    model: Model, prompts: Sequence[Sequence[int]], drafts: int, max_tokens: int, clock: Clock
+) -> dict[str, object]:
+    """Decode greedily: tokens, rounds after the prefill, seconds after it."""
+    engine, tokens, num_rounds, seconds = backend_for(model, "native"), [], 0, 0.0
+    settings = Settings(drafts=drafts, max_tokens=max_tokens, eos=tuple(eos_tokens(model)))
+    for prompt in prompts:
+        stream = rounds(engine.trunk, engine.head, [list(prompt)], settings)
+        log = [next(stream)]
+        started = clock()
+        log += stream
+        seconds += clock() - started
+        num_rounds += len(log) - 1
+        tokens.append([token for each in log for token in each.rows[0].emitted])
+    return {"tokens": tokens, "rounds": num_rounds, "seconds": seconds}
+
+
+def decoding(
+    models: dict[str, Model], prompts: Sequence[Sequence[int]], drafts: int, max_tokens: int, turns: int, clock: Clock
+) -> dict[str, object]:
+    """Tokens/s with and without drafts, acceptance length, and whether both give the same text."""
+    best: dict[tuple[str, int], dict[str, object]] = {}
+    for _ in range(turns):
+        for name, model in models.items():
+            for number in (0, drafts):
+                run = texts_of(model, prompts, number, max_tokens, clock)
+                if (name, number) not in best or run["seconds"] < best[name, number]["seconds"]:
+                    best[name, number] = run
+    record: dict[str, object] = {}
+    for name in models:
+        plain, mtp = best[name, 0], best[name, drafts]
+        assert plain["tokens"] == mtp["tokens"], f"{name}: greedy text with drafts is another one"
+        count = sum(len(text) - 1 for text in plain["tokens"])
+        record[name] = {
+            "plain": count / plain["seconds"],
+            "mtp": count / mtp["seconds"],
+            "acceptance_length": count / mtp["rounds"],
+        }
+    stored, int8 = (best[name, 0]["tokens"] for name in WEIGHTS)
+    same = sum(a == b for a, b in zip(stored, int8, strict=True))
+    return record | {"texts": len(stored), "same_texts": same}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument(
+        "--prompts", type=Path, help="Held-out texts of a trained checkpoint: adds accuracy and decoding."
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"))
+    parser.add_argument("--num-speculative-tokens", "-k", dest="drafts", type=int, default=11)
+    parser.add_argument("--decoded-drafts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--one-thread", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    clock: Clock = time.thread_time if args.one_thread else time.perf_counter
+    if args.one_thread:
+        torch.set_num_threads(1)
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    models = {weights: loaded(args.model, weights, dtype) for weights in WEIGHTS}
+    trunk = models["stored"].trunk
+    record: dict[str, object] = {
+        "model": Path(args.model).name,
+        "parameters": sum(weight.numel() for weight in trunk.parameters()),
+        "dtype": str(trunk.dtype).removeprefix("torch."),
+        "machine": processor_name(),
+        "threads": torch.get_num_threads(),
+        "clock": "processor time of the thread" if args.one_thread else "wall time",
+    }
+    if args.prompts:
+        texts = [prompt.tokens(models["stored"]) for prompt in read_prompts(args.prompts)]
+        record["accuracy"] = accuracy(models, texts)
+        record["decoding"] = decoding(models, texts, args.decoded_drafts, args.tokens, args.turns, clock)
+    record["speed"] = speed(models, args.drafts, args.turns, clock)
+    print(json.dumps(record, indent=1))
+    if args.out:
+        write_json(args.out, record)
+
+
+if __name__ == "__main__":
+    main()

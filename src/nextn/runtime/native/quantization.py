@@ -1,0 +1,116 @@
+"""Quantized weights: one byte each, symmetric, rounded to nearest, with one scale per output channel.
+
+Two formats. Seven bits are for a head beside a trunk in bf16: its drafts are verified, so rounding its weights cannot
+change the text. Eight bits are for a whole model; its activations are rounded to int8, too, in groups of `GROUP`
+values with one scale each, so that products are sums of integers: exact, and the same bits in any order.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nextn.checkpoint.mapped_memory import slices_released_after_use
+from nextn.runtime.native.abi import BYTES, INT8, Runtime
+from nextn.runtime.native.memory import rows_per_slice
+
+GROUP = 128  # values of a row of activations with a common scale (csrc/int8.h)
+_DEPTH = 32  # K is padded to a multiple of this (csrc/product.h)
+_LARGEST = 127  # code of activations
+_SMALLEST = 1e-30  # activations below this are rounded to 0
+
+
+class CodeFormat(NamedTuple):
+    """A packed form of quantized weights (csrc/product.h, csrc/int8.h)."""
+
+    type: int
+    bits: int
+    columns: int  # output channels of a block
+    order: tuple[int, ...]  # of each four values along K
+    op: str  # the native op that packs
+
+    @property
+    def zero(self) -> int:
+        """What is added to a code, so that the byte has no sign."""
+        return 2 ** (self.bits - 1)
+
+
+SEVEN_BITS = CodeFormat(BYTES, 7, 16, (0, 2, 1, 3), "pack_bytes")
+EIGHT_BITS = CodeFormat(INT8, 8, 32, (0, 1, 2, 3), "pack_int8")
+
+
+def quantize(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Quantize weight [..., N, K] symmetrically, rounding to nearest, with one scale per output channel.
+
+    Returns:
+        int8 codes of the same shape, from -(2 ** (bits - 1) - 1) on, and float32 scales [..., N].
+    """
+    wide, largest = weight.float(), 2 ** (bits - 1) - 1
+    scales = wide.abs().amax(-1) / largest
+    scales = scales.masked_fill(scales == 0, 1.0)
+    return (wide / scales[..., None]).round().clamp(-largest, largest).to(torch.int8), scales
+
+
+def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return the float32 weight that products with these codes and scales use."""
+    return codes.float() * scales[..., None]
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round activations [..., K] to int8 in groups of `GROUP` values.
+
+    Returns:
+        Codes [..., groups, GROUP] as float32, zeros beyond K, and float32 scales [..., groups].
+    """
+    groups = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
+    largest = groups.abs().amax(-1)
+    # A number divided by a tensor would be rounded twice.
+    inverse = torch.full_like(largest, _LARGEST).div(largest).where(largest >= _SMALLEST, 0.0)
+    return (groups * inverse[..., None]).round(), largest / _LARGEST
+
+
+def int8_linear(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """Multiply activations [..., K] with quantized weights [N, K] -> float32 [..., N], as the native op does."""
+    rounded, row_scales = round_rows(x)
+    groups = torch.nn.functional.pad(codes.float(), (0, -codes.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
+    sums = torch.einsum("...gk,ngk->...ng", rounded, groups)  # whole numbers below 2 ** 24
+    return (sums * row_scales[..., None, :]).sum(-1) * scales
+
+
+@torch.no_grad()
+def pack_quantized(
+    weight: Tensor, take: Callable[[int], Tensor], code_format: CodeFormat, runtime: Runtime | None = None
+) -> Tensor:
+    """Quantize weight [N, K] or [E, N, K] into the layout of the native products.
+
+    Args:
+        weight: The weight.
+        take: Allocates so many bytes.
+        code_format: Format of the codes.
+        runtime: What packs; by default torch, with the same bits.
+    """
+    *_, n, k = weight.shape
+    columns, depth = n + -n % code_format.columns, k + -k % _DEPTH
+    matrices = weight.reshape(-1, n, k)
+    memory = take(columns * (depth + 4) * len(matrices))
+    num_rows = rows_per_slice(weight, code_format.columns)
+    for matrix, packed in zip(matrices, memory.view(len(matrices), -1), strict=True):
+        scales = packed[columns * depth :].view(torch.float32)
+        for start, rows in slices_released_after_use(matrix, num_rows):
+            end = min(start + num_rows, columns)
+            parts = packed[start * depth : end * depth], scales[start:end]
+            if runtime is None:
+                _pack_rows(rows, *parts, code_format)
+            else:
+                runtime.call(code_format.op, [*parts, rows.contiguous()])
+    return memory
+
+
+def _pack_rows(weight: Tensor, blocks: Tensor, scales: Tensor, code_format: CodeFormat) -> None:
+    """Quantize some rows of a weight into blocks of output channels, each [K / 4, columns, 4], and their scales."""
+    n, k = weight.shape
+    codes, scales[:n] = quantize(weight, code_format.bits)
+    padded = torch.nn.functional.pad(codes, (0, -k % _DEPTH, 0, -n % code_format.columns)).int() + code_format.zero
+    values = padded.view(-1, code_format.columns, padded.shape[1] // 4, 4)[..., code_format.order].transpose(1, 2)
+    blocks.view(torch.uint8).copy_(values.flatten())

@@ -1,0 +1,122 @@
+"""Weights of seven and eight bits: how far they are from what they were, and how they are packed."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from nextn.runtime.native.abi import BYTES, INT8, Runtime, load
+from nextn.runtime.native.memory import HugePages
+from nextn.runtime.native.quantization import (
+    EIGHT_BITS,
+    SEVEN_BITS,
+    CodeFormat,
+    dequantize,
+    pack_quantized,
+    quantize,
+    round_rows,
+)
+from nextn.runtime.native.weight_packing import PackedMatrix, PackedWeights
+
+formats = pytest.mark.parametrize("code_format", [SEVEN_BITS, EIGHT_BITS], ids=["7", "8"])
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def packed(weight: Tensor, code_format: CodeFormat = SEVEN_BITS, runtime: Runtime | None = None) -> Tensor:
+    return pack_quantized(weight, HugePages().take, code_format, runtime)
+
+
+@formats
+def test_a_weight_is_off_by_half_a_step_of_its_row(code_format):
+    largest = code_format.zero - 1
+    weight = drawn(50, 70) * torch.logspace(-6, 6, 50)[:, None].bfloat16()
+    codes, scales = quantize(weight, code_format.bits)
+    assert codes.dtype == torch.int8
+    assert codes.abs().amax(1).eq(largest).all()
+    steps = weight.float().abs().amax(1, keepdim=True) / largest
+    assert ((dequantize(codes, scales) - weight.float()).abs() <= steps * 0.5001).all()
+
+
+def test_zeros_stay_zeros():
+    codes, scales = quantize(torch.zeros(3, 4).bfloat16(), 7)
+    assert torch.equal(dequantize(codes, scales), torch.zeros(3, 4))
+
+
+def test_activations_are_off_by_half_a_step_of_their_group():
+    x = drawn(3, 300) * torch.logspace(-3, 3, 300).bfloat16()
+    x[2, 128:] = 0
+    codes, scales = round_rows(x)
+    assert codes.shape == (3, 3, 128)
+    assert codes.abs().amax(-1)[:2].eq(127).all()
+    near = (codes * scales[..., None]).flatten(1)[:, :300]
+    steps = scales.repeat_interleave(128, dim=1)[:, :300]
+    assert ((near - x.float()).abs() <= steps * 0.5001).all()
+
+
+@formats
+def test_experts_are_matrices_one_by_one(code_format):
+    weight = drawn(3, 20, 40)
+    assert torch.equal(packed(weight, code_format), torch.cat([packed(each, code_format) for each in weight]))
+
+
+@formats
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (16, 32), (17, 33), (264, 384)])
+def test_the_size_is_the_kernels(n, k, code_format):
+    assert len(packed(drawn(n, k), code_format)) == load().library.nextn_packed_bytes(code_format.type, n, k)
+
+
+def test_only_bfloat16_is_rounded_and_each_weight_packed_once():
+    weights, plain = PackedWeights(load(), SEVEN_BITS), PackedWeights(load())
+    half = drawn(20, 40)
+    assert weights.pack([half]).type == BYTES
+    assert weights.pack([half]).memory.data_ptr() == weights.pack([half.clone()]).memory.data_ptr()
+    assert weights.pack([half.float()]).type == plain.pack([half.float()]).type == 0
+    assert plain.pack([half]).type == 1
+    assert isinstance(plain.pack([half]), PackedMatrix)
+
+
+def test_some_weights_are_kept_as_they_are():
+    """A router's, and what is not of the model's type."""
+    wide, router = drawn(20, 40).float(), drawn(4, 40).float()
+    weights = PackedWeights(load(), EIGHT_BITS, torch.float32, {router.data_ptr()})
+    assert weights.pack([wide]).type == INT8
+    assert weights.pack([router]).type == 0
+    assert weights.pack([wide.bfloat16()]).type == 1
+
+
+def test_bytes_lie_as_kernels_read_them():
+    weight = torch.zeros(16, 32).bfloat16()
+    weight[3, 5] = 63
+    weight[3, 0] = -63
+    whole = packed(weight).view(torch.uint8)
+    blocks = whole[: 16 * 32].view(8, 16, 4)
+    assert blocks[1, 3, 2] == 64 + 63  # k = 5: the second of its four lies third
+    assert blocks[0, 3, 0] == 64 - 63
+    scales = whole[16 * 32 :].view(torch.float32)
+    assert scales.tolist() == [1.0] * 16
+    x, out = drawn(2, 32, seed=1), torch.empty(2, 16)
+    Runtime(load().library, 1).call("linear", [out, x, packed(weight)], [16, 32, 1, BYTES])
+    assert torch.allclose(out[:, 3], 63 * (x[:, 5].float() - x[:, 0].float()), rtol=1e-5, atol=1e-4)
+
+
+@formats
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (16, 32), (17, 33), (264, 384)])
+def test_the_native_packing_gives_the_bits_of_the_one_in_torch(n, k, code_format):
+    weight = drawn(n, k) * torch.logspace(-6, 6, n)[:, None].bfloat16()
+    weight[n // 2] = 0
+    weight[0, :: k // 2 + 1] *= 0.5  # halfway between two codes
+    assert torch.equal(packed(weight, code_format, load()), packed(weight, code_format))
+    if code_format is EIGHT_BITS:
+        assert torch.equal(packed(weight.float(), code_format, load()), packed(weight, code_format))
+
+
+@formats
+def test_weights_of_several_slices_are_packed_as_one(monkeypatch, code_format):
+    runtime, weight = load(), drawn(200, 96)
+    whole, quantized = runtime.pack(weight), packed(weight, code_format)
+    monkeypatch.setattr("nextn.runtime.native.memory._SLICE", 64 * 96 * 2)
+    assert torch.equal(runtime.pack(weight), whole)
+    assert torch.equal(packed(weight, code_format), quantized)
+    assert torch.equal(packed(weight, code_format, runtime), quantized)
