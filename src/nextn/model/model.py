@@ -15,6 +15,7 @@ from nextn.checkpoint.checkpoint import OTHER_LIMITS, Checkpoint, write_index
 from nextn.checkpoint.fp8 import pack, section
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.mapped_memory import release_pages
+from nextn.checkpoint.provenance import trunk_fingerprint
 from nextn.checkpoint.safetensors_file import read_header, write_json, write_safetensors
 from nextn.checkpoint.snapshot import folder_of, on_disk
 from nextn.checkpoint.staging_folder import atomic_folder
@@ -227,8 +228,8 @@ def _streamed_trunk(
         return layer[0] if layer is not None and layer[0] < inventory.num_layers else None
 
     with _loading_reasons(checkpoint, weights, None):
-        loader = LayerLoader(folder_of(checkpoint), state, dtype, layer_of)
-    trunk = StreamedTrunk(loader, weights, stage=family.hidden)
+        loader = LayerLoader(folder_of(checkpoint), state, dtype, layer_of, vocabulary=inventory.shared)
+    trunk = StreamedTrunk(loader, weights, stage=family.hidden, fingerprint=trunk_fingerprint(inventory))
     return trunk, [*notes, *_check_trunk(checkpoint, trunk)]
 
 
