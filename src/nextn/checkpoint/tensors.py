@@ -1,6 +1,6 @@
 """Read a local checkpoint's tensors on demand as torch tensors; fp8 is dequantized with its scales."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
@@ -111,12 +111,16 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         """Release the memory of a tensor's part of the mapped file, and of its scales'."""
         release_pages([self._raw(stored) for stored in (name, self.scales.get(name)) if stored])
 
-    def fetch(self, names: Iterable[str]) -> int:
-        """Read the bytes of these tensors and their scales into the kernel's file cache; return how many there are."""
+    def fetch(self, names: Iterable[str], should_stop: Callable[[], bool] = lambda: False) -> int:
+        """Read the bytes of these tensors and their scales into the kernel's file cache; return how many there are.
+
+        should_stop: Asked after every few megabytes.
+        """
         infos = self._infos(names)
         for info in sorted(infos, key=lambda info: (info.file, info.begin)):
             for _ in self.checkpoint.chunks(info, _FETCH):
-                pass
+                if should_stop():
+                    break
         return sum(info.nbytes for info in infos)
 
     def num_bytes(self, names: Iterable[str]) -> int:

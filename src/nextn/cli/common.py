@@ -16,6 +16,8 @@ from nextn.errors import ConfigError
 from nextn.settings import BACKENDS
 
 if TYPE_CHECKING:
+    import torch
+
     from nextn.model.model import Model
 
 _DTYPES = ("auto", "float32", "bfloat16")
@@ -146,14 +148,20 @@ class ModelOptions:
         if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", self.source, re.ASCII) or Path(self.source).exists():
             Checkpoint.open(self.source)
 
-    def load(self, *, need_head: bool, exact_head: bool = False) -> "Model":
-        """Load the model; call `check` first. exact_head: see `Head.exact`."""
+    @property
+    def torch_dtype(self) -> "torch.dtype | None":
+        """The dtype for `Model.load`."""
         import torch
 
+        return None if self.dtype == "auto" else getattr(torch, self.dtype)
+
+    def load(self, *, need_head: bool, exact_head: bool = False, stream: bool = False) -> "Model":
+        """Load the model; call `check` first. exact_head: see `Head.exact`."""
         from nextn.model.model import Model
 
-        stored = None if self.dtype == "auto" else getattr(torch, self.dtype)
-        loaded = Model.load(self.source, **self.hub, dtype=stored, need_head=need_head, device=self.device)
+        loaded = Model.load(
+            self.source, **self.hub, dtype=self.torch_dtype, need_head=need_head, device=self.device, stream=stream
+        )
         if loaded.head is not None:
             loaded.head.exact = exact_head
         return loaded

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nextn.cache.kv_cache import KVCache
+from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.mapped_memory import release_pages, slices_released_after_use
 from nextn.checkpoint.tensors import StoredTensor, TensorReader, is_finite
 from nextn.errors import CheckpointError, ConfigError
@@ -41,12 +42,18 @@ class StreamedTrunk(Trunk):
         """
         super().__init__(loader.model, stage=stage)
         self._loader, self._weights, self._fingerprint = loader, weights, fingerprint
+        self._last_run: list[tuple[Tensor, object]] = []  # batches and their states after the decoder layers
+        self._recalled: dict[tuple[int, Stage], TrunkOutput] = {}
         self.embedding.register_forward_hook(lambda module, args, out: out.to(self.dtype))
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that the trunk computes in; embedding and lm_head may be stored in another one."""
         return self._loader.dtype
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return self._weights.checkpoint
 
     @property
     def num_bytes(self) -> int:
@@ -101,11 +108,7 @@ class StreamedTrunk(Trunk):
         groups: list[Tensor | None] = [None] * len(batches) if documents is None else [*documents]
         inputs = list(zip(batches, groups, strict=True))
         results = StateStore(max_state_bytes)
-        identity = {
-            "checkpoint": self._fingerprint,
-            "dtype": str(self.dtype),
-            "texts": hash_batches([*batches, *(documents or ())]),
-        }
+        identity = self.identity(batches, documents)
         with nullcontext(results) if folder is None else StateFolder.locked(folder, identity) as store:
             done, states = store.start(len(batches))
             for progress in done:
@@ -117,11 +120,39 @@ class StreamedTrunk(Trunk):
                 raise error if folder is None else CheckpointError(f"{str(error).rstrip('.')}. {kept}") from error
             outputs = []
             for place, (tokens, document_ids) in enumerate(inputs):
-                with self._only(None, states[place]):
-                    output = super().forward(tokens, documents=document_ids)
+                output = self._finish(tokens, states[place], document_ids)
                 outputs.append(TrunkOutput(*results.keep(place, (output.final_hidden, output.head_input))))
-                states[place] = None
+        self._last_run = list(zip(batches, states, strict=True))
+        self._recalled.clear()
         return outputs
+
+    @torch.inference_mode()
+    def recall(self, tokens: Sequence[int]) -> TrunkOutput:
+        """Return the states [T, ...] of a text, or of its beginning, that was in a batch of the last `run`.
+
+        They are those of the current `stage`, whatever it was in that run. Raises ConfigError for another text.
+        """
+        wanted = torch.tensor(tokens, device=self.device)
+        for place, (batch, states) in enumerate(self._last_run):
+            for row in (batch[:, : len(wanted)].to(self.device) == wanted).all(1).nonzero().flatten().tolist():
+                if (place, self.stage) not in self._recalled:
+                    self._recalled[place, self.stage] = self._finish(batch, states)
+                output = self._recalled[place, self.stage]
+                return TrunkOutput(output.final_hidden[row, : len(tokens)], output.head_input[row, : len(tokens)])
+        raise ConfigError("a streamed trunk has the states only of texts that it was run over; load the model instead")
+
+    def _finish(self, tokens: Tensor, state: object, documents: Tensor | None = None) -> TrunkOutput:
+        """Compute what follows the decoder layers."""
+        with self._only(None, state):
+            return super().forward(tokens, documents=documents)
+
+    def identity(self, batches: Sequence[Tensor], documents: Sequence[Tensor] | None = None) -> dict[str, object]:
+        """Return what the states after each layer depend on."""
+        return {
+            "checkpoint": self._fingerprint,
+            "dtype": str(self.dtype),
+            "texts": hash_batches([*batches, *(documents or ())]),
+        }
 
     def _run_layers(
         self,
@@ -135,7 +166,7 @@ class StreamedTrunk(Trunk):
         num_layers = len(self.decoder.layers)  # LongCat-Flash's config counts two in each
         if first == num_layers:
             return
-        with ThreadPoolExecutor(1) as reader:
+        with ThreadPoolExecutor(1) as reader, self._reading():
             reading = reader.submit(self._fetch, first)
             for index in range(first, num_layers):
                 started = time.perf_counter()
@@ -154,7 +185,16 @@ class StreamedTrunk(Trunk):
                 on_layer(progress)
 
     def _fetch(self, index: int) -> int:
-        return self._weights.fetch(self._names(index))
+        return self._weights.fetch(self._names(index), should_stop=lambda: not self._is_reading)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """While open, layers are read ahead; after an interrupt, nothing waits for a layer that is not needed."""
+        self._is_reading = True
+        try:
+            yield
+        finally:
+            self._is_reading = False
 
     def _names(self, index: int) -> list[str]:
         return [cast(StoredTensor, tensor).name for tensor in self._loader.tensors(index)]
