@@ -11,7 +11,7 @@ from tiny import CONFIGS, FIXTURES, build, prompt
 
 from nextn.checkpoint.tensors import TensorReader
 from nextn.errors import CheckpointError, ConfigError
-from nextn.model import layer_states, streamed_trunk, transformers_loading
+from nextn.model import expert_groups, layer_states, streamed_trunk, transformers_loading
 from nextn.model.layer_states import remove_states
 from nextn.model.model import Model
 
@@ -40,8 +40,18 @@ def test_same_bits_for_every_family(name, tmp_path, monkeypatch):
     loaded, streamed = Model.load(tmp_path / "model"), Model.load(tmp_path / "model", stream=True)
     assert streamed.notes == loaded.notes
     assert_same(streamed, loaded)
-    monkeypatch.setattr(streamed_trunk, "_MAX_EXPERT_BYTES", 0)
+    monkeypatch.setattr(expert_groups, "_MAX_BYTES", 0)
     assert_same(streamed, loaded)
+    assert_same_head(Model.load(tmp_path / "model", stream=True), loaded)
+
+
+def assert_same_head(streamed, loaded):
+    """The head whose experts are loaded when they run has the bits of the other one."""
+    tokens = BATCHES[0]
+    with torch.inference_mode():
+        states = loaded.trunk(tokens).head_input
+        outs = [model.head.teacher_forced_hidden(tokens, states, 2) for model in (streamed, loaded)]
+    assert all(torch.equal(*pair) for pair in zip(*outs, strict=True))
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in FIXTURES.iterdir() if path.is_dir()))
@@ -58,7 +68,7 @@ def test_same_bits_in_bf16_and_from_fp8(name, fp8, tmp_path, monkeypatch):
     streamed = Model.load(tmp_path / "model", stream=True)
     assert streamed.trunk.dtype == torch.bfloat16
     assert_same(streamed, loaded := Model.load(tmp_path / "model"))
-    monkeypatch.setattr(streamed_trunk, "_MAX_EXPERT_BYTES", 0)
+    monkeypatch.setattr(expert_groups, "_MAX_BYTES", 0)
     assert_same(streamed, loaded)
 
 
@@ -99,7 +109,7 @@ def test_only_one_layer_is_in_memory(folder, monkeypatch):
 @pytest.mark.parametrize("fused", [False, True])
 def test_experts_of_a_layer_are_never_in_memory_together(fused, tmp_path, monkeypatch):
     """Whether each expert is stored as a tensor, or one tensor holds all of them."""
-    monkeypatch.setattr(streamed_trunk, "_MAX_EXPERT_BYTES", 0)
+    monkeypatch.setattr(expert_groups, "_MAX_BYTES", 0)
     monkeypatch.setattr(transformers_loading, "_EXPERTS_AT_ONCE", 1)
     build("glm4_moe").save(tmp_path / "model")
     if fused:
@@ -113,6 +123,21 @@ def test_experts_of_a_layer_are_never_in_memory_together(fused, tmp_path, monkey
     trunk.run(BATCHES)
     assert len(seen) > 4
     assert set(seen) == {1}
+
+
+def test_experts_of_the_head_stay_in_the_file(tmp_path, monkeypatch):
+    """They are checked when the head is loaded."""
+    monkeypatch.setattr(expert_groups, "_MAX_BYTES", 0)
+    build("glm4_moe").save(tmp_path / "model")
+    head = Model.load(tmp_path / "model", stream=True).head
+    assert {name for name, value in head.named_parameters() if value.is_meta} == {
+        f"stack.0.block.mlp.experts.{role}" for role in ("gate_up_proj", "down_proj")
+    }
+    path = next(path for path in (tmp_path / "model").glob("*.safetensors") if "layers.2" in str(list(load_file(path))))
+    name = "model.layers.2.mlp.experts.3.up_proj.weight"
+    rewrite(path, lambda tensors: tensors[name].view(-1)[5].fill_(float("inf")))
+    with pytest.raises(CheckpointError, match=f"non-finite: {name}"):
+        Model.load(tmp_path / "model", stream=True)
 
 
 def fuse_experts(tensors) -> None:

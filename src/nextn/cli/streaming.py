@@ -83,14 +83,13 @@ def measure_texts(
     loaded = options.load(need_head=True, stream=reason is not None)
     temperature = plan.temperatures[0] if len(plan.temperatures) == 1 else None
     given = [read_texts(source, loaded.trunk, loaded.tokenizer, temperature=temperature, max_tokens=plan.max_tokens)]
-    outputs, record = _run_trunk(loaded, options, given, reason=reason, states=states, quiet=quiet)
+    outputs, record = _run_trunk(loaded, given, reason=reason, states=states, quiet=quiet)
     report = acceptance_on_texts(loaded, given, outputs, plan)
     return loaded, replace(report, stream=record)
 
 
 def _run_trunk(
     model: "Model",
-    options: ModelOptions,
     given: "Sequence[GivenTexts]",
     *,
     reason: str | None,
@@ -102,22 +101,19 @@ def _run_trunk(
     from nextn.evaluate.given_texts import run_name, whole_text_outputs
     from nextn.evaluate.stream_plan import StreamEstimate, stream_record
     from nextn.model.layer_states import remove_states
-    from nextn.model.model import load_head
     from nextn.model.streamed_trunk import StreamedTrunk
 
     texts, record = [text for each in given for text in each.texts], None
     if isinstance(model.trunk, StreamedTrunk):
         estimate = StreamEstimate.of(model.trunk, sum(each.num_tokens for each in given))
         print_note(f"the trunk is streamed ({reason}): {estimate}")
-        model.head = None  # checked; loaded again when the layers need no memory
-        return_freed_memory()
+        return_freed_memory()  # of checking the head
         layers: list[LayerProgress] = []
         folder = (states or _cache_folder()) / run_name(model.trunk, texts)
         with _layer_bar(model.trunk, layers, quiet=quiet) as show, _resumable(folder):
             outputs = whole_text_outputs(model.trunk, texts, folder=folder, on_layer=show)
         if states is None:
             remove_states(folder)
-        model.head = load_head(options.source, model.trunk, **options.hub)
         record = stream_record(layers, estimate)
     else:
         outputs = whole_text_outputs(model.trunk, texts)

@@ -108,7 +108,7 @@ class Model:
             head: Head | None = None
             if with_head:
                 head = meta_head(inventory, trunk)
-                notes += load_tensors(head, inventory, weights)
+                notes += load_tensors(head, inventory, weights, split_experts=stream)
         return cls(trunk, head, family, _tokenizer(folder, trunk), tuple(notes)).to(torch_device)
 
     def to(self, device: torch.device) -> "Model":
@@ -174,27 +174,18 @@ load = Model.load
 
 
 def load_head(
-    source: str | Path,
-    model: PreTrainedModel | Trunk,
-    *,
-    revision: str | None = None,
-    cache_dir: str | Path | None = None,
-    offline: bool = False,
-    trunk_class: type[Trunk] = Trunk,
+    source: str | Path, model: PreTrainedModel, *, revision: str | None = None, trunk_class: type[Trunk] = Trunk
 ) -> Head:
-    """Load the head of checkpoint `source` onto a trunk, or one of class `trunk_class` around `model`, in its dtype.
+    """Load the head of checkpoint `source` onto a trunk of class `trunk_class` around `model`, in the model's dtype.
 
-    The other options are those of `Model.load`. Raises CheckpointError if the head is incomplete, damaged or does not
-    fit the model.
+    Raises CheckpointError if the head is incomplete, damaged or does not fit the model.
     """
-    checkpoint = Checkpoint.open(source, revision=revision, cache_dir=cache_dir, offline=offline)
-    inventory = _inventory(checkpoint, need_head=True)
-    inventory = on_disk(inventory, revision=revision, cache_dir=cache_dir, offline=offline)
-    trunk = model if isinstance(model, Trunk) else trunk_class(model, stage=inventory.family.hidden)
+    inventory = _inventory(Checkpoint.open(source, revision=revision), need_head=True)
+    inventory = on_disk(inventory, revision=revision)
     with TensorReader(inventory.checkpoint, inventory.family) as weights:
-        head = meta_head(inventory, trunk)
+        head = meta_head(inventory, trunk_class(model, stage=inventory.family.hidden))
         load_tensors(head, inventory, weights)
-    return head.to(trunk.device)
+    return head
 
 
 def live_trunk(model: PreTrainedModel, *, trunk_class: type[Trunk] = Trunk) -> tuple[Family, Trunk]:

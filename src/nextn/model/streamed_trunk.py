@@ -4,12 +4,12 @@ It measures models that do not fit into memory. It runs whole texts without a ca
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,16 @@ from torch.nn import functional
 
 from nextn.cache.kv_cache import KVCache
 from nextn.checkpoint.checkpoint import Checkpoint
-from nextn.checkpoint.mapped_memory import release_pages, slices_released_after_use
-from nextn.checkpoint.tensors import StoredTensor, TensorReader, is_finite
+from nextn.checkpoint.mapped_memory import slices_released_after_use
+from nextn.checkpoint.tensors import StoredTensor, TensorReader
 from nextn.errors import CheckpointError, ConfigError
 from nextn.families import Stage
+from nextn.model.expert_groups import check_finite, run_in_groups, separable_experts
 from nextn.model.layer_states import LayerProgress, StateFolder, StateStore, hash_batches
 from nextn.model.transformers_loading import LayerLoader
 from nextn.model.trunk import Trunk, TrunkOutput
 
 _MAX_STATE_BYTES = 2**30  # of hidden states in memory; what exceeds it is in files
-_MAX_EXPERT_BYTES = 2**30  # of one layer's experts together; those of larger layers are loaded a few at a time
 _VOCAB_ROWS = 16384  # of an lm_head that are cast at once
 
 
@@ -204,46 +204,22 @@ class StreamedTrunk(Trunk):
         """While open, the decoder layer has its weights, or loads those of its experts when they run."""
         layer = self.decoder.layers[index]
         self._weights.check_unchanged(self._names(index))
-        experts = self._separable_experts(index)
+        experts = separable_experts(layer, getattr(self.config, "_experts_implementation", None))
         try:
             self._loader.load(index, self.device, experts=experts is None)
-            _check_finite(index, layer.state_dict())
+            check_finite(f"layer {index}", layer.state_dict())
             if experts is not None:
-                experts.forward = partial(self._run_experts, index, experts)
+                experts.forward = partial(run_in_groups, experts, partial(self._groups, index))
             yield
         finally:
             if experts is not None:
                 vars(experts).pop("forward", None)
             self._loader.unload(index)
 
-    def _separable_experts(self, index: int) -> Any:
-        """The module with the experts of a layer that are too large to be loaded together."""
-        if self._loader.expert_bytes(index) <= _MAX_EXPERT_BYTES:
-            return None
-        # `has_gate`: transformers' own implementations compute all experts alike, each token's sum at the end.
-        found = [part for part in self.decoder.layers[index].modules() if hasattr(part, "has_gate")]
-        return found[0] if len(found) == 1 and self.config._experts_implementation != "eager" else None
-
-    def _run_experts(self, index: int, experts: Any, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Compute what `experts` does for states [N, H] and chosen experts [N, K], loading a few of them at a time."""
-        results, num_experts = None, experts.num_experts
-        try:
-            for first, end in self._loader.expert_groups(index, self.device):
-                _check_finite(index, experts.state_dict())
-                token, place = ((chosen >= first) & (chosen < end)).nonzero(as_tuple=True)
-                if len(token):
-                    experts.num_experts = end - first
-                    rows = states[token]
-                    part = type(experts).forward(
-                        experts, rows, (chosen[token, place] - first)[:, None], torch.ones_like(rows[:, :1])
-                    )
-                    if results is None:
-                        results = part.new_zeros(*chosen.shape, part.shape[-1])
-                    results[token, place] = part
-        finally:
-            experts.num_experts = num_experts
-        assert results is not None
-        return (results * weights[..., None]).sum(dim=1).to(states.dtype)
+    def _groups(self, index: int, experts: nn.Module) -> Iterator[tuple[int, int]]:
+        for group in self._loader.expert_groups(index, self.device):
+            check_finite(f"layer {index}", experts.state_dict())
+            yield group
 
     @contextmanager
     def _only(self, index: int | None, state: object) -> Iterator[list[object]]:
@@ -271,11 +247,3 @@ class StreamedTrunk(Trunk):
         finally:
             for layer in layers:
                 del layer.forward
-
-
-def _check_finite(index: int, tensors: Mapping[str, Tensor]) -> None:
-    loaded = {name: value for name, value in tensors.items() if value.is_floating_point() and not value.is_meta}
-    bad = [name for name, value in loaded.items() if not is_finite(value)]
-    release_pages(loaded.values())
-    if bad:
-        raise CheckpointError(f"layer {index}: {len(bad)} tensors hold NaN or Inf: {', '.join(bad[:8])}")

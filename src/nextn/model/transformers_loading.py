@@ -28,10 +28,9 @@ from transformers.utils import logging as transformers_logging
 
 from nextn.checkpoint.mapped_memory import release_pages
 from nextn.errors import CheckpointError, NextnError
+from nextn.model.expert_groups import EXPERT, STACKED
 from nextn.model.family_layers import add_unused_experts, remove_unused_experts
 
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in stored names
-_STACKED = re.compile(r"(^|\.)experts\.\w+$")  # all experts in one parameter, in names of the model
 _EXPERTS_AT_ONCE = 4  # converted together
 
 
@@ -144,21 +143,17 @@ class LayerLoader:
         _check_complete(self._folder, missing if experts else missing - {name for name, _ in self._stacked(index)})
         remove_unused_experts(layer)
 
-    def expert_bytes(self, index: int) -> int:
-        """Return the bytes that the experts of a layer take when they are loaded together."""
-        return sum(value.nbytes for name, value in self._unloaded[index].items() if _STACKED.search(name))
-
     def expert_groups(self, index: int, device: torch.device) -> Iterator[tuple[int, int]]:
         """Yield (first, end) of a few experts of a loaded layer, while the layer's parameters hold only these."""
         layer, start = self._layers[index], 0
         parts, stacked = self._parts(index)[1], dict(self._stacked(index))
         if not parts:  # stored as one tensor: the loaded parameter is a part of the mapped file
-            stacked = {name: value for name, value in _stored_tensors(layer) if _STACKED.search(name)}
+            stacked = {name: value for name, value in _stored_tensors(layer) if STACKED.search(name)}
             num_experts = max(map(len, stacked.values()), default=0)
             parts = [{} for _ in range(0, num_experts, _EXPERTS_AT_ONCE)]
         try:
             for part in parts:
-                experts = {cast(re.Match[str], _EXPERT.search(name))[1] for name in part}
+                experts = {cast(re.Match[str], EXPERT.search(name))[1] for name in part}
                 end = start + len(experts) if part else min(start + _EXPERTS_AT_ONCE, num_experts)
                 for name, value in stacked.items():
                     _assign(layer, name, nn.Parameter(value[start:end], requires_grad=False))
@@ -188,7 +183,7 @@ class LayerLoader:
         """The layer's tensors without experts that are stored one by one, and those, a few experts at a time."""
         parts: dict[int | None, dict[str, LazyTensor]] = defaultdict(dict)
         for name, tensor in self._states[index].items():
-            expert = _EXPERT.search(name)
+            expert = EXPERT.search(name)
             parts[int(expert[1]) // _EXPERTS_AT_ONCE if expert else None][name] = tensor
         others = parts.pop(None, {})
         return others, [parts[key] for key in sorted(cast(dict[int, dict[str, LazyTensor]], parts))]
@@ -196,7 +191,7 @@ class LayerLoader:
     def _stacked(self, index: int) -> list[tuple[str, Tensor]]:
         """Parameters of all experts that are not loaded."""
         tensors = _stored_tensors(self._layers[index])
-        return [(name, value) for name, value in tensors if _STACKED.search(name) and value.is_meta]
+        return [(name, value) for name, value in tensors if STACKED.search(name) and value.is_meta]
 
     def _load_experts(self, index: int, device: torch.device) -> None:
         """Load experts that are stored one by one, a few at a time: the layer is in memory once, not twice."""
