@@ -108,7 +108,7 @@ def test_streams_by_itself_what_does_not_fit(answers, here, monkeypatch):
     assert "stream" not in measure(here, answers[0.0], "--no-stream")[0]
     code, _, err = here("measure", GLM)
     assert code == 2
-    assert "cannot generate the texts to measure on: give a file with --texts" in err
+    assert "cannot generate the texts to measure on: name a served copy of the model with --engine" in err
 
 
 def test_probe_of_a_streamed_trunk(answers, here, tmp_path, monkeypatch):

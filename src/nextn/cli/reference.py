@@ -17,8 +17,11 @@ from nextn.cli.common import (  # fmt: skip
     BackendName,
     CacheDir,
     Chat,
+    Concurrency,
     Device,
     Dtype,
+    Engine,
+    EngineAccess,
     KeyEnv,
     MaxTokens,
     ModelName,
@@ -26,12 +29,14 @@ from nextn.cli.common import (  # fmt: skip
     Offline,
     Prompts,
     Revision,
+    Served,
     Temperatures,
+    Timeout,
     docs_page,
     parse_temperatures,
 )
 from nextn.cli.screen import console, echo, plain, print_json, print_table, progress_bars, shown
-from nextn.cli.streaming import States, Stream, Texts, measure_texts, need_texts, reason_to_stream
+from nextn.cli.streaming import States, Stream, TextOptions, Texts, measure_texts, need_texts, reason_to_stream
 from nextn.errors import ConfigError
 from nextn.evaluate.reference_plan import ReferencePlan
 
@@ -74,6 +79,11 @@ def measure(
     ] = False,
     model_card: Annotated[bool, typer.Option("--model-card", help="Print Markdown for a model card.")] = False,
     out: Annotated[Path | None, typer.Option(help="File for the JSON record.")] = None,
+    engine: Engine = None,
+    served: Served = None,
+    concurrency: Concurrency = 8,
+    timeout: Timeout = 600,
+    key_env: KeyEnv = None,
     texts: Texts = None,
     stream: Stream = None,
     states: States = None,
@@ -89,6 +99,8 @@ def measure(
     given = None if temperatures is None else parse_temperatures(temperatures)
     if texts is not None and (prompts is not None or (given is not None and len(given) > 1)):
         raise ConfigError("--texts: these are of one temperature, and stand for --prompts; leave out the other options")
+    if texts is not None and engine is not None:
+        raise ConfigError("--texts and --engine: the texts are of a file or of an engine; leave one out")
     if texts is not None:
         check_sources([texts])
     plan = ReferencePlan(num_speculative_tokens, given or (0.0, 1.0), max_tokens, chat, seed, backend)
@@ -96,15 +108,17 @@ def measure(
     options.check()
     to_answer = read_prompts(prompts)
     reason, quiet = reason_to_stream(options, stream), as_json or model_card
-    if reason is not None and texts is None:
+    if reason is not None and texts is None and engine is None:
         raise need_texts(reason)
     from nextn.evaluate.decoding_costs import Machine
     from nextn.evaluate.reference import reference_acceptance
     from nextn.evaluate.reference_report import checkpoint_hashes
     from nextn.evaluate.reference_report import model_card as to_model_card
 
-    if texts is not None:
-        loaded, report = measure_texts(options, texts, plan, reason=reason, states=states, quiet=quiet)
+    if texts is not None or engine is not None:
+        asked = EngineAccess(engine or "", served, concurrency, timeout, key_env)
+        source = TextOptions(texts, asked, reason, states, quiet)
+        loaded, report = measure_texts(options, source, plan, to_answer)
     else:
         loaded = options.load(need_head=True)
         with progress_bars(quiet=quiet) as progress:

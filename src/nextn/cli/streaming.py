@@ -1,22 +1,28 @@
 """Measuring on texts that exist already, with a trunk that is loaded or streamed: options, progress, interruption."""
 
+import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import ModelOptions
-from nextn.cli.screen import console, print_note
+from nextn.cli.common import EngineAccess, ModelOptions
+from nextn.cli.screen import console, print_note, progress_bars
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
+    from nextn.evaluate.engine_check import EngineText
     from nextn.evaluate.given_texts import GivenTexts
     from nextn.evaluate.reference_plan import ReferencePlan
     from nextn.evaluate.reference_report import ReferenceReport
+    from nextn.evaluate.teacher_forced import ReferenceText
+    from nextn.evaluate.workload import Prompt
     from nextn.model.layer_states import LayerProgress
     from nextn.model.model import Model
     from nextn.model.streamed_trunk import StreamedTrunk
@@ -65,37 +71,84 @@ def reason_to_stream(options: ModelOptions, stream: bool | None) -> str | None:
 def need_texts(reason: str) -> ConfigError:
     """Return the error for a trunk that is streamed without texts."""
     return ConfigError(
-        f"a streamed trunk ({reason}) cannot generate the texts to measure on: give a file with --texts, for example "
-        "of `nextn answer`; --no-stream loads the model in any case"
+        f"a streamed trunk ({reason}) cannot generate the texts to measure on: name a served copy of the model with "
+        "--engine, or give a file of texts with --texts; --no-stream loads the model in any case"
     )
 
 
-def measure_texts(
-    options: ModelOptions, source: str, plan: "ReferencePlan", *, reason: str | None, states: Path | None, quiet: bool
-) -> "tuple[Model, ReferenceReport]":
-    """Load the model, and measure its head on the texts of `source`; reason: why it is streamed, None if it is not.
+@dataclass(frozen=True)
+class TextOptions:
+    """Where the texts come from, and how the trunk runs over them."""
 
-    A plan with several temperatures leaves the texts' own to the file.
+    file: str | None
+    engine: EngineAccess
+    reason: str | None  # why the trunk is streamed; None: it is loaded
+    states: Path | None
+    quiet: bool
+
+    @property
+    def folder(self) -> Path:
+        return self.states or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nextn" / "states"
+
+
+def measure_texts(
+    options: ModelOptions, source: TextOptions, plan: "ReferencePlan", prompts: "Sequence[Prompt]"
+) -> "tuple[Model, ReferenceReport]":
+    """Load the model, and measure its head on texts of a file, or on an engine's continuations of the prompts.
+
+    With several temperatures in the plan, a file's own is that of its header.
     """
+    from nextn.evaluate.engine_check import check_engine
     from nextn.evaluate.given_texts import read_texts
     from nextn.evaluate.reference import acceptance_on_texts
 
-    loaded = options.load(need_head=True, stream=reason is not None)
-    temperature = plan.temperatures[0] if len(plan.temperatures) == 1 else None
-    given = [read_texts(source, loaded.trunk, loaded.tokenizer, temperature=temperature, max_tokens=plan.max_tokens)]
-    outputs, record = _run_trunk(loaded, given, reason=reason, states=states, quiet=quiet)
-    report = acceptance_on_texts(loaded, given, outputs, plan)
-    return loaded, replace(report, stream=record)
+    loaded, asked = options.load(need_head=True, stream=source.reason is not None), None
+    if source.file is not None:
+        temperature = plan.temperatures[0] if len(plan.temperatures) == 1 else None
+        reader = partial(read_texts, source.file, loaded.trunk, loaded.tokenizer)
+        given = [reader(temperature=temperature, max_tokens=plan.max_tokens)]
+    else:
+        given, asked = _ask_engine(loaded, source, plan, prompts)
+    texts = [text for each in given for text in each.texts] + ([] if asked is None else [asked.text])
+    outputs, record = _run_trunk(loaded, texts, source)
+    check = None if asked is None else check_engine(source.engine.url, asked, loaded.trunk, outputs.pop())
+    parts = iter(outputs)
+    report = acceptance_on_texts(loaded, given, [[next(parts) for _ in each.texts] for each in given], plan)
+    return loaded, replace(report, stream=record, engine=check)
+
+
+def _ask_engine(
+    model: "Model", source: TextOptions, plan: "ReferencePlan", prompts: "Sequence[Prompt]"
+) -> "tuple[list[GivenTexts], EngineText | None]":
+    """The engine's continuations at each temperature, stored beside the states, and a text with log-probabilities."""
+    from nextn.evaluate.engine_check import ask_engine
+    from nextn.evaluate.given_texts import read_texts
+    from nextn.evaluate.reference_texts import prompt_tokens
+    from nextn.model.text_interface import TextInterface
+    from nextn.settings import Sampling, Settings
+    from nextn.train.served_answers import served_answers
+
+    endpoint, given = source.engine.open(), []
+    ids = [prompt_tokens(model, prompt, plan.chat) for prompt in prompts]
+    for temperature in plan.temperatures:
+        eos = TextInterface.of(model).eos
+        settings = Settings(0, sampling=Sampling(temperature), max_tokens=plan.max_tokens, seed=plan.seed, eos=eos)
+        identity = json.dumps([endpoint.url, endpoint.served.name, ids, temperature, plan.max_tokens, plan.seed])
+        file = source.folder / f"answers-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.jsonl"
+        answers = served_answers(endpoint, ids, settings, file, model.tokenizer, concurrency=source.engine.concurrency)
+        with progress_bars(quiet=source.quiet) as progress:
+            step = progress(f"answers of the engine at temperature {temperature:g}", len(ids))
+            for _ in answers:
+                step()
+        texts = read_texts(file, model.trunk, model.tokenizer, max_tokens=plan.max_tokens)
+        domains = tuple(prompt.domain for prompt in prompts)
+        given.append(replace(texts, source=f"{endpoint.url} ({endpoint.served.name})", domains=domains))
+    return given, ask_engine(endpoint, ids[0])
 
 
 def _run_trunk(
-    model: "Model",
-    given: "Sequence[GivenTexts]",
-    *,
-    reason: str | None,
-    states: Path | None,
-    quiet: bool,
-) -> "tuple[list[list[TrunkOutput]], dict[str, object] | None]":
+    model: "Model", texts: "Sequence[ReferenceText]", source: TextOptions
+) -> "tuple[list[TrunkOutput], dict[str, object] | None]":
     """The states of all texts, in one pass of the trunk, and what streaming took."""
     from nextn.checkpoint.mapped_memory import return_freed_memory
     from nextn.evaluate.given_texts import run_name, whole_text_outputs
@@ -103,26 +156,19 @@ def _run_trunk(
     from nextn.model.layer_states import remove_states
     from nextn.model.streamed_trunk import StreamedTrunk
 
-    texts, record = [text for each in given for text in each.texts], None
-    if isinstance(model.trunk, StreamedTrunk):
-        estimate = StreamEstimate.of(model.trunk, sum(each.num_tokens for each in given))
-        print_note(f"the trunk is streamed ({reason}): {estimate}")
-        return_freed_memory()  # of checking the head
-        layers: list[LayerProgress] = []
-        folder = (states or _cache_folder()) / run_name(model.trunk, texts)
-        with _layer_bar(model.trunk, layers, quiet=quiet) as show, _resumable(folder):
-            outputs = whole_text_outputs(model.trunk, texts, folder=folder, on_layer=show)
-        if states is None:
-            remove_states(folder)
-        record = stream_record(layers, estimate)
-    else:
-        outputs = whole_text_outputs(model.trunk, texts)
-    parts = iter(outputs)
-    return [[next(parts) for _ in each.texts] for each in given], record
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nextn" / "states"
+    trunk = model.trunk
+    if not isinstance(trunk, StreamedTrunk):
+        return whole_text_outputs(trunk, texts), None
+    estimate = StreamEstimate.of(trunk, sum(len(text.tokens) for text in texts))
+    print_note(f"the trunk is streamed ({source.reason}): {estimate}")
+    return_freed_memory()  # of checking the head
+    layers: list[LayerProgress] = []
+    folder = source.folder / run_name(trunk, texts)
+    with _layer_bar(trunk, layers, quiet=source.quiet) as show, _resumable(folder):
+        outputs = whole_text_outputs(trunk, texts, folder=folder, on_layer=show)
+    if source.states is None:
+        remove_states(folder)
+    return outputs, stream_record(layers, estimate)
 
 
 @contextmanager

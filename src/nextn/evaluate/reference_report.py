@@ -16,6 +16,7 @@ from nextn.data.degeneracy import MIN_TOKENS, degeneracy_notes
 from nextn.decoding.drafter import Contract
 from nextn.errors import ConfigError
 from nextn.evaluate.decoding_costs import Machine
+from nextn.evaluate.engine_check import EngineCheck
 from nextn.evaluate.given_texts import TextOrigin
 from nextn.evaluate.reference_plan import ReferencePlan
 from nextn.evaluate.reference_texts import Controls, GeneratedTexts
@@ -43,6 +44,7 @@ DEFINITIONS = {
     "short": f"texts of fewer than {MIN_TOKENS} tokens, too short to detect repetition reliably",
     "origin": "of texts that were not generated here. agreement: at temperature 0, share of their tokens that are the "
     "trunk's argmax; excess: above it, by how many nats a token is less likely than those that the trunk would sample",
+    "engine": "that wrote the texts: differences of its log-probabilities of a greedy text from the trunk's, nats",
     "stream": "bytes read from the checkpoint; seconds of each layer: waiting for and loading its tensors, running it; "
     "resumed: done by an earlier process",
     "hashes": "head: SHA-256 of its own tensors; trunk: of samples; prompts: of their token ids as JSON",
@@ -107,6 +109,7 @@ class ReferenceReport:
     machine: Machine | None = None
     text_source: str = ""  # of texts that were not generated here
     origins: Mapping[float, TextOrigin] = field(default_factory=dict)  # of such texts, by temperature
+    engine: EngineCheck | None = None  # of an engine that wrote them
     stream: Mapping[str, object] | None = None  # of a streamed trunk: `StreamRecord.as_record`
 
     def figures(
@@ -173,7 +176,7 @@ class ReferenceReport:
     @property
     def warnings(self) -> list[str]:
         """Reasons to trust the figures less."""
-        warnings = []
+        warnings = [] if self.engine is None else self.engine.warnings
         for temperature, generated in self.generated.items():
             num_repetitive, num_short = len(self.repetitive[temperature]), len(generated.short)
             warnings += self.origins[temperature].warnings if temperature in self.origins else []
@@ -225,6 +228,7 @@ class ReferenceReport:
             return {}
         origins = {f"{temperature:g}": each.as_record() for temperature, each in self.origins.items()}
         record: dict[str, object] = {"text_source": self.text_source, "origin": origins}
+        record |= {} if self.engine is None else {"engine": self.engine.as_record()}
         return record if self.stream is None else record | {"stream": dict(self.stream)}
 
     def _text_counts(self, temperature: float) -> dict[str, object]:
