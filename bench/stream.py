@@ -11,6 +11,7 @@ kernel's VmHWM, which includes pages of mapped files.
 import argparse
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -125,7 +126,7 @@ def start(folder: Path, texts: Path, states: Path, out: Path) -> subprocess.Pope
 
 def watch(process: subprocess.Popen, kill_when: Path | None = None) -> dict[str, float]:
     """Wait for a process; kill it when a file appears. Returns seconds and peak memory."""
-    began, peak = time.perf_counter(), 0
+    began, peak, before = time.perf_counter(), 0, resource.getrusage(resource.RUSAGE_CHILDREN)
     while process.poll() is None:
         try:
             lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
@@ -136,7 +137,9 @@ def watch(process: subprocess.Popen, kill_when: Path | None = None) -> dict[str,
             process.send_signal(signal.SIGKILL)
             process.wait()
         time.sleep(0.05)
-    return {"seconds": time.perf_counter() - began, "peak_memory": peak, "code": process.returncode}
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"seconds": time.perf_counter() - began, "cpu_seconds": cpu, "peak_memory": peak, "code": process.returncode}
 
 
 def run(folder: Path, work: Path) -> dict[str, object]:
@@ -144,6 +147,7 @@ def run(folder: Path, work: Path) -> dict[str, object]:
     work.mkdir(parents=True, exist_ok=True)
     texts, outs = work / "texts.jsonl", [work / "whole.json", work / "resumed.json"]
     write_texts(texts)
+    load_before = os.getloadavg()
     whole = watch(start(folder, texts, work / "states-whole", outs[0]))
     killed = watch(start(folder, texts, work / "states", outs[1]), kill_when=work / "states" / "*" / "states-0002-*")
     resumed = watch(start(folder, texts, work / "states", outs[1]))
@@ -162,6 +166,7 @@ def run(folder: Path, work: Path) -> dict[str, object]:
         "seconds_of_layers": stream["seconds"],
         "ratio_to_estimate": stream["seconds"] / estimate["seconds"],
         "layers": stream["layers"],
+        "load": [load_before, os.getloadavg()],
         "machine": {key: records[0]["machine"][key] for key in ("name", "cores", "threads", "versions", "dtype")},
     }
 

@@ -42,6 +42,7 @@ def folder(model, tmp_path_factory):
     """The same model in fp32, so that greedy texts do not depend on who decodes, and prompts."""
     made = tmp_path_factory.mktemp("served")
     model.save(made / "model")
+    (made / "few.jsonl").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in PROMPTS[:3]))
     (made / "prompts.jsonl").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in PROMPTS))
     return made
 
@@ -167,13 +168,13 @@ def test_training_takes_the_answers_as_on_policy_only_if_told(folder, server, mo
     arguments = ("answer", folder / "model", out, "--prompts", folder / "prompts.jsonl", "--engine", server.url)
     assert here(*arguments, "--no-chat", "--max-tokens", 4)[0] == 0
     is_own, notes = is_on_policy([out], model.trunk, 1.0)
-    assert (is_own, "may serve another model" in notes[0]) == (False, True)
+    assert (is_own, "--drawn says that it is of this trunk" in notes[0]) == (False, True)
     assert is_on_policy([out], model.trunk, 1.0, declared=True) == (True, [])
 
 
 def measure(here, folder, *options):
     code, out, err = here(
-        "measure", folder, "--prompts", folder.parent / "prompts.jsonl", "--max-tokens", 16, "-k", 2, "--json", *options
+        "measure", folder, "--prompts", folder.parent / "few.jsonl", "--max-tokens", 8, "-k", 1, "--json", *options
     )
     assert code == 0, err
     return json.loads(out)
@@ -199,7 +200,7 @@ def test_engine_that_serves_another_model(folder, server, here, tmp_path, model)
         for value in other.trunk.decoder.layers.parameters():
             value.add_(torch.randn(value.shape, generator=torch.Generator().manual_seed(0)) * value.std() * 0.3)
     other.save(tmp_path / "model")
-    (tmp_path / "prompts.jsonl").write_text((folder / "prompts.jsonl").read_text())
+    (tmp_path / "few.jsonl").write_text((folder / "few.jsonl").read_text())
     record = measure(here, tmp_path / "model", "--engine", server.url, "--no-chat", "--temperatures", 0, "--stream")
     assert not record["engine"]["is_same"], record["engine"]
     assert "serves another model than this checkpoint" in record["warnings"][0]

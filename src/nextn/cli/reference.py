@@ -36,7 +36,7 @@ from nextn.cli.common import (  # fmt: skip
     parse_temperatures,
 )
 from nextn.cli.screen import console, echo, plain, print_json, print_table, progress_bars, shown
-from nextn.cli.streaming import States, Stream, TextOptions, Texts, measure_texts, need_texts, reason_to_stream
+from nextn.cli.streaming import States, Stream, TextOptions, Texts, measure_texts, reason_to_stream
 from nextn.errors import ConfigError
 from nextn.evaluate.reference_plan import ReferencePlan
 
@@ -109,7 +109,10 @@ def measure(
     to_answer = read_prompts(prompts)
     reason, quiet = reason_to_stream(options, stream), as_json or model_card
     if reason is not None and texts is None and engine is None:
-        raise need_texts(reason)
+        raise ConfigError(
+            f"a streamed trunk ({reason}) cannot generate the texts to measure on: name a served copy of the model "
+            "with --engine, or give a file of texts with --texts; --no-stream loads the model in any case"
+        )
     from nextn.evaluate.decoding_costs import Machine
     from nextn.evaluate.reference import reference_acceptance
     from nextn.evaluate.reference_report import checkpoint_hashes

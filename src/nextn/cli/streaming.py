@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from nextn.model.model import Model
     from nextn.model.streamed_trunk import StreamedTrunk
     from nextn.model.trunk import TrunkOutput
+    from nextn.train.head_task import HeadTask
+    from nextn.train.hidden_cache import HiddenStateCache
 
 _PANEL = "Models that do not fit into memory"
 Stream = Annotated[
@@ -68,14 +70,6 @@ def reason_to_stream(options: ModelOptions, stream: bool | None) -> str | None:
     return stream_plan.reason_to_stream(checkpoint, options.torch_dtype, resolve_device(options.device))
 
 
-def need_texts(reason: str) -> ConfigError:
-    """Return the error for a trunk that is streamed without texts."""
-    return ConfigError(
-        f"a streamed trunk ({reason}) cannot generate the texts to measure on: name a served copy of the model with "
-        "--engine, or give a file of texts with --texts; --no-stream loads the model in any case"
-    )
-
-
 @dataclass(frozen=True)
 class TextOptions:
     """Where the texts come from, and how the trunk runs over them."""
@@ -109,7 +103,7 @@ def measure_texts(
         given = [reader(temperature=temperature, max_tokens=plan.max_tokens)]
     else:
         given, asked = _ask_engine(loaded, source, plan, prompts)
-    texts = [text for each in given for text in each.texts] + ([] if asked is None else [asked.text])
+    texts = [text for each in given for text in each.texts] + ([] if asked is None else [asked[0]])
     outputs, record = _run_trunk(loaded, texts, source)
     check = None if asked is None else check_engine(source.engine.url, asked, loaded.trunk, outputs.pop())
     parts = iter(outputs)
@@ -128,10 +122,9 @@ def _ask_engine(
     from nextn.settings import Sampling, Settings
     from nextn.train.served_answers import served_answers
 
-    endpoint, given = source.engine.open(), []
+    endpoint, given, eos = source.engine.open(), [], TextInterface.of(model).eos
     ids = [prompt_tokens(model, prompt, plan.chat) for prompt in prompts]
     for temperature in plan.temperatures:
-        eos = TextInterface.of(model).eos
         settings = Settings(0, sampling=Sampling(temperature), max_tokens=plan.max_tokens, seed=plan.seed, eos=eos)
         identity = json.dumps([endpoint.url, endpoint.served.name, ids, temperature, plan.max_tokens, plan.seed])
         file = source.folder / f"answers-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.jsonl"
@@ -164,25 +157,29 @@ def _run_trunk(
     return_freed_memory()  # of checking the head
     layers: list[LayerProgress] = []
     folder = source.folder / run_name(trunk, texts)
-    with _layer_bar(trunk, layers, quiet=source.quiet) as show, _resumable(folder):
+    with _layer_bar(trunk, folder, layers, quiet=source.quiet) as show:
         outputs = whole_text_outputs(trunk, texts, folder=folder, on_layer=show)
     if source.states is None:
         remove_states(folder)
     return outputs, stream_record(layers, estimate)
 
 
-@contextmanager
-def _resumable(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        print_note(f"the hidden states after the last complete layer are in {folder}; the same command resumes")
-        raise
+def stream_for_training(task: "HeadTask", cache: "HiddenStateCache", folder: Path, *, quiet: bool) -> None:
+    """Run the trunk of a task over all texts of a training run; raises ConfigError for several processes."""
+    from nextn.evaluate.stream_plan import StreamEstimate
+
+    if task.ranks.world > 1:
+        raise ConfigError("--stream runs in one process; leave torchrun out, or --stream")
+    trunk: Any = task.model.trunk
+    num_tokens = cache.num_batches * task.config.batch_size * task.config.length
+    print_note(f"the trunk is streamed (--stream): {StreamEstimate.of(trunk, num_tokens)}")
+    with _layer_bar(trunk, folder, [], quiet=quiet) as show:
+        task.stream_trunk(folder, cache, show)
 
 
 @contextmanager
 def _layer_bar(
-    trunk: "StreamedTrunk", layers: "list[LayerProgress]", *, quiet: bool
+    trunk: "StreamedTrunk", folder: Path, layers: "list[LayerProgress]", *, quiet: bool
 ) -> "Iterator[Callable[[LayerProgress], None]]":
     """Show layers, bytes and the time left; append each layer's progress to `layers`."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -201,4 +198,8 @@ def _layer_bar(
             advance = 0 if progress.resumed else progress.num_bytes
             bar.update(task, total=total, advance=advance, layer=f"{progress.index + 1}/{count}")
 
-        yield show
+        try:
+            yield show
+        except KeyboardInterrupt:
+            print_note(f"the hidden states after the last complete layer are in {folder}; the same command resumes")
+            raise

@@ -16,12 +16,8 @@ _TOKENS = 32
 _MAX_DIFFERENCE = 0.1
 
 
-@dataclass(frozen=True)
-class EngineText:
-    """A greedy text of an engine, with the log-probabilities that it reports."""
-
-    text: ReferenceText
-    logprobs: tuple[float, ...]
+# A greedy text of an engine, with the log-probabilities that it reports.
+EngineText = tuple[ReferenceText, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -57,14 +53,14 @@ def ask_engine(endpoint: Endpoint, prompt: tuple[int, ...]) -> EngineText | None
     """Return an answer with log-probabilities; None from an engine that reports no ids or log-probabilities."""
     answer = endpoint.answer(EngineRequest(prompt, _TOKENS, logprobs=1))
     logprobs = tuple(token.logprob for token in answer.tokens if token.logprob is not None)
-    if answer.ids is None or not answer.ids or len(logprobs) != len(answer.ids):
+    if not answer.ids or len(logprobs) != len(answer.ids):
         return None
-    return EngineText(ReferenceText(prompt, answer.ids), logprobs)
+    return ReferenceText(prompt, answer.ids), logprobs
 
 
 @torch.inference_mode()
 def check_engine(engine: str, asked: EngineText, trunk: Trunk, output: TrunkOutput) -> EngineCheck:
     """Compare, given the trunk's states of the engine's text."""
-    own = [value for block in token_logprobs(trunk, asked.text, output) for value in block[0].tolist()]
-    differences = [abs(one - other) for one, other in zip(own, asked.logprobs, strict=True)]
+    own = [value for block in token_logprobs(trunk, asked[0], output) for value in block[0].tolist()]
+    differences = [abs(one - other) for one, other in zip(own, asked[1], strict=True)]
     return EngineCheck(engine, len(own), sum(differences) / len(own), max(differences))

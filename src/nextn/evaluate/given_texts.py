@@ -176,9 +176,7 @@ class TextOrigin:
         """Whether nothing contradicts it."""
         if self.agreement is not None:
             return self.agreement >= _MIN_AGREEMENT
-        assert self.excess is not None
-        assert self.error is not None
-        return abs(self.excess) <= max(_MAX_EXCESS, _MAX_ERRORS * self.error)
+        return abs(self.excess or 0.0) <= max(_MAX_EXCESS, _MAX_ERRORS * (self.error or 0.0))
 
     @property
     def warnings(self) -> list[str]:

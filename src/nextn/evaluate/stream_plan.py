@@ -61,15 +61,8 @@ class StreamEstimate:
     def __str__(self) -> str:
         return (
             f"{self.num_bytes / 1e9:.1f} GB at {self.bytes_per_s / 1e9:.2g} GB/s and {self.flops / 1e12:.3g} TFLOP at "
-            f"{self.flops_per_s / 1e12:.2g} TFLOP/s: about {duration(self.seconds)}"
+            f"{self.flops_per_s / 1e12:.2g} TFLOP/s: about {self.seconds / 60:.1f} min"
         )
-
-
-def duration(seconds: float) -> str:
-    """Format seconds for a message: `40 s`, `12 min`, `3.5 h`."""
-    if seconds < 100:
-        return f"{max(1, round(seconds))} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def stream_record(layers: Sequence[LayerProgress], estimate: StreamEstimate) -> dict[str, object]:

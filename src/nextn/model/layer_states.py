@@ -1,33 +1,22 @@
-"""Hidden states between decoder layers: in memory and temporary files, or in a folder that a run resumes from."""
+"""Hidden states between decoder layers: in memory, or in a folder that an interrupted run resumes from."""
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar, cast
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
-from torch.utils._pytree import (
-    tree_flatten,
-    tree_leaves,
-    tree_map_only,
-    tree_unflatten,
-    treespec_dumps,
-    treespec_loads,
-)
+from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from nextn.checkpoint.safetensors_file import atomic, write_json
 from nextn.checkpoint.staging_folder import owned
 from nextn.errors import CheckpointError, ConfigError
 from nextn.text_format import changes
 
-States = TypeVar("States")
 _FORMAT, _RECORD, _PREFIX = 1, "states.json", "states-"
 
 
@@ -42,47 +31,17 @@ class LayerProgress:
     resumed: bool = False  # by an earlier process
 
 
-class StateStore:
-    """Hidden states by batch: in memory up to a limit, above it in mapped temporary files."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._in_memory: dict[int, int] = {}  # batch -> bytes
-
-    def keep(self, place: int, states: States) -> States:
-        """Return tensors with these values, which replace those that were kept for the same batch.
-
-        Raises CheckpointError if a file cannot be written.
-        """
-        self._in_memory.pop(place, None)
-        size = sum(state.nbytes for state in tree_leaves(states) if isinstance(state, Tensor))
-        if sum(self._in_memory.values()) + size <= self._max_bytes:
-            self._in_memory[place] = size
-            return states
-        try:
-            return cast(States, tree_map_only(Tensor, _in_file, states))
-        except OSError as error:
-            raise CheckpointError(
-                f"{tempfile.gettempdir()}: hidden states cannot be written: {error.strerror or error}; set TMPDIR to a "
-                "folder on another disk"
-            ) from error
+class StatesInMemory:
+    """The states after the last complete layer, as they are."""
 
     def start(self, num_batches: int) -> tuple[list[LayerProgress], list[object]]:
-        """Return the layers that are done, none, and the batches' states."""
         return [], [None] * num_batches
 
+    def keep(self, place: int, states: object) -> object:
+        return states
+
     def finish_layer(self, progress: LayerProgress) -> None:
-        """Do nothing: nothing is resumed."""
-
-
-def _in_file(state: Tensor) -> Tensor:
-    values = state.cpu().contiguous()
-    # Written, not mapped and then filled: a full disk raises OSError here instead of ending the process.
-    with tempfile.NamedTemporaryFile(prefix="nextn-states-") as file:
-        values.reshape(-1).view(torch.uint8).numpy().tofile(file)
-        file.flush()
-        mapped = torch.from_file(file.name, shared=True, size=values.numel(), dtype=values.dtype)
-    return mapped.view(values.shape)
+        pass
 
 
 class StateFolder:
@@ -122,7 +81,7 @@ class StateFolder:
         last = self._layers[-1].index
         return self._layers, [_read(self._path(last, place)) for place in range(num_batches)]
 
-    def keep(self, place: int, states: States) -> States:
+    def keep(self, place: int, states: object) -> object:
         """Write the states of a batch after the next layer; return them, mapped."""
         path = self._path(len(self._layers), place)
         leaves, structure = tree_flatten(states)
@@ -130,7 +89,7 @@ class StateFolder:
         with atomic(path) as file:
             file.write(save(tensors, metadata={"structure": treespec_dumps(structure)}))
         self._checksums[path.name] = _checksum(path)
-        return cast(States, _read(path))
+        return _read(path)
 
     def finish_layer(self, progress: LayerProgress) -> None:
         """Record that all batches have passed a layer, and remove the states before it."""

@@ -174,16 +174,17 @@ load = Model.load
 
 
 def load_head(
-    source: str | Path, model: PreTrainedModel, *, revision: str | None = None, trunk_class: type[Trunk] = Trunk
+    source: str | Path, model: PreTrainedModel | Trunk, *, revision: str | None = None, trunk_class: type[Trunk] = Trunk
 ) -> Head:
-    """Load the head of checkpoint `source` onto a trunk of class `trunk_class` around `model`, in the model's dtype.
+    """Load the head of checkpoint `source` onto a trunk, or one of class `trunk_class` around `model`, in its dtype.
 
     Raises CheckpointError if the head is incomplete, damaged or does not fit the model.
     """
     inventory = _inventory(Checkpoint.open(source, revision=revision), need_head=True)
     inventory = on_disk(inventory, revision=revision)
     with TensorReader(inventory.checkpoint, inventory.family) as weights:
-        head = meta_head(inventory, trunk_class(model, stage=inventory.family.hidden))
+        trunk = model if isinstance(model, Trunk) else trunk_class(model, stage=inventory.family.hidden)
+        head = meta_head(inventory, trunk)
         load_tensors(head, inventory, weights)
     return head
 

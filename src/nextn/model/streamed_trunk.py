@@ -6,10 +6,12 @@ It measures models that do not fit into memory. It runs whole texts without a ca
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from math import prod
 from pathlib import Path
-from typing import cast
+from tempfile import TemporaryDirectory
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +24,13 @@ from nextn.checkpoint.tensors import StoredTensor, TensorReader
 from nextn.errors import CheckpointError, ConfigError
 from nextn.families import Stage
 from nextn.model.expert_groups import check_finite, run_in_groups, separable_experts
-from nextn.model.layer_states import LayerProgress, StateFolder, StateStore, hash_batches
+from nextn.model.layer_states import LayerProgress, StateFolder, StatesInMemory, hash_batches
 from nextn.model.transformers_loading import LayerLoader
 from nextn.model.trunk import Trunk, TrunkOutput
 
-_MAX_STATE_BYTES = 2**30  # of hidden states in memory; what exceeds it is in files
+_MAX_STATE_BYTES = 2**30  # of hidden states in memory; more are in files
+_MAX_RECALLED = 16  # batches whose states after the final norm are in memory
+_STATES = ("final_hidden", "head_input")
 _VOCAB_ROWS = 16384  # of an lm_head that are cast at once
 
 
@@ -61,11 +65,9 @@ class StreamedTrunk(Trunk):
         return sum(self._weights.num_bytes(self._names(index)) for index in range(len(self.decoder.layers)))
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None, *, documents: Tensor | None = None) -> TrunkOutput:
-        """Raise ConfigError: single passes would read the whole trunk each. See `run`."""
-        raise ConfigError(
-            "a streamed trunk cannot run single passes or generate text, as each would read every layer again; give "
-            "it texts to score, or load the model without streaming"
-        )
+        """Return the states of rows [B, T] of the last `run`; raise ConfigError for others, as `recall` does."""
+        rows = [self.recall(row) for row in (tokens.tolist() if cache is None else [[]])]
+        return TrunkOutput(*(torch.stack([getattr(row, name) for row in rows]) for name in _STATES))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StreamedTrunk":
         # Layers follow to another device when they are loaded.
@@ -84,6 +86,15 @@ class StreamedTrunk(Trunk):
 
     @torch.inference_mode()
     def run(
+        self, batches: Sequence[Tensor], *, documents: Sequence[Tensor] | None = None, **options: Any
+    ) -> list[TrunkOutput]:
+        """Read each decoder layer once, as `read_layers` with these options, and return the states of every batch."""
+        self.read_layers(batches, documents=documents, **options)
+        groups: Sequence[Tensor | None] = documents or [None] * len(batches)
+        return [self._finish(*each, group) for each, group in zip(self._last_run, groups, strict=True)]
+
+    @torch.inference_mode()
+    def read_layers(
         self,
         batches: Sequence[Tensor],
         *,
@@ -91,25 +102,28 @@ class StreamedTrunk(Trunk):
         folder: Path | None = None,
         max_state_bytes: int = _MAX_STATE_BYTES,
         on_layer: Callable[[LayerProgress], None] = lambda progress: None,
-    ) -> list[TrunkOutput]:
-        """Run every batch of tokens [B, T] through the trunk, reading each decoder layer once.
+    ) -> None:
+        """Run every batch of tokens [B, T] through the decoder layers, reading each of them once, for `recall`.
 
         Args:
-            batches: Texts, padded on the right. Results have the bits of `Trunk.forward` on the same batches.
+            batches: Texts, padded on the right. States have the bits of `Trunk.forward` on the same batches.
             documents: Of each batch [B, T], as of `Trunk.forward`.
             folder: Keep the states after each layer there, so that an interrupted run resumes; see `remove_states`.
-            max_state_bytes: Keep hidden states above this number of bytes in temporary files instead of memory.
+            max_state_bytes: Without a folder, states of more bytes, about, are kept in temporary files.
             on_layer: Called after each decoder layer, first for those that an earlier run has done.
 
         Raises:
             CheckpointError: if a layer cannot be read or has values that are not finite, or states cannot be written.
             ConfigError: if the folder holds the states of another run.
         """
-        groups: list[Tensor | None] = [None] * len(batches) if documents is None else [*documents]
+        groups: Sequence[Tensor | None] = documents or [None] * len(batches)
         inputs = list(zip(batches, groups, strict=True))
-        results = StateStore(max_state_bytes)
-        identity = self.identity(batches, documents)
-        with nullcontext(results) if folder is None else StateFolder.locked(folder, identity) as store:
+        with ExitStack() as stack:
+            store: StatesInMemory | StateFolder = StatesInMemory()
+            size = sum(batch.numel() for batch in batches) * prod(self.hidden_shape) * self.dtype.itemsize
+            if folder is not None or size > max_state_bytes:
+                place = folder or Path(stack.enter_context(TemporaryDirectory(prefix="nextn-states-")))
+                store = stack.enter_context(StateFolder.locked(place, self.identity(batches, documents)))
             done, states = store.start(len(batches))
             for progress in done:
                 on_layer(progress)
@@ -118,13 +132,8 @@ class StreamedTrunk(Trunk):
             except CheckpointError as error:
                 kept = f"The states of complete layers are in {folder}; the same command resumes."
                 raise error if folder is None else CheckpointError(f"{str(error).rstrip('.')}. {kept}") from error
-            outputs = []
-            for place, (tokens, document_ids) in enumerate(inputs):
-                output = self._finish(tokens, states[place], document_ids)
-                outputs.append(TrunkOutput(*results.keep(place, (output.final_hidden, output.head_input))))
         self._last_run = list(zip(batches, states, strict=True))
         self._recalled.clear()
-        return outputs
 
     @torch.inference_mode()
     def recall(self, tokens: Sequence[int]) -> TrunkOutput:
@@ -134,12 +143,19 @@ class StreamedTrunk(Trunk):
         """
         wanted = torch.tensor(tokens, device=self.device)
         for place, (batch, states) in enumerate(self._last_run):
+            if not 0 < len(wanted) <= batch.shape[1]:
+                continue
             for row in (batch[:, : len(wanted)].to(self.device) == wanted).all(1).nonzero().flatten().tolist():
+                if len(self._recalled) > _MAX_RECALLED:
+                    self._recalled.clear()
                 if (place, self.stage) not in self._recalled:
                     self._recalled[place, self.stage] = self._finish(batch, states)
                 output = self._recalled[place, self.stage]
                 return TrunkOutput(output.final_hidden[row, : len(tokens)], output.head_input[row, : len(tokens)])
-        raise ConfigError("a streamed trunk has the states only of texts that it was run over; load the model instead")
+        raise ConfigError(
+            "a streamed trunk cannot run single passes or generate text, as each would read every layer again: it has "
+            "the states only of texts that it was run over; load the model without streaming"
+        )
 
     def _finish(self, tokens: Tensor, state: object, documents: Tensor | None = None) -> TrunkOutput:
         """Compute what follows the decoder layers."""
@@ -159,7 +175,7 @@ class StreamedTrunk(Trunk):
         first: int,
         inputs: Sequence[tuple[Tensor, Tensor | None]],
         states: list[object],
-        store: StateStore | StateFolder,
+        store: StatesInMemory | StateFolder,
         on_layer: Callable[[LayerProgress], None],
     ) -> None:
         """Run the layers from `first` over all batches, replacing `states`."""

@@ -29,6 +29,7 @@ from nextn.decoding.generate import eos_tokens
 from nextn.decoding.rounds import Settings, rounds
 from nextn.errors import CheckpointError, ConfigError
 from nextn.model.model import Model
+from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.text_interface import TextInterface
 from nextn.model.trunk import Trunk
 from nextn.runtime.backend import backend_for
@@ -55,8 +56,9 @@ def is_on_policy(
     texts, others = partition_sources(sources)
     headers = {str(source): answers_header(source) for source in others}
     known = {name: header for name, header in headers.items() if header is not None}
-    engines = [name for name, header in known.items() if "trunk" not in header]
-    trunk_id = fingerprint(trunk.model) if known else ""
+    is_streamed = isinstance(trunk, StreamedTrunk)  # whose values are not there to compare
+    engines = [name for name, header in known.items() if is_streamed or "trunk" not in header]
+    trunk_id = None if is_streamed or not known else fingerprint(trunk.model)
     mismatches = [
         f"{name}: {reason}" for name, header in known.items() if (reason := _mismatch(header, trunk_id, temperature))
     ]
@@ -67,15 +69,16 @@ def is_on_policy(
     notes = [f"{mismatch}; its held-out sampled acceptance uses 1 - TV" for mismatch in mismatches]
     if engines and not declared:
         notes.append(
-            f"{engines[0]}: answers of an engine, which may serve another model; --drawn says that it serves this trunk"
+            f"{engines[0]}: written by an engine, or compared with a trunk that is not loaded: --drawn says that it is "
+            "of this trunk"
         )
     has_headers = bool(known) and not texts and not engines and len(known) == len(headers)
     return not mismatches and not all_tokens and (declared or has_headers), notes
 
 
-def _mismatch(header: Mapping[str, Any], trunk: str, temperature: float) -> str | None:
+def _mismatch(header: Mapping[str, Any], trunk: str | None, temperature: float) -> str | None:
     """Why answers were not sampled from the trunk at the temperature."""
-    if header.get("trunk", trunk) != trunk:
+    if trunk is not None and header.get("trunk", trunk) != trunk:
         return "answers of another trunk, or of this one in another dtype; `nextn answer` generates this trunk's own"
     sampling = header.get("settings", {}).get("sampling", {})
     if sampling.get("temperature") == 0:
@@ -226,19 +229,14 @@ def _drop_long(prompts: list[list[int]], context: int | None) -> tuple[list[list
 def _header(model: Model, settings: Settings, batch_size: int, backend: str) -> dict[str, object]:
     head = fingerprint(model.head) if model.head is not None and settings.drafts else None
     made_by = {"trunk": fingerprint(model.trunk.model), "head": head, "batch_size": batch_size, "backend": backend}
-    return plain_json({HEADER_KEY: "answers"} | made_by | {"settings": asdict(settings)})
-
-
-def plain_json(record: Mapping[str, object]) -> dict[str, object]:
-    """Return a record as it is read back: tuples are lists."""
-    plain: dict[str, object] = json.loads(json.dumps(record))
-    return plain
+    return {HEADER_KEY: "answers"} | made_by | {"settings": asdict(settings)}
 
 
 def resume_answers(
     out: Path, header: Mapping[str, object], prompts: Sequence[Sequence[int]], batch_size: int
 ) -> list[GeneratedAnswer]:
     """Return the answers of the file's complete batches and truncate the rest; write the header of a new file."""
+    header = json.loads(json.dumps(header))  # as it is read back: tuples are lists
     if not out.exists():
         with atomic(out) as file:
             file.write(json.dumps(header).encode() + b"\n")

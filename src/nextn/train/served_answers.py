@@ -12,13 +12,7 @@ from nextn.engines.answers import EngineAnswer, EngineRequest
 from nextn.engines.driver import iter_answers
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import EngineError
-from nextn.train.self_generated import (
-    AnswerProgress,
-    GeneratedAnswer,
-    append_answers,
-    plain_json,
-    resume_answers,
-)
+from nextn.train.self_generated import AnswerProgress, GeneratedAnswer, append_answers, resume_answers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,7 +44,7 @@ def served_answers(
         CheckpointError: The file is damaged or cannot be written.
         EngineError: The engine fails, or its tokens are not those of the tokenizer.
     """
-    header = plain_json({HEADER_KEY: "answers", "engine": endpoint.served.name, "settings": asdict(settings)})
+    header = {HEADER_KEY: "answers", "engine": endpoint.served.name, "settings": asdict(settings)}
     progress = AnswerProgress(len(prompts)).plus(resume_answers(out, header, prompts, 1))
     yield progress
     first, eos = progress.answers, settings.eos or ()
