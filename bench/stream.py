@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 
@@ -124,8 +124,8 @@ def start(folder: Path, texts: Path, states: Path, out: Path) -> subprocess.Pope
     return subprocess.Popen([sys.executable, "-m", "nextn", "measure", folder, *options], stdout=subprocess.DEVNULL)
 
 
-def watch(process: subprocess.Popen, kill_when: Path | None = None) -> dict[str, float]:
-    """Wait for a process; kill it when a file appears. Returns seconds and peak memory."""
+def watch(process: subprocess.Popen, kill_when: Callable[[], bool] = lambda: False) -> dict[str, float]:
+    """Wait for a process, or kill it. Returns seconds, of the processor, too, and peak memory."""
     began, peak, before = time.perf_counter(), 0, resource.getrusage(resource.RUSAGE_CHILDREN)
     while process.poll() is None:
         try:
@@ -133,7 +133,7 @@ def watch(process: subprocess.Popen, kill_when: Path | None = None) -> dict[str,
             peak = max(peak, *(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")))
         except (OSError, TypeError):
             pass
-        if kill_when is not None and list(kill_when.parent.glob(kill_when.name)):
+        if kill_when():
             process.send_signal(signal.SIGKILL)
             process.wait()
         time.sleep(0.05)
@@ -149,7 +149,8 @@ def run(folder: Path, work: Path) -> dict[str, object]:
     write_texts(texts)
     load_before = os.getloadavg()
     whole = watch(start(folder, texts, work / "states-whole", outs[0]))
-    killed = watch(start(folder, texts, work / "states", outs[1]), kill_when=work / "states" / "*" / "states-0002-*")
+    is_half_done = lambda: any((work / "states").glob("*/states-0002-*"))  # noqa: E731
+    killed = watch(start(folder, texts, work / "states", outs[1]), kill_when=is_half_done)
     resumed = watch(start(folder, texts, work / "states", outs[1]))
     records = [json.loads(path.read_text()) for path in outs]
     stream = records[0]["stream"]
