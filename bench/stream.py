@@ -40,9 +40,8 @@ CONFIG = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25},
 }
 TEXTS, PROMPT, NEW = 8, 50, 200  # 2,000 tokens
-# DeepSeek-V3: bytes of its fp8 checkpoint, parameters that a token passes, hidden size, layers, and bf16 bytes of its
-# largest layer without routed experts, of its head's experts, and of embedding and lm_head.
-PLAN = {"bytes": 688e9, "active": 37e9, "hidden": 7168, "layers": 61, "head": 23e9, "vocabulary": 3.7e9}
+# DeepSeek-V3: weights of its trunk, bytes of its fp8 checkpoint, weights that a token passes, hidden size.
+PLAN = {"weights": 671e9, "bytes": 688e9, "active": 37e9, "hidden": 7168}
 
 
 def make(folder: Path, num_layers: int) -> None:
@@ -173,18 +172,37 @@ def run(folder: Path, work: Path) -> dict[str, object]:
 
 
 def plan(record: dict) -> None:
-    """Print what DeepSeek-V3 would take at these rates, for 2,000 and for 100,000 tokens."""
-    rates = record["estimate"]
-    read = sum(layer["num_bytes"] for layer in record["layers"]) / record["seconds_of_layers"]
+    """Print what DeepSeek-V3 would take at these rates, for 2,000 and for 100,000 tokens.
+
+    Reading, converting and running its layers is taken to cost as much per weight as here; then come fp8's scales,
+    whose rate is measured now, and the arithmetic of further tokens. The disk must hold the checkpoint.
+    """
+    rates, num_weights = record["estimate"], sum(layer["num_bytes"] for layer in record["layers"]) / 2
+    layers, scales = (
+        PLAN["weights"] * record["seconds_of_layers"] / num_weights,
+        PLAN["weights"] / dequantization_rate(),
+    )
     for tokens in (2_000, 100_000):
-        flops = 2 * PLAN["active"] * tokens
-        reading, arithmetic = PLAN["bytes"] / rates["bytes_per_s"], flops / rates["flops_per_s"]
-        states = tokens * PLAN["hidden"] * 2
-        print(
-            f"{tokens:,} tokens: {PLAN['bytes'] / 1e9:.0f} GB in {reading / 3600:.1f} h at the disk's rate, "
-            f"{PLAN['bytes'] / read / 3600:.1f} h at the rate of all layers here; {flops / 1e12:.0f} TFLOP in "
-            f"{arithmetic / 3600:.1f} h; states {states / 1e9:.2f} GB"
-        )
+        more = 2 * PLAN["active"] * max(0, tokens - record["tokens"]) / rates["flops_per_s"]
+        hours = {"layers": layers, "fp8": scales, "further arithmetic": more}
+        parts = ", ".join(f"{name} {seconds / 3600:.1f} h" for name, seconds in hours.items())
+        disk, states = PLAN["bytes"] / rates["bytes_per_s"] / 3600, tokens * PLAN["hidden"] * 2 / 1e9
+        print(f"{tokens:,} tokens: {sum(hours.values()) / 3600:.1f} h ({parts})")
+        print(f"  {PLAN['bytes'] / 1e9:.0f} GB read, {disk:.1f} h at the disk's rate; hidden states {states:.2f} GB")
+
+
+def dequantization_rate() -> float:
+    """Return how many fp8 weights are dequantized per second, in blocks, to bf16."""
+    import torch
+
+    from nextn.checkpoint import fp8
+
+    weight, scale, best = torch.ones(2048, 7168).to(torch.float8_e4m3fn), torch.ones(16, 56), float("inf")
+    for _ in range(8):
+        began = time.perf_counter()
+        fp8.dequantize(weight, scale, (128, 128)).to(torch.bfloat16)
+        best = min(best, time.perf_counter() - began)
+    return weight.numel() / best
 
 
 def main() -> None:
