@@ -3,7 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from tiny import build
 
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.model.model import Model
+from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.train.config import TrainConfig
 from nextn.train.head_task import HeadTask
 
@@ -349,3 +350,53 @@ def test_a_damaged_record_of_options(stopped, nextn):
     code, _, err = nextn(stopped, "--resume")
     assert (code, err.count("\n")) == (2, 1)
     assert "resume with the options that the run was started with" in err
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_streamed_trunk_trains_the_same_head(given, tmp_path, here, monkeypatch, dtype):
+    """The trunk is read once, layer by layer: the same cache of hidden states and the same head, bit for bit."""
+    how = ["--freeze-trunk", "--from", given / "model", "--data", given / "text", *SMALL, "--head-only"]
+    how += ["--set", f"dtype={dtype}", "--set", "lr=0.5", "--allow-worse"]
+    code, _, complaint = here("train", tmp_path / "loaded", *how, "--cache-gb", 1)
+    assert code == 0, complaint
+    layers, real = [], StreamedTrunk._loaded
+    monkeypatch.setattr(StreamedTrunk, "_loaded", lambda self, index: layers.append(index) or real(self, index))
+    code, _, complaint = here("train", tmp_path / "streamed", *how, "--stream")
+    assert code == 0, complaint
+    assert "the trunk is streamed (--stream)" in complaint
+    assert layers == [0, 1]
+    heads, caches = (
+        [load_file(next((tmp_path / run).glob(pattern))) for run in ("loaded", "streamed")]
+        for pattern in ("head/*.safetensors", "hidden/*.safetensors")
+    )
+    for one, other in (heads, caches):
+        assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
+    assert not (tmp_path / "streamed" / "states").exists()
+
+
+def test_streamed_training_resumes(given, tmp_path, here, monkeypatch):
+    """Interrupted while the trunk is read, and while the head trains: no layer is read twice."""
+    how = ["--freeze-trunk", "--from", given / "model", "--data", given / "text", *SMALL, "--head-only", "--stream"]
+    layers, real = [], StreamedTrunk._loaded
+    monkeypatch.setattr(StreamedTrunk, "_loaded", lambda self, index: layers.append(index) or real(self, index))
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadTask, "stream_trunk", partialmethod(interrupted, HeadTask.stream_trunk))
+        assert here("train", tmp_path / "run", *how, "--allow-worse")[0] == 130
+    assert layers == [0]
+    assert here("train", tmp_path / "run", *how, "--allow-worse")[0] == 0
+    assert layers == [0, 1]
+
+
+def interrupted(self, real, folder, cache, on_layer):
+    def stop(progress):
+        raise KeyboardInterrupt
+
+    return real(self, folder, cache, stop)
+
+
+def test_streamed_training_needs_a_head(given, tmp_path, here):
+    code, _, complaint = here(
+        "train", tmp_path / "run", "--freeze-trunk", "--from", given / "headless", "--data", given / "text", "--stream",
+        "--init-head",
+    )  # fmt: skip
+    assert (code, "--stream needs a head to start from" in complaint) == (2, True)

@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from stored import INDEX, set_config
 from tiny import build
 
+from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.errors import CheckpointError
 from nextn.model.model import Model
+from nextn.model.text_interface import TextInterface
 
 SHARD = "model-00002-of-00002.safetensors"
 
@@ -150,3 +152,17 @@ def test_a_single_file(tmp_path):
     save_file({"unrelated": torch.zeros(1)}, tmp_path / "one" / "other.safetensors")
     model = Model.load(tmp_path / "one" / "whole model.safetensors")
     assert torch.equal(model.head.stack[0].projection.weight, table["model.layers.2.eh_proj.weight"])
+
+
+def test_config_and_tokenizer_without_weights(hub, tmp_path):
+    """What an engine's texts must fit, of a model whose weights are never downloaded."""
+    model = build("glm4_moe", vocab_size=264)
+    model.tokenizer = byte_tokenizer()
+    model.save(tmp_path / "with-tokenizer")
+    for path in (tmp_path / "with-tokenizer").glob("*.json"):
+        hub.files[path.name] = path.read_bytes()
+    read = TextInterface.read("org/model", cache_dir=tmp_path / "cache")
+    own = TextInterface.of(Model.load(tmp_path / "with-tokenizer"))
+    assert (read.vocab_size, read.max_length, read.eos) == (own.vocab_size, own.max_length, own.eos)
+    assert read.tokenizer("ab")["input_ids"] == own.tokenizer("ab")["input_ids"]
+    assert not [path for path, _ in hub.requests if path.endswith(".safetensors")]

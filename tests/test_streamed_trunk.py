@@ -1,5 +1,6 @@
 """Trunks that are read layer by layer: the same bits as in memory, one layer at a time, and clear errors."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from tiny import CONFIGS, FIXTURES, build, prompt
 
 from nextn.checkpoint.tensors import TensorReader
 from nextn.errors import CheckpointError, ConfigError
-from nextn.model import transformers_loading
+from nextn.model import expert_groups, layer_states, streamed_trunk, transformers_loading
+from nextn.model.layer_states import remove_states
 from nextn.model.model import Model
 
 BATCHES = [torch.tensor([prompt(21, seed=1), prompt(21, seed=2)]), torch.tensor([prompt(34, seed=3)])]
@@ -27,13 +29,30 @@ def assert_same(streamed, loaded, batches=BATCHES, **options):
             assert torch.equal(output.head_input, expected.head_input)
 
 
+# Their experts clamp, and then compute silu over all rows at once: narrower rows would end inside a vector register.
+WIDE = {name: {"moe_intermediate_size": 32} for name in ("deepseek_v4", "hy_v4")}
+
+
 @pytest.mark.parametrize("name", families(CONFIGS))
 def test_same_bits_for_every_family(name, tmp_path, monkeypatch):
+    """With experts loaded together, and a few at a time."""
     monkeypatch.setattr(transformers_loading, "_EXPERTS_AT_ONCE", 3)  # of 4, so that there is an incomplete part
-    build(name).save(tmp_path / "model")
+    build(name, **WIDE.get(name, {})).save(tmp_path / "model")
     loaded, streamed = Model.load(tmp_path / "model"), Model.load(tmp_path / "model", stream=True)
     assert streamed.notes == loaded.notes
     assert_same(streamed, loaded)
+    monkeypatch.setattr(expert_groups, "_MAX_BYTES", 0)
+    assert_same(streamed, loaded)
+    assert_same_head(Model.load(tmp_path / "model", stream=True), loaded)
+
+
+def assert_same_head(streamed, loaded):
+    """The head whose experts are loaded when they run has the bits of the other one."""
+    tokens = BATCHES[0]
+    with torch.inference_mode():
+        states = loaded.trunk(tokens).head_input
+        outs = [model.head.teacher_forced_hidden(tokens, states, 2) for model in (streamed, loaded)]
+    assert all(torch.equal(*pair) for pair in zip(*outs, strict=True))
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in FIXTURES.iterdir() if path.is_dir()))
@@ -45,11 +64,13 @@ def test_same_bits_for_trained_models(name, trained):
 @pytest.mark.parametrize(
     ("name", "fp8"), [("deepseek_v4", False), ("qwen3_next", False), ("glm4_moe", True), ("deepseek_v3", True)]
 )
-def test_same_bits_in_bf16_and_from_fp8(name, fp8, tmp_path):
-    build(name).save(tmp_path / "model", dtype=torch.bfloat16, fp8=fp8)
+def test_same_bits_in_bf16_and_from_fp8(name, fp8, tmp_path, monkeypatch):
+    build(name, **WIDE.get(name, {})).save(tmp_path / "model", dtype=torch.bfloat16, fp8=fp8)
     streamed = Model.load(tmp_path / "model", stream=True)
     assert streamed.trunk.dtype == torch.bfloat16
-    assert_same(streamed, Model.load(tmp_path / "model"))
+    assert_same(streamed, loaded := Model.load(tmp_path / "model"))
+    monkeypatch.setattr(expert_groups, "_MAX_BYTES", 0)
+    assert_same(streamed, loaded)
 
 
 @pytest.fixture
@@ -86,6 +107,119 @@ def test_only_one_layer_is_in_memory(folder, monkeypatch):
     assert all(value.is_meta for value in layers.parameters())
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_experts_of_a_layer_are_never_in_memory_together(fused, tmp_path, monkeypatch):
+    """Whether each expert is stored as a tensor, or one tensor holds all of them."""
+    monkeypatch.setattr(expert_groups, "_MAX_BYTES", 0)
+    monkeypatch.setattr(transformers_loading, "_EXPERTS_AT_ONCE", 1)
+    build("glm4_moe").save(tmp_path / "model")
+    if fused:
+        rewrite(shard(tmp_path / "model"), fuse_experts)
+    trunk, seen = Model.load(tmp_path / "model", stream=True).trunk, []
+    experts_class = type(trunk.decoder.layers[1].mlp.experts)
+    real = experts_class.forward
+    monkeypatch.setattr(
+        experts_class, "forward", lambda self, *args: seen.append(len(self.gate_up_proj)) or real(self, *args)
+    )
+    trunk.run(BATCHES)
+    assert len(seen) > 4
+    assert set(seen) == {1}
+
+
+def test_experts_of_the_head_stay_in_the_file(tmp_path, monkeypatch):
+    """They are checked when the head is loaded."""
+    monkeypatch.setattr(expert_groups, "_MAX_BYTES", 0)
+    build("glm4_moe").save(tmp_path / "model")
+    head = Model.load(tmp_path / "model", stream=True).head
+    assert {name for name, value in head.named_parameters() if value.is_meta} == {
+        f"stack.0.block.mlp.experts.{role}" for role in ("gate_up_proj", "down_proj")
+    }
+    path = next(path for path in (tmp_path / "model").glob("*.safetensors") if "layers.2" in str(list(load_file(path))))
+    name = "model.layers.2.mlp.experts.3.up_proj.weight"
+    rewrite(path, lambda tensors: tensors[name].view(-1)[5].fill_(float("inf")))
+    with pytest.raises(CheckpointError, match=f"non-finite: {name}"):
+        Model.load(tmp_path / "model", stream=True)
+
+
+def fuse_experts(tensors) -> None:
+    prefix = "model.layers.1.mlp.experts"
+    parts = {
+        role: torch.stack([tensors.pop(f"{prefix}.{index}.{role}_proj.weight") for index in range(4)])
+        for role in ("gate", "up", "down")
+    }
+    tensors[f"{prefix}.gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], 1)
+    tensors[f"{prefix}.down_proj"] = parts["down"]
+
+
+def test_embedding_and_lm_head_are_cast_in_slices(tmp_path, monkeypatch):
+    """Of a model that is stored in bf16 and runs in fp32, no cast copy of them is made."""
+    monkeypatch.setattr(streamed_trunk, "_VOCAB_ROWS", 24)
+    build("glm4_moe").save(tmp_path / "model", dtype=torch.bfloat16)
+    options = {"dtype": torch.float32}
+    loaded, streamed = Model.load(tmp_path / "model", **options), Model.load(tmp_path / "model", **options, stream=True)
+    assert {streamed.trunk.embedding.weight.dtype, streamed.trunk.lm_head.dtype} == {torch.bfloat16}
+    assert torch.equal(streamed.trunk.embed(BATCHES[0]), loaded.trunk.embed(BATCHES[0]))
+    assert torch.equal(streamed.trunk.embed(BATCHES[0], raw=True), loaded.trunk.embed(BATCHES[0], raw=True))
+    states = loaded.trunk(BATCHES[0]).final_hidden.detach()
+    assert torch.equal(streamed.trunk.logits(states), loaded.trunk.logits(states).detach())
+
+
+def stop_after(index):
+    def stop(progress):
+        if progress.index == index:
+            raise KeyboardInterrupt
+
+    return stop
+
+
+def test_interrupted_run_resumes_after_the_last_layer(folder, tmp_path):
+    """The same bits, each layer read once in all, states that are tuples included."""
+    states, progress = tmp_path / "states", []
+    with pytest.raises(KeyboardInterrupt):
+        Model.load(folder, stream=True).trunk.run(BATCHES, folder=states, on_layer=stop_after(1))
+    assert len(list(states.glob("states-0001-*.safetensors"))) == len(list(states.glob("states-*.safetensors"))) == 2
+    assert_same(Model.load(folder, stream=True), Model.load(folder), folder=states, on_layer=progress.append)
+    assert [(each.index, each.resumed) for each in progress] == [(0, True), (1, True), (2, False)]
+    assert_same(Model.load(folder, stream=True), Model.load(folder), folder=states)
+    remove_states(states)
+    assert not states.exists()
+
+
+def test_states_of_another_run_are_refused(folder, tmp_path):
+    trunk = Model.load(folder, stream=True).trunk
+    trunk.run(BATCHES, folder=tmp_path / "states")
+    with pytest.raises(ConfigError, match="another texts; give another folder"):
+        trunk.run(BATCHES[:1], folder=tmp_path / "states")
+    rewrite(shard(folder), lambda tensors: tensors["model.layers.0.self_attn.o_proj.weight"].mul_(2))
+    with pytest.raises(ConfigError, match="another checkpoint"):
+        Model.load(folder, stream=True).trunk.run(BATCHES, folder=tmp_path / "states")
+
+
+def test_damaged_states_are_an_error(folder, tmp_path):
+    trunk = Model.load(folder, stream=True).trunk
+    trunk.run(BATCHES, folder=tmp_path / "states")
+    path = next((tmp_path / "states").glob("states-*-00001.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match=r"00001\.safetensors: missing or damaged"):
+        trunk.run(BATCHES, folder=tmp_path / "states")
+
+
+def test_full_disk_keeps_the_states_of_complete_layers(folder, tmp_path, monkeypatch):
+    real, calls = layer_states.save, []
+
+    def full(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(layer_states, "save", full)
+    trunk = Model.load(folder, stream=True).trunk
+    with pytest.raises(CheckpointError, match=r"No space left.*complete layers are in .*states; the same command"):
+        trunk.run(BATCHES, folder=tmp_path / "states")
+    assert_same(Model.load(folder, stream=True), Model.load(folder), folder=tmp_path / "states")
+
+
 def test_progress_counts_the_bytes_of_each_layer(folder):
     model, progress = Model.load(folder, stream=True), []
     model.trunk.run(BATCHES, on_layer=progress.append)
@@ -93,6 +227,7 @@ def test_progress_counts_the_bytes_of_each_layer(folder):
     indices = range(model.trunk.num_layers)
     by_layer = [sum(tensor.nbytes for name, tensor in tensors if f".layers.{index}." in name) for index in indices]
     assert [each.num_bytes for each in progress] == by_layer
+    assert model.trunk.num_bytes == sum(by_layer)
 
 
 def test_single_passes_are_refused(folder):

@@ -1,5 +1,8 @@
 """Which device a model runs on."""
 
+from contextlib import suppress
+from pathlib import Path
+
 import torch
 
 from nextn.errors import ConfigError
@@ -25,6 +28,30 @@ def resolve_device(name: str | torch.device = "auto") -> torch.device:
             f"device = {str(device)!r} is not available to torch; expected one of {', '.join(_available_names())}"
         )
     return device
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Return the memory that this process may still take: of the GPU, or of the machine and its control group.
+
+    None where the system does not say.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    limits = []
+    with suppress(OSError, ValueError):
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        limits.append(int(fields["MemAvailable"].split()[0]) * 1024)
+    with suppress(OSError, ValueError):  # "max" where there is no limit
+        group = Path("/sys/fs/cgroup")
+        used = int((group / "memory.current").read_text()) - _cached_bytes(group)
+        limits.append(int((group / "memory.max").read_text()) - used)
+    return min(limits, default=None)
+
+
+def _cached_bytes(group: Path) -> int:
+    """What a control group holds of files, which the kernel drops when memory is needed."""
+    fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return int(fields["inactive_file"]) + int(fields["active_file"])
 
 
 def _is_available(device: torch.device) -> bool:

@@ -1,6 +1,7 @@
 """Make a checkpoint's files local: download from the hub what loading needs. Imports no torch."""
 
 import re
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -35,19 +36,39 @@ def on_disk(
     checkpoint = inventory.checkpoint
     if all(isinstance(source, LocalFile) for name in needed(inventory) if (source := checkpoint.sources.get(name))):
         return inventory
+    patterns = [re.sub(r"([*?[])", r"[\1]", name) for name in needed(inventory)]
+    folder = _download(checkpoint.path, patterns, revision=revision, cache_dir=cache_dir, offline=offline)
+    return Inventory.of(Checkpoint.open(folder), family=inventory.family)
+
+
+def _download(
+    hub_id: str, patterns: Sequence[str], *, revision: str | None, cache_dir: str | Path | None, offline: bool
+) -> Path:
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx2's; httpx's in hub 1
 
     try:
         folder = hub.snapshot_download(
-            checkpoint.path,
+            hub_id,
             revision=revision,
             cache_dir=cache_dir,
-            allow_patterns=[re.sub(r"([*?[])", r"[\1]", name) for name in needed(inventory)],
+            allow_patterns=list(patterns),
             local_files_only=offline or is_offline_mode(),
         )
     except (HTTPError, OSError) as error:  # the hub's own errors derive from these
-        raise CheckpointError(f"{checkpoint.path}: {_reason(error)}. Completed files are kept; try again.") from error
-    return Inventory.of(Checkpoint.open(folder), family=inventory.family)
+        raise CheckpointError(f"{hub_id}: {_reason(error)}. Completed files are kept; try again.") from error
+    return Path(folder)
+
+
+def small_files(
+    source: str, *, revision: str | None = None, cache_dir: str | Path | None = None, offline: bool = False
+) -> Path:
+    """Return the folder with the config and tokenizer of a local checkpoint or hub id; no weights are downloaded.
+
+    Raises CheckpointError if there is none.
+    """
+    if Path(source).exists():
+        return folder_of(Checkpoint.open(source))
+    return _download(source, _OTHER_FILES, revision=revision, cache_dir=cache_dir, offline=offline)
 
 
 def folder_of(checkpoint: Checkpoint) -> Path:

@@ -1,6 +1,6 @@
 """Read a local checkpoint's tensors on demand as torch tensors; fp8 is dequantized with its scales."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.mapped_memory import release_pages
 from nextn.checkpoint.quant_config import declared
 from nextn.checkpoint.remote import LocalFile
+from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.checkpoint.stored_format import scale_of
 from nextn.errors import CheckpointError
 from nextn.families import Family
@@ -110,13 +111,21 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         """Release the memory of a tensor's part of the mapped file, and of its scales'."""
         release_pages([self._raw(stored) for stored in (name, self.scales.get(name)) if stored])
 
-    def fetch(self, names: Iterable[str]) -> int:
-        """Read the bytes of these tensors and their scales into the kernel's file cache; return how many there are."""
-        infos = [self.checkpoint.info(stored) for name in names for stored in (name, self.scales.get(name)) if stored]
+    def fetch(self, names: Iterable[str], should_stop: Callable[[], bool] = lambda: False) -> int:
+        """Read the bytes of these tensors and their scales into the kernel's file cache; return how many there are.
+
+        should_stop: Asked after every few megabytes.
+        """
+        infos = self._infos(names)
         for info in sorted(infos, key=lambda info: (info.file, info.begin)):
             for _ in self.checkpoint.chunks(info, _FETCH):
-                pass
+                if should_stop():
+                    break
         return sum(info.nbytes for info in infos)
+
+    def num_bytes(self, names: Iterable[str]) -> int:
+        """Return how many bytes `fetch` reads."""
+        return sum(info.nbytes for info in self._infos(names))
 
     def check_unchanged(self, names: Iterable[str]) -> None:
         """Raise CheckpointError if a file of these tensors changed: reading a truncated one would end the process."""
@@ -129,6 +138,9 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         """Return `name`, or the name of its scales if those are not finite."""
         scale = self.scales.get(name)
         return name if scale is None or is_finite(self._raw(scale)) else scale
+
+    def _infos(self, names: Iterable[str]) -> list[TensorInfo]:
+        return [self.checkpoint.info(stored) for name in names for stored in (name, self.scales.get(name)) if stored]
 
     def _raw(self, name: str) -> Tensor:
         file = self.checkpoint.info(name).file

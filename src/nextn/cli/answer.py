@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,18 +14,25 @@ from nextn.cli.common import (  # fmt: skip
     BackendName,
     CacheDir,
     Chat,
+    Concurrency,
     Device,
     Dtype,
+    Engine,
+    EngineAccess,
+    KeyEnv,
     MaxTokens,
     ModelName,
     ModelOptions,
     Offline,
     Revision,
+    Served,
+    Timeout,
     WeightType,
     stop_flag,
     use_chat,
 )
 from nextn.cli.screen import console, echo, print_json, print_note
+from nextn.errors import ConfigError
 from nextn.settings import Sampling, Settings
 
 if TYPE_CHECKING:
@@ -60,9 +68,16 @@ def answer(
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
+    engine: Engine = None,
+    served: Served = None,
+    concurrency: Concurrency = 8,
+    timeout: Timeout = 600,
+    key_env: KeyEnv = None,
     as_json: AsJson = False,
 ) -> None:
-    """Generate training data with the trunk itself. After Ctrl-C, the same command resumes."""
+    """Generate training data with the trunk itself, here or by an engine that serves it; the same command resumes."""
+    if engine is not None and (top_k or top_p < 1):
+        raise ConfigError("--top-k and --top-p: an engine samples from the whole distribution here; leave them out")
     sampling = Sampling(temperature, top_k, top_p)
     settings = Settings(drafts=num_speculative_tokens, sampling=sampling, max_tokens=max_tokens, seed=seed)
     options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights)
@@ -70,18 +85,28 @@ def answer(
     from nextn.data.sources import check_sources
 
     check_sources(prompts)
+    from nextn.model.text_interface import TextInterface
     from nextn.train.self_generated import generate_answers, read_prompts
+    from nextn.train.served_answers import served_answers
 
-    loaded = options.load(need_head=False)
-    chat = use_chat(loaded, chat)
-    prompt_ids, notes = read_prompts(prompts, loaded, count=count, length=length, seed=seed, chat=chat)
+    model_of_text = options.load(need_head=False) if engine is None else TextInterface.read(model, **options.hub)
+    chat = use_chat(model_of_text, chat)
+    prompt_ids, notes = read_prompts(prompts, model_of_text, count=count, length=length, seed=seed, chat=chat)
     for note in notes:
         print_note(note)
     with stop_flag() as stopped, _progress(quiet=as_json) as show:
+        if isinstance(model_of_text, TextInterface):
+            endpoint = EngineAccess(engine or "", served, concurrency, timeout, key_env).open()
+            settings, tokenizer = replace(settings, drafts=0, eos=model_of_text.eos), model_of_text.tokenizer
+            progress = served_answers(
+                endpoint, prompt_ids, settings, out, tokenizer, concurrency=concurrency, should_stop=stopped
+            )
+        else:
+            progress = generate_answers(
+                model_of_text, prompt_ids, settings, out, batch_size=batch, backend=backend, should_stop=stopped
+            )
         state = None
-        for state in generate_answers(
-            loaded, prompt_ids, settings, out, batch_size=batch, backend=backend, should_stop=stopped
-        ):
+        for state in progress:
             show(state)
     assert state is not None
     if as_json:

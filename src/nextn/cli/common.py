@@ -16,7 +16,11 @@ from nextn.errors import ConfigError
 from nextn.settings import BACKENDS, WEIGHTS
 
 if TYPE_CHECKING:
+    import torch
+
+    from nextn.engines.endpoint import Endpoint
     from nextn.model.model import Model
+    from nextn.model.text_interface import TextInterface
 
 _DTYPES = ("auto", "float32", "bfloat16")
 _DOCS = "https://github.com/nextn-mtp/nextn/tree/main/docs"
@@ -86,6 +90,7 @@ ExactHead = Annotated[
     bool, typer.Option("--exact-head", help="Never reduce the head's weights to seven bits for faster drafting.")
 ]
 KeyEnv = Annotated[str | None, typer.Option(help="Environment variable with the API key. Default: OPENAI_API_KEY.")]
+_SERVED = "With a served copy of the model"
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
@@ -159,19 +164,58 @@ class ModelOptions:
         if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", self.source, re.ASCII) or Path(self.source).exists():
             Checkpoint.open(self.source)
 
-    def load(self, *, need_head: bool, exact_head: bool = False) -> "Model":
-        """Load the model; call `check` first. exact_head: see `Head.exact`."""
+    @property
+    def torch_dtype(self) -> "torch.dtype | None":
+        """The dtype for `Model.load`."""
         import torch
 
+        return None if self.dtype == "auto" else getattr(torch, self.dtype)
+
+    def load(self, *, need_head: bool, exact_head: bool = False, stream: bool = False) -> "Model":
+        """Load the model; call `check` first. exact_head: see `Head.exact`."""
         from nextn.model.model import Model
 
-        stored = None if self.dtype == "auto" else getattr(torch, self.dtype)
-        device = self.device if self.weights == "stored" else "cpu"
-        loaded = Model.load(self.source, **self.hub, dtype=stored, need_head=need_head, device=device)
+        loaded = Model.load(
+            self.source,
+            **self.hub,
+            dtype=self.torch_dtype,
+            need_head=need_head,
+            device=self.device if self.weights == "stored" else "cpu",
+            stream=stream,
+        )
         loaded.trunk.weights = self.weights
         if loaded.head is not None:
             loaded.head.exact = exact_head
         return loaded
+
+
+Engine = Annotated[
+    str | None,
+    typer.Option(help="Address of an engine that serves this model, such as localhost:8000.", rich_help_panel=_SERVED),
+]
+Served = Annotated[str | None, typer.Option(help="Model name, if the engine serves several.", rich_help_panel=_SERVED)]
+Concurrency = Annotated[int, typer.Option(min=1, help="Requests to the engine at a time.", rich_help_panel=_SERVED)]
+Timeout = Annotated[float, typer.Option(help="Seconds per request.", rich_help_panel=_SERVED)]
+
+
+@dataclass(frozen=True)
+class EngineAccess:
+    """The options of commands whose texts an engine writes."""
+
+    url: str
+    served: str | None = None
+    concurrency: int = 8
+    timeout: float = 600
+    key_env: str | None = None
+
+    def open(self) -> "Endpoint":
+        """Connect to the engine. Raises EngineError if it does not answer."""
+        from nextn.engines.client import Budget, Limits
+        from nextn.engines.endpoint import Endpoint
+
+        # A run may take days, and is resumable: each request is limited, their number is that of the prompts.
+        budget = Budget(Limits(requests=10**9, seconds=10**9, answer_s=self.timeout))
+        return Endpoint.open(self.url, budget, model=self.served, key_env=self.key_env)
 
 
 @contextmanager
@@ -202,7 +246,7 @@ def check_device(device: str) -> None:
         raise ConfigError(f"device = {device!r}; expected auto, cpu, cuda, mps, xpu, or one of several such as cuda:1")
 
 
-def use_chat(model: "Model", chat: bool | None) -> bool:
+def use_chat(model: "Model | TextInterface", chat: bool | None) -> bool:
     """Resolve --chat/--no-chat; None: whether the tokenizer has a chat template."""
     return bool(model.tokenizer is not None and model.tokenizer.chat_template) if chat is None else chat
 

@@ -7,7 +7,7 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -17,8 +17,11 @@ from nextn.cli.common import (  # fmt: skip
     BackendName,
     CacheDir,
     Chat,
+    Concurrency,
     Device,
     Dtype,
+    Engine,
+    EngineAccess,
     KeyEnv,
     MaxTokens,
     ModelName,
@@ -26,11 +29,14 @@ from nextn.cli.common import (  # fmt: skip
     Offline,
     Prompts,
     Revision,
+    Served,
     Temperatures,
+    Timeout,
     docs_page,
     parse_temperatures,
 )
 from nextn.cli.screen import console, echo, plain, print_json, print_table, progress_bars, shown
+from nextn.cli.streaming import States, Stream, TextOptions, Texts, measure_texts, reason_to_stream
 from nextn.errors import ConfigError
 from nextn.evaluate.reference_plan import ReferencePlan
 
@@ -52,7 +58,10 @@ def measure(
         int, typer.Option(*K_NAMES, help="The largest K; smaller ones are reported, too.")
     ] = 4,
     prompts: Prompts = None,
-    temperatures: Temperatures = "0,1",
+    temperatures: Annotated[
+        str | None,
+        typer.Option(help="Comma-separated temperatures; 0 = greedy. Default: 0,1, or that of --texts."),
+    ] = None,
     max_tokens: MaxTokens = 256,
     chat: Chat = None,
     seed: int = 0,
@@ -70,27 +79,54 @@ def measure(
     ] = False,
     model_card: Annotated[bool, typer.Option("--model-card", help="Print Markdown for a model card.")] = False,
     out: Annotated[Path | None, typer.Option(help="File for the JSON record.")] = None,
+    engine: Engine = None,
+    served: Served = None,
+    concurrency: Concurrency = 8,
+    timeout: Timeout = 600,
+    key_env: KeyEnv = None,
+    texts: Texts = None,
+    stream: Stream = None,
+    states: States = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure the acceptance per depth that a checkpoint's head should reach, with intervals and negative controls."""
     from nextn.checkpoint.safetensors_file import write_json
+    from nextn.data.sources import check_sources
     from nextn.evaluate.workload import read_prompts
 
     if min_acceptance is not None and not 0 <= min_acceptance <= 1:
         raise ConfigError(f"--min-acceptance {min_acceptance}; expected a rate from 0 to 1, such as 0.6")
-    plan = ReferencePlan(num_speculative_tokens, parse_temperatures(temperatures), max_tokens, chat, seed, backend)
+    given = None if temperatures is None else parse_temperatures(temperatures)
+    if texts is not None and (prompts is not None or (given is not None and len(given) > 1)):
+        raise ConfigError("--texts: these are of one temperature, and stand for --prompts; leave out the other options")
+    if texts is not None and engine is not None:
+        raise ConfigError("--texts and --engine: the texts are of a file or of an engine; leave one out")
+    if texts is not None:
+        check_sources([texts])
+    plan = ReferencePlan(num_speculative_tokens, given or (0.0, 1.0), max_tokens, chat, seed, backend)
     options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
     options.check()
-    texts = read_prompts(prompts)
+    to_answer = read_prompts(prompts)
+    reason, quiet = reason_to_stream(options, stream), as_json or model_card
+    if reason is not None and texts is None and engine is None:
+        raise ConfigError(
+            f"a streamed trunk ({reason}) cannot generate the texts to measure on: name a served copy of the model "
+            "with --engine, or give a file of texts with --texts; --no-stream loads the model in any case"
+        )
     from nextn.evaluate.decoding_costs import Machine
     from nextn.evaluate.reference import reference_acceptance
     from nextn.evaluate.reference_report import checkpoint_hashes
     from nextn.evaluate.reference_report import model_card as to_model_card
 
-    loaded, quiet = options.load(need_head=True), as_json or model_card
-    with progress_bars(quiet=quiet) as progress:
-        step = progress("texts", len(texts) * len(plan.temperatures))
-        report = reference_acceptance(loaded, texts, plan, on_text=step)
+    if texts is not None or engine is not None:
+        asked = EngineAccess(engine or "", served, concurrency, timeout, key_env)
+        source = TextOptions(texts, asked, reason, states, quiet)
+        loaded, report = measure_texts(options, source, plan, to_answer)
+    else:
+        loaded = options.load(need_head=True)
+        with progress_bars(quiet=quiet) as progress:
+            step = progress("texts", len(to_answer) * len(plan.temperatures))
+            report = reference_acceptance(loaded, to_answer, plan, on_text=step)
     report = replace(report, source=model, hashes=checkpoint_hashes(model, **options.hub), machine=Machine.of(loaded))
     probed = _probe(report, loaded, options, quiet=quiet) if probe else None
     record = report.as_record() | ({} if probed is None else {"probe": probed.as_record()})
@@ -225,10 +261,19 @@ def _show_reference(report: "ReferenceReport") -> None:
             ),
             soft_wrap=True,
         )
+    if report.text_source:
+        screen.print(plain(f"texts of {report.text_source}{_streamed(report)}"), soft_wrap=True)
     where = f"rules and intervals (95 %, by text): {docs_page('reference/measure')}"
     screen.print(plain(f"{report.scoring_pass} pass, {report.family}; {where}"), soft_wrap=True)
     for warning in report.warnings:
         screen.print(plain(f"note: {warning}"), soft_wrap=True)
+
+
+def _streamed(report: "ReferenceReport") -> str:
+    if report.stream is None or report.machine is None:
+        return ""
+    read, peak = cast(int, report.stream["num_bytes"]) / 1e9, report.machine.peak_memory / 1e9
+    return f"; trunk streamed: {read:.1f} GB read in {report.stream['seconds']:.0f} s, peak memory {peak:.1f} GB"
 
 
 def _cell(rate: "Estimate") -> str:
@@ -241,6 +286,8 @@ def _probe(report: "ReferenceReport", model: "Model", options: ModelOptions, *, 
     from nextn.evaluate.reference_texts import generate_texts
 
     sampled = [generated for temperature, generated in report.generated.items() if temperature]
+    if report.stream is not None and not sampled:
+        raise ConfigError("--probe: conventions are compared on sampled texts; give --texts of a temperature above 0")
     prompts = [text.prompt for generated in report.generated.values() for text in generated.texts][
         : len(report.prompts)
     ]

@@ -18,6 +18,7 @@ from nextn.cli.common import (
     stop_flag,
 )
 from nextn.cli.screen import echo, print_json, print_note
+from nextn.cli.streaming import stream_for_training
 from nextn.cli.train_common import merge_settings, progress, say_stopped, show_curve
 from nextn.errors import ConfigError
 
@@ -130,6 +131,14 @@ def train(
             rich_help_panel=_HEAD,
         ),
     ] = None,
+    stream: Annotated[
+        bool,
+        typer.Option(
+            "--stream",
+            help="Read the trunk layer by layer, once, to cache its hidden states; it need not fit into memory.",
+            rich_help_panel=_HEAD,
+        ),
+    ] = False,
     follow_links: Annotated[
         bool,
         typer.Option(
@@ -169,6 +178,7 @@ def train(
         curve=curve,
         tensorboard=tensorboard,
         device=None if device == "auto" else device,
+        stream=stream,
     )
     stored = read_options(out) if resume else None
     options = given if stored is None else stored.resumed(given)
@@ -203,10 +213,12 @@ def _check(options: "RunOptions") -> None:
             raise ConfigError(f"{option} {path}: no such file or folder")
     if not options.freeze_trunk:
         values = (options.trunk, options.head, options.cache_gb)
-        flags = (options.init_head, options.head_only, options.drawn, options.allow_worse, options.curve)
+        flags = (
+            options.init_head, options.head_only, options.drawn, options.allow_worse, options.curve, options.stream,
+        )  # fmt: skip
         if any(value is not None for value in values) or any(flags):
             raise ConfigError(
-                "--from, --head, --init-head, --head-only, --drawn, --cache-gb, --allow-worse, --curve need "
+                "--from, --head, --init-head, --head-only, --drawn, --cache-gb, --allow-worse, --curve, --stream need "
                 "--freeze-trunk"
             )
         return
@@ -271,6 +283,7 @@ def _train_head(out: Path, options: "RunOptions", ranks: "Ranks", *, resume: boo
 
 
 def _run_head(run: "HeadRun", out: Path, options: "RunOptions", ranks: "Ranks", *, resume: bool, as_json: bool) -> None:
+    from nextn.model.layer_states import remove_states
     from nextn.train.recipes import write_prompts
     from nextn.train.run_options import write_options, write_result
 
@@ -280,8 +293,11 @@ def _run_head(run: "HeadRun", out: Path, options: "RunOptions", ranks: "Ranks", 
     _print_notes(run.notes if ranks.is_first else ())
     if ranks.is_first and not run.trainer.has_checkpoint():
         write_options(out, options, asdict(run.trainer.config))
-    if options.cache_gb is not None:
-        _fill_cache(run.task.cached(out / "hidden", options.cache_gb), out, ranks, quiet=as_json)
+    if options.cache_gb is not None or options.stream:
+        cache = run.task.cached(out / "hidden", options.cache_gb)
+        if options.stream:
+            stream_for_training(run.task, cache, out / "states", quiet=as_json)
+        _fill_cache(cache, out, ranks, quiet=as_json)
     _run(run.trainer, out, tensorboard=options.tensorboard, as_json=as_json)
     if ranks.is_first:
         write_prompts(out / "prompts.jsonl", run.held_out)
@@ -291,6 +307,7 @@ def _run_head(run: "HeadRun", out: Path, options: "RunOptions", ranks: "Ranks", 
     written = run.write(head_only=options.head_only, allow_worse=options.allow_worse)
     if not ranks.is_first:
         return
+    remove_states(out / "states")
     standing = run.trainer.best_tracker
     message = f"wrote {written}" + ("" if standing.baseline is None else f": {standing}")
     record: dict[str, object] = {"model": str(written.relative_to(out)), **standing.as_record()}
@@ -313,6 +330,7 @@ def _head_run(out: Path, options: "RunOptions", ranks: "Ranks") -> "HeadRun":
         _path(options.cache_dir),
         options.offline,
         options.follow_links,
+        options.stream,
     )
     return head_run(
         out,

@@ -11,6 +11,7 @@ from nextn.decoding.detokenizer import Detokenizer
 from nextn.decoding.rounds import Observer, Round, SequenceRound, Settings, rounds
 from nextn.errors import ConfigError
 from nextn.model.model import Model
+from nextn.model.text_interface import TextInterface
 from nextn.runtime.backend import backend_for
 from nextn.speculative.draft_policy import DraftLength
 from nextn.stats.acceptance import Acceptance
@@ -66,12 +67,7 @@ def encode(model: Model, prompt: str | Sequence[int], *, chat: bool = False) -> 
 
 def eos_tokens(model: Model) -> tuple[int, ...]:
     """Return the token ids that end a text, from the generation config, the config or the tokenizer, in this order."""
-    generation = getattr(model.trunk.model, "generation_config", None)
-    for source in (generation, model.trunk.config, model.tokenizer):
-        ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            return (ids,) if isinstance(ids, int) else tuple(ids)
-    return ()
+    return TextInterface.of(model).eos
 
 
 def stream(

@@ -2,8 +2,11 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
+from itertools import count
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from nextn.engines.answers import EngineAnswer, EngineRequest
@@ -14,6 +17,7 @@ from nextn.errors import EngineError
 
 T = TypeVar("T")
 _POLL_S, _MAX_POLLS = 0.05, 20  # for counters that an engine may update late
+_AHEAD = 4  # times as many answers as requests at a time may wait for an earlier one
 
 
 def run_concurrently(calls: Sequence[Callable[[], T]]) -> list[T | EngineError]:
@@ -61,6 +65,51 @@ def answer_all(
             answers.append(result)
             on_answer()
     return answers
+
+
+def iter_answers(
+    endpoint: Endpoint,
+    requests: Sequence[EngineRequest],
+    *,
+    concurrency: int,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Iterator[EngineAnswer]:
+    """Yield the answers in order, with `concurrency` requests under way all the time; end early if told to stop.
+
+    Raises the first EngineError, and BudgetError when no requests or no time are left; answers before it were yielded.
+    """
+    numbers, results = count(), [SimpleQueue[EngineAnswer | BaseException]() for _ in requests]
+    ahead, has_ended = threading.Semaphore(_AHEAD * concurrency), threading.Event()
+
+    def work() -> None:
+        while (index := next(numbers)) < len(requests):
+            ahead.acquire()
+            if has_ended.is_set():
+                return
+            try:
+                results[index].put(endpoint.answer(requests[index]))
+            except BaseException as error:
+                results[index].put(error)
+
+    # Daemons: an interrupt does not wait for answers.
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(concurrency)]
+    for thread in threads:
+        thread.start()
+    try:
+        for result in results:
+            while True:
+                if should_stop():
+                    return
+                with suppress(Empty):
+                    answer = result.get(timeout=_POLL_S)
+                    break
+            ahead.release()
+            if isinstance(answer, BaseException):
+                raise answer
+            yield answer
+    finally:
+        has_ended.set()
+        ahead.release(len(threads))
 
 
 def read_counters(endpoint: Endpoint) -> Counters:

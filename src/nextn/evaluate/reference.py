@@ -9,17 +9,24 @@ from dataclasses import replace
 
 from nextn.decoding.drafter import Contract
 from nextn.errors import ConfigError
+from nextn.evaluate.given_texts import GivenTexts, text_origin
 from nextn.evaluate.reference_plan import ReferencePlan
 from nextn.evaluate.reference_report import ReferenceReport
-from nextn.evaluate.reference_texts import Controls, exact_head, generate_texts, measure_controls, prompt_tokens
+from nextn.evaluate.reference_texts import (
+    Controls,
+    GeneratedTexts,
+    exact_head,
+    generate_texts,
+    measure_controls,
+    prompt_tokens,
+)
 from nextn.evaluate.teacher_forced import score_texts, trunk_outputs
 from nextn.evaluate.workload import Prompt
 from nextn.model.model import Model
 from nextn.model.trunk import TrunkOutput
 from nextn.runtime.backend import backend_for
-from nextn.runtime.protocol import DecodingTrunk
 
-__all__ = ["ReferencePlan", "ReferenceReport", "reference_acceptance", "rescore"]
+__all__ = ["ReferencePlan", "ReferenceReport", "acceptance_on_texts", "reference_acceptance", "rescore"]
 
 
 def reference_acceptance(
@@ -44,22 +51,56 @@ def reference_acceptance(
             for temperature in plan.temperatures
         }
         report = ReferenceReport(plan, contract, tuple(prompts), generated, {}, "decoder", family=model.family.name)
+        if not contract.rerun:
+            return report
         trunk = backend_for(model, plan.backend).trunk
-        return rescore(report, model, contract, trunk=trunk) if contract.rerun else report
+        hiddens = {temperature: trunk_outputs(trunk, each.texts) for temperature, each in generated.items()}
+        return rescore(report, model, contract, hiddens=hiddens)
+
+
+def acceptance_on_texts(
+    model: Model, given: Sequence[GivenTexts], outputs: Sequence[Sequence[TrunkOutput]], plan: ReferencePlan
+) -> ReferenceReport:
+    """Score texts that exist already; each item of `given` has another temperature, and the same number of texts.
+
+    outputs: Their `whole_text_outputs`. Raises ConfigError if there is no head.
+    """
+    by_temperature = {each.texts[0].temperature: each for each in given}
+    plan = replace(plan, temperatures=tuple(by_temperature))
+    first = by_temperature[plan.temperatures[0]]
+    prompts = tuple(Prompt(text.prompt, domain) for text, domain in zip(first.texts, first.domains, strict=True))
+    generated = {temperature: GeneratedTexts(each.texts, (), None) for temperature, each in by_temperature.items()}
+    hiddens = dict(zip(by_temperature, outputs, strict=True))
+    report = ReferenceReport(
+        plan,
+        Contract(),
+        prompts,
+        generated,
+        {},
+        "parallel",
+        family=model.family.name,
+        text_source=", ".join(dict.fromkeys(each.source for each in given)),
+        origins={t: text_origin(model.trunk, each.texts, hiddens[t]) for t, each in by_temperature.items()},
+    )
+    return rescore(report, model, Contract(), hiddens=hiddens)
 
 
 def rescore(
-    reference: ReferenceReport, model: Model, contract: Contract, *, trunk: DecodingTrunk | None = None
+    reference: ReferenceReport,
+    model: Model,
+    contract: Contract,
+    *,
+    hiddens: Mapping[float, Sequence[TrunkOutput]] | None = None,
 ) -> ReferenceReport:
     """Score the same texts, and take the controls, with another convention of the head; the trunk must be the same.
 
-    trunk: What runs the model's trunk; None: torch.
+    hiddens: The states of the texts by temperature; None: computed with torch.
     """
     assert model.head is not None
-    hiddens = {
-        temperature: trunk_outputs(trunk or model.trunk, each.texts)
-        for temperature, each in reference.generated.items()
-    }
+    if hiddens is None:
+        hiddens = {
+            temperature: trunk_outputs(model.trunk, each.texts) for temperature, each in reference.generated.items()
+        }
     generated = reference.generated
     scored = {
         temperature: tuple(

@@ -16,6 +16,8 @@ from nextn.data.degeneracy import MIN_TOKENS, degeneracy_notes
 from nextn.decoding.drafter import Contract
 from nextn.errors import ConfigError
 from nextn.evaluate.decoding_costs import Machine
+from nextn.evaluate.engine_check import EngineCheck
+from nextn.evaluate.given_texts import TextOrigin
 from nextn.evaluate.reference_plan import ReferencePlan
 from nextn.evaluate.reference_texts import Controls, GeneratedTexts
 from nextn.evaluate.teacher_forced import RULES, ScoredText
@@ -40,6 +42,11 @@ DEFINITIONS = {
     "median_rank": "how many tokens depth 1 ranks above the text's, median; vocab_size tokens in all",
     "looping": "repetitive texts (degeneracy.degeneracy): left out, unless all are",
     "short": f"texts of fewer than {MIN_TOKENS} tokens, too short to detect repetition reliably",
+    "origin": "of texts that were not generated here. agreement: at temperature 0, share of their tokens that are the "
+    "trunk's argmax; excess: above it, by how many nats a token is less likely than those that the trunk would sample",
+    "engine": "that wrote the texts: differences of its log-probabilities of a greedy text from the trunk's, nats",
+    "stream": "bytes read from the checkpoint; seconds of each layer: waiting for and loading its tensors, running it; "
+    "resumed: done by an earlier process",
     "hashes": "head: SHA-256 of its own tensors; trunk: of samples; prompts: of their token ids as JSON",
 }
 
@@ -100,6 +107,10 @@ class ReferenceReport:
     family: str = ""
     hashes: Mapping[str, str] = field(default_factory=dict)
     machine: Machine | None = None
+    text_source: str = ""  # of texts that were not generated here
+    origins: Mapping[float, TextOrigin] = field(default_factory=dict)  # of such texts, by temperature
+    engine: EngineCheck | None = None  # of an engine that wrote them
+    stream: Mapping[str, object] | None = None  # of a streamed trunk: `StreamRecord.as_record`
 
     def figures(
         self, temperature: float, *, rule: str | None = None, drafts: int | None = None, domain: str = "all"
@@ -165,9 +176,10 @@ class ReferenceReport:
     @property
     def warnings(self) -> list[str]:
         """Reasons to trust the figures less."""
-        warnings = []
+        warnings = [] if self.engine is None else self.engine.warnings
         for temperature, generated in self.generated.items():
             num_repetitive, num_short = len(self.repetitive[temperature]), len(generated.short)
+            warnings += self.origins[temperature].warnings if temperature in self.origins else []
             warnings += degeneracy_notes(
                 f"temperature {temperature:g}", len(generated.texts), degenerate=num_repetitive, short=num_short
             )
@@ -208,7 +220,16 @@ class ReferenceReport:
             },
             "controls": None if self.controls is None else self.controls.as_record(),
             "warnings": self.warnings,
-        }
+        } | self._given_record()
+
+    def _given_record(self) -> dict[str, object]:
+        """What is known of texts that were not generated here, and of a streamed trunk."""
+        if not self.text_source:
+            return {}
+        origins = {f"{temperature:g}": each.as_record() for temperature, each in self.origins.items()}
+        record: dict[str, object] = {"text_source": self.text_source, "origin": origins}
+        record |= {} if self.engine is None else {"engine": self.engine.as_record()}
+        return record if self.stream is None else record | {"stream": dict(self.stream)}
 
     def _text_counts(self, temperature: float) -> dict[str, object]:
         texts = self.generated[temperature].texts
@@ -270,11 +291,12 @@ def _conditions(reference: ReferenceReport, command: str) -> Iterator[str]:
     digests = reference.as_record()["hashes"]
     assert isinstance(digests, dict)
     hashes = ", ".join(f"{name} `{digest[:12]}`" for name, digest in digests.items())
+    is_own = all(origin.is_own for origin in reference.origins.values())
     yield (
         f"a_k: share of depth-k drafts accepted among those whose shallower drafts were all accepted, at K = "
         f"{reference.plan.drafts}, with its 95 % interval. AL@k: tokens per round of k drafts. "
-        f"{len(reference.prompts)} prompts, up to {reference.plan.max_tokens} new tokens each, the model's own "
-        "continuations."
+        f"{len(reference.prompts)} prompts, up to {reference.plan.max_tokens} new tokens each, "
+        + ("the model's own continuations." if is_own else f"of {reference.text_source}, not the model's own.")
     )
     yield ""
     dtype = f", {reference.machine.dtype}" if reference.machine else ""

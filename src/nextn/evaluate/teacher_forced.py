@@ -17,6 +17,7 @@ from nextn.decoding.drafter import Contract
 from nextn.errors import ConfigError
 from nextn.model.head import Head, lm_head_weights
 from nextn.model.model import Model
+from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.runtime.protocol import DecodingTrunk
 from nextn.runtime.torch_backend import TorchTrunk
@@ -139,7 +140,12 @@ class ScoredText:
 def trunk_outputs(
     trunk: Trunk | DecodingTrunk, texts: Iterable[ReferenceText], *, chunk: int = 512
 ) -> list[TrunkOutput]:
-    """Run the trunk over each text, in chunks as decoding prefills it; the states are [T, H] each."""
+    """Run the trunk over each text, in chunks as decoding prefills it; the states are [T, H] each.
+
+    Those of a streamed trunk are recalled from its last run.
+    """
+    if isinstance(trunk, StreamedTrunk):
+        return [trunk.recall(text.tokens) for text in texts]
     if isinstance(trunk, Trunk):
         with released_after_use(trunk.decoder.layers):
             return trunk_outputs(TorchTrunk(trunk), texts, chunk=chunk)

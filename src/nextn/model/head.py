@@ -4,6 +4,7 @@ At position i, an MTP layer takes the embedding of token t_{i+1} and the hidden 
 takes token t_{i+k} and the hidden state of depth k-1 at position i.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -161,6 +162,10 @@ class Head(nn.Module):
                 delattr(module, role)
                 # Bypasses nn.Module, which would list the same parameters again under this layer's name.
                 module.__dict__[role] = getattr(self.stack[0], role)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Head":
+        # Experts that are loaded while they run are on the meta device.
+        return super()._apply(lambda value: value if value.is_meta else fn(value), recurse)
 
     @property
     def trunk(self) -> Trunk:

@@ -5,9 +5,12 @@ Knows the family's names and layouts; not how tensors are read (`TensorReader`) 
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nextn.checkpoint import fp8
 from nextn.checkpoint.head_inventory import Inventory
@@ -16,8 +19,11 @@ from nextn.checkpoint.mapped_memory import release_pages
 from nextn.checkpoint.tensors import StoredTensor, TensorReader, is_activation_scale, is_finite
 from nextn.errors import CheckpointError
 from nextn.families import lookup
+from nextn.model.expert_groups import EXPERT, run_in_groups, separable_experts
 from nextn.model.head import Head
 from nextn.model.trunk import Trunk
+
+_EXPERTS_AT_ONCE = 8  # of those that are loaded while they run
 
 
 def cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -87,28 +93,97 @@ def meta_head(inventory: Inventory, trunk: Trunk) -> Head:
         return Head(inventory.family, trunk, num_modules=inventory.declared)
 
 
-def load_tensors(head: Head, inventory: Inventory, weights: TensorReader) -> list[str]:
-    """Load every tensor of a `meta_head` and return notes. Raises CheckpointError listing all problems."""
+def load_tensors(head: Head, inventory: Inventory, weights: TensorReader, *, split_experts: bool = False) -> list[str]:
+    """Load every tensor of a `meta_head` and return notes. Raises CheckpointError listing all problems.
+
+    split_experts: Leave experts that are stored one by one, and large, in the files, which must stay open: they are
+    checked now, and loaded a few at a time when they run.
+    """
     comparison = _HeadTensors(head, inventory, weights)
     problems = [*comparison.problems()]
-    tensors = {}
+    tensors, split = {}, _stored_experts(head, weights, comparison.expected) if split_experts else {}
     for canonical, parameter in comparison.expected.items():
         name = inventory.stored.get(canonical)
         if name is not None and weights.problem(name) is None:
-            tensors[canonical] = weights.read(name).to(parameter.dtype)
-            if not is_finite(tensors[canonical]):
+            value = weights.read(name).to(parameter.dtype)
+            if not is_finite(value):
                 problems.append(f"non-finite: {weights.non_finite(name)}")
-            release_pages([tensors[canonical]])
+            release_pages([value])
+            stem, number = _expert_of(canonical)
+            if stem in split:
+                split[stem].files.setdefault(number, {})[canonical] = name
+            else:
+                tensors[canonical] = value
     notes = [*comparison.notes(), *comparison.compared(problems)]
     if problems:
         path, command = inventory.checkpoint.path, inventory.restore_command(force=True)
         advice = f"`nextn audit {shlex.quote(path)}` shows details; `{command}` restores a head."
         raise CheckpointError(_listed(f"{path}: the head cannot be loaded", problems) + f"\n{advice}")
     state = {f"stack.{name}": value for name, value in to_runtime_layout(head, tensors).items()}
-    head.load_state_dict(state, strict=True, assign=True)
-    unset = [name for name, value in [*head.named_parameters(), *head.named_buffers()] if value.is_meta]
+    left = {name for name, _ in head.named_parameters() if name.rpartition(".")[0].removeprefix("stack.") in split}
+    head.load_state_dict(state | {name: head.get_parameter(name) for name in left}, strict=True, assign=True)
+    for stem, groups in split.items():
+        experts: Any = head.get_submodule(f"stack.{stem}")
+        experts.forward = partial(run_in_groups, experts, groups)
+    values = [*head.named_parameters(), *head.named_buffers()]
+    unset = [name for name, value in values if value.is_meta and name not in left]
     assert not unset, f"{unset} have no value: buffers that are not stored"
     return notes
+
+
+@dataclass(frozen=True, eq=False)
+class _StoredExperts:
+    """The experts of one MTP layer, in files; copies of the head share it."""
+
+    head: Head
+    weights: TensorReader
+    stem: str  # of their canonical names
+    dtype: torch.dtype
+    files: dict[int, dict[str, str]] = field(default_factory=dict)  # expert -> canonical name -> stored name
+
+    def __deepcopy__(self, memo: object) -> "_StoredExperts":
+        return self
+
+    def __call__(self, experts: nn.Module) -> Iterator[tuple[int, int]]:
+        """See `ExpertGroups`."""
+        unloaded, numbers = dict(experts.named_parameters()), sorted(self.files)
+        device = self.head.trunk.device
+        try:
+            for first in range(0, len(numbers), _EXPERTS_AT_ONCE):
+                part = {
+                    canonical: name
+                    for number in numbers[first : first + _EXPERTS_AT_ONCE]
+                    for canonical, name in self.files[number].items()
+                }
+                values = {canonical: self.weights.read(name).to(self.dtype) for canonical, name in part.items()}
+                for name, value in to_runtime_layout(self.head, values).items():
+                    own = name.removeprefix(f"{self.stem}.")
+                    setattr(experts, own, nn.Parameter(value.to(device), requires_grad=False))
+                del values
+                yield first, min(first + _EXPERTS_AT_ONCE, len(numbers))
+                for name in part.values():
+                    self.weights.release(name)
+        finally:
+            for own, value in unloaded.items():
+                setattr(experts, own, value)
+
+
+def _stored_experts(head: Head, weights: TensorReader, expected: Mapping[str, Tensor]) -> dict[str, _StoredExperts]:
+    """Experts that are to stay in the files, by the stem of their canonical names."""
+    implementation = getattr(head.trunk.config, "_experts_implementation", None)
+    modules = {id(found) for layer in head.stack if (found := separable_experts(layer, implementation)) is not None}
+    stems = {_expert_of(canonical)[0] for canonical in expected} - {""}
+    own = [stem for stem in stems if id(head.get_submodule(f"stack.{stem}")) in modules]
+    return {
+        stem: _StoredExperts(head, weights, stem, next(head.get_submodule(f"stack.{stem}").parameters()).dtype)
+        for stem in own
+    }
+
+
+def _expert_of(canonical: str) -> tuple[str, int]:
+    """The stem and the number of an expert's tensor; ("", -1) of another tensor."""
+    match = EXPERT.search(canonical)
+    return (f"{canonical[: match.start()]}.experts", int(match[1])) if match else ("", -1)
 
 
 def _own(head: Head) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from nextn.checkpoint.checkpoint import OTHER_LIMITS, Checkpoint, write_index
 from nextn.checkpoint.fp8 import pack, section
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.mapped_memory import release_pages
+from nextn.checkpoint.provenance import trunk_fingerprint
 from nextn.checkpoint.safetensors_file import read_header, write_json, write_safetensors
 from nextn.checkpoint.snapshot import folder_of, on_disk
 from nextn.checkpoint.staging_folder import atomic_folder
@@ -107,7 +108,7 @@ class Model:
             head: Head | None = None
             if with_head:
                 head = meta_head(inventory, trunk)
-                notes += load_tensors(head, inventory, weights)
+                notes += load_tensors(head, inventory, weights, split_experts=stream)
         return cls(trunk, head, family, _tokenizer(folder, trunk), tuple(notes)).to(torch_device)
 
     def to(self, device: torch.device) -> "Model":
@@ -173,16 +174,17 @@ load = Model.load
 
 
 def load_head(
-    source: str | Path, model: PreTrainedModel, *, revision: str | None = None, trunk_class: type[Trunk] = Trunk
+    source: str | Path, model: PreTrainedModel | Trunk, *, revision: str | None = None, trunk_class: type[Trunk] = Trunk
 ) -> Head:
-    """Load the head of checkpoint `source` onto a trunk of class `trunk_class` around `model`, in the model's dtype.
+    """Load the head of checkpoint `source` onto a trunk, or one of class `trunk_class` around `model`, in its dtype.
 
     Raises CheckpointError if the head is incomplete, damaged or does not fit the model.
     """
     inventory = _inventory(Checkpoint.open(source, revision=revision), need_head=True)
     inventory = on_disk(inventory, revision=revision)
     with TensorReader(inventory.checkpoint, inventory.family) as weights:
-        head = meta_head(inventory, trunk_class(model, stage=inventory.family.hidden))
+        trunk = model if isinstance(model, Trunk) else trunk_class(model, stage=inventory.family.hidden)
+        head = meta_head(inventory, trunk)
         load_tensors(head, inventory, weights)
     return head
 
@@ -227,8 +229,8 @@ def _streamed_trunk(
         return layer[0] if layer is not None and layer[0] < inventory.num_layers else None
 
     with _loading_reasons(checkpoint, weights, None):
-        loader = LayerLoader(folder_of(checkpoint), state, dtype, layer_of)
-    trunk = StreamedTrunk(loader, weights, stage=family.hidden)
+        loader = LayerLoader(folder_of(checkpoint), state, dtype, layer_of, vocabulary=inventory.shared)
+    trunk = StreamedTrunk(loader, weights, stage=family.hidden, fingerprint=trunk_fingerprint(inventory))
     return trunk, [*notes, *_check_trunk(checkpoint, trunk)]
 
 

@@ -3,132 +3,246 @@
 It measures models that do not fit into memory. It runs whole texts without a cache; it cannot generate.
 """
 
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TypeVar, cast
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch import Tensor, nn
+from torch.nn import functional
 
 from nextn.cache.kv_cache import KVCache
-from nextn.checkpoint.tensors import StoredTensor, TensorReader, is_finite
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.mapped_memory import slices_released_after_use
+from nextn.checkpoint.tensors import StoredTensor, TensorReader
 from nextn.errors import CheckpointError, ConfigError
 from nextn.families import Stage
+from nextn.model.expert_groups import check_finite, run_in_groups, separable_experts
+from nextn.model.layer_states import LayerProgress, StateFolder, StatesInMemory, hash_batches
 from nextn.model.transformers_loading import LayerLoader
 from nextn.model.trunk import Trunk, TrunkOutput
 
-States = TypeVar("States")
-_MAX_STATE_BYTES = 2**30  # of hidden states in memory; what exceeds it is in files
-
-
-@dataclass(frozen=True)
-class LayerProgress:
-    """What reading and running one decoder layer took."""
-
-    index: int
-    num_bytes: int  # read from the checkpoint
-    read_seconds: float
-    run_seconds: float
+_MAX_STATE_BYTES = 2**30  # of hidden states in memory; more are in files
+_MAX_RECALLED = 16  # batches whose states after the final norm are in memory
+_STATES = ("final_hidden", "head_input")
+_VOCAB_ROWS = 16384  # of an lm_head that are cast at once
 
 
 class StreamedTrunk(Trunk):
     """A trunk with embedding, final norm and lm_head, whose decoder layers are on the meta device until they run."""
 
-    def __init__(self, loader: LayerLoader, weights: TensorReader, *, stage: Stage = "post") -> None:
-        """Wrap the model of `loader`, whose layers are read through `weights`, which must stay open."""
+    def __init__(
+        self, loader: LayerLoader, weights: TensorReader, *, stage: Stage = "post", fingerprint: str = ""
+    ) -> None:
+        """Wrap the model of `loader`, whose layers are read through `weights`, which must stay open.
+
+        fingerprint: Identifies the checkpoint in a folder of states.
+        """
         super().__init__(loader.model, stage=stage)
-        self._loader, self._weights = loader, weights
+        self._loader, self._weights, self._fingerprint = loader, weights, fingerprint
+        self._last_run: list[tuple[Tensor, object]] = []  # batches and their states after the decoder layers
+        self._recalled: dict[tuple[int, Stage], TrunkOutput] = {}
+        self.embedding.register_forward_hook(lambda module, args, out: out.to(self.dtype))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the trunk computes in; embedding and lm_head may be stored in another one."""
+        return self._loader.dtype
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return self._weights.checkpoint
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the checkpoint that a run reads."""
+        return sum(self._weights.num_bytes(self._names(index)) for index in range(len(self.decoder.layers)))
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None, *, documents: Tensor | None = None) -> TrunkOutput:
-        """Raise ConfigError: single passes would read the whole trunk each. See `run`."""
-        raise ConfigError(
-            "a streamed trunk cannot run single passes or generate text, as each would read every layer again; give "
-            "it texts to score, or load the model without streaming"
-        )
+        """Return the states of rows [B, T] of the last `run`; raise ConfigError for others, as `recall` does."""
+        rows = [self.recall(row) for row in (tokens.tolist() if cache is None else [[]])]
+        return TrunkOutput(*(torch.stack([getattr(row, name) for row in rows]) for name in _STATES))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StreamedTrunk":
         # Layers follow to another device when they are loaded.
         return super()._apply(lambda value: value if value.is_meta else fn(value), recurse)
 
+    def embed(self, tokens: Tensor, *, raw: bool = False) -> Tensor:
+        return super().embed(tokens, raw=raw).to(self.dtype)
+
+    def logits(self, final_hidden: Tensor) -> Tensor:
+        if self.output.weight.dtype == self.embedding.weight.dtype == self.dtype or type(self.output) is not nn.Linear:
+            return super().logits(final_hidden)
+        # The bits of a cast copy of the whole, which is never made.
+        states = final_hidden.to(self.dtype)
+        slices = slices_released_after_use(self.lm_head, _VOCAB_ROWS)
+        return torch.cat([functional.linear(states, rows.to(self.dtype)) for _, rows in slices], dim=-1)
+
     @torch.inference_mode()
     def run(
+        self, batches: Sequence[Tensor], *, documents: Sequence[Tensor] | None = None, **options: Any
+    ) -> list[TrunkOutput]:
+        """Read each decoder layer once, as `read_layers` with these options, and return the states of every batch."""
+        self.read_layers(batches, documents=documents, **options)
+        groups: Sequence[Tensor | None] = documents or [None] * len(batches)
+        return [self._finish(*each, group) for each, group in zip(self._last_run, groups, strict=True)]
+
+    @torch.inference_mode()
+    def read_layers(
         self,
         batches: Sequence[Tensor],
         *,
+        documents: Sequence[Tensor] | None = None,
+        folder: Path | None = None,
         max_state_bytes: int = _MAX_STATE_BYTES,
         on_layer: Callable[[LayerProgress], None] = lambda progress: None,
-    ) -> list[TrunkOutput]:
-        """Run every batch of tokens [B, T] through the trunk, reading each decoder layer once.
+    ) -> None:
+        """Run every batch of tokens [B, T] through the decoder layers, reading each of them once, for `recall`.
 
         Args:
-            batches: Texts, padded on the right. Results have the bits of `Trunk.forward` on the same batches.
-            max_state_bytes: Keep hidden states above this number of bytes in temporary files instead of memory.
-            on_layer: Called after each decoder layer.
+            batches: Texts, padded on the right. States have the bits of `Trunk.forward` on the same batches.
+            documents: Of each batch [B, T], as of `Trunk.forward`.
+            folder: Keep the states after each layer there, so that an interrupted run resumes; see `remove_states`.
+            max_state_bytes: Without a folder, states of more bytes, about, are kept in temporary files.
+            on_layer: Called after each decoder layer, first for those that an earlier run has done.
 
         Raises:
-            CheckpointError: if a layer cannot be read or has values that are not finite.
+            CheckpointError: if a layer cannot be read or has values that are not finite, or states cannot be written.
+            ConfigError: if the folder holds the states of another run.
         """
-        states: list[object] = [None] * len(batches)
-        outputs: list[TrunkOutput] = []
-        store = _StateStore(max_state_bytes)
+        groups: Sequence[Tensor | None] = documents or [None] * len(batches)
+        inputs = list(zip(batches, groups, strict=True))
+        with ExitStack() as stack:
+            store: StatesInMemory | StateFolder = StatesInMemory()
+            size = sum(batch.numel() for batch in batches) * prod(self.hidden_shape) * self.dtype.itemsize
+            if folder is not None or size > max_state_bytes:
+                place = folder or Path(stack.enter_context(TemporaryDirectory(prefix="nextn-states-")))
+                store = stack.enter_context(StateFolder.locked(place, self.identity(batches, documents)))
+            done, states = store.start(len(batches))
+            for progress in done:
+                on_layer(progress)
+            try:
+                self._run_layers(len(done), inputs, states, store, on_layer)
+            except CheckpointError as error:
+                kept = f"The states of complete layers are in {folder}; the same command resumes."
+                raise error if folder is None else CheckpointError(f"{str(error).rstrip('.')}. {kept}") from error
+        self._last_run = list(zip(batches, states, strict=True))
+        self._recalled.clear()
+
+    @torch.inference_mode()
+    def recall(self, tokens: Sequence[int]) -> TrunkOutput:
+        """Return the states [T, ...] of a text, or of its beginning, that was in a batch of the last `run`.
+
+        They are those of the current `stage`, whatever it was in that run. Raises ConfigError for another text.
+        """
+        wanted = torch.tensor(tokens, device=self.device)
+        for place, (batch, states) in enumerate(self._last_run):
+            if not 0 < len(wanted) <= batch.shape[1]:
+                continue
+            for row in (batch[:, : len(wanted)].to(self.device) == wanted).all(1).nonzero().flatten().tolist():
+                if len(self._recalled) > _MAX_RECALLED:
+                    self._recalled.clear()
+                if (place, self.stage) not in self._recalled:
+                    self._recalled[place, self.stage] = self._finish(batch, states)
+                output = self._recalled[place, self.stage]
+                return TrunkOutput(output.final_hidden[row, : len(tokens)], output.head_input[row, : len(tokens)])
+        raise ConfigError(
+            "a streamed trunk cannot run single passes or generate text, as each would read every layer again: it has "
+            "the states only of texts that it was run over; load the model without streaming"
+        )
+
+    def _finish(self, tokens: Tensor, state: object, documents: Tensor | None = None) -> TrunkOutput:
+        """Compute what follows the decoder layers."""
+        with self._only(None, state):
+            return super().forward(tokens, documents=documents)
+
+    def identity(self, batches: Sequence[Tensor], documents: Sequence[Tensor] | None = None) -> dict[str, object]:
+        """Return what the states after each layer depend on."""
+        return {
+            "checkpoint": self._fingerprint,
+            "dtype": str(self.dtype),
+            "texts": hash_batches([*batches, *(documents or ())]),
+        }
+
+    def _run_layers(
+        self,
+        first: int,
+        inputs: Sequence[tuple[Tensor, Tensor | None]],
+        states: list[object],
+        store: StatesInMemory | StateFolder,
+        on_layer: Callable[[LayerProgress], None],
+    ) -> None:
+        """Run the layers from `first` over all batches, replacing `states`."""
         num_layers = len(self.decoder.layers)  # LongCat-Flash's config counts two in each
-        with ThreadPoolExecutor(1) as reader:
-            reading = reader.submit(self._weights.fetch, self._names(0))
-            for index in range(num_layers):
+        if first == num_layers:
+            return
+        with ThreadPoolExecutor(1) as reader, self._reading():
+            reading = reader.submit(self._fetch, first)
+            for index in range(first, num_layers):
                 started = time.perf_counter()
                 num_bytes = reading.result()
                 # One layer ahead: the kernel's file cache holds it, not this process.
                 if index + 1 < num_layers:
-                    reading = reader.submit(self._weights.fetch, self._names(index + 1))
+                    reading = reader.submit(self._fetch, index + 1)
                 with self._loaded(index):
                     loaded = time.perf_counter()
-                    outputs = self._run_layer(index, batches, states, store)
-                on_layer(LayerProgress(index, num_bytes, loaded - started, time.perf_counter() - loaded))
-        return outputs
+                    for place, (tokens, documents) in enumerate(inputs):
+                        with self._only(index, states[place]) as produced:
+                            super().forward(tokens, documents=documents)
+                        states[place] = store.keep(place, produced[0])
+                progress = LayerProgress(index, num_bytes, loaded - started, time.perf_counter() - loaded)
+                store.finish_layer(progress)
+                on_layer(progress)
 
-    def _run_layer(
-        self, index: int, batches: Sequence[Tensor], states: list[object], store: "_StateStore"
-    ) -> list[TrunkOutput]:
-        """Run the layer over all batches, replacing `states`; return the outputs if it is the last one."""
-        outputs = []
-        for place, tokens in enumerate(batches):
-            with self._only(index, states[place]) as produced:
-                output = super().forward(tokens)
-            if index + 1 < len(self.decoder.layers):
-                states[place] = store.keep(place, produced[0])
-            else:
-                states[place] = None
-                outputs.append(TrunkOutput(*store.keep(place, (output.final_hidden, output.head_input))))
-        return outputs
+    def _fetch(self, index: int) -> int:
+        return self._weights.fetch(self._names(index), should_stop=lambda: not self._is_reading)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """While open, layers are read ahead; after an interrupt, nothing waits for a layer that is not needed."""
+        self._is_reading = True
+        try:
+            yield
+        finally:
+            self._is_reading = False
 
     def _names(self, index: int) -> list[str]:
         return [cast(StoredTensor, tensor).name for tensor in self._loader.tensors(index)]
 
     @contextmanager
     def _loaded(self, index: int) -> Iterator[None]:
-        """While open, the decoder layer has its weights."""
+        """While open, the decoder layer has its weights, or loads those of its experts when they run."""
         layer = self.decoder.layers[index]
         self._weights.check_unchanged(self._names(index))
+        experts = separable_experts(layer, getattr(self.config, "_experts_implementation", None))
         try:
-            self._loader.load(index, self.device)
-            state = layer.state_dict()
-            bad = [name for name, value in state.items() if value.is_floating_point() and not is_finite(value)]
-            if bad:
-                raise CheckpointError(f"layer {index}: {len(bad)} tensors hold NaN or Inf: {', '.join(bad[:8])}")
+            self._loader.load(index, self.device, experts=experts is None)
+            check_finite(f"layer {index}", layer.state_dict())
+            if experts is not None:
+                experts.forward = partial(run_in_groups, experts, partial(self._groups, index))
             yield
         finally:
+            if experts is not None:
+                vars(experts).pop("forward", None)
             self._loader.unload(index)
 
+    def _groups(self, index: int, experts: nn.Module) -> Iterator[tuple[int, int]]:
+        for group in self._loader.expert_groups(index, self.device):
+            check_finite(f"layer {index}", experts.state_dict())
+            yield group
+
     @contextmanager
-    def _only(self, index: int, state: object) -> Iterator[list[object]]:
+    def _only(self, index: int | None, state: object) -> Iterator[list[object]]:
         """While open, a pass runs this decoder layer alone; earlier layers return `state`, later ones its own output.
 
         So transformers' own forward makes masks, positions and whatever else the layer gets, for each layer anew.
+        With None, all layers return `state`.
 
         Yields:
             A list that the layer's output is appended to.
@@ -136,44 +250,16 @@ class StreamedTrunk(Trunk):
         produced: list[object] = []
         layers = list(self.decoder.layers)
 
-        def run(*args: object, **kwargs: object) -> object:
-            produced.append(type(layers[index]).forward(layers[index], *args, **kwargs))
+        def run(layer: nn.Module, *args: object, **kwargs: object) -> object:
+            produced.append(type(layer).forward(layer, *args, **kwargs))
             return produced[0]
 
-        for layer in layers[:index]:
-            layer.forward = lambda *args, **kwargs: state
-        layers[index].forward = run
-        for layer in layers[index + 1 :]:
-            layer.forward = lambda *args, **kwargs: produced[0]
+        for layer in layers:
+            layer.forward = lambda *args, **kwargs: produced[0] if produced else state
+        if index is not None:
+            layers[index].forward = partial(run, layers[index])
         try:
             yield produced
         finally:
             for layer in layers:
                 del layer.forward
-
-
-class _StateStore:
-    """Hidden states by batch: in memory up to a limit, above it in mapped temporary files."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._in_memory: dict[int, int] = {}  # batch -> bytes
-
-    def keep(self, place: int, states: States) -> States:
-        """Return tensors with these values, which replace those that were kept for the same batch."""
-        self._in_memory.pop(place, None)
-        size = sum(state.nbytes for state in tree_leaves(states) if isinstance(state, Tensor))
-        if sum(self._in_memory.values()) + size <= self._max_bytes:
-            self._in_memory[place] = size
-            return states
-        return cast(States, tree_map_only(Tensor, _in_file, states))
-
-
-def _in_file(state: Tensor) -> Tensor:
-    values = state.cpu().contiguous()
-    # Written, not mapped and then filled: a full disk raises OSError here instead of ending the process.
-    with tempfile.NamedTemporaryFile(prefix="nextn-states-") as file:
-        values.reshape(-1).view(torch.uint8).numpy().tofile(file)
-        file.flush()
-        mapped = torch.from_file(file.name, shared=True, size=values.numel(), dtype=values.dtype)
-    return mapped.view(values.shape)

@@ -3,7 +3,7 @@
 import copy
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,11 +26,11 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
+from nextn.checkpoint.mapped_memory import release_pages
 from nextn.errors import CheckpointError, NextnError
+from nextn.model.expert_groups import EXPERT, STACKED
 from nextn.model.family_layers import add_unused_experts, remove_unused_experts
 
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in stored names
-_STACKED = re.compile(r"(^|\.)experts\.\w+$")  # all experts in one parameter, in names of the model
 _EXPERTS_AT_ONCE = 4  # converted together
 
 
@@ -87,6 +87,8 @@ class LayerLoader:
         state: Mapping[str, LazyTensor],
         dtype: torch.dtype | None,
         layer_of: Callable[[str], int | None],
+        *,
+        vocabulary: Mapping[str, str] = {},
     ) -> None:
         """Build the model and load all but its decoder layers.
 
@@ -95,6 +97,8 @@ class LayerLoader:
             state: Tensors by stored name, not quantized.
             dtype: None: the config's, else the stored one.
             layer_of: The index of the decoder layer that a stored name belongs to; None if to no layer.
+            vocabulary: Stored names of `embedding` and `output`, which keep their stored dtype where plain modules
+                hold them, so that no cast copy of them is made.
 
         Raises:
             CheckpointError: if any tensor, those of layers included, is missing or has another shape, or if
@@ -106,6 +110,7 @@ class LayerLoader:
             with no_init_weights(), torch.device("meta"):
                 self.model: PreTrainedModel = model_class._from_config(config, dtype=dtype)
             self.model.eval()
+            self.dtype = dtype
             self._config = LoadStateDictConfig(
                 device_map={"": "cpu"},
                 dtype=dtype,
@@ -115,7 +120,7 @@ class LayerLoader:
             self._states: dict[int | None, dict[str, LazyTensor]] = defaultdict(dict)
             for name, tensor in add_unused_experts(state, config.get_text_config()).items():
                 self._states[layer_of(name)][name] = tensor
-            self._load_outer()
+            self._load_outer(vocabulary)
         # What a layer consists of before it is loaded; its own buffers that no file stores have values by now.
         self._unloaded = [dict(_stored_tensors(layer)) for layer in self._layers]
 
@@ -123,21 +128,45 @@ class LayerLoader:
         """Return the stored tensors of a decoder layer."""
         return list(dict.fromkeys(self._states[index].values()))
 
-    def load(self, index: int, device: torch.device) -> None:
-        """Load a decoder layer. Raises CheckpointError if its tensors cannot be read."""
+    def load(self, index: int, device: torch.device, *, experts: bool = True) -> None:
+        """Load a decoder layer. Raises CheckpointError if its tensors cannot be read.
+
+        experts: False: leave out experts that are stored one by one, see `expert_groups`.
+        """
         self.unload(index)  # with the rows of unused experts, which a trunk removes
-        config = replace(self._config, device_map={"": device})
-        parts: dict[int | None, dict[str, LazyTensor]] = defaultdict(dict)
-        for name, tensor in self._states[index].items():
-            expert = _EXPERT.search(name)
-            parts[int(expert[1]) // _EXPERTS_AT_ONCE if expert else None][name] = tensor
-        with _transformers_errors(self._folder):
-            self._convert(parts.pop(None, {}), config)
-            if parts:
-                self._load_experts(index, [parts[key] for key in sorted(cast(dict[int, object], parts))], config)
+        others, parts = self._parts(index)
+        self._convert(others, self._on(device))
         layer = self._layers[index]
-        _check_complete(self._folder, [name for name, value in _stored_tensors(layer) if value.is_meta])
+        if experts and parts:
+            self._load_experts(index, device)
+        missing = {name for name, value in _stored_tensors(layer) if value.is_meta}
+        _check_complete(self._folder, missing if experts else missing - {name for name, _ in self._stacked(index)})
         remove_unused_experts(layer)
+
+    def expert_groups(self, index: int, device: torch.device) -> Iterator[tuple[int, int]]:
+        """Yield (first, end) of a few experts of a loaded layer, while the layer's parameters hold only these."""
+        layer, start = self._layers[index], 0
+        parts, stacked = self._parts(index)[1], dict(self._stacked(index))
+        if not parts:  # stored as one tensor: the loaded parameter is a part of the mapped file
+            stacked = {name: value for name, value in _stored_tensors(layer) if STACKED.search(name)}
+            num_experts = max(map(len, stacked.values()), default=0)
+            parts = [{} for _ in range(0, num_experts, _EXPERTS_AT_ONCE)]
+        try:
+            for part in parts:
+                experts = {cast(re.Match[str], EXPERT.search(name))[1] for name in part}
+                end = start + len(experts) if part else min(start + _EXPERTS_AT_ONCE, num_experts)
+                for name, value in stacked.items():
+                    _assign(layer, name, nn.Parameter(value[start:end], requires_grad=False))
+                if part:
+                    self._convert(part, self._on(device))
+                yield start, end
+                release_pages(layer.get_parameter(name) for name in stacked)
+                for tensor in part.values():
+                    tensor.release()
+                start = end
+        finally:
+            for name, value in stacked.items():
+                _assign(layer, name, value)
 
     def unload(self, index: int) -> None:
         """Put a decoder layer back on the meta device, and release its part of the mapped files."""
@@ -150,30 +179,37 @@ class LayerLoader:
     def _layers(self) -> nn.ModuleList:
         return cast(nn.ModuleList, self.model.get_decoder().layers)
 
-    def _load_experts(self, index: int, parts: Sequence[Mapping[str, LazyTensor]], config: LoadStateDictConfig) -> None:
+    def _parts(self, index: int) -> tuple[dict[str, LazyTensor], list[dict[str, LazyTensor]]]:
+        """The layer's tensors without experts that are stored one by one, and those, a few experts at a time."""
+        parts: dict[int | None, dict[str, LazyTensor]] = defaultdict(dict)
+        for name, tensor in self._states[index].items():
+            expert = EXPERT.search(name)
+            parts[int(expert[1]) // _EXPERTS_AT_ONCE if expert else None][name] = tensor
+        others = parts.pop(None, {})
+        return others, [parts[key] for key in sorted(cast(dict[int, dict[str, LazyTensor]], parts))]
+
+    def _stacked(self, index: int) -> list[tuple[str, Tensor]]:
+        """Parameters of all experts that are not loaded."""
+        tensors = _stored_tensors(self._layers[index])
+        return [(name, value) for name, value in tensors if STACKED.search(name) and value.is_meta]
+
+    def _load_experts(self, index: int, device: torch.device) -> None:
         """Load experts that are stored one by one, a few at a time: the layer is in memory once, not twice."""
-        layer = self._layers[index]
-        stacked = {name: value for name, value in _stored_tensors(layer) if _STACKED.search(name) and value.is_meta}
+        layer, stacked = self._layers[index], dict(self._stacked(index))
         filled: dict[str, Tensor] = {}
-        start = 0
-        for part in parts:
-            end = start + len({cast(re.Match[str], _EXPERT.search(name))[1] for name in part})
-            for name, value in stacked.items():
-                _assign(layer, name, nn.Parameter(value[start:end], requires_grad=False))
-            self._convert(part, config)
-            for tensor in part.values():
-                tensor.release()
+        for start, end in self.expert_groups(index, device):
             for name, value in stacked.items():
                 rows = layer.get_parameter(name)
                 if not rows.is_meta:  # others are of experts that are stored in one tensor
                     filled.setdefault(name, torch.empty(value.shape, dtype=value.dtype, device=rows.device))
                     filled[name][start:end] = rows.detach()
-                _assign(layer, name, value)
-            start = end
         for name, value in filled.items():
             _assign(layer, name, nn.Parameter(value, requires_grad=False))
 
-    def _load_outer(self) -> None:
+    def _on(self, device: torch.device) -> LoadStateDictConfig:
+        return replace(self._config, device_map={"": device})
+
+    def _load_outer(self, vocabulary: Mapping[str, str]) -> None:
         everything = {name: _MetaTensor(each) for state in self._states.values() for name, each in state.items()}
         # All names and shapes are compared before any value is read.
         info = self._convert(everything, _on_meta(self._config))
@@ -181,13 +217,28 @@ class LayerLoader:
         self._prefix = f"{layers}."
         missing = {name for name in info.missing_keys if name.startswith(self._prefix)}
         _check_complete(self._folder, missing | info.mismatched_keys)
-        self._convert(self._states.pop(None, {}), self._config)
+        outer = self._states.pop(None, {})
+        tables = {"embedding": self.model.get_input_embeddings(), "output": self.model.get_output_embeddings()}
+        is_plain = all(type(table) in (nn.Embedding, nn.Linear) for table in tables.values())
+        kept = {
+            role: name
+            for role, name in vocabulary.items()
+            if is_plain and name in outer and outer[name].dtype not in (None, self.dtype)
+        }
+        unkept = {name: tensor for name, tensor in outer.items() if name not in kept.values()}
+        self._convert(unkept, self._config)
         # Materializes and initializes what no file stores, such as the frequencies of rotary embeddings.
         info = self.model._finalize_model_loading(self.model, self._config, info)
         _check_complete(self._folder, info.missing_keys)
+        is_tied = tables["output"].weight is tables["embedding"].weight
+        for role, name in kept.items():
+            tables[role].weight = nn.Parameter(outer[name][...], requires_grad=False)
+        if is_tied and "embedding" in kept:
+            tables["output"].weight = tables["embedding"].weight
 
     def _convert(self, state: Mapping[str, LazyTensor], config: LoadStateDictConfig) -> LoadStateDictInfo:
-        info, _ = convert_and_load_state_dict_in_model(self.model, dict(state), config)
+        with _transformers_errors(self._folder):
+            info, _ = convert_and_load_state_dict_in_model(self.model, dict(state), config)
         if info.conversion_errors:
             raise CheckpointError(f"{self._folder}: {'; '.join(map(str, info.conversion_errors.values()))}")
         return info

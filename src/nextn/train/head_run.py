@@ -20,7 +20,7 @@ from nextn.edit.links import refuse_links
 from nextn.edit.plan import num_copied
 from nextn.edit.restore import restore
 from nextn.errors import ConfigError, NextnError, TrainingError
-from nextn.model.model import Model, read_tokenizer
+from nextn.model.model import Model, load_head, read_tokenizer
 from nextn.train.config import HeadConfig
 from nextn.train.dtype import training_dtype
 from nextn.train.head_files import HEAD_FILE
@@ -46,10 +46,13 @@ class StartingPoint:
     cache_dir: Path | None = None
     offline: bool = False
     follow_links: bool = False  # follow links that lead out of the trunk's folder
+    stream: bool = False  # the trunk runs once, layer by layer, see `HeadTask.stream_trunk`
 
     def __post_init__(self) -> None:
         if self.fresh and self.head is not None:
             raise ConfigError(f"a fresh head and the head of {self.head} exclude each other; give only one")
+        if self.fresh and self.stream:
+            raise ConfigError("--stream needs a head to start from: a new one is made of the trunk's loaded layers")
         if self.num_modules is not None and not self.fresh:
             raise ConfigError(
                 f"modules = {self.num_modules}: only for a fresh head; an existing one keeps its number of modules"
@@ -158,7 +161,11 @@ def load_starting_point(start: StartingPoint, *, near: Path) -> tuple[Model, Inv
     origin = on_disk(Inventory.of(checkpoint), revision=revision, cache_dir=cache, offline=offline)
     refuse_links(origin.checkpoint, follow=start.follow_links)
     with _with_head(origin, start.head, near) as folder:
-        model = Model.load(folder, need_head=not start.fresh, skip_head=start.fresh)
+        if start.stream:  # whose files must stay, and whose head is complete, as its experts train
+            model = Model.load(folder_of(origin.checkpoint), skip_head=True, stream=True)
+            model.head = load_head(folder, model.trunk)
+        else:
+            model = Model.load(folder, need_head=not start.fresh, skip_head=start.fresh)
     return model, origin, list(model.notes)
 
 

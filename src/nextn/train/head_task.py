@@ -18,7 +18,9 @@ from nextn.errors import CheckpointError, ConfigError
 from nextn.losses.distillation import HeadLoss, Teacher, head_loss
 from nextn.losses.mtp_loss import Targets, depth_weights
 from nextn.model.head import Head, lm_head_weights
+from nextn.model.layer_states import LayerProgress
 from nextn.model.model import Model
+from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.trunk import TrunkOutput
 from nextn.train.config import HeadConfig
 from nextn.train.head_files import HEAD_FILE, write_standalone_head, write_with_trunk
@@ -98,6 +100,22 @@ class HeadTask:
             limit_gb=limit_gb,
         )
         return self.cache
+
+    def stream_trunk(self, folder: Path, cache: HiddenStateCache, on_layer: Callable[[LayerProgress], None]) -> None:
+        """Run a streamed trunk once over all texts of the cache and of evaluations, which then need no trunk.
+
+        folder: See `StreamedTrunk.read_layers`; it must stay for as long as this process trains.
+        """
+        trunk, rows = self.model.trunk, self.config.rows_per_pass
+        assert isinstance(trunk, StreamedTrunk)
+        batches = [cache.batches.batch(index) for index in range(cache.num_batches)]
+        pairs = [
+            pair for each in batches for pair in zip(each.tokens.split(rows), each.documents.split(rows), strict=True)
+        ]
+        pairs += [(each.tokens, each.documents) for each in held_out_batches(self.held_out, self.config, self.ranks)]
+        tokens, documents = zip(*pairs, strict=True)
+        with self._autocast(enabled=self._trunk_autocast):
+            trunk.read_layers(tokens, documents=documents, folder=folder, on_layer=on_layer)
 
     def example(self, step: int, *, rank: int = 0, world: int = 1) -> Example:
         if self.cache is not None:

@@ -11,7 +11,7 @@ from nextn.errors import CheckpointError, ConfigError
 
 FILE = "run.json"
 # Options that change how a step is computed or what is reported, but not the result: a resumed run may change them.
-_FREE = ("cache_gb", "cache_dir", "offline", "follow_links", "allow_worse", "curve", "tensorboard", "device")
+_FREE = ("cache_gb", "cache_dir", "offline", "follow_links", "allow_worse", "curve", "tensorboard", "device", "stream")
 _FREE_SETTINGS = ("accumulate", "checkpoint_layers", "minutes")
 _PATHS = ("tokenizer", "model", "trunk", "head", "cache_dir")
 _NAMES = {"trunk": "--from"}
@@ -43,6 +43,7 @@ class RunOptions:
     curve: bool = False
     tensorboard: bool = False
     device: str | None = None
+    stream: bool = False
 
     def absolute(self) -> "RunOptions":
         """Return the options with absolute paths; names of data sets and hub ids are unchanged."""

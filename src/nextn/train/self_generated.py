@@ -29,6 +29,8 @@ from nextn.decoding.generate import eos_tokens
 from nextn.decoding.rounds import Settings, rounds
 from nextn.errors import CheckpointError, ConfigError
 from nextn.model.model import Model
+from nextn.model.streamed_trunk import StreamedTrunk
+from nextn.model.text_interface import TextInterface
 from nextn.model.trunk import Trunk
 from nextn.runtime.backend import backend_for
 from nextn.speculative.sampling import Sampling
@@ -54,7 +56,9 @@ def is_on_policy(
     texts, others = partition_sources(sources)
     headers = {str(source): answers_header(source) for source in others}
     known = {name: header for name, header in headers.items() if header is not None}
-    trunk_id = fingerprint(trunk.model) if known else ""
+    is_streamed = isinstance(trunk, StreamedTrunk)  # whose values are not there to compare
+    engines = [name for name, header in known.items() if is_streamed or "trunk" not in header]
+    trunk_id = None if is_streamed or not known else fingerprint(trunk.model)
     mismatches = [
         f"{name}: {reason}" for name, header in known.items() if (reason := _mismatch(header, trunk_id, temperature))
     ]
@@ -63,13 +67,18 @@ def is_on_policy(
     if declared and mismatches:
         raise ConfigError(f"--drawn: {mismatches[0]}. Leave --drawn out: it is for files without a header")
     notes = [f"{mismatch}; its held-out sampled acceptance uses 1 - TV" for mismatch in mismatches]
-    has_headers = bool(known) and not texts and len(known) == len(headers)
+    if engines and not declared:
+        notes.append(
+            f"{engines[0]}: written by an engine, or compared with a trunk that is not loaded: --drawn says that it is "
+            "of this trunk"
+        )
+    has_headers = bool(known) and not texts and not engines and len(known) == len(headers)
     return not mismatches and not all_tokens and (declared or has_headers), notes
 
 
-def _mismatch(header: Mapping[str, Any], trunk: str, temperature: float) -> str | None:
+def _mismatch(header: Mapping[str, Any], trunk: str | None, temperature: float) -> str | None:
     """Why answers were not sampled from the trunk at the temperature."""
-    if header.get("trunk") != trunk:
+    if trunk is not None and header.get("trunk", trunk) != trunk:
         return "answers of another trunk, or of this one in another dtype; `nextn answer` generates this trunk's own"
     sampling = header.get("settings", {}).get("sampling", {})
     if sampling.get("temperature") == 0:
@@ -147,26 +156,32 @@ def generate_answers(
     eos = eos_tokens(model) if settings.eos is None else settings.eos
     settings = replace(settings, eos=eos, drafts=settings.drafts if model.head is not None else 0)
     header = _header(model, settings, batch_size, backend)
-    progress = AnswerProgress(len(prompts)).plus(_resume(out, header, prompts, batch_size))
+    progress = AnswerProgress(len(prompts)).plus(resume_answers(out, header, prompts, batch_size))
     yield progress
     while progress.answers < len(prompts):
         started, first = time.perf_counter(), progress.answers
         answers = _decode(model, prompts[first : first + batch_size], first, settings, backend, should_stop)
         if answers is None:
             return
-        _append(out, answers)
+        append_answers(out, answers)
         progress = progress.plus(answers, time.perf_counter() - started)
         yield progress
 
 
 def read_prompts(
-    sources: Sequence[Source], model: Model, *, count: int | None = None, length: int = 64, seed: int = 0, chat: bool
+    sources: Sequence[Source],
+    model: Model | TextInterface,
+    *,
+    count: int | None = None,
+    length: int = 64,
+    seed: int = 0,
+    chat: bool,
 ) -> tuple[list[list[int]], list[str]]:
     """Return prompts and notes: the prompts of the first `count` records, the rest of `count` cut from text files.
 
     Args:
         sources: Files, folders or names of data sets.
-        model: Its tokenizer reads the prompts, which must fit its context.
+        model: Its tokenizer reads the prompts, which must fit its context; its weights are not needed.
         count: Number of prompts; None = one per record.
         length: Tokens of each prompt cut from a text.
         seed: Of the positions where texts are cut.
@@ -175,22 +190,24 @@ def read_prompts(
     Raises:
         ConfigError: A source cannot be read, or has too little text.
     """
-    if model.tokenizer is None:
+    text_interface = model if isinstance(model, TextInterface) else TextInterface.of(model)
+    tokenizer, vocab_size = text_interface.tokenizer, text_interface.vocab_size
+    if tokenizer is None:
         raise ConfigError("the checkpoint has no tokenizer to read prompts with; add tokenizer.json to its folder")
     texts, others = partition_sources(sources)
     if not sources or (count is not None and count < 1):
         raise ConfigError(f"{len(sources)} sources of prompts, count = {count}; expected at least one of each")
-    reader, prompts = RecordReader(model.tokenizer), []
+    reader, prompts = RecordReader(tokenizer), []
     for location, record in islice((pair for source in others for pair in read_records(source)), count):
-        prompts.append(_check(reader.prompt(record, location, chat=chat), location, model.trunk.vocab_size))
+        prompts.append(_check(reader.prompt(record, location, chat=chat), location, vocab_size))
     if texts:
         if count is None:
             raise ConfigError(f"{texts[0]} is text: give the number of prompts to cut from it, such as --count 1000")
-        corpus, remaining = Corpus.from_files(texts, model.tokenizer), count - len(prompts)
+        corpus, remaining = Corpus.from_files(texts, tokenizer), count - len(prompts)
         if remaining > 0:
             excerpts = sample_prompts(corpus, count=remaining, length=length, seed=seed, continuation=0)
             prompts += [excerpt.tolist() for excerpt in excerpts]
-    return _drop_long(prompts, model.trunk.max_length)
+    return _drop_long(prompts, text_interface.max_length)
 
 
 def _check(ids: list[int], location: str, vocab_size: int) -> list[int]:
@@ -212,13 +229,14 @@ def _drop_long(prompts: list[list[int]], context: int | None) -> tuple[list[list
 def _header(model: Model, settings: Settings, batch_size: int, backend: str) -> dict[str, object]:
     head = fingerprint(model.head) if model.head is not None and settings.drafts else None
     made_by = {"trunk": fingerprint(model.trunk.model), "head": head, "batch_size": batch_size, "backend": backend}
-    return json.loads(json.dumps({HEADER_KEY: "answers"} | made_by | {"settings": asdict(settings)}))
+    return {HEADER_KEY: "answers"} | made_by | {"settings": asdict(settings)}
 
 
-def _resume(
+def resume_answers(
     out: Path, header: Mapping[str, object], prompts: Sequence[Sequence[int]], batch_size: int
 ) -> list[GeneratedAnswer]:
     """Return the answers of the file's complete batches and truncate the rest; write the header of a new file."""
+    header = json.loads(json.dumps(header))  # as it is read back: tuples are lists
     if not out.exists():
         with atomic(out) as file:
             file.write(json.dumps(header).encode() + b"\n")
@@ -272,8 +290,8 @@ def _compare(out: Path, header: Mapping[str, object], stored: Mapping[str, objec
     now, then = _flatten(header), _flatten(stored)
     if now == then:
         return
-    for part in ("trunk", "head"):
-        if now[part] != then.get(part):
+    for part in ("trunk", "head", "engine"):
+        if now.get(part) != then.get(part):
             raise ConfigError(f"{out} holds answers of another {part}; give another file for this model's")
     raise ConfigError(f"{out} was made with {changes(then, now)}; resume with the same, or give another file")
 
@@ -311,7 +329,7 @@ def _text(model: Model, tokens: list[int]) -> str | None:
     return None if model.tokenizer is None else model.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def _append(out: Path, answers: Sequence[GeneratedAnswer]) -> None:
+def append_answers(out: Path, answers: Sequence[GeneratedAnswer]) -> None:
     """Append all lines of a batch, or none if the disk is full; resuming drops a partial line of a killed process."""
     size = out.stat().st_size
     data = "".join(json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in answers).encode()

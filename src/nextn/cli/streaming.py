@@ -1,0 +1,205 @@
+"""Measuring on texts that exist already, with a trunk that is loaded or streamed: options, progress, interruption."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nextn.cli.common import EngineAccess, ModelOptions
+from nextn.cli.screen import console, print_note, progress_bars
+from nextn.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nextn.evaluate.engine_check import EngineText
+    from nextn.evaluate.given_texts import GivenTexts
+    from nextn.evaluate.reference_plan import ReferencePlan
+    from nextn.evaluate.reference_report import ReferenceReport
+    from nextn.evaluate.teacher_forced import ReferenceText
+    from nextn.evaluate.workload import Prompt
+    from nextn.model.layer_states import LayerProgress
+    from nextn.model.model import Model
+    from nextn.model.streamed_trunk import StreamedTrunk
+    from nextn.model.trunk import TrunkOutput
+    from nextn.train.head_task import HeadTask
+    from nextn.train.hidden_cache import HiddenStateCache
+
+_PANEL = "Models that do not fit into memory"
+Stream = Annotated[
+    bool | None,
+    typer.Option(
+        "--stream/--no-stream",
+        help="Read the trunk layer by layer, each once for all texts. Default: if it does not fit into memory.",
+        show_default=False,
+        rich_help_panel=_PANEL,
+    ),
+]
+Texts = Annotated[
+    str | None,
+    typer.Option(
+        help="Measure on these texts: a file of `nextn answer`, or other records or text. Needed with --stream, which "
+        "cannot generate.",
+        rich_help_panel=_PANEL,
+    ),
+]
+States = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder for hidden states after each layer, from which the same command resumes; kept at the end. "
+        "Default: the user's cache, removed at the end.",
+        rich_help_panel=_PANEL,
+    ),
+]
+
+
+def reason_to_stream(options: ModelOptions, stream: bool | None) -> str | None:
+    """Return why the trunk is streamed; None if it is to be loaded."""
+    if stream is not None:
+        return "--stream" if stream else None
+    from nextn.checkpoint.checkpoint import Checkpoint
+    from nextn.devices import resolve_device
+    from nextn.evaluate import stream_plan
+
+    checkpoint = Checkpoint.open(options.source, **options.hub)
+    return stream_plan.reason_to_stream(checkpoint, options.torch_dtype, resolve_device(options.device))
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """Where the texts come from, and how the trunk runs over them."""
+
+    file: str | None
+    engine: EngineAccess
+    reason: str | None  # why the trunk is streamed; None: it is loaded
+    states: Path | None
+    quiet: bool
+
+    @property
+    def folder(self) -> Path:
+        return self.states or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nextn" / "states"
+
+
+def measure_texts(
+    options: ModelOptions, source: TextOptions, plan: "ReferencePlan", prompts: "Sequence[Prompt]"
+) -> "tuple[Model, ReferenceReport]":
+    """Load the model, and measure its head on texts of a file, or on an engine's continuations of the prompts.
+
+    With several temperatures in the plan, a file's own is that of its header.
+    """
+    from nextn.evaluate.engine_check import check_engine
+    from nextn.evaluate.given_texts import read_texts
+    from nextn.evaluate.reference import acceptance_on_texts
+
+    loaded, asked = options.load(need_head=True, stream=source.reason is not None), None
+    if source.file is not None:
+        temperature = plan.temperatures[0] if len(plan.temperatures) == 1 else None
+        reader = partial(read_texts, source.file, loaded.trunk, loaded.tokenizer)
+        given = [reader(temperature=temperature, max_tokens=plan.max_tokens)]
+    else:
+        given, asked = _ask_engine(loaded, source, plan, prompts)
+    texts = [text for each in given for text in each.texts] + ([] if asked is None else [asked[0]])
+    outputs, record = _run_trunk(loaded, texts, source)
+    check = None if asked is None else check_engine(source.engine.url, asked, loaded.trunk, outputs.pop())
+    parts = iter(outputs)
+    report = acceptance_on_texts(loaded, given, [[next(parts) for _ in each.texts] for each in given], plan)
+    return loaded, replace(report, stream=record, engine=check)
+
+
+def _ask_engine(
+    model: "Model", source: TextOptions, plan: "ReferencePlan", prompts: "Sequence[Prompt]"
+) -> "tuple[list[GivenTexts], EngineText | None]":
+    """The engine's continuations at each temperature, stored beside the states, and a text with log-probabilities."""
+    from nextn.evaluate.engine_check import ask_engine
+    from nextn.evaluate.given_texts import read_texts
+    from nextn.evaluate.reference_texts import prompt_tokens
+    from nextn.model.text_interface import TextInterface
+    from nextn.settings import Sampling, Settings
+    from nextn.train.served_answers import served_answers
+
+    endpoint, given, eos = source.engine.open(), [], TextInterface.of(model).eos
+    ids = [prompt_tokens(model, prompt, plan.chat) for prompt in prompts]
+    for temperature in plan.temperatures:
+        settings = Settings(0, sampling=Sampling(temperature), max_tokens=plan.max_tokens, seed=plan.seed, eos=eos)
+        identity = json.dumps([endpoint.url, endpoint.served.name, ids, temperature, plan.max_tokens, plan.seed])
+        file = source.folder / f"answers-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.jsonl"
+        answers = served_answers(endpoint, ids, settings, file, model.tokenizer, concurrency=source.engine.concurrency)
+        with progress_bars(quiet=source.quiet) as progress:
+            step = progress(f"answers of the engine at temperature {temperature:g}", len(ids))
+            for _ in answers:
+                step()
+        texts = read_texts(file, model.trunk, model.tokenizer, max_tokens=plan.max_tokens)
+        domains = tuple(prompt.domain for prompt in prompts)
+        given.append(replace(texts, source=f"{endpoint.url} ({endpoint.served.name})", domains=domains))
+    return given, ask_engine(endpoint, ids[0])
+
+
+def _run_trunk(
+    model: "Model", texts: "Sequence[ReferenceText]", source: TextOptions
+) -> "tuple[list[TrunkOutput], dict[str, object] | None]":
+    """The states of all texts, in one pass of the trunk, and what streaming took."""
+    from nextn.checkpoint.mapped_memory import return_freed_memory
+    from nextn.evaluate.given_texts import run_name, whole_text_outputs
+    from nextn.evaluate.stream_plan import StreamEstimate, stream_record
+    from nextn.model.layer_states import remove_states
+    from nextn.model.streamed_trunk import StreamedTrunk
+
+    trunk = model.trunk
+    if not isinstance(trunk, StreamedTrunk):
+        return whole_text_outputs(trunk, texts), None
+    estimate = StreamEstimate.of(trunk, sum(len(text.tokens) for text in texts))
+    print_note(f"the trunk is streamed ({source.reason}): {estimate}")
+    return_freed_memory()  # of checking the head
+    layers: list[LayerProgress] = []
+    folder = source.folder / run_name(trunk, texts)
+    with _layer_bar(trunk, folder, layers, quiet=source.quiet) as show:
+        outputs = whole_text_outputs(trunk, texts, folder=folder, on_layer=show)
+    if source.states is None:
+        remove_states(folder)
+    return outputs, stream_record(layers, estimate)
+
+
+def stream_for_training(task: "HeadTask", cache: "HiddenStateCache", folder: Path, *, quiet: bool) -> None:
+    """Run the trunk of a task over all texts of a training run; raises ConfigError for several processes."""
+    from nextn.evaluate.stream_plan import StreamEstimate
+
+    if task.ranks.world > 1:
+        raise ConfigError("--stream runs in one process; leave torchrun out, or --stream")
+    trunk: Any = task.model.trunk
+    num_tokens = cache.num_batches * task.config.batch_size * task.config.length
+    print_note(f"the trunk is streamed (--stream): {StreamEstimate.of(trunk, num_tokens)}")
+    with _layer_bar(trunk, folder, [], quiet=quiet) as show:
+        task.stream_trunk(folder, cache, show)
+
+
+@contextmanager
+def _layer_bar(
+    trunk: "StreamedTrunk", folder: Path, layers: "list[LayerProgress]", *, quiet: bool
+) -> "Iterator[Callable[[LayerProgress], None]]":
+    """Show layers, bytes and the time left; append each layer's progress to `layers`."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("layer {task.fields[layer]}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    screen, count = console(stderr=True), len(trunk.decoder.layers)
+    # A layer may take minutes: the speed is that of the last hour.
+    with Progress(*columns, console=screen, disable=quiet, transient=True, speed_estimate_period=3600) as bar:
+        total = trunk.num_bytes
+        task = bar.add_task("", total=total, layer=f"0/{count}")
+
+        def show(progress: "LayerProgress") -> None:
+            nonlocal total
+            layers.append(progress)
+            total -= progress.num_bytes if progress.resumed else 0  # or its speed would count
+            advance = 0 if progress.resumed else progress.num_bytes
+            bar.update(task, total=total, advance=advance, layer=f"{progress.index + 1}/{count}")
+
+        try:
+            yield show
+        except KeyboardInterrupt:
+            print_note(f"the hidden states after the last complete layer are in {folder}; the same command resumes")
+            raise

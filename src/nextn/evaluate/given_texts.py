@@ -1,0 +1,231 @@
+"""Texts that exist already, to measure a head on: from files, run whole through the trunk, and checked to be its own.
+
+A streamed trunk cannot generate, so its texts come from a copy of the model that an engine serves, or from elsewhere.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from nextn.checkpoint.mapped_memory import release_pages, released_after_use
+from nextn.data.records import RecordReader
+from nextn.data.sources import Source, answers_header, has_records, read_records
+from nextn.errors import ConfigError
+from nextn.evaluate.teacher_forced import ReferenceText
+from nextn.model.streamed_trunk import StreamedTrunk
+from nextn.model.trunk import Trunk, TrunkOutput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MAX_POSITIONS = 4096  # of one pass: texts are batched up to this number of padded positions
+_MAX_ROWS = 64  # positions whose distributions are in memory at once
+_MIN_AGREEMENT = 0.95  # of greedy texts: near ties differ between implementations
+_MAX_EXCESS, _MAX_ERRORS = 0.05, 4  # of sampled texts: nats per token, and standard errors
+
+
+@dataclass(frozen=True)
+class GivenTexts:
+    """Texts of one temperature, and the domain that each one's figures are reported under."""
+
+    texts: tuple[ReferenceText, ...]
+    domains: tuple[str, ...]
+    source: str  # a file, or the engine that wrote them
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(text.tokens) for text in self.texts)
+
+
+def read_texts(
+    source: Source,
+    trunk: Trunk,
+    tokenizer: "PreTrainedTokenizerBase | None",
+    *,
+    temperature: float | None = None,
+    max_tokens: int = 256,
+) -> GivenTexts:
+    """Read a file of `nextn answer`, or other records with labels, whose last labels are the continuation.
+
+    Args:
+        source: .jsonl or .parquet records, a data set, or a text file.
+        trunk: Its vocabulary and context.
+        tokenizer: Encodes texts; records of token ids need none.
+        temperature: At which the texts were sampled; None: what the file's header says.
+        max_tokens: New tokens of each text; the rest is cut.
+
+    Raises:
+        ConfigError: The source cannot be read, does not fit the model, or says no temperature or another one.
+    """
+    temperature = _temperature(source, temperature)
+    reader = RecordReader(cast(Any, tokenizer), context=trunk.max_length)
+    if has_records(source):
+        records = read_records(source)
+    else:
+        records = iter([(str(source), {"text": Path(source).read_text(encoding="utf-8")})])
+    texts, domains = [], []
+    for location, record in records:
+        if tokenizer is None and not {"prompt", "tokens"} <= record.keys():
+            raise ConfigError(
+                f'{location}: the checkpoint has no tokenizer, so only records with "prompt" and "tokens" of token ids '
+                "can be read; add tokenizer.json to its folder"
+            )
+        document = reader.document(record, location)
+        ids = document.ids.tolist()
+        if ids and max(ids) >= trunk.vocab_size:
+            raise ConfigError(
+                f"{location}: token {max(ids)} is not in the model's vocabulary of {trunk.vocab_size}; give text, or "
+                "ids of this model's tokenizer"
+            )
+        start, end = _last_labels(document.mask, len(ids))
+        cut = min(end, start + max_tokens, trunk.max_length or end)
+        has_ended = cut == end and record.get("finish") in ("eos", "context")
+        texts.append(ReferenceText(tuple(ids[:start]), tuple(ids[start:cut]), temperature, has_ended))
+        domains.append(str(record.get("domain", "own")))
+    if not any(text.remaining for text in texts):
+        raise ConfigError(f"{source}: none of its {len(texts)} texts has three new tokens, which a draft needs")
+    return GivenTexts(tuple(texts), tuple(domains), str(source))
+
+
+def _temperature(source: Source, given: float | None) -> float:
+    header: Any = answers_header(source)
+    stored = None if header is None else header.get("settings", {}).get("sampling", {}).get("temperature")
+    if stored is None and given is None:
+        raise ConfigError(
+            f"{source} does not say at which temperature its texts were sampled: give one, such as --temperatures 1"
+        )
+    if stored is not None and given is not None and given != stored:
+        raise ConfigError(f"--temperatures {given:g}: the texts of {source} were sampled at {stored:g}; leave it out")
+    value: Any = given if stored is None else stored
+    return float(value)
+
+
+def _last_labels(mask: "np.ndarray[Any, Any] | None", length: int) -> tuple[int, int]:
+    """The last run of labels; of a text without a mask all but its first token, which nothing predicts."""
+    if mask is None:
+        return min(1, length), length
+    labels = np.flatnonzero(mask)
+    if not len(labels):
+        return length, length
+    gaps = np.flatnonzero(np.diff(labels) > 1)
+    return int(labels[gaps[-1] + 1 if len(gaps) else 0]), int(labels[-1]) + 1
+
+
+@torch.inference_mode()
+def whole_text_outputs(trunk: Trunk, texts: Sequence[ReferenceText], **options: Any) -> list[TrunkOutput]:
+    """Run each text in one pass, without a cache; a loaded trunk gives the bits of a streamed one.
+
+    options: Of `StreamedTrunk.run`.
+    """
+    groups = _groups(texts)
+    batches = _batches(texts, groups)
+    if isinstance(trunk, StreamedTrunk):
+        outputs = trunk.run(batches, **options)
+    else:
+        with released_after_use(trunk.decoder.layers):
+            outputs = [trunk(batch) for batch in batches]
+    by_index = {}
+    for group, output in zip(groups, outputs, strict=True):
+        for row, index in enumerate(group):
+            end = len(texts[index].tokens)
+            by_index[index] = TrunkOutput(output.final_hidden[row, :end], output.head_input[row, :end])
+    return [by_index[index] for index in range(len(texts))]
+
+
+def run_name(trunk: StreamedTrunk, texts: Sequence[ReferenceText]) -> str:
+    """Return a name for a folder of hidden states: equal for equal checkpoints, texts and dtypes."""
+    identity = trunk.identity(_batches(texts, _groups(texts)))
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+
+
+def _batches(texts: Sequence[ReferenceText], groups: Sequence[Sequence[int]]) -> list[Tensor]:
+    return [pad_sequence([torch.tensor(texts[index].tokens) for index in group], batch_first=True) for group in groups]
+
+
+def _groups(texts: Sequence[ReferenceText]) -> list[list[int]]:
+    """Indices of texts of similar lengths."""
+    groups: list[list[int]] = []
+    for index in sorted(range(len(texts)), key=lambda index: -len(texts[index].tokens)):
+        if groups and (len(groups[-1]) + 1) * len(texts[groups[-1][0]].tokens) <= _MAX_POSITIONS:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+@dataclass(frozen=True)
+class TextOrigin:
+    """Whether the trunk can have written the texts, by its own distribution."""
+
+    num_tokens: int
+    agreement: float | None  # greedy: share of the tokens that are the trunk's argmax
+    excess: float | None  # sampled: nats per token by which the texts are less likely than the trunk's own on average
+    error: float | None  # its standard error
+
+    @property
+    def is_own(self) -> bool:
+        """Whether nothing contradicts it."""
+        if self.agreement is not None:
+            return self.agreement >= _MIN_AGREEMENT
+        return abs(self.excess or 0.0) <= max(_MAX_EXCESS, _MAX_ERRORS * (self.error or 0.0))
+
+    @property
+    def warnings(self) -> list[str]:
+        """Why the figures are not those of decoding."""
+        if self.is_own:
+            return []
+        how = (
+            f"{self.agreement:.0%} of its tokens are the trunk's argmax"
+            if self.agreement is not None
+            else f"its tokens are {self.excess:+.2f} nats less likely than those that the trunk would sample"
+        )
+        return [f"the text is not the model's own ({how}): acceptance in decoding is another"]
+
+    def as_record(self) -> dict[str, object]:
+        return vars(self) | {"is_own": self.is_own}
+
+
+@torch.inference_mode()
+def text_origin(trunk: Trunk, texts: Sequence[ReferenceText], outputs: Sequence[TrunkOutput]) -> TextOrigin:
+    """Compare the new tokens with the trunk's distributions at the texts' temperature."""
+    temperature = texts[0].temperature
+    agreeing, total, surprise, variance = 0, 0, 0.0, 0.0
+    for text, output in zip(texts, outputs, strict=True):
+        logprobs = token_logprobs(trunk, text, output, temperature or 1.0)
+        for chosen, expected, squares, is_best in logprobs:
+            total += len(chosen)
+            agreeing += int(is_best.sum())
+            surprise += float((expected - chosen).sum())
+            variance += float((squares - expected.square()).clamp_min(0).sum())
+    release_pages([trunk.lm_head])
+    if not temperature:
+        return TextOrigin(total, agreeing / max(1, total), None, None)
+    return TextOrigin(total, None, surprise / max(1, total), math.sqrt(variance) / max(1, total))
+
+
+def token_logprobs(
+    trunk: Trunk, text: ReferenceText, output: TrunkOutput, temperature: float = 1.0
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Return for blocks of new tokens their log-probabilities, their mean and mean square over the vocabulary in the
+    trunk's distribution at each position, and whether each token is the argmax."""
+    first, blocks = len(text.prompt) - 1, []
+    targets = torch.tensor(text.new, device=output.final_hidden.device)
+    for start in range(0, len(text.new), _MAX_ROWS):
+        target = targets[start : start + _MAX_ROWS, None]
+        states = output.final_hidden[first + start : first + start + len(target)]
+        logprobs = (trunk.logits(states).float() / temperature).log_softmax(-1).double()
+        probs = logprobs.exp()
+        chosen = logprobs.gather(-1, target)[:, 0]
+        weighted = (probs * logprobs).nan_to_num(0)
+        squares = (weighted * logprobs).nan_to_num(0)
+        blocks.append((chosen, weighted.sum(-1), squares.sum(-1), logprobs.argmax(-1) == target[:, 0]))
+    return blocks

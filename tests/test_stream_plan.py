@@ -1,0 +1,53 @@
+"""Does a model fit, and how long does streaming take."""
+
+import pytest
+import torch
+from tiny import build
+
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.devices import available_bytes
+from nextn.evaluate import stream_plan
+from nextn.evaluate.stream_plan import StreamEstimate, loaded_bytes, reason_to_stream
+from nextn.model.model import Model
+
+
+def num_bytes(model, dtype):
+    values = [*model.trunk.model.state_dict().values(), *model.head.state_dict().values()]
+    return sum(value.numel() for value in values) * dtype.itemsize
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_bytes_in_memory(tmp_path, fp8):
+    """As stored, fp8 as bf16; in fp32 twice as much."""
+    model = build("glm4_moe")
+    model.save(tmp_path / "model", dtype=torch.bfloat16, fp8=fp8, copies=False)
+    checkpoint = Checkpoint.open(tmp_path / "model")
+    assert loaded_bytes(checkpoint, None) == pytest.approx(num_bytes(model, torch.bfloat16), rel=0.02)
+    assert loaded_bytes(checkpoint, torch.float32) == pytest.approx(num_bytes(model, torch.float32), rel=0.02)
+
+
+def test_reason_to_stream(tmp_path, monkeypatch):
+    build("glm4_moe").save(tmp_path / "model")
+    checkpoint, cpu = Checkpoint.open(tmp_path / "model"), torch.device("cpu")
+    needed = loaded_bytes(checkpoint, None)
+    for available, is_streamed in ((needed * 2, False), (needed, True), (None, False)):
+        monkeypatch.setattr(stream_plan, "available_bytes", lambda device, available=available: available)
+        assert (reason_to_stream(checkpoint, None, cpu) is not None) == is_streamed
+
+
+def test_available_memory():
+    available = available_bytes(torch.device("cpu"))
+    assert available is None or 2**20 < available < 2**50
+
+
+def test_estimate(tmp_path):
+    build("glm4_moe").save(tmp_path / "model")
+    trunk = Model.load(tmp_path / "model", stream=True).trunk
+    estimate = StreamEstimate.of(trunk, 1000)
+    assert estimate.num_bytes == trunk.num_bytes
+    dense = sum(
+        value.numel() for name, value in trunk.named_parameters() if "experts." not in name and "embed" not in name
+    )
+    assert 2000 * dense < estimate.flops < 2 * 1000 * sum(value.numel() for value in trunk.parameters())
+    assert min(estimate.bytes_per_s, estimate.flops_per_s) > 1e5
+    assert str(StreamEstimate(10**9, 2e12, 1e9, 1e12)) == "1.0 GB at 1 GB/s and 2 TFLOP at 1 TFLOP/s: about 0.1 min"
