@@ -26,6 +26,7 @@ from nextn.cli.common import (  # fmt: skip
     Offline,
     Prompts,
     Revision,
+    SeparateHead,
     Temperatures,
     draft_from,
     parse_temperatures,
@@ -61,6 +62,7 @@ def bench(
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Also measure an adaptive K.")] = False,
     backend: BackendName = "auto",
     device: Device = "auto",
+    head: SeparateHead = None,
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
@@ -79,7 +81,7 @@ def bench(
         adaptive=adaptive,
         backend=backend,
     )
-    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
+    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, head)
     options.check()
     texts, frequent = read_prompts(prompts), read_draft_text(draft_vocab, draft_text)
     _check_out(out)
@@ -113,6 +115,7 @@ def advise(
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
     device: Device = "auto",
+    head: SeparateHead = None,
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
@@ -132,7 +135,7 @@ def advise(
         seed=seed,
         backend=backend,
     )
-    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
+    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, head)
     options.check()
     texts = read_prompts(prompts)
     _check_out(out)

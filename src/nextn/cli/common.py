@@ -50,6 +50,10 @@ Prompts = Annotated[
     ),
 ]
 Temperatures = Annotated[str, typer.Option(help="Comma-separated temperatures; 0 = greedy.")]
+SeparateHead = Annotated[
+    str | None,
+    typer.Option("--head", help="Use the head of this checkpoint instead: folder, .safetensors file or hub id."),
+]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id. Default: main.")]
 CacheDir = Annotated[Path | None, typer.Option(help="Hub cache folder. Default: that of huggingface_hub.")]
 Offline = Annotated[bool, typer.Option("--offline", help="Read hub ids from the cache only.")]
@@ -123,6 +127,7 @@ class ModelOptions:
     revision: str | None = None
     cache_dir: Path | None = None
     offline: bool = False
+    head: str | None = None  # a checkpoint to take the head from, instead of the source's own
 
     @property
     def hub(self) -> HubOptions:
@@ -145,6 +150,8 @@ class ModelOptions:
 
         if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", self.source, re.ASCII) or Path(self.source).exists():
             Checkpoint.open(self.source)
+        if self.head is not None and Path(self.head).exists():
+            Checkpoint.open(self.head)
 
     def load(self, *, need_head: bool, exact_head: bool = False) -> "Model":
         """Load the model; call `check` first. exact_head: see `Head.exact`."""
@@ -153,7 +160,8 @@ class ModelOptions:
         from nextn.model.model import Model
 
         stored = None if self.dtype == "auto" else getattr(torch, self.dtype)
-        loaded = Model.load(self.source, **self.hub, dtype=stored, need_head=need_head, device=self.device)
+        head = self.head if need_head else None
+        loaded = Model.load(self.source, **self.hub, dtype=stored, need_head=need_head, device=self.device, head=head)
         if loaded.head is not None:
             loaded.head.exact = exact_head
         return loaded

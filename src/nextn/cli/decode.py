@@ -22,6 +22,7 @@ from nextn.cli.common import (  # fmt: skip
     NumSpeculativeTokens,
     Offline,
     Revision,
+    SeparateHead,
     draft_from,
     read_draft_text,
     use_chat,
@@ -69,6 +70,7 @@ def generate(
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
     device: Device = "auto",
+    head: SeparateHead = None,
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
@@ -83,7 +85,7 @@ def generate(
         max_tokens=max_tokens,
         seed=seed,
     )
-    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
+    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, head)
     options.check()
     text = read_stdin() if prompt == "-" else prompt
     frequent = read_draft_text(draft_vocab, draft_text)
@@ -105,6 +107,7 @@ def trace(
     chat: Chat = None,
     dtype: Dtype = "float32",
     device: Device = "auto",
+    head: SeparateHead = None,
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
@@ -114,7 +117,9 @@ def trace(
     from dataclasses import asdict
 
     settings = Settings(drafts=num_speculative_tokens, max_tokens=max_tokens)
-    options = ModelOptions(model, dtype, device=device, revision=revision, cache_dir=cache_dir, offline=offline)
+    options = ModelOptions(
+        model, dtype, device=device, revision=revision, cache_dir=cache_dir, offline=offline, head=head
+    )
     options.check()
     from nextn.decoding.generate import encode
     from nextn.decoding.trace import trace as traced

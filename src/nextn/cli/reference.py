@@ -26,6 +26,7 @@ from nextn.cli.common import (  # fmt: skip
     Offline,
     Prompts,
     Revision,
+    SeparateHead,
     Temperatures,
     docs_page,
     parse_temperatures,
@@ -59,6 +60,7 @@ def measure(
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
     device: Device = "auto",
+    head: SeparateHead = None,
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
@@ -79,7 +81,7 @@ def measure(
     if min_acceptance is not None and not 0 <= min_acceptance <= 1:
         raise ConfigError(f"--min-acceptance {min_acceptance}; expected a rate from 0 to 1, such as 0.6")
     plan = ReferencePlan(num_speculative_tokens, parse_temperatures(temperatures), max_tokens, chat, seed, backend)
-    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
+    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, head)
     options.check()
     texts = read_prompts(prompts)
     from nextn.evaluate.decoding_costs import Machine
@@ -91,7 +93,8 @@ def measure(
     with progress_bars(quiet=quiet) as progress:
         step = progress("texts", len(texts) * len(plan.temperatures))
         report = reference_acceptance(loaded, texts, plan, on_text=step)
-    report = replace(report, source=model, hashes=checkpoint_hashes(model, **options.hub), machine=Machine.of(loaded))
+    hashes = checkpoint_hashes(model, head=head, **options.hub)
+    report = replace(report, source=model, hashes=hashes, machine=Machine.of(loaded))
     probed = _probe(report, loaded, options, quiet=quiet) if probe else None
     record = report.as_record() | ({} if probed is None else {"probe": probed.as_record()})
     if out is not None:
@@ -136,6 +139,7 @@ def diagnose(
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
     device: Device = "auto",
+    head: SeparateHead = None,
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
@@ -159,7 +163,7 @@ def diagnose(
         raise ConfigError(
             f"--temperatures {temperatures}: the engine's counters are of one temperature; name it, or use --drive"
         )
-    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
+    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, head)
     options.check()
     texts, budget = read_prompts(prompts), Budget(Limits(requests=max_requests, seconds=max_seconds, answer_s=timeout))
     from nextn.evaluate.diagnose import audit_lines, check_drafts
@@ -247,7 +251,7 @@ def _probe(report: "ReferenceReport", model: "Model", options: ModelOptions, *, 
     generated = sampled[0] if sampled else generate_texts(model, prompts, report.plan, 1.0)
     with progress_bars(quiet=quiet) as progress:
         step = progress("conventions", None)
-        copies = stored_copies(report.source, model, **options.hub)
+        copies = {} if options.head is not None else stored_copies(report.source, model, **options.hub)
         return probe(model, truncate_texts(generated.texts), report.plan.drafts, copies=copies, on_score=step)
 
 

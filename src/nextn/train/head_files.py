@@ -16,7 +16,7 @@ from nextn.checkpoint.staging_folder import atomic_folder
 from nextn.edit.convert import small_config
 from nextn.edit.restore import restore
 from nextn.errors import ConfigError
-from nextn.model.head import Head
+from nextn.model.head import Head, draft_config
 from nextn.model.load_head import head_tensors
 
 HEAD_FILE = "head.safetensors"
@@ -69,8 +69,10 @@ def write_standalone_head(origin: Inventory, head: Head, path: Path, *, dtype: t
     if path.suffix != ".safetensors":
         raise ConfigError(f"{path}: expected a file name that ends in .safetensors")
     wrapper = origin.family.wrapper([*origin.shared.values()])
-    config = small_config(origin, head.num_modules)
-    metadata = {"source": source, "revision": "", "trained_with": trunk_fingerprint(origin)}
+    config = draft_config(head) if head.family.layer_model else small_config(origin, head.num_modules)
+    metadata = {
+        "source": source, "revision": "", "trained_with": trunk_fingerprint(origin), "trunk": origin.checkpoint.path
+    }  # fmt: skip
     write_head(head, path, config, dtype=dtype, wrapper=wrapper, metadata=metadata)
 
 
