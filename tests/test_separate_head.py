@@ -167,6 +167,8 @@ def test_what_is_no_head_of_this_trunk_is_refused(made, tmp_path):
     with pytest.raises(CheckpointError, match="no MTP head") as error:
         Model.load(_declared(trunk, tmp_path / "declared"))
     assert "--init-head" in str(error.value)
+    with pytest.raises(FamilyError, match="a head alone; give its trunk, and this head with --head"):
+        Model.load(draft)
     with pytest.raises(FamilyError, match="stored beside the trunk"):
         Model.load(trunk, head=draft).save(tmp_path / "no")
     (tmp_path / "partial").mkdir()
@@ -222,3 +224,32 @@ def test_families_of_models_without_one():
     assert generic(mixed).block == {"layer_types": ["full_attention"]}
     with pytest.raises(FamilyError, match="'t5' is an encoder-decoder model"):
         generic({"model_type": "t5", "is_encoder_decoder": True})
+
+
+def test_the_draft_computes_what_engines_do(made):
+    """vLLM's mimo_mtp.py, written down again: zeroed first embedding, [hidden, embedding], recycled after the norm."""
+    trunk, folder = made("llama-3.1", "mimo")
+    model, weights = Model.load(trunk, head=folder), load_file(folder / "head.safetensors")
+    weights = {name.removeprefix("model.mtp_layers.0."): value for name, value in weights.items()}
+    config = json.loads((folder / "config.json").read_text())
+    layer = model_from_config(config | {"num_hidden_layers": 1, "layer_types": None}, torch.float32).model
+    block = {name: value for name, value in weights.items() if name.startswith(("self_attn", "mlp", "input_l", "post"))}
+    layer.layers[0].load_state_dict(block)
+    layer.norm.weight.data = weights["final_layernorm.weight"]
+
+    def norm(states, name):
+        return torch.nn.functional.rms_norm(
+            states, states.shape[-1:], weights[f"{name}.weight"], config["rms_norm_eps"]
+        )
+
+    ids = torch.tensor([[97, 32, 105, 115, 32, 97, 32]])
+    hidden = model.trunk.model.model(ids).last_hidden_state[:, :-1]
+    for step in (0, 1):  # a recycled state is the one after the final norm
+        embedded = model.trunk.embedding.weight[ids[:, 1:]].clone()
+        embedded[:, 0] = 0
+        inputs = torch.cat([norm(hidden, "hidden_layernorm"), norm(embedded, "token_layernorm")], -1)
+        expected = layer(inputs_embeds=inputs @ weights["input_proj.weight"].T).last_hidden_state
+        made_here = model.head.step(0, ids[:, 1:], hidden)
+        torch.testing.assert_close(made_here.final_hidden, expected, msg=f"step {step}")
+        torch.testing.assert_close(made_here.next_hidden, expected)
+        hidden = expected

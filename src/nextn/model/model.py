@@ -295,6 +295,8 @@ def _runnable(checkpoint: Checkpoint, *, need_head: bool) -> Family:
             f"{checkpoint.path}: config.json is absent or empty. Put the model's own beside the weights."
         )
     family = by_config(checkpoint.config) if need_head else trunk_family(checkpoint)
+    if family.layer_model:
+        raise FamilyError(f"{checkpoint.path}: a head alone; give its trunk, and this head with --head")
     return _check_runs(family)
 
 
