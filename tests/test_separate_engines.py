@@ -96,7 +96,7 @@ def test_vllm_runs_the_draft_beside_the_unchanged_trunk(trunk, bench, put, tmp_p
     record = compared(ours, "vllm", served.plain, served.seen)
     wrong = ours.scores([Variant("hidden", "before the final norm", facts={"hidden": "pre"})])
     others = [counts_of(ours.counts(wrong, k, overruns=True), k) for k in KS]
-    put("separate drafts", trunk.name, {"versions": served.versions, "flags": served.flags, **record, "pre": others})
+    put("drafts", trunk.name, {"versions": served.versions, "overrides": overrides, **record, "prenorm_counts": others})
     agrees(record)
     theirs = [row["counts"] for row in record["by_drafts"]]
     assert record["by_drafts"][0]["engine"][0] > MIN_RATE, "a head that learned nothing proves nothing"
@@ -110,6 +110,6 @@ def test_transformers_runs_the_head_inside(trunk, bench, put, tmp_path):  # noqa
     ours = Ours.of(str(made.folder), PROMPTS, tokens=TOKENS, drafts=1)
     served = bench.served("transformers", made.folder, ours.prompts, (1,), TOKENS)
     record = compared(ours, "transformers", served.plain, served.seen)
-    put("generic heads", trunk.name, {"versions": served.versions, **record})
+    put("inside", trunk.name, {"versions": served.versions, **record})
     agrees(record)
     assert record["by_drafts"][0]["engine"][0] > MIN_RATE
