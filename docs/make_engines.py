@@ -42,10 +42,18 @@ def head(record: Record) -> Iterator[str]:
     yield from _compared(record["head"])
 
 
+def drafts(record: Record) -> Iterator[str]:
+    yield from _compared(record["drafts"])
+
+
+def inside(record: Record) -> Iterator[str]:
+    yield from _compared(record["inside"])
+
+
 def versions(record: Record) -> Iterator[str]:
     yield "| pair | date | versions |"
     yield "|---|---|---|"
-    for section in ("pairs", "modules", "head"):
+    for section in ("pairs", "modules", "head", "drafts", "inside"):
         for key, each in sorted(record.get(section, {}).items()):
             cell = ", ".join(f"{name} {version}" for name, version in each["versions"].items())
             yield f"| {section}: {key} | {each['date']} | {cell} |"
@@ -88,7 +96,15 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-TABLES = {"pairs": pairs, "modules": modules, "head": head, "versions": versions, "faults": faults}
+TABLES = {
+    "pairs": pairs,
+    "modules": modules,
+    "head": head,
+    "drafts": drafts,
+    "inside": inside,
+    "versions": versions,
+    "faults": faults,
+}
 
 
 def pages() -> dict[Path, str]:

@@ -102,7 +102,7 @@ def test_a_trunk_without_a_row(trunk, text, tmp_path):
     config = json.loads((tmp_path / "strange" / "config.json").read_text()) | {"model_type": "gpt_neox"}
     (tmp_path / "strange" / "config.json").write_text(json.dumps(config))
     with pytest.raises(FamilyError, match="model_type 'gpt_neox' has no MTP convention"):
-        run(tmp_path / "run", StartingPoint(tmp_path / "strange", fresh=True), text)
+        run(tmp_path / "run", StartingPoint(tmp_path / "strange"), text)
 
 
 def test_a_worse_head_is_not_written(trunk, text, tmp_path):

@@ -68,7 +68,7 @@ def test_parts_are_the_last_of_their_kind_divided_by_the_size_of_their_stream():
         model.trunk.decoder.layers[-1].mlp.down_proj.weight.mul_(3)
     head, _ = init_head(model.family, model.trunk, TOKENS)
     layer, last = head.stack[0].layers[0], model.trunk.decoder.layers[-1]
-    size = module._stream_rms(model.trunk, TOKENS)[-1]
+    size = module._stream_rms(model.trunk, TOKENS)[0][-1]
     assert torch.equal(layer.self_attn.q_proj.weight, last.self_attn.q_proj.weight)
     torch.testing.assert_close(layer.self_attn.o_proj.weight * size, last.self_attn.o_proj.weight)
     torch.testing.assert_close(layer.mlp.down_proj.weight * size, last.mlp.down_proj.weight)
@@ -87,7 +87,7 @@ def test_a_layer_that_reads_its_stream_as_it_is_gets_one_of_its_size():
     """EXAONE 4.5 has no norm in front of attention and MLP: the projection makes the stream as large as it was."""
     model = build("exaone4_5", initializer_range=0.1)
     head, _ = init_head(model.family, model.trunk, TOKENS)
-    sizes = module._stream_rms(model.trunk, TOKENS)
+    sizes, _ = module._stream_rms(model.trunk, TOKENS)
     writers = [each.self_attn.o_proj.weight for each in model.trunk.decoder.layers]
     (place,) = [
         at for at, each in enumerate(writers) if torch.equal(head.stack[0].layers[0].self_attn.o_proj.weight, each)

@@ -30,7 +30,7 @@ LAYERS = [
     ["cli"],
 ]
 # Lines of Python without the family rows.
-LINE_BUDGET = 41_600
+LINE_BUDGET = 43_000
 # fmt: off
 NO_TORCH = (
     "errors", "bounded_http", "redaction", "families", "data.byte_tokenizer", "data.corpus", "data.sources",
@@ -38,8 +38,8 @@ NO_TORCH = (
     "stats.acceptance", "stats.intervals", "stats.speedup", "settings", "speculative.draft_policy",
     "checkpoint.remote", "checkpoint.bounded_json", "checkpoint.safetensors_file", "checkpoint.checkpoint",
     "checkpoint.stored_format", "checkpoint.quant_formats", "checkpoint.quant_config",
-    "checkpoint.head_inventory", "checkpoint.snapshot", "checkpoint.provenance", "audit", "edit.restore",
-    "edit.convert", "engines", "evaluate.benchmark_plan", "evaluate.workload", "verify",
+    "checkpoint.head_inventory", "checkpoint.snapshot", "checkpoint.provenance", "checkpoint.separate_head", "audit",
+    "edit.restore", "edit.convert", "edit.export", "engines", "evaluate.benchmark_plan", "evaluate.workload", "verify",
     "evaluate.reference_plan", "evaluate.likelihoods", "evaluate.hypotheses", "conformance.check",
     "conformance.engine_run", "conformance.record", "conformance.canary_model", "conformance.acceptance_rule",
     "cli", "environment",

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from engines.client import Worker
@@ -115,8 +116,16 @@ class Ours:
     long: tuple[ReferenceText, ...]
 
     @classmethod
-    def of(cls, checkpoint: str, prompts: Sequence[tuple[int, ...]], *, tokens: int, drafts: int) -> "Ours":
-        model = Model.load(checkpoint, dtype=torch.float32)
+    def of(
+        cls,
+        checkpoint: str,
+        prompts: Sequence[tuple[int, ...]],
+        *,
+        tokens: int,
+        drafts: int,
+        head: Path | None = None,
+    ) -> "Ours":
+        model = Model.load(checkpoint, dtype=torch.float32, head=head)
         all_prompts = [Prompt(prompt, "all") for prompt in prompts]
         plan = ReferencePlan(drafts=drafts, temperatures=(0.0,), max_tokens=tokens, backend="torch")
         longer = reference_acceptance(model, all_prompts, replace(plan, max_tokens=tokens + drafts + 1))

@@ -32,7 +32,9 @@ class Clock(BaseStreamer):
 
 def load(options: dict[str, str]) -> Engine:
     config = AutoConfig.from_pretrained(options["checkpoint"])
-    modules = config.num_mtp_layers = config.num_nextn_predict_layers
+    if getattr(config, "num_mtp_layers", None) is None:
+        config.num_mtp_layers = config.num_nextn_predict_layers
+    modules = config.num_mtp_layers
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     # transformers finds the head by patterns with the released number of trunk layers; this trunk has another.
     heads = "|".join(str(config.num_hidden_layers + index) for index in range(modules))

@@ -1,5 +1,6 @@
 """vLLM on CPUs as a worker. Options: checkpoint, dtype, eager, context, drafts (of this engine: fixed at its start),
-counts (whether it counts its drafts, as its server does), attention (its backend; default: its own choice).
+counts (whether it counts its drafts, as its server does), attention (its backend; default: its own choice), draft (a
+separate draft's checkpoint), overrides (of the trunk's config).
 
 The engine runs in this process and is stepped by hand: no second process, no server; the output of a step is a round.
 """
@@ -27,7 +28,10 @@ def load(options: dict) -> Engine:
         "enable_prefix_caching": False,
         "disable_log_stats": not options.get("counts", False),
         "speculative_config": {"method": "mtp", "num_speculative_tokens": drafts} if drafts else None,
+        "hf_overrides": options.get("overrides", {}),
     }
+    if options.get("draft") and drafts:
+        settings["speculative_config"]["model"] = options["draft"]
     if options.get("attention"):
         settings["attention_config"] = {"backend": options["attention"]}
         if drafts:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from nextn.audit import engines, files, precision, shapes, structure, values
+from nextn.audit import engines, files, precision, separate, shapes, structure, values
 from nextn.audit.findings import SEVERITIES, Finding, Severity
 from nextn.audit.whole_values import WholeValues, is_local
 from nextn.checkpoint.checkpoint import Checkpoint
@@ -20,7 +20,7 @@ from nextn.families import Family, by_config, rows
 __all__ = ["IDS", "RULES", "AuditReport", "Finding", "Severity", "audit"]
 
 Rule = Callable[[Inventory], Iterable[Finding]]
-_MODULES = (structure, files, shapes, engines, precision, values)
+_MODULES = (structure, files, shapes, engines, precision, separate, values)
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 IDS: tuple[str, ...] = tuple(rule for module in _MODULES for rule in module.IDS)
 _MAX_NAMES = 2000  # to match against every family's layout
@@ -52,13 +52,16 @@ class AuditReport:
         return asdict(self) | {"clean": self.clean}
 
 
-def audit(checkpoint: Checkpoint, *, family: Family | None = None, sample: bool = False) -> AuditReport:
+def audit(
+    checkpoint: Checkpoint, *, family: Family | None = None, sample: bool = False, trunk: Inventory | None = None
+) -> AuditReport:
     """Run every rule on `checkpoint`.
 
     Args:
         checkpoint: What to check.
         family: Overrides the family of the config's model_type.
         sample: Read samples of the head's values only, as of a checkpoint on the hub, although its files are local.
+        trunk: The trunk beside which the head of `checkpoint` is to run.
 
     Raises:
         FamilyError: No family is known for the model_type; the message names those that the tensor names match.
@@ -66,7 +69,11 @@ def audit(checkpoint: Checkpoint, *, family: Family | None = None, sample: bool 
     """
     inventory = Inventory.of(checkpoint, family=family or _family(checkpoint))
     whole = WholeValues.of(inventory) if inventory.modules and not sample and is_local(inventory) else None
-    rules = [partial(values.values, whole=whole) if rule is values.values else rule for rule in RULES]
+    bound: dict[Rule, Rule] = {
+        values.values: partial(values.values, whole=whole),
+        separate.separate: partial(separate.separate, trunk=trunk),
+    }
+    rules = [bound.get(rule, rule) for rule in RULES]
     findings = [finding for rule in rules for finding in rule(inventory)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return AuditReport(

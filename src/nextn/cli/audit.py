@@ -32,6 +32,9 @@ def audit(
             callback=shipped_path,
         ),
     ],
+    head: Annotated[
+        str | None, typer.Option(help="Audit the head of this checkpoint, beside MODEL as its trunk.")
+    ] = None,
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
@@ -49,7 +52,7 @@ def audit(
         if model.endswith(".gguf"):
             report = _gguf(Path(model))
         else:
-            report = _safetensors(model, revision, cache_dir, offline=offline, family=family, sample=sample)
+            report = _safetensors(model, revision, cache_dir, head=head, offline=offline, family=family, sample=sample)
     report = report.without(ignored)
     seconds = time.perf_counter() - started
     if as_json:
@@ -76,15 +79,28 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _safetensors(
-    model: str, revision: str | None, cache_dir: Path | None, *, offline: bool, family: str | None, sample: bool
+    model: str,
+    revision: str | None,
+    cache_dir: Path | None,
+    *,
+    head: str | None,
+    offline: bool,
+    family: str | None,
+    sample: bool,
 ) -> "AuditReport":
     from nextn.audit import audit as run_audit
     from nextn.checkpoint.checkpoint import Checkpoint
+    from nextn.checkpoint.head_inventory import Inventory
+    from nextn.checkpoint.separate_head import open_head, trunk_family
     from nextn.families import by_name
 
     row = by_name(family) if family else None
     checkpoint = Checkpoint.open(model, revision=revision, cache_dir=cache_dir, offline=offline)
-    return run_audit(checkpoint, family=row, sample=sample)
+    if head is None:
+        return run_audit(checkpoint, family=row, sample=sample)
+    trunk = Inventory.of(checkpoint, family=row or trunk_family(checkpoint))
+    beside = open_head(head, trunk, cache_dir=cache_dir, offline=offline)
+    return run_audit(beside.checkpoint, family=beside.family, sample=sample, trunk=trunk)
 
 
 def _gguf(path: Path) -> "AuditReport":

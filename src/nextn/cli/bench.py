@@ -26,6 +26,7 @@ from nextn.cli.common import (  # fmt: skip
     Offline,
     Prompts,
     Revision,
+    SeparateHead,
     Temperatures,
     WeightType,
     draft_from,
@@ -63,6 +64,7 @@ def bench(
     backend: BackendName = "auto",
     weights: WeightType = "stored",
     device: Device = "auto",
+    head: SeparateHead = None,
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
@@ -81,7 +83,7 @@ def bench(
         adaptive=adaptive,
         backend=backend,
     )
-    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights)
+    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head)
     options.check()
     texts, frequent = read_prompts(prompts), read_draft_text(draft_vocab, draft_text)
     _check_out(out)
@@ -116,6 +118,7 @@ def advise(
     backend: BackendName = "auto",
     weights: WeightType = "stored",
     device: Device = "auto",
+    head: SeparateHead = None,
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
@@ -135,7 +138,7 @@ def advise(
         seed=seed,
         backend=backend,
     )
-    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights)
+    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head)
     options.check()
     texts = read_prompts(prompts)
     _check_out(out)

@@ -19,6 +19,7 @@ from nextn.cli.common import (
     NumSpeculativeTokens,
     Offline,
     Revision,
+    SeparateHead,
     WeightType,
     stop_flag,
     use_chat,
@@ -57,6 +58,7 @@ def chat(
     backend: BackendName = "auto",
     weights: WeightType = "stored",
     device: Device = "auto",
+    head: SeparateHead = None,
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
@@ -68,7 +70,7 @@ def chat(
     """
     sampling = Sampling(temperature, top_k, top_p, min_p)
     settings = Settings(drafts=num_speculative_tokens, sampling=sampling, max_tokens=max_tokens, seed=seed)
-    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights)
+    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head)
     options.check()
     loaded = options.load(need_head=num_speculative_tokens > 0, exact_head=exact_head)
     for note in loaded.notes:

@@ -54,6 +54,10 @@ Prompts = Annotated[
     ),
 ]
 Temperatures = Annotated[str, typer.Option(help="Comma-separated temperatures; 0 = greedy.")]
+SeparateHead = Annotated[
+    str | None,
+    typer.Option("--head", help="Use the head of this checkpoint instead: folder, .safetensors file or hub id."),
+]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id. Default: main.")]
 CacheDir = Annotated[Path | None, typer.Option(help="Hub cache folder. Default: that of huggingface_hub.")]
 Offline = Annotated[bool, typer.Option("--offline", help="Read hub ids from the cache only.")]
@@ -135,6 +139,7 @@ class ModelOptions:
     cache_dir: Path | None = None
     offline: bool = False
     weights: str = "stored"  # see `Trunk.weights`
+    head: str | None = None  # a checkpoint to take the head from, instead of the source's own
 
     @property
     def hub(self) -> HubOptions:
@@ -163,6 +168,8 @@ class ModelOptions:
 
         if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", self.source, re.ASCII) or Path(self.source).exists():
             Checkpoint.open(self.source)
+        if self.head is not None and Path(self.head).exists():
+            Checkpoint.open(self.head)
 
     @property
     def torch_dtype(self) -> "torch.dtype | None":
@@ -182,6 +189,7 @@ class ModelOptions:
             need_head=need_head,
             device=self.device if self.weights == "stored" else "cpu",
             stream=stream,
+            head=self.head if need_head else None,
         )
         loaded.trunk.weights = self.weights
         if loaded.head is not None:

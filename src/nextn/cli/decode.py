@@ -22,6 +22,7 @@ from nextn.cli.common import (  # fmt: skip
     NumSpeculativeTokens,
     Offline,
     Revision,
+    SeparateHead,
     WeightType,
     draft_from,
     read_draft_text,
@@ -71,6 +72,7 @@ def generate(
     backend: BackendName = "auto",
     weights: WeightType = "stored",
     device: Device = "auto",
+    head: SeparateHead = None,
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
@@ -85,7 +87,7 @@ def generate(
         max_tokens=max_tokens,
         seed=seed,
     )
-    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights)
+    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head)
     options.check()
     text = read_stdin() if prompt == "-" else prompt
     frequent = read_draft_text(draft_vocab, draft_text)
@@ -107,6 +109,7 @@ def trace(
     chat: Chat = None,
     dtype: Dtype = "float32",
     device: Device = "auto",
+    head: SeparateHead = None,
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
@@ -116,7 +119,9 @@ def trace(
     from dataclasses import asdict
 
     settings = Settings(drafts=num_speculative_tokens, max_tokens=max_tokens)
-    options = ModelOptions(model, dtype, device=device, revision=revision, cache_dir=cache_dir, offline=offline)
+    options = ModelOptions(
+        model, dtype, device=device, revision=revision, cache_dir=cache_dir, offline=offline, head=head
+    )
     options.check()
     from nextn.decoding.generate import encode
     from nextn.decoding.trace import trace as traced

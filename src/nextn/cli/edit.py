@@ -1,4 +1,4 @@
-"""Commands that edit checkpoints: restore, convert, extract."""
+"""Commands that edit checkpoints: restore, convert, extract, export."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import AsJson, CacheDir, HubOptions, Offline, Revision
-from nextn.cli.screen import console, plain, print_json, shortened
+from nextn.cli.common import K_NAMES, AsJson, CacheDir, HubOptions, Offline, Revision
+from nextn.cli.screen import console, echo, plain, print_json, shortened
 
 if TYPE_CHECKING:
     from nextn.checkpoint.checkpoint import Checkpoint
@@ -101,6 +101,35 @@ def extract(
         dry_run=dry_run,
         as_json=as_json,
     )
+
+
+def export(
+    head: Annotated[str, typer.Argument(help="The head alone, of `nextn train`: folder, .safetensors file or hub id.")],
+    out: Annotated[Path, typer.Argument(help="New folder for the result.")],
+    engine: Annotated[str, typer.Option("--for", help="vllm, sglang, or transformers.")],
+    model: Annotated[
+        str | None, typer.Option(help="Folder or hub id of the trunk. Default: the one that the head was trained on.")
+    ] = None,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(*K_NAMES, min=1, help="Draft tokens per round of the command. Default: 3.")
+    ] = None,
+    revision: Revision = None,
+    cache_dir: CacheDir = None,
+    offline: Offline = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a head that was added to a model for an engine, and print the command that serves it beside the trunk."""
+    from dataclasses import asdict
+
+    from nextn.edit.export import as_text
+    from nextn.edit.export import export as export_head
+
+    hub: HubOptions = {"revision": revision, "cache_dir": cache_dir, "offline": offline}
+    made = export_head(head, out, engine, trunk=model, drafts=num_speculative_tokens, **hub)
+    if as_json:
+        print_json(asdict(made) | {"folder": str(made.folder)})
+    else:
+        echo(as_text(made))
 
 
 def _open(source: str, hub: HubOptions) -> "Checkpoint":

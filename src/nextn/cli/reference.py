@@ -29,6 +29,7 @@ from nextn.cli.common import (  # fmt: skip
     Offline,
     Prompts,
     Revision,
+    SeparateHead,
     Served,
     Temperatures,
     Timeout,
@@ -68,6 +69,7 @@ def measure(
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
     device: Device = "auto",
+    head: SeparateHead = None,
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
@@ -104,7 +106,7 @@ def measure(
     if texts is not None:
         check_sources([texts])
     plan = ReferencePlan(num_speculative_tokens, given or (0.0, 1.0), max_tokens, chat, seed, backend)
-    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
+    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, head=head)
     options.check()
     to_answer = read_prompts(prompts)
     reason, quiet = reason_to_stream(options, stream), as_json or model_card
@@ -127,7 +129,9 @@ def measure(
         with progress_bars(quiet=quiet) as progress:
             step = progress("texts", len(to_answer) * len(plan.temperatures))
             report = reference_acceptance(loaded, to_answer, plan, on_text=step)
-    report = replace(report, source=model, hashes=checkpoint_hashes(model, **options.hub), machine=Machine.of(loaded))
+    report = replace(
+        report, source=model, hashes=checkpoint_hashes(model, head=head, **options.hub), machine=Machine.of(loaded)
+    )
     probed = _probe(report, loaded, options, quiet=quiet) if probe else None
     record = report.as_record() | ({} if probed is None else {"probe": probed.as_record()})
     if out is not None:
@@ -172,6 +176,7 @@ def diagnose(
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
     device: Device = "auto",
+    head: SeparateHead = None,
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
@@ -195,7 +200,7 @@ def diagnose(
         raise ConfigError(
             f"--temperatures {temperatures}: the engine's counters are of one temperature; name it, or use --drive"
         )
-    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline)
+    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, head=head)
     options.check()
     texts, budget = read_prompts(prompts), Budget(Limits(requests=max_requests, seconds=max_seconds, answer_s=timeout))
     from nextn.evaluate.diagnose import audit_lines, check_drafts
@@ -294,7 +299,7 @@ def _probe(report: "ReferenceReport", model: "Model", options: ModelOptions, *, 
     generated = sampled[0] if sampled else generate_texts(model, prompts, report.plan, 1.0)
     with progress_bars(quiet=quiet) as progress:
         step = progress("conventions", None)
-        copies = stored_copies(report.source, model, **options.hub)
+        copies = {} if options.head is not None else stored_copies(report.source, model, **options.hub)
         return probe(model, truncate_texts(generated.texts), report.plan.drafts, copies=copies, on_score=step)
 
 

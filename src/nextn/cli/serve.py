@@ -19,6 +19,7 @@ from nextn.cli.common import (
     ModelOptions,
     Offline,
     Revision,
+    SeparateHead,
     WeightType,
 )
 from nextn.cli.screen import echo, print_note
@@ -92,13 +93,14 @@ def serve(
     backend: BackendName = "auto",
     weights: WeightType = "stored",
     device: Device = "auto",
+    head: SeparateHead = None,
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
 ) -> None:
     """Serve a model with an OpenAI-compatible API and a chat page, until Ctrl-C or SIGTERM."""
     if print_engine is not None:
-        source = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights)
+        source = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head)
         _print_command(print_engine, source, num_speculative_tokens, advice)
         return
     _check_extra()
@@ -109,7 +111,7 @@ def serve(
     tool_syntax(None, tool_call_parser)  # refuses an unknown name
     drafts = 0 if no_mtp else _DEFAULT_K if num_speculative_tokens is None else num_speculative_tokens
     key, rates = _key(api_key_env), reference_rates(reference) if reference is not None else ()
-    model_options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights)
+    model_options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head)
     model_options.check()
     engine_options = EngineOptions(
         backend=backend,
@@ -155,6 +157,8 @@ def _print_command(engine: str, model: ModelOptions, drafts: int | None, advice:
     from nextn.checkpoint.checkpoint import Checkpoint
     from nextn.serve.engine_commands import advised_drafts, as_script, engine_commands
 
+    if model.head is not None:
+        raise ConfigError("--print with --head: `nextn export HEAD OUT --for ENGINE` writes it for an engine")
     checkpoint = Checkpoint.open(model.source, **model.hub)
     if drafts is None and advice is not None:
         drafts = advised_drafts(advice)

@@ -101,6 +101,14 @@ def train(
             rich_help_panel=_HEAD,
         ),
     ] = False,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            help="mimo: a new head that vLLM and SGLang run as a separate draft beside any trunk. Default: the layout "
+            "of the trunk's family, or one layer of the trunk's own class.",
+            rich_help_panel=_HEAD,
+        ),
+    ] = None,
     head_only: Annotated[
         bool,
         typer.Option("--head-only", help="Write OUT/head/head.safetensors, no model.", rich_help_panel=_HEAD),
@@ -167,6 +175,7 @@ def train(
         trunk=from_,
         head=_text(head),
         init_head=init_head,
+        layout=layout,
         head_only=head_only,
         drawn=drawn,
         revision=revision,
@@ -212,13 +221,13 @@ def _check(options: "RunOptions") -> None:
         if path is not None and not Path(path).exists():
             raise ConfigError(f"{option} {path}: no such file or folder")
     if not options.freeze_trunk:
-        values = (options.trunk, options.head, options.cache_gb)
+        values = (options.trunk, options.head, options.cache_gb, options.layout)
         flags = (
             options.init_head, options.head_only, options.drawn, options.allow_worse, options.curve, options.stream,
         )  # fmt: skip
         if any(value is not None for value in values) or any(flags):
             raise ConfigError(
-                "--from, --head, --init-head, --head-only, --drawn, --cache-gb, --allow-worse, --curve, --stream need "
+                "--from, --head, --init-head, --layout, --head-only, --drawn, --cache-gb, --allow-worse, --curve, --stream need "
                 "--freeze-trunk"
             )
         return
@@ -326,6 +335,7 @@ def _head_run(out: Path, options: "RunOptions", ranks: "Ranks") -> "HeadRun":
         _path(options.head),
         options.init_head,
         options.modules,
+        options.layout,
         options.revision,
         _path(options.cache_dir),
         options.offline,

@@ -11,6 +11,7 @@ from nextn import __version__
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import head_fingerprint, trunk_fingerprint
+from nextn.checkpoint.separate_head import open_head, trunk_family
 from nextn.checkpoint.snapshot import on_disk
 from nextn.data.degeneracy import MIN_TOKENS, degeneracy_notes
 from nextn.decoding.drafter import Contract
@@ -52,12 +53,19 @@ DEFINITIONS = {
 
 
 def checkpoint_hashes(
-    source: str, *, revision: str | None = None, cache_dir: str | Path | None = None, offline: bool = False
+    source: str,
+    *,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    offline: bool = False,
+    head: str | None = None,
 ) -> dict[str, str]:
-    """Return fingerprints of a checkpoint's head and trunk, which identify what was measured."""
+    """Return fingerprints of a checkpoint's trunk and head (or those of `head`), which identify what was measured."""
     checkpoint = Checkpoint.open(source, revision=revision, cache_dir=cache_dir, offline=offline)
-    inventory = on_disk(Inventory.of(checkpoint), revision=revision, cache_dir=cache_dir, offline=offline)
-    return {"head": head_fingerprint(inventory), "trunk": trunk_fingerprint(inventory)}
+    inventory = Inventory.of(checkpoint, family=trunk_family(checkpoint))
+    inventory = on_disk(inventory, revision=revision, cache_dir=cache_dir, offline=offline)
+    own = inventory if head is None else open_head(head, inventory, cache_dir=cache_dir, offline=offline)
+    return {"head": head_fingerprint(own), "trunk": trunk_fingerprint(inventory)}
 
 
 def hash_prompts(prompts: Sequence[Sequence[int]]) -> str:

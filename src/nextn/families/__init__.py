@@ -4,10 +4,12 @@
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from reprlib import repr as brief
+from typing import Literal
 
 from nextn.errors import FamilyError
-from nextn.families.rows import FAMILIES
+from nextn.families.rows import FAMILIES, GENERIC, MIMO_DRAFT
 from nextn.families.spec import (
     ENGINES,
     MAX_COUNT,
@@ -22,10 +24,14 @@ from nextn.families.spec import (
 )
 
 __all__ = [
-    "ENGINES", "MAX_COUNT", "EngineSupport", "Family", "Fp8", "Missing", "Stage", "Support",
-    "by_config", "by_name", "find", "headless", "lookup", "lookup_count", "rows",
+    "ENGINES", "MAX_COUNT", "MIMO_ARCHITECTURE", "EngineSupport", "Family", "Fp8", "Missing", "Stage", "Support",
+    "by_config", "by_name", "find", "generic", "lookup", "lookup_count", "rows",
 ]  # fmt: skip
 
+# The architecture by which engines know a separate draft in MiMo's layout, stored with Qwen2's model_type.
+MIMO_ARCHITECTURE = "MiMoForCausalLM"
+# Models without a family whose RMSNorm multiplies by 1 + w.
+_ONE_PLUS = {"gemma", "gemma2", "gemma3", "gemma3_text", "vaultgemma"}
 _EXAMPLES = ("deepseek_v3", "glm4_moe", "qwen3_5", "qwen3_next")
 
 
@@ -36,7 +42,7 @@ def rows() -> tuple[Family, ...]:
 
 def by_name(name: str) -> Family:
     """Return the row called `name`; FamilyError with the known names if there is none."""
-    for family in rows():
+    for family in (*rows(), GENERIC, MIMO_DRAFT):
         if family.name == name:
             return family
     raise FamilyError(f"unknown family {name!r}; known: {', '.join(sorted(row.name for row in rows()))}")
@@ -45,10 +51,14 @@ def by_name(name: str) -> Family:
 def find(config: Mapping[str, object]) -> Family | None:
     """Return the row for a config.json, by its `model_type` or that of its text model; None if there is none.
 
-    A draft model's own type (`deepseek_mtp`, ...) also counts.
+    A draft model's own type (`deepseek_mtp`, ...) also counts. A draft in MiMo's layout, and a model of another type
+    that declares `num_mtp_layers`, have a head that was added to a model without a family.
     """
+    if config.get("architectures") == [MIMO_ARCHITECTURE] and config.get("model_type") == MIMO_DRAFT.layer_model:
+        return MIMO_DRAFT
     table = {name: family for family in rows() for name in (*family.model_types, *family.draft_types)}
-    return next((table[name] for name in _types(config) if isinstance(name, str) and name in table), None)
+    row = next((table[name] for name in _types(config) if isinstance(name, str) and name in table), None)
+    return generic(config) if row is None and lookup_count(config, GENERIC.count_fields[0]) else row
 
 
 def by_config(config: Mapping[str, object]) -> Family:
@@ -57,10 +67,10 @@ def by_config(config: Mapping[str, object]) -> Family:
     if family is not None:
         return family
     raise FamilyError(
-        f"model_type {brief(_types(config)[0])} has no MTP convention that nextn knows: no head to read, train or "
-        f"convert. {len(rows())} families are known, e.g. {', '.join(_EXAMPLES)} (docs/reference/families/index.md). "
-        "`nextn generate -k 0` and `nextn answer` need none; `nextn audit` and `nextn restore` take --family NAME for "
-        "a head that is stored as that family's"
+        f"model_type {brief(_types(config)[0])} has no MTP convention that nextn knows: no head to read or convert. "
+        "`nextn train --freeze-trunk --init-head` makes one, `nextn generate -k 0` needs none. "
+        f"{len(rows())} families are known, e.g. {', '.join(_EXAMPLES)} (docs/reference/families/index.md); "
+        "`nextn audit` and `nextn restore` take --family NAME for a head stored as that family's"
     )
 
 
@@ -69,17 +79,17 @@ def _types(config: Mapping[str, object]) -> list[object]:
     return [part.get("model_type") for part in (config, text) if isinstance(part, Mapping)]
 
 
-def headless(config: Mapping[str, object]) -> Family:
-    """Return a family without a head, for a trunk of an unknown model type: no tensor counts as a head's."""
-    model_type = brief(config.get("model_type"))
-    return Family(
-        name=str(config.get("model_type")),
-        title=str(config.get("model_type")),
-        model_types=(),
-        count_fields=(),
-        default_count=0,
-        names={},
-        sources=(),
-        engines={},
-        cannot_run=f"model_type {model_type} has no MTP convention that nextn knows",
-    )
+def generic(config: Mapping[str, object]) -> Family:
+    """Return the layout of a head for a trunk whose model was published without one.
+
+    Raises FamilyError for an encoder-decoder model.
+    """
+    if lookup(config, "is_encoder_decoder"):
+        raise FamilyError(
+            f"model_type {brief(_types(config)[0])} is an encoder-decoder model; heads, and decoding here, need a "
+            "decoder-only causal language model, such as Llama or Qwen"
+        )
+    layer_types, full = lookup(config, "layer_types"), "full_attention"
+    block = {"layer_types": [full]} if isinstance(layer_types, list) and full in layer_types else {}
+    norm_weight: Literal["w", "1+w"] = "1+w" if _ONE_PLUS & {str(name) for name in _types(config)} else "w"
+    return replace(GENERIC, block=block, norm_weight=norm_weight)

@@ -739,6 +739,38 @@ _COHERE2_MOE = replace(
     sources=(_LC + "command_r.py",), unverified=("one engine alone runs the head",),
 )
 
+# Heads for trunks whose models were published without one. They are not in FAMILIES, as no model_type is theirs.
+_NO_MTP = "no MTP graph for models without a family of their own"
+# The layout of transformers' MtpModel for any decoder: module k is layer num_hidden_layers + k.
+GENERIC = replace(
+    _DEEPSEEK_V3, name="generic", title="A head for any decoder-only model", model_types=(), draft_types=(),
+    count_fields=("num_mtp_layers",), default_count=0, block={}, fp8=None, wrappers=_TEXT,
+    names={role: path for role, path in _APPENDED.items() if role not in ("embedding", "output")},
+    engines={
+        "vllm": EngineSupport("absent", _VM + "registry.py", notes=(_NO_MTP,)),
+        "sglang": EngineSupport("absent", _SM + "registry.py", notes=(_NO_MTP,)),
+        "llamacpp": EngineSupport("absent", _LM, notes=(_NO_MTP,)),
+        "transformers": EngineSupport(
+            "runs", _MTP_MODEL, missing="raises",
+            notes=("needs the layer's name in _keys_to_ignore_on_load_unexpected",),
+        ),
+    },
+    sources=(_MTP_MODEL,), unverified=(),
+)
+# vLLM and SGLang run it as a separate draft beside any trunk whose sizes a Qwen2 layer can have, and hand it the
+# trunk's state after the final norm, and embeddings without what the trunk's model does to them.
+MIMO_DRAFT = replace(
+    _MIMO, name="mimo_draft", title="A draft in MiMo's layout beside another trunk", model_types=(), draft_types=(),
+    default_count=1, max_modules=1, embedded="raw", layer_model="qwen2", cannot_run="",
+    engines={
+        **_MIMO.engines,
+        "llamacpp": EngineSupport(
+            "refuses", _LLAMA + "common/speculative.cpp",
+            notes=("the graphs of trunks without a head hand over no hidden state, and drafts would be silently bad",),
+        ),
+    },
+)
+
 FAMILIES: tuple[Family, ...] = (
     _DEEPSEEK_V3, _DEEPSEEK_V32, _DEEPSEEK_V4, _GLM4_MOE, _GLM4_MOE_LITE, _GLM_MOE_DSA, _GLM5_NEXT, _GLM_OCR,
     _QWEN3_NEXT, _QWEN3_5, _QWEN3_5_MOE, _QWEN4_EXP, _MIMO, _MIMO_V2, _ERNIE, _LONGCAT, _NEMOTRON_H, _STEP,

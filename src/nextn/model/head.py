@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from nextn.cache.kv_cache import KVCache, PerSequenceCache
 from nextn.cache.rollout_cache import RolloutCache, chain_mask
 from nextn.errors import ConfigError
-from nextn.families import Family, by_name
+from nextn.families import MIMO_ARCHITECTURE, Family, by_name
 from nextn.model.family_layers import broadcast_to_streams, collapse_streams
+from nextn.model.head_config import layer_sizes
 from nextn.model.layer_types import LayerType, new_cache
 from nextn.model.trunk import Trunk, packed
 from nextn.speculative.draft_vocabulary import DraftVocabulary
@@ -41,19 +42,20 @@ class MTPLayer(nn.Module):
     token_projection: nn.Module
     hidden_projection: nn.Module
 
-    def __init__(self, family: Family, trunk: Trunk, index: int, count: int) -> None:
+    def __init__(self, family: Family, trunk: Trunk, index: int, count: int, *, source: Trunk) -> None:
+        """source: the trunk whose layers and norms it has, usually `trunk` itself."""
         super().__init__()
         size = trunk.config.hidden_size
         bias = bool(family.projection_bias and getattr(trunk.config, family.projection_bias))
         self.family, self.scale = family, trunk.scale
-        self.token_norm, self.hidden_norm = trunk.norm(), trunk.norm(trunk.hidden_shape[-1])
+        self.token_norm, self.hidden_norm = source.norm(), source.norm(trunk.hidden_shape[-1])
         projections = [role for role in _PROJECTIONS if role in family.names]
         for role in projections:
             setattr(self, role, nn.Linear(_PROJECTIONS[role] * size, size, bias=bias, dtype=trunk.dtype))
-        self.block: nn.Module = trunk.block(index, count, family.block, parts=family.parts)
-        self.layer_types = trunk.block_layer_types(index, count, family.block)
+        self.block: nn.Module = source.block(index, count, family.block, parts=family.parts)
+        self.layer_types = source.block_layer_types(index, count, family.block)
         has_norm = "final_norm" in family.names and trunk.config_flag(family.optional.get("final_norm"))
-        self.final_norm = trunk.norm() if has_norm else nn.Identity()
+        self.final_norm = source.norm() if has_norm else nn.Identity()
         if "embedding" in family.own:
             self.embedding = nn.Embedding(trunk.vocab_size, size, dtype=trunk.dtype)
         if "output" in family.own:
@@ -156,7 +158,10 @@ class Head(nn.Module):
         self.draft_vocabulary: DraftVocabulary | None = None  # None: drafts from the whole vocabulary
         self.exact = False  # draft with the full precision of the weights even where a lower one is faster
         self._trunk = (trunk,)  # a tuple, so that nn.Module does not register the trunk's parameters as the head's
-        self.stack = nn.ModuleList(MTPLayer(family, trunk, index, num_modules) for index in range(num_modules))
+        self._source = (trunk.layer_source(family.layer_model) if family.layer_model else trunk,)
+        self.stack = nn.ModuleList(
+            MTPLayer(family, trunk, index, num_modules, source=self._source[0]) for index in range(num_modules)
+        )
         for module in list(self.stack)[1:]:
             for role in family.stored_once:
                 delattr(module, role)
@@ -253,7 +258,7 @@ class Head(nn.Module):
         module = self._at(index)
         embedded = module.embedding(tokens) if "embedding" in self.family.own else self._embed(tokens)
         embedded = embedded.to(module.dtype)  # a head may train in fp32 on a trunk in bf16
-        rotary = self.trunk.rotary(embedded, positions, module.layer_type)
+        rotary = self._source[0].rotary(embedded, positions, module.layer_type)
         hidden = hidden.to(embedded.dtype)
         return module(embedded, hidden, positions=positions, rotary=rotary, mask=mask, cache=cache)
 
@@ -349,6 +354,19 @@ class Head(nn.Module):
         length = tokens.shape[1] - depths
         logits = [self.logits(self.module(depth), state[:, :length]) for depth, state in enumerate(states, start=1)]
         return torch.stack(logits, dim=2)
+
+
+def draft_config(head: Head) -> dict[str, object]:
+    """Return the config.json of a head in a checkpoint of its own, by which engines know it as a separate draft."""
+    config, trunk = head.trunk.model.config, head.trunk
+    return {
+        "architectures": [MIMO_ARCHITECTURE],
+        "model_type": head.family.layer_model,
+        **layer_sizes(config),
+        head.family.count_fields[0]: head.num_modules,
+        "tie_word_embeddings": bool(config.tie_word_embeddings),
+        "dtype": str(trunk.dtype).removeprefix("torch."),
+    }
 
 
 def lm_head_weights(trunk: Trunk, head: Head | None, depths: int) -> list[Tensor]:

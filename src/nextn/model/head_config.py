@@ -1,11 +1,20 @@
 """The config that a head's blocks are made of: the trunk's, with the layers of the head instead of its own."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from transformers import PreTrainedConfig
 
+from nextn.errors import FamilyError
 from nextn.model.layer_types import LayerType, layer_types_of
+
+# What a Qwen2 layer is made of, and what its head's config.json therefore has.
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "vocab_size",
+    "rms_norm_eps", "hidden_act", "max_position_embeddings", "rope_parameters",
+)  # fmt: skip
+# Frequencies that transformers and the engines compute from `rope_parameters` alone.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def head_config(
@@ -45,3 +54,38 @@ def layer_indices(index: int, overrides: Mapping[str, object]) -> range:
     """The indices of MTP layer `index`'s decoder layers in the config of the whole head."""
     width = max((len(value) for value in overrides.values() if isinstance(value, list)), default=1)
     return range(index * width, (index + 1) * width)
+
+
+def layer_sizes(config: PreTrainedConfig) -> dict[str, object]:
+    """Return the sizes of a Qwen2 layer that takes its config from this trunk, as vLLM makes a separate draft's.
+
+    vLLM reads them in the trunk's config (model_executor/models/mimo_mtp.py, MiMoMultiTokenPredictor), and ignores its
+    head_dim (model_executor/models/qwen2.py, Qwen2Attention). Raises FamilyError listing all that does not fit.
+    """
+    sizes = {name: getattr(config, name, None) for name in _SIZES}
+    if problems := [*_misfits(config, sizes)]:
+        raise FamilyError(
+            f"a trunk of model_type {config.model_type} cannot have a head in MiMo's layout: {'; '.join(problems)}. "
+            "A head of its own layers (without --layout) runs here and in transformers"
+        )
+    return sizes
+
+
+def _misfits(config: PreTrainedConfig, sizes: Mapping[str, object]) -> Iterator[str]:
+    if absent := [name for name, value in sizes.items() if value is None]:
+        yield f"its config has no {', '.join(absent)}"
+        return
+    hidden, heads, rope = (sizes[name] for name in ("hidden_size", "num_attention_heads", "rope_parameters"))
+    assert isinstance(hidden, int)
+    assert isinstance(heads, int)
+    assert isinstance(rope, dict)
+    if sizes["hidden_act"] != "silu":
+        yield f"its activation is {sizes['hidden_act']}, a Qwen2 layer's is silu"
+    if hidden % (2 * heads):
+        yield f"hidden_size {hidden} is no even multiple of its {heads} attention heads"
+    if rope.get("rope_type") not in _ROPE_TYPES:
+        yield f"its rotary embeddings are of type {rope.get('rope_type')}, not one of {', '.join(_ROPE_TYPES)}"
+    if rope.get("partial_rotary_factor", 1) != 1:
+        yield f"it rotates {rope['partial_rotary_factor']:g} of each head, a Qwen2 layer all of it"
+    if any(layer.window for layer in layer_types_of(config)):
+        yield "some of its layers have a sliding window, which engines would give to the draft, too"

@@ -17,12 +17,13 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.mapped_memory import release_pages
 from nextn.checkpoint.provenance import trunk_fingerprint
 from nextn.checkpoint.safetensors_file import read_header, write_json, write_safetensors
+from nextn.checkpoint.separate_head import is_foreign, open_head, trunk_family
 from nextn.checkpoint.snapshot import folder_of, on_disk
 from nextn.checkpoint.staging_folder import atomic_folder
 from nextn.checkpoint.tensors import TensorReader, is_finite
 from nextn.devices import resolve_device
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.families import Family, by_config, find, headless
+from nextn.families import Family, by_config
 from nextn.model.head import Head
 from nextn.model.load_head import cast, head_tensors, load_tensors, meta_head, trunk_state
 from nextn.model.streamed_trunk import StreamedTrunk
@@ -73,6 +74,7 @@ class Model:
         need_head: bool = True,
         skip_head: bool = False,
         stream: bool = False,
+        head: str | Path | None = None,
     ) -> "Model":
         """Load a model.
 
@@ -87,6 +89,8 @@ class Model:
             skip_head: Load the trunk only, whether or not there is a head.
             stream: Do not load the trunk's decoder layers; the trunk is a `StreamedTrunk`, which reads each of them
                 when it runs texts. The files must stay as they are.
+            head: Use the head of this checkpoint instead: a folder, a .safetensors file next to its config.json, or a
+                hub id.
 
         Raises:
             CheckpointError: listing every head tensor that is missing, unexpected, mis-shaped, stored twice, not
@@ -96,7 +100,8 @@ class Model:
         """
         torch_device = resolve_device(device)
         checkpoint = Checkpoint.open(source, revision=revision, cache_dir=cache_dir, offline=offline)
-        inventory = _inventory(checkpoint, need_head=need_head and not skip_head)
+        inventory = _inventory(checkpoint, need_head=need_head and not skip_head and head is None)
+        beside = None if head is None else open_head(head, inventory, cache_dir=cache_dir, offline=offline)
         with_head, family = not skip_head and bool(inventory.declared and inventory.stored), inventory.family
         inventory = on_disk(inventory, revision=revision, cache_dir=cache_dir, offline=offline)
         folder = folder_of(inventory.checkpoint)
@@ -105,11 +110,17 @@ class Model:
             if not stream:
                 files.enter_context(weights)
             trunk, notes = (_streamed_trunk if stream else _load_trunk)(inventory, weights, dtype)
-            head: Head | None = None
-            if with_head:
-                head = meta_head(inventory, trunk)
-                notes += load_tensors(head, inventory, weights, split_experts=stream)
-        return cls(trunk, head, family, _tokenizer(folder, trunk), tuple(notes)).to(torch_device)
+            loaded: Head | None = None
+            if beside is not None:
+                family = beside.family
+                trunk.stage = family.hidden
+                if is_foreign(beside, inventory):
+                    notes.append(f"{beside.checkpoint.path}: its head was trained on another trunk; it may accept less")
+                weights = files.enter_context(TensorReader(beside.checkpoint, family))
+            if beside is not None or with_head:
+                loaded = meta_head(beside or inventory, trunk)
+                notes += load_tensors(loaded, beside or inventory, weights, split_experts=stream)
+        return cls(trunk, loaded, family, _tokenizer(folder, trunk), tuple(notes)).to(torch_device)
 
     def to(self, device: torch.device) -> "Model":
         """Move trunk and head to the device; return this model."""
@@ -150,6 +161,8 @@ class Model:
                 extra(staging)
 
     def _write(self, folder: Path, dtype: torch.dtype | None, copies: bool) -> None:
+        if self.family.layer_model:
+            raise FamilyError(f"{self.family.title}: it is stored beside the trunk, not with it; see `write_head`")
         model = self.trunk.model
         # Cast tensor by tensor: the model in memory is not changed.
         state: dict[str, Tensor] = {}
@@ -166,7 +179,9 @@ class Model:
         if self.head is not None:
             wrapper = self.family.wrapper(Checkpoint.open(folder).tensors)
             _add_shard(folder, head_tensors(self.head, copies, dtype=dtype, wrapper=wrapper))
-        config = self.family.with_count(Checkpoint.open(folder).config, self.head.num_modules if self.head else 0)
+        config: Mapping[str, object] = Checkpoint.open(folder).config
+        if self.head is not None or self.family.counted_in(config):
+            config = self.family.with_count(config, self.head.num_modules if self.head else 0)
         write_json(folder / "config.json", _with_dtype(config, dtype or model.dtype))
 
 
@@ -281,10 +296,10 @@ def _runnable(checkpoint: Checkpoint, *, need_head: bool) -> Family:
         raise CheckpointError(
             f"{checkpoint.path}: config.json is absent or empty. Put the model's own beside the weights."
         )
-    family = find(checkpoint.config)
-    if family is None and not need_head:
-        return headless(checkpoint.config)
-    return _check_runs(family or by_config(checkpoint.config))
+    family = by_config(checkpoint.config) if need_head else trunk_family(checkpoint)
+    if family.layer_model:
+        raise FamilyError(f"{checkpoint.path}: a head alone; give its trunk, and this head with --head")
+    return _check_runs(family)
 
 
 def _check_runs(family: Family) -> Family:

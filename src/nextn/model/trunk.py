@@ -6,6 +6,7 @@ transformers concerns four files.
 """
 
 import inspect
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from nextn.cache.kv_cache import KVCache, PerSequenceCache, causal
 from nextn.errors import ConfigError, FamilyError
 from nextn.families import Stage
 from nextn.model.family_layers import ResidualBlock, remove_unused_experts
-from nextn.model.head_config import head_config, layer_indices
+from nextn.model.head_config import head_config, layer_indices, layer_sizes
 from nextn.model.layer_types import LayerType, layer_types_of, masks_of, new_cache
 from nextn.model.transformers_loading import LazyTensor, model_from_config, model_from_folder
 
@@ -36,11 +37,12 @@ class TrunkOutput:
 
 
 class _Decoder(Protocol):
-    """What is used of transformers' decoders: layers, final norm (under one of two names), initialization, a call."""
+    """What is used of transformers' decoders: layers, final norm (under one of its names), initialization, a call."""
 
     layers: nn.ModuleList
     norm: nn.Module
     norm_f: nn.Module
+    rotary_emb: nn.Module
     hyper_connection_mixer: nn.Module
 
     def __call__(self, **kwargs: object) -> "_Output": ...
@@ -104,10 +106,12 @@ class Trunk(nn.Module):
     @property
     def final_norm(self) -> nn.Module:
         """The norm before the lm_head; in Qwen4, the one inside the module that collapses the streams."""
-        for name in ("norm", "norm_f"):
+        for name in ("norm", "norm_f", "final_layernorm"):
             if hasattr(self.decoder, name):
                 return cast(nn.Module, getattr(self.decoder, name))
-        return cast(nn.Module, self.decoder.hyper_connection_mixer.hc_norm)
+        if hasattr(self.decoder, "hyper_connection_mixer"):
+            return cast(nn.Module, self.decoder.hyper_connection_mixer.hc_norm)
+        raise FamilyError(f"{type(self.model).__name__} has no final norm under a name that nextn knows")
 
     @property
     def embedding(self) -> nn.Embedding:
@@ -155,7 +159,10 @@ class Trunk(nn.Module):
     @property
     def scale(self) -> float:
         """The factor applied to the final hidden state before the lm_head, which scales the logits."""
-        return getattr(self.config, "logit_scale", 1.0) / getattr(self.config, "logits_mup_width_multiplier", 1.0)
+        divisors = ("logits_mup_width_multiplier", "logits_scaling")
+        return getattr(self.config, "logit_scale", 1.0) / math.prod(
+            getattr(self.config, name, 1.0) for name in divisors
+        )
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None, *, documents: Tensor | None = None) -> TrunkOutput:
         """Run the model over tokens [B, T], which may be on the host.
@@ -270,9 +277,25 @@ class Trunk(nn.Module):
         """Build a fresh norm of the trunk's own class, for states of `size` (default: H)."""
         reference = self.final_norm
         eps = getattr(reference, "variance_epsilon", getattr(reference, "eps", None))
-        norm: nn.Module = cast(Callable[..., nn.Module], type(reference))(size or self.config.hidden_size, eps=eps)
+        options = {} if eps is None else {"eps": eps}
+        weight = next(reference.parameters(), None)
+        if weight is None:
+            raise FamilyError(f"{type(reference).__name__} has no weight, which a head's norms are stored with")
+        norm: nn.Module = cast(Callable[..., nn.Module], type(reference))(size or self.config.hidden_size, **options)
         self.initialize(norm)
-        return norm.to(next(reference.parameters()).dtype)
+        return norm.to(weight.dtype)
+
+    def layer_source(self, model_type: str) -> "Trunk":
+        """Return a trunk of another type with this one's sizes, to build decoder layers of that type.
+
+        Its own weights are on the meta device. Raises FamilyError if such layers cannot have these sizes.
+        """
+        with torch.device("meta"):
+            source = Trunk.from_config({"model_type": model_type, **layer_sizes(self.model.config)}, dtype=self.dtype)
+        with torch.device("cpu"):
+            source.decoder.rotary_emb = type(source.decoder.rotary_emb)(source.config)
+        source.config._attn_implementation = self.config._attn_implementation
+        return source
 
     def collapse(self) -> nn.Module:
         """Build a fresh module of the trunk's own class that collapses concatenated streams to one state (Qwen4)."""

@@ -11,12 +11,13 @@ from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import trunk_fingerprint
 from nextn.checkpoint.safetensors_file import atomic, write_json
+from nextn.checkpoint.separate_head import GENERIC
 from nextn.checkpoint.snapshot import folder_of
 from nextn.checkpoint.staging_folder import atomic_folder
 from nextn.edit.convert import small_config
 from nextn.edit.restore import restore
 from nextn.errors import ConfigError
-from nextn.model.head import Head
+from nextn.model.head import Head, draft_config
 from nextn.model.load_head import head_tensors
 
 HEAD_FILE = "head.safetensors"
@@ -69,8 +70,14 @@ def write_standalone_head(origin: Inventory, head: Head, path: Path, *, dtype: t
     if path.suffix != ".safetensors":
         raise ConfigError(f"{path}: expected a file name that ends in .safetensors")
     wrapper = origin.family.wrapper([*origin.shared.values()])
-    config = small_config(origin, head.num_modules)
-    metadata = {"source": source, "revision": "", "trained_with": trunk_fingerprint(origin)}
+    config = draft_config(head) if head.family.layer_model else small_config(origin, head.num_modules)
+    if head.family.name == GENERIC and hasattr(head.trunk.config, "layer_types"):  # what transformers' MtpModel needs
+        config |= {
+            "mtp_layer_types": [each.name for index in range(head.num_modules) for each in head.layer_types(index)]
+        }
+    metadata = {
+        "source": source, "revision": "", "trained_with": trunk_fingerprint(origin), "trunk": origin.checkpoint.path
+    }  # fmt: skip
     write_head(head, path, config, dtype=dtype, wrapper=wrapper, metadata=metadata)
 
 

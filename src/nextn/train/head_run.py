@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.separate_head import trunk_family
 from nextn.checkpoint.snapshot import folder_of, on_disk
 from nextn.checkpoint.staging_folder import named_after, need_room, owned, renamed
 from nextn.data.batches import Batches
@@ -20,6 +21,7 @@ from nextn.edit.links import refuse_links
 from nextn.edit.plan import num_copied
 from nextn.edit.restore import restore
 from nextn.errors import ConfigError, NextnError, TrainingError
+from nextn.families import by_config, by_name, find
 from nextn.model.model import Model, load_head, read_tokenizer
 from nextn.train.config import HeadConfig
 from nextn.train.dtype import training_dtype
@@ -32,6 +34,8 @@ from nextn.train.self_generated import is_on_policy
 
 # Defaults of the settings: about ten minutes on two cores for a model of a few million parameters.
 _STEPS, _LENGTH = 500, 256
+# Layouts of a fresh head besides the trunk's own -> family.
+LAYOUTS = {"mimo": "mimo_draft"}
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class StartingPoint:
     head: Path | None = None  # a file to take the head from
     fresh: bool = False
     num_modules: int | None = None  # of a fresh head
+    layout: str | None = None  # of a fresh head, see `LAYOUTS`; None: the family's
     revision: str | None = None
     cache_dir: Path | None = None
     offline: bool = False
@@ -49,6 +54,10 @@ class StartingPoint:
     stream: bool = False  # the trunk runs once, layer by layer, see `HeadTask.stream_trunk`
 
     def __post_init__(self) -> None:
+        if self.layout is not None and self.layout not in LAYOUTS:
+            raise ConfigError(f"--layout {self.layout}; expected {' or '.join(LAYOUTS)}, or none for the trunk's own")
+        if self.layout is not None and not self.fresh:
+            raise ConfigError(f"--layout {self.layout}: only for a fresh head (--init-head); others keep their layout")
         if self.fresh and self.head is not None:
             raise ConfigError(f"a fresh head and the head of {self.head} exclude each other; give only one")
         if self.fresh and self.stream:
@@ -71,11 +80,13 @@ class HeadRun:
     def check_disk_space(self, *, head_only: bool = False) -> None:
         """Raise CheckpointError if the disk is too full for the checkpoints and the result."""
         out = self.trainer.folder.path
-        trunk = 0 if head_only else num_copied(self.task.origin.checkpoint, out)
+        trunk = 0 if head_only or self._is_separate else num_copied(self.task.origin.checkpoint, out)
         need_room(out, self.trainer.num_bytes_left() + trunk)
 
     def write(self, *, head_only: bool = False, allow_worse: bool = False) -> Path:
         """Write `model` into the run's folder, or only `head/head.safetensors`, and return its path.
+
+        A head whose layout is stored beside the trunk is always written alone.
 
         Raises TrainingError if the head is worse than the initial one, beyond noise, and `allow_worse` is not set.
         """
@@ -85,13 +96,17 @@ class HeadRun:
                 f"the trained head is worse than the one it started from ({tracker}) and was not written. Checkpoints "
                 f"are in {out}; --allow-worse writes it; a lower lr, more text, or text like the held-out one may help"
             )
-        if head_only:
+        if head_only or self._is_separate:
             path = out / "head" / HEAD_FILE
             with self.trainer.explain_full_disk():
                 self.task.write_head(path, out)
             return path
         self.trainer.write_result(out / "model")
         return out / "model"
+
+    @property
+    def _is_separate(self) -> bool:
+        return bool(self.task.head.family.layer_model)
 
 
 def head_run(
@@ -136,6 +151,9 @@ def head_run(
     if start.fresh:
         tokens = Batches(corpus, batch_size=2, length=config.length, seed=config.seed, pack=False).batch(0).tokens
         count = 1 if start.num_modules is None else start.num_modules
+        if start.layout is not None:
+            model.family = by_name(LAYOUTS[start.layout])
+            model.trunk.stage = model.family.hidden
         model.head, head_notes = init_head(model.family, model.trunk, tokens, num_modules=count)
         notes += head_notes
     task = HeadTask(
@@ -158,8 +176,13 @@ def load_starting_point(start: StartingPoint, *, near: Path) -> tuple[Model, Inv
     """
     revision, cache, offline = start.revision, start.cache_dir, start.offline
     checkpoint = Checkpoint.open(start.model, revision=revision, cache_dir=cache, offline=offline)
-    origin = on_disk(Inventory.of(checkpoint), revision=revision, cache_dir=cache, offline=offline)
+    is_added = start.head is not None and find(checkpoint.config) is None  # to a model without a family
+    family = trunk_family(checkpoint) if start.fresh or is_added else by_config(checkpoint.config)
+    origin = on_disk(Inventory.of(checkpoint, family=family), revision=revision, cache_dir=cache, offline=offline)
     refuse_links(origin.checkpoint, follow=start.follow_links)
+    if is_added:
+        model = Model.load(folder_of(origin.checkpoint), head=start.head)
+        return model, origin, list(model.notes)
     with _with_head(origin, start.head, near) as folder:
         if start.stream:  # whose files must stay, and whose head is complete, as its experts train
             model = Model.load(folder_of(origin.checkpoint), skip_head=True, stream=True)

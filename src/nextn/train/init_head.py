@@ -2,13 +2,15 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from nextn.errors import ConfigError
+from nextn.checkpoint.separate_head import GENERIC
+from nextn.errors import ConfigError, FamilyError
 from nextn.families import Family
 from nextn.model.head import Head, MTPLayer
 from nextn.model.layer_types import LayerType
@@ -41,13 +43,16 @@ def init_head(family: Family, trunk: Trunk, tokens: Tensor, *, num_modules: int 
 
     Raises:
         ConfigError: The family allows fewer modules.
+        FamilyError: The trunk's layers or its logits cannot be those of a head.
     """
     if family.max_modules is not None and num_modules > family.max_modules:
         raise ConfigError(f"modules = {num_modules}; {family.name} allows at most {family.max_modules}")
-    head = Head(family, trunk, num_modules=num_modules)
+    _refuse_capped_logits(trunk)
+    with _layer_errors(family, trunk):
+        head = Head(family, trunk, num_modules=num_modules)
     notes: list[str] = []
     with torch.no_grad():
-        stream_rms = _stream_rms(trunk, tokens)
+        stream_rms, states = _stream_rms(trunk, tokens)
         for module in cast(Sequence[MTPLayer], head.stack):
             input_scale = 1.0
             for layer, kind in zip(module.layers, module.layer_types, strict=True):
@@ -59,11 +64,36 @@ def init_head(family: Family, trunk: Trunk, tokens: Tensor, *, num_modules: int 
                     _scale_outputs(layer, {part: 1 / stream_rms[index] for part, index in sources.items()})
             _init_input_projection(module, family, input_scale)
             _copy_shared(module, trunk)
+        with _layer_errors(family, trunk):
+            head.teacher_forced_hidden(tokens, states, 1)
     return head, list(dict.fromkeys(notes))
 
 
-def _stream_rms(trunk: Trunk, tokens: Tensor) -> list[float]:
-    """The RMS of each trunk layer's input."""
+def _refuse_capped_logits(trunk: Trunk) -> None:
+    cap = getattr(trunk.config, "final_logit_softcapping", None)
+    if cap is not None:
+        raise FamilyError(
+            f"model_type {trunk.config.model_type} caps its logits (final_logit_softcapping = {cap:g}), which training "
+            "and decoding here do not compute; trunks without a cap, such as Gemma 3, can have a head"
+        )
+
+
+@contextmanager
+def _layer_errors(family: Family, trunk: Trunk) -> Iterator[None]:
+    """Explain that decoder layers of this class take other arguments than those of the known families."""
+    try:
+        yield
+    except (TypeError, AttributeError, KeyError, ValueError) as error:
+        if family.name != GENERIC:
+            raise
+        raise FamilyError(
+            f"a decoder layer of model_type {trunk.config.model_type} cannot be the block of a head: "
+            f"{type(error).__name__}: {error}. --layout mimo makes it of a Qwen2 layer"
+        ) from error
+
+
+def _stream_rms(trunk: Trunk, tokens: Tensor) -> tuple[list[float], Tensor]:
+    """The RMS of each trunk layer's input, and the state that the head takes in."""
     values: list[float] = []
 
     def record(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
@@ -72,11 +102,11 @@ def _stream_rms(trunk: Trunk, tokens: Tensor) -> list[float]:
 
     handles = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in trunk.decoder.layers]
     try:
-        trunk(tokens)
+        states = trunk(tokens).head_input
     finally:
         for handle in handles:
             handle.remove()
-    return values
+    return values, states
 
 
 def _copy_layer(layer: nn.Module, kind: LayerType, trunk: Trunk, family: Family) -> tuple[dict[str, int], list[str]]:
@@ -102,7 +132,7 @@ def _copy_layer(layer: nn.Module, kind: LayerType, trunk: Trunk, family: Family)
         for name, value in matches[best].items():
             own[name].copy_(value)
         sources[part] = best
-        missing += [name for name in own if name not in matches[best]]
+        missing += [name for name, value in own.items() if name not in matches[best] and value.any()]  # biases are zero
     more = f" and {len(missing) - 1} more" if missing[1:] else ""
     note = f"no layer of the trunk has the block's {missing[0]}{more}: initialized at random" if missing else ""
     return sources, [note] if note else []

@@ -32,6 +32,7 @@ class RunOptions:
     trunk: str | None = None
     head: str | None = None
     init_head: bool = False
+    layout: str | None = None
     head_only: bool = False
     drawn: bool = False
     revision: str | None = None
