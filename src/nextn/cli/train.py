@@ -227,8 +227,8 @@ def _check(options: "RunOptions") -> None:
         )  # fmt: skip
         if any(value is not None for value in values) or any(flags):
             raise ConfigError(
-                "--from, --head, --init-head, --layout, --head-only, --drawn, --cache-gb, --allow-worse, --curve, --stream need "
-                "--freeze-trunk"
+                "--from, --head, --init-head, --layout, --head-only, --drawn, --cache-gb, --allow-worse, --curve, "
+                "--stream need --freeze-trunk"
             )
         return
     if options.trunk is None:
