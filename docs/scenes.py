@@ -251,7 +251,7 @@ def _words(row: list[int]) -> str:
 
 SCENES = (
     Scene("readme", lost),
-    Scene("first-hour", shipped),
+    Scene("first-hour", shipped, slow=True),
     Scene("lost-head", lost, slow=True),
     Scene("low-acceptance", loaded, without_prefill, slow=True),
     Scene("quantized", quantized),

@@ -15,6 +15,7 @@ from nextn.runtime.native import abi
 from nextn.runtime.native.abi import Program, Runtime, View, load
 
 
+@pytest.mark.slow
 def test_a_library_that_gets_no_tiles(monkeypatch):
     library = load().library
     refused = type("Library", (), {"nextn_ready": lambda self: 1})()

@@ -251,6 +251,7 @@ def terminal():
         each.close()
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_colors_errors_and_goes_on(terminal):
     view = terminal("tiny", "--max-tokens", 12)
     assert "/help lists the commands, Ctrl-D ends  (no chat template" in view.until(PROMPT_MARK)

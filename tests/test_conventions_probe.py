@@ -101,7 +101,7 @@ INJECTED = {
 }
 
 
-@pytest.mark.parametrize("fault", others_slow(INJECTED, "one gain less", "halves", "module order"))
+@pytest.mark.parametrize("fault", others_slow(INJECTED, "one gain less"))
 def test_the_probe_names_the_injected_convention(fault, trained, texts):
     name, inject, contract, wanted = INJECTED[fault]
     found = probe(inject(trained[name]), texts[name], DEPTHS, contract=Contract(**contract), pairs=False)

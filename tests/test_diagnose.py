@@ -104,6 +104,7 @@ def test_the_record_is_json(diagnosed):
     assert set(record["definitions"]) >= {"ratio", "misfit", "named", "alike", "hidden"}
 
 
+@pytest.mark.slow
 def test_totals_alone(trained, counters):
     """Engines without counts by position: the AL is one figure, and enough for large faults."""
     seen = [replace(counters["no-prefill"], per_position=()), Counters("SGLang", length=3.75)]
@@ -115,6 +116,7 @@ def test_totals_alone(trained, counters):
     assert any("counts no positions" in note for note in low.notes)
 
 
+@pytest.mark.slow
 def test_other_prompts_are_another_workload(trained):
     """If the prompts are unknown, a gap that workloads explain is no fault, and a note says so."""
     model = trained["glm_two"]
@@ -133,6 +135,7 @@ def test_other_prompts_are_another_workload(trained):
     assert fine[0].p_value > fine[1].p_value
 
 
+@pytest.mark.slow
 def test_a_poor_head_is_the_weights(trained, counters):
     unset = next(each for each in FAULTS if each.name == "head-unset")
     poor, _ = apply_variants(trained["glm"], Contract(), [unset.variant])

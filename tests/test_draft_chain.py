@@ -115,6 +115,7 @@ def test_faults_can_be_injected(trained, contract):
     assert native == loop
 
 
+@pytest.mark.slow
 def test_a_plan_that_grows(random):
     """A plan with more drafts than the last one, and buffers that grow in the middle of a text."""
 

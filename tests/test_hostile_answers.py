@@ -170,6 +170,7 @@ def attack_answers():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", ["attack_files", "attack_answers"])
 def test_hostile(attack, tmp_path):
     """In a child process, whose memory is measured and bounded."""

@@ -54,6 +54,7 @@ def test_figures_are_the_decoders(found, name):
     assert measured.scoring_pass == "parallel"
 
 
+@pytest.mark.slow
 def test_stepping_measures_the_same(found, trained, monkeypatch):
     """A head that cannot be unrolled, by the same head made to refuse."""
     monkeypatch.setattr(type(trained["glm"].head), "can_rollout", False)
@@ -266,6 +267,7 @@ def test_verb(tmp_path):
     assert isinstance(run(tmp_path, "--min-acceptance", "2").exception, ConfigError)
 
 
+@pytest.mark.slow
 def test_verb_that_probes(tmp_path):
     """Projection halves in the other order in the file: named, and exit 1."""
     from nextn.model.model import Model
