@@ -22,7 +22,7 @@ from nextn.errors import ConfigError, EngineError
 from nextn.evaluate.faults import FAULTS
 
 INJECTED = [fault.name for fault in FAULTS if not fault.rule]
-QUICK = ("no-prefill", "pair-shifted")
+QUICK = ("pair-shifted",)
 # No trained fixture has an output head of its own.
 NOT_HERE = {"own-output-lost"}
 # The fixtures are surer of their text than canaries: hotter, rules of acceptance differ as they do there.

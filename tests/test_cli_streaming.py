@@ -111,6 +111,7 @@ def test_streams_by_itself_what_does_not_fit(answers, here, monkeypatch):
     assert "cannot generate the texts to measure on: name a served copy of the model with --engine" in err
 
 
+@pytest.mark.slow
 def test_probe_of_a_streamed_trunk(answers, here, tmp_path, monkeypatch):
     """The trunk is streamed once; its states before and after the norm are recalled."""
     few = tmp_path / "few.jsonl"

@@ -210,6 +210,7 @@ def drive(serve, trained, *faults, **settings):
     return diagnose(trained["glm"], PROMPTS, seen, PLAN)
 
 
+@pytest.mark.slow
 def test_driving(serve, trained):
     """The same prompts: the engine's text is the reference's, its counts are, too."""
     found = drive(serve, trained)
