@@ -236,3 +236,10 @@ def test_mutations(tmp_path):
         except CheckpointError:
             refused += 1
     assert 100 < refused < 500
+
+
+def test_no_head_beside_a_gguf(tmp_path, here):
+    """It would be left out of the audit without a word."""
+    code, _, err = here("audit", tmp_path / "model.gguf", "--head", tmp_path / "head")
+    assert code == 2
+    assert "--head beside" in err

@@ -137,7 +137,7 @@ def test_bad_texts(answers, here, tmp_path):
     for options, message in (
         ((plain,), "does not say at which temperature its texts were sampled"),
         ((answers[1.0], "--temperatures", 0), "the texts of .* were sampled at 1; leave it out"),
-        ((answers[1.0], "--temperatures", "0,1"), "these are of one temperature"),
+        ((answers[1.0], "--temperatures", "0,1"), "its texts are of one temperature"),
         ((tmp_path / "none.jsonl",), "no such file"),
     ):
         code, _, err = here("measure", GLM, "--texts", *options)

@@ -68,7 +68,10 @@ def test_a_draft_and_the_command_that_serves_it(made, tmp_path):
     assert json.loads(vllm.command[6]) == {"num_nextn_predict_layers": 1}
     assert as_text(vllm).startswith("# vLLM 0.32.0: tested.\n")
     assert rules(vllm.folder, made / "llama") == set()
-    sglang = export(tmp_path / "draft", tmp_path / "again", "sglang")  # also from what was exported
+    metadata = Checkpoint.open(vllm.folder).headers["model.safetensors"].metadata
+    assert "trained_with" in metadata
+    assert str(made) not in json.dumps(metadata)  # it may be published
+    sglang = export(tmp_path / "draft", tmp_path / "again", "sglang", trunk=made / "llama")  # also what was exported
     assert sglang.command[-7:] == (
         "--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4",
         "--enable-metrics",

@@ -227,7 +227,7 @@ def test_families_of_models_without_one():
 
 
 def test_the_draft_computes_what_engines_do(made):
-    """vLLM's mimo_mtp.py, written down again: zeroed first embedding, [hidden, embedding], recycled after the norm."""
+    """vLLM's mimo_mtp.py, written down again: zeroed first embedding, [hidden, embedding], next_hidden after the norm."""
     trunk, folder = made("llama-3.1", "mimo")
     model, weights = Model.load(trunk, head=folder), load_file(folder / "head.safetensors")
     weights = {name.removeprefix("model.mtp_layers.0."): value for name, value in weights.items()}
@@ -244,7 +244,7 @@ def test_the_draft_computes_what_engines_do(made):
 
     ids = torch.tensor([[97, 32, 105, 115, 32, 97, 32]])
     hidden = model.trunk.model.model(ids).last_hidden_state[:, :-1]
-    for step in (0, 1):  # a recycled state is the one after the final norm
+    for step in (0, 1):  # the state of the next draft is the one after the final norm
         embedded = model.trunk.embedding.weight[ids[:, 1:]].clone()
         embedded[:, 0] = 0
         inputs = torch.cat([norm(hidden, "hidden_layernorm"), norm(embedded, "token_layernorm")], -1)

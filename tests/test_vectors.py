@@ -115,8 +115,8 @@ def given():
 def test_sixteen_at_once_are_sixteen_alone(kind, given, tmp_path):
     (tmp_path / "main.cpp").write_text(PROGRAM)
     compiled(f"-march={kind}", "-O3", "-o", tmp_path / "main", tmp_path / "main.cpp")
-    told = subprocess.run([tmp_path / "main"], input=given.numpy().tobytes(), capture_output=True, check=True).stdout
-    found = torch.frombuffer(bytearray(told), dtype=torch.float32).reshape(12, 16)
+    output = subprocess.run([tmp_path / "main"], input=given.numpy().tobytes(), capture_output=True, check=True).stdout
+    found = torch.frombuffer(bytearray(output), dtype=torch.float32).reshape(12, 16)
     a, b, c = given
     exact = {
         0: a.bfloat16().float(),
@@ -151,8 +151,8 @@ def test_no_number_stays_none(kind, given, tmp_path):
     compiled(f"-march={kind}", "-O2", "-o", tmp_path / "main", tmp_path / "main.cpp")
     values = given.clone()
     values[0, 7] = float("nan")
-    told = subprocess.run([tmp_path / "main"], input=values.numpy().tobytes(), capture_output=True, check=True).stdout
-    found = torch.frombuffer(bytearray(told), dtype=torch.float32).reshape(12, 16)
+    output = subprocess.run([tmp_path / "main"], input=values.numpy().tobytes(), capture_output=True, check=True).stdout
+    found = torch.frombuffer(bytearray(output), dtype=torch.float32).reshape(12, 16)
     for place in (0, 1, 4, 6, 7, 8, 9, 10):
         assert found[place].isnan().nonzero().tolist() == [[7]], place
     assert found[2][7] == found[3][7] == given[1, 7]
@@ -168,6 +168,6 @@ def test_products_of_eight_bits(kind, tmp_path):
     compiled(f"-march={kind}", "-O2", "-o", tmp_path / "main", tmp_path / "main.cpp", SOURCES / "int8.cpp")
     packed = pack_quantized(weight, lambda size: torch.zeros(size, dtype=torch.bool), EIGHT_BITS)
     given = packed.view(torch.uint8).numpy().tobytes() + x.numpy().tobytes()
-    told = subprocess.run([tmp_path / "main"], input=given, capture_output=True, check=True).stdout
-    found = torch.frombuffer(bytearray(told), dtype=torch.float32).reshape(13, 70)
+    output = subprocess.run([tmp_path / "main"], input=given, capture_output=True, check=True).stdout
+    found = torch.frombuffer(bytearray(output), dtype=torch.float32).reshape(13, 70)
     torch.testing.assert_close(found, int8_linear(x, *quantize(weight, 8)), rtol=1e-5, atol=1e-4)

@@ -16,8 +16,8 @@ GENERIC = by_name("generic").name
 _ALL = ("vllm", "sglang", "transformers")
 # A Qwen2 layer's, which both engines create uninitialized, without checking that a file sets them.
 _BIASES = tuple(f"0.block.self_attn.{name}_proj.bias" for name in "qkv")
-# What vLLM builds a separate draft's layer from in the trunk's config, and SGLang in the draft's.
-_SIZES = (
+# What a draft's Qwen2 layer is made of: vLLM reads it in the trunk's config, SGLang in the draft's.
+LAYER_SIZES = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "rms_norm_eps",
     "hidden_act", "max_position_embeddings", "rope_parameters",
 )  # fmt: skip
@@ -94,7 +94,7 @@ def misfits(head: Inventory, trunk: Inventory | None) -> Iterator[Misfit]:
             "The trunk whose fingerprint the head records.", "Train a head on this trunk, from this one with --head.",
         )  # fmt: skip
     configs = head.checkpoint.config, trunk.checkpoint.config
-    for name in _SIZES if is_draft else ():
+    for name in LAYER_SIZES if is_draft else ():
         own, other = (lookup(config, name) for config in configs)
         if None not in (own, other) and own != other:
             yield Misfit(

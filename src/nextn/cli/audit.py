@@ -50,6 +50,8 @@ def audit(
     ignored = _check_rules(ignore or [])
     with _no_garbage_collection():
         if model.endswith(".gguf"):
+            if head is not None:
+                raise ConfigError(f"--head beside {model}: a trunk in GGUF; give its safetensors checkpoint")
             report = _gguf(Path(model))
         else:
             report = _safetensors(model, revision, cache_dir, head=head, offline=offline, family=family, sample=sample)

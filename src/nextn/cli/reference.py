@@ -100,7 +100,9 @@ def measure(
         raise ConfigError(f"--min-acceptance {min_acceptance}; expected a rate from 0 to 1, such as 0.6")
     given = None if temperatures is None else parse_temperatures(temperatures)
     if texts is not None and (prompts is not None or (given is not None and len(given) > 1)):
-        raise ConfigError("--texts: these are of one temperature, and stand for --prompts; leave out the other options")
+        raise ConfigError(
+            "--texts replaces --prompts, and its texts are of one temperature; leave out the other options"
+        )
     if texts is not None and engine is not None:
         raise ConfigError("--texts and --engine: the texts are of a file or of an engine; leave one out")
     if texts is not None:

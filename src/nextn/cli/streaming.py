@@ -82,7 +82,10 @@ class TextOptions:
 
     @property
     def folder(self) -> Path:
-        return self.states or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nextn" / "states"
+        try:
+            return self.states or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nextn" / "states"
+        except RuntimeError as error:
+            raise ConfigError(f"no cache folder for hidden states: {error}; give one with --states") from error
 
 
 def measure_texts(

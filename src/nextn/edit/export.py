@@ -24,6 +24,7 @@ _REFUSED = {
     "the copy silently, so that drafts would be bad without an error; a GGUF in the step35 layout is not written yet"
 }
 _K = 3
+_LOCAL = ("source", "trunk")  # of a file's metadata: folders of the run and of the trunk
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ def export(
         dropped=head.checkpoint.files,
     )
     documents = {CONFIG: head.checkpoint.config}
-    metadata = {**next(iter(head.checkpoint.headers.values())).metadata}
+    stored = next(iter(head.checkpoint.headers.values())).metadata
+    metadata = {key: value for key, value in stored.items() if key not in _LOCAL}  # the draft may be published
     plan = EditPlan(
         head.checkpoint, new_folder(out), head.family.name, files, documents, new_folder=True, metadata=metadata
     )

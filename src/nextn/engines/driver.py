@@ -74,7 +74,7 @@ def iter_answers(
     concurrency: int,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[EngineAnswer]:
-    """Yield the answers in order, with `concurrency` requests under way all the time; end early if told to stop.
+    """Yield the answers in order, with `concurrency` requests under way all the time; end early if `should_stop`.
 
     Raises the first EngineError, and BudgetError when no requests or no time are left; answers before it were yielded.
     """

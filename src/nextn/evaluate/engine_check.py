@@ -36,7 +36,7 @@ class EngineCheck:
 
     @property
     def warnings(self) -> list[str]:
-        """What to tell the user."""
+        """What the user must know."""
         if self.is_same:
             return []
         return [

@@ -118,7 +118,7 @@ class ReferenceReport:
     text_source: str = ""  # of texts that were not generated here
     origins: Mapping[float, TextOrigin] = field(default_factory=dict)  # of such texts, by temperature
     engine: EngineCheck | None = None  # of an engine that wrote them
-    stream: Mapping[str, object] | None = None  # of a streamed trunk: `StreamRecord.as_record`
+    stream: Mapping[str, object] | None = None  # of a streamed trunk: see `stream_plan.stream_record`
 
     def figures(
         self, temperature: float, *, rule: str | None = None, drafts: int | None = None, domain: str = "all"

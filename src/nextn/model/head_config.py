@@ -5,14 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from transformers import PreTrainedConfig
 
+from nextn.checkpoint.separate_head import LAYER_SIZES
 from nextn.errors import FamilyError
 from nextn.model.layer_types import LayerType, layer_types_of
 
-# What a Qwen2 layer is made of, and what its head's config.json therefore has.
-_SIZES = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "vocab_size",
-    "rms_norm_eps", "hidden_act", "max_position_embeddings", "rope_parameters",
-)  # fmt: skip
 # Frequencies that transformers and the engines compute from `rope_parameters` alone.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -62,7 +58,7 @@ def layer_sizes(config: PreTrainedConfig) -> dict[str, object]:
     vLLM reads them in the trunk's config (model_executor/models/mimo_mtp.py, MiMoMultiTokenPredictor), and ignores its
     head_dim (model_executor/models/qwen2.py, Qwen2Attention). Raises FamilyError listing all that does not fit.
     """
-    sizes = {name: getattr(config, name, None) for name in _SIZES}
+    sizes = {name: getattr(config, name, None) for name in (*LAYER_SIZES, "num_hidden_layers")}
     if problems := [*_misfits(config, sizes)]:
         raise FamilyError(
             f"a trunk of model_type {config.model_type} cannot have a head in MiMo's layout: {'; '.join(problems)}. "

@@ -251,9 +251,9 @@ class ConfidenceCalibration:
 class AdaptiveLength:
     """Drafts on while one more draft is expected to bring more tokens per cost than rounds have brought so far.
 
-    After k drafts it goes on if survival / (c + v(k+2) - v(k+1)) > S, where v(m) is the cost of a trunk pass over m
-    positions, c that of a draft step, both in plain steps, and S the tokens per cost of recent rounds (`rate`). This is
-    optimal for the long-run rate if costs per draft do not fall (Dinkelbach's ratio; survival cannot grow). Where
+    After k drafts it drafts another one if survival / (c + v(k+2) - v(k+1)) > S, where v(m) is the cost of a trunk pass
+    over m positions, c that of a draft step, both in plain steps, and S the tokens per cost of recent rounds (`rate`).
+    This is optimal for the long-run rate if costs per draft do not fall (Dinkelbach's ratio; survival cannot grow). Where
     drafting brings less than plain decoding, rounds are plain except for one in 32. It learns the acceptance rate by
     confidence as it goes; one object may serve many sequences.
     """
