@@ -227,7 +227,7 @@ def test_families_of_models_without_one():
 
 
 def test_the_draft_computes_what_engines_do(made):
-    """vLLM's mimo_mtp.py, written down again: zeroed first embedding, [hidden, embedding], next_hidden after the norm."""
+    """vLLM's mimo_mtp.py, again: zeroed first embedding, [hidden, embedding], next_hidden after the norm."""
     trunk, folder = made("llama-3.1", "mimo")
     model, weights = Model.load(trunk, head=folder), load_file(folder / "head.safetensors")
     weights = {name.removeprefix("model.mtp_layers.0."): value for name, value in weights.items()}
