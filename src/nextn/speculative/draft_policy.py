@@ -254,8 +254,8 @@ class AdaptiveLength:
     After k drafts it drafts another one if survival / (c + v(k+2) - v(k+1)) > S, where v(m) is the cost of a trunk pass
     over m positions, c that of a draft step, both in plain steps, and S the tokens per cost of recent rounds (`rate`).
     This is optimal for the long-run rate if costs per draft do not fall (Dinkelbach's ratio; survival cannot grow).
-    Where drafting brings less than plain decoding, rounds are plain except for one in 32. It learns the acceptance rate by
-    confidence as it goes; one object may serve many sequences.
+    Where drafting brings less than plain decoding, rounds are plain except for one in 32. The rule learns the
+    acceptance rate by confidence while it is used; one object may serve many sequences.
     """
 
     def __init__(self, costs: Costs, *, limit: int | None = None, overhead: float = 0.0) -> None:
