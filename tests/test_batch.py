@@ -30,7 +30,7 @@ def joined(trunk, head, prompts, drafts):
             tokens[part.row] += part.emitted
             drafted[part.row].append((part.drafts, part.num_accepted))
 
-    with torch.inference_mode(), trunk.single_threaded_torch():
+    with torch.inference_mode(), trunk.pass_context():
         for number in range(40):
             for row in [row for row, start in enumerate(STARTS) if start == number]:
                 new = batch_of(trunk, head, row, prompts[row], drafts=drafts, max_tokens=NEW[row])
@@ -56,7 +56,7 @@ def test_batches_of_several_sequences_join(native):
         trunk, head = model.trunk, model.head
     prompts = [prompt(length, seed=length) for length in LENGTHS]
     texts = [[] for _ in prompts]
-    with torch.inference_mode(), trunk.single_threaded_torch():
+    with torch.inference_mode(), trunk.pass_context():
         first, second, third = (
             batch_of(trunk, head, row, prompts[row], drafts=3, max_tokens=NEW[row]) for row in range(3)
         )

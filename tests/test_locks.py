@@ -155,7 +155,7 @@ def test_a_thread_has_all_of_torchs_threads(models):
     try:
         torch.set_num_threads(3)
         with ThreadPoolExecutor(1) as pool:
-            with backend_for(models[0]).trunk.single_threaded_torch():
+            with backend_for(models[0]).trunk.pass_context():
                 other = pool.submit(counted)
                 time.sleep(0.05)
             assert other.result(SECONDS) == 3
@@ -268,7 +268,7 @@ def test_forks_while_another_thread_decodes(models):
 
 def test_a_failure_gives_the_lock_back(models):
     made = backend_for(models[0])
-    with pytest.raises(RuntimeError), made.trunk.single_threaded_torch():
+    with pytest.raises(RuntimeError), made.trunk.pass_context():
         raise RuntimeError("in the middle of a round")
     assert together(taken) == [True]
 

@@ -245,7 +245,7 @@ class Narrow:
     def cache(self, rows):
         return SimpleNamespace(commit=self.widths.append)
 
-    def single_threaded_torch(self):
+    def pass_context(self):
         return nullcontext()
 
     def __call__(self, window, cache):

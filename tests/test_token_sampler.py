@@ -40,13 +40,13 @@ class OnlyEven:
         self.last = tokens[-1]
 
 
-def test_greedy_without_options_is_plain():
-    assert TokenSampler.is_plain(request())
+def test_greedy_without_options_is_argmax():
+    assert TokenSampler.is_argmax(request())
     for options in (
         {"sampling": Sampling(temperature=1.0)}, {"sampling": Sampling(repetition_penalty=1.1)}, {"logprobs": 0},
         {"presence_penalty": 0.1}, {"frequency_penalty": 0.1}, {"logit_bias": {1: 2.0}}, {"grammar": OnlyEven},
     ):  # fmt: skip
-        assert not TokenSampler.is_plain(request(**options))
+        assert not TokenSampler.is_argmax(request(**options))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

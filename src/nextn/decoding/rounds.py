@@ -77,18 +77,18 @@ def rounds(
         )
         for row, (prompt, offset) in enumerate(zip(prompts, seed_offsets, strict=True))
     ]
-    with passes.single_threaded_torch():
+    with passes.pass_context():
         batch = DecodingBatch(
             passes, head_passes, sequences, settings, length, observer=observer, make_drafter=make_drafter
         )
     # Not across a yield: the mode is thread-local, and several decodes may interleave in one thread and the runtime.
-    with torch.inference_mode(), passes.single_threaded_torch():
+    with torch.inference_mode(), passes.pass_context():
         fixed = isinstance(length, FixedLength) and not length.p_min
         prepare(passes, head_passes, len(prompts), settings.drafts, fixed=fixed)
         first = batch.prefill()
     yield first
     while batch.sequences:
-        with torch.inference_mode(), passes.single_threaded_torch():
+        with torch.inference_mode(), passes.pass_context():
             result = batch.round()
         yield result
 

@@ -52,7 +52,7 @@ def measure_costs(
     check_sizes(model, drafts=drafts, batch=batch, context=context)
     assert model.head is not None
     engine = backend_for(model, backend)
-    with engine.trunk.single_threaded_torch():
+    with engine.trunk.pass_context():
         bench = _Passes(engine, batch, context)
         prepare(bench.trunk, bench.head, batch, drafts)
     verify: list[Pass] = [partial(bench.verify, num) for num in range(drafts + 2)]
@@ -117,14 +117,14 @@ class _Passes:
                 cache.commit([tokens.shape[1]] * batch)
 
     def verify(self, num_positions: int) -> list[list[int]]:
-        with self.trunk.single_threaded_torch():
+        with self.trunk.pass_context():
             tokens = self.tokens[:, :1].expand(-1, num_positions)
             best = self.trunk.read(self.trunk(tokens, self.cache)).best
             self.cache.commit([0] * self.batch)
             return best
 
     def draft(self, drafts: int) -> list[int]:
-        with self.trunk.single_threaded_torch():
+        with self.trunk.pass_context():
             return self._draft_stepwise(drafts) if self.chain is None else self._draft_natively(self.chain, drafts)
 
     def _draft_natively(self, chain: NativeDraftChain, drafts: int) -> list[int]:

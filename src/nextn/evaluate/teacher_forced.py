@@ -152,7 +152,7 @@ def trunk_outputs(
     outputs = []
     chunk = min(chunk, trunk.max_block_size or chunk)
     for text in texts:
-        with trunk.single_threaded_torch():
+        with trunk.pass_context():
             cache, parts = trunk.cache(1), []
             for block in torch.tensor([text.tokens], device=trunk.device).split(chunk, dim=1):
                 part = trunk(block, cache)

@@ -296,7 +296,7 @@ class Head(nn.Module):
     @property
     def can_rollout(self) -> bool:
         """Whether `rollout_hidden` works: the last MTP layer keeps only keys and values between positions."""
-        return all(layer_type.is_plain for layer_type in self.layer_types(self.num_modules - 1))
+        return all(layer_type.keeps_only_kv for layer_type in self.layer_types(self.num_modules - 1))
 
     def rollout_hidden(
         self, tokens: Tensor, hidden: Tensor, depths: int, *, documents: Tensor | None = None

@@ -47,7 +47,7 @@ class LayerType:
         return self.name in _RECURRENT
 
     @property
-    def is_plain(self) -> bool:
+    def keeps_only_kv(self) -> bool:
         """Whether it keeps only keys and values between positions."""
         return self.name in (_FULL, _SLIDING) and not (self.compress_rate or self.needs_equal_lengths)
 

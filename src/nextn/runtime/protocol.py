@@ -63,7 +63,7 @@ class DecodingTrunk(Protocol):
     ) -> NativeRounds | None:
         """Return whole rounds as single calls, see `NativeTrunk.rounds`; None: rounds run in Python."""
 
-    def single_threaded_torch(self) -> AbstractContextManager[None]:
+    def pass_context(self) -> AbstractContextManager[None]:
         """Return the context in which passes run; it is not held across a `yield`."""
 
 

@@ -44,7 +44,7 @@ class TorchTrunk:
     def rounds(self, cache: KVCache, sampling: Sampling, **_: object) -> None:
         """Return None: rounds run in Python."""
 
-    def single_threaded_torch(self) -> AbstractContextManager[None]:
+    def pass_context(self) -> AbstractContextManager[None]:
         """A context that changes nothing: torch may use all threads, and several threads may run the modules."""
         return nullcontext()
 

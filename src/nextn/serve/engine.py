@@ -170,12 +170,12 @@ class ServingEngine:
         trunk, head, drafts = self.backend.trunk, self.backend.head, self.limits.num_speculative_tokens
         for num_sequences in _warmup_order(self.limits.max_num_seqs):
             for size in range(1, drafts + 2):
-                with torch.inference_mode(), trunk.single_threaded_torch():
+                with torch.inference_mode(), trunk.pass_context():
                     trunk.prepare(num_sequences, [size], exact=False)
                 yield
             for size in range(1, drafts + 2 if head is not None and drafts else 1):
                 assert head is not None
-                with torch.inference_mode(), trunk.single_threaded_torch():
+                with torch.inference_mode(), trunk.pass_context():
                     head.prepare(num_sequences, [size])
                 yield
             if drafts and num_sequences == 1:
@@ -226,7 +226,7 @@ def _limits(backend: Backend, options: EngineOptions) -> SchedulerLimits:
 def _bytes_per_sequence(backend: Backend) -> tuple[int, int]:
     """Bytes per position and, whatever the length, per sequence; 0 where the backend does not know them."""
     heads = 0 if backend.head is None else backend.head.num_modules
-    with backend.trunk.single_threaded_torch():
+    with backend.trunk.pass_context():
         caches = [backend.trunk.cache(1), *(backend.head.cache(1) for _ in range(heads) if backend.head is not None)]
     known = [cache for cache in caches if isinstance(cache, KVBuffers)]
     return sum(cache.bytes_per_position for cache in known), sum(cache.bytes_per_state for cache in known)

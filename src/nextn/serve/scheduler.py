@@ -65,7 +65,7 @@ class Scheduler:
         self._running: dict[_Group, ServedBatch] = {}
         self._is_oldest_next = False  # of two prompts that take turns
         self._round_s = 0.0  # of the last step's rounds
-        with torch.inference_mode(), backend.trunk.single_threaded_torch():
+        with torch.inference_mode(), backend.trunk.pass_context():
             self.prefix_cache = PrefixCache.of(backend, limits.prefix_bytes)
         largest = backend.trunk.max_block_size or _CHUNKS[0]
         self._chunk_s = {size: 0.0 for size in _CHUNKS if size <= largest}  # seconds of a pass over so many positions
@@ -89,7 +89,7 @@ class Scheduler:
 
     def step(self) -> None:
         """Run rounds of every group, then prefill; emit what they add."""
-        with torch.inference_mode(), self._backend.trunk.single_threaded_torch():
+        with torch.inference_mode(), self._backend.trunk.pass_context():
             self._drop_cancelled()
             self._admit()
             started = self._clock()
@@ -197,7 +197,7 @@ class Scheduler:
         wanted = sequence.request.num_speculative_tokens
         drafts = self.limits.num_speculative_tokens if wanted is None else wanted
         drafts = 0 if self._backend.head is None else drafts
-        return TokenSampler.is_plain(sequence.request), drafts, self.limits.adaptive and wanted is None and drafts > 0
+        return TokenSampler.is_argmax(sequence.request), drafts, self.limits.adaptive and wanted is None and drafts > 0
 
     def _length(self, group: _Group, num_sequences: int) -> DraftLength:
         """The policy of a group: K, or where it may be less, what was best with about so many sequences."""

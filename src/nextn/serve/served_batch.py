@@ -77,7 +77,7 @@ class ServedSequence(BatchSequence):
 
 
 class ServedBatch(DecodingBatch):
-    """`DecodingBatch` over ServedSequences of one kind: all plain, see `TokenSampler.is_plain`, or none."""
+    """`DecodingBatch` over ServedSequences of one kind: all take the argmax, see `TokenSampler.is_argmax`, or none."""
 
     sequences: list[ServedSequence]  # type: ignore[assignment]
 
@@ -99,8 +99,8 @@ class ServedBatch(DecodingBatch):
             drafts: K, the largest number of drafts per round.
             length: Policy for their number.
         """
-        self.is_plain = TokenSampler.is_plain(sequence.request)
-        make = Drafter if self.is_plain else partial(CoupledDrafter, sequences=lambda: self.sequences)
+        self.is_argmax = TokenSampler.is_argmax(sequence.request)
+        make = Drafter if self.is_argmax else partial(CoupledDrafter, sequences=lambda: self.sequences)
         settings = Settings(drafts=drafts)
         super().__init__(trunk, head, [sequence], settings, length, make_drafter=make)
 
@@ -142,7 +142,7 @@ class ServedBatch(DecodingBatch):
                 members[part.row].flush(part.finish)
 
     def _verify(self, predicted: Prediction, drafted: DraftResult) -> list[tuple[int, int]]:
-        if self.is_plain:
+        if self.is_argmax:
             return super()._verify(predicted, drafted)
         samplers = [sequence.sampler for sequence in self.sequences]
         verification = verify_drafts(samplers, predicted.logits, drafted.drafts)
@@ -152,7 +152,7 @@ class ServedBatch(DecodingBatch):
         return verification
 
     def _native_rounds(self) -> NativeRounds | None:
-        return super()._native_rounds() if self.is_plain else None
+        return super()._native_rounds() if self.is_argmax else None
 
 
 class CoupledDrafter(Drafter):

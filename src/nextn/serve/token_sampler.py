@@ -34,7 +34,7 @@ class TokenSampler:
         self._bias = torch.tensor(list(request.logit_bias.values()), dtype=torch.float32)
 
     @classmethod
-    def is_plain(cls, request: GenerationRequest) -> bool:
+    def is_argmax(cls, request: GenerationRequest) -> bool:
         """Return whether the rule is the argmax of the logits as they are, and nothing else is asked of them."""
         return request.sampling.greedy and request.logprobs is None and not cls._changes(request)
 

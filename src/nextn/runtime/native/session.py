@@ -41,7 +41,7 @@ class _NativeTrunkOutput(TrunkOutput):
 
 
 class NativeTrunk:
-    """`Trunk` as decoding uses it. Several threads may share it, see `single_threaded_torch`."""
+    """`Trunk` as decoding uses it. Several threads may share it, see `pass_context`."""
 
     def __init__(self, trunk: Trunk, runtime: Runtime, weights: PackedWeights) -> None:
         self.recorded = copy_for_recording(trunk)
@@ -157,7 +157,7 @@ class NativeTrunk:
         return VerifyBlock.of(inputs, replay, lm_head, verification)
 
     @contextmanager
-    def single_threaded_torch(self) -> Iterator[None]:
+    def pass_context(self) -> Iterator[None]:
         """Reserve for this thread the runtime and everything that recorded passes share (inputs, scratch memory).
 
         Hold it for a whole round, but not across a `yield`. Meanwhile torch is limited to one thread, as its own
