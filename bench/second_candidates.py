@@ -1,0 +1,115 @@
+"""What a second candidate beside each draft would add: the greedy acceptance of chains with and without it.
+
+Where a draft is rejected, the head's second choice of that depth may be the right token. If the same pass had verified
+it, too, the round would yield one token more. The texts are the model's own greedy continuations, so that this needs no
+tree decoder: rounds are followed along the text as `nextn measure` does. The gain is an upper bound, as verification
+of K more positions counts as free.
+
+`python bench/second_candidates.py MODEL [MODEL ...] [--prompts FILE] [--out FILE]`
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import nextn
+from nextn.checkpoint.safetensors_file import write_json
+from nextn.evaluate.decoding_costs import processor_name
+from nextn.evaluate.reference_plan import ReferencePlan
+from nextn.evaluate.reference_texts import generate_texts, prompt_tokens
+from nextn.evaluate.teacher_forced import ReferenceText, trunk_outputs
+from nextn.evaluate.workload import read_prompts
+from nextn.model.model import Model
+from nextn.runtime.backend import backend_for
+
+
+@torch.inference_mode()
+def ranks_by_depth(model: Model, text: ReferenceText, depths: int) -> Tensor:
+    """Return [S, depths]: how many tokens the head ranks above the text's, by round start and depth."""
+    assert model.head is not None
+    states = trunk_outputs(backend_for(model, "auto").trunk, [text])[0].head_input
+    tokens = torch.tensor(text.tokens)
+    first, count = len(text.prompt) - 1, len(text.new) - depths
+    hidden = model.head.rollout_hidden(tokens[None], states[None], depths)
+    ranks = []
+    for depth, states_at_depth in enumerate(hidden, start=1):
+        logits = model.head.logits(model.head.module(depth), states_at_depth[0, first : first + count]).float()
+        target = tokens[first + 1 + depth : first + 1 + depth + count, None]
+        ranks.append((logits > logits.gather(-1, target)).sum(-1))
+    return torch.stack(ranks, dim=1)
+
+
+def follow_rounds(ranks: Tensor, *, second: bool) -> tuple[int, int, list[list[int]]]:
+    """Follow rounds along a text.
+
+    Returns:
+        Rounds, tokens, and by depth [rejected there, of those the second candidate right].
+    """
+    starts, depths = ranks.shape
+    position = rounds = tokens = 0
+    rejected = [[0, 0] for _ in range(depths)]
+    while position < starts:
+        wrong = (ranks[position] > 0).nonzero().flatten().tolist()
+        accepted = wrong[0] if wrong else depths
+        gained = 0
+        if wrong:
+            is_second = int(ranks[position, accepted]) == 1
+            rejected[accepted][0] += 1
+            rejected[accepted][1] += is_second
+            gained = int(second and is_second)
+        rounds, tokens = rounds + 1, tokens + accepted + 1 + gained
+        position += accepted + 1 + gained
+    return rounds, tokens, rejected
+
+
+def measure(model: Model, prompts: Path | None, depths: Sequence[int], max_tokens: int) -> list[dict[str, object]]:
+    ids = [prompt_tokens(model, prompt, None) for prompt in read_prompts(prompts)]
+    plan = ReferencePlan(drafts=max(depths), temperatures=(0.0,), max_tokens=max_tokens)
+    generated = generate_texts(model, ids, plan, 0.0)
+    usable = [
+        text
+        for index, text in enumerate(generated.texts)
+        if index not in generated.repetitive and len(text.new) > max(depths)
+    ]
+    if not usable:
+        raise SystemExit("every text repeats itself or is short; give other --prompts or a trained model")
+    ranks = [ranks_by_depth(model, text, max(depths)) for text in usable]
+    return [{"num_texts": len(usable), **_figures([each[:, :k] for each in ranks], k)} for k in depths]
+
+
+def _figures(ranks: Sequence[Tensor], num_drafts: int) -> dict[str, object]:
+    chain = [follow_rounds(each, second=False) for each in ranks]
+    both = [follow_rounds(each, second=True) for each in ranks]
+    chain_al, both_al = (sum(each[1] for each in run) / sum(each[0] for each in run) for run in (chain, both))
+    rejected = [[sum(each[2][depth][side] for each in chain) for side in (0, 1)] for depth in range(num_drafts)]
+    return {
+        "K": num_drafts,
+        "al": chain_al,
+        "al_with_second": both_al,
+        "gain": both_al / chain_al - 1,
+        "second_is_right": [right / max(1, all_) for all_, right in rejected],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--max-tokens", type=int, default=192)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    record: dict[str, object] = {"date": datetime.now(UTC).date().isoformat(), "machine": processor_name()}
+    for name in args.models:
+        record[Path(name).name] = measured = measure(nextn.load(name), args.prompts, (2, 4, 8), args.max_tokens)
+        print(name, json.dumps(measured, indent=1), flush=True)
+    if args.out:
+        write_json(args.out, record)
+
+
+if __name__ == "__main__":
+    main()
