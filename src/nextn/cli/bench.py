@@ -16,8 +16,6 @@ from nextn.cli.common import (  # fmt: skip
     CacheDir,
     Chat,
     Device,
-    DraftText,
-    DraftVocab,
     Dtype,
     ExactHead,
     MaxTokens,
@@ -29,11 +27,10 @@ from nextn.cli.common import (  # fmt: skip
     SeparateHead,
     Temperatures,
     WeightType,
-    draft_from,
     parse_temperatures,
-    read_draft_text,
     use_chat,
 )
+from nextn.cli.draft_vocabulary import DraftText, DraftVocab, DraftVocabularyOptions
 from nextn.cli.screen import console, plain, print_json, print_table, progress_bars
 from nextn.errors import ConfigError
 from nextn.evaluate.benchmark_plan import BenchmarkPlan
@@ -57,7 +54,7 @@ def bench(
     chat: Chat = None,
     seed: int = 0,
     dtype: Dtype = "auto",
-    draft_vocab: DraftVocab = 0,
+    draft_vocab: DraftVocab = "0",
     draft_text: DraftText = None,
     exact_head: ExactHead = False,
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Also measure an adaptive K.")] = False,
@@ -85,13 +82,13 @@ def bench(
     )
     options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head)
     options.check()
-    texts, frequent = read_prompts(prompts), read_draft_text(draft_vocab, draft_text)
+    texts, draftable = read_prompts(prompts), DraftVocabularyOptions.read(draft_vocab, draft_text)
     _check_out(out)
     from nextn.evaluate.benchmark import run_benchmark as benchmark
 
     loaded = options.load(need_head=True, exact_head=exact_head)
     plan = replace(plan, chat=use_chat(loaded, chat))
-    draft_from(loaded, draft_vocab, frequent)
+    draftable.apply(loaded, drafts=plan.drafts[-1], backend=backend)
     with progress_bars(quiet=as_json) as progress:
         step = progress("decode", plan.num_runs(len(texts)))
         report = benchmark(loaded, texts, plan, source=model, on_run=lambda _: step())

@@ -86,10 +86,6 @@ WeightType = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps, xpu, or one of several such as cuda:1.")]
-DraftVocab = Annotated[
-    int, typer.Option(help="Draft only from the N most frequent tokens of --draft-text; 0 = from all tokens.")
-]
-DraftText = Annotated[Path | None, typer.Option(help="Text file similar to the text that will be generated.")]
 ExactHead = Annotated[
     bool, typer.Option("--exact-head", help="Never reduce the head's weights to seven bits for faster drafting.")
 ]
@@ -257,33 +253,6 @@ def check_device(device: str) -> None:
 def use_chat(model: "Model | TextInterface", chat: bool | None) -> bool:
     """Resolve --chat/--no-chat; None: whether the tokenizer has a chat template."""
     return bool(model.tokenizer is not None and model.tokenizer.chat_template) if chat is None else chat
-
-
-def read_draft_text(size: int, text: Path | None) -> str | None:
-    """Read --draft-text; None where --draft-vocab is off. Raises ConfigError."""
-    if not size and text is None:
-        return None
-    if not size or text is None:
-        raise ConfigError("--draft-vocab N and --draft-text FILE belong together: the N most frequent tokens of FILE")
-    try:
-        return text.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--draft-text {text}: not a readable text: {error}") from error
-
-
-def draft_from(model: "Model", size: int, text: str | None) -> None:
-    """Restrict the head to drafting the `size` most frequent tokens of the text, if given. Raises ConfigError."""
-    if text is None:
-        return
-    from nextn.decoding.generate import encode, eos_tokens
-    from nextn.speculative.draft_vocabulary import DraftVocabulary
-
-    if model.head is None:
-        raise ConfigError("--draft-vocab: the model has no head to draft with")
-    vocab_size = model.trunk.vocab_size
-    model.head.draft_vocabulary = DraftVocabulary.of(
-        [encode(model, text)], size, vocab_size=vocab_size, always=eos_tokens(model)
-    )
 
 
 def parse_temperatures(text: str) -> tuple[float, ...]:

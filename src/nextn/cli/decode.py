@@ -12,8 +12,6 @@ from nextn.cli.common import (  # fmt: skip
     CacheDir,
     Chat,
     Device,
-    DraftText,
-    DraftVocab,
     Dtype,
     ExactHead,
     MaxTokens,
@@ -24,10 +22,9 @@ from nextn.cli.common import (  # fmt: skip
     Revision,
     SeparateHead,
     WeightType,
-    draft_from,
-    read_draft_text,
     use_chat,
 )
+from nextn.cli.draft_vocabulary import DraftText, DraftVocab, DraftVocabularyOptions
 from nextn.cli.screen import Marks, console, echo, plain, print_json, print_note, print_table, read_stdin
 from nextn.settings import Sampling, Settings
 
@@ -62,7 +59,7 @@ def generate(
     adaptive: Annotated[
         bool, typer.Option("--adaptive", help="Draft as many tokens per round as pay off, -k at most.")
     ] = False,
-    draft_vocab: DraftVocab = 0,
+    draft_vocab: DraftVocab = "0",
     draft_text: DraftText = None,
     exact_head: ExactHead = False,
     seed: int = 0,
@@ -90,9 +87,9 @@ def generate(
     options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head)
     options.check()
     text = read_stdin() if prompt == "-" else prompt
-    frequent = read_draft_text(draft_vocab, draft_text)
+    draftable = DraftVocabularyOptions.read(draft_vocab, draft_text)
     loaded = options.load(need_head=num_speculative_tokens > 0, exact_head=exact_head)
-    draft_from(loaded, draft_vocab, frequent)
+    draftable.apply(loaded, drafts=num_speculative_tokens, backend=backend)
     length = _adaptive(loaded, num_speculative_tokens, backend) if adaptive else None
     request = _Request(text, settings, tuple(stop or ()), use_chat(loaded, chat), backend, length)
     if as_json:

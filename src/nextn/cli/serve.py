@@ -22,6 +22,7 @@ from nextn.cli.common import (
     SeparateHead,
     WeightType,
 )
+from nextn.cli.draft_vocabulary import DraftText, DraftVocab, DraftVocabularyOptions
 from nextn.cli.screen import echo, print_note
 from nextn.errors import ConfigError
 
@@ -88,6 +89,8 @@ def serve(
     advice: Annotated[
         Path | None, typer.Option(help="With --print and without -k: record of `nextn advise --out`, whose K is used.")
     ] = None,
+    draft_vocab: DraftVocab = "0",
+    draft_text: DraftText = None,
     exact_head: ExactHead = False,
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
@@ -113,6 +116,7 @@ def serve(
     key, rates = _key(api_key_env), reference_rates(reference) if reference is not None else ()
     model_options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head)
     model_options.check()
+    draftable = DraftVocabularyOptions.read(draft_vocab, draft_text)
     engine_options = EngineOptions(
         backend=backend,
         max_num_seqs=max_num_seqs,
@@ -124,6 +128,7 @@ def serve(
     )
     with listen(host, port) as sock:
         loaded = model_options.load(need_head=drafts > 0, exact_head=exact_head)
+        draftable.apply(loaded, drafts=drafts, backend=backend)
         from nextn.serve.api import create_app
         from nextn.serve.engine import ServingEngine
 

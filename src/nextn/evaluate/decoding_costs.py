@@ -219,16 +219,18 @@ def step_bytes(trunk: Trunk, bits: int | None = None) -> int:
     return stored if bits is None else stored // trunk.output.weight.element_size()
 
 
-def draft_bytes(head: Head, bits: int | None = None) -> int:
+def draft_bytes(head: Head, bits: int | None = None, *, num_tokens: int | None = None) -> int:
     """Return the bytes of weights that a draft step reads: one MTP layer (their mean) and the lm_head.
 
     bits: `Backend.head_bits`; None for weights as stored.
+    num_tokens: Rows of the lm_head. Default: those of the draft vocabulary, else all.
     """
     looked_up = tuple(part.weight for part in head.modules() if isinstance(part, nn.Embedding))
     own = {id(head.output(index).weight): head.output(index).weight for index in range(head.num_modules)}
     inner = _bytes_read(head, head.trunk, (*looked_up, *own.values()))
-    output = head.output(0).weight
-    stored = inner // head.num_modules + output.numel() * output.element_size()
+    output, vocabulary = head.output(0).weight, head.draft_vocabulary
+    rows = num_tokens or (len(output) if vocabulary is None else len(vocabulary))
+    stored = inner // head.num_modules + rows * output.shape[1] * output.element_size()
     return stored if bits is None else stored // output.element_size()
 
 

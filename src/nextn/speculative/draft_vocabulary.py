@@ -3,7 +3,7 @@
 Decoding stays exact, as q may be any distribution: a token outside is never drafted, but the trunk can still emit it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -29,23 +29,17 @@ class DraftVocabulary:
         size: int,
         *,
         vocab_size: int,
-        always: Iterable[int] = (),
+        always: Collection[int] = (),
     ) -> "DraftVocabulary":
         """Choose `size` tokens: those in `always` (eos, special tokens), then the most frequent of the texts.
 
         Of equally frequent tokens, the lowest id is chosen. Raises ConfigError for a size out of range, texts without
         tokens, or ids outside the vocabulary.
         """
-        counts = _counts(texts, vocab_size)
-        required = sorted(set(always))
-        if required and not 0 <= required[0] <= required[-1] < vocab_size:
-            raise ConfigError(
-                f"always = token ids {required[0]}..{required[-1]}; expected ids within 0..{vocab_size - 1}"
-            )
-        if not max(1, len(required)) <= size <= vocab_size:
-            raise ConfigError(f"size = {size}; expected {max(1, len(required))} to {vocab_size}, the whole vocabulary")
-        counts[required] = counts.max() + 1
-        ids = np.sort(np.argsort(-counts, kind="stable")[:size])
+        required = len(set(always))
+        if not max(1, required) <= size <= vocab_size:
+            raise ConfigError(f"size = {size}; expected {max(1, required)} to {vocab_size}, the whole vocabulary")
+        ids = np.sort(by_frequency(texts, vocab_size, always=always)[:size])
         return cls(torch.from_numpy(ids), vocab_size)
 
     def __len__(self) -> int:
@@ -64,6 +58,21 @@ class DraftVocabulary:
     def lost_mass(self, probs: Tensor) -> Tensor:
         """Return the mass [...] of probs [..., V] on tokens outside: the most that acceptance can lose."""
         return (probs.sum(-1) - probs[..., self.ids.to(probs.device)].sum(-1)).clamp_min(0)
+
+
+def by_frequency(
+    texts: Iterable[Sequence[int] | NDArray[np.integer]], vocab_size: int, *, always: Iterable[int] = ()
+) -> NDArray[np.int64]:
+    """Return all token ids: those in `always`, then from the most to the least frequent of the texts, ties by id.
+
+    Raises ConfigError for texts without tokens, or ids outside the vocabulary.
+    """
+    counts = _counts(texts, vocab_size)
+    required = sorted(set(always))
+    if required and not 0 <= required[0] <= required[-1] < vocab_size:
+        raise ConfigError(f"always = token ids {required[0]}..{required[-1]}; expected ids within 0..{vocab_size - 1}")
+    counts[required] = counts.max() + 1
+    return np.argsort(-counts, kind="stable")
 
 
 def _counts(texts: Iterable[Sequence[int] | NDArray[np.integer]], vocab_size: int) -> NDArray[np.int64]:
