@@ -1,4 +1,4 @@
-"""Unpack weights of four and eight bits, as `packed_layout` describes them, into codes, scales and zero points."""
+"""Weights of four and eight bits as codes, scales and zero points: unpacked, see `packed_layout`, or rounded."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +11,9 @@ from nextn.errors import CheckpointError
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # nibbles of a word in the order of output channels
 _ONES = {4: 0x11111111, 8: 0x01010101}  # one in each value of a word
+# What the largest value of a group is divided by for its scale. Of few bits, a scale that clips the largest values may
+# round the others so much better that the squared error is less; the best one of each group is taken.
+_DIVISORS = {4: (7.0, 7.5, 8.0, 8.5, 9.0), 8: (127.0,)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +51,28 @@ class QuantizedWeight:
     def middle(self) -> int:
         """The zero point of symmetric weights."""
         return 2 ** (self.bits - 1)
+
+
+def round_to_nearest(weight: Tensor, bits: int, group_size: int) -> QuantizedWeight:
+    """Quantize a weight [N, K] symmetrically, with scales in its own dtype for groups that divide K."""
+    groups = weight.float().unflatten(1, (-1, group_size))
+    largest, middle = groups.abs().amax(-1), 2 ** (bits - 1)
+    best, scales = torch.full_like(largest, torch.inf), torch.empty_like(largest)
+    for divisor in _DIVISORS[bits]:
+        steps = (largest / divisor).to(weight.dtype).float()
+        steps = steps.masked_fill_(steps == 0, 1.0)
+        rounded = (groups / steps[..., None]).round_().clamp_(-middle, middle - 1)
+        error = torch.linalg.vector_norm(rounded.mul_(steps[..., None]).sub_(groups), dim=-1)
+        scales = steps.where(error < best, scales)
+        best = torch.minimum(error, best)
+    codes = (groups / scales[..., None]).round_().clamp_(-middle, middle - 1).add_(middle)
+    return QuantizedWeight(codes.flatten(1).to(torch.uint8), scales.to(weight.dtype), None, bits, group_size)
+
+
+def pack_codes(weight: QuantizedWeight) -> Tensor:
+    """Pack the codes as compressed-tensors' `weight_packed` does: int32 [N, K * bits / 32]; whole words alone."""
+    codes = weight.codes
+    return (codes if weight.bits == 8 else codes[:, 0::2] | codes[:, 1::2] << 4).contiguous().view(torch.int32)
 
 
 def unpack(weight: PackedWeight, read: Callable[[str], Tensor]) -> QuantizedWeight:
