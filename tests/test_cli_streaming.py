@@ -2,8 +2,10 @@
 
 import json
 import re
+import shutil
 
 import pytest
+from packed import Case, quantize_folder
 from tiny import FIXTURES, refrain
 
 from nextn.evaluate import decoding_costs, given_texts, reference_texts, stream_plan
@@ -42,8 +44,8 @@ def write(path, texts):
     return path
 
 
-def measure(here, path, *options):
-    code, out, err = here("measure", GLM, "--texts", path, "-k", 3, "--dtype", "float32", "--json", *options)
+def measure(here, path, *options, folder=GLM):
+    code, out, err = here("measure", folder, "--texts", path, "-k", 3, "--dtype", "float32", "--json", *options)
     assert code == 0, err
     return json.loads(out), err
 
@@ -96,6 +98,23 @@ def test_interrupted_command_resumes(answers, here, monkeypatch, tmp_path):
     for num_resumed in (1, Model.load(GLM).trunk.num_layers):
         record, _ = measure(here, answers[0.0], "--stream", "--states", tmp_path / "states")
         assert record["stream"]["num_resumed"] == num_resumed
+
+
+def test_packed_layers_are_streamed(answers, here, tmp_path):
+    """Weights of eight bits, trunk and head: the loaded model's figures, near those of the original."""
+    shutil.copytree(GLM, tmp_path / "packed")
+    quantize_folder(tmp_path / "packed", Case("pack-quantized", 8, 0), is_random=False)
+    loaded, streamed, original = (
+        measure(here, answers[0.0], *options, folder=folder)[0]["figures"]
+        for options, folder in (
+            (("--no-stream",), tmp_path / "packed"),
+            (("--stream",), tmp_path / "packed"),
+            ((), GLM),
+        )
+    )
+    assert streamed == loaded
+    accepted = [figures[-1]["kept"][0] for figures in (loaded, original)]
+    assert accepted[0] == pytest.approx(accepted[1], rel=0.05)
 
 
 def test_streams_by_itself_what_does_not_fit(answers, here, monkeypatch):

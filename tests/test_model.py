@@ -145,17 +145,24 @@ def test_compressed_tensors_fp8(tmp_path):
 
 
 def test_a_trunk_that_cannot_be_read(tmp_path):
-    """GPTQ, where what reads it is not installed: the error names it and says what to do."""
+    """NVFP4, where what reads it is not installed: the error names it and says what to do."""
     build("qwen3_5").save(tmp_path / "model")
 
     def pack(table):
         del table["model.layers.0.mlp.up_proj.weight"]
-        table["model.layers.0.mlp.up_proj.qweight"] = torch.zeros(4, 64, dtype=torch.int32)
+        table["model.layers.0.mlp.up_proj.weight_packed"] = torch.zeros(64, 16, dtype=torch.uint8)
 
     in_one_file(tmp_path / "model", pack)
-    set_config(tmp_path / "model", quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(CheckpointError, match=r"quantization is gptq \(model.layers.0.mlp.up_proj.qweight and others"):
+    section = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}}
+    set_config(tmp_path / "model", quantization_config=section)
+    with pytest.raises(
+        CheckpointError, match=r"quantization is compressed-tensors \(model.layers.0.mlp.up_proj.weight_p"
+    ):
         Model.load(tmp_path / "model")
+    with pytest.raises(
+        CheckpointError, match=r"up_proj.weight_packed and others\), of which single layers cannot be read"
+    ):
+        Model.load(tmp_path / "model", stream=True)
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])

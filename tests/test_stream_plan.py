@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from packed import Case, quantize_folder
 from tiny import build
 
 from nextn.checkpoint.checkpoint import Checkpoint
@@ -24,6 +25,16 @@ def test_bytes_in_memory(tmp_path, fp8):
     checkpoint = Checkpoint.open(tmp_path / "model")
     assert loaded_bytes(checkpoint, None) == pytest.approx(num_bytes(model, torch.bfloat16), rel=0.02)
     assert loaded_bytes(checkpoint, torch.float32) == pytest.approx(num_bytes(model, torch.float32), rel=0.02)
+
+
+@pytest.mark.parametrize("case", [Case("gptq"), Case("int-quantized", 8, 0)], ids=str)
+def test_packed_weights_in_memory(tmp_path, case):
+    """As the bf16 that they are dequantized to, not as the bytes in the file."""
+    model = build("glm4_moe")
+    model.save(tmp_path / "model", dtype=torch.bfloat16, copies=False)
+    quantize_folder(tmp_path / "model", case)
+    expected = num_bytes(model, torch.bfloat16)
+    assert loaded_bytes(Checkpoint.open(tmp_path / "model"), None) == pytest.approx(expected, rel=0.02)
 
 
 def test_reason_to_stream(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ from nextn.audit.findings import Finding, Severity, restore
 from nextn.audit.layer_reference import LayerReference
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.packed_layout import with_whole_weights
 from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.checkpoint.stored_format import unpacked
 from nextn.errors import CheckpointError
@@ -18,6 +19,7 @@ TOKENIZER = "tokenizer.json"
 
 def shape(inventory: Inventory) -> Iterator[Finding]:
     """Report tensors of the head whose shape differs from the config's or from that of the trunk's layers."""
+    inventory = _of_whole_weights(inventory)
     for info, expected, because in (*_against_config(inventory), *_against_trunk(inventory)):
         yield Finding(
             "shape", "error", info.name,
@@ -90,8 +92,19 @@ def _against_trunk(inventory: Inventory) -> Iterator[tuple[TensorInfo, str, str]
                 yield info, some([str(list(like.shape)) for like in likes]), f"as {likes[0].name} is"
 
 
+def _of_whole_weights(inventory: Inventory) -> Inventory:
+    """Return the inventory with one tensor for each packed weight, as trunk and head may have different bits."""
+    try:
+        checkpoint, packed = with_whole_weights(inventory.checkpoint)
+    except CheckpointError:  # of the quantization config, see `precision`
+        return inventory
+    return Inventory.of(checkpoint, family=inventory.family) if packed else inventory
+
+
 def _comparable(info: TensorInfo, like: TensorInfo) -> bool:
     """Whether both are stored alike; packed weights have other shapes."""
+    if 0 in (*info.shape, *like.shape):  # of packed weights that cannot be read
+        return False
     return like.dtype == info.dtype or (unpacked(like) and unpacked(info))
 
 

@@ -19,7 +19,7 @@ LARGEST = 448.0
 
 # Parts of a decoder layer that fp8 releases leave unquantized: routers, gates, small projections of a delta net, and
 # what is not a Linear. From modules_to_not_convert in published configs (DeepSeek-V3.2, Qwen3-Next-FP8, Qwen3.5-FP8).
-_PLAIN = re.compile(
+UNQUANTIZED_PARTS = re.compile(
     r"(^|\.)(gate|router|shared_expert_gate|in_proj_(a|b|ba)|([qkv]_)?conv1d|weights_proj|ngram_embedding)\."
 )
 
@@ -94,9 +94,9 @@ def quantized(name: str, family: Family, num_layers: int) -> bool:
     canonical = family.canonical(name, num_layers)
     if canonical is None:
         layer = family.trunk_layer(name)
-        return layer is not None and layer[0] < num_layers and _PLAIN.search(layer[1]) is None
+        return layer is not None and layer[0] < num_layers and UNQUANTIZED_PARTS.search(layer[1]) is None
     role, _, rest = canonical.partition(".")[2].partition(".")
-    return family.fp8 is not None and role not in family.fp8.unquantized and _PLAIN.search(rest) is None
+    return family.fp8 is not None and role not in family.fp8.unquantized and UNQUANTIZED_PARTS.search(rest) is None
 
 
 def section(plain: Collection[str], family: Family) -> dict[str, object]:

@@ -33,7 +33,7 @@ class Provenance:
     beside: str  # fingerprint of the trunk in the checkpoint when the head was added
     source: str  # where the head came from
     revision: str | None = None
-    made_by: Literal["restore", "train", "convert"] = "restore"
+    made_by: Literal["restore", "train", "convert", "quantize"] = "restore"
     nextn: str = __version__
 
     def write(self, folder: Path) -> None:

@@ -13,6 +13,7 @@ from fnmatch import translate
 from functools import cached_property
 from itertools import accumulate
 from reprlib import repr as brief
+from typing import NamedTuple
 
 import regex
 
@@ -168,6 +169,28 @@ def with_experts(modules: Iterable[str], kept: Collection[str]) -> Iterator[str]
                 yield from (f"{head}.experts.0.{name}_proj" for name in ("gate", "up", "down"))
 
 
+class WeightSettings(NamedTuple):
+    """How a section says that a module's weight is quantized; None where it does not say."""
+
+    bits: int | None
+    group_size: int | None  # of input channels with a common scale; -1: one group per output channel
+    symmetric: bool | None
+
+
+def settings_in(
+    section: Mapping[str, object], *, bits: Sequence[str] = ("bits",), symmetric: str = "sym"
+) -> WeightSettings:
+    """Return the settings under these keys of a section; of several, the first that it has."""
+    size = next((section[key] for key in ("group_size", "q_group_size") if key in section), None)
+    number = next((section[key] for key in bits if key in section), None)
+    flag = section.get(symmetric)
+    return WeightSettings(
+        number if type(number) is int else None,
+        size if type(size) is int else None,
+        flag if type(flag) is bool else None,
+    )
+
+
 class Format:
     """One parsed section of a config; this base class is for unknown methods."""
 
@@ -178,6 +201,10 @@ class Format:
     def covers(self, module: str) -> bool | None:
         """Whether engines build the Linear called `module` quantized; None if unknown."""
         return None
+
+    def settings(self, module: str) -> WeightSettings:
+        """Return the settings of the weight of `module`, if it is quantized."""
+        return settings_in(self.section)
 
     def without(self, modules: Sequence[str], others: Mapping[str, bool]) -> Section:
         """Return the section with `modules` left out; ValueError if the format cannot express it.
@@ -218,6 +245,9 @@ class Listed(Format):
 class Awq(Listed):
     """With an empty list, vLLM leaves out what the files hold unpacked; with the first entry it no longer does."""
 
+    def settings(self, module: str) -> WeightSettings:
+        return settings_in(self.section, bits=("bits", "w_bit"))
+
     def without(self, modules: Sequence[str], others: Mapping[str, bool]) -> Section:
         kept = quantized(others)
         plain = [] if self.entries.all else [name for name in others if name not in kept]
@@ -237,6 +267,20 @@ class CompressedTensors(Listed):
         schemes = [group for group in groups.values() if isinstance(group, dict) and group.get("weights") is not None]
         bare = [entry for key, group in groups.items() if not isinstance(group, dict) for entry in strings(groups, key)]
         return Entries([*bare, *(entry for scheme in schemes for entry in strings(scheme, "targets"))])
+
+    @cached_property
+    def schemes(self) -> list[tuple[Entries, Section]]:
+        """Targets and `weights` of each group."""
+        groups = [group for group in table(self.section, "config_groups").values() if isinstance(group, dict)]
+        return [(Entries(strings(group, "targets")), table(group, "weights")) for group in groups]
+
+    def settings(self, module: str) -> WeightSettings:
+        # Targets that name the module come before those that name its class: compressed_tensors/utils/match.py.
+        named = [weights for targets, weights in self.schemes if marked(targets, module)]
+        of_class = [weights for targets, weights in self.schemes if "Linear" in targets.names]
+        weights = next(iter(named + of_class), {})
+        settings = settings_in(weights, bits=("num_bits",), symmetric="symmetric")
+        return settings._replace(group_size=-1) if weights.get("strategy") in ("channel", "tensor") else settings
 
 
 class ModelOpt(Listed):
@@ -306,6 +350,10 @@ class Gptq(Format):
             return False
         return not self.blocks or any(block in module for block in self.blocks)
 
+    def settings(self, module: str) -> WeightSettings:
+        index, rules = self.rules.first(module), table(self.section, "dynamic")
+        return settings_in(self.section | ({} if index is None else table(rules, list(rules)[index])))
+
     def without(self, modules: Sequence[str], others: Mapping[str, bool]) -> Section:
         new = (f"-:{regex.escape(name)}" for name in branches(modules, quantized(others), "{}."))
         rules: Section = {f"{rule}.*" if rule.endswith(r"\.") else f"{rule}$": {} for rule in new}
@@ -331,6 +379,15 @@ class AutoRound(Format):
         in_block = not self.blocks or module.startswith(self.blocks)
         index = expressions.first(module)
         return in_block if index is None else self._bits(names[index], absent=4 if in_block else 16) < 16
+
+    def settings(self, module: str) -> WeightSettings:
+        extra = table(self.section, "extra_config")
+        names, expressions = self.rules
+        index = expressions.first(module)
+        name = next(
+            (name for name in (module, f"model.{module}") if name in extra), "" if index is None else names[index]
+        )
+        return settings_in(self.section | table(extra, name))
 
     def _bits(self, name: str, *, absent: int) -> float:
         bits = table(table(self.section, "extra_config"), name).get("bits", absent)

@@ -1,4 +1,4 @@
-"""Read a local checkpoint's tensors on demand as torch tensors; fp8 is dequantized with its scales."""
+"""Read a local checkpoint's tensors on demand as torch tensors; quantized weights are dequantized with their scales."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
@@ -9,25 +9,28 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nextn.checkpoint import fp8
-from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.mapped_memory import release_pages
+from nextn.checkpoint.packed_layout import with_whole_weights
+from nextn.checkpoint.packed_weights import QuantizedWeight, unpack
 from nextn.checkpoint.quant_config import declared
 from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.checkpoint.stored_format import scale_of
 from nextn.errors import CheckpointError
-from nextn.families import Family
 
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 # Scales of activations: unused where products are not computed in fp8.
-ACTIVATIONS = ("input_scale", "activation_scale", "output_scale", "k_scale", "v_scale", "q_scale")
+ACTIVATIONS = (
+    "input_scale", "input_zero_point", "activation_scale", "output_scale", "k_scale", "v_scale", "q_scale",
+)  # fmt: skip
 _FETCH = 8 * 1024 * 1024  # bytes that are in memory at once
 _PLAIN = {*FLOATS, fp8.WEIGHT, "I64", "BOOL"}  # dtypes of tensors that need no quantization method
 
 
 @dataclass(frozen=True, eq=False)
 class StoredTensor:
-    """One tensor, read by `stored[...]`. `dtype` is that of the result; None if it is not stored as floating-point."""
+    """One tensor, read by `stored[...]`. `dtype` is that of the result; None if it is stored quantized."""
 
     weights: "TensorReader"
     name: str
@@ -49,16 +52,19 @@ class TensorReader(AbstractContextManager["TensorReader"]):
     """The tensors of a local checkpoint, whose files stay open until the context ends.
 
     Attributes:
+        inventory: The checkpoint's, in which each weight that is stored as several tensors is one, as in `checkpoint`.
         scales: fp8 weight -> the tensor with its scales.
         method: The config's quantization method; "" if not quantized.
     """
 
-    def __init__(self, checkpoint: Checkpoint, family: Family) -> None:
-        self.checkpoint = checkpoint
-        section = declared(checkpoint.config)
+    def __init__(self, inventory: Inventory) -> None:
+        self._stored = inventory.checkpoint.tensors
+        self.checkpoint, self._packed = with_whole_weights(inventory.checkpoint)
+        self.inventory = Inventory.of(self.checkpoint, family=inventory.family) if self._packed else inventory
+        section = declared(self.checkpoint.config)
         self.method = str(section.get("quant_method", "an unnamed method")) if section else ""
-        self._block = fp8.declared_block(section, family)
-        tensors = checkpoint.tensors
+        self._block = fp8.declared_block(section, inventory.family)
+        tensors = self.checkpoint.tensors
         scales = {name: scale_of(name, tensors) for name, info in tensors.items() if info.dtype == fp8.WEIGHT}
         self.scales = {name: scale for name, scale in scales.items() if scale is not None}
         self._stack, self._files = ExitStack(), dict[str, safe_open]()
@@ -74,6 +80,8 @@ class TensorReader(AbstractContextManager["TensorReader"]):
 
     def problem(self, name: str) -> str | None:
         """Return why a matrix, norm or bias cannot be read as floating-point values; None if it can."""
+        if name in self._packed:
+            return self._packed[name].problem
         info = self.checkpoint.info(name)
         if info.dtype in FLOATS:
             return None
@@ -90,15 +98,26 @@ class TensorReader(AbstractContextManager["TensorReader"]):
             return f"mis-shaped: {scale.name} {scale.shape}, expected {expected} for {where}"
         return None
 
-    def packed(self, names: Iterable[str]) -> str | None:
+    def unreadable(self, names: Iterable[str]) -> str | None:
         """Return the first tensor that only its quantization method can read; None if there is none."""
         return next((name for name in names if self.checkpoint.tensors[name].dtype not in _PLAIN), None)
 
     def stored(self, name: str) -> StoredTensor:
-        return StoredTensor(self, name, FLOATS.get(self.checkpoint.info(name).dtype))
+        dtype = None if name in self._packed else FLOATS.get(self.checkpoint.info(name).dtype)
+        return StoredTensor(self, name, dtype)
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether `read` dequantizes the tensor."""
+        return name in self._packed or self.checkpoint.info(name).dtype == fp8.WEIGHT
+
+    def integers(self, name: str) -> QuantizedWeight | None:
+        """Return a weight of four or eight bits without a `problem` as integers; None for any other."""
+        return unpack(self._packed[name], self._raw) if name in self._packed else None
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor without a `problem` as stored; an fp8 weight as fp32, times its scales."""
+        """Read a tensor without a `problem` as stored; a quantized weight as fp32, times its scales."""
+        if (weight := self.integers(name)) is not None:
+            return weight.dequantize()
         value = self._raw(name)
         if name not in self.scales:
             return value
@@ -109,7 +128,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
 
     def release(self, name: str) -> None:
         """Release the memory of a tensor's part of the mapped file, and of its scales'."""
-        release_pages([self._raw(stored) for stored in (name, self.scales.get(name)) if stored])
+        release_pages([self._raw(info.name) for info in self._infos([name])])
 
     def fetch(self, names: Iterable[str], should_stop: Callable[[], bool] = lambda: False) -> int:
         """Read the bytes of these tensors and their scales into the kernel's file cache; return how many there are.
@@ -129,21 +148,29 @@ class TensorReader(AbstractContextManager["TensorReader"]):
 
     def check_unchanged(self, names: Iterable[str]) -> None:
         """Raise CheckpointError if a file of these tensors changed: reading a truncated one would end the process."""
-        for file in sorted({self.checkpoint.info(name).file for name in names}):
+        for file in sorted({info.file for info in self._infos(names)}):
             source = self.checkpoint.sources[file]
             if isinstance(source, LocalFile) and source.has_changed():
                 raise CheckpointError(f"{source}: the file changed while it was in use. Run again on complete files.")
 
     def non_finite(self, name: str) -> str:
         """Return `name`, or the name of its scales if those are not finite."""
+        if name in self._packed:
+            return self._packed[name].parts["scales"].name
         scale = self.scales.get(name)
         return name if scale is None or is_finite(self._raw(scale)) else scale
 
     def _infos(self, names: Iterable[str]) -> list[TensorInfo]:
-        return [self.checkpoint.info(stored) for name in names for stored in (name, self.scales.get(name)) if stored]
+        """The stored tensors that these consist of."""
+        return [info for name in names for info in self._parts(name)]
+
+    def _parts(self, name: str) -> list[TensorInfo]:
+        if name in self._packed:
+            return list(self._packed[name].parts.values())
+        return [self._stored[stored] for stored in (name, self.scales.get(name)) if stored]
 
     def _raw(self, name: str) -> Tensor:
-        file = self.checkpoint.info(name).file
+        file = self._stored[name].file
         if file not in self._files:
             source = self.checkpoint.sources[file]
             if not isinstance(source, LocalFile):

@@ -19,7 +19,7 @@ from nextn.cli.bench import advise, bench
 from nextn.cli.chat import chat
 from nextn.cli.common import Command, docs_page
 from nextn.cli.decode import generate, trace
-from nextn.cli.edit import convert, export, extract, restore
+from nextn.cli.edit import convert, export, extract, quantize, restore
 from nextn.cli.learn import demo, env
 from nextn.cli.reference import diagnose, measure
 from nextn.cli.screen import echo, flush_streams, guard_streams, print_error, visible
@@ -37,7 +37,12 @@ app = typer.Typer(
 # Command -> its page of the documentation, by panel of the help.
 _PANELS: dict[str, dict[Callable[..., None], str]] = {
     "Check": {audit: "reference/checkpoints", measure: "reference/measure", env: "tutorials/first-hour"},
-    "Fix": dict.fromkeys((restore, convert, extract), "reference/checkpoints"),
+    "Fix": {
+        restore: "reference/checkpoints",
+        convert: "reference/checkpoints",
+        extract: "reference/checkpoints",
+        quantize: "how-to/quantized",
+    },
     "Train": {train: "reference/training", answer: "reference/training"},
     "Decode": {
         generate: "reference/settings",

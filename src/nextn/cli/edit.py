@@ -1,4 +1,4 @@
-"""Commands that edit checkpoints: restore, convert, extract, export."""
+"""Commands that edit checkpoints: restore, convert, extract, export, quantize."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import K_NAMES, AsJson, CacheDir, HubOptions, Offline, Revision
+from nextn.cli.common import K_NAMES, AsJson, CacheDir, HubOptions, MaxTokens, ModelName, Offline, Prompts, Revision
 from nextn.cli.screen import console, echo, plain, print_json, shortened
+from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
     from nextn.checkpoint.checkpoint import Checkpoint
@@ -21,6 +22,7 @@ FollowLinks = Annotated[
     bool, typer.Option("--follow-links", help="Follow links that lead out of a checkpoint's folder.")
 ]
 _MAX_CHANGES = 12
+_NUM_PROMPTS = 16  # of the built-in set, about, for `--head-bits auto`
 
 
 def restore(
@@ -130,6 +132,57 @@ def export(
         print_json(asdict(made) | {"folder": str(made.folder)})
     else:
         echo(as_text(made))
+
+
+def quantize(
+    model: ModelName,
+    out: Annotated[Path, typer.Argument(help="New folder for the result.")],
+    weights: Annotated[str, typer.Option(help="int8: one scale per output channel. int4: one per group.")],
+    group_size: Annotated[int, typer.Option(help="Input channels of a group of int4.")] = 128,
+    head_bits: Annotated[
+        str, typer.Option(help="Of the head: 16 (as it is), 8, 4, or auto: the fewest that cost < 1 % of AL.")
+    ] = "16",
+    num_speculative_tokens: Annotated[int, typer.Option(*K_NAMES, min=1, help="K that auto measures at.")] = 4,
+    prompts: Prompts = None,
+    max_tokens: MaxTokens = 128,
+    revision: Revision = None,
+    cache_dir: CacheDir = None,
+    offline: Offline = False,
+    follow_links: FollowLinks = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a model with decoder layers of 4 or 8 bits (compressed-tensors, rounded to nearest)."""
+    from nextn.edit.quantize import quantize as quantize_model
+
+    if head_bits not in ("auto", "16", "8", "4"):
+        raise ConfigError(f"--head-bits {head_bits}; expected auto, 16, 8 or 4")
+    checkpoint = _open(model, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
+    edit = partial(quantize_model, checkpoint, out, weights=weights, group_size=group_size)
+    if head_bits != "auto":
+        edit = partial(edit, head_bits=int(head_bits))
+        _run(edit, follow_links=follow_links, dry_run=dry_run, as_json=as_json)
+        return
+    if dry_run:
+        raise ConfigError("--dry-run writes nothing, so that nothing can be measured; give --head-bits 16, 8 or 4")
+    from nextn.evaluate.head_precision import quantize_measured
+    from nextn.evaluate.reference_plan import ReferencePlan
+    from nextn.evaluate.workload import read_prompts
+
+    texts = read_prompts(prompts)
+    texts = texts if prompts is not None else texts[:: -(-len(texts) // _NUM_PROMPTS)]
+    plan = ReferencePlan(num_speculative_tokens, (0.0,), max_tokens)
+    with _bytes_bar(quiet=as_json) as on_bytes:
+        made, precision = quantize_measured(
+            checkpoint, out, texts, plan, weights=weights, group_size=group_size, follow_links=follow_links,
+            on_bytes=on_bytes,
+        )  # fmt: skip
+    if as_json:
+        print_json(made.as_record() | {"dry_run": False, "head_bits": precision.bits, "lengths": precision.lengths})
+        return
+    lengths = ", ".join(f"{length:.2f} at {bits} bits" for bits, length in precision.lengths.items())
+    echo(f"acceptance length {lengths}: the head has {precision.bits}")
+    _show(made, dry_run=False)
 
 
 def _open(source: str, hub: HubOptions) -> "Checkpoint":

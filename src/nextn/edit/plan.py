@@ -61,7 +61,7 @@ class Files:
 
 @dataclass(frozen=True, eq=False)
 class EditPlan:
-    """What `restore`, `convert` or `extract` will write."""
+    """What `restore`, `convert`, `extract` or `quantize` will write."""
 
     origin: Checkpoint = field(repr=False)  # the checkpoint to change or to read from
     folder: Path  # where the files go
@@ -334,7 +334,8 @@ def _undo_removal(removed: Path, path: Path) -> None:
 
 def _gone(plan: EditPlan) -> set[str]:
     """Return the old files that a new folder does not get."""
-    return {*plan.files.dropped} | ({INDEX} if plan.files.index is None else set()) | plan.documents.keys()
+    written = plan.documents.keys() | plan.files.weights.keys()
+    return {*plan.files.dropped} | ({INDEX} if plan.files.index is None else set()) | written
 
 
 def _add_others(plan: EditPlan, new: Path) -> None:

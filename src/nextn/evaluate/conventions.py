@@ -96,7 +96,8 @@ def stored_copies(
     checkpoint = Checkpoint.open(source, revision=revision, cache_dir=cache_dir, offline=offline)
     inventory = on_disk(Inventory.of(checkpoint), revision=revision, cache_dir=cache_dir, offline=offline)
     copies = {}
-    with TensorReader(inventory.checkpoint, inventory.family) as weights:
+    with TensorReader(inventory) as weights:
+        inventory = weights.inventory
         for canonical, name in inventory.copies.items():
             ours = model.trunk.embedding if inventory.role(canonical) == "embedding" else model.trunk.output
             if canonical.endswith(".weight") and weights.problem(name) is None:

@@ -4,10 +4,12 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import prod
 
 import torch
 
 from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.packed_layout import with_whole_weights
 from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.tensors import FLOATS
 from nextn.devices import available_bytes
@@ -20,9 +22,13 @@ _READ, _ROWS, _SIZE = 64 * 2**20, 512, 2048  # bytes of the read, and sizes of t
 
 
 def loaded_bytes(checkpoint: Checkpoint, dtype: torch.dtype | None) -> int:
-    """Return the bytes of the checkpoint's tensors in memory. dtype: None: as stored, fp8 as bfloat16."""
+    """Return the bytes of the checkpoint's tensors in memory. dtype: None: as stored, quantized ones as bfloat16."""
     total = 0
-    for info in checkpoint.tensors.values():
+    whole, packed = with_whole_weights(checkpoint)
+    for name, info in whole.tensors.items():
+        if name in packed:
+            total += prod(info.shape) * (dtype or torch.bfloat16).itemsize
+            continue
         stored = FLOATS.get(info.dtype)
         size = (dtype or stored or torch.bfloat16).itemsize
         is_float = stored is not None or info.dtype.startswith("F8")

@@ -4,7 +4,7 @@ Knows the family's names and layouts; not how tensors are read (`TensorReader`) 
 """
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nextn.checkpoint import fp8
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.layout import concat_gate_up, deinterleave, fuse_experts, interleave, split_experts, split_gate_up
 from nextn.checkpoint.mapped_memory import release_pages
@@ -24,6 +23,7 @@ from nextn.model.head import Head
 from nextn.model.trunk import Trunk
 
 _EXPERTS_AT_ONCE = 8  # of those that are loaded while they run
+_MAX_LISTED = 20  # problems of a trunk, which may have many thousand quantized weights
 
 
 def cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -65,11 +65,19 @@ def head_tensors(
     return {head.family.published(name, layers, wrapper=wrapper): value.contiguous() for name, value in stored.items()}
 
 
-def trunk_state(inventory: Inventory, weights: TensorReader) -> tuple[dict[str, StoredTensor], list[str]]:
+def change_stored(head: Head, change: Callable[[str, Tensor], Tensor]) -> None:
+    """Replace the head's own tensors by `change(canonical name, tensor)` of each as it is stored."""
+    stored = {name: change(name, value) for name, value in to_stored_layout(head, _own(head)).items()}
+    state = {f"stack.{name}": value for name, value in to_runtime_layout(head, stored).items()}
+    head.load_state_dict(state, strict=True, assign=True)
+
+
+def trunk_state(weights: TensorReader) -> tuple[dict[str, StoredTensor], list[str]]:
     """Return the trunk's tensors by stored name, and notes. A shared tensor stored only by the head is included.
 
-    Raises CheckpointError listing every tensor of the trunk whose scales are missing or do not fit.
+    Raises CheckpointError listing the tensors of the trunk whose scales are missing or do not fit.
     """
+    inventory = weights.inventory
     heads = inventory.spellings(inventory.stored)
     state = {name: weights.stored(name) for name in weights.names() if name not in heads}
     notes = []
@@ -80,10 +88,10 @@ def trunk_state(inventory: Inventory, weights: TensorReader) -> tuple[dict[str, 
             name = inventory.family.shared_name(role, wrapper=_trunk_wrapper(inventory))
             state[name] = weights.stored(copy)
             notes.append(f"the trunk has no {name}: {copy}, the head's copy of it, is used")
-    quantized = [name for name in state if inventory.checkpoint.tensors[state[name].name].dtype == fp8.WEIGHT]
-    problems = [text for name in quantized if (text := weights.problem(state[name].name))]
+    names = [tensor.name for tensor in state.values() if weights.is_quantized(tensor.name)]
+    problems = [text for name in names if (text := weights.problem(name))]
     if problems:
-        raise CheckpointError(_listed(f"{inventory.checkpoint.path}: the trunk cannot be read", problems))
+        raise CheckpointError(_listed(f"{inventory.checkpoint.path}: the trunk cannot be read", problems, _MAX_LISTED))
     return state, notes
 
 
@@ -93,13 +101,13 @@ def meta_head(inventory: Inventory, trunk: Trunk) -> Head:
         return Head(inventory.family, trunk, num_modules=inventory.declared)
 
 
-def load_tensors(head: Head, inventory: Inventory, weights: TensorReader, *, split_experts: bool = False) -> list[str]:
+def load_tensors(head: Head, weights: TensorReader, *, split_experts: bool = False) -> list[str]:
     """Load every tensor of a `meta_head` and return notes. Raises CheckpointError listing all problems.
 
     split_experts: Leave experts that are stored one by one, and large, in the files, which must stay open: they are
     checked now, and loaded a few at a time when they run.
     """
-    comparison = _HeadTensors(head, inventory, weights)
+    inventory, comparison = weights.inventory, _HeadTensors(head, weights)
     problems = [*comparison.problems()]
     tensors, split = {}, _stored_experts(head, weights, comparison.expected) if split_experts else {}
     for canonical, parameter in comparison.expected.items():
@@ -193,8 +201,8 @@ def _own(head: Head) -> dict[str, Tensor]:
 class _HeadTensors:
     """Every stored tensor that is the head's, or looks like it, compared with what the head expects."""
 
-    def __init__(self, head: Head, inventory: Inventory, weights: TensorReader) -> None:
-        self.head, self.inventory, self.weights = head, inventory, weights
+    def __init__(self, head: Head, weights: TensorReader) -> None:
+        self.head, self.inventory, self.weights = head, (inventory := weights.inventory), weights
         self.tensors = inventory.checkpoint.tensors
         self.expected = to_stored_layout(head, _own(head))
         scale_names = set(weights.scales.values())
@@ -220,7 +228,9 @@ class _HeadTensors:
             yield f"unexpected: {extra}, which looks like a head's, but is not a name of {self.head.family.name}"
         for canonical, parameter in self.expected.items():
             name = self.inventory.stored.get(canonical)
-            if name is not None and self.tensors[name].shape != tuple(parameter.shape):
+            if name is None or self.weights.problem(name) is not None:  # which is listed below
+                continue
+            if self.tensors[name].shape != tuple(parameter.shape):
                 yield f"mis-shaped: {name} {self.tensors[name].shape}, expected {tuple(parameter.shape)}"
         for key in sorted({*self.expected, *self.copies} & self.inventory.stored.keys()):
             if (text := self.weights.problem(self.inventory.stored[key])) is not None:
@@ -280,6 +290,6 @@ def _trunk_wrapper(inventory: Inventory) -> str:
     return inventory.family.wrapper([info.name for info in inventory.layers.get(0, {}).values()])
 
 
-def _listed(title: str, problems: Iterable[str]) -> str:
-    lines = [*problems]
-    return f"{title}, {len(lines)} problem{'s' if len(lines) > 1 else ''}:\n  " + "\n  ".join(lines)
+def _listed(title: str, problems: Sequence[str], most: int | None = None) -> str:
+    lines = [*problems[:most], *([f"and {len(problems) - most} more"] if most and problems[most:] else [])]
+    return f"{title}, {len(problems)} problem{'s' if len(problems) > 1 else ''}:\n  " + "\n  ".join(lines)

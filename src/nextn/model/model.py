@@ -106,20 +106,20 @@ class Model:
         inventory = on_disk(inventory, revision=revision, cache_dir=cache_dir, offline=offline)
         folder = folder_of(inventory.checkpoint)
         with ExitStack() as files:
-            weights = TensorReader(inventory.checkpoint, family)
+            weights = TensorReader(inventory)
             if not stream:
                 files.enter_context(weights)
-            trunk, notes = (_streamed_trunk if stream else _load_trunk)(inventory, weights, dtype)
+            trunk, notes = (_streamed_trunk if stream else _load_trunk)(weights, dtype)
             loaded: Head | None = None
             if beside is not None:
                 family = beside.family
                 trunk.stage = family.hidden
                 if is_foreign(beside, inventory):
                     notes.append(f"{beside.checkpoint.path}: its head was trained on another trunk; it may accept less")
-                weights = files.enter_context(TensorReader(beside.checkpoint, family))
+                weights = files.enter_context(TensorReader(beside))
             if beside is not None or with_head:
-                loaded = meta_head(beside or inventory, trunk)
-                notes += load_tensors(loaded, beside or inventory, weights, split_experts=stream)
+                loaded = meta_head(weights.inventory, trunk)
+                notes += load_tensors(loaded, weights, split_experts=stream)
         return cls(trunk, loaded, family, _tokenizer(folder, trunk), tuple(notes)).to(torch_device)
 
     def to(self, device: torch.device) -> "Model":
@@ -197,10 +197,10 @@ def load_head(
     """
     inventory = _inventory(Checkpoint.open(source, revision=revision), need_head=True)
     inventory = on_disk(inventory, revision=revision)
-    with TensorReader(inventory.checkpoint, inventory.family) as weights:
+    with TensorReader(inventory) as weights:
         trunk = model if isinstance(model, Trunk) else trunk_class(model, stage=inventory.family.hidden)
-        head = meta_head(inventory, trunk)
-        load_tensors(head, inventory, weights)
+        head = meta_head(weights.inventory, trunk)
+        load_tensors(head, weights)
     return head
 
 
@@ -217,26 +217,25 @@ def _inventory(checkpoint: Checkpoint, *, need_head: bool) -> Inventory:
     return inventory
 
 
-def _load_trunk(inventory: Inventory, weights: TensorReader, dtype: torch.dtype | None) -> tuple[Trunk, list[str]]:
-    checkpoint, family = inventory.checkpoint, inventory.family
-    state, notes = trunk_state(inventory, weights)
+def _load_trunk(weights: TensorReader, dtype: torch.dtype | None) -> tuple[Trunk, list[str]]:
+    checkpoint, family = weights.checkpoint, weights.inventory.family
+    state, notes = trunk_state(weights)
     # transformers does not load fp8 here: it needs accelerate, and mistakes a truncated last block for smaller blocks.
-    packed = weights.packed(state) if weights.method else None
+    packed = weights.unreadable(state) if weights.method else None
     folder = folder_of(checkpoint)
     with _loading_reasons(checkpoint, weights, packed):
         trunk = Trunk.from_pretrained(folder, state=None if packed else state, stage=family.hidden, dtype=dtype)
     return trunk, [*notes, *_check_trunk(checkpoint, trunk)]
 
 
-def _streamed_trunk(
-    inventory: Inventory, weights: TensorReader, dtype: torch.dtype | None
-) -> tuple[StreamedTrunk, list[str]]:
-    checkpoint, family = inventory.checkpoint, inventory.family
-    state, notes = trunk_state(inventory, weights)
-    if weights.method and (packed := weights.packed(state)):
+def _streamed_trunk(weights: TensorReader, dtype: torch.dtype | None) -> tuple[StreamedTrunk, list[str]]:
+    inventory, checkpoint, family = weights.inventory, weights.checkpoint, weights.inventory.family
+    state, notes = trunk_state(weights)
+    if weights.method and (packed := weights.unreadable(state)):
         raise CheckpointError(
             f"{checkpoint.path}: its quantization is {weights.method} ({packed} and others), of which single layers "
-            "cannot be read; valid are bf16, fp16, fp32 and fp8 with scales. Stream the model that was quantized"
+            "cannot be read; valid are bf16, fp16, fp32, fp8 with scales, GPTQ, AWQ, and compressed-tensors of 4 or 8 "
+            "bits. Stream the model that was quantized"
         )
 
     def layer_of(name: str) -> int | None:

@@ -1,0 +1,235 @@
+"""Weights of four and eight bits that are stored as several tensors: which tensors, and what they hold.
+
+compressed-tensors' pack-quantized and int-quantized formats, GPTQ, AWQ, and AutoRound in the packing of either. Knows
+headers and configs; `packed_weights` reads the values.
+
+Sources: compressed-tensors 0.20, compressors/pack_quantized and compressors/naive_quantized; GPTQModel,
+nn_modules/qlinear and utils/model.py; AutoAWQ, utils/packing_utils.py; vLLM 0.32, layers/quantization/inc.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.quant_config import QuantConfig, QuantSection
+from nextn.checkpoint.quant_formats import WeightSettings
+from nextn.checkpoint.remote import LocalFile
+from nextn.checkpoint.safetensors_file import TensorInfo
+
+Layout = Literal["pack-quantized", "int-quantized", "gptq", "awq"]
+Part = Literal["codes", "scales", "zeros", "group_index", "shape"]
+
+# Names of the parts after the module's.
+_NAMES: Mapping[Layout, Mapping[Part, str]] = {
+    "pack-quantized": {
+        "codes": "weight_packed", "scales": "weight_scale", "zeros": "weight_zero_point",
+        "group_index": "weight_g_idx", "shape": "weight_shape",
+    },
+    "int-quantized": {"codes": "weight", "scales": "weight_scale", "zeros": "weight_zero_point"},
+    "gptq": {"codes": "qweight", "scales": "scales", "zeros": "qzeros", "group_index": "g_idx"},
+    "awq": {"codes": "qweight", "scales": "scales", "zeros": "qzeros"},
+}  # fmt: skip
+_BITS: Mapping[Layout, tuple[int, ...]] = {"pack-quantized": (4, 8), "int-quantized": (8,), "gptq": (4, 8), "awq": (4,)}
+_DTYPES: Mapping[Part, tuple[str, ...]] = {
+    "codes": ("I32", "I8"), "scales": ("F16", "BF16", "F32"), "zeros": ("I32", "I8"), "group_index": ("I32", "I64"),
+    "shape": ("I64", "I32"),
+}  # fmt: skip
+_GPTQ = ("gptq", "auto-round", "intel/auto-round")
+_METHODS = ("compressed-tensors", "awq", *_GPTQ)
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """The stored tensors of one weight [N, K]; if there is a `problem`, the sizes mean nothing."""
+
+    module: str
+    layout: Layout
+    parts: Mapping[Part, TensorInfo]
+    shape: tuple[int, int] = (0, 0)
+    bits: int = 0
+    group_size: int = 0
+    zero_offset: int = 0  # what stored zero points are less than real ones
+    problem: str | None = None
+
+    @property
+    def num_groups(self) -> int:
+        return -(-self.shape[1] // self.group_size)
+
+
+class _Sizes(NamedTuple):
+    rows: int
+    columns: int
+    bits: int
+    groups: int
+
+
+def with_whole_weights(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, PackedWeight]]:
+    """Return the checkpoint with one tensor, `<module>.weight`, for each packed weight, and those weights by name.
+
+    Only config and headers are read, and of local files the stored shapes. Of a weight with a problem, the tensor has
+    a shape without elements.
+    """
+    weights = {f"{weight.module}.weight": weight for weight in _packed_weights(checkpoint)}
+    if not weights:
+        return checkpoint, weights
+    parts = {info.name for weight in weights.values() for info in weight.parts.values()}
+    tensors = {name: info for name, info in checkpoint.tensors.items() if name not in parts}
+    for name, weight in weights.items():
+        dtype = weight.parts["scales"].dtype if "scales" in weight.parts else "F32"
+        tensors[name] = replace(weight.parts["codes"], name=name, dtype=dtype, shape=weight.shape)
+    return replace(checkpoint, tensors=tensors), weights
+
+
+def _packed_weights(checkpoint: Checkpoint) -> Iterator[PackedWeight]:
+    suffixes = {(".weight_packed", "I32"), (".qweight", "I32"), (".weight", "I8")}
+    codes = [
+        info for name, info in checkpoint.tensors.items() if (f".{name.rpartition('.')[2]}", info.dtype) in suffixes
+    ]
+    config = QuantConfig.of(checkpoint) if codes else None
+    if config is None or config.sections[0].form not in _METHODS:
+        return
+    section = config.sections[0]
+    for info in codes:
+        module, _, name = info.name.rpartition(".")
+        layout = _layout(section, name)
+        if layout is not None:
+            names = {part: f"{module}.{suffix}" for part, suffix in _NAMES[layout].items()}
+            parts = {part: checkpoint.tensors[full] for part, full in names.items() if full in checkpoint.tensors}
+            yield _weight(PackedWeight(module, layout, parts), section, checkpoint)
+
+
+def _layout(section: QuantSection, name: str) -> Layout | None:
+    """Return the layout of codes called `name`; None if another program reads them."""
+    if section.form == "compressed-tensors":
+        formats = {"weight_packed": "pack-quantized", "weight": "int-quantized"}
+        return None if section.format.section.get("format") == "marlin-24" else formats.get(name)  # type: ignore[return-value]
+    if name != "qweight":
+        return None
+    if section.form == "awq":
+        return "awq"
+    return "awq" if "awq" in str(section.format.section.get("packing_format")) else "gptq"
+
+
+def _weight(weight: PackedWeight, section: QuantSection, checkpoint: Checkpoint) -> PackedWeight:
+    try:
+        zero_offset = _zero_offset(section)
+        settings = section.format.settings(weight.module)
+        _check_parts(weight, settings)
+        sizes = _sizes(weight, settings, checkpoint)
+        _check_sizes(weight, sizes, settings)
+        group_size = _group_size(weight, sizes, settings)
+    except ValueError as error:
+        return replace(weight, problem=str(error))
+    shape = sizes.rows, sizes.columns
+    return replace(weight, shape=shape, bits=sizes.bits, group_size=group_size, zero_offset=zero_offset)
+
+
+def _zero_offset(section: QuantSection) -> int:
+    """Return what is added to stored zero points; ValueError for a variant of the method that is not read."""
+    key, known = {
+        "gptq": ("checkpoint_format", ("gptq", "gptq_v2")),
+        "awq": ("version", ("gemm",)),
+        "compressed-tensors": ("format", ()),
+    }.get(section.form, ("packing_format", ("auto_round:auto_gptq", "auto_round:gptq", "auto_round:auto_awq")))
+    variant = section.format.section.get(key)
+    if known and variant is not None and str(variant).lower() not in known:
+        raise ValueError(
+            f"unsupported: {section.file} has {key} {variant}; valid are {', '.join(known)}: save the model in one of "
+            "them, or load the unquantized one"
+        )
+    return 1 if section.form in _GPTQ and variant != "gptq_v2" else 0
+
+
+def _check_parts(weight: PackedWeight, settings: WeightSettings) -> None:
+    names, codes = _NAMES[weight.layout], weight.parts["codes"]
+    needed: dict[Part, str] = {"scales": "its scales"}
+    if weight.layout in ("gptq", "awq") or settings.symmetric is False:
+        needed["zeros"] = "its zero points"
+    for part, what in needed.items():
+        if part not in weight.parts:
+            raise ValueError(
+                f"without {what}: {codes.name} is packed ({weight.layout}), and there is no "
+                f"{weight.module}.{names[part]}: take the complete checkpoint"
+            )
+    for part, info in weight.parts.items():
+        if info.dtype not in _DTYPES[part]:
+            raise ValueError(f"wrong dtype: {info.name} is {info.dtype}; valid are {', '.join(_DTYPES[part])}")
+        if part in ("codes", "zeros") and len(info.shape) != 2 and weight.layout != "int-quantized":
+            raise ValueError(f"mis-shaped: {info.name} {info.shape}; packed weights have two dimensions")
+
+
+def _sizes(weight: PackedWeight, settings: WeightSettings, checkpoint: Checkpoint) -> _Sizes:
+    """Return the sizes that the shapes of some parts imply; `_check_sizes` compares the others."""
+    codes, scales = weight.parts["codes"].shape, weight.parts["scales"].shape
+    if len(codes) != 2:
+        raise ValueError(f"mis-shaped: {weight.parts['codes'].name} {codes}; packed weights have two dimensions")
+    match weight.layout:
+        case "gptq":
+            bits = 32 * weight.parts["zeros"].shape[1] // max(1, codes[1])
+            return _Sizes(codes[1], 32 * codes[0] // max(1, bits), bits, scales[0] if scales else 0)
+        case "awq":
+            rows = scales[-1] if scales else 0
+            return _Sizes(rows, codes[0], 32 * codes[1] // max(1, rows), scales[0] if scales else 0)
+        case "pack-quantized":
+            columns = _stored_columns(weight, checkpoint) or 32 * codes[1] // (settings.bits or 4)
+            return _Sizes(codes[0], columns, 32 * codes[1] // max(1, columns), scales[1] if len(scales) == 2 else 1)
+        case "int-quantized":
+            return _Sizes(*codes, 8, scales[1] if len(scales) == 2 else 1)
+
+
+def _stored_columns(weight: PackedWeight, checkpoint: Checkpoint) -> int | None:
+    """Return K as stored; None if it is not, or in a file that is not local."""
+    info = weight.parts.get("shape")
+    if info is None or not isinstance(source := checkpoint.sources[info.file], LocalFile):
+        return None
+    data = source.read(info.begin, info.end)
+    return int.from_bytes(data[-(info.nbytes // max(1, info.shape[0])) :], "little") if info.shape == (2,) else None
+
+
+def _check_sizes(weight: PackedWeight, sizes: _Sizes, settings: WeightSettings) -> None:
+    rows, columns, bits, groups = sizes
+    known = _BITS[weight.layout]
+    if bits not in known or settings.bits not in (None, bits):
+        declared = "" if settings.bits in (None, bits) else f", and the config declares {settings.bits}"
+        raise ValueError(
+            f"unsupported: {weight.parts['codes'].name} {weight.parts['codes'].shape} has {bits} bits per value"
+            f"{declared}; valid for {weight.layout} are {' and '.join(map(str, known))}, as declared"
+        )
+    for part, valid in _shapes(weight.layout, sizes).items():
+        info = weight.parts.get(part)
+        if info is not None and info.shape not in valid:
+            raise ValueError(
+                f"mis-shaped: {info.name} {info.shape}, expected {valid[0]} for a weight {(rows, columns)} of {bits} "
+                f"bits in {groups} groups: truncated or of another module; take the complete checkpoint"
+            )
+
+
+def _shapes(layout: Layout, sizes: _Sizes) -> dict[Part, list[tuple[int, ...]]]:
+    """Return the valid shapes of each part, the usual one first."""
+    rows, columns, bits, groups = sizes
+    words, of_rows = -(-columns * bits // 32), -(-rows * bits // 32)
+    per_row: list[tuple[int, ...]] = [(rows, groups), *([(rows,), (1,), (1, 1), ()] if groups == 1 else [])]
+    match layout:
+        case "gptq":
+            return {"codes": [(words, rows)], "scales": [(groups, rows)], "zeros": [(groups, of_rows)],
+                    "group_index": [(columns,)]}  # fmt: skip
+        case "awq":
+            return {"codes": [(columns, of_rows)], "scales": [(groups, rows)], "zeros": [(groups, of_rows)]}
+        case "pack-quantized":
+            return {"codes": [(rows, words)], "scales": per_row, "zeros": [(of_rows, groups), (rows, groups)],
+                    "group_index": [(columns,)], "shape": [(2,)]}  # fmt: skip
+        case "int-quantized":
+            return {"codes": [(rows, columns)], "scales": per_row, "zeros": per_row}
+
+
+def _group_size(weight: PackedWeight, sizes: _Sizes, settings: WeightSettings) -> int:
+    declared = sizes.columns if settings.group_size == -1 else settings.group_size
+    if not sizes.groups or (declared is not None and (declared < 1 or sizes.groups != -(-sizes.columns // declared))):
+        scales = weight.parts["scales"]
+        raise ValueError(
+            f"wrong group size: {scales.name} {scales.shape} has {sizes.groups} groups of {sizes.columns} input "
+            f"channels, and the config declares groups of {declared}: correct group_size in the quantization config, "
+            "or take the complete checkpoint"
+        )
+    return declared or -(-sizes.columns // sizes.groups)

@@ -1,0 +1,144 @@
+"""Weights of four and eight bits as codes, scales and zero points: unpacked, see `packed_layout`, or rounded."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nextn.checkpoint.packed_layout import PackedWeight, Part
+from nextn.errors import CheckpointError
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # nibbles of a word in the order of output channels
+_ONES = {4: 0x11111111, 8: 0x01010101}  # one in each value of a word
+# What the largest value of a group is divided by for its scale. Of few bits, a scale that clips the largest values may
+# round the others so much better that the squared error is less; the best one of each group is taken.
+_DIVISORS = {4: (7.0, 7.5, 8.0, 8.5, 9.0), 8: (127.0,)}
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """A weight [N, K] as integers: (codes - zeros) * scales, with zeros and scales of the group of each column.
+
+    Attributes:
+        codes: uint8 [N, K], from 0 to 2 ** bits - 1.
+        scales: Floating-point [N, groups], as stored.
+        zeros: uint8 [N, groups]; None: 2 ** (bits - 1) everywhere.
+        bits: Per code, 4 or 8.
+        group_size: Columns of a group; the last group may have fewer.
+        group_index: int64 [K], the group of each column; None: groups are runs of `group_size` columns.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bits: int
+    group_size: int
+    group_index: Tensor | None = None
+
+    def dequantize(self) -> Tensor:
+        """Return the weight in float32: exact where scales have 16 bits, else rounded once."""
+        weight, num_groups = self.codes.float(), self.scales.shape[1]
+        zeros = self.zeros.float() if self.zeros is not None else torch.full_like(self.scales, self.middle).float()
+        if self.group_index is None and weight.shape[1] == num_groups * self.group_size:
+            weight.unflatten(1, (num_groups, -1)).sub_(zeros[..., None]).mul_(self.scales.float()[..., None])
+            return weight
+        index = self.group_index
+        index = torch.arange(weight.shape[1]) // self.group_size if index is None else index
+        return weight.sub_(zeros[:, index]).mul_(self.scales.float()[:, index])
+
+    @property
+    def middle(self) -> int:
+        """The zero point of symmetric weights."""
+        return 2 ** (self.bits - 1)
+
+
+def round_to_nearest(weight: Tensor, bits: int, group_size: int) -> QuantizedWeight:
+    """Quantize a weight [N, K] symmetrically, with scales in its own dtype for groups that divide K."""
+    groups = weight.float().unflatten(1, (-1, group_size))
+    largest, middle = groups.abs().amax(-1), 2 ** (bits - 1)
+    best, scales = torch.full_like(largest, torch.inf), torch.empty_like(largest)
+    for divisor in _DIVISORS[bits]:
+        steps = (largest / divisor).to(weight.dtype).float()
+        steps = steps.masked_fill_(steps == 0, 1.0)
+        rounded = (groups / steps[..., None]).round_().clamp_(-middle, middle - 1)
+        error = torch.linalg.vector_norm(rounded.mul_(steps[..., None]).sub_(groups), dim=-1)
+        scales = steps.where(error < best, scales)
+        best = torch.minimum(error, best)
+    codes = (groups / scales[..., None]).round_().clamp_(-middle, middle - 1).add_(middle)
+    return QuantizedWeight(codes.flatten(1).to(torch.uint8), scales.to(weight.dtype), None, bits, group_size)
+
+
+def pack_codes(weight: QuantizedWeight) -> Tensor:
+    """Pack the codes as compressed-tensors' `weight_packed` does: int32 [N, K * bits / 32]; whole words alone."""
+    codes = weight.codes
+    return (codes if weight.bits == 8 else codes[:, 0::2] | codes[:, 1::2] << 4).contiguous().view(torch.int32)
+
+
+def unpack(weight: PackedWeight, read: Callable[[str], Tensor]) -> QuantizedWeight:
+    """Read a weight without a `problem`. `read` returns a stored tensor.
+
+    Raises:
+        CheckpointError: The group index names a group that has no scales.
+    """
+    parts: dict[Part, Tensor] = {part: read(info.name) for part, info in weight.parts.items()}
+    (rows, columns), bits = weight.shape, weight.bits
+    zeros: Tensor | None
+    match weight.layout:
+        case "gptq":
+            codes, scales = _split(parts["codes"].T, bits), parts["scales"].T
+            # GPTQModel subtracts from the packed word, and other writers store no zero that would borrow.
+            zeros = _split(parts["zeros"] + weight.zero_offset * _ONES[bits], bits).T
+        case "awq":
+            codes, zeros = (_split(parts[part], bits)[:, _awq_columns(rows)].T for part in ("codes", "zeros"))
+            scales = parts["scales"].T
+        case "pack-quantized":
+            codes = _split(parts["codes"], bits)
+            scales, zeros = parts["scales"], _compressed_zeros(weight, parts.get("zeros"))
+        case "int-quantized":
+            codes = _unsigned(parts["codes"], bits)
+            scales, zeros = parts["scales"], _compressed_zeros(weight, parts.get("zeros"))
+    scales = scales.reshape(-1, weight.num_groups).expand(rows, -1).contiguous()
+    if zeros is not None:
+        zeros = zeros[:rows].contiguous()
+        zeros = None if bool((zeros == 2 ** (bits - 1)).all()) else zeros
+    index = _group_index(weight, parts.get("group_index"))
+    return QuantizedWeight(codes[:rows, :columns].contiguous(), scales, zeros, bits, weight.group_size, index)
+
+
+def _split(words: Tensor, bits: int) -> Tensor:
+    """Split int32 words [..., W] into unsigned values, the lowest bits of a word first."""
+    values = words.contiguous().view(torch.uint8)
+    return values if bits == 8 else torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)
+
+
+def _unsigned(values: Tensor, bits: int) -> Tensor:
+    """Convert int8 values to codes, which are larger by 2 ** (bits - 1)."""
+    return (values.to(torch.int16) + 2 ** (bits - 1)).to(torch.uint8)
+
+
+def _awq_columns(rows: int) -> Tensor:
+    return (torch.arange(0, rows, 8)[:, None] + torch.tensor(_AWQ_ORDER)).flatten()
+
+
+def _compressed_zeros(weight: PackedWeight, zeros: Tensor | None) -> Tensor | None:
+    """Zero points [N, groups] of compressed-tensors, which packs them along N or stores them as they are."""
+    if zeros is None:
+        return None
+    if zeros.dtype == torch.int32:
+        return _split(zeros.T, weight.bits).T
+    return _unsigned(zeros, weight.bits).reshape(-1, weight.num_groups).expand(weight.shape[0], -1)
+
+
+def _group_index(weight: PackedWeight, stored: Tensor | None) -> Tensor | None:
+    """The group of each column where groups are no runs of columns, as activation ordering leaves them."""
+    if stored is None or bool((stored == -1).all()):  # compressed-tensors: never set
+        return None
+    index = stored.long()
+    if bool((index < 0).any()) or bool((index >= weight.num_groups).any()):
+        name = weight.parts["group_index"].name
+        raise CheckpointError(
+            f"{name}: it has groups from {int(index.min())} to {int(index.max())}; valid are 0 to "
+            f"{weight.num_groups - 1}: take the complete checkpoint"
+        )
+    return None if torch.equal(index, torch.arange(len(index)) // weight.group_size) else index

@@ -1,0 +1,274 @@
+"""Write a checkpoint with the Linears of its decoder layers in 4 or 8 bits, as compressed-tensors stores them.
+
+Weights are read, rounded and written in slices of rows, so memory does not depend on the model's size. Facts about
+engines: compressed-tensors 0.20 decompresses the files to the values that nextn reads.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nextn.checkpoint.checkpoint import CONFIG, Checkpoint, as_checkpoint
+from nextn.checkpoint.fp8 import UNQUANTIZED_PARTS
+from nextn.checkpoint.head_inventory import Inventory, count_layers
+from nextn.checkpoint.packed_weights import pack_codes, round_to_nearest
+from nextn.checkpoint.provenance import Provenance, head_fingerprint, trained_with, trunk_fingerprint
+from nextn.checkpoint.quant_config import QuantConfig
+from nextn.checkpoint.quant_formats import Section
+from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
+from nextn.checkpoint.separate_head import trunk_family
+from nextn.checkpoint.stored_format import stored_modules
+from nextn.checkpoint.tensors import FLOATS
+from nextn.edit.links import refuse_links
+from nextn.edit.plan import (
+    EditPlan,
+    Files,
+    Piece,
+    Progress,
+    changes,
+    execute,
+    index_document,
+    into_new_folder,
+    quiet,
+    with_config,
+)
+from nextn.errors import CheckpointError, ConfigError
+from nextn.text_format import counted, some
+
+BITS = {"int8": 8, "int4": 4}
+GROUP_SIZE = 128  # of int4
+_DTYPES = ("BF16", "F16", "F32")
+_SLICE = 2**22  # values that are rounded at once
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How one weight is rounded; group_size None: one scale per output channel."""
+
+    bits: int
+    group_size: int | None
+
+    @classmethod
+    def of(cls, bits: int, group_size: int) -> "Rounding":
+        """Eight bits have one scale per output channel, four one for each group."""
+        return cls(bits, group_size if bits == 4 else None)
+
+    def fits(self, columns: int) -> bool:
+        """Whether rows of so many values divide into groups and into words of 32 bits."""
+        return columns % (self.group_size or 1) == 0 and columns * self.bits % 32 == 0
+
+    def scheme(self, targets: Sequence[str]) -> Section:
+        """Return a group of compressed-tensors' config_groups."""
+        weights: Section = {
+            "num_bits": self.bits, "type": "int", "symmetric": True, "group_size": self.group_size,
+            "strategy": "channel" if self.group_size is None else "group", "dynamic": False, "observer": "minmax",
+        }  # fmt: skip
+        return {
+            "targets": list(targets), "weights": weights, "input_activations": None, "output_activations": None,
+            "format": "pack-quantized",
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedPiece(Piece):
+    """One of the tensors that a rounded weight is stored as; `name` is the weight's in the source."""
+
+    part: str = "weight_packed"
+    rounding: Rounding = Rounding(8, None)
+    # Of the weight, shared by its parts: kept from when the codes are written, mostly before the scales.
+    scales: list[Tensor] = field(default_factory=list)
+
+    @property
+    def info(self) -> TensorInfo:
+        weight = self.source.info(self.name)
+        rows, columns = weight.shape
+        groups = columns // (self.rounding.group_size or columns)
+        dtype, shape = {
+            "weight_packed": ("I32", (rows, columns * self.rounding.bits // 32)),
+            "weight_scale": (weight.dtype, (rows, groups)),
+            "weight_shape": ("I64", (2,)),
+        }[self.part]
+        name = f"{self.name.removesuffix('weight')}{self.part}"
+        return TensorInfo(name, dtype, shape, weight.file, 0, prod(shape) * DTYPES[dtype] // 8)
+
+    def chunks(self, count: Callable[[int], None]) -> Iterator[bytes]:
+        weight = self.source.info(self.name)
+        parts = (torch.tensor(weight.shape),) if self.part == "weight_shape" else self._rounded(weight)
+        for part in parts:
+            data = part.contiguous().view(torch.uint8).numpy().tobytes()
+            yield data
+            count(len(data))
+
+    def _rounded(self, weight: TensorInfo) -> Iterator[Tensor]:
+        if self.part == "weight_scale" and self.scales:
+            yield from self.scales
+            self.scales.clear()
+            return
+        columns, dtype = weight.shape[1], FLOATS[weight.dtype]
+        for chunk in self.source.chunks(weight, max(1, _SLICE // columns) * columns * dtype.itemsize):
+            rows = torch.frombuffer(bytearray(chunk), dtype=dtype).view(-1, columns)
+            quantized = round_to_nearest(rows, self.rounding.bits, self.rounding.group_size or columns)
+            if self.part == "weight_scale":
+                yield quantized.scales
+            else:
+                self.scales.append(quantized.scales)
+                yield pack_codes(quantized)
+
+
+def quantize(
+    source: "str | Path | Checkpoint",
+    out: str | Path,
+    *,
+    weights: str,
+    group_size: int = GROUP_SIZE,
+    head_bits: int = 16,
+    follow_links: bool = False,
+    dry_run: bool = False,
+    on_bytes: Progress = quiet,
+) -> EditPlan:
+    """Write `source` into the new folder `out` with the Linears of its decoder layers rounded to nearest.
+
+    Embedding, lm_head, norms, routers, convolutions and the head's projections keep their dtype.
+
+    Args:
+        source: A folder, .safetensors file, hub id or opened checkpoint, not quantized.
+        out: A new folder.
+        weights: `int8`: one scale per output channel; `int4`: one per group of input channels.
+        group_size: Input channels of a group of int4.
+        head_bits: The same for the Linears in the head's decoder layer: 16 (as they are), 8 or 4.
+        follow_links: See `restore`.
+        dry_run: Write nothing.
+        on_bytes: Called with the bytes written so far and in all.
+
+    Returns:
+        What was, or with `dry_run` would be, written.
+
+    Raises:
+        ConfigError: For other weights, bits or group sizes.
+        CheckpointError: The checkpoint is quantized already, or holds no weights that can be rounded.
+    """
+    if weights not in BITS or head_bits not in (16, 8, 4) or group_size < 8 or group_size % 8:
+        raise ConfigError(
+            f"weights {weights}, head bits {head_bits}, group size {group_size}; expected weights int8 or int4, head "
+            "bits 16, 8 or 4, and a group size that is a multiple of 8, such as 128"
+        )
+    checkpoint = as_checkpoint(source)
+    refuse_links(checkpoint, follow=follow_links)
+    roundings = {"trunk": Rounding.of(BITS[weights], group_size)}
+    roundings |= {} if head_bits == 16 else {"head": Rounding.of(head_bits, group_size)}
+    plan = replace(_plan(checkpoint, roundings), follow_links=follow_links)
+    plan = into_new_folder(plan, out)
+    if not dry_run:
+        seal = partial(_seal, checkpoint=checkpoint, config=plan.documents[CONFIG])
+        execute(plan, seal=seal, on_bytes=on_bytes)
+    return plan
+
+
+def is_head_linear(canonical: str) -> bool:
+    """Whether a tensor of the head, by canonical name, is the weight of a Linear in its decoder layer.
+
+    Projections stay as they are, as engines build them unquantized whatever the config says.
+    """
+    _, role, rest = (*canonical.split(".", 2), "", "")[:3]
+    return role == "block" and _is_linear(rest)
+
+
+def _is_linear(path: str) -> bool:
+    """Whether a tensor at this path in a decoder layer is, by its name, the weight of a Linear, or of all experts."""
+    is_weight = path.endswith(".weight") or re.search(r"\.experts\.\w+$", path) is not None
+    return is_weight and UNQUANTIZED_PARTS.search(path) is None
+
+
+def _part_of(inventory: Inventory, num_layers: int, name: str) -> str | None:
+    """Return `trunk` or `head` for the weight of a Linear in a decoder layer; None for other tensors."""
+    canonical = inventory.family.canonical(name, num_layers)
+    if canonical is not None:
+        return "head" if is_head_linear(canonical) else None
+    layer = inventory.family.trunk_layer(name)
+    return "trunk" if layer is not None and layer[0] < num_layers and _is_linear(layer[1]) else None
+
+
+def _plan(checkpoint: Checkpoint, roundings: Mapping[str, Rounding]) -> EditPlan:
+    if (config := QuantConfig.of(checkpoint)) is not None:
+        raise CheckpointError(f"{checkpoint.path}: already quantized ({config.method}). Give the unquantized model.")
+    inventory = Inventory.of(checkpoint, family=trunk_family(checkpoint))
+    num_layers = count_layers(checkpoint)
+    rounded, notes = dict[str, Rounding](), []
+    misfits = []
+    for name, info in checkpoint.tensors.items():
+        rounding = roundings.get(_part_of(inventory, num_layers, name) or "")
+        if rounding is None or info.dtype not in _DTYPES or len(info.shape) < 2:
+            continue
+        if len(info.shape) > 2 and ".experts." in name:
+            raise CheckpointError(
+                f"{checkpoint.path}: {name} {info.shape} holds all experts in one tensor; only experts that are stored "
+                "one by one are quantized. Use another tool, such as llm-compressor."
+            )
+        if len(info.shape) == 2 and rounding.fits(info.shape[1]):
+            rounded[name] = rounding
+        elif len(info.shape) == 2:
+            misfits.append(name)
+    if not rounded:
+        groups = f"; --group-size {roundings['trunk'].group_size} must divide their input channels" if misfits else ""
+        raise CheckpointError(f"{checkpoint.path}: no Linear of a decoder layer can be quantized{groups}.")
+    if misfits:
+        notes.append(
+            f"{counted(len(misfits), 'matrix')} whose rows do not divide into groups stay as they are: {some(misfits)}"
+        )
+    files = _files(checkpoint, rounded)
+    new = {**checkpoint.config, "quantization_config": _section(checkpoint, inventory, rounded, roundings["trunk"])}
+    documents = with_config(checkpoint, new) | index_document(files, checkpoint)
+    lines = changes(checkpoint, documents)
+    family = inventory.family.name
+    return EditPlan(checkpoint, Path(), family, files, documents, changes=lines, notes=tuple(notes))
+
+
+def _files(checkpoint: Checkpoint, rounded: Mapping[str, Rounding]) -> Files:
+    """Plan every weight file anew under its name, with the parts of each rounded weight where the weight was."""
+    weights: dict[str, dict[str, Piece]] = {file: {} for file in checkpoint.files}
+    for name, info in checkpoint.tensors.items():
+        if (rounding := rounded.get(name)) is None:
+            weights[info.file][name] = Piece(checkpoint, name)
+            continue
+        scales: list[Tensor] = []
+        for part in ("weight_packed", "weight_scale", "weight_shape"):
+            piece = RoundedPiece(checkpoint, name, None, part, rounding, scales)
+            weights[info.file][piece.info.name] = piece
+    hidden = set(checkpoint.unindexed)
+    index = {name: file for file, pieces in weights.items() if file not in hidden for name in pieces}
+    return Files(weights, None if checkpoint.index is None else index)
+
+
+def _section(checkpoint: Checkpoint, inventory: Inventory, rounded: Mapping[str, Rounding], trunk: Rounding) -> Section:
+    """Return the quantization_config: Linears as the trunk's, the head's by name where they have other bits."""
+    groups = {"group_0": trunk.scheme(["Linear"])}
+    others = {name: rounding for name, rounding in rounded.items() if rounding != trunk}
+    if others:
+        groups["group_1"] = next(iter(others.values())).scheme([name.removesuffix(".weight") for name in others])
+    quantized = {name.removesuffix(".weight") for name in rounded}
+    embedding = inventory.shared.get("embedding", "").removesuffix(".weight")
+    plain = [module for module, _ in stored_modules(checkpoint.tensors) if module not in quantized]
+    # A tied lm_head is a Linear that no file stores.
+    ignore = dict.fromkeys([*(module for module in plain if module != embedding), "lm_head"])
+    return {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "config_groups": groups, "ignore": list(ignore), "kv_cache_scheme": None,
+    }  # fmt: skip
+
+
+def _seal(stage: Path, checkpoint: Checkpoint, config: Mapping[str, object]) -> None:
+    """Record a head that the new folder has: it was trained with the trunk before it was rounded."""
+    source = Inventory.of(checkpoint, family=trunk_family(checkpoint))
+    if not source.stored:
+        return
+    new = Inventory.of(replace(Checkpoint.open(stage), config={**config}), family=source.family)
+    trained = trained_with(source) or trunk_fingerprint(source)
+    Provenance(
+        head_fingerprint(new), trained, trunk_fingerprint(new), checkpoint.path, checkpoint.revision, "quantize"
+    ).write(stage)

@@ -1,0 +1,109 @@
+"""With how few bits may a head be stored: its acceptance, at each number of bits, beside the quantized trunk."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nextn.checkpoint.checkpoint import Checkpoint, as_checkpoint
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.packed_weights import round_to_nearest
+from nextn.checkpoint.separate_head import trunk_family
+from nextn.checkpoint.staging_folder import staged
+from nextn.decoding.drafter import Contract
+from nextn.edit.plan import EditPlan, Progress, new_folder, quiet
+from nextn.edit.quantize import GROUP_SIZE, Rounding, is_head_linear, quantize
+from nextn.errors import ConfigError
+from nextn.evaluate.conventions import Variant, apply_variants
+from nextn.evaluate.reference import reference_acceptance, rescore
+from nextn.evaluate.reference_plan import ReferencePlan
+from nextn.evaluate.teacher_forced import trunk_outputs
+from nextn.evaluate.workload import Prompt
+from nextn.model.head import Head
+from nextn.model.load_head import change_stored
+from nextn.model.model import Model
+
+HEAD_BITS = (16, 8, 4)
+MAX_LOSS = 0.01  # of the acceptance length
+
+
+@dataclass(frozen=True)
+class HeadPrecision:
+    """Mean acceptance length of greedy rounds with the head at each number of bits, on the same texts."""
+
+    lengths: dict[int, float]
+
+    @property
+    def bits(self) -> int:
+        """The lowest number of bits that costs less than `MAX_LOSS` of the length at 16."""
+        return min(bits for bits, length in self.lengths.items() if length > (1 - MAX_LOSS) * self.lengths[16])
+
+
+def measure_head_bits(
+    model: Model,
+    prompts: Sequence[Prompt],
+    plan: ReferencePlan,
+    *,
+    group_size: int = GROUP_SIZE,
+    on_text: Callable[[], None] = lambda: None,
+) -> HeadPrecision:
+    """Decode the prompts once, and score the head as it is and rounded to fewer bits. Raises ConfigError without one.
+
+    plan: Its lowest temperature and largest K count.
+    """
+    report = reference_acceptance(model, prompts, plan, on_text=on_text)
+    temperature = plan.temperatures[0]
+    lengths = {16: report.figures(temperature).length.value}
+    hiddens = {each: trunk_outputs(model.trunk, texts.texts) for each, texts in report.generated.items()}
+    for bits in HEAD_BITS[1:]:
+        change = partial(_round_head, Rounding.of(bits, group_size))
+        variant, _ = apply_variants(model, Contract(), [Variant(f"head:{bits}", f"head of {bits} bits", change=change)])
+        lengths[bits] = rescore(report, variant, Contract(), hiddens=hiddens).figures(temperature).length.value
+    return HeadPrecision(lengths)
+
+
+def quantize_measured(
+    source: str | Path | Checkpoint,
+    out: Path,
+    prompts: Sequence[Prompt],
+    plan: ReferencePlan,
+    *,
+    weights: str,
+    group_size: int = GROUP_SIZE,
+    follow_links: bool = False,
+    on_bytes: Progress = quiet,
+    on_text: Callable[[], None] = lambda: None,
+) -> tuple[EditPlan, HeadPrecision]:
+    """Quantize as `quantize` does, with the head at the bits that `measure_head_bits` finds.
+
+    The checkpoint is written with the head at 16 bits beside `out`, measured, and written again if fewer bits suffice.
+    Raises ConfigError for one without a head.
+    """
+    checkpoint = as_checkpoint(source)
+    if not Inventory.of(checkpoint, family=trunk_family(checkpoint)).stored:
+        raise ConfigError(f"{checkpoint.path}: there is no head to measure; leave out --head-bits auto")
+    write = partial(quantize, checkpoint, weights=weights, group_size=group_size, on_bytes=on_bytes)
+    folder = new_folder(out)
+    with staged(folder) as stage:
+        first = write(out=stage / "new", follow_links=follow_links)
+        precision = measure_head_bits(Model.load(first.folder), prompts, plan, group_size=group_size, on_text=on_text)
+        if precision.bits == 16:
+            first.folder.rename(folder)
+            return replace(first, folder=folder), precision
+    return write(out=folder, follow_links=follow_links, head_bits=precision.bits), precision
+
+
+@torch.no_grad()
+def _round_head(rounding: Rounding, head: Head) -> None:
+    """Round what `quantize` rounds of a head, to the values that its files would hold."""
+
+    def rounded(canonical: str, weight: Tensor) -> Tensor:
+        if not (is_head_linear(canonical) and weight.ndim == 2 and rounding.fits(weight.shape[1])):
+            return weight
+        quantized = round_to_nearest(weight.detach(), rounding.bits, rounding.group_size or weight.shape[1])
+        return quantized.dequantize().to(weight.dtype)
+
+    change_stored(head, rounded)

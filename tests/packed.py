@@ -1,0 +1,157 @@
+"""Weights of four and eight bits as other programs store them, written bit by bit from each format's definition."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from stored import in_one_file, set_config
+from torch import Tensor
+
+AWQ_NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # output channel in each nibble of a word, from the lowest
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to store a model; group 0: one scale per output channel."""
+
+    layout: str
+    bits: int = 4
+    group: int = 16
+    symmetric: bool = True
+    ordered: bool = False  # columns in an order of their own, so that groups are no runs
+    version: int = 1  # of GPTQ's format
+    auto_round: bool = False
+    scale: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        return "-".join(str(value).removeprefix("torch.") for value in vars(self).values())
+
+
+CASES = [
+    Case("pack-quantized"), Case("pack-quantized", 8, 0), Case("pack-quantized", symmetric=False),
+    Case("pack-quantized", 8, 16, symmetric=False), Case("pack-quantized", ordered=True),
+    Case("int-quantized", 8, 0), Case("int-quantized", 8, 16, symmetric=False),
+    Case("gptq", scale=torch.float16), Case("gptq", symmetric=False), Case("gptq", 8, 32, symmetric=False),
+    Case("gptq", 4, 0, version=2, symmetric=False), Case("gptq", ordered=True, version=2),
+    Case("gptq", auto_round=True),
+    Case("awq", symmetric=False), Case("awq", group=32, scale=torch.float16),
+    Case("awq", symmetric=False, auto_round=True),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Values:
+    """Codes [N, K], scales and zero points [N, groups], and the group of each column."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+    index: Tensor
+
+    def weight(self) -> Tensor:
+        exact = (self.codes - self.zeros[:, self.index]).double() * self.scales[:, self.index].double()
+        return exact.float()
+
+
+def random_values(case: Case, rows: int, columns: int, seed: int = 0) -> Values:
+    generator = torch.Generator().manual_seed(seed)
+    size = case.group or columns
+    groups = -(-columns // size)
+    index = torch.arange(columns) // size
+    if case.ordered:
+        index = index[torch.randperm(columns, generator=generator)]
+    middle, largest = 2 ** (case.bits - 1), 2**case.bits
+    codes = torch.randint(0, largest, (rows, columns), generator=generator)
+    # Not 0: version 1 of GPTQ's format stores one less.
+    zeros = torch.randint(1, largest, (rows, groups), generator=generator)
+    scales = (torch.rand(rows, groups, generator=generator) * 0.2 / middle + 1e-3).to(case.scale)
+    return Values(codes, scales, torch.full_like(zeros, middle) if case.symmetric else zeros, index)
+
+
+def nearest_values(case: Case, weight: Tensor) -> Values:
+    """The weight rounded to nearest, symmetrically."""
+    size, middle = case.group or weight.shape[1], 2 ** (case.bits - 1)
+    index = torch.arange(weight.shape[1]) // size
+    groups = range(int(index[-1]) + 1)
+    scales = torch.stack([weight[:, index == each].float().abs().amax(1) / (middle - 1) for each in groups], 1)
+    scales = scales.clamp_min(1e-8).to(case.scale)
+    codes = (weight.float() / scales.float()[:, index]).round().clamp(1 - middle, middle - 1) + middle
+    return Values(codes.long(), scales, torch.full(scales.shape, middle), index)
+
+
+def words(rows: Tensor, bits: int) -> Tensor:
+    """Pack each row into int32 words, the first value in the lowest bits."""
+    out = []
+    for row in rows.tolist():
+        number = sum(value << bits * place for place, value in enumerate(row))
+        count = -(-len(row) * bits // 32)
+        out.append([(number >> 32 * word) % 2**32 for word in range(count)])
+    return torch.tensor(out).to(torch.uint32).view(torch.int32)
+
+
+def awq_words(rows: Tensor) -> Tensor:
+    order = torch.tensor([first + nibble for first in range(0, rows.shape[1], 8) for nibble in AWQ_NIBBLES])
+    return words(rows[:, order], 4)
+
+
+def stored(case: Case, values: Values) -> dict[str, Tensor]:
+    """Name after the module's -> tensor."""
+    middle, bits = 2 ** (case.bits - 1), case.bits
+    signed = {"codes": (values.codes - middle).to(torch.int8), "zeros": (values.zeros - middle).to(torch.int8)}
+    match case.layout:
+        case "pack-quantized":
+            tensors = {
+                "weight_packed": words(values.codes, bits),
+                "weight_scale": values.scales,
+                "weight_shape": torch.tensor(values.codes.shape),
+                "weight_zero_point": words(values.zeros.T, bits).T,
+            }
+            tensors |= {"weight_g_idx": values.index.int()} if case.ordered else {}
+        case "int-quantized":
+            tensors = {"weight": signed["codes"], "weight_scale": values.scales, "weight_zero_point": signed["zeros"]}
+        case "gptq":
+            less = values.zeros - (1 if case.version == 1 else 0)
+            tensors = {
+                "qweight": words(values.codes, bits).T,
+                "qzeros": words(less.T, bits),
+                "scales": values.scales.T,
+                "g_idx": values.index.int(),
+            }
+        case "awq":
+            tensors = {
+                "qweight": awq_words(values.codes.T), "qzeros": awq_words(values.zeros.T), "scales": values.scales.T
+            }  # fmt: skip
+    if case.symmetric:
+        tensors.pop("weight_zero_point", None)
+    return {name: value.contiguous() for name, value in tensors.items()}
+
+
+def section(case: Case) -> dict[str, object]:
+    """The quantization_config."""
+    size = case.group or -1
+    if case.layout in ("gptq", "awq"):
+        packing = {"packing_format": f"auto_round:auto_{case.layout}"}
+        own = {"checkpoint_format": f"gptq{'_v2' if case.version == 2 else ''}"} if case.layout == "gptq" else {}
+        method = {"quant_method": "auto-round", **packing} if case.auto_round else {"quant_method": case.layout, **own}
+        return method | {"bits": case.bits, "group_size": size, "sym": case.symmetric, "desc_act": case.ordered}
+    weights = {"num_bits": case.bits, "type": "int", "symmetric": case.symmetric, "group_size": case.group or None,
+               "strategy": "group" if case.group else "channel"}  # fmt: skip
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": case.layout, "config_groups": groups, "ignore": ["lm_head"]}
+
+
+def quantize_folder(folder: Path, case: Case, *, is_random: bool = True) -> dict[str, Tensor]:
+    """Replace the weights of projections and lm_head, by random ones or rounded -> the real weights."""
+    weights: dict[str, Tensor] = {}
+
+    def replace(table):
+        for name in [name for name in table if name.endswith(("proj.weight", "lm_head.weight"))]:
+            old = table.pop(name)
+            values = random_values(case, *old.shape, seed=len(weights)) if is_random else nearest_values(case, old)
+            weights[name] = values.weight()
+            table |= {f"{name.removesuffix('weight')}{part}": each for part, each in stored(case, values).items()}
+
+    in_one_file(folder, replace)
+    set_config(folder, quantization_config=json.loads(json.dumps(section(case))))
+    return weights

@@ -1,0 +1,204 @@
+"""Weights of four and eight bits: the values of each format, in memory and streamed; a clear error for bad files."""
+
+import shutil
+
+import pytest
+import torch
+from packed import CASES, Case, quantize_folder, random_values, section, stored
+from safetensors.torch import save_file
+from stored import in_one_file, set_config
+from tiny import build, prompt
+
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.tensors import TensorReader
+from nextn.decoding.generate import generate
+from nextn.decoding.rounds import Settings
+from nextn.errors import CheckpointError
+from nextn.families import by_name
+from nextn.model.model import Model
+
+NAME = "model.layers.0.mlp.up_proj"
+TOKENS = torch.tensor([prompt(21)])
+
+
+def reader(folder, case, rows=24, columns=64, change=lambda table, config: None):
+    """A checkpoint of one packed weight, changed by `change` -> the reader, and the real values."""
+    values = random_values(case, rows, columns)
+    table = {f"{NAME}.{part}": value for part, value in stored(case, values).items()}
+    config = {"model_type": "qwen3_5_text", "num_hidden_layers": 2, "quantization_config": section(case)}
+    change(table, config["quantization_config"])
+    folder.mkdir(exist_ok=True)
+    save_file(table, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    set_config(folder, **config)
+    return TensorReader(Inventory.of(Checkpoint.open(folder), family=by_name("qwen3_5"))), values
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(24, 64), (32, 96)])
+def test_values_of_every_format(case, rows, columns, tmp_path):
+    """Codes, scales, zero points and groups as they were packed, and the product exactly."""
+    weights, values = reader(tmp_path, case, rows, columns)
+    name = f"{NAME}.weight"
+    assert weights.names() == [name]
+    assert weights.problem(name) is None
+    assert weights.stored(name).shape == (rows, columns)
+    found = weights.integers(name)
+    assert torch.equal(found.codes.long(), values.codes)
+    assert torch.equal(found.scales, values.scales)
+    assert (found.zeros is None) == case.symmetric
+    assert case.symmetric or torch.equal(found.zeros.long(), values.zeros)
+    assert (found.bits, found.group_size) == (case.bits, case.group or columns)
+    assert torch.equal(found.group_index, values.index) if case.ordered else found.group_index is None
+    assert torch.equal(weights.read(name), values.weight())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_model_computes_with_the_dequantized_weights(case, tmp_path):
+    """The same logits as of the checkpoint that holds those weights in bf16, trunk, head and lm_head; also streamed."""
+    build("qwen3_5").save(tmp_path / "plain", dtype=torch.bfloat16)
+    shutil.copytree(tmp_path / "plain", tmp_path / "packed")
+    weights = quantize_folder(tmp_path / "packed", case)
+    in_one_file(tmp_path / "plain", lambda table: table.update({name: w.bfloat16() for name, w in weights.items()}))
+    plain, packed = (Model.load(tmp_path / name) for name in ("plain", "packed"))
+    streamed = Model.load(tmp_path / "packed", stream=True)
+    assert any("mtp." in name for name in weights)
+    assert packed.trunk.dtype == torch.bfloat16
+    assert packed.notes == plain.notes
+    with torch.inference_mode():
+        outputs = [plain.trunk(TOKENS), packed.trunk(TOKENS), streamed.trunk.run([TOKENS])[0]]
+        logits = [m.head(TOKENS, out.head_input) for m, out in zip((plain, packed, streamed), outputs, strict=True)]
+    for output, head in zip(outputs[1:], logits[1:], strict=True):
+        assert torch.equal(output.final_hidden, outputs[0].final_hidden)
+        assert torch.equal(head, logits[0])
+
+
+@pytest.mark.parametrize("case", [Case("gptq"), Case("pack-quantized")], ids=str)
+def test_experts(case, tmp_path):
+    """Stored one by one, they are stacked in memory, and streamed a few at a time."""
+    build("glm4_moe").save(tmp_path / "plain", dtype=torch.bfloat16)
+    shutil.copytree(tmp_path / "plain", tmp_path / "packed")
+    weights = quantize_folder(tmp_path / "packed", case)
+    in_one_file(tmp_path / "plain", lambda table: table.update({name: w.bfloat16() for name, w in weights.items()}))
+    plain, packed = (Model.load(tmp_path / name) for name in ("plain", "packed"))
+    assert any(".experts." in name for name in weights)
+    with torch.inference_mode():
+        expected = plain.trunk(TOKENS)
+        assert torch.equal(packed.trunk(TOKENS).final_hidden, expected.final_hidden)
+        assert torch.equal(packed.head(TOKENS, expected.head_input), plain.head(TOKENS, expected.head_input))
+        streamed = Model.load(tmp_path / "packed", stream=True).trunk.run([TOKENS])[0]
+    assert torch.equal(streamed.final_hidden, expected.final_hidden)
+
+
+def cut(part):
+    """Change: the tensor loses its last row."""
+
+    def change(table, config):
+        table[f"{NAME}.{part}"] = table[f"{NAME}.{part}"][:-1].contiguous()
+
+    return change
+
+
+def drop(part):
+    return lambda table, config: table.pop(f"{NAME}.{part}")
+
+
+def declare(**values):
+    return lambda table, config: config.update(values)
+
+
+def as_32(part):
+    return lambda table, config: table.update({f"{NAME}.{part}": table[f"{NAME}.{part}"].int()})
+
+
+PACK, GPTQ, AWQ = Case("pack-quantized"), Case("gptq"), Case("awq", symmetric=False)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        (PACK, drop("weight_scale"), r"without its scales: .*weight_packed is packed .* no .*weight_scale: take"),
+        (Case("pack-quantized", symmetric=False), drop("weight_zero_point"), "without its zero points: .*zero_point"),
+        (GPTQ, drop("scales"), r"without its scales: .*up_proj.qweight is packed \(gptq\), and there is no .*scales"),
+        (GPTQ, drop("qzeros"), "without its zero points: .*qzeros"),
+        (AWQ, drop("qzeros"), "without its zero points: .*qzeros"),
+        (GPTQ, declare(group_size=32), r"wrong group size: .*scales \(4, 24\) has 4 groups of 64 .* of 32: corr"),
+        (AWQ, declare(group_size=-1), "wrong group size: .*scales .* declares groups of 64"),
+        (GPTQ, declare(bits=8), r"unsupported: .*qweight \(8, 24\) has 4 bits per value, and the config declares 8"),
+        (GPTQ, declare(checkpoint_format="marlin"), "unsupported: config.json has checkpoint_format marlin; valid"),
+        (AWQ, declare(version="gemv"), "unsupported: config.json has version gemv; valid are gemm"),
+        (Case("gptq", auto_round=True), declare(packing_format="auto_round"), "packing_format auto_round; valid are"),
+        (GPTQ, cut("scales"), r"mis-shaped: .*qzeros \(4, 3\), expected \(3, 3\) for a weight \(24, 64\) of 4 bits"),
+        (PACK, cut("weight_packed"), r"mis-shaped: .*weight_scale \(24, 4\), expected \(23, 4\)"),
+        (PACK, cut("weight_scale"), r"mis-shaped: .*weight_scale \(23, 4\), expected \(24, 4\)"),
+        (AWQ, cut("qzeros"), r"mis-shaped: .*qzeros \(3, 3\), expected \(4, 3\)"),
+        (GPTQ, cut("g_idx"), r"mis-shaped: .*g_idx \(63,\), expected \(64,\)"),
+        (GPTQ, cut("qweight"), "wrong group size|mis-shaped"),
+        (GPTQ, as_32("scales"), "wrong dtype: .*scales is I32; valid are F16, BF16, F32"),
+    ],
+)  # fmt: skip
+def test_bad_files(case, change, message, tmp_path):
+    """Each names the tensor, what was found, what is valid and what to do."""
+    weights, _ = reader(tmp_path, case, change=change)
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(weights.problem(f"{NAME}.weight"))
+
+
+def test_a_group_that_does_not_exist(tmp_path):
+    def change(table, config):
+        table[f"{NAME}.g_idx"][5] = 9
+
+    weights, _ = reader(tmp_path, Case("gptq"), change=change)
+    with pytest.raises(CheckpointError, match=r"g_idx: it has groups from 0 to 9; valid are 0 to 3"):
+        weights.read(f"{NAME}.weight")
+
+
+def test_loading_lists_what_is_wrong(tmp_path):
+    """Not one line per expert of a model."""
+    build("glm4_moe").save(tmp_path / "model")
+    weights = quantize_folder(tmp_path / "model", GPTQ)
+    set_config(tmp_path / "model", quantization_config=section(GPTQ) | {"group_size": 8})
+    trunk = [name for name in weights if ".layers.2." not in name]
+    with pytest.raises(CheckpointError, match=rf"the trunk cannot be read, {len(trunk)} problems:\n  wrong") as caught:
+        Model.load(tmp_path / "model")
+    assert str(caught.value).endswith(f"and {len(trunk) - 20} more")
+
+
+def test_a_head_that_cannot_be_read(tmp_path):
+    build("qwen3_5").save(tmp_path / "model")
+    quantize_folder(tmp_path / "model", GPTQ)
+    in_one_file(tmp_path / "model", lambda table: table.pop("mtp.layers.0.mlp.up_proj.scales"))
+    with pytest.raises(CheckpointError, match=r"head cannot be loaded, 1 problem:\n  without its scales: mtp.*qweight"):
+        Model.load(tmp_path / "model")
+
+
+def test_settings_of_single_modules(tmp_path):
+    """GPTQ's `dynamic`, AutoRound's `extra_config` and a second group of compressed-tensors declare other sizes."""
+    other = {"bits": 4, "group_size": 16}
+    targeted = {"targets": ["re:.*up_proj"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 16}}
+    for case, found in (
+        (GPTQ, {"dynamic": {r".*up_proj$": other}, "group_size": 32}),
+        (Case("gptq", auto_round=True), {"extra_config": {NAME: other}, "group_size": 32, "bits": 8}),
+        (PACK, {"config_groups": section(Case("pack-quantized", 8, 0))["config_groups"] | {"group_1": targeted}}),
+    ):
+        weights, values = reader(tmp_path, case, change=declare(**found))
+        assert torch.equal(weights.read(f"{NAME}.weight"), values.weight())
+
+
+def test_bytes_of_all_parts(tmp_path):
+    """What a streamed layer reads and releases."""
+    weights, _ = reader(tmp_path, PACK)
+    expected = sum(info.nbytes for info in Checkpoint.open(tmp_path).tensors.values())
+    assert weights.num_bytes([f"{NAME}.weight"]) == weights.fetch([f"{NAME}.weight"]) == expected
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_text_of_a_packed_model(backend, tmp_path):
+    """Both backends decode it, and MTP's greedy text is that of plain decoding."""
+    build("qwen3_5").save(tmp_path / "model", dtype=torch.bfloat16)
+    quantize_folder(tmp_path / "model", GPTQ, is_random=False)
+    model = Model.load(tmp_path / "model")
+    runs = [generate(model, [prompt(9)], Settings(drafts=k, max_tokens=16), backend=backend)[0] for k in (0, 3)]
+    assert runs[0].tokens == runs[1].tokens
+    assert len(runs[1].tokens) == 16

@@ -1,0 +1,256 @@
+"""Checkpoints of 4 and 8 bits: what is rounded and how, that they load, and nothing half-written."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packed import Case, Values, stored
+from stored import contents, in_one_file, tensors_of
+from tiny import FIXTURES, build, prompt, refrain
+
+from nextn.audit import audit
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.packed_weights import pack_codes, round_to_nearest
+from nextn.checkpoint.provenance import Provenance
+from nextn.checkpoint.quant_config import QuantConfig
+from nextn.checkpoint.tensors import TensorReader
+from nextn.edit import quantize as module
+from nextn.edit.quantize import quantize
+from nextn.errors import CheckpointError, ConfigError
+from nextn.evaluate import head_precision
+from nextn.evaluate.head_precision import HeadPrecision, measure_head_bits, quantize_measured
+from nextn.evaluate.reference_plan import ReferencePlan
+from nextn.evaluate.workload import Prompt
+from nextn.model.load_head import change_stored
+from nextn.model.model import Model
+
+TOKENS = torch.tensor([prompt(21)])
+PROMPTS = [Prompt(tuple(ids), "x") for ids in refrain(8, 33, seed=10**6).tolist()]
+PLAN = ReferencePlan(3, (0.0,), 24, backend="torch")
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 9), groups=st.integers(1, 3), bits=st.sampled_from([4, 8]), seed=st.integers(0, 999),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+)  # fmt: skip
+def test_rounding(rows, groups, bits, seed, dtype):
+    """No worse than one scale that reaches the largest value, and packed as the format says."""
+    weight = torch.randn(rows, groups * 16, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    weight[0, :16] = 0
+    found = round_to_nearest(weight, bits, 16)
+    assert found.scales.dtype == dtype
+    split = weight.float().unflatten(1, (-1, 16))
+    steps = (split.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)).to(dtype).float().clamp_min(1e-30)
+    plain = ((split / steps).round() * steps - split).square().sum(-1)
+    errors = (found.dequantize().unflatten(1, (-1, 16)) - split).square().sum(-1)
+    assert bool((errors <= plain * (1 + 1e-5) + 1e-12).all())
+    values = Values(found.codes.long(), found.scales, torch.zeros(rows, 1).int(), torch.zeros(1))
+    expected = stored(Case("pack-quantized", bits), values)["weight_packed"]
+    assert torch.equal(pack_codes(found), expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize(("weights", "head_bits"), [("int8", 16), ("int4", 8), ("int4", 4), ("int8", 4)])
+def test_reloaded_model_computes_with_the_rounded_weights(name, weights, head_bits, tmp_path, monkeypatch):
+    """The same states as of the original checkpoint with each rounded weight put back; in slices of a few rows."""
+    monkeypatch.setattr(module, "_SLICE", 96)
+    build(name).save(tmp_path / "model", dtype=torch.bfloat16)
+    plan = quantize(tmp_path / "model", tmp_path / "out", weights=weights, group_size=16, head_bits=head_bits)
+    original, packed = tensors_of(tmp_path / "model"), TensorReader(Inventory.of(Checkpoint.open(tmp_path / "out")))
+    rounded = [each for each in packed.names() if packed.is_quantized(each)]
+    assert {len(original[each].shape) for each in rounded} == {2}
+    assert set(packed.names()) == original.keys()
+    for each in rounded:
+        bits = packed.integers(each).bits
+        size = 16 if bits == 4 else original[each].shape[1]
+        assert torch.equal(packed.read(each), round_to_nearest(original[each], bits, size).dequantize())
+    in_head = [each for each in rounded if packed.inventory.family.canonical(each, packed.inventory.num_layers)]
+    assert bool(in_head) == (head_bits < 16)
+    assert {packed.integers(each).bits for each in in_head} <= {head_bits}
+    back = {each: packed.read(each).bfloat16() for each in rounded}
+    in_one_file(tmp_path / "model", lambda table: table.update(back))
+    expected, found = (Model.load(tmp_path / folder) for folder in ("model", "out"))
+    with torch.inference_mode():
+        states = [model.trunk(TOKENS) for model in (expected, found)]
+        assert torch.equal(states[0].final_hidden, states[1].final_hidden)
+        drafts = [model.head(TOKENS, states[0].head_input) for model in (expected, found)]
+    assert torch.equal(*drafts)
+    assert plan.num_bytes == sum(info.nbytes for info in Checkpoint.open(tmp_path / "out").tensors.values())
+
+
+@pytest.mark.parametrize("head_bits", [16, 8, 4])
+def test_what_the_config_declares(head_bits, tmp_path):
+    """Every rounded module is covered, with its bits, and every other one is not; as engines read the section."""
+    build("glm4_moe").save(tmp_path / "model", dtype=torch.bfloat16)
+    quantize(tmp_path / "model", tmp_path / "out", weights="int4", group_size=16, head_bits=head_bits)
+    checkpoint = Checkpoint.open(tmp_path / "out")
+    config, reader = QuantConfig.of(checkpoint), TensorReader(Inventory.of(checkpoint))
+    for name in reader.names():
+        if name.endswith(".weight") and reader.checkpoint.info(name).shape[1:]:
+            part = name.removesuffix(".weight")
+            assert config.covers(part) == reader.is_quantized(name) or "embed" in name, name
+            if (weight := reader.integers(name)) is not None:
+                assert config.sections[0].format.settings(part).bits == weight.bits
+    section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    plain = {"lm_head", "model.layers.1.mlp.gate", "model.layers.2.eh_proj"}
+    assert plain <= set(section["ignore"])
+    assert ("model.layers.2.self_attn.q_proj" in section["ignore"]) == (head_bits == 16)
+    assert len(section["config_groups"]) == (2 if head_bits == 8 else 1)
+    findings = audit(checkpoint).findings
+    assert not [finding for finding in findings if finding.severity == "error"], findings
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes(dtype, tmp_path):
+    """Scales have the weight's dtype, and stand before the codes in a file of float32."""
+    build("qwen3_5").save(tmp_path / "model", dtype=dtype)
+    quantize(tmp_path / "model", tmp_path / "out", weights="int4", group_size=16)
+    name, old = "model.layers.0.mlp.up_proj.weight", tensors_of(tmp_path / "model")
+    reader = TensorReader(Inventory.of(Checkpoint.open(tmp_path / "out")))
+    assert reader.integers(name).scales.dtype == dtype
+    assert torch.equal(reader.read(name), round_to_nearest(old[name], 4, 16).dequantize())
+
+
+def test_the_record_says_where_the_head_comes_from(tmp_path):
+    build("qwen3_5").save(tmp_path / "model", dtype=torch.bfloat16)
+    quantize(tmp_path / "model", tmp_path / "out", weights="int8")
+    record = Provenance.read(Checkpoint.open(tmp_path / "out"))
+    assert (record.made_by, record.source) == ("quantize", str(tmp_path / "model"))
+    assert record.trained_with not in ("", record.beside)
+
+
+def test_a_model_without_a_head(tmp_path):
+    """Of a type that has no family."""
+    model = build("qwen3_5")
+    model.head = None
+    model.save(tmp_path / "model", dtype=torch.bfloat16)
+    quantize(tmp_path / "model", tmp_path / "out", weights="int8", head_bits=4)
+    assert not (tmp_path / "out" / "nextn.json").exists()
+    Model.load(tmp_path / "out", need_head=False)
+    with pytest.raises(ConfigError, match="there is no head to measure; leave out --head-bits auto"):
+        quantize_measured(tmp_path / "model", tmp_path / "other", PROMPTS, PLAN, weights="int8")
+
+
+def test_rows_that_do_not_divide(tmp_path):
+    """They stay as they are, and the config leaves them out; if all do, the error says why."""
+    build("qwen3_5").save(tmp_path / "model", dtype=torch.bfloat16)
+    plan = quantize(tmp_path / "model", tmp_path / "out", weights="int4", group_size=64)
+    assert any("do not divide into groups" in note for note in plan.notes)
+    section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert "model.layers.0.mlp.up_proj" in section["ignore"]
+    Model.load(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="--group-size 128 must divide their input channels"):
+        quantize(tmp_path / "model", tmp_path / "other", weights="int4")
+    assert not (tmp_path / "other").exists()
+
+
+def test_bad_input(tmp_path):
+    build("qwen3_5").save(tmp_path / "model", dtype=torch.bfloat16)
+    for options in ({"weights": "int2"}, {"weights": "int4", "head_bits": 2}, {"weights": "int4", "group_size": 12}):
+        with pytest.raises(ConfigError, match="expected weights int8 or int4, head bits 16, 8 or 4, and a group size"):
+            quantize(tmp_path / "model", tmp_path / "out", **options)
+    quantize(tmp_path / "model", tmp_path / "out", weights="int8")
+    with pytest.raises(CheckpointError, match=r"already quantized \(compressed-tensors\). Give the unquantized"):
+        quantize(tmp_path / "out", tmp_path / "again", weights="int8")
+    with pytest.raises(CheckpointError, match="already exists and is not empty"):
+        quantize(tmp_path / "model", tmp_path / "out", weights="int8")
+    stacked = {"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(4, 32, 32)}
+    in_one_file(tmp_path / "model", lambda table: table.update(stacked))
+    with pytest.raises(CheckpointError, match="holds all experts in one tensor"):
+        quantize(tmp_path / "model", tmp_path / "other", weights="int8")
+
+
+def test_interrupted_and_repeated(tmp_path, monkeypatch):
+    """Nothing is left of it, and the same command then writes the same bytes as one that was not."""
+    build("qwen3_5").save(tmp_path / "model", dtype=torch.bfloat16)
+    calls = []
+
+    def interrupt(done, total):
+        calls.append(done)
+        if len(calls) == 9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize(tmp_path / "model", tmp_path / "out", weights="int8", on_bytes=interrupt)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    for name in ("out", "other"):
+        quantize(tmp_path / "model", tmp_path / name, weights="int8")
+    assert contents(tmp_path / "out") == contents(tmp_path / "other")
+
+
+def test_shards_and_index(tmp_path):
+    """Every file under its name, and an index of what the files hold."""
+    shutil.copytree(FIXTURES / "glm", tmp_path / "model")
+    quantize(tmp_path / "model", tmp_path / "out", weights="int8", head_bits=8)
+    old, new = (Checkpoint.open(tmp_path / name) for name in ("model", "out"))
+    assert new.files == old.files
+    assert not new.problems
+    assert new.index.keys() == new.tensors.keys()
+    assert sum(map(len, (old.files, old.index))) < sum(map(len, (new.files, new.index)))
+
+
+def test_measured_bits_are_those_of_the_files(tmp_path):
+    """The rounded head in memory has the bits of one that was written and loaded."""
+    shutil.copytree(FIXTURES / "qwen", tmp_path / "model")
+    for bits in (8, 4):
+        quantize(tmp_path / "model", tmp_path / f"{bits}", weights="int8", group_size=16, head_bits=bits)
+        written, rounded = Model.load(tmp_path / f"{bits}").head, Model.load(tmp_path / "model").head
+        head_precision._round_head(head_precision.Rounding.of(bits, 16), rounded)
+        for (name, one), (_, other) in zip(written.named_parameters(), rounded.named_parameters(), strict=True):
+            assert torch.equal(one, other), name
+
+
+def test_fewest_bits_that_cost_little():
+    assert HeadPrecision({16: 3.0, 8: 2.99, 4: 2.98}).bits == 4
+    assert HeadPrecision({16: 3.0, 8: 2.99, 4: 2.9}).bits == 8
+    assert HeadPrecision({16: 3.0, 8: 2.9, 4: 2.9}).bits == 16
+
+
+def test_acceptance_decides(trained, monkeypatch):
+    """A trained head keeps its acceptance at 8 bits; one that rounding spoils keeps 16."""
+    model = trained["qwen"]
+    precision = measure_head_bits(model, PROMPTS, PLAN, group_size=16)
+    assert precision.lengths.keys() == {16, 8, 4}
+    assert precision.lengths[8] == pytest.approx(precision.lengths[16], rel=0.02)
+    spoil = lambda rounding, head: change_stored(head, lambda name, value: torch.randn_like(value))  # noqa: E731
+    monkeypatch.setattr(head_precision, "_round_head", spoil)
+    spoiled = measure_head_bits(model, PROMPTS, PLAN)
+    assert spoiled.lengths[8] < 0.9 * spoiled.lengths[16]
+    assert spoiled.bits == 16
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_auto_writes_what_it_chose(bits, tmp_path, monkeypatch):
+    """And leaves nothing else, whichever it is."""
+    shutil.copytree(FIXTURES / "qwen", tmp_path / "model")
+    lengths = {16: 3.0, 8: 3.0 if bits == 8 else 1.0, 4: 1.0}
+    monkeypatch.setattr(head_precision, "measure_head_bits", lambda *_, **__: HeadPrecision(lengths))
+    plan, _ = quantize_measured(tmp_path / "model", tmp_path / "out", PROMPTS, PLAN, weights="int8")
+    assert plan.folder == tmp_path / "out"
+    quantize(tmp_path / "model", tmp_path / "expected", weights="int8", head_bits=bits)
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "model", "out"]
+
+
+def test_command(here, tmp_path):
+    shutil.copytree(FIXTURES / "qwen", tmp_path / "model")
+    options = ("--weights", "int8", "--group-size", 16, "--json")
+    code, out, err = here("quantize", tmp_path / "model", tmp_path / "out", *options, "--dry-run")
+    assert (code, (tmp_path / "out").exists()) == (0, False), err
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": list(each.text)}) + "\n" for each in PROMPTS))
+    auto = (*options, "--head-bits", "auto", "--prompts", prompts, "--max-tokens", 16)
+    code, out, err = here("quantize", tmp_path / "model", tmp_path / "out", *auto)
+    assert code == 0, err
+    record = json.loads(out)
+    assert record["head_bits"] in (16, 8, 4)
+    assert record["lengths"].keys() == {"16", "8", "4"}
+    Model.load(tmp_path / "out")
+    for wrong in (("--head-bits", "2"), ("--head-bits", "auto", "--dry-run")):
+        code, _, err = here("quantize", tmp_path / "model", tmp_path / "other", "--weights", "int8", *wrong)
+        assert code == 2, err
