@@ -37,7 +37,7 @@ from nextn.cli.common import (  # fmt: skip
     parse_temperatures,
 )
 from nextn.cli.screen import console, echo, plain, print_json, print_table, progress_bars, shown
-from nextn.cli.streaming import States, Stream, TextOptions, Texts, measure_texts, reason_to_stream
+from nextn.cli.streaming import States, Stream, TextOptions, Texts, measure_texts
 from nextn.errors import ConfigError
 from nextn.evaluate.reference_plan import ReferencePlan
 
@@ -93,7 +93,6 @@ def measure(
 ) -> None:
     """Measure the acceptance per depth that a checkpoint's head should reach, with intervals and negative controls."""
     from nextn.checkpoint.safetensors_file import write_json
-    from nextn.data.sources import check_sources
     from nextn.evaluate.workload import read_prompts
 
     if min_acceptance is not None and not 0 <= min_acceptance <= 1:
@@ -103,28 +102,18 @@ def measure(
         raise ConfigError(
             "--texts replaces --prompts, and its texts are of one temperature; leave out the other options"
         )
-    if texts is not None and engine is not None:
-        raise ConfigError("--texts and --engine: the texts are of a file or of an engine; leave one out")
-    if texts is not None:
-        check_sources([texts])
     plan = ReferencePlan(num_speculative_tokens, given or (0.0, 1.0), max_tokens, chat, seed, backend)
     options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, head=head)
     options.check()
     to_answer = read_prompts(prompts)
-    reason, quiet = reason_to_stream(options, stream), as_json or model_card
-    if reason is not None and texts is None and engine is None:
-        raise ConfigError(
-            f"a streamed trunk ({reason}) cannot generate the texts to measure on: name a served copy of the model "
-            "with --engine, or give a file of texts with --texts; --no-stream loads the model in any case"
-        )
+    asked, quiet = EngineAccess(engine or "", served, concurrency, timeout, key_env), as_json or model_card
+    source = TextOptions.of(options, texts, asked, stream=stream, states=states, quiet=quiet)
     from nextn.evaluate.decoding_costs import Machine
     from nextn.evaluate.reference import reference_acceptance
     from nextn.evaluate.reference_report import checkpoint_hashes
     from nextn.evaluate.reference_report import model_card as to_model_card
 
-    if texts is not None or engine is not None:
-        asked = EngineAccess(engine or "", served, concurrency, timeout, key_env)
-        source = TextOptions(texts, asked, reason, states, quiet)
+    if source.has_texts:
         loaded, report = measure_texts(options, source, plan, to_answer)
     else:
         loaded = options.load(need_head=True)

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
     from nextn.evaluate.engine_check import EngineText
+    from nextn.evaluate.expert_routing import ExpertRouting
     from nextn.evaluate.given_texts import GivenTexts
     from nextn.evaluate.reference_plan import ReferencePlan
     from nextn.evaluate.reference_report import ReferenceReport
@@ -80,6 +81,37 @@ class TextOptions:
     states: Path | None
     quiet: bool
 
+    @classmethod
+    def of(
+        cls,
+        options: ModelOptions,
+        file: str | None,
+        engine: EngineAccess,
+        *,
+        stream: bool | None,
+        states: Path | None,
+        quiet: bool,
+    ) -> "TextOptions":
+        """Check the options of texts. Raises ConfigError, without texts for a model that is to be streamed, too."""
+        from nextn.data.sources import check_sources
+
+        if file is not None and engine.url:
+            raise ConfigError("--texts and --engine: the texts are of a file or of an engine; leave one out")
+        if file is not None:
+            check_sources([file])
+        source = cls(file, engine, reason_to_stream(options, stream), states, quiet)
+        if source.reason is not None and not source.has_texts:
+            raise ConfigError(
+                f"a streamed trunk ({source.reason}) cannot generate the texts to measure on: name a served copy of "
+                "the model with --engine, or give a file of texts with --texts; --no-stream loads the model in any case"
+            )
+        return source
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether texts are given, by a file or an engine."""
+        return self.file is not None or bool(self.engine.url)
+
     @property
     def folder(self) -> Path:
         try:
@@ -89,11 +121,17 @@ class TextOptions:
 
 
 def measure_texts(
-    options: ModelOptions, source: TextOptions, plan: "ReferencePlan", prompts: "Sequence[Prompt]"
+    options: ModelOptions,
+    source: TextOptions,
+    plan: "ReferencePlan",
+    prompts: "Sequence[Prompt]",
+    *,
+    routing: "ExpertRouting | None" = None,
 ) -> "tuple[Model, ReferenceReport]":
     """Load the model, and measure its head on texts of a file, or on an engine's continuations of the prompts.
 
-    With several temperatures in the plan, a file's own is that of its header.
+    With several temperatures in the plan, a file's own is that of its header. `routing` counts the experts that the
+    texts take.
     """
     from nextn.evaluate.engine_check import check_engine
     from nextn.evaluate.given_texts import read_texts
@@ -106,8 +144,9 @@ def measure_texts(
         given = [reader(temperature=temperature, max_tokens=plan.max_tokens)]
     else:
         given, asked = _ask_engine(loaded, source, plan, prompts)
-    texts = [text for each in given for text in each.texts] + ([] if asked is None else [asked[0]])
-    outputs, record = _run_trunk(loaded, texts, source)
+    texts = [text for each in given for text in each.texts]
+    with nullcontext() if routing is None else routing.watch(loaded.trunk, texts):
+        outputs, record = _run_trunk(loaded, texts + ([] if asked is None else [asked[0]]), source, routing)
     check = None if asked is None else check_engine(source.engine.url, asked, loaded.trunk, outputs.pop())
     parts = iter(outputs)
     report = acceptance_on_texts(loaded, given, [[next(parts) for _ in each.texts] for each in given], plan)
@@ -143,7 +182,7 @@ def _ask_engine(
 
 
 def _run_trunk(
-    model: "Model", texts: "Sequence[ReferenceText]", source: TextOptions
+    model: "Model", texts: "Sequence[ReferenceText]", source: TextOptions, routing: "ExpertRouting | None" = None
 ) -> "tuple[list[TrunkOutput], dict[str, object] | None]":
     """The states of all texts, in one pass of the trunk, and what streaming took."""
     from nextn.checkpoint.mapped_memory import return_freed_memory
@@ -159,9 +198,15 @@ def _run_trunk(
     print_note(f"the trunk is streamed ({source.reason}): {estimate}")
     return_freed_memory()  # of checking the head
     layers: list[LayerProgress] = []
-    folder = source.folder / run_name(trunk, texts)
+    name, options = run_name(trunk, texts), dict[str, Any]()
+    if routing is not None:
+        name, options = f"{name}-experts-{routing.max_positions}", {"observe": routing.counts}
+    folder = source.folder / name
     with _layer_bar(trunk, folder, layers, quiet=source.quiet) as show:
-        outputs = whole_text_outputs(trunk, texts, folder=folder, on_layer=show)
+        outputs = whole_text_outputs(trunk, texts, folder=folder, on_layer=show, **options)
+    for layer in layers:
+        if routing is not None:
+            routing.restore(layer.index, layer.observed)
     if source.states is None:
         remove_states(folder)
     return outputs, stream_record(layers, estimate)

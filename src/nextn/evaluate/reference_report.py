@@ -228,10 +228,10 @@ class ReferenceReport:
             },
             "controls": None if self.controls is None else self.controls.as_record(),
             "warnings": self.warnings,
-        } | self._given_record()
+        } | self.given_record()
 
-    def _given_record(self) -> dict[str, object]:
-        """What is known of texts that were not generated here, and of a streamed trunk."""
+    def given_record(self) -> dict[str, object]:
+        """Return what is known of texts that were not generated here, and of a streamed trunk."""
         if not self.text_source:
             return {}
         origins = {f"{temperature:g}": each.as_record() for temperature, each in self.origins.items()}

@@ -67,12 +67,13 @@ class StreamEstimate:
 
 def stream_record(layers: Sequence[LayerProgress], estimate: StreamEstimate) -> dict[str, object]:
     """Return what a streamed pass took, for JSON reports."""
+    records = [{name: value for name, value in asdict(layer).items() if name != "observed"} for layer in layers]
     return {
         "num_bytes": sum(layer.num_bytes for layer in layers),
         "seconds": sum(layer.read_seconds + layer.run_seconds for layer in layers),
         "num_resumed": sum(layer.resumed for layer in layers),
         "estimate": asdict(estimate) | {"seconds": estimate.seconds},
-        "layers": [asdict(layer) for layer in layers],
+        "layers": records,
     }
 
 

@@ -29,6 +29,7 @@ class LayerProgress:
     read_seconds: float
     run_seconds: float
     resumed: bool = False  # by an earlier process
+    observed: object = None  # what `observe` of `StreamedTrunk.read_layers` returned, as JSON
 
 
 class StatesInMemory:

@@ -102,6 +102,7 @@ class StreamedTrunk(Trunk):
         folder: Path | None = None,
         max_state_bytes: int = _MAX_STATE_BYTES,
         on_layer: Callable[[LayerProgress], None] = lambda progress: None,
+        observe: Callable[[int], object] = lambda index: None,
     ) -> None:
         """Run every batch of tokens [B, T] through the decoder layers, reading each of them once, for `recall`.
 
@@ -111,6 +112,8 @@ class StreamedTrunk(Trunk):
             folder: Keep the states after each layer there, so that an interrupted run resumes; see `remove_states`.
             max_state_bytes: Without a folder, states of more bytes, about, are kept in temporary files.
             on_layer: Called after each decoder layer, first for those that an earlier run has done.
+            observe: Called with a layer's index after it ran. The result, as JSON, is kept with its states for a run
+                that resumes; give runs that observe another thing another folder.
 
         Raises:
             CheckpointError: if a layer cannot be read or has values that are not finite, or states cannot be written.
@@ -128,7 +131,7 @@ class StreamedTrunk(Trunk):
             for progress in done:
                 on_layer(progress)
             try:
-                self._run_layers(len(done), inputs, states, store, on_layer)
+                self._run_layers(len(done), inputs, states, store, on_layer, observe)
             except CheckpointError as error:
                 kept = f"The states of complete layers are in {folder}; the same command resumes."
                 raise error if folder is None else CheckpointError(f"{str(error).rstrip('.')}. {kept}") from error
@@ -177,6 +180,7 @@ class StreamedTrunk(Trunk):
         states: list[object],
         store: StatesInMemory | StateFolder,
         on_layer: Callable[[LayerProgress], None],
+        observe: Callable[[int], object],
     ) -> None:
         """Run the layers from `first` over all batches, replacing `states`."""
         num_layers = len(self.decoder.layers)  # LongCat-Flash's config counts two in each
@@ -196,7 +200,8 @@ class StreamedTrunk(Trunk):
                         with self._only(index, states[place]) as produced:
                             super().forward(tokens, documents=documents)
                         states[place] = store.keep(place, produced[0])
-                progress = LayerProgress(index, num_bytes, loaded - started, time.perf_counter() - loaded)
+                seconds = loaded - started, time.perf_counter() - loaded
+                progress = LayerProgress(index, num_bytes, *seconds, observed=observe(index))
                 store.finish_layer(progress)
                 on_layer(progress)
 
