@@ -1,8 +1,10 @@
-"""Read a local checkpoint's tensors on demand as torch tensors; fp8 is dequantized with its scales."""
+"""Read a checkpoint's tensors on demand as torch tensors; fp8 is dequantized with its scales."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 from safetensors import safe_open
@@ -11,6 +13,7 @@ from torch import Tensor
 from nextn.checkpoint import fp8
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.mapped_memory import release_pages
+from nextn.checkpoint.partial_download import PartialFile
 from nextn.checkpoint.quant_config import declared
 from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.safetensors_file import TensorInfo
@@ -46,7 +49,7 @@ class StoredTensor:
 
 
 class TensorReader(AbstractContextManager["TensorReader"]):
-    """The tensors of a local checkpoint, whose files stay open until the context ends.
+    """The tensors of a checkpoint whose files are local, or downloaded in part; they stay open until the context ends.
 
     Attributes:
         scales: fp8 weight -> the tensor with its scales.
@@ -116,12 +119,28 @@ class TensorReader(AbstractContextManager["TensorReader"]):
 
         should_stop: Asked after every few megabytes.
         """
-        infos = self._infos(names)
-        for info in sorted(infos, key=lambda info: (info.file, info.begin)):
+        infos = sorted(self._infos(names), key=lambda info: (info.file, info.begin))
+        self.download(names, should_stop)
+        for info in infos:
+            if isinstance(self.checkpoint.sources[info.file], PartialFile):
+                continue
             for _ in self.checkpoint.chunks(info, _FETCH):
                 if should_stop():
                     break
         return sum(info.nbytes for info in infos)
+
+    def download(self, names: Iterable[str], should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Download these tensors and their scales, if they are on a hub; `read` does so one by one.
+
+        should_stop: Asked before each request.
+        """
+        for source, ranges in self._partial(names):
+            source.fetch(ranges, should_stop)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Free the disk space of these tensors and their scales, if they were downloaded."""
+        for source, ranges in self._partial(names):
+            source.forget(ranges)
 
     def num_bytes(self, names: Iterable[str]) -> int:
         """Return how many bytes `fetch` reads."""
@@ -139,14 +158,22 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         scale = self.scales.get(name)
         return name if scale is None or is_finite(self._raw(scale)) else scale
 
+    def _partial(self, names: Iterable[str]) -> Iterator[tuple[PartialFile, list[tuple[int, int]]]]:
+        """Files that are downloaded in part, with the ranges of these tensors."""
+        for file, group in groupby(sorted(self._infos(names), key=attrgetter("file")), key=attrgetter("file")):
+            if isinstance(source := self.checkpoint.sources[file], PartialFile):
+                yield source, [(info.begin, info.end) for info in group]
+
     def _infos(self, names: Iterable[str]) -> list[TensorInfo]:
         return [self.checkpoint.info(stored) for name in names for stored in (name, self.scales.get(name)) if stored]
 
     def _raw(self, name: str) -> Tensor:
-        file = self.checkpoint.info(name).file
+        info = self.checkpoint.info(name)
+        file, source = info.file, self.checkpoint.sources[info.file]
+        if isinstance(source, PartialFile):
+            source.fetch([(info.begin, info.end)])
         if file not in self._files:
-            source = self.checkpoint.sources[file]
-            if not isinstance(source, LocalFile):
+            if not isinstance(source, LocalFile | PartialFile):
                 raise CheckpointError(f"{source}: not a local file. Download it first.")
             self._files[file] = self._stack.enter_context(safe_open(source.path, framework="pt"))
         return self._files[file].get_tensor(name)

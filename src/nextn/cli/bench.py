@@ -49,7 +49,7 @@ from nextn.cli.offload import (
     show_experts,
 )
 from nextn.cli.screen import console, plain, print_json, print_table, progress_bars
-from nextn.cli.streaming import States, Stream, TextOptions, Texts
+from nextn.cli.streaming import KeepShards, States, Stream, TextOptions, Texts
 from nextn.errors import ConfigError
 from nextn.evaluate.benchmark_plan import BenchmarkPlan
 from nextn.evaluate.reference_plan import ReferencePlan
@@ -150,6 +150,7 @@ def advise(
     texts: Texts = None,
     stream: Stream = None,
     states: States = None,
+    keep_shards: KeepShards = None,
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
@@ -173,7 +174,7 @@ def advise(
     _check_out(out)
     if offload_bandwidth is not None:
         asked = EngineAccess(engine or "", served, concurrency, timeout, key_env)
-        source = TextOptions.of(options, texts, asked, stream=stream, states=states, quiet=as_json)
+        source = TextOptions.of(options, texts, asked, stream=stream, states=states, quiet=as_json, shards=keep_shards)
         reference = ReferencePlan(num_speculative_tokens, plan.temperatures, max_tokens, chat, seed, backend)
         rates = parse_bandwidth("--offload-bandwidth", offload_bandwidth), memory_rate
         _finish_advice(advise_offloaded(options, source, reference, to_decode, *rates), out, as_json=as_json)
@@ -185,6 +186,7 @@ def advise(
             "--texts": texts,
             "--stream": stream,
             "--states": states,
+            "--keep-shards": keep_shards,
         }
     )
     from nextn.evaluate.advice import advise as forecast

@@ -37,7 +37,7 @@ from nextn.cli.common import (  # fmt: skip
     parse_temperatures,
 )
 from nextn.cli.screen import console, echo, plain, print_json, print_table, progress_bars, shown
-from nextn.cli.streaming import States, Stream, TextOptions, Texts, measure_texts
+from nextn.cli.streaming import KeepShards, States, Stream, TextOptions, Texts, measure_texts, opened
 from nextn.errors import ConfigError
 from nextn.evaluate.reference_plan import ReferencePlan
 
@@ -89,6 +89,7 @@ def measure(
     texts: Texts = None,
     stream: Stream = None,
     states: States = None,
+    keep_shards: KeepShards = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure the acceptance per depth that a checkpoint's head should reach, with intervals and negative controls."""
@@ -107,7 +108,7 @@ def measure(
     options.check()
     to_answer = read_prompts(prompts)
     asked, quiet = EngineAccess(engine or "", served, concurrency, timeout, key_env), as_json or model_card
-    source = TextOptions.of(options, texts, asked, stream=stream, states=states, quiet=quiet)
+    source = TextOptions.of(options, texts, asked, stream=stream, states=states, quiet=quiet, shards=keep_shards)
     from nextn.evaluate.decoding_costs import Machine
     from nextn.evaluate.reference import reference_acceptance
     from nextn.evaluate.reference_report import checkpoint_hashes
@@ -121,7 +122,10 @@ def measure(
             step = progress("texts", len(to_answer) * len(plan.temperatures))
             report = reference_acceptance(loaded, to_answer, plan, on_text=step)
     report = replace(
-        report, source=model, hashes=checkpoint_hashes(model, head=head, **options.hub), machine=Machine.of(loaded)
+        report,
+        source=model,
+        hashes=checkpoint_hashes(opened(loaded, model), head=head, **options.hub),
+        machine=Machine.of(loaded),
     )
     probed = _probe(report, loaded, options, quiet=quiet) if probe else None
     record = report.as_record() | ({} if probed is None else {"probe": probed.as_record()})
@@ -290,7 +294,7 @@ def _probe(report: "ReferenceReport", model: "Model", options: ModelOptions, *, 
     generated = sampled[0] if sampled else generate_texts(model, prompts, report.plan, 1.0)
     with progress_bars(quiet=quiet) as progress:
         step = progress("conventions", None)
-        copies = {} if options.head is not None else stored_copies(report.source, model, **options.hub)
+        copies = {} if options.head is not None else stored_copies(opened(model, report.source), model, **options.hub)
         return probe(model, truncate_texts(generated.texts), report.plan.drafts, copies=copies, on_score=step)
 
 

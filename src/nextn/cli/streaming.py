@@ -17,6 +17,7 @@ from nextn.cli.screen import console, print_note, progress_bars
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
+    from nextn.checkpoint.checkpoint import Checkpoint
     from nextn.evaluate.engine_check import EngineText
     from nextn.evaluate.expert_routing import ExpertRouting
     from nextn.evaluate.given_texts import GivenTexts
@@ -71,6 +72,16 @@ def reason_to_stream(options: ModelOptions, stream: bool | None) -> str | None:
     return stream_plan.reason_to_stream(checkpoint, options.torch_dtype, resolve_device(options.device))
 
 
+KeepShards = Annotated[
+    Path | None,
+    typer.Option(
+        help="Of a hub id whose trunk is streamed: keep what is downloaded in this folder, for later runs. Default: "
+        "each layer is forgotten after use.",
+        rich_help_panel=_PANEL,
+    ),
+]
+
+
 @dataclass(frozen=True)
 class TextOptions:
     """Where the texts come from, and how the trunk runs over them."""
@@ -80,6 +91,7 @@ class TextOptions:
     reason: str | None  # why the trunk is streamed; None: it is loaded
     states: Path | None
     quiet: bool
+    shards: Path | None = None  # see `Model.load`
 
     @classmethod
     def of(
@@ -91,6 +103,7 @@ class TextOptions:
         stream: bool | None,
         states: Path | None,
         quiet: bool,
+        shards: Path | None = None,
     ) -> "TextOptions":
         """Check the options of texts. Raises ConfigError, without texts for a model that is to be streamed, too."""
         from nextn.data.sources import check_sources
@@ -99,12 +112,14 @@ class TextOptions:
             raise ConfigError("--texts and --engine: the texts are of a file or of an engine; leave one out")
         if file is not None:
             check_sources([file])
-        source = cls(file, engine, reason_to_stream(options, stream), states, quiet)
+        source = cls(file, engine, reason_to_stream(options, stream), states, quiet, shards)
         if source.reason is not None and not source.has_texts:
             raise ConfigError(
                 f"a streamed trunk ({source.reason}) cannot generate the texts to measure on: name a served copy of "
                 "the model with --engine, or give a file of texts with --texts; --no-stream loads the model in any case"
             )
+        if shards is not None and source.reason is None:
+            raise ConfigError(f"--keep-shards {shards}: the model fits into memory; --stream streams it nevertheless")
         return source
 
     @property
@@ -137,7 +152,7 @@ def measure_texts(
     from nextn.evaluate.given_texts import read_texts
     from nextn.evaluate.reference import acceptance_on_texts
 
-    loaded, asked = options.load(need_head=True, stream=source.reason is not None), None
+    loaded, asked = options.load(need_head=True, stream=source.reason is not None, shards=source.shards), None
     if source.file is not None:
         temperature = plan.temperatures[0] if len(plan.temperatures) == 1 else None
         reader = partial(read_texts, source.file, loaded.trunk, loaded.tokenizer)
@@ -210,6 +225,13 @@ def _run_trunk(
     if source.states is None:
         remove_states(folder)
     return outputs, stream_record(layers, estimate)
+
+
+def opened(model: "Model", source: str) -> "str | Checkpoint":
+    """Return the checkpoint of a streamed trunk, whose downloaded tensors need no second download; else the source."""
+    from nextn.model.streamed_trunk import StreamedTrunk
+
+    return model.trunk.checkpoint if isinstance(model.trunk, StreamedTrunk) else source
 
 
 def stream_for_training(task: "HeadTask", cache: "HiddenStateCache", folder: Path, *, quiet: bool) -> None:

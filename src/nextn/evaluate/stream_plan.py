@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.partial_download import PartialFile
 from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.tensors import FLOATS
 from nextn.devices import available_bytes
@@ -78,7 +79,10 @@ def stream_record(layers: Sequence[LayerProgress], estimate: StreamEstimate) -> 
 
 
 def _read_rate(trunk: StreamedTrunk) -> float:
-    """Bytes per second of the middle of the largest file, from the disk and not from the kernel's cache."""
+    """Bytes per second: of what was downloaded so far, or of the middle of the largest file, not from the cache."""
+    downloads = [source.download for source in trunk.checkpoint.sources.values() if isinstance(source, PartialFile)]
+    if downloads and downloads[0].rate:
+        return downloads[0].rate
     files = [source for source in trunk.checkpoint.sources.values() if isinstance(source, LocalFile)]
     path = max((file.path for file in files), key=lambda path: path.stat().st_size)
     size = path.stat().st_size

@@ -200,6 +200,7 @@ class StreamedTrunk(Trunk):
                         with self._only(index, states[place]) as produced:
                             super().forward(tokens, documents=documents)
                         states[place] = store.keep(place, produced[0])
+                self._weights.forget(self._names(index))
                 seconds = loaded - started, time.perf_counter() - loaded
                 progress = LayerProgress(index, num_bytes, *seconds, observed=observe(index))
                 store.finish_layer(progress)
