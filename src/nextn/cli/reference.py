@@ -37,7 +37,7 @@ from nextn.cli.common import (  # fmt: skip
     parse_temperatures,
 )
 from nextn.cli.screen import console, echo, plain, print_json, print_table, progress_bars, shown
-from nextn.cli.streaming import KeepShards, States, Stream, TextOptions, Texts, measure_texts, opened
+from nextn.cli.streaming import KeepShards, States, Stream, TextOptions, Texts, measure_answers, measure_texts, opened
 from nextn.errors import ConfigError
 from nextn.evaluate.reference_plan import ReferencePlan
 
@@ -179,6 +179,9 @@ def diagnose(
     max_seconds: Annotated[float, typer.Option(help="Maximum seconds for all requests.")] = 900,
     timeout: Annotated[float, typer.Option(help="Seconds per request.")] = 120,
     key_env: KeyEnv = None,
+    stream: Stream = None,
+    states: States = None,
+    keep_shards: KeepShards = None,
     out: Annotated[Path | None, typer.Option(help="File for the JSON record.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -197,8 +200,16 @@ def diagnose(
         )
     options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, head=head)
     options.check()
+    asked = EngineAccess(engine)
+    source = TextOptions.of(options, None, asked, stream=stream, states=states, quiet=as_json, shards=keep_shards)
+    is_streamed = source.reason is not None
+    if is_streamed and (not drive or own_template):
+        raise ConfigError(
+            f"a streamed trunk ({source.reason}) cannot generate, so the texts are the engine's answers to prompts of "
+            "token ids: add --drive, and leave --own-template out; --no-stream loads the model in any case"
+        )
     texts, budget = read_prompts(prompts), Budget(Limits(requests=max_requests, seconds=max_seconds, answer_s=timeout))
-    from nextn.evaluate.diagnose import audit_lines, check_drafts
+    from nextn.evaluate.diagnose import audit_lines, check_drafts, observed_plan
     from nextn.evaluate.diagnose import diagnose as compare
     from nextn.evaluate.engine_run import EngineObservation, drive_engine, read_engine_counters
     from nextn.evaluate.faults import FAULTS
@@ -206,7 +217,7 @@ def diagnose(
     with progress_bars(quiet=as_json) as progress:
         if drive:
             target = Endpoint.open(engine, budget, model=served, key_env=key_env, chat=own_template)
-            loaded = options.load(need_head=True)
+            loaded = options.load(need_head=True, stream=is_streamed, shards=keep_shards)
             step = progress("requests", len(texts) * len(plan.temperatures))
             observed = drive_engine(target, loaded, texts, plan, on_answer=step)
         else:
@@ -214,12 +225,18 @@ def diagnose(
             loaded = options.load(need_head=True)
             observed = [EngineObservation(plan.temperatures[0], counters)]
         check_drafts(observed, num_speculative_tokens)
+    plan, reference = observed_plan(observed, plan), None
+    if is_streamed:
+        reference = measure_answers(loaded, observed, source, plan, texts)
+    with progress_bars(quiet=as_json) as progress:
         steps = {
-            "on_text": progress("reference", len(texts) * len(plan.temperatures)),
+            "on_text": progress("reference", 0 if is_streamed else len(texts) * len(plan.temperatures)),
             "on_fault": progress("faults", len(FAULTS)),
         }
         findings = audit_lines(model, **options.hub)
-        diagnosis = compare(loaded, texts, observed, plan, source=model, audit_notes=findings, **steps)
+        diagnosis = compare(
+            loaded, texts, observed, plan, source=model, reference=reference, audit_notes=findings, **steps
+        )
     record = diagnosis.as_record()
     if out is not None:
         write_json(out, record)

@@ -19,6 +19,7 @@ from nextn.errors import ConfigError
 if TYPE_CHECKING:
     from nextn.checkpoint.checkpoint import Checkpoint
     from nextn.evaluate.engine_check import EngineText
+    from nextn.evaluate.engine_run import EngineObservation
     from nextn.evaluate.expert_routing import ExpertRouting
     from nextn.evaluate.given_texts import GivenTexts
     from nextn.evaluate.reference_plan import ReferencePlan
@@ -194,6 +195,40 @@ def _ask_engine(
         domains = tuple(prompt.domain for prompt in prompts)
         given.append(replace(texts, source=f"{endpoint.url} ({endpoint.served.name})", domains=domains))
     return given, ask_engine(endpoint, ids[0])
+
+
+def measure_answers(
+    model: "Model",
+    observed: "Sequence[EngineObservation]",
+    source: TextOptions,
+    plan: "ReferencePlan",
+    prompts: "Sequence[Prompt]",
+) -> "ReferenceReport":
+    """Measure the head on the answers of an engine that was asked the prompts, as `observed_plan` says.
+
+    Raises EngineError for answers whose tokens are not the checkpoint's.
+    """
+    from nextn.evaluate.given_texts import GivenTexts
+    from nextn.evaluate.reference import acceptance_on_texts
+    from nextn.evaluate.reference_texts import prompt_tokens
+    from nextn.evaluate.teacher_forced import ReferenceText
+    from nextn.model.text_interface import TextInterface
+    from nextn.train.served_answers import to_generated
+
+    eos, given = TextInterface.of(model).eos, []
+    domains = tuple(prompt.domain for prompt in prompts)
+    for temperature in plan.temperatures:
+        texts: dict[int, ReferenceText] = {}
+        for each in (each for each in observed if each.temperature == temperature):
+            for index, answer in zip(each.prompt_indices or (), each.answers, strict=True):
+                where, ids = f"{source.engine.url}: prompt {index}", prompt_tokens(model, prompts[index], plan.chat)
+                made = to_generated(answer, ids, model.tokenizer, eos, where=where)
+                texts[index] = ReferenceText(made.prompt, made.tokens, temperature, made.finish == "eos")
+        given.append(GivenTexts(tuple(texts[index] for index in range(len(prompts))), domains, source.engine.url))
+    outputs, record = _run_trunk(model, [text for each in given for text in each.texts], source)
+    parts = iter(outputs)
+    report = acceptance_on_texts(model, given, [[next(parts) for _ in each.texts] for each in given], plan)
+    return replace(report, stream=record)
 
 
 def _run_trunk(
