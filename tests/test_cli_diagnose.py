@@ -92,8 +92,8 @@ def test_streamed_trunk(contract, temperature, named, serve, prompts, trained, t
     assert loaded["named"] == streamed["named"] == [named]
     by_name = [{each["name"]: each for each in record["causes"]} for record in records]
     assert by_name[0].keys() - by_name[1].keys() == {"no-rerun"}
+    assert [record["cases"][0]["fresh"] for record in records] == [temperature, 0]
     if not temperature:
-        assert streamed["cases"][0]["fresh"] == loaded["cases"][0]["fresh"] == 0
         for name, cause in by_name[1].items():
             for figure in ("length", "misfit", "log_likelihood"):
                 assert cause[figure] == pytest.approx(by_name[0][name][figure], rel=1e-3), (name, figure)
