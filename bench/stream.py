@@ -2,6 +2,8 @@
 
     python bench/stream.py make /tmp/large                 # random weights, Qwen3-Next's widths, 6 layers: 24 GB
     python bench/stream.py run /tmp/large --out bench/results/stream.json
+    python bench/stream.py make /tmp/small --layers 4 --experts 128
+    python bench/stream.py hub /tmp/small --out bench/results/stream_hub.json  # from a hub: 50 ms a request, 200 MB/s
     python bench/stream.py plan bench/results/stream.json  # a model of 671 B from these rates
 
 Each run is a process of its own; the kernel's file cache is emptied of the checkpoint before each. Peak memory is the
@@ -40,11 +42,12 @@ CONFIG = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25},
 }
 TEXTS, PROMPT, NEW = 8, 50, 200  # 2,000 tokens
+DELAY, RATE = 0.05, 200e6  # of a hub: seconds a request, and bytes per second in all
 # DeepSeek-V3: weights of its trunk, bytes of its fp8 checkpoint, weights that a token passes, hidden size.
 PLAN = {"weights": 671e9, "bytes": 688e9, "active": 37e9, "hidden": 7168}
 
 
-def make(folder: Path, num_layers: int) -> None:
+def make(folder: Path, num_layers: int, num_experts: int) -> None:
     """Write a checkpoint of random bf16 weights, a shard per layer, holding no more than one tensor in memory."""
     import torch
 
@@ -53,7 +56,7 @@ def make(folder: Path, num_layers: int) -> None:
     from nextn.model.load_head import head_tensors
     from nextn.model.model import Model
 
-    config = CONFIG | {"num_hidden_layers": num_layers}
+    config = CONFIG | {"num_hidden_layers": num_layers, "num_experts": num_experts}
     with torch.device("meta"):
         model = Model.build(config, dtype=torch.bfloat16)
     shapes = {name: tuple(value.shape) for name, value in head_tensors(model.head, copies=False).items()}
@@ -117,10 +120,11 @@ def forget(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def start(folder: Path, texts: Path, states: Path, out: Path) -> subprocess.Popen:
+def start(folder: Path, texts: Path, states: Path, out: Path, *, name: str = "") -> subprocess.Popen:
     forget(folder)
     options = ["--texts", texts, "--temperatures", "0", "-k", "2", "--stream", "--states", states, "--out", out]
-    return subprocess.Popen([sys.executable, "-m", "nextn", "measure", folder, *options], stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "nextn", "measure", name or folder, *options]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
 
 def watch(process: subprocess.Popen, kill_when: Callable[[], bool] = lambda: False) -> dict[str, float]:
@@ -171,6 +175,43 @@ def run(folder: Path, work: Path) -> dict[str, object]:
     }
 
 
+def run_from_hub(folder: Path, work: Path) -> dict[str, object]:
+    """Measure a hub id once, from a hub on the loopback."""
+    from slow_hub import SlowHub
+
+    work.mkdir(parents=True, exist_ok=True)
+    texts, out, hub = work / "texts.jsonl", work / "hub.json", SlowHub(folder, DELAY, RATE)
+    write_texts(texts)
+    os.environ |= {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(work / "cache"), "HF_HUB_DISABLE_XET": "1"}
+    load_before = os.getloadavg()
+    process, disk = start(folder, texts, work / "states-hub", out, name="org/model"), 0
+
+    def look() -> bool:
+        nonlocal disk
+        files = [path for path in (work / "cache").rglob("model-*.safetensors") if path.exists()]
+        disk = max(disk, sum(path.stat().st_blocks * 512 for path in files))
+        return False
+
+    whole = watch(process, kill_when=look)
+    record, size = json.loads(out.read_text()), sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return {
+        "date": date.today().isoformat(),
+        "delay_s": DELAY,
+        "rate": RATE,
+        "tokens": TEXTS * (PROMPT + NEW),
+        "bytes_of_checkpoint": size,
+        "bytes_sent": hub.num_bytes,
+        "ratio_of_bytes": hub.num_bytes / size,
+        "num_requests": hub.num_requests,
+        "whole": whole,
+        "seconds_at_the_rate": size / RATE,
+        "peak_disk": disk,
+        "seconds_of_layers": record["stream"]["seconds"],
+        "layers": record["stream"]["layers"],
+        "load": [load_before, os.getloadavg()],
+    }
+
+
 def plan(record: dict) -> None:
     """Print what DeepSeek-V3 would take at these rates, for 2,000 and for 100,000 tokens.
 
@@ -211,18 +252,20 @@ def main() -> None:
     make_parser = commands.add_parser("make")
     make_parser.add_argument("folder", type=Path)
     make_parser.add_argument("--layers", type=int, default=6)
-    run_parser = commands.add_parser("run")
-    run_parser.add_argument("folder", type=Path)
-    run_parser.add_argument("--work", type=Path, default=Path("/tmp/nextn-stream"))
-    run_parser.add_argument("--out", type=Path)
+    make_parser.add_argument("--experts", type=int, default=CONFIG["num_experts"])
+    for name in ("run", "hub"):
+        run_parser = commands.add_parser(name)
+        run_parser.add_argument("folder", type=Path)
+        run_parser.add_argument("--work", type=Path, default=Path("/tmp/nextn-stream"))
+        run_parser.add_argument("--out", type=Path)
     commands.add_parser("plan").add_argument("record", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "make":
-        make(arguments.folder, arguments.layers)
+        make(arguments.folder, arguments.layers, arguments.experts)
     elif arguments.command == "plan":
         plan(json.loads(arguments.record.read_text()))
     else:
-        record = run(arguments.folder, arguments.work)
+        record = (run if arguments.command == "run" else run_from_hub)(arguments.folder, arguments.work)
         print(json.dumps(record, indent=2))
         if arguments.out:
             arguments.out.write_text(json.dumps(record, indent=2) + "\n")

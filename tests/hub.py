@@ -1,5 +1,6 @@
 """A hub on the loopback: keeps ranges, or breaks a promise that a test names. Knows nothing of what it serves."""
 
+import hashlib
 import json
 import re
 import socket
@@ -21,7 +22,7 @@ class Hub:
     """Serves `files` as org/model at SHA; `faults[name]` are taken one a request: a status, its headers, or a trick."""
 
     def __init__(self, files):
-        self.files, self.faults, self.requests, self.delay = files, {}, [], 0.0
+        self.files, self.faults, self.requests, self.delay, self.num_bytes = files, {}, [], 0.0, 0
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"hub": self}))
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -103,7 +104,58 @@ class Handler(BaseHTTPRequestHandler):
         for key, value in headers.items():
             self.send_header(key, value)
         self.end_headers()
+        self.hub.num_bytes += len(body)
         self.wfile.write(body)
+
+
+class Downloads(Handler):
+    """The hub's answers to a whole download, beside those to ranged reads."""
+
+    def listing(self):
+        return json.dumps(json.loads(super().listing()) | {"id": "org/model"}).encode()
+
+    def describe(self, name):
+        body = self.hub.files[name]
+        return {"X-Repo-Commit": SHA, "ETag": f'"{hashlib.sha256(body).hexdigest()}"', "Accept-Ranges": "bytes",
+                "Content-Length": str(len(body))}  # fmt: skip
+
+    def do_HEAD(self):
+        path = self.path.split("?")[0]
+        self.hub.requests.append((path, self.headers))
+        name = path.removeprefix(f"/org/model/resolve/{SHA}/")
+        if name in self.hub.files:
+            self.answer(200, self.describe(name), b"")
+        else:
+            self.answer(404, {"X-Error-Code": "EntryNotFound"}, b"")
+
+    def do_GET(self):
+        path = self.path.split("?")[0]
+        name = path.removeprefix(f"/org/model/resolve/{SHA}/")
+        if path == f"/api/models/org/model/tree/{SHA}":
+            files = [
+                {"type": "file", "path": each, "size": len(body), "oid": each} for each, body in self.hub.files.items()
+            ]
+            self.answer(200, {"Content-Type": "application/json"}, json.dumps(files).encode())
+        elif name in self.hub.files and "Range" not in self.headers:
+            self.hub.requests.append((path, {"Range": "all"}))
+            fault = next(iter(self.hub.faults.get("download", [])), None)
+            if fault is not None:
+                self.answer(fault, {}, b"")
+            else:
+                self.answer(200, self.describe(name), self.hub.files[name])
+        else:
+            super().do_GET()
+
+
+def serve(folder, monkeypatch):
+    """A hub with the files of a folder, which transformers and nextn take for the hub."""
+    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    served = Hub({name: path.read_bytes() for name, path in paths.items()})
+    served.server.RequestHandlerClass = type("Handler", (Downloads,), {"hub": served})
+    monkeypatch.setattr(constants, "ENDPOINT", served.url)
+    template = served.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    return served
 
 
 @pytest.fixture(scope="module", autouse=True)

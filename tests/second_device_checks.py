@@ -8,6 +8,7 @@ import pytest
 import torch
 from second_device import There, second_device
 from tiny import FIXTURES, decode, refrain, refrains
+from torch import nn
 
 from nextn.cache.kv_cache import KVCache
 from nextn.checkpoint.checkpoint import Checkpoint
@@ -21,6 +22,7 @@ from nextn.evaluate.faults import FAULTS, measure_under_fault
 from nextn.evaluate.reference import ReferencePlan, reference_acceptance
 from nextn.evaluate.workload import Prompt
 from nextn.model.model import Model
+from nextn.model.transformers_loading import LayerLoader
 from nextn.runtime.backend import backend_for
 from nextn.speculative.sampling import Sampling
 from nextn.train.config import HeadConfig, TrainConfig
@@ -73,6 +75,31 @@ def test_a_tensor_that_is_made_on_the_host_is_refused(monkeypatch):
     )
     with pytest.raises(RuntimeError, match="expected all tensors on one device"):
         decode(there("glm"), [[3, 1, 4]], drafts=2, max_tokens=4)
+
+
+@pytest.mark.parametrize("name", ["glm", "v4"])
+def test_a_streamed_trunk(name, trained, tmp_path, monkeypatch):
+    """With states in memory, in files, and resumed from files, which are on the host."""
+
+    def load(self, index, device, *, experts=True):
+        """transformers moves tensors in threads, which know no second device."""
+        real(self, index, torch.device("cpu"), experts=experts)
+        for part in self._layers[index].modules():
+            for name, value in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
+                setattr(
+                    part, name, nn.Parameter(value.to(device), False) if name in part._parameters else value.to(device)
+                )
+
+    real = LayerLoader.load
+    monkeypatch.setattr(LayerLoader, "load", load)
+    tokens = torch.tensor(refrain(2, 12, seed=1).tolist())
+    with torch.inference_mode():
+        expected = trained[name].trunk(tokens).final_hidden
+    for folder in (None, tmp_path / "states", tmp_path / "states"):
+        trunk = Model.load(FIXTURES / name, dtype=torch.float32, device="second", stream=True).trunk
+        output = trunk.run([tokens], folder=folder)[0].final_hidden
+        assert isinstance(output, There)
+        torch.testing.assert_close(output.raw, expected)
 
 
 @pytest.mark.parametrize("name", ["glm", "qwen"])

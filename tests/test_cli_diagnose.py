@@ -4,11 +4,13 @@ import json
 
 import pytest
 from fake_engine import FakeEngine
+from quick import case
 from served import ServedModel
 from tiny import FIXTURES, refrain
 from typer.testing import CliRunner
 
 from nextn.cli import app
+from nextn.decoding.drafter import Contract
 from nextn.errors import NextnError
 
 LOG = (
@@ -69,6 +71,47 @@ def test_driving_a_running_engine(serve, prompts, trained):
     assert "would not show" in said
     named = json.loads(run(url, prompts, "--drive", "--json", code=0).stdout)
     assert named["cases"][0]["prompts"] == 8
+
+
+@pytest.mark.parametrize(
+    ("contract", "temperature", "named"),
+    [
+        case(Contract(), 0, "fine", quick=False),
+        case(Contract(prefill=False), 0, "no-prefill", quick=True),
+        case(Contract(prefill=False), 1, "no-prefill", quick=False),
+    ],
+)
+def test_streamed_trunk(contract, temperature, named, serve, prompts, trained, tmp_path):
+    """The reference is of the engine's own answers; it names what the loaded one names, but for faults of decoding."""
+    options = ("--drive", "--json", "--states", tmp_path / "states", "--temperatures", temperature, "--rule", "ratio")
+    records = []
+    for more in ((), ("--stream",)):
+        url = serve(kind=ServedModel, model=trained["glm"], contract=contract)
+        records.append(json.loads(run(url, prompts, *options, *more, code=int(named != "fine")).stdout))
+    loaded, streamed = records
+    assert loaded["named"] == streamed["named"] == [named]
+    by_name = [{each["name"]: each for each in record["causes"]} for record in records]
+    assert by_name[0].keys() - by_name[1].keys() == {"no-rerun"}
+    assert [record["cases"][0]["fresh"] for record in records] == [temperature, 0]
+    if not temperature:
+        for name, cause in by_name[1].items():
+            for figure in ("length", "misfit", "log_likelihood"):
+                assert cause[figure] == pytest.approx(by_name[0][name][figure], rel=1e-3), (name, figure)
+    assert "would show in decoding only, which a streamed trunk cannot do: no-rerun" in streamed["notes"]
+    assert list((tmp_path / "states").rglob("states.json"))
+
+
+def test_streamed_trunk_and_an_engine_of_another_model(serve, prompts, trained, tmp_path):
+    url = serve("other-trunk", kind=ServedModel, model=trained["glm"])
+    record = json.loads(run(url, prompts, "--drive", "--stream", "--json", "--states", tmp_path / "states").stdout)
+    (note,) = (note for note in record["notes"] if "not the model's own" in note)
+    assert note.endswith("the engine has other weights, or a quantized trunk")
+
+
+def test_streamed_trunk_cannot_generate(serve, prompts):
+    for more in ((), ("--drive", "--own-template")):
+        error = run("localhost:9", prompts, "--stream", *more).exception
+        assert "so the texts are the engine's answers to prompts of token ids: add --drive" in str(error)
 
 
 def test_counters_of_a_running_engine_as_they_are(serve, prompts, trained):

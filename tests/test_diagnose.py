@@ -333,7 +333,7 @@ def test_rounds_that_were_shorter_than_k():
 def test_share_of_novel_text():
     """Up to the first other token; a text that ends sooner is the reference's as far as it goes."""
     drawn = GeneratedTexts((ReferenceText((7,), (1, 2, 3, 4)), ReferenceText((8,), (5, 6, 7, 8))), (), None)
-    measured = SimpleNamespace(generated={0.0: drawn, 1.0: drawn})
+    measured = SimpleNamespace(text_source="", generated={0.0: drawn, 1.0: drawn})
 
     def answer(*ids, prompt=None):
         return EngineAnswer("x", "stop", tuple(AnswerToken("x", each) for each in ids), prompt_ids=prompt)
@@ -473,7 +473,8 @@ def plans(monkeypatch):
 
     def reference(model, prompts, plan, **_):
         found.append(plan)
-        return SimpleNamespace(generated=dict.fromkeys(plan.temperatures, drawn), text_indices=lambda temperature: {0})
+        generated = dict.fromkeys(plan.temperatures, drawn)
+        return SimpleNamespace(text_source="", generated=generated, text_indices=lambda temperature: {0})
 
     monkeypatch.setattr("nextn.evaluate.diagnose.reference_acceptance", reference)
     monkeypatch.setattr("nextn.evaluate.diagnose.expectation", lambda name, *_: replace(GOOD, name=name))

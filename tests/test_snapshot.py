@@ -1,14 +1,12 @@
 """snapshot: of a hub checkpoint, the files that loading needs and no others; then the cache alone."""
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from hub import SHA, Handler, Hub, only_loopback, own_client  # noqa: F401  # fixtures: no other host, no token
-from huggingface_hub import constants
+from hub import SHA, only_loopback, own_client, serve  # noqa: F401  # fixtures: no other host, no token
 from safetensors.torch import load_file, save_file
 from stored import INDEX, set_config
 from tiny import build
@@ -19,45 +17,6 @@ from nextn.model.model import Model
 from nextn.model.text_interface import TextInterface
 
 SHARD = "model-00002-of-00002.safetensors"
-
-
-class Downloads(Handler):
-    """The hub's answers to a whole download, beside those to ranged reads."""
-
-    def listing(self):
-        return json.dumps(json.loads(super().listing()) | {"id": "org/model"}).encode()
-
-    def describe(self, name):
-        body = self.hub.files[name]
-        return {"X-Repo-Commit": SHA, "ETag": f'"{hashlib.sha256(body).hexdigest()}"', "Accept-Ranges": "bytes",
-                "Content-Length": str(len(body))}  # fmt: skip
-
-    def do_HEAD(self):
-        path = self.path.split("?")[0]
-        self.hub.requests.append((path, self.headers))
-        name = path.removeprefix(f"/org/model/resolve/{SHA}/")
-        if name in self.hub.files:
-            self.answer(200, self.describe(name), b"")
-        else:
-            self.answer(404, {"X-Error-Code": "EntryNotFound"}, b"")
-
-    def do_GET(self):
-        path = self.path.split("?")[0]
-        name = path.removeprefix(f"/org/model/resolve/{SHA}/")
-        if path == f"/api/models/org/model/tree/{SHA}":
-            files = [
-                {"type": "file", "path": each, "size": len(body), "oid": each} for each, body in self.hub.files.items()
-            ]
-            self.answer(200, {"Content-Type": "application/json"}, json.dumps(files).encode())
-        elif name in self.hub.files and "Range" not in self.headers:
-            self.hub.requests.append((path, {"Range": "all"}))
-            fault = next(iter(self.hub.faults.get("download", [])), None)
-            if fault is not None:
-                self.answer(fault, {}, b"")
-            else:
-                self.answer(200, self.describe(name), self.hub.files[name])
-        else:
-            super().do_GET()
 
 
 @pytest.fixture
@@ -73,12 +32,7 @@ def hub(tmp_path, monkeypatch):
     (folder / "pytorch_model.bin").write_bytes(b"pickle")
     (folder / "original").mkdir()
     (folder / "original" / "params.json").write_text("{}")
-    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-    served = Hub({name: path.read_bytes() for name, path in paths.items()})
-    served.server.RequestHandlerClass = type("Handler", (Downloads,), {"hub": served})
-    monkeypatch.setattr(constants, "ENDPOINT", served.url)
-    template = served.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    served = serve(folder, monkeypatch)
     yield served
     served.stop()
 

@@ -220,6 +220,76 @@ def test_full_disk_keeps_the_states_of_complete_layers(folder, tmp_path, monkeyp
     assert_same(Model.load(folder, stream=True), Model.load(folder), folder=tmp_path / "states")
 
 
+def fail_above(monkeypatch, trunk, num_positions, index=1):
+    """One layer, as on a small GPU, has no memory for more positions than these; -> the sizes that it was run with."""
+    layer_class, seen = type(trunk.decoder.layers[index]), []
+    real = layer_class.forward
+
+    def forward(self, hidden, *args, **kwargs):
+        seen.append(tuple(hidden.shape[:2]))
+        if self is trunk.decoder.layers[index] and seen[-1][0] * seen[-1][1] > num_positions:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return real(self, hidden, *args, **kwargs)
+
+    monkeypatch.setattr(layer_class, "forward", forward)
+    return seen
+
+
+@pytest.mark.parametrize("name", families(CONFIGS))
+def test_a_device_without_memory_gets_smaller_batches(name, tmp_path, monkeypatch):
+    """The states of every family, tuples included, can be taken apart; later layers begin with the smaller size."""
+    build(name).save(tmp_path / "model")
+    batch = [torch.tensor([prompt(9, seed=seed) for seed in range(5)])]
+    expected = Model.load(tmp_path / "model", stream=True).trunk.run(batch)[0]
+    trunk = Model.load(tmp_path / "model", stream=True).trunk
+    seen = fail_above(monkeypatch, trunk, 20)
+    output = trunk.run(batch)[0]
+    for name in ("final_hidden", "head_input"):
+        torch.testing.assert_close(getattr(output, name), getattr(expected, name), rtol=1e-4, atol=1e-4)
+    if seen:  # a family whose layers take their states by keyword
+        assert seen[:5] == [(5, 9), (5, 9), (2, 9), (2, 9), (1, 9)]
+        assert seen[5:8] == [(2, 9), (2, 9), (1, 9)] or len(trunk.decoder.layers) == 2
+
+
+def test_a_device_without_memory_for_one_text(folder, tmp_path, monkeypatch):
+    """One error; the states of complete layers stay, and a device with memory resumes."""
+    trunk = Model.load(folder, stream=True).trunk
+    fail_above(monkeypatch, trunk, 3)
+    message = r"layer 1: cpu has not enough memory for one text of 21 tokens: CUDA out of"
+    with pytest.raises(ConfigError, match=message) as failed:
+        trunk.run(BATCHES, folder=tmp_path / "states")
+    assert "use shorter texts (--max-tokens), or another device (--device). The states of complete" in str(failed.value)
+    monkeypatch.undo()
+    resumed = []
+    Model.load(folder, stream=True).trunk.run(BATCHES, folder=tmp_path / "states", on_layer=resumed.append)
+    assert [layer.resumed for layer in resumed][:2] == [True, False]
+
+
+def test_a_device_without_memory_for_a_layer(folder, monkeypatch):
+    def load(*args, **kwargs):
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        except RuntimeError as error:
+            raise CheckpointError("transformers cannot load the trunk") from error
+
+    monkeypatch.setattr(transformers_loading.LayerLoader, "load", load)
+    with pytest.raises(ConfigError, match=r"layer 0: cpu has not enough memory for its weights, 0\.0 GB as stored"):
+        Model.load(folder, stream=True).trunk.run(BATCHES)
+
+
+def test_other_errors_are_not_retried(folder, monkeypatch):
+    trunk, calls = Model.load(folder, stream=True).trunk, []
+
+    def fail(*args, **kwargs):
+        calls.append(args)
+        raise RuntimeError("shapes differ")
+
+    monkeypatch.setattr(type(trunk.decoder.layers[0]), "forward", fail)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        trunk.run(BATCHES)
+    assert len(calls) == 1
+
+
 def test_progress_counts_the_bytes_of_each_layer(folder):
     model, progress = Model.load(folder, stream=True), []
     model.trunk.run(BATCHES, on_layer=progress.append)

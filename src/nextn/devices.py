@@ -7,6 +7,8 @@ import torch
 
 from nextn.errors import ConfigError
 
+_NO_MEMORY = ("out of memory", "can't allocate memory")  # of MPS; of the host
+
 
 def resolve_device(name: str | torch.device = "auto") -> torch.device:
     """Return the device of a name.
@@ -46,6 +48,23 @@ def available_bytes(device: torch.device) -> int | None:
         used = int((group / "memory.current").read_text()) - _cached_bytes(group)
         limits.append(int((group / "memory.max").read_text()) - used)
     return min(limits, default=None)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an allocation of torch failed, on a GPU or on the host; here or in what caused the error."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """Give back what torch keeps of freed memory of a GPU."""
+    if device.type in ("cuda", "mps", "xpu"):
+        getattr(torch, device.type).empty_cache()
 
 
 def _cached_bytes(group: Path) -> int:

@@ -176,9 +176,17 @@ class Checkpoint:
         return _load_json(self.sources[name], OTHER_LIMITS) if name in self.sources else None
 
 
-def as_checkpoint(source: str | Path | Checkpoint) -> Checkpoint:
+def as_checkpoint(
+    source: str | Path | Checkpoint,
+    *,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    offline: bool = False,
+) -> Checkpoint:
     """Return `source`, opened if it is a path or hub id."""
-    return source if isinstance(source, Checkpoint) else Checkpoint.open(source)
+    if isinstance(source, Checkpoint):
+        return source
+    return Checkpoint.open(source, revision=revision, cache_dir=cache_dir, offline=offline)
 
 
 def _assemble(path: str, sources: Mapping[str, ByteSource], *, revision: str | None = None) -> Checkpoint:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from huggingface_hub import is_offline_mode
 
 from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.remote import ADVICE, LocalFile
+from nextn.checkpoint.partial_download import PartialDownload
+from nextn.checkpoint.remote import ADVICE, LocalFile, RemoteFile
 from nextn.errors import CheckpointError
 
 # Config, tokenizer, chat template. A pattern with a slash never matches: other folders hold other formats.
@@ -33,12 +35,44 @@ def on_disk(
     Raises:
         CheckpointError: The download failed, or the cache lacks files.
     """
-    checkpoint = inventory.checkpoint
-    if all(isinstance(source, LocalFile) for name in needed(inventory) if (source := checkpoint.sources.get(name))):
+    if not _remote(inventory):
         return inventory
+    checkpoint = inventory.checkpoint
     patterns = [re.sub(r"([*?[])", r"[\1]", name) for name in needed(inventory)]
     folder = _download(checkpoint.path, patterns, revision=revision, cache_dir=cache_dir, offline=offline)
     return Inventory.of(Checkpoint.open(folder), family=inventory.family)
+
+
+def in_parts(
+    inventory: Inventory, *, revision: str | None = None, cache_dir: str | Path | None = None, keep: Path | None = None
+) -> Inventory:
+    """Return the inventory of the same checkpoint; tensors on the hub are downloaded when they are read.
+
+    Args:
+        inventory: Of an opened checkpoint.
+        revision: The one it was opened with.
+        cache_dir: Folder of the hub's cache, in which tensors are until they are forgotten.
+        keep: Folder to keep them in instead.
+
+    Raises:
+        CheckpointError: As `on_disk` and `PartialDownload`; for `keep` beside a local checkpoint.
+    """
+    checkpoint = inventory.checkpoint
+    if not _remote(inventory):
+        if keep is not None:
+            raise CheckpointError(f"{checkpoint.path}: nothing is to be downloaded, so there are no shards to keep")
+        return inventory
+    folder = _download(checkpoint.path, _OTHER_FILES, revision=revision, cache_dir=cache_dir, offline=False)
+    cache = Path(cache_dir or hub.constants.HF_HUB_CACHE) / f"nextn--{checkpoint.path.replace('/', '--')}"
+    partial = PartialDownload(checkpoint, keep or cache, keep=keep is not None).checkpoint
+    others = {name: LocalFile(path, name) for name in partial.sources if (path := folder / name).is_file()}
+    return replace(inventory, checkpoint=replace(partial, sources={**partial.sources, **others}))
+
+
+def _remote(inventory: Inventory) -> list[str]:
+    """The needed files that are on the hub only."""
+    sources = inventory.checkpoint.sources
+    return [name for name in needed(inventory) if isinstance(sources.get(name), RemoteFile)]
 
 
 def _download(

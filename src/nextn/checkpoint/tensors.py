@@ -1,8 +1,10 @@
-"""Read a local checkpoint's tensors on demand as torch tensors; quantized weights are dequantized with their scales."""
+"""Read a checkpoint's tensors on demand as torch tensors; quantized weights are dequantized with their scales."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 from safetensors import safe_open
@@ -13,6 +15,7 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.mapped_memory import release_pages
 from nextn.checkpoint.packed_layout import with_whole_weights
 from nextn.checkpoint.packed_weights import QuantizedWeight, unpack
+from nextn.checkpoint.partial_download import PartialFile
 from nextn.checkpoint.quant_config import declared
 from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.safetensors_file import TensorInfo
@@ -49,7 +52,7 @@ class StoredTensor:
 
 
 class TensorReader(AbstractContextManager["TensorReader"]):
-    """The tensors of a local checkpoint, whose files stay open until the context ends.
+    """The tensors of a checkpoint whose files are local, or downloaded in part; they stay open until the context ends.
 
     Attributes:
         inventory: The checkpoint's, in which each weight that is stored as several tensors is one, as in `checkpoint`.
@@ -135,12 +138,28 @@ class TensorReader(AbstractContextManager["TensorReader"]):
 
         should_stop: Asked after every few megabytes.
         """
-        infos = self._infos(names)
-        for info in sorted(infos, key=lambda info: (info.file, info.begin)):
+        infos = sorted(self._infos(names), key=lambda info: (info.file, info.begin))
+        self.download(names, should_stop)
+        for info in infos:
+            if isinstance(self.checkpoint.sources[info.file], PartialFile):
+                continue
             for _ in self.checkpoint.chunks(info, _FETCH):
                 if should_stop():
                     break
         return sum(info.nbytes for info in infos)
+
+    def download(self, names: Iterable[str], should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Download these tensors and their scales, if they are on a hub; `read` does so one by one.
+
+        should_stop: Asked before each request.
+        """
+        for source, ranges in self._partial(names):
+            source.fetch(ranges, should_stop)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Free the disk space of these tensors and their scales, if they were downloaded."""
+        for source, ranges in self._partial(names):
+            source.forget(ranges)
 
     def num_bytes(self, names: Iterable[str]) -> int:
         """Return how many bytes `fetch` reads."""
@@ -160,6 +179,12 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         scale = self.scales.get(name)
         return name if scale is None or is_finite(self._raw(scale)) else scale
 
+    def _partial(self, names: Iterable[str]) -> Iterator[tuple[PartialFile, list[tuple[int, int]]]]:
+        """Files that are downloaded in part, with the ranges of these tensors."""
+        for file, group in groupby(sorted(self._infos(names), key=attrgetter("file")), key=attrgetter("file")):
+            if isinstance(source := self.checkpoint.sources[file], PartialFile):
+                yield source, [(info.begin, info.end) for info in group]
+
     def _infos(self, names: Iterable[str]) -> list[TensorInfo]:
         """The stored tensors that these consist of."""
         return [info for name in names for info in self._parts(name)]
@@ -170,10 +195,12 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         return [self._stored[stored] for stored in (name, self.scales.get(name)) if stored]
 
     def _raw(self, name: str) -> Tensor:
-        file = self._stored[name].file
+        info = self._stored[name]
+        file, source = info.file, self.checkpoint.sources[info.file]
+        if isinstance(source, PartialFile):
+            source.fetch([(info.begin, info.end)])
         if file not in self._files:
-            source = self.checkpoint.sources[file]
-            if not isinstance(source, LocalFile):
+            if not isinstance(source, LocalFile | PartialFile):
                 raise CheckpointError(f"{source}: not a local file. Download it first.")
             self._files[file] = self._stack.enter_context(safe_open(source.path, framework="pt"))
         return self._files[file].get_tensor(name)

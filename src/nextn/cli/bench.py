@@ -1,6 +1,6 @@
 """Speed: `nextn bench` and `nextn advise`. Files are written after all measurements, or not at all."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,9 +15,13 @@ from nextn.cli.common import (  # fmt: skip
     BackendName,
     CacheDir,
     Chat,
+    Concurrency,
     Device,
     Dtype,
+    Engine,
+    EngineAccess,
     ExactHead,
+    KeyEnv,
     MaxTokens,
     ModelName,
     ModelOptions,
@@ -25,19 +29,33 @@ from nextn.cli.common import (  # fmt: skip
     Prompts,
     Revision,
     SeparateHead,
+    Served,
     Temperatures,
+    Timeout,
     WeightType,
     parse_temperatures,
     use_chat,
 )
 from nextn.cli.draft_vocabulary import DraftText, DraftVocab, DraftVocabularyOptions
+from nextn.cli.offload import (
+    MemoryBandwidth,
+    OffloadBandwidth,
+    advise_offloaded,
+    check_needs_offloading,
+    parse_bandwidth,
+    show_experts,
+)
 from nextn.cli.screen import console, plain, print_json, print_table, progress_bars
+from nextn.cli.streaming import KeepShards, States, Stream, TextOptions, Texts
 from nextn.errors import ConfigError
 from nextn.evaluate.benchmark_plan import BenchmarkPlan
+from nextn.evaluate.reference_plan import ReferencePlan
 
 if TYPE_CHECKING:
-    from nextn.evaluate.advice import Advice
+    from nextn.evaluate.advice import Advice, Forecast
     from nextn.evaluate.benchmark import BenchmarkFigures, BenchmarkReport
+    from nextn.evaluate.offloading import OffloadAdvice
+    from nextn.evaluate.reference_report import ReferenceReport
 
 Out = Annotated[Path | None, typer.Option(help="Folder for the record and the figures.")]
 
@@ -119,6 +137,17 @@ def advise(
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
+    offload_bandwidth: OffloadBandwidth = None,
+    memory_bandwidth: MemoryBandwidth = None,
+    engine: Engine = None,
+    served: Served = None,
+    concurrency: Concurrency = 8,
+    timeout: Timeout = 600,
+    key_env: KeyEnv = None,
+    texts: Texts = None,
+    stream: Stream = None,
+    states: States = None,
+    keep_shards: KeepShards = None,
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
@@ -127,6 +156,7 @@ def advise(
 
     sizes = _integers(batches, "--batches", minimum=1)
     lengths = _integers(contexts, "--contexts", minimum=1) if contexts else ()
+    memory_rate = None if memory_bandwidth is None else parse_bandwidth("--memory-bandwidth", memory_bandwidth)
     plan = BenchmarkPlan(
         (num_speculative_tokens,),
         parse_temperatures(temperatures),
@@ -137,18 +167,35 @@ def advise(
     )
     options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head)
     options.check()
-    texts = read_prompts(prompts)
+    to_decode = read_prompts(prompts)
     _check_out(out)
+    if offload_bandwidth is not None:
+        asked = EngineAccess(engine or "", served, concurrency, timeout, key_env)
+        source = TextOptions.of(options, texts, asked, stream=stream, states=states, quiet=as_json, shards=keep_shards)
+        reference = ReferencePlan(num_speculative_tokens, plan.temperatures, max_tokens, chat, seed, backend)
+        rates = parse_bandwidth("--offload-bandwidth", offload_bandwidth), memory_rate
+        _finish_advice(advise_offloaded(options, source, reference, to_decode, *rates), out, as_json=as_json)
+        return
+    check_needs_offloading(
+        {
+            "--memory-bandwidth": memory_bandwidth,
+            "--engine": engine,
+            "--texts": texts,
+            "--stream": stream,
+            "--states": states,
+            "--keep-shards": keep_shards,
+        }
+    )
     from nextn.evaluate.advice import advise as forecast
 
     loaded = options.load(need_head=True, exact_head=exact_head)
     plan = replace(plan, chat=use_chat(loaded, chat))
     with progress_bars(quiet=as_json) as progress:
-        on_run = progress("decode", plan.num_runs(len(texts)))
+        on_run = progress("decode", plan.num_runs(len(to_decode)))
         on_costs = progress("costs", len(sizes) * max(1, len(lengths)))
         advice = forecast(
             loaded,
-            texts,
+            to_decode,
             plan,
             batches=sizes,
             contexts=lengths,
@@ -156,6 +203,10 @@ def advise(
             on_run=lambda _: on_run(),
             on_costs=lambda _: on_costs(),
         )
+    _finish_advice(advice, out, as_json=as_json)
+
+
+def _finish_advice(advice: "Advice | OffloadAdvice", out: Path | None, *, as_json: bool) -> None:
     if out is not None:
         _write(out, "advice.json", advice.as_record(), lambda folder: _draw_costs(advice, folder))
     if as_json:
@@ -209,10 +260,10 @@ def _draw(report: "BenchmarkReport", folder: Path) -> None:
     plots.costs(folder / "costs.png", [report.costs])
 
 
-def _draw_costs(advice: "Advice", folder: Path) -> None:
+def _draw_costs(advice: "Advice | OffloadAdvice", folder: Path) -> None:
     from nextn.stats import plots
 
-    plots.costs(folder / "costs.png", advice.costs)
+    plots.costs(folder / "costs.png", [each.costs for each in advice.forecasts])
 
 
 def _show_benchmark(report: "BenchmarkReport") -> None:
@@ -259,11 +310,27 @@ def _cells(figures: "BenchmarkFigures") -> list[str]:
     ]
 
 
-def _show_advice(advice: "Advice") -> None:
+def _show_advice(advice: "Advice | OffloadAdvice") -> None:
+    from nextn.evaluate.offloading import OffloadAdvice
+
+    _show_forecasts(advice.forecasts)
+    if isinstance(advice, OffloadAdvice):
+        show_experts(advice)
+    for each in advice.headlines:
+        measured = ""
+        if not isinstance(advice, OffloadAdvice):
+            figures = advice.report.figures(each.temperature, advice.report.plan.drafts[-1])
+            measured = f"; measured in this run at K = {figures.drafts}: {figures.speedup.median:.2f} x"
+        console().print(plain(f"{_at(each.temperature)}: {each.summary}{measured}"), soft_wrap=True)
+    for line in _warnings(advice.report):
+        console().print(plain(line), soft_wrap=True)
+
+
+def _show_forecasts(forecasts: "Sequence[Forecast]") -> None:
     from rich.table import Table
 
-    screen, table = console(), Table(box=None, header_style="bold", pad_edge=False)
-    choices = range(1, max(len(each.choices) for each in advice.forecasts) + 1)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    choices = range(1, max(len(each.choices) for each in forecasts) + 1)
     for title in (
         "",
         "batch",
@@ -276,7 +343,7 @@ def _show_advice(advice: "Advice") -> None:
         "break-even",
     ):
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
-    for each in advice.forecasts:
+    for each in forecasts:
         expected = [f"{choice.speedup:.2f}" for choice in each.choices]
         even = "none" if each.best.break_even is None else f"{each.best.break_even:.2f}"
         expected += [""] * (len(choices) - len(expected))
@@ -285,15 +352,9 @@ def _show_advice(advice: "Advice") -> None:
         best = (str(each.best.drafts), f"{each.best.speedup:.2f}", f"{low:.2f}-{high:.2f}")
         table.add_row(f"T={each.temperature:g}", *sizes, *expected, *best, "on" if each.pays else "off", even)
     print_table(table)
-    for each in advice.headlines:
-        figures = advice.report.figures(each.temperature, advice.report.plan.drafts[-1])
-        measured = f"measured in this run at K = {figures.drafts}: {figures.speedup.median:.2f} x"
-        screen.print(plain(f"{_at(each.temperature)}: {each.summary}; {measured}"), soft_wrap=True)
-    for line in _warnings(advice.report):
-        screen.print(plain(line), soft_wrap=True)
 
 
-def _warnings(report: "BenchmarkReport") -> list[str]:
+def _warnings(report: "BenchmarkReport | ReferenceReport") -> list[str]:
     return [f"note: {warning}" for warning in report.warnings]
 
 

@@ -174,8 +174,10 @@ class ModelOptions:
 
         return None if self.dtype == "auto" else getattr(torch, self.dtype)
 
-    def load(self, *, need_head: bool, exact_head: bool = False, stream: bool = False) -> "Model":
-        """Load the model; call `check` first. exact_head: see `Head.exact`."""
+    def load(
+        self, *, need_head: bool, exact_head: bool = False, stream: bool = False, shards: Path | None = None
+    ) -> "Model":
+        """Load the model; call `check` first. exact_head: see `Head.exact`; stream, shards: see `Model.load`."""
         from nextn.model.model import Model
 
         loaded = Model.load(
@@ -185,6 +187,7 @@ class ModelOptions:
             need_head=need_head,
             device=self.device if self.weights == "stored" else "cpu",
             stream=stream,
+            shards=shards,
             head=self.head if need_head else None,
         )
         loaded.trunk.weights = self.weights

@@ -37,7 +37,7 @@ from nextn.cli.common import (  # fmt: skip
     parse_temperatures,
 )
 from nextn.cli.screen import console, echo, plain, print_json, print_table, progress_bars, shown
-from nextn.cli.streaming import States, Stream, TextOptions, Texts, measure_texts, reason_to_stream
+from nextn.cli.streaming import KeepShards, States, Stream, TextOptions, Texts, measure_answers, measure_texts, opened
 from nextn.errors import ConfigError
 from nextn.evaluate.reference_plan import ReferencePlan
 
@@ -89,11 +89,11 @@ def measure(
     texts: Texts = None,
     stream: Stream = None,
     states: States = None,
+    keep_shards: KeepShards = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure the acceptance per depth that a checkpoint's head should reach, with intervals and negative controls."""
     from nextn.checkpoint.safetensors_file import write_json
-    from nextn.data.sources import check_sources
     from nextn.evaluate.workload import read_prompts
 
     if min_acceptance is not None and not 0 <= min_acceptance <= 1:
@@ -103,28 +103,18 @@ def measure(
         raise ConfigError(
             "--texts replaces --prompts, and its texts are of one temperature; leave out the other options"
         )
-    if texts is not None and engine is not None:
-        raise ConfigError("--texts and --engine: the texts are of a file or of an engine; leave one out")
-    if texts is not None:
-        check_sources([texts])
     plan = ReferencePlan(num_speculative_tokens, given or (0.0, 1.0), max_tokens, chat, seed, backend)
     options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, head=head)
     options.check()
     to_answer = read_prompts(prompts)
-    reason, quiet = reason_to_stream(options, stream), as_json or model_card
-    if reason is not None and texts is None and engine is None:
-        raise ConfigError(
-            f"a streamed trunk ({reason}) cannot generate the texts to measure on: name a served copy of the model "
-            "with --engine, or give a file of texts with --texts; --no-stream loads the model in any case"
-        )
+    asked, quiet = EngineAccess(engine or "", served, concurrency, timeout, key_env), as_json or model_card
+    source = TextOptions.of(options, texts, asked, stream=stream, states=states, quiet=quiet, shards=keep_shards)
     from nextn.evaluate.decoding_costs import Machine
     from nextn.evaluate.reference import reference_acceptance
     from nextn.evaluate.reference_report import checkpoint_hashes
     from nextn.evaluate.reference_report import model_card as to_model_card
 
-    if texts is not None or engine is not None:
-        asked = EngineAccess(engine or "", served, concurrency, timeout, key_env)
-        source = TextOptions(texts, asked, reason, states, quiet)
+    if source.has_texts:
         loaded, report = measure_texts(options, source, plan, to_answer)
     else:
         loaded = options.load(need_head=True)
@@ -132,7 +122,10 @@ def measure(
             step = progress("texts", len(to_answer) * len(plan.temperatures))
             report = reference_acceptance(loaded, to_answer, plan, on_text=step)
     report = replace(
-        report, source=model, hashes=checkpoint_hashes(model, head=head, **options.hub), machine=Machine.of(loaded)
+        report,
+        source=model,
+        hashes=checkpoint_hashes(opened(loaded, model), head=head, **options.hub),
+        machine=Machine.of(loaded),
     )
     probed = _probe(report, loaded, options, quiet=quiet) if probe else None
     record = report.as_record() | ({} if probed is None else {"probe": probed.as_record()})
@@ -186,6 +179,9 @@ def diagnose(
     max_seconds: Annotated[float, typer.Option(help="Maximum seconds for all requests.")] = 900,
     timeout: Annotated[float, typer.Option(help="Seconds per request.")] = 120,
     key_env: KeyEnv = None,
+    stream: Stream = None,
+    states: States = None,
+    keep_shards: KeepShards = None,
     out: Annotated[Path | None, typer.Option(help="File for the JSON record.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -204,8 +200,16 @@ def diagnose(
         )
     options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, head=head)
     options.check()
+    asked = EngineAccess(engine)
+    source = TextOptions.of(options, None, asked, stream=stream, states=states, quiet=as_json, shards=keep_shards)
+    is_streamed = source.reason is not None
+    if is_streamed and (not drive or own_template):
+        raise ConfigError(
+            f"a streamed trunk ({source.reason}) cannot generate, so the texts are the engine's answers to prompts of "
+            "token ids: add --drive, and leave --own-template out; --no-stream loads the model in any case"
+        )
     texts, budget = read_prompts(prompts), Budget(Limits(requests=max_requests, seconds=max_seconds, answer_s=timeout))
-    from nextn.evaluate.diagnose import audit_lines, check_drafts
+    from nextn.evaluate.diagnose import audit_lines, check_drafts, observed_plan
     from nextn.evaluate.diagnose import diagnose as compare
     from nextn.evaluate.engine_run import EngineObservation, drive_engine, read_engine_counters
     from nextn.evaluate.faults import FAULTS
@@ -213,7 +217,7 @@ def diagnose(
     with progress_bars(quiet=as_json) as progress:
         if drive:
             target = Endpoint.open(engine, budget, model=served, key_env=key_env, chat=own_template)
-            loaded = options.load(need_head=True)
+            loaded = options.load(need_head=True, stream=is_streamed, shards=keep_shards)
             step = progress("requests", len(texts) * len(plan.temperatures))
             observed = drive_engine(target, loaded, texts, plan, on_answer=step)
         else:
@@ -221,12 +225,18 @@ def diagnose(
             loaded = options.load(need_head=True)
             observed = [EngineObservation(plan.temperatures[0], counters)]
         check_drafts(observed, num_speculative_tokens)
+    plan, reference = observed_plan(observed, plan), None
+    if is_streamed:
+        reference = measure_answers(loaded, observed, source, plan, texts)
+    with progress_bars(quiet=as_json) as progress:
         steps = {
-            "on_text": progress("reference", len(texts) * len(plan.temperatures)),
+            "on_text": progress("reference", 0 if is_streamed else len(texts) * len(plan.temperatures)),
             "on_fault": progress("faults", len(FAULTS)),
         }
         findings = audit_lines(model, **options.hub)
-        diagnosis = compare(loaded, texts, observed, plan, source=model, audit_notes=findings, **steps)
+        diagnosis = compare(
+            loaded, texts, observed, plan, source=model, reference=reference, audit_notes=findings, **steps
+        )
     record = diagnosis.as_record()
     if out is not None:
         write_json(out, record)
@@ -301,7 +311,7 @@ def _probe(report: "ReferenceReport", model: "Model", options: ModelOptions, *, 
     generated = sampled[0] if sampled else generate_texts(model, prompts, report.plan, 1.0)
     with progress_bars(quiet=quiet) as progress:
         step = progress("conventions", None)
-        copies = {} if options.head is not None else stored_copies(report.source, model, **options.hub)
+        copies = {} if options.head is not None else stored_copies(opened(model, report.source), model, **options.hub)
         return probe(model, truncate_texts(generated.texts), report.plan.drafts, copies=copies, on_score=step)
 
 

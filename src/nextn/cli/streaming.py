@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,10 @@ from nextn.cli.screen import console, print_note, progress_bars
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
+    from nextn.checkpoint.checkpoint import Checkpoint
     from nextn.evaluate.engine_check import EngineText
+    from nextn.evaluate.engine_run import EngineObservation
+    from nextn.evaluate.expert_routing import ExpertRouting
     from nextn.evaluate.given_texts import GivenTexts
     from nextn.evaluate.reference_plan import ReferencePlan
     from nextn.evaluate.reference_report import ReferenceReport
@@ -70,6 +73,16 @@ def reason_to_stream(options: ModelOptions, stream: bool | None) -> str | None:
     return stream_plan.reason_to_stream(checkpoint, options.torch_dtype, resolve_device(options.device))
 
 
+KeepShards = Annotated[
+    Path | None,
+    typer.Option(
+        help="Of a hub id whose trunk is streamed: keep what is downloaded in this folder, for later runs. Default: "
+        "each layer is forgotten after use.",
+        rich_help_panel=_PANEL,
+    ),
+]
+
+
 @dataclass(frozen=True)
 class TextOptions:
     """Where the texts come from, and how the trunk runs over them."""
@@ -79,6 +92,41 @@ class TextOptions:
     reason: str | None  # why the trunk is streamed; None: it is loaded
     states: Path | None
     quiet: bool
+    shards: Path | None = None  # see `Model.load`
+
+    @classmethod
+    def of(
+        cls,
+        options: ModelOptions,
+        file: str | None,
+        engine: EngineAccess,
+        *,
+        stream: bool | None,
+        states: Path | None,
+        quiet: bool,
+        shards: Path | None = None,
+    ) -> "TextOptions":
+        """Check the options of texts. Raises ConfigError, without texts for a model that is to be streamed, too."""
+        from nextn.data.sources import check_sources
+
+        if file is not None and engine.url:
+            raise ConfigError("--texts and --engine: the texts are of a file or of an engine; leave one out")
+        if file is not None:
+            check_sources([file])
+        source = cls(file, engine, reason_to_stream(options, stream), states, quiet, shards)
+        if source.reason is not None and not source.has_texts:
+            raise ConfigError(
+                f"a streamed trunk ({source.reason}) cannot generate the texts to measure on: name a served copy of "
+                "the model with --engine, or give a file of texts with --texts; --no-stream loads the model in any case"
+            )
+        if shards is not None and source.reason is None:
+            raise ConfigError(f"--keep-shards {shards}: the model fits into memory; --stream streams it nevertheless")
+        return source
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether texts are given, by a file or an engine."""
+        return self.file is not None or bool(self.engine.url)
 
     @property
     def folder(self) -> Path:
@@ -89,25 +137,32 @@ class TextOptions:
 
 
 def measure_texts(
-    options: ModelOptions, source: TextOptions, plan: "ReferencePlan", prompts: "Sequence[Prompt]"
+    options: ModelOptions,
+    source: TextOptions,
+    plan: "ReferencePlan",
+    prompts: "Sequence[Prompt]",
+    *,
+    routing: "ExpertRouting | None" = None,
 ) -> "tuple[Model, ReferenceReport]":
     """Load the model, and measure its head on texts of a file, or on an engine's continuations of the prompts.
 
-    With several temperatures in the plan, a file's own is that of its header.
+    With several temperatures in the plan, a file's own is that of its header. `routing` counts the experts that the
+    texts take.
     """
     from nextn.evaluate.engine_check import check_engine
     from nextn.evaluate.given_texts import read_texts
     from nextn.evaluate.reference import acceptance_on_texts
 
-    loaded, asked = options.load(need_head=True, stream=source.reason is not None), None
+    loaded, asked = options.load(need_head=True, stream=source.reason is not None, shards=source.shards), None
     if source.file is not None:
         temperature = plan.temperatures[0] if len(plan.temperatures) == 1 else None
         reader = partial(read_texts, source.file, loaded.trunk, loaded.tokenizer)
         given = [reader(temperature=temperature, max_tokens=plan.max_tokens)]
     else:
         given, asked = _ask_engine(loaded, source, plan, prompts)
-    texts = [text for each in given for text in each.texts] + ([] if asked is None else [asked[0]])
-    outputs, record = _run_trunk(loaded, texts, source)
+    texts = [text for each in given for text in each.texts]
+    with nullcontext() if routing is None else routing.watch(loaded.trunk, texts):
+        outputs, record = _run_trunk(loaded, texts + ([] if asked is None else [asked[0]]), source, routing)
     check = None if asked is None else check_engine(source.engine.url, asked, loaded.trunk, outputs.pop())
     parts = iter(outputs)
     report = acceptance_on_texts(loaded, given, [[next(parts) for _ in each.texts] for each in given], plan)
@@ -142,8 +197,42 @@ def _ask_engine(
     return given, ask_engine(endpoint, ids[0])
 
 
+def measure_answers(
+    model: "Model",
+    observed: "Sequence[EngineObservation]",
+    source: TextOptions,
+    plan: "ReferencePlan",
+    prompts: "Sequence[Prompt]",
+) -> "ReferenceReport":
+    """Measure the head on the answers of an engine that was asked the prompts, as `observed_plan` says.
+
+    Raises EngineError for answers whose tokens are not the checkpoint's.
+    """
+    from nextn.evaluate.given_texts import GivenTexts
+    from nextn.evaluate.reference import acceptance_on_texts
+    from nextn.evaluate.reference_texts import prompt_tokens
+    from nextn.evaluate.teacher_forced import ReferenceText
+    from nextn.model.text_interface import TextInterface
+    from nextn.train.served_answers import to_generated
+
+    eos, given = TextInterface.of(model).eos, []
+    domains = tuple(prompt.domain for prompt in prompts)
+    for temperature in plan.temperatures:
+        texts: dict[int, ReferenceText] = {}
+        for each in (each for each in observed if each.temperature == temperature):
+            for index, answer in zip(each.prompt_indices or (), each.answers, strict=True):
+                where, ids = f"{source.engine.url}: prompt {index}", prompt_tokens(model, prompts[index], plan.chat)
+                made = to_generated(answer, ids, model.tokenizer, eos, where=where)
+                texts[index] = ReferenceText(made.prompt, made.tokens, temperature, made.finish == "eos")
+        given.append(GivenTexts(tuple(texts[index] for index in range(len(prompts))), domains, source.engine.url))
+    outputs, record = _run_trunk(model, [text for each in given for text in each.texts], source)
+    parts = iter(outputs)
+    report = acceptance_on_texts(model, given, [[next(parts) for _ in each.texts] for each in given], plan)
+    return replace(report, stream=record)
+
+
 def _run_trunk(
-    model: "Model", texts: "Sequence[ReferenceText]", source: TextOptions
+    model: "Model", texts: "Sequence[ReferenceText]", source: TextOptions, routing: "ExpertRouting | None" = None
 ) -> "tuple[list[TrunkOutput], dict[str, object] | None]":
     """The states of all texts, in one pass of the trunk, and what streaming took."""
     from nextn.checkpoint.mapped_memory import return_freed_memory
@@ -159,12 +248,25 @@ def _run_trunk(
     print_note(f"the trunk is streamed ({source.reason}): {estimate}")
     return_freed_memory()  # of checking the head
     layers: list[LayerProgress] = []
-    folder = source.folder / run_name(trunk, texts)
+    name, options = run_name(trunk, texts), dict[str, Any]()
+    if routing is not None:
+        name, options = f"{name}-experts-{routing.max_positions}", {"observe": routing.counts}
+    folder = source.folder / name
     with _layer_bar(trunk, folder, layers, quiet=source.quiet) as show:
-        outputs = whole_text_outputs(trunk, texts, folder=folder, on_layer=show)
+        outputs = whole_text_outputs(trunk, texts, folder=folder, on_layer=show, **options)
+    for layer in layers:
+        if routing is not None:
+            routing.restore(layer.index, layer.observed)
     if source.states is None:
         remove_states(folder)
     return outputs, stream_record(layers, estimate)
+
+
+def opened(model: "Model", source: str) -> "str | Checkpoint":
+    """Return the checkpoint of a streamed trunk, whose downloaded tensors need no second download; else the source."""
+    from nextn.model.streamed_trunk import StreamedTrunk
+
+    return model.trunk.checkpoint if isinstance(model.trunk, StreamedTrunk) else source
 
 
 def stream_for_training(task: "HeadTask", cache: "HiddenStateCache", folder: Path, *, quiet: bool) -> None:

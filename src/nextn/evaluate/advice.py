@@ -95,25 +95,44 @@ class Forecast:
 def forecast(
     counts: Acceptance, costs: Costs, *, temperature: float, overhead: float = 0.0, all_repetitive: bool = False
 ) -> Forecast:
-    """Compute the expected speed-up of every K from the acceptance of runs at the largest K.
+    """Compute the expected speed-up of every K from the acceptance of runs at the largest K, as `forecast_rates`."""
+    return forecast_rates(
+        counts.rates,
+        counts.intervals(),
+        costs,
+        temperature=temperature,
+        overhead=overhead,
+        all_repetitive=all_repetitive,
+    )
+
+
+def forecast_rates(
+    rates: Sequence[float],
+    bounds: Sequence[tuple[float, float]],
+    costs: Costs,
+    *,
+    temperature: float,
+    overhead: float = 0.0,
+    all_repetitive: bool = False,
+) -> Forecast:
+    """Compute the expected speed-up of every K from acceptances a_1.. and their intervals.
 
     `overhead` is the o of `DEFINITION`, in baseline steps. Raises ConfigError if no round had drafts.
     """
-    bounds = counts.intervals()
     if not bounds:
         raise ConfigError("no text was long enough for a round with drafts; give other prompts, or more max_tokens")
     low, high = ([bound[end] for bound in bounds] for end in (0, 1))
 
     def choice(drafts: int) -> Choice:
         expected, least, most = (
-            expected_speedup(costs, rates, drafts, overhead=overhead) for rates in (counts.rates, low, high)
+            expected_speedup(costs, each, drafts, overhead=overhead) for each in (rates, low, high)
         )
         return Choice(drafts, expected, (least, most), break_even(costs, drafts, overhead=overhead))
 
     choices = tuple(choice(drafts) for drafts in range(1, min(len(bounds), costs.max_drafts) + 1))
-    num_drafts = best_drafts(costs, counts.rates, overhead=overhead)
+    num_drafts = best_drafts(costs, rates, overhead=overhead)
     best = choices[num_drafts - 1] if num_drafts else max(choices, key=lambda each: each.speedup)
-    return Forecast(temperature, costs, counts.rates, choices, best, all_repetitive)
+    return Forecast(temperature, costs, tuple(rates), choices, best, all_repetitive)
 
 
 def advise(

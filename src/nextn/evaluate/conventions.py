@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.checkpoint import Checkpoint, as_checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.snapshot import on_disk
 from nextn.checkpoint.tensors import TensorReader
@@ -85,7 +85,7 @@ def variants(model: Model, contract: Contract, *, copies: Mapping[str, Tensor] |
 
 
 def stored_copies(
-    source: str,
+    source: str | Checkpoint,
     model: Model,
     *,
     revision: str | None = None,
@@ -93,7 +93,7 @@ def stored_copies(
     offline: bool = False,
 ) -> dict[str, Tensor]:
     """Return copies of the trunk's tensors inside a checkpoint's head that differ from them, by canonical name."""
-    checkpoint = Checkpoint.open(source, revision=revision, cache_dir=cache_dir, offline=offline)
+    checkpoint = as_checkpoint(source, revision=revision, cache_dir=cache_dir, offline=offline)
     inventory = on_disk(Inventory.of(checkpoint), revision=revision, cache_dir=cache_dir, offline=offline)
     copies = {}
     with TensorReader(inventory) as weights:

@@ -12,6 +12,7 @@ from nextn.errors import ConfigError
 from nextn.evaluate.engine_run import EngineObservation
 from nextn.evaluate.faults import (
     CONTEXT,
+    FAULTS,
     TEMPLATE,
     WEIGHTS,
     FaultHypothesis,
@@ -117,7 +118,12 @@ def has_comparable_texts(observation: EngineObservation) -> bool:
 
 
 def novel_text_share(observation: EngineObservation, reference: ReferenceReport) -> float:
-    """Return the share of the reference's text after the first token that differs; 1 if it cannot be compared."""
+    """Return the share of the reference's text after the first token that differs; 1 if it cannot be compared.
+
+    A reference of texts that it did not generate is of the engine's own answers.
+    """
+    if reference.text_source:
+        return 0.0
     if not has_comparable_texts(observation):
         return 1.0
     generated = reference.generated[observation.temperature].texts
@@ -257,6 +263,11 @@ class Diagnosis:
             )
         for case in self.cases:
             notes += case.notes
+        for origin in self.reference.origins.values():
+            notes += [f"{warning}; the engine has other weights, or a quantized trunk" for warning in origin.warnings]
+        if self.reference.stream is not None:
+            decoded = ", ".join(fault.name for fault in FAULTS if fault.contract)
+            notes.append(f"would show in decoding only, which a streamed trunk cannot do: {decoded}")
         if not self.cases[0].counts.num_drafted:
             notes.append(
                 f"{self.engine} counts no positions, so there is one figure only: causes are hard to tell apart"
@@ -303,19 +314,19 @@ def diagnose(
     plan: ReferencePlan,
     *,
     source: str = "",
+    reference: ReferenceReport | None = None,
     audit_notes: Sequence[str] = (),
     on_text: Callable[[], None] = lambda: None,
     on_fault: Callable[[], None] = lambda: None,
 ) -> Diagnosis:
     """Compare what an engine counted with the head's reference, and with every fault that the head can have.
 
-    In the reference's plan, K gives way to the engine's if the engine reports it, and the temperatures to those of the
-    observations. Raises ConfigError without a head, EngineError for counters without figures.
+    `plan` becomes its `observed_plan`. `reference`: by this plan, of the engine's own answers to the prompts; None: of
+    the model's continuations. Raises ConfigError without a head, EngineError for counters without figures.
     """
-    drafts = max(draft_depth(each.counters) or plan.drafts for each in observations)
-    plan = replace(plan, drafts=drafts, temperatures=tuple(each.temperature for each in observations))
-    counts = [observed_counts(each.counters, drafts) for each in observations]
-    reference = reference_acceptance(model, prompts, plan, on_text=on_text)
+    plan = observed_plan(observations, plan)
+    counts = [observed_counts(each.counters, plan.drafts) for each in observations]
+    reference = reference or reference_acceptance(model, prompts, plan, on_text=on_text)
     expected = expectations(reference, model, on_fault=on_fault)
     other_plan = _other_template(model, prompts, plan) if observations[0].prompt_indices is None else None
     if other_plan is not None:
@@ -333,6 +344,12 @@ def diagnose(
         for each, counted in zip(observations, counts, strict=True)
     ]
     return Diagnosis(source, reference, tuple(cases), tuple(audit_notes))
+
+
+def observed_plan(observations: Sequence[EngineObservation], plan: ReferencePlan) -> ReferencePlan:
+    """Return the plan with the engine's K, if the engine reports it, and the temperatures of the observations."""
+    drafts = max(draft_depth(each.counters) or plan.drafts for each in observations)
+    return replace(plan, drafts=drafts, temperatures=tuple(each.temperature for each in observations))
 
 
 def _other_template(model: Model, prompts: Sequence[Prompt], plan: ReferencePlan) -> ReferencePlan | None:

@@ -19,6 +19,7 @@ from nextn.evaluate.reference import reference_acceptance, rescore
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.model.head import Head
 from nextn.model.model import Model
+from nextn.model.streamed_trunk import StreamedTrunk
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def fault_variant(fault: Fault, model: Model) -> Variant | None:
 
 
 def measure_under_fault(reference: ReferenceReport, model: Model, fault: Fault) -> ReferenceReport | None:
-    """Return the reference under the fault; None if this head cannot have it.
+    """Return the reference under the fault; None if this head cannot have it, or a streamed trunk cannot show it.
 
     The same texts are scored; they are decoded again only for a fault that scoring cannot show. For an acceptance rule
     it is the reference itself, whose `figures` take the rule.
@@ -51,6 +52,8 @@ def measure_under_fault(reference: ReferenceReport, model: Model, fault: Fault) 
     if fault.rule:
         return reference
     if fault.contract:
+        if isinstance(model.trunk, StreamedTrunk):
+            return None
         contract = Contract(**fault.contract)  # type: ignore[arg-type]
         return reference_acceptance(model, reference.prompts, reference.plan, contract=contract)
     variant = fault_variant(fault, model)

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from nextn import __version__
-from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.checkpoint import Checkpoint, as_checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import head_fingerprint, trunk_fingerprint
 from nextn.checkpoint.separate_head import open_head, trunk_family
@@ -53,7 +53,7 @@ DEFINITIONS = {
 
 
 def checkpoint_hashes(
-    source: str,
+    source: str | Checkpoint,
     *,
     revision: str | None = None,
     cache_dir: str | Path | None = None,
@@ -61,7 +61,7 @@ def checkpoint_hashes(
     head: str | None = None,
 ) -> dict[str, str]:
     """Return fingerprints of a checkpoint's trunk and head (or those of `head`), which identify what was measured."""
-    checkpoint = Checkpoint.open(source, revision=revision, cache_dir=cache_dir, offline=offline)
+    checkpoint = as_checkpoint(source, revision=revision, cache_dir=cache_dir, offline=offline)
     inventory = Inventory.of(checkpoint, family=trunk_family(checkpoint))
     inventory = on_disk(inventory, revision=revision, cache_dir=cache_dir, offline=offline)
     own = inventory if head is None else open_head(head, inventory, cache_dir=cache_dir, offline=offline)
@@ -228,10 +228,10 @@ class ReferenceReport:
             },
             "controls": None if self.controls is None else self.controls.as_record(),
             "warnings": self.warnings,
-        } | self._given_record()
+        } | self.given_record()
 
-    def _given_record(self) -> dict[str, object]:
-        """What is known of texts that were not generated here, and of a streamed trunk."""
+    def given_record(self) -> dict[str, object]:
+        """Return what is known of texts that were not generated here, and of a streamed trunk."""
         if not self.text_source:
             return {}
         origins = {f"{temperature:g}": each.as_record() for temperature, each in self.origins.items()}

@@ -10,6 +10,7 @@ import torch
 
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.packed_layout import with_whole_weights
+from nextn.checkpoint.partial_download import PartialFile
 from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.tensors import FLOATS
 from nextn.devices import available_bytes
@@ -73,17 +74,21 @@ class StreamEstimate:
 
 def stream_record(layers: Sequence[LayerProgress], estimate: StreamEstimate) -> dict[str, object]:
     """Return what a streamed pass took, for JSON reports."""
+    records = [{name: value for name, value in asdict(layer).items() if name != "observed"} for layer in layers]
     return {
         "num_bytes": sum(layer.num_bytes for layer in layers),
         "seconds": sum(layer.read_seconds + layer.run_seconds for layer in layers),
         "num_resumed": sum(layer.resumed for layer in layers),
         "estimate": asdict(estimate) | {"seconds": estimate.seconds},
-        "layers": [asdict(layer) for layer in layers],
+        "layers": records,
     }
 
 
 def _read_rate(trunk: StreamedTrunk) -> float:
-    """Bytes per second of the middle of the largest file, from the disk and not from the kernel's cache."""
+    """Bytes per second: of what was downloaded so far, or of the middle of the largest file, not from the cache."""
+    downloads = [source.download for source in trunk.checkpoint.sources.values() if isinstance(source, PartialFile)]
+    if downloads and downloads[0].rate:
+        return downloads[0].rate
     files = [source for source in trunk.checkpoint.sources.values() if isinstance(source, LocalFile)]
     path = max((file.path for file in files), key=lambda path: path.stat().st_size)
     size = path.stat().st_size

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -29,6 +30,7 @@ class LayerProgress:
     read_seconds: float
     run_seconds: float
     resumed: bool = False  # by an earlier process
+    observed: object = None  # what `observe` of `StreamedTrunk.read_layers` returned, as JSON
 
 
 class StatesInMemory:
@@ -123,6 +125,28 @@ class StateFolder:
                 "give another folder, or remove this one"
             )
         self._layers = layers
+
+
+def take_rows(states: object, rows: slice, num_rows: int) -> object:
+    """Return some of the `num_rows` sequences of a layer's output. Raises ConfigError if it has another first size."""
+    leaves, structure = tree_flatten(states)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if any(len(leaf) != num_rows for leaf in tensors):
+        sizes = ", ".join(str(tuple(leaf.shape)) for leaf in tensors)
+        raise ConfigError(f"states of {num_rows} sequences have sizes {sizes}; they cannot be taken apart")
+    return tree_unflatten([leaf[rows] if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+
+
+def join_rows(parts: Sequence[object]) -> object:
+    """Return the layer's output over all sequences, from that over a part of them each."""
+    if len(parts) == 1:
+        return parts[0]
+    flat = [tree_flatten(part) for part in parts]
+    leaves = [
+        torch.cat(column) if isinstance(column[0], Tensor) else column[0]
+        for column in zip(*(each for each, _ in flat), strict=True)
+    ]
+    return tree_unflatten(leaves, flat[0][1])
 
 
 def remove_states(folder: Path) -> None:

@@ -18,7 +18,7 @@ from nextn.checkpoint.mapped_memory import release_pages
 from nextn.checkpoint.provenance import trunk_fingerprint
 from nextn.checkpoint.safetensors_file import read_header, write_json, write_safetensors
 from nextn.checkpoint.separate_head import is_foreign, open_head, trunk_family
-from nextn.checkpoint.snapshot import folder_of, on_disk
+from nextn.checkpoint.snapshot import folder_of, in_parts, on_disk
 from nextn.checkpoint.staging_folder import atomic_folder
 from nextn.checkpoint.tensors import TensorReader, is_finite
 from nextn.devices import resolve_device
@@ -74,6 +74,7 @@ class Model:
         need_head: bool = True,
         skip_head: bool = False,
         stream: bool = False,
+        shards: Path | None = None,
         head: str | Path | None = None,
     ) -> "Model":
         """Load a model.
@@ -88,7 +89,9 @@ class Model:
             need_head: If False, accept a checkpoint without a head.
             skip_head: Load the trunk only, whether or not there is a head.
             stream: Do not load the trunk's decoder layers; the trunk is a `StreamedTrunk`, which reads each of them
-                when it runs texts. The files must stay as they are.
+                when it runs texts. The files must stay as they are. Of a hub id, tensors are downloaded when they are
+                needed, and forgotten after use.
+            shards: With `stream` and a hub id: keep them in this folder instead, for later runs.
             head: Use the head of this checkpoint instead: a folder, a .safetensors file next to its config.json, or a
                 hub id.
 
@@ -103,6 +106,8 @@ class Model:
         inventory = _inventory(checkpoint, need_head=need_head and not skip_head and head is None)
         beside = None if head is None else open_head(head, inventory, cache_dir=cache_dir, offline=offline)
         with_head, family = not skip_head and bool(inventory.declared and inventory.stored), inventory.family
+        if stream and not offline:
+            inventory = in_parts(inventory, revision=revision, cache_dir=cache_dir, keep=shards)
         inventory = on_disk(inventory, revision=revision, cache_dir=cache_dir, offline=offline)
         folder = folder_of(inventory.checkpoint)
         with ExitStack() as files:
@@ -119,6 +124,7 @@ class Model:
                 weights = files.enter_context(TensorReader(beside))
             if beside is not None or with_head:
                 loaded = meta_head(weights.inventory, trunk)
+                weights.download(weights.inventory.stored.values())
                 notes += load_tensors(loaded, weights, split_experts=stream)
         return cls(trunk, loaded, family, _tokenizer(folder, trunk), tuple(notes)).to(torch_device)
 
@@ -242,6 +248,7 @@ def _streamed_trunk(weights: TensorReader, dtype: torch.dtype | None) -> tuple[S
         layer = family.trunk_layer(name)
         return layer[0] if layer is not None and layer[0] < inventory.num_layers else None
 
+    weights.download(tensor.name for name, tensor in state.items() if layer_of(name) is None)
     with _loading_reasons(checkpoint, weights, None):
         loader = LayerLoader(folder_of(checkpoint), state, dtype, layer_of, vocabulary=inventory.shared)
     trunk = StreamedTrunk(loader, weights, stage=family.hidden, fingerprint=trunk_fingerprint(inventory))

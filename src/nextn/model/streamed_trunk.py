@@ -3,6 +3,7 @@
 It measures models that do not fit into memory. It runs whole texts without a cache; it cannot generate.
 """
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,15 +17,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 from nextn.cache.kv_cache import KVCache
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.mapped_memory import slices_released_after_use
 from nextn.checkpoint.tensors import StoredTensor, TensorReader
-from nextn.errors import CheckpointError, ConfigError
+from nextn.devices import free_cached_memory, is_out_of_memory
+from nextn.errors import ConfigError, NextnError
 from nextn.families import Stage
 from nextn.model.expert_groups import check_finite, run_in_groups, separable_experts
-from nextn.model.layer_states import LayerProgress, StateFolder, StatesInMemory, hash_batches
+from nextn.model.layer_states import LayerProgress, StateFolder, StatesInMemory, hash_batches, join_rows, take_rows
 from nextn.model.transformers_loading import LayerLoader
 from nextn.model.trunk import Trunk, TrunkOutput
 
@@ -46,6 +49,7 @@ class StreamedTrunk(Trunk):
         """
         super().__init__(loader.model, stage=stage)
         self._loader, self._weights, self._fingerprint = loader, weights, fingerprint
+        self._max_positions = sys.maxsize  # of one pass of a layer; less after it took too much memory
         self._last_run: list[tuple[Tensor, object]] = []  # batches and their states after the decoder layers
         self._recalled: dict[tuple[int, Stage], TrunkOutput] = {}
         self.embedding.register_forward_hook(lambda module, args, out: out.to(self.dtype))
@@ -102,6 +106,7 @@ class StreamedTrunk(Trunk):
         folder: Path | None = None,
         max_state_bytes: int = _MAX_STATE_BYTES,
         on_layer: Callable[[LayerProgress], None] = lambda progress: None,
+        observe: Callable[[int], object] = lambda index: None,
     ) -> None:
         """Run every batch of tokens [B, T] through the decoder layers, reading each of them once, for `recall`.
 
@@ -111,6 +116,8 @@ class StreamedTrunk(Trunk):
             folder: Keep the states after each layer there, so that an interrupted run resumes; see `remove_states`.
             max_state_bytes: Without a folder, states of more bytes, about, are kept in temporary files.
             on_layer: Called after each decoder layer, first for those that an earlier run has done.
+            observe: Called with a layer's index after it ran. The result, as JSON, is kept with its states for a run
+                that resumes; give runs that observe another thing another folder.
 
         Raises:
             CheckpointError: if a layer cannot be read or has values that are not finite, or states cannot be written.
@@ -128,10 +135,10 @@ class StreamedTrunk(Trunk):
             for progress in done:
                 on_layer(progress)
             try:
-                self._run_layers(len(done), inputs, states, store, on_layer)
-            except CheckpointError as error:
+                self._run_layers(len(done), inputs, states, store, on_layer, observe)
+            except NextnError as error:
                 kept = f"The states of complete layers are in {folder}; the same command resumes."
-                raise error if folder is None else CheckpointError(f"{str(error).rstrip('.')}. {kept}") from error
+                raise error if folder is None else type(error)(f"{str(error).rstrip('.')}. {kept}") from error
         self._last_run = list(zip(batches, states, strict=True))
         self._recalled.clear()
 
@@ -177,6 +184,7 @@ class StreamedTrunk(Trunk):
         states: list[object],
         store: StatesInMemory | StateFolder,
         on_layer: Callable[[LayerProgress], None],
+        observe: Callable[[int], object],
     ) -> None:
         """Run the layers from `first` over all batches, replacing `states`."""
         num_layers = len(self.decoder.layers)  # LongCat-Flash's config counts two in each
@@ -193,12 +201,41 @@ class StreamedTrunk(Trunk):
                 with self._loaded(index):
                     loaded = time.perf_counter()
                     for place, (tokens, documents) in enumerate(inputs):
-                        with self._only(index, states[place]) as produced:
-                            super().forward(tokens, documents=documents)
-                        states[place] = store.keep(place, produced[0])
-                progress = LayerProgress(index, num_bytes, loaded - started, time.perf_counter() - loaded)
+                        states[place] = store.keep(place, self._run_layer(index, tokens, documents, states[place]))
+                self._weights.forget(self._names(index))
+                seconds = loaded - started, time.perf_counter() - loaded
+                progress = LayerProgress(index, num_bytes, *seconds, observed=observe(index))
                 store.finish_layer(progress)
                 on_layer(progress)
+
+    def _run_layer(self, index: int, tokens: Tensor, documents: Tensor | None, state: object) -> object:
+        """Run a loaded layer over a batch; a few sequences at a time where the device has no memory for all of them.
+
+        Raises ConfigError if one sequence is too much.
+        """
+        count, length = tokens.shape
+        while True:
+            num_rows = max(1, min(count, self._max_positions // length))
+            try:
+                parts = []
+                for rows in (slice(start, start + num_rows) for start in range(0, count, num_rows)):
+                    own = state if num_rows == count else take_rows(state, rows, count)
+                    with self._only(index, own) as produced:
+                        super().forward(tokens[rows], documents=None if documents is None else documents[rows])
+                    parts.append(produced[0])
+                return join_rows(parts)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = str(error)
+            if num_rows == 1:
+                raise ConfigError(
+                    f"layer {index}: {self.device} has not enough memory for one text of {length} tokens: {reason}; "
+                    "use shorter texts (--max-tokens), or another device (--device)"
+                )
+            # Outside of `except`, whose traceback holds the tensors of the failed pass.
+            self._max_positions = num_rows // 2 * length
+            free_cached_memory(self.device)
 
     def _fetch(self, index: int) -> int:
         return self._weights.fetch(self._names(index), should_stop=lambda: not self._is_reading)
@@ -222,7 +259,8 @@ class StreamedTrunk(Trunk):
         self._weights.check_unchanged(self._names(index))
         experts = separable_experts(layer, getattr(self.config, "_experts_implementation", None))
         try:
-            self._loader.load(index, self.device, experts=experts is None)
+            with self._fits(index):
+                self._loader.load(index, self.device, experts=experts is None)
             check_finite(f"layer {index}", layer.state_dict())
             if experts is not None:
                 experts.forward = partial(run_in_groups, experts, partial(self._groups, index))
@@ -231,6 +269,19 @@ class StreamedTrunk(Trunk):
             if experts is not None:
                 vars(experts).pop("forward", None)
             self._loader.unload(index)
+
+    @contextmanager
+    def _fits(self, index: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            size = self._weights.num_bytes(self._names(index)) / 1e9
+            raise ConfigError(
+                f"layer {index}: {self.device} has not enough memory for its weights, {size:.1f} GB as stored; use "
+                "another device (--device), or --dtype bfloat16"
+            ) from error
 
     def _groups(self, index: int, experts: nn.Module) -> Iterator[tuple[int, int]]:
         for group in self._loader.expert_groups(index, self.device):
@@ -248,6 +299,7 @@ class StreamedTrunk(Trunk):
             A list that the layer's output is appended to.
         """
         produced: list[object] = []
+        state = tree_map_only(Tensor, lambda leaf: leaf.to(self.device), state)  # those in files are on the host
         layers = list(self.decoder.layers)
 
         def run(layer: nn.Module, *args: object, **kwargs: object) -> object:

@@ -1,0 +1,137 @@
+"""`nextn advise --offload-bandwidth`: advice for a machine whose experts come over a bus or from disk."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nextn.cli.common import ModelOptions
+from nextn.cli.screen import console, plain, print_table, progress_bars
+from nextn.cli.streaming import TextOptions, measure_texts
+from nextn.errors import ConfigError
+from nextn.evaluate.reference_plan import ReferencePlan
+
+if TYPE_CHECKING:
+    from nextn.evaluate.expert_routing import ExpertRouting
+    from nextn.evaluate.offloading import OffloadAdvice
+    from nextn.evaluate.reference_report import ReferenceReport
+    from nextn.evaluate.workload import Prompt
+    from nextn.model.model import Model
+
+_PANEL = "Experts outside of memory"
+OffloadBandwidth = Annotated[
+    str | None,
+    typer.Option(
+        help="Advise for a machine that reads routed experts at this rate, over a bus or from disk, such as 12GB/s.",
+        rich_help_panel=_PANEL,
+    ),
+]
+MemoryBandwidth = Annotated[
+    str | None,
+    typer.Option(help="Rate at which it reads all other weights. Default: measured here.", rich_help_panel=_PANEL),
+]
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+def parse_bandwidth(name: str, text: str) -> float:
+    """Return bytes per second. Raises ConfigError naming the option for anything but a number above 0 with a unit."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kMGT]i?|)B/s\s*", text)
+    rate = float(match[1]) * _UNITS[match[2].replace("ki", "Ki")] if match else 0.0
+    if not rate:
+        raise ConfigError(f"{name} {text!r}; expected a rate above 0 with its unit, such as 12GB/s or 900MB/s")
+    return rate
+
+
+def check_needs_offloading(given: Mapping[str, object]) -> None:
+    """Refuse options, by name, that only advice with --offload-bandwidth takes. Raises ConfigError."""
+    if names := [name for name, value in given.items() if value is not None]:
+        raise ConfigError(
+            f"{', '.join(names)}: only with --offload-bandwidth; without it, `advise` times decoding with the loaded "
+            "model, on --prompts"
+        )
+
+
+def advise_offloaded(
+    options: ModelOptions,
+    source: TextOptions,
+    plan: ReferencePlan,
+    prompts: "Sequence[Prompt]",
+    offload: float,
+    memory: float | None,
+) -> "OffloadAdvice":
+    """Measure acceptance and routing on texts: given ones, or, of a loaded model, its continuations of the prompts.
+
+    memory: None: the rate of a copy on this machine.
+    """
+    from nextn.checkpoint.checkpoint import Checkpoint
+    from nextn.checkpoint.head_inventory import Inventory
+    from nextn.checkpoint.separate_head import open_head, trunk_family
+    from nextn.evaluate.decoding_costs import Machine
+    from nextn.evaluate.expert_routing import ExpertRouting
+    from nextn.evaluate.offloading import Bandwidths, OffloadAdvice, StoredWeights
+
+    checkpoint = Checkpoint.open(options.source, **options.hub)
+    trunk = Inventory.of(checkpoint, family=trunk_family(checkpoint))
+    head = trunk
+    if options.head is not None:
+        head = open_head(options.head, trunk, cache_dir=options.cache_dir, offline=options.offline)
+    weights = StoredWeights.of(trunk, head)
+    routing = ExpertRouting({index: each.num_experts for index, each in weights.experts.items()}, plan.drafts + 1)
+    measure = measure_texts if source.has_texts else _measure_generated
+    loaded, report = measure(options, source, plan, prompts, routing=routing)
+    machine = Machine.of(loaded)
+    report = replace(report, source=options.source, machine=machine)
+    return OffloadAdvice(report, weights, routing, Bandwidths(offload, memory or machine.bandwidth))
+
+
+def _measure_generated(
+    options: ModelOptions,
+    source: TextOptions,
+    plan: ReferencePlan,
+    prompts: "Sequence[Prompt]",
+    *,
+    routing: "ExpertRouting",
+) -> "tuple[Model, ReferenceReport]":
+    from nextn.evaluate.given_texts import whole_text_outputs
+    from nextn.evaluate.reference import reference_acceptance
+
+    loaded = options.load(need_head=True)
+    with progress_bars(quiet=source.quiet) as progress:
+        step = progress("texts", len(prompts) * len(plan.temperatures))
+        report = reference_acceptance(loaded, prompts, plan, on_text=step)
+    texts = [text for generated in report.generated.values() for text in generated.texts]
+    with routing.watch(loaded.trunk, texts):
+        whole_text_outputs(loaded.trunk, texts)
+    return loaded, report
+
+
+def show_experts(advice: "OffloadAdvice") -> None:
+    """Print what blocks of 1, 2, ... positions load and cost."""
+    from rich.table import Table
+
+    num_layers = len(advice.weights.experts)
+    num_experts = sum(each.num_experts for each in advice.weights.experts.values()) / num_layers
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    sizes = range(1, max(len(each.costs.steps) for each in advice.forecasts) + 1)
+    for title in ("block of m positions", *(f"m={size}" for size in sizes)):
+        table.add_column(title, justify="right" if title[:2] == "m=" else "left", no_wrap=True)
+    for each in advice.forecasts:
+        label, temperature = f"T={each.temperature:g} ", each.temperature
+        rows = {
+            f"distinct experts of {num_experts:g}": [f"{num:.1f}" for num in advice.experts_per_layer(temperature)],
+            "GB of experts": [f"{num / 1e9:.3g}" for num in advice.offloaded_bytes(temperature)],
+            "v(m)": [f"{value:.2f}" for value in each.costs.v],
+        }
+        for title, cells in rows.items():
+            table.add_row(plain(label + title), *cells)
+    print_table(table)
+    rates, weights = advice.bandwidths, advice.weights
+    costs = advice.forecasts[0].costs
+    line = (
+        f"experts of {num_layers} layers at {rates.offload / 1e9:.3g} GB/s, {weights.trunk_bytes / 1e9:.3g} GB of "
+        f"other weights at {rates.memory / 1e9:.3g} GB/s: {costs.steps[0].median * 1e3:.3g} ms per plain step, c "
+        f"{costs.c:.2f}; one sequence, and no expert is kept from one pass to the next"
+    )
+    console().print(plain(line), soft_wrap=True)

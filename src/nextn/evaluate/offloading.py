@@ -1,0 +1,177 @@
+"""Advice for a machine where routed experts come over a bus or from disk: what a pass loads, and the best K."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from math import isnan
+
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.safetensors_file import TensorInfo
+from nextn.errors import ConfigError
+from nextn.evaluate.advice import DEFINITIONS, Forecast, forecast_rates
+from nextn.evaluate.expert_routing import ExpertRouting
+from nextn.evaluate.reference_report import ReferenceReport
+from nextn.model.expert_groups import EXPERT, STACKED
+from nextn.stats.speedup import Costs, Spread
+
+OFFLOAD_DEFINITIONS = {name: DEFINITIONS[name] for name in ("speedup", "break_even", "best_drafts")} | {
+    "acceptance": "a_k over the texts, as `nextn measure` computes it",
+    "interval": "the same with every a_k at the low, and at the high end of its 95 % interval between texts",
+    "pays": "the low end of the interval, at the best K, is above 1, and not all texts are repetitive",
+    "distinct": "routed experts that a block of m consecutive new positions of the texts needs, a layer: the mean over "
+    "all blocks",
+    "step_s": "seconds of an m-position trunk pass: distinct experts x bytes of an expert / offload_bandwidth + all "
+    "other bytes, the embedding left out / memory_bandwidth. Bytes as stored in the checkpoint; one sequence; no "
+    "arithmetic, no KV cache, no experts kept from one pass to the next",
+    "draft_s": "seconds of a draft step, in the same way: the experts of one position in the head",
+    "overhead": "o is taken as 0",
+}
+
+
+@dataclass(frozen=True)
+class LayerExperts:
+    """The routed experts of one layer."""
+
+    num_experts: int
+    num_bytes: float  # of one
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """Bytes of stored weights that passes read."""
+
+    experts: Mapping[int, LayerExperts]  # by trunk layer; layers without experts are left out
+    trunk_bytes: int  # of a trunk pass, without routed experts: decoder layers and lm_head
+    draft_expert_bytes: float  # of one routed expert of the head, the mean over its MTP layers; 0 without
+    draft_bytes: int  # of a draft step, without routed experts: one MTP layer, their mean, and lm_head
+
+    @classmethod
+    def of(cls, trunk: Inventory, head: Inventory) -> "StoredWeights":
+        """Sum over the headers of the trunk's checkpoint and the head's. Raises ConfigError for a dense trunk."""
+        experts, others = {}, 0
+        for index, layer in trunk.layers.items():
+            count, expert_bytes = _routed_experts(layer)
+            others += sum(info.nbytes for info in layer.values()) - expert_bytes
+            if count:
+                experts[index] = LayerExperts(count, expert_bytes / count)
+        if not experts:
+            raise ConfigError(
+                f"--offload-bandwidth: {trunk.checkpoint.path} ({trunk.family.name}) is dense: it has no routed "
+                "experts to keep outside of memory. Leave the option out to measure decoding on this machine"
+            )
+        table = trunk.shared.get("output") or trunk.shared["embedding"]  # tied
+        lm_head = trunk.checkpoint.info(table).nbytes
+        own = {name: head.info(name) for name in head.own if head.role(name) not in ("embedding", "output")}
+        layers = [{name: info for name, info in own.items() if name in head.of_module(m)} for m in head.modules]
+        routed = [_routed_experts(layer) for layer in layers]
+        size = sum(info.nbytes for info in own.values()) - sum(num_bytes for _, num_bytes in routed)
+        each = [num_bytes / count for count, num_bytes in routed if count]
+        return cls(experts, others + lm_head, sum(each) / len(routed), size // len(routed) + lm_head)
+
+
+def _routed_experts(layer: Mapping[str, TensorInfo]) -> tuple[int, int]:
+    """The number of routed experts of a layer and the bytes of all of them, scales included."""
+    names, stacked, num_bytes = set(), 0, 0
+    for path, info in layer.items():
+        single = EXPERT.search(f".{path}")
+        if single:
+            names.add(single[1])
+        elif STACKED.search(path):
+            stacked = max(stacked, info.shape[0])
+        else:
+            continue
+        num_bytes += info.nbytes
+    return len(names) or stacked, num_bytes
+
+
+@dataclass(frozen=True)
+class Bandwidths:
+    """Bytes per second at which weights are read."""
+
+    offload: float  # of routed experts
+    memory: float  # of everything else
+
+
+@dataclass(frozen=True, eq=False)
+class OffloadAdvice:
+    """Forecasts for every temperature, from the texts' routing and the head's acceptance on them."""
+
+    report: ReferenceReport
+    weights: StoredWeights
+    routing: ExpertRouting
+    bandwidths: Bandwidths
+    forecasts: tuple[Forecast, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "forecasts", tuple(map(self._forecast, self.report.plan.temperatures)))
+
+    @property
+    def headlines(self) -> tuple[Forecast, ...]:
+        return self.forecasts
+
+    @cached_property
+    def distinct(self) -> dict[float, dict[int, list[float]]]:
+        """Temperature -> layer -> mean distinct experts of a block of 1, 2, ... positions."""
+        return {temperature: self.routing.distinct(temperature) for temperature in self.report.plan.temperatures}
+
+    def experts_per_layer(self, temperature: float) -> list[float]:
+        """Return the mean distinct experts of a layer, by block size."""
+        layers = list(self.distinct[temperature].values())
+        return [sum(sizes) / len(layers) for sizes in zip(*layers, strict=True)]
+
+    def offloaded_bytes(self, temperature: float) -> list[float]:
+        """Return the bytes of experts that a trunk pass loads, by block size."""
+        layers = self.distinct[temperature]
+        sizes = ([num * self.weights.experts[index].num_bytes for num in row] for index, row in layers.items())
+        return list(map(sum, zip(*sizes, strict=True)))
+
+    def _costs(self, temperature: float) -> Costs:
+        weights, texts = self.weights, self.report.generated[temperature].texts
+        always = weights.trunk_bytes / self.bandwidths.memory
+        steps = [always + num_bytes / self.bandwidths.offload for num_bytes in self.offloaded_bytes(temperature)]
+        experts = self.experts_per_layer(temperature)[0] * weights.draft_expert_bytes
+        draft = weights.draft_bytes / self.bandwidths.memory + experts / self.bandwidths.offload
+        context = sum(len(text.tokens) for text in texts) // len(texts)
+        return Costs(1, context, tuple(map(_exactly, steps)), _exactly(draft))
+
+    def _forecast(self, temperature: float) -> Forecast:
+        estimates = [each for each in self.report.figures(temperature).rates if not isnan(each.value)]
+        return forecast_rates(
+            [each.value for each in estimates],
+            [(each.low, each.high) for each in estimates],
+            self._costs(temperature),
+            temperature=temperature,
+            all_repetitive=len(self.report.repetitive[temperature]) == len(self.report.prompts),
+        )
+
+    def as_record(self) -> dict[str, object]:
+        """Return the JSON document, with the first forecast's advice at its top."""
+        temperatures = self.report.plan.temperatures
+        return {
+            "model": self.report.source,
+            "verdict": self.forecasts[0].summary,
+            "pays": self.forecasts[0].pays,
+            "definitions": OFFLOAD_DEFINITIONS,
+            "machine": None if self.report.machine is None else vars(self.report.machine),
+            "plan": vars(self.report.plan),
+            "warnings": self.report.warnings,
+            "measured": [self.report.figures(temperature).as_record() for temperature in temperatures],
+            "weights": asdict(self.weights),
+            "experts": [self._experts_record(temperature) for temperature in temperatures],
+            "costs": [each.costs.as_record() for each in self.forecasts],
+            "forecasts": [each.as_record() for each in self.forecasts],
+        } | self.report.given_record()
+
+    def _experts_record(self, temperature: float) -> dict[str, object]:
+        return {
+            "temperature": temperature,
+            "offload_bandwidth": self.bandwidths.offload,
+            "memory_bandwidth": self.bandwidths.memory,
+            "distinct": self.experts_per_layer(temperature),
+            "offloaded_bytes": self.offloaded_bytes(temperature),
+            "by_layer": self.distinct[temperature],
+        }
+
+
+def _exactly(seconds: float) -> Spread:
+    return Spread(seconds, seconds, seconds, 1)

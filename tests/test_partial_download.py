@@ -1,0 +1,155 @@
+"""Streaming from a hub: the bytes that are read, what stays on disk, and a hub that stops answering."""
+
+import gc
+import json
+import re
+
+import pytest
+import torch
+from hub import only_loopback, own_client, serve  # noqa: F401  # fixtures: no other host, no token
+from tiny import build, prompt
+
+from nextn.checkpoint import partial_download, remote
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.partial_download import PartialFile
+from nextn.errors import CheckpointError
+from nextn.evaluate import decoding_costs
+from nextn.model.model import Model
+
+BATCHES = [torch.tensor([prompt(21, seed=1), prompt(21, seed=2)])]
+SIZES = {"hidden_size": 256, "num_hidden_layers": 6, "moe_intermediate_size": 256, "n_routed_experts": 8}
+SMALL = 900_000  # headers and configs, and twice 4 KiB of some hundred tensors for the trunk's fingerprint
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Six layers with experts, of 13 MB in all: samples and headers are small beside them."""
+    build("glm4_moe", **SIZES).save(tmp_path / "model", dtype=torch.bfloat16)
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def hub(folder, monkeypatch):
+    served = serve(folder, monkeypatch)
+    yield served
+    served.stop()
+
+
+def streamed(tmp_path, **options):
+    return Model.load("org/model", cache_dir=tmp_path / "cache", stream=True, **options)
+
+
+def downloads(model):
+    return next(s.download for s in model.trunk.checkpoint.sources.values() if isinstance(s, PartialFile))
+
+
+def disk_bytes(folder):
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+
+
+def is_allocated(folder):
+    """Whether this file system gives space of holes back, as all usual ones of Linux do."""
+    return partial_download._fallocate() is not None and disk_bytes(folder) > 0
+
+
+def test_same_states_each_tensor_once(hub, folder, tmp_path):
+    """Adjacent tensors are one range, in pieces; no tensor comes twice; layers are gone from the disk after use."""
+    model, local = streamed(tmp_path), Model.load(folder)
+    seen = []
+    output = model.trunk.run(BATCHES, on_layer=lambda progress: seen.append(disk_bytes(tmp_path / "cache")))[0]
+    with torch.inference_mode():
+        expected = local.trunk(BATCHES[0])
+        drafts = [each.head.teacher_forced_hidden(BATCHES[0], expected.head_input, 2) for each in (model, local)]
+    assert torch.equal(output.final_hidden, expected.final_hidden)
+    assert all(torch.equal(*pair) for pair in zip(*drafts, strict=True))
+    checkpoint = Checkpoint.open(folder)
+    needed = sum(info.nbytes for info in checkpoint.tensors.values())
+    assert needed <= downloads(model).num_bytes <= 1.01 * needed
+    assert hub.num_bytes - downloads(model).num_bytes < SMALL
+    ranges = [re.fullmatch(r"bytes=(\d+)-(\d+)", each) for name in checkpoint.files for each in hub.asked(name) if each]
+    large = [int(each[2]) + 1 - int(each[1]) for each in ranges if int(each[2]) - int(each[1]) > 100_000]
+    assert len(large) < 30
+    layer = needed / 8
+    if is_allocated(tmp_path):
+        assert max(seen) < 4.5 * layer  # two layers, the head, embedding and lm_head
+        assert seen[-1] < 3 * layer
+    del model
+    gc.collect()
+    assert not list((tmp_path / "cache").rglob("model-*.safetensors"))
+
+
+def test_a_hub_that_stops_answering(hub, folder, tmp_path):
+    """One error with the address, after the retries; the same call goes on after the last complete layer."""
+    model, done = streamed(tmp_path), []
+
+    def fail(progress):
+        done.append(progress.index)
+        hub.faults["model-00001-of-00002.safetensors"] = [(503, {})] * 1000 if progress.index == 1 else []
+
+    with pytest.raises(CheckpointError, match=r"HTTP 503 \(5 of 5 tries\).* complete layers are in .* resumes"):
+        model.trunk.run(BATCHES, folder=tmp_path / "states", on_layer=fail)
+    assert done in ([0, 1], [0, 1, 2])  # the next layer may have been on its way
+    hub.faults.clear()
+    del model
+    gc.collect()
+    hub.num_bytes, again = 0, []
+    output = streamed(tmp_path).trunk.run(BATCHES, folder=tmp_path / "states", on_layer=again.append)[0]
+    assert [layer.resumed for layer in again] == [index in done for index in range(6)]
+    with torch.inference_mode():
+        assert torch.equal(output.final_hidden, Model.load(folder).trunk(BATCHES[0]).final_hidden)
+    assert hub.num_bytes < 0.85 * sum(info.nbytes for info in Checkpoint.open(folder).tensors.values())
+
+
+def test_kept_shards_are_not_downloaded_again(hub, folder, tmp_path):
+    """Also after an interruption; of another checkpoint, or damaged, they are refused."""
+    keep = tmp_path / "shards"
+    model = streamed(tmp_path, shards=keep)
+    first = model.trunk.run(BATCHES)[0]
+    del model
+    gc.collect()
+    hub.num_bytes = 0
+    model = streamed(tmp_path, shards=keep)
+    assert torch.equal(model.trunk.run(BATCHES)[0].final_hidden, first.final_hidden)
+    assert hub.num_bytes < SMALL
+    assert {path.name for path in keep.iterdir()} >= {"ranges.json", "model-00001-of-00002.safetensors"}
+    del model
+    gc.collect()
+    record = json.loads((keep / "ranges.json").read_text())
+    (keep / "ranges.json").write_text(json.dumps(record | {"revision": "other"}))
+    with pytest.raises(CheckpointError, match=r"holds shards of org/model at other, not of org/model at 0123"):
+        streamed(tmp_path, shards=keep)
+    (keep / "ranges.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"not readable: .*Remove the folder to start again"):
+        streamed(tmp_path, shards=keep)
+    with pytest.raises(CheckpointError, match="no shards to keep"):
+        Model.load(folder, stream=True, shards=keep)
+
+
+def test_a_disk_that_fills(hub, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(partial_download.os, "pwrite", full)
+    with pytest.raises(CheckpointError, match=r"safetensors: cannot be written: No space left on device; free some"):
+        streamed(tmp_path)
+
+
+def test_measure_a_hub_id(hub, folder, tmp_path, here, monkeypatch):
+    """The record is that of the folder; the head is not downloaded again for its hash."""
+    monkeypatch.setattr(decoding_costs, "copy_bandwidth", lambda device: 5e9)
+    texts = tmp_path / "texts.jsonl"
+    records = [{"prompt": prompt(5, seed=seed), "tokens": prompt(16, seed=seed + 9)} for seed in range(3)]
+    texts.write_text("".join(json.dumps(record) + "\n" for record in records))
+    options = ("--texts", texts, "--temperatures", 0, "-k", 2, "--json", "--stream", "--states", tmp_path / "states")
+    options = (*options, "--cache-dir", tmp_path / "cache")
+    code, out, err = here("measure", "org/model", *options, "--keep-shards", tmp_path / "shards")
+    assert code == 0, err
+    assert hub.num_bytes <= 1.01 * sum(info.nbytes for info in Checkpoint.open(folder).tensors.values()) + SMALL
+    ours, theirs = json.loads(out), json.loads(here("measure", folder, *options)[1])
+    for record in (ours, theirs):
+        del record["stream"], record["machine"], record["model"]
+    assert ours == theirs
+    code, _, err = here("measure", folder, *options[:6], "--keep-shards", tmp_path / "shards")
+    assert code == 2
+    assert "the model fits into memory; --stream streams it nevertheless" in err
+    assert remote.TRIES == 5
