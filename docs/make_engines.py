@@ -46,6 +46,10 @@ def drafts(record: Record) -> Iterator[str]:
     yield from _compared(record["drafts"])
 
 
+def gguf(record: Record) -> Iterator[str]:
+    yield from _compared(record["gguf"])
+
+
 def inside(record: Record) -> Iterator[str]:
     yield from _compared(record["inside"])
 
@@ -53,7 +57,7 @@ def inside(record: Record) -> Iterator[str]:
 def versions(record: Record) -> Iterator[str]:
     yield "| pair | date | versions |"
     yield "|---|---|---|"
-    for section in ("pairs", "modules", "head", "drafts", "inside"):
+    for section in ("pairs", "modules", "head", "drafts", "gguf", "inside"):
         for key, each in sorted(record.get(section, {}).items()):
             cell = ", ".join(f"{name} {version}" for name, version in each["versions"].items())
             yield f"| {section}: {key} | {each['date']} | {cell} |"
@@ -101,6 +105,7 @@ TABLES = {
     "modules": modules,
     "head": head,
     "drafts": drafts,
+    "gguf": gguf,
     "inside": inside,
     "versions": versions,
     "faults": faults,

@@ -57,8 +57,8 @@ def rules(draft, trunk):
 def test_a_draft_and_the_command_that_serves_it(made, tmp_path):
     """All tensors bit for bit in the file that engines look for, with the record of its trunk; K and overrides."""
     vllm = export(made / "draft", tmp_path / "draft", "vllm", drafts=4)
-    assert sorted(path.name for path in vllm.folder.iterdir()) == ["config.json", "model.safetensors"]
-    written, own = load_file(vllm.folder / "model.safetensors"), load_file(made / "draft" / "head.safetensors")
+    assert sorted(path.name for path in vllm.path.iterdir()) == ["config.json", "model.safetensors"]
+    written, own = load_file(vllm.path / "model.safetensors"), load_file(made / "draft" / "head.safetensors")
     assert written.keys() == own.keys()
     assert all(torch.equal(written[name], value) for name, value in own.items())
     assert vllm.command[:3] == ("vllm", "serve", str(made / "llama"))
@@ -67,8 +67,8 @@ def test_a_draft_and_the_command_that_serves_it(made, tmp_path):
     }  # fmt: skip
     assert json.loads(vllm.command[6]) == {"num_nextn_predict_layers": 1}
     assert as_text(vllm).startswith("# vLLM 0.32.0: tested.\n")
-    assert rules(vllm.folder, made / "llama") == set()
-    metadata = Checkpoint.open(vllm.folder).headers["model.safetensors"].metadata
+    assert rules(vllm.path, made / "llama") == set()
+    metadata = Checkpoint.open(vllm.path).headers["model.safetensors"].metadata
     assert "trained_with" in metadata
     assert str(made) not in json.dumps(metadata)  # it may be published
     sglang = export(tmp_path / "draft", tmp_path / "again", "sglang", trunk=made / "llama")  # also what was exported
@@ -83,7 +83,7 @@ def test_a_draft_and_the_command_that_serves_it(made, tmp_path):
 def test_for_transformers(made, tmp_path):
     """The printed line is enough for `use_mtp`, also for a model with layer types."""
     out = export(made / "own", tmp_path / "model", "transformers")
-    assert json.loads((out.folder / "config.json").read_text())["mtp_layer_types"] == ["full_attention"]
+    assert json.loads((out.path / "config.json").read_text())["mtp_layer_types"] == ["full_attention"]
     ids = torch.tensor([[97, 32, 105, 115]])
     names = {"AutoModelForCausalLM": AutoModelForCausalLM, "inputs": {"input_ids": ids, "pad_token_id": 0}}
     loaded, line, generate = out.code.splitlines()
@@ -119,17 +119,17 @@ def test_what_would_be_silently_wrong_is_caught(fault, made, tmp_path):
 
 def test_a_quantized_trunk_is_fine_for_sglang(made, tmp_path):
     draft, trunk = changed(made, tmp_path, trunk_config={"quantization_config": {"quant_method": "fp8"}})
-    assert export(draft, tmp_path / "out", "sglang", trunk=trunk).folder.is_dir()
+    assert export(draft, tmp_path / "out", "sglang", trunk=trunk).path.is_dir()
 
 
 @pytest.mark.parametrize(
     ("head", "engine", "error", "words"),
     [
-        ("draft", "llama.cpp", ConfigError, "never hand over the hidden state"),
-        ("draft", "tgi", ConfigError, "--for tgi; expected vllm, sglang, transformers"),
+        ("draft", "llama.cpp", FamilyError, "hand over no hidden state"),
+        ("draft", "tgi", ConfigError, "--for tgi; expected vllm, sglang, transformers, llama"),
         ("draft", "transformers", FamilyError, "train one without --layout"),
-        ("own", "vllm", FamilyError, "train one with --layout mimo"),
-        ("own", "sglang", FamilyError, "train one with --layout mimo"),
+        ("own", "vllm", FamilyError, "train with --layout mimo"),
+        ("own", "sglang", FamilyError, "train with --layout mimo"),
     ],
 )
 def test_an_engine_that_cannot(head, engine, error, words, made, tmp_path):
@@ -142,7 +142,7 @@ def test_the_trunk_must_be_known(made, tmp_path):
     save_file(load_file(draft / "head.safetensors"), draft / "head.safetensors")
     with pytest.raises(ConfigError, match=r"does not say which trunk .* --model"):
         export(draft, tmp_path / "out", "vllm")
-    assert export(draft, tmp_path / "out", "vllm", trunk=made / "llama").folder.is_dir()
+    assert export(draft, tmp_path / "out", "vllm", trunk=made / "llama").path.is_dir()
 
 
 def test_command(made, tmp_path, here):

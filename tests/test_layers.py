@@ -30,7 +30,7 @@ LAYERS = [
     ["cli"],
 ]
 # Lines of Python without the family rows.
-LINE_BUDGET = 44_600
+LINE_BUDGET = 45_150
 # fmt: off
 NO_TORCH = (
     "errors", "bounded_http", "redaction", "families", "data.byte_tokenizer", "data.corpus", "data.sources",
@@ -39,7 +39,8 @@ NO_TORCH = (
     "checkpoint.remote", "checkpoint.bounded_json", "checkpoint.safetensors_file", "checkpoint.checkpoint",
     "checkpoint.stored_format", "checkpoint.quant_formats", "checkpoint.quant_config",
     "checkpoint.head_inventory", "checkpoint.snapshot", "checkpoint.provenance", "checkpoint.separate_head", "audit",
-    "edit.restore", "edit.convert", "edit.export", "engines", "evaluate.benchmark_plan", "evaluate.workload", "verify",
+    "edit.restore", "edit.convert", "edit.export", "edit.gguf_export", "engines", "evaluate.benchmark_plan",
+    "evaluate.workload", "verify",
     "evaluate.reference_plan", "evaluate.likelihoods", "evaluate.hypotheses", "conformance.check",
     "conformance.engine_run", "conformance.record", "conformance.canary_model", "conformance.acceptance_rule",
     "cli", "environment",

@@ -1,7 +1,7 @@
 """Heads for unchanged trunks of models without a family, trained here and run by real engines.
 
-`make test-engines`. vLLM runs the draft that `nextn export` writes beside the trunk; what it saw is put into the JSON
-file that NEXTN_ENGINES_OUT names.
+`make test-engines`. vLLM runs the draft that `nextn export` writes beside the trunk, llama.cpp the file that it writes
+of both; what they saw is put into the JSON file that NEXTN_ENGINES_OUT names.
 """
 
 import json
@@ -17,6 +17,7 @@ from engines.referee import Ours, compared, counts_of
 from test_real_engines import KS, TOKENS, agrees, bench, put  # noqa: F401  (fixtures)
 
 from nextn.audit import audit
+from nextn.audit.gguf import audit_gguf
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.conformance import build, canary_model
 from nextn.data.byte_tokenizer import byte_tokenizer
@@ -87,10 +88,10 @@ def test_vllm_runs_the_draft_beside_the_unchanged_trunk(trunk, bench, put, tmp_p
     """Same texts for K = 0 to 4, and counts equal to ours; with the state before the final norm ours are others."""
     draft = trained_head(tmp_path / "run", trunk, "--layout", "mimo").parent
     made = export(draft, tmp_path / "draft", "vllm", drafts=3)
-    assert audit(Checkpoint.open(made.folder)).clean
+    assert audit(Checkpoint.open(made.path)).clean
     speculative, overrides = (json.loads(made.command[made.command.index(each) + 1]) for each in
                               ("--speculative-config", "--hf-overrides"))  # fmt: skip
-    ours = Ours.of(str(trunk), PROMPTS, tokens=TOKENS, drafts=max(KS), head=made.folder)
+    ours = Ours.of(str(trunk), PROMPTS, tokens=TOKENS, drafts=max(KS), head=made.path)
     options = {"draft": speculative["model"], "overrides": overrides}
     served = bench.served("vllm", trunk, ours.prompts, KS, TOKENS, **options)
     record = compared(ours, "vllm", served.plain, served.seen)
@@ -107,9 +108,35 @@ def test_transformers_runs_the_head_inside(trunk, bench, put, tmp_path):  # noqa
     """`use_mtp` with one more line: same texts, and counts equal to ours."""
     head = trained_head(tmp_path / "run", trunk, "--head-only").parent
     made = export(head, tmp_path / "model", "transformers")
-    ours = Ours.of(str(made.folder), PROMPTS, tokens=TOKENS, drafts=1)
-    served = bench.served("transformers", made.folder, ours.prompts, (1,), TOKENS)
+    ours = Ours.of(str(made.path), PROMPTS, tokens=TOKENS, drafts=1)
+    served = bench.served("transformers", made.path, ours.prompts, (1,), TOKENS)
     record = compared(ours, "transformers", served.plain, served.seen)
     put("inside", trunk.name, {"versions": served.versions, **record})
     agrees(record)
     assert record["by_drafts"][0]["engine"][0] > MIN_RATE
+
+
+# What a GGUF takes: the trunk's state after the final norm in hy_v3's layout, before it in step35's.
+LAYOUTS = {"llama": ("step35",), "qwen2": ("step35",), "qwen3": ("step35", None)}
+OTHER_STATE = {"pre": "post", "post": "pre"}
+
+
+def test_llamacpp_runs_trunk_and_head_in_one_file(trunk, bench, put, tmp_path):  # noqa: F811
+    """Same texts for K = 0 to 4, and counts equal to ours; with the state on the norm's other side ours are others."""
+    for layout in LAYOUTS[trunk.name]:
+        options = ("--head-only",) if layout is None else ("--layout", layout)
+        head = trained_head(tmp_path / f"run-{layout}", trunk, *options).parent
+        made = export(head, tmp_path / f"{layout}.gguf", "llama.cpp")
+        assert audit_gguf(made.path).clean
+        ours = Ours.of(str(trunk), PROMPTS, tokens=TOKENS, drafts=max(KS), head=head)
+        served = bench.served("llama.cpp", trunk, ours.prompts, KS, TOKENS, gguf=made.path)
+        record = compared(ours, "llama.cpp", served.plain, served.seen)
+        hidden = OTHER_STATE[ours.model.family.hidden]
+        wrong = ours.scores([Variant("hidden", hidden, facts={"hidden": hidden})], leads=True)
+        others = [counts_of(ours.counts(wrong, k, overruns=False), k) for k in KS]
+        put("gguf", f"{trunk.name} {layout or 'hy_v3'}", {"versions": served.versions, "flags": served.flags, **record,
+                                                          "other_state_counts": others})  # fmt: skip
+        agrees(record)
+        theirs = [row["counts"] for row in record["by_drafts"]]
+        assert record["by_drafts"][0]["engine"][0] > MIN_RATE
+        assert all(a != b for a, b in zip(theirs, others, strict=True))

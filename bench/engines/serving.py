@@ -38,13 +38,14 @@ class Bench:
         prompts: Sequence[tuple[int, ...]],
         drafts: Sequence[int],
         tokens: int,
+        gguf: Path | None = None,
         **more: object,
     ) -> Served:
         """Run the prompts at K = 0 and every K of `drafts`; `more` are options of the worker. Raises Unavailable.
 
-        transformers allows only the number of the head's MTP layers.
+        transformers allows only the number of the head's MTP layers. llama.cpp runs `gguf`, or its converter's file.
         """
-        gguf = self._converted(checkpoint) if engine == "llama.cpp" else None
+        gguf = self._converted(checkpoint) if engine == "llama.cpp" and gguf is None else gguf
         seen = []
         for k in (0, *drafts):
             if engine != "transformers" or not k:

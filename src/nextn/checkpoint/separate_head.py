@@ -9,11 +9,11 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import trained_with, trunk_fingerprint
 from nextn.checkpoint.snapshot import on_disk
 from nextn.errors import CheckpointError, FamilyError
-from nextn.families import Family, by_name, find, generic, lookup
+from nextn.families import Family, by_name, find, fitted, generic, lookup
 from nextn.text_format import some
 
 GENERIC = by_name("generic").name
-_ALL = ("vllm", "sglang", "transformers")
+_ALL = ("vllm", "sglang", "transformers", "llama.cpp")
 # A Qwen2 layer's, which both engines create uninitialized, without checking that a file sets them.
 _BIASES = tuple(f"0.block.self_attn.{name}_proj.bias" for name in "qkv")
 # What a draft's Qwen2 layer is made of: vLLM reads it in the trunk's config, SGLang in the draft's.
@@ -117,10 +117,8 @@ def trunk_family(checkpoint: Checkpoint) -> Family:
 
 def _family(checkpoint: Checkpoint, trunk: Inventory) -> Family:
     family = find(checkpoint.config) or trunk.family
-    if family.layer_model:
-        return family
-    if family.name == GENERIC:  # its block depends on the trunk's config
-        return generic(trunk.checkpoint.config)
+    if family.separate or family.name == GENERIC:
+        return fitted(family, trunk.checkpoint.config)
     if family.name != trunk.family.name:
         raise FamilyError(
             f"{checkpoint.path}: a head of family {family.name}, {trunk.checkpoint.path} is of {trunk.family.name}; "

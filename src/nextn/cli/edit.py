@@ -107,10 +107,13 @@ def extract(
 
 def export(
     head: Annotated[str, typer.Argument(help="The head alone, of `nextn train`: folder, .safetensors file or hub id.")],
-    out: Annotated[Path, typer.Argument(help="New folder for the result.")],
-    engine: Annotated[str, typer.Option("--for", help="vllm, sglang, or transformers.")],
+    out: Annotated[Path, typer.Argument(help="New folder for the result; for llama.cpp a new .gguf file.")],
+    engine: Annotated[str, typer.Option("--for", help="vllm, sglang, transformers, or llama.cpp.")],
     model: Annotated[
         str | None, typer.Option(help="Folder or hub id of the trunk. Default: the one that the head was trained on.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="For llama.cpp: a GGUF with the trunk's tokenizer, if nextn cannot write it.")
     ] = None,
     num_speculative_tokens: Annotated[
         int | None, typer.Option(*K_NAMES, min=1, help="Draft tokens per round of the command. Default: 3.")
@@ -120,16 +123,16 @@ def export(
     offline: Offline = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a head that was added to a model for an engine, and print the command that serves it beside the trunk."""
+    """Write a head that was added to a model for an engine, and print the command that serves it with the trunk."""
     from dataclasses import asdict
 
     from nextn.edit.export import as_text
     from nextn.edit.export import export as export_head
 
     hub: HubOptions = {"revision": revision, "cache_dir": cache_dir, "offline": offline}
-    made = export_head(head, out, engine, trunk=model, drafts=num_speculative_tokens, **hub)
+    made = export_head(head, out, engine, trunk=model, tokenizer=tokenizer, drafts=num_speculative_tokens, **hub)
     if as_json:
-        print_json(asdict(made) | {"folder": str(made.folder)})
+        print_json(asdict(made) | {"path": str(made.path)})
     else:
         echo(as_text(made))
 

@@ -104,8 +104,8 @@ def train(
     layout: Annotated[
         str | None,
         typer.Option(
-            help="mimo: a new head that vLLM and SGLang run as a separate draft beside any trunk. Default: the layout "
-            "of the trunk's family, or one layer of the trunk's own class.",
+            help="mimo: a new head that vLLM and SGLang run as a separate draft beside any trunk. step35: one for "
+            "llama.cpp. Default: the layout of the trunk's family, or one layer of the trunk's own class.",
             rich_help_panel=_HEAD,
         ),
     ] = None,

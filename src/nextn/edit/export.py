@@ -1,6 +1,6 @@
 """Write a head that was added to a model for an engine, with the command that serves it beside the unchanged trunk.
 
-Facts about engines: vLLM 0.32.0 was run with such drafts; SGLang 0.5.23 was read, not run.
+Facts about engines: vLLM 0.32.0 and llama.cpp 0c1e57098 were run with such heads; SGLang 0.5.23 was read, not run.
 """
 
 import json
@@ -12,17 +12,23 @@ from pathlib import Path
 from nextn.checkpoint.checkpoint import CONFIG, SINGLE, Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.separate_head import GENERIC, misfits, open_head, trunk_family
+from nextn.checkpoint.snapshot import on_disk
 from nextn.edit.compatibility import absent
+from nextn.edit.gguf_export import write_gguf
 from nextn.edit.plan import EditPlan, Files, Piece, execute, new_folder
 from nextn.edit.restore import restore
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import lookup
 
-ENGINES = {"vllm": "vLLM 0.32.0", "sglang": "SGLang 0.5.23", "transformers": "transformers 5.23"}
-_REFUSED = {
-    "llama.cpp": "its graphs of models without a head never hand over the hidden state, and llama-context.cpp skips "
-    "the copy silently, so that drafts would be bad without an error; a GGUF in the step35 layout is not written yet"
-}
+ENGINES = {
+    "vllm": "vLLM 0.32.0", "sglang": "SGLang 0.5.23", "transformers": "transformers 5.23",
+    "llama.cpp": "llama.cpp 0c1e57098",
+}  # fmt: skip
+_TESTED = ("vllm", "llama.cpp")
+_NO_PAIR = (
+    "llama.cpp would run it beside the trunk with bad drafts and no error: its graphs of models without a head hand "
+    "over no hidden state, and llama-context.cpp:1622 skips the copy"
+)
 _K = 3
 _LOCAL = ("source", "trunk")  # of a file's metadata: folders of the run and of the trunk
 
@@ -32,14 +38,14 @@ class Export:
     """What was written, and how it is used.
 
     Args:
-        folder: The new checkpoint.
+        path: The new checkpoint; for llama.cpp a GGUF file.
         engine: The engine's name with the version that the commands are for.
         command: The arguments of the command that serves it; empty for transformers.
         code: Python code, for transformers.
         notes: What to know, each a sentence.
     """
 
-    folder: Path
+    path: Path
     engine: str
     command: tuple[str, ...] = ()
     code: str = ""
@@ -52,6 +58,7 @@ def export(
     engine: str,
     *,
     trunk: str | Path | None = None,
+    tokenizer: Path | None = None,
     drafts: int | None = None,
     revision: str | None = None,
     cache_dir: str | Path | None = None,
@@ -60,10 +67,13 @@ def export(
     """Write the head `source` into the new folder `out`, as `engine` loads it.
 
     Args:
-        source: A folder, .safetensors file or hub id with the head alone; for transformers also a model with it inside.
-        out: A new folder: the draft alone, or for transformers the trunk with the head.
+        source: A folder, .safetensors file or hub id with the head alone; for transformers and llama.cpp also a model
+            with it inside.
+        out: A new folder: the draft alone, or for transformers the trunk with the head. For llama.cpp a new .gguf file
+            with both.
         engine: One of `ENGINES`.
         trunk: Folder of the trunk; None: the one that the head was trained on, if it is still there.
+        tokenizer: For llama.cpp, a GGUF with the trunk's tokenizer, if nextn cannot write it.
         drafts: K of the command.
         revision: Of a hub id of the head.
         cache_dir: Of hub ids.
@@ -75,8 +85,9 @@ def export(
         FamilyError: The head is in a layout that the engine does not run.
     """
     if engine not in ENGINES:
-        reason = f": {_REFUSED[engine]}" if engine in _REFUSED else f"; expected {', '.join(ENGINES)}"
-        raise ConfigError(f"--for {engine}{reason}")
+        raise ConfigError(f"--for {engine}; expected {', '.join(ENGINES)}")
+    if tokenizer is not None and engine != "llama.cpp":
+        raise ConfigError(f"--tokenizer {tokenizer}: only for llama.cpp, whose file has the trunk's tokenizer")
     found = Checkpoint.open(source, revision=revision, cache_dir=cache_dir, offline=offline)
     path = _trunk_path(found, trunk)
     checkpoint = Checkpoint.open(path, cache_dir=cache_dir, offline=offline)
@@ -85,6 +96,10 @@ def export(
     _refuse(head, base, engine)
     if engine == "transformers":
         return _for_transformers(head, base, Path(out))
+    if engine == "llama.cpp":
+        base = on_disk(base, cache_dir=cache_dir, offline=offline)
+        write_gguf(base, head, Path(out), tokenizer=tokenizer)
+        return Export(Path(out), ENGINES[engine], _llamacpp(str(out), drafts or _K), notes=tuple(_notes(base, engine)))
     files = Files(
         {SINGLE: {name: Piece(head.checkpoint, name) for name in head.stored.values()}},
         None,
@@ -113,11 +128,15 @@ def _trunk_path(head: Checkpoint, trunk: str | Path | None) -> str | Path:
 
 def _refuse(head: Inventory, trunk: Inventory, engine: str) -> None:
     path = head.checkpoint.path
+    is_added = head.family.name == GENERIC or head.family.separate
+    if not is_added:
+        raise FamilyError(f"{path}: a head of family {head.family.name} is served as it is, see `nextn serve --print`")
     if engine == "transformers" and head.family.name != GENERIC:
         raise FamilyError(f"{path}: transformers runs heads of the trunk's own layers; train one without --layout")
-    if engine != "transformers" and not head.family.layer_model:
-        advice = "train one with --layout mimo" if head.family.name == GENERIC else "`nextn serve --print` is for it"
-        raise FamilyError(f"{path}: {ENGINES[engine]} runs no separate head of family {head.family.name}; {advice}")
+    if engine == "llama.cpp" and head.family.layer_model:
+        raise FamilyError(f"{path}: {_NO_PAIR}; train a head with --layout step35, for one file with the trunk")
+    if engine in ("vllm", "sglang") and not head.family.layer_model:
+        raise FamilyError(f"{path}: {ENGINES[engine]} runs no head of the trunk's own layers; train with --layout mimo")
     listed = [f"{each} is missing" for each in absent(head)]
     listed += [f"{each.found} {each.fix}" for each in misfits(head, trunk) if engine in each.engines]
     if listed:
@@ -151,8 +170,18 @@ def _sglang(trunk: str, draft: str, drafts: int) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def _llamacpp(path: str, drafts: int) -> tuple[str, ...]:
+    return (
+        "llama-server", "-m", path, "--spec-type", "draft-mtp", "--spec-draft-n-max", str(drafts), "--swa-full",
+        "--metrics",
+    )  # fmt: skip
+
+
 def _notes(trunk: Inventory, engine: str) -> Iterator[str]:
-    yield f"{ENGINES[engine]}: {'tested' if engine == 'vllm' else 'its code was read, it was not run'}."
+    yield f"{ENGINES[engine]}: {'tested' if engine in _TESTED else 'its code was read, it was not run'}."
+    if engine == "llama.cpp":
+        yield "The file holds trunk and head, in the layout of an architecture whose graph computes the same trunk."
+        return
     if engine == "vllm":
         yield "--hf-overrides: vLLM reads the number of the draft's layers in the trunk's config."
     if lookup(trunk.checkpoint.config, "head_dim") not in (None, _qwen2_head_dim(trunk.checkpoint.config)):

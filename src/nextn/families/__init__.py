@@ -9,7 +9,7 @@ from reprlib import repr as brief
 from typing import Literal
 
 from nextn.errors import FamilyError
-from nextn.families.rows import FAMILIES, GENERIC, MIMO_DRAFT
+from nextn.families.rows import FAMILIES, GENERIC, MIMO_DRAFT, STEP35_DRAFT
 from nextn.families.spec import (
     ENGINES,
     MAX_COUNT,
@@ -24,12 +24,14 @@ from nextn.families.spec import (
 )
 
 __all__ = [
-    "ENGINES", "MAX_COUNT", "MIMO_ARCHITECTURE", "EngineSupport", "Family", "Fp8", "Missing", "Stage", "Support",
-    "by_config", "by_name", "find", "generic", "lookup", "lookup_count", "rows",
+    "ENGINES", "LAYOUT_FIELD", "MAX_COUNT", "MIMO_ARCHITECTURE", "EngineSupport", "Family", "Fp8", "Missing", "Stage",
+    "Support", "by_config", "by_name", "find", "fitted", "generic", "lookup", "lookup_count", "rows",
 ]  # fmt: skip
 
 # The architecture by which engines know a separate draft in MiMo's layout, stored with Qwen2's model_type.
 MIMO_ARCHITECTURE = "MiMoForCausalLM"
+# The field of config.json by which a head alone says that it is in another layout than its trunk's: a row's name.
+LAYOUT_FIELD = "mtp_layout"
 # Models without a family whose RMSNorm multiplies by 1 + w.
 _ONE_PLUS = {"gemma", "gemma2", "gemma3", "gemma3_text", "vaultgemma"}
 _EXAMPLES = ("deepseek_v3", "glm4_moe", "qwen3_5", "qwen3_next")
@@ -42,7 +44,7 @@ def rows() -> tuple[Family, ...]:
 
 def by_name(name: str) -> Family:
     """Return the row called `name`; FamilyError with the known names if there is none."""
-    for family in (*rows(), GENERIC, MIMO_DRAFT):
+    for family in (*rows(), GENERIC, MIMO_DRAFT, STEP35_DRAFT):
         if family.name == name:
             return family
     raise FamilyError(f"unknown family {name!r}; known: {', '.join(sorted(row.name for row in rows()))}")
@@ -56,6 +58,8 @@ def find(config: Mapping[str, object]) -> Family | None:
     """
     if config.get("architectures") == [MIMO_ARCHITECTURE] and config.get("model_type") == MIMO_DRAFT.layer_model:
         return MIMO_DRAFT
+    if config.get(LAYOUT_FIELD) == STEP35_DRAFT.name:
+        return fitted(STEP35_DRAFT, config)
     table = {name: family for family in rows() for name in (*family.model_types, *family.draft_types)}
     row = next((table[name] for name in _types(config) if isinstance(name, str) and name in table), None)
     return generic(config) if row is None and lookup_count(config, GENERIC.count_fields[0]) else row
@@ -84,6 +88,16 @@ def generic(config: Mapping[str, object]) -> Family:
 
     Raises FamilyError for an encoder-decoder model.
     """
+    return fitted(GENERIC, config)
+
+
+def fitted(family: Family, config: Mapping[str, object]) -> Family:
+    """Return the row of a head that was added to a model, with what depends on the trunk's config.json.
+
+    Raises FamilyError for an encoder-decoder model.
+    """
+    if family.layer_model:  # its block depends on the sizes alone
+        return family
     if lookup(config, "is_encoder_decoder"):
         raise FamilyError(
             f"model_type {brief(_types(config)[0])} is an encoder-decoder model; heads, and decoding here, need a "
@@ -92,4 +106,4 @@ def generic(config: Mapping[str, object]) -> Family:
     layer_types, full = lookup(config, "layer_types"), "full_attention"
     block = {"layer_types": [full]} if isinstance(layer_types, list) and full in layer_types else {}
     norm_weight: Literal["w", "1+w"] = "1+w" if _ONE_PLUS & {str(name) for name in _types(config)} else "w"
-    return replace(GENERIC, block=block, norm_weight=norm_weight)
+    return replace(family, block=block, norm_weight=norm_weight)

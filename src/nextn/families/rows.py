@@ -761,7 +761,7 @@ GENERIC = replace(
 # trunk's state after the final norm, and embeddings without what the trunk's model does to them.
 MIMO_DRAFT = replace(
     _MIMO, name="mimo_draft", title="A draft in MiMo's layout beside another trunk", model_types=(), draft_types=(),
-    default_count=1, max_modules=1, embedded="raw", layer_model="qwen2", cannot_run="",
+    default_count=1, max_modules=1, embedded="raw", layer_model="qwen2", separate=True, cannot_run="",
     engines={
         **_MIMO.engines,
         "llamacpp": EngineSupport(
@@ -769,6 +769,16 @@ MIMO_DRAFT = replace(
             notes=("the graphs of trunks without a head hand over no hidden state, and drafts would be silently bad",),
         ),
     },
+)
+# The block is the trunk's own layer without scaled rotary embeddings: in step35.cpp it is the layer with a window.
+STEP35_DRAFT = replace(
+    GENERIC, name="step35_draft", title="A head for a GGUF in step35's layout with another trunk", max_modules=1,
+    hidden="pre", next_hidden="pre", has_scaled_rotary=False, separate=True,
+    engines={
+        **dict.fromkeys(("vllm", "sglang", "transformers"), _NONE),
+        "llamacpp": EngineSupport("runs", _LM + "step35.cpp", notes=("from the file of `nextn export`",)),
+    },
+    sources=(),
 )
 
 FAMILIES: tuple[Family, ...] = (

@@ -103,8 +103,9 @@ class Family:
     spare_count: bool = False  # the config may declare one module more than there are
     own_block: bool = False  # the block has other tensors than a trunk layer
     # transformers' model_type whose decoder layer the block is, with the trunk's sizes; "" = the trunk's own layers.
-    # Such a head is a checkpoint of its own beside the trunk's.
     layer_model: str = ""
+    has_scaled_rotary: bool = True  # the block's rotary embeddings are scaled where the trunk's are
+    separate: bool = False  # the head is a checkpoint of its own beside the trunk's, never inside it
     # Part of a plain residual block -> its path in a trunk layer, where the block is made of such parts.
     parts: Mapping[str, str] = field(default_factory=dict)
     draft_types: tuple[str, ...] = ()

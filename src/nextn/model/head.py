@@ -158,7 +158,7 @@ class Head(nn.Module):
         self.draft_vocabulary: DraftVocabulary | None = None  # None: drafts from the whole vocabulary
         self.exact = False  # draft with the full precision of the weights even where a lower one is faster
         self._trunk = (trunk,)  # a tuple, so that nn.Module does not register the trunk's parameters as the head's
-        self._source = (trunk.layer_source(family.layer_model) if family.layer_model else trunk,)
+        self._source = (trunk.layer_source(family.layer_model, scaled_rotary=family.has_scaled_rotary),)
         self.stack = nn.ModuleList(
             MTPLayer(family, trunk, index, num_modules, source=self._source[0]) for index in range(num_modules)
         )

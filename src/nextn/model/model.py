@@ -167,7 +167,7 @@ class Model:
                 extra(staging)
 
     def _write(self, folder: Path, dtype: torch.dtype | None, copies: bool) -> None:
-        if self.family.layer_model:
+        if self.family.separate:
             raise FamilyError(f"{self.family.title}: it is stored beside the trunk, not with it; see `write_head`")
         model = self.trunk.model
         # Cast tensor by tensor: the model in memory is not changed.
@@ -303,7 +303,7 @@ def _runnable(checkpoint: Checkpoint, *, need_head: bool) -> Family:
             f"{checkpoint.path}: config.json is absent or empty. Put the model's own beside the weights."
         )
     family = by_config(checkpoint.config) if need_head else trunk_family(checkpoint)
-    if family.layer_model:
+    if family.separate:
         raise FamilyError(f"{checkpoint.path}: a head alone; give its trunk, and this head with --head")
     return _check_runs(family)
 

@@ -285,13 +285,25 @@ class Trunk(nn.Module):
         self.initialize(norm)
         return norm.to(weight.dtype)
 
-    def layer_source(self, model_type: str) -> "Trunk":
-        """Return a trunk of another type with this one's sizes, to build decoder layers of that type.
+    def layer_source(self, model_type: str, *, scaled_rotary: bool = True) -> "Trunk":
+        """Return a trunk with this one's sizes, to build decoder layers like its own.
 
         Its own weights are on the meta device. Raises FamilyError if such layers cannot have these sizes.
+
+        Args:
+            model_type: Of the layers; "" for this trunk's.
+            scaled_rotary: Keep the scaling of this trunk's rotary embeddings, if they have one.
         """
+        config: dict[str, object] = {}
+        if model_type:
+            config = {"model_type": model_type, **layer_sizes(self.model.config)}
+        elif not scaled_rotary and self.config.rope_parameters["rope_type"] != "default":
+            rope = {"rope_type": "default", "rope_theta": self.config.rope_parameters["rope_theta"]}
+            config = self.config.to_dict() | {"rope_parameters": rope}
+        if not config:
+            return self
         with torch.device("meta"):
-            source = Trunk.from_config({"model_type": model_type, **layer_sizes(self.model.config)}, dtype=self.dtype)
+            source = Trunk.from_config(config, dtype=self.dtype)
         with torch.device("cpu"):
             source.decoder.rotary_emb = type(source.decoder.rotary_emb)(source.config)
         source.config._attn_implementation = self.config._attn_implementation

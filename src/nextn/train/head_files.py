@@ -17,6 +17,7 @@ from nextn.checkpoint.staging_folder import atomic_folder
 from nextn.edit.convert import small_config
 from nextn.edit.restore import restore
 from nextn.errors import ConfigError
+from nextn.families import LAYOUT_FIELD
 from nextn.model.head import Head, draft_config
 from nextn.model.load_head import head_tensors
 
@@ -71,6 +72,8 @@ def write_standalone_head(origin: Inventory, head: Head, path: Path, *, dtype: t
         raise ConfigError(f"{path}: expected a file name that ends in .safetensors")
     wrapper = origin.family.wrapper([*origin.shared.values()])
     config = draft_config(head) if head.family.layer_model else small_config(origin, head.num_modules)
+    if head.family.separate and not head.family.layer_model:
+        config |= {LAYOUT_FIELD: head.family.name}
     if head.family.name == GENERIC and hasattr(head.trunk.config, "layer_types"):  # what transformers' MtpModel needs
         config |= {
             "mtp_layer_types": [each.name for index in range(head.num_modules) for each in head.layer_types(index)]

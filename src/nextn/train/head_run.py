@@ -17,11 +17,12 @@ from nextn.checkpoint.staging_folder import named_after, need_room, owned, renam
 from nextn.data.batches import Batches
 from nextn.data.corpus import Corpus
 from nextn.data.sources import load_corpora
+from nextn.edit.gguf_export import refuse_trunk
 from nextn.edit.links import refuse_links
 from nextn.edit.plan import num_copied
 from nextn.edit.restore import restore
 from nextn.errors import ConfigError, NextnError, TrainingError
-from nextn.families import by_config, by_name, find
+from nextn.families import by_config, by_name, find, fitted
 from nextn.model.model import Model, load_head, read_tokenizer
 from nextn.train.config import HeadConfig
 from nextn.train.dtype import training_dtype
@@ -35,7 +36,7 @@ from nextn.train.self_generated import is_on_policy
 # Defaults of the settings: about ten minutes on two cores for a model of a few million parameters.
 _STEPS, _LENGTH = 500, 256
 # Layouts of a fresh head besides the trunk's own -> family.
-LAYOUTS = {"mimo": "mimo_draft"}
+LAYOUTS = {"mimo": "mimo_draft", "step35": "step35_draft"}
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class HeadRun:
 
     @property
     def _is_separate(self) -> bool:
-        return bool(self.task.head.family.layer_model)
+        return self.task.head.family.separate
 
 
 def head_run(
@@ -152,8 +153,10 @@ def head_run(
         tokens = Batches(corpus, batch_size=2, length=config.length, seed=config.seed, pack=False).batch(0).tokens
         count = 1 if start.num_modules is None else start.num_modules
         if start.layout is not None:
-            model.family = by_name(LAYOUTS[start.layout])
+            model.family = fitted(by_name(LAYOUTS[start.layout]), origin.checkpoint.config)
             model.trunk.stage = model.family.hidden
+            if start.layout == "step35":
+                refuse_trunk(origin.checkpoint, model.family.hidden)
         model.head, head_notes = init_head(model.family, model.trunk, tokens, num_modules=count)
         notes += head_notes
     task = HeadTask(

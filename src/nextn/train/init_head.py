@@ -9,7 +9,6 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from nextn.checkpoint.separate_head import GENERIC
 from nextn.errors import ConfigError, FamilyError
 from nextn.families import Family
 from nextn.model.head import Head, MTPLayer
@@ -84,7 +83,7 @@ def _layer_errors(family: Family, trunk: Trunk) -> Iterator[None]:
     try:
         yield
     except (TypeError, AttributeError, KeyError, ValueError) as error:
-        if family.name != GENERIC:
+        if family.model_types or family.layer_model:
             raise
         raise FamilyError(
             f"a decoder layer of model_type {trunk.config.model_type} cannot be the block of a head: "

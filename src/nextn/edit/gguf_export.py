@@ -1,0 +1,141 @@
+"""Write a trunk, and a head that was added to it, into one GGUF for llama.cpp; a chunk of a tensor is in memory."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.safetensors_file import atomic
+from nextn.checkpoint.snapshot import folder_of
+from nextn.checkpoint.staging_folder import need_room
+from nextn.edit.gguf_layout import (
+    BY_HIDDEN,
+    STEP35,
+    StoredPart,
+    Value,
+    common_dtype,
+    metadata,
+    parts,
+    problems,
+    rope_factors,
+)
+from nextn.edit.gguf_tokenizer import add_tokenizer, copy_tokenizer
+from nextn.errors import ConfigError, FamilyError
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+_WIDTHS = {"F32": 4, "F16": 2, "BF16": 2}
+_ALIGNMENT = 32  # of each tensor, GGUF's default
+
+
+def refuse_trunk(checkpoint: Checkpoint, hidden: str) -> dict[str, Any]:
+    """Return the trunk's config with all defaults, as transformers reads it.
+
+    Args:
+        checkpoint: In a local folder.
+        hidden: The state that the head takes in, as in a family's row.
+
+    Raises:
+        FamilyError: No graph of llama.cpp computes this trunk and hands over this state.
+    """
+    from transformers import AutoConfig
+
+    config: dict[str, Any] = AutoConfig.from_pretrained(folder_of(checkpoint)).to_dict()
+    layout = BY_HIDDEN[hidden]
+    if listed := [*problems(config, layout)]:
+        other = "" if layout == STEP35 else ". Its step35 layout takes heads of `nextn train --layout step35`"
+        raise FamilyError(
+            f"{checkpoint.path}: llama.cpp's {layout} layout cannot hold this trunk: {'; '.join(listed)}{other}"
+        )
+    return config
+
+
+def write_gguf(trunk: Inventory, head: Inventory, path: Path, *, tokenizer: Path | None = None) -> None:
+    """Write the file.
+
+    Args:
+        trunk: Of a checkpoint in a local folder.
+        head: Of a head with one module.
+        path: The new file, whose name ends in .gguf.
+        tokenizer: A GGUF with the trunk's tokenizer; None: that of the trunk's folder.
+
+    Raises:
+        CheckpointError: llama.cpp's graph has no place for a tensor of the trunk, or the disk is full.
+        ConfigError: The file exists or has another suffix, the tokenizer cannot be written, or gguf is not installed.
+        FamilyError: No layout holds this trunk with this head.
+    """
+    try:
+        from gguf import GGUFWriter
+    except ImportError as error:
+        raise ConfigError("--for llama.cpp needs the gguf package: pip install 'nextn[gguf]'") from error
+    if path.suffix != ".gguf" or path.exists():
+        raise ConfigError(f"{path}: expected a new file whose name ends in .gguf")
+    if len(head.modules) != 1:
+        raise FamilyError(f"{head.checkpoint.path}: {len(head.modules)} modules; a GGUF here holds one, for all drafts")
+    config, layout = refuse_trunk(trunk.checkpoint, head.family.hidden), BY_HIDDEN[head.family.hidden]
+    listed = parts(trunk, head, layout)
+    values = metadata(config, layout, dtype=common_dtype(listed))
+    factors = np.array(rope_factors(config), np.float32)
+    need_room(path, sum(_num_bytes(each) for each in listed))
+    with atomic(path) as file:
+        writer = GGUFWriter(file.name, layout)
+        _add_values(writer, {"general.name": Path(trunk.checkpoint.path).name, **values})
+        if tokenizer is None:
+            add_tokenizer(writer, folder_of(trunk.checkpoint), config["vocab_size"])
+        else:
+            copy_tokenizer(writer, tokenizer, config["vocab_size"])
+        _add_infos(writer, listed, factors)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.close()
+        file.seek(0, 2)
+        for chunks in (*([[factors.tobytes()]] if factors.size else []), *map(_chunks, listed)):
+            file.write(bytes(-file.tell() % _ALIGNMENT))
+            for chunk in chunks:
+                file.write(chunk)
+        file.write(bytes(-file.tell() % _ALIGNMENT))
+
+
+def _add_values(writer: "GGUFWriter", values: dict[str, Value]) -> None:
+    adders: dict[type, Callable[[str, Any], None]] = {
+        str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array
+    }  # fmt: skip
+    for key, value in values.items():
+        adders[type(value)](key, value)
+
+
+def _add_infos(writer: "GGUFWriter", listed: list[StoredPart], factors: np.ndarray) -> None:
+    from gguf import GGMLQuantizationType as Type
+
+    if factors.size:
+        writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
+    for each in listed:
+        info = each.source.info(each.stored)
+        kind = Type.F32 if _is_widened(each) else Type[info.dtype]
+        writer.add_tensor_info(each.name, info.shape, np.dtype(np.float32), _num_bytes(each), raw_dtype=kind)
+
+
+def _is_widened(part: StoredPart) -> bool:
+    """Whether it is a norm's weight or a bias, which llama.cpp wants in float32."""
+    return len(part.source.info(part.stored).shape) == 1
+
+
+def _num_bytes(part: StoredPart) -> int:
+    info = part.source.info(part.stored)
+    return info.nbytes // _WIDTHS[info.dtype] * 4 if _is_widened(part) else info.nbytes
+
+
+def _chunks(part: StoredPart) -> Iterator[bytes]:
+    dtype = part.source.info(part.stored).dtype
+    for chunk in part.source.chunks(part.stored):
+        if not _is_widened(part) or dtype == "F32":
+            yield chunk
+        elif dtype == "F16":
+            yield np.frombuffer(chunk, "<f2").astype("<f4").tobytes()
+        else:
+            yield (np.frombuffer(chunk, "<u2").astype("<u4") << 16).tobytes()

@@ -1,0 +1,157 @@
+"""llama.cpp on GGUF files that nextn wrote of random trunks: its probabilities are ours, and its tokenizer is theirs.
+
+`make test-engines`.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+import pytest
+import torch
+from bpe_tokenizers import SPLITS, bpe_tokenizer
+from engines import environments
+from gguf import GGUFReader
+from test_separate_head import SETTINGS, TEXT, build, start, tokens
+
+from nextn.edit.export import export
+from nextn.model.model import Model
+from nextn.train.head_run import head_run
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+WINDOW = {"sliding_window": 24}
+# Name of a trunk -> the kind that it is made of, changes of its config, and the head's layout.
+TRUNKS = {
+    "llama": ("llama", {}, "step35"),
+    "llama 3.1": ("llama-3.1", {}, "step35"),
+    "llama, linear": ("llama", {"rope_parameters": LINEAR}, "step35"),
+    "mistral": ("mistral", {}, "step35"),
+    "mistral, window": ("mistral", WINDOW, "step35"),
+    "qwen2": ("qwen2", {}, "step35"),
+    "qwen2, window in one layer": ("qwen2", {**WINDOW, "use_sliding_window": True, "max_window_layers": 1}, "step35"),
+    "smollm2": ("smollm2", {}, "step35"),
+    "qwen3, step35": ("qwen3", {}, "step35"),
+    "qwen3": ("qwen3", {}, None),
+    "qwen3, tied": ("qwen3", {"tie_word_embeddings": True}, None),
+    "qwen3, linear": ("qwen3", {"rope_parameters": LINEAR}, None),
+    "qwen3, yarn": ("qwen3", {"rope_parameters": YARN}, None),
+}  # fmt: skip
+FLAGS = ["-np", "1", "-c", "256", "-t", "1", "-fa", "off", "--no-webui"]
+FLAGS += [part for name in ("-ctk", "-ctv", "-ctkd", "-ctvd") for part in (name, "f32")]
+NEAR = 1e-5  # of log-probabilities in float32; a wrong frequency, window or norm changes them by more than 1e-3
+
+
+def trained(folder, kind, changes, layout):
+    """A random trunk, and its head after three steps."""
+    trunk = build(folder / "trunk", kind, **changes)
+    (folder / "text.txt").write_text(TEXT)
+    run = head_run(folder / "run", start(trunk, layout), data=[folder / "text.txt"], settings=SETTINGS)
+    list(run.trainer.run())
+    return trunk, run.write(head_only=True, allow_worse=True).parent
+
+
+@contextmanager
+def serving(folder, *flags):
+    """post(path, body) of a server of that file."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    server = str(environments.llama_server(environments.default_folder()))
+    root = f"http://127.0.0.1:{port}"
+    with (folder / "server.log").open("w") as log:
+        command = [server, "-m", str(folder / "model.gguf"), *FLAGS, *flags, "--port", str(port)]
+        child = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def post(path, body):
+        request = Request(f"{root}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    try:
+        for _ in range(600):
+            try:
+                urlopen(f"{root}/health", timeout=5).close()
+                break
+            except (URLError, OSError):
+                assert child.poll() is None, (folder / "server.log").read_text()[-1000:]
+                time.sleep(0.1)
+        yield post
+    finally:
+        child.terminate()
+        child.wait()
+
+
+def asked(post, ids, count, probs=0):
+    body = {"prompt": ids, "n_predict": count, "temperature": 0.0, "samplers": ["temperature"], "n_probs": probs}
+    return post("/completion", {**body, "return_tokens": True, "cache_prompt": False})
+
+
+@pytest.mark.parametrize("name", TRUNKS)
+def test_probabilities_and_texts_are_ours(name, tmp_path):
+    """After prompts of 60 to 99 tokens, the 20 most probable tokens; and greedy texts with drafts."""
+    trunk, head = trained(tmp_path, *TRUNKS[name])
+    exported = export(head, tmp_path / "model.gguf", "llama.cpp", drafts=3)
+    model = Model.load(trunk, head=head)
+    ids = torch.randint(0, 250, (1, 100), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model.trunk.logits(model.trunk(ids).final_hidden)[0].log_softmax(-1)
+    gaps = []
+    with serving(tmp_path, *exported.command[3:]) as post:
+        for count in range(60, 100):
+            # An incomplete character has no probabilities in the answer.
+            for each in asked(post, ids[0, :count].tolist(), 1, 20).get("completion_probabilities", ()):
+                gaps += [abs(top["logprob"] - expected[count - 1, top["id"]].item()) for top in each["top_logprobs"]]
+        texts = [asked(post, list(prompt.encode()), 20) for prompt in ("a is", "so")]
+    assert len(gaps) > 400
+    assert max(gaps) < NEAR
+    assert [tuple(each["tokens"]) for each in texts] == [tuple(each) for each in tokens(model, "torch", 0)]
+    assert sum(each["timings"]["draft_n"] for each in texts) > 20
+
+
+TEXTS = (
+    "Hello world, I'VE seen 12345 and 3.14!", "  two  spaces\n\n\ttabs \r\n end ",
+    "na\u00efve \u6771\u4eac \U0001f680 caf\u00e9s \u0441\u043b\u043e\u0432\u043e", "<|bos|>a<think>b <|eot|>",
+    "CamelCase camelCase HTTPServer don't DON'T", "x=1;y=[2,3]/*c*/ //",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_tokens_are_those_of_the_tokenizer(split, tmp_path):
+    """llama.cpp splits every text as the tokenizer does, and adds a first token where it does."""
+    trunk, head = trained(tmp_path, "qwen3", {}, None)
+    tokenizer = bpe_tokenizer(split)
+    tokenizer.save_pretrained(trunk)
+    export(head, tmp_path / "model.gguf", "llama.cpp")
+    with serving(tmp_path) as post:
+        for text in TEXTS:
+            body = {"content": text, "add_special": True, "parse_special": True}
+            assert post("/tokenize", body)["tokens"] == tokenizer(text)["input_ids"], text
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_the_converter_writes_the_same_tokenizer(kind, tmp_path):
+    """Key by key, except the name of the split, which it knows of published tokenizers alone."""
+    trunk, head = trained(tmp_path, kind, {}, "step35")
+    bpe_tokenizer("llama-bpe").save_pretrained(trunk)
+    export(head, tmp_path / "model.gguf", "llama.cpp")
+    converter = ["bench/engines/to_gguf.py", str(environments.llama_source(environments.default_folder())), str(trunk)]
+    # The converter imports sentencepiece before it looks for a file of it.
+    (tmp_path / "sentencepiece.py").write_text("SentencePieceProcessor = None")
+    command = [sys.executable, *converter, str(tmp_path / "theirs.gguf"), "f32"]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    ours, theirs = (
+        {name: each.contents() for name, each in GGUFReader(path).fields.items() if name.startswith("tokenizer.")}
+        for path in (tmp_path / "model.gguf", tmp_path / "theirs.gguf")
+    )
+    assert theirs.pop("tokenizer.ggml.pre") == "gpt-2"
+    assert ours.pop("tokenizer.ggml.pre") == "llama-bpe"
+    assert ours == theirs
