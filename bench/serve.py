@@ -2,7 +2,6 @@
 
     python bench/serve.py load CHECKPOINT --out bench/results/serve.json
     python bench/serve.py prefill CHECKPOINT        # inter-token times of running streams beside a long prompt
-    python bench/serve.py soak CHECKPOINT --minutes 60
 
 `load` starts every server once and then, for each number of streams, runs all servers in turn, several times. A stream
 sends one greedy request after the other; all tokens are generated (`ignore_eos`). Engines other than nextn are built
@@ -44,13 +43,13 @@ class Server:
     command: list[str]
     model: str
     variables: dict[str, str] = field(default_factory=dict)
-    port: int = 0
+    port: int = 0  # 0: a free one, then that one again
     process: subprocess.Popen | None = None
 
     def start(self, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
+        with socket.create_server(("127.0.0.1", self.port)) as free:
             self.port = free.getsockname()[1]
-        log = (folder / f"{self.name.replace(' ', '-')}.log").open("w")
+        log = (folder / f"{self.name.replace(' ', '-')}.log").open("a")
         command = [part.replace("{port}", str(self.port)) for part in self.command]
         self.process = subprocess.Popen(
             command, env={**os.environ, **self.variables}, stdout=log, stderr=log, start_new_session=True
@@ -278,87 +277,6 @@ async def prefill(args: argparse.Namespace, folder: Path) -> dict[str, object]:
     return record
 
 
-def resident(process: subprocess.Popen) -> float:
-    """Resident memory in MB."""
-    for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) / 1024
-    raise AssertionError("no VmRSS")
-
-
-async def soak(args: argparse.Namespace, folder: Path) -> dict[str, object]:
-    """Random arrivals, lengths, cancellations and bad requests; every complete greedy answer against a reference."""
-    server = nextn_server(args.checkpoint.resolve(), "-k", str(args.drafts), "--cache-gb", "0.5")
-    server.start(folder)
-    draw, counts = random.Random(args.seed), dict.fromkeys(("right", "wrong", "cancelled", "refused", "failed"), 0)
-    memory: list[tuple[float, float]] = []
-    prompts = [prompt[: draw.randrange(5, 900)] for prompt in prompts_of(60, 900, args.seed)]
-    try:
-        await server.ready(args.start_s)
-        reference = {
-            (prompt, k): (await server.stream(prompt, 160, num_speculative_tokens=0)).text
-            for prompt in prompts for k in (None,)
-        }  # fmt: skip
-
-        async def good() -> None:
-            prompt, tokens = draw.choice(prompts), draw.randrange(1, 160)
-            more = draw.choice([{}, {"num_speculative_tokens": 0}, {"num_speculative_tokens": 3}])
-            try:
-                if draw.random() < 0.2:
-                    await asyncio.wait_for(server.stream(prompt, tokens, **more), draw.random() * 0.2)
-                answer = await server.stream(prompt, tokens, **more)
-                is_right = reference[prompt, None].startswith(answer.text) and len(answer.times) > 0
-                counts["right" if is_right else "wrong"] += 1
-            except TimeoutError:
-                counts["cancelled"] += 1
-            except ValueError as error:
-                counts["refused" if "429" in str(error) else "failed"] += 1
-
-        async def bad() -> None:
-            more = draw.choice([
-                {"temperature": "hot"}, {"max_tokens": -1}, {"model": "none"}, {"logprobs": 10**9}, {"prompt": None},
-                {"prompt": "x" * 200_000}, {"stop": [""] * 9}, {"num_speculative_tokens": 1000},
-            ])  # fmt: skip
-            try:
-                await server.stream("x", 4, **more)
-                counts["wrong"] += 1
-            except ValueError as error:
-                counts["refused" if "status b'4" in str(error) else "failed"] += 1
-
-        ends, tasks = time.monotonic() + 60 * args.minutes, set()
-        next_look = 0.0
-        while time.monotonic() < ends:
-            task = asyncio.create_task(good() if draw.random() < 0.85 else bad())
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-            await asyncio.sleep(draw.expovariate(args.rate))
-            while len(tasks) > 40:
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if time.monotonic() > next_look:
-                next_look = time.monotonic() + 10
-                memory.append((args.minutes * 60 - (ends - time.monotonic()), resident(server.process)))
-        await asyncio.gather(*tasks)
-        health = await get(server, "/health")
-    finally:
-        server.stop()
-    settled = [size for second, size in memory if second > args.minutes * 60 / 4]
-    record = {
-        "minutes": args.minutes, "counts": counts, "memory_mb": memory, "exit": server.process.returncode,
-        "memory_first_quarter_end_to_last": [settled[0], settled[-1], settled[-1] / settled[0] - 1],
-        "running_after": health.get("num_running"), "waiting_after": health.get("num_waiting"),
-    }  # fmt: skip
-    print(json.dumps({key: value for key, value in record.items() if key != "memory_mb"}, indent=1))
-    return record
-
-
-async def get(server: Server, path: str) -> dict:
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nConnection: close\r\n\r\n".encode())
-    data = await reader.read()
-    writer.close()
-    return json.loads(data.partition(b"\r\n\r\n")[2])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -382,13 +300,9 @@ def main() -> None:
     two.add_argument("--prompt-chars", type=int, default=4000)
     two.add_argument("--streams", type=int, default=2)
     two.add_argument("--tokens", type=int, default=3000)
-    three = commands.add_parser("soak", parents=[shared])
-    three.add_argument("--minutes", type=float, default=60)
-    three.add_argument("--rate", type=float, default=8, help="arrivals per second")
-    three.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
-    run = {"load": load, "prefill": prefill, "soak": soak}[args.command]
+    run = {"load": load, "prefill": prefill}[args.command]
     record = asyncio.run(run(args, args.logs))
     if args.command == "load":
         show(record)

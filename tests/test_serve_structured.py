@@ -8,6 +8,7 @@ import openai
 import pytest
 from chats import UNMARKED, chatty
 from http_serving import error_of, serving
+from openai.lib.streaming.chat import ChatCompletionStreamState
 from scripted_engine import ScriptedEngine
 
 import nextn
@@ -95,9 +96,12 @@ def test_a_call_that_is_forced(client):
 def test_a_streamed_call(client):
     stream = client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice=NAMED, stream=True)
     chunks = [chunk.choices[0] for chunk in stream]
-    (call,) = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
-    assert call.index == 0
-    assert fits(call.function.arguments)
+    first, *more = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+    assert {call.index for call in (first, *more)} == {0}
+    assert (first.type, first.function.name, bool(first.id)) == ("function", "count", True)
+    assert more
+    assert all((call.id, call.type, call.function.name) == (None, None, None) for call in more)
+    assert fits("".join(call.function.arguments for call in (first, *more)))
     assert not any(chunk.delta.content for chunk in chunks)
     assert chunks[-1].finish_reason == "tool_calls"
 
@@ -138,10 +142,14 @@ def test_reasoning_content_and_calls(model, is_open):
         (choice,) = client.chat.completions.create(**CHAT, tools=TOOLS).choices
         chunks = list(client.chat.completions.create(**CHAT, tools=TOOLS, stream=True))
         plain = client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice="none").choices[0]
+    state = ChatCompletionStreamState()  # the client's own way of joining pieces
+    for chunk in chunks:
+        state.handle_chunk(chunk)
     assert choice.message.reasoning_content == texts_of(chunks, "reasoning_content") == "Why?"
     assert choice.message.content == texts_of(chunks, "content") == "I look."
     (call,) = choice.message.tool_calls
-    (streamed,) = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    (streamed,) = state.get_final_completion().choices[0].message.tool_calls
+    assert (streamed.function.name, streamed.function.arguments) == (call.function.name, call.function.arguments)
     assert json.loads(call.function.arguments) == json.loads(streamed.function.arguments) == {"n": 1, "ok": True}
     assert choice.finish_reason == chunks[-1].choices[0].finish_reason == "tool_calls"
     assert plain.message.tool_calls is None

@@ -7,8 +7,9 @@ import random
 import pytest
 
 from nextn.errors import ConfigError
+from nextn.serve.call_text import Tool
 from nextn.serve.message_parser import MessageDelta, MessageParser, joined_deltas, parse_message, reasoning_is_open
-from nextn.serve.tool_calls import SYNTAXES, GeneratedToolCall, Tool, tool_syntax
+from nextn.serve.tool_calls import SYNTAXES, tool_syntax
 
 TOOLS = (
     Tool(
@@ -122,7 +123,12 @@ def parser(syntax, **options):
 
 
 def calls_of(delta):
-    return [(call.name, json.loads(call.arguments)) for call in delta.tool_calls]
+    return [(call.name, json.loads(call.arguments)) for call in delta.complete_calls]
+
+
+def settled(delta):
+    """What counts in the end: without calls that began and came to nothing."""
+    return delta.content, delta.reasoning, delta.complete_calls
 
 
 def in_pieces(make, text, cuts):
@@ -139,7 +145,7 @@ def same_however_cut(make, text):
     cuts = [[at] for at in range(len(text) + 1)]
     cuts += [range(len(text)), *(sorted(rng.choices(range(len(text) + 1), k=5)) for _ in range(20))]
     for each in cuts:
-        assert in_pieces(make, text, each) == whole, each
+        assert settled(in_pieces(make, text, each)) == settled(whole), each
     return whole
 
 
@@ -167,12 +173,12 @@ def test_an_unfinished_call_is_content(write):
     make = lambda: parser(WRITERS[write])  # noqa: E731
     for end in range(len(text)):
         delta = parse_message(make(), text[:end])
-        if not delta.tool_calls:
+        if not delta.complete_calls:
             assert delta.content == text[:end]
         else:
             assert write in (deepseek_v3, deepseek_v31), "only DeepSeek's calls have a mark after the last"
             assert "<｜tool▁call▁end｜>" in text[:end]
-    assert same_however_cut(make, text[: len(text) // 2]).tool_calls == ()
+    assert same_however_cut(make, text[: len(text) // 2]).complete_calls == []
 
 
 @pytest.mark.parametrize(
@@ -183,10 +189,13 @@ def test_an_unfinished_call_is_content(write):
         ("hermes", '<tool_call>\n{"name": 3, "arguments": {}}\n</tool_call>'),
         ("hermes", '<tool_call>\n{"name": "now", "arguments": "[1]"}\n</tool_call>'),
         ("hermes", '<tool_call>\n{"name": "now", "arguments": {}}</tool>'),
+        ("hermes", '<tool_call>\n{"name": "now", "arguments": {"a": 1, "a": 2}}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": "now", "arguments": {"a": 1}, "name": "then"}\n</tool_call>'),
         ("hermes", "<tool_call> is how a call begins, </tool_call> how it ends"),
         ("hermes", '<tool_call>{"name": "now", "arguments": ' + '{"a":' * 30_000 + "1" + "}" * 30_001 + "</tool_call>"),
         ("qwen_xml", "<tool_call>\n<function=now>\n<parameter=a>\n1\n</function>\n</tool_call>"),
         ("qwen_xml", "<tool_call>\n<function=>\n</function>\n</tool_call>"),
+        ("qwen_xml", "<tool_call><function=now>" + "<parameter=a>1</parameter>" * 2 + "</function></tool_call>"),
         ("qwen_xml", "<tool_call>\n<function=no\nw>\n</function>\n</tool_call>"),
         ("glm_xml", "<tool_call>now\n<arg_key>a</arg_key>\n</tool_call>"),
         ("glm_xml", "<tool_call>\n</tool_call>"),
@@ -204,7 +213,7 @@ def test_an_unfinished_call_is_content(write):
 def test_malformed_calls_are_content(syntax, text):
     make = lambda: parser(syntax)  # noqa: E731
     delta = parse_message(make(), text) if len(text) > 1_000 else same_however_cut(make, text)
-    assert delta == MessageDelta(content=text)
+    assert settled(delta) == settled(MessageDelta(content=text))
 
 
 def test_a_call_after_a_malformed_one():
@@ -221,12 +230,59 @@ def test_content_is_not_held_back():
     assert one.push("<tool_call>\nnot").content == "<tool_call>\nnot"
 
 
-def test_a_call_is_reported_when_it_ends():
-    one = parser("mistral")
-    text = mistral_v11(("now", {}), ("now", {"a": 1}))
-    first = text.index("[TOOL_CALLS]", 1)
-    assert calls_of(one.push(text[:first])) == [("now", {})]
-    assert calls_of(one.push(text[first:])) == [("now", {"a": 1})]
+@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+def test_calls_are_streamed(write):
+    """Name first, then pieces of the arguments, which join to the whole; long text flows while it is written."""
+    words = "The quick brown fox, 12 dogs and [3] cats"
+    text = write(("get_weather", {"days": 12, "city": words}), ("now", {}))
+    one = parser(WRITERS[write])
+    pieces = [call for character in text for call in one.push(character).tool_calls]
+    pieces += one.finish().tool_calls
+    for index, (name, arguments) in enumerate([("get_weather", {"days": 12, "city": words}), ("now", {})]):
+        call = [piece for piece in pieces if piece.index == index]
+        assert [piece.name for piece in call] == [name] + [None] * (len(call) - 1)
+        assert [piece.is_last for piece in call] == [False] * (len(call) - 1) + [True]
+        assert json.loads("".join(piece.arguments for piece in call)) == arguments
+        assert len(call) > (len(words) // 2 if index == 0 else 0)
+    whole = parse_message(parser(WRITERS[write]), text)
+    assert joined_deltas([MessageDelta(tool_calls=(piece,)) for piece in pieces]).tool_calls == whole.tool_calls
+
+
+def test_pieces_of_a_call_are_never_taken_back():
+    """Whatever values, wherever the text is cut."""
+    rng = random.Random(0)
+
+    def value(depth):
+        kinds = [lambda: rng.choice([0, -7, 12.5, 1e30, True, None]), lambda: "".join(rng.choices('a1"\\\n}]é😀', k=5))]
+        if depth:
+            kinds.append(lambda: [value(depth - 1) for _ in range(rng.randrange(3))])
+            kinds.append(lambda: {str(key): value(depth - 1) for key in range(rng.randrange(3))})
+        return rng.choice(kinds)()
+
+    for _ in range(300):
+        arguments = {key: value(3) for key in "abc"}
+        ascii_only = rng.random() < 0.5
+        text = json.dumps(
+            {"name": "now", "arguments": arguments}, ensure_ascii=ascii_only, indent=rng.choice([None, 1])
+        )
+        cuts = sorted(rng.choices(range(len(text)), k=9))
+        delta = in_pieces(lambda: parser("hermes"), f"<tool_call>{text}</tool_call>", cuts)
+        assert calls_of(delta) == [("now", arguments)]
+
+
+def test_a_name_after_the_arguments():
+    text = '<tool_call>{"arguments": {"a": 1}, "name": "now"}</tool_call>'
+    assert calls_of(same_however_cut(lambda: parser("hermes"), text)) == [("now", {"a": 1})]
+
+
+def test_a_streamed_call_that_is_malformed_has_no_last_piece():
+    one = parser("hermes")
+    begun = one.push('<tool_call>{"name": "now", "arguments": {"a": "bc')
+    assert [(call.name, call.arguments, call.is_last) for call in begun.tool_calls] == [("now", '{"a": "bc', False)]
+    text = '"}]' + hermes(("now", {}))
+    delta = one.push(text)
+    assert delta.content == '<tool_call>{"name": "now", "arguments": {"a": "bc"}]'
+    assert [(call.index, call.name, call.is_last) for call in delta.tool_calls] == [(1, "now", True)]
 
 
 def test_long_arguments_take_linear_time():
@@ -265,15 +321,6 @@ def test_arguments_as_json_text():
     assert calls_of(delta) == [("now", {"a": 1})]
 
 
-def test_openai_form():
-    assert GeneratedToolCall("now", "{}").as_openai(1, "call_7") == {
-        "index": 1,
-        "id": "call_7",
-        "type": "function",
-        "function": {"name": "now", "arguments": "{}"},
-    }
-
-
 @pytest.mark.parametrize(
     ("text", "is_open", "reasoning", "content"),
     [
@@ -290,7 +337,7 @@ def test_openai_form():
 )
 def test_reasoning(text, is_open, reasoning, content):
     make = lambda: MessageParser(None, reasoning=True, is_open=is_open)  # noqa: E731
-    assert same_however_cut(make, text) == MessageDelta(content, reasoning)
+    assert settled(same_however_cut(make, text)) == (content, reasoning, [])
 
 
 def test_reasoning_then_a_call():

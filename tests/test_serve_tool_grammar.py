@@ -10,9 +10,10 @@ from transformers import AddedToken
 
 from nextn.data.byte_tokenizer import byte_tokenizer, vocab_size
 from nextn.errors import ConfigError
+from nextn.serve.call_text import Tool
 from nextn.serve.grammar import GrammarCompiler
 from nextn.serve.message_parser import MessageParser, parse_message
-from nextn.serve.tool_calls import SYNTAXES, Tool
+from nextn.serve.tool_calls import SYNTAXES
 from nextn.serve.tool_grammar import MAX_CALLS, tool_call_grammar
 
 WEATHER = Tool(

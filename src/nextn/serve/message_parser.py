@@ -1,22 +1,35 @@
 """Split generated text into content, reasoning and tool calls, as it grows or whole.
 
-A call is reported when it is complete, because until then it may turn out not to be one: malformed calls stay content.
-The result does not depend on how the text was cut into pieces.
+A call is reported piece by piece, as soon as its name and the beginning of its arguments are known. If it turns out to
+be malformed after that, its text is content, as if nothing had been reported: only a call whose last piece is there
+counts. The whole message does not depend on how the text was cut into pieces.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from nextn.serve.tool_calls import (
+from nextn.serve.call_text import (
     GeneratedToolCall,
     IncompleteCallError,
     MalformedCallError,
     TextCursor,
     Tool,
-    ToolSyntax,
+    overlap,
 )
+from nextn.serve.tool_calls import ToolSyntax
 
-_NUM_ALWAYS_PARSED = 256  # characters of an unfinished call that are parsed at each step; later only where it may end
+_NUM_ALWAYS_PARSED = 256  # characters of an unfinished call that are parsed at each step
+_GROWTH = 64  # after that, only where it may end, or has grown by this part
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """A piece of a call."""
+
+    index: int  # of the call in the message
+    name: str | None  # None: a later piece
+    arguments: str
+    is_last: bool  # the call is complete and well-formed
 
 
 @dataclass(frozen=True)
@@ -25,7 +38,18 @@ class MessageDelta:
 
     content: str = ""
     reasoning: str = ""
-    tool_calls: tuple[GeneratedToolCall, ...] = ()
+    tool_calls: tuple[ToolCallDelta, ...] = ()  # at most one of each call
+
+    @property
+    def complete_calls(self) -> list[GeneratedToolCall]:
+        """The calls that begin and end in this piece; those of the message, if it is all of one."""
+        calls = self.tool_calls
+        return [
+            GeneratedToolCall(call.name, call.arguments) for call in calls if call.is_last and call.name is not None
+        ]
+
+
+MessagePiece = str | ToolCallDelta
 
 
 class ToolCallParser:
@@ -34,23 +58,25 @@ class ToolCallParser:
     def __init__(self, syntax: ToolSyntax, tools: Sequence[Tool]) -> None:
         self._syntax, self._tools = syntax, {tool.name: tool for tool in tools}
         self._buffer = ""
-        self._num_searched = 0  # characters of an unfinished call in which no end was found
+        self._num_searched = self._num_parsed = 0  # characters of an unfinished call: without an end, and looked at
+        self._num_begun = 0  # calls before those that the buffer begins with
+        self._sent: list[str] = []  # of each of these, the arguments that were reported
         self._space = ""  # at the end of the content so far; dropped if a call follows
         self._has_content = self._has_calls = self._is_after_call = False
 
-    def push(self, text: str) -> list[str | GeneratedToolCall]:
-        """Append text and return what became certain: content, and calls that are complete."""
+    def push(self, text: str) -> list[MessagePiece]:
+        """Append text and return what became certain: content, and pieces of calls."""
         self._buffer += text
         return list(self._drain(is_last=False))
 
-    def finish(self) -> list[str | GeneratedToolCall]:
+    def finish(self) -> list[MessagePiece]:
         """Return the rest; an unfinished call is content."""
         pieces = list(self._drain(is_last=True))
         if self._space and not self._is_after_call:
             pieces.append(self._space)
         return pieces
 
-    def _drain(self, *, is_last: bool) -> Iterator[str | GeneratedToolCall]:
+    def _drain(self, *, is_last: bool) -> Iterator[MessagePiece]:
         while self._buffer:
             at, begin = self._next_begin()
             if begin is None:
@@ -60,17 +86,32 @@ class ToolCallParser:
                 return
             cursor = TextCursor(self._buffer, 0)
             try:
-                calls = self._syntax.scan(cursor, self._tools, self._has_calls)
+                self._syntax.scan(cursor, self._tools, self._has_calls)
             except IncompleteCallError:
                 if not is_last:
+                    yield from self._deltas(cursor.calls, is_last=False)
                     return
                 yield from self._not_a_call(begin)
             except MalformedCallError:
                 yield from self._not_a_call(begin)
             else:
+                yield from self._deltas(cursor.calls, is_last=True)
                 self._cut(cursor.at)
                 self._space, self._is_after_call, self._has_calls = "", True, True
-                yield from calls
+
+    def _deltas(self, calls: Sequence[GeneratedToolCall], *, is_last: bool) -> Iterator[ToolCallDelta]:
+        """What is new in the calls that the buffer begins with."""
+        for index, call in enumerate(calls):
+            is_new = index == len(self._sent)
+            if is_new:
+                self._sent.append("")
+            sent = self._sent[index]
+            is_longer = call.arguments.startswith(sent)
+            assert is_longer or not is_last
+            more = call.arguments[len(sent) :] if is_longer else ""  # an incomplete last value may be left out again
+            if is_new or is_last or more:
+                self._sent[index] += more
+                yield ToolCallDelta(self._num_begun + index, call.name if is_new else None, more, is_last)
 
     def _not_a_call(self, begin: str) -> Iterator[str]:
         yield from self._content(self._cut(len(begin)))
@@ -78,7 +119,9 @@ class ToolCallParser:
     def _cut(self, size: int) -> str:
         """Take characters off the beginning of the buffer."""
         text, self._buffer = self._buffer[:size], self._buffer[size:]
-        self._num_searched = 0 if size else self._num_searched
+        if size:
+            self._num_searched = self._num_parsed = 0
+            self._num_begun, self._sent = self._num_begun + len(self._sent), []
         return text
 
     def _next_begin(self) -> tuple[int, str | None]:
@@ -93,16 +136,17 @@ class ToolCallParser:
         """Length of the tail that may be the start of a `begin`."""
         if self._syntax.only_first and (self._has_content or self._buffer.strip()[:1] not in _firsts(self._syntax)):
             return 0
-        text = self._buffer
-        sizes = (size for begin in self._syntax.begins for size in range(1, len(begin)) if text.endswith(begin[:size]))
-        return max(sizes, default=0)
+        return max(overlap(self._buffer, begin) for begin in self._syntax.begins)
 
     def _must_wait(self) -> bool:
-        """Whether parsing again is of no use: a long call to which nothing was added that could end it."""
-        closers = self._syntax.closers
+        """Whether parsing again is of little use: a long call that has hardly grown, by nothing that could end it."""
+        closers, size = self._syntax.closers, len(self._buffer)
         is_ended = any(self._buffer.find(each, max(0, self._num_searched + 1 - len(each))) >= 0 for each in closers)
-        self._num_searched = len(self._buffer)
-        return self._num_searched > _NUM_ALWAYS_PARSED and not is_ended
+        self._num_searched = size
+        if size > _NUM_ALWAYS_PARSED and not is_ended and size - self._num_parsed < size // _GROWTH:
+            return True
+        self._num_parsed = size
+        return False
 
     def _content(self, text: str) -> Iterator[str]:
         text = text.lstrip() if self._is_after_call else self._space + text
@@ -155,8 +199,7 @@ class ReasoningSplitter:
         """How many characters of the buffer are reasoning for certain; trailing space is not."""
         end = self._buffer.find("</think>")
         if end < 0:
-            sizes = (size for size in range(1, len("</think>")) if self._buffer.endswith("</think>"[:size]))
-            end = len(self._buffer) - (0 if is_last else max(sizes, default=0))
+            end = len(self._buffer) - (0 if is_last else overlap(self._buffer, "</think>"))
         return len(self._buffer[:end].rstrip())
 
     def _take(self, size: int) -> str:
@@ -194,13 +237,12 @@ class MessageParser:
         pieces = self._pieces(content)
         return self._delta(reasoning, pieces + (self._calls.finish() if self._calls else []))
 
-    def _pieces(self, content: str) -> list[str | GeneratedToolCall]:
+    def _pieces(self, content: str) -> list[MessagePiece]:
         return self._calls.push(content) if self._calls else [content]
 
-    def _delta(self, reasoning: str, pieces: list[str | GeneratedToolCall]) -> MessageDelta:
-        texts = [piece for piece in pieces if isinstance(piece, str)]
-        calls = tuple(piece for piece in pieces if isinstance(piece, GeneratedToolCall))
-        return MessageDelta("".join(texts), reasoning, calls)
+    def _delta(self, reasoning: str, pieces: list[MessagePiece]) -> MessageDelta:
+        content = "".join(piece for piece in pieces if isinstance(piece, str))
+        return MessageDelta(content, reasoning, _joined(piece for piece in pieces if isinstance(piece, ToolCallDelta)))
 
 
 def joined_deltas(deltas: Sequence[MessageDelta]) -> MessageDelta:
@@ -208,8 +250,21 @@ def joined_deltas(deltas: Sequence[MessageDelta]) -> MessageDelta:
     return MessageDelta(
         "".join(delta.content for delta in deltas),
         "".join(delta.reasoning for delta in deltas),
-        tuple(call for delta in deltas for call in delta.tool_calls),
+        _joined(call for delta in deltas for call in delta.tool_calls),
     )
+
+
+def _joined(pieces: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+    """Join the pieces of each call."""
+    calls: dict[int, ToolCallDelta] = {}
+    for piece in pieces:
+        begun = calls.get(piece.index)
+        calls[piece.index] = (
+            piece
+            if begun is None
+            else replace(begun, arguments=begun.arguments + piece.arguments, is_last=piece.is_last)
+        )
+    return tuple(calls.values())
 
 
 def parse_message(parser: MessageParser, text: str) -> MessageDelta:

@@ -230,7 +230,7 @@ class ChatAnswer(Answer):
         """Create the answer. parsers: what splits the text of each sequence; None where all of it is content."""
         super().__init__(options, body, requests, token_texts)
         self._parsers = parsers
-        self._num_calls = [0] * len(requests)
+        self._num_calls = [0] * len(requests)  # complete ones
 
     def first_events(self) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
@@ -247,11 +247,11 @@ class ChatAnswer(Answer):
     def _choice(self, index: int, choice: GeneratedChoice) -> Json:
         parser = self._parsers[index]
         delta = MessageDelta(choice.text) if parser is None else parse_message(parser, choice.text)
-        message = {"role": "assistant", "content": None, "refusal": None, **self._fields(index, delta)}
-        for call in message.get("tool_calls", ()):
-            del call["index"]  # only deltas have it
-        if message["content"] is None and not self._num_calls[index]:
-            message["content"] = ""
+        calls = delta.complete_calls
+        self._num_calls[index] = len(calls)
+        message = {"role": "assistant", "content": None if calls else "", "refusal": None, **_texts(delta)}
+        if calls:
+            message["tool_calls"] = [_tool_call(call.name, call.arguments) for call in calls]
         return {
             "index": index,
             "message": message,
@@ -273,15 +273,10 @@ class ChatAnswer(Answer):
         return {"delta": {}, "logprobs": None}
 
     def _fields(self, index: int, delta: MessageDelta) -> dict[str, Any]:
-        """What a delta adds to a message; tool calls are numbered through the whole message."""
-        texts = {"reasoning_content": delta.reasoning, "content": delta.content}
-        fields: dict[str, Any] = {name: text for name, text in texts.items() if text}
-        if delta.tool_calls:
-            first = self._num_calls[index]
-            self._num_calls[index] += len(delta.tool_calls)
-            calls = enumerate(delta.tool_calls, first)
-            fields["tool_calls"] = [call.as_openai(number, _new_id("call")) for number, call in calls]
-        return fields
+        """What a delta adds to a message."""
+        self._num_calls[index] += sum(call.is_last for call in delta.tool_calls)
+        calls = [{"index": call.index, **_tool_call(call.name, call.arguments)} for call in delta.tool_calls]
+        return _texts(delta) | ({"tool_calls": calls} if calls else {})
 
     def _finish(self, index: int) -> str | None:
         finish = super()._finish(index)
@@ -301,6 +296,18 @@ class ChatAnswer(Answer):
 
     def _token(self, token: int, logprob: float) -> Json:
         return {"token": self._spelled(token), "logprob": _nats(logprob), "bytes": self.token_texts.utf8(token)}
+
+
+def _texts(delta: MessageDelta) -> dict[str, Any]:
+    texts = {"reasoning_content": delta.reasoning, "content": delta.content}
+    return {name: text for name, text in texts.items() if text}
+
+
+def _tool_call(name: str | None, arguments: str) -> Json:
+    """An entry of `tool_calls`; a later piece of a call, which has no name, has no id either."""
+    if name is None:
+        return {"function": {"arguments": arguments}}
+    return {"id": _new_id("call"), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _new_id(prefix: str) -> str:

@@ -6,11 +6,12 @@ from functools import cached_property
 from nextn.errors import ConfigError
 from nextn.model.model import Model
 from nextn.serve.api_errors import ApiError
+from nextn.serve.call_text import Tool
 from nextn.serve.grammar import JSON_OBJECT, GrammarCompiler, GrammarSpec, json_schema
 from nextn.serve.message_parser import MessageParser, reasoning_is_open
 from nextn.serve.request import GrammarState
 from nextn.serve.schemas import ChatRequest, GenerationFields, NamedTool
-from nextn.serve.tool_calls import SYNTAXES, Tool, ToolSyntax, tool_syntax
+from nextn.serve.tool_calls import SYNTAXES, ToolSyntax, tool_syntax
 from nextn.serve.tool_grammar import tool_call_grammar
 
 _TAIL = 16  # tokens at the end of a prompt in which `<think>` is looked for

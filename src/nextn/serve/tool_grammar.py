@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from nextn.errors import ConfigError
+from nextn.serve.call_text import Tool
 from nextn.serve.grammar import JSON_WHITESPACE, GrammarLimits, Lark, check_schema
-from nextn.serve.tool_calls import Tool, ToolSyntax
+from nextn.serve.tool_calls import ToolSyntax
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
