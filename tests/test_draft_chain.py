@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from quick import case
 from replays import fast_of
 from tiny import FIXTURES, build, prompt, refrain
 
@@ -91,7 +92,13 @@ def test_it_drafts_what_the_loop_drafts(random, sampling, sampled, lengths):
 
 @pytest.mark.parametrize("sampling", [Sampling(), WARM])
 @pytest.mark.parametrize(
-    "length", [Steep, lambda: Steep(0.5, 0.2), lambda: FixedLength(6, 0.6), lambda: FixedLength(3)]
+    "length",
+    [
+        case(Steep, quick=True),
+        case(lambda: Steep(0.5, 0.2), quick=False),
+        case(lambda: FixedLength(6, 0.6), quick=True),
+        case(lambda: FixedLength(3), quick=False),
+    ],
 )
 def test_it_ends_where_the_plan_ends(trained, length: type[DraftLength], sampling):
     """By the confidence of each row, before a draft is sampled; the policy learns the same as from the loop."""

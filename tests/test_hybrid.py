@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 import torch
-from quick import families
+from quick import families, others_slow
 from replays import fast_of
 from test_rounds_decode import oracle
 from tiny import build, decode, prompt
@@ -40,7 +40,7 @@ def drafted(log):
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS[3:], LENGTHS[:1], (9, 2 * MAX_RECURRENT_BLOCK + 9, 17)], ids=str)
-@pytest.mark.parametrize("drafts", [0, 1, 3, 6])
+@pytest.mark.parametrize("drafts", others_slow([0, 1, 3, 6], 0, 3))
 def test_rounds_equal_plain_rounds(name, lengths, drafts):
     """Token for token and draft for draft: catches a state, history or count of another sequence or block."""
     prompts = [prompt(length, seed=length) for length in lengths]
@@ -50,7 +50,7 @@ def test_rounds_equal_plain_rounds(name, lengths, drafts):
     assert drafted(log) == drafted(plain_log)
 
 
-@pytest.mark.parametrize("kept", range(6))
+@pytest.mark.parametrize("kept", others_slow(range(6), 0, 3, 5))
 def test_rejection_at_every_position(name, kept):
     """Each round accepts exactly `kept` of 5 drafts: the state after every position of a block is right."""
     text = decode(plain(name), [prompt(17, seed=17)], drafts=0, max_tokens=20)[0]
@@ -63,7 +63,7 @@ def test_rejection_at_every_position(name, kept):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("drafts", [1, 3, 6])
+@pytest.mark.parametrize("drafts", others_slow([1, 3, 6], 3))
 def test_drafts_never_change_the_text(name, dtype, drafts):
     """Ragged rows keep different counts, also 0 and all; and no token's arithmetic depends on the window's size: with
     drafts or without, in bf16, too, the text is the same."""

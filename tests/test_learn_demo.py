@@ -69,6 +69,7 @@ def test_without_a_compiler(tmp_path, here, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_torch_decodes_while_the_native_runtime_is_not_built(tmp_path, monkeypatch):
     """A newcomer sees figures before the compiler runs."""
     status = SimpleNamespace(is_built=False, missing=(), problem="")
