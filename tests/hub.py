@@ -1,5 +1,6 @@
 """A hub on the loopback: keeps ranges, or breaks a promise that a test names. Knows nothing of what it serves."""
 
+import base64
 import hashlib
 import json
 import re
@@ -106,6 +107,58 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.hub.num_bytes += len(body)
         self.wfile.write(body)
+
+
+class Uploads(Handler):
+    """Answers what create_repo and create_commit of huggingface_hub ask; large files come by the basic LFS transfer."""
+
+    @classmethod
+    def on(cls, hub):
+        hub.large, hub.created, hub.commits = {}, [], 0  # contents by SHA-256, repositories as asked for
+        hub.server.RequestHandlerClass = type("Handler", (cls,), {"hub": hub})
+
+    def do_POST(self):
+        path, body = self.path.split("?")[0], self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers.get("Authorization") != "Bearer secret":
+            self.answer(401, {}, b"{}")
+            return
+        reply = {
+            "/api/repos/create": self.create, "/api/validate-yaml": lambda _: {},
+            "/api/models/org/model/preupload/main": self.modes,
+            "/org/model.git/info/lfs/objects/batch": self.transfers, "/api/models/org/model/commit/main": self.commit,
+        }[path](body)  # fmt: skip
+        self.answer(200, {"Content-Type": "application/json"}, json.dumps(reply).encode())
+
+    def do_PUT(self):
+        length = int(self.headers["Content-Length"])
+        self.hub.large[self.path.removeprefix("/large/")] = self.rfile.read(length)
+        self.answer(200, {}, b"")
+
+    def create(self, body):
+        self.hub.created.append(json.loads(body))
+        return {"url": f"{self.hub.url}/org/model"}
+
+    def modes(self, body):
+        names = [each["path"] for each in json.loads(body)["files"]]
+        modes = {name: "lfs" if name.endswith(".safetensors") else "regular" for name in names}
+        return {"files": [{"path": name, "uploadMode": mode, "shouldIgnore": False} for name, mode in modes.items()]}
+
+    def transfers(self, body):
+        objects = json.loads(body)["objects"]
+        actions = [{"upload": {"href": f"{self.hub.url}/large/{each['oid']}"}} for each in objects]
+        return {"objects": [{**each, "actions": action} for each, action in zip(objects, actions, strict=True)]}
+
+    def commit(self, body):
+        for line in map(json.loads, body.splitlines()):
+            value = line["value"]
+            if line["key"] == "file":
+                self.hub.files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                content = self.hub.large[value["oid"]]
+                assert hashlib.sha256(content).hexdigest() == value["oid"]
+                self.hub.files[value["path"]] = content
+        self.hub.commits += 1
+        return {"commitUrl": f"{self.hub.url}/org/model/commit/{SHA}", "commitOid": SHA}
 
 
 class Downloads(Handler):

@@ -19,7 +19,7 @@ from nextn.cli.bench import advise, bench
 from nextn.cli.chat import chat
 from nextn.cli.common import Command, docs_page
 from nextn.cli.decode import generate, trace
-from nextn.cli.edit import convert, export, extract, quantize, restore
+from nextn.cli.edit import convert, export, extract, push, quantize, restore
 from nextn.cli.learn import demo, env
 from nextn.cli.reference import diagnose, measure
 from nextn.cli.screen import echo, flush_streams, guard_streams, print_error, visible
@@ -51,7 +51,12 @@ _PANELS: dict[str, dict[Callable[..., None], str]] = {
         bench: "reference/bench",
         advise: "reference/bench",
     },
-    "Engines": {export: "how-to/any-model", verify: "reference/verify", diagnose: "reference/diagnose"},
+    "Engines": {
+        export: "how-to/any-model",
+        push: "how-to/publish",
+        verify: "reference/verify",
+        diagnose: "reference/diagnose",
+    },
     "Learn": {demo: "tutorials/first-hour", trace: "explanation/alignment"},
 }
 for panel, commands in _PANELS.items():

@@ -1,4 +1,4 @@
-"""Commands that edit checkpoints: restore, convert, extract, export, quantize."""
+"""Commands that edit checkpoints: restore, convert, extract, export, push, quantize."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -186,6 +186,35 @@ def quantize(
     lengths = ", ".join(f"{length:.2f} at {bits} bits" for bits, length in precision.lengths.items())
     echo(f"acceptance length {lengths}: the head has {precision.bits}")
     _show(made, dry_run=False)
+
+
+def push(
+    folder: Annotated[Path, typer.Argument(help="Folder of a checkpoint with a head, or of a head alone.")],
+    repo: Annotated[str, typer.Argument(help="Hub id of the repository, org/name. It is created if it is new.")],
+    measured: Annotated[
+        Path | None, typer.Option(help="JSON of `nextn measure --out`. Default: the one in the folder.")
+    ] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="Hub id of the trunk. Default: that of the folder's README.md or nextn.json.")
+    ] = None,
+    license: Annotated[
+        str | None, typer.Option(help="License of the base model, as the hub names it. Default: of README.md.")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Create the repository as a private one.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the card and the files; upload nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Upload a checkpoint to a hub, with a model card: measured acceptance, its conditions, license, serve commands."""
+    from nextn.serve.publish import prepare, upload
+
+    made = prepare(folder, repo, measured=measured, base_model=base_model, license=license)
+    address = None if dry_run else upload(made, private=private)
+    if as_json:
+        print_json({"repo": repo, "card": made.card, "files": dict(made.files), "dry_run": dry_run, "commit": address})
+    elif dry_run:
+        echo("\n".join([made.card, *(f"{size:>16,}  {name}" for name, size in made.files.items())]))
+    else:
+        echo(f"uploaded {sum(made.files.values()):,} bytes and README.md: {address}")
 
 
 def _open(source: str, hub: HubOptions) -> "Checkpoint":

@@ -112,7 +112,7 @@ def export(
         head.checkpoint, new_folder(out), head.family.name, files, documents, new_folder=True, metadata=metadata
     )
     execute(plan)
-    command = {"vllm": _vllm, "sglang": _sglang}[engine](base.checkpoint.path, str(out), drafts or _K)
+    command = draft_command(engine, base.checkpoint.path, str(out), drafts or _K)
     return Export(plan.folder, ENGINES[engine], command, notes=tuple(_notes(base, engine)))
 
 
@@ -151,6 +151,11 @@ def _for_transformers(head: Inventory, trunk: Inventory, out: Path) -> Export:
         "model.generate(**inputs, use_mtp=True)"
     )
     return Export(out, ENGINES["transformers"], code=code, notes=("It drafts one token per round.",))
+
+
+def draft_command(engine: str, trunk: str, draft: str, drafts: int = _K) -> tuple[str, ...]:
+    """Return the command by which vllm or sglang serves a draft beside its trunk, each a folder or hub id."""
+    return {"vllm": _vllm, "sglang": _sglang}[engine](trunk, draft, drafts)
 
 
 def _vllm(trunk: str, draft: str, drafts: int) -> tuple[str, ...]:

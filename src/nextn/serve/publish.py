@@ -1,0 +1,208 @@
+"""Publish a checkpoint on a hub: its model card with measured acceptance, and one commit with all files."""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from nextn.audit import audit
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.provenance import head_fingerprint
+from nextn.checkpoint.remote import ADVICE
+from nextn.checkpoint.snapshot import folder_of
+from nextn.edit.export import ENGINES as EXPORTED
+from nextn.edit.export import draft_command
+from nextn.errors import CheckpointError, ConfigError
+from nextn.serve.engine_commands import ENGINES, NAMES, engine_commands
+
+CARD = "README.md"
+_TAGS = ("multi-token-prediction", "speculative-decoding")
+_BEGIN, _END = "<!-- nextn push -->", "<!-- / -->"
+_RULES = ("greedy", "ratio", "argmax")  # those that engines use
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What will be in a repository.
+
+    Args:
+        folder: With the files.
+        repo: The hub id.
+        card: The content of README.md.
+        files: Names of the other files, with their sizes in bytes.
+    """
+
+    folder: Path
+    repo: str
+    card: str = field(repr=False)
+    files: Mapping[str, int]
+
+
+def prepare(
+    folder: Path,
+    repo: str,
+    *,
+    measured: Path | None = None,
+    base_model: str | None = None,
+    license: str | None = None,
+) -> Publication:
+    """Check a folder and write its model card; nothing is uploaded.
+
+    Args:
+        folder: A checkpoint with a head, or a head alone.
+        repo: Hub id, org/name.
+        measured: The JSON of `nextn measure --out`; None: the one in the folder.
+        base_model: Hub id of the trunk, needed for a head alone. None: by the card or the record in the folder.
+        license: Of the weights, as the hub names it (apache-2.0, mit, ...); None: by the card in the folder.
+
+    Raises:
+        CheckpointError: `audit` finds errors, there is no head, or the figures are of another head.
+        ConfigError: Figures, license or a needed base model are not known, or the hub id is malformed.
+    """
+    from huggingface_hub import ModelCard
+
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo, re.ASCII):
+        raise ConfigError(f"{repo}: expected a hub id, org/name")
+    checkpoint = Checkpoint.open(folder)
+    inventory = Inventory.of(checkpoint)
+    if errors := [each for each in audit(checkpoint).findings if each.severity == "error"]:
+        raise CheckpointError(f"{folder}: audit finds {errors[0].rule}: {errors[0].found} Fix: {errors[0].fix}")
+    if not inventory.own:
+        raise CheckpointError(f"{folder}: holds no MTP head; `nextn train` makes one")
+    record = _record(folder, measured, inventory)
+    readme = folder / CARD
+    old = ModelCard(readme.read_text(), ignore_metadata_errors=True) if readme.is_file() else None
+    data: dict[str, Any] = {} if old is None else old.data.to_dict()
+    data["license"] = license or data.get("license")
+    data["base_model"] = base_model or data.get("base_model") or inventory.base_model
+    if not data["license"]:
+        raise ConfigError(f"{folder}: its license is not known; give --license, that of the base model")
+    if not data["base_model"] and not inventory.layers:
+        raise ConfigError(f"{folder}: a head alone, and its base_model is not known; give --base-model, a hub id")
+    data["tags"] = list(dict.fromkeys([*(data.get("tags") or ()), *_TAGS]))
+    base = data["base_model"][0] if isinstance(data["base_model"], list) else data["base_model"] or ""
+    section = "\n".join([_BEGIN, *_section(inventory, repo, base, record), _END])
+    body = f"# {repo.partition('/')[2]}\n" if old is None else re.sub(f"{_BEGIN}.*?{_END}\n?", "", old.text, flags=re.S)
+    card = f"---\n{_yaml(data)}---\n{body.strip()}\n\n{section}\n"
+    files = {name: path.stat().st_size for name, path in sorted(_files(folder_of(checkpoint)))}
+    return Publication(folder, repo, card, files)
+
+
+def upload(publication: Publication, *, private: bool = False, endpoint: str | None = None) -> str:
+    """Create the repository if it does not exist, commit card and files at once, and return the commit's address.
+
+    Args:
+        publication: See `prepare`.
+        private: Create the repository as a private one.
+        endpoint: Address of the hub; None: as the hub's client is configured, whose token is used.
+
+    Raises:
+        CheckpointError: The hub refuses, or cannot be reached.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]  # httpx2's
+
+    files = [CommitOperationAdd(name, publication.folder / name) for name in publication.files]
+    card = CommitOperationAdd(CARD, publication.card.encode())
+    api = HfApi(endpoint=endpoint)
+    try:
+        api.create_repo(publication.repo, private=private, exist_ok=True)
+        message = "Checkpoint and its acceptance, by nextn push"
+        return str(api.create_commit(publication.repo, [*files, card], commit_message=message).commit_url)
+    except (HfHubHTTPError, HTTPError, OSError, ValueError) as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        advice = ADVICE.get(status) if status in (401, 403) else None
+        raise CheckpointError(f"{publication.repo}: not uploaded: {advice or error}") from error
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != CARD and not any(part.startswith(".") for part in Path(name).parts):
+            yield name, path
+
+
+def _record(folder: Path, given: Path | None, inventory: Inventory) -> Mapping[str, Any]:
+    """The record of `nextn measure`, of this head."""
+    paths = sorted(folder.glob("*.json")) if given is None else [given]
+    records = {path: each for path in paths if (each := _read(path)).keys() >= {"figures", "hashes", "settings"}}
+    if len(records) != 1:
+        found = "no record" if not records else f"{len(records)} records"
+        raise ConfigError(
+            f"{given or folder}: {found} of `nextn measure`; run `nextn measure ... --out acceptance.json` and give "
+            "it with --measured"
+        )
+    path, record = next(iter(records.items()))
+    if record["hashes"].get("head") != head_fingerprint(inventory):
+        raise CheckpointError(f"{path}: its figures are of another head than that of {folder}; measure this one")
+    return record
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _yaml(data: Mapping[str, Any]) -> str:
+    """YAML of the card's metadata: JSON values are valid YAML."""
+    return "".join(f"{name}: {json.dumps(value, ensure_ascii=False)}\n" for name, value in data.items() if value)
+
+
+def _section(inventory: Inventory, repo: str, base: str, record: Mapping[str, Any]) -> Iterator[str]:
+    yield from ("## Multi-Token Prediction", "")
+    what = "A checkpoint with a head" if inventory.layers else f"A head for {base}"
+    yield f"{what} that drafts tokens for speculative decoding ({inventory.family.title}). Acceptance:"
+    yield ""
+    yield from _table(record)
+    yield ""
+    settings, hashes = record["settings"], record["hashes"]
+    prints = ", ".join(f"{name} `{digest[:12]}`" for name, digest in hashes.items())
+    yield (
+        "a_k: share of depth-k drafts accepted among those whose shallower drafts were all accepted, at K = "
+        f"{settings['drafts']}, with its 95 % interval. AL: tokens per round. {sum(record['domains'].values())} "
+        f"prompts, up to {settings['max_tokens']} new tokens each; nextn {record['nextn']}; {prints}."
+    )
+    yield from (f"- {warning}" for warning in record.get("warnings", ()))
+    yield from ("", "## Serve it", "")
+    for title, lines in _commands(inventory, repo, base):
+        yield from (f"{title}:", "", "```bash", *lines, "```", "")
+
+
+def _table(record: Mapping[str, Any]) -> Iterator[str]:
+    drafts = record["settings"]["drafts"]
+    titles = ["decoding", *(f"a_{k}" for k in range(1, drafts + 1)), "AL"]
+    yield f"| {' | '.join(titles)} |"
+    yield f"| --- |{' ---: |' * (drafts + 1)}"
+    for row in record["figures"]:
+        if row["domain"] == "all" and row["drafts"] == drafts and row["rule"] in _RULES:
+            label = "greedy" if row["rule"] == "greedy" else f"temperature {row['temperature']:g}, {row['rule']}"
+            rates = [
+                "" if rate is None else f"{rate:.3f} ({low:.2f}-{high:.2f})"
+                for rate, (low, high) in zip(row["acceptance"], row["interval_95"], strict=True)
+            ]
+            length = row["length"]["value"]
+            yield f"| {' | '.join([label, *rates, '' if length is None else f'{length:.2f}'])} |"
+
+
+def _commands(inventory: Inventory, repo: str, base: str) -> Iterator[tuple[str, Sequence[str]]]:
+    """The commands of each engine that runs it, as `nextn serve --print` and `nextn export` print them."""
+    if inventory.layers:
+        yield "nextn", [shlex.join(["nextn", "serve", repo])]
+        published = replace(inventory.checkpoint, path=repo)
+        for engine in ENGINES:
+            try:
+                found = engine_commands(published, engine)
+            except ConfigError:
+                continue  # it does not run this head
+            yield NAMES[engine], [shlex.join(command) for command in found.commands]
+        return
+    yield "nextn", [shlex.join(["nextn", "serve", base, "--head", repo])]
+    for engine in ("vllm", "sglang") if inventory.family.layer_model else ():
+        yield EXPORTED[engine], [shlex.join(draft_command(engine, base, repo))]
