@@ -123,7 +123,7 @@ def test_policies_see_the_time_around_native_rounds(monkeypatch):
 
     monkeypatch.setattr(NativeRounds, "run", slow_run)
     monkeypatch.setattr(FixedLength, "observe", lambda self, num_tokens, took: seconds.append(took))
-    with torch.inference_mode(), fast.trunk.single_threaded_torch():
+    with torch.inference_mode(), fast.trunk.pass_context():
         batch = batch_of(fast.trunk, fast.head, 0, prompt(9), drafts=2, max_tokens=40)
         batch.prefill()
         batch.round()
