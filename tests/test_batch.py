@@ -1,5 +1,7 @@
 """Sequences that join a batch between rounds and leave it get what they get alone, for every kind of cache."""
 
+import time
+
 import pytest
 import torch
 from quick import families
@@ -7,6 +9,7 @@ from replays import fast_of
 from tiny import BUILDS, build, decode, prompt
 
 from nextn.decoding.batch import BatchSequence, DecodingBatch
+from nextn.runtime.native.rounds import NativeRounds
 from nextn.runtime.torch_backend import TorchHead, TorchTrunk
 from nextn.settings import Settings
 from nextn.speculative.draft_policy import FixedLength
@@ -107,3 +110,25 @@ def test_a_stop_string_at_the_last_token_is_the_reason():
         while batch.sequences:
             rounds.append(batch.round())
     assert [part.finish for each in rounds for part in each.rows][-1] == "stop"
+
+
+def test_policies_see_the_time_around_native_rounds(monkeypatch):
+    """Where only native time counted, drafting would look faster than it is: it has more work around its rounds."""
+    fast, seconds = fast_of(build("glm4_moe")), []
+    native_run = NativeRounds.run
+
+    def slow_run(self, *args, **options):
+        time.sleep(0.02)
+        return native_run(self, *args, **options)
+
+    monkeypatch.setattr(NativeRounds, "run", slow_run)
+    monkeypatch.setattr(FixedLength, "observe", lambda self, num_tokens, took: seconds.append(took))
+    with torch.inference_mode(), fast.trunk.pass_context():
+        batch = batch_of(fast.trunk, fast.head, 0, prompt(9), drafts=2, max_tokens=40)
+        batch.prefill()
+        batch.round()
+        num_rounds = 1 + len(batch.queued)
+        while batch.queued:
+            batch.round()
+    assert sum(seconds) >= 0.02
+    assert len(seconds) == num_rounds

@@ -6,6 +6,11 @@ from fusions import both, counting
 from replays import Replayed, fast_of
 from tiny import build
 
+from nextn.decoding.batch import BatchSequence, DecodingBatch
+from nextn.settings import Settings
+from nextn.speculative.draft_policy import FixedLength
+from nextn.speculative.sampling import Uniforms
+
 GIVEN = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -101,8 +106,18 @@ def test_a_refresh_leaves_the_same_cache_as_a_step(name):
     with torch.inference_mode():
         fast.head.step(0, tokens, states, cache=caches[0])
         with counting() as found:
-            assert fast.head._refresh_passes.run(tokens, caches[1], states=states) == []
+            fast.head.refresh(0, tokens, states, cache=caches[1])
     assert found.ops.count("store_kv") == 1
     assert not {"attention", "expert_linear", "silu_mul", "topk", "softmax"} & set(found.ops)
     for one, other in zip(*([buffer for pair in cache._buffers for buffer in pair] for cache in caches), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_prompt_only_refreshes_the_head(monkeypatch):
+    fast = fast_of(build("glm4_moe"))
+    monkeypatch.setattr(fast.head, "step", None)  # whose outputs nobody needs
+    sequence = BatchSequence(row=0, tokens=list(range(1, 12)), max_tokens=4, eos=(), uniforms=Uniforms(0))
+    with torch.inference_mode():
+        batch = DecodingBatch(fast.trunk, fast.head, [sequence], Settings(drafts=2), FixedLength(2))
+        batch.prefill()
+    assert batch.drafter.caches[0].lengths == [10]  # the last position needs the token after it

@@ -108,6 +108,7 @@ class DecodingBatch:
         self.queued: deque[VerifiedRound] = deque()  # native rounds that were computed and not yet emitted
         self.max_ahead_s = _MAX_AHEAD_S  # seconds of rounds that may be computed before the caller reads them
         self._round_s = self.max_ahead_s  # seconds of the last round; at first so many that one is run
+        self._overhead_s = 0.0  # of Python, per native round
         self.num_prefilled = 0  # where the next chunk of the prompts starts; may be beyond the end of one
         # Per sequence, the trunk's states at the last D positions of the last chunk, for D MTP layers. Layer k needs
         # the token k positions later, so the head's caches cannot hold these positions yet.
@@ -163,9 +164,10 @@ class DecodingBatch:
 
     def round(self) -> Round:
         """Draft and verify once, for all sequences."""
+        started = time.perf_counter()
         if self.native is None and not self.queued:
             self.native = self._native_rounds()
-        verified = self._torch_round() if self.native is None else self._native_round(self.native)
+        verified = self._torch_round() if self.native is None else self._native_round(self.native, started)
         if any(verified.confidences):
             rows = zip(verified.confidences, verified.drafts, verified.verification, strict=True)
             for confidences, drafts, (num_accepted, _) in rows:
@@ -173,7 +175,7 @@ class DecodingBatch:
         else:
             self.length.learn([], drafts=0, num_accepted=0)  # a plain round, of however many sequences
         num_tokens = sum(num_accepted + 1 for num_accepted, _ in verified.verification)
-        self.length.observe(num_tokens, verified.draft_s + verified.verify_s)
+        self.length.observe(num_tokens, verified.draft_s + verified.verify_s + self._overhead_s)
         return self._emit(verified)
 
     def join(self, other: "DecodingBatch") -> None:
@@ -224,7 +226,7 @@ class DecodingBatch:
             self.drafter.resume(self.native.pending(), self.cache.lengths)
         self.native = None
 
-    def _native_round(self, native: NativeRounds) -> VerifiedRound:
+    def _native_round(self, native: NativeRounds, started: float) -> VerifiedRound:
         """Return the next native round; where none is queued, run as many as fit `max_ahead_s` and queue them.
 
         With stop strings only one at a time, because a stop string may end its sequence.
@@ -238,6 +240,8 @@ class DecodingBatch:
             drafts, uniforms = min(plan.max_drafts, self._max_drafts), None if self._is_greedy else self._uniforms
             self.queued.extend(native.run(plan, drafts, uniforms, max_rounds=max(1, num_rounds)))
             self._round_s = self.queued[-1].draft_s + self.queued[-1].verify_s
+            native_s = sum(each.draft_s + each.verify_s for each in self.queued)
+            self._overhead_s = max(0.0, time.perf_counter() - started - native_s) / len(self.queued)
         return self.queued.popleft()
 
     def _torch_round(self) -> VerifiedRound:

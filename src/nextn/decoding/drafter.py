@@ -140,13 +140,17 @@ class Drafter:
 
     def refresh(self, tokens: Sequence[Sequence[int]], *, run: bool = True) -> None:
         """Run every MTP layer over the pending positions whose tokens are known up to the deepest one, or drop them."""
-        depths = range(1, self.head.num_modules + 1)
-        num_known = [len(row) - self.head.num_modules - self._start(index) for index, row in enumerate(tokens)]
+        last = self.head.num_modules
+        num_known = [len(row) - last - self._start(index) for index, row in enumerate(tokens)]
         counts = [max(0, min(len(pending), num)) for pending, num in zip(self.pending, num_known, strict=True)]
         states = _padded([pending[:count] for pending, count in zip(self.pending, counts, strict=True)])
-        for depth in depths if max(counts) and run else ():
-            step = self._step("prefill", depth, counts, states, tokens)
-            states = step.next_hidden if self.head.uses_next_hidden(depth + 1) else states
+        if max(counts) and run:
+            for depth in range(1, last):
+                step = self._step("prefill", depth, counts, states, tokens)
+                states = step.next_hidden if self.head.uses_next_hidden(depth + 1) else states
+            index, block = self._block("prefill", last, counts, tokens)
+            self.head.refresh(index, block, states, cache=self.caches[index])
+            self.caches[index].commit(counts)
         self.pending = [pending[count:] for pending, count in zip(self.pending, counts, strict=True)]
 
     def resume(self, pending: Sequence[Tensor], ends: Sequence[int]) -> None:
@@ -227,10 +231,16 @@ class Drafter:
     def _step(
         self, phase: str, depth: int, counts: Sequence[int], states: Tensor, tokens: Sequence[Sequence[int]]
     ) -> HeadStep:
-        """Run the MTP layer of `depth` over each sequence's first counts[row] pending positions.
+        """Run the MTP layer of `depth` over each sequence's first counts[row] pending positions."""
+        index, block = self._block(phase, depth, counts, tokens)
+        step = self.head.step(index, block, states, cache=self.caches[index])
+        self.caches[index].commit(counts)
+        return step
 
-        Position i takes token i + depth.
-        """
+    def _block(
+        self, phase: str, depth: int, counts: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> tuple[int, Tensor]:
+        """The MTP layer of `depth`, and its tokens [B, T]: position i takes token i + depth."""
         index = self.head.module(depth)
         inputs = []
         for row, count in enumerate(counts):
@@ -239,9 +249,7 @@ class Drafter:
             # Padded where a sequence drafts no further: that position is rolled back.
             inputs.append(known + [0] * (count - len(known)))
         self._notify(phase, index, inputs, depth)
-        step = self.head.step(index, ragged(inputs, torch.long), states, cache=self.caches[index])
-        self.caches[index].commit(counts)
-        return step
+        return index, ragged(inputs, torch.long)
 
     def _recurse(self, recursion: DecodingRecursion, depth: int, tokens: Sequence[int]) -> Prediction:
         self._notify("draft", self.head.num_modules - 1, [[token] for token in tokens], depth)
@@ -264,7 +272,7 @@ def _extend(chains: Sequence[DraftChain], confidences: Sequence[float]) -> bool:
 
 
 def _padded(states: Sequence[Tensor]) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(list(states), batch_first=True)
+    return states[0][None] if len(states) == 1 else torch.nn.utils.rnn.pad_sequence(list(states), batch_first=True)
 
 
 def _last(states: Tensor, counts: Sequence[int]) -> Tensor:

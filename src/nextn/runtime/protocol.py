@@ -91,6 +91,9 @@ class DecodingHead(Protocol):
     def step(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: AnyCache) -> HeadStep:
         """Run an MTP layer over a block of tokens [B, T] and states [B, T, ...]; the caller commits it."""
 
+    def refresh(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: AnyCache) -> None:
+        """Run an MTP layer as `step` does, but only for what that leaves in the cache."""
+
     def predict(self, index: int, final_hidden: Tensor) -> Prediction:
         """Return an MTP layer's prediction from its final_hidden [B, H]."""
 

@@ -68,6 +68,9 @@ class TorchHead:
     def step(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: KVCache) -> HeadStep:
         return self.mtp_head.step(index, tokens, hidden, cache=cache)
 
+    def refresh(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: KVCache) -> None:
+        self.step(index, tokens, hidden, cache=cache)
+
     def predict(self, index: int, final_hidden: Tensor) -> Prediction:
         return Prediction(self.mtp_head.logits(index, final_hidden))
 

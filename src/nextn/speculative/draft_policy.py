@@ -27,7 +27,9 @@ PROBE_INTERVAL = 32  # rounds from one that drafts to the next while decoding is
 _SHARE, _LONGEST = 8, 16
 # `MeasuredLength`:
 _TRIAL = 5  # rounds of a length that is tried
-_SHORT_SPAN, _LONG_SPAN = 40, 320  # rounds of the best length between trials: at first, and once it stays the best
+_SHORT_SPAN, _LONG_SPAN = 40, 1280  # rounds of the best length between trials of another: the fewest, and the most
+_TRIAL_SHARE = 0.01  # of the time that trials of one length may cost
+_SPAN_GROWTH = 4  # at most, from one trial to the next: a single one may have been disturbed
 _DECAY = 0.97  # weight of a round relative to the next one
 _DECAY_OF_TURNS = 0.25  # weight of what was measured when a length was last in use
 _ALWAYS = 2**31  # rounds
@@ -163,6 +165,7 @@ class MeasuredLength:
         """lengths: the numbers of drafts to choose from; 0 is plain decoding."""
         self._plans = {length: FixedLength(length).plan() for length in lengths}
         self._tokens, self._seconds = dict.fromkeys(lengths, 0.0), dict.fromkeys(lengths, 0.0)
+        self._turn_tokens, self._turn_seconds = 0, 0.0  # of this length since the last change
         self._turns = self._schedule()
         self._length, self._left = next(self._turns)
         self._is_first = True
@@ -177,7 +180,8 @@ class MeasuredLength:
         pass
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        if self._is_first:  # its time does not count: after plain rounds, the head also processes their positions
+        self._turn_tokens, self._turn_seconds = self._turn_tokens + num_tokens, self._turn_seconds + seconds
+        if self._is_first:  # it is no measure: after plain rounds, the head also processes their positions
             decay, num_tokens, seconds = _DECAY_OF_TURNS, 0, 0.0
         else:
             decay = _DECAY
@@ -186,7 +190,7 @@ class MeasuredLength:
         self._is_first, self._left = False, self._left - 1
         if self._left <= 0:
             self._length, self._left = next(self._turns)
-            self._is_first = True
+            self._is_first, self._turn_tokens, self._turn_seconds = True, 0, 0.0
 
     def rate(self, length: int) -> float:
         """Tokens per second of late; 0 before the first measurement."""
@@ -199,15 +203,24 @@ class MeasuredLength:
         )
 
     def _schedule(self) -> Iterator[tuple[int, int]]:
-        """Yield (length, rounds): all others in turn, then the best, for longer each time that it stays the best."""
-        best, span = None, _SHORT_SPAN
+        """Yield (length, rounds): each once, then the best; the others again, the more seldom the more that costs."""
+        for length in self._plans:
+            yield length, _TRIAL
+        best, round_s = None, 0.0
         while True:
-            for length in self._plans:
-                if length != best:
-                    yield length, _TRIAL
             before, best = best, max(self._plans, key=self.rate)
-            span = min(2 * span, _LONG_SPAN) if best == before else _SHORT_SPAN
-            yield best, span
+            if best != before:
+                spans = {length: _SHORT_SPAN for length in self._plans if length != best}
+                left = dict(spans)  # rounds of the best length until the next trial
+            length = min(left, key=lambda each: left[each])
+            if rounds := left[length]:
+                yield best, rounds
+                round_s = self._turn_seconds / rounds
+                left = {each: number - rounds for each, number in left.items()}
+            yield length, _TRIAL
+            lost = (self._turn_seconds - self._turn_tokens / self.rate(best)) / round_s  # in rounds of the best
+            longest = min(_SPAN_GROWTH * spans[length], _LONG_SPAN)
+            left[length] = spans[length] = int(min(max(_SHORT_SPAN, lost / _TRIAL_SHARE), longest))
 
 
 class ConfidenceCalibration:

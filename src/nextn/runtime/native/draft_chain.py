@@ -26,6 +26,9 @@ from nextn.runtime.native.program import Replay
 from nextn.speculative.draft_policy import RoundPlan
 from nextn.speculative.sampling import Sampling
 
+# More positions than a round leaves are pending after rounds without drafts only: few sizes, since each is recorded.
+_RARE_SIZES = tuple(size for size in BLOCK_SIZES if size >= 32)
+
 # Drafts of each sequence, confidences of the distributions that the plan was asked about, and the number of head steps.
 ChainResult = tuple[list[list[int]], list[list[float]], int]
 
@@ -116,7 +119,7 @@ class NativeDraftChain:
         self._refresh_passes, self._step_passes = refresh_passes, step_passes
         self._plan: RoundPlan | None = None
         self._pending: PendingStates | None = None  # of `run`
-        self._refreshes: list[RefreshStruct] = []  # by number of positions, from 1 on
+        self._refreshes: dict[int, RefreshStruct] = {}  # by the largest number of positions
         self._table = (ctypes.c_void_p * (BLOCK_SIZES[-1] + 1))()
         inputs, replay = step_passes.replay(len(cache.lengths), 1)
         self._chain = ChainStruct(
@@ -224,11 +227,15 @@ class NativeDraftChain:
 
     def _reserve(self, num_pending: int, num_later: int) -> None:
         """Ensure refresh passes for up to `num_pending` positions, and capacity for them and later ones."""
-        batch_size = len(self.cache.lengths)
-        for count in range(len(self._refreshes) + 1, num_pending + 1):
-            self._refreshes.append(_refresh(*self._refresh_passes.replay(batch_size, count)))
-            self._table[count] = ctypes.addressof(self._refreshes[-1])
-        size = max(refresh.size for refresh in self._refreshes[:num_pending])
+        num_usual = min(num_pending, self._chain.max_drafts + 1)
+        rare = next(size for size in (num_usual, *_RARE_SIZES) if size >= num_pending)
+        if missing := {*range(1, num_usual + 1), rare} - set(self._refreshes):
+            for count in missing:
+                self._refreshes[count] = _refresh(*self._refresh_passes.replay(len(self.cache.lengths), count))
+            for count in range(1, max(self._refreshes) + 1):
+                least = min(each for each in self._refreshes if each >= count)
+                self._table[count] = ctypes.addressof(self._refreshes[least])
+        size = max(refresh.size for count, refresh in self._refreshes.items() if count <= rare)
         self.cache.reserve(max(self.cache.lengths) + size + num_later)
         self._refresh_passes.attach(self.cache)
         self._step_passes.attach(self.cache)

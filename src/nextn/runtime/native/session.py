@@ -217,6 +217,12 @@ class NativeHead:
         """As `Head.step` with a cache; the next pass overwrites the states."""
         return HeadStep(*self._passes[index].run(tokens, cache, states=hidden))
 
+    def refresh(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: KVBuffers) -> None:
+        """As `step`, without what only the outputs need."""
+        is_separate = self.num_modules == 1 and not cache.is_recurrent
+        passes = self._refresh_passes if is_separate else self._passes[index]
+        passes.run(tokens, cache, states=hidden)
+
     def predict(self, index: int, final_hidden: Tensor) -> Prediction:
         return self._lm_heads[index](final_hidden)
 
