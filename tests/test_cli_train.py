@@ -8,9 +8,13 @@ from functools import partial, partialmethod
 import pytest
 import torch
 from chats import chatty, said
+from packed import Case, quantize_folder
 from safetensors.torch import load_file, save_file
+from stored import tensors_of
 from tiny import build
 
+from nextn.audit import audit
+from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.model.model import Model
 from nextn.model.streamed_trunk import StreamedTrunk
@@ -60,6 +64,23 @@ def given(tmp_path_factory):
 @pytest.fixture
 def nextn(here):
     return partial(here, "train")
+
+
+def test_a_head_is_trained_on_a_packed_trunk(given, tmp_path, nextn):
+    """The trunk stays as it is, and the head is written and declared unquantized."""
+    shutil.copytree(given / "model", tmp_path / "packed")
+    quantize_folder(tmp_path / "packed", Case("pack-quantized", 8, 0), is_random=False)
+    how = ["--freeze-trunk", "--from", tmp_path / "packed", "--data", given / "text", *SMALL, "--allow-worse"]
+    code, _, err = nextn(tmp_path / "run", *how)
+    assert code == 0, err
+    old, new = tensors_of(tmp_path / "packed"), tensors_of(tmp_path / "run" / "model")
+    trunk = [name for name in old if ".layers.2." not in name]
+    assert all(torch.equal(old[name], new[name]) for name in trunk)
+    assert any(name.endswith("weight_packed") for name in trunk)
+    assert new["model.layers.2.self_attn.q_proj.weight"].is_floating_point()
+    findings = audit(Checkpoint.open(tmp_path / "run" / "model")).findings
+    assert not [finding for finding in findings if finding.severity == "error"]
+    assert Model.load(tmp_path / "run" / "model").head is not None
 
 
 def test_a_head_is_trained_and_its_figures_told(given, tmp_path, nextn):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from nextn.audit.findings import ENGINES, ROLES, Finding, aliases, engines, same, verb
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.stored_format import storage
 from nextn.families import EngineSupport, Support, lookup, rows
 from nextn.text_format import joined, some
 
@@ -30,7 +31,7 @@ def trunk_missing(inventory: Inventory) -> Iterator[Finding]:
         return  # a head alone
     for role, path in inventory.family.trunk.items():
         tied = role == "output" and lookup(inventory.checkpoint.config, "tie_word_embeddings") is not False
-        if role in inventory.shared or tied or f"{path}.qweight" in inventory.checkpoint.tensors:
+        if role in inventory.shared or tied or storage(inventory.checkpoint.tensors, path) is not None:
             continue
         elsewhere = sorted(_known_names(role) & inventory.checkpoint.tensors.keys())
         instead = f"; {some(elsewhere)} is stored, a name of another family" if elsewhere else ""
