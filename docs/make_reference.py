@@ -38,7 +38,7 @@ print(result.text, result.acceptance.length, result.acceptance.rates)
 GROUPS = {
     "Load and decode": ("load", "Model", "Head", "generate", "stream", "rounds", "trace", "Settings", "Sampling",
                         "Result", "Acceptance", "eos_tokens"),
-    "Keep, restore, convert": ("keep_head", "KeepHead", "restore", "convert", "extract"),
+    "Keep, restore, convert": ("keep_head", "KeepHead", "restore", "convert", "extract", "quantize"),
     "Train": ("train_head", "HeadSettings", "mtp_loss", "Targets", "StandaloneHead", "Trainer", "TrainConfig",
               "JointTask"),
 }  # fmt: skip

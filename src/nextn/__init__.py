@@ -25,6 +25,7 @@ _HOME = {
     "keep_head": "edit.save_hook",
     "load": "model.model",
     "mtp_loss": "losses.mtp_loss",
+    "quantize": "edit.quantize",
     "restore": "edit.restore",
     "rounds": "decoding.rounds",
     "stream": "decoding.generate",
