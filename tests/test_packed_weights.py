@@ -2,8 +2,10 @@
 
 import shutil
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 from packed import CASES, Case, quantize_folder, random_values, section, stored
 from safetensors.torch import save_file
 from stored import in_one_file, set_config
@@ -143,6 +145,34 @@ def test_bad_files(case, change, message, tmp_path):
     weights, _ = reader(tmp_path, case, change=change)
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(weights.problem(f"{NAME}.weight"))
+
+
+SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 4, 8, 24, 64]), max_size=3)
+DTYPES = st.sampled_from([torch.int32, torch.int8, torch.int64, torch.float16, torch.bfloat16, torch.bool])
+
+
+@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.given(
+    case=st.sampled_from(CASES), part=st.integers(0, 4), shape=SHAPES, dtype=DTYPES, size=st.integers(-2, 70),
+    value=st.integers(-9, 99),
+)  # fmt: skip
+def test_any_part_of_any_shape(case, part, shape, dtype, size, value, tmp_path_factory):
+    """A reason, or a weight: never another exception."""
+
+    def change(table, config):
+        name = sorted(table)[part % len(table)]
+        table[name] = torch.full(shape, value).to(dtype)
+        config |= {"group_size": size} if size % 3 == 0 else {}
+
+    weights, _ = reader(tmp_path_factory.mktemp("fuzz"), case, change=change)
+    for name in weights.names():
+        if weights.problem(name) is None:
+            try:
+                weight = weights.read(name)
+            except CheckpointError as error:
+                assert "groups from" in str(error)  # noqa: PT017
+            else:
+                assert tuple(weight.shape) == weights.stored(name).shape
 
 
 def test_a_group_that_does_not_exist(tmp_path):

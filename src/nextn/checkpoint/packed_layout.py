@@ -181,10 +181,9 @@ def _sizes(weight: PackedWeight, settings: WeightSettings, checkpoint: Checkpoin
 def _stored_columns(weight: PackedWeight, checkpoint: Checkpoint) -> int | None:
     """Return K as stored; None if it is not, or in a file that is not local."""
     info = weight.parts.get("shape")
-    if info is None or not isinstance(source := checkpoint.sources[info.file], LocalFile):
+    if info is None or info.shape != (2,) or not isinstance(source := checkpoint.sources[info.file], LocalFile):
         return None
-    data = source.read(info.begin, info.end)
-    return int.from_bytes(data[-(info.nbytes // max(1, info.shape[0])) :], "little") if info.shape == (2,) else None
+    return int.from_bytes(source.read(info.end - info.nbytes // 2, info.end), "little")
 
 
 def _check_sizes(weight: PackedWeight, sizes: _Sizes, settings: WeightSettings) -> None:

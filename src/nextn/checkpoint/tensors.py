@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 
@@ -63,7 +63,8 @@ class TensorReader(AbstractContextManager["TensorReader"]):
     def __init__(self, inventory: Inventory) -> None:
         self._stored = inventory.checkpoint.tensors
         self.checkpoint, self._packed = with_whole_weights(inventory.checkpoint)
-        self.inventory = Inventory.of(self.checkpoint, family=inventory.family) if self._packed else inventory
+        whole = Inventory.of(self.checkpoint, family=inventory.family) if self._packed else inventory
+        self.inventory = replace(whole, declared=inventory.declared)  # which a separate head's config may lack
         section = declared(self.checkpoint.config)
         self.method = str(section.get("quant_method", "an unnamed method")) if section else ""
         self._block = fp8.declared_block(section, inventory.family)
