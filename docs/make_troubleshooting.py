@@ -212,8 +212,8 @@ def drafted(folder: Path, own: tuple[str, ...]) -> Acceptance:
 def as_engine(folder: Path, own: tuple[str, ...]) -> Model:
     """Load a model as such an engine does. own: shared tensors taken from the file's copy, or left uninitialized."""
     found = Inventory.of(Checkpoint.open(folder))
-    with TensorReader(found.checkpoint, found.family) as weights:
-        state, _ = trunk_state(found, weights)
+    with TensorReader(found) as weights:
+        state, _ = trunk_state(weights)
         trunk = Trunk.from_pretrained(folder, state=state, stage=found.family.hidden, dtype=torch.float32)
         torch.manual_seed(0)
         head = Head(replace(found.family, own=(*found.family.own, *own)), trunk, num_modules=found.declared)

@@ -200,6 +200,7 @@ def diagnose(
         )
     options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, head=head)
     options.check()
+    texts, budget = read_prompts(prompts), Budget(Limits(requests=max_requests, seconds=max_seconds, answer_s=timeout))
     asked = EngineAccess(engine)
     source = TextOptions.of(options, None, asked, stream=stream, states=states, quiet=as_json, shards=keep_shards)
     is_streamed = source.reason is not None
@@ -208,7 +209,6 @@ def diagnose(
             f"a streamed trunk ({source.reason}) cannot generate, so the texts are the engine's answers to prompts of "
             "token ids: add --drive, and leave --own-template out; --no-stream loads the model in any case"
         )
-    texts, budget = read_prompts(prompts), Budget(Limits(requests=max_requests, seconds=max_seconds, answer_s=timeout))
     from nextn.evaluate.diagnose import audit_lines, check_drafts, observed_plan
     from nextn.evaluate.diagnose import diagnose as compare
     from nextn.evaluate.engine_run import EngineObservation, drive_engine, read_engine_counters
