@@ -1,6 +1,6 @@
-"""Weights of eight bits against those of a checkpoint: speed and, on a trained one, accuracy.
+"""Weights of eight and four bits against those of a checkpoint: speed and, on a trained one, accuracy.
 
-Both are measured in turn, in one process, and times are minima over the turns, as other work on a machine only adds to
+All are measured in turn, in one process, and times are minima over the turns, as other work on a machine only adds to
 them. `python bench/quantized.py MODEL [--prompts FILE] [--out FILE]`
 
 With --one-thread, times are one thread's processor time, so that work of other processes is not in them, but what they
@@ -11,6 +11,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from operator import eq
 from pathlib import Path
 
 import torch
@@ -70,22 +71,22 @@ def log_probs(model: Model, texts: Sequence[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def accuracy(models: dict[str, Model], texts: Sequence[Sequence[int]]) -> dict[str, object]:
-    """Compare next-token distributions on the texts: perplexity, and divergence from the stored weights in nats."""
+def accuracy(models: dict[str, Model], exact: Model, texts: Sequence[Sequence[int]]) -> dict[str, object]:
+    """Compare next-token distributions on the texts: perplexity, and divergence in nats from those of `exact`."""
     pieces = [torch.tensor(text) for text in texts]
     targets = torch.cat([torch.cat([text[1:], torch.tensor([-1])]) for text in pieces])
     known = targets >= 0
-    both = {name: log_probs(model, pieces)[known] for name, model in models.items()}
-    stored, int8 = (both[name] for name in WEIGHTS)
-    losses = {name: -each.gather(1, targets[known][:, None]).mean() for name, each in both.items()}
-    record: dict[str, object] = {name: {"perplexity": float(loss.exp())} for name, loss in losses.items()}
-    divergence = (stored.exp() * (stored - int8)).sum(-1)
-    return record | {
-        "positions": int(known.sum()),
-        "kl_mean": float(divergence.mean()),
-        "kl_p99": float(divergence.quantile(0.99)),
-        "same_argmax": float((stored.argmax(-1) == int8.argmax(-1)).float().mean()),
-    }
+    reference = log_probs(exact, pieces)[known]
+    record: dict[str, object] = {"positions": int(known.sum())}
+    for name, each in [("float32", reference), *((name, log_probs(models[name], pieces)[known]) for name in models)]:
+        divergence = (reference.exp() * (reference - each)).sum(-1)
+        record[name] = {
+            "perplexity": float((-each.gather(1, targets[known][:, None]).mean()).exp()),
+            "kl_mean": float(divergence.mean()),
+            "kl_p99": float(divergence.quantile(0.99)),
+            "same_argmax": float((reference.argmax(-1) == each.argmax(-1)).float().mean()),
+        }
+    return record
 
 
 def texts_of(
@@ -125,10 +126,9 @@ def decoding(
             "plain": count / plain["seconds"],
             "mtp": count / mtp["seconds"],
             "acceptance_length": count / mtp["rounds"],
+            "same_texts": sum(map(eq, best["stored", 0]["tokens"], plain["tokens"])),
         }
-    stored, int8 = (best[name, 0]["tokens"] for name in WEIGHTS)
-    same = sum(a == b for a, b in zip(stored, int8, strict=True))
-    return record | {"texts": len(stored), "same_texts": same}
+    return record | {"texts": len(prompts)}
 
 
 def main() -> None:
@@ -161,7 +161,7 @@ def main() -> None:
     }
     if args.prompts:
         texts = [prompt.tokens(models["stored"]) for prompt in read_prompts(args.prompts)]
-        record["accuracy"] = accuracy(models, texts)
+        record["accuracy"] = accuracy(models, loaded(args.model, "stored", torch.float32), texts)
         record["decoding"] = decoding(models, texts, args.decoded_drafts, args.tokens, args.turns, clock)
     record["speed"] = speed(models, args.drafts, args.turns, clock)
     print(json.dumps(record, indent=1))

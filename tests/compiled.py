@@ -10,7 +10,21 @@ from nextn.runtime.native.abi import open_library
 
 _SOURCES = Path(nextn.runtime.native.__file__).parent / "csrc"
 # What `open_library` looks for functions in, and linear layers.
-_NAMES = ("runtime", "gemm", "packing", "tiles", "lanes", "int8", "blocks", "chain", "sampling", "rounds", "layout")
+_NAMES = (
+    "runtime",
+    "gemm",
+    "packing",
+    "tiles",
+    "lanes",
+    "rounded",
+    "int8",
+    "int4",
+    "blocks",
+    "chain",
+    "sampling",
+    "rounds",
+    "layout",
+)
 
 
 def compiled(folder: Path, *more: Path) -> ctypes.CDLL:

@@ -12,7 +12,8 @@ from nextn.model.model import Model
 from nextn.model.trunk import TrunkOutput
 from nextn.runtime import backend
 from nextn.runtime.backend import backend_for
-from nextn.runtime.native.abi import Runtime
+from nextn.runtime.native import int4
+from nextn.runtime.native.abi import Runtime, load
 from nextn.runtime.native.quantization import dequantize, int8_linear, quantize
 from nextn.runtime.native.session import NativeHead, NativeTrunk
 from nextn.stats.acceptance import Acceptance
@@ -165,17 +166,20 @@ def test_a_rounded_head_reads_its_states_by_rounded_weights_too(pairs):
     assert (found - seven).norm() < (found - all_bits).norm() / 2
 
 
-class Int8Twin(TorchDispatchMode):
-    """Products of torch with weights and activations of eight bits, as the native backend makes them.
+class QuantizedTwin(TorchDispatchMode):
+    """Products of torch with quantized weights and activations of eight bits, as the native backend makes them.
 
-    A weight is a matrix of a linear layer, an embedding or experts; a router, say, is none.
+    A weight is a matrix of a linear layer, an embedding or experts; a router, say, is none. With int4, those of the
+    trunk's layers have four bits, and the others eight.
     """
 
     def __init__(self, model: Model) -> None:
         super().__init__()
         modules = [part for each in (model.trunk, model.head) for part in each.modules()]
+        layers = model.trunk.decoder.layers.parameters() if model.trunk.weights == "int4" else ()
+        four_bits = {id(weight) for weight in layers}
         self.memory = [
-            (weight.data_ptr(), weight.data_ptr() + weight.nbytes)
+            (weight.data_ptr(), weight.data_ptr() + weight.nbytes, id(weight) in four_bits)
             for part in modules
             for weight in part.parameters(recurse=False)
             if weight.ndim == 3 or isinstance(part, (nn.Linear, nn.Embedding))
@@ -190,29 +194,40 @@ class Int8Twin(TorchDispatchMode):
             return dequantize(*quantize(args[0], 8)).to(args[0].dtype)[args[1]]
         if func in (aten.mm.default, aten.addmm.default):
             *bias, x, weight = args
-            if any(start <= weight.data_ptr() < end for start, end in self.memory):
-                return sum(bias, int8_linear(x, *quantize(weight.T, 8))).to(x.dtype)
+            for start, end, is_int4 in self.memory:
+                if start <= weight.data_ptr() < end:
+                    return sum(bias, self.product(x, weight.T, is_int4)).to(x.dtype)
         return func(*args, **(kwargs or {}))
 
+    @staticmethod
+    def product(x: torch.Tensor, weight: torch.Tensor, is_int4: bool) -> torch.Tensor:
+        if is_int4:
+            return int4.int4_linear(x, int4.quantize_int4(weight, int4.GROUP, load()))
+        return int8_linear(x, *quantize(weight, 8))
 
-def in_int8(model: Model) -> Model:
-    model.trunk.weights = "int8"
+
+def quantized(model: Model, weights: str) -> Model:
+    model.trunk.weights = weights
     return model
 
 
+few_bits = pytest.mark.parametrize("weights", ["int8", "int4"])
+
+
+@few_bits
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "qwen3_5", "qwen3_5_moe"])
-def test_int8_is_the_product_of_rounded_weights_and_activations(name):
+def test_products_are_those_of_rounded_weights_and_activations(name, weights):
     """Of all linear layers, experts, the embedding and the LM head, and of no router."""
-    model = in_int8(build(name))
+    model = quantized(build(name), weights)
     made = backend_for(model)
-    assert (made.name, made.weight_bits, made.head_bits) == ("native", 8, 8)
+    assert (made.name, made.weight_bits, made.head_bits) == ("native", int(weights[-1]), 8)
     tokens = torch.randint(model.trunk.vocab_size, (1, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():  # in inference mode, linear layers are no products yet
         hidden = made.trunk(tokens, made.trunk.cache(1))
         states, found = hidden.head_input.clone(), hidden.final_hidden.clone()
         step = made.head.step(0, tokens, states, cache=made.head.cache(1)).final_hidden.clone()
         logits = made.trunk.predict(found).logits.clone(), made.head.predict(0, step).logits.clone()
-        with Int8Twin(model):
+        with QuantizedTwin(model):
             twin = model.trunk(tokens).final_hidden
             twin_step = model.head.step(0, tokens, states).final_hidden
             twin_logits = model.trunk.logits(found), model.head.logits(0, step)
@@ -223,11 +238,12 @@ def test_int8_is_the_product_of_rounded_weights_and_activations(name):
     assert (found - twin).norm() < 0.5 * (found - plain).norm()
 
 
+@few_bits
 @pytest.mark.parametrize(
     ("folder", "dtype"), [("glm", torch.bfloat16), ("glm", torch.float32), ("qwen", torch.bfloat16)]
 )
-def test_int8_decodes_with_drafts_what_it_decodes_without(folder, dtype):
-    model, start = in_int8(Model.load(FIXTURES / folder, dtype=dtype)), refrain(6, 40, seed=9).tolist()
+def test_quantized_models_decode_with_drafts_what_they_decode_without(folder, dtype, weights):
+    model, start = quantized(Model.load(FIXTURES / folder, dtype=dtype), weights), refrain(6, 40, seed=9).tolist()
     made = backend_for(model)
     texts, log = decode(made, start, drafts=3, max_tokens=32)
     assert texts == decode(made, start, drafts=0, max_tokens=32)[0]
@@ -235,9 +251,10 @@ def test_int8_decodes_with_drafts_what_it_decodes_without(folder, dtype):
     assert Acceptance.of(log).length > 1.5
 
 
-def test_int8_reads_many_states_as_it_reads_one():
+@few_bits
+def test_quantized_models_read_many_states_as_they_read_one(weights):
     """More states than one replay takes, as a large batch has."""
-    model = in_int8(build("glm4_moe"))
+    model = quantized(build("glm4_moe"), weights)
     predict = backend_for(model).trunk.predict
     states = torch.randn(10, 20, 32, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -247,16 +264,16 @@ def test_int8_reads_many_states_as_it_reads_one():
         assert not torch.equal(logits, model.trunk.logits(states))
 
 
-def test_int8_is_never_silently_something_else():
-    model = in_int8(build("glm4_moe"))
+def test_quantized_weights_are_never_silently_something_else():
+    model = quantized(build("glm4_moe"), "int8")
     with pytest.raises(ConfigError, match="only the native backend has them"):
         backend_for(model, "torch")
     with pytest.raises(ConfigError, match=r"need the native backend, .*compressed_sparse_attention"):
-        backend_for(in_int8(build("deepseek_v4")))
+        backend_for(quantized(build("deepseek_v4"), "int8"))
     before = backend_for(model)
     model.trunk.weights = "stored"
     assert backend_for(model) is not before
     assert backend_for(model).weight_bits is None
     model.trunk.weights = "int7"
-    with pytest.raises(ConfigError, match="weights = 'int7'; expected one of stored, int8"):
+    with pytest.raises(ConfigError, match="weights = 'int7'; expected one of stored, int8, int4"):
         backend_for(model)

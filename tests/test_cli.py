@@ -205,15 +205,16 @@ def test_hub_options_reach_the_checkpoint(run, here, tmp_path, monkeypatch):
     assert (asked["revision"], asked["cache_dir"], asked["offline"]) == ("v1", tmp_path, True)
 
 
-def test_weights_of_eight_bits(here):
+def test_weights_of_few_bits(here):
     """One option for every command that decodes; refused where it would have no effect."""
-    code, text, _ = here("generate", "tiny", "def", "--max-tokens", 8, "--weights", "int8", "--json")
-    record = json.loads(text)
-    assert (code, record["backend"], record["weight_bits"], record["head_bits"]) == (0, "native", 8, 8)
+    for bits in (8, 4):
+        code, text, _ = here("generate", "tiny", "def", "--max-tokens", 8, "--weights", f"int{bits}", "--json")
+        record = json.loads(text)
+        assert (code, record["backend"], record["weight_bits"], record["head_bits"]) == (0, "native", bits, 8)
     answer = ["answer", "y", "--prompts", "z"]
     for name, *more in (["generate", "x"], ["chat"], ["serve"], ["bench"], ["advise"], answer):
         complaint = here(name, "tiny", *more, "--weights", "int3")[2]
-        assert "weights 'int3'; expected one of stored, int8" in complaint, name
+        assert "weights 'int3'; expected one of stored, int8, int4" in complaint, name
     for other in (("--backend", "torch"), ("--device", "cuda")):
         code, _, complaint = here("generate", "tiny", "def", "--weights", "int8", *other)
         assert code == 2

@@ -7,11 +7,13 @@ from quick import others_slow
 from torch import Tensor
 
 from nextn.errors import ConfigError
-from nextn.runtime.native.abi import BYTES, INT8, Runtime, load
+from nextn.runtime.native.abi import BYTES, Runtime, load
+from nextn.runtime.native.int4 import Int4Format, int4_linear, quantize_int4
 from nextn.runtime.native.memory import HugePages
 from nextn.runtime.native.quantization import (
     EIGHT_BITS,
     SEVEN_BITS,
+    CodeFormat,
     dequantize,
     int8_linear,
     pack_quantized,
@@ -270,10 +272,17 @@ def test_weights_of_a_byte_wherever_linear_layers_are(runtime: Runtime, rows: in
     assert torch.equal(out, torch.stack([expected[expert][row] for row, expert in enumerate(ids)]).to(half))
 
 
-def in_int8(runtime: Runtime, x: Tensor, weight: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+FOUR_BITS = [Int4Format(group) for group in (32, 64, 128)]
+few_bits = pytest.mark.parametrize("fmt", [EIGHT_BITS, *FOUR_BITS], ids=["8", "4/32", "4/64", "4/128"])
+Format = CodeFormat | Int4Format
+
+
+def rounded_linear(
+    runtime: Runtime, x: Tensor, weight: Tensor, dtype: torch.dtype = torch.float32, fmt: Format = EIGHT_BITS
+) -> Tensor:
     out = torch.empty(len(x), len(weight), dtype=dtype)
-    packed = pack_quantized(weight, HugePages().take, EIGHT_BITS)
-    runtime.call("linear", [out, x, packed], [*weight.shape, 1, INT8])
+    packed = fmt.pack(weight, HugePages().take, load())
+    runtime.call("linear", [out, x, packed], [*weight.shape, 1, fmt.type])
     return out
 
 
@@ -285,7 +294,7 @@ def test_weights_of_eight_bits(runtime: Runtime, n: int, k: int, dtype: torch.dt
     weight, x = drawn(n, k, dtype=dtype), drawn(64, k, dtype=dtype, seed=1)
     x[3] *= 1e4
     x[4], x[5, :50] = 0, 0
-    alone = torch.cat([in_int8(runtime, row[None], weight) for row in x])
+    alone = torch.cat([rounded_linear(runtime, row[None], weight) for row in x])
     codes, scales = quantize(weight, 8)
     size = x.float().abs() @ dequantize(codes, scales).abs().T
     assert ((alone - int8_linear(x, codes, scales)).abs() <= size * 1e-6).all()
@@ -294,55 +303,87 @@ def test_weights_of_eight_bits(runtime: Runtime, n: int, k: int, dtype: torch.dt
     bound = x.double().abs().amax(1, keepdim=True) / 254 * dequantize(codes, scales).double().abs().sum(1)
     assert ((alone.double() - exact).abs() <= bound * 1.001 + 1e-9).all()
     for rows in range(1, 65):
-        assert torch.equal(in_int8(runtime, x[:rows], weight), alone[:rows])
+        assert torch.equal(rounded_linear(runtime, x[:rows], weight), alone[:rows])
 
 
-def test_the_largest_codes_do_not_overflow(runtime: Runtime) -> None:
+@dtypes
+@pytest.mark.parametrize("k", [1, 100, 128, 300])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_weights_of_four_bits(runtime: Runtime, group: int, k: int, dtype: torch.dtype) -> None:
+    """Near the product in torch; a row has the same bits in any batch."""
+    weight, x = drawn(70, k, dtype=dtype), drawn(64, k, dtype=dtype, seed=1)
+    weight[:5] += 3  # zero points that are not in the middle
+    x[3] *= 1e4
+    x[4], x[5, :50] = 0, 0
+    fmt = Int4Format(group)
+    alone = torch.cat([rounded_linear(runtime, row[None], weight, fmt=fmt) for row in x])
+    quantized = quantize_int4(weight, group, load())
+    size = x.float().abs() @ quantized.dequantized.abs().T
+    if k > 64:  # otherwise groups of several sizes are one group
+        assert ((alone - int4_linear(x, quantized)).abs() <= size * 1e-6).all()
+    exact = x.double() @ quantized.dequantized.double().T
+    bound = x.double().abs().amax(1, keepdim=True) / 254 * quantized.dequantized.double().abs().sum(1)
+    assert ((alone.double() - exact).abs() <= bound * 1.001 + 1e-9).all()
+    for rows in range(1, 65):
+        assert torch.equal(rounded_linear(runtime, x[:rows], weight, fmt=fmt), alone[:rows])
+
+
+@few_bits
+def test_the_largest_codes_do_not_overflow(runtime: Runtime, fmt: Format) -> None:
     weight, x = torch.full((40, 300), 7.0), torch.full((13, 300), -3.0)
     weight[1::2] = -7.0
     signs = torch.ones(40)
     signs[1::2] = -1
-    assert torch.allclose(in_int8(runtime, x, weight), (-6300 * signs).expand(13, 40), rtol=1e-6)
+    near = 1e-6 if fmt is EIGHT_BITS else 1e-4  # scales of four bits are rounded
+    assert torch.allclose(rounded_linear(runtime, x, weight, fmt=fmt), (-6300 * signs).expand(13, 40), rtol=near)
 
 
-def test_a_value_that_is_no_number_is_no_code(runtime: Runtime) -> None:
+@few_bits
+def test_a_value_that_is_no_number_is_no_code(runtime: Runtime, fmt: Format) -> None:
     weight, x = drawn(40, 64, dtype=torch.float32), drawn(3, 64, dtype=torch.float32, seed=1)
     x[0, 5], x[1, 6] = float("nan"), float("inf")
-    out = in_int8(runtime, x, weight)
+    out = rounded_linear(runtime, x, weight, fmt=fmt)
     assert not out[:2].isfinite().any()
     assert out[2].isfinite().all()
 
 
+@few_bits
 @dtypes
 @pytest.mark.parametrize("rows", [1, 12, 40])
-def test_weights_of_eight_bits_wherever_linear_layers_are(runtime: Runtime, rows: int, dtype: torch.dtype) -> None:
+def test_weights_of_few_bits_wherever_linear_layers_are(
+    runtime: Runtime, rows: int, dtype: torch.dtype, fmt: Format
+) -> None:
     """Several layers of one input, with a gate, and experts."""
     x, weights = drawn(rows, 100, dtype=dtype), drawn(4, 50, 100, dtype=dtype, seed=1)
-    expected = [in_int8(runtime, x, weight, dtype) for weight in weights]
-    packed = pack_quantized(merge_weights(list(weights), 1, 32), HugePages().take, EIGHT_BITS)
+    expected = [rounded_linear(runtime, x, weight, dtype, fmt) for weight in weights]
+    packed = fmt.pack(merge_weights(list(weights), 1, 32), HugePages().take, load())
     outs = [torch.empty(rows, 50, dtype=dtype) for _ in weights]
-    runtime.call("linear", [*outs, x, packed], [50, 50, 50, 50, 100, 1, INT8])
+    runtime.call("linear", [*outs, x, packed], [50, 50, 50, 50, 100, 1, fmt.type])
     for out, alone in zip(outs, expected, strict=True):
         assert torch.equal(out, alone)
     product, alone = torch.empty(rows, 50, dtype=dtype), torch.empty(rows, 50, dtype=dtype)
-    packed = pack_quantized(merge_weights(list(weights[:2]), 4, 16), HugePages().take, EIGHT_BITS)
-    runtime.call("gated_linear", [product, x, packed], [50, 100, INT8])
+    packed = fmt.pack(merge_weights(list(weights[:2]), 4, 16), HugePages().take, load())
+    runtime.call("gated_linear", [product, x, packed], [50, 100, fmt.type])
     runtime.call("silu_mul", [alone, *expected[:2]])
     assert torch.equal(product, alone)
     ids = torch.randint(4, (rows,), generator=torch.Generator().manual_seed(2))
     out = torch.empty(rows, 50, dtype=dtype)
-    whole = pack_quantized(weights, HugePages().take, EIGHT_BITS)
-    runtime.call("expert_linear", [out, x, ids, whole], [50, 100, INT8])
+    whole = fmt.pack(weights, HugePages().take, load())
+    runtime.call("expert_linear", [out, x, ids, whole], [50, 100, fmt.type])
     assert torch.equal(out, torch.stack([expected[expert][row] for row, expert in enumerate(ids)]))
 
 
+@few_bits
 @dtypes
-def test_rows_of_an_embedding_of_eight_bits(dtype: torch.dtype) -> None:
+def test_rows_of_an_embedding_of_few_bits(dtype: torch.dtype, fmt: Format) -> None:
     weight, ids = drawn(70, 100, dtype=dtype), torch.tensor([0, 69, 33, 70, -1, 0])
     out = torch.empty(6, 100, dtype=dtype)
-    packed = pack_quantized(weight, HugePages().take, EIGHT_BITS)
-    load().call("int8_embedding", [out, packed, ids], [70, 100])
-    table = dequantize(*quantize(weight, 8)).to(dtype)
+    packed = fmt.pack(weight, HugePages().take, load())
+    if isinstance(fmt, Int4Format):
+        op, more, table = "int4_embedding", [fmt.type], quantize_int4(weight, fmt.group, load()).dequantized.to(dtype)
+    else:
+        op, more, table = "int8_embedding", [], dequantize(*quantize(weight, 8)).to(dtype)
+    load().call(op, [out, packed, ids], [70, 100, *more])
     assert torch.equal(out, torch.cat([table[[0, 69, 33]], torch.zeros(2, 100, dtype=dtype), table[:1]]))
     for views, ints in (
         ([out, packed, ids], [70, 99]),
@@ -352,7 +393,7 @@ def test_rows_of_an_embedding_of_eight_bits(dtype: torch.dtype) -> None:
         ([out, packed, ids], [70]),
     ):
         with pytest.raises(ConfigError):
-            load().call("int8_embedding", views, ints)
+            load().call(op, views, [*ints, *more])
 
 
 def test_packed_weights_start_at_a_cache_line(runtime: Runtime) -> None:

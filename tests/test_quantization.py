@@ -1,10 +1,12 @@
-"""Weights of seven and eight bits: how far they are from what they were, and how they are packed."""
+"""Weights of seven, eight and four bits: how far they are from what they were, and how they are packed."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from nextn.runtime.native.abi import BYTES, INT8, Runtime, load
+from nextn.errors import ConfigError
+from nextn.runtime.native.abi import BYTES, INT4, INT8, Runtime, load
+from nextn.runtime.native.int4 import Int4Format, Int4Weight, group_size, pack_int4, quantize_int4
 from nextn.runtime.native.memory import HugePages
 from nextn.runtime.native.quantization import (
     EIGHT_BITS,
@@ -80,7 +82,7 @@ def test_only_bfloat16_is_rounded_and_each_weight_packed_once():
 def test_some_weights_are_kept_as_they_are():
     """A router's, and what is not of the model's type."""
     wide, router = drawn(20, 40).float(), drawn(4, 40).float()
-    weights = PackedWeights(load(), EIGHT_BITS, torch.float32, {router.data_ptr()})
+    weights = PackedWeights(load(), EIGHT_BITS, torch.float32, [(router, None)])
     assert weights.pack([wide]).type == INT8
     assert weights.pack([router]).type == 0
     assert weights.pack([wide.bfloat16()]).type == 1
@@ -116,7 +118,71 @@ def test_the_native_packing_gives_the_bits_of_the_one_in_torch(n, k, code_format
 def test_weights_of_several_slices_are_packed_as_one(monkeypatch, code_format):
     runtime, weight = load(), drawn(200, 96)
     whole, quantized = runtime.pack(weight), packed(weight, code_format)
+    four = Int4Format(32).pack(weight, HugePages().take, runtime)
     monkeypatch.setattr("nextn.runtime.native.memory._SLICE", 64 * 96 * 2)
+    assert torch.equal(Int4Format(32).pack(weight, HugePages().take, runtime), four)
     assert torch.equal(runtime.pack(weight), whole)
     assert torch.equal(packed(weight, code_format), quantized)
     assert torch.equal(packed(weight, code_format, runtime), quantized)
+
+
+groups = pytest.mark.parametrize("group", [32, 64, 128])
+
+
+@groups
+def test_four_bits_are_nearer_than_rounding_over_the_whole_range(group):
+    """A value that is clamped is off by a fifth of the range at most, and groups are off by less in sum."""
+    weight = drawn(50, 300).float() * torch.logspace(-6, 6, 50)[:, None]
+    weight[7, :50], weight[8], weight[9] = 0, 0, weight[9].abs() + 1e3
+    found = quantize_int4(weight, group, load())
+    split = lambda values: torch.nn.functional.pad(values, (0, -300 % group)).unflatten(1, (-1, group))  # noqa: E731
+    values, off = split(weight), split(found.dequantized - weight)
+    least, largest = values.amin(2, keepdim=True).clamp_max(0), values.amax(2, keepdim=True).clamp_min(0)
+    steps = ((largest - least) / 15).clamp_min(1e-30)
+    zeros = (-least / steps).round()
+    whole = (((values / steps).round() + zeros).clamp(0, 15) - zeros) * steps - values
+    assert (off.abs() <= 3.5 * steps).all()
+    assert (off.norm(dim=2) <= whole.norm(dim=2) * 1.005 + 1e-2 * steps[..., 0]).all()  # scales are rounded, too
+    assert off[1:7].norm() < 0.99 * whole[1:7].norm()
+    assert torch.equal(found.dequantized[8], torch.zeros(300))
+    assert int(found.codes.max()) == 15
+
+
+@groups
+@pytest.mark.parametrize("scale_type", [torch.float16, torch.bfloat16])
+def test_codes_of_a_checkpoint_are_packed_as_they_are(group, scale_type):
+    """With any zero points, and scales of sixteen bits."""
+    draws = torch.Generator().manual_seed(0)
+    codes = torch.randint(16, (2, 70, 300), generator=draws, dtype=torch.uint8)
+    scales = (torch.rand(2, 70, -(-300 // group), generator=draws) * 0.01).to(scale_type)
+    zeros = torch.randint(17, scales.shape, generator=draws, dtype=torch.uint8)
+    weight = Int4Weight(codes, scales, zeros)
+    memory = pack_int4(weight, HugePages().take)
+    experts, rows = memory.view(2, -1), torch.empty(70, 300)
+    for expert in range(2):
+        load().call("int4_embedding", [rows, experts[expert], torch.arange(70)], [70, 300, Int4Format(group).type])
+        assert torch.equal(rows, weight.dequantized[expert])
+
+
+def test_bad_weights_of_four_bits_are_refused():
+    codes, scales, zeros = quantize_int4(drawn(4, 128), 32, load())
+    assert [group_size(300, count) for count in (10, 5, 3)] == [32, 64, 128]
+    for weight, complaint in (
+        (Int4Weight(codes, scales[:, :3], zeros[:, :3]), "3 groups of 128 values .* expected groups of 32, 64 or 128"),
+        (Int4Weight(codes, scales, zeros[:3]), r"zero points \(3, 4\)"),
+        (Int4Weight(codes[:3], scales, zeros), r"codes \(3, 128\)"),
+        (Int4Weight(codes[0], scales[0], zeros[0]), r"codes \(128,\)"),
+        (Int4Weight(codes.int(), scales, zeros), "expected codes and zero points in uint8"),
+        (Int4Weight(codes, scales.int(), zeros), "scales in floats"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            pack_int4(weight, HugePages().take)
+    with pytest.raises(ConfigError, match="quantize_int4"):
+        quantize_int4(drawn(4, 128), 48, load())
+
+
+def test_some_weights_have_four_bits_and_so_have_their_parts():
+    layer, other, router = drawn(20, 64), drawn(20, 64, seed=1), drawn(4, 64, seed=2)
+    weights = PackedWeights(load(), EIGHT_BITS, formats=[(router, None), (layer, Int4Format(32))])
+    types = [weights.pack([weight]).type for weight in (layer, layer[10:], other, router, layer.float())]
+    assert types == [INT4, INT4, INT8, 1, 0]

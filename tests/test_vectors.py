@@ -11,6 +11,8 @@ import torch
 from quick import others_slow
 
 import nextn.runtime.native
+from nextn.runtime.native.abi import INT4, INT8, load
+from nextn.runtime.native.int4 import int4_linear, pack_int4, quantize_int4
 from nextn.runtime.native.quantization import EIGHT_BITS, int8_linear, pack_quantized, quantize
 
 SOURCES = Path(nextn.runtime.native.__file__).parent / "csrc"
@@ -52,16 +54,17 @@ int main() {
 """
 
 
-INT8_PROGRAM = """
+QUANTIZED_PROGRAM = """
 #include <cstdio>
-#include "int8.h"
+#include <cstdlib>
+#include "rounded.h"
 using namespace nextn;
 
 nextn::Op::Op(const char*, Select) {}  // nothing is looked up by name
 
-int main() {
+int main(int, char** words) {
   constexpr int64_t kRows = 13, kN = 70, kK = 300;
-  const int64_t bytes = packed_bytes(INT8, kN, kK), blocks = pieces(kN, kInt8Columns);
+  const int64_t type = std::atoi(words[1]), bytes = packed_bytes(type, kN, kK), blocks = pieces(kN, kInt8Columns);
   std::vector<float> x(kRows * kK), out(kRows * kN);
   std::vector<char> packed(bytes);
   if (int64_t(fread(packed.data(), 1, bytes, stdin)) != bytes) return 1;
@@ -71,10 +74,10 @@ int main() {
   RoundedRows rows;
   Product product{};
   product.x = &in, product.out = &to, product.num_rows = kRows, product.n = kN, product.k = kK;
-  product.packed = packed.data(), product.int8_rows = &rows;
-  product.scales = reinterpret_cast<const float*>(packed.data() + blocks * block_bytes(INT8, kK));
+  product.packed = packed.data(), product.type = type, product.rounded_rows = &rows;
+  product.scales = reinterpret_cast<const float*>(packed.data() + blocks * block_bytes(type, kK));
   rows.fill(product);
-  multiply_int8(product, 0, blocks);
+  (type == INT8 ? multiply_int8 : multiply_int4)(product, 0, blocks);
   return fwrite(out.data(), 4, out.size(), stdout) != out.size();
 }
 """
@@ -158,16 +161,33 @@ def test_no_number_stays_none(kind, given, tmp_path):
     assert found[2][7] == found[3][7] == given[1, 7]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if runs_here(kind)])
-def test_products_of_eight_bits(kind, tmp_path):
-    """The largest codes among them, of which AVX2 adds two in 16 bits."""
+@pytest.mark.parametrize("kind", others_slow(HERE, *HERE[:2]))
+def test_products_of_few_bits(kind, tmp_path):
+    """Of eight and four bits, with the largest codes, of which AVX2 adds two in 16 bits.
+
+    Of four bits, every kind gives the bits of this processor, if both add products without rounding these first.
+    """
     draws = torch.Generator().manual_seed(0)
     weight, x = torch.randn(70, 300, generator=draws), torch.randn(13, 300, generator=draws)
     weight[3], weight[4], x[5], x[6] = 7.0, -7.0, -9.0, 9.0
-    (tmp_path / "main.cpp").write_text(INT8_PROGRAM)
-    compiled(f"-march={kind}", "-O2", "-o", tmp_path / "main", tmp_path / "main.cpp", SOURCES / "int8.cpp")
-    packed = pack_quantized(weight, lambda size: torch.zeros(size, dtype=torch.bool), EIGHT_BITS)
-    given = packed.view(torch.uint8).numpy().tobytes() + x.numpy().tobytes()
-    output = subprocess.run([tmp_path / "main"], input=given, capture_output=True, check=True).stdout
-    found = torch.frombuffer(bytearray(output), dtype=torch.float32).reshape(13, 70)
+    (tmp_path / "main.cpp").write_text(QUANTIZED_PROGRAM)
+    sources = [SOURCES / f"{name}.cpp" for name in ("int8", "int4", "rounded")]
+    fuses = kind != "x86-64" or runs_here("x86-64-v3")
+    more = ["-mfma"] if fuses and kind == "x86-64" else []
+    compiled(f"-march={kind}", *more, "-O2", "-o", tmp_path / "main", tmp_path / "main.cpp", *sources)
+
+    def multiply(weight_type, packed):
+        given = packed.view(torch.uint8).numpy().tobytes() + x.numpy().tobytes()
+        command = [tmp_path / "main", str(weight_type)]
+        output = subprocess.run(command, input=given, capture_output=True, check=True).stdout
+        return torch.frombuffer(bytearray(output), dtype=torch.float32).reshape(13, 70)
+
+    take = lambda size: torch.zeros(size, dtype=torch.bool)  # noqa: E731
+    found = multiply(INT8, pack_quantized(weight, take, EIGHT_BITS))
     torch.testing.assert_close(found, int8_linear(x, *quantize(weight, 8)), rtol=1e-5, atol=1e-4)
+    for index, group in enumerate((32, 64, 128)):
+        quantized = quantize_int4(weight, group, load())
+        found, here = multiply(INT4 + index, packed := pack_int4(quantized, take)), torch.empty(13, 70)
+        torch.testing.assert_close(found, int4_linear(x, quantized), rtol=1e-5, atol=1e-4)
+        load().call("linear", [here, x, packed], [70, 300, 1, INT4 + index])
+        assert torch.equal(found, here) or not fuses

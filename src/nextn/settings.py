@@ -9,7 +9,7 @@ from math import inf
 from nextn.errors import ConfigError, require_at_least
 
 BACKENDS = ("auto", "native", "torch")
-WEIGHTS = ("stored", "int8")  # what products use, see `Trunk.weights`
+WEIGHTS = ("stored", "int8", "int4")  # what products use, see `Trunk.weights`
 
 
 @dataclass(frozen=True)

@@ -81,9 +81,7 @@ BackendName = Annotated[
 ]
 WeightType = Annotated[
     str,
-    typer.Option(
-        "--weights", help="stored, or int8: decode with weights and activations of 8 bits (native backend only)."
-    ),
+    typer.Option("--weights", help="stored, or int8 or int4: decode with quantized weights (native backend only)."),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps, xpu, or one of several such as cuda:1.")]
 ExactHead = Annotated[

@@ -20,6 +20,7 @@ from nextn.model.model import Model
 from nextn.model.trunk import Trunk
 from nextn.runtime.backend import Backend, backend_for
 from nextn.runtime.native.draft_chain import NativeDraftChain
+from nextn.runtime.native.int4 import BYTES_PER_WEIGHT
 from nextn.speculative.draft_policy import AdaptiveLength, FixedLength, RoundPlan
 from nextn.speculative.sampling import Sampling
 from nextn.stats.speedup import Costs, Spread
@@ -215,8 +216,12 @@ def step_bytes(trunk: Trunk, bits: int | None = None) -> int:
     bits: `Backend.weight_bits`; None for weights as stored.
     """
     looked_up = () if trunk.embedding.weight is trunk.output.weight else (trunk.embedding.weight,)
-    stored = _bytes_read(trunk.model, trunk, looked_up)
-    return stored if bits is None else stored // trunk.output.weight.element_size()
+    stored, output = _bytes_read(trunk.model, trunk, looked_up), trunk.output.weight
+    if bits is None:
+        return stored
+    values = stored // output.element_size()
+    # With int4, the lm_head has eight bits (runtime/backend.py).
+    return values if bits == 8 else output.numel() + round((values - output.numel()) * BYTES_PER_WEIGHT)
 
 
 def draft_bytes(head: Head, bits: int | None = None, *, num_tokens: int | None = None) -> int:

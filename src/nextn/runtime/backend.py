@@ -12,11 +12,12 @@ from nextn.model.head import Head
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk
 from nextn.runtime.native.abi import Runtime, load
+from nextn.runtime.native.int4 import Int4Format
 from nextn.runtime.native.locks import LOCK
 from nextn.runtime.native.quantization import EIGHT_BITS, SEVEN_BITS
 from nextn.runtime.native.session import NativeHead, NativeTrunk
 from nextn.runtime.native.trace import Untraceable
-from nextn.runtime.native.weight_packing import PackedWeights
+from nextn.runtime.native.weight_packing import PackedWeights, WeightFormat
 from nextn.runtime.protocol import DecodingHead, DecodingTrunk
 from nextn.runtime.torch_backend import TorchHead, TorchTrunk
 from nextn.settings import BACKENDS, WEIGHTS
@@ -24,7 +25,8 @@ from nextn.settings import BACKENDS, WEIGHTS
 # Largest allowed difference from the torch backend's hidden states, relative to their norm: far above accumulated
 # rounding, far below the error of a wrong position.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
-_INT8_TOLERANCE = 0.3  # the reference has weights as they are stored
+_QUANTIZED_TOLERANCE = {8: 0.3, 4: 1.1}  # by bits; the reference has weights as they are stored
+_WEIGHT_BITS = {"stored": None, "int8": EIGHT_BITS.bits, "int4": 4}
 _BLOCK_SIZES = (7, 1, 3)  # of the self-check: shaped like a prefill, a plain step and a verification
 
 
@@ -130,25 +132,35 @@ def _build_native(trunk: Trunk, head: Head | None) -> Backend:
     if trunk.dtype not in (torch.float32, torch.bfloat16):
         raise Untraceable(f"the native runtime does not support {trunk.dtype}, only float32 and bfloat16")
     runtime = load()
-    is_int8 = trunk.weights == "int8"
-    weights = _packed_int8(runtime, trunk, head) if is_int8 else PackedWeights(runtime)
+    weight_bits = _WEIGHT_BITS[trunk.weights]
+    weights = PackedWeights(runtime) if weight_bits is None else _quantized_weights(runtime, trunk, head)
     native_trunk = NativeTrunk(trunk, runtime, weights)
-    weight_bits = EIGHT_BITS.bits if is_int8 else None
     if head is None:
         return Backend(native_trunk, None, runtime="native code", weight_bits=weight_bits)
-    quantizes = not (is_int8 or head.exact) and trunk.dtype == torch.bfloat16 and runtime.has_bf16_pair_products
+    quantizes = (
+        weight_bits is None and not head.exact and trunk.dtype == torch.bfloat16 and runtime.has_bf16_pair_products
+    )
     head_weights = PackedWeights(runtime, SEVEN_BITS) if quantizes else weights
     native_head = NativeHead(head, native_trunk, runtime, head_weights, own_lm_head=quantizes)
-    head_bits = SEVEN_BITS.bits if quantizes else weight_bits
+    head_bits = SEVEN_BITS.bits if quantizes else weight_bits and EIGHT_BITS.bits
     return Backend(native_trunk, native_head, runtime="native code", head_bits=head_bits, weight_bits=weight_bits)
 
 
-def _packed_int8(runtime: Runtime, trunk: Trunk, head: Head | None) -> PackedWeights:
-    """Weights of eight bits, of linear layers, experts and embeddings; other matrices, such as a router's, are kept."""
+def _quantized_weights(runtime: Runtime, trunk: Trunk, head: Head | None) -> PackedWeights:
+    """Weights of eight bits, of linear layers, experts and embeddings; other matrices, such as a router's, are kept.
+
+    With int4, only the layers of the trunk have four bits (docs/developers/log.md).
+    """
     modules = [module for part in (trunk, head) if part is not None for module in part.modules()]
     others = [module for module in modules if not isinstance(module, (nn.Linear, nn.Embedding))]
-    kept = {each.data_ptr() for module in others for each in module.parameters(recurse=False) if each.ndim == 2}
-    return PackedWeights(runtime, EIGHT_BITS, trunk.dtype, kept)
+    formats: list[tuple[torch.Tensor, WeightFormat | None]] = [
+        (weight, None) for module in others for weight in module.parameters(recurse=False) if weight.ndim == 2
+    ]
+    if trunk.weights == "int4":
+        linear = [module.weight for module in trunk.decoder.layers.modules() if isinstance(module, nn.Linear)]
+        experts = [weight for weight in trunk.decoder.layers.parameters() if weight.ndim == 3]
+        formats += [(weight, Int4Format()) for weight in [*linear, *experts]]
+    return PackedWeights(runtime, EIGHT_BITS, trunk.dtype, formats)
 
 
 @torch.inference_mode()
@@ -164,7 +176,7 @@ def _self_check(trunk: Trunk, head: Head | None, native: Backend) -> None:
     for block in blocks[0]:
         actual.append(native.trunk(block, cache).final_hidden.clone())
         cache.commit([block.shape[1]])
-    tolerance = _TOLERANCE[trunk.dtype] if native.weight_bits is None else _INT8_TOLERANCE
+    tolerance = _TOLERANCE[trunk.dtype] if native.weight_bits is None else _QUANTIZED_TOLERANCE[native.weight_bits]
     _compare(expected.final_hidden, actual, "trunk", tolerance)
     if native.head is not None and expected_step is not None:
         cache, actual = native.head.cache(1), []

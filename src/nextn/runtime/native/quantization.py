@@ -35,6 +35,9 @@ class CodeFormat(NamedTuple):
         """What is added to a code, so that the byte has no sign."""
         return 2 ** (self.bits - 1)
 
+    def pack(self, weight: Tensor, take: Callable[[int], Tensor], runtime: Runtime) -> Tensor:
+        return pack_quantized(weight, take, self, runtime)
+
 
 SEVEN_BITS = CodeFormat(BYTES, 7, 16, (0, 2, 1, 3), "pack_bytes")
 EIGHT_BITS = CodeFormat(INT8, 8, 32, (0, 1, 2, 3), "pack_int8")

@@ -1,20 +1,21 @@
 """Packed weights of a lowered pass: the weights of one call in one matrix, so that each worker reads one run of memory.
 
-Weights can also be quantized, see quantization.py.
+Weights can also be quantized, see quantization.py and int4.py.
 """
 
-from collections.abc import Collection, Sequence
+from bisect import bisect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from operator import itemgetter
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from nextn.checkpoint.mapped_memory import release_pages
-from nextn.runtime.native.abi import INT8, Runtime, type_of
+from nextn.runtime.native.abi import INT4, INT8, Runtime, type_of
 from nextn.runtime.native.lowering import Instruction, Lowered
 from nextn.runtime.native.memory import HugePages, untouched_zeros
-from nextn.runtime.native.quantization import CodeFormat, pack_quantized
 
 GATE_ROWS = 16  # gated ops read the rows of their two weights in alternating runs of this many (csrc/product.h)
 MAX_BLOCK_COLUMNS = 32  # output channels that are packed together, at most (csrc/product.h)
@@ -28,6 +29,17 @@ class PackedMatrix(NamedTuple):
     type: int
 
 
+class WeightFormat(Protocol):
+    """A packed form of quantized weights."""
+
+    @property
+    def type(self) -> int:
+        """A type of product.h."""
+
+    def pack(self, weight: Tensor, take: Callable[[int], Tensor], runtime: Runtime) -> Tensor:
+        """Quantize weight [N, K] or [E, N, K] into bytes that `take` allocates."""
+
+
 class PackedWeights:
     """One packed copy of each weight, shared by all replays.
 
@@ -38,20 +50,27 @@ class PackedWeights:
     def __init__(
         self,
         runtime: Runtime,
-        code_format: CodeFormat | None = None,
+        default: WeightFormat | None = None,
         dtype: torch.dtype = torch.bfloat16,
-        kept: Collection[int] = (),
+        formats: Iterable[tuple[Tensor, WeightFormat | None]] = (),
     ) -> None:
         """Create an empty store.
 
         Args:
             runtime: The native runtime.
-            code_format: Format of quantized weights; None to pack all weights as they are.
+            default: Format of quantized weights; None to pack them as they are.
             dtype: Type of the weights that are quantized.
-            kept: Addresses of weights that are not quantized all the same.
+            formats: Weights that have another format than the default, and so have views of them.
         """
         self._runtime, self._pages = runtime, HugePages()
-        self._code_format, self._dtype, self._kept = code_format, dtype, frozenset(kept)
+        self._default, self._dtype = default, dtype
+        self._ranges = sorted(
+            (
+                (weight.data_ptr(), weight.data_ptr() + weight.nbytes, weight_format)
+                for weight, weight_format in formats
+            ),
+            key=itemgetter(0),
+        )
         self._by_address: dict[tuple[object, ...], PackedMatrix] = {}
         # Candidates of equal shapes and leading values, with their packed form.
         self._by_value: dict[tuple[object, ...], list[tuple[list[Tensor], PackedMatrix]]] = {}
@@ -75,7 +94,7 @@ class PackedWeights:
     def _pack_new(self, weights: Sequence[Tensor], parts: int, columns: int) -> PackedMatrix:
         """Merge and pack one expert after the other. Packed weights take the place of those in mapped files."""
         experts = list(zip(*(weight.reshape(-1, *weight.shape[-2:]) for weight in weights), strict=True))
-        weight_type, memory = self.type_of(weights[0]), torch.empty(0, dtype=torch.bool)
+        weight_format, memory = self._format_of(weights[0]), torch.empty(0, dtype=torch.bool)
         for index, matrices in enumerate(experts):
 
             def take(size: int, index: int = index) -> Tensor:
@@ -84,17 +103,25 @@ class PackedWeights:
                 return memory[index * size : (index + 1) * size]
 
             merged = merge_weights(matrices, parts, columns)
-            if self._code_format is not None and weight_type == self._code_format.type:
-                pack_quantized(merged, take, self._code_format, self._runtime)
-            else:
+            if weight_format is None:
                 self._runtime.pack(merged, take)
+            else:
+                weight_format.pack(merged, take, self._runtime)
         release_pages(weights)
-        return PackedMatrix(memory, weight_type)
+        return PackedMatrix(memory, self.type_of(weights[0]))
 
     def type_of(self, weight: Tensor) -> int:
         """Return the type that a weight is packed as: `Type` of runtime.h or of product.h."""
-        is_quantized = weight.dtype == self._dtype and weight.data_ptr() not in self._kept
-        return self._code_format.type if self._code_format is not None and is_quantized else type_of(weight.dtype)
+        weight_format = self._format_of(weight)
+        return type_of(weight.dtype) if weight_format is None else weight_format.type
+
+    def _format_of(self, weight: Tensor) -> WeightFormat | None:
+        if weight.dtype != self._dtype:
+            return None
+        place = bisect(self._ranges, weight.data_ptr(), key=itemgetter(0)) - 1
+        if place >= 0 and weight.data_ptr() < self._ranges[place][1]:
+            return self._ranges[place][2]
+        return self._default
 
 
 def pack_weights(groups: Sequence[Lowered], weights: PackedWeights) -> list[Lowered]:
@@ -126,9 +153,10 @@ def _with_packed(step: Instruction, weights: PackedWeights) -> Instruction:
     elif step.op in ("expert_linear", "gated_linear", "gated_expert_linear"):
         start, count = (2 if step.op == "gated_linear" else 3), (1 if step.op == "expert_linear" else 2)
         parts, columns = (1, None) if count == 1 else (-(-step.ints[0] // GATE_ROWS), GATE_ROWS)
-    elif step.op == "embedding" and weights.type_of(step.tensors[1]) == INT8:
+    elif step.op == "embedding" and (weight_type := weights.type_of(step.tensors[1])) >= INT8:
         out, weight, ids = step.tensors
-        return Instruction("int8_embedding", (out, weights.pack([weight]).memory, ids), ints=tuple(weight.shape))
+        op, more = ("int4_embedding", (weight_type,)) if weight_type >= INT4 else ("int8_embedding", ())
+        return Instruction(op, (out, weights.pack([weight]).memory, ids), ints=(*weight.shape, *more))
     else:
         return step
     packed = weights.pack(step.tensors[start : start + count], parts, columns)

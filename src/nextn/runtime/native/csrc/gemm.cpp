@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "int8.h"
+#include "rounded.h"
 
 namespace nextn {
 
@@ -16,21 +16,26 @@ int64_t gated_columns(int64_t n) { return 2 * pieces(n, kTileColumns) * kTileCol
 
 bool is_matrix(const View& view) { return view.ndim == 2 && (view.stride[1] == 1 || view.size[1] == 1); }
 
-bool is_weight_type(int64_t type) { return is_float(type) || type == BYTES || type == INT8; }
+bool is_weight_type(int64_t type) { return is_float(type) || type == BYTES || rounds_rows(type); }
 
 // Whether such weights are multiplied with activations of this type.
-bool fits_rows(int64_t type, int64_t rows) { return type == INT8 ? is_float(rows) : rows == (type == F32 ? F32 : BF16); }
+bool fits_rows(int64_t type, int64_t rows) { return rounds_rows(type) ? is_float(rows) : rows == (type == F32 ? F32 : BF16); }
 
-void multiply(const Product& product, int64_t type, int64_t begin, int64_t end) {
+void multiply(const Product& product, int64_t begin, int64_t end) {
   if (begin >= end || product.num_rows == 0) return;
-  const auto kernel = type == F32 ? multiply_f32 : type == BF16 ? multiply_bf16 : type == INT8 ? multiply_int8 : multiply_bytes;
-  kernel(product, begin, end);
+  switch (product.type) {
+    case F32: return multiply_f32(product, begin, end);
+    case BF16: return multiply_bf16(product, begin, end);
+    case BYTES: return multiply_bytes(product, begin, end);
+    case INT8: return multiply_int8(product, begin, end);
+    default: return multiply_int4(product, begin, end);
+  }
 }
 
-// Rounds the rows of x for weights of eight bits; valid until this thread's next call.
-const RoundedRows* round_rows(const Product& product, int64_t type) {
+// Rounds the rows of x for weights that need it; valid until this thread's next call.
+const RoundedRows* round_rows(const Product& product) {
   static thread_local RoundedRows rows;
-  if (type != INT8) return nullptr;
+  if (!rounds_rows(product.type)) return nullptr;
   rows.fill(product);
   return &rows;
 }
@@ -38,7 +43,7 @@ const RoundedRows* round_rows(const Product& product, int64_t type) {
 // The product with `columns` columns of a packed matrix, from `block` on.
 void take(Product& product, const char* packed, int64_t type, int64_t block, int64_t blocks, int64_t columns) {
   const int64_t bytes = block_bytes(type, product.k);
-  product.packed = packed + block * bytes, product.n = columns;
+  product.packed = packed + block * bytes, product.type = type, product.n = columns;
   product.scales = reinterpret_cast<const float*>(packed + blocks * bytes) + block * block_columns(type);
 }
 
@@ -51,8 +56,8 @@ void multiply(Product& product, const char* packed, int64_t type, bool gated, co
   if (gated) gates.resize(product.num_rows * kTileColumns), product.gates = gates.data();
   int64_t begin, end;
   worker.share(blocks / together, begin, end);
-  if (begin < end) product.int8_rows = round_rows(product, type);
-  multiply(product, type, begin * together, end * together);
+  if (begin < end) product.rounded_rows = round_rows(product);
+  multiply(product, begin * together, end * together);
 }
 
 // The views and ints of `linear`: outs [m, n] one by one, x [m, k], the packed matrix, biases [n] or none; each n, k,
@@ -98,9 +103,9 @@ void linear(const Call& call, const Worker& worker) {
       product.num_rows = product.x->size[0], product.k = layers.k(), product.first = part * columns;
       if (layers.has_bias()) product.bias = layers.bias(i).data, product.bias_type = layers.bias(i).type;
       take(product, layers.packed().data, layers.type(), at, total, columns);
-      if (!rows && begin < end) rows = round_rows(product, layers.type());
-      product.int8_rows = rows;
-      multiply(product, layers.type(), std::max<int64_t>(begin - at, 0), std::min(end - at, blocks));
+      if (!rows && begin < end) rows = round_rows(product);
+      product.rounded_rows = rows;
+      multiply(product, std::max<int64_t>(begin - at, 0), std::min(end - at, blocks));
     }
 }
 

@@ -1,108 +1,25 @@
-// Linear layers with weights of eight bits, and embeddings of such weights.
-#include "int8.h"
-
-#include "strided.h"
-
+// Linear layers with weights of eight bits, and embeddings of such weights. A matrix is blocks of 32 columns, each a run
+// of [4 of k][32 columns][4], then a float for each column, its scale. A weight is (byte - kInt8Zero) * scale.
 #include <algorithm>
-#include <array>
-#include <bit>
-#include <cstring>
-#include <utility>
+
+#include "rounded.h"
+#include "strided.h"
 
 namespace nextn {
 
 namespace {
 
-constexpr int64_t kColumns = kInt8Columns;
 constexpr int64_t kStep = 4 * kColumns;  // bytes of four values of k
-constexpr int64_t kAhead = 8192;         // bytes by which a block that is read once is prefetched
-
-#if defined(__AVX512VNNI__)
-constexpr int kMostRows = 12;
-#else
-constexpr int kMostRows = 8;
-#endif
-
-// Rounds one group of values; returns its scale. The same operations as `round_rows` in quantization.py.
-template <typename T>
-float round_group(const T* from, int64_t count, int8_t* to, int32_t& total) {
-  const SixteenInts magnitude = SixteenInts{} + 0x7FFFFFFF;
-  SixteenInts most{};  // bits of magnitudes are ordered as these are, NaN last
-  by_sixteen(count, [&](auto load, auto) {
-    const SixteenInts bits = bits_of(load(from)) & magnitude;
-    most = chosen(bits > most, bits, most);
-  });
-  alignas(64) int32_t all[kSixteen];
-  kept(all, most);
-  const float largest = std::bit_cast<float>(*std::max_element(all, all + kSixteen));
-  const float inverse = largest < 1e-30f ? 0.0f : float(kLargest) / largest;
-  const float shift = 12582912.0f;  // rounds to a whole number, which the low bits then hold
-  SixteenInts sums{};
-  int64_t place = 0;
-  by_sixteen(count, [&](auto load, auto) {
-    const SixteenInts codes = bits_of(product(load(from), Sixteen{} + inverse) + (Sixteen{} + shift)) - bits_of(Sixteen{} + shift);
-    const int64_t width = std::min(kSixteen, count - place);
-    sums = sums + codes;
-#if defined(__AVX512F__)
-    const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)codes);
-    std::memcpy(to + place, &bytes, width);
-#else
-    kept(all, codes);
-    for (int64_t i = 0; i < width; ++i) to[place + i] = int8_t(all[i]);
-#endif
-    place += width;
-  });
-  kept(all, sums);
-  total = 0;
-  for (int32_t each : all) total += each;
-  return largest / float(kLargest);
-}
-
-Sixteen floats(const int32_t* from) {
-#if defined(__AVX512F__)
-  return (Sixteen)_mm512_cvtepi32_ps(_mm512_loadu_si512(from));
-#else
-  alignas(64) float wide[kSixteen];
-  for (int64_t i = 0; i < kSixteen; ++i) wide[i] = float(from[i]);
-  return sixteen(wide);
-#endif
-}
-
-// A batch of rows for a kernel: codes, and of each row scales and zeros per group.
-struct Rows {
-  const int8_t* codes;
-  const float* scales;
-  const int32_t* zeros;
-  int64_t depth, groups;
-};
-
-// What is prefetched: from `next` on, `pace` bytes a step of k.
-struct Early {
-  const char* next;
-  int64_t pace;
-
-  void fetch() {
-    __builtin_prefetch(next);
-    if (pace > 64) __builtin_prefetch(next + 64);
-    next += pace;
-  }
-};
 
 // The integer sums of one group, values [begin, end) of k: sums [kCount][32].
 #if defined(__AVX512VNNI__)
-// sum += the products of four bytes each, those of `weights` without a sign. Through the intrinsic, GCC keeps each sum
-// in two registers, and from nine rows on there are not so many.
-inline void add_products(__m512i& sum, __m512i weights, __m512i x) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));
-}
-
 template <int kCount>
 void sum_group(const Rows& x, int64_t group, int64_t begin, int64_t end, const char* weights, Early early, int32_t* sums) {
   constexpr int kApart = kCount <= 2 ? 2 : 1;  // a sum waits for the one before it
   __m512i acc[kApart][2 * kCount];  // in registers, which needs loops that are unrolled
 #pragma GCC unroll 32
   for (int i = 0; i < 2 * kCount; ++i) {
-    acc[0][i] = _mm512_set1_epi32(x.zeros[i / 2 * x.groups + group]);
+    acc[0][i] = _mm512_set1_epi32(-int32_t(kInt8Zero) * x.totals[i / 2 * x.totals_of_row + group]);
 #pragma GCC unroll 4
     for (int part = 1; part < kApart; ++part) acc[part][i] = _mm512_setzero_si512();
   }
@@ -183,22 +100,17 @@ void add_group(const Rows& x, int64_t group, int64_t begin, int64_t end, const c
 
 // kCount rows times one block: sums [kCount][32], without the scales of the weights.
 template <int kCount>
-void block_times(const Rows& x, const char* weights, Early early, float* sums) {
-  std::fill_n(sums, kCount * kColumns, 0.0f);
-  for (int64_t group = 0; group < x.groups; ++group) {
-    const int64_t begin = group * kGroup, end = std::min(begin + kGroup, x.depth);
-    add_group<kCount>(x, group, begin, end, weights + begin * kColumns, {early.next + begin / 4 * early.pace, early.pace}, sums);
+struct Int8Block {
+  static constexpr int kMost = kMostRows;
+
+  static void run(const Rows& x, const char* weights, Early early, float* sums) {
+    std::fill_n(sums, kCount * kColumns, 0.0f);
+    for (int64_t group = 0; group < x.groups; ++group) {
+      const int64_t begin = group * kGroup, end = std::min(begin + kGroup, x.depth);
+      add_group<kCount>(x, group, begin, end, weights + begin * kColumns, early.after(begin / 4), sums);
+    }
   }
-}
-
-using Times = void (*)(const Rows&, const char*, Early, float*);
-
-template <size_t... kIndex>
-constexpr std::array<Times, sizeof...(kIndex)> counted(std::index_sequence<kIndex...>) {
-  return {block_times<int(kIndex) + 1>...};
-}
-
-constexpr auto kTimes = counted(std::make_index_sequence<kMostRows>());
+};
 
 // views: out [T, D], packed [V, D], ids [T]; ints: V, D. A row whose id is none of the V is zero.
 void int8_embedding(const Call& call, const Worker& worker) {
@@ -234,50 +146,11 @@ const Op int8_embedding_op{"int8_embedding", select_int8_embedding};
 
 }  // namespace
 
-void RoundedRows::fill(const Product& product) {
-  static thread_local std::vector<int8_t> row;
-  num_rows = product.num_rows, batches = pieces(num_rows, kMostRows);
-  depth = pieces(product.k, kTileDepth) * kTileDepth, groups = pieces(depth, kGroup);
-  codes.resize(num_rows * depth), scales.resize(num_rows * groups), zeros.resize(num_rows * groups);
-  row.assign(depth, int8_t(0));
-  for (int64_t batch = 0; batch < batches; ++batch) {
-    const int64_t begin = first(batch), end = first(batch + 1), count = end - begin;
-    for (int64_t i = begin; i < end; ++i) {
-      for (int64_t group = 0, k = 0; group < groups; ++group, k += kGroup) {
-        const int64_t length = std::clamp<int64_t>(product.k - k, 0, kGroup), at = i * groups + group;
-        int32_t total;
-        scales[at] = product.x->type == F32 ? round_group(product.in<float>(i) + k, length, row.data() + k, total)
-                                            : round_group(product.in<uint16_t>(i) + k, length, row.data() + k, total);
-        zeros[at] = -int32_t(kInt8Zero) * total;
-      }
-      int8_t* to = codes.data() + begin * depth + 4 * (i - begin);
-      for (int64_t k = 0; k < depth; k += 4, to += 4 * count) std::memcpy(to, row.data() + k, 4);
-    }
-  }
-}
-
 void multiply_int8(const Product& product, int64_t begin, int64_t end) {
-  const RoundedRows& x = *product.int8_rows;
-  const int64_t bytes = block_bytes(INT8, product.k);
-  alignas(64) float sums[kMostRows * kColumns];
-  for (int64_t block = begin; block < end; ++block) {
-    const char* weights = product.packed + block * bytes;
-    for (int64_t batch = 0; batch < x.batches; ++batch) {
-      const int64_t first = x.first(batch), count = x.first(batch + 1) - first;
-      const Rows rows{x.codes.data() + first * x.depth, x.scales.data() + first * x.groups,
-                      x.zeros.data() + first * x.groups, x.depth, x.groups};
-      // Of several batches, each prefetches its share of the next block, so that memory does not idle.
-      const Early early = x.batches == 1 ? Early{weights + kAhead, kStep}
-                                         : Early{weights + bytes + bytes * batch / x.batches, pieces(kStep, x.batches)};
-      kTimes[count - 1](rows, weights, early, sums);
-      for (int64_t row = 0; row < count; ++row) {
-        float* at = sums + row * kColumns;
-        for (int64_t j = 0; j < kColumns; j += kSixteen)
-          put(at + j, sixteen(at + j) * sixteen(product.scales + block * kColumns + j));
-        product.store(first + row, block * kColumns, kColumns, at);
-      }
-    }
-  }
+  multiply_rounded<Int8Block>(product, begin, end, kStep, [&](int64_t block, float* sums) {
+    for (int64_t j = 0; j < kColumns; j += kSixteen)
+      put(sums + j, sixteen(sums + j) * sixteen(product.scales + block * kColumns + j));
+  });
 }
 
 }  // namespace nextn

@@ -1,11 +1,12 @@
-// Packed weights of the ops of gemm.cpp: the ops pack and pack_bytes.
+// Packed weights of the ops of gemm.cpp: the ops pack, pack_bytes and pack_int8, and the op quantize_int4.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <utility>
 #include <vector>
 
-#include "int8.h"
+#include "product.h"
 
 namespace nextn {
 
@@ -134,7 +135,7 @@ bool select_pack_bytes(Call& call) {
   return true;
 }
 
-// Weights of eight bits, see int8.h.
+// Weights of eight bits, see int8.cpp.
 bool select_pack_int8(Call& call) {
   if (!fits_codes(call, kInt8Columns) || !is_float(call.views[2].type)) return false;
   call.kernel = call.views[2].type == F32 ? pack_codes<float, kInt8Columns, kInt8Zero> : pack_codes<uint16_t, kInt8Columns, kInt8Zero>;
@@ -142,9 +143,87 @@ bool select_pack_int8(Call& call) {
   return true;
 }
 
+constexpr float kMostCode = 15;
+constexpr int64_t kMostGroup = 128;
+constexpr float kShrunk[] = {0.95f, 0.9f, 0.85f, 0.8f};  // parts of a group's range that are tried, too
+
+// One group of weights of four bits and how far it is from the weights. A weight is (code - zero) * scale.
+struct Int4Group {
+  float error, scale, zero;
+  alignas(64) float codes[kMostGroup];
+
+  // Rounds `size` values, of which the scale covers from `least` to `largest`; those beyond are clamped.
+  Int4Group(const float* values, int64_t size, float least, float largest) {
+    // The last eight bits of a scale are those of its zero.
+    scale = std::bit_cast<float>((std::bit_cast<int32_t>((largest - least) / kMostCode) + 128) & ~0xFF);
+    if (!(scale > 0)) scale = 1;
+    const float inverse = 1 / scale;
+    zero = std::clamp(std::nearbyint(-least * inverse), 0.0f, kMostCode);
+    const float shift = 12582912.0f;  // rounds to a whole number
+    const Sixteen most = Sixteen{} + kMostCode;
+    Sixteen squares{};
+    for (int64_t i = 0; i < size; i += kSixteen) {
+      const Sixteen value = sixteen(values + i);
+      Sixteen code = (product(value, Sixteen{} + inverse) + (Sixteen{} + shift)) - (Sixteen{} + shift) + zero;
+      code = chosen(code > most, most, chosen(code < Sixteen{}, Sixteen{}, code));
+      put(codes + i, code);
+      const Sixteen off = product(code - zero, Sixteen{} + scale) - value;
+      squares = squares + product(off, off);
+    }
+    float each[kSixteen];
+    put(each, squares);
+    error = 0;
+    for (float square : each) error += square;
+  }
+};
+
+// views: codes [n, k], scales [n, groups], zeros [n, groups], weight [n, k]; ints: values of k with a common scale.
+template <typename T>
+void quantize_int4(const Call& call, const Worker& worker) {
+  const View &codes = call.views[0], &scales = call.views[1], &zeros = call.views[2], &weight = call.views[3];
+  const int64_t size = call.ints[0], k = weight.size[1], groups = scales.size[1];
+  int64_t begin, end;
+  worker.share(weight.size[0], begin, end);
+  for (int64_t column = begin; column < end; ++column)
+    for (int64_t group = 0; group < groups; ++group) {
+      alignas(64) float values[kMostGroup] = {};
+      const int64_t first = group * size, count = std::min(size, k - first);
+      for (int64_t i = 0; i < count; ++i) values[i] = as_float(row<T>(weight, column)[first + i]);
+      const auto [least, largest] = std::minmax_element(values, values + size);
+      const float low = std::min(*least, 0.0f), high = std::max(*largest, 0.0f);
+      Int4Group best(values, size, low, high);
+      for (float part : kShrunk) {
+        const Int4Group tried(values, size, part * low, part * high);
+        if (tried.error < best.error) best = tried;
+      }
+      data<float>(scales)[column * groups + group] = best.scale;
+      data<uint8_t>(zeros)[column * groups + group] = uint8_t(best.zero);
+      for (int64_t i = 0; i < count; ++i) data<uint8_t>(codes)[column * k + first + i] = uint8_t(best.codes[i]);
+    }
+}
+
+bool is_dense(const View& view, int64_t type, int64_t rows, int64_t columns) {
+  return view.type == type && view.ndim == 2 && view.size[0] == rows && view.size[1] == columns &&
+         view.stride[1] == 1 && view.stride[0] == columns;
+}
+
+bool select_quantize_int4(Call& call) {
+  if (call.views.size() != 4 || call.ints.size() != 1) return false;
+  const View& weight = call.views[3];
+  const int64_t size = call.ints[0];
+  if ((size != 32 && size != 64 && size != 128) || weight.ndim != 2 || !is_float(weight.type) || weight.stride[1] != 1) return false;
+  const int64_t n = weight.size[0], k = weight.size[1], groups = pieces(k, size);
+  if (!is_dense(call.views[0], BOOL, n, k) || !is_dense(call.views[1], F32, n, groups)) return false;
+  if (!is_dense(call.views[2], BOOL, n, groups)) return false;
+  call.kernel = weight.type == F32 ? quantize_int4<float> : quantize_int4<uint16_t>;
+  call.parallel = true;
+  return true;
+}
+
 const Op pack_op{"pack", select_pack};
 const Op pack_bytes_op{"pack_bytes", select_pack_bytes};
 const Op pack_int8_op{"pack_int8", select_pack_int8};
+const Op quantize_int4_op{"quantize_int4", select_quantize_int4};
 
 }  // namespace
 

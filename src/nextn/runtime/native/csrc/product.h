@@ -24,9 +24,17 @@ constexpr int64_t kTile = kTileColumns * kTileDepth;
 constexpr int64_t BYTES = 4;
 constexpr int64_t kZero = 64;
 
-// Type of packed weights of eight bits, see int8.h: for activations in bf16 and fp32.
-constexpr int64_t INT8 = 5;
+// Types of packed weights of eight and of four bits, for activations in bf16 and fp32, see int8.cpp and int4.cpp. Of
+// four bits, INT4 has a scale and a zero for each 32 values of k, INT4 + 1 for each 64, INT4 + 2 for each 128.
+constexpr int64_t INT8 = 5, INT4 = 6;
+constexpr int64_t kInt8Zero = 128;
 constexpr int64_t kInt8Columns = 32;
+
+inline bool is_int4(int64_t type) { return type >= INT4 && type < INT4 + 3; }
+inline int64_t int4_group(int64_t type) { return int64_t(32) << (type - INT4); }
+
+// Whether activations are rounded to eight bits for such weights.
+inline bool rounds_rows(int64_t type) { return type == INT8 || is_int4(type); }
 
 // Packed fp32: panels [k][32 columns]. Both are padded with zeros beyond n and k.
 constexpr int64_t kPanelColumns = 32;
@@ -35,12 +43,13 @@ inline int64_t pieces(int64_t total, int64_t size) { return (total + size - 1) /
 
 // Columns of a block.
 inline int64_t block_columns(int64_t type) {
-  return type == F32 ? kPanelColumns : type == BF16 ? kHalfColumns : type == INT8 ? kInt8Columns : kTileColumns;
+  return type == F32 ? kPanelColumns : type == BF16 ? kHalfColumns : rounds_rows(type) ? kInt8Columns : kTileColumns;
 }
 
 // Bytes of a block of columns, and of a whole matrix.
 inline int64_t block_bytes(int64_t type, int64_t k) {
   if (type == F32) return kPanelColumns * k * int64_t(sizeof(float));
+  if (is_int4(type)) return pieces(k, int4_group(type)) * kInt8Columns * (int4_group(type) / 2 + int64_t(sizeof(float)));
   return pieces(k, kTileDepth) * kTileDepth * block_columns(type) * int64_t(type == BF16 ? sizeof(uint16_t) : 1);
 }
 
@@ -54,7 +63,7 @@ inline bool is_bytes(const View& view) { return view.ndim == 1 && view.type == B
 
 inline bool is_float(int64_t type) { return type == BF16 || type == F32; }
 
-struct RoundedRows;  // see int8.h
+struct RoundedRows;  // see rounded.h
 
 // out[r] = W x[r] + bias for some rows r. W [n, k] is packed; sums are fp32, in the order of k, and round once.
 //
@@ -66,12 +75,13 @@ struct Product {
   int64_t num_rows;
   int64_t n, k;
   const char* packed;
+  int64_t type;  // of the packed weights
   const float* scales;  // [n], of weights of a byte or of eight bits
   int64_t first;        // column of out and bias that the first of these n is
   const char* bias;     // contiguous; null: none
   int64_t bias_type;
   float* gates;         // [num_rows, 16]: scratch for sums of V until those of U are computed; null: not gated
-  const RoundedRows* int8_rows;  // the rows of x in eight bits, for weights of eight bits
+  const RoundedRows* rounded_rows;  // the rows of x in eight bits, for weights of eight and four bits
 
   int64_t row(int64_t i) const { return order ? order[i] : i; }
 
@@ -131,5 +141,6 @@ void multiply_bf16(const Product& product, int64_t begin, int64_t end);
 void multiply_f32(const Product& product, int64_t begin, int64_t end);
 void multiply_bytes(const Product& product, int64_t begin, int64_t end);
 void multiply_int8(const Product& product, int64_t begin, int64_t end);
+void multiply_int4(const Product& product, int64_t begin, int64_t end);
 
 }  // namespace nextn
