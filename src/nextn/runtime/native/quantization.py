@@ -15,14 +15,14 @@ from nextn.checkpoint.mapped_memory import slices_released_after_use
 from nextn.runtime.native.abi import BYTES, INT8, Runtime
 from nextn.runtime.native.memory import rows_per_slice
 
-GROUP = 128  # values of a row of activations with a common scale (csrc/int8.h)
+GROUP = 128  # values of a row of activations with a common scale (csrc/rounded.h)
 _DEPTH = 32  # K is padded to a multiple of this (csrc/product.h)
 _LARGEST = 127  # code of activations
 _SMALLEST = 1e-30  # activations below this are rounded to 0
 
 
 class CodeFormat(NamedTuple):
-    """A packed form of quantized weights (csrc/product.h, csrc/int8.h)."""
+    """A packed form of quantized weights (csrc/product.h, csrc/int8.cpp)."""
 
     type: int
     bits: int
