@@ -15,6 +15,7 @@ from nextn.runtime.native.draft_chain import NativeDraftChain
 from nextn.runtime.native.rounds import NativeRounds
 from nextn.runtime.native.session import NativeTrunk
 from nextn.speculative.draft_policy import EDGES, DraftLength, FixedLength, RoundPlan
+from nextn.speculative.draft_vocabulary import DraftVocabulary
 from nextn.speculative.sampling import Sampling, Verifier
 
 LENGTHS = (3, 17, 40)
@@ -88,6 +89,21 @@ def test_it_drafts_what_the_loop_drafts(random, sampling, sampled, lengths):
     settings = Settings(drafts=4, max_tokens=23, sampling=sampling, sampled_drafts=sampled, eos=(5,), seed=2)
     native, loop = both(random, prompts, settings)
     assert native == loop
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), WARM])
+def test_a_draft_vocabulary_stays_native(sampling):
+    """Drafts that leave the native chain, or that are places in the vocabulary instead of tokens."""
+    model = build("glm4_moe")
+    ids = torch.tensor([2, 3, 7, 20, 33])
+    model.head.draft_vocabulary = DraftVocabulary(ids, model.trunk.vocab_size)
+    native, loop = both(
+        fast_of(model), [prompt(17, seed=17), prompt(9)], Settings(drafts=3, max_tokens=23, sampling=sampling)
+    )
+    assert native == loop
+    drafts = {token for rows in native[0] for part in rows for token in part.drafts}
+    assert len(drafts) > 1
+    assert drafts <= set(ids.tolist())
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), WARM])

@@ -5,6 +5,7 @@ Decoding stays exact, as q may be any distribution: a token outside is never dra
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 
 import numpy as np
@@ -51,9 +52,15 @@ class DraftVocabulary:
 
     def expand(self, logits: Tensor) -> Tensor:
         """Expand logits [..., N] of these tokens to the whole vocabulary [..., V]; -inf for all others."""
-        full = logits.new_full((*logits.shape[:-1], self.vocab_size), -inf)
-        full[..., self.ids.to(logits.device)] = logits
-        return full
+        outside = logits.new_full((*logits.shape[:-1], 1), -inf)
+        return torch.cat([logits, outside], dim=-1).index_select(-1, self._places.to(logits.device))
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """Of each token [V], its index in `ids`; N for others."""
+        places = torch.full((self.vocab_size,), len(self))
+        places[self.ids] = torch.arange(len(self))
+        return places
 
     def lost_mass(self, probs: Tensor) -> Tensor:
         """Return the mass [...] of probs [..., V] on tokens outside: the most that acceptance can lose."""

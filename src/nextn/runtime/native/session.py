@@ -203,7 +203,7 @@ class NativeHead:
         self._passes = [make(partial(self._run_pass, index)) for index in range(head.num_modules)]
         self._step_passes, self._refresh_passes = make(self._run_step), make(self._run_refresh)
         self._distributions_scratch = Scratch()
-        own = own_lm_head or "output" in head.family.own
+        own = own_lm_head or "output" in head.family.own or head.draft_vocabulary is not None
         self._lm_heads = [
             LMHead(runtime, weights, partial(head.logits, index), head.output(index).weight) if own else trunk.predict
             for index in range(head.num_modules)
