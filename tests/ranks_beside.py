@@ -23,4 +23,6 @@ if run.args.should_save:
     torch.save(state(model) | state(head) | told, f"{out}.pt")
 if torch.distributed.is_initialized():
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()  # gloo's threads must end before the interpreter does
+    torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # a thread of gloo may still run, and then the interpreter's end aborts the process
