@@ -5,7 +5,7 @@
 Requests arrive at random: greedy and sampled, of all lengths, with shared prefixes, several choices, stop strings,
 schemas and tools, streamed and whole; some clients leave early, some send nonsense. Every complete answer must be the
 one that the request got alone, without drafts, before the soak. At quiet moments nothing may run or wait, the counters
-must grow by exactly what clients were told, and memory, threads and files must be as before. Then the server is stopped
+must grow by exactly what was reported to clients, and memory, threads and files must be as before. Then the server is stopped
 (SIGTERM) and killed (SIGKILL) under load and started again: every client must get an answer or an end.
 """
 
@@ -147,7 +147,7 @@ class Soak:
             answer = Answer("stuck", f"no end after {_STUCK_S:g} s")
         except Exception as error:  # of a client: an answer that is not of OpenAI's form, for example
             answer = Answer("failed", repr(error))
-        # A server that is told to stop finishes what it has begun, or says that it does not.
+        # A server that gets a signal finishes what it has begun, or says that it does not.
         is_cut_off = answer.outcome == "broken" and (is_late or self._signal is signal.SIGKILL)
         is_end_expected = self._signal is not None and (answer.outcome in ("ended", "unreachable") or is_cut_off)
         self.outcomes[f"{answer.outcome} after {self._signal.name}" if is_end_expected else answer.outcome] += 1
@@ -168,17 +168,17 @@ class Soak:
         return answer
 
     async def _audit(self) -> None:
-        """Wait until all is quiet, then compare counters with what a few clients are told."""
+        """Wait until all is quiet, then compare counters with what is reported to a few clients."""
         if self._tasks:
             await asyncio.wait(self._tasks)
         before = await self._quiet_counters()
         answers = await asyncio.gather(*(self._ask() for _ in range(self.args.audited)))
         after = await self._quiet_counters()
-        told = sum((answer.counts for answer in answers), Counter())
+        reported = sum((answer.counts for answer in answers), Counter())
         grown = {name: after[name] - before[name] for name in _COUNTED}
-        wrong = {name: (grown[name], told[name]) for name in _COUNTED if grown[name] != told[name]}
+        wrong = {name: (grown[name], reported[name]) for name in _COUNTED if grown[name] != reported[name]}
         self._require(all(answer.outcome == "complete" for answer in answers), f"audited: {answers}")
-        self._require(not wrong, f"counters grew by, clients were told: {wrong}")
+        self._require(not wrong, f"counters grew by, reported to clients: {wrong}")
         accepted, drafted = (after[f"spec_decode_num_{name}_tokens"] for name in ("accepted", "draft"))
         self._require(accepted <= drafted, f"{accepted} tokens accepted of {drafted}")
         self.num_audits += 1

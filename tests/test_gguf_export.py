@@ -139,7 +139,7 @@ def test_a_tied_trunk_stores_its_lm_head_where_the_graph_needs_it(made, tmp_path
 
 
 def test_a_head_in_step35s_layout_decodes_the_trunks_text(made):
-    """It takes the state before the final norm, and hands on its own before its norm."""
+    """It takes the state before the final norm, and gives the next depth its own before its norm."""
     for name in ("llama-3.1", "qwen2", "mistral"):
         model = Model.load(made / name, head=made / f"{name}-head")
         assert (model.family.name, model.family.hidden, model.family.next_hidden) == ("step35_draft", "pre", "pre")

@@ -79,7 +79,7 @@ def test_same_states_each_tensor_once(hub, folder, tmp_path):
 
 
 def test_a_hub_that_stops_answering(hub, folder, tmp_path):
-    """One error with the address, after the retries; the same call goes on after the last complete layer."""
+    """One error with the address, after the retries; the same call resumes after the last complete layer."""
     model, done = streamed(tmp_path), []
 
     def fail(progress):

@@ -107,7 +107,7 @@ def test_what_the_config_declares(head_bits, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes(dtype, tmp_path):
-    """Scales have the weight's dtype, and stand before the codes in a file of float32."""
+    """Scales have the weight's dtype, and are before the codes in a file of float32."""
     build("qwen3_5").save(tmp_path / "model", dtype=dtype)
     quantize(tmp_path / "model", tmp_path / "out", weights="int4", group_size=16)
     name, old = "model.layers.0.mlp.up_proj.weight", tensors_of(tmp_path / "model")

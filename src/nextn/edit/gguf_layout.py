@@ -4,7 +4,6 @@ llama.cpp's graphs of llama, qwen2, qwen3 and mistral hand no hidden state to a 
 architectures do, and compute the same trunk. Lines are of llama.cpp 0c1e57098, in src/models.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -135,14 +134,12 @@ def rope_factors(config: Mapping[str, Any]) -> list[float]:
     rope = config["rope_parameters"]
     if rope["rope_type"] != "llama3":
         return []
-    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    factors = []
-    for index in range(0, size, 2):
-        turns = rope["original_max_position_embeddings"] * rope["rope_theta"] ** (-index / size) / (2 * math.pi)
-        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
-        factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
-    return factors
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.for_model(**config), "cpu")
+    count = len(scaled)
+    return [rope["rope_theta"] ** (-index / count) / each for index, each in enumerate(scaled.tolist())]
 
 
 def parts(trunk: Inventory, head: Inventory, layout: str) -> list[StoredPart]:

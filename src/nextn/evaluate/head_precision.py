@@ -18,9 +18,8 @@ from nextn.edit.plan import EditPlan, Progress, new_folder, quiet
 from nextn.edit.quantize import GROUP_SIZE, Rounding, is_head_linear, quantize
 from nextn.errors import ConfigError
 from nextn.evaluate.conventions import Variant, apply_variants
-from nextn.evaluate.reference import reference_acceptance, rescore
+from nextn.evaluate.reference import decoded_reference, rescore
 from nextn.evaluate.reference_plan import ReferencePlan
-from nextn.evaluate.teacher_forced import trunk_outputs
 from nextn.evaluate.workload import Prompt
 from nextn.model.head import Head
 from nextn.model.load_head import change_stored
@@ -54,14 +53,16 @@ def measure_head_bits(
 
     plan: Its lowest temperature and largest K count.
     """
-    report = reference_acceptance(model, prompts, plan, on_text=on_text)
-    temperature = plan.temperatures[0]
-    lengths = {16: report.figures(temperature).length.value}
-    hiddens = {each: trunk_outputs(model.trunk, texts.texts) for each, texts in report.generated.items()}
-    for bits in HEAD_BITS[1:]:
-        change = partial(_round_head, Rounding.of(bits, group_size))
-        variant, _ = apply_variants(model, Contract(), [Variant(f"head:{bits}", f"head of {bits} bits", change=change)])
-        lengths[bits] = rescore(report, variant, Contract(), hiddens=hiddens).figures(temperature).length.value
+    report, hiddens = decoded_reference(model, prompts, plan, on_text=on_text)
+    lengths = {}
+    for bits in HEAD_BITS:
+        changes = []
+        if bits < 16:
+            change = partial(_round_head, Rounding.of(bits, group_size))
+            changes = [Variant(f"head:{bits}", f"head of {bits} bits", change=change)]
+        variant, _ = apply_variants(model, Contract(), changes)
+        scored = rescore(report, variant, Contract(), hiddens=hiddens)
+        lengths[bits] = scored.figures(plan.temperatures[0]).length.value
     return HeadPrecision(lengths)
 
 

@@ -1,7 +1,7 @@
 """Advice for a machine where routed experts come over a bus or from disk: what a pass loads, and the best K."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import isnan
 
@@ -100,10 +100,11 @@ class OffloadAdvice:
     weights: StoredWeights
     routing: ExpertRouting
     bandwidths: Bandwidths
-    forecasts: tuple[Forecast, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "forecasts", tuple(map(self._forecast, self.report.plan.temperatures)))
+    @cached_property
+    def forecasts(self) -> tuple[Forecast, ...]:
+        """One for each temperature."""
+        return tuple(map(self._forecast, self.report.plan.temperatures))
 
     @property
     def headlines(self) -> tuple[Forecast, ...]:

@@ -42,20 +42,35 @@ def reference_acceptance(
     `contract` injects faults of decoding; `on_text` is called for each text that was decoded. Raises ConfigError if
     there is no head, or the prompts cannot be used.
     """
+    report, hiddens = decoded_reference(model, prompts, plan, contract=contract, on_text=on_text)
+    return rescore(report, model, report.contract, hiddens=hiddens) if report.contract.rerun else report
+
+
+def decoded_reference(
+    model: Model,
+    prompts: Sequence[Prompt],
+    plan: ReferencePlan,
+    *,
+    contract: Contract | None = None,
+    on_text: Callable[[], None] = lambda: None,
+) -> tuple[ReferenceReport, dict[float, list[TrunkOutput]]]:
+    """Decode the prompts at each temperature: a report without scores, and the states that `rescore` needs.
+
+    Arguments and errors are those of `reference_acceptance`. There are no states for contract.rerun = False.
+    """
     if model.head is None:
         raise ConfigError("the checkpoint has no head, so there is nothing to measure")
     ids, contract = [prompt_tokens(model, prompt, plan.chat) for prompt in prompts], contract or Contract()
-    with exact_head(model):  # one backend for the texts and their scores
+    with exact_head(model):  # one backend for the texts and their states
         generated = {
             temperature: generate_texts(model, ids, plan, temperature, contract=contract, on_text=on_text)
             for temperature in plan.temperatures
         }
         report = ReferenceReport(plan, contract, tuple(prompts), generated, {}, "decoder", family=model.family.name)
         if not contract.rerun:
-            return report
+            return report, {}
         trunk = backend_for(model, plan.backend).trunk
-        hiddens = {temperature: trunk_outputs(trunk, each.texts) for temperature, each in generated.items()}
-        return rescore(report, model, contract, hiddens=hiddens)
+        return report, {temperature: trunk_outputs(trunk, each.texts) for temperature, each in generated.items()}
 
 
 def acceptance_on_texts(

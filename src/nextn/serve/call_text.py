@@ -139,7 +139,7 @@ class TextCursor:
             tool: Has the value's type.
             key: Of the value.
             arguments: All values so far.
-            frame: May stand once before and once after the value, of which it is no part.
+            frame: May be once before and once after the value, of which it is no part.
         """
         if key in arguments:
             raise MalformedCallError

@@ -1,8 +1,7 @@
 """Weights of four bits: codes in groups along K, each group of an output channel with its own scale and zero point.
 
-A weight is (code - zero point) * scale. Codes of a checkpoint that is quantized already are packed as they are
-(`pack_int4`); other weights are quantized without calibration data (`quantize_int4`). Activations are rounded to int8
-as for weights of eight bits, see quantization.py.
+A weight is (code - zero point) * scale, and is quantized without calibration data. Activations are rounded to int8 as
+for weights of eight bits, see quantization.py.
 """
 
 from collections.abc import Callable
@@ -80,27 +79,6 @@ def int4_linear(x: Tensor, weight: Int4Weight) -> Tensor:
     return (sums * (scales * weight.scales)).sum(-1)
 
 
-@torch.no_grad()
-def pack_int4(weight: Int4Weight, take: Callable[[int], Tensor]) -> Tensor:
-    """Pack a quantized weight [N, K] or [E, N, K] into the layout of the native products, without requantizing it.
-
-    Args:
-        weight: Codes, scales and zero points. Scales of 16 bits are kept as they are, float32 ones to 16 bits of their
-            mantissa.
-        take: Allocates so many bytes.
-
-    Raises:
-        ConfigError: Shapes that do not belong together, groups of another size than 32, 64 or 128, or other types.
-    """
-    size = _checked_group_size(weight)
-    *_, n, k = weight.codes.shape
-    codes, scales, zeros = (part.reshape(-1, n, part.shape[-1]) for part in weight)
-    memory = take(_packed_bytes(n, k, size) * len(codes))
-    for index, packed in enumerate(memory.view(len(codes), -1)):
-        _pack_rows(Int4Weight(codes[index], scales[index], zeros[index]), size, packed)
-    return memory
-
-
 class Int4Format(NamedTuple):
     """The packed form of weights that are quantized to four bits as they are packed (csrc/int4.cpp)."""
 
@@ -115,16 +93,17 @@ class Int4Format(NamedTuple):
         """Quantize weight [N, K] or [E, N, K] into the layout of the native products. `take` allocates bytes."""
         *_, n, k = weight.shape
         matrices = weight.reshape(-1, n, k)
-        memory = take(_packed_bytes(n, k, self.group) * len(matrices))
+        memory = take(packed_bytes(n, k, self.group) * len(matrices))
         num_rows = rows_per_slice(weight, _COLUMNS)
         for matrix, packed in zip(matrices, memory.view(len(matrices), -1), strict=True):
             for start, rows in slices_released_after_use(matrix, num_rows):
-                first, size = (_packed_bytes(count, k, self.group) for count in (start, len(rows)))
-                _pack_rows(quantize_int4(rows, self.group, runtime), self.group, packed[first : first + size])
+                first, size = (packed_bytes(count, k, self.group) for count in (start, len(rows)))
+                pack_int4(quantize_int4(rows, self.group, runtime), self.group, packed[first : first + size])
         return memory
 
 
-def _packed_bytes(n: int, k: int, group: int) -> int:
+def packed_bytes(n: int, k: int, group: int) -> int:
+    """Return the size of a packed weight [N, K]."""
     return -(-n // _COLUMNS) * -(-k // group) * _COLUMNS * (group // 2 + 4)
 
 
@@ -133,8 +112,11 @@ def _storable(scales: Tensor) -> Tensor:
     return ((scales.view(torch.int32) + (_ZERO_BITS + 1) // 2) & ~_ZERO_BITS).view(torch.float32)
 
 
-def _pack_rows(weight: Int4Weight, group: int, packed: Tensor) -> None:
-    """Pack [N, K] into bytes: blocks of 32 output channels, each for every group 32 words and two codes a byte."""
+def pack_int4(weight: Int4Weight, group: int, packed: Tensor) -> None:
+    """Pack [N, K] into the bytes that the native products read.
+
+    They are blocks of 32 output channels, each for every group 32 words and two codes a byte.
+    """
     n, k = weight.codes.shape
     missing = -n % _COLUMNS
     codes = pad(weight.codes, (0, -k % group, 0, missing)).view(torch.int32)  # four along K
@@ -144,16 +126,3 @@ def _pack_rows(weight: Int4Weight, group: int, packed: Tensor) -> None:
     blocks = packed.view(torch.int32).view(len(codes), weight.scales.shape[-1], -1)
     blocks[..., :_COLUMNS] = pad(words, (0, 0, 0, missing)).view(-1, _COLUMNS, words.shape[-1]).transpose(1, 2)
     blocks[..., _COLUMNS:].unflatten(-1, (group // 4, -1)).copy_(halves.permute(0, 2, 3, 1))
-
-
-def _checked_group_size(weight: Int4Weight) -> int:
-    shapes = [tuple(part.shape) for part in weight]
-    types = [part.dtype for part in weight]
-    if types[::2] != [torch.uint8] * 2 or not types[1].is_floating_point:
-        raise ConfigError(f"int4 weight of {types}; expected codes and zero points in uint8, and scales in floats")
-    if not 2 <= len(shapes[0]) <= 3 or shapes[1] != shapes[2] or shapes[0][:-1] != shapes[1][:-1]:
-        raise ConfigError(
-            f"int4 weight with codes {shapes[0]}, scales {shapes[1]} and zero points {shapes[2]}; expected [..., N, K] "
-            "and twice [..., N, groups]"
-        )
-    return group_size(shapes[0][-1], shapes[1][-1])
