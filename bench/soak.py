@@ -5,8 +5,8 @@
 Requests arrive at random: greedy and sampled, of all lengths, with shared prefixes, several choices, stop strings,
 schemas and tools, streamed and whole; some clients leave early, some send nonsense. Every complete answer must be the
 one that the request got alone, without drafts, before the soak. At quiet moments nothing may run or wait, the counters
-must grow by exactly what was reported to clients, and memory, threads and files must be as before. Then the server is stopped
-(SIGTERM) and killed (SIGKILL) under load and started again: every client must get an answer or an end.
+must grow by exactly what was reported to clients, and memory, threads and files must be as before. Then the server is
+stopped (SIGTERM) and killed (SIGKILL) under load and started again: every client must get an answer or an end.
 """
 
 import argparse
