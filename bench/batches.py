@@ -38,19 +38,28 @@ def batches(engine: Backend, prompts: Sequence[Sequence[int]], args: argparse.Na
     for temperature in (0.0, 1.0):
         for size in args.batches:
             rows = list(islice(cycle(prompts), size))
-            speeds: dict[int, list[float]] = {0: [], args.drafts: []}
+            speeds: dict[int, list[float]] = {0: [], args.num_speculative_tokens: []}
             length = 1.0
             for turn in range(args.repeats + 1):  # the first turn is a warm-up
-                for drafts in (0, args.drafts) if turn % 2 else (args.drafts, 0):
+                for k in (0, args.num_speculative_tokens) if turn % 2 else (args.num_speculative_tokens, 0):
                     settings = Settings(
-                        drafts=drafts, max_tokens=args.tokens, sampling=Sampling(temperature), eos=(), seed=turn
+                        num_speculative_tokens=k,
+                        max_tokens=args.tokens,
+                        sampling=Sampling(temperature),
+                        eos=(),
+                        seed=turn,
                     )
                     speed, acceptance = decoded(engine, rows, settings)
-                    length = acceptance.length if drafts else length
-                    speeds[drafts] += [speed] if turn else []
+                    length = acceptance.length if k else length
+                    speeds[k] += [speed] if turn else []
             plain, mtp = (statistics.median(each) for each in speeds.values())
             speedup = statistics.median(after / before for before, after in zip(*speeds.values(), strict=True))
-            row = {"temperature": temperature, "batch": size, "drafts": args.drafts, "acceptance_length": length}
+            row = {
+                "temperature": temperature,
+                "batch": size,
+                "drafts": args.num_speculative_tokens,
+                "acceptance_length": length,
+            }
             records.append(row | {"plain": plain, "mtp": mtp, "speedup": speedup})
             print(f"T {temperature:.0f}  B {size:2d}  plain {plain:7.0f}  MTP {mtp:7.0f} tokens/s = {speedup:.2f} x")
     return records
@@ -63,7 +72,14 @@ def prefills(engine: Backend, prompts: Sequence[Sequence[int]], args: argparse.N
         times = []
         for _ in range(args.repeats + 1):
             started = time.perf_counter()
-            next(rounds(engine.trunk, engine.head, [text], Settings(drafts=args.drafts, chunk=chunk, eos=())))
+            next(
+                rounds(
+                    engine.trunk,
+                    engine.head,
+                    [text],
+                    Settings(num_speculative_tokens=args.num_speculative_tokens, chunk=chunk, eos=()),
+                )
+            )
             times.append(time.perf_counter() - started)
         seconds = statistics.median(times[1:])
         records.append({"prompt": len(text), "chunk": chunk, "seconds": seconds})
@@ -78,7 +94,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--chunks", type=int, nargs="+", default=[32, 128, 512, 2048])
-    parser.add_argument("--num-speculative-tokens", "-k", dest="drafts", type=int, default=4)
+    parser.add_argument("--num-speculative-tokens", "-k", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=3)

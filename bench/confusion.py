@@ -87,7 +87,7 @@ def engine(
     rule = fault.rule if fault else ""
     for temperature in TEMPERATURES:
         settings = Settings(
-            drafts=plan.drafts,
+            num_speculative_tokens=plan.num_speculative_tokens,
             sampling=Sampling(temperature),
             sampled_drafts=rule != "argmax",
             block=False,
@@ -105,26 +105,26 @@ def engine(
                 ReferenceText(prompt, each.tokens, temperature, each.finish == "eos")
                 for prompt, each in zip(ids, results, strict=True)
             ]
-            yield matched(model, texts, plan.drafts, seed=seed)
+            yield matched(model, texts, plan.num_speculative_tokens, seed=seed)
         else:
             total = Acceptance.of(Round((part,), 0.0, 0.0) for each in results for part in each.rounds)
             yield ObservedCounts(total.num_drafted, total.num_accepted)
 
 
-def matched(model: Model, texts: Sequence[ReferenceText], drafts: int, *, seed: int) -> ObservedCounts:
+def matched(model: Model, texts: Sequence[ReferenceText], k: int, *, seed: int) -> ObservedCounts:
     """Count rounds by rule `match`, which the decoder does not implement.
 
     Rounds follow each other through the texts; the length of each is sampled from its distribution given the text.
     """
     generator = torch.Generator().manual_seed(seed)
-    num_drafted, num_accepted = [0] * drafts, [0] * drafts
-    for each in score_texts(model, texts, trunk_outputs(model.trunk, texts), drafts):
+    num_drafted, num_accepted = [0] * k, [0] * k
+    for each in score_texts(model, texts, trunk_outputs(model.trunk, texts), k):
         given, start = each.survivals["match"].given, 0
         while start < len(each.remaining):
-            max_drafts = min(drafts, each.remaining[start])
+            limit = min(k, each.remaining[start])
             u = float(torch.rand((), generator=generator))
-            accepted = int((given[start, 1 : max_drafts + 1] > u).sum())
-            for depth in range(max_drafts):
+            accepted = int((given[start, 1 : limit + 1] > u).sum())
+            for depth in range(limit):
                 num_drafted[depth] += accepted >= depth
                 num_accepted[depth] += accepted > depth
             start += accepted + 1
@@ -196,13 +196,15 @@ def main() -> None:
     parser.add_argument("fixtures", nargs="*", default=["glm_fork", "glm", "step"])
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--num-speculative-tokens", "-k", dest="drafts", type=int, default=3)
+    parser.add_argument("--num-speculative-tokens", "-k", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     started, results = time.process_time(), list[Trial]()
-    plan = ReferencePlan(args.drafts, TEMPERATURES, args.max_tokens, chat=False, backend="torch", rule=RULE)
+    plan = ReferencePlan(
+        args.num_speculative_tokens, TEMPERATURES, args.max_tokens, chat=False, backend="torch", rule=RULE
+    )
     for fixture in args.fixtures:
         here = list(trials(fixture, plan, count=args.prompts, repeats=args.repeats))
         print(table(here), flush=True)
@@ -212,7 +214,8 @@ def main() -> None:
     print("\n".join(f"{name}: {value}" for name, value in record.items()))
     print(f"{time.process_time() - started:.0f} s of one core")
     if args.out is not None:
-        settings = {name: value for name, value in vars(args).items() if name not in ("out", "fixtures")}
+        others = {name: value for name, value in vars(args).items() if name not in ("out", "fixtures")}
+        settings = {"drafts": others.pop("num_speculative_tokens")} | others
         rows = [vars(each) | {"outcome": each.outcome} for each in results]
         write_json(args.out, {"settings": settings, "summary": record, "trials": rows})
 

@@ -45,10 +45,10 @@ class Forced:
     One operation after its step replaces the argmax. Rounds are native, as in any decode.
     """
 
-    def __init__(self, engine: Backend, drafts: int, max_tokens: int) -> None:
-        """drafts: K. max_tokens: length of the longest text."""
+    def __init__(self, engine: Backend, k: int, max_tokens: int) -> None:
+        """k: draft tokens per round. max_tokens: length of the longest text."""
         self.table = torch.zeros(max_tokens + BLOCK_SIZES[-1], dtype=torch.int64)
-        prepare(engine.trunk, engine.head, 1, drafts, fixed=True)
+        prepare(engine.trunk, engine.head, 1, k, fixed=True)
         ((inputs, step),) = engine.head._step_passes._replays.values()
         # Position i predicts token i + 2; the chain's starts have moved on to position i + 1 by then.
         assert step.program.add("index_select", [step.outputs[1], self.table[1:], inputs.starts], [0])
@@ -60,9 +60,9 @@ class Forced:
         self.table[: len(text)] = torch.where(correct, tokens, (tokens + 1) % 256)
 
 
-def decoded(engine: Backend, prompt: list[int], drafts: int, tokens: int) -> tuple[list[int], float, int]:
+def decoded(engine: Backend, prompt: list[int], k: int, tokens: int) -> tuple[list[int], float, int]:
     """Return the tokens, the seconds after the prefill, and the number of rounds."""
-    stream = rounds(engine.trunk, engine.head, [prompt], Settings(drafts=drafts, max_tokens=tokens))
+    stream = rounds(engine.trunk, engine.head, [prompt], Settings(num_speculative_tokens=k, max_tokens=tokens))
     log = [next(stream)]
     started = time.perf_counter()
     log += stream
@@ -86,33 +86,33 @@ def bound(engine: Backend, weights: int, repeats: int) -> dict[str, float]:
     return {"read_bandwidth": statistics.median(bandwidths), "step_over_bound": statistics.median(shares)}
 
 
-def forced(model: Model, head: Forced, rate: float, drafts: int, tokens: int, repeats: int) -> dict[str, float]:
+def forced(model: Model, head: Forced, rate: float, k: int, tokens: int, repeats: int) -> dict[str, float]:
     """Compare the speed-up with what costs and acceptance length of the same turn predict: medians; mean lengths."""
     engine = backend_for(model, "native")
     prompt = torch.randint(256, (128,), generator=torch.Generator().manual_seed(1)).tolist()
     text, *_ = decoded(engine, prompt, 0, tokens)
     speedups, lengths, predicted, ideal = [], [], [], []
     for repeat in range(repeats):
-        costs = measure_costs(model, drafts=drafts, context=256, repeats=3, backend="native")
+        costs = measure_costs(model, num_speculative_tokens=k, context=256, repeats=3, backend="native")
         runs: dict[int, tuple[list[int], float, int]] = {}
-        for each in (0, drafts) if repeat % 2 else (drafts, 0):
+        for each in (0, k) if repeat % 2 else (k, 0):
             head.set_text([*prompt, *text], rate, seed=repeat)
             runs[each] = decoded(engine, prompt, each, tokens)
-        assert runs[drafts][0] == runs[0][0] == text
-        speedups.append(runs[0][1] / runs[drafts][1])
-        lengths.append((len(text) - 1) / runs[drafts][2])
-        predicted.append(lengths[-1] / costs.round_cost(drafts))
-        ideal.append(expected_speedup(costs, [rate] * drafts, drafts))
+        assert runs[k][0] == runs[0][0] == text
+        speedups.append(runs[0][1] / runs[k][1])
+        lengths.append((len(text) - 1) / runs[k][2])
+        predicted.append(lengths[-1] / costs.round_cost(k))
+        ideal.append(expected_speedup(costs, [rate] * k, k))
     return {
         "rate": rate,
-        "drafts": drafts,
+        "drafts": k,
         "acceptance_length": statistics.mean(lengths),
         "speedup": statistics.median(speedups),
         "predicted": statistics.median(predicted),
         "achieved": statistics.median(
             measured / expected for measured, expected in zip(speedups, predicted, strict=True)
         ),
-        "ideal_length": expected_length([rate] * drafts),
+        "ideal_length": expected_length([rate] * k),
         "ideal_speedup": statistics.median(ideal),
     }
 
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--vocab", type=int, default=16384)
-    parser.add_argument("--num-speculative-tokens", "-k", dest="drafts", type=int, default=12)
+    parser.add_argument("--num-speculative-tokens", "-k", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path)
@@ -164,12 +164,15 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "step_bytes": weights,
     }
-    costs = {name: measure_costs(model, drafts=args.drafts, context=256, backend=name) for name in ("native", "torch")}
+    costs = {
+        name: measure_costs(model, num_speculative_tokens=args.num_speculative_tokens, context=256, backend=name)
+        for name in ("native", "torch")
+    }
     record["costs"] = {name: each.as_record() for name, each in costs.items()}
     engine = backend_for(model, "native")
     record |= bound(engine, weights, args.repeats)
-    head = Forced(engine, args.drafts, 128 + args.tokens)
-    choices = [(rate, drafts) for rate in (0.7, 0.9) for drafts in (4, args.drafts)]
+    head = Forced(engine, args.num_speculative_tokens, 128 + args.tokens)
+    choices = [(rate, k) for rate in (0.7, 0.9) for k in (4, args.num_speculative_tokens)]
     record["forced"] = [forced(model, head, *each, args.tokens, args.repeats) for each in choices]
     record["ms_per_token"] = {
         name: contexts(model, name, (512, 2048, 8192), args.repeats) for name in ("native", "torch")

@@ -38,7 +38,7 @@ from nextn.evaluate.reference_texts import generate_texts
 from nextn.evaluate.teacher_forced import ReferenceText
 from nextn.model.model import Model
 
-DRAFTS, NUM_PROMPTS, MAX_TOKENS = 3, 16, 24
+K, NUM_PROMPTS, MAX_TOKENS = 3, 16, 24
 UNDERTRAINED, STALE = (0, 5, 20, 50, 100), (5, 20, 60)  # training steps
 RANDOM = ("noise", "shuffled", "zeroed")  # damages that depend on the seed
 MIN_COST = 0.02  # accepted drafts per position that an injected fault has to cost, to count as one
@@ -98,7 +98,7 @@ class Head:
         ids = [row[:33].tolist() for row in self.language(10**6)[:NUM_PROMPTS]]
         if self.is_canary:
             ids = [list(each.encode()) for each in prompts(NUM_PROMPTS, seed=77)]
-        plan = ReferencePlan(DRAFTS, max_tokens=MAX_TOKENS, backend="torch")
+        plan = ReferencePlan(K, max_tokens=MAX_TOKENS, backend="torch")
         return generate_texts(model, ids, plan, 1.0).texts
 
 
@@ -118,7 +118,7 @@ def sound_conventions(head: Head, seeds: int) -> Iterator[Trial]:
 
 def wrong_conventions(head: Head) -> Iterator[Trial]:
     """Inject every reversible variant of the sound head that costs drafts."""
-    sound = probe(head.model, head.texts, DRAFTS, pairs=False)
+    sound = probe(head.model, head.texts, K, pairs=False)
     costs = {
         score.keys[0]: -min(sound.gain(score, sound.base, rule).value for rule in RULES) for score in sound.alternatives
     }
@@ -150,7 +150,7 @@ def trial(
     expected: str = "",
     cost: float = 0.0,
 ) -> Trial:
-    report: ProbeReport = probe(model, texts, DRAFTS, contract=contract, pairs=head.pairs)
+    report: ProbeReport = probe(model, texts, K, contract=contract, pairs=head.pairs)
     rule, best = report.rule, report.best(report.rule)
     scores = report.base.accepted_per_position(rule), best.accepted_per_position(rule), *report.control_gains(rule)
     rates = best.rates[0], report.perfect_rate
@@ -218,7 +218,7 @@ def main() -> None:
         header = {
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "machine": {"processor": processor_name(), "threads": 1, "torch": torch.__version__},
-            "drafts": DRAFTS, "prompts": NUM_PROMPTS, "max_tokens": MAX_TOKENS, "seeds": args.seeds,
+            "drafts": K, "prompts": NUM_PROMPTS, "max_tokens": MAX_TOKENS, "seeds": args.seeds,
             "pairs": args.pairs,
         }  # fmt: skip
         write_json(args.out, {**header, "summary": record, "trials": [asdict(each) for each in trials]})

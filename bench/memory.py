@@ -61,7 +61,7 @@ def make(shape: str, folder: Path) -> None:
     Model.build(config, num_modules=1, tokenizer=byte_tokenizer(), dtype=torch.bfloat16).save(folder)
 
 
-def child(folder: str, drafts: int) -> None:
+def child(folder: str, k: int) -> None:
     """Print one JSON line per stage: seconds and processor seconds since the start, and memory."""
     start = time.perf_counter()
 
@@ -81,14 +81,14 @@ def child(folder: str, drafts: int) -> None:
     report(f"{backend.name} backend")
     prompt = [(7 * index) % 1000 for index in range(64)]
     for stage in ("first answer", "second answer"):
-        nextn.generate(model, [prompt], nextn.Settings(drafts=drafts, max_tokens=16))
+        nextn.generate(model, [prompt], nextn.Settings(num_speculative_tokens=k, max_tokens=16))
         report(stage)
 
 
-def stages(folder: Path, source: Path | None, drafts: int) -> list[dict[str, object]]:
+def stages(folder: Path, source: Path | None, k: int) -> list[dict[str, object]]:
     """Run `child` in a fresh process, with the package of this environment or of another source tree."""
     environment = os.environ | ({"PYTHONPATH": str(source.resolve())} if source else {})
-    command = [sys.executable, __file__, "child", str(folder), str(drafts)]
+    command = [sys.executable, __file__, "child", str(folder), str(k)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -103,7 +103,7 @@ def read_seconds(folder: Path) -> float:
     return time.perf_counter() - start
 
 
-def run(folder: Path, before: Path | None, turns: int, drafts: int) -> dict[str, object]:
+def run(folder: Path, before: Path | None, turns: int, k: int) -> dict[str, object]:
     """Run the versions in turn and print a table."""
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     versions: dict[str, Path | None] = {"now": None} | ({"before": before} if before else {})
@@ -111,7 +111,7 @@ def run(folder: Path, before: Path | None, turns: int, drafts: int) -> dict[str,
     for _ in range(turns):
         for name, source in versions.items():
             reading.append(read_seconds(folder))
-            found[name].append(stages(folder, source, drafts))
+            found[name].append(stages(folder, source, k))
     print(f"{folder.name}: {size / 1e6:.0f} MB of weights, read in {min(reading):.1f} to {max(reading):.1f} s")
     for name, runs in found.items():
         for rows in zip(*runs, strict=True):
@@ -134,7 +134,7 @@ def main() -> None:
     running.add_argument("folders", type=Path, nargs="+")
     running.add_argument("--before", type=Path, help="src folder of another version of the package")
     running.add_argument("--turns", type=int, default=2)
-    running.add_argument("--drafts", type=int, default=2)
+    running.add_argument("--num-speculative-tokens", "-k", type=int, default=2)
     running.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.action == "make":
@@ -142,7 +142,9 @@ def main() -> None:
         return
     from nextn.evaluate.decoding_costs import processor_name
 
-    results = {folder.name: run(folder, args.before, args.turns, args.drafts) for folder in args.folders}
+    results = {
+        folder.name: run(folder, args.before, args.turns, args.num_speculative_tokens) for folder in args.folders
+    }
     if args.out:
         record = {"date": date.today().isoformat(), "machine": processor_name(), "cores": os.cpu_count()} | results
         args.out.write_text(json.dumps(record, indent=1) + "\n")

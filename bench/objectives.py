@@ -121,7 +121,11 @@ class Workload:
         count = size.answers if kind == "train" else size.held_out
         requests = sample_prompts(corpus, count=count, length=size.prompt_tokens, seed=1, continuation=0)
         settings = Settings(
-            drafts=0, sampling=Sampling(float(kind != "greedy")), max_tokens=size.answer_tokens, eos=(), seed=2
+            num_speculative_tokens=0,
+            sampling=Sampling(float(kind != "greedy")),
+            max_tokens=size.answer_tokens,
+            eos=(),
+            seed=2,
         )
         for progress in generate_answers(model, [each.tolist() for each in requests], settings, file, batch_size=32):
             print(f"  {file.name}: {progress.answers} of {progress.total}", end="\r", flush=True)

@@ -96,18 +96,18 @@ class Bench:
             self.unavailable[setting.name] = reason
             self.settings.remove(setting)
 
-    def _started(self, engine: str, variant: str, drafts: int | None) -> Worker:
+    def _started(self, engine: str, variant: str, k: int | None) -> Worker:
         options: dict[str, object] = {"checkpoint": str(self.folder / "model"), "context": self.args.context}
         if engine == "vllm":
-            options |= {"dtype": "bfloat16", "eager": variant == "eager", "drafts": drafts}
+            options |= {"dtype": "bfloat16", "eager": variant == "eager", "num_speculative_tokens": k}
         elif engine == "llama.cpp":
-            options |= {"gguf": str(self._converted()), "drafts": drafts}
+            options |= {"gguf": str(self._converted()), "num_speculative_tokens": k}
         else:
             options |= {"dtype": variant}
         # For the record: library names without their folders on this machine.
         variables = {name: Path(value).name for name, value in self.starter.variables(engine).items()}
-        self.environments[engine, variant, drafts] = variables
-        return self.starter.start(engine, options, log=self.folder / f"{engine}-{variant}-{drafts}.log")
+        self.environments[engine, variant, k] = variables
+        return self.starter.start(engine, options, log=self.folder / f"{engine}-{variant}-{k}.log")
 
     def _converted(self) -> Path:
         """The checkpoint as bf16 GGUF. Raises Unavailable if llama.cpp is not built."""
@@ -122,7 +122,11 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     prompts = read_prompts(args.prompts)[: args.num_prompts]
     ids = tuple(prompt.tokens(model) for prompt in prompts)
     eos = eos_tokens(model)
-    chosen = [each for each in settings(args.drafts, modules=model.head.num_modules) if each.engine in args.only]
+    chosen = [
+        each
+        for each in settings(args.num_speculative_tokens, modules=model.head.num_modules)
+        if each.engine in args.only
+    ]
     # One folder for every run, as vLLM's compilation cache is keyed by the checkpoint's path.
     folder = args.engines / "run"
     folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +140,8 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     report = Report(ids, domains, eos, completed, tuple(run for run in runs if run.setting in completed))
     gap = gap_of(Model.load(folder / "model", dtype=torch.float32))
     machine = vars(Machine.of(model))
-    plan = {name: getattr(args, name) for name in ("drafts", "max_tokens", "repeats", "threads", "context", "rest")}
+    others = {name: getattr(args, name) for name in ("max_tokens", "repeats", "threads", "context", "rest")}
+    plan = {"drafts": args.num_speculative_tokens} | others
     return {
         "model": args.name or args.checkpoint.name,
         "parameters": sum(value.numel() for value in model.trunk.model.parameters()),
@@ -150,13 +155,16 @@ def decoded(bench: Bench, ids: Sequence[tuple[int, ...]], request: Request) -> l
     """Run all turns, after one warm-up request per setting and a look at CPU use while idle."""
     short = replace(request, prompt=list(ids[0]), max_tokens=min(request.max_tokens, WARM_TOKENS))
     for setting in track(list(bench.settings), "warm up"):
-        bench.ask(setting, replace(short, drafts=setting.drafts))
+        bench.ask(setting, replace(short, num_speculative_tokens=setting.num_speculative_tokens))
     bench.inspect()
     runs = []
     for repeat, prompt, turn in track(list(turns(list(bench.settings), len(ids), bench.args.repeats)), "decode"):
         for setting in (each for each in turn if each in bench.settings):
             time.sleep(bench.args.rest)
-            result = bench.ask(setting, replace(request, prompt=list(ids[prompt]), drafts=setting.drafts))
+            result = bench.ask(
+                setting,
+                replace(request, prompt=list(ids[prompt]), num_speculative_tokens=setting.num_speculative_tokens),
+            )
             if result is not None:
                 runs.append(Run(setting, prompt, repeat, *result))
     return runs
@@ -227,7 +235,6 @@ def main() -> None:
     run.add_argument(
         "--num-speculative-tokens",
         "-k",
-        dest="drafts",
         type=_integers,
         default=(1, 2, 4),
         help="every K, comma-separated",

@@ -36,13 +36,13 @@ def loaded(source: str, weights: str, dtype: torch.dtype | None) -> Model:
 Clock = Callable[[], float]
 
 
-def speed(models: dict[str, Model], drafts: int, turns: int, clock: Clock) -> dict[str, object]:
+def speed(models: dict[str, Model], k: int, turns: int, clock: Clock) -> dict[str, object]:
     """Milliseconds of passes over 1, 2, ... positions and of a draft step, and of reading the weights of a step."""
     best: dict[str, list[float]] = {}
     values, reading = torch.ones(2**26), float("inf")
     for _ in range(turns):
         for name, model in models.items():
-            costs = measure_costs(model, drafts=drafts, repeats=2, backend="native", clock=clock)
+            costs = measure_costs(model, num_speculative_tokens=k, repeats=2, backend="native", clock=clock)
             times = [step.low for step in costs.steps] + [costs.draft.low]
             best[name] = [min(pair) for pair in zip(times, best.get(name, times), strict=True)]
         started = clock()
@@ -90,11 +90,11 @@ def accuracy(models: dict[str, Model], exact: Model, texts: Sequence[Sequence[in
 
 
 def texts_of(
-    model: Model, prompts: Sequence[Sequence[int]], drafts: int, max_tokens: int, clock: Clock
+    model: Model, prompts: Sequence[Sequence[int]], k: int, max_tokens: int, clock: Clock
 ) -> dict[str, object]:
     """Decode greedily: tokens, rounds after the prefill, seconds after it."""
     engine, tokens, num_rounds, seconds = backend_for(model, "native"), [], 0, 0.0
-    settings = Settings(drafts=drafts, max_tokens=max_tokens, eos=tuple(eos_tokens(model)))
+    settings = Settings(num_speculative_tokens=k, max_tokens=max_tokens, eos=tuple(eos_tokens(model)))
     for prompt in prompts:
         stream = rounds(engine.trunk, engine.head, [list(prompt)], settings)
         log = [next(stream)]
@@ -107,19 +107,19 @@ def texts_of(
 
 
 def decoding(
-    models: dict[str, Model], prompts: Sequence[Sequence[int]], drafts: int, max_tokens: int, turns: int, clock: Clock
+    models: dict[str, Model], prompts: Sequence[Sequence[int]], k: int, max_tokens: int, turns: int, clock: Clock
 ) -> dict[str, object]:
     """Tokens/s with and without drafts, acceptance length, and whether both give the same text."""
     best: dict[tuple[str, int], dict[str, object]] = {}
     for _ in range(turns):
         for name, model in models.items():
-            for number in (0, drafts):
+            for number in (0, k):
                 run = texts_of(model, prompts, number, max_tokens, clock)
                 if (name, number) not in best or run["seconds"] < best[name, number]["seconds"]:
                     best[name, number] = run
     record: dict[str, object] = {}
     for name in models:
-        plain, mtp = best[name, 0], best[name, drafts]
+        plain, mtp = best[name, 0], best[name, k]
         assert plain["tokens"] == mtp["tokens"], f"{name}: greedy text with drafts is another one"
         count = sum(len(text) - 1 for text in plain["tokens"])
         record[name] = {
@@ -138,8 +138,8 @@ def main() -> None:
         "--prompts", type=Path, help="Held-out texts of a trained checkpoint: adds accuracy and decoding."
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
-    parser.add_argument("--num-speculative-tokens", "-k", dest="drafts", type=int, default=11)
-    parser.add_argument("--decoded-drafts", type=int, default=4)
+    parser.add_argument("--num-speculative-tokens", "-k", type=int, default=11)
+    parser.add_argument("--decoding-k", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--one-thread", action="store_true")
@@ -162,8 +162,8 @@ def main() -> None:
     if args.prompts:
         texts = [prompt.tokens(models["stored"]) for prompt in read_prompts(args.prompts)]
         record["accuracy"] = accuracy(models, loaded(args.model, "stored", torch.float32), texts)
-        record["decoding"] = decoding(models, texts, args.decoded_drafts, args.tokens, args.turns, clock)
-    record["speed"] = speed(models, args.drafts, args.turns, clock)
+        record["decoding"] = decoding(models, texts, args.decoding_k, args.tokens, args.turns, clock)
+    record["speed"] = speed(models, args.num_speculative_tokens, args.turns, clock)
     print(json.dumps(record, indent=1))
     if args.out:
         write_json(args.out, record)

@@ -69,7 +69,7 @@ def follow_rounds(ranks: Tensor, *, second: bool) -> tuple[int, int, list[list[i
 
 def measure(model: Model, prompts: Path | None, depths: Sequence[int], max_tokens: int) -> list[dict[str, object]]:
     ids = [prompt_tokens(model, prompt, None) for prompt in read_prompts(prompts)]
-    plan = ReferencePlan(drafts=max(depths), temperatures=(0.0,), max_tokens=max_tokens)
+    plan = ReferencePlan(num_speculative_tokens=max(depths), temperatures=(0.0,), max_tokens=max_tokens)
     generated = generate_texts(model, ids, plan, 0.0)
     usable = [
         text
@@ -82,13 +82,13 @@ def measure(model: Model, prompts: Path | None, depths: Sequence[int], max_token
     return [{"num_texts": len(usable), **_figures([each[:, :k] for each in ranks], k)} for k in depths]
 
 
-def _figures(ranks: Sequence[Tensor], num_drafts: int) -> dict[str, object]:
+def _figures(ranks: Sequence[Tensor], k: int) -> dict[str, object]:
     chain = [follow_rounds(each, second=False) for each in ranks]
     both = [follow_rounds(each, second=True) for each in ranks]
     chain_al, both_al = (sum(each[1] for each in run) / sum(each[0] for each in run) for run in (chain, both))
-    rejected = [[sum(each[2][depth][side] for each in chain) for side in (0, 1)] for depth in range(num_drafts)]
+    rejected = [[sum(each[2][depth][side] for each in chain) for side in (0, 1)] for depth in range(k)]
     return {
-        "K": num_drafts,
+        "K": k,
         "al": chain_al,
         "al_with_second": both_al,
         "gain": both_al / chain_al - 1,

@@ -137,7 +137,7 @@ def nextn_server(checkpoint: Path, *options: str, name: str = "nextn") -> Server
 
 def servers_of(args: argparse.Namespace, folder: Path) -> tuple[list[Server], list[str]]:
     """The servers that can run here, and why others cannot."""
-    checkpoint, k = args.checkpoint.resolve(), args.drafts
+    checkpoint, k = args.checkpoint.resolve(), args.num_speculative_tokens
     starter, absent = Starter(environments.default_folder(), args.threads), []
     chosen = [
         nextn_server(checkpoint, "--no-mtp", name="nextn plain"),
@@ -250,7 +250,7 @@ def show(record: dict) -> None:
 
 async def prefill(args: argparse.Namespace, folder: Path) -> dict[str, object]:
     """Times between events of running streams: alone, and while a long prompt is processed."""
-    server = nextn_server(args.checkpoint.resolve(), "-k", str(args.drafts))
+    server = nextn_server(args.checkpoint.resolve(), "-k", str(args.num_speculative_tokens))
     server.start(folder)
     try:
         await server.ready(args.start_s)
@@ -282,7 +282,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("checkpoint", type=Path)
-    shared.add_argument("--drafts", type=int, default=4, help="K")
+    shared.add_argument("--num-speculative-tokens", "-k", type=int, default=4, help="K")
     shared.add_argument("--out", type=Path)
     shared.add_argument("--logs", type=Path, default=Path("runs/serve-logs"))
     shared.add_argument("--start-s", type=float, default=600, help="time limit of a server's start")

@@ -25,7 +25,7 @@ from nextn.train.recipes import held_out_prompts
 
 TEXTS = Path(__file__).with_name("shipped")  # the card's template and a license
 COMMAND = "nextn train runs/tiny --recipe tiny"
-NUM_PROMPTS, NUM_TRIED, DRAFTS = 24, 90, 4
+NUM_PROMPTS, NUM_TRIED, K = 24, 90, 4
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
     corpus, held_out = load_corpora([], model.tokenizer)
     # Pieces of `encodings`, tables of numbers, show nothing.
     prompts = [each for each in held_out_prompts(held_out, count=NUM_TRIED, seed=1) if bytes(each).count(b"0x") < 4]
-    tried = decode_model(model, [prompt[:96] for prompt in prompts], drafts=DRAFTS)
+    tried = decode_model(model, [prompt[:96] for prompt in prompts], num_speculative_tokens=K)
     steady = tried.greedy.non_degenerate[:NUM_PROMPTS]
     selected = DecodedPair(tried.greedy.plain.select(steady), tried.greedy.mtp.select(steady))
     sampled = DecodedPair(tried.sampled.plain.select(steady), tried.sampled.mtp.select(steady))

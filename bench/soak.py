@@ -74,7 +74,7 @@ class Soak:
         await self._settle()
         texts = prompts_of(60, 400, self.args.seed)
         for case in random_cases(self.draw, self.args.cases, texts):
-            answer = await send(self._client, case, stream=False, drafts=0)
+            answer = await send(self._client, case, stream=False, k=0)
             self._require(answer.outcome == "complete", f"no reference for {case}: {answer}")
             self.references.append((case, answer))
         seconds = 60 * self.args.minutes
@@ -157,7 +157,7 @@ class Soak:
     async def _ask(self, *, leaves: bool = False) -> Answer:
         """Send a request with a reference; a client that leaves does so after a random time."""
         case, reference = self.draw.choice(self.references)
-        how = {"stream": self.draw.random() < 0.6, "drafts": self.draw.choice((None, None, 0, 2, 4))}
+        how = {"stream": self.draw.random() < 0.6, "k": self.draw.choice((None, None, 0, 2, 4))}
         try:
             async with asyncio.timeout(self.draw.random() * 0.5 if leaves else None):
                 answer = await send(self._client, case, **how)
@@ -278,7 +278,7 @@ def main() -> None:
     parser.add_argument("--restarts", type=int, default=10)
     parser.add_argument("--quiet-s", type=float, default=30, help="seconds between quiet moments")
     parser.add_argument("--audited", type=int, default=6, help="requests whose counters are compared")
-    parser.add_argument("--drafts", type=int, default=4, help="K")
+    parser.add_argument("--num-speculative-tokens", "-k", type=int, default=4, help="K")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--logs", type=Path, default=Path("runs/serve-logs"))
@@ -286,7 +286,7 @@ def main() -> None:
     args.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = with_chat_template(args.checkpoint, Path(folder) / "model")
-        options = ("-k", str(args.drafts), "--cache-gb", "0.5", "--grace", "0")
+        options = ("-k", str(args.num_speculative_tokens), "--cache-gb", "0.5", "--grace", "0")
         soak = Soak(nextn_server(checkpoint, *options), args)
         try:
             asyncio.run(soak.run())

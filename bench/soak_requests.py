@@ -89,9 +89,9 @@ def _random_case(draw: random.Random, prefix: str, text: str) -> Case:
     return Case("/v1/completions", body | {"prompt": prompt})
 
 
-async def send(client: httpx2.AsyncClient, case: Case, *, stream: bool, drafts: int | None) -> Answer:
+async def send(client: httpx2.AsyncClient, case: Case, *, stream: bool, k: int | None) -> Answer:
     """Send a request and read its answer to the end."""
-    body: dict[str, object] = {**case.body, "stream": stream, "num_speculative_tokens": drafts}
+    body: dict[str, object] = {**case.body, "stream": stream, "num_speculative_tokens": k}
     if stream:
         body["stream_options"] = {"include_usage": True}
     try:

@@ -36,7 +36,9 @@ def main() -> None:
         if len(selected) == args.count:
             break
         num_tried, text = num_tried + 1, []
-        for each in rounds(engine.trunk, engine.head, [prompt], Settings(drafts=8, max_tokens=args.max_tokens)):
+        for each in rounds(
+            engine.trunk, engine.head, [prompt], Settings(num_speculative_tokens=8, max_tokens=args.max_tokens)
+        ):
             text += each.rows[0].emitted
         selected += [prompt] if not degeneracy(text).is_degenerate else []
     with atomic(args.out) as target:

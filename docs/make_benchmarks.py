@@ -25,7 +25,7 @@ class Run:
     machine: str
     date: str
     temperature: float
-    drafts: int
+    num_speculative_tokens: int
 
 
 CODE = "recipe code, 27 M"
@@ -61,26 +61,26 @@ def link(name: str) -> str:
     return f"[{name}]({REPOSITORY}/bench/results/{name}.json)"
 
 
-def figures(run: Run, drafts: int) -> dict[str, Any]:
+def figures(run: Run, k: int) -> dict[str, Any]:
     """Return the figures of a run's record over all prompts at this K."""
     for each in record(run.record)["figures"]:
-        if (each["temperature"], each["drafts"], each["domain"]) == (run.temperature, drafts, "all"):
+        if (each["temperature"], each["drafts"], each["domain"]) == (run.temperature, k, "all"):
             return dict(each)
-    raise KeyError(f"{run.record}: nothing at temperature {run.temperature}, K = {drafts}")
+    raise KeyError(f"{run.record}: nothing at temperature {run.temperature}, K = {k}")
 
 
 def speeds(run: Run) -> tuple[str, str, str, str]:
     """Return plain tokens/s, tokens/s with MTP, their ratio, and AL."""
-    plain, mtp = figures(run, 0), figures(run, run.drafts)
+    plain, mtp = figures(run, 0), figures(run, run.num_speculative_tokens)
     rates = (f"{each['tokens_per_s']['median']:,.0f}" for each in (plain, mtp))
     return (*rates, f"{mtp['speedup']['median']:.2f} x", f"{mtp['acceptance_length']:.1f}")  # type: ignore[return-value]
 
 
 def runs() -> str:
     def line(run: Run) -> tuple[str, ...]:
-        drafts = "adaptive" if run.drafts < 0 else str(run.drafts)
+        k = "adaptive" if run.num_speculative_tokens < 0 else str(run.num_speculative_tokens)
         decoding = "greedy" if not run.temperature else f"T = {run.temperature:g}"
-        return (run.title, decoding, drafts, *speeds(run), f"{run.machine}, {run.date}", link(run.record))
+        return (run.title, decoding, k, *speeds(run), f"{run.machine}, {run.date}", link(run.record))
 
     head = ("model, bf16", "decoding", "K", "plain", "MTP", "speedup", "AL", "machine, date", "record")
     return table(head, map(line, RUNS))
@@ -141,7 +141,7 @@ def peers() -> str:
         ("transformers `generate`, float32", "transformers", "float32"),
         ("transformers `generate`, bf16", "transformers", "bfloat16"),
     ):
-        row = [cells.get((engine, variant, drafts)) for drafts in (0, 1, 2, 4)]
+        row = [cells.get((engine, variant, k)) for k in (0, 1, 2, 4)]
         shown = ["" if each is None else f"{each['tokens_per_s']['median']:,.0f}" for each in row]
         rows.append((title, *shown, "" if row[3] is None else f"{row[3]['acceptance_length']:.2f}"))
     return table(("engine, greedy, batch 1", "plain", "K = 1", "K = 2", "K = 4", "AL at K = 4"), rows)
@@ -180,8 +180,8 @@ def audits() -> str:
 
 def summary() -> str:
     """The README's table: speeds of one record, and the range of ratios over all records and other runs."""
-    runs = [run for run in RUNS if run.title == CODE and run.drafts == RUNS[0].drafts]
-    ratios = [(run, figures(run, run.drafts)["speedup"]["median"]) for run in runs]
+    runs = [run for run in RUNS if run.title == CODE and run.num_speculative_tokens == RUNS[0].num_speculative_tokens]
+    ratios = [(run, figures(run, run.num_speculative_tokens)["speedup"]["median"]) for run in runs]
     greedy = [ratio for run, ratio in ratios if not run.temperature]
     sampled = [ratio for run, ratio in ratios if run.temperature]
     demo_greedy = [demo_record(name)["greedy"]["speedup"] for name, _, _ in DEMOS]
@@ -214,10 +214,10 @@ def _range(ratios: Any) -> str:
 
 def picture() -> str:
     """Plain decoding and MTP over the same time, to scale: K = 4 of the recipe `code`."""
-    run, drafts, num_steps = RUNS[0], 4, 12
-    found, costs_ = figures(run, drafts), record(run.record)["costs"]
+    run, k, num_steps = RUNS[0], 4, 12
+    found, costs_ = figures(run, k), record(run.record)["costs"]
     length = found["acceptance_length"]
-    draft, verify = drafts * costs_["c"], costs_["v"][drafts]
+    draft, verify = k * costs_["c"], costs_["v"][k]
     whole = length / found["speedup"]["median"]  # a round in plain steps, as measured
     left, unit, height = 120, 54, 34
     parts = []
@@ -239,7 +239,7 @@ def picture() -> str:
         box(start + draft + verify, 120, whole - draft - verify, "#cbd2d9")
     texts = [
         (left - 12, 62, "end", "plain"),
-        (left - 12, 142, "end", f"MTP, K = {drafts}"),
+        (left - 12, 142, "end", f"MTP, K = {k}"),
         (left, 28, "start", f"{num_steps} trunk passes, 1 token each: {num_steps} tokens"),
         (
             left,

@@ -31,7 +31,7 @@ filled in, the page is not the site's (`make docs`); `help(nextn.generate)` prin
 import nextn
 
 model = nextn.load("demo/model")  # a folder or a hub id
-result = nextn.generate(model, ["def add("], nextn.Settings(drafts=4, max_tokens=32))[0]
+result = nextn.generate(model, ["def add("], nextn.Settings(num_speculative_tokens=4, max_tokens=32))[0]
 print(result.text, result.acceptance.length, result.acceptance.rates)
 ```
 """

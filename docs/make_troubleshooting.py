@@ -38,7 +38,7 @@ from nextn.model.model import Model  # noqa: E402
 from nextn.model.trunk import Trunk  # noqa: E402
 from nextn.stats.acceptance import Acceptance  # noqa: E402
 
-DRAFTS = 4
+K = 4
 INTRO = """\
 # Troubleshooting: a head that does not draft
 
@@ -178,7 +178,7 @@ def tell(story: Story, folder: Path) -> tuple[str, float, float]:
 {shell}
 ```
 
-Mean acceptance length at K = {DRAFTS}, in an engine that leaves missing tensors uninitialized:
+Mean acceptance length at K = {K}, in an engine that leaves missing tensors uninitialized:
 **{before.length:.2f}** before, **{after.length:.2f}** after.
 Acceptance rate by depth: {_rates(before)} before, {_rates(after)} after.
 """
@@ -206,7 +206,7 @@ def drafted(folder: Path, own: tuple[str, ...]) -> Acceptance:
     """Measure greedy acceptance at K = 4 in an engine that silently skips missing tensors."""
     model = as_engine(folder, own)
     prompts = [row.tolist() for row in refrain(32, 33, seed=10**6)]
-    return Acceptance.of([*rounds(model.trunk, model.head, prompts, Settings(drafts=DRAFTS, max_tokens=28))])
+    return Acceptance.of([*rounds(model.trunk, model.head, prompts, Settings(num_speculative_tokens=K, max_tokens=28))])
 
 
 def as_engine(folder: Path, own: tuple[str, ...]) -> Model:

@@ -192,7 +192,7 @@ def wrong_engine(folder: Path) -> FakeEngine:
 def without_prefill(folder: Path) -> ServedModel:
     """An engine that does not run the prompt through the head."""
     model = Model.load(folder / "base", dtype=torch.float32)
-    return ServedModel(model=model, contract=Contract(prefill=False), drafts=3)
+    return ServedModel(model=model, contract=Contract(prefill=False), num_speculative_tokens=3)
 
 
 def _base(folder: Path, fixture: str) -> None:

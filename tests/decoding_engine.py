@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import torch
 
 from nextn.conformance.engine_run import ConformanceRun, SampledRun
-from nextn.conformance.expected import DRAFTS
+from nextn.conformance.expected import MAX_K
 from nextn.decoding.drafter import Contract
 from nextn.decoding.generate import generate
 from nextn.decoding.rounds import Settings
@@ -33,11 +33,11 @@ def faulty(model, name):
     return None if reading is None else apply_variants(model, Contract(), [reading])
 
 
-def answered(model, contract, prompts, drafts, tokens, *, whole=False, rule="block", temperature=0.0, seed=0):
+def answered(model, contract, prompts, k, tokens, *, whole=False, rule="block", temperature=0.0, seed=0):
     """Of each prompt its new tokens, and counters. rule: of acceptance, above temperature 0."""
     settings = Settings(
-        drafts=drafts,
-        max_tokens=tokens + whole * (DRAFTS + 1),
+        num_speculative_tokens=k,
+        max_tokens=tokens + whole * (MAX_K + 1),
         eos=(),
         contract=contract,
         sampling=Sampling(temperature),
@@ -46,7 +46,7 @@ def answered(model, contract, prompts, drafts, tokens, *, whole=False, rule="blo
         sampled_drafts=rule != "argmax",
     )
     with _matching(model) if rule == "match" and temperature else nullcontext():
-        return [_cut(each, drafts, tokens) for each in generate(model, prompts, settings, backend="torch")]
+        return [_cut(each, k, tokens) for each in generate(model, prompts, settings, backend="torch")]
 
 
 class _Matching(Verifier):
@@ -69,28 +69,28 @@ def _matching(model):
         del trunk.verifier
 
 
-def _cut(result, drafts, tokens):
+def _cut(result, k, tokens):
     rounds, emitted = [], 1
     for part in result.rounds[1:]:
         if emitted < tokens:
             rounds.append(part)
             emitted += len(part.emitted)
     kept = [part.num_accepted for part in rounds if part.drafts]
-    positions = tuple(sum(each > place for each in kept) for place in range(drafts))
+    positions = tuple(sum(each > place for each in kept) for place in range(k))
     drafted = sum(len(part.drafts) for part in rounds)
     return result.tokens[:tokens], Counters("ours", len(kept), drafted, sum(kept), positions)
 
 
-def seen(model, contract, canary, drafts, *, whole=False):
-    found = answered(model, contract, [each.ids for each in canary.prompts], drafts, canary.max_tokens, whole=whole)
+def seen(model, contract, canary, k, *, whole=False):
+    found = answered(model, contract, [each.ids for each in canary.prompts], k, canary.max_tokens, whole=whole)
     return ConformanceRun(tuple(text for text, _ in found), tuple(((at,), each) for at, (_, each) in enumerate(found)))
 
 
-def drawn(model, canary, drafts, rule, *, passes=8, whole=True, seed=1):
+def drawn(model, canary, k, rule, *, passes=8, whole=True, seed=1):
     """Of texts above temperature 0."""
     prompts, count = [each.ids for each in canary.prompts] * passes, len(canary.prompts)
     how = {"rule": rule, "whole": whole, "temperature": canary.sampled.temperature, "seed": seed}
-    found = answered(model, Contract(), prompts, drafts, canary.max_tokens, **how)
+    found = answered(model, Contract(), prompts, k, canary.max_tokens, **how)
     texts = [text for text, _ in found]
     passed = tuple(tuple(texts[start : start + count]) for start in range(0, len(texts), count))
     return SampledRun(passed, fill_in_derived(sum_counters(counters for _, counters in found)))
@@ -100,11 +100,20 @@ class Server:
     """OpenAI's completions of token ids over `answered`, one at a time; vLLM's counters at /metrics."""
 
     def __init__(
-        self, model, contract=None, *, drafts=3, metrics=True, wrong=False, rule="block", seeds=True, whole=True
+        self,
+        model,
+        contract=None,
+        *,
+        num_speculative_tokens=3,
+        metrics=True,
+        wrong=False,
+        rule="block",
+        seeds=True,
+        whole=True,
     ):
-        self.model, self.contract, self.drafts = model, contract or Contract(), drafts
+        self.model, self.contract, self.num_speculative_tokens = model, contract or Contract(), num_speculative_tokens
         self.rule, self.seeds, self.whole = rule, seeds, whole
-        self.metrics, self.wrong, self.total, self.asked = metrics, wrong, [0, 0, 0, *[0] * drafts], []
+        self.metrics, self.wrong, self.total, self.asked = metrics, wrong, [0, 0, 0, *[0] * num_speculative_tokens], []
         handler = type("Bound", (_Handler,), {"engine": self})
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -121,8 +130,10 @@ class Server:
             return [0] * body["max_tokens"]
         how = {"temperature": body["temperature"], "seed": body.get("seed") if self.seeds else 0}
         how |= {"rule": self.rule, "whole": self.whole}
-        ((text, found),) = answered(self.model, self.contract, [prompt], self.drafts, body["max_tokens"], **how)
-        news = [found.drafts, found.draft_tokens, found.accepted, *found.per_position]
+        ((text, found),) = answered(
+            self.model, self.contract, [prompt], self.num_speculative_tokens, body["max_tokens"], **how
+        )
+        news = [found.num_drafts, found.draft_tokens, found.accepted, *found.per_position]
         self.total = [old + new for old, new in zip(self.total, news, strict=True)]
         return [*text[:5], (text[5] + 1) % 40, *text[6:]] if self.wrong else list(text)
 

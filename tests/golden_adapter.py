@@ -63,10 +63,10 @@ def _decode(name: str, model: Model) -> Golden:
     for backend, path in _BACKENDS.items():
         chosen = backend_for(model, path).name
         for temperature in (0.0, 1.0):
-            for num_drafts in (0, 4):
-                settings = Settings(drafts=num_drafts, sampling=Sampling(temperature), max_tokens=24, seed=7)
+            for k in (0, 4):
+                settings = Settings(num_speculative_tokens=k, sampling=Sampling(temperature), max_tokens=24, seed=7)
                 results = generate(model, prompts, settings, backend=path)
-                found[f"{backend} T={temperature:g} K={num_drafts}"] = {
+                found[f"{backend} T={temperature:g} K={k}"] = {
                     "chosen": chosen,
                     "sequences": [_sequence(result) for result in results],
                 }
@@ -88,7 +88,7 @@ def _text(name: str, model: Model) -> Golden:
     """Detokenized texts, with characters of several tokens and broken ones, and a stop string."""
     spoken = replace(model, tokenizer=_tokenizer(model.trunk.vocab_size))
     prompts = _prompts(name, 2, 17)
-    settings = Settings(drafts=3, max_tokens=24)
+    settings = Settings(num_speculative_tokens=3, max_tokens=24)
     whole = [result.text for result in generate(spoken, prompts, settings, backend="torch")]
     stop = next(iter(re.findall(r"[^\ufffd]{2}", whole[0][6:])))
     stopped = generate(spoken, prompts, settings, backend="torch", stop=[stop])
@@ -123,7 +123,7 @@ def _spelled(byte: int) -> str:
 def _measure(name: str, model: Model) -> Golden:
     """The figures of `nextn measure`, its controls, and what the decoder counted."""
     prompts = [Prompt(tuple(row), "xy"[place % 2]) for place, row in enumerate(_prompts(name, 4, 33))]
-    found = reference_acceptance(model, prompts, MeasurePlan(drafts=3, max_tokens=24, backend="torch"))
+    found = reference_acceptance(model, prompts, MeasurePlan(num_speculative_tokens=3, max_tokens=24, backend="torch"))
     controls = found.controls
     assert controls is not None
     return {
@@ -153,7 +153,7 @@ def _measure(name: str, model: Model) -> Golden:
 
 def _figures(row: AcceptanceFigures) -> Golden:
     return {
-        "of": [row.temperature, row.rule, row.drafts, row.domain, row.num_texts],
+        "of": [row.temperature, row.rule, row.num_speculative_tokens, row.domain, row.num_texts],
         "rates": [[rate.value, rate.low, rate.high] for rate in row.rates],
         "length": [row.length.value, row.length.low, row.length.high],
         "offered": list(row.num_drafted),
@@ -181,7 +181,7 @@ def _audit(name: str) -> Golden:
 
 def _trace(name: str, model: Model) -> Golden:
     """The rows of `nextn trace`: of what each yields, the numbers alone."""
-    rows = trace(model, _prompts(name, 1, 9)[0], Settings(drafts=3, max_tokens=9))
+    rows = trace(model, _prompts(name, 1, 9)[0], Settings(num_speculative_tokens=3, max_tokens=9))
     return {"rows": [_row(row) for row in rows]}
 
 
@@ -198,12 +198,12 @@ def _bench(name: str, model: Model) -> Golden:
         patch.setattr(decoding_costs, "copy_bandwidth", lambda device: 1e9)
         patch.setattr(benchmark, "measure_costs", _costs)
         report = benchmark.run_benchmark(
-            model, prompts, BenchPlan(drafts=(2,), max_tokens=16, repeats=1, backend="torch")
+            model, prompts, BenchPlan(k_values=(2,), max_tokens=16, repeats=1, backend="torch")
         )
     return {
         "figures": [
             {
-                "of": [row.temperature, row.drafts, row.domain, row.all_repetitive],
+                "of": [row.temperature, row.num_speculative_tokens, row.domain, row.all_repetitive],
                 "counts": [row.acceptance.num_drafted, row.acceptance.num_accepted, row.acceptance.num_rounds],
                 "emitted": row.acceptance.emitted,
                 "bytes_per_token": row.bytes_per_token,
@@ -211,7 +211,7 @@ def _bench(name: str, model: Model) -> Golden:
             }
             for row in report.table()
         ],
-        "texts": [[run.prompt, run.drafts, run.temperature, *run.tokens] for run in report.runs],
+        "texts": [[run.prompt, run.num_speculative_tokens, run.temperature, *run.tokens] for run in report.runs],
         "identical": list(report.identical),
         "looping": {f"{temperature:g}": sorted(places) for temperature, places in report.repetitive.items()},
         "bytes": [report.machine.step_bytes, report.machine.draft_bytes],
@@ -219,7 +219,7 @@ def _bench(name: str, model: Model) -> Golden:
     }
 
 
-def _costs(model: Model, *, drafts: int, context: int, backend: str) -> Costs:
+def _costs(model: Model, *, num_speculative_tokens: int, context: int, backend: str) -> Costs:
     """As `measure_costs`, without a clock: each further token in a verification costs a tenth of a baseline step."""
-    steps = [Spread.of([1 + more / 10]) for more in range(drafts + 1)]
+    steps = [Spread.of([1 + more / 10]) for more in range(num_speculative_tokens + 1)]
     return Costs(1, context, tuple(steps), Spread.of([0.25]))

@@ -108,19 +108,19 @@ def emitted(
     limit: of every row, or what a row's drafts [N, K] set it to. -> the law, and how many drafts are kept on average.
     """
     judge, chances = rule
-    num_drafts, vocab = len(q), p[0].shape[-1]
-    grid = torch.cartesian_prod(*[torch.arange(vocab)] * num_drafts, *[torch.arange(4)] * num_drafts)
-    grid = grid.view(-1, 2 * num_drafts)
-    drafts, side = grid[:, :num_drafts], grid[:, num_drafts:]
+    num_draft_tokens, vocab = len(q), p[0].shape[-1]
+    grid = torch.cartesian_prod(*[torch.arange(vocab)] * num_draft_tokens, *[torch.arange(4)] * num_draft_tokens)
+    grid = grid.view(-1, 2 * num_draft_tokens)
+    drafts, side = grid[:, :num_draft_tokens], grid[:, num_draft_tokens:]
     p_rows, q_rows = along(p, drafts), along(q, drafts)
     q_draft = q_rows.gather(-1, drafts[..., None])[..., 0]
     limits = limit(drafts) if callable(limit) else None if limit is None else torch.full((len(grid),), limit)
-    bounds = torch.full((len(grid),), num_drafts) if limits is None else limits
+    bounds = torch.full((len(grid),), num_draft_tokens) if limits is None else limits
     u, weight = sides(chances(p_rows, q_rows, drafts, bounds), side, gap)
     weight = (q_draft * weight).prod(-1)
     verification = judge(p_rows, q_rows, drafts, u=u, limit=limits)
-    total = torch.zeros(vocab ** (num_drafts + 1), dtype=torch.float64)
-    for kept in range(num_drafts + 1):
+    total = torch.zeros(vocab ** (num_draft_tokens + 1), dtype=torch.float64)
+    for kept in range(num_draft_tokens + 1):
         rows = (verification.num_accepted == kept) & (weight > 0)
         tokens = torch.zeros(vocab**kept, vocab, dtype=torch.float64)
         tokens.index_add_(0, number(drafts[rows, :kept], vocab), weight[rows, None] * verification.next_probs[rows])

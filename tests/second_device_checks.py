@@ -61,7 +61,7 @@ def there(name: str) -> Model:
 )
 def test_decoding(name, sampling, trained):
     prompts = [prompt[:length] for prompt, length in zip(refrain(2, 12, seed=1).tolist(), (12, 7), strict=True)]
-    model, settings = there(name), {"drafts": 4, "max_tokens": 7, "sampling": sampling}
+    model, settings = there(name), {"num_speculative_tokens": 4, "max_tokens": 7, "sampling": sampling}
     assert "the model is on second:0" in backend_for(model).reason
     (texts, log), (host, other) = decode(model, prompts, **settings), decode(trained[name], prompts, **settings)
     assert texts == host
@@ -74,7 +74,7 @@ def test_a_tensor_that_is_made_on_the_host_is_refused(monkeypatch):
         KVCache, "positions", lambda self, count: torch.tensor(self.lengths)[:, None] + torch.arange(count)
     )
     with pytest.raises(RuntimeError, match="expected all tensors on one device"):
-        decode(there("glm"), [[3, 1, 4]], drafts=2, max_tokens=4)
+        decode(there("glm"), [[3, 1, 4]], num_speculative_tokens=2, max_tokens=4)
 
 
 @pytest.mark.parametrize("name", ["glm", "v4"])
@@ -105,7 +105,7 @@ def test_a_streamed_trunk(name, trained, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["glm", "qwen"])
 def test_measuring(name, trained):
     """All positions at once, and one after the other; weights that are read wrong, and rounds that are run wrong."""
-    model, plan = there(name), ReferencePlan(drafts=2, max_tokens=6)
+    model, plan = there(name), ReferencePlan(num_speculative_tokens=2, max_tokens=6)
     prompts = [Prompt(tuple(row), "x") for row in refrain(2, 8, seed=1).tolist()]
     found, host = reference_acceptance(model, prompts, plan), reference_acceptance(trained[name], prompts, plan)
     for one, other in zip(found.table(), host.table(), strict=True):
@@ -118,7 +118,7 @@ def test_measuring(name, trained):
 
 
 def test_tracing(trained):
-    settings, prompt = Settings(drafts=3, max_tokens=5), refrain(1, 6, seed=1)[0].tolist()
+    settings, prompt = Settings(num_speculative_tokens=3, max_tokens=5), refrain(1, 6, seed=1)[0].tolist()
     assert list(trace(there("glm"), prompt, settings)) == list(trace(trained["glm"], prompt, settings))
 
 
@@ -183,7 +183,7 @@ def test_one_process_trains_on_the_device_that_is_asked_for(monkeypatch):
 def test_canaries(tmp_path, monkeypatch):
     monkeypatch.setattr(expected, "FAULTS", FAULTS[:1])
     monkeypatch.setattr(expected, "ENGINES", ())
-    monkeypatch.setattr(expected, "DRAFTS", 2)
+    monkeypatch.setattr(expected, "MAX_K", 2)
     monkeypatch.setattr(expected, "PASSES", 1)
     made = build_canary(tmp_path / "canary", "glm4_moe", steps=(1, 1), count=1, tokens=4, device="second")
     assert len(made["readings"]) == 3

@@ -14,16 +14,16 @@ class ServedModel(FakeEngine):
     """contract: what its decoder gets wrong. faults, beside the fake engine's: `reset`, `busy` (others ask, too),
     `other-trunk` (its text is not this model's), `own-template` (it puts a token before each prompt)."""
 
-    def __init__(self, *faults, model, contract=None, drafts=3):
-        self.served, self.contract, self.depths = model, contract or Contract(), drafts
-        self.rounds, self.places, self.turn = 0, [0] * drafts, threading.Lock()
+    def __init__(self, *faults, model, contract=None, num_speculative_tokens=3):
+        self.served, self.contract, self.depths = model, contract or Contract(), num_speculative_tokens
+        self.rounds, self.places, self.turn = 0, [0] * num_speculative_tokens, threading.Lock()
         if "reset" in faults:
-            self.rounds, self.places = 100, [60] * drafts
+            self.rounds, self.places = 100, [60] * num_speculative_tokens
         super().__init__("no-logprobs", *faults, model="tiny")
 
     def decode(self, prompt, body, **_):
         settings = Settings(
-            drafts=self.depths,
+            num_speculative_tokens=self.depths,
             sampling=Sampling(body["temperature"]),
             block=False,
             max_tokens=body["max_tokens"],

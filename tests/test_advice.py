@@ -29,8 +29,8 @@ def drafted(*rates, num_drafted=1000):
 def test_mtp_that_pays():
     """Not the best K; an interval that leaves out the value; an overhead that is not taken off."""
     found = forecast(drafted(0.9, 0.8, 0.1), costs([1, 1.1, 1.2, 1.9], 0.1), temperature=0.0, overhead=0.2)
-    assert [choice.drafts for choice in found.choices] == [1, 2, 3]
-    assert found.best.drafts == 2
+    assert [choice.num_speculative_tokens for choice in found.choices] == [1, 2, 3]
+    assert found.best.num_speculative_tokens == 2
     assert found.best.speedup == pytest.approx((1 + 0.9 + 0.72) / (1.2 + 0.2 + 0.2))
     assert found.best.interval[0] < found.best.speedup < found.best.interval[1]
     assert found.pays
@@ -42,7 +42,7 @@ def test_mtp_that_costs():
     """An honest no: with the acceptance it would take, or that none is enough."""
     found = forecast(drafted(0.3, 0.3), costs([1, 1.4, 2.0], 0.2), temperature=0.0)
     assert not found.pays
-    assert found.best.drafts == 1
+    assert found.best.num_speculative_tokens == 1
     assert found.summary.startswith("leave it off here: 0.81 x expected")
     assert found.summary.endswith("at K = 1; it pays from an acceptance of 0.60 on, and has 0.30")
     assert found.as_record()["best_drafts"] == 0
@@ -117,8 +117,8 @@ def test_advise_in_words(prompts):
 def test_the_table_shows_the_best_k_with_its_interval(monkeypatch, capsys):
     """The table shows K, its expected speed-up, and "off" if no gain is sure: not "best K 0" next to 1.72 x."""
     few = forecast(drafted(0.6, num_drafted=10), costs([1, 1.3], 0.2), temperature=1.0)
-    figures = SimpleNamespace(drafts=1, speedup=Spread(1.5, 1.4, 1.6, 3))
-    report = SimpleNamespace(figures=lambda *_: figures, plan=SimpleNamespace(drafts=(1,)), warnings=[])
+    figures = SimpleNamespace(num_speculative_tokens=1, speedup=Spread(1.5, 1.4, 1.6, 3))
+    report = SimpleNamespace(figures=lambda *_: figures, plan=SimpleNamespace(k_values=(1,)), warnings=[])
     monkeypatch.setenv("COLUMNS", "160")
     _show_advice(SimpleNamespace(forecasts=[few], headlines=[few], report=report))
     titles, row, verification = capsys.readouterr().out.splitlines()

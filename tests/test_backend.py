@@ -145,12 +145,12 @@ def test_seven_bits_of_weights_that_have_no_more_lose_nothing(pairs, name):
 def test_a_rounded_head_changes_no_text_and_drafts_as_well(pairs):
     model, start = Model.load(FIXTURES / "glm", dtype=torch.bfloat16), refrain(6, 40, seed=9).tolist()
     made = backend_for(model, "native")
-    texts, log = decode(made, start, drafts=3, max_tokens=32)
+    texts, log = decode(made, start, num_speculative_tokens=3, max_tokens=32)
     model.head.exact = True
     exact = backend_for(model, "native")
     assert (made.head_bits, exact.head_bits) == (7, None)
-    others, other_log = decode(exact, start, drafts=3, max_tokens=32)
-    assert texts == others == decode(exact, start, drafts=0, max_tokens=32)[0]
+    others, other_log = decode(exact, start, num_speculative_tokens=3, max_tokens=32)
+    assert texts == others == decode(exact, start, num_speculative_tokens=0, max_tokens=32)[0]
     lengths = Acceptance.of(log).length, Acceptance.of(other_log).length
     assert lengths[0] > 0.95 * lengths[1] > 1.5
 
@@ -245,9 +245,9 @@ def test_products_are_those_of_rounded_weights_and_activations(name, weights):
 def test_quantized_models_decode_with_drafts_what_they_decode_without(folder, dtype, weights):
     model, start = quantized(Model.load(FIXTURES / folder, dtype=dtype), weights), refrain(6, 40, seed=9).tolist()
     made = backend_for(model)
-    texts, log = decode(made, start, drafts=3, max_tokens=32)
-    assert texts == decode(made, start, drafts=0, max_tokens=32)[0]
-    assert texts[2:3] == decode(made, start[2:3], drafts=4, max_tokens=32)[0], "alone"
+    texts, log = decode(made, start, num_speculative_tokens=3, max_tokens=32)
+    assert texts == decode(made, start, num_speculative_tokens=0, max_tokens=32)[0]
+    assert texts[2:3] == decode(made, start[2:3], num_speculative_tokens=4, max_tokens=32)[0], "alone"
     assert Acceptance.of(log).length > 1.5
 
 

@@ -18,13 +18,13 @@ from nextn.speculative.sampling import Uniforms
 LENGTHS, STARTS, NEW = (9, 14, 5), (0, 1, 2), (12, 6, 9)  # prompt tokens, rounds before each joins, new tokens
 
 
-def batch_of(trunk, head, row, tokens, *, drafts, max_tokens):
+def batch_of(trunk, head, row, tokens, *, num_speculative_tokens, max_tokens):
     sequence = BatchSequence(row, list(tokens), max_tokens, (), Uniforms(row))
-    settings = Settings(drafts=drafts)
-    return DecodingBatch(trunk, head, [sequence], settings, FixedLength(drafts))
+    settings = Settings(num_speculative_tokens=num_speculative_tokens)
+    return DecodingBatch(trunk, head, [sequence], settings, FixedLength(num_speculative_tokens))
 
 
-def joined(trunk, head, prompts, drafts):
+def joined(trunk, head, prompts, k):
     """Tokens and drafts by sequence, where each joins after STARTS rounds."""
     running, tokens, drafted = None, [[] for _ in prompts], [[] for _ in prompts]
 
@@ -36,7 +36,7 @@ def joined(trunk, head, prompts, drafts):
     with torch.inference_mode(), trunk.pass_context():
         for number in range(40):
             for row in [row for row, start in enumerate(STARTS) if start == number]:
-                new = batch_of(trunk, head, row, prompts[row], drafts=drafts, max_tokens=NEW[row])
+                new = batch_of(trunk, head, row, prompts[row], num_speculative_tokens=k, max_tokens=NEW[row])
                 collect(new.prefill())
                 if running is not None and running.sequences:
                     running.join(new)
@@ -61,7 +61,7 @@ def test_batches_of_several_sequences_join(native):
     texts = [[] for _ in prompts]
     with torch.inference_mode(), trunk.pass_context():
         first, second, third = (
-            batch_of(trunk, head, row, prompts[row], drafts=3, max_tokens=NEW[row]) for row in range(3)
+            batch_of(trunk, head, row, prompts[row], num_speculative_tokens=3, max_tokens=NEW[row]) for row in range(3)
         )
         rounds = [each.prefill() for each in (first, second, third)]
         second.join(third)
@@ -73,10 +73,10 @@ def test_batches_of_several_sequences_join(native):
     assert texts == alone(model, prompts, 3)[0]
 
 
-def alone(model, prompts, drafts):
+def alone(model, prompts, k):
     texts, logs = [], []
     for tokens, new in zip(prompts, NEW, strict=True):
-        (text,), log = decode(model, [tokens], drafts=drafts, max_tokens=new)
+        (text,), log = decode(model, [tokens], num_speculative_tokens=k, max_tokens=new)
         texts.append(text)
         logs.append([(part.drafts, part.num_accepted) for each in log for part in each.rows])
     return texts, logs
@@ -90,20 +90,20 @@ def test_joining_changes_nothing(name, modules):
     assert found == alone(model, prompts, 3)
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])
-def test_joining_native_rounds_changes_nothing(name, drafts):
+def test_joining_native_rounds_changes_nothing(name, k):
     """Memory of the native cache is moved when sequences join, and used again when they leave."""
     model = fast_of(build(name))
     prompts = [prompt(length, seed=length) for length in LENGTHS]
-    assert joined(model.trunk, model.head, prompts, drafts) == alone(model, prompts, drafts)
+    assert joined(model.trunk, model.head, prompts, k) == alone(model, prompts, k)
 
 
 def test_a_stop_string_at_the_last_token_is_the_reason():
     """Of several reasons at one token, the one that says most: also where it would have ended there anyway."""
     model = build("glm4_moe")
     trunk, head = TorchTrunk(model.trunk), TorchHead(model.head)
-    batch = batch_of(trunk, head, 0, prompt(9), drafts=3, max_tokens=5)
+    batch = batch_of(trunk, head, 0, prompt(9), num_speculative_tokens=3, max_tokens=5)
     batch.sequences[0].stop = lambda new: 5 if len(new) >= 5 else None
     with torch.inference_mode():
         rounds = [batch.prefill()]
@@ -124,7 +124,7 @@ def test_policies_see_the_time_around_native_rounds(monkeypatch):
     monkeypatch.setattr(NativeRounds, "run", slow_run)
     monkeypatch.setattr(FixedLength, "observe", lambda self, num_tokens, took: seconds.append(took))
     with torch.inference_mode(), fast.trunk.pass_context():
-        batch = batch_of(fast.trunk, fast.head, 0, prompt(9), drafts=2, max_tokens=40)
+        batch = batch_of(fast.trunk, fast.head, 0, prompt(9), num_speculative_tokens=2, max_tokens=40)
         batch.prefill()
         batch.round()
         num_rounds = 1 + len(batch.queued)

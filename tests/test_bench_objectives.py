@@ -51,6 +51,6 @@ def test_the_documented_table_is_the_recorded_one():
     assert objectives.markdown(cells) in (root / "docs/reference/training.md").read_text()
     text = (root / "docs/reference/training.md").read_text()
     (long,) = json.loads((root / "bench/results/objectives-long.json").read_text())["cells"].values()
-    for drafts, words in ((4, "AL@4 {:.2f} at T = 0 and {:.2f} at T = 1"), (8, "{:.2f} and {:.2f}; `joint`")):
-        assert words.format(*(long[key][drafts - 1] for key in ("AL_T0", "AL_T1"))) in text
+    for k, words in ((4, "AL@4 {:.2f} at T = 0 and {:.2f} at T = 1"), (8, "{:.2f} and {:.2f}; `joint`")):
+        assert words.format(*(long[key][k - 1] for key in ("AL_T0", "AL_T1"))) in text
     assert cells.keys() <= {"joint/as it is", "stale/as it is", *(cell.name for cell in objectives.cells())}

@@ -23,25 +23,25 @@ ONE = (Prompt("a", "x"),)
 HONEST = tuple(range(1000))
 
 
-def run(drafts, kept, *, prompt=0, temperature=0.0, repeat=0, seconds=1.0, text=HONEST):
+def run(k, kept, *, prompt=0, temperature=0.0, repeat=0, seconds=1.0, text=HONEST):
     """A run whose rounds take `seconds` of wall time each, a tenth of it for drafts, and accept `kept` drafts each."""
     log, left = [Round((SequenceRound(0, (), 0, (text[0],)),), 0.0, 9.0)], list(text[1:])
     for count in kept:
         emitted = tuple(left.pop(0) for _ in range(count + 1))
-        log.append(Round((SequenceRound(0, (7,) * drafts, count, emitted),), 0.1 * seconds, 0.8 * seconds))
-    return Run(prompt, drafts, temperature, repeat, tuple(log), seconds * len(kept))
+        log.append(Round((SequenceRound(0, (7,) * k, count, emitted),), 0.1 * seconds, 0.8 * seconds))
+    return Run(prompt, k, temperature, repeat, tuple(log), seconds * len(kept))
 
 
 def report(*given, prompts=ONE, **plan):
-    drafts = tuple({each.drafts for each in given})
+    k_values = tuple({each.num_speculative_tokens for each in given})
     temperatures = tuple(sorted({each.temperature for each in given}))
-    return BenchmarkReport("m", BenchmarkPlan(drafts, temperatures, **plan), tuple(prompts), given, COSTS, MACHINE)
+    return BenchmarkReport("m", BenchmarkPlan(k_values, temperatures, **plan), tuple(prompts), given, COSTS, MACHINE)
 
 
 def test_every_k_runs_at_every_position():
     """A K that always ran first would find the caches in another state: at each temperature each K runs everywhere."""
-    plan = BenchmarkPlan(drafts=(1, 4), repeats=2)
-    assert plan.drafts == (0, 1, 4)
+    plan = BenchmarkPlan(k_values=(1, 4), repeats=2)
+    assert plan.k_values == (0, 1, 4)
     turns = list(plan.order(3))
     assert len({turn[:3] for turn in turns}) == len(turns) == 2 * 3 * 2
     assert sum(len(turn[3]) for turn in turns) == plan.num_runs(3)
@@ -49,15 +49,15 @@ def test_every_k_runs_at_every_position():
         orders = [turn[3] for turn in turns if turn[2] == temperature]
         for place in range(3):
             assert Counter(order[place] for order in orders) == {0: 2, 1: 2, 4: 2}
-    pair = [turn[3] for turn in BenchmarkPlan(drafts=(5,), repeats=1).order(2) if turn[2] == 0]
+    pair = [turn[3] for turn in BenchmarkPlan(k_values=(5,), repeats=1).order(2) if turn[2] == 0]
     assert pair == [[0, 5], [5, 0]]
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"drafts": (0,)}, "at least one of them above 0"),
-        ({"drafts": (-1, 2)}, "numbers of drafts"),
+        ({"k_values": (0,)}, "at least one of them above 0"),
+        ({"k_values": (-1, 2)}, "numbers of drafts"),
         ({"temperatures": (-1.0,)}, "temperature"),
         ({"temperatures": ()}, "at least one of each"),
         ({"repeats": 0}, "repeats = 0"),
@@ -72,14 +72,17 @@ def test_bad_plans(wrong, words):
 
 def test_runs_are_the_decoders(trained):
     """Another seed, temperature or end than the plan's; runs in another order; the warm-up among them."""
-    model, plan = trained["qwen"], BenchmarkPlan(drafts=(2,), max_tokens=12, repeats=2, seed=5)
+    model, plan = trained["qwen"], BenchmarkPlan(k_values=(2,), max_tokens=12, repeats=2, seed=5)
     prompts = [Prompt((3, 1, 4), "x"), Prompt((2, 7), "y")]
     found = list(benchmark_runs(model, prompts, plan))
     wanted = [(r, p, t, k) for r, p, t, order in plan.order(2) for k in order]
-    assert [(each.repeat, each.prompt, each.temperature, each.drafts) for each in found] == wanted
+    assert [(each.repeat, each.prompt, each.temperature, each.num_speculative_tokens) for each in found] == wanted
     for each in found:
         settings = Settings(
-            drafts=each.drafts, sampling=Sampling(each.temperature), max_tokens=12, seed=5 + each.repeat
+            num_speculative_tokens=each.num_speculative_tokens,
+            sampling=Sampling(each.temperature),
+            max_tokens=12,
+            seed=5 + each.repeat,
         )
         log = rounds(model.trunk, model.head, [prompts[each.prompt].text], settings)
         assert each.tokens == tuple(token for one in log for token in one.rows[0].emitted)
@@ -185,12 +188,12 @@ def test_benchmark_of_a_fixture(trained, monkeypatch):
     """Greedy texts equal those of baseline decoding, and the record defines every number."""
     monkeypatch.setattr(decoding_costs, "copy_bandwidth", lambda device: 5e9)
     seen = []
-    plan = BenchmarkPlan(drafts=(1, 3), max_tokens=24, repeats=1)
+    plan = BenchmarkPlan(k_values=(1, 3), max_tokens=24, repeats=1)
     prompts = [Prompt((3, 1, 4), "x"), Prompt((2, 7), "y")]
     found = run_benchmark(trained["qwen"], prompts, plan, source="qwen", on_run=seen.append)
     assert len(seen) == plan.num_runs(2) == 12
     assert found.identical == (4, 4)
-    assert found.costs.max_drafts == 3
+    assert found.costs.max_speculative_tokens == 3
     record = strict(json.dumps(found.as_record()))
     assert {(each["temperature"], each["drafts"], each["domain"]) for each in record["figures"]} == {
         (t, k, d) for t in (0, 1) for k in (0, 1, 3) for d in ("all", "x", "y")

@@ -54,13 +54,13 @@ def no_key(monkeypatch):
 
 
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("drafts", others_slow([1, 3, 4], 3))
-def test_a_correct_engine_passes(kits, trained, drafts, whole):
+@pytest.mark.parametrize("k", others_slow([1, 3, 4], 3))
+def test_a_correct_engine_passes(kits, trained, k, whole):
     """Whether it drafts beyond the end of a text or not."""
     canary = kits("glm_one")
-    report = check(canary, seen(trained["glm_one"], Contract(), canary, drafts, whole=whole))
+    report = check(canary, seen(trained["glm_one"], Contract(), canary, k, whole=whole))
     assert not report.failed
-    assert report.drafts == drafts
+    assert report.num_speculative_tokens == k
     assert report.fits[0].distance == 0
     assert {each.clause.id: each.status for each in report.outcomes}["C8"] == "held"
 
@@ -134,23 +134,23 @@ def test_no_counters(kits, trained, capsys):
 RULES = [("ratio", ""), ("block", ""), ("match", "exact-match"), ("argmax", "argmax-drafts")]
 
 
-def sampling_rule(canary, model, drafts, found):
+def sampling_rule(canary, model, k, found):
     """What is said of C13."""
-    report = check(canary, seen(model, Contract(), canary, drafts), drafts=drafts, sampled_run=found)
+    report = check(canary, seen(model, Contract(), canary, k), num_speculative_tokens=k, sampled_run=found)
     return next(each for each in report.outcomes if each.clause.id == "C13")
 
 
-@pytest.mark.parametrize(("drafts", "whole"), others_slow([(1, True), (4, True), (4, False)], (4, True)))
+@pytest.mark.parametrize(("k", "whole"), others_slow([(1, True), (4, True), (4, False)], (4, True)))
 @pytest.mark.parametrize(("rule", "fault"), RULES)
-def test_the_rule_of_acceptance_is_told(rule, fault, drafts, whole, kits, trained):
+def test_the_rule_of_acceptance_is_told(rule, fault, k, whole, kits, trained):
     """The decoder under each rule: at the least and the largest K, whether its last rounds are whole or cut."""
     canary, model = kits("glm"), trained["glm"]
-    said = sampling_rule(canary, model, drafts, drawn(model, canary, drafts, rule, whole=whole))
+    said = sampling_rule(canary, model, k, drawn(model, canary, k, rule, whole=whole))
     assert said.status == ("broken" if fault else "held")
     assert said.fault == fault
     assert bool(said.expected and said.seen) is bool(fault)
     assert ("jundot/omlx#3370" in said.issues) is (rule == "match")
-    if drafts > 1 and not fault:
+    if k > 1 and not fault:
         assert f"counts as with {rule}" in said.evidence
 
 
@@ -173,7 +173,7 @@ def test_the_rule_by_the_acceptance_length(rule, fault, kits, trained):
     found = drawn(model, canary, 3, rule, whole=False)
     tokens, texts = sum(len(text) for texts in found.texts for text in texts), 8 * len(canary.prompts)
     rounds = tokens - texts - found.counters.accepted
-    told = replace(found, counters=replace(found.counters, per_position=(), drafts=rounds))
+    told = replace(found, counters=replace(found.counters, per_position=(), num_drafts=rounds))
     said = sampling_rule(canary, model, 3, told)
     assert (said.status, said.fault) == ("broken" if fault else "held", fault)
 
@@ -201,7 +201,7 @@ def test_no_known_rule(kits, trained):
     """What keeps less than every rule breaks the clause without a name; what keeps more may be no lossless rule."""
     canary, model = kits("glm"), trained["glm"]
     found = drawn(model, canary, 3, "ratio")
-    rounds = found.counters.drafts
+    rounds = found.counters.num_drafts
     for kept, said, words in (((0, 0, 0), "broken", "accepts less than ratio"), ((rounds,) * 3, "untold", "verify")):
         counters = Counters("ours", rounds, 3 * rounds, sum(kept), kept)
         outcome = sampling_rule(canary, model, 3, replace(found, counters=counters))
@@ -276,7 +276,7 @@ def test_files_in_place_of_an_engine(kits, trained, tmp_path):
     counters.write_text(json.dumps([each.as_record() for _, each in found.counts]))
     report = check(canary, from_files(canary, answers, counters))
     assert not report.failed
-    assert report.drafts == 3
+    assert report.num_speculative_tokens == 3
     assert len(report.run.counts) == 1
     assert verdict(["check", canary.folder, "--answers", answers, "--counters", counters]) == 0
 
@@ -301,7 +301,7 @@ def test_llama_timings_have_no_positions(kits, trained, tmp_path):
 def test_counts_that_do_not_add_up(kits, trained):
     canary = kits("glm_one")
     found = seen(trained["glm_one"], Contract(), canary, 3)
-    doubled = [(at, replace(each, drafts=3 * each.drafts)) for at, each in found.counts]
+    doubled = [(at, replace(each, num_drafts=3 * each.num_drafts)) for at, each in found.counts]
     report = check(canary, replace(found, counts=tuple(doubled)))
     assert "C14" in [each.clause.id for each in report.broken]
 
@@ -324,7 +324,7 @@ def test_counts_of_nothing_known(kits, trained):
     canary = kits("glm_one")
     found = seen(trained["glm_one"], Contract(), canary, 3)
     half = [
-        (at, Counters("x", per_position=(each.per_position[0] // 2,) * 3, drafts=None))
+        (at, Counters("x", per_position=(each.per_position[0] // 2,) * 3, num_drafts=None))
         for at, each in found.counts
     ]  # fmt: skip
     report = check(canary, replace(found, counts=tuple(half)))
@@ -419,11 +419,11 @@ def test_faults_with_the_same_counts():
     ],
 )
 def test_where_a_text_parts(text, place, near, seen):
-    report = check(small(), ConformanceRun((text, TEXT), ()), drafts=2)
+    report = check(small(), ConformanceRun((text, TEXT), ()), num_speculative_tokens=2)
     assert [(each.prompt, each.position, each.is_near_tie) for each in report.differences] == [(0, place, near)]
     outcome = next(each for each in report.outcomes if each.clause.id == "C8")
     assert (outcome.status, outcome.seen) == ("held" if near else "broken", seen)
-    both = check(small(), ConformanceRun((text, text), ()), drafts=2)
+    both = check(small(), ConformanceRun((text, text), ()), num_speculative_tokens=2)
     assert next(each.status for each in both.outcomes if each.clause.id == "C8") == ("untold" if near else "broken")
 
 
@@ -438,16 +438,16 @@ def test_a_k_below_the_engines_own():
     """Catches counts of the first positions alone taken for all of them; positions that keep nothing are no drafts."""
     counts = tuple(((at,), Counters("x", 2, 6, 4, (2, 1, 1))) for at in range(2))
     with pytest.raises(ConfigError, match="K = 2, but the engine accepted drafts at position 3"):
-        check(small(), ConformanceRun((TEXT, TEXT), counts), drafts=2)
+        check(small(), ConformanceRun((TEXT, TEXT), counts), num_speculative_tokens=2)
     empty = tuple((places, replace(each, per_position=(2, 2, 0))) for places, each in counts)
-    assert check(small(), ConformanceRun((TEXT, TEXT), empty), drafts=2).drafts == 2
+    assert check(small(), ConformanceRun((TEXT, TEXT), empty), num_speculative_tokens=2).num_speculative_tokens == 2
 
 
 def test_rounds_that_some_answers_do_not_tell():
     """They are no reason to pass over those that others tell, neither for K nor for the sum."""
     counts = ((0,), Counters("x", None, 6, 2)), ((1,), Counters("x", 9, 18, 2))
     report = check(small(), ConformanceRun((TEXT, TEXT), counts))
-    assert report.drafts == 2
+    assert report.num_speculative_tokens == 2
     assert next(each for each in report.broken if each.clause.id == "C14").evidence.startswith("prompts 1:")
 
 
@@ -460,7 +460,7 @@ def test_slack_grows_with_the_drafts(prompts, slack):
 def test_only_recorded_k():
     canary = small()
     for asked in (
-        lambda: check(canary, ConformanceRun((TEXT, TEXT), ()), drafts=9),
+        lambda: check(canary, ConformanceRun((TEXT, TEXT), ()), num_speculative_tokens=9),
         lambda: canary.counts(canary.right, 9, [0]),
     ):
         with pytest.raises(ConfigError, match="K = 9; the canary holds counts for K = 2"):
@@ -502,7 +502,7 @@ def test_counters_that_are_late(monkeypatch, late, rises):
     """Two equal readings are none yet while they are those from before the answer; an engine may never draft."""
     monkeypatch.setattr("nextn.engines.driver._POLL_S", 0)
     found = run_greedy(Late(EngineAnswer("ab", "length"), late=late, rises=rises), small())
-    assert [(places, each.drafts) for places, each in found.counts] == [((0,), rises), ((1,), rises)]
+    assert [(places, each.num_drafts) for places, each in found.counts] == [((0,), rises), ((1,), rises)]
 
 
 def test_an_engine_that_tells_text_alone():
@@ -526,7 +526,7 @@ def test_answers_of_a_file(tmp_path):
     found = from_files(small(), path, None)
     assert found.texts == ((0xC3, 0xA9),) * 2
     assert "give --counters" in next(
-        each.evidence for each in check(small(), found, drafts=2).broken if each.clause.id == "C14"
+        each.evidence for each in check(small(), found, num_speculative_tokens=2).broken if each.clause.id == "C14"
     )
     path.write_text(line * 3)
     with pytest.raises(ConfigError, match="3 answers; the canary has 2 prompts"):

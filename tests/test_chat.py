@@ -86,7 +86,7 @@ def test_piped_lines_are_messages(chat, load):
 def test_conversation_goes_through_the_chat_template(speaking, load):
     model = load(speaking)
     assert model.tokenizer.chat_template
-    settings = Settings(drafts=2, max_tokens=12)
+    settings = Settings(num_speculative_tokens=2, max_tokens=12)
     conversation = _Conversation(model, settings, "torch", chat=True)
     for question in ("hi", "and?"):
         _handle(conversation, question)
@@ -166,7 +166,7 @@ def test_only_commands_begin_with_a_slash(chat):
 
 def test_a_failed_message_is_forgotten(speaking, load):
     model = load(speaking)
-    conversation = _Conversation(model, Settings(drafts=1, max_tokens=4), "torch", chat=True)
+    conversation = _Conversation(model, Settings(num_speculative_tokens=1, max_tokens=4), "torch", chat=True)
     with pytest.raises(ConfigError, match="the context holds"):
         _handle(conversation, "x" * 5000)
     assert conversation.messages == []
@@ -176,7 +176,7 @@ def test_a_failed_message_is_forgotten(speaking, load):
 
 def test_k_needs_a_head():
     model = Model.load(SHIPPED, skip_head=True)
-    conversation = _Conversation(model, Settings(drafts=0), "torch", chat=False)
+    conversation = _Conversation(model, Settings(num_speculative_tokens=0), "torch", chat=False)
     with pytest.raises(ConfigError, match="has no head"):
         _handle(conversation, "/k 2")
 

@@ -71,8 +71,8 @@ def test_hosts():
 def test_reference_rates(tmp_path):
     """Those of the lowest temperature and the largest K, over all texts."""
 
-    def entry(temperature, drafts, domain, rates):
-        return {"temperature": temperature, "drafts": drafts, "domain": domain, "acceptance": rates}
+    def entry(temperature, k, domain, rates):
+        return {"temperature": temperature, "drafts": k, "domain": domain, "acceptance": rates}
 
     path = tmp_path / "reference.json"
     figures = [

@@ -26,7 +26,7 @@ def quick(monkeypatch, tmp_path):
 def answers(trained, tmp_path_factory):
     """A file of the model's own answers for each temperature."""
     folder, prompts = tmp_path_factory.mktemp("answers"), refrain(8, 33, seed=10**6).tolist()
-    plan = ReferencePlan(drafts=3, max_tokens=24, backend="torch")
+    plan = ReferencePlan(num_speculative_tokens=3, max_tokens=24, backend="torch")
     return {
         t: write(folder / f"{t}.jsonl", reference_texts.generate_texts(trained["glm"], prompts, plan, t).texts)
         for t in (0.0, 1.0)
@@ -69,7 +69,7 @@ def test_streamed_report_is_the_loaded_one(temperature, answers, here, tmp_path)
 def test_figures_are_those_of_decoding(answers, here, trained):
     """Of the same texts, decoded in memory."""
     streamed, _ = measure(here, answers[0.0], "--stream")
-    plan = ReferencePlan(drafts=3, max_tokens=24, backend="torch", temperatures=(0.0,))
+    plan = ReferencePlan(num_speculative_tokens=3, max_tokens=24, backend="torch", temperatures=(0.0,))
     decoded = reference_texts.generate_texts(trained["glm"], refrain(8, 33, seed=10**6).tolist(), plan, 0.0)
     figures = next(each for each in streamed["figures"] if each["drafts"] == 3 and each["domain"] == "all")
     kept = [sum(each) for each in zip(*(text.num_accepted for text in decoded.acceptance_per_text), strict=True)]

@@ -25,7 +25,7 @@ from nextn.conformance.build import build
 from nextn.conformance.canary_model import SHAPES, documents, prompts
 from nextn.conformance.contract import CLAUSES
 from nextn.conformance.expected import (
-    DRAFTS,
+    MAX_K,
     PASSES,
     build_record,
     build_vector,
@@ -119,13 +119,13 @@ def test_rounds_are_those_of_decoding(name, trained):
         ReferenceText(tuple(prompt), each.tokens)
         for prompt, each in zip(asked, generate(model, asked, _plain(tokens), backend="torch"), strict=True)
     ]
-    found = rounds_of_scores([*score_texts(model, texts, trunk_outputs(model.trunk, texts), DRAFTS)], tokens)
-    for drafts in range(1, DRAFTS + 1):
-        assert found[drafts] == rounds_of_decoding(model, asked, drafts, Contract(), tokens=tokens)
+    found = rounds_of_scores([*score_texts(model, texts, trunk_outputs(model.trunk, texts), MAX_K)], tokens)
+    for k in range(1, MAX_K + 1):
+        assert found[k] == rounds_of_decoding(model, asked, k, Contract(), tokens=tokens)
 
 
 def _plain(tokens):
-    return Settings(drafts=0, max_tokens=tokens + DRAFTS + 1, eos=())
+    return Settings(num_speculative_tokens=0, max_tokens=tokens + MAX_K + 1, eos=())
 
 
 def test_gaps_mark_near_ties(trained, tmp_path):
@@ -134,7 +134,7 @@ def test_gaps_mark_near_ties(trained, tmp_path):
     found = build_record(FIXTURES / "glm_one", asked, count=3, tokens=8)
     assert [5] * 9 not in [each["ids"] for each in found["prompts"]] or any(each["close"] for each in found["prompts"])
     for each in found["prompts"]:
-        assert len(each["gaps"]) == len(each["tokens"]) == 8 + DRAFTS + 1
+        assert len(each["gaps"]) == len(each["tokens"]) == 8 + MAX_K + 1
         assert each["close"] == [place for place, gap in enumerate(each["gaps"][:8]) if gap <= 0.25]
 
 
@@ -169,7 +169,7 @@ def test_what_a_record_holds(monkeypatch):
     """Every reading has rounds at every K; near ties of the tokens that count; the second load is the coarse one."""
     loaded, load = [], Model.load
     monkeypatch.setattr(Model, "load", lambda *at, dtype, **how: loaded.append(dtype) or load(*at, dtype=dtype, **how))
-    monkeypatch.setattr(expected, "_gaps", lambda *_: [1.0, 1.0, 0.25, 0.26, *[0.0] * (DRAFTS + 1)])
+    monkeypatch.setattr(expected, "_gaps", lambda *_: [1.0, 1.0, 0.25, 0.26, *[0.0] * (MAX_K + 1)])
     found = build_record(FIXTURES / "glm_one", refrain(2, 20, seed=5).tolist(), count=2, tokens=4)
     assert [each["close"] for each in found["prompts"]] == [[2], [2]]
     assert loaded == [torch.float32, torch.bfloat16]
@@ -180,7 +180,7 @@ def test_what_a_record_holds(monkeypatch):
 
 def vectors(trained):
     return {
-        title: build_vector(trained[name], refrain(1, 8, seed=seed)[0].tolist(), drafts=3, num_rounds=2)
+        title: build_vector(trained[name], refrain(1, 8, seed=seed)[0].tolist(), k=3, num_rounds=2)
         for title, (name, seed) in VECTORS.items()
     }
 
@@ -214,12 +214,12 @@ def test_rules_of_acceptance_are_recorded(built):
     assert {name: each.fault for name, each in found.items()} == {
         "ratio": "", "block": "", "argmax": "argmax-drafts", "match": "exact-match"
     }  # fmt: skip
-    for drafts, ending in ((drafts, ending) for drafts in range(1, DRAFTS + 1) for ending in ("whole", "cut")):
-        kept = {name: sum(map(sum, each.counts[drafts][ending][1])) for name, each in found.items()}
+    for k, ending in ((k, ending) for k in range(1, MAX_K + 1) for ending in ("whole", "cut")):
+        kept = {name: sum(map(sum, each.counts[k][ending][1])) for name, each in found.items()}
         assert kept["match"] < 0.9 * kept["ratio"] <= 0.9 * kept["block"] * (1 + 1e-6)
-        offered = found["ratio"].counts[drafts][ending][0]
+        offered = found["ratio"].counts[k][ending][0]
         assert len(offered) == PASSES
-        assert {len(row) for row in offered} == {drafts}
+        assert {len(row) for row in offered} == {k}
 
 
 def test_readings_have_no_torch(built):

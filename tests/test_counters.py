@@ -40,7 +40,7 @@ vllm:prefix_cache_hits_total{engine="0",model_name="a"} 64
 def test_vllm_metrics():
     """Summed over engines, one model of two; per position without condition -> conditional with intervals."""
     found = from_metrics(VLLM, model="a")
-    assert (found.engine, found.drafts, found.draft_tokens, found.accepted) == ("vLLM", 200, 400, 250)
+    assert (found.engine, found.num_drafts, found.draft_tokens, found.accepted) == ("vLLM", 200, 400, 250)
     assert (found.per_position, found.since) == ((170, 80), 1.7e9)
     figures = found.acceptance()
     assert (figures.num_drafted, figures.num_accepted) == ((200, 170), (170, 80))
@@ -48,7 +48,7 @@ def test_vllm_metrics():
     assert figures.length == 1 + 250 / 200
     low, high = figures.intervals()[1]
     assert low < 80 / 170 < high
-    assert from_metrics(VLLM).drafts == 207
+    assert from_metrics(VLLM).num_drafts == 207
     assert prefix_hits(VLLM, model="a") == 64
     assert read(VLLM, model="a") == found
 
@@ -79,7 +79,7 @@ sglang:spec_verify_calls_total{tp_rank="0"} 40
 sglang:generation_tokens_total{tp_rank="0"} 100
 """
     found = from_metrics(text)
-    assert (found.engine, found.drafts, found.accepted, found.length) == ("SGLang", 40, 60, 2.5)
+    assert (found.engine, found.num_drafts, found.accepted, found.length) == ("SGLang", 40, 60, 2.5)
     assert found.notes == (FIRST_TOKENS,)
     assert found.acceptance().length == 2.5
     older = from_metrics('sglang:spec_accept_length{tp_rank="0"} 2.5\n')
@@ -100,7 +100,7 @@ def test_difference():
         from_metrics(VLLM.replace("100.0", "120.0").replace('"0"} 80', '"0"} 95'), model="a"),
     )
     moved = after.minus(before)
-    assert (moved.drafts, moved.accepted, moved.per_position) == (20, 0, (15, 0))
+    assert (moved.num_drafts, moved.accepted, moved.per_position) == (20, 0, (15, 0))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_json_of_sglang():
     """histogram[k]: rounds that kept k drafts."""
     meta = {"spec_verify_ct": 4, "spec_accept_histogram": [1, 2, 1], "completion_tokens": 8}
     found = from_json({"text": "x", "meta_info": meta})
-    assert (found.drafts, found.accepted, found.per_position) == (4, 4, (3, 1))
+    assert (found.num_drafts, found.accepted, found.per_position) == (4, 4, (3, 1))
 
 
 def test_json_of_vllm_bench():
@@ -210,7 +210,7 @@ def test_own_json_round_trip(tmp_path):
     path.write_text(json.dumps(found.as_record()))
     assert read(path) == Counters("vLLM", 200, 400, 250, (170, 80))  # summed over one: no start of counting
     path.write_text("\n".join([json.dumps(found.as_record())] * 2))
-    assert read(path).drafts == 400
+    assert read(path).num_drafts == 400
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,7 @@ class PassClock:
     def __init__(self, monkeypatch):
         self.now, self.calls = 0.0, []
         monkeypatch.setattr(decoding_costs._Passes, "verify", lambda passes, num: self.turn(("verify", num), num**2))
-        monkeypatch.setattr(
-            decoding_costs._Passes, "draft", lambda passes, drafts: self.turn(("draft", drafts), 0.5 * drafts)
-        )
+        monkeypatch.setattr(decoding_costs._Passes, "draft", lambda passes, k: self.turn(("draft", k), 0.5 * k))
 
     def turn(self, call, seconds):
         self.now += seconds
@@ -40,10 +38,10 @@ class PassClock:
 def test_costs_are_of_their_own_passes(trained, monkeypatch):
     """Each pass is timed after its predecessor in decoding, in rotating order; the warm-up does not count."""
     clock = PassClock(monkeypatch)
-    found = measure_costs(trained["glm"], drafts=3, batch=2, context=20, repeats=4, clock=clock)
+    found = measure_costs(trained["glm"], num_speculative_tokens=3, batch=2, context=20, repeats=4, clock=clock)
     assert found.v == (1, 4, 9, 16)
     assert found.c == 0.5
-    assert (found.batch, found.context, found.max_drafts, found.steps[0].num) == (2, 20, 3, 4)
+    assert (found.batch, found.context, found.max_speculative_tokens, found.steps[0].num) == (2, 20, 3, 4)
     assert found.round_cost(2) == 9 + 2 * 0.5
     pairs = list(zip(clock.calls[::2], clock.calls[1::2], strict=True))
     turns = [pairs[place : place + 5] for place in range(0, 25, 5)]
@@ -70,7 +68,7 @@ def test_passes_are_rolled_back(trained, name, path):
 
 
 def test_costs_of_a_real_model(trained):
-    found = measure_costs(build("glm4_moe"), drafts=2, context=600, repeats=1)
+    found = measure_costs(build("glm4_moe"), num_speculative_tokens=2, context=600, repeats=1)
     assert len(found.v) == 3
     assert min(*found.v, found.c) > 0
 
@@ -78,9 +76,9 @@ def test_costs_of_a_real_model(trained):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"drafts": 0}, "at least 1"),
-        ({"drafts": 2, "batch": 0}, "at least 1"),
-        ({"drafts": 2, "context": 510}, "512"),
+        ({"num_speculative_tokens": 0}, "at least 1"),
+        ({"num_speculative_tokens": 2, "batch": 0}, "at least 1"),
+        ({"num_speculative_tokens": 2, "context": 510}, "512"),
     ],
 )
 def test_bad_settings(trained, wrong, words):

@@ -23,7 +23,7 @@ from nextn.evaluate.diagnose import (
     ObservedCase,
     _on_prompts,
     audit_lines,
-    check_drafts,
+    check_num_speculative_tokens,
     count_retokenized,
     diagnose,
     novel_text_share,
@@ -46,7 +46,7 @@ from nextn.evaluate.workload import Prompt
 
 PROMPTS = [Prompt(tuple(row.tolist()), "xy"[place % 2]) for place, row in enumerate(refrain(12, 33, seed=10**6))]
 OTHERS = [Prompt(tuple(row.tolist()), "x") for row in refrain(16, 33, seed=5)]
-PLAN = ReferencePlan(drafts=3, temperatures=(0.0,), max_tokens=20, backend="torch", rule="ratio")
+PLAN = ReferencePlan(num_speculative_tokens=3, temperatures=(0.0,), max_tokens=20, backend="torch", rule="ratio")
 
 
 def counted(model, fault="", *, prompts=OTHERS):
@@ -56,8 +56,8 @@ def counted(model, fault="", *, prompts=OTHERS):
         found = next(each for each in FAULTS if each.name == fault)
         model, contract = apply_variants(model, contract, [fault_variant(found, model)])
     pooled = generate_texts(model, [prompt.text for prompt in prompts], PLAN, 0.0, contract=contract).pooled
-    drafts = pooled.num_drafted[0]
-    return Counters("vLLM", drafts, 3 * drafts, sum(pooled.num_accepted), pooled.num_accepted)
+    num_drafts = pooled.num_drafted[0]
+    return Counters("vLLM", num_drafts, 3 * num_drafts, sum(pooled.num_accepted), pooled.num_accepted)
 
 
 @pytest.fixture(scope="module")
@@ -179,10 +179,10 @@ def test_observed_counts():
     with pytest.raises(EngineError, match="is MTP on"):
         observed_counts(Counters("vLLM", 0, 0, 0), 3)
     with pytest.raises(ConfigError, match="set it with --num-speculative-tokens"):
-        check_drafts([EngineObservation(0.0, Counters("SGLang", length=2.5))], None)
+        check_num_speculative_tokens([EngineObservation(0.0, Counters("SGLang", length=2.5))], None)
     with pytest.raises(ConfigError, match="are for K = 3"):
-        check_drafts([EngineObservation(0.0, whole)], 4)
-    check_drafts([EngineObservation(0.0, Counters("SGLang", length=2.5))], 4)
+        check_num_speculative_tokens([EngineObservation(0.0, whole)], 4)
+    check_num_speculative_tokens([EngineObservation(0.0, Counters("SGLang", length=2.5))], 4)
 
 
 def test_halves():
@@ -327,7 +327,7 @@ def test_rounds_that_were_shorter_than_k():
     )
     assert draft_depth(replace(short, per_position=())) == 3
     assert draft_depth(Counters("x", 100, per_position=(70,), per_position_offered=(100, 60, 41))) == 3
-    check_drafts([EngineObservation(0.0, short)], None)
+    check_num_speculative_tokens([EngineObservation(0.0, short)], None)
 
 
 def test_share_of_novel_text():
@@ -397,7 +397,10 @@ def asked(monkeypatch):
     monkeypatch.setattr("nextn.engines.driver.from_metrics", lambda text, model: text)
 
     def run(answers, after, *, temperature=0.0, seed=3):
-        endpoint, calls = Counting(answers, replace(after, drafts=0, draft_tokens=0, accepted=0, emitted=0), after), []
+        endpoint, calls = (
+            Counting(answers, replace(after, num_drafts=0, draft_tokens=0, accepted=0, emitted=0), after),
+            [],
+        )
         prompts = [(place,) for place in range(len(answers))]
         seen = ask_prompts(
             endpoint, prompts, range(len(answers)), temperature, 5, seed=seed, on_answer=lambda: calls.append(1)
@@ -490,15 +493,15 @@ def test_the_reference_drafts_as_the_engine_does(plans):
         EngineObservation(0.0, Counters("x", 9, None, 5, (5,)), (0,)),
         EngineObservation(0.7, Counters("x", 9, None, 5, (3, 2)), (0,)),
     ]
-    diagnose(None, [Prompt((7,), "x")], seen, replace(PLAN, drafts=1))
-    assert [(plan.drafts, plan.temperatures) for plan in plans] == [(2, (0.0, 0.7))]
+    diagnose(None, [Prompt((7,), "x")], seen, replace(PLAN, num_speculative_tokens=1))
+    assert [(plan.num_speculative_tokens, plan.temperatures) for plan in plans] == [(2, (0.0, 0.7))]
     diagnose(
         None,
         [Prompt((7,), "x")],
         [EngineObservation(0.0, Counters("SGLang", length=1.5), (0,))],
-        replace(PLAN, drafts=1),
+        replace(PLAN, num_speculative_tokens=1),
     )
-    assert plans[1].drafts == 1
+    assert plans[1].num_speculative_tokens == 1
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ class Steep:
     def observe(self, num_tokens, seconds):
         pass
 
-    def learn(self, confidences, *, drafts, num_accepted):
-        self.learned.append(([round(each, 5) for each in confidences], drafts, num_accepted))
+    def learn(self, confidences, *, num_draft_tokens, num_accepted):
+        self.learned.append(([round(each, 5) for each in confidences], num_draft_tokens, num_accepted))
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,9 @@ def both(model, prompts, settings, length=None):
 def test_it_drafts_what_the_loop_drafts(random, sampling, sampled, lengths):
     """Sequences end at different times; the last rounds have fewer tokens remaining."""
     prompts = [prompt(length, seed=length) for length in lengths]
-    settings = Settings(drafts=4, max_tokens=23, sampling=sampling, sampled_drafts=sampled, eos=(5,), seed=2)
+    settings = Settings(
+        num_speculative_tokens=4, max_tokens=23, sampling=sampling, sampled_drafts=sampled, eos=(5,), seed=2
+    )
     native, loop = both(random, prompts, settings)
     assert native == loop
 
@@ -98,7 +100,9 @@ def test_a_draft_vocabulary_stays_native(sampling):
     ids = torch.tensor([2, 3, 7, 20, 33])
     model.head.draft_vocabulary = DraftVocabulary(ids, model.trunk.vocab_size)
     native, loop = both(
-        fast_of(model), [prompt(17, seed=17), prompt(9)], Settings(drafts=3, max_tokens=23, sampling=sampling)
+        fast_of(model),
+        [prompt(17, seed=17), prompt(9)],
+        Settings(num_speculative_tokens=3, max_tokens=23, sampling=sampling),
     )
     assert native == loop
     drafts = {token for rows in native[0] for part in rows for token in part.drafts}
@@ -119,14 +123,14 @@ def test_a_draft_vocabulary_stays_native(sampling):
 def test_it_ends_where_the_plan_ends(trained, length: type[DraftLength], sampling):
     """By the confidence of each row, before a draft is sampled; the policy learns the same as from the loop."""
     prompts = [*refrain(3, 30, seed=4).tolist(), prompt(9, vocab_size=40)]
-    native, loop = both(trained, prompts, Settings(drafts=6, max_tokens=30, sampling=sampling), length)
+    native, loop = both(trained, prompts, Settings(num_speculative_tokens=6, max_tokens=30, sampling=sampling), length)
     assert native == loop
     depths = {len(part.drafts) for rows in native[0] for part in rows}
     assert len(depths) > 2
 
 
 def test_it_keeps_drafts(trained):
-    settings = Settings(drafts=6, max_tokens=40, sampling=Sampling(1.0))
+    settings = Settings(num_speculative_tokens=6, max_tokens=40, sampling=Sampling(1.0))
     native, _ = both(trained, refrain(4, 40, seed=9).tolist(), settings)
     parts = [part for rows in native[0] for part in rows if part.drafts]
     assert sum(part.num_accepted for part in parts) > len(parts)
@@ -134,7 +138,9 @@ def test_it_keeps_drafts(trained):
 
 @pytest.mark.parametrize("contract", [Contract(rerun=False), Contract(prefill=False), Contract(offset=-1)])
 def test_faults_can_be_injected(trained, contract):
-    native, loop = both(trained, refrain(2, 30, seed=1).tolist(), Settings(drafts=4, max_tokens=24, contract=contract))
+    native, loop = both(
+        trained, refrain(2, 30, seed=1).tolist(), Settings(num_speculative_tokens=4, max_tokens=24, contract=contract)
+    )
     assert native == loop
 
 
@@ -155,10 +161,10 @@ def test_a_plan_that_grows(random):
         def observe(self, num_tokens, seconds):
             pass
 
-        def learn(self, confidences, *, drafts, num_accepted):
+        def learn(self, confidences, *, num_draft_tokens, num_accepted):
             pass
 
-    settings = Settings(drafts=60, max_tokens=150, sampling=Sampling(1.0))
+    settings = Settings(num_speculative_tokens=60, max_tokens=150, sampling=Sampling(1.0))
     native, loop = both(random, [prompt(200), prompt(3)], settings, Growing)
     assert native == loop
     assert max(len(part.drafts) for rows in native[0] for part in rows) > 20

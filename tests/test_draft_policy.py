@@ -22,7 +22,7 @@ from nextn.speculative.draft_policy import (
     RoundPlan,
 )
 from nextn.speculative.sampling import accept_block
-from nextn.stats.speedup import Costs, Spread, best_drafts, expected_speedup
+from nextn.stats.speedup import Costs, Spread, best_k, expected_speedup
 
 FLAT = tuple(1 + 0.005 * num for num in range(17))
 STEEP = tuple(1 + 0.06 * num for num in range(17))
@@ -80,17 +80,17 @@ def simulated(rule, head, v, c, *, rounds=2000, seed=0) -> Result:
             if chain.extend(confidence):
                 stands.append(draw.random() < rate)
         kept = (*stands, False).index(False)
-        rule.learn(chain.confidences, drafts=chain.drafts, num_accepted=kept)
+        rule.learn(chain.confidences, num_draft_tokens=chain.num_draft_tokens, num_accepted=kept)
         found.tokens += kept + 1
-        found.cost += v[chain.drafts] + c * len(chain.confidences)
-        found.lengths.append(chain.drafts)
+        found.cost += v[chain.num_draft_tokens] + c * len(chain.confidences)
+        found.lengths.append(chain.num_draft_tokens)
     return found
 
 
 def best_fixed(rate, v, c):
     """By the formula, for drafts that all stand with this probability on average."""
     rates = [rate] * (len(v) - 1)
-    return expected_speedup(costs(v, c), rates, best_drafts(costs(v, c), rates))
+    return expected_speedup(costs(v, c), rates, best_k(costs(v, c), rates))
 
 
 class Oracle(FixedLength):
@@ -174,13 +174,13 @@ def test_a_plan_is_followed_by_hand():
     plan = RoundPlan(4, (0.0, 0.5), (0.25, 0.5), (0.0, 0.25, 0.2, 0.0), (0.0, 0.25, 0.2, 0.0))
     chain = plan.begin()
     assert [chain.can_extend, chain.extend(0.5), chain.can_extend] == [True, True, True]
-    assert (chain.extend(0.9), chain.can_extend, chain.drafts) == (True, True, 2), "0.25 is no less than 0.25"
-    assert (chain.extend(0.5), chain.can_extend, chain.drafts) == (False, False, 2), "0.125 is less than 0.2"
+    assert (chain.extend(0.9), chain.can_extend, chain.num_draft_tokens) == (True, True, 2), "0.25 is no less than 0.25"
+    assert (chain.extend(0.5), chain.can_extend, chain.num_draft_tokens) == (False, False, 2), "0.125 is less than 0.2"
     assert chain.confidences == [0.5, 0.9, 0.5]
     chain = plan.begin()
-    assert (chain.extend(0.5), chain.extend(0.4), chain.can_extend, chain.drafts) == (True, False, False, 1)
+    assert (chain.extend(0.5), chain.extend(0.4), chain.can_extend, chain.num_draft_tokens) == (True, False, False, 1)
     chain = RoundPlan(4, take=(0.0,) * 4, go=(1.0, 1.1, 0.0, 0.0)).begin()
-    assert (chain.extend(0.1), chain.can_extend, chain.extend(0.1), chain.can_extend, chain.drafts) == (
+    assert (chain.extend(0.1), chain.can_extend, chain.extend(0.1), chain.can_extend, chain.num_draft_tokens) == (
         True,
         True,
         True,
@@ -260,8 +260,8 @@ def test_what_is_learned_of_a_round():
     """Drafts behind the first that does not stand, and laws that were not drafted from, tell nothing."""
     rule, edges = AdaptiveLength(costs(FLAT, 0.1), overhead=0.5), RoundPlan(1, EDGES)
     before = rule.calibration.table
-    rule.learn([0.97, 0.5, 0.2], drafts=2, num_accepted=0)
-    rule.learn([0.97, 0.1], drafts=1, num_accepted=1)
+    rule.learn([0.97, 0.5, 0.2], num_draft_tokens=2, num_accepted=0)
+    rule.learn([0.97, 0.1], num_draft_tokens=1, num_accepted=1)
     assert [rule.calibration.table[at] == pytest.approx(value) for at, value in enumerate(before)] == [
         at != edges.bin(0.97) for at in range(len(before))
     ]
@@ -270,10 +270,10 @@ def test_what_is_learned_of_a_round():
 def test_the_rate_by_hand():
     """Tokens by what rounds cost, the head's steps without a draft and the overhead of a round that drafts among it."""
     rule = AdaptiveLength(costs(FLAT, 0.1), overhead=0.5)
-    best = best_drafts(costs(FLAT, 0.1), [0.7] * 16, overhead=0.5)
+    best = best_k(costs(FLAT, 0.1), [0.7] * 16, overhead=0.5)
     assert rule.rate == pytest.approx(expected_speedup(costs(FLAT, 0.1), [0.7] * 16, best, overhead=0.5))
     tokens, cost = rule.tokens, rule.cost
-    rule.learn([0.9, 0.9, 0.2], drafts=2, num_accepted=1)
+    rule.learn([0.9, 0.9, 0.2], num_draft_tokens=2, num_accepted=1)
     assert (rule.tokens, rule.cost) == pytest.approx((tokens + 2, cost + FLAT[2] + 3 * 0.1 + 0.5))
 
 
@@ -282,7 +282,7 @@ def test_how_long_rounds_are_remembered():
     rule = AdaptiveLength(costs(FLAT, 0.1))
     for kept, longest in ((6, 256), (0, 8)):
         for _ in range(600):
-            rule.learn([0.9] * 6, drafts=6, num_accepted=kept)
+            rule.learn([0.9] * 6, num_draft_tokens=6, num_accepted=kept)
         assert rule.cost == pytest.approx(longest)
     rule.tokens = rule.cost
     assert not rule.pays  # what brings as much as plain decoding is not worth it
@@ -292,16 +292,16 @@ def test_probes_of_plain_decoding():
     """Every 32nd round drafts, by what is known by then and at floors of plain decoding's rate."""
     rule, drafted = AdaptiveLength(costs(FLAT, 0.1)), []
     for _ in range(600):
-        rule.learn([0.9] * 16, drafts=16, num_accepted=0)
+        rule.learn([0.9] * 16, num_draft_tokens=16, num_accepted=0)
     for turn in range(100):
         plan = rule.plan()
-        if plan.max_drafts:
+        if plan.max_speculative_tokens:
             drafted.append(turn)
             assert plan.take[0] == pytest.approx(FLAT[1] - 1)
             assert plan.table == rule.calibration.table
-            rule.learn([0.9], drafts=1, num_accepted=0)
+            rule.learn([0.9], num_draft_tokens=1, num_accepted=0)
         else:
-            rule.learn([], drafts=0, num_accepted=0)
+            rule.learn([], num_draft_tokens=0, num_accepted=0)
     assert drafted == [31, 63, 95]
 
 
@@ -335,7 +335,7 @@ def recorded(draw, turn):
 def test_settles_within_a_few_dozen_rounds(v, c):
     """A rate that begins far off, a rule that goes on jumping. Over many texts, as single ones are luck."""
     mean = sum(share * rate for share, rate in RECORDED.values())
-    best = best_drafts(costs(v, c), [mean] * (len(v) - 1))
+    best = best_k(costs(v, c), [mean] * (len(v) - 1))
     aimed = simulated(FixedLength(best), recorded, v, c, rounds=8000).rate
     first, later = Result(), []
     for seed in range(100, 220):
@@ -354,14 +354,14 @@ def test_a_rule_is_kept_while_little_is_new():
     rule, seen = AdaptiveLength(costs(FLAT, 0.07)), []
     for turn in range(200):
         seen.append(rule.plan())
-        rule.learn([0.9] * 6, drafts=6, num_accepted=(6, 3)[turn % 2])
+        rule.learn([0.9] * 6, num_draft_tokens=6, num_accepted=(6, 3)[turn % 2])
     changes = [turn for turn in range(1, 200) if seen[turn] is not seen[turn - 1]]
     assert changes[:7] == list(range(1, 8))
     assert all(later - turn <= 17 for turn, later in pairwise(changes))
     assert len(changes) < 40
     for _ in range(600):
-        rule.learn([0.9] * 6, drafts=6, num_accepted=0)
-    assert rule.plan().max_drafts == 0
+        rule.learn([0.9] * 6, num_draft_tokens=6, num_accepted=0)
+    assert rule.plan().max_speculative_tokens == 0
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -374,9 +374,11 @@ def test_a_plan_holds_as_long_as_it_says(rows, rate):
         lasting.append(rule.rounds_unchanged(rows))
         for _ in range(lasting[-1]):
             assert rule.plan() is plan
-            for _ in range(rows if plan.max_drafts else 1):
-                kept = sum(draw.random() < rate for _ in range(plan.max_drafts))
-                rule.learn([0.9] * plan.max_drafts, drafts=plan.max_drafts, num_accepted=kept)
+            for _ in range(rows if plan.max_speculative_tokens else 1):
+                kept = sum(draw.random() < rate for _ in range(plan.max_speculative_tokens))
+                rule.learn(
+                    [0.9] * plan.max_speculative_tokens, num_draft_tokens=plan.max_speculative_tokens, num_accepted=kept
+                )
     assert min(lasting) == 1
     assert max(lasting) > 5
 
@@ -432,10 +434,10 @@ def test_stopping_before_the_draw_is_exact(rule):
 def _length(plan, q, path):
     chain = plan.begin()
     while chain.can_extend and chain.extend(
-        q[chain.drafts][number(torch.tensor([path])[:, : chain.drafts], 3)].max().item()
+        q[chain.num_draft_tokens][number(torch.tensor([path])[:, : chain.num_draft_tokens], 3)].max().item()
     ):
         pass
-    return chain.drafts
+    return chain.num_draft_tokens
 
 
 @pytest.mark.parametrize(
@@ -454,7 +456,7 @@ def test_what_is_no_length(make):
 
 def time_lost(used, speeds):
     """The share of time that rounds of one number of tokens took beyond those of the best length."""
-    return 1 - len(used) / max(speeds.values()) / sum(1 / speeds[drafts] for drafts in used)
+    return 1 - len(used) / max(speeds.values()) / sum(1 / speeds[k] for k in used)
 
 
 def test_measured_length_follows_the_clock():
@@ -464,17 +466,17 @@ def test_measured_length_follows_the_clock():
     for turn in range(6000):
         if turn == 2000:
             speeds[0] = 1000.0
-        drafts = rule.plan().max_drafts
+        k = rule.plan().max_speculative_tokens
         assert rule.rounds_unchanged(1) >= 1
-        used.append(drafts)
-        rule.observe(3, 3 / speeds[drafts])
+        used.append(k)
+        rule.observe(3, 3 / speeds[k])
     assert used[:11] == [4] * 5 + [2] * 5 + [0]
-    assert sum(drafts == 4 for drafts in used[:2000]) > 0.92 * 2000
+    assert sum(k == 4 for k in used[:2000]) > 0.92 * 2000
     assert 0.001 < time_lost(used[200:2000], {4: 300.0, 2: 250.0, 0: 100.0}) < 0.03
     assert 0.001 < time_lost(used[3400:], speeds) < 0.03
     assert rule.rate(0) == pytest.approx(1000)
     changed = used.index(0, used.index(0, 2000) + 5)  # where it became the best
-    assert any(drafts != 0 for drafts in used[changed : changed + 60])  # the others are soon tried again
+    assert any(k != 0 for k in used[changed : changed + 60])  # the others are soon tried again
     assert "K = 4 brings 300 tokens/s" in rule.reason
 
 
@@ -482,6 +484,6 @@ def test_measured_length_ignores_the_round_after_a_change():
     """That round refreshes the head with what plain rounds left, however long they were."""
     rule = MeasuredLength((4, 0))
     for _ in range(400):
-        is_first, drafts = rule._is_first, rule.plan().max_drafts
+        is_first, k = rule._is_first, rule.plan().max_speculative_tokens
         rule.observe(2, 100.0 if is_first else 1.0)
-        assert rule.rate(drafts) in (0.0, pytest.approx(2.0))
+        assert rule.rate(k) in (0.0, pytest.approx(2.0))

@@ -44,10 +44,12 @@ def restored(model, monkeypatch):
 def with_costs(monkeypatch, per_token):
     """A draft step of `per_token` plain steps for each token of the vocabulary."""
 
-    def costs(model, *, drafts, backend):
+    def costs(model, *, num_speculative_tokens, backend):
         vocabulary = model.head.draft_vocabulary
         size = model.trunk.vocab_size if vocabulary is None else len(vocabulary)
-        return Costs(1, 1, tuple(Spread.of([1.0]) for _ in range(drafts + 1)), Spread.of([per_token * size]))
+        return Costs(
+            1, 1, tuple(Spread.of([1.0]) for _ in range(num_speculative_tokens + 1)), Spread.of([per_token * size])
+        )
 
     monkeypatch.setattr(draft_vocabulary_size, "measure_costs", costs)
     monkeypatch.setattr(
@@ -60,7 +62,7 @@ def decoded(model, tokens):
     split = len(tokens) - len(tokens) // 8
     scored = draft_vocabulary_size._score_continuations(model, tokens[split:], K, "auto")
     prompts = [list(each.text.prompt) for each in scored]
-    results = generate(model, prompts, Settings(drafts=K, max_tokens=draft_vocabulary_size._NEW))
+    results = generate(model, prompts, Settings(num_speculative_tokens=K, max_tokens=draft_vocabulary_size._NEW))
     assert [result.tokens for result in results] == [each.text.new for each in scored]
     return Acceptance.of(Round((part,), 0.0, 0.0) for result in results for part in result.rounds)
 
@@ -69,7 +71,7 @@ def test_rates_of_the_whole_vocabulary_are_those_of_decoding(model, tokens, monk
     """Starts that are off by one; a vocabulary that is left on the head; rates over all positions alike."""
     with_costs(monkeypatch, 0.0)
     model.head.draft_vocabulary = DraftVocabulary.of([tokens], 40, vocab_size=model.trunk.vocab_size)
-    choice = choose_draft_vocabulary(model, tokens, drafts=K)
+    choice = choose_draft_vocabulary(model, tokens, num_speculative_tokens=K)
     assert choice.vocabulary is None
     assert model.head.draft_vocabulary is None
     assert [each.size for each in choice.estimates] == [8, 16, 32, 64, 128, 256, model.trunk.vocab_size]
@@ -79,7 +81,7 @@ def test_rates_of_the_whole_vocabulary_are_those_of_decoding(model, tokens, monk
 def test_a_smaller_vocabulary_where_draft_steps_cost(model, tokens, monkeypatch):
     """Tokens of the held-out part counted, or drafts outside counted as right; a choice that is not set."""
     with_costs(monkeypatch, 1 / model.trunk.vocab_size)
-    choice = choose_draft_vocabulary(model, tokens, drafts=K, always=(7,))
+    choice = choose_draft_vocabulary(model, tokens, num_speculative_tokens=K, always=(7,))
     best = max(choice.estimates, key=lambda each: each.speedup)
     assert len(choice.vocabulary) == best.size < model.trunk.vocab_size
     assert choice.speedup == pytest.approx(best.speedup)
@@ -117,7 +119,7 @@ def test_a_draft_step_that_is_measured_to_be_no_faster(model, tokens, monkeypatc
     with_costs(monkeypatch, 1 / model.trunk.vocab_size)
     same = Costs(1, 1, tuple(Spread.of([1.0]) for _ in range(K + 1)), Spread.of([1.0]))
     monkeypatch.setattr(draft_vocabulary_size, "measure_costs", lambda *args, **options: same)
-    assert choose_draft_vocabulary(model, tokens, drafts=K).vocabulary is None
+    assert choose_draft_vocabulary(model, tokens, num_speculative_tokens=K).vocabulary is None
     assert model.head.draft_vocabulary is None
 
 
@@ -126,7 +128,7 @@ def test_a_draft_step_that_is_measured_to_be_no_faster(model, tokens, monkeypatc
 )
 def test_texts_that_nothing_can_be_chosen_by(model, text, says):
     with pytest.raises(ConfigError, match=says):
-        choose_draft_vocabulary(model, encode(model, text), drafts=K)
+        choose_draft_vocabulary(model, encode(model, text), num_speculative_tokens=K)
 
 
 def test_the_option(here, tmp_path, monkeypatch):

@@ -11,7 +11,13 @@ from artifacts import publish
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.errors import CheckpointError, ConfigError
 from nextn.families import rows
-from nextn.serve.engine_commands import ENGINES, SEPARATE_GGUF, advised_drafts, as_script, engine_commands
+from nextn.serve.engine_commands import (
+    ENGINES,
+    SEPARATE_GGUF,
+    advised_num_speculative_tokens,
+    as_script,
+    engine_commands,
+)
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FAMILIES = [row for row in rows() if row.names]
@@ -136,7 +142,7 @@ def record(tmp_path, **forecast):
 
 def test_k_from_advice(tmp_path, here):
     path = record(tmp_path)
-    assert advised_drafts(path) == 2
+    assert advised_num_speculative_tokens(path) == 2
     code, out, err = here("serve", FIXTURES / "qwen", "--print", "vllm", "--advice", path)
     assert (code, err) == (0, "")
     assert '"num_speculative_tokens": 2' in out
@@ -148,9 +154,9 @@ def test_k_from_advice(tmp_path, here):
 
 def test_advice_that_cannot_be_used(tmp_path):
     with pytest.raises(ConfigError, match="advises against MTP: leave it off here"):
-        advised_drafts(record(tmp_path, best_drafts=0, verdict="leave it off here"))
+        advised_num_speculative_tokens(record(tmp_path, best_drafts=0, verdict="leave it off here"))
     (tmp_path / "other.json").write_text("[]")
     with pytest.raises(ConfigError, match="not a record of `nextn advise`"):
-        advised_drafts(tmp_path / "other.json")
+        advised_num_speculative_tokens(tmp_path / "other.json")
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        advised_drafts(tmp_path / "none.json")
+        advised_num_speculative_tokens(tmp_path / "none.json")

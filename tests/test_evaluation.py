@@ -48,7 +48,7 @@ def test_forced_figures_by_hand():
 def test_decoded_counts_and_flags_loops(trained):
     """The decoder's figures on the fixture, with the degeneracy check of the texts beside them."""
     prompts = [row.tolist() for row in refrain(4, 33, seed=7)]
-    figures = decoded_figures(trained["glm"], prompts, Settings(drafts=3, max_tokens=20))
+    figures = decoded_figures(trained["glm"], prompts, Settings(num_speculative_tokens=3, max_tokens=20))
     assert figures.acceptance.num_rounds > 0
     assert len(figures.checks) == 4
     assert 0 <= figures.looping <= 1

@@ -56,7 +56,7 @@ def rules(draft, trunk):
 
 def test_a_draft_and_the_command_that_serves_it(made, tmp_path):
     """All tensors bit for bit in the file that engines look for, with the record of its trunk; K and overrides."""
-    vllm = export(made / "draft", tmp_path / "draft", "vllm", drafts=4)
+    vllm = export(made / "draft", tmp_path / "draft", "vllm", num_speculative_tokens=4)
     assert sorted(path.name for path in vllm.path.iterdir()) == ["config.json", "model.safetensors"]
     written, own = load_file(vllm.path / "model.safetensors"), load_file(made / "draft" / "head.safetensors")
     assert written.keys() == own.keys()

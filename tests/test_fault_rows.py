@@ -15,7 +15,7 @@ from nextn.evaluate.reference import ReferencePlan, reference_acceptance
 from nextn.evaluate.workload import Prompt
 
 PROMPTS = [Prompt(tuple(row.tolist()), "x") for row in refrain(12, 33, seed=10**6)]
-PLAN = ReferencePlan(drafts=3, max_tokens=20, backend="torch")
+PLAN = ReferencePlan(num_speculative_tokens=3, max_tokens=20, backend="torch")
 # fault -> the fixture that shows it, and the least AL that it costs there, at temperature 1.
 COSTS = {
     "head-unset": ("glm", 2.5),

@@ -17,7 +17,7 @@ PROMPTS = [row.tolist() for row in refrain(32, 33, seed=10**6)]
 
 
 def figures(model, **settings):
-    texts, log = decode(model, PROMPTS, drafts=4, max_tokens=28, **settings)
+    texts, log = decode(model, PROMPTS, num_speculative_tokens=4, max_tokens=28, **settings)
     return texts, Acceptance.of(log)
 
 
@@ -79,7 +79,7 @@ def test_fault_costs_acceptance_and_nothing_else(fault, trained):
 def test_fixtures_are_worth_faulting(name, trained):
     """A fixture with poor acceptance could hide a fault; its text must be the refrain, not a loop of one token."""
     texts, right = figures(trained[name])
-    plain, _ = decode(trained[name], PROMPTS, drafts=0, max_tokens=28)
+    plain, _ = decode(trained[name], PROMPTS, num_speculative_tokens=0, max_tokens=28)
     assert texts == plain
     assert right.length > 1.5
     assert all(len(set(text)) > 3 for text in texts)

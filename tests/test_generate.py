@@ -22,7 +22,7 @@ def model():
 
 def test_stream_adds_up_to_generate(model):
     """The pieces of a stream are the whole text, for each row of a batch."""
-    settings = Settings(drafts=3, max_tokens=24)
+    settings = Settings(num_speculative_tokens=3, max_tokens=24)
     results = generate(model, ["def f(", "x"], settings)
     pieces = ["", ""]
     for chunk in stream(model, ["def f(", "x"], settings):
@@ -32,7 +32,7 @@ def test_stream_adds_up_to_generate(model):
 
 
 def test_drafts_do_not_change_the_text(model):
-    plain, mtp = (generate(model, ["abc"], Settings(drafts=k, max_tokens=20))[0] for k in (0, 4))
+    plain, mtp = (generate(model, ["abc"], Settings(num_speculative_tokens=k, max_tokens=20))[0] for k in (0, 4))
     assert plain.text == mtp.text
     assert plain.acceptance.num_rounds == 0
     assert mtp.acceptance.num_rounds == sum(bool(part.drafts) for part in mtp.rounds)
@@ -72,7 +72,7 @@ def test_stop_counts_tokens_exactly():
 
 
 def test_stop_string_ends_the_row(model):
-    settings = Settings(drafts=4, max_tokens=40)
+    settings = Settings(num_speculative_tokens=4, max_tokens=40)
     whole = generate(model, ["abc"], settings)[0]
     stop = whole.text[5:7]
     result = generate(model, ["abc"], settings, stop=[stop])[0]
@@ -94,11 +94,11 @@ def test_bad_requests(model):
 
 def test_the_checkpoints_eos_ends_a_text(model):
     """Without eos in the settings the checkpoint's own ends the text, and is not shown; eos = () ignores it."""
-    whole = generate(model, ["abc"], Settings(drafts=2, max_tokens=12, eos=()))[0]
+    whole = generate(model, ["abc"], Settings(num_speculative_tokens=2, max_tokens=12, eos=()))[0]
     config = model.trunk.model.generation_config
     config.eos_token_id, before = whole.tokens[4], config.eos_token_id
     try:
-        result = generate(model, ["abc"], Settings(drafts=2, max_tokens=12))[0]
+        result = generate(model, ["abc"], Settings(num_speculative_tokens=2, max_tokens=12))[0]
     finally:
         config.eos_token_id = before
     assert result.finish == "eos"
@@ -131,7 +131,7 @@ def test_eos_comes_from_the_checkpoint(model):
 def test_a_shortlist_changes_the_drafts_and_not_the_text(trained, backend):
     """Tokens outside are never drafted; the trunk says them all the same."""
     model = trained["glm"]
-    settings = Settings(drafts=3, max_tokens=40)
+    settings = Settings(num_speculative_tokens=3, max_tokens=40)
     whole = generate(model, [[3, 1, 4]], settings, backend=backend)[0]
     ids = sorted(Counter(whole.tokens).most_common(2))
     model.head.draft_vocabulary = DraftVocabulary(torch.tensor([token for token, _ in ids]), model.trunk.vocab_size)

@@ -99,7 +99,7 @@ def asked(post, ids, count, probs=0):
 def test_probabilities_and_texts_are_ours(name, tmp_path):
     """After prompts of 60 to 99 tokens, the 20 most probable tokens; and greedy texts with drafts."""
     trunk, head = trained(tmp_path, *TRUNKS[name])
-    exported = export(head, tmp_path / "model.gguf", "llama.cpp", drafts=3)
+    exported = export(head, tmp_path / "model.gguf", "llama.cpp", num_speculative_tokens=3)
     model = Model.load(trunk, head=head)
     ids = torch.randint(0, 250, (1, 100), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -21,8 +21,8 @@ def test_drafts_change_no_text(name):
     model = build(name, modules=MOST[name]).to(CUDA)
     assert (backend_for(model).name, backend_for(model).trunk.module) == ("torch", model.trunk)
     prompts = [prompt(length, seed=length) for length in (3, 17, 40)]
-    texts, _ = decode(model, prompts, drafts=3, max_tokens=10)
-    assert texts == decode(model, prompts, drafts=0, max_tokens=10)[0]
+    texts, _ = decode(model, prompts, num_speculative_tokens=3, max_tokens=10)
+    assert texts == decode(model, prompts, num_speculative_tokens=0, max_tokens=10)[0]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(0.7, top_k=9), Sampling(1.0, top_p=0.8)])
@@ -32,5 +32,5 @@ def test_trained_heads_decode_as_on_cpus(name, sampling, fixture_folder):
     logs = []
     for device in ("cpu", "cuda"):
         model = Model.load(fixture_folder / name, dtype=torch.float32, device=device)
-        logs.append(decode(model, prompts, drafts=4, max_tokens=24, sampling=sampling)[1])
+        logs.append(decode(model, prompts, num_speculative_tokens=4, max_tokens=24, sampling=sampling)[1])
     assert [each.rows for each in logs[0]] == [each.rows for each in logs[1]]

@@ -118,6 +118,6 @@ def test_a_prompt_only_refreshes_the_head(monkeypatch):
     monkeypatch.setattr(fast.head, "step", None)  # whose outputs nobody needs
     sequence = BatchSequence(row=0, tokens=list(range(1, 12)), max_tokens=4, eos=(), uniforms=Uniforms(0))
     with torch.inference_mode():
-        batch = DecodingBatch(fast.trunk, fast.head, [sequence], Settings(drafts=2), FixedLength(2))
+        batch = DecodingBatch(fast.trunk, fast.head, [sequence], Settings(num_speculative_tokens=2), FixedLength(2))
         batch.prefill()
     assert batch.drafter.caches[0].lengths == [10]  # the last position needs the token after it

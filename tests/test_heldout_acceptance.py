@@ -24,7 +24,7 @@ def glm():
 def answered(model, *, count, length, **settings):
     """Prompts with what the decoder answered, as one batch whose answers count; and the decoder's own figures."""
     prompts = refrain(count, 24, seed=5).tolist()
-    texts, log = decode(model, prompts, drafts=K, max_tokens=length, **settings)
+    texts, log = decode(model, prompts, num_speculative_tokens=K, max_tokens=length, **settings)
     tokens = torch.tensor([[*prompt, *text[:length]] for prompt, text in zip(prompts, texts, strict=True)])
     mask = torch.zeros_like(tokens, dtype=torch.bool)
     mask[:, 24:] = True

@@ -40,12 +40,12 @@ def drafted(log):
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS[3:], LENGTHS[:1], (9, 2 * MAX_RECURRENT_BLOCK + 9, 17)], ids=str)
-@pytest.mark.parametrize("drafts", others_slow([0, 1, 3, 6], 0, 3))
-def test_rounds_equal_plain_rounds(name, lengths, drafts):
+@pytest.mark.parametrize("k", others_slow([0, 1, 3, 6], 0, 3))
+def test_rounds_equal_plain_rounds(name, lengths, k):
     """Token for token and draft for draft: catches a state, history or count of another sequence or block."""
     prompts = [prompt(length, seed=length) for length in lengths]
-    texts, log = decode(fast(name), prompts, drafts=drafts, max_tokens=20)
-    expected, plain_log = decode(plain(name), prompts, drafts=drafts, max_tokens=20)
+    texts, log = decode(fast(name), prompts, num_speculative_tokens=k, max_tokens=20)
+    expected, plain_log = decode(plain(name), prompts, num_speculative_tokens=k, max_tokens=20)
     assert texts == expected
     assert drafted(log) == drafted(plain_log)
 
@@ -53,9 +53,11 @@ def test_rounds_equal_plain_rounds(name, lengths, drafts):
 @pytest.mark.parametrize("kept", others_slow(range(6), 0, 3, 5))
 def test_rejection_at_every_position(name, kept):
     """Each round accepts exactly `kept` of 5 drafts: the state after every position of a block is right."""
-    text = decode(plain(name), [prompt(17, seed=17)], drafts=0, max_tokens=20)[0]
+    text = decode(plain(name), [prompt(17, seed=17)], num_speculative_tokens=0, max_tokens=20)[0]
     drafter = oracle(text, right=[kept])
-    found, log = decode(fast(name), [prompt(17, seed=17)], drafts=5, max_tokens=20, make_drafter=drafter)
+    found, log = decode(
+        fast(name), [prompt(17, seed=17)], num_speculative_tokens=5, max_tokens=20, make_drafter=drafter
+    )
     assert found == text
     parts = [part for each in log for part in each.rows if len(part.drafts) == 5]
     assert parts
@@ -63,15 +65,15 @@ def test_rejection_at_every_position(name, kept):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("drafts", others_slow([1, 3, 6], 3))
-def test_drafts_never_change_the_text(name, dtype, drafts):
+@pytest.mark.parametrize("k", others_slow([1, 3, 6], 3))
+def test_drafts_never_change_the_text(name, dtype, k):
     """Ragged rows keep different counts, also 0 and all; and no token's arithmetic depends on the window's size: with
     drafts or without, in bf16, too, the text is the same."""
     model, prompts = fast(name, dtype), [prompt(length, seed=length) for length in LENGTHS]
-    texts = [decode(model, [each], drafts=0, max_tokens=24)[0][0] for each in prompts]
-    assert decode(model, prompts, drafts=drafts, max_tokens=24)[0] == texts
-    drafter = oracle(texts, right=[drafts, 0, 1, drafts - 1, 2])
-    found, log = decode(model, prompts, drafts=drafts, max_tokens=24, chunk=13, make_drafter=drafter)
+    texts = [decode(model, [each], num_speculative_tokens=0, max_tokens=24)[0][0] for each in prompts]
+    assert decode(model, prompts, num_speculative_tokens=k, max_tokens=24)[0] == texts
+    drafter = oracle(texts, right=[k, 0, 1, k - 1, 2])
+    found, log = decode(model, prompts, num_speculative_tokens=k, max_tokens=24, chunk=13, make_drafter=drafter)
     assert found == texts
     assert {part.num_accepted for each in log for part in each.rows if part.drafts} >= {0, 1}
 
@@ -121,15 +123,15 @@ def test_what_cannot_be_put_back_is_refused():
 
 def test_more_drafts_than_a_window_holds():
     """A round drafts as many as can be put back, not all that were asked for."""
-    text = decode(plain("qwen3_5"), [prompt(9)], drafts=0, max_tokens=60)[0]
-    found, log = decode(fast("qwen3_5"), [prompt(9)], drafts=50, max_tokens=60)
+    text = decode(plain("qwen3_5"), [prompt(9)], num_speculative_tokens=0, max_tokens=60)[0]
+    found, log = decode(fast("qwen3_5"), [prompt(9)], num_speculative_tokens=50, max_tokens=60)
     assert found == text
     assert max(len(part.drafts) for each in log for part in each.rows) == MAX_RECURRENT_BLOCK - 1
 
 
 def test_the_plain_path_is_whole_after_a_recording():
     """The replacements of transformers' functions are removed."""
-    before = decode(plain("qwen3_5"), [prompt(9)], drafts=2, max_tokens=8)
+    before = decode(plain("qwen3_5"), [prompt(9)], num_speculative_tokens=2, max_tokens=8)
     fast("qwen3_5").trunk.cache(1)
-    after = decode(plain("qwen3_5"), [prompt(9)], drafts=2, max_tokens=8)
+    after = decode(plain("qwen3_5"), [prompt(9)], num_speculative_tokens=2, max_tokens=8)
     assert before[0] == after[0]

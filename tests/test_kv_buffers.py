@@ -70,11 +70,11 @@ def test_sequences_are_removed():
         assert keys[:, 0, 4, 0].tolist() == [100 * layer + 24, 100 * layer + 4]
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_decoding_across_a_growth(drafts):
+@pytest.mark.parametrize("k", [0, 3])
+def test_decoding_across_a_growth(k):
     """From 250 positions to 274: the buffers grow beyond 256 in the middle of the text."""
     model = build("exaone_moe")
-    settings = {"drafts": drafts, "max_tokens": 24}
+    settings = {"num_speculative_tokens": k, "max_tokens": 24}
     texts, log = decode(fast_of(model), [prompt(250)], **settings)
     plain, other = decode(model, [prompt(250)], **settings)
     assert texts == plain

@@ -116,7 +116,7 @@ def test_fp32_stays_fp32_in_a_bf16_checkpoint(tmp_path):
     assert found["mtp.0.e_proj.weight"] == found["mtp.0.attn.wq_a.weight"] == "BF16"
     again = Model.load(tmp_path / "model")
     assert again.head.stack[0].block.attn_hc.fn.dtype == again.head.stack[0].collapse_fn.dtype == torch.float32
-    out = decode(again, [prompt(9), prompt(4)], drafts=3, max_tokens=6)[0]
+    out = decode(again, [prompt(9), prompt(4)], num_speculative_tokens=3, max_tokens=6)[0]
     assert [len(text) for text in out] == [6, 6]
 
 
@@ -300,7 +300,7 @@ def test_inkling_writes_what_transformers_writes(tmp_path):
     model, oracle = inkling(tmp_path / "model", 2, log_floor=8)
     start = prompt(9)
     out = oracle.generate(torch.tensor([start]), use_mtp=True, do_sample=False, max_new_tokens=12, eos_token_id=None)
-    assert out[0, len(start) :].tolist() == decode(model, [start], drafts=2, max_tokens=12)[0][0]
+    assert out[0, len(start) :].tolist() == decode(model, [start], num_speculative_tokens=2, max_tokens=12)[0][0]
 
 
 def test_a_norm_that_the_config_does_not_promise_is_not_there(tmp_path):
@@ -323,5 +323,6 @@ def test_the_text_model_alone_runs(tmp_path):
     model.save(tmp_path / "model")
     again = Model.load(tmp_path / "model")
     assert (
-        decode(again, [prompt(9)], drafts=3, max_tokens=8)[0] == decode(model, [prompt(9)], drafts=0, max_tokens=8)[0]
+        decode(again, [prompt(9)], num_speculative_tokens=3, max_tokens=8)[0]
+        == decode(model, [prompt(9)], num_speculative_tokens=0, max_tokens=8)[0]
     )

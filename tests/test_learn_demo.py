@@ -75,7 +75,9 @@ def test_torch_decodes_while_the_native_runtime_is_not_built(tmp_path, monkeypat
     status = SimpleNamespace(is_built=False, missing=(), problem="")
     monkeypatch.setattr(nextn.demo, "build_status", lambda: status)
     events = []
-    results = nextn.demo.decode_shipped(tmp_path, drafts=2, seconds=0.1, on_build=lambda: events.append("build"))
+    results = nextn.demo.decode_shipped(
+        tmp_path, num_speculative_tokens=2, seconds=0.1, on_build=lambda: events.append("build")
+    )
     for decoded in results:
         events.append(decoded.backend)
     assert events == ["torch", "build", "native"]
@@ -155,13 +157,13 @@ def test_prompts_and_tokens_follow_the_budget(monkeypatch, seconds, rate, num_pr
     def decode_side(backend, texts, settings):
         nonlocal now
         now += settings.max_tokens / rate
-        asked.append((bytes(texts[0]), settings.drafts, settings.max_tokens))
+        asked.append((bytes(texts[0]), settings.num_speculative_tokens, settings.max_tokens))
         return DecodedSide((plain(TEXT[: settings.max_tokens], seconds=1 / rate),))
 
     monkeypatch.setattr(nextn.demo, "decode_side", decode_side)
     monkeypatch.setattr(nextn.demo, "backend_for", lambda model, name: SimpleNamespace(name="torch", reason="so"))
     monkeypatch.setattr(nextn.demo, "eos_tokens", lambda model: ())
-    found = decode_model(None, [b"a", b"bc", b"def"], drafts=3, seconds=seconds, clock=lambda: now)
+    found = decode_model(None, [b"a", b"bc", b"def"], num_speculative_tokens=3, seconds=seconds, clock=lambda: now)
     assert asked[:3] == [(b"a", 0, 32), (b"a", 3, 32), (b"a", 0, 32)]  # warms up, and measures
     assert [len(found.prompts), asked[-1][2]] == [num_prompts, num_tokens]
     assert [each[:2] for each in asked[3:7]] == [(b"a", 0), (b"a", 3)] * 2

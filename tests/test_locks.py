@@ -83,17 +83,17 @@ def several(model: Model, settings: Settings, first: int, rows: int) -> list[obj
     return [texts(model, settings, first + turn % 3, rows=rows + turn % 2) for turn in range(TURNS)]
 
 
-@pytest.mark.parametrize(("drafts", "sampling"), WAYS, ids=NAMES)
-def test_two_threads_on_one_model(models, drafts, sampling):
-    settings = Settings(drafts=drafts, sampling=sampling, max_tokens=16)
+@pytest.mark.parametrize(("k", "sampling"), WAYS, ids=NAMES)
+def test_two_threads_on_one_model(models, k, sampling):
+    settings = Settings(num_speculative_tokens=k, sampling=sampling, max_tokens=16)
     for model in models:
         works = [partial(several, model, settings, first, 1) for first in (0, 3)]
         assert together(*works) == [work() for work in works]
 
 
-@pytest.mark.parametrize(("drafts", "sampling"), WAYS, ids=NAMES)
-def test_two_threads_on_two_models(models, drafts, sampling):
-    settings = Settings(drafts=drafts, sampling=sampling, max_tokens=16)
+@pytest.mark.parametrize(("k", "sampling"), WAYS, ids=NAMES)
+def test_two_threads_on_two_models(models, k, sampling):
+    settings = Settings(num_speculative_tokens=k, sampling=sampling, max_tokens=16)
     works = [partial(several, model, settings, 0, 1) for model in models]
     assert together(*works) == [work() for work in works]
 
@@ -102,10 +102,10 @@ def test_threads_that_do_different_things(models):
     """Other batches, other ways to sample, and costs that are measured meanwhile."""
     model, limits = models[0], {"max_tokens": 16}
     works = [
-        partial(several, model, Settings(drafts=drafts, sampling=sampling, **limits), 2 * rows, rows)
-        for rows, (drafts, sampling) in enumerate(WAYS, start=1)
+        partial(several, model, Settings(num_speculative_tokens=k, sampling=sampling, **limits), 2 * rows, rows)
+        for rows, (k, sampling) in enumerate(WAYS, start=1)
     ]
-    costs = partial(measure_costs, model, drafts=2, batch=2, context=20, repeats=2)
+    costs = partial(measure_costs, model, num_speculative_tokens=2, batch=2, context=20, repeats=2)
     assert together(*works, costs)[:-1] == [work() for work in works]
 
 
@@ -113,7 +113,7 @@ def test_threads_that_do_different_things(models):
 def test_recording_shows_in_no_other_thread(name):
     """One thread runs the torch backend while another records the same model: attention and experts are named in its
     configs, delta rules are functions of its module, hidden states are taken by hooks."""
-    model, settings = build(name), Settings(drafts=2, max_tokens=8)
+    model, settings = build(name), Settings(num_speculative_tokens=2, max_tokens=8)
     expected, done = texts(model, settings, 0, backend="torch"), threading.Event()
 
     def record() -> None:
@@ -137,7 +137,7 @@ def test_recording_shows_in_no_other_thread(name):
 @pytest.mark.parametrize("name", ["deepseek_v4", "step3p5"])
 def test_two_threads_on_the_plain_path(name):
     """Hooks that take hidden states see the passes of their own thread."""
-    model, settings = build(name), Settings(drafts=2, max_tokens=8)
+    model, settings = build(name), Settings(num_speculative_tokens=2, max_tokens=8)
     works = [partial(texts, model, settings, seed, backend="torch") for seed in range(2)]
     expected = [work() for work in works]
     for _ in range(TURNS):
@@ -146,7 +146,7 @@ def test_two_threads_on_the_plain_path(name):
 
 def test_a_thread_has_all_of_torchs_threads(models):
     """torch is held to one while rounds run natively, and a thread that first uses torch then would stay so."""
-    settings, before = Settings(drafts=0, max_tokens=2), torch.get_num_threads()
+    settings, before = Settings(num_speculative_tokens=0, max_tokens=2), torch.get_num_threads()
 
     def counted() -> int:
         texts(models[0], settings, 0, backend="torch")
@@ -172,11 +172,11 @@ def test_a_backend_is_built_once():
 def test_generators_in_turn(models):
     """In one thread: each goes on where it was, whatever the others left in the memory that passes share."""
     for model in models:
-        made, ways = backend_for(model), [(drafts, sampling, rows) for drafts, sampling in WAYS for rows in (1, 2)]
+        made, ways = backend_for(model), [(k, sampling, rows) for k, sampling in WAYS for rows in (1, 2)]
 
-        def start(drafts, sampling, rows, made=made):
-            settings = Settings(drafts=drafts, sampling=sampling, max_tokens=20)
-            return rounds(made.trunk, made.head, [prompt(4 + row, seed=drafts) for row in range(rows)], settings)
+        def start(k, sampling, rows, made=made):
+            settings = Settings(num_speculative_tokens=k, sampling=sampling, max_tokens=20)
+            return rounds(made.trunk, made.head, [prompt(4 + row, seed=k) for row in range(rows)], settings)
 
         expected = [[each.rows for each in start(*way)] for way in ways]
         found: list[list[object]] = [[] for _ in ways]
@@ -187,7 +187,7 @@ def test_generators_in_turn(models):
 
 
 def test_a_generator_that_is_left_holds_nothing(models):
-    settings = Settings(drafts=4, max_tokens=16)
+    settings = Settings(num_speculative_tokens=4, max_tokens=16)
     expected = texts(models[0], settings, 0)
     made = backend_for(models[0])
     half_read = rounds(made.trunk, made.head, [prompt(9)], settings)
@@ -197,7 +197,7 @@ def test_a_generator_that_is_left_holds_nothing(models):
 
 
 def test_a_generator_that_changes_threads(models):
-    made, settings = backend_for(models[0]), Settings(drafts=4, max_tokens=16)
+    made, settings = backend_for(models[0]), Settings(num_speculative_tokens=4, max_tokens=16)
     expected = [each.rows for each in rounds(made.trunk, made.head, [prompt(9)], settings)]
     stream = rounds(made.trunk, made.head, [prompt(9)], settings)
     found = [together(partial(next, stream))[0].rows for _ in expected]
@@ -237,9 +237,9 @@ def forked(work: Callable[[], object]) -> object:
         process.join()
 
 
-@pytest.mark.parametrize(("drafts", "sampling"), [WAYS[0], WAYS[3]], ids=[NAMES[0], NAMES[3]])
-def test_a_forked_process_has_threads_of_its_own(models, drafts, sampling):
-    settings = Settings(drafts=drafts, sampling=sampling, max_tokens=16)
+@pytest.mark.parametrize(("k", "sampling"), [WAYS[0], WAYS[3]], ids=[NAMES[0], NAMES[3]])
+def test_a_forked_process_has_threads_of_its_own(models, k, sampling):
+    settings = Settings(num_speculative_tokens=k, sampling=sampling, max_tokens=16)
     work = partial(texts, models[0], settings, 0)
     expected = work()
     assert forked(work) == expected
@@ -248,7 +248,7 @@ def test_a_forked_process_has_threads_of_its_own(models, drafts, sampling):
 
 def test_forks_while_another_thread_decodes(models):
     """The child must not wait for a lock, or for a round, of a thread that it does not have."""
-    settings, done = Settings(drafts=4, max_tokens=16), threading.Event()
+    settings, done = Settings(num_speculative_tokens=4, max_tokens=16), threading.Event()
     work = partial(texts, models[0], settings, 0)
     expected = work()
 

@@ -113,7 +113,7 @@ def test_weights_that_the_native_backend_packed_are_given_back(tmp_path):
     weights = [layer.mlp.down_proj.weight.detach() for layer in model.trunk.decoder.layers]
     assert sum(map(resident, weights)) < 0.3 * sum(weight.nbytes for weight in weights)
     assert backend_for(model).name == "native"
-    generate(model, [prompt(9)], Settings(drafts=2, max_tokens=4))
+    generate(model, [prompt(9)], Settings(num_speculative_tokens=2, max_tokens=4))
     assert sum(map(resident, weights)) < 0.3 * sum(weight.nbytes for weight in weights)
     assert all(bool(weight.any()) for weight in weights)
     assert sum(map(resident, weights)) > 0.9 * sum(weight.nbytes for weight in weights)

@@ -21,7 +21,7 @@ from nextn.evaluate.reference_texts import Controls
 from nextn.evaluate.workload import Prompt
 
 PROMPTS = [Prompt(tuple(row.tolist()), "xy"[place % 2]) for place, row in enumerate(refrain(8, 33, seed=10**6))]
-PLAN = ReferencePlan(drafts=3, max_tokens=32, backend="torch")
+PLAN = ReferencePlan(num_speculative_tokens=3, max_tokens=32, backend="torch")
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def test_texts_are_drafted_by_all_bits_of_the_head(trained, monkeypatch):
         "generate",
         lambda model, *args, **kwargs: seen.append(model.head.exact) or real(model, *args, **kwargs),
     )
-    reference_texts.generate_texts(model, [[3, 1, 4]], ReferencePlan(drafts=2, max_tokens=4), 0.0)
+    reference_texts.generate_texts(model, [[3, 1, 4]], ReferencePlan(num_speculative_tokens=2, max_tokens=4), 0.0)
     assert seen == [True]
     assert not model.head.exact
 
@@ -79,7 +79,7 @@ def test_texts_are_drafted_by_all_bits_of_the_head(trained, monkeypatch):
 def test_length_at_every_k(found):
     """AL@K is that of decoding with K drafts, from one decoding with the largest."""
     measured = found["glm_two"]
-    model_free = [measured.figures(0.0, drafts=k) for k in (1, 2, 3)]
+    model_free = [measured.figures(0.0, k=k) for k in (1, 2, 3)]
     for figures in model_free:
         product, total = 1.0, 1.0
         for rate in figures.rates:
@@ -92,11 +92,13 @@ def test_length_at_every_k(found):
 
 def test_fewer_drafts_are_what_decoding_with_fewer_gives(found, trained):
     """Rounds of K = 1 start elsewhere than those of K = 3: figured from the same texts, counted by decoding again."""
-    again = reference_acceptance(trained["glm_two"], PROMPTS, replace(PLAN, drafts=1, temperatures=(0.0,)))
+    again = reference_acceptance(
+        trained["glm_two"], PROMPTS, replace(PLAN, num_speculative_tokens=1, temperatures=(0.0,))
+    )
     assert [text.new for text in again.generated[0.0].texts] == [
         text.new for text in found["glm_two"].generated[0.0].texts
     ]
-    ours, theirs = found["glm_two"].figures(0.0, drafts=1), again.figures(0.0)
+    ours, theirs = found["glm_two"].figures(0.0, k=1), again.figures(0.0)
     assert (ours.num_drafted, ours.num_accepted) == (theirs.num_drafted, theirs.num_accepted)
     assert sum(each.num_drafted[0] for each in again.generated[0.0].acceptance_per_text) >= theirs.num_drafted[0]
 
@@ -113,9 +115,9 @@ def test_faults_on_the_same_texts(found, trained):
     rerun = reference_acceptance(trained["glm_one"], PROMPTS, PLAN, contract=Contract(rerun=False))
     assert rerun.scoring_pass == "decoder"
     assert rerun.figures(0.0).length.value < right.figures(0.0).length.value
-    assert [each.drafts for each in rerun.table()] == [3] * len(rerun.table())
+    assert [each.num_speculative_tokens for each in rerun.table()] == [3] * len(rerun.table())
     with pytest.raises(ConfigError, match="at K = 3 alone"):
-        rerun.figures(0.0, drafts=1)
+        rerun.figures(0.0, k=1)
     later = reference_acceptance(
         trained["glm"], PROMPTS, replace(PLAN, temperatures=(0.0,)), contract=Contract(offset=1)
     )
@@ -229,7 +231,9 @@ def test_a_card(found):
     assert "`nextn measure glm -k 3`" in text
 
 
-@pytest.mark.parametrize("bad", [{"drafts": 0}, {"max_tokens": 2}, {"temperatures": ()}, {"temperatures": (-1.0,)}])
+@pytest.mark.parametrize(
+    "bad", [{"num_speculative_tokens": 0}, {"max_tokens": 2}, {"temperatures": ()}, {"temperatures": (-1.0,)}]
+)
 def test_plans_out_of_range(bad):
     with pytest.raises(ConfigError, match=next(iter(bad))[:4]):
         ReferencePlan(**bad)

@@ -57,7 +57,8 @@ def test_round_trip(name, modules, tmp_path):
         assert old.keys() == new.keys()
         assert all(torch.equal(old[key], new[key]) for key in old)
     assert (
-        decode(again, [prompt(9)], drafts=3, max_tokens=8)[0] == decode(model, [prompt(9)], drafts=3, max_tokens=8)[0]
+        decode(again, [prompt(9)], num_speculative_tokens=3, max_tokens=8)[0]
+        == decode(model, [prompt(9)], num_speculative_tokens=3, max_tokens=8)[0]
     )
     # LongCat's layout has no tensors of experts that compute nothing, for which transformers has rows.
     trunk = type(model.trunk.model).from_pretrained(tmp_path / "model", ignore_mismatched_sizes=name == "longcat_flash")
@@ -544,7 +545,7 @@ def test_a_trunk_without_a_family(kind, tmp_path):
     model = Model.load(tmp_path, need_head=False)
     assert model.head is None
     prompt = [1, 2, 3]
-    (result,) = generate(model, [prompt], Settings(drafts=0, max_tokens=12), backend="torch")
+    (result,) = generate(model, [prompt], Settings(num_speculative_tokens=0, max_tokens=12), backend="torch")
     expected = reference.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, 3:]
     assert list(result.tokens) == expected.tolist()
     model.save(tmp_path / "saved")

@@ -70,14 +70,14 @@ RULES: dict[str, Rule] = {
 }
 
 
-@pytest.mark.parametrize(("num_drafts", "vocab"), [(1, 7), (2, 5), (3, 4)])
+@pytest.mark.parametrize(("num_draft_tokens", "vocab"), [(1, 7), (2, 5), (3, 4)])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_emitted_tokens_have_the_trunks_distribution(rule: Rule, case: str, num_drafts: int, vocab: int) -> None:
+def test_emitted_tokens_have_the_trunks_distribution(rule: Rule, case: str, num_draft_tokens: int, vocab: int) -> None:
     """Any error in the threshold, the residual, its row, the prefix rule or the limit changes the distribution."""
-    pairs = [p_and_q(case, vocab**j, vocab, seed=10 * j) for j in range(num_drafts + 1)]
+    pairs = [p_and_q(case, vocab**j, vocab, seed=10 * j) for j in range(num_draft_tokens + 1)]
     p, q = [p.float().double() for p, _ in pairs], [q.float().double() for _, q in pairs[:-1]]
-    for limit in [None, *range(num_drafts + 1)]:
+    for limit in [None, *range(num_draft_tokens + 1)]:
         found, _ = emitted(p, q, limit, rule=rule, gap=1e-5)
         torch.testing.assert_close(found, continued(p[0], p[1:]), atol=1e-4, rtol=0, msg=f"{limit=}")
 

@@ -34,7 +34,10 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def answers(folder):
     """Its own greedy answers, as records."""
-    plan, prompts = ReferencePlan(drafts=3, max_tokens=24, backend="torch"), [prompt(5, seed=n) for n in range(4)]
+    plan, prompts = (
+        ReferencePlan(num_speculative_tokens=3, max_tokens=24, backend="torch"),
+        [prompt(5, seed=n) for n in range(4)],
+    )
     texts = reference_texts.generate_texts(Model.load(folder), prompts, plan, 0.0).texts
     path = folder.parent / "answers.jsonl"
     path.write_text("".join(json.dumps({"prompt": text.prompt, "tokens": text.new}) + "\n" for text in texts))

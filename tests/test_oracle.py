@@ -89,7 +89,7 @@ def test_greedy_text_equals_theirs(name, modules, tmp_path, monkeypatch):
     model.save(tmp_path / "model")
     oracle, start = theirs(tmp_path / "model", model.trunk, monkeypatch), prompt(9)
     out = oracle.generate(torch.tensor([start]), use_mtp=True, do_sample=False, max_new_tokens=12, eos_token_id=None)
-    text = decode(model, [start], drafts=modules, max_tokens=12)[0][0]
+    text = decode(model, [start], num_speculative_tokens=modules, max_tokens=12)[0][0]
     assert out[0, len(start) :].tolist() == text
 
 

@@ -229,6 +229,9 @@ def test_text_of_a_packed_model(backend, tmp_path):
     build("qwen3_5").save(tmp_path / "model", dtype=torch.bfloat16)
     quantize_folder(tmp_path / "model", GPTQ, is_random=False)
     model = Model.load(tmp_path / "model")
-    runs = [generate(model, [prompt(9)], Settings(drafts=k, max_tokens=16), backend=backend)[0] for k in (0, 3)]
+    runs = [
+        generate(model, [prompt(9)], Settings(num_speculative_tokens=k, max_tokens=16), backend=backend)[0]
+        for k in (0, 3)
+    ]
     assert runs[0].tokens == runs[1].tokens
     assert len(runs[1].tokens) == 16

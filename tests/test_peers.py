@@ -29,13 +29,13 @@ def load(options):
         raise OSError("no such model")
     def decode(request):
         print("more talk")
-        if request.drafts == 7:
+        if request.num_speculative_tokens == 7:
             raise ValueError("K is 2 here")
-        if request.drafts == 8:
+        if request.num_speculative_tokens == 8:
             print("out of memory", file=sys.stderr)
             sys.stderr.flush()
             os._exit(3)
-        if request.drafts == 9:
+        if request.num_speculative_tokens == 9:
             import time
             time.sleep(60)
         return Answer.of([[request.prompt[0]], [5, 6], [7]], 0.5, request)
@@ -76,7 +76,7 @@ def test_settings_share_workers_where_K_is_free():
     workers = Counter(each.worker for each in chosen)
     assert workers["nextn", "bfloat16", None] == 3
     assert workers["vllm", "compiled", 4] == workers["llama.cpp", "bfloat16", 0] == 1
-    assert {each.drafts for each in chosen if each.engine == "transformers"} == {0, 1}
+    assert {each.num_speculative_tokens for each in chosen if each.engine == "transformers"} == {0, 1}
     assert len({each.name for each in chosen}) == len(chosen) == 3 + 4 + 6 + 3
 
 

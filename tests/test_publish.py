@@ -22,9 +22,9 @@ RECORD = {
     "nextn": "0.1.0", "hashes": {"trunk": "0908aef2219812"}, "settings": {"drafts": 2, "max_tokens": 48},
     "domains": {"code": 16, "chat": 8}, "warnings": ["one warning"],
     "figures": [
-        {"domain": domain, "drafts": drafts, "rule": rule, "temperature": 0.0, "acceptance": [0.75, None],
+        {"domain": domain, "drafts": k, "rule": rule, "temperature": 0.0, "acceptance": [0.75, None],
          "interval_95": [[0.7, 0.8], [None, None]], "length": {"value": 2.25}}
-        for domain, drafts, rule in (
+        for domain, k, rule in (
             ("all", 2, "greedy"), ("all", 1, "greedy"), ("code", 2, "greedy"), ("all", 2, "match")
         )
     ],

@@ -95,10 +95,10 @@ def put():
 def test_pair(family, engine, bench, put):
     """Loads the files as they are; greedy texts are ours; counts are ours, under the row or the engine's convention."""
     folder = canary(family)
-    drafts = (1,) if engine == "transformers" else KS
-    ours = Ours.of(str(folder), prompts_of(folder), tokens=TOKENS, drafts=max(drafts))
+    k_values = (1,) if engine == "transformers" else KS
+    ours = Ours.of(str(folder), prompts_of(folder), tokens=TOKENS, num_speculative_tokens=max(k_values))
     more = OPTIONS.get((family, engine), {})
-    served = bench.served(engine, folder, ours.prompts, drafts, TOKENS, **more)
+    served = bench.served(engine, folder, ours.prompts, k_values, TOKENS, **more)
     record = compared(ours, engine, served.plain, served.seen)
     put("pairs", f"{family} {engine}", {"versions": served.versions, "flags": served.flags, **record})
     agrees(record)
@@ -115,7 +115,7 @@ def test_several_modules(family, modules, bench, put, tmp_path):
     for module in several.head.stack:
         module.load_state_dict(model.head.stack[0].state_dict())
     several.save(tmp_path / "model", dtype=torch.float32)
-    ours = Ours.of(str(tmp_path / "model"), prompts_of(folder), tokens=TOKENS, drafts=modules)
+    ours = Ours.of(str(tmp_path / "model"), prompts_of(folder), tokens=TOKENS, num_speculative_tokens=modules)
     served = bench.served("transformers", tmp_path / "model", ours.prompts, (modules,), TOKENS)
     record = compared(ours, "transformers", served.plain, served.seen)
     put("modules", f"{family} {modules}", {"versions": served.versions, **record})
@@ -179,7 +179,7 @@ def test_planted(fault, engine, whole, bench, put, tmp_path):
 def diagnosed(folder: Path, prompts: list[tuple[int, ...]], counts: tuple[Counters, ...]) -> list[str]:
     """What `nextn diagnose` names from the counters and the whole checkpoint."""
     model = Model.load(folder, dtype=torch.float32)
-    plan = ReferencePlan(drafts=FAULT_K, temperatures=(0.0,), max_tokens=TOKENS, backend="torch")
+    plan = ReferencePlan(num_speculative_tokens=FAULT_K, temperatures=(0.0,), max_tokens=TOKENS, backend="torch")
     seen = EngineObservation(0.0, sum_counters(counts), prompt_indices=tuple(range(len(prompts))))
     return list(diagnosing.diagnose(model, [Prompt(each, "all") for each in prompts], [seen], plan).named)
 
@@ -187,7 +187,7 @@ def diagnosed(folder: Path, prompts: list[tuple[int, ...]], counts: tuple[Counte
 def looked(folder: Path, prompts: list[tuple[int, ...]]) -> tuple[dict, dict]:
     """What `nextn measure --probe` says."""
     model = Model.load(folder, dtype=torch.float32)
-    plan = ReferencePlan(drafts=FAULT_K, temperatures=(0.0, 1.0), max_tokens=TOKENS, backend="torch")
+    plan = ReferencePlan(num_speculative_tokens=FAULT_K, temperatures=(0.0, 1.0), max_tokens=TOKENS, backend="torch")
     measured = reference_acceptance(model, [Prompt(each, "all") for each in prompts], plan)
     found = probe(model, truncate_texts(measured.generated[1.0].texts), FAULT_K, pairs=False)
     told = {
@@ -212,9 +212,9 @@ def test_head_trained_here(bench, put, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     report = audit(Checkpoint.open(str(run / "model")))
     assert report.clean, report.findings
-    ours = Ours.of(str(run / "model"), prompts_of(folder), tokens=TOKENS, drafts=max(KS))
-    for engine, drafts in (("transformers", (1,)), ("vllm", KS)):
-        served = bench.served(engine, run / "model", ours.prompts, drafts, TOKENS)
+    ours = Ours.of(str(run / "model"), prompts_of(folder), tokens=TOKENS, num_speculative_tokens=max(KS))
+    for engine, k_values in (("transformers", (1,)), ("vllm", KS)):
+        served = bench.served(engine, run / "model", ours.prompts, k_values, TOKENS)
         record = compared(ours, engine, served.plain, served.seen)
         put("head", engine, {"versions": served.versions, "settings": settings, **record})
         agrees(record)

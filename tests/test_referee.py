@@ -14,7 +14,7 @@ from nextn.engines.counters import Counters
 from nextn.model.model import Model
 from nextn.stats.acceptance import Acceptance
 
-TOKENS, DRAFTS = 24, 3
+TOKENS, K = 24, 3
 
 
 @pytest.fixture(scope="module")
@@ -34,49 +34,49 @@ def noisy(tmp_path_factory, fixture_folder):
 @pytest.fixture(scope="module")
 def ours(noisy):
     prompts = [tuple(row) for row in refrain(6, 20, seed=5).tolist()]
-    return Ours.of(str(noisy), prompts, tokens=TOKENS, drafts=DRAFTS)
+    return Ours.of(str(noisy), prompts, tokens=TOKENS, num_speculative_tokens=K)
 
 
-def decoded(ours, drafts, place):
+def decoded(ours, k, place):
     """Our own decoder's counts of one prompt."""
-    settings = Settings(drafts=drafts, max_tokens=TOKENS)
+    settings = Settings(num_speculative_tokens=k, max_tokens=TOKENS)
     return Acceptance.of(rounds(ours.model.trunk, ours.model.head, [list(ours.prompts[place])], settings))
 
 
-def seen_of(ours, drafts, *, scores=None, overruns=True):
+def seen_of(ours, k, *, scores=None, overruns=True):
     """What an engine would give that decodes as we do."""
     texts = tuple(text.new[:TOKENS] for text in ours.measured.generated[0.0].texts)
-    counts = ours.counts(scores or ours.scores(), drafts, overruns=overruns) if drafts else []
-    return Seen(drafts, texts, tuple(counts))
+    counts = ours.counts(scores or ours.scores(), k, overruns=overruns) if k else []
+    return Seen(k, texts, tuple(counts))
 
 
-@pytest.mark.parametrize("drafts", [1, 2, 3])
-def test_counts_are_those_of_decoding(ours, drafts):
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_counts_are_those_of_decoding(ours, k):
     """Rounds that are cut to what is missing are the decoder's own."""
-    counted = ours.counts(ours.scores(), drafts, overruns=False)
+    counted = ours.counts(ours.scores(), k, overruns=False)
     for place, each in enumerate(counted):
-        acceptance = decoded(ours, drafts, place)
-        assert (each.drafts, each.per_position) == (acceptance.num_rounds, acceptance.num_accepted)
-    assert 0.2 < rates_of(counted, drafts)[0] < 0.95
+        acceptance = decoded(ours, k, place)
+        assert (each.num_drafts, each.per_position) == (acceptance.num_rounds, acceptance.num_accepted)
+    assert 0.2 < rates_of(counted, k)[0] < 0.95
 
 
 def test_overrunning_rounds_are_verified_in_full(ours):
     """The last round of a text accepts what it would accept in a longer one."""
-    counted = ours.counts(ours.scores(), DRAFTS, overruns=True)
-    short = ours.counts(ours.scores(), DRAFTS, overruns=False)
+    counted = ours.counts(ours.scores(), K, overruns=True)
+    short = ours.counts(ours.scores(), K, overruns=False)
     assert sum(each.accepted for each in counted) > sum(each.accepted for each in short)
-    assert all(0 <= full.drafts - cut.drafts <= 1 for full, cut in zip(counted, short, strict=True))
+    assert all(0 <= full.num_drafts - cut.num_drafts <= 1 for full, cut in zip(counted, short, strict=True))
 
 
 def test_an_engine_like_ours_agrees(ours):
-    record = compared(ours, "transformers", seen_of(ours, 0), [seen_of(ours, DRAFTS, overruns=False)])
+    record = compared(ours, "transformers", seen_of(ours, 0), [seen_of(ours, K, overruns=False)])
     (row,) = record["by_drafts"]
     assert record["convention"] == []
     assert row["inside"]
     assert row["same_counts"]
     assert row["same_under_convention"]
     assert row["identical"] == record["plain"]["identical"] == len(ours.prompts)
-    assert [each["value"] for each in row["difference"]] == [0.0] * DRAFTS
+    assert [each["value"] for each in row["difference"]] == [0.0] * K
     assert json.loads(json.dumps(record)) == record
 
 
@@ -84,12 +84,10 @@ def test_a_convention_explains_a_difference(ours):
     """vLLM passes on the state before the head's norm in this family: counts differ from those of the row."""
     readings = conventions(ours.model, "vllm")
     assert {"next_hidden", "position0"} == {each.key for each in readings}
-    (row,) = compared(ours, "vllm", seen_of(ours, 0), [seen_of(ours, DRAFTS, scores=ours.scores(readings))])[
-        "by_drafts"
-    ]
+    (row,) = compared(ours, "vllm", seen_of(ours, 0), [seen_of(ours, K, scores=ours.scores(readings))])["by_drafts"]
     assert not row["same_counts"]
     assert row["same_under_convention"]
-    other = seen_of(ours, DRAFTS)
+    other = seen_of(ours, K)
     (row,) = compared(ours, "vllm", seen_of(ours, 0), [other])["by_drafts"]
     assert row["same_counts"]
     assert not row["same_under_convention"]
@@ -97,8 +95,8 @@ def test_a_convention_explains_a_difference(ours):
 
 def test_a_lead_changes_what_the_head_sees(ours):
     """llama.cpp's position before the first, from the previous request, changes the rounds of some text."""
-    led, plain = (ours.counts(ours.scores(leads=each), DRAFTS, overruns=False) for each in (True, False))
-    assert counts_of(led, DRAFTS) != counts_of(plain, DRAFTS)
+    led, plain = (ours.counts(ours.scores(leads=each), K, overruns=False) for each in (True, False))
+    assert counts_of(led, K) != counts_of(plain, K)
 
 
 def test_another_text_is_reported_with_its_gap(ours):

@@ -43,7 +43,7 @@ class Now:
     def observe(self, num_tokens, seconds):
         pass
 
-    def learn(self, confidences, *, drafts, num_accepted):
+    def learn(self, confidences, *, num_draft_tokens, num_accepted):
         pass
 
 
@@ -70,7 +70,7 @@ def both(model, prompts, settings, make=lambda: None, **given):
 def test_pending_positions_of_the_head(model, numbers, sampling):
     """Also more of them than the capacity."""
     prompts = [prompt(17), prompt(40, seed=4)]
-    settings = Settings(drafts=3, max_tokens=110, sampling=sampling)
+    settings = Settings(num_speculative_tokens=3, max_tokens=110, sampling=sampling)
     native, loop, calls = both(model, prompts, settings, lambda: Now(*numbers))
     assert native == loop
     assert calls == [1] * (len(native) - 1)
@@ -80,7 +80,7 @@ def test_pending_positions_of_the_head(model, numbers, sampling):
 def test_plain_decoding(model, sampling):
     """Without a head in it; rows end at different times."""
     prompts = [prompt(length, seed=length) for length in (3, 50, 11)]
-    settings = Settings(drafts=0, max_tokens=40, sampling=sampling)
+    settings = Settings(num_speculative_tokens=0, max_tokens=40, sampling=sampling)
     whole, _, _ = both(model, prompts, settings)
     end = next(row.emitted[0] for row in whole[9] if row.row == 1)
     native, loop, calls = both(model, prompts, replace(settings, eos=(end,)))
@@ -90,12 +90,12 @@ def test_plain_decoding(model, sampling):
 
 
 @pytest.mark.parametrize("sampling", WAYS)
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.parametrize("count", [1, 2])
-def test_rounds_run_ahead(model, drafts, count, sampling):
+def test_rounds_run_ahead(model, k, count, sampling):
     """Up to the last token, the end of the context, or the round in which a row ends."""
     prompts = [prompt(17), prompt(40, seed=4)][:count]
-    settings = Settings(drafts=drafts, max_tokens=90, sampling=sampling)
+    settings = Settings(num_speculative_tokens=k, max_tokens=90, sampling=sampling)
     native, loop, calls = both(model, prompts, settings)
     assert native == loop
     assert MAX_ROUNDS in calls
@@ -122,7 +122,9 @@ def test_rounds_ahead_by_confidence(model, make, sampling):
     """Of other sizes each, by a rule that changes now and then."""
     for count in (1, 3):
         prompts = [prompt(17 + each, seed=each) for each in range(count)]
-        native, loop, calls = both(model, prompts, Settings(drafts=4, max_tokens=120, sampling=sampling), make)
+        native, loop, calls = both(
+            model, prompts, Settings(num_speculative_tokens=4, max_tokens=120, sampling=sampling), make
+        )
         assert native == loop
         assert max(calls) > 2
         assert len({len(row.drafts) for rows in native for row in rows}) > 1
@@ -130,7 +132,7 @@ def test_rounds_ahead_by_confidence(model, make, sampling):
 
 def test_nobody_is_asked_too_late(model):
     """A text that may stop at any token is checked after each round."""
-    settings = Settings(drafts=3, max_tokens=60)
+    settings = Settings(num_speculative_tokens=3, max_tokens=60)
     stop = lambda row, new: 21 if len(new) > 21 else None  # noqa: E731
     native, loop, calls = both(model, [prompt(20)], settings, stop=stop)
     assert native == loop
@@ -150,16 +152,16 @@ def test_rounds_ahead_are_soon_over(model):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(batch_module, "_MAX_AHEAD_S", seconds)
             patch.setattr(NativeRounds, "run", noted)
-            list(rounds(model.trunk, model.head, [prompt(20)], Settings(drafts=1, max_tokens=40)))
+            list(rounds(model.trunk, model.head, [prompt(20)], Settings(num_speculative_tokens=1, max_tokens=40)))
         assert (max(found) == 1) == (seconds < 1)
 
 
 def test_ways_to_sample_do_not_disturb_one_another(model):
     """Verify blocks are shared by all texts: other sizes, batch sizes and sampling parameters."""
     for sampling in (*WAYS, *reversed(WAYS)):
-        for count, drafts in ((1, 4), (2, 3), (3, 4), (2, 7)):
-            prompts = refrain(count, 30, seed=drafts).tolist()
-            native, loop, _ = both(model, prompts, Settings(drafts=drafts, max_tokens=14, sampling=sampling))
+        for count, k in ((1, 4), (2, 3), (3, 4), (2, 7)):
+            prompts = refrain(count, 30, seed=k).tolist()
+            native, loop, _ = both(model, prompts, Settings(num_speculative_tokens=k, max_tokens=14, sampling=sampling))
             assert native == loop
 
 
@@ -167,7 +169,7 @@ def test_two_decodes_take_turns(model):
     """A way to sample of their own each; neither finds what the other left."""
 
     def stream(seed, sampling):
-        settings = Settings(drafts=3, max_tokens=30, sampling=sampling, seed=seed)
+        settings = Settings(num_speculative_tokens=3, max_tokens=30, sampling=sampling, seed=seed)
         return rounds(model.trunk, model.head, [prompt(20, seed=seed)], settings)
 
     alone = [[each.rows for each in stream(seed, WAYS[seed])] for seed in (1, 2)]
@@ -183,14 +185,14 @@ REFUSED = {
     "a penalty": ({"sampling": Sampling(1.0, repetition_penalty=1.2)}, "glm4_moe"),
     "a fault between rounds": ({"contract": Contract(rerun=False)}, "glm4_moe"),
     "recurrent state": ({}, "qwen3_next"),
-    "more drafts than one pass takes": ({"drafts": 130}, "glm4_moe"),
+    "more drafts than one pass takes": ({"num_speculative_tokens": 130}, "glm4_moe"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_others_run_from_python(name):
     given, family = REFUSED[name]
-    settings = Settings(**{"drafts": 3, "max_tokens": 12} | given)
+    settings = Settings(**{"num_speculative_tokens": 3, "max_tokens": 12} | given)
     native, loop, calls = both(fast_of(build(family)), [prompt(20)], settings)
     assert native == loop
     assert not calls
@@ -201,7 +203,7 @@ def test_the_loop_is_not_run_beside_it(model):
         for owner, name in ((Drafter, "draft"), (Drafter, "add"), (NativeDraftChain, "run"), (NativeTrunk, "__call__")):
             before = getattr(owner, name)
             patch.setattr(owner, name, _counted(calls := [], before))
-        stream = rounds(model.trunk, model.head, [prompt(20)], Settings(drafts=3, max_tokens=12))
+        stream = rounds(model.trunk, model.head, [prompt(20)], Settings(num_speculative_tokens=3, max_tokens=12))
         next(stream)
         calls.clear()
         assert len(list(stream)) > 2
@@ -216,10 +218,10 @@ def _counted(calls, function):
     return counted
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_rounds_ahead_have_capacity(model, monkeypatch, drafts):
+@pytest.mark.parametrize("k", [0, 3])
+def test_rounds_ahead_have_capacity(model, monkeypatch, k):
     """A cache of minimal capacity grows before rounds run ahead, not during them."""
-    settings = Settings(drafts=drafts, max_tokens=90)
+    settings = Settings(num_speculative_tokens=k, max_tokens=90)
     texts = []
     for observer in (None, lambda event: None):  # who looks gets rounds one by one
         monkeypatch.setattr(native_rounds, "_RESERVED", 1)

@@ -74,23 +74,27 @@ def oracle(texts, right):
 @pytest.fixture(scope="module")
 def plain(model):
     """plain(length, tokens): the trunk's own greedy text after a prompt of that length, decoded once for all tests."""
-    return cache(lambda length, tokens: decode(model, [prompt(length, seed=length)], max_tokens=tokens, drafts=0)[0][0])
+    return cache(
+        lambda length, tokens: decode(
+            model, [prompt(length, seed=length)], max_tokens=tokens, num_speculative_tokens=0
+        )[0][0]
+    )
 
 
-@pytest.mark.parametrize("drafts", [1, 2, 3, 6])
-def test_greedy_equals_plain(model, plain, drafts):
+@pytest.mark.parametrize("k", [1, 2, 3, 6])
+def test_greedy_equals_plain(model, plain, k):
     """Catches any cache, position or roll-back fault that reaches the trunk's output."""
-    assert decode(model, [prompt(17, seed=17)], drafts=drafts, max_tokens=14)[0][0] == plain(17, 14)
+    assert decode(model, [prompt(17, seed=17)], num_speculative_tokens=k, max_tokens=14)[0][0] == plain(17, 14)
 
 
-@pytest.mark.parametrize("drafts", [0, 1, 3, 6])
-def test_greedy_equals_plain_in_ragged_batches(model, plain, drafts):
+@pytest.mark.parametrize("k", [0, 1, 3, 6])
+def test_greedy_equals_plain_in_ragged_batches(model, plain, k):
     """Rows of different lengths keep different counts, also 0 and all: a mix-up of rows or counts changes the text."""
     prompts, texts = [prompt(length, seed=length) for length in LENGTHS], [plain(length, 14) for length in LENGTHS]
-    makes = {"make_drafter": oracle(texts, right=[drafts, 0, 1, drafts - 1, 2])} if drafts else {}
-    found, log = decode(model, prompts, drafts=drafts, max_tokens=14, chunk=16, **makes)
+    makes = {"make_drafter": oracle(texts, right=[k, 0, 1, k - 1, 2])} if k else {}
+    found, log = decode(model, prompts, num_speculative_tokens=k, max_tokens=14, chunk=16, **makes)
     assert found == texts
-    assert {part.num_accepted for each in log for part in each.rows if part.drafts} >= ({0, 1} if drafts else set())
+    assert {part.num_accepted for each in log for part in each.rows if part.drafts} >= ({0, 1} if k else set())
 
 
 @pytest.mark.parametrize("kept", range(6))
@@ -98,7 +102,7 @@ def test_rejection_at_every_position(model, plain, kept):
     """Each round keeps exactly `kept` of 5 drafts: the roll-back of every length is right, and kept counts are told."""
     text = plain(17, 14)
     drafter = oracle([text], right=[kept])
-    found, log = decode(model, [prompt(17, seed=17)], drafts=5, max_tokens=14, make_drafter=drafter)
+    found, log = decode(model, [prompt(17, seed=17)], num_speculative_tokens=5, max_tokens=14, make_drafter=drafter)
     assert found[0] == text
     judged = [part for each in log for part in each.rows if len(part.drafts) == 5]
     assert judged
@@ -135,7 +139,7 @@ def test_modules_that_do_not_run_do_not_fall_behind(name, modules):
             waiting.append(max(map(len, self.pending)))
             return super().draft(*args)
 
-    prompts, settings = [prompt(9, seed=1), prompt(4, seed=2)], Settings(drafts=4, max_tokens=40)
+    prompts, settings = [prompt(9, seed=1), prompt(4, seed=2)], Settings(num_speculative_tokens=4, max_tokens=40)
     plain = list(rounds(model.trunk, model.head, prompts, settings, length=Late(FixedLength(0))))
     late = Late(FixedLength(4, p_min=1.0))
     shy = list(rounds(model.trunk, model.head, prompts, settings, length=late, make_drafter=Watched))
@@ -143,15 +147,15 @@ def test_modules_that_do_not_run_do_not_fall_behind(name, modules):
     assert not any(part.drafts for part in shy[20].rows)
     assert any(part.drafts for part in shy[21].rows)
     assert [each.rows for each in shy] == [each.rows for each in plain]
-    assert max(waiting) <= modules + settings.drafts
+    assert max(waiting) <= modules + settings.num_speculative_tokens
 
 
 @pytest.mark.parametrize("name", families(CONFIGS))
 def test_long_prompt_in_chunks(name):
     """500 tokens through chunks of 96 give what one pass gives, for the trunk and for the head's drafts."""
     model = build(name)
-    texts = [decode(model, [prompt(500)], drafts=3, max_tokens=8, chunk=chunk) for chunk in (96, 2000)]
-    assert texts[0][0] == texts[1][0] == decode(model, [prompt(500)], drafts=0, max_tokens=8)[0]
+    texts = [decode(model, [prompt(500)], num_speculative_tokens=3, max_tokens=8, chunk=chunk) for chunk in (96, 2000)]
+    assert texts[0][0] == texts[1][0] == decode(model, [prompt(500)], num_speculative_tokens=0, max_tokens=8)[0]
     drafted = [[part.drafts for each in log for part in each.rows] for _, log in texts]
     assert drafted[0] == drafted[1]
 
@@ -163,7 +167,7 @@ def test_cached_equals_uncached(model):
     that caches see otherwise: equality of the output sees none of these.
     """
     start, modules = prompt(12), model.head.num_modules
-    texts, log = decode(model, [start], drafts=modules, max_tokens=12)
+    texts, log = decode(model, [start], num_speculative_tokens=modules, max_tokens=12)
     known, compared = start + texts[0][:1], 0
     with torch.inference_mode():
         whole = model.trunk(torch.tensor([start + texts[0]]))
@@ -185,9 +189,11 @@ def test_batch_draws_what_a_single_row_draws():
     """A row's random numbers do not depend on its neighbors: row 0 alone decodes the same text."""
     model = build("glm4_moe")
     sampling = Sampling(temperature=1.0, top_p=0.9)
-    both = decode(model, [prompt(8), prompt(20, seed=3)], drafts=3, max_tokens=16, sampling=sampling)[0]
-    assert decode(model, [prompt(8)], drafts=3, max_tokens=16, sampling=sampling)[0][0] == both[0]
-    assert decode(model, [prompt(8)], drafts=3, max_tokens=16, sampling=sampling, seed=1)[0][0] != both[0]
+    both = decode(model, [prompt(8), prompt(20, seed=3)], num_speculative_tokens=3, max_tokens=16, sampling=sampling)[0]
+    assert decode(model, [prompt(8)], num_speculative_tokens=3, max_tokens=16, sampling=sampling)[0][0] == both[0]
+    assert (
+        decode(model, [prompt(8)], num_speculative_tokens=3, max_tokens=16, sampling=sampling, seed=1)[0][0] != both[0]
+    )
 
 
 LAWS = {
@@ -214,7 +220,13 @@ def test_whole_decodes_follow_the_law(name, probs):
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(3):
         texts, _ = decode(
-            model, [start] * (count // 3), drafts=2, max_tokens=4, sampling=sampling, sampled_drafts=sampled, seed=seed
+            model,
+            [start] * (count // 3),
+            num_speculative_tokens=2,
+            max_tokens=4,
+            sampling=sampling,
+            sampled_drafts=sampled,
+            seed=seed,
         )
         counts.update(map(tuple, texts))
     expected = {text: count * _probability(model, start, text, sampling) for text in product(range(3), repeat=4)}
@@ -244,10 +256,12 @@ def _probability(model, start, text, sampling):
 def test_eos_ends_a_row_inside_a_round():
     """Kept drafts behind an eos are not emitted, and do not count as judged."""
     model = build("glm4_moe")
-    text = decode(model, [prompt(9)], drafts=0, max_tokens=20)[0][0]
+    text = decode(model, [prompt(9)], num_speculative_tokens=0, max_tokens=20)[0][0]
     at = next(index for index in range(3, 20) if text[index] not in text[:index])
     drafter = oracle([text], right=[5])
-    found, log = decode(model, [prompt(9)], drafts=5, max_tokens=20, eos=(text[at],), make_drafter=drafter)
+    found, log = decode(
+        model, [prompt(9)], num_speculative_tokens=5, max_tokens=20, eos=(text[at],), make_drafter=drafter
+    )
     assert found[0] == text[: at + 1]
     last = log[-1].rows[0]
     assert last.finish == "eos"
@@ -259,25 +273,25 @@ def test_rows_leave_when_they_end():
     """A row that ends early does not change the others."""
     model = build("qwen3_5")
     prompts = [prompt(5, seed=1), prompt(9, seed=2), prompt(3, seed=3)]
-    alone = [decode(model, [each], drafts=0, max_tokens=16)[0][0] for each in prompts]
+    alone = [decode(model, [each], num_speculative_tokens=0, max_tokens=16)[0][0] for each in prompts]
     eos = (alone[1][2],)
     expected = [text[: text.index(eos[0]) + 1] if eos[0] in text else text for text in alone]
-    assert decode(model, prompts, drafts=4, max_tokens=16, eos=eos)[0] == expected
+    assert decode(model, prompts, num_speculative_tokens=4, max_tokens=16, eos=eos)[0] == expected
 
 
 def test_the_context_ends_a_row():
     """Decoding stops at max_position_embeddings, never beyond, and says so."""
     model = build("glm4_moe", max_position_embeddings=32)
-    texts, log = decode(model, [prompt(20)], drafts=6, max_tokens=100)
+    texts, log = decode(model, [prompt(20)], num_speculative_tokens=6, max_tokens=100)
     assert len(texts[0]) == 12
     assert log[-1].rows[0].finish == "context"
-    assert texts == decode(model, [prompt(20)], drafts=0, max_tokens=100)[0]
+    assert texts == decode(model, [prompt(20)], num_speculative_tokens=0, max_tokens=100)[0]
 
 
 def test_max_tokens_is_exact():
     model = build("glm4_moe")
     for count in range(1, 8):
-        texts, log = decode(model, [prompt(4)], drafts=4, max_tokens=count)
+        texts, log = decode(model, [prompt(4)], num_speculative_tokens=4, max_tokens=count)
         assert len(texts[0]) == count
         assert log[-1].rows[0].finish == "length"
 
@@ -286,7 +300,7 @@ def test_no_head_work_without_drafts(monkeypatch):
     """K = 0 is plain decoding through the same loop: the head is not run over the prompt for nothing."""
     model = build("glm4_moe")
     monkeypatch.setattr(model.head, "step", lambda *_, **__: pytest.fail("the head ran"))
-    decode(model, [prompt(30)], drafts=0, max_tokens=4)
+    decode(model, [prompt(30)], num_speculative_tokens=0, max_tokens=4)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +319,9 @@ def test_bad_prompts(prompts, settings, words):
         next(rounds(model.trunk, model.head, prompts, Settings(**settings)))
 
 
-@pytest.mark.parametrize("values", [{"drafts": -1}, {"max_tokens": 0}, {"chunk": 0}, {"contract": Contract(offset=2)}])
+@pytest.mark.parametrize(
+    "values", [{"num_speculative_tokens": -1}, {"max_tokens": 0}, {"chunk": 0}, {"contract": Contract(offset=2)}]
+)
 def test_bad_settings(values):
     with pytest.raises(ConfigError, match=f"{next(iter(values))}"):
         Settings(**values)
@@ -314,15 +330,17 @@ def test_bad_settings(values):
 def test_drafts_need_a_head():
     model = build("glm4_moe")
     with pytest.raises(ConfigError, match="no head"):
-        next(rounds(model.trunk, None, [[1]], Settings(drafts=2)))
+        next(rounds(model.trunk, None, [[1]], Settings(num_speculative_tokens=2)))
 
 
 def test_acceptance_counts_conditionally():
     """a_k counts only rounds in which every shallower draft was kept."""
     model = build("glm4_moe")
-    text = decode(model, [prompt(9)], drafts=0, max_tokens=21)[0]
+    text = decode(model, [prompt(9)], num_speculative_tokens=0, max_tokens=21)[0]
     drafter = oracle(text, right=[0, 1, 3])
-    figures = Acceptance.of(decode(model, [prompt(9)], drafts=3, max_tokens=21, make_drafter=drafter)[1])
+    figures = Acceptance.of(
+        decode(model, [prompt(9)], num_speculative_tokens=3, max_tokens=21, make_drafter=drafter)[1]
+    )
     assert figures.num_drafted[1] == figures.num_accepted[0]
     assert figures.rates[0] == pytest.approx(figures.num_accepted[0] / figures.num_drafted[0])
     assert figures.length == pytest.approx(1 + sum(figures.num_accepted) / figures.num_rounds)

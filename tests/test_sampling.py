@@ -43,14 +43,14 @@ seeds = st.integers(0, 10**6)
 RULES: dict[str, Rule] = {"one by one": TOKENWISE, "block": (accept_block, in_blocks)}
 
 
-@pytest.mark.parametrize(("num_drafts", "vocab"), [(1, 7), (2, 5), (3, 4)])
+@pytest.mark.parametrize(("num_draft_tokens", "vocab"), [(1, 7), (2, 5), (3, 4)])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_what_is_emitted_has_the_law_of_the_trunk(rule: Rule, case: str, num_drafts: int, vocab: int) -> None:
+def test_what_is_emitted_has_the_law_of_the_trunk(rule: Rule, case: str, num_draft_tokens: int, vocab: int) -> None:
     """Any error in the threshold, its strictness, the residual, its row, the prefix rule or the limit moves the law."""
-    pairs = [p_and_q(case, vocab**j, vocab, seed=10 * j) for j in range(num_drafts + 1)]
+    pairs = [p_and_q(case, vocab**j, vocab, seed=10 * j) for j in range(num_draft_tokens + 1)]
     p, q = [p for p, _ in pairs], [q for _, q in pairs[:-1]]
-    for limit in [None, *range(num_drafts + 1)]:
+    for limit in [None, *range(num_draft_tokens + 1)]:
         found, _ = emitted(p, q, limit, rule=rule)
         torch.testing.assert_close(found, continued(p[0], p[1:]), atol=1e-12, rtol=0, msg=f"{limit=}")
 
@@ -62,9 +62,11 @@ def test_a_block_keeps_no_fewer_drafts(case: str) -> None:
     for seed in range(10):
         pairs = [p_and_q(case, 4**j, 4, seed=100 * seed + 10 * j) for j in range(4)]
         p, q = [p for p, _ in pairs], [q for _, q in pairs[:-1]]
-        for num_drafts in range(1, 4):
-            alone, block = (emitted(p[: num_drafts + 1], q[:num_drafts], None, rule=rule)[1] for rule in RULES.values())
-            assert block == pytest.approx(alone, abs=1e-12) if num_drafts == 1 else block > alone - 1e-12
+        for num_draft_tokens in range(1, 4):
+            alone, block = (
+                emitted(p[: num_draft_tokens + 1], q[:num_draft_tokens], None, rule=rule)[1] for rule in RULES.values()
+            )
+            assert block == pytest.approx(alone, abs=1e-12) if num_draft_tokens == 1 else block > alone - 1e-12
             more += block > alone + 1e-3
     if case in ("random", "p has zeros", "q has zeros"):
         assert more >= 10
@@ -163,13 +165,19 @@ TWINS = {
 
 
 @pytest.mark.parametrize("verify", TWINS.values(), ids=TWINS)
-@given(seed=seeds, num_drafts=st.integers(1, 5), limited=st.booleans())
+@given(seed=seeds, num_draft_tokens=st.integers(1, 5), limited=st.booleans())
 @quick
-def test_greedy_twins_keep_the_leading_matches(verify: Callable, seed: int, num_drafts: int, limited: bool) -> None:
+def test_greedy_twins_keep_the_leading_matches(
+    verify: Callable, seed: int, num_draft_tokens: int, limited: bool
+) -> None:
     """The fast path of greedy decoding that parts from the laws it stands for, in kept, next token or limit."""
-    best, drafts = (torch.randint(3, (8, num_drafts + extra), generator=rng(seed + extra)) for extra in (1, 0))
+    best, drafts = (torch.randint(3, (8, num_draft_tokens + extra), generator=rng(seed + extra)) for extra in (1, 0))
     drafts = torch.where(torch.rand(drafts.shape, generator=rng(seed)) < 0.7, best[:, :-1], drafts)
-    limit = torch.randint(num_drafts + 1, (8,), generator=rng(seed)) if limited else torch.full((8,), num_drafts)
+    limit = (
+        torch.randint(num_draft_tokens + 1, (8,), generator=rng(seed))
+        if limited
+        else torch.full((8,), num_draft_tokens)
+    )
     kept, following = verify(best, drafts, limit=limit if limited else None)
     assert (kept.tolist(), following.tolist()) == by_loop(best, drafts, limit)
 
@@ -335,15 +343,15 @@ def test_pick_survives_a_scan_that_is_not_monotonic(monkeypatch: pytest.MonkeyPa
     assert set(sample_at(probs, u).tolist()) == {1, 4}
 
 
-@given(seed=seeds, num_drafts=st.integers(0, 4))
+@given(seed=seeds, num_draft_tokens=st.integers(0, 4))
 @quick
-def test_seen_prefixes_add_the_drafts_one_by_one(seed: int, num_drafts: int) -> None:
+def test_seen_prefixes_add_the_drafts_one_by_one(seed: int, num_draft_tokens: int) -> None:
     """A penalty that sees a draft too early or too late, or a mask that leaks into the caller's."""
     seen = torch.rand(3, 6, generator=rng(seed)) < 0.2
-    before, drafts = seen.clone(), torch.randint(6, (3, num_drafts), generator=rng(seed))
+    before, drafts = seen.clone(), torch.randint(6, (3, num_draft_tokens), generator=rng(seed))
     prefixes = seen_prefixes(seen, drafts)
-    assert prefixes.shape == (3, num_drafts + 1, 6)
-    for row, j in product(range(3), range(num_drafts + 1)):
+    assert prefixes.shape == (3, num_draft_tokens + 1, 6)
+    for row, j in product(range(3), range(num_draft_tokens + 1)):
         expected = {*before[row].nonzero()[:, 0].tolist(), *drafts[row, :j].tolist()}
         assert set(prefixes[row, j].nonzero()[:, 0].tolist()) == expected
     assert torch.equal(seen, before)

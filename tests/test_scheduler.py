@@ -194,7 +194,7 @@ def test_restored_caches_are_those_of_a_cold_start(trained, name):
 
 def prefilled(backend, tokens, prefixes):
     sequence = ServedSequence.of(GenerationRequest(prompt=tokens), [].append, Text(), 0)
-    batch = ServedBatch(backend.trunk, backend.head, sequence, drafts=3, length=FixedLength(3))
+    batch = ServedBatch(backend.trunk, backend.head, sequence, num_speculative_tokens=3, length=FixedLength(3))
     sequence.cached_tokens = prefixes.restore(batch)
     while not batch.prefill_chunk(64):
         prefixes.store(batch)

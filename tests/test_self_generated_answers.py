@@ -15,7 +15,9 @@ from nextn.speculative.sampling import Sampling
 from nextn.train.self_generated import generate_answers, read_prompts
 
 ASKED = [list(f"prompt {number}{'!' * (number % 3)}".encode()) for number in range(7)]
-SETTINGS = Settings(drafts=2, sampling=Sampling(1.0, top_p=0.95), max_tokens=9, eos=(10, 20, 30, 40, 50), seed=5)
+SETTINGS = Settings(
+    num_speculative_tokens=2, sampling=Sampling(1.0, top_p=0.95), max_tokens=9, eos=(10, 20, 30, 40, 50), seed=5
+)
 
 
 def speaking(seed=0):
@@ -116,10 +118,20 @@ def test_more_prompts_go_on(model, whole, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"settings": Settings(drafts=2, sampling=Sampling(0.5, top_p=0.95), max_tokens=9, seed=5)}, "temperature = 1"),
+        (
+            {"settings": Settings(num_speculative_tokens=2, sampling=Sampling(0.5, top_p=0.95), max_tokens=9, seed=5)},
+            "temperature = 1",
+        ),
         ({"batch_size": 4}, r"was made with batch_size = 3 \(now 4\); resume with the same"),
         ({"asked": [[1, 2], *ASKED[1:]]}, r"a\.jsonl:2: the answer to another prompt than number 0"),
-        ({"settings": Settings(drafts=0, sampling=SETTINGS.sampling, max_tokens=9, eos=SETTINGS.eos, seed=5)}, "head"),
+        (
+            {
+                "settings": Settings(
+                    num_speculative_tokens=0, sampling=SETTINGS.sampling, max_tokens=9, eos=SETTINGS.eos, seed=5
+                )
+            },
+            "head",
+        ),
     ],
 )
 def test_other_settings_are_refused(changed, words, model, whole, tmp_path):
@@ -180,13 +192,13 @@ def test_a_full_disk_leaves_whole_batches(model, whole, tmp_path, monkeypatch):
 def test_greedy_answers_are_those_without_a_head(model, tmp_path):
     """Lossless: the head makes it faster, not different."""
     files = [tmp_path / "head.jsonl", tmp_path / "plain.jsonl"]
-    for out, drafts in zip(files, (3, 0), strict=True):
-        run(model, out, settings=Settings(drafts=drafts, max_tokens=8))
+    for out, k in zip(files, (3, 0), strict=True):
+        run(model, out, settings=Settings(num_speculative_tokens=k, max_tokens=8))
     with_head, plain = ([each["tokens"] for each in lines(out)[1:]] for out in files)
     assert with_head == plain
     headless = speaking()
     headless.head = None
-    run(headless, tmp_path / "none.jsonl", settings=Settings(drafts=3, max_tokens=8))
+    run(headless, tmp_path / "none.jsonl", settings=Settings(num_speculative_tokens=3, max_tokens=8))
     assert (tmp_path / "none.jsonl").read_bytes() == files[1].read_bytes()
 
 
@@ -195,7 +207,7 @@ def test_loops_are_told(model, tmp_path):
     loop = speaking()
     with torch.no_grad():
         loop.trunk.output.weight.zero_()
-    tally = run(loop, tmp_path / "a.jsonl", settings=Settings(drafts=0, max_tokens=24, eos=()))[-1]
+    tally = run(loop, tmp_path / "a.jsonl", settings=Settings(num_speculative_tokens=0, max_tokens=24, eos=()))[-1]
     assert tally.looping == 7
     assert all(each["looping"] for each in lines(tmp_path / "a.jsonl")[1:])
 

@@ -25,7 +25,7 @@ def stored(model, tmp_path_factory):
     asked = [list(f"prompt {number}".encode()) for number in range(6)]
     distributions = {"one": Sampling(1.0), "half": Sampling(0.5), "top": Sampling(1.0, top_p=0.9), "greedy": Sampling()}
     for name, probs in distributions.items():
-        settings = Settings(drafts=2, sampling=probs, max_tokens=24)
+        settings = Settings(num_speculative_tokens=2, sampling=probs, max_tokens=24)
         list(generate_answers(model, asked, settings, folder / f"{name}.jsonl", batch_size=3, backend="torch"))
     (folder / "bare.jsonl").write_bytes((folder / "one.jsonl").read_bytes().partition(b"\n")[2])
     (folder / "text.txt").write_text("some text\n")

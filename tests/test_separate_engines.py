@@ -87,11 +87,11 @@ def trunk(request, tmp_path_factory):
 def test_vllm_runs_the_draft_beside_the_unchanged_trunk(trunk, bench, put, tmp_path):  # noqa: F811
     """Same texts for K = 0 to 4, and counts equal to ours; with the state before the final norm ours are others."""
     draft = trained_head(tmp_path / "run", trunk, "--layout", "mimo").parent
-    made = export(draft, tmp_path / "draft", "vllm", drafts=3)
+    made = export(draft, tmp_path / "draft", "vllm", num_speculative_tokens=3)
     assert audit(Checkpoint.open(made.path)).clean
     speculative, overrides = (json.loads(made.command[made.command.index(each) + 1]) for each in
                               ("--speculative-config", "--hf-overrides"))  # fmt: skip
-    ours = Ours.of(str(trunk), PROMPTS, tokens=TOKENS, drafts=max(KS), head=made.path)
+    ours = Ours.of(str(trunk), PROMPTS, tokens=TOKENS, num_speculative_tokens=max(KS), head=made.path)
     options = {"draft": speculative["model"], "overrides": overrides}
     served = bench.served("vllm", trunk, ours.prompts, KS, TOKENS, **options)
     record = compared(ours, "vllm", served.plain, served.seen)
@@ -108,7 +108,7 @@ def test_transformers_runs_the_head_inside(trunk, bench, put, tmp_path):  # noqa
     """`use_mtp` with one more line: same texts, and counts equal to ours."""
     head = trained_head(tmp_path / "run", trunk, "--head-only").parent
     made = export(head, tmp_path / "model", "transformers")
-    ours = Ours.of(str(made.path), PROMPTS, tokens=TOKENS, drafts=1)
+    ours = Ours.of(str(made.path), PROMPTS, tokens=TOKENS, num_speculative_tokens=1)
     served = bench.served("transformers", made.path, ours.prompts, (1,), TOKENS)
     record = compared(ours, "transformers", served.plain, served.seen)
     put("inside", trunk.name, {"versions": served.versions, **record})
@@ -128,7 +128,7 @@ def test_llamacpp_runs_trunk_and_head_in_one_file(trunk, bench, put, tmp_path): 
         head = trained_head(tmp_path / f"run-{layout}", trunk, *options).parent
         made = export(head, tmp_path / f"{layout}.gguf", "llama.cpp")
         assert audit_gguf(made.path).clean
-        ours = Ours.of(str(trunk), PROMPTS, tokens=TOKENS, drafts=max(KS), head=head)
+        ours = Ours.of(str(trunk), PROMPTS, tokens=TOKENS, num_speculative_tokens=max(KS), head=head)
         served = bench.served("llama.cpp", trunk, ours.prompts, KS, TOKENS, gguf=made.path)
         record = compared(ours, "llama.cpp", served.plain, served.seen)
         hidden = OTHER_STATE[ours.model.family.hidden]

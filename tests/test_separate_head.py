@@ -80,8 +80,8 @@ def start(trunk, layout=None, **more):
     return StartingPoint(trunk, fresh=True, layout=layout, **more)
 
 
-def tokens(model, backend, drafts):
-    settings = Settings(drafts=drafts, max_tokens=20)
+def tokens(model, backend, k):
+    settings = Settings(num_speculative_tokens=k, max_tokens=20)
     return [result.tokens for result in generate(model, ["a is", "so"], settings, backend=backend)]
 
 

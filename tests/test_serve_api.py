@@ -62,7 +62,7 @@ def scripted_client(scripted):
 @pytest.fixture(scope="module")
 def text(model):
     """What the model says without a server."""
-    (result,) = generate(model, [PROMPT], Settings(drafts=3, max_tokens=24), backend="torch")
+    (result,) = generate(model, [PROMPT], Settings(num_speculative_tokens=3, max_tokens=24), backend="torch")
     return result.text
 
 
@@ -156,7 +156,7 @@ def test_chat(client, model):
     ]
     answer = client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=12, temperature=0)
     prompt = "<s>Be brief.<u>Hi<a>"
-    (expected,) = generate(model, [prompt], Settings(drafts=3, max_tokens=12), backend="torch")
+    (expected,) = generate(model, [prompt], Settings(num_speculative_tokens=3, max_tokens=12), backend="torch")
     assert answer.choices[0].message.content == expected.text
     assert answer.choices[0].message.role == "assistant"
     assert answer.usage.prompt_tokens == len(prompt)
@@ -262,7 +262,7 @@ def test_our_own_client_reads_answers_and_metrics(server):
     body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "return_metrics": True}
     document = endpoint.client.json("/v1/completions", body)
     (counters,) = [counters_in_answers([type("Answer", (), {"raw": document})])]
-    assert counters.drafts == document["metrics"]["spec_decode"]["num_drafts"]
+    assert counters.num_drafts == document["metrics"]["spec_decode"]["num_drafts"]
     assert list(counters.per_position) == document["metrics"]["spec_decode"]["num_accepted_tokens_per_pos"]
     assert "nextn:spec_decode_num_drafts_total" in endpoint.metrics()
     endpoint.close()

@@ -325,7 +325,7 @@ def test_a_model_without_template_or_tokenizer(model):
 
 
 def test_a_server_without_mtp(model):
-    with serving(ScriptedEngine(), model, drafts=False) as server:
+    with serving(ScriptedEngine(), model, can_draft=False) as server:
         status, error = error_of(server.post(COMPLETIONS, {"prompt": "x", "num_speculative_tokens": 2}))
         assert (status, error["param"]) == (400, "num_speculative_tokens")
         assert server.post(COMPLETIONS, {"prompt": "x", "num_speculative_tokens": 0})[0] == 200

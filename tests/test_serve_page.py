@@ -628,7 +628,7 @@ def real():
 @browser_test
 def test_answers_of_the_real_server(open_page, real):
     """Text, rounds and figures are those of the library; with MTP off, the text is the same."""
-    expected = generate(real.model, [PROMPT], Settings(drafts=4, max_tokens=100), backend="torch")[0]
+    expected = generate(real.model, [PROMPT], Settings(num_speculative_tokens=4, max_tokens=100), backend="torch")[0]
     view = open_page(real.url)
     view.locator("#k").fill("4")
     view.fill("#max-tokens", "100")

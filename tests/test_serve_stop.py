@@ -162,7 +162,7 @@ def test_metrics_agree_with_the_answers(model):
     """Counters, summed over whole, streamed and cancelled requests; read by our own parsers."""
     engine = ScriptedEngine()
     with serving(engine, model) as server:
-        drafts = drafted = accepted = generated = 0
+        num_drafts = drafted = accepted = generated = 0
         positions = [0, 0]
         for stream in (False, True):
             for n in (1, 3):
@@ -170,7 +170,7 @@ def test_metrics_agree_with_the_answers(model):
                 data = server.post("/v1/completions", body)[2]
                 last = events(data)[-1] if stream else json.loads(data)
                 metrics = last["metrics"]["spec_decode"]
-                drafts += metrics["num_drafts"]
+                num_drafts += metrics["num_drafts"]
                 drafted += metrics["num_draft_tokens"]
                 accepted += metrics["num_accepted_tokens"]
                 positions = [a + b for a, b in zip(positions, metrics["num_accepted_tokens_per_pos"][:2], strict=True)]
@@ -183,9 +183,9 @@ def test_metrics_agree_with_the_answers(model):
     text = data.decode()
     counters = from_metrics(text, model="tiny")
     assert counters.engine == "nextn"
-    assert (counters.drafts, counters.draft_tokens, counters.accepted) == (drafts, drafted, accepted)
+    assert (counters.num_drafts, counters.draft_tokens, counters.accepted) == (num_drafts, drafted, accepted)
     assert list(counters.per_position) == positions == [56, 48]
-    assert read(text).drafts == drafts
+    assert read(text).num_drafts == num_drafts
     assert prefix_hits(text) == 8
     samples = {
         (sample.name, *sorted(set(sample.labels.values()) - {"tiny"})): sample.value
@@ -196,7 +196,7 @@ def test_metrics_agree_with_the_answers(model):
     assert samples["nextn:prompt_tokens_total",] == 8 * 3
     assert samples["nextn:request_success_total", "length"] == 8
     assert samples["nextn:time_to_first_token_seconds_count",] == 8
-    assert samples["nextn:inter_token_latency_seconds_count",] == drafts
+    assert samples["nextn:inter_token_latency_seconds_count",] == num_drafts
     assert samples["nextn:e2e_request_latency_seconds_count",] == 8
     assert samples["nextn:http_errors_total", "400"] == 1
     assert samples["nextn:http_errors_total", "404"] == 1
@@ -218,5 +218,5 @@ def test_counters_of_vllm_s_requests_are_read():
         }
     }
     counters = read(json.dumps(document))
-    assert (counters.drafts, counters.draft_tokens, counters.accepted) == (43, 129, 10)
+    assert (counters.num_drafts, counters.draft_tokens, counters.accepted) == (43, 129, 10)
     assert counters.per_position == (4, 3, 3)

@@ -67,7 +67,7 @@ def test_greedy_answers_are_those_of_our_decoder(folder, server, model, here, tm
     header, *records = map(json.loads, out.read_text().splitlines())
     assert header["engine"] == "tiny"
     assert header["settings"]["sampling"]["temperature"] == 0
-    own = generate(model, PROMPTS, Settings(drafts=3, max_tokens=16), backend="torch")
+    own = generate(model, PROMPTS, Settings(num_speculative_tokens=3, max_tokens=16), backend="torch")
     assert [tuple(record["tokens"]) for record in records] == [result.tokens for result in own]
     assert [record["text"] for record in records] == [result.text for result in own]
     assert bytes(records[0]["prompt"]).decode() == PROMPTS[0]

@@ -117,14 +117,14 @@ def compare(predictions, near=NEAR) -> None:
     torch.testing.assert_close(torch.tensor(fast.confidence), torch.tensor(plain.confidence), **near)
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.parametrize("lengths", [(17,), LENGTHS], ids=["one", "ragged"])
-def test_texts_and_drafts(pair, lengths, drafts):
+def test_texts_and_drafts(pair, lengths, k):
     """Also what is drafted, which the text does not show; rows end at different times and leave."""
     model, fast = pair
     prompts = [prompt(length, seed=length) for length in lengths]
-    texts, log = decode(fast, prompts, drafts=drafts, max_tokens=10)
-    plain, other = decode(model, prompts, drafts=drafts, max_tokens=10)
+    texts, log = decode(fast, prompts, num_speculative_tokens=k, max_tokens=10)
+    plain, other = decode(model, prompts, num_speculative_tokens=k, max_tokens=10)
     assert texts == plain
     assert [each.rows for each in log] == [each.rows for each in other]
 
@@ -137,14 +137,17 @@ def test_bf16_rounds_say_what_plain_steps_say(name):
         part.to(torch.bfloat16)
     fast = fast_of(model)
     start = [prompt(21)]
-    assert decode(fast, start, drafts=3, max_tokens=24)[0] == decode(fast, start, drafts=0, max_tokens=24)[0]
+    assert (
+        decode(fast, start, num_speculative_tokens=3, max_tokens=24)[0]
+        == decode(fast, start, num_speculative_tokens=0, max_tokens=24)[0]
+    )
 
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_acceptance_of_trained_heads(name, trained):
     model = trained[name]
     prompts = refrain(6, 40, seed=9).tolist()
-    fast, plain = (decode(each, prompts, drafts=3, max_tokens=32) for each in (fast_of(model), model))
+    fast, plain = (decode(each, prompts, num_speculative_tokens=3, max_tokens=32) for each in (fast_of(model), model))
     assert fast[0] == plain[0]
     assert Acceptance.of(fast[1]) == Acceptance.of(plain[1])
     assert Acceptance.of(fast[1]).length > 1.5
@@ -154,8 +157,8 @@ def test_acceptance_of_trained_heads(name, trained):
 def test_trained_bf16_rounds_say_what_plain_steps_say(name):
     fast = fast_of(Model.load(FIXTURES / name, dtype=torch.bfloat16))
     start = refrain(1, 40, seed=9).tolist()
-    texts, log = decode(fast, start, drafts=3, max_tokens=32)
-    assert texts == decode(fast, start, drafts=0, max_tokens=32)[0]
+    texts, log = decode(fast, start, num_speculative_tokens=3, max_tokens=32)
+    assert texts == decode(fast, start, num_speculative_tokens=0, max_tokens=32)[0]
     assert Acceptance.of(log).length > 1.5
 
 
@@ -168,7 +171,9 @@ def test_blocks_larger_than_the_largest_recording():
         plain, found = model.trunk(tokens, model.trunk.cache(2)), fast.trunk(tokens, fast.trunk.cache(2))
         torch.testing.assert_close(found.head_input, plain.head_input, **NEAR)
     prompts = [prompt(length, seed=length) for length in (150, 290)]
-    (texts, log), (wanted, other) = (decode(each, prompts, drafts=3, max_tokens=6) for each in (fast, model))
+    (texts, log), (wanted, other) = (
+        decode(each, prompts, num_speculative_tokens=3, max_tokens=6) for each in (fast, model)
+    )
     assert texts == wanted
     assert [each.rows for each in log] == [each.rows for each in other]
 
@@ -191,7 +196,7 @@ def test_a_chain_longer_than_the_buffers():
     """Buffers that grow in the middle of a chain: the next draft step must not write to the old ones."""
     model = build("glm4_moe")
     fast = backend_for(model, "native")
-    settings = Settings(drafts=100, max_tokens=104)
+    settings = Settings(num_speculative_tokens=100, max_tokens=104)
     first = [
         [each.rows for each in islice(rounds(trunk, head, [prompt(200)], settings), 4)]
         for trunk, head in ((model.trunk, model.head), (fast.trunk, fast.head))
@@ -219,7 +224,9 @@ def test_no_round_waits_for_a_recording(length, modules, monkeypatch):
         return recorded(cls, *args)
 
     monkeypatch.setattr(Replay, "of", classmethod(noted))
-    stream = rounds(model.trunk, model.head, [prompt(40)], Settings(drafts=5, max_tokens=30), length=length)
+    stream = rounds(
+        model.trunk, model.head, [prompt(40)], Settings(num_speculative_tokens=5, max_tokens=30), length=length
+    )
     next(stream)
     before = len(made)
     log = list(stream)

@@ -21,7 +21,7 @@ PROMPTS = [list(prompt.text[:96]) for prompt in read_prompts(SHIPPED / "prompts.
 
 @pytest.fixture(scope="module")
 def decoded():
-    return decode_model(Model.load(SHIPPED), PROMPTS, drafts=4)
+    return decode_model(Model.load(SHIPPED), PROMPTS, num_speculative_tokens=4)
 
 
 def test_audit_has_nothing_to_say():
@@ -69,6 +69,6 @@ def test_texts_do_not_repeat_and_are_the_trunks(decoded):
 
 def test_the_torch_backend_gives_the_same_with_and_without_drafts():
     model = Model.load(SHIPPED, dtype=torch.float32)
-    decoded = decode_model(model, PROMPTS[:3], drafts=4, backend="torch", seconds=0.5)
+    decoded = decode_model(model, PROMPTS[:3], num_speculative_tokens=4, backend="torch", seconds=0.5)
     assert decoded.identical
     assert decoded.greedy.mtp.acceptance.length > 2

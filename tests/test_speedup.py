@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from nextn.stats.speedup import Costs, Spread, best_drafts, break_even, expected_length, expected_speedup, uniform_rate
+from nextn.stats.speedup import Costs, Spread, best_k, break_even, expected_length, expected_speedup, uniform_rate
 
 
 def costs(v, c, step=2.0):
@@ -30,12 +30,12 @@ def test_a_depth_never_offered_adds_nothing():
     assert expected_length([0.5, 0.0, math.nan]) == 1.5
 
 
-@pytest.mark.parametrize(("rate", "c", "drafts"), [(0.8, 0.05, 7), (0.5, 0.2, 2), (0.95, 0.1, 1)])
-def test_speedup_with_a_flat_trunk_is_leviathans(rate, c, drafts):
+@pytest.mark.parametrize(("rate", "c", "k"), [(0.8, 0.05, 7), (0.5, 0.2, 2), (0.95, 0.1, 1)])
+def test_speedup_with_a_flat_trunk_is_leviathans(rate, c, k):
     """Leviathan et al. 2211.17192, Theorem 3.8: v(K) in place of v(K+1), c counted K + 1 times."""
-    flat = costs([1.0] * (drafts + 1), c)
-    theorem = (1 - rate ** (drafts + 1)) / ((1 - rate) * (drafts * c + 1))
-    assert expected_speedup(flat, [rate] * drafts, drafts) == pytest.approx(theorem)
+    flat = costs([1.0] * (k + 1), c)
+    theorem = (1 - rate ** (k + 1)) / ((1 - rate) * (k * c + 1))
+    assert expected_speedup(flat, [rate] * k, k) == pytest.approx(theorem)
 
 
 def test_speedup_uses_its_own_depths():
@@ -49,18 +49,18 @@ def test_speedup_uses_its_own_depths():
 def test_best_is_the_maximum_and_may_be_zero():
     """The best K is also compared with baseline decoding."""
     each = costs([1.0, 1.1, 1.2, 3.0], 0.1)
-    assert best_drafts(each, [0.9, 0.9, 0.9]) == 2
-    assert best_drafts(each, [0.1, 0.1, 0.1]) == 0
-    assert best_drafts(each, [0.9, 0.9, 0.9], overhead=5) == 0
+    assert best_k(each, [0.9, 0.9, 0.9]) == 2
+    assert best_k(each, [0.1, 0.1, 0.1]) == 0
+    assert best_k(each, [0.9, 0.9, 0.9], overhead=5) == 0
 
 
 def test_break_even_is_where_speed_up_is_one():
     """For K = 1 it is v(2) + c - 1; for others the speed-up there is 1; None where even certainty does not pay."""
     draw = random.Random(0)
-    for drafts in range(1, 6):
-        each = costs([1.0, *sorted(1 + 0.2 * drafts * draw.random() for _ in range(drafts))], 0.3 * draw.random())
-        found = break_even(each, drafts, overhead=0.1)
-        assert expected_speedup(each, [found] * drafts, drafts, overhead=0.1) == pytest.approx(1)
+    for k in range(1, 6):
+        each = costs([1.0, *sorted(1 + 0.2 * k * draw.random() for _ in range(k))], 0.3 * draw.random())
+        found = break_even(each, k, overhead=0.1)
+        assert expected_speedup(each, [found] * k, k, overhead=0.1) == pytest.approx(1)
     assert break_even(costs([1, 1.2], 0.1), 1) == pytest.approx(0.3)
     assert break_even(costs([1, 1.9], 0.2), 1) is None
 

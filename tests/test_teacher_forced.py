@@ -40,38 +40,38 @@ def decoded(model, prompts, settings, **more):
     return texts, logs
 
 
-def counts(logs, drafts):
+def counts(logs, k):
     """(drafted, accepted) by depth of each sequence."""
     each = [Acceptance.of([type("R", (), {"rows": [part]}) for part in log]) for log in logs]
-    pad = lambda values: [*values, *[0] * (drafts - len(values))]  # noqa: E731
+    pad = lambda values: [*values, *[0] * (k - len(values))]  # noqa: E731
     return [pad(row.num_drafted) for row in each], [pad(row.num_accepted) for row in each]
 
 
-def walked(model, texts, drafts, rule, contract=None):
-    found = list(score_texts(model, texts, trunk_outputs(model.trunk, texts), drafts, contract=contract))
-    return [each.survivals[rule].round_counts(each.remaining, drafts) for each in found]
+def walked(model, texts, k, rule, contract=None):
+    found = list(score_texts(model, texts, trunk_outputs(model.trunk, texts), k, contract=contract))
+    return [each.survivals[rule].round_counts(each.remaining, k) for each in found]
 
 
 CONTRACTS = [Contract(), Contract(prefill=False), Contract(offset=-1), Contract(prefill=False, offset=-1)]
 
 
-@pytest.mark.parametrize("drafts", others_slow([1, 3, 5], 3))
+@pytest.mark.parametrize("k", others_slow([1, 3, 5], 3))
 @pytest.mark.parametrize("name", others_slow(["glm", "glm_two", "qwen", "v4"], "glm_two", "qwen"))
 @pytest.mark.parametrize("contract", CONTRACTS, ids=["right", "no prefill", "offset", "both"])
-def test_greedy_counts_are_the_decoders(name, drafts, contract, trained):
+def test_greedy_counts_are_the_decoders(name, k, contract, trained):
     """All drafted and accepted tokens of every text, with and without faults; some texts end early."""
-    settings = Settings(drafts=drafts, max_tokens=28, contract=contract, eos=(7, 19))
+    settings = Settings(num_speculative_tokens=k, max_tokens=28, contract=contract, eos=(7, 19))
     texts, logs = decoded(trained[name], PROMPTS[:8], settings)
-    offered, kept = counts(logs, drafts)
+    offered, kept = counts(logs, k)
     assert any(text.ended for text in texts)
     assert any(not text.ended for text in texts)
-    assert walked(trained[name], texts, drafts, "greedy", contract) == list(zip(offered, kept, strict=True))
+    assert walked(trained[name], texts, k, "greedy", contract) == list(zip(offered, kept, strict=True))
 
 
 def test_context_ends_a_text_too():
     """The last round may draft less: the same counts where the context is full."""
     model = build("glm4_moe", max_position_embeddings=40)
-    texts, logs = decoded(model, PROMPTS[:3], Settings(drafts=3, max_tokens=28))
+    texts, logs = decoded(model, PROMPTS[:3], Settings(num_speculative_tokens=3, max_tokens=28))
     assert {len(text.tokens) for text in texts} == {40}
     offered, kept = counts(logs, 3)
     assert walked(model, texts, 3, "greedy") == list(zip(offered, kept, strict=True))
@@ -81,14 +81,14 @@ def test_context_ends_a_text_too():
 @pytest.mark.parametrize("name", ["glm", "glm_two"])
 def test_sampled_counts_agree_with_the_decoders(name, rule, trained):
     """At a temperature at which some drafts are accepted: no paired difference beyond a 1 in 10,000 interval."""
-    drafts, many = 3, [row.tolist() for row in refrain(48, 20, seed=5)]
+    k, many = 3, [row.tolist() for row in refrain(48, 20, seed=5)]
     sampling = Sampling(4.0 if rule != "argmax" else 2.0 if name == "glm" else 1.3)
-    settings = Settings(drafts=drafts, max_tokens=30, sampling=sampling, seed=3, **SETTINGS[rule])
+    settings = Settings(num_speculative_tokens=k, max_tokens=30, sampling=sampling, seed=3, **SETTINGS[rule])
     texts, logs = decoded(trained[name], many, settings)
-    offered, kept = counts(logs, drafts)
-    found = walked(trained[name], texts, drafts, rule)
+    offered, kept = counts(logs, k)
+    found = walked(trained[name], texts, k, rule)
     survived = 1.0
-    for depth in range(drafts):
+    for depth in range(k):
         for ours, theirs in ((0, offered), (1, kept)):
             gap = paired_difference(
                 [each[ours][depth] for each in found],

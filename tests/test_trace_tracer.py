@@ -14,8 +14,8 @@ def test_every_pair_sits_where_it_should(modules):
     """At position i the head of depth 1 eats token i + 1 and h_i; the trunk eats token i. In every phase."""
     model = build("glm4_moe", modules=modules)
     start = prompt(6)
-    known = start + decode(model, [start], drafts=3, max_tokens=9)[0][0]
-    rows = list(trace(model, start, Settings(drafts=3, max_tokens=9)))
+    known = start + decode(model, [start], num_speculative_tokens=3, max_tokens=9)[0][0]
+    rows = list(trace(model, start, Settings(num_speculative_tokens=3, max_tokens=9)))
     assert {row.phase for row in rows} >= {"prefill", "draft", "verify"}
     for row in rows:
         if row.by == "trunk" and "rolled back" not in row.gives:
@@ -31,7 +31,7 @@ def test_every_pair_sits_where_it_should(modules):
 def test_every_column_is_fed_once_with_true_states():
     """Without gaps: each position of prompt and text gets its final pair exactly once."""
     model = build("glm4_moe")
-    rows = list(trace(model, prompt(6), Settings(drafts=2, max_tokens=8)))
+    rows = list(trace(model, prompt(6), Settings(num_speculative_tokens=2, max_tokens=8)))
     fed = defaultdict(int)
     for row in rows:
         if row.by == "head[0]" and row.hidden.startswith("h"):
@@ -44,7 +44,7 @@ def test_kept_columns_are_re_run(trained):
     """On a head whose drafts are kept: each kept column comes back as a re-run, at its place, with the true state."""
     model = trained["glm"]
     start = refrain(1, 33, seed=5)[0].tolist()
-    rows = list(trace(model, start, Settings(drafts=3, max_tokens=9)))
+    rows = list(trace(model, start, Settings(num_speculative_tokens=3, max_tokens=9)))
     again = [row for row in rows if row.phase == "re-run"]
     drafted = [row.position for row in rows if row.phase == "draft" and row.hidden.startswith("g")]
     assert again
@@ -54,7 +54,7 @@ def test_kept_columns_are_re_run(trained):
 
 
 def test_one_trunk_pass_a_round():
-    rows = list(trace(build("qwen3_5"), prompt(5), Settings(drafts=2, max_tokens=8)))
+    rows = list(trace(build("qwen3_5"), prompt(5), Settings(num_speculative_tokens=2, max_tokens=8)))
     for number in {row.round for row in rows} - {0}:
         positions = [row.position for row in rows if row.round == number and row.by == "trunk"]
         assert positions == list(range(positions[0], positions[0] + len(positions)))

@@ -23,7 +23,10 @@ CASES = [
     (["generate", MODEL, "text", "--dtype", "int3"], "dtype 'int3'; expected one of auto, float32, bfloat16"),
     (["generate", MODEL, "text", "--backend", "quick"], "backend 'quick'; expected one of auto, native, torch"),
     (["generate", MODEL, "text", "--device", "gpu"], "device = 'gpu'; expected auto, cpu"),
-    (["generate", MODEL, "text", "--num-speculative-tokens", "-1"], "drafts = -1; expected a whole number >= 0"),
+    (
+        ["generate", MODEL, "text", "--num-speculative-tokens", "-1"],
+        "num_speculative_tokens = -1; expected a whole number >= 0",
+    ),
     (["generate", MODEL, "text", "--top-p", "7"], "top_p=7.0 must be above 0"),
     (["generate", MODEL, "text", "--draft-vocab", "9", "--draft-text", "none.txt"], "--draft-text none.txt"),
     (["generate", "nowhere", "text"], "nowhere: neither a folder"),

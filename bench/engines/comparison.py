@@ -36,27 +36,28 @@ class Setting:
 
     engine: str
     variant: str
-    drafts: int
+    num_speculative_tokens: int
     fixed: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.engine} {self.variant}, {f'K = {self.drafts}' if self.drafts else 'plain'}"
+        decoding = f"K = {self.num_speculative_tokens}" if self.num_speculative_tokens else "plain"
+        return f"{self.engine} {self.variant}, {decoding}"
 
     @property
     def worker(self) -> tuple[str, str, int | None]:
         """Settings with the same value share a process."""
-        return self.engine, self.variant, self.drafts if self.fixed else None
+        return self.engine, self.variant, self.num_speculative_tokens if self.fixed else None
 
 
-def settings(drafts: Sequence[int], *, modules: int) -> list[Setting]:
-    """Return all settings, ours first; `drafts` is every K but 0. transformers runs each MTP layer of the head once."""
-    all_drafts = [0, *drafts]
+def settings(k_values: Sequence[int], *, modules: int) -> list[Setting]:
+    """Return all settings, ours first; `k_values` is every K but 0. transformers runs each MTP layer once."""
+    all_k = [0, *k_values]
     return [
-        *(Setting("nextn", "bfloat16", k) for k in all_drafts),
+        *(Setting("nextn", "bfloat16", k) for k in all_k),
         *(Setting("transformers", dtype, k) for dtype in ("bfloat16", "float32") for k in (0, modules)),
-        *(Setting("vllm", how, k, fixed=True) for how in ("eager", "compiled") for k in all_drafts),
-        *(Setting("llama.cpp", "bfloat16", k, fixed=True) for k in all_drafts),
+        *(Setting("vllm", how, k, fixed=True) for how in ("eager", "compiled") for k in all_k),
+        *(Setting("llama.cpp", "bfloat16", k, fixed=True) for k in all_k),
     ]
 
 
@@ -124,11 +125,11 @@ class Report:
         return {
             "engine": setting.engine,
             "variant": setting.variant,
-            "drafts": setting.drafts,
+            "drafts": setting.num_speculative_tokens,
             "tokens_per_s": Spread.of([speed for speed, _ in speeds if speed]).as_record(),
             "ratio": Spread.of([speed / baseline for speed, baseline in speeds if speed and baseline]).as_record(),
             "request_tokens_per_s": Spread.of([len(run.answer.tokens) / run.wall_s for run in used]).as_record(),
-            "acceptance_length": 1 + accepted / rounds if setting.drafts and rounds else None,
+            "acceptance_length": 1 + accepted / rounds if setting.num_speculative_tokens and rounds else None,
             "kept_share": accepted / drafted if drafted else None,
             "identical": len(first) - len(differences),
             "texts": len(first),

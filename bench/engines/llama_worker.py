@@ -1,5 +1,5 @@
-"""llama.cpp's `llama-server` as a worker. Options: server, gguf, threads, context, drafts (fixed at its start), exact
-(caches in float32, and attention without a mask in float16).
+"""llama.cpp's `llama-server` as a worker. Options: server, gguf, threads, context, num_speculative_tokens (fixed at its
+start), exact (caches in float32, and attention without a mask in float16).
 
 Prompts and texts are token ids; the time is the server's own, from the end of the prefill to the last token.
 """
@@ -20,13 +20,13 @@ START_S = 300
 
 
 def load(options: dict) -> Engine:
-    port, drafts = _free_port(), options["drafts"]
+    port, k = _free_port(), options["num_speculative_tokens"]
     threads, context = str(options["threads"]), str(options["context"])
     flags = ["-np", "1", "-c", context, "-t", threads, "-tb", threads, "--no-webui", "--metrics"]
     if options.get("exact"):
         flags += ["-fa", "off", *(part for name in ("-ctk", "-ctv", "-ctkd", "-ctvd") for part in (name, "f32"))]
-    if drafts:
-        flags += ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(drafts)]
+    if k:
+        flags += ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(k)]
     files = ["-m", options["gguf"], "--host", "127.0.0.1", "--port", str(port)]
     child = subprocess.Popen([options["server"], *files, *flags], stdout=sys.stderr, stderr=sys.stderr)
     atexit.register(_end, child)
@@ -34,8 +34,10 @@ def load(options: dict) -> Engine:
     _await(child, f"{root}/health")
 
     def decode(request: Request) -> Answer:
-        if request.drafts != drafts:
-            raise ValueError(f"drafts = {request.drafts}; this server was started with {drafts}")
+        if request.num_speculative_tokens != k:
+            raise ValueError(
+                f"num_speculative_tokens = {request.num_speculative_tokens}; this server was started with {k}"
+            )
         # One connection per request, as the server closes one that is idle while other engines have their turn.
         connection = HTTPConnection("127.0.0.1", port)
         connection.request("POST", "/completion", json.dumps(_body(request)), {"Content-Type": "application/json"})

@@ -16,7 +16,9 @@ def load(options: dict[str, str]) -> Engine:
     engine = backend_for(model, options.get("backend", "auto"))
 
     def decode(request: Request) -> Answer:
-        settings = Settings(drafts=request.drafts, max_tokens=request.max_tokens, eos=tuple(request.eos))
+        settings = Settings(
+            num_speculative_tokens=request.num_speculative_tokens, max_tokens=request.max_tokens, eos=tuple(request.eos)
+        )
         stream = rounds(engine.trunk, engine.head, [request.prompt], settings)
         log = [next(stream)]
         started = time.perf_counter()

@@ -1,8 +1,9 @@
 """The worker's side of the protocol: JSON requests on stdin, JSON answers on stdout. Uses only the standard library.
 
 Its first line is `{"ready": true, "versions": {...}, "flags": {...}, "counts": bool}`, or `{"unavailable": reason}`,
-after which it exits. Then each `{"prompt": ids, "max_tokens": n, "drafts": K, "eos": ids}` is answered by
-`{"tokens": ids, "seconds": s, "rounds": n, "drafted": n, "num_accepted": n, "lengths": [n, ...]}` or `{"error": text}`.
+after which it exits. Then each `{"prompt": ids, "max_tokens": n, "num_speculative_tokens": K, "eos": ids}` is answered
+by `{"tokens": ids, "seconds": s, "rounds": n, "drafted": n, "num_accepted": n, "lengths": [n, ...]}` or
+`{"error": text}`.
 
 - counts: whether it has counters
 - seconds: from the prefill's token to the last one
@@ -27,7 +28,7 @@ from typing import TextIO
 class Request:
     prompt: list[int]
     max_tokens: int
-    drafts: int
+    num_speculative_tokens: int
     eos: list[int]
 
 
@@ -44,9 +45,9 @@ class Answer:
     def of(cls, parts: list[list[int]], seconds: float, request: Request) -> "Answer":
         """Count from the tokens of the prefill and of each round, of which all but the last are accepted drafts."""
         rounds = parts[1:]
-        num_accepted = sum(len(part) - 1 for part in rounds) if request.drafts else 0
+        num_accepted = sum(len(part) - 1 for part in rounds) if request.num_speculative_tokens else 0
         tokens, lengths = [token for part in parts for token in part], list(map(len, rounds))
-        return cls(tokens, seconds, len(rounds), request.drafts * len(rounds), num_accepted, lengths)
+        return cls(tokens, seconds, len(rounds), request.num_speculative_tokens * len(rounds), num_accepted, lengths)
 
 
 @dataclass(frozen=True)

@@ -56,31 +56,31 @@ DEFINITIONS = {
 class Seen:
     """An engine's texts and counters at one K, by prompt."""
 
-    drafts: int
+    num_speculative_tokens: int
     texts: tuple[tuple[int, ...], ...]
     counts: tuple[Counters, ...]
 
 
-def asked(worker: Worker, prompts: Sequence[tuple[int, ...]], drafts: int, tokens: int) -> Seen:
-    """Ask all prompts greedily, one after the other; drafts = 0 is baseline decoding. Raises Unavailable.
+def asked(worker: Worker, prompts: Sequence[tuple[int, ...]], k: int, tokens: int) -> Seen:
+    """Ask all prompts greedily, one after the other; k = 0 is baseline decoding. Raises Unavailable.
 
     The last prompt is also asked first, without counting it, so that no counted request is the server's first.
     """
     texts, counts = [], []
-    worker.ask(Request(list(prompts[-1]), tokens, drafts, []))
-    before = _counters(worker) if drafts else None
+    worker.ask(Request(list(prompts[-1]), tokens, k, []))
+    before = _counters(worker) if k else None
     for prompt in prompts:
-        answer = worker.ask(Request(list(prompt), tokens, drafts, []))
+        answer = worker.ask(Request(list(prompt), tokens, k, []))
         texts.append(tuple(answer.tokens[:tokens]))
-        if not drafts:
+        if not k:
             continue
         if before is None:
-            counts.append(_of_rounds(answer.lengths, drafts, tokens))
+            counts.append(_of_rounds(answer.lengths, k, tokens))
         else:
             now = from_metrics(worker.metrics())
             counts.append(now.minus(before))
             before = now
-    return Seen(drafts, tuple(texts), tuple(counts))
+    return Seen(k, tuple(texts), tuple(counts))
 
 
 def _counters(worker: Worker) -> Counters | None:
@@ -88,9 +88,9 @@ def _counters(worker: Worker) -> Counters | None:
     return from_metrics(worker.metrics()) if worker.hello["counts"] else None
 
 
-def _of_rounds(lengths: Sequence[int], drafts: int, tokens: int) -> Counters:
+def _of_rounds(lengths: Sequence[int], k: int, tokens: int) -> Counters:
     """Counters of an engine without any, from its rounds: all tokens of a round but the last are accepted drafts."""
-    per_position = tuple(sum(length - 1 > depth for length in lengths) for depth in range(drafts))
+    per_position = tuple(sum(length - 1 > depth for length in lengths) for depth in range(k))
     starts = [1 + sum(lengths[:index]) for index in range(len(lengths))]
     rounds = sum(start + 1 < tokens for start in starts)  # with one token remaining, nothing is drafted
     return Counters("rounds", rounds, None, sum(per_position), per_position)
@@ -122,13 +122,15 @@ class Ours:
         prompts: Sequence[tuple[int, ...]],
         *,
         tokens: int,
-        drafts: int,
+        num_speculative_tokens: int,
         head: Path | None = None,
     ) -> "Ours":
         model = Model.load(checkpoint, dtype=torch.float32, head=head)
         all_prompts = [Prompt(prompt, "all") for prompt in prompts]
-        plan = ReferencePlan(drafts=drafts, temperatures=(0.0,), max_tokens=tokens, backend="torch")
-        longer = reference_acceptance(model, all_prompts, replace(plan, max_tokens=tokens + drafts + 1))
+        plan = ReferencePlan(
+            num_speculative_tokens=num_speculative_tokens, temperatures=(0.0,), max_tokens=tokens, backend="torch"
+        )
+        longer = reference_acceptance(model, all_prompts, replace(plan, max_tokens=tokens + num_speculative_tokens + 1))
         texts = tuple(replace(text, ended=False) for text in longer.generated[0.0].texts)
         return cls(model, tuple(prompts), tokens, reference_acceptance(model, all_prompts, plan), texts)
 
@@ -152,11 +154,11 @@ class Ours:
                 )
                 for lead, each in zip(before, hiddens, strict=True)
             ]
-        return list(score_texts(model, texts, hiddens, self.measured.plan.drafts, contract=contract))
+        return list(score_texts(model, texts, hiddens, self.measured.plan.num_speculative_tokens, contract=contract))
 
-    def counts(self, scores: Sequence[ScoredText], drafts: int, *, overruns: bool) -> list[Counters]:
-        """Return what our decoder counts at K = drafts, by text."""
-        return [_count_rounds(each, drafts, self.tokens, overruns=overruns) for each in scores]
+    def counts(self, scores: Sequence[ScoredText], k: int, *, overruns: bool) -> list[Counters]:
+        """Return what our decoder counts in rounds of k drafts, by text."""
+        return [_count_rounds(each, k, self.tokens, overruns=overruns) for each in scores]
 
     @torch.inference_mode()
     def gap(self, prompt: Sequence[int], text: Sequence[int], theirs: Sequence[int]) -> dict[str, float] | None:
@@ -169,13 +171,13 @@ class Ours:
         return {"place": index, "gap": round((logits[text[index]] - logits[theirs[index]]).item(), 6)}
 
 
-def _count_rounds(scored: ScoredText, drafts: int, tokens: int, *, overruns: bool) -> Counters:
+def _count_rounds(scored: ScoredText, k: int, tokens: int, *, overruns: bool) -> Counters:
     """Count the rounds of decoding a text of so many tokens; `overruns`: the last ones are verified in full."""
     given = scored.survivals["greedy"].given
-    rounds, per_position, start = 0, [0] * drafts, 0
+    rounds, per_position, start = 0, [0] * k, 0
     while start + 2 < tokens or (overruns and start + 1 < tokens):
-        max_drafts = drafts if overruns else min(drafts, tokens - start - 2)
-        accepted = int(given[start, 1 : max_drafts + 1].sum())
+        limit = k if overruns else min(k, tokens - start - 2)
+        accepted = int(given[start, 1 : limit + 1].sum())
         rounds += 1
         for depth in range(accepted):
             per_position[depth] += 1
@@ -201,29 +203,31 @@ def compared(ours: Ours, engine: str, plain: Seen, seen: Sequence[Seen]) -> dict
 def _row(
     ours: Ours, engine: str, seen: Seen, row: Sequence[ScoredText], convention: Sequence[ScoredText]
 ) -> dict[str, object]:
-    drafts, overruns, texts = seen.drafts, OVERRUNS[engine], ours.texts
+    k, overruns, texts = seen.num_speculative_tokens, OVERRUNS[engine], ours.texts
     same = [index for index, text in enumerate(seen.texts) if text == texts[index]]
     theirs, by_row, by_convention = (
         [counts[index] for index in same]
-        for counts in (seen.counts, *(ours.counts(each, drafts, overruns=overruns) for each in (row, convention)))
+        for counts in (seen.counts, *(ours.counts(each, k, overruns=overruns) for each in (row, convention)))
     )
-    by_text = [counts_of([each], drafts) for each in by_row]
-    estimates = [proportion(*([row[depth] for row in by_text] for depth in (k, k - 1))) for k in range(1, drafts + 1)]
-    rates = rates_of(theirs, drafts)
+    by_text = [counts_of([each], k) for each in by_row]
+    estimates = [
+        proportion(*([row[depth] for row in by_text] for depth in (last, last - 1))) for last in range(1, k + 1)
+    ]
+    rates = rates_of(theirs, k)
     return {
-        "drafts": drafts,
+        "drafts": k,
         **_texts(ours, seen),
         "engine": rates,
         "ours": [each.value for each in estimates],
         "interval_95": [[each.low, each.high] for each in estimates],
         "inside": all(_inside(*each) for each in zip(rates, estimates, strict=True)),
-        "measure": [each.value for each in ours.measured.figures(0.0, drafts=drafts).rates],
-        "difference": _differences(theirs, by_row, drafts),
-        "counts": counts_of(theirs, drafts),
-        "row_counts": counts_of(by_row, drafts),
-        "same_counts": counts_of(theirs, drafts) == counts_of(by_row, drafts),
-        "convention_counts": counts_of(by_convention, drafts),
-        "same_under_convention": counts_of(theirs, drafts) == counts_of(by_convention, drafts),
+        "measure": [each.value for each in ours.measured.figures(0.0, k=k).rates],
+        "difference": _differences(theirs, by_row, k),
+        "counts": counts_of(theirs, k),
+        "row_counts": counts_of(by_row, k),
+        "same_counts": counts_of(theirs, k) == counts_of(by_row, k),
+        "convention_counts": counts_of(by_convention, k),
+        "same_under_convention": counts_of(theirs, k) == counts_of(by_convention, k),
     }
 
 
@@ -240,24 +244,24 @@ def _texts(ours: Ours, seen: Seen) -> dict[str, object]:
     return {"identical": same, "gaps": [gap for gap in gaps if gap]}
 
 
-def counts_of(counts: Sequence[Counters], drafts: int) -> list[int]:
+def counts_of(counts: Sequence[Counters], k: int) -> list[int]:
     """Return [rounds, accepted at depth 1, ..., accepted at depth K]."""
     total = sum_counters(counts)
-    if total is None or total.drafts is None:
+    if total is None or total.num_drafts is None:
         raise EngineError("no counts of drafts")
-    return [total.drafts, *[*total.per_position, *[0] * drafts][:drafts]]
+    return [total.num_drafts, *[*total.per_position, *[0] * k][:k]]
 
 
-def rates_of(counts: Sequence[Counters], drafts: int) -> list[float | None]:
+def rates_of(counts: Sequence[Counters], k: int) -> list[float | None]:
     """Return a_1..a_K; None for a depth that was never reached."""
-    return [accepted / drafted if drafted else None for drafted, accepted in pairwise(counts_of(counts, drafts))]
+    return [accepted / drafted if drafted else None for drafted, accepted in pairwise(counts_of(counts, k))]
 
 
-def _differences(theirs: Sequence[Counters], ours: Sequence[Counters], drafts: int) -> list[Mapping[str, float | None]]:
+def _differences(theirs: Sequence[Counters], ours: Sequence[Counters], k: int) -> list[Mapping[str, float | None]]:
     """Per depth, on the same texts."""
 
     def difference(depth: int, texts: Sequence[int]) -> float:
-        both = [rates_of([each[text] for text in texts], drafts)[depth] for each in (theirs, ours)]
+        both = [rates_of([each[text] for text in texts], k)[depth] for each in (theirs, ours)]
         return math.nan if None in both else both[0] - both[1]
 
-    return [jackknife(partial(difference, depth), len(ours)).as_record() for depth in range(drafts)]
+    return [jackknife(partial(difference, depth), len(ours)).as_record() for depth in range(k)]

@@ -36,18 +36,18 @@ class Bench:
         engine: str,
         checkpoint: Path,
         prompts: Sequence[tuple[int, ...]],
-        drafts: Sequence[int],
+        k_values: Sequence[int],
         tokens: int,
         gguf: Path | None = None,
         **more: object,
     ) -> Served:
-        """Run the prompts at K = 0 and every K of `drafts`; `more` are options of the worker. Raises Unavailable.
+        """Run the prompts at K = 0 and every K of `k_values`; `more` are options of the worker. Raises Unavailable.
 
         transformers allows only the number of the head's MTP layers. llama.cpp runs `gguf`, or its converter's file.
         """
         gguf = self._converted(checkpoint) if engine == "llama.cpp" and gguf is None else gguf
         seen = []
-        for k in (0, *drafts):
+        for k in (0, *k_values):
             if engine != "transformers" or not k:
                 worker = self._loaded(engine, {**self._options(engine, checkpoint, gguf, k), **more})
             seen.append(asked(worker, prompts, k, tokens))
@@ -66,12 +66,12 @@ class Bench:
             worker = self.workers[engine] = self.starter.start(engine, options, log=self.folder / f"{engine}.log")
         return worker
 
-    def _options(self, engine: str, checkpoint: Path, gguf: Path | None, drafts: int) -> dict[str, object]:
+    def _options(self, engine: str, checkpoint: Path, gguf: Path | None, k: int) -> dict[str, object]:
         if engine == "llama.cpp":
-            return {"gguf": str(gguf), "context": CONTEXT, "drafts": drafts, "exact": True}
+            return {"gguf": str(gguf), "context": CONTEXT, "num_speculative_tokens": k, "exact": True}
         options: dict[str, object] = {"checkpoint": str(checkpoint), "dtype": "float32"}
         if engine == "vllm":
-            options |= {"context": CONTEXT, "drafts": drafts, "eager": True, "counts": True}
+            options |= {"context": CONTEXT, "num_speculative_tokens": k, "eager": True, "counts": True}
         return options
 
     def _converted(self, checkpoint: Path) -> Path:

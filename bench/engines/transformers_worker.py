@@ -44,13 +44,16 @@ def load(options: dict[str, str]) -> Engine:
     model = AutoModelForCausalLM.from_pretrained(options["checkpoint"], config=config, dtype=dtype).eval()
 
     def decode(request: Request) -> Answer:
-        if request.drafts not in (0, modules):
-            raise ValueError(f"drafts = {request.drafts}; `use_mtp` drafts as many tokens as the head has MTP layers")
+        if request.num_speculative_tokens not in (0, modules):
+            raise ValueError(
+                f"num_speculative_tokens = {request.num_speculative_tokens}; `use_mtp` drafts as many tokens as the "
+                "head has MTP layers"
+            )
         prompt, clock = torch.tensor([request.prompt]), Clock()
         model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            use_mtp=bool(request.drafts),
+            use_mtp=bool(request.num_speculative_tokens),
             do_sample=False,
             max_new_tokens=request.max_tokens,
             eos_token_id=request.eos or None,

@@ -1,6 +1,6 @@
-"""vLLM on CPUs as a worker. Options: checkpoint, dtype, eager, context, drafts (of this engine: fixed at its start),
-counts (whether it counts its drafts, as its server does), attention (its backend; default: its own choice), draft (a
-separate draft's checkpoint), overrides (of the trunk's config).
+"""vLLM on CPUs as a worker. Options: checkpoint, dtype, eager, context, num_speculative_tokens (of this engine: fixed
+at its start), counts (whether it counts its drafts, as its server does), attention (its backend; default: its own
+choice), draft (a separate draft's checkpoint), overrides (of the trunk's config).
 
 The engine runs in this process and is stepped by hand: no second process, no server; the output of a step is a round.
 """
@@ -18,7 +18,7 @@ KV_BYTES = 2**28
 
 
 def load(options: dict) -> Engine:
-    drafts = options["drafts"]
+    k = options["num_speculative_tokens"]
     settings = {
         "dtype": options["dtype"],
         "enforce_eager": options["eager"],
@@ -27,20 +27,22 @@ def load(options: dict) -> Engine:
         "kv_cache_memory_bytes": KV_BYTES,
         "enable_prefix_caching": False,
         "disable_log_stats": not options.get("counts", False),
-        "speculative_config": {"method": "mtp", "num_speculative_tokens": drafts} if drafts else None,
+        "speculative_config": {"method": "mtp", "num_speculative_tokens": k} if k else None,
         "hf_overrides": options.get("overrides", {}),
     }
-    if options.get("draft") and drafts:
+    if options.get("draft") and k:
         settings["speculative_config"]["model"] = options["draft"]
     if options.get("attention"):
         settings["attention_config"] = {"backend": options["attention"]}
-        if drafts:
+        if k:
             settings["speculative_config"]["attention_backend"] = options["attention"]
     engine = LLM(options["checkpoint"], skip_tokenizer_init=True, **settings).llm_engine
 
     def decode(request: Request) -> Answer:
-        if request.drafts != drafts:
-            raise ValueError(f"drafts = {request.drafts}; this engine was started with {drafts}")
+        if request.num_speculative_tokens != k:
+            raise ValueError(
+                f"num_speculative_tokens = {request.num_speculative_tokens}; this engine was started with {k}"
+            )
         sampling = SamplingParams(
             temperature=0.0,
             max_tokens=request.max_tokens,

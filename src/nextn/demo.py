@@ -125,7 +125,7 @@ class DecodedModel:
     prompts: tuple[tuple[int, ...], ...]
     greedy: DecodedPair
     sampled: DecodedPair
-    drafts: int
+    num_speculative_tokens: int
     backend: str  # `native` or `torch`
     reason: str  # why it is `torch`; empty for `native`
     threads: int
@@ -139,7 +139,7 @@ class DecodedModel:
         """Return the record for report.json."""
         return {
             "identical_output": self.identical,
-            "drafts": self.drafts,
+            "drafts": self.num_speculative_tokens,
             "backend": self.backend,
             "greedy": self.greedy.as_record(),
             "temperature_1": self.sampled.as_record(),
@@ -186,14 +186,15 @@ def decode_side(backend: Backend, texts: Sequence[Sequence[int]], settings: Sett
 
 def decode_pair(backend: Backend, text: Sequence[int], settings: Settings) -> DecodedPair:
     """Decode a prompt without drafts, then with them."""
-    return DecodedPair(*(decode_side(backend, [text], replace(settings, drafts=k)) for k in (0, settings.drafts)))
+    baseline = replace(settings, num_speculative_tokens=0)
+    return DecodedPair(*(decode_side(backend, [text], each) for each in (baseline, settings)))
 
 
 def decode_model(
     model: Model,
     texts: Sequence[Sequence[int]],
     *,
-    drafts: int,
+    num_speculative_tokens: int,
     backend: str = "auto",
     seconds: float = inf,
     clock: Clock = time.perf_counter,
@@ -203,7 +204,7 @@ def decode_model(
     Args:
         model: Trunk and head.
         texts: Prompts as token ids.
-        drafts: Draft tokens per round.
+        num_speculative_tokens: Draft tokens per round, K.
         backend: See `backend_for`.
         seconds: A time budget, from which the length of the texts and the number of prompts follow; at least one is
             decoded. The creation of the backend does not count.
@@ -212,9 +213,9 @@ def decode_model(
     decoder = backend_for(model, backend)
     threads = 1 if decoder.name == "torch" else torch.get_num_threads()
     with _torch_threads(threads):
-        prompts, pairs = _decode_prompts(model, decoder, texts, drafts, seconds, clock)
+        prompts, pairs = _decode_prompts(model, decoder, texts, num_speculative_tokens, seconds, clock)
     greedy, sampled = (DecodedPair.join(each) for each in pairs)
-    return DecodedModel(prompts, greedy, sampled, drafts, decoder.name, decoder.reason, threads)
+    return DecodedModel(prompts, greedy, sampled, num_speculative_tokens, decoder.name, decoder.reason, threads)
 
 
 @contextmanager
@@ -229,13 +230,13 @@ def _torch_threads(count: int) -> Iterator[None]:
 
 
 def _decode_prompts(
-    model: Model, decoder: Backend, texts: Sequence[Sequence[int]], drafts: int, seconds: float, clock: Clock
+    model: Model, decoder: Backend, texts: Sequence[Sequence[int]], k: int, seconds: float, clock: Clock
 ) -> tuple[tuple[tuple[int, ...], ...], list[tuple[DecodedPair, ...]]]:
     """Return the prompts that fit the budget, and their pairs, greedy and at temperature 1."""
-    settings = Settings(drafts=drafts, max_tokens=_MIN_TOKENS, eos=eos_tokens(model))
+    settings = Settings(num_speculative_tokens=k, max_tokens=_MIN_TOKENS, eos=eos_tokens(model))
     # The first decoding warms the backend up; the second one is measured. Neither ends before its last token.
     decode_pair(decoder, texts[0], replace(settings, eos=()))
-    rate = decode_side(decoder, texts[:1], replace(settings, eos=(), drafts=0)).tokens_per_s
+    rate = decode_side(decoder, texts[:1], replace(settings, eos=(), num_speculative_tokens=0)).tokens_per_s
     # Four texts a prompt; the budget is for at least two prompts.
     num_tokens = int(min(_MAX_TOKENS, max(_MIN_TOKENS, rate * seconds / 8)))
     greedy = replace(settings, max_tokens=num_tokens)
@@ -262,7 +263,11 @@ def load_for(folder: Path, backend: str = "auto") -> Model:
 
 
 def decode_shipped(
-    folder: Path, *, drafts: int, seconds: float = _DECODE_S, on_build: Callable[[], None] = lambda: None
+    folder: Path,
+    *,
+    num_speculative_tokens: int,
+    seconds: float = _DECODE_S,
+    on_build: Callable[[], None] = lambda: None,
 ) -> Iterator[DecodedModel]:
     """Copy the shipped checkpoint to `folder/model`, decode it, and yield the results of each backend; write a report.
 
@@ -281,7 +286,9 @@ def decode_shipped(
         if name == "auto" and not status.is_built:
             on_build()
         model = load_for(folder / "model", name)
-        result = decode_model(model, texts, drafts=drafts, backend=name, seconds=seconds)
+        result = decode_model(
+            model, texts, num_speculative_tokens=num_speculative_tokens, backend=name, seconds=seconds
+        )
         result = replace(result, reason=reason) if name == "torch" else result
         results[result.backend] = result
         yield result
@@ -340,11 +347,13 @@ def train_demo(
     return TrainedModel(folder, evaluations[-1], run.held_out, time.perf_counter() - started)
 
 
-def decode_trained(trained: TrainedModel, *, drafts: int) -> DemoReport:
+def decode_trained(trained: TrainedModel, *, num_speculative_tokens: int) -> DemoReport:
     """Load the trained model, decode it, and write report.json."""
     started = time.perf_counter()
     texts = [text.tolist() for text in sample_prompts(trained.held_out, count=12, length=_PROMPT_TOKENS, seed=0)]
-    decoded = decode_model(load_for(trained.folder / "model"), texts, drafts=drafts, seconds=_DECODE_S)
+    decoded = decode_model(
+        load_for(trained.folder / "model"), texts, num_speculative_tokens=num_speculative_tokens, seconds=_DECODE_S
+    )
     report = DemoReport(trained, decoded, trained.seconds + time.perf_counter() - started)
     write_json(trained.folder / "report.json", report.as_record())
     return report

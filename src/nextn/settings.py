@@ -3,13 +3,21 @@
 Imports no torch, so that the command line rejects a wrong value at once.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import inf
+from typing import Any
 
 from nextn.errors import ConfigError, require_at_least
 
 BACKENDS = ("auto", "native", "torch")
 WEIGHTS = ("stored", "int8", "int4")  # what products use, see `Trunk.weights`
+# Keys in JSON files, where they are not the names of the fields.
+_JSON_KEYS = {"num_speculative_tokens": "drafts", "k_values": "drafts", "num_drafts": "drafts"}
+
+
+def json_record(instance: Any) -> dict[str, object]:
+    """Return `dataclasses.asdict` with the keys that our JSON files have."""
+    return {_JSON_KEYS.get(name, name): value for name, value in asdict(instance).items()}
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ class Contract:
 class Settings:
     """Options of decoding. Raises ConfigError on values out of range."""
 
-    drafts: int = 4  # K; 0: plain decoding
+    num_speculative_tokens: int = 4  # K; 0: plain decoding
     p_min: float = 0.0  # a round drafts on only while the head is at least this confident
     sampling: Sampling = field(default_factory=Sampling)
     sampled_drafts: bool = True  # sample drafts from q, else take its argmax
@@ -71,6 +79,6 @@ class Settings:
     contract: Contract = field(default_factory=Contract)
 
     def __post_init__(self) -> None:
-        require_at_least(self, drafts=0, max_tokens=1, chunk=1)
+        require_at_least(self, num_speculative_tokens=0, max_tokens=1, chunk=1)
         if self.contract.offset not in (0, -1):
             raise ConfigError(f"contract.offset = {self.contract.offset}; expected 0 or -1")

@@ -79,7 +79,9 @@ def answer(
     if engine is not None and (top_k or top_p < 1):
         raise ConfigError("--top-k and --top-p: an engine samples from the whole distribution here; leave them out")
     sampling = Sampling(temperature, top_k, top_p)
-    settings = Settings(drafts=num_speculative_tokens, sampling=sampling, max_tokens=max_tokens, seed=seed)
+    settings = Settings(
+        num_speculative_tokens=num_speculative_tokens, sampling=sampling, max_tokens=max_tokens, seed=seed
+    )
     options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights)
     options.check()
     from nextn.data.sources import check_sources
@@ -97,7 +99,8 @@ def answer(
     with stop_flag() as stopped, _progress(quiet=as_json) as show:
         if isinstance(model_of_text, TextInterface):
             endpoint = EngineAccess(engine or "", served, concurrency, timeout, key_env).open()
-            settings, tokenizer = replace(settings, drafts=0, eos=model_of_text.eos), model_of_text.tokenizer
+            settings = replace(settings, num_speculative_tokens=0, eos=model_of_text.eos)
+            tokenizer = model_of_text.tokenizer
             progress = served_answers(
                 endpoint, prompt_ids, settings, out, tokenizer, concurrency=concurrency, should_stop=stopped
             )

@@ -106,7 +106,7 @@ def bench(
 
     loaded = options.load(need_head=True, exact_head=exact_head)
     plan = replace(plan, chat=use_chat(loaded, chat))
-    draftable.apply(loaded, drafts=plan.drafts[-1], backend=backend)
+    draftable.apply(loaded, num_speculative_tokens=plan.k_values[-1], backend=backend)
     with progress_bars(quiet=as_json) as progress:
         step = progress("decode", plan.num_runs(len(texts)))
         report = benchmark(loaded, texts, plan, source=model, on_run=lambda _: step())
@@ -251,11 +251,11 @@ def _draw(report: "BenchmarkReport", folder: Path) -> None:
     from nextn.stats import plots
 
     plan = report.plan
-    tables = {_at(t): {k: report.figures(t, k) for k in plan.drafts if k} for t in plan.temperatures}
+    tables = {_at(t): {k: report.figures(t, k) for k in plan.k_values if k} for t in plan.temperatures}
     measured = {label: {k: each.speedup for k, each in row.items()} for label, row in tables.items()}
     plots.speedups(folder / "speedup.png", measured, {_at(t): report.theory(t) for t in plan.temperatures})
     plots.acceptance(
-        folder / "acceptance.png", {label: row[plan.drafts[-1]].acceptance for label, row in tables.items()}
+        folder / "acceptance.png", {label: row[plan.k_values[-1]].acceptance for label, row in tables.items()}
     )
     plots.costs(folder / "costs.png", [report.costs])
 
@@ -274,9 +274,9 @@ def _show_benchmark(report: "BenchmarkReport") -> None:
     table, machine, costs = Table(box=None, header_style="bold", pad_edge=False), report.machine, report.costs
     for title in ("", "K", "AL", "tokens/s", "speed-up", "expected", "draft/verify/host", "a_1 ... a_K"):
         table.add_column(title, justify="left" if title in ("", "a_1 ... a_K") else "right", no_wrap=True)
-    largest = report.plan.drafts[-1]
+    largest = report.plan.k_values[-1]
     for temperature in report.plan.temperatures:
-        rows = [("", report.figures(temperature, drafts)) for drafts in report.plan.choices]
+        rows = [("", report.figures(temperature, k)) for k in report.plan.choices]
         rows += [(f", {each}", report.figures(temperature, largest, each)) for each in by_domain(report.prompts)]
         for label, figures in rows:
             marked = " (repetitive)" if figures.all_repetitive else ""
@@ -300,7 +300,7 @@ def _show_benchmark(report: "BenchmarkReport") -> None:
 def _cells(figures: "BenchmarkFigures") -> list[str]:
     acceptance, speed, share = figures.acceptance, figures.tokens_per_s, figures.share
     return [
-        "auto" if figures.drafts < 0 else str(figures.drafts),
+        "auto" if figures.num_speculative_tokens < 0 else str(figures.num_speculative_tokens),
         f"{acceptance.length:.2f}" if acceptance.num_rounds else "",
         f"{speed.median:.0f} ({speed.low:.0f}-{speed.high:.0f})",
         f"{figures.speedup.median:.2f}",
@@ -319,8 +319,8 @@ def _show_advice(advice: "Advice | OffloadAdvice") -> None:
     for each in advice.headlines:
         measured = ""
         if not isinstance(advice, OffloadAdvice):
-            figures = advice.report.figures(each.temperature, advice.report.plan.drafts[-1])
-            measured = f"; measured in this run at K = {figures.drafts}: {figures.speedup.median:.2f} x"
+            figures = advice.report.figures(each.temperature, advice.report.plan.k_values[-1])
+            measured = f"; measured in this run at K = {figures.num_speculative_tokens}: {figures.speedup.median:.2f} x"
         console().print(plain(f"{_at(each.temperature)}: {each.summary}{measured}"), soft_wrap=True)
     for line in _warnings(advice.report):
         console().print(plain(line), soft_wrap=True)
@@ -335,7 +335,7 @@ def _show_forecasts(forecasts: "Sequence[Forecast]") -> None:
         "",
         "batch",
         "context",
-        *(f"K={drafts}" for drafts in choices),
+        *(f"K={k}" for k in choices),
         "best K",
         "speed-up",
         "95 %",
@@ -349,7 +349,7 @@ def _show_forecasts(forecasts: "Sequence[Forecast]") -> None:
         expected += [""] * (len(choices) - len(expected))
         sizes = (str(each.costs.batch), str(each.costs.context))
         low, high = each.best.interval
-        best = (str(each.best.drafts), f"{each.best.speedup:.2f}", f"{low:.2f}-{high:.2f}")
+        best = (str(each.best.num_speculative_tokens), f"{each.best.speedup:.2f}", f"{low:.2f}-{high:.2f}")
         table.add_row(f"T={each.temperature:g}", *sizes, *expected, *best, "on" if each.pays else "off", even)
     print_table(table)
 

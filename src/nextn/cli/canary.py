@@ -98,7 +98,7 @@ def check(
             max_seconds=max_seconds,
             quiet=as_json,
         )
-    report = check_run(known, run, drafts=num_speculative_tokens, sampled_run=sampled_run)
+    report = check_run(known, run, num_speculative_tokens=num_speculative_tokens, sampled_run=sampled_run)
     if out is not None:
         write_json(out, report.as_record())
     if as_json:
@@ -138,10 +138,10 @@ def _show_canary(canary: "Canary", out: Path) -> None:
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("", *(f"AL@{drafts}" for drafts in canary.drafts)):
+    for title in ("", *(f"AL@{k}" for k in canary.k_values)):
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
     for reading in canary.readings:
-        table.add_row(plain(reading.name), *(f"{canary.length(reading, drafts):.2f}" for drafts in canary.drafts))
+        table.add_row(plain(reading.name), *(f"{canary.length(reading, k):.2f}" for k in canary.k_values))
     print_table(table)
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
     console().print(plain(f"{canary.family} in {out}: {len(canary.prompts)} prompts, {size:.1f} MB"), soft_wrap=True)
@@ -162,7 +162,9 @@ def _show_report(report: "ConformanceReport") -> None:
     style = _STYLES["broken" if report.failed else "held"]
     text = plain("findings" if report.failed else "no findings", style=style)
     screen.print(
-        text.append(f"  {report.canary.family}, K = {report.drafts}: {shown(report.summary)}", style="default")
+        text.append(
+            f"  {report.canary.family}, K = {report.num_speculative_tokens}: {shown(report.summary)}", style="default"
+        )
     )
 
 

@@ -69,7 +69,9 @@ def chat(
     answer. A model without a chat template continues the text.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p)
-    settings = Settings(drafts=num_speculative_tokens, sampling=sampling, max_tokens=max_tokens, seed=seed)
+    settings = Settings(
+        num_speculative_tokens=num_speculative_tokens, sampling=sampling, max_tokens=max_tokens, seed=seed
+    )
     options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head)
     options.check()
     loaded = options.load(need_head=num_speculative_tokens > 0, exact_head=exact_head)
@@ -135,14 +137,15 @@ class _Conversation:
         screen.print(plain(f"\n{summary}", style="dim", lines=True), soft_wrap=True)
         return text
 
-    def set_drafts(self, value: str) -> None:
+    def set_num_speculative_tokens(self, value: str) -> None:
         if value:
             if not value.isascii() or not value.isdigit():
                 raise ConfigError(f"/k {value}; expected a whole number, such as 4, or 0 for plain decoding")
             if int(value) and self.model.head is None:
                 raise ConfigError(f"/k {value}: the checkpoint has no head to draft with")
-            self.settings = replace(self.settings, drafts=int(value))
-        _say(f"K = {self.settings.drafts}" if self.settings.drafts else "K = 0 (plain decoding)")
+            self.settings = replace(self.settings, num_speculative_tokens=int(value))
+        k = self.settings.num_speculative_tokens
+        _say(f"K = {k}" if k else "K = 0 (plain decoding)")
 
     def set_temperature(self, value: str) -> None:
         if value:
@@ -201,7 +204,7 @@ def _run(conversation: _Conversation) -> None:
 
 def _handle(conversation: _Conversation, line: str) -> None:
     commands: dict[str, Callable[[str], None]] = {
-        "k": conversation.set_drafts,
+        "k": conversation.set_num_speculative_tokens,
         "temperature": conversation.set_temperature,
         "clear": conversation.clear,
         "stats": conversation.stats,

@@ -77,7 +77,7 @@ def generate(
 ) -> None:
     """Decode one prompt with MTP. Text of rounds that accepted drafts is green, or in brackets without colors."""
     settings = Settings(
-        drafts=num_speculative_tokens,
+        num_speculative_tokens=num_speculative_tokens,
         p_min=p_min,
         sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
         sampled_drafts=not argmax_drafts,
@@ -89,7 +89,7 @@ def generate(
     text = read_stdin() if prompt == "-" else prompt
     draftable = DraftVocabularyOptions.read(draft_vocab, draft_text)
     loaded = options.load(need_head=num_speculative_tokens > 0, exact_head=exact_head)
-    draftable.apply(loaded, drafts=num_speculative_tokens, backend=backend)
+    draftable.apply(loaded, num_speculative_tokens=num_speculative_tokens, backend=backend)
     length = _adaptive(loaded, num_speculative_tokens, backend) if adaptive else None
     request = _Request(text, settings, tuple(stop or ()), use_chat(loaded, chat), backend, length)
     if as_json:
@@ -115,7 +115,7 @@ def trace(
     """Show which token and hidden state are at which position: in prefill, draft, verify and re-run, by round."""
     from dataclasses import asdict
 
-    settings = Settings(drafts=num_speculative_tokens, max_tokens=max_tokens)
+    settings = Settings(num_speculative_tokens=num_speculative_tokens, max_tokens=max_tokens)
     options = ModelOptions(
         model, dtype, device=device, revision=revision, cache_dir=cache_dir, offline=offline, head=head
     )

@@ -45,30 +45,30 @@ class DraftVocabularyOptions:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--draft-text {text}: not a readable text: {error}") from error
 
-    def apply(self, model: "Model", *, drafts: int, backend: str = "auto") -> None:
+    def apply(self, model: "Model", *, num_speculative_tokens: int, backend: str = "auto") -> None:
         """Restrict what the head drafts from. Raises ConfigError if that is impossible.
 
-        drafts: The largest K that will be used.
+        num_speculative_tokens: The largest K that will be used.
         """
         if self.size == 0:
             return
         from nextn.decoding.generate import encode, eos_tokens
 
-        if model.head is None or not drafts:
+        if model.head is None or not num_speculative_tokens:
             raise ConfigError("--draft-vocab: nothing is drafted, as the model has no head or K is 0")
         tokens, always = encode(model, self.text), eos_tokens(model)
         if self.size is None:
-            self._choose(model, tokens, always, drafts, backend)
+            self._choose(model, tokens, always, num_speculative_tokens, backend)
             return
         from nextn.speculative.draft_vocabulary import DraftVocabulary
 
         vocab_size = model.trunk.vocab_size
         model.head.draft_vocabulary = DraftVocabulary.of([tokens], self.size, vocab_size=vocab_size, always=always)
 
-    def _choose(self, model: "Model", tokens: list[int], always: tuple[int, ...], drafts: int, backend: str) -> None:
+    def _choose(self, model: "Model", tokens: list[int], always: tuple[int, ...], k: int, backend: str) -> None:
         from nextn.evaluate.draft_vocabulary_size import choose_draft_vocabulary
 
-        choice = choose_draft_vocabulary(model, tokens, drafts=drafts, always=always, backend=backend)
+        choice = choose_draft_vocabulary(model, tokens, num_speculative_tokens=k, always=always, backend=backend)
         whole = choice.estimates[-1]
         if choice.vocabulary is None:
             print_note(f"--draft-vocab auto: all {whole.size} tokens, as no smaller number is faster here")

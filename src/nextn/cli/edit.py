@@ -130,7 +130,9 @@ def export(
     from nextn.edit.export import export as export_head
 
     hub: HubOptions = {"revision": revision, "cache_dir": cache_dir, "offline": offline}
-    made = export_head(head, out, engine, trunk=model, tokenizer=tokenizer, drafts=num_speculative_tokens, **hub)
+    made = export_head(
+        head, out, engine, trunk=model, tokenizer=tokenizer, num_speculative_tokens=num_speculative_tokens, **hub
+    )
     if as_json:
         print_json(asdict(made) | {"path": str(made.path)})
     else:

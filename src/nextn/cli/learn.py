@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _INTRODUCTION = """\
 A byte-level model of Python code (5 MB) continues held-out code. In each round its MTP head drafts \
-{drafts} tokens, and the trunk checks them in one pass. The drafts up to the first wrong one are accepted ({marked}); \
+{k} tokens, and the trunk checks them in one pass. The drafts up to the first wrong one are accepted ({marked}); \
 the trunk adds one token of its own, the bonus token. So the text is the trunk's; only the number of passes differs."""
 _LEGEND = """\
 AL: mean acceptance length, tokens per round with the bonus token. a_k: share of depth-k drafts that were accepted, \
@@ -59,7 +59,7 @@ def demo(
             options = ("" if folder == Path("demo") else f" --folder {folder}") + f" --minutes {minutes:g}"
             say_stopped(folder / "run", f"nextn demo{options}")
             return
-        report = decode_trained(trained, drafts=num_speculative_tokens)
+        report = decode_trained(trained, num_speculative_tokens=num_speculative_tokens)
         record |= report.as_record()
         if not as_json:
             _show_report(report)
@@ -67,13 +67,13 @@ def demo(
         print_json(record)
 
 
-def _introduce(drafts: int) -> None:
+def _introduce(k: int) -> None:
     screen = console()
     screen.rule("[bold]1. A trained model, decoded without and with its MTP head")
-    screen.print(_INTRODUCTION.format(drafts=drafts, marked=Marks.of(screen).words))
+    screen.print(_INTRODUCTION.format(k=k, marked=Marks.of(screen).words))
 
 
-def _decode_shipped(folder: Path, drafts: int, *, quiet: bool) -> dict[str, object]:
+def _decode_shipped(folder: Path, k: int, *, quiet: bool) -> dict[str, object]:
     """Decode the shipped checkpoint and show it; return the results of each backend."""
     from nextn.demo import decode_shipped, plot_decoded
 
@@ -83,7 +83,7 @@ def _decode_shipped(folder: Path, drafts: int, *, quiet: bool) -> dict[str, obje
         if not quiet:
             screen.print("\nNow with the native runtime, which is compiled once: 20 to 60 s.")
 
-    for decoded in decode_shipped(folder, drafts=drafts, on_build=announce_build):
+    for decoded in decode_shipped(folder, num_speculative_tokens=k, on_build=announce_build):
         records[decoded.backend] = decoded.as_record()
         if quiet:
             continue
@@ -155,10 +155,10 @@ def _show_figures(decoded: "DecodedModel") -> None:
     screen.print(plain(f"{decoded.backend} backend{reason}, {len(decoded.prompts)} prompts"))
     for label, pair in _pairs(decoded):
         same = "" if label != "greedy" else "  output identical" if decoded.identical else "  output DIFFERENT"
-        screen.print(plain(f"{_figures(label, pair, decoded.drafts)}{same}", lines=True))
+        screen.print(plain(f"{_figures(label, pair, decoded.num_speculative_tokens)}{same}", lines=True))
 
 
-def _figures(label: str, pair: "DecodedPair", drafts: int) -> str:
+def _figures(label: str, pair: "DecodedPair", k: int) -> str:
     """Acceptance and speed, a line each."""
     figures = pair.figures()
     acceptance, speed = figures.mtp.acceptance, figures.mtp.tokens_per_s
@@ -167,7 +167,7 @@ def _figures(label: str, pair: "DecodedPair", drafts: int) -> str:
     if not pair.non_degenerate:
         left_out = "all texts are repetitive, which is easy to draft"
     return (
-        f"{label:14} AL {acceptance.length:.2f} at K = {drafts}  {rates}  ({left_out})\n"
+        f"{label:14} AL {acceptance.length:.2f} at K = {k}  {rates}  ({left_out})\n"
         f"{'':14} plain {figures.plain.tokens_per_s:.0f} tokens/s, MTP {speed:.0f} tokens/s = {figures.speedup:.2f} x"
     )
 

@@ -78,7 +78,9 @@ def advise_offloaded(
     if options.head is not None:
         head = open_head(options.head, trunk, cache_dir=options.cache_dir, offline=options.offline)
     weights = StoredWeights.of(trunk, head)
-    routing = ExpertRouting({index: each.num_experts for index, each in weights.experts.items()}, plan.drafts + 1)
+    routing = ExpertRouting(
+        {index: each.num_experts for index, each in weights.experts.items()}, plan.num_speculative_tokens + 1
+    )
     measure = measure_texts if source.has_texts else _measure_generated
     loaded, report = measure(options, source, plan, prompts, routing=routing)
     machine = Machine.of(loaded)

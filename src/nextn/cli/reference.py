@@ -209,7 +209,7 @@ def diagnose(
             f"a streamed trunk ({source.reason}) cannot generate, so the texts are the engine's answers to prompts of "
             "token ids: add --drive, and leave --own-template out; --no-stream loads the model in any case"
         )
-    from nextn.evaluate.diagnose import audit_lines, check_drafts, observed_plan
+    from nextn.evaluate.diagnose import audit_lines, check_num_speculative_tokens, observed_plan
     from nextn.evaluate.diagnose import diagnose as compare
     from nextn.evaluate.engine_run import EngineObservation, drive_engine, read_engine_counters
     from nextn.evaluate.faults import FAULTS
@@ -224,7 +224,7 @@ def diagnose(
             counters = read_engine_counters(engine, budget, served=served, key_env=key_env)
             loaded = options.load(need_head=True)
             observed = [EngineObservation(plan.temperatures[0], counters)]
-        check_drafts(observed, num_speculative_tokens)
+        check_num_speculative_tokens(observed, num_speculative_tokens)
     plan, reference = observed_plan(observed, plan), None
     if is_streamed:
         reference = measure_answers(loaded, observed, source, plan, texts)
@@ -250,13 +250,13 @@ def diagnose(
 def _show_reference(report: "ReferenceReport") -> None:
     from rich.table import Table
 
-    screen, depths = console(), range(1, report.plan.drafts + 1)
+    screen, depths = console(), range(1, report.plan.num_speculative_tokens + 1)
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("", "texts", *(f"a_{k}" for k in depths), *(f"AL@{k}" for k in depths)):
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
     for temperature in report.plan.temperatures:
         for index, rule in enumerate(report.rules(temperature)):
-            by_depth = [report.figures(temperature, rule=rule, drafts=k) for k in depths]
+            by_depth = [report.figures(temperature, rule=rule, k=k) for k in depths]
             label = rule if rule == "greedy" else f"T={temperature:g} {rule}"
             lengths = [f"{figures.length.value:.2f}" for figures in by_depth]
             largest = by_depth[-1]
@@ -312,7 +312,9 @@ def _probe(report: "ReferenceReport", model: "Model", options: ModelOptions, *, 
     with progress_bars(quiet=quiet) as progress:
         step = progress("conventions", None)
         copies = {} if options.head is not None else stored_copies(opened(model, report.source), model, **options.hub)
-        return probe(model, truncate_texts(generated.texts), report.plan.drafts, copies=copies, on_score=step)
+        return probe(
+            model, truncate_texts(generated.texts), report.plan.num_speculative_tokens, copies=copies, on_score=step
+        )
 
 
 def _show_probe(probed: "ProbeReport") -> None:
@@ -351,7 +353,7 @@ def _show_diagnosis(diagnosis: "Diagnosis") -> None:
 
     screen = console()
     table = Table(box=None, header_style="bold", pad_edge=False)
-    depths = range(1, diagnosis.reference.plan.drafts + 1)
+    depths = range(1, diagnosis.reference.plan.num_speculative_tokens + 1)
     for title in ("", *(f"a_{k}" for k in depths), "AL", "likelihood", "fit"):
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
     several = len(diagnosis.cases) > 1

@@ -112,7 +112,7 @@ def serve(
     from nextn.serve.tool_calls import tool_syntax
 
     tool_syntax(None, tool_call_parser)  # refuses an unknown name
-    drafts = 0 if no_mtp else _DEFAULT_K if num_speculative_tokens is None else num_speculative_tokens
+    k = 0 if no_mtp else _DEFAULT_K if num_speculative_tokens is None else num_speculative_tokens
     key, rates = _key(api_key_env), reference_rates(reference) if reference is not None else ()
     model_options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head)
     model_options.check()
@@ -123,12 +123,12 @@ def serve(
         max_queue=max_queue,
         max_model_len=max_model_len,
         cache_gb=cache_gb,
-        num_speculative_tokens=drafts,
+        num_speculative_tokens=k,
         adaptive=not fixed_k,
     )
     with listen(host, port) as sock:
-        loaded = model_options.load(need_head=drafts > 0, exact_head=exact_head)
-        draftable.apply(loaded, drafts=drafts, backend=backend)
+        loaded = model_options.load(need_head=k > 0, exact_head=exact_head)
+        draftable.apply(loaded, num_speculative_tokens=k, backend=backend)
         from nextn.serve.api import create_app
         from nextn.serve.engine import ServingEngine
 
@@ -143,12 +143,12 @@ def serve(
             request_s=request_timeout,
             grace_s=grace,
             metrics_in_answers=per_request_metrics,
-            drafts=drafts > 0,
+            can_draft=k > 0,
             reference_rates=rates,
             tool_call_parser=tool_call_parser,
         )
         server = HttpServer(create_app(engine, loaded, options), options)
-        _show(loaded, options, host, sock.getsockname()[1], drafts)
+        _show(loaded, options, host, sock.getsockname()[1], k)
         server.run(sockets=[sock])
 
 
@@ -158,16 +158,16 @@ def _check_extra() -> None:
         raise ConfigError(f"the server needs {', '.join(missing)}: pip install 'nextn[serve]'")
 
 
-def _print_command(engine: str, model: ModelOptions, drafts: int | None, advice: Path | None) -> None:
+def _print_command(engine: str, model: ModelOptions, k: int | None, advice: Path | None) -> None:
     from nextn.checkpoint.checkpoint import Checkpoint
-    from nextn.serve.engine_commands import advised_drafts, as_script, engine_commands
+    from nextn.serve.engine_commands import advised_num_speculative_tokens, as_script, engine_commands
 
     if model.head is not None:
         raise ConfigError("--print with --head: `nextn export HEAD OUT --for ENGINE` writes it for an engine")
     checkpoint = Checkpoint.open(model.source, **model.hub)
-    if drafts is None and advice is not None:
-        drafts = advised_drafts(advice)
-    echo(as_script(engine_commands(checkpoint, engine, num_speculative_tokens=drafts, revision=model.revision)))
+    if k is None and advice is not None:
+        k = advised_num_speculative_tokens(advice)
+    echo(as_script(engine_commands(checkpoint, engine, num_speculative_tokens=k, revision=model.revision)))
 
 
 def _default_name(source: str) -> str:
@@ -187,11 +187,11 @@ def _key(variable: str | None) -> str | None:
     return key
 
 
-def _show(model: "Model", options: "ServerOptions", host: str, port: int, drafts: int) -> None:
+def _show(model: "Model", options: "ServerOptions", host: str, port: int, k: int) -> None:
     for note in model.notes:
         print_note(note)
     if options.allowed_hosts is None and options.api_key is None:
         print_note(f"every machine that reaches {host} can use this server; --api-key-env asks for a key")
     shown_host = f"[{host}]" if ":" in host else host
-    mtp = f"K = {drafts}" if drafts else "plain decoding"
+    mtp = f"K = {k}" if k else "plain decoding"
     echo(f"{options.served_name} at http://{shown_host}:{port}  ({mtp}, context {options.max_model_len} tokens)")

@@ -122,10 +122,10 @@ def show_curve(points: Sequence["HeldOutAcceptance"]) -> None:
         "K", "greedy AL", "difference", f"AL at T = {points[0].temperature:g}", "difference", box=None, pad_edge=False
     )
     before = (1.0, 1.0)
-    for drafts, point in enumerate(points, start=1):
+    for k, point in enumerate(points, start=1):
         after = (point.greedy.length, point.sampled.length)
         cells = [text for new, old in zip(after, before, strict=True) for text in (f"{new:.3f}", f"{new - old:+.3f}")]
-        table.add_row(str(drafts), *cells)
+        table.add_row(str(k), *cells)
         before = after
     console(stderr=True).print(table)
 

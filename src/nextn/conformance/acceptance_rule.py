@@ -19,33 +19,33 @@ from nextn.evaluate.likelihoods import MIN_FIT, MIN_NAMED_RATIO, Cause, name_cau
 _MIN_FULL = 0.8
 
 
-def check_acceptance_rule(clause: Clause, canary: Canary, drafts: int, run: SampledRun) -> ClauseOutcome:
+def check_acceptance_rule(clause: Clause, canary: Canary, k: int, run: SampledRun) -> ClauseOutcome:
     """Check that the counts above temperature 0 are those of an allowed rule; inconclusive where several rules fit.
 
-    clause: that about the acceptance rule. drafts: K.
+    clause: that about the acceptance rule. k: draft tokens per round.
     """
     if run.counters is None:
         return ClauseOutcome(clause, "untold", run.no_counts_reason or "the engine reports no counts")
     if problem := _problem(canary, run):
         return ClauseOutcome(clause, "untold", problem)
     try:
-        observed = observed_counts(run.counters, drafts, full_share=_MIN_FULL)
+        observed = observed_counts(run.counters, k, full_share=_MIN_FULL)
     except EngineError as error:
         return ClauseOutcome(clause, "untold", f"at temperature {canary.sampled.temperature:g}: {error}")
-    expected = hypotheses(canary.sampled.rules, run.counters, observed, drafts)
+    expected = hypotheses(canary.sampled.rules, run.counters, observed, k)
     return _outcome(clause, canary, observed, rank_causes(observed, expected))
 
 
 def hypotheses(
-    rules: Sequence[AcceptanceRule], counters: Counters, observed: ObservedCounts, drafts: int
+    rules: Sequence[AcceptanceRule], counters: Counters, observed: ObservedCounts, k: int
 ) -> list[ExpectedCounts]:
     """Return what each rule gives in these counts. An AL is of all rounds, and of the drafts within the text only."""
-    is_cut = counters.draft_tokens is not None and counters.draft_tokens < drafts * (counters.drafts or 0)
+    is_cut = counters.draft_tokens is not None and counters.draft_tokens < k * (counters.num_drafts or 0)
     expected = []
     for rule in rules:
-        offered, accepted = rule.counts[drafts]["cut" if is_cut else "whole"]
+        offered, accepted = rule.counts[k]["cut" if is_cut else "whole"]
         if not observed.num_drafted:
-            offered, accepted = rule.counts[drafts]["whole"][0], rule.counts[drafts]["cut"][1]
+            offered, accepted = rule.counts[k]["whole"][0], rule.counts[k]["cut"][1]
         expected.append(ExpectedCounts(rule.name, offered, accepted, is_expectation=True))
     return expected
 

@@ -52,7 +52,7 @@ class ConformanceReport:
 
     canary: Canary
     run: ConformanceRun
-    drafts: int  # K
+    num_speculative_tokens: int  # K
     differences: tuple[TextDifference, ...]
     fits: tuple[ReadingFit, ...] = field(repr=False)  # of every reading, the nearest first; empty without counters
     tolerance: int = 0
@@ -108,7 +108,7 @@ class ConformanceReport:
         return {
             "canary": self.canary.folder,
             "family": self.canary.family,
-            "drafts": self.drafts,
+            "drafts": self.num_speculative_tokens,
             "verdict": self.summary,
             "failed": self.failed,
             "fits": [fit.reading.name for fit in self.fits if fit.reading in self.explanations],
@@ -125,7 +125,7 @@ class ConformanceReport:
         if not self._groups:
             return {}
         prompts = [prompt for group, _ in self._groups for prompt in group]
-        counts = self.canary.counts(reading, self.drafts, prompts)
+        counts = self.canary.counts(reading, self.num_speculative_tokens, prompts)
         positions = ", ".join(map(str, counts.positions))
         return {"rounds": str(counts.rounds), "accepted": str(counts.accepted), "per_position": positions}
 
@@ -156,7 +156,7 @@ class ConformanceReport:
             return ClauseOutcome(clause, "untold", "greedy texts do not show it; --sampled requests others")
         if self.fits and not self.is_right:
             return ClauseOutcome(clause, "untold", "the greedy counts are wrong, so those above temperature 0 are, too")
-        return check_acceptance_rule(clause, self.canary, self.drafts, self.sampled_run)
+        return check_acceptance_rule(clause, self.canary, self.num_speculative_tokens, self.sampled_run)
 
     def _broken(self, clause: Clause, reading: RecordedReading) -> ClauseOutcome:
         others = [other.name for other in self.explanations if other != reading and clause.id not in clauses(other)]
@@ -180,7 +180,7 @@ class ConformanceReport:
             return ClauseOutcome(clause, "untold", "the counts are those of no known fault")
         nearest = min(known, key=lambda fit: fit.distance)
         if nearest.distance <= max(self.fits[0].distance, self._distance(self.explanations[0].name)):
-            evidence = f"{nearest.reading.name} gives the same counts at K = {self.drafts}"
+            evidence = f"{nearest.reading.name} gives the same counts at K = {self.num_speculative_tokens}"
             return ClauseOutcome(clause, "untold", evidence)
         evidence = f"{nearest.reading.name} would be {nearest.distance} accepted drafts away"
         return ClauseOutcome(clause, "held", evidence)
@@ -209,11 +209,11 @@ class ConformanceReport:
             reason = self.run.no_counts_reason or "the engine reports no counts"
             return ClauseOutcome(clause, "broken", reason, fault="no-counts")
         for prompts, counters in self._groups:
-            if counters.drafts is None:
+            if counters.num_drafts is None:
                 continue
-            tokens = counters.drafts + (counters.accepted or 0) + len(prompts)
+            tokens = counters.num_drafts + (counters.accepted or 0) + len(prompts)
             # One round of each text may draft nothing and be left out, one may continue beyond the end.
-            low, high = self.canary.max_tokens - 1, self.canary.max_tokens + self.drafts
+            low, high = self.canary.max_tokens - 1, self.canary.max_tokens + self.num_speculative_tokens
             valid = Range(len(prompts) * low, len(prompts) * high)
             if valid.distance(tokens):
                 return ClauseOutcome(
@@ -221,18 +221,22 @@ class ConformanceReport:
                     "broken",
                     f"prompts {', '.join(map(str, prompts))}: rounds + accepted + the first tokens are not the tokens",
                     f"{valid} tokens",
-                    f"{counters.drafts} rounds, {counters.accepted} accepted: {tokens} tokens",
+                    f"{counters.num_drafts} rounds, {counters.accepted} accepted: {tokens} tokens",
                     "counts-off",
                 )
         return ClauseOutcome(clause, "held", "rounds and accepted drafts add up to the tokens")
 
 
 def check(
-    canary: Canary, run: ConformanceRun, *, drafts: int | None = None, sampled_run: SampledRun | None = None
+    canary: Canary,
+    run: ConformanceRun,
+    *,
+    num_speculative_tokens: int | None = None,
+    sampled_run: SampledRun | None = None,
 ) -> ConformanceReport:
     """Check an engine's run, and one above temperature 0 if there is one, against a canary's record.
 
-    drafts: K; None takes it from the counters.
+    num_speculative_tokens: K; None takes it from the counters.
     Raises ConfigError where the counters do not show K, have drafts beyond it, or it was not recorded.
     """
     candidates = [_difference(canary, index, run.texts[index]) for index in range(len(canary.prompts))]
@@ -240,23 +244,24 @@ def check(
     groups = comparable(run, differences)
     positions = (position for _, counters in run.counts for position, num in enumerate(counters.per_position, 1) if num)
     deepest = max(positions, default=0)
-    if drafts is not None and deepest > drafts:
+    if num_speculative_tokens is not None and deepest > num_speculative_tokens:
         raise ConfigError(
-            f"K = {drafts}, but the engine accepted drafts at position {deepest}: give the K that it runs with, or none"
+            f"K = {num_speculative_tokens}, but the engine accepted drafts at position {deepest}: give the K that it "
+            "runs with, or none"
         )
-    drafts = drafts or _infer_drafts([counters for _, counters in run.counts])
-    if drafts not in canary.drafts:
-        known = ", ".join(map(str, canary.drafts))
-        raise ConfigError(f"K = {drafts}; the canary holds counts for K = {known}: set the engine to one of these")
+    k = num_speculative_tokens or _infer_k([counters for _, counters in run.counts])
+    if k not in canary.k_values:
+        known = ", ".join(map(str, canary.k_values))
+        raise ConfigError(f"K = {k}; the canary holds counts for K = {known}: set the engine to one of these")
     fits = [
-        ReadingFit(reading, sum(canary.counts(reading, drafts, prompts).distance(counts) for prompts, counts in groups))
+        ReadingFit(reading, sum(canary.counts(reading, k, prompts).distance(counts) for prompts, counts in groups))
         for reading in canary.readings
         if groups
     ]
-    num_accepted = sum(canary.counts(canary.right, drafts, prompts).accepted.high for prompts, _ in groups)
+    num_accepted = sum(canary.counts(canary.right, k, prompts).accepted.high for prompts, _ in groups)
     tolerance = max(_MIN_TOLERANCE, round(_TOLERANCE * num_accepted))
     ordered = tuple(sorted(fits, key=lambda fit: fit.distance))
-    return ConformanceReport(canary, run, drafts, differences, ordered, tolerance, sampled_run)
+    return ConformanceReport(canary, run, k, differences, ordered, tolerance, sampled_run)
 
 
 def clauses(reading: RecordedReading) -> tuple[str, ...]:
@@ -282,12 +287,12 @@ def _difference(canary: Canary, index: int, text: Sequence[int]) -> TextDifferen
     return TextDifference(index, min(position, len(expected) - 1), is_near_tie)
 
 
-def _infer_drafts(parts: Sequence[Counters]) -> int:
+def _infer_k(parts: Sequence[Counters]) -> int:
     """K by the counters: the positions, or the drafts per round, rounded up as the last ones of a text may be fewer."""
     num_positions = max((len(part.per_position) for part in parts), default=0)
     if num_positions:
         return num_positions
-    pairs = [(part.draft_tokens, part.drafts) for part in parts if part.draft_tokens and part.drafts]
+    pairs = [(part.draft_tokens, part.num_drafts) for part in parts if part.draft_tokens and part.num_drafts]
     if not pairs:
         raise ConfigError("the counters do not show how many tokens a round drafts; set --num-speculative-tokens")
     return -(-sum(tokens or 0 for tokens, _ in pairs) // sum(rounds or 0 for _, rounds in pairs))
@@ -297,7 +302,7 @@ def _sum_counts(parts: Sequence[Counters]) -> dict[str, str]:
     num_positions = max((len(part.per_position) for part in parts), default=0)
     positions = [sum(part.per_position[at] for part in parts if at < len(part.per_position))
                  for at in range(num_positions)]  # fmt: skip
-    rounds, accepted = (sum(getattr(part, name) or 0 for part in parts) for name in ("drafts", "accepted"))
+    rounds, accepted = (sum(getattr(part, name) or 0 for part in parts) for name in ("num_drafts", "accepted"))
     totals = {"rounds": str(rounds), "accepted": str(accepted)}
     return totals | ({"per_position": ", ".join(map(str, positions))} if positions else {})
 

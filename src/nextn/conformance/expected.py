@@ -38,9 +38,9 @@ from nextn.model.model import Model
 from nextn.speculative.sampling import Sampling
 from nextn.stats.intervals import proportion
 
-DRAFTS = 4  # the largest K
+MAX_K = 4  # the largest number of draft tokens per round
 # A round that begins before the last token drafts beyond it: so many more tokens are decoded.
-_EXTRA_TOKENS = DRAFTS + 1
+_EXTRA_TOKENS = MAX_K + 1
 TIE = 0.25  # nats between the two likeliest tokens up to which rounding may choose either
 # Canaries are certain of their text: at temperature 1 the shares of first drafts that the rules accept differ by 0 to 8
 # points, which hundreds of texts do not resolve; at 2, the highest that OpenAI's interface allows, by 11 to 33.
@@ -100,7 +100,7 @@ def build_record(
     """
     model = Model.load(folder, dtype=torch.float32, device=device)
     chosen = [Prompt(tuple(prompt), "canary") for prompt in _choose(model, prompts, count, tokens)]
-    plan = ReferencePlan(DRAFTS, (0.0,), tokens + _EXTRA_TOKENS, chat=False, seed=seed, backend="torch")
+    plan = ReferencePlan(MAX_K, (0.0,), tokens + _EXTRA_TOKENS, chat=False, seed=seed, backend="torch")
     report = reference_acceptance(model, chosen, plan)
     return {
         "format": FORMAT,
@@ -111,12 +111,12 @@ def build_record(
         "definitions": DEFINITIONS,
         "hashes": checkpoint_hashes(str(folder))
         | {"files": _file_hashes(folder), "prompts": hash_prompts(_ids(chosen))},
-        "settings": {"drafts": list(range(1, DRAFTS + 1)), "max_tokens": tokens, "tie": TIE},
+        "settings": {"drafts": list(range(1, MAX_K + 1)), "max_tokens": tokens, "tie": TIE},
         "prompts": _prompt_records(model, report, tokens),
         "looping": len(report.repetitive[0.0]),
         "readings": [reading.as_record() for reading in compute_readings(model, report, folder)],
-        "sampled": sampled_record(model, _ids(chosen), temperature, tokens=tokens, drafts=DRAFTS, seed=seed),
-        "vector": build_vector(model, _ids(chosen)[0], drafts=3),
+        "sampled": sampled_record(model, _ids(chosen), temperature, tokens=tokens, k=MAX_K, seed=seed),
+        "vector": build_vector(model, _ids(chosen)[0], k=3),
     }
 
 
@@ -145,14 +145,14 @@ def compute_readings(model: Model, report: ReferenceReport, folder: Path | None 
 def rounds_of_scores(texts: Sequence[ScoredText], tokens: int) -> dict[int, list[list[int]]]:
     """Return the accepted drafts of every round by teacher-forced scores: K -> [texts][rounds]."""
     accepted = [text.survivals["greedy"].given[:, 1:].long() for text in texts]
-    return {k: [_follow(given[:, :k].sum(1).tolist(), tokens) for given in accepted] for k in range(1, DRAFTS + 1)}
+    return {k: [_follow(given[:, :k].sum(1).tolist(), tokens) for given in accepted] for k in range(1, MAX_K + 1)}
 
 
 def rounds_of_decoding(
-    model: Model, prompts: Sequence[Sequence[int]], drafts: int, contract: Contract, *, tokens: int
+    model: Model, prompts: Sequence[Sequence[int]], k: int, contract: Contract, *, tokens: int
 ) -> list[list[int]]:
     """Return the accepted drafts of every round by decoding, at one K: [prompts][rounds]."""
-    settings = Settings(drafts=drafts, max_tokens=tokens + _EXTRA_TOKENS, eos=(), contract=contract)
+    settings = Settings(num_speculative_tokens=k, max_tokens=tokens + _EXTRA_TOKENS, eos=(), contract=contract)
     results = generate(model, prompts, settings, backend="torch")
     return [_until([part.num_accepted for part in result.rounds[1:]], tokens) for result in results]
 
@@ -186,14 +186,14 @@ def _rounds_with_fault(
         if model.head is None or model.head.num_modules > 1:
             return None  # several MTP layers refresh their caches in any case, until all tokens are known
         prompts, contract = _ids(report.prompts), Contract(**fault.contract)  # type: ignore[arg-type]
-        return {k: rounds_of_decoding(model, prompts, k, contract, tokens=tokens) for k in range(1, DRAFTS + 1)}
+        return {k: rounds_of_decoding(model, prompts, k, contract, tokens=tokens) for k in range(1, MAX_K + 1)}
     faulty = measure_under_fault(report, model, fault)
     return None if faulty is None else rounds_of_scores(faulty.scored[0.0], tokens)
 
 
 def _choose(model: Model, prompts: Sequence[Sequence[int]], count: int, tokens: int) -> list[Sequence[int]]:
     """The first prompts whose greedy texts do not end and have no near-tie; others where these are too few."""
-    settings = Settings(drafts=0, max_tokens=tokens + _EXTRA_TOKENS, eos=())
+    settings = Settings(num_speculative_tokens=0, max_tokens=tokens + _EXTRA_TOKENS, eos=())
     texts = [result.tokens for result in generate(model, prompts, settings, backend="torch")]
     eos = model.trunk.config.eos_token_id
     gaps = [_gaps(model, prompt, text)[:tokens] for prompt, text in zip(prompts, texts, strict=True)]
@@ -233,32 +233,34 @@ def _file_hashes(folder: Path) -> dict[str, str]:
 
 
 def sampled_record(
-    model: Model, prompts: Sequence[Sequence[int]], temperature: float, *, tokens: int, drafts: int, seed: int
+    model: Model, prompts: Sequence[Sequence[int]], temperature: float, *, tokens: int, k: int, seed: int
 ) -> dict[str, object]:
     """Return what every acceptance rule accepts in `PASSES` sampled texts of each prompt.
 
-    tokens: new ones of each text, which does not end before. drafts: the largest K.
+    tokens: new ones of each text, which does not end before. k: the largest K.
     """
     count = len(prompts)
     repeated = [tuple(prompt) for prompt in prompts] * PASSES
-    max_tokens = tokens + drafts + 1  # what a last round drafts beyond the end is verified, too
-    settings = Settings(drafts=0, sampling=Sampling(temperature), max_tokens=max_tokens, eos=(), seed=seed)
+    max_tokens = tokens + k + 1  # what a last round drafts beyond the end is verified, too
+    settings = Settings(
+        num_speculative_tokens=0, sampling=Sampling(temperature), max_tokens=max_tokens, eos=(), seed=seed
+    )
     results = generate(model, repeated, settings, backend="torch")
     texts = [
         ReferenceText(prompt, result.tokens, temperature) for prompt, result in zip(repeated, results, strict=True)
     ]
-    scores = list(score_texts(model, texts, trunk_outputs(model.trunk, texts), drafts))
+    scores = list(score_texts(model, texts, trunk_outputs(model.trunk, texts), k))
     passes = [scores[start : start + count] for start in range(0, len(scores), count)]
-    rules = [_rule_record(rule, passes, tokens, drafts) for rule in RULES if rule != "greedy"]
+    rules = [_rule_record(rule, passes, tokens, k) for rule in RULES if rule != "greedy"]
     return {"temperature": temperature, "rules": rules}
 
 
-def _rule_record(rule: str, passes: Sequence[Sequence[ScoredText]], tokens: int, drafts: int) -> dict[str, object]:
+def _rule_record(rule: str, passes: Sequence[Sequence[ScoredText]], tokens: int, max_k: int) -> dict[str, object]:
     fault = next((fault for fault in FAULTS if fault.rule == rule), None)
     counts = {
-        str(k): {ending: _count(rule, passes, tokens, k, ending) for ending in ENDINGS} for k in range(1, drafts + 1)
+        str(k): {ending: _count(rule, passes, tokens, k, ending) for ending in ENDINGS} for k in range(1, max_k + 1)
     }
-    offered, accepted = (list(zip(*rows, strict=True)) for rows in counts[str(drafts)]["whole"].values())
+    offered, accepted = (list(zip(*rows, strict=True)) for rows in counts[str(max_k)]["whole"].values())
     return {
         "name": rule,
         "says": RULES[rule] if fault is None else fault.description,
@@ -270,15 +272,14 @@ def _rule_record(rule: str, passes: Sequence[Sequence[ScoredText]], tokens: int,
 
 
 def _count(
-    rule: str, passes: Sequence[Sequence[ScoredText]], tokens: int, drafts: int, ending: str
+    rule: str, passes: Sequence[Sequence[ScoredText]], tokens: int, k: int, ending: str
 ) -> dict[str, list[list[float]]]:
-    """Expected counts of rounds that offered and accepted each depth: [passes][drafts]."""
+    """Expected counts of rounds that offered and accepted each depth: [passes][depths]."""
     # A round starts after new token s if one remains; where the last one is cut, if there is also one to draft.
-    remaining = [drafts] * (tokens - 1) if ending == "whole" else list(range(tokens - 2, 0, -1))
+    remaining = [k] * (tokens - 1) if ending == "whole" else list(range(tokens - 2, 0, -1))
     survivals = [text.survivals[rule] for texts in passes for text in texts]
     offered, accepted = (
-        part.unflatten(0, (len(passes), -1)).sum(1).tolist()
-        for part in engine_round_counts(survivals, remaining, drafts)
+        part.unflatten(0, (len(passes), -1)).sum(1).tolist() for part in engine_round_counts(survivals, remaining, k)
     )
     return {"offered": _rounded(offered), "kept": _rounded(accepted)}
 
@@ -287,16 +288,14 @@ def _rounded(rows: list[list[float]]) -> list[list[float]]:
     return [[round(value, _DIGITS) for value in row] for row in rows]
 
 
-def build_vector(
-    model: Model, prompt: Sequence[int], *, drafts: int, num_rounds: int = _VECTOR_ROUNDS
-) -> dict[str, object]:
+def build_vector(model: Model, prompt: Sequence[int], *, k: int, num_rounds: int = _VECTOR_ROUNDS) -> dict[str, object]:
     """Return a test vector: prefill and the first rounds of a greedy decode, pass by pass.
 
     Each pass has who runs (trunk or head), the first position, the tokens from there on, and the hidden states they
     are combined with: `h<i>` is the trunk's of position i, `g<k>` the next_hidden of depth k.
     """
     events: list[Event] = []
-    settings = Settings(drafts=drafts, max_tokens=(drafts + 1) * num_rounds + 1, eos=())
+    settings = Settings(num_speculative_tokens=k, max_tokens=(k + 1) * num_rounds + 1, eos=())
     records: list[dict[str, object]] = []
     for result in rounds(model.trunk, model.head, [list(prompt)], settings, observer=events.append):
         part = result.rows[0]
@@ -307,7 +306,7 @@ def build_vector(
         )
         if len(records) > num_rounds:
             break
-    return {"prompt": list(prompt), "drafts": drafts, "rounds": records}
+    return {"prompt": list(prompt), "drafts": k, "rounds": records}
 
 
 def _pass_record(event: Event) -> dict[str, object]:

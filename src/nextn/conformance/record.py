@@ -62,16 +62,16 @@ class PromptCounts:
         return self.accepted.distance(counters.accepted or 0)
 
 
-def prompt_counts(accepted: Sequence[int], drafts: int, tokens: int) -> PromptCounts:
+def prompt_counts(accepted: Sequence[int], k: int, tokens: int) -> PromptCounts:
     """Return the expected counts of one prompt with `tokens` new tokens.
 
-    accepted: drafts accepted in each round, up to the one that reaches the last token. drafts: K.
+    accepted: drafts accepted in each round, up to the one that reaches the last token. k: draft tokens per round.
     """
     *full, last = accepted
     remaining = tokens - 2 - sum(full) - len(full)  # drafts of the last round within the text
     ends = range(min(last, max(0, remaining)), last + 1)
     positions = []
-    for index in range(drafts):
+    for index in range(k):
         base = sum(num > index for num in full)
         positions.append(Range(base + (ends[0] > index), base + (ends[-1] > index)))
     rounds = Range(len(full) + (remaining > 0), len(accepted))
@@ -120,7 +120,7 @@ class Canary:
     family: str
     max_tokens: int  # new tokens of each text
     tie: float  # nats between two tokens up to which rounding may choose either
-    drafts: tuple[int, ...]  # the recorded K
+    k_values: tuple[int, ...]  # the recorded K
     prompts: tuple[CanaryPrompt, ...]
     readings: tuple[RecordedReading, ...]
     sampled: SampledRecord
@@ -162,16 +162,16 @@ class Canary:
     def right(self) -> RecordedReading:
         return self.readings[0]
 
-    def counts(self, reading: RecordedReading, drafts: int, prompts: Sequence[int]) -> PromptCounts:
+    def counts(self, reading: RecordedReading, k: int, prompts: Sequence[int]) -> PromptCounts:
         """Return the expected counts over prompts, given by index. Raises ConfigError for a K that was not recorded."""
-        if drafts not in reading.rounds:
-            raise ConfigError(f"K = {drafts}; the canary holds counts for K = {', '.join(map(str, self.drafts))}")
-        parts = [prompt_counts(reading.rounds[drafts][index], drafts, self.max_tokens) for index in prompts]
+        if k not in reading.rounds:
+            raise ConfigError(f"K = {k}; the canary holds counts for K = {', '.join(map(str, self.k_values))}")
+        parts = [prompt_counts(reading.rounds[k][index], k, self.max_tokens) for index in prompts]
         return sum(parts[1:], parts[0])
 
-    def length(self, reading: RecordedReading, drafts: int) -> float:
+    def length(self, reading: RecordedReading, k: int) -> float:
         """Return the AL over all prompts, with all drafts of their last rounds."""
-        accepted = [num for rounds in reading.rounds[drafts] for num in rounds]
+        accepted = [num for rounds in reading.rounds[k] for num in rounds]
         return 1 + sum(accepted) / len(accepted)
 
 

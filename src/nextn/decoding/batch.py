@@ -91,7 +91,7 @@ class DecodingBatch:
 
         Args:
             trunk: The passes of the trunk.
-            head: The passes of the head; may be None if settings.drafts is 0.
+            head: The passes of the head; may be None if settings.num_speculative_tokens is 0.
             sequences: The sequences; their tokens are the prompts.
             settings: How to decode. Of max_tokens, eos and seed, those of each sequence count.
             length: Policy for the number of drafts per round.
@@ -103,7 +103,9 @@ class DecodingBatch:
         self.cache = trunk.cache(len(sequences))
         self.seen = self._seen() if settings.sampling.needs_seen else None
         self.verifier = trunk.verifier(settings.sampling, block=settings.block)
-        self.drafter = None if head is None or not settings.drafts else self._drafter(make_drafter, head)
+        self.drafter = (
+            None if head is None or not settings.num_speculative_tokens else self._drafter(make_drafter, head)
+        )
         self.native: NativeRounds | None = None
         self.queued: deque[VerifiedRound] = deque()  # native rounds that were computed and not yet emitted
         self.max_ahead_s = _MAX_AHEAD_S  # seconds of rounds that may be computed before the caller reads them
@@ -171,9 +173,9 @@ class DecodingBatch:
         if any(verified.confidences):
             rows = zip(verified.confidences, verified.drafts, verified.verification, strict=True)
             for confidences, drafts, (num_accepted, _) in rows:
-                self.length.learn(confidences, drafts=len(drafts), num_accepted=num_accepted)
+                self.length.learn(confidences, num_draft_tokens=len(drafts), num_accepted=num_accepted)
         else:
-            self.length.learn([], drafts=0, num_accepted=0)  # a plain round, of however many sequences
+            self.length.learn([], num_draft_tokens=0, num_accepted=0)  # a plain round, of however many sequences
         num_tokens = sum(num_accepted + 1 for num_accepted, _ in verified.verification)
         self.length.observe(num_tokens, verified.draft_s + verified.verify_s + self._overhead_s)
         return self._emit(verified)
@@ -237,8 +239,9 @@ class DecodingBatch:
             num_rounds = 1 if stops else int(self.max_ahead_s / self._round_s)
             if self.drafter is not None:
                 num_rounds = min(num_rounds, self.length.rounds_unchanged(len(self.sequences)))
-            drafts, uniforms = min(plan.max_drafts, self._max_drafts), None if self._is_greedy else self._uniforms
-            self.queued.extend(native.run(plan, drafts, uniforms, max_rounds=max(1, num_rounds)))
+            limit, uniforms = self._max_speculative_tokens, None if self._is_greedy else self._uniforms
+            k = min(plan.max_speculative_tokens, limit)
+            self.queued.extend(native.run(plan, k, uniforms, max_rounds=max(1, num_rounds)))
             self._round_s = self.queued[-1].draft_s + self.queued[-1].verify_s
             native_s = sum(each.draft_s + each.verify_s for each in self.queued)
             self._overhead_s = max(0.0, time.perf_counter() - started - native_s) / len(self.queued)
@@ -285,7 +288,7 @@ class DecodingBatch:
 
     def _draft_limits(self) -> list[int]:
         """The largest K of this round, per sequence, within its remaining tokens and the context."""
-        limit = self._max_drafts
+        limit = self._max_speculative_tokens
         if self.trunk.max_length is not None:
             limit = min(limit, self.trunk.max_length - max(map(len, self._tokens)))
         return [max(0, min(limit, sequence.remaining - 1)) for sequence in self.sequences]
@@ -299,10 +302,11 @@ class DecodingBatch:
         return [sequence.uniforms for sequence in self.sequences]
 
     @property
-    def _max_drafts(self) -> int:
+    def _max_speculative_tokens(self) -> int:
         """The largest K of any round."""
         size = self.trunk.max_block_size
-        return self.settings.drafts if size is None else min(self.settings.drafts, size - 1)
+        k = self.settings.num_speculative_tokens
+        return k if size is None else min(k, size - 1)
 
     @property
     def _is_greedy(self) -> bool:
@@ -329,7 +333,7 @@ class DecodingBatch:
             chain=None if drafter is None else drafter.chain,
             tokens=self._tokens,
             pending=() if drafter is None else drafter.pending,
-            max_drafts=self.settings.drafts,
+            max_speculative_tokens=self.settings.num_speculative_tokens,
             remaining=[sequence.remaining for sequence in self.sequences],
             eos=self.sequences[0].eos,
         )

@@ -87,7 +87,7 @@ class Drafter:
             uniforms: Random numbers; None in greedy decoding.
             seen: [B, V] bool, the tokens that a repetition penalty applies to.
         """
-        limits = [min(plan.max_drafts, limit) for limit in limits]
+        limits = [min(plan.max_speculative_tokens, limit) for limit in limits]
         if not any(limits):
             return DraftResult.empty(len(limits))
         self.bases = list(self.caches[0].lengths)
@@ -221,7 +221,7 @@ class Drafter:
             u = None if uniforms is None else uniforms[:, depth - 1].to(states.device)
             q, tokens = self.sample_drafts(prediction, seen, u)
             for chain, draft, token in zip(chains, drafts, tokens, strict=True):
-                if chain.drafts == depth:
+                if chain.num_draft_tokens == depth:
                     draft.append(token)
             distributions += [] if q is None else [q]
             seen = None if seen is None else seen.scatter(1, torch.tensor(tokens, device=seen.device)[:, None], True)

@@ -44,11 +44,11 @@ def rounds(
 
     Args:
         trunk: That of a backend (`backend_for`), or the module, which then runs in torch.
-        head: The same; may be None if settings.drafts is 0.
+        head: The same; may be None if settings.num_speculative_tokens is 0.
         prompts: Token ids.
         settings: How to decode.
-        length: Policy for the number of drafts per round, at most settings.drafts; None: always settings.drafts,
-            ended early only by settings.p_min.
+        length: Policy for the number of drafts per round, at most settings.num_speculative_tokens; None: always so
+            many, ended early only by settings.p_min.
         stop: stop(row, new_tokens) -> the number of new tokens to keep, or None to continue.
         observer: Called with an Event for each pass and sequence.
         seed_offsets: Per prompt, what is added to the seed of its random numbers; None: its index.
@@ -61,7 +61,7 @@ def rounds(
     passes: DecodingTrunk = TorchTrunk(trunk) if isinstance(trunk, Trunk) else trunk
     head_passes: DecodingHead | None = TorchHead(head) if isinstance(head, Head) else head
     check_prompts(passes, head_passes, prompts, settings)
-    length = length or FixedLength(settings.drafts, settings.p_min)
+    length = length or FixedLength(settings.num_speculative_tokens, settings.p_min)
     seed_offsets = range(len(prompts)) if seed_offsets is None else seed_offsets
     with LOCK:
         # A thread's first use of torch adopts the current thread count, and a native round in another thread sets it.
@@ -84,7 +84,7 @@ def rounds(
     # Not across a yield: the mode is thread-local, and several decodes may interleave in one thread and the runtime.
     with torch.inference_mode(), passes.pass_context():
         fixed = isinstance(length, FixedLength) and not length.p_min
-        prepare(passes, head_passes, len(prompts), settings.drafts, fixed=fixed)
+        prepare(passes, head_passes, len(prompts), settings.num_speculative_tokens, fixed=fixed)
         first = batch.prefill()
     yield first
     while batch.sequences:
@@ -93,12 +93,12 @@ def rounds(
         yield result
 
 
-def prepare(trunk: DecodingTrunk, head: DecodingHead | None, rows: int, drafts: int, *, fixed: bool = False) -> None:
-    """Record the block sizes of rounds of up to `drafts` drafts (fixed: mostly exactly so many), so that none waits."""
-    trunk.prepare(rows, [1, drafts + 1] if fixed else range(1, drafts + 2), exact=fixed)
-    if head is not None and drafts:
+def prepare(trunk: DecodingTrunk, head: DecodingHead | None, rows: int, k: int, *, fixed: bool = False) -> None:
+    """Record the block sizes of rounds of up to k drafts (fixed: mostly exactly so many), so that none waits."""
+    trunk.prepare(rows, [1, k + 1] if fixed else range(1, k + 2), exact=fixed)
+    if head is not None and k:
         # Plain rounds between two that draft leave their positions for the head to refresh.
-        head.prepare(rows, range(1, drafts + 2 + (0 if fixed else PROBE_INTERVAL)))
+        head.prepare(rows, range(1, k + 2 + (0 if fixed else PROBE_INTERVAL)))
 
 
 def check_prompts(
@@ -107,8 +107,11 @@ def check_prompts(
     """Raise ConfigError for prompts that cannot be decoded, or drafts without a head."""
     if not prompts:
         raise ConfigError("no prompt was given; expected at least one")
-    if settings.drafts and head is None:
-        raise ConfigError(f"drafts = {settings.drafts}, but the checkpoint has no head; use drafts = 0 or add a head")
+    if settings.num_speculative_tokens and head is None:
+        raise ConfigError(
+            f"num_speculative_tokens = {settings.num_speculative_tokens}, but the checkpoint has no head; "
+            "use 0 or add a head"
+        )
     for row, prompt in enumerate(prompts):
         if not prompt:
             raise ConfigError(f"prompt {row} is empty; expected at least one token")

@@ -59,7 +59,7 @@ def export(
     *,
     trunk: str | Path | None = None,
     tokenizer: Path | None = None,
-    drafts: int | None = None,
+    num_speculative_tokens: int | None = None,
     revision: str | None = None,
     cache_dir: str | Path | None = None,
     offline: bool = False,
@@ -74,7 +74,7 @@ def export(
         engine: One of `ENGINES`.
         trunk: Folder of the trunk; None: the one that the head was trained on, if it is still there.
         tokenizer: For llama.cpp, a GGUF with the trunk's tokenizer, if nextn cannot write it.
-        drafts: K of the command.
+        num_speculative_tokens: K of the command.
         revision: Of a hub id of the head.
         cache_dir: Of hub ids.
         offline: Of hub ids: use the cache only.
@@ -99,7 +99,8 @@ def export(
     if engine == "llama.cpp":
         base = on_disk(base, cache_dir=cache_dir, offline=offline)
         write_gguf(base, head, Path(out), tokenizer=tokenizer)
-        return Export(Path(out), ENGINES[engine], _llamacpp(str(out), drafts or _K), notes=tuple(_notes(base, engine)))
+        command = _llamacpp(str(out), num_speculative_tokens or _K)
+        return Export(Path(out), ENGINES[engine], command, notes=tuple(_notes(base, engine)))
     files = Files(
         {SINGLE: {name: Piece(head.checkpoint, name) for name in head.stored.values()}},
         None,
@@ -112,7 +113,7 @@ def export(
         head.checkpoint, new_folder(out), head.family.name, files, documents, new_folder=True, metadata=metadata
     )
     execute(plan)
-    command = draft_command(engine, base.checkpoint.path, str(out), drafts or _K)
+    command = draft_command(engine, base.checkpoint.path, str(out), num_speculative_tokens or _K)
     return Export(plan.folder, ENGINES[engine], command, notes=tuple(_notes(base, engine)))
 
 
@@ -153,13 +154,13 @@ def _for_transformers(head: Inventory, trunk: Inventory, out: Path) -> Export:
     return Export(out, ENGINES["transformers"], code=code, notes=("It drafts one token per round.",))
 
 
-def draft_command(engine: str, trunk: str, draft: str, drafts: int = _K) -> tuple[str, ...]:
+def draft_command(engine: str, trunk: str, draft: str, k: int = _K) -> tuple[str, ...]:
     """Return the command by which vllm or sglang serves a draft beside its trunk, each a folder or hub id."""
-    return {"vllm": _vllm, "sglang": _sglang}[engine](trunk, draft, drafts)
+    return {"vllm": _vllm, "sglang": _sglang}[engine](trunk, draft, k)
 
 
-def _vllm(trunk: str, draft: str, drafts: int) -> tuple[str, ...]:
-    speculative = {"method": "mtp", "model": draft, "num_speculative_tokens": drafts}
+def _vllm(trunk: str, draft: str, k: int) -> tuple[str, ...]:
+    speculative = {"method": "mtp", "model": draft, "num_speculative_tokens": k}
     # The draft's class takes the number of its layers from the trunk's config.
     overrides = {"num_nextn_predict_layers": 1}
     return (
@@ -167,17 +168,17 @@ def _vllm(trunk: str, draft: str, drafts: int) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _sglang(trunk: str, draft: str, drafts: int) -> tuple[str, ...]:
+def _sglang(trunk: str, draft: str, k: int) -> tuple[str, ...]:
     return (
         "python", "-m", "sglang.launch_server", "--model-path", trunk, "--speculative-algorithm", "EAGLE",
-        "--speculative-draft-model-path", draft, "--speculative-num-steps", str(drafts),
-        "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(drafts + 1), "--enable-metrics",
+        "--speculative-draft-model-path", draft, "--speculative-num-steps", str(k),
+        "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(k + 1), "--enable-metrics",
     )  # fmt: skip
 
 
-def _llamacpp(path: str, drafts: int) -> tuple[str, ...]:
+def _llamacpp(path: str, k: int) -> tuple[str, ...]:
     return (
-        "llama-server", "-m", path, "--spec-type", "draft-mtp", "--spec-draft-n-max", str(drafts), "--swa-full",
+        "llama-server", "-m", path, "--spec-type", "draft-mtp", "--spec-draft-n-max", str(k), "--swa-full",
         "--metrics",
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ The names were taken from the sources of vLLM 0.32 (vllm/v1/spec_decode/metrics.
 import io
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TextIO
@@ -88,9 +88,9 @@ def from_metrics(text: str, *, model: str | None = None) -> Counters:
     """
     samples = parse_series(text, model=model)
     for engine, prefix in _PREFIXES.items():
-        drafts = _counter(samples, f"{prefix}drafts")
-        if drafts is not None:
-            return fill_in_derived(_from_shared_schema(engine, prefix, drafts, samples))
+        num_drafts = _counter(samples, f"{prefix}drafts")
+        if num_drafts is not None:
+            return fill_in_derived(_from_shared_schema(engine, prefix, num_drafts, samples))
     rounds, length = _counter(samples, "sglang:spec_verify_calls"), _mean(samples, "sglang:spec_accept_length")
     if rounds is not None or length is not None:
         return _from_sglang(rounds, length, samples)
@@ -113,7 +113,7 @@ def prefix_hits(text: str, *, model: str | None = None) -> float | None:
     return sum_series(parse_series(text, model=model), *_CACHE_HITS)
 
 
-def _from_shared_schema(engine: str, prefix: str, drafts: int, samples: list[Series]) -> Counters:
+def _from_shared_schema(engine: str, prefix: str, num_drafts: int, samples: list[Series]) -> Counters:
     tokens, accepted = (_counter(samples, prefix + name) for name in ("draft_tokens", "accepted_tokens"))
     positions: dict[int, list[Series]] = {}
     for sample in samples:
@@ -124,7 +124,7 @@ def _from_shared_schema(engine: str, prefix: str, drafts: int, samples: list[Ser
         for index in range(max(positions, default=-1) + 1)
     )
     since = [sample.value for sample in samples if sample.name == f"{prefix}drafts_created"]
-    return Counters(engine, drafts, tokens, accepted, per_position, since=sum(since) if since else None)
+    return Counters(engine, num_drafts, tokens, accepted, per_position, since=sum(since) if since else None)
 
 
 def _position(label: str) -> int:
@@ -263,11 +263,11 @@ def _checked(reader: Callable[[Mapping], Counters], record: Mapping) -> Counters
 
 def _own(record: Mapping) -> Counters:
     """A record of `Counters.as_record`."""
-    unknown = sorted(set(record) - {field.name for field in fields(Counters)})
+    unknown = sorted(set(record) - set(Counters("").as_record()))
     if unknown or "engine" not in record:
         raise ValueError(f"not a record of counters: it has {short_repr(unknown)}" if unknown else "no engine is named")
-    totals = ("drafts", "draft_tokens", "accepted", "emitted")
-    counts = {name: optional_count(record.get(name), name) for name in totals}
+    totals = {"num_drafts": "drafts", "draft_tokens": "draft_tokens", "accepted": "accepted", "emitted": "emitted"}
+    counts = {name: optional_count(record.get(key), key) for name, key in totals.items()}
     positions = {name: tuple(count(value, name) for value in _list(record, name)) for name in _POSITIONS}
     numbers = {name: _number(record[name], name) for name in ("length", "since") if record.get(name) is not None}
     notes = tuple(string(note, "notes") for note in _list(record, "notes", maximum=100))

@@ -1,18 +1,19 @@
 """Speculative-decoding counters in one form for all engines, and the acceptance rates that follow.
 
-Engines count unconditionally per position: per_position[j] / drafts is the share of rounds that accepted positions
+Engines count unconditionally per position: per_position[j] / num_drafts is the share of rounds that accepted positions
 1..j+1, the product a_1 ... a_{j+1}. The conditional rate a_k is per_position[k-1] / per_position[k-2].
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, zip_longest
 
 from nextn.errors import EngineError
+from nextn.settings import json_record
 from nextn.stats.acceptance import Acceptance
 
 MAX_POSITIONS = 256  # draft tokens per round: engines draft 1 to 64
-_COUNTS = ("drafts", "draft_tokens", "accepted", "emitted")
+_COUNTS = ("num_drafts", "draft_tokens", "accepted", "emitted")
 SHORTER = "some rounds drafted fewer tokens than the engine's limit: a_2, a_3, ... are lower bounds"
 
 
@@ -21,7 +22,7 @@ class Counters:
     """Counters of an engine's drafts; None or () for those that it does not report."""
 
     engine: str
-    drafts: int | None = None  # rounds that drafted
+    num_drafts: int | None = None  # rounds that drafted
     draft_tokens: int | None = None
     accepted: int | None = None  # draft tokens; bonus tokens not counted
     per_position: tuple[int, ...] = ()  # [j]: rounds that accepted draft position j + 1
@@ -35,10 +36,10 @@ class Counters:
         if max(len(self.per_position), len(self.per_position_offered)) > MAX_POSITIONS:
             num_positions = max(len(self.per_position), len(self.per_position_offered))
             raise EngineError(f"{self.engine}: counts of {num_positions:,} positions; expected at most {MAX_POSITIONS}")
-        counts = [*(() if self.drafts is None else (self.drafts,)), *self.per_position]
+        counts = [*(() if self.num_drafts is None else (self.num_drafts,)), *self.per_position]
         # Under load a reading does not show one instant: a few rounds may be counted in part.
         if any(later > earlier + 2 + earlier // 50 for earlier, later in pairwise(counts)):
-            counts_text = f"drafts {self.drafts}, accepted per position {list(self.per_position[:16])}"
+            counts_text = f"drafts {self.num_drafts}, accepted per position {list(self.per_position[:16])}"
             raise EngineError(
                 f"{self.engine}: invalid counts, a position is accepted more often than an earlier one: {counts_text}"
             )
@@ -54,7 +55,7 @@ class Counters:
             raise EngineError(f"{self.engine}: the counters were reset during the run ({changes}); measure again")
         return replace(
             self,
-            drafts=_difference(self.drafts, before.drafts),
+            num_drafts=_difference(self.num_drafts, before.num_drafts),
             draft_tokens=_difference(self.draft_tokens, before.draft_tokens),
             accepted=_difference(self.accepted, before.accepted),
             emitted=_difference(self.emitted, before.emitted),
@@ -68,7 +69,7 @@ class Counters:
     @property
     def has_drafts(self) -> bool | None:
         """Whether anything was drafted; None where the engine reports no counts."""
-        counts = [count for count in (self.drafts, self.draft_tokens) if count is not None]
+        counts = [count for count in (self.num_drafts, self.draft_tokens) if count is not None]
         return any(counts) if counts else None
 
     def acceptance(self) -> Acceptance:
@@ -76,35 +77,35 @@ class Counters:
 
         Raises EngineError where there are no counts, or nothing was drafted.
         """
-        if not self.drafts:
+        if not self.num_drafts:
             own = f"; its own acceptance length is {self.length:.2f}" if self.length is not None else ""
             raise EngineError(
                 f"{self.engine}: counts no round that drafted{own}; check that MTP is on, and that requests were sent"
             )
         offered = tuple(_offered(self, depth) for depth in range(len(self.per_position)))
         accepted = tuple(map(min, self.per_position, offered))
-        emitted = self.emitted if self.emitted is not None else self.drafts + (self.accepted or 0)
-        return Acceptance(offered, accepted, self.drafts, emitted)
+        emitted = self.emitted if self.emitted is not None else self.num_drafts + (self.accepted or 0)
+        return Acceptance(offered, accepted, self.num_drafts, emitted)
 
     def as_record(self) -> dict[str, object]:
         """Return the JSON form; `counter_formats.from_json` reads it."""
-        return asdict(self)
+        return json_record(self)
 
 
 def _offered(counters: Counters, depth: int) -> int:
     """Rounds that drafted this depth (from 0) and accepted every shallower one."""
     if depth == 0:
-        return counters.per_position_offered[0] if counters.per_position_offered else counters.drafts or 0
+        return counters.per_position_offered[0] if counters.per_position_offered else counters.num_drafts or 0
     return counters.per_position[depth - 1]
 
 
 def fill_in_derived(counters: Counters) -> Counters:
     """Add the counts that follow from the others, and a note where some rounds drafted less than the longest."""
-    drafts, tokens, accepted = counters.drafts, counters.draft_tokens, counters.accepted
+    num_drafts, tokens, accepted = counters.num_drafts, counters.draft_tokens, counters.accepted
     positions = counters.per_position
-    if not positions and drafts is not None and tokens == drafts and accepted is not None:
+    if not positions and num_drafts is not None and tokens == num_drafts and accepted is not None:
         counters = replace(counters, per_position=(accepted,))  # one draft per round: all are of the first position
-    if drafts and tokens is not None and len(positions) > 1 and tokens < drafts * len(positions):
+    if num_drafts and tokens is not None and len(positions) > 1 and tokens < num_drafts * len(positions):
         counters = replace(counters, notes=(*counters.notes, SHORTER))
     return counters
 
@@ -148,10 +149,10 @@ class CounterSums:
     def counters(self) -> Counters | None:
         if self.engine is None:
             return None
-        drafts, draft_tokens, accepted, emitted = self.counts
+        num_drafts, draft_tokens, accepted, emitted = self.counts
         return Counters(
             self.engine,
-            drafts,
+            num_drafts,
             draft_tokens,
             accepted,
             per_position=tuple(self.per_position),

@@ -10,12 +10,13 @@ from nextn.evaluate.benchmark_plan import BenchmarkPlan
 from nextn.evaluate.decoding_costs import check_sizes, measure_costs
 from nextn.evaluate.workload import Prompt
 from nextn.model.model import Model
+from nextn.settings import json_record
 from nextn.stats import acceptance
 from nextn.stats.acceptance import Acceptance
 from nextn.stats.speedup import (
     DEFINITION,
     Costs,
-    best_drafts,
+    best_k,
     break_even,
     expected_length,
     expected_speedup,
@@ -36,9 +37,9 @@ DEFINITIONS = {
 
 @dataclass(frozen=True)
 class Choice:
-    """The expected speed-up at K = drafts. break_even: None if no acceptance makes it pay."""
+    """The expected speed-up at a K. break_even: None if no acceptance makes it pay."""
 
-    drafts: int
+    num_speculative_tokens: int
     speedup: float
     interval: tuple[float, float]
     break_even: float | None
@@ -65,7 +66,7 @@ class Forecast:
         """The advice, in one sentence."""
         best = self.best
         low, high = best.interval
-        expected = f"{best.speedup:.2f} x expected ({low:.2f} to {high:.2f}) at K = {best.drafts}"
+        expected = f"{best.speedup:.2f} x expected ({low:.2f} to {high:.2f}) at K = {best.num_speculative_tokens}"
         if self.all_repetitive:
             return f"leave it off until measured on other prompts: every text is repetitive, and these give {expected}"
         if self.pays:
@@ -74,7 +75,7 @@ class Forecast:
             return f"leave it off here, as no gain is sure: {expected}, which includes a loss; more text narrows it"
         if best.break_even is None:
             return f"leave it off here: {expected}; at these costs no acceptance makes it pay"
-        rate = uniform_rate(expected_length(self.rates[: best.drafts]), best.drafts)
+        rate = uniform_rate(expected_length(self.rates[: best.num_speculative_tokens]), best.num_speculative_tokens)
         return (
             f"leave it off here: {expected}; it pays from an acceptance of {best.break_even:.2f} on, and has {rate:.2f}"
         )
@@ -86,9 +87,9 @@ class Forecast:
             "batch": self.costs.batch,
             "context": self.costs.context,
             "pays": self.pays,
-            "best_drafts": self.best.drafts if self.pays else 0,
+            "best_drafts": self.best.num_speculative_tokens if self.pays else 0,
             "verdict": self.summary,
-            "by_drafts": [vars(choice) for choice in self.choices],
+            "by_drafts": list(map(json_record, self.choices)),
         }
 
 
@@ -123,15 +124,13 @@ def forecast_rates(
         raise ConfigError("no text was long enough for a round with drafts; give other prompts, or more max_tokens")
     low, high = ([bound[end] for bound in bounds] for end in (0, 1))
 
-    def choice(drafts: int) -> Choice:
-        expected, least, most = (
-            expected_speedup(costs, each, drafts, overhead=overhead) for each in (rates, low, high)
-        )
-        return Choice(drafts, expected, (least, most), break_even(costs, drafts, overhead=overhead))
+    def choice(k: int) -> Choice:
+        expected, least, most = (expected_speedup(costs, each, k, overhead=overhead) for each in (rates, low, high))
+        return Choice(k, expected, (least, most), break_even(costs, k, overhead=overhead))
 
-    choices = tuple(choice(drafts) for drafts in range(1, min(len(bounds), costs.max_drafts) + 1))
-    num_drafts = best_drafts(costs, rates, overhead=overhead)
-    best = choices[num_drafts - 1] if num_drafts else max(choices, key=lambda each: each.speedup)
+    choices = tuple(choice(k) for k in range(1, min(len(bounds), costs.max_speculative_tokens) + 1))
+    best_num = best_k(costs, rates, overhead=overhead)
+    best = choices[best_num - 1] if best_num else max(choices, key=lambda each: each.speedup)
     return Forecast(temperature, costs, tuple(rates), choices, best, all_repetitive)
 
 
@@ -150,12 +149,14 @@ def advise(
 
     Raises ConfigError, before anything is decoded, if the sizes do not fit the model.
     """
-    largest = plan.drafts[-1]
+    largest = plan.k_values[-1]
     for context, batch in product(contexts or (1,), batches):
-        check_sizes(model, drafts=largest, batch=batch, context=context)
+        check_sizes(model, num_speculative_tokens=largest, batch=batch, context=context)
     report, costs = run_benchmark(model, prompts, plan, source=source, on_run=on_run), []
     for context, batch in product(contexts or (report.costs.context,), batches):
-        costs.append(measure_costs(model, drafts=largest, batch=batch, context=context, backend=plan.backend))
+        costs.append(
+            measure_costs(model, num_speculative_tokens=largest, batch=batch, context=context, backend=plan.backend)
+        )
         on_costs(costs[-1])
     return Advice(report, tuple(costs))
 
@@ -186,7 +187,7 @@ class Advice:
     def _figures(self) -> list[BenchmarkFigures]:
         """Those of the largest K, by temperature."""
         plan = self.report.plan
-        return [self.report.figures(temperature, plan.drafts[-1]) for temperature in plan.temperatures]
+        return [self.report.figures(temperature, plan.k_values[-1]) for temperature in plan.temperatures]
 
     @property
     def headlines(self) -> list[Forecast]:
@@ -201,7 +202,7 @@ class Advice:
             "pays": self.forecasts[0].pays,
             "definitions": DEFINITIONS,
             "machine": vars(self.report.machine),
-            "plan": vars(self.report.plan),
+            "plan": json_record(self.report.plan),
             "warnings": self.report.warnings,
             "measured": [figures.as_record() for figures in self._figures],
             "costs": [costs.as_record() for costs in self.costs],

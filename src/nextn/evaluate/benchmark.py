@@ -20,6 +20,7 @@ from nextn.evaluate.decoding_costs import Clock, Machine, adaptive_length, measu
 from nextn.evaluate.workload import Prompt, by_domain
 from nextn.model.model import Model
 from nextn.runtime.backend import Backend, backend_for
+from nextn.settings import json_record
 from nextn.speculative.draft_policy import DraftLength
 from nextn.speculative.draft_vocabulary import DraftVocabulary
 from nextn.speculative.sampling import Sampling
@@ -60,7 +61,7 @@ class Run:
     """One prompt decoded once."""
 
     prompt: int  # index
-    drafts: int
+    num_speculative_tokens: int
     temperature: float
     repeat: int
     rounds: tuple[Round, ...] = field(repr=False)  # that of the prefill first
@@ -96,27 +97,27 @@ def benchmark_runs(
     ids = [prompt.tokens(model, chat=plan.chat) for prompt in prompts]
     eos, engine = eos_tokens(model), backend_for(model, plan.backend)
     lengths: dict[float, DraftLength | None] = dict.fromkeys(plan.temperatures)
-    for drafts in plan.drafts:
-        settings = Settings(drafts=drafts, max_tokens=min(plan.max_tokens, 2 + 2 * drafts), eos=eos)
+    for k in plan.k_values:
+        settings = Settings(num_speculative_tokens=k, max_tokens=min(plan.max_tokens, 2 + 2 * k), eos=eos)
         _decode(engine, ids[0], settings, None, clock)
     if plan.adaptive:  # one per temperature, as confidences are calibrated differently
-        limit, backend = plan.drafts[-1], plan.backend
+        limit, backend = plan.k_values[-1], plan.backend
         lengths = {
             temperature: adaptive_length(model, limit=limit, context=len(ids[0]), backend=backend)
             for temperature in plan.temperatures
         }
     for repeat, prompt, temperature, order in plan.order(len(prompts)):
-        for drafts in order:
+        for k in order:
             settings = Settings(
-                drafts=plan.drafts[-1] if drafts == ADAPTIVE else drafts,
+                num_speculative_tokens=plan.k_values[-1] if k == ADAPTIVE else k,
                 sampling=Sampling(temperature),
                 max_tokens=plan.max_tokens,
                 eos=eos,
                 seed=plan.seed + repeat,
             )
-            length = lengths[temperature] if drafts == ADAPTIVE else None
+            length = lengths[temperature] if k == ADAPTIVE else None
             log, wall_s = _decode(engine, ids[prompt], settings, length, clock)
-            yield Run(prompt, drafts, temperature, repeat, log, wall_s)
+            yield Run(prompt, k, temperature, repeat, log, wall_s)
 
 
 def _decode(
@@ -138,7 +139,7 @@ class BenchmarkFigures:
     """
 
     temperature: float
-    drafts: int
+    num_speculative_tokens: int
     domain: str
     all_repetitive: bool
     tokens_per_s: Spread
@@ -162,7 +163,7 @@ class BenchmarkFigures:
         }
         return {
             "temperature": self.temperature,
-            "drafts": self.drafts,
+            "drafts": self.num_speculative_tokens,
             "domain": self.domain,
             "only_loops": self.all_repetitive,
             "tokens_per_s": self.tokens_per_s.as_record(),
@@ -192,7 +193,7 @@ class BenchmarkReport:
         if self.draft_vocabulary is None:
             return 0.0
         draftable = set(self.draft_vocabulary.ids.tolist())
-        emitted = [token for run in self.runs if run.drafts for token in run.tokens]
+        emitted = [token for run in self.runs if run.num_speculative_tokens for token in run.tokens]
         return sum(token not in draftable for token in emitted) / len(emitted)
 
     @cached_property
@@ -214,14 +215,14 @@ class BenchmarkReport:
     @property
     def identical(self) -> tuple[int, int]:
         """(greedy texts with MTP that equal baseline decoding's, all greedy texts with MTP)."""
-        greedy = {(run.prompt, run.repeat, run.drafts): run.tokens for run in self._runs_at(0.0)}
-        same = [tokens == greedy[prompt, repeat, 0] for (prompt, repeat, drafts), tokens in greedy.items() if drafts]
+        greedy = {(run.prompt, run.repeat, run.num_speculative_tokens): run.tokens for run in self._runs_at(0.0)}
+        same = [tokens == greedy[prompt, repeat, 0] for (prompt, repeat, k), tokens in greedy.items() if k]
         return sum(same), len(same)
 
     @property
     def plain_step_s(self) -> float:
         """Median seconds of a baseline step while decoding the texts; nan without one."""
-        return Spread.of(_without_nan([run.round_s for run in self.runs if not run.drafts])).median
+        return Spread.of(_without_nan([run.round_s for run in self.runs if not run.num_speculative_tokens])).median
 
     @property
     def step_note(self) -> str | None:
@@ -258,26 +259,26 @@ class BenchmarkReport:
             warnings.append(f"greedy: {texts - same} of {texts} texts differ from baseline decoding's{ties}")
         return warnings if self.step_note is None else [*warnings, self.step_note]
 
-    def figures(self, temperature: float, drafts: int, domain: str = "all") -> BenchmarkFigures:
+    def figures(self, temperature: float, k: int, domain: str = "all") -> BenchmarkFigures:
         """Compute figures of one K over a domain's prompts without repetitive texts, or all if every one has one."""
         indices = self._prompt_indices(temperature, domain)
-        plain, mtp = ([run for run in self._runs_at(temperature, k) if run.prompt in indices] for k in (0, drafts))
+        plain, mtp = ([run for run in self._runs_at(temperature, each) if run.prompt in indices] for each in (0, k))
         baselines = {(run.prompt, run.repeat): run for run in plain}
         pairs = [(run, baselines[run.prompt, run.repeat]) for run in mtp]
         # A repeated greedy text is the same text: it counts once.
         counts = Acceptance.of(each for run in mtp if run.temperature or not run.repeat for each in run.rounds)
         drafted = [len(each.rows[0].drafts) for run in mtp for each in run.rounds[1:]]
-        if drafts == ADAPTIVE:
+        if k == ADAPTIVE:
             length = _tokens_per_round(mtp)
             cost = statistics.mean(map(self.costs.round_cost, drafted)) if drafted else self.costs.round_cost(0)
         else:
-            length, cost = counts.length if drafts else 1.0, self.costs.round_cost(drafts)
+            length, cost = counts.length if k else 1.0, self.costs.round_cost(k)
         speed = Spread.of(_without_nan([run.tokens_per_s for run in mtp]))
         bytes_read = self.machine.step_bytes + statistics.mean(drafted or [0]) * self.machine.draft_bytes
         bytes_per_token = bytes_read / length
         return BenchmarkFigures(
             temperature=temperature,
-            drafts=drafts,
+            num_speculative_tokens=k,
             domain=domain,
             all_repetitive=indices <= self.repetitive[temperature],
             tokens_per_s=speed,
@@ -297,8 +298,8 @@ class BenchmarkReport:
 
     def theory(self, temperature: float) -> list[tuple[int, float]]:
         """Compute (K, expected speed-up) for every K up to the largest, from the a_k of the runs at the largest."""
-        rates = self.figures(temperature, self.plan.drafts[-1]).acceptance.rates
-        return [(drafts, expected_speedup(self.costs, rates, drafts)) for drafts in range(len(rates) + 1)]
+        rates = self.figures(temperature, self.plan.k_values[-1]).acceptance.rates
+        return [(k, expected_speedup(self.costs, rates, k)) for k in range(len(rates) + 1)]
 
     def as_record(self) -> dict[str, object]:
         """Return the JSON document."""
@@ -316,7 +317,7 @@ class BenchmarkReport:
             "model": self.source,
             "definitions": DEFINITIONS,
             "machine": vars(self.machine),
-            "plan": vars(self.plan),
+            "plan": json_record(self.plan),
             "backend": "torch" if self.torch_reason else "native",
             "draft_vocab": None if vocabulary is None else [len(vocabulary), self.undraftable_share],
             "domains": {domain: len(indices) for domain, indices in by_domain(self.prompts).items()},
@@ -332,8 +333,8 @@ class BenchmarkReport:
             "theory": {f"{temperature:g}": self.theory(temperature) for temperature in self.plan.temperatures},
         }
 
-    def _runs_at(self, temperature: float, drafts: int | None = None) -> list[Run]:
-        return [run for run in self.runs if run.temperature == temperature and drafts in (None, run.drafts)]
+    def _runs_at(self, temperature: float, k: int | None = None) -> list[Run]:
+        return [run for run in self.runs if run.temperature == temperature and k in (None, run.num_speculative_tokens)]
 
     def _prompt_indices(self, temperature: float, domain: str) -> set[int]:
         indices = set(range(len(self.prompts)) if domain == "all" else by_domain(self.prompts)[domain])
@@ -375,9 +376,9 @@ def run_benchmark(
         log.append(run)
         on_run(run)
     lengths = [len(prompts[run.prompt].tokens(model, chat=plan.chat)) + len(run.tokens) // 2 for run in log]
-    max_context = (model.trunk.max_length or max(lengths) * 2) - plan.drafts[-1] - 1
+    max_context = (model.trunk.max_length or max(lengths) * 2) - plan.k_values[-1] - 1
     context = min(round(statistics.mean(lengths)), max_context)
-    costs = measure_costs(model, drafts=plan.drafts[-1], context=context, backend=plan.backend)
+    costs = measure_costs(model, num_speculative_tokens=plan.k_values[-1], context=context, backend=plan.backend)
     engine, draft_vocabulary = backend_for(model, plan.backend), model.head.draft_vocabulary if model.head else None
     machine = Machine.of(model, head_bits=engine.head_bits, weight_bits=engine.weight_bits)
     return BenchmarkReport(source, plan, tuple(prompts), tuple(log), costs, machine, engine.reason, draft_vocabulary)

@@ -13,9 +13,9 @@ ADAPTIVE = -1
 
 @dataclass(frozen=True)
 class BenchmarkPlan:
-    """What to run: every K of `drafts` at every temperature, `repeats` times. Raises ConfigError for invalid values."""
+    """What to run: every K at every temperature, `repeats` times. Raises ConfigError for invalid values."""
 
-    drafts: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)  # 0, baseline decoding, is always added
+    k_values: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)  # 0, baseline decoding, is always added
     temperatures: tuple[float, ...] = (0.0, 1.0)
     max_tokens: int = 256  # new tokens per prompt
     repeats: int = 3
@@ -25,8 +25,8 @@ class BenchmarkPlan:
     backend: str = "auto"  # see `backend_for`
 
     def __post_init__(self) -> None:
-        if not self.drafts or min(self.drafts) < 0 or not max(self.drafts):
-            raise ConfigError(f"drafts = {self.drafts}; expected numbers of drafts, at least one of them above 0")
+        if not self.k_values or min(self.k_values) < 0 or not max(self.k_values):
+            raise ConfigError(f"k_values = {self.k_values}; expected numbers of drafts, at least one of them above 0")
         if not self.temperatures or self.repeats < 1:
             raise ConfigError(
                 f"temperatures = {self.temperatures}, repeats = {self.repeats}; expected at least one of each"
@@ -35,13 +35,13 @@ class BenchmarkPlan:
             raise ConfigError(f"max_tokens = {self.max_tokens}; expected 2 or more: the prefill emits the first one")
         for temperature in self.temperatures:
             Sampling(temperature)  # raises for an invalid temperature
-        object.__setattr__(self, "drafts", tuple(sorted({0, *self.drafts})))
+        object.__setattr__(self, "k_values", tuple(sorted({0, *self.k_values})))
         object.__setattr__(self, "temperatures", tuple(dict.fromkeys(self.temperatures)))
 
     @property
     def choices(self) -> list[int]:
         """All values of K, and `ADAPTIVE` if it is asked for."""
-        return [*self.drafts, *([ADAPTIVE] if self.adaptive else [])]
+        return [*self.k_values, *([ADAPTIVE] if self.adaptive else [])]
 
     def order(self, num_prompts: int) -> Iterator[tuple[int, int, float, list[int]]]:
         """Yield (repeat, prompt, temperature, values of K in order); which K is first changes from turn to turn."""

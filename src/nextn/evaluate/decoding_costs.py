@@ -34,14 +34,14 @@ _CHUNK = 512  # tokens per prefill pass
 def measure_costs(
     model: Model,
     *,
-    drafts: int,
+    num_speculative_tokens: int,
     batch: int = 1,
     context: int = 256,
     repeats: int = 7,
     backend: str = "auto",
     clock: Clock = time.perf_counter,
 ) -> Costs:
-    """Time trunk passes of 1..drafts+1 tokens and a chain of `drafts` draft steps, in turn.
+    """Time trunk passes of 1..K+1 tokens and a chain of K = `num_speculative_tokens` draft steps, in turn.
 
     Each is timed right after the pass that precedes it in decoding, as that decides what is in the processor's caches:
     a baseline step after another one, a verification after its drafts, drafts after a verification. Each ends with its
@@ -50,14 +50,14 @@ def measure_costs(
     Raises:
         ConfigError: The model has no head, or these sizes do not fit it.
     """
-    check_sizes(model, drafts=drafts, batch=batch, context=context)
+    check_sizes(model, num_speculative_tokens=num_speculative_tokens, batch=batch, context=context)
     assert model.head is not None
-    engine = backend_for(model, backend)
+    engine, k = backend_for(model, backend), num_speculative_tokens
     with engine.trunk.pass_context():
         bench = _Passes(engine, batch, context)
-        prepare(bench.trunk, bench.head, batch, drafts)
-    verify: list[Pass] = [partial(bench.verify, num) for num in range(drafts + 2)]
-    chains: list[Pass] = [partial(bench.draft, num) for num in range(drafts + 1)]
+        prepare(bench.trunk, bench.head, batch, k)
+    verify: list[Pass] = [partial(bench.verify, num) for num in range(k + 2)]
+    chains: list[Pass] = [partial(bench.draft, num) for num in range(k + 1)]
     # (pass before, timed pass)
     pairs = [(verify[1], verify[1]), *zip(chains[1:], verify[2:], strict=True), (verify[-1], chains[-1])]
     times: list[list[float]] = [[] for _ in pairs]
@@ -70,7 +70,7 @@ def measure_costs(
             if repeat:
                 times[index].append(clock() - started)
     *steps, chain = map(Spread.of, times)
-    draft = Spread(chain.median / drafts, chain.low / drafts, chain.high / drafts, chain.num)
+    draft = Spread(chain.median / k, chain.low / k, chain.high / k, chain.num)
     return Costs(batch, context, tuple(steps), draft)
 
 
@@ -81,18 +81,21 @@ def adaptive_length(
 
     Raises ConfigError as `measure_costs`.
     """
-    return AdaptiveLength(measure_costs(model, drafts=limit, batch=batch, context=context, backend=backend))
+    costs = measure_costs(model, num_speculative_tokens=limit, batch=batch, context=context, backend=backend)
+    return AdaptiveLength(costs)
 
 
-def check_sizes(model: Model, *, drafts: int, batch: int, context: int) -> None:
+def check_sizes(model: Model, *, num_speculative_tokens: int, batch: int, context: int) -> None:
     """Raise ConfigError if `measure_costs` cannot run with these sizes."""
-    if model.head is None or min(drafts, batch, context) < 1:
-        raise ConfigError(f"{drafts=}, {batch=}, {context=}: each must be at least 1, and the model needs a head")
-    limit = model.trunk.max_length
-    if limit is not None and context + drafts + 1 > limit:
+    if model.head is None or min(num_speculative_tokens, batch, context) < 1:
         raise ConfigError(
-            f"context {context} + {drafts + 1} positions of a round do not fit the model's {limit}; expected a context "
-            f"of at most {limit - drafts - 1}"
+            f"{num_speculative_tokens=}, {batch=}, {context=}: each must be at least 1, and the model needs a head"
+        )
+    limit = model.trunk.max_length
+    if limit is not None and context + num_speculative_tokens + 1 > limit:
+        raise ConfigError(
+            f"context {context} + {num_speculative_tokens + 1} positions of a round do not fit the model's {limit}; "
+            f"expected a context of at most {limit - num_speculative_tokens - 1}"
         )
 
 
@@ -124,20 +127,20 @@ class _Passes:
             self.cache.commit([0] * self.batch)
             return best
 
-    def draft(self, drafts: int) -> list[int]:
+    def draft(self, k: int) -> list[int]:
         with self.trunk.pass_context():
-            return self._draft_stepwise(drafts) if self.chain is None else self._draft_natively(self.chain, drafts)
+            return self._draft_stepwise(k) if self.chain is None else self._draft_natively(self.chain, k)
 
-    def _draft_natively(self, chain: NativeDraftChain, drafts: int) -> list[int]:
-        plan = self.plans.setdefault(drafts, FixedLength(drafts).plan())
-        tokens, limits = [[token] for token in self.tokens[:, 0].tolist()], [drafts] * self.batch
+    def _draft_natively(self, chain: NativeDraftChain, k: int) -> list[int]:
+        plan = self.plans.setdefault(k, FixedLength(k).plan())
+        tokens, limits = [[token] for token in self.tokens[:, 0].tolist()], [k] * self.batch
         drafted, _, _ = chain.run(tokens, list(self.states[:, -1:]), plan, limits=limits, uniforms=None)
         self.caches[-1].rollback_to([self.context] * self.batch)
         return [sequence[-1] for sequence in drafted]
 
-    def _draft_stepwise(self, drafts: int) -> list[int]:
+    def _draft_stepwise(self, k: int) -> list[int]:
         tokens, states, recursion = self.tokens[:, 0].tolist(), self.states[:, -1:], None
-        for depth in range(1, drafts + 1):
+        for depth in range(1, k + 1):
             if depth <= self.head.num_modules:
                 index = self.head.module(depth)
                 step = self.head.step(index, torch.tensor(tokens)[:, None], states, cache=self.caches[index])

@@ -35,6 +35,7 @@ from nextn.evaluate.reference_plan import ReferencePlan
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.workload import Prompt
 from nextn.model.model import Model
+from nextn.settings import json_record
 
 # Greedy texts of one model differ at near-ties, late; those of another model differ early.
 _OTHER_MODEL_SHARE = 0.5
@@ -147,15 +148,15 @@ def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def check_drafts(observations: Sequence[EngineObservation], drafts: int | None) -> None:
+def check_num_speculative_tokens(observations: Sequence[EngineObservation], k: int | None) -> None:
     """Raise ConfigError if neither the engine nor the user gives K, or they disagree."""
     counted = next((depth for each in observations if (depth := draft_depth(each.counters)) is not None), None)
-    if counted is None and drafts is None:
+    if counted is None and k is None:
         raise ConfigError(
             "the engine does not report how many tokens it drafts per round; set it with --num-speculative-tokens"
         )
-    if counted is not None and drafts is not None and counted != drafts:
-        raise ConfigError(f"-k {drafts}, but the engine's counters are for K = {counted}; leave -k out or correct it")
+    if counted is not None and k is not None and counted != k:
+        raise ConfigError(f"-k {k}, but the engine's counters are for K = {counted}; leave -k out or correct it")
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,7 +299,7 @@ class Diagnosis:
             "causes": [cause.as_record() for cause in self.causes],
             "hidden": list(self.undetectable),
             "cases": [case.as_record() for case in self.cases],
-            "settings": vars(self.reference.plan),
+            "settings": json_record(self.reference.plan),
             "notes": self.notes,
         }
 
@@ -325,7 +326,7 @@ def diagnose(
     the model's continuations. Raises ConfigError without a head, EngineError for counters without figures.
     """
     plan = observed_plan(observations, plan)
-    counts = [observed_counts(each.counters, plan.drafts) for each in observations]
+    counts = [observed_counts(each.counters, plan.num_speculative_tokens) for each in observations]
     reference = reference or reference_acceptance(model, prompts, plan, on_text=on_text)
     expected = expectations(reference, model, on_fault=on_fault)
     other_plan = _other_template(model, prompts, plan) if observations[0].prompt_indices is None else None
@@ -348,8 +349,8 @@ def diagnose(
 
 def observed_plan(observations: Sequence[EngineObservation], plan: ReferencePlan) -> ReferencePlan:
     """Return the plan with the engine's K, if the engine reports it, and the temperatures of the observations."""
-    drafts = max(draft_depth(each.counters) or plan.drafts for each in observations)
-    return replace(plan, drafts=drafts, temperatures=tuple(each.temperature for each in observations))
+    k = max(draft_depth(each.counters) or plan.num_speculative_tokens for each in observations)
+    return replace(plan, num_speculative_tokens=k, temperatures=tuple(each.temperature for each in observations))
 
 
 def _other_template(model: Model, prompts: Sequence[Prompt], plan: ReferencePlan) -> ReferencePlan | None:

@@ -21,7 +21,7 @@ from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
 from nextn.settings import Settings
 from nextn.speculative.draft_vocabulary import DraftVocabulary, by_frequency
-from nextn.stats.speedup import Costs, Spread, best_drafts, expected_speedup
+from nextn.stats.speedup import Costs, Spread, best_k, expected_speedup
 
 _HELD_OUT = 8  # one part in so many of the text is continued, and not counted
 _NUM_PROMPTS, _PROMPT, _NEW = 8, 32, 64  # tokens of each prompt and of its continuation
@@ -35,7 +35,7 @@ class SizeEstimate:
 
     size: int
     rates: tuple[float, ...]  # a_1, ..., a_K
-    drafts: int
+    num_speculative_tokens: int
     speedup: float
 
 
@@ -49,14 +49,19 @@ class DraftVocabularyChoice:
 
 
 def choose_draft_vocabulary(
-    model: Model, tokens: Sequence[int], *, drafts: int, always: Collection[int] = (), backend: str = "auto"
+    model: Model,
+    tokens: Sequence[int],
+    *,
+    num_speculative_tokens: int,
+    always: Collection[int] = (),
+    backend: str = "auto",
 ) -> DraftVocabularyChoice:
     """Set the model's draft vocabulary to that with the highest expected speed-up on this machine.
 
     Args:
         model: A model with a head; costs are measured with its weights.
         tokens: A text similar to what will be decoded. Its last part is held out to measure acceptance on.
-        drafts: The largest K.
+        num_speculative_tokens: The largest K.
         always: Token ids that every vocabulary contains.
         backend: See `backend_for`.
 
@@ -73,8 +78,8 @@ def choose_draft_vocabulary(
         )
     split = len(tokens) - len(tokens) // _HELD_OUT
     head.draft_vocabulary = None
-    scored = _score_continuations(model, tokens[split:], drafts, backend)
-    costs = measure_costs(model, drafts=drafts, backend=backend)
+    scored = _score_continuations(model, tokens[split:], num_speculative_tokens, backend)
+    costs = measure_costs(model, num_speculative_tokens=num_speculative_tokens, backend=backend)
     order = by_frequency([tokens[:split]], whole, always=always)
     ranks, smallest = torch.from_numpy(np.argsort(order)), max(_SMALLEST, len(set(always)))
     sizes = [size for size in (2**power for power in range(whole.bit_length())) if smallest <= size < whole]
@@ -82,18 +87,18 @@ def choose_draft_vocabulary(
     best = max(estimates, key=lambda each: each.speedup)
     if best.size < whole:
         head.draft_vocabulary = DraftVocabulary(torch.from_numpy(np.sort(order[: best.size])), whole)
-        costs = measure_costs(model, drafts=drafts, backend=backend)
-        speedup = expected_speedup(costs, best.rates, best.drafts)
+        costs = measure_costs(model, num_speculative_tokens=num_speculative_tokens, backend=backend)
+        speedup = expected_speedup(costs, best.rates, best.num_speculative_tokens)
         if speedup >= _MIN_GAIN * estimates[-1].speedup:
             return DraftVocabularyChoice(head.draft_vocabulary, speedup, estimates)
     head.draft_vocabulary = None
     return DraftVocabularyChoice(None, estimates[-1].speedup, estimates)
 
 
-def _score_continuations(model: Model, held_out: Sequence[int], drafts: int, backend: str) -> list[ScoredText]:
+def _score_continuations(model: Model, held_out: Sequence[int], k: int, backend: str) -> list[ScoredText]:
     starts = range(0, len(held_out) - _PROMPT + 1, max(_PROMPT, len(held_out) // _NUM_PROMPTS))
     prompts = [list(held_out[start : start + _PROMPT]) for start in starts][:_NUM_PROMPTS]
-    results = generate(model, prompts, Settings(drafts=drafts, max_tokens=_NEW), backend=backend)
+    results = generate(model, prompts, Settings(num_speculative_tokens=k, max_tokens=_NEW), backend=backend)
     texts = [
         ReferenceText(tuple(prompt), result.tokens, ended=result.finish in ("eos", "context"))
         for prompt, result in zip(prompts, results, strict=True)
@@ -105,21 +110,21 @@ def _score_continuations(model: Model, held_out: Sequence[int], drafts: int, bac
             "be chosen by them; give a text of the kind that the model was trained on, or a number of tokens"
         )
     outputs = trunk_outputs(backend_for(model, backend).trunk, usable)
-    return list(score_texts(model, usable, outputs, drafts))
+    return list(score_texts(model, usable, outputs, k))
 
 
 def _estimate(model: Model, scored: Sequence[ScoredText], ranks: Tensor, costs: Costs, size: int) -> SizeEstimate:
     """ranks: [V], of each token by frequency."""
     assert model.head is not None
-    counts = [_within(each, ranks < size).round_counts(each.remaining, costs.max_drafts) for each in scored]
+    counts = [_within(each, ranks < size).round_counts(each.remaining, costs.max_speculative_tokens) for each in scored]
     drafted, accepted = (torch.tensor([count[side] for count in counts]).sum(0).tolist() for side in (0, 1))
     rates = tuple(right / all_ if all_ else 0.0 for all_, right in zip(drafted, accepted, strict=True))
     # About, as a draft step at batch 1 takes the time of reading its weights; the choice is measured afterwards.
     share = draft_bytes(model.head, num_tokens=size) / draft_bytes(model.head)
     draft = Spread(costs.draft.median * share, costs.draft.low * share, costs.draft.high * share, costs.draft.num)
     costs = replace(costs, draft=draft)
-    num_drafts = max(1, best_drafts(costs, rates))
-    return SizeEstimate(size, rates, num_drafts, expected_speedup(costs, rates, num_drafts))
+    best = max(1, best_k(costs, rates))
+    return SizeEstimate(size, rates, best, expected_speedup(costs, rates, best))
 
 
 def _within(scored: ScoredText, in_vocabulary: Tensor) -> Survival:

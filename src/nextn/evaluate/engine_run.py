@@ -114,7 +114,7 @@ def ask_prompts(
 def _is_exclusive(counters: Counters, answers: Sequence[EngineAnswer]) -> bool:
     """Whether the rounds gave no more tokens than the answers hold; the last round of each may give K too many."""
     lengths = [len(answer.ids) if answer.ids else answer.completion_tokens for answer in answers]
-    if counters.drafts is None or counters.accepted is None or None in lengths:
+    if counters.num_drafts is None or counters.accepted is None or None in lengths:
         return True
-    slack = len(answers) * (1 + -(-(counters.draft_tokens or 0) // max(1, counters.drafts)))
-    return counters.drafts + counters.accepted <= sum(length or 0 for length in lengths) + slack
+    slack = len(answers) * (1 + -(-(counters.draft_tokens or 0) // max(1, counters.num_drafts)))
+    return counters.num_drafts + counters.accepted <= sum(length or 0 for length in lengths) + slack

@@ -249,7 +249,7 @@ def expectations(
     faults: Sequence[Fault] = FAULTS,
     on_fault: Callable[[], None] = lambda: None,
 ) -> Mapping[float, list[ExpectedCounts]]:
-    """Return all hypotheses by temperature, "fine" first, over all texts, at K = plan.drafts and by the plan's rule."""
+    """Return all hypotheses by temperature, "fine" first, over all texts, at the plan's K and by the plan's rule."""
     hypotheses = {t: [expectation(FINE, reference, t), _nothing_accepted(reference, t)] for t in reference.generated}
     for fault in faults:
         faulty = measure_under_fault(reference, model, fault)
@@ -264,7 +264,7 @@ def expectations(
 def expectation(name: str, reference: ReferenceReport, temperature: float, *, rule: str = "") -> ExpectedCounts:
     """Return a measurement as a hypothesis, by this acceptance rule or the plan's."""
     rule = rule or (reference.plan.rule if temperature else "greedy")
-    counts = reference.counts(temperature, rule, reference.plan.drafts)
+    counts = reference.counts(temperature, rule, reference.plan.num_speculative_tokens)
     return ExpectedCounts(
         name,
         [num_drafted for num_drafted, _ in counts],
@@ -276,7 +276,7 @@ def expectation(name: str, reference: ReferenceReport, temperature: float, *, ru
 
 def _nothing_accepted(reference: ReferenceReport, temperature: float) -> ExpectedCounts:
     """A round starts at every position, and accepts nothing."""
-    deeper = [0.0] * (reference.plan.drafts - 1)
+    deeper = [0.0] * (reference.plan.num_speculative_tokens - 1)
     num_drafted = [[float(len(text.remaining)), *deeper] for text in reference.generated[temperature].texts]
     domains = [prompt.domain for prompt in reference.prompts]
     return ExpectedCounts(NOTHING, num_drafted, [[0.0, *deeper] for _ in num_drafted], domains=domains)

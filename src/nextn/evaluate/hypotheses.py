@@ -166,22 +166,22 @@ def draft_depth(counters: Counters) -> int | None:
     """Return K, the deepest draft that an engine counted; None if it does not report it."""
     if counters.per_position:
         return max(len(counters.per_position), len(counters.per_position_offered))
-    if counters.drafts and counters.draft_tokens:
-        return math.ceil(counters.draft_tokens / counters.drafts)
+    if counters.num_drafts and counters.draft_tokens:
+        return math.ceil(counters.draft_tokens / counters.num_drafts)
     return None
 
 
-def observed_counts(counters: Counters, drafts: int, *, full_share: float = _FULL_SHARE) -> ObservedCounts:
+def observed_counts(counters: Counters, k: int, *, full_share: float = _FULL_SHARE) -> ObservedCounts:
     """Return counts by position if possible, else the AL from total counts, else the engine's own AL.
 
     Rounds of fewer than `full_share` x K drafts on average are not full: counts by position do not say then how many
     drafts were offered, and the AL is used. Raises EngineError if the counters hold none of the three.
     """
-    shorter = counters.draft_tokens is not None and counters.draft_tokens < full_share * drafts * (counters.drafts or 0)
+    shorter = counters.draft_tokens is not None and counters.draft_tokens < full_share * k * (counters.num_drafts or 0)
     if counters.per_position and (counters.per_position_offered or not shorter):
         acceptance = counters.acceptance()
         return ObservedCounts(acceptance.num_drafted, acceptance.num_accepted)
-    rounds = counters.drafts or (counters.draft_tokens or 0) // drafts
+    rounds = counters.num_drafts or (counters.draft_tokens or 0) // k
     if rounds and counters.accepted is not None:
         return ObservedCounts(length=1 + counters.accepted / rounds, rounds=rounds)
     if counters.length is not None:

@@ -12,6 +12,7 @@ from nextn.evaluate.advice import DEFINITIONS, Forecast, forecast_rates
 from nextn.evaluate.expert_routing import ExpertRouting
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.model.expert_groups import EXPERT, STACKED
+from nextn.settings import json_record
 from nextn.stats.speedup import Costs, Spread
 
 OFFLOAD_DEFINITIONS = {name: DEFINITIONS[name] for name in ("speedup", "break_even", "best_drafts")} | {
@@ -154,7 +155,7 @@ class OffloadAdvice:
             "pays": self.forecasts[0].pays,
             "definitions": OFFLOAD_DEFINITIONS,
             "machine": None if self.report.machine is None else vars(self.report.machine),
-            "plan": vars(self.report.plan),
+            "plan": json_record(self.report.plan),
             "warnings": self.report.warnings,
             "measured": [self.report.figures(temperature).as_record() for temperature in temperatures],
             "weights": asdict(self.weights),

@@ -119,7 +119,9 @@ def rescore(
     generated = reference.generated
     scored = {
         temperature: tuple(
-            score_texts(model, each.texts, hiddens[temperature], reference.plan.drafts, contract=contract)
+            score_texts(
+                model, each.texts, hiddens[temperature], reference.plan.num_speculative_tokens, contract=contract
+            )
         )
         for temperature, each in generated.items()
     }

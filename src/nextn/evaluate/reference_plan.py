@@ -13,7 +13,7 @@ DECODED = ("block", "ratio", "argmax")
 class ReferencePlan:
     """Settings of `reference_acceptance`. Raises ConfigError for invalid values."""
 
-    drafts: int = 4  # the largest K
+    num_speculative_tokens: int = 4  # the largest K
     temperatures: tuple[float, ...] = (0.0, 1.0)
     max_tokens: int = 256  # new tokens of each continuation
     chat: bool | None = None  # through the chat template; None: if the checkpoint has one
@@ -26,8 +26,9 @@ class ReferencePlan:
             raise ConfigError(
                 f"rule {self.rule!r}; expected one of {', '.join(DECODED)}: others are scored, not decoded"
             )
-        if self.drafts < 1:
-            raise ConfigError(f"drafts = {self.drafts}; expected 1 or more, as there is no depth 0 to measure")
+        if self.num_speculative_tokens < 1:
+            num = self.num_speculative_tokens
+            raise ConfigError(f"num_speculative_tokens = {num}; expected 1 or more, as there is no depth 0 to measure")
         if self.max_tokens < 3:
             raise ConfigError(f"max_tokens = {self.max_tokens}; expected 3 or more, or no round has a draft")
         if not self.temperatures:

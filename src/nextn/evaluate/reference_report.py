@@ -23,6 +23,7 @@ from nextn.evaluate.reference_plan import ReferencePlan
 from nextn.evaluate.reference_texts import Controls, GeneratedTexts
 from nextn.evaluate.teacher_forced import RULES, ScoredText
 from nextn.evaluate.workload import Prompt, by_domain
+from nextn.settings import json_record
 from nextn.stats.acceptance import DEFINITION
 from nextn.stats.intervals import INTERVAL, Estimate, jackknife, proportion
 from nextn.stats.speedup import expected_length
@@ -75,11 +76,11 @@ def hash_prompts(prompts: Sequence[Sequence[int]]) -> str:
 
 @dataclass(frozen=True)
 class AcceptanceFigures:
-    """Acceptance of rounds of K = drafts over a domain's texts."""
+    """Acceptance of rounds of K drafts over a domain's texts."""
 
     temperature: float
     rule: str
-    drafts: int
+    num_speculative_tokens: int
     domain: str
     num_texts: int
     rates: tuple[Estimate, ...]  # a_1..a_K
@@ -91,7 +92,11 @@ class AcceptanceFigures:
         """Return the figures for JSON reports; `DEFINITIONS` says what each number is."""
         rates = [rate.as_record() for rate in self.rates]
         return {
-            **{name: getattr(self, name) for name in ("temperature", "rule", "drafts", "domain", "num_texts")},
+            "temperature": self.temperature,
+            "rule": self.rule,
+            "drafts": self.num_speculative_tokens,
+            "domain": self.domain,
+            "num_texts": self.num_texts,
             "acceptance": [rate["value"] for rate in rates],
             "interval_95": [[rate["low"], rate["high"]] for rate in rates],
             "length": self.length.as_record(),
@@ -121,16 +126,16 @@ class ReferenceReport:
     stream: Mapping[str, object] | None = None  # of a streamed trunk: see `stream_plan.stream_record`
 
     def figures(
-        self, temperature: float, *, rule: str | None = None, drafts: int | None = None, domain: str = "all"
+        self, temperature: float, *, rule: str | None = None, k: int | None = None, domain: str = "all"
     ) -> AcceptanceFigures:
         """Compute figures with intervals, by default for the first of `rules(temperature)` and the largest K.
 
         Raises ConfigError for what was not measured.
         """
-        rule, drafts = rule or self.rules(temperature)[0], drafts or self.plan.drafts
-        counts = self.counts(temperature, rule, drafts)
+        rule, k = rule or self.rules(temperature)[0], k or self.plan.num_speculative_tokens
+        counts = self.counts(temperature, rule, k)
         used = [counts[index] for index in sorted(self.text_indices(temperature, domain))]
-        drafted, accepted = ([[each[side][k] for each in used] for k in range(drafts)] for side in (0, 1))
+        drafted, accepted = ([[each[side][depth] for each in used] for depth in range(k)] for side in (0, 1))
 
         def length(texts: Sequence[int]) -> float:
             sums = [[sum(row[text] for text in texts) for row in side] for side in zip(drafted, accepted, strict=True)]
@@ -139,7 +144,7 @@ class ReferenceReport:
         return AcceptanceFigures(
             temperature,
             rule,
-            drafts,
+            k,
             domain,
             len(used),
             tuple(proportion(*depth) for depth in zip(accepted, drafted, strict=True)),
@@ -148,17 +153,19 @@ class ReferenceReport:
             tuple(map(sum, accepted)),
         )
 
-    def counts(self, temperature: float, rule: str, drafts: int) -> list[tuple[list[float], list[float]]]:
+    def counts(self, temperature: float, rule: str, k: int) -> list[tuple[list[float], list[float]]]:
         """Return (num_drafted, num_accepted) by depth for each text. Raises ConfigError for what was not measured."""
-        if rule not in self.rules(temperature) or not 1 <= drafts <= self.plan.drafts:
+        if rule not in self.rules(temperature) or not 1 <= k <= self.plan.num_speculative_tokens:
             known = ", ".join(self.rules(temperature))
-            raise ConfigError(f"{rule=}, {drafts=}; expected one of {known}, and 1 <= drafts <= {self.plan.drafts}")
+            raise ConfigError(
+                f"{rule=}, {k=}; expected one of {known}, and 1 <= k <= {self.plan.num_speculative_tokens}"
+            )
         if temperature in self.scored:
-            return [each.survivals[rule].round_counts(each.remaining, drafts) for each in self.scored[temperature]]
-        if drafts != self.plan.drafts:
-            raise ConfigError(f"{drafts=}: this was counted while decoding, at K = {self.plan.drafts} alone")
+            return [each.survivals[rule].round_counts(each.remaining, k) for each in self.scored[temperature]]
+        if k != self.plan.num_speculative_tokens:
+            raise ConfigError(f"{k=}: this was counted while decoding, at K = {self.plan.num_speculative_tokens} alone")
         counts = self.generated[temperature].acceptance_per_text
-        return [(_padded(each.num_drafted, drafts), _padded(each.num_accepted, drafts)) for each in counts]
+        return [(_padded(each.num_drafted, k), _padded(each.num_accepted, k)) for each in counts]
 
     def rules(self, temperature: float) -> list[str]:
         """Return the acceptance rules with figures, the usual one first."""
@@ -200,10 +207,10 @@ class ReferenceReport:
     def table(self) -> list[AcceptanceFigures]:
         """Compute every temperature, rule and K over all texts, and the largest K by domain."""
         rows = []
-        choices = range(1, self.plan.drafts + 1) if self.scored else [self.plan.drafts]
+        choices = range(1, self.plan.num_speculative_tokens + 1) if self.scored else [self.plan.num_speculative_tokens]
         for temperature in self.plan.temperatures:
             for rule in self.rules(temperature):
-                rows += [self.figures(temperature, rule=rule, drafts=drafts) for drafts in choices]
+                rows += [self.figures(temperature, rule=rule, k=k) for k in choices]
                 rows += [self.figures(temperature, rule=rule, domain=domain) for domain in self.domains[1:]]
         return rows
 
@@ -217,7 +224,7 @@ class ReferenceReport:
             "definitions": DEFINITIONS,
             "machine": None if self.machine is None else vars(self.machine),
             "hashes": {**self.hashes, "prompts": hash_prompts(prompts)},
-            "settings": vars(self.plan) | {"contract": vars(self.contract)},
+            "settings": json_record(self.plan) | {"contract": vars(self.contract)},
             "pass": self.scoring_pass,
             "domains": {domain: len(indices) for domain, indices in by_domain(self.prompts).items()},
             "texts": {f"{temperature:g}": self._text_counts(temperature) for temperature in self.generated},
@@ -249,8 +256,8 @@ class ReferenceReport:
         }
 
 
-def _padded(counts: Sequence[int], drafts: int) -> list[float]:
-    return [*map(float, counts), *[0.0] * (drafts - len(counts))]
+def _padded(counts: Sequence[int], k: int) -> list[float]:
+    return [*map(float, counts), *[0.0] * (k - len(counts))]
 
 
 # Labels of acceptance rules in model cards.
@@ -274,16 +281,16 @@ def _label(figures: AcceptanceFigures) -> str:
 
 
 def _card_lines(reference: ReferenceReport, command: str) -> Iterator[str]:
-    depths = range(1, reference.plan.drafts + 1)
+    depths = range(1, reference.plan.num_speculative_tokens + 1)
     yield "### Multi-Token Prediction: acceptance"
     yield ""
     yield from _header(["decoding", *(f"a_{k}" for k in depths), *(f"AL@{k}" for k in depths)])
     for temperature in reference.plan.temperatures:
         for rule in reference.rules(temperature):
             if rule in ("greedy", "ratio", "argmax"):  # those that engines use; the others are in the JSON
-                by_drafts = [reference.figures(temperature, rule=rule, drafts=k) for k in depths]
-                lengths = [f"{figures.length.value:.2f}" for figures in by_drafts]
-                yield _row([_label(by_drafts[-1]), *map(_rate, by_drafts[-1].rates), *lengths])
+                by_k = [reference.figures(temperature, rule=rule, k=k) for k in depths]
+                lengths = [f"{figures.length.value:.2f}" for figures in by_k]
+                yield _row([_label(by_k[-1]), *map(_rate, by_k[-1].rates), *lengths])
     if len(reference.domains) > 1:
         yield ""
         yield from _header(["by domain", "decoding", *(f"a_{k}" for k in depths), f"AL@{depths[-1]}"])
@@ -302,7 +309,7 @@ def _conditions(reference: ReferenceReport, command: str) -> Iterator[str]:
     is_own = all(origin.is_own for origin in reference.origins.values())
     yield (
         f"a_k: share of depth-k drafts accepted among those whose shallower drafts were all accepted, at K = "
-        f"{reference.plan.drafts}, with its 95 % interval. AL@k: tokens per round of k drafts. "
+        f"{reference.plan.num_speculative_tokens}, with its 95 % interval. AL@k: tokens per round of k drafts. "
         f"{len(reference.prompts)} prompts, up to {reference.plan.max_tokens} new tokens each, "
         + ("the model's own continuations." if is_own else f"of {reference.text_source}, not the model's own.")
     )

@@ -64,7 +64,7 @@ def generate_texts(
     results: list[Result] = []
     for start in range(0, len(prompts), _BATCH):
         settings = Settings(
-            drafts=plan.drafts,
+            num_speculative_tokens=plan.num_speculative_tokens,
             sampling=Sampling(temperature),
             max_tokens=plan.max_tokens,
             seed=plan.seed + start,

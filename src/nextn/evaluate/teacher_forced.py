@@ -68,20 +68,20 @@ class Survival:
         Tensor  # [S, K]: the same, averaged over depth k's token by the trunk's distribution, which has less noise
     )
 
-    def round_counts(self, remaining: Sequence[int], drafts: int) -> tuple[list[float], list[float]]:
-        """Return expected (num_drafted, num_accepted) by depth of decoding this text in rounds of K = drafts.
+    def round_counts(self, remaining: Sequence[int], k: int) -> tuple[list[float], list[float]]:
+        """Return expected (num_drafted, num_accepted) by depth of decoding this text in rounds of K = k.
 
         A round that accepts j drafts is followed by one j + 1 tokens later, so starts after accepted drafts are rarer
         than others: these are not the counts over all positions alike.
         """
         if not remaining:
-            return [0.0] * drafts, [0.0] * drafts
-        starts, reach, verified = _round_starts(self.given[None, :, : drafts + 1], remaining)
-        drafted, accepted = (starts * part * verified for part in (reach[..., :-1], self.expected[:, :drafts]))
+            return [0.0] * k, [0.0] * k
+        starts, reach, verified = _round_starts(self.given[None, :, : k + 1], remaining)
+        drafted, accepted = (starts * part * verified for part in (reach[..., :-1], self.expected[:, :k]))
         return drafted.sum((0, 1)).tolist(), accepted.sum((0, 1)).tolist()
 
 
-def engine_round_counts(parts: Sequence[Survival], remaining: Sequence[int], drafts: int) -> tuple[Tensor, Tensor]:
+def engine_round_counts(parts: Sequence[Survival], remaining: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
     """Return `Survival.round_counts` of texts with the same remaining numbers, as engines without draft counts show it.
 
     An engine that counts only accepted drafts by position implies as drafted, at depth k, all rounds that accepted
@@ -89,8 +89,8 @@ def engine_round_counts(parts: Sequence[Survival], remaining: Sequence[int], dra
     """
     given = torch.stack([part.given[: len(remaining)] for part in parts])
     expected = torch.stack([part.expected[: len(remaining)] for part in parts])
-    starts, reach, verified = _round_starts(given[..., : drafts + 1], remaining)
-    return (starts * reach[..., :-1]).sum(1), (starts * expected[..., :drafts] * verified).sum(1)
+    starts, reach, verified = _round_starts(given[..., : k + 1], remaining)
+    return (starts * reach[..., :-1]).sum(1), (starts * expected[..., :k] * verified).sum(1)
 
 
 def _round_starts(given: Tensor, remaining: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:

@@ -57,7 +57,7 @@ class DecodingTrunk(Protocol):
         chain: NativeDraftChain | None,
         tokens: Sequence[Sequence[int]],
         pending: Sequence[Tensor],
-        max_drafts: int,
+        max_speculative_tokens: int,
         remaining: Sequence[int],
         eos: Sequence[int],
     ) -> NativeRounds | None:

@@ -109,15 +109,15 @@ class ServingEngine:
         self._thread.join()
 
     def _check(self, request: GenerationRequest) -> None:
-        check_prompts(self.backend.trunk, None, [request.prompt], Settings(drafts=0))
+        check_prompts(self.backend.trunk, None, [request.prompt], Settings(num_speculative_tokens=0))
         if len(request.prompt) >= self.limits.max_model_len:
             raise ConfigError(
                 f"the prompt has {len(request.prompt)} tokens; the server's context holds {self.limits.max_model_len}, "
                 "of which at least one must be new"
             )
-        drafts = request.num_speculative_tokens
-        if drafts is not None and not 0 <= drafts <= MAX_SPECULATIVE_TOKENS:
-            raise ConfigError(f"num_speculative_tokens = {drafts}; expected 0 to {MAX_SPECULATIVE_TOKENS}")
+        k = request.num_speculative_tokens
+        if k is not None and not 0 <= k <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(f"num_speculative_tokens = {k}; expected 0 to {MAX_SPECULATIVE_TOKENS}")
 
     def _emit(self, number: int, emit: Callable[[GenerationChunk], None], chunk: GenerationChunk) -> None:
         if chunk.finish is not None:
@@ -167,28 +167,28 @@ class ServingEngine:
 
         Requests that arrive wait for one step at most.
         """
-        trunk, head, drafts = self.backend.trunk, self.backend.head, self.limits.num_speculative_tokens
+        trunk, head, k = self.backend.trunk, self.backend.head, self.limits.num_speculative_tokens
         for num_sequences in _warmup_order(self.limits.max_num_seqs):
-            for size in range(1, drafts + 2):
+            for size in range(1, k + 2):
                 with torch.inference_mode(), trunk.pass_context():
                     trunk.prepare(num_sequences, [size], exact=False)
                 yield
-            for size in range(1, drafts + 2 if head is not None and drafts else 1):
+            for size in range(1, k + 2 if head is not None and k else 1):
                 assert head is not None
                 with torch.inference_mode(), trunk.pass_context():
                     head.prepare(num_sequences, [size])
                 yield
-            if drafts and num_sequences == 1:
+            if k and num_sequences == 1:
                 self._costs = self._measured_costs()
                 yield
         return_freed_memory()
 
     def _measured_costs(self) -> Costs:
-        drafts = self.limits.num_speculative_tokens
+        k = self.limits.num_speculative_tokens
         return measure_costs(
             self.model,
-            drafts=drafts,
-            context=max(1, min(_COST_CONTEXT, self.limits.max_model_len - drafts - 1)),
+            num_speculative_tokens=k,
+            context=max(1, min(_COST_CONTEXT, self.limits.max_model_len - k - 1)),
             repeats=_COST_REPEATS,
             backend=self.options.backend,
         )
@@ -217,10 +217,8 @@ def _limits(backend: Backend, options: EngineOptions) -> SchedulerLimits:
             f"{options.cache_gb:g} GB of caches and the model's context; {max(0, length)} positions would: use "
             "--cache-gb, --max-num-seqs or --max-model-len"
         )
-    drafts = 0 if backend.head is None else options.num_speculative_tokens
-    return SchedulerLimits(
-        options.max_num_seqs, int(length), drafts, options.adaptive, prefix_bytes, total - prefix_bytes
-    )
+    k = 0 if backend.head is None else options.num_speculative_tokens
+    return SchedulerLimits(options.max_num_seqs, int(length), k, options.adaptive, prefix_bytes, total - prefix_bytes)
 
 
 def _bytes_per_sequence(backend: Backend) -> tuple[int, int]:

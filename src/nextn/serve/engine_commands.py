@@ -89,7 +89,7 @@ def as_script(found: EngineCommands) -> str:
     return "\n".join([*comments, *map(shlex.join, found.commands)])
 
 
-def advised_drafts(path: Path) -> int:
+def advised_num_speculative_tokens(path: Path) -> int:
     """Return the K that a record of `nextn advise --json` or `--out` recommends at its first temperature.
 
     Raises:

@@ -25,7 +25,7 @@ class ServerMetrics:
 
     def __init__(self, model: str, stats: Callable[[], EngineStats]) -> None:
         self._registry, self._model = CollectorRegistry(), model
-        self.drafts = self._counter("nextn:spec_decode_num_drafts", "Rounds that drafted.")
+        self.num_drafts = self._counter("nextn:spec_decode_num_drafts", "Rounds that drafted.")
         self.draft_tokens = self._counter("nextn:spec_decode_num_draft_tokens", "Draft tokens.")
         self.accepted = self._counter("nextn:spec_decode_num_accepted_tokens", "Draft tokens that were accepted.")
         self.prompt_tokens = self._counter("nextn:prompt_tokens", "Prompt tokens of requests that began.")
@@ -69,7 +69,7 @@ class ServerMetrics:
             self._finished.labels(self._model, chunk.finish).inc()
 
     def _observe_drafts(self, one: SequenceRound) -> None:
-        self.drafts.inc()
+        self.num_drafts.inc()
         self.draft_tokens.inc(len(one.drafts))
         self.accepted.inc(one.num_accepted)
         for position in range(one.num_accepted):

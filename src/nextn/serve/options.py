@@ -69,7 +69,7 @@ class ServerOptions:
     request_s: float = 600.0  # a generation that takes longer is ended with an error
     grace_s: float = 30.0  # what running generations have to end when the server stops
     metrics_in_answers: bool = False  # every answer has `metrics`, whether or not the request asks
-    drafts: bool = True  # False: requests cannot turn drafting on
+    can_draft: bool = True  # False: requests cannot turn drafting on
     reference_rates: tuple[float, ...] = ()  # acceptance per depth that `nextn measure` found
     tool_call_parser: str | None = None  # the syntax of tool calls, one of `tool_calls.SYNTAXES`; None: the template's
     connections: ConnectionLimits = ConnectionLimits()

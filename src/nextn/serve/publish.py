@@ -176,12 +176,12 @@ def _section(inventory: Inventory, repo: str, base: str, record: Mapping[str, An
 
 
 def _table(record: Mapping[str, Any]) -> Iterator[str]:
-    drafts = record["settings"]["drafts"]
-    titles = ["decoding", *(f"a_{k}" for k in range(1, drafts + 1)), "AL"]
+    max_k = record["settings"]["drafts"]
+    titles = ["decoding", *(f"a_{k}" for k in range(1, max_k + 1)), "AL"]
     yield f"| {' | '.join(titles)} |"
-    yield f"| --- |{' ---: |' * (drafts + 1)}"
+    yield f"| --- |{' ---: |' * (max_k + 1)}"
     for row in record["figures"]:
-        if row["domain"] == "all" and row["drafts"] == drafts and row["rule"] in _RULES:
+        if row["domain"] == "all" and row["drafts"] == max_k and row["rule"] in _RULES:
             label = "greedy" if row["rule"] == "greedy" else f"temperature {row['temperature']:g}, {row['rule']}"
             rates = [
                 "" if rate is None else f"{rate:.3f} ({low:.2f}-{high:.2f})"

@@ -121,7 +121,7 @@ class RequestBuilder:
                 sampling=self._sampling(body),
                 max_tokens=min(max_tokens, self._options.max_model_len - len(prompt)),
                 min_tokens=body.min_tokens,
-                num_speculative_tokens=self._num_drafts(body),
+                num_speculative_tokens=self._num_speculative_tokens(body),
                 stop_token_ids=(() if body.ignore_eos else self._eos) + tuple(body.stop_token_ids),
                 # Some syntaxes of tool calls are special tokens.
                 skip_special_tokens=body.skip_special_tokens and not (isinstance(body, ChatRequest) and body.tools),
@@ -202,9 +202,9 @@ class RequestBuilder:
         top_k = max(0, body.top_k)
         return Sampling(body.temperature, top_k, body.top_p, body.min_p, body.repetition_penalty)
 
-    def _num_drafts(self, body: GenerationFields) -> int | None:
+    def _num_speculative_tokens(self, body: GenerationFields) -> int | None:
         wanted = body.num_speculative_tokens
-        if wanted and not self._options.drafts:
+        if wanted and not self._options.can_draft:
             message = "num_speculative_tokens: this server decodes without MTP; leave it out, or send 0"
             raise ApiError(400, message, "num_speculative_tokens", "invalid_value")
         return wanted

@@ -135,9 +135,9 @@ class Scheduler:
         """Start the prefill of waiting sequences, in the order of arrival."""
         while self.waiting and self.num_running < self.limits.max_num_seqs:
             sequence = self.waiting.popleft()
-            _, drafts, _ = self._group(sequence)
+            _, k, _ = self._group(sequence)
             batch = ServedBatch(
-                self._backend.trunk, self._backend.head, sequence, drafts=drafts, length=FixedLength(drafts)
+                self._backend.trunk, self._backend.head, sequence, num_speculative_tokens=k, length=FixedLength(k)
             )
             if self.prefix_cache is not None:
                 sequence.cached_tokens = self.prefix_cache.restore(batch)
@@ -195,16 +195,16 @@ class Scheduler:
 
     def _group(self, sequence: ServedSequence) -> _Group:
         wanted = sequence.request.num_speculative_tokens
-        drafts = self.limits.num_speculative_tokens if wanted is None else wanted
-        drafts = 0 if self._backend.head is None else drafts
-        return TokenSampler.is_argmax(sequence.request), drafts, self.limits.adaptive and wanted is None and drafts > 0
+        k = self.limits.num_speculative_tokens if wanted is None else wanted
+        k = 0 if self._backend.head is None else k
+        return TokenSampler.is_argmax(sequence.request), k, self.limits.adaptive and wanted is None and k > 0
 
     def _length(self, group: _Group, num_sequences: int) -> DraftLength:
         """The policy of a group: K, or where it may be less, what was best with about so many sequences."""
-        _, drafts, is_adaptive = group
+        _, k, is_adaptive = group
         if not is_adaptive:
-            return FixedLength(drafts)
+            return FixedLength(k)
         key = group, 1 << (num_sequences - 1).bit_length()
         if key not in self._policies:
-            self._policies[key] = MeasuredLength(sorted({drafts, drafts // 2, 0}, reverse=True))
+            self._policies[key] = MeasuredLength(sorted({k, k // 2, 0}, reverse=True))
         return self._policies[key]

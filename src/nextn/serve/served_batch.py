@@ -87,7 +87,7 @@ class ServedBatch(DecodingBatch):
         head: DecodingHead | None,
         sequence: ServedSequence,
         *,
-        drafts: int,
+        num_speculative_tokens: int,
         length: DraftLength,
     ) -> None:
         """Create a batch of one sequence.
@@ -96,12 +96,12 @@ class ServedBatch(DecodingBatch):
             trunk: The passes of the trunk.
             head: The passes of the head.
             sequence: The sequence.
-            drafts: K, the largest number of drafts per round.
+            num_speculative_tokens: K, the largest number of drafts per round.
             length: Policy for their number.
         """
         self.is_argmax = TokenSampler.is_argmax(sequence.request)
         make = Drafter if self.is_argmax else partial(CoupledDrafter, sequences=lambda: self.sequences)
-        settings = Settings(drafts=drafts)
+        settings = Settings(num_speculative_tokens=num_speculative_tokens)
         super().__init__(trunk, head, [sequence], settings, length, make_drafter=make)
 
     def run(self, seconds: float, *, is_interrupted: Callable[[], bool] = lambda: False) -> None:

@@ -43,10 +43,10 @@ class RoundPlan:
 
     A distribution falls into the last bin b with edges[b] <= its confidence. After the head step of depth k + 1:
     survival *= table[b]; end without this draft if survival < take[k]; sample it;
-    end if k + 1 = max_drafts or survival < go[k].
+    end if k + 1 = max_speculative_tokens or survival < go[k].
     """
 
-    max_drafts: int
+    max_speculative_tokens: int
     edges: tuple[float, ...] = (0.0,)
     table: tuple[float, ...] = (1.0,)  # by bin: the probability that a draft is accepted
     take: tuple[float, ...] = ()  # by depth: the survival that a draft must reach
@@ -61,7 +61,8 @@ class RoundPlan:
 
     def begin(self, limit: int | None = None) -> "DraftChain":
         """Start a sequence's chain of at most `limit` drafts."""
-        return DraftChain(self, self.max_drafts if limit is None else min(limit, self.max_drafts))
+        most = self.max_speculative_tokens
+        return DraftChain(self, most if limit is None else min(limit, most))
 
 
 @dataclass
@@ -71,14 +72,14 @@ class DraftChain:
     plan: RoundPlan
     limit: int
     confidences: list[float] = field(default_factory=list)  # of all distributions seen, drafted from or not
-    drafts: int = 0
+    num_draft_tokens: int = 0
     survival: float = 1.0
     ended: bool = False
 
     @property
     def can_extend(self) -> bool:
         """Whether to run the head once more."""
-        return not self.ended and self.drafts < self.limit
+        return not self.ended and self.num_draft_tokens < self.limit
 
     def extend(self, confidence: float) -> bool:
         """Decide, before sampling, whether to draft from the distribution with this confidence."""
@@ -86,9 +87,9 @@ class DraftChain:
         plan = self.plan
         self.confidences.append(confidence)
         self.survival *= plan.table[plan.bin(confidence)]
-        is_taken = self.survival >= plan.take[self.drafts]
-        self.ended = not is_taken or self.survival < plan.go[self.drafts]
-        self.drafts += is_taken
+        is_taken = self.survival >= plan.take[self.num_draft_tokens]
+        self.ended = not is_taken or self.survival < plan.go[self.num_draft_tokens]
+        self.num_draft_tokens += is_taken
         return is_taken
 
 
@@ -107,7 +108,7 @@ class DraftLength(Protocol):
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learn what a round took: the tokens that all sequences got, and its time."""
 
-    def learn(self, confidences: Sequence[float], *, drafts: int, num_accepted: int) -> None:
+    def learn(self, confidences: Sequence[float], *, num_draft_tokens: int, num_accepted: int) -> None:
         """Learn from one sequence's part of a round: confidences, number of drafts, and how many were accepted.
 
         Without confidences, from a round in which no sequence drafted.
@@ -120,21 +121,23 @@ class DraftLength(Protocol):
 
 @dataclass(frozen=True)
 class FixedLength:
-    """Always `num_drafts`, ended early by a confidence below p_min. Raises ConfigError for values out of range."""
+    """Always as many, ended early by a confidence below p_min. Raises ConfigError for values out of range."""
 
-    num_drafts: int
+    num_speculative_tokens: int
     p_min: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.num_drafts < 0 or not 0 <= self.p_min <= 1:
-            raise ConfigError(f"{self.num_drafts=}, {self.p_min=}; expected a number of drafts, and p_min from 0 to 1")
+        if self.num_speculative_tokens < 0 or not 0 <= self.p_min <= 1:
+            raise ConfigError(
+                f"{self.num_speculative_tokens=}, {self.p_min=}; expected a number of drafts, and p_min from 0 to 1"
+            )
 
     def plan(self) -> RoundPlan:
         return self._plan
 
     @cached_property
     def _plan(self) -> RoundPlan:
-        num, always = self.num_drafts, (0.0,) * self.num_drafts
+        num, always = self.num_speculative_tokens, (0.0,) * self.num_speculative_tokens
         if not self.p_min:
             return RoundPlan(num, take=always, go=always)
         return RoundPlan(num, (0.0, self.p_min), (0.0, 1.0), (1.0,) * num, always)
@@ -142,7 +145,7 @@ class FixedLength:
     def rounds_unchanged(self, batch_size: int) -> int:
         return _ALWAYS
 
-    def learn(self, confidences: Sequence[float], *, drafts: int, num_accepted: int) -> None:
+    def learn(self, confidences: Sequence[float], *, num_draft_tokens: int, num_accepted: int) -> None:
         pass
 
     def observe(self, num_tokens: int, seconds: float) -> None:
@@ -151,7 +154,7 @@ class FixedLength:
     @property
     def reason(self) -> str:
         minimum = f", while the head's confidence is at least {self.p_min:.0%}" * (self.p_min > 0)
-        return f"{self.num_drafts} drafts per round{minimum}"
+        return f"{self.num_speculative_tokens} drafts per round{minimum}"
 
 
 class MeasuredLength:
@@ -176,7 +179,7 @@ class MeasuredLength:
     def rounds_unchanged(self, batch_size: int) -> int:
         return self._left
 
-    def learn(self, confidences: Sequence[float], *, drafts: int, num_accepted: int) -> None:
+    def learn(self, confidences: Sequence[float], *, num_draft_tokens: int, num_accepted: int) -> None:
         pass
 
     def observe(self, num_tokens: int, seconds: float) -> None:
@@ -276,9 +279,11 @@ class AdaptiveLength:
 
         Raises ConfigError for a limit beyond the costs.
         """
-        self.limit = costs.max_drafts if limit is None else limit
-        if not 1 <= self.limit <= costs.max_drafts:
-            raise ConfigError(f"limit = {limit}; expected 1 to {costs.max_drafts}, the drafts that costs are known for")
+        self.limit = costs.max_speculative_tokens if limit is None else limit
+        if not 1 <= self.limit <= costs.max_speculative_tokens:
+            raise ConfigError(
+                f"limit = {limit}; expected 1 to {costs.max_speculative_tokens}, the drafts that costs are known for"
+            )
         self.v, self.c, self.overhead = _non_decreasing(costs.v[: self.limit + 1]), costs.c, overhead
         self._verify_costs = [after - before for before, after in pairwise(self.v)]  # of one more position
         self._step_costs = [self.c + cost for cost in self._verify_costs]
@@ -336,23 +341,23 @@ class AdaptiveLength:
         # The next distribution is unseen when its head step is decided on: it counts as an average one.
         return take, [_threshold(steps[depth + 1 :], mean) / mean for depth in range(self.limit)]
 
-    def learn(self, confidences: Sequence[float], *, drafts: int, num_accepted: int) -> None:
+    def learn(self, confidences: Sequence[float], *, num_draft_tokens: int, num_accepted: int) -> None:
         if not confidences:
             self.plain_rounds += 1
             return
         self.plain_rounds, self._learned, self._since = 0, self._learned + 1, self._since + 1
         bins = [_bin(EDGES, confidence) for confidence in confidences]
-        self.calibration.learn(bins[: min(drafts, num_accepted + 1)], num_accepted)
+        self.calibration.learn(bins[: min(num_draft_tokens, num_accepted + 1)], num_accepted)
         self.tokens += num_accepted + 1
-        self.cost += self._round_cost(drafts, len(confidences))
+        self.cost += self._round_cost(num_draft_tokens, len(confidences))
         decay = min(1.0, (_LONG if self.pays else _SHORT) / self.cost)
         self.tokens, self.cost = self.tokens * decay, self.cost * decay
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Do nothing: costs are those that were measured before."""
 
-    def _round_cost(self, drafts: int, steps: int) -> float:
-        return self.v[drafts] + steps * self.c + self.overhead * (steps > 0)
+    def _round_cost(self, num_draft_tokens: int, steps: int) -> float:
+        return self.v[num_draft_tokens] + steps * self.c + self.overhead * (steps > 0)
 
 
 def _non_decreasing(values: Sequence[float]) -> tuple[float, ...]:

@@ -167,12 +167,12 @@ def accept_block(p: Tensor, q: Tensor, drafts: Tensor, *, u: Tensor, limit: Tens
     p > q compensates for an earlier one with p < q. Arguments as for `accept`. A draft that would be rejected alone can
     be accepted together with later ones, so acceptance rates per position are those of this rule.
     """
-    num_drafts = drafts.shape[1]
-    if not num_drafts:
+    num_draft_tokens = drafts.shape[1]
+    if not num_draft_tokens:
         return accept(p, q, drafts, u=u, limit=limit)
     weight = _prefix_weights(p, q, drafts)
-    depth = torch.arange(1, num_drafts + 1, device=drafts.device)
-    last = torch.full_like(drafts[:, 0], num_drafts) if limit is None else limit
+    depth = torch.arange(1, num_draft_tokens + 1, device=drafts.device)
+    last = torch.full_like(drafts[:, 0], num_draft_tokens) if limit is None else limit
     # The residual mass of p for another token after drafts 1..i; none is needed after the last draft.
     residual = (weight[:, 1:-1, None] * p[:, 1:-1] - q[:, 1:]).clamp_min(0).sum(-1)
     numerator = torch.where(depth == last[:, None], weight[:, 1:], F.pad(residual, (0, 1)))
@@ -197,13 +197,13 @@ def _next_probs(
     p: Tensor, q: Tensor, num_accepted: Tensor, *, limit: Tensor | None, scale: Tensor | None = None
 ) -> Tensor:
     """The distribution [B, V] of the next token: the residual max(scale * p - q, 0), or p after the last draft."""
-    row, num_drafts = torch.arange(len(num_accepted), device=num_accepted.device), q.shape[1]
+    row, num_draft_tokens = torch.arange(len(num_accepted), device=num_accepted.device), q.shape[1]
     p_next = p[row, num_accepted]
-    if not num_drafts:
+    if not num_draft_tokens:
         return p_next
-    is_rejected = num_accepted < (num_drafts if limit is None else limit)
+    is_rejected = num_accepted < (num_draft_tokens if limit is None else limit)
     scaled = p_next if scale is None else scale[row, num_accepted][:, None] * p_next
-    residual = (scaled - q[row, num_accepted.clamp_max(num_drafts - 1)]).clamp_min(0)
+    residual = (scaled - q[row, num_accepted.clamp_max(num_draft_tokens - 1)]).clamp_min(0)
     total = residual.sum(-1, keepdim=True)
     # total is 0 where p and q differ by rounding only
     return torch.where(is_rejected[:, None] & (total > 0), residual / total, p_next)

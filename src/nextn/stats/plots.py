@@ -79,7 +79,7 @@ def speedups(
                 list(spreads), medians, yerr=[below, above], color=color, fmt="o", ms=5, capsize=3, label=label
             )
         axes.set_ylim(0, None)
-        axes.set_xticks(sorted({drafts for spreads in measured.values() for drafts in (0, *spreads)}))
+        axes.set_xticks(sorted({k for spreads in measured.values() for k in (0, *spreads)}))
         axes.legend(frameon=False, labelcolor=_INK)
 
 

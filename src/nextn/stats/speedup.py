@@ -63,13 +63,13 @@ class Costs:
         return self.draft.median / self.steps[0].median
 
     @property
-    def max_drafts(self) -> int:
+    def max_speculative_tokens(self) -> int:
         """The largest K whose verification was timed."""
         return len(self.steps) - 1
 
-    def round_cost(self, drafts: int) -> float:
+    def round_cost(self, k: int) -> float:
         """v(K+1) + K c."""
-        return self.v[drafts] + drafts * self.c
+        return self.v[k] + k * self.c
 
     def as_record(self) -> dict[str, object]:
         """Return the costs for JSON reports."""
@@ -94,28 +94,28 @@ def expected_length(rates: Sequence[float]) -> float:
     return total
 
 
-def expected_speedup(costs: Costs, rates: Sequence[float], drafts: int, *, overhead: float = 0.0) -> float:
-    """Return the speed-up of `DEFINITION` at K = drafts, from the first K rates; 1 at K = 0."""
-    return expected_length(rates[:drafts]) / (costs.round_cost(drafts) + overhead) if drafts else 1.0
+def expected_speedup(costs: Costs, rates: Sequence[float], k: int, *, overhead: float = 0.0) -> float:
+    """Return the speed-up of `DEFINITION` at K = k, from the first K rates; 1 at K = 0."""
+    return expected_length(rates[:k]) / (costs.round_cost(k) + overhead) if k else 1.0
 
 
-def best_drafts(costs: Costs, rates: Sequence[float], *, overhead: float = 0.0) -> int:
+def best_k(costs: Costs, rates: Sequence[float], *, overhead: float = 0.0) -> int:
     """Return the K with the highest expected speed-up; 0 where none beats baseline decoding."""
-    choices = range(min(len(rates), costs.max_drafts) + 1)
-    return max(choices, key=lambda drafts: expected_speedup(costs, rates, drafts, overhead=overhead))
+    choices = range(min(len(rates), costs.max_speculative_tokens) + 1)
+    return max(choices, key=lambda k: expected_speedup(costs, rates, k, overhead=overhead))
 
 
-def break_even(costs: Costs, drafts: int, *, overhead: float = 0.0) -> float | None:
-    """Return the acceptance, equal at all depths, with speed-up 1 at K = drafts; None if there is none."""
-    return uniform_rate(costs.round_cost(drafts) + overhead, drafts)
+def break_even(costs: Costs, k: int, *, overhead: float = 0.0) -> float | None:
+    """Return the acceptance, equal at all depths, with speed-up 1 at K = k; None if there is none."""
+    return uniform_rate(costs.round_cost(k) + overhead, k)
 
 
-def uniform_rate(length: float, drafts: int) -> float | None:
-    """Return the acceptance, equal at all depths, that gives this AL at K = drafts; None for an AL above K + 1."""
-    if length > drafts + 1:
+def uniform_rate(length: float, k: int) -> float | None:
+    """Return the acceptance, equal at all depths, that gives this AL at K = k; None for an AL above K + 1."""
+    if length > k + 1:
         return None
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (middle, high) if expected_length([middle] * drafts) < length else (low, middle)
+        low, high = (middle, high) if expected_length([middle] * k) < length else (low, middle)
     return high

@@ -167,7 +167,9 @@ class JointTask:
         if not (last and self.prompts and depths and ranks.is_alone):
             return EvalRecord(step, figures)
         return EvalRecord(
-            step, figures, decoded_figures(self.model, self.prompts, Settings(drafts=depths, max_tokens=96))
+            step,
+            figures,
+            decoded_figures(self.model, self.prompts, Settings(num_speculative_tokens=depths, max_tokens=96)),
         )
 
     def stored(self) -> dict[str, Tensor]:

@@ -33,6 +33,7 @@ from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.text_interface import TextInterface
 from nextn.model.trunk import Trunk
 from nextn.runtime.backend import backend_for
+from nextn.settings import json_record
 from nextn.speculative.sampling import Sampling
 from nextn.text_format import changes
 from nextn.train.fingerprint import fingerprint
@@ -154,7 +155,9 @@ def generate_answers(
     if batch_size < 1:
         raise ConfigError(f"batch_size = {batch_size}; expected a whole number >= 1")
     eos = eos_tokens(model) if settings.eos is None else settings.eos
-    settings = replace(settings, eos=eos, drafts=settings.drafts if model.head is not None else 0)
+    settings = replace(
+        settings, eos=eos, num_speculative_tokens=settings.num_speculative_tokens if model.head is not None else 0
+    )
     header = _header(model, settings, batch_size, backend)
     progress = AnswerProgress(len(prompts)).plus(resume_answers(out, header, prompts, batch_size))
     yield progress
@@ -227,9 +230,9 @@ def _drop_long(prompts: list[list[int]], context: int | None) -> tuple[list[list
 
 
 def _header(model: Model, settings: Settings, batch_size: int, backend: str) -> dict[str, object]:
-    head = fingerprint(model.head) if model.head is not None and settings.drafts else None
+    head = fingerprint(model.head) if model.head is not None and settings.num_speculative_tokens else None
     made_by = {"trunk": fingerprint(model.trunk.model), "head": head, "batch_size": batch_size, "backend": backend}
-    return {HEADER_KEY: "answers"} | made_by | {"settings": asdict(settings)}
+    return {HEADER_KEY: "answers"} | made_by | {"settings": json_record(settings)}
 
 
 def resume_answers(

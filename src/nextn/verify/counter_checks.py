@@ -115,7 +115,7 @@ def mtp_on(session: VerifySession) -> CheckResult:
         return CheckResult("mtp-on", "failed", f"{counters.engine}: nothing was drafted in this run", _OFF, figures)
     reference = None if session.against is None else _run_counters(session, session.against)
     if isinstance(reference, Counters) and reference.has_drafts:
-        both = f"the reference drafts too ({reference.drafts} rounds): MTP was compared with MTP"
+        both = f"the reference drafts too ({reference.num_drafts} rounds): MTP was compared with MTP"
         return CheckResult("mtp-on", "failed", both, "serve --against without speculative decoding", figures)
     return CheckResult("mtp-on", "passed", _rates(counters), "", figures)
 
@@ -135,12 +135,12 @@ def _run_counters(session: VerifySession, endpoint: Endpoint) -> Counters | str:
 
 
 def _rates(counters: Counters) -> str:
-    if not counters.drafts:
+    if not counters.num_drafts:
         return f"{counters.engine}: {counters.draft_tokens} tokens drafted, {counters.accepted} accepted"
     acceptance = counters.acceptance()
     pairs = zip(acceptance.rates, acceptance.intervals(), strict=True)
     rates = "".join(
         f", a_{depth} {rate:.2f} ({low:.2f} to {high:.2f})" for depth, (rate, (low, high)) in enumerate(pairs, 1)
     )
-    summary = f"{counters.engine}: {counters.drafts} rounds, AL {acceptance.length:.2f}{rates}"
+    summary = f"{counters.engine}: {counters.num_drafts} rounds, AL {acceptance.length:.2f}{rates}"
     return "; ".join([summary, *counters.notes])

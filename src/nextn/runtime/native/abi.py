@@ -87,12 +87,12 @@ class ChainStruct(ctypes.Structure):
     """`Chain` of chain.h."""
 
     _fields_ = (
-        *_fields(_INT, "batch_size", "vocab_size", "max_drafts", "mode"),
+        *_fields(_INT, "batch_size", "vocab_size", "max_speculative_tokens", "mode"),
         *_fields(_REAL, "temperature", "top_p", "min_p"),
         *_fields(_INT, "top_k", "num_bins"),
         *_fields(_POINTER, "edges", "table", "take", "go", "limits", "uniforms", "next_tokens"),
         ("num_steps", _INT),
-        *_fields(_POINTER, "drafts", "num_drafts", "num_confidences", "confidences", "distributions"),
+        *_fields(_POINTER, "drafts", "num_draft_tokens", "num_confidences", "confidences", "distributions"),
         *_fields(_POINTER, "survival", "ended"),
     )
 
@@ -121,7 +121,7 @@ class BatchStruct(ctypes.Structure):
     _fields_ = (
         ("size", _INT),
         *_fields(_POINTER, "last_tokens", "lengths", "remaining"),
-        *_fields(_INT, "max_drafts", "max_length"),
+        *_fields(_INT, "max_speculative_tokens", "max_length"),
         ("pending", _POINTER),
         ("num_eos", _INT),
         ("eos", _POINTER),
@@ -134,8 +134,8 @@ class RoundOutputStruct(ctypes.Structure):
     """`RoundOutput` of rounds.h."""
 
     _fields_ = (
-        ("max_drafts", _INT),
-        *_fields(_POINTER, "drafts", "num_drafts", "num_accepted", "next_tokens", "num_confidences"),
+        ("max_speculative_tokens", _INT),
+        *_fields(_POINTER, "drafts", "num_draft_tokens", "num_accepted", "next_tokens", "num_confidences"),
         *_fields(_POINTER, "confidences", "seconds"),
     )
 

@@ -175,31 +175,31 @@ class NativeDraftChain:
         self._pending.put(tokens, states, self.cache.lengths)
         self.begin(plan, max(limits), num_pending=longest)
         self._limits[:] = limits
-        for name in ("drafts", "num_drafts", "num_confidences", "confidences"):
+        for name in ("drafts", "num_draft_tokens", "num_confidences", "confidences"):
             setattr(self._chain, name, getattr(self, f"_{name}").ctypes.data)
         for row, numbers in enumerate(uniforms or ()):
             self._uniforms[row, : len(numbers)] = numbers
         with self._runtime.lock:
             self._runtime.library.nextn_chain(*self.pointers, self._pending.pointer, self._runtime.team)
         self.cache.advance([len(row) + self._chain.num_steps - 1 for row in tokens])
-        drafts = [row[:count] for row, count in zip(self._drafts.tolist(), self._num_drafts, strict=True)]
+        drafts = [row[:count] for row, count in zip(self._drafts.tolist(), self._num_draft_tokens, strict=True)]
         rows = zip(self._confidences.tolist(), self._num_confidences, strict=True)
         return drafts, [row[:count] for row, count in rows], self._chain.num_steps
 
-    def begin(self, plan: RoundPlan, max_drafts: int, *, num_pending: int, num_later: int = 0) -> None:
+    def begin(self, plan: RoundPlan, max_speculative_tokens: int, *, num_pending: int, num_later: int = 0) -> None:
         """Prepare for native code that drafts by this plan.
 
         Args:
             plan: The plan.
-            max_drafts: Largest number of drafts of a sequence per round.
+            max_speculative_tokens: Largest number of drafts of a sequence per round.
             num_pending: Largest number of pending positions of a sequence in any of these rounds.
             num_later: Positions that rounds before the last one add.
         """
-        if max_drafts > self._chain.max_drafts:
-            self.allocate(max_drafts)
+        if max_speculative_tokens > self._chain.max_speculative_tokens:
+            self.allocate(max_speculative_tokens)
         if plan is not self._plan:
             self._set_plan(plan)
-        self._reserve(num_pending, num_later + max_drafts)
+        self._reserve(num_pending, num_later + max_speculative_tokens)
 
     def refresh(self, pending: PendingStates) -> None:
         """Refresh the head's cache with all pending positions, without drafting."""
@@ -208,26 +208,26 @@ class NativeDraftChain:
         with self._runtime.lock:
             self._runtime.library.nextn_refresh(steps, pending.pointer, self._runtime.team)
 
-    def allocate(self, max_drafts: int) -> None:
+    def allocate(self, max_speculative_tokens: int) -> None:
         """Allocate buffers for this many drafts of each sequence."""
         chain, batch_size = self._chain, self._chain.batch_size
-        chain.max_drafts = max_drafts
-        self._limits, self._num_drafts, self._num_confidences, self._ended = (
+        chain.max_speculative_tokens = max_speculative_tokens
+        self._limits, self._num_draft_tokens, self._num_confidences, self._ended = (
             np.zeros(batch_size, dtype=np.int64) for _ in range(4)
         )
-        self._survival, self._confidences = np.zeros(batch_size), np.zeros((batch_size, max_drafts))
-        self._drafts = np.zeros((batch_size, max_drafts), dtype=np.int64)
-        self._uniforms = np.zeros((batch_size, max_drafts), np.float32)
+        self._survival, self._confidences = np.zeros(batch_size), np.zeros((batch_size, max_speculative_tokens))
+        self._drafts = np.zeros((batch_size, max_speculative_tokens), dtype=np.int64)
+        self._uniforms = np.zeros((batch_size, max_speculative_tokens), np.float32)
         for name in ("limits", "uniforms", "survival", "ended"):
             setattr(chain, name, getattr(self, f"_{name}").ctypes.data)
         if chain.mode:
-            memory = self._scratch.take(4 * max_drafts * batch_size * chain.vocab_size)
-            self.distributions = memory.view(torch.float32).view(max_drafts, batch_size, chain.vocab_size)
+            memory = self._scratch.take(4 * max_speculative_tokens * batch_size * chain.vocab_size)
+            self.distributions = memory.view(torch.float32).view(max_speculative_tokens, batch_size, chain.vocab_size)
             chain.distributions = self.distributions.data_ptr()
 
     def _reserve(self, num_pending: int, num_later: int) -> None:
         """Ensure refresh passes for up to `num_pending` positions, and capacity for them and later ones."""
-        num_usual = min(num_pending, self._chain.max_drafts + 1)
+        num_usual = min(num_pending, self._chain.max_speculative_tokens + 1)
         rare = next(size for size in (num_usual, *_RARE_SIZES) if size >= num_pending)
         if missing := {*range(1, num_usual + 1), rare} - set(self._refreshes):
             for count in missing:

@@ -23,7 +23,7 @@ from nextn.speculative.sampling import Uniforms, VerifiedRound
 MAX_ROUNDS = 32  # per call
 _UNLIMITED = 2**62  # tokens
 _RESERVED = 1024  # positions that a cache reserves at once: it grows by copying
-_INT_OUTPUTS = ("drafts", "num_drafts", "num_accepted", "next_tokens", "num_confidences")
+_INT_OUTPUTS = ("drafts", "num_draft_tokens", "num_accepted", "next_tokens", "num_confidences")
 _REAL_OUTPUTS = ("confidences", "seconds")
 
 
@@ -80,7 +80,7 @@ class NativeRounds:
         chain: NativeDraftChain | None,
         tokens: Sequence[Sequence[int]],
         pending: Sequence[Tensor],
-        max_drafts: int,
+        max_speculative_tokens: int,
         remaining: Sequence[int],
         max_length: int | None,
         eos: Sequence[int],
@@ -95,7 +95,7 @@ class NativeRounds:
             chain: Drafts; None for rounds without a head.
             tokens: All tokens of each sequence.
             pending: Of each sequence, the states that the head has not processed; empty without a chain.
-            max_drafts: Largest number of drafts per round.
+            max_speculative_tokens: Largest number of drafts per round.
             remaining: Of each sequence, the number of tokens that it may still get.
             max_length: Tokens of a sequence; None: unlimited.
             eos: Tokens that end a sequence.
@@ -113,51 +113,52 @@ class NativeRounds:
         self._caches = [(cache, self._lengths)]  # each cache with the lengths that native code maintains
         if chain is not None:
             # Rounds without drafts leave pending positions, too.
-            capacity = min(max(map(len, pending)) + max_drafts + 1 + PROBE_INTERVAL, BLOCK_SIZES[-1])
+            capacity = min(max(map(len, pending)) + max_speculative_tokens + 1 + PROBE_INTERVAL, BLOCK_SIZES[-1])
             counts = zip(tokens, cache.lengths, map(len, pending), strict=True)
             pending_tokens = [row[length + 1 - count : length + 1] for row, length, count in counts]
             self._pending = PendingStates(batch_size, capacity, pending[0])
             self._pending.put(pending_tokens, pending, chain.cache.lengths)
             self._batch.pending = self._pending.pointer
             self._caches.append((chain.cache, self._pending.starts))
-            chain.allocate(max_drafts)
+            chain.allocate(max_speculative_tokens)
         for each_cache, lengths in self._caches:
             each_cache.reserve(int(lengths.max()) + min(max(remaining), _RESERVED))
         self._distributions: Tensor | None = None
         self._verify_blocks: dict[int, VerifyBlock] = {}
-        self._table = (ctypes.c_void_p * (max_drafts + 2))()
-        self._allocate_output(batch_size, 0 if chain is None else max_drafts)
+        self._table = (ctypes.c_void_p * (max_speculative_tokens + 2))()
+        self._allocate_output(batch_size, 0 if chain is None else max_speculative_tokens)
 
     @classmethod
-    def fits(cls, pending: Sequence[Tensor], max_drafts: int) -> bool:
+    def fits(cls, pending: Sequence[Tensor], max_speculative_tokens: int) -> bool:
         """Return whether the head can process the pending positions of any round in one pass."""
-        return max(map(len, pending), default=0) + max_drafts + 1 <= BLOCK_SIZES[-1]
+        return max(map(len, pending), default=0) + max_speculative_tokens + 1 <= BLOCK_SIZES[-1]
 
     def run(
-        self, plan: RoundPlan, max_drafts: int, uniforms: Sequence[Uniforms] | None, *, max_rounds: int = 1
+        self, plan: RoundPlan, max_speculative_tokens: int, uniforms: Sequence[Uniforms] | None, *, max_rounds: int = 1
     ) -> list[VerifiedRound]:
         """Run rounds by this plan, stopping after the first in which a sequence ends.
 
         Args:
             plan: The plan.
-            max_drafts: Largest number of drafts per round; each sequence also stays within its remaining tokens.
+            max_speculative_tokens: Largest number of drafts per round; each sequence also stays within its
+                remaining tokens.
             uniforms: Random numbers of each sequence; None in greedy decoding.
             max_rounds: Largest number of rounds.
         """
-        max_rounds, chain = min(max_rounds, MAX_ROUNDS), self._chain if max_drafts else None
-        num_later = min((max_rounds - 1) * (max_drafts + 1), int(self._remaining.max()))
+        max_rounds, chain = min(max_rounds, MAX_ROUNDS), self._chain if max_speculative_tokens else None
+        num_later = min((max_rounds - 1) * (max_speculative_tokens + 1), int(self._remaining.max()))
         if chain is not None:
             assert self._pending is not None
-            num_pending = max(int(self._pending.counts.max()), max_drafts + 1)
-            chain.begin(plan, max_drafts, num_pending=num_pending, num_later=num_later)
+            num_pending = max(int(self._pending.counts.max()), max_speculative_tokens + 1)
+            chain.begin(plan, max_speculative_tokens, num_pending=num_pending, num_later=num_later)
         elif self._pending is not None and self._pending.counts.max() + max_rounds > self._pending.capacity:
             self._refresh()
-        for num_positions in range(1, max_drafts + 2):
+        for num_positions in range(1, max_speculative_tokens + 2):
             block = self._block(num_positions)
         self._cache.reserve(max(self._cache.lengths) + num_later + block.size)
         self._passes.attach(self._cache)
-        self._batch.max_drafts = max_drafts
-        self._set_uniforms(uniforms, max_rounds * (2 * max_drafts + 1))
+        self._batch.max_speculative_tokens = max_speculative_tokens
+        self._set_uniforms(uniforms, max_rounds * (2 * max_speculative_tokens + 1))
         pointers = (None, None) if chain is None else chain.pointers
         batch, output, runtime = ctypes.byref(self._batch), ctypes.byref(self._output), self._runtime
         with runtime.lock:
@@ -171,12 +172,12 @@ class NativeRounds:
         """Return copies of each sequence's states that the head has not processed."""
         return [] if self._pending is None else self._pending.states
 
-    def _allocate_output(self, batch_size: int, max_drafts: int) -> None:
-        per_draft = (MAX_ROUNDS, batch_size, max_drafts)
+    def _allocate_output(self, batch_size: int, max_speculative_tokens: int) -> None:
+        per_draft = (MAX_ROUNDS, batch_size, max_speculative_tokens)
         shapes = {"drafts": per_draft, "confidences": per_draft, "seconds": (MAX_ROUNDS, 2)}
         outputs = [(name, np.int64) for name in _INT_OUTPUTS] + [(name, np.float64) for name in _REAL_OUTPUTS]
         self._arrays = {name: np.zeros(shapes.get(name, (MAX_ROUNDS, batch_size)), dtype) for name, dtype in outputs}
-        self._output = RoundOutputStruct(max_drafts=max_drafts)
+        self._output = RoundOutputStruct(max_speculative_tokens=max_speculative_tokens)
         for name, array in self._arrays.items():
             setattr(self._output, name, array.ctypes.data)
 
@@ -195,12 +196,12 @@ class NativeRounds:
             cache.advance([new - old for new, old in zip(lengths.tolist(), cache.lengths, strict=True)])
 
     def _results(self, count: int) -> list[VerifiedRound]:
-        drafts, num_drafts, num_accepted, next_tokens, num_confidences, confidences, seconds = (
+        drafts, num_draft_tokens, num_accepted, next_tokens, num_confidences, confidences, seconds = (
             self._arrays[name][:count].tolist() for name in (*_INT_OUTPUTS, *_REAL_OUTPUTS)
         )
         return [
             VerifiedRound(
-                [row[:num] for row, num in zip(drafts[index], num_drafts[index], strict=True)],
+                [row[:num] for row, num in zip(drafts[index], num_draft_tokens[index], strict=True)],
                 [row[:num] for row, num in zip(confidences[index], num_confidences[index], strict=True)],
                 list(zip(num_accepted[index], next_tokens[index], strict=True)),
                 *seconds[index],

@@ -78,7 +78,7 @@ class NativeTrunk:
         chain: NativeDraftChain | None,
         tokens: Sequence[Sequence[int]],
         pending: Sequence[Tensor],
-        max_drafts: int,
+        max_speculative_tokens: int,
         remaining: Sequence[int],
         eos: Sequence[int],
     ) -> NativeRounds | None:
@@ -91,15 +91,15 @@ class NativeTrunk:
             chain: Drafts; None for rounds without a head.
             tokens: All tokens of each sequence.
             pending: Of each sequence, the states that the head has not processed.
-            max_drafts: Largest number of drafts per round.
+            max_speculative_tokens: Largest number of drafts per round.
             remaining: Of each sequence, the number of tokens that it may still get.
             eos: Tokens that end a sequence.
         """
-        if cache.is_recurrent or sampling.needs_seen or not NativeRounds.fits(pending, max_drafts):
+        if cache.is_recurrent or sampling.needs_seen or not NativeRounds.fits(pending, max_speculative_tokens):
             return None
         verifier = None if sampling.greedy else self._verifier(sampling, block)
         blocks = partial(self._block, len(tokens), verifier)
-        if blocks(1, None) is None or self._native_lm_head(len(tokens), max_drafts + 1) is None:
+        if blocks(1, None) is None or self._native_lm_head(len(tokens), max_speculative_tokens + 1) is None:
             return None
         return NativeRounds(
             self._runtime,
@@ -109,7 +109,7 @@ class NativeTrunk:
             chain=chain,
             tokens=tokens,
             pending=pending if chain is not None else (),
-            max_drafts=max_drafts,
+            max_speculative_tokens=max_speculative_tokens,
             remaining=remaining,
             max_length=self.max_length,
             eos=eos,

@@ -14,7 +14,7 @@ namespace nextn {
 namespace {
 
 bool continues(const Chain& chain, int64_t row) {
-  return !chain.ended[row] && chain.num_drafts[row] < chain.limits[row];
+  return !chain.ended[row] && chain.num_draft_tokens[row] < chain.limits[row];
 }
 
 bool any_continues(const Chain& chain) {
@@ -27,14 +27,14 @@ bool any_continues(const Chain& chain) {
 // decision does not depend on the token.
 bool takes(Chain& chain, int64_t row, double confidence) {
   if (!continues(chain, row)) return false;
-  chain.confidences[row * chain.max_drafts + chain.num_confidences[row]++] = confidence;
+  chain.confidences[row * chain.max_speculative_tokens + chain.num_confidences[row]++] = confidence;
   int64_t bin = chain.num_bins - 1;
   while (bin > 0 && !(chain.edges[bin] <= confidence)) --bin;
-  const int64_t depth = chain.num_drafts[row];
+  const int64_t depth = chain.num_draft_tokens[row];
   const double survival = chain.survival[row] *= chain.table[bin];
   const bool taken = survival >= chain.take[depth];
   chain.ended[row] = !taken || survival < chain.go[depth];
-  chain.num_drafts[row] += taken;
+  chain.num_draft_tokens[row] += taken;
   return taken;
 }
 
@@ -46,7 +46,7 @@ int64_t sample(const Chain& chain, const HeadOutput& output, int64_t row, int64_
   to_probs(params, fetch(scratch(0, chain.vocab_size), logits, output.type, 1, chain.vocab_size), probs,
            chain.vocab_size);
   if (chain.mode == 1)
-    return sample_at(probs, chain.uniforms[row * chain.max_drafts + depth], chain.vocab_size);
+    return sample_at(probs, chain.uniforms[row * chain.max_speculative_tokens + depth], chain.vocab_size);
   const int64_t best = index_of(probs, combined<Maximum>(probs, chain.vocab_size), chain.vocab_size);
   std::fill_n(probs, chain.vocab_size, 0.0f);
   probs[best] = 1;
@@ -55,7 +55,7 @@ int64_t sample(const Chain& chain, const HeadOutput& output, int64_t row, int64_
 
 void begin(Chain& chain) {
   chain.num_steps = 0;
-  std::fill_n(chain.num_drafts, chain.batch_size, 0);
+  std::fill_n(chain.num_draft_tokens, chain.batch_size, 0);
   std::fill_n(chain.num_confidences, chain.batch_size, 0);
   std::fill_n(chain.ended, chain.batch_size, 0);
   std::fill_n(chain.survival, chain.batch_size, 1.0);
@@ -112,7 +112,7 @@ void draft(Chain& chain, const Steps& steps, const Pending& pending, Team* team)
     for (int64_t row = 0; row < chain.batch_size; ++row) {
       if (!takes(chain, row, chain.num_bins == 1 ? 1.0 : output.confidence[row])) continue;
       const int64_t token = sample(chain, output, row, depth);
-      chain.drafts[row * chain.max_drafts + depth] = chain.next_tokens[row] = token;
+      chain.drafts[row * chain.max_speculative_tokens + depth] = chain.next_tokens[row] = token;
       any = true;
     }
     if (!any) return;

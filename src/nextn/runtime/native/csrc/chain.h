@@ -32,9 +32,9 @@ struct Refresh {
   char* states;
 };
 
-// Draft settings, the round's plan and the drafts. Arrays are [batch, max_drafts] unless noted.
+// Draft settings, the round's plan and the drafts. Arrays are [batch, max_speculative_tokens] unless noted.
 struct Chain {
-  int64_t batch_size, vocab_size, max_drafts;
+  int64_t batch_size, vocab_size, max_speculative_tokens;
   int64_t mode;  // 0: argmax, no distributions; 1: sample from the distribution; 2: argmax of the distribution
   double temperature, top_p, min_p;
   int64_t top_k;
@@ -47,9 +47,9 @@ struct Chain {
   // Written: head steps run, drafts and their number [batch], and the confidence of every distribution that the plan
   // was asked about, with their number [batch].
   int64_t num_steps;
-  int64_t *drafts, *num_drafts, *num_confidences;
+  int64_t *drafts, *num_draft_tokens, *num_confidences;
   double* confidences;
-  float* distributions;  // [max_drafts, batch, vocab]
+  float* distributions;  // [max_speculative_tokens, batch, vocab]
   double* survival;      // [batch]
   int64_t* ended;        // [batch]
 };

@@ -45,11 +45,11 @@ std::string layouts() {
   text += layout<Refresh>("Refresh", {
       F(Refresh, program), F(Refresh, size), F(Refresh, tokens), F(Refresh, starts), F(Refresh, states)});
   text += layout<Chain>("Chain", {
-      F(Chain, batch_size), F(Chain, vocab_size), F(Chain, max_drafts), F(Chain, mode), F(Chain, temperature),
-      F(Chain, top_p), F(Chain, min_p), F(Chain, top_k), F(Chain, num_bins), F(Chain, edges), F(Chain, table),
-      F(Chain, take), F(Chain, go), F(Chain, limits), F(Chain, uniforms), F(Chain, next_tokens), F(Chain, num_steps),
-      F(Chain, drafts), F(Chain, num_drafts), F(Chain, num_confidences), F(Chain, confidences),
-      F(Chain, distributions), F(Chain, survival), F(Chain, ended)});
+      F(Chain, batch_size), F(Chain, vocab_size), F(Chain, max_speculative_tokens), F(Chain, mode),
+      F(Chain, temperature), F(Chain, top_p), F(Chain, min_p), F(Chain, top_k), F(Chain, num_bins), F(Chain, edges),
+      F(Chain, table), F(Chain, take), F(Chain, go), F(Chain, limits), F(Chain, uniforms), F(Chain, next_tokens),
+      F(Chain, num_steps), F(Chain, drafts), F(Chain, num_draft_tokens), F(Chain, num_confidences),
+      F(Chain, confidences), F(Chain, distributions), F(Chain, survival), F(Chain, ended)});
   text += layout<Steps>("Steps", {
       F(Steps, refreshes), F(Steps, draft_step), F(Steps, output), F(Steps, starts), F(Steps, states)});
   text += layout<Block>("Block", {
@@ -57,13 +57,13 @@ std::string layouts() {
       F(Block, best), F(Block, states), F(Block, num_positions), F(Block, drafts), F(Block, limits),
       F(Block, uniforms), F(Block, num_accepted), F(Block, next_tokens)});
   text += layout<Batch>("Batch", {
-      F(Batch, size), F(Batch, last_tokens), F(Batch, lengths), F(Batch, remaining), F(Batch, max_drafts),
+      F(Batch, size), F(Batch, last_tokens), F(Batch, lengths), F(Batch, remaining), F(Batch, max_speculative_tokens),
       F(Batch, max_length), F(Batch, pending), F(Batch, num_eos), F(Batch, eos), F(Batch, num_uniforms),
       F(Batch, num_used), F(Batch, uniforms)});
   text += layout<RoundOutput>("RoundOutput", {
-      F(RoundOutput, max_drafts), F(RoundOutput, drafts), F(RoundOutput, num_drafts), F(RoundOutput, num_accepted),
-      F(RoundOutput, next_tokens), F(RoundOutput, num_confidences), F(RoundOutput, confidences),
-      F(RoundOutput, seconds)});
+      F(RoundOutput, max_speculative_tokens), F(RoundOutput, drafts), F(RoundOutput, num_draft_tokens),
+      F(RoundOutput, num_accepted), F(RoundOutput, next_tokens), F(RoundOutput, num_confidences),
+      F(RoundOutput, confidences), F(RoundOutput, seconds)});
   return text;
 }
 

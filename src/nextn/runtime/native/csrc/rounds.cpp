@@ -19,31 +19,34 @@ double now() {
 class Round {
  public:
   Round(const Batch& batch, const RoundOutput& output, int64_t round)
-      : batch_(batch), max_drafts_(output.max_drafts), drafts_(output.drafts + round * batch.size * max_drafts_),
-        num_drafts_(output.num_drafts + round * batch.size), num_accepted_(output.num_accepted + round * batch.size),
+      : batch_(batch), max_speculative_tokens_(output.max_speculative_tokens),
+        drafts_(output.drafts + round * batch.size * max_speculative_tokens_),
+        num_draft_tokens_(output.num_draft_tokens + round * batch.size),
+        num_accepted_(output.num_accepted + round * batch.size),
         next_tokens_(output.next_tokens + round * batch.size),
         num_confidences_(output.num_confidences + round * batch.size),
-        confidences_(output.confidences + round * batch.size * max_drafts_) {}
+        confidences_(output.confidences + round * batch.size * max_speculative_tokens_) {}
 
   // A sequence drafts at most one token fewer than it has remaining, as a round always adds one more token; no position
   // may lie beyond the context.
   void draft(Chain* given, const Steps* steps, Team* team) const {
     const int64_t longest = *std::max_element(batch_.lengths, batch_.lengths + batch_.size) + 1;
     const int64_t most = *std::max_element(batch_.remaining, batch_.remaining + batch_.size) - 1;
-    if (!given || std::min({batch_.max_drafts, most, batch_.max_length - longest}) <= 0) return draft_nothing();
+    const int64_t limit = std::min(batch_.max_speculative_tokens, batch_.max_length - longest);
+    if (!given || std::min(limit, most) <= 0) return draft_nothing();
     Chain& chain = *given;
-    chain.drafts = drafts_, chain.num_drafts = num_drafts_;
+    chain.drafts = drafts_, chain.num_draft_tokens = num_draft_tokens_;
     chain.num_confidences = num_confidences_, chain.confidences = confidences_;
     for (int64_t row = 0; row < batch_.size; ++row)
-      chain.limits[row] = std::min({batch_.max_drafts, batch_.remaining[row] - 1, batch_.max_length - longest});
+      chain.limits[row] = std::min(limit, batch_.remaining[row] - 1);
     for (int64_t row = 0; row < batch_.size && batch_.num_used; ++row) {
-      std::copy_n(uniforms(row), chain.limits[row], chain.uniforms + row * chain.max_drafts);
+      std::copy_n(uniforms(row), chain.limits[row], chain.uniforms + row * chain.max_speculative_tokens);
       batch_.num_used[row] += chain.limits[row];
     }
     nextn::draft(chain, *steps, *batch_.pending, team);
   }
 
-  int64_t num_positions() const { return 1 + *std::max_element(num_drafts_, num_drafts_ + batch_.size); }
+  int64_t num_positions() const { return 1 + *std::max_element(num_draft_tokens_, num_draft_tokens_ + batch_.size); }
 
   // The block is as long as the longest draft; positions after a sequence's last draft are computed and ignored.
   void verify(const Block& block, Team* team) const {
@@ -68,11 +71,11 @@ class Round {
 
  private:
   void draft_nothing() const {
-    std::fill_n(num_drafts_, batch_.size, 0);
+    std::fill_n(num_draft_tokens_, batch_.size, 0);
     std::fill_n(num_confidences_, batch_.size, 0);
   }
 
-  const int64_t* drafts(int64_t row) const { return drafts_ + row * max_drafts_; }
+  const int64_t* drafts(int64_t row) const { return drafts_ + row * max_speculative_tokens_; }
   const float* uniforms(int64_t row) const {
     return batch_.uniforms + row * batch_.num_uniforms + batch_.num_used[row];
   }
@@ -81,19 +84,19 @@ class Round {
   void fill(const Block& block, int64_t row) const {
     int64_t* tokens = block.tokens + row * block.size;
     tokens[0] = batch_.last_tokens[row];
-    std::copy_n(drafts(row), num_drafts_[row], tokens + 1);
+    std::copy_n(drafts(row), num_draft_tokens_[row], tokens + 1);
     block.starts[row] = batch_.lengths[row];
     if (!block.verify) return;
-    block.limits[row] = num_drafts_[row];
-    std::copy_n(drafts(row), num_drafts_[row], block.drafts + row * block.num_positions);
-    std::copy_n(uniforms(row), num_drafts_[row] + 1, block.uniforms + row * block.num_positions);
-    batch_.num_used[row] += num_drafts_[row] + 1;
+    block.limits[row] = num_draft_tokens_[row];
+    std::copy_n(drafts(row), num_draft_tokens_[row], block.drafts + row * block.num_positions);
+    std::copy_n(uniforms(row), num_draft_tokens_[row] + 1, block.uniforms + row * block.num_positions);
+    batch_.num_used[row] += num_draft_tokens_[row] + 1;
   }
 
   void read_result(const Block& block, int64_t row) const {
     const int64_t* best = block.best + row * block.size;
     int64_t matching = 0;
-    while (matching < num_drafts_[row] && best[matching] == drafts(row)[matching]) ++matching;
+    while (matching < num_draft_tokens_[row] && best[matching] == drafts(row)[matching]) ++matching;
     num_accepted_[row] = block.verify ? block.num_accepted[row] : matching;
     next_tokens_[row] = block.verify ? block.next_tokens[row] : best[matching];
   }
@@ -112,8 +115,8 @@ class Round {
   }
 
   const Batch& batch_;
-  const int64_t max_drafts_;
-  int64_t *drafts_, *num_drafts_, *num_accepted_, *next_tokens_, *num_confidences_;
+  const int64_t max_speculative_tokens_;
+  int64_t *drafts_, *num_draft_tokens_, *num_accepted_, *next_tokens_, *num_confidences_;
   double* confidences_;
 };
 

@@ -26,7 +26,7 @@ struct Batch {
   int64_t size;
   int64_t* last_tokens;             // [batch]: the last token, which the trunk has not processed yet
   int64_t *lengths, *remaining;     // [batch]: positions that the trunk has processed; new tokens still allowed
-  int64_t max_drafts, max_length;   // drafts of a sequence per round; tokens of a sequence
+  int64_t max_speculative_tokens, max_length;   // drafts of a sequence per round; tokens of a sequence
   const Pending* pending;           // null without a head
   int64_t num_eos;
   const int64_t* eos;               // tokens that end a sequence
@@ -34,11 +34,12 @@ struct Batch {
   const float* uniforms;            // [batch, num_uniforms]; null in greedy decoding
 };
 
-// Results, round after round: drafts and confidences [rounds, batch, max_drafts]; num_drafts, num_accepted, next_tokens
-// and num_confidences [rounds, batch]; seconds [rounds, 2]: wall time of drafting and of verification.
+// Results, round after round: drafts and confidences [rounds, batch, max_speculative_tokens]; num_draft_tokens,
+// num_accepted, next_tokens and num_confidences [rounds, batch]; seconds [rounds, 2]: wall time of drafting and of
+// verification.
 struct RoundOutput {
-  int64_t max_drafts;
-  int64_t *drafts, *num_drafts, *num_accepted, *next_tokens, *num_confidences;
+  int64_t max_speculative_tokens;
+  int64_t *drafts, *num_draft_tokens, *num_accepted, *next_tokens, *num_confidences;
   double *confidences, *seconds;
 };
 
