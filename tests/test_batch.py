@@ -8,11 +8,11 @@ from quick import families
 from replays import fast_of
 from tiny import BUILDS, build, decode, prompt
 
-from nextn.decoding.batch import BatchSequence, DecodingBatch
+from nextn.decoding.batch import MAX_PENDING, BatchSequence, DecodingBatch
 from nextn.runtime.native.rounds import NativeRounds
 from nextn.runtime.torch_backend import TorchHead, TorchTrunk
 from nextn.settings import Settings
-from nextn.speculative.draft_policy import FixedLength
+from nextn.speculative.draft_policy import NO_DRAFTS, FixedLength
 from nextn.speculative.sampling import Uniforms
 
 LENGTHS, STARTS, NEW = (9, 14, 5), (0, 1, 2), (12, 6, 9)  # prompt tokens, rounds before each joins, new tokens
@@ -132,3 +132,37 @@ def test_policies_see_the_time_around_native_rounds(monkeypatch):
             batch.round()
     assert sum(seconds) >= 0.02
     assert len(seconds) == num_rounds
+
+
+class Late(FixedLength):
+    """Plain rounds, then rounds that draft."""
+
+    num_plain = 200
+
+    def plan(self):
+        return super().plan() if self.num_plain <= 0 else NO_DRAFTS
+
+    def observe(self, num_tokens, seconds):
+        object.__setattr__(self, "num_plain", self.num_plain - 1)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])
+def test_drafting_after_many_plain_rounds(name, native):
+    """More positions pending than the head takes at once; states that are copied each round without end."""
+    model = build(name)
+    trunk, head = TorchTrunk(model.trunk), TorchHead(model.head)
+    if native:
+        model = fast_of(model)
+        trunk, head = model.trunk, model.head
+    # Tokens that end a sequence differ, so that Python runs between the rounds.
+    ends = (), (trunk.vocab_size,)
+    sequences = [BatchSequence(row, prompt(9, seed=row), 230, eos, Uniforms(row)) for row, eos in enumerate(ends)]
+    batch, drafted, longest = (DecodingBatch(trunk, head, sequences, Settings(num_speculative_tokens=3), Late(3)), 0, 0)
+    with torch.inference_mode(), trunk.pass_context():
+        batch.prefill()
+        while batch.sequences:
+            drafted += sum(len(part.drafts) for part in batch.round().rows)
+            longest = max([longest, *map(len, batch.drafter.pending)])
+    assert drafted > 0
+    assert longest <= MAX_PENDING

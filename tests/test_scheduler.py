@@ -389,6 +389,23 @@ def submitted(engine, requests):
     return chunks
 
 
+def test_a_slow_pass_does_not_rule_out_its_size(trained, monkeypatch):
+    """Only sizes that fit the budget are used while others run; one that was slow once must be tried again."""
+    sizes, run_chunk = [], ServedBatch.prefill_chunk
+    monkeypatch.setattr(ServedBatch, "prefill_chunk", lambda self, size: sizes.append(size) or run_chunk(self, size))
+    scheduler = scheduler_of(trained["glm_two"], clock=lambda: 0.0)
+    answers, rows = Answers(scheduler), refrain(2, 500, seed=4).tolist()
+    answers.add(0, GenerationRequest(prompt=tuple(rows[0][:9]), max_tokens=400))
+    while not scheduler._running:
+        scheduler.step()
+    scheduler._chunk_s = {64: 1.05 * scheduler_module._AHEAD_S, 32: 0.0, 16: 0.0}
+    answers.add(1, GenerationRequest(prompt=tuple(rows[1]), max_tokens=1))
+    while not answers.chunks[1]:
+        scheduler.step()
+    assert sizes[1:3] == [32, 32]
+    assert 64 in sizes[3:]
+
+
 def test_engine_answers(engine, trained):
     requests = {key: replace(request, stop=()) for key, request in requests_of(None, 7).items()}
     chunks = submitted(engine, requests)
@@ -444,6 +461,20 @@ def test_a_broken_request_does_not_end_the_engine(engine):
     chunks = submitted(engine, {0: replace(good, grammar=Broken)})
     assert chunks[0][-1].finish == "error"
     assert chunks[0][-1].error == "internal error: ValueError"
+    assert submitted(engine, {0: good})[0][-1].finish == "length"
+
+
+def test_text_that_cannot_be_decoded_does_not_end_the_engine(engine, monkeypatch):
+    """A client that gets no end; an engine's thread that is gone."""
+
+    class Broken(Text):
+        def push(self, *args, **options):
+            raise ValueError("a tokenizer with a bug")
+
+    good = GenerationRequest(prompt=(1, 2), max_tokens=3)
+    with monkeypatch.context() as patch:
+        patch.setattr("nextn.serve.engine.TextStream", lambda *args, **options: Broken())
+        assert submitted(engine, {0: good})[0][-1].error == "internal error: ValueError"
     assert submitted(engine, {0: good})[0][-1].finish == "length"
 
 

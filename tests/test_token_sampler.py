@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
+from nextn.errors import ConfigError
 from nextn.serve.request import GenerationRequest
 from nextn.serve.token_sampler import TokenSampler, choose_tokens, verify_drafts
 from nextn.settings import Sampling
@@ -95,6 +96,31 @@ def test_grammar_masks_drafts_too():
     assert choose_tokens([sampler], [rows[1]], [(10,)])[0] == 20
     sampler.advance([10])
     assert choose_tokens([sampler], [rows[1]], [()])[0] == 20
+
+
+class TooComplex(OnlyEven):
+    """Cannot be followed beyond 10, and not at all once that was tried, until it is made anew."""
+
+    broken = False
+
+    def allowed(self, drafts):
+        self.broken = self.broken or 10 in drafts
+        if self.broken:
+            raise ConfigError("too complex")
+        return super().allowed(drafts)
+
+
+def test_drafts_that_make_the_grammar_too_complex_change_nothing():
+    """Text that depends on what was drafted; a grammar that lost the tokens before."""
+    sampler, rows = TokenSampler(request(grammar=TooComplex)), logits(2)
+    rows[:, 11] = 50.0
+    sampler.advance([4])
+    choose_tokens([sampler], [rows[0]], [(10,)], are_drafts=True)
+    assert not sampler.failure
+    assert choose_tokens([sampler], [rows[1]], [()])[0] % 2 == 0
+    assert sampler._grammar.last == 4
+    choose_tokens([sampler], [rows[0]], [(10,)])
+    assert sampler.failure == "too complex"
 
 
 def test_logprobs_are_those_of_the_unmodified_logits():

@@ -17,6 +17,7 @@ from nextn.speculative.draft_policy import NO_DRAFTS, DraftLength
 from nextn.speculative.sampling import Prediction, Uniforms, VerifiedRound, accept_greedy, ragged
 
 _MAX_AHEAD_S = 0.04  # seconds of rounds that may be computed before the caller reads them: streams still look smooth
+MAX_PENDING = 64  # states of a sequence that the head has not processed yet: rounds without drafts leave one each
 _FINISH = ("eos", "stop", "length", "context")  # the reason that is given where several apply
 
 
@@ -262,8 +263,9 @@ class DecodingBatch:
         if self.drafter is not None:
             num_not_refreshed = self.drafter.commit(drafted.num_steps, num_accepted)
             self.drafter.add(hidden.head_input, num_committed, skip=num_not_refreshed)
-            if 0 < drafted.num_steps < self.drafter.head.num_modules:
-                self.drafter.refresh(self._tokens)  # else the layers that did not run would fall behind
+            falls_behind = 0 < drafted.num_steps < self.drafter.head.num_modules  # the layers that did not run
+            if falls_behind or max(map(len, self.drafter.pending)) > MAX_PENDING:
+                self.drafter.refresh(self._tokens)
         seconds = draft_end - started, time.perf_counter() - draft_end
         return VerifiedRound(drafted.drafts, drafted.confidences, verification, *seconds)
 

@@ -19,7 +19,7 @@ from nextn.runtime.backend import Backend, backend_for
 from nextn.runtime.native.kv_buffers import KVBuffers
 from nextn.serve.options import MAX_SPECULATIVE_TOKENS, EngineOptions
 from nextn.serve.request import EngineStats, GenerationChunk, GenerationRequest
-from nextn.serve.scheduler import Scheduler, SchedulerLimits
+from nextn.serve.scheduler import CHUNKS, Scheduler, SchedulerLimits
 from nextn.serve.served_batch import ServedSequence
 from nextn.settings import Settings
 from nextn.stats.speedup import Costs
@@ -159,7 +159,7 @@ class ServingEngine:
         _LOG.error("all generations failed", exc_info=error)
         message = str(error) if isinstance(error, NextnError) else f"internal error: {type(error).__name__}"
         for sequence in list(self._open.values()):
-            sequence.flush("error", message)
+            sequence.fail(message)
         self._scheduler = self._scheduler.restarted()
 
     def _warm_up_steps(self) -> Iterator[None]:
@@ -169,11 +169,13 @@ class ServingEngine:
         """
         trunk, head, k = self.backend.trunk, self.backend.head, self.limits.num_speculative_tokens
         for num_sequences in _warmup_order(self.limits.max_num_seqs):
-            for size in range(1, k + 2):
+            # Prompts are processed one by one; the head also catches up in chunks, after rounds without drafts.
+            chunks = sorted(CHUNKS)
+            for size in [*range(1, k + 2), *(chunks if num_sequences == 1 else ())]:
                 with torch.inference_mode(), trunk.pass_context():
                     trunk.prepare(num_sequences, [size], exact=False)
                 yield
-            for size in range(1, k + 2 if head is not None and k else 1):
+            for size in [*range(1, k + 2), *chunks] if head is not None and k else ():
                 assert head is not None
                 with torch.inference_mode(), trunk.pass_context():
                     head.prepare(num_sequences, [size])

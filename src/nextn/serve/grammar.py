@@ -103,6 +103,14 @@ class GrammarCompiler:
         Raises:
             ConfigError: The grammar is invalid, unsupported, too large, or no text fulfills it.
         """
+        self._matcher(spec)
+        return partial(self._first_state, spec)
+
+    def _first_state(self, spec: GrammarSpec) -> GrammarState:
+        matcher = self._matcher(spec)
+        return _MatcherState(matcher.deep_copy(), self._after_end, partial(self._forget, spec, matcher))
+
+    def _matcher(self, spec: GrammarSpec) -> "LLMatcher":
         with self._lock:
             matcher = self._cache.get(spec)
             if matcher is not None:
@@ -110,8 +118,7 @@ class GrammarCompiler:
         if matcher is None:
             matcher = self._compile(spec)  # outside the lock: other requests need not wait
             self._remember(spec, matcher)
-        on_failure = partial(self._forget, spec, matcher)
-        return lambda: _MatcherState(matcher.deep_copy(), self._after_end, on_failure)
+        return matcher
 
     def _remember(self, spec: GrammarSpec, matcher: "LLMatcher") -> None:
         with self._lock:

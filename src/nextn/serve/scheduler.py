@@ -21,7 +21,8 @@ from nextn.serve.served_batch import ServedBatch, ServedSequence
 from nextn.serve.token_sampler import TokenSampler
 from nextn.speculative.draft_policy import DraftLength, FixedLength, MeasuredLength
 
-_CHUNKS = (64, 32, 16)  # positions of a prefill pass; all divide a block of the prefix cache
+CHUNKS = (64, 32, 16)  # positions of a prefill pass; all divide a block of the prefix cache
+_FADING = 0.98  # of the measured time of a pass, with each pass that follows
 _AHEAD_S, _AHEAD_PER_SEQUENCE_S = 0.008, 0.002  # of rounds that are computed before their tokens are sent
 
 _Group = tuple[bool, int, bool]  # whether its sequences are plain, K, and whether fewer drafts are made where they pay
@@ -63,12 +64,12 @@ class Scheduler:
         self.waiting: deque[ServedSequence] = deque()
         self._prefilling: deque[ServedBatch] = deque()
         self._running: dict[_Group, ServedBatch] = {}
-        self._is_oldest_next = False  # of two prompts that take turns
+        self._takes_oldest = False  # of two prompts that take turns
         self._round_s = 0.0  # of the last step's rounds
         with torch.inference_mode(), backend.trunk.pass_context():
             self.prefix_cache = PrefixCache.of(backend, limits.prefix_bytes)
-        largest = backend.trunk.max_block_size or _CHUNKS[0]
-        self._chunk_s = {size: 0.0 for size in _CHUNKS if size <= largest}  # seconds of a pass over so many positions
+        largest = backend.trunk.max_block_size or CHUNKS[0]
+        self._chunk_s = {size: 0.0 for size in CHUNKS if size <= largest}  # seconds of a pass over so many positions
 
     @property
     def num_running(self) -> int:
@@ -151,7 +152,10 @@ class Scheduler:
             del self._running[group]
 
     def _prefill(self) -> None:
-        """Run chunks of the prompts, for each prompt as long as the rounds took: the rounds that follow are larger."""
+        """Run chunks of the prompts, for each prompt at most as long as the last rounds took.
+
+        The more prompts wait, the longer running sequences do, too: the first token of a request matters more.
+        """
         started, budget = self._clock(), len(self._prefilling) * max(self._round_s, _AHEAD_S)
         while self._prefilling:
             batch = self._next_prefill()
@@ -163,8 +167,8 @@ class Scheduler:
 
     def _next_prefill(self) -> ServedBatch:
         """The oldest prompt and the one with the least left take turns: short ones are soon done, none starves."""
-        self._is_oldest_next = not self._is_oldest_next
-        if self._is_oldest_next:
+        self._takes_oldest = not self._takes_oldest
+        if self._takes_oldest:
             return self._prefilling[0]
         return min(self._prefilling, key=lambda batch: len(batch.sequences[0].tokens) - batch.num_prefilled)
 
@@ -173,9 +177,12 @@ class Scheduler:
         sizes = [size for size in self._chunk_s if not batch.num_prefilled % size]  # chunks end where blocks end
         fitting = [size for size in sizes if not self._running or self._chunk_s[size] <= budget]
         size = max(fitting, default=min(sizes))
-        started = self._clock()
+        started, is_whole = self._clock(), batch.num_prefilled + size <= len(batch.sequences[0].tokens)
         is_complete = batch.prefill_chunk(size)
-        self._chunk_s[size] = self._clock() - started
+        if is_whole:
+            # Times of other sizes fade, so that a size is tried again some time after it was slow.
+            self._chunk_s = {each: seconds * _FADING for each, seconds in self._chunk_s.items()}
+            self._chunk_s[size] = self._clock() - started
         if self.prefix_cache is not None:
             self.prefix_cache.store(batch)
         return is_complete

@@ -66,13 +66,20 @@ class ServedSequence(BatchSequence):
         """Emit what the rounds since the last call have added."""
         if self.is_over or not (self.rounds or finish):
             return
-        self.is_over = finish is not None
         tokens = [token for each in self.rounds for token in each.emitted]
-        text = self.text.push(tokens, self.eos, last=self.is_over)
+        text = self.text.push(tokens, self.eos, last=finish is not None)
         chunk = GenerationChunk(
             text, tuple(self.rounds), tuple(self.logprobs[: len(tokens)]), finish, error, self.cached_tokens
         )
-        self.rounds, self.logprobs = [], []
+        self._end_chunk(chunk)
+
+    def fail(self, error: str) -> None:
+        """End at once. The text of rounds that were not emitted is dropped, because it may be what failed."""
+        if not self.is_over:
+            self._end_chunk(GenerationChunk("", (), (), "error", error, self.cached_tokens))
+
+    def _end_chunk(self, chunk: GenerationChunk) -> None:
+        self.rounds, self.logprobs, self.is_over = [], [], chunk.finish is not None
         self.emit(chunk)
 
 
@@ -105,7 +112,7 @@ class ServedBatch(DecodingBatch):
         super().__init__(trunk, head, [sequence], settings, length, make_drafter=make)
 
     def run(self, seconds: float, *, is_interrupted: Callable[[], bool] = lambda: False) -> None:
-        """Run rounds for so many seconds, at least one, and emit what they add; stop when a sequence ends.
+        """Run rounds for this many seconds, at least one, and emit what they add; stop when a sequence ends.
 
         Args:
             seconds: The time after which no further round begins.
@@ -173,7 +180,7 @@ class CoupledDrafter(Drafter):
         self, prediction: Prediction, seen: Tensor | None, uniforms: Tensor | None
     ) -> tuple[Tensor | None, list[int]]:
         samplers = [sequence.sampler for sequence in self._sequences()]
-        tokens = choose_tokens(samplers, prediction.logits, self._drafted)
+        tokens = choose_tokens(samplers, prediction.logits, self._drafted, are_drafts=True)
         for drafted, token in zip(self._drafted, tokens, strict=True):
             drafted.append(token)
         return None, tokens

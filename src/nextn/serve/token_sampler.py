@@ -27,8 +27,9 @@ class TokenSampler:
         self._grammar = None if request.grammar is None else request.grammar()
         self._changes_scores = self._changes(request)
         self.failure = ""  # why the grammar can no longer be followed
-        self._generated: Counter[int] = Counter()
-        self._length = 0
+        self._tokens: list[int] = []  # emitted
+        self._generated: Counter[int] = Counter()  # the same
+        self._masks_drafts = True
         self._prompt = torch.tensor(sorted(set(request.prompt)))
         self._bias_ids = torch.tensor(list(request.logit_bias), dtype=torch.int64)
         self._bias = torch.tensor(list(request.logit_bias.values()), dtype=torch.float32)
@@ -47,7 +48,7 @@ class TokenSampler:
     def advance(self, tokens: Sequence[int]) -> None:
         """Move past emitted tokens."""
         self._generated.update(tokens)
-        self._length += len(tokens)
+        self._tokens += tokens
         if self._grammar is not None:
             self._advance_grammar(self._grammar, tuple(tokens))
 
@@ -61,12 +62,13 @@ class TokenSampler:
 
     def position(self, drafted: Sequence[int]) -> int:
         """Return the index of the token after the drafted ones within the generated text."""
-        return self._length + len(drafted)
+        return len(self._tokens) + len(drafted)
 
-    def scores(self, logits: Tensor, drafted: Sequence[int]) -> Tensor:
+    def scores(self, logits: Tensor, drafted: Sequence[int], *, is_draft: bool = False) -> Tensor:
         """Apply penalties, bias, grammar and `min_tokens` to the logits [V] after the drafted tokens.
 
-        The repetition penalty applies to the prompt's tokens, too, as in vLLM.
+        The repetition penalty applies to the prompt's tokens, too, as in vLLM. is_draft: the scores are for one more
+        draft, and the drafted tokens are not verified yet.
         """
         request = self.request
         if not self._changes_scores:
@@ -83,7 +85,7 @@ class TokenSampler:
             scores[new] -= request.presence_penalty
         if len(self._bias_ids):
             scores[self._bias_ids] += self._bias
-        if (mask := self._mask(tuple(drafted))) is not None:
+        if (mask := self._mask(tuple(drafted), is_draft=is_draft and bool(drafted))) is not None:
             scores[~mask] = -inf
         if self.position(drafted) < request.min_tokens:
             scores[[token for token in request.stop_token_ids if token < len(scores)]] = -inf
@@ -99,22 +101,35 @@ class TokenSampler:
         """Record that this sequence has to end; the others of the batch go on."""
         self._grammar, self.failure = None, str(error)
 
-    def _mask(self, drafted: tuple[int, ...]) -> Tensor | None:
+    def _restart_grammar(self) -> None:
+        """Take the grammar back to the emitted tokens. Only the text itself, not drafts, may become too complex."""
+        assert self.request.grammar is not None
+        self._masks_drafts, self._grammar = False, self.request.grammar()
+        self._advance_grammar(self._grammar, tuple(self._tokens))
+
+    def _mask(self, drafted: tuple[int, ...], *, is_draft: bool) -> Tensor | None:
         """The tokens that the grammar allows after the drafts; None where there is none, or it forbids a draft."""
-        if self._grammar is None:
+        if self._grammar is None or (is_draft and not self._masks_drafts):
             return None
         try:
             masks = self._grammar.allowed(drafted)
         except ConfigError as error:
-            self._give_up(error)
+            if is_draft:
+                self._restart_grammar()
+            else:
+                self._give_up(error)
             return None
         return masks[len(drafted)] if len(masks) > len(drafted) else None
 
 
 def choose_tokens(
-    samplers: Sequence[TokenSampler], logits: Tensor | Sequence[Tensor], drafted: Sequence[Sequence[int]]
+    samplers: Sequence[TokenSampler],
+    logits: Tensor | Sequence[Tensor],
+    drafted: Sequence[Sequence[int]],
+    *,
+    are_drafts: bool = False,
 ) -> list[int]:
-    """Choose the next token of each sequence, after its drafted ones, from its logits [V].
+    """Choose the next token of each sequence, or its next draft, after its drafted ones, from its logits [V].
 
     Rows with equal parameters are sampled together; what a row gets does not depend on the others.
     """
@@ -123,7 +138,9 @@ def choose_tokens(
         rows_of.setdefault(sampler.sampling, []).append(row)
     tokens = [0] * len(samplers)
     for sampling, rows in rows_of.items():
-        scores = torch.stack([samplers[row].scores(logits[row], drafted[row]).float() for row in rows])
+        scores = torch.stack(
+            [samplers[row].scores(logits[row], drafted[row], is_draft=are_drafts).float() for row in rows]
+        )
         if sampling.greedy:
             chosen = scores.argmax(-1).tolist()
         else:
