@@ -88,4 +88,4 @@ def write(folder: Path, files: dict[str, bytes | Sparse]) -> None:
     for name, content in files.items():
         with (folder / name).open("wb") as file:
             file.write(content.header if isinstance(content, Sparse) else content)
-            file.rollback_to(len(content))
+            file.truncate(len(content))

@@ -83,7 +83,7 @@ class Planted:
     with these readings, or in these words of the probe's verdict, or by `diagnose` with this cause."""
 
     name: str
-    does: str
+    description: str
     change: Change
     rules: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
@@ -94,8 +94,8 @@ class Planted:
 PLANTED = (
     Planted("dropped", "the head's tensors are not in the files", _dropped, rules=("head-absent",)),
     Planted("renamed", "the head's tensors have another family's names", _renamed, rules=("names-unknown",)),
-    Planted("swapped", "the halves of the projection are exchanged", _swapped, keys=("concat",)),
-    Planted("shifted", "1 is subtracted from the gains of the head's norms", _shifted, keys=("gain:all:+1",)),
+    Planted("swapped", "the inputs of the projection are in the wrong order", _swapped, keys=("concat",)),
+    Planted("shifted", "1 is subtracted from the head's norm weights", _shifted, keys=("gain:all:+1",)),
     Planted("stale", "the head is that of a trunk of another seed", _stale, words="of another trunk"),
     Planted("quantized", "the head's matrices are rounded to 4 bits", partial(_quantized, 4), cause="fine"),
     Planted("crushed", "the head's matrices are rounded to 2 bits", partial(_quantized, 2), cause="head-2-bit"),

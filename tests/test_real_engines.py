@@ -194,7 +194,7 @@ def looked(folder: Path, prompts: list[tuple[int, ...]]) -> tuple[dict, dict]:
         "rates": [each.as_record()["value"] for each in measured.figures(0.0).rates],
         "warnings": [each for each in measured.warnings if "texts" not in each],
     }
-    return told, {"wanted": list(found.wanted.keys), "verdict": found.words}
+    return told, {"wanted": list(found.preferred.keys), "verdict": found.summary}
 
 
 def test_head_trained_here(bench, put, tmp_path):
