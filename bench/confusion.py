@@ -90,7 +90,7 @@ def engine(
             num_speculative_tokens=plan.num_speculative_tokens,
             sampling=Sampling(temperature),
             sampled_drafts=rule != "argmax",
-            block=False,
+            block_verification=False,
             max_tokens=plan.max_tokens,
             seed=seed,
             contract=contract,

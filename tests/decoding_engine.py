@@ -42,7 +42,7 @@ def answered(model, contract, prompts, k, tokens, *, whole=False, rule="block", 
         contract=contract,
         sampling=Sampling(temperature),
         seed=seed or 0,
-        block=rule == "block",
+        block_verification=rule == "block",
         sampled_drafts=rule != "argmax",
     )
     with _matching(model) if rule == "match" and temperature else nullcontext():
@@ -62,7 +62,7 @@ class _Matching(Verifier):
 @contextmanager
 def _matching(model):
     trunk = backend_for(model, "torch").trunk
-    trunk.verifier = lambda sampling, *, block: _Matching(sampling, block=block)
+    trunk.verifier = lambda sampling, *, block_verification: _Matching(sampling, block_verification=block_verification)
     try:
         yield
     finally:

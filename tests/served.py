@@ -25,7 +25,7 @@ class ServedModel(FakeEngine):
         settings = Settings(
             num_speculative_tokens=self.depths,
             sampling=Sampling(body["temperature"]),
-            block=False,
+            block_verification=False,
             max_tokens=body["max_tokens"],
             seed=body.get("seed") or 0,
             contract=self.contract,

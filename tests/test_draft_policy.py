@@ -74,16 +74,16 @@ class Result:
 def simulated(rule, head, v, c, *, rounds=2000, seed=0) -> Result:
     draw, found = random.Random(seed), Result()
     for turn in range(rounds):
-        chain, distributions, stands = rule.plan().begin(), head(draw, turn), []
-        while chain.can_extend:
+        progress, distributions, stands = rule.plan().begin(), head(draw, turn), []
+        while progress.can_extend:
             confidence, rate = next(distributions)
-            if chain.extend(confidence):
+            if progress.extend(confidence):
                 stands.append(draw.random() < rate)
         kept = (*stands, False).index(False)
-        rule.learn(chain.confidences, num_draft_tokens=chain.num_draft_tokens, num_accepted=kept)
+        rule.learn(progress.confidences, num_draft_tokens=progress.num_draft_tokens, num_accepted=kept)
         found.tokens += kept + 1
-        found.cost += v[chain.num_draft_tokens] + c * len(chain.confidences)
-        found.lengths.append(chain.num_draft_tokens)
+        found.cost += v[progress.num_draft_tokens] + c * len(progress.confidences)
+        found.lengths.append(progress.num_draft_tokens)
     return found
 
 
@@ -172,15 +172,30 @@ def test_a_bin_is_tried_again():
 def test_a_plan_is_followed_by_hand():
     """The comparison of a depth's survival with another depth's floor, with <= for <, or before the draft for after."""
     plan = RoundPlan(4, (0.0, 0.5), (0.25, 0.5), (0.0, 0.25, 0.2, 0.0), (0.0, 0.25, 0.2, 0.0))
-    chain = plan.begin()
-    assert [chain.can_extend, chain.extend(0.5), chain.can_extend] == [True, True, True]
-    assert (chain.extend(0.9), chain.can_extend, chain.num_draft_tokens) == (True, True, 2), "0.25 is no less than 0.25"
-    assert (chain.extend(0.5), chain.can_extend, chain.num_draft_tokens) == (False, False, 2), "0.125 is less than 0.2"
-    assert chain.confidences == [0.5, 0.9, 0.5]
-    chain = plan.begin()
-    assert (chain.extend(0.5), chain.extend(0.4), chain.can_extend, chain.num_draft_tokens) == (True, False, False, 1)
-    chain = RoundPlan(4, take=(0.0,) * 4, go=(1.0, 1.1, 0.0, 0.0)).begin()
-    assert (chain.extend(0.1), chain.can_extend, chain.extend(0.1), chain.can_extend, chain.num_draft_tokens) == (
+    progress = plan.begin()
+    assert [progress.can_extend, progress.extend(0.5), progress.can_extend] == [True, True, True]
+    assert (progress.extend(0.9), progress.can_extend, progress.num_draft_tokens) == (True, True, 2), (
+        "0.25 is no less than 0.25"
+    )
+    assert (progress.extend(0.5), progress.can_extend, progress.num_draft_tokens) == (False, False, 2), (
+        "0.125 is less than 0.2"
+    )
+    assert progress.confidences == [0.5, 0.9, 0.5]
+    progress = plan.begin()
+    assert (progress.extend(0.5), progress.extend(0.4), progress.can_extend, progress.num_draft_tokens) == (
+        True,
+        False,
+        False,
+        1,
+    )
+    progress = RoundPlan(4, take=(0.0,) * 4, go=(1.0, 1.1, 0.0, 0.0)).begin()
+    assert (
+        progress.extend(0.1),
+        progress.can_extend,
+        progress.extend(0.1),
+        progress.can_extend,
+        progress.num_draft_tokens,
+    ) == (
         True,
         True,
         True,
@@ -189,8 +204,8 @@ def test_a_plan_is_followed_by_hand():
     )
     assert plan.begin(0).can_extend is False
     assert plan.begin(9).limit == 4
-    chain = plan.begin(1)
-    assert (chain.extend(0.9), chain.can_extend) == (True, False)
+    progress = plan.begin(1)
+    assert (progress.extend(0.9), progress.can_extend) == (True, False)
 
 
 @given(st.floats(0, 1))
@@ -399,10 +414,10 @@ def test_noise_in_the_costs_is_no_gain():
 @pytest.mark.parametrize("p_min", [0.0, 0.6, 1.0])
 def test_fixed_is_fixed(p_min):
     rule = FixedLength(3, p_min)
-    chain, taken = rule.plan().begin(), []
+    progress, taken = rule.plan().begin(), []
     for confidence in (1.0, 0.6, 0.59, 1.0):
-        if chain.can_extend:
-            taken.append(chain.extend(confidence))
+        if progress.can_extend:
+            taken.append(progress.extend(confidence))
     assert taken == {0.0: [True] * 3, 0.6: [True, True, False], 1.0: [True, False]}[p_min]
     assert not FixedLength(0).plan().begin().can_extend
     assert "3 drafts" in rule.reason
@@ -411,7 +426,7 @@ def test_fixed_is_fixed(p_min):
 
 @pytest.mark.parametrize("rule", [TOKENWISE, (accept_block, in_blocks)], ids=["one by one", "block"])
 def test_stopping_before_the_draw_is_exact(rule):
-    """A stop that sees the draft it leaves out moves the law; the chain's sees the law alone."""
+    """A stop that sees the draft it leaves out moves the law; the plan's sees the law alone."""
     p = [random_laws(3**j, 3, seed=j) for j in range(4)]
     q = [random_laws(3**j, 3, seed=10 + j) for j in range(3)]
     plan = RoundPlan(3, (0.0, 0.6, 0.8), (0.7, 0.8, 0.9), (0.0, 0.55, 0.4), (0.5, 0.6, 0.0))
@@ -432,12 +447,12 @@ def test_stopping_before_the_draw_is_exact(rule):
 
 
 def _length(plan, q, path):
-    chain = plan.begin()
-    while chain.can_extend and chain.extend(
-        q[chain.num_draft_tokens][number(torch.tensor([path])[:, : chain.num_draft_tokens], 3)].max().item()
+    progress = plan.begin()
+    while progress.can_extend and progress.extend(
+        q[progress.num_draft_tokens][number(torch.tensor([path])[:, : progress.num_draft_tokens], 3)].max().item()
     ):
         pass
-    return chain.num_draft_tokens
+    return progress.num_draft_tokens
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_greedy_figures_are_the_decoders(glm):
 
 def test_sampled_figures_are_the_decoders(glm):
     """On text drawn at the temperature, min(1, q/p) of its tokens foresees what rejection sampling keeps."""
-    batch, acceptance = answered(glm, count=48, length=120, sampling=Sampling(1.3), block=False, seed=1)
+    batch, acceptance = answered(glm, count=48, length=120, sampling=Sampling(1.3), block_verification=False, seed=1)
     told = heldout_acceptance(glm.trunk, glm.head, [(batch, None)], K, temperature=1.3, on_policy=True)
     assert within(told.sampled.rates, acceptance)
     assert told.sampled.length == pytest.approx(acceptance.length, rel=0.03)

@@ -159,7 +159,10 @@ def rounds(rows: int, depths: int, vocab: int, seed: int) -> tuple[Tensor, Tenso
 def test_verification_equals_torch(name: str, block: bool) -> None:
     """All sequences at once, q from a transposed buffer; results differ only where rounding decides, which is rare."""
     sampling = SAMPLINGS[name]
-    torch_verifier, native = Verifier(sampling, block=block), NativeVerifier(load(), sampling, block=block)
+    torch_verifier, native = (
+        Verifier(sampling, block_verification=block),
+        NativeVerifier(load(), sampling, block_verification=block),
+    )
     same, total, kept = 0, 0, set()
     for seed in range(60):
         p, q, drafts, u = rounds(4, 1 + seed % 6, 40, 10 * seed)
@@ -172,7 +175,7 @@ def test_verification_equals_torch(name: str, block: bool) -> None:
 
 
 def test_a_sequence_is_verified_as_it_is_alone() -> None:
-    native = NativeVerifier(load(), Sampling(1.0), block=True)
+    native = NativeVerifier(load(), Sampling(1.0), block_verification=True)
     p, q, drafts, u = rounds(5, 6, 500, 3)
     together = native(p, q, drafts, u)
     for row in range(5):
@@ -180,9 +183,11 @@ def test_a_sequence_is_verified_as_it_is_alone() -> None:
 
 
 def test_without_drafts() -> None:
-    native, p = NativeVerifier(load(), Sampling(1.0), block=True), torch.randn(3, 1, 9, generator=rng())
+    native, p = NativeVerifier(load(), Sampling(1.0), block_verification=True), torch.randn(3, 1, 9, generator=rng())
     u = [[0.1], [0.5], [0.9]]
-    assert native(p, None, [[], [], []], u) == Verifier(Sampling(1.0), block=True)(p, None, [[], [], []], u)
+    assert native(p, None, [[], [], []], u) == Verifier(Sampling(1.0), block_verification=True)(
+        p, None, [[], [], []], u
+    )
 
 
 @pytest.mark.parametrize("rule", [accept, accept_block])
@@ -197,7 +202,7 @@ def test_refusals_by_rounding(rule: Callable) -> None:
 
 
 def test_many_rounds_keep_few_programs() -> None:
-    native = NativeVerifier(load(), Sampling(1.0), block=True)
+    native = NativeVerifier(load(), Sampling(1.0), block_verification=True)
     for seed in range(70):
         p, q, drafts, u = rounds(1, 2, 10, seed)
         native(p, q, drafts, u)

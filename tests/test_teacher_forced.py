@@ -22,7 +22,11 @@ from nextn.stats.intervals import paired_difference
 
 PROMPTS = [row.tolist() for row in refrain(16, 33, seed=10**6)]
 # Rules of sampled decoding -> the decoder's settings for each; it has none for `match`.
-SETTINGS = {"ratio": {"block": False}, "block": {}, "argmax": {"block": False, "sampled_drafts": False}}
+SETTINGS = {
+    "ratio": {"block_verification": False},
+    "block": {},
+    "argmax": {"block_verification": False, "sampled_drafts": False},
+}
 
 
 def decoded(model, prompts, settings, **more):

@@ -12,7 +12,12 @@ from nextn.errors import ConfigError, require_at_least
 BACKENDS = ("auto", "native", "torch")
 WEIGHTS = ("stored", "int8", "int4")  # what products use, see `Trunk.weights`
 # Keys in JSON files, where they are not the names of the fields.
-_JSON_KEYS = {"num_speculative_tokens": "drafts", "k_values": "drafts", "num_drafts": "drafts"}
+_JSON_KEYS = {
+    "num_speculative_tokens": "drafts",
+    "k_values": "drafts",
+    "num_drafts": "drafts",
+    "block_verification": "block",
+}
 
 
 def json_record(instance: Any) -> dict[str, object]:
@@ -71,7 +76,7 @@ class Settings:
     p_min: float = 0.0  # a round drafts on only while the head is at least this confident
     sampling: Sampling = field(default_factory=Sampling)
     sampled_drafts: bool = True  # sample drafts from q, else take its argmax
-    block: bool = True  # block verification: verify a round's drafts jointly, which accepts more of them
+    block_verification: bool = True  # verify a round's drafts jointly, which accepts more of them
     max_tokens: int = 256  # new tokens per sequence
     eos: tuple[int, ...] | None = None  # token ids that end a sequence; None: the checkpoint's (in `rounds`: none)
     seed: int = 0

@@ -103,7 +103,7 @@ class DecodingBatch:
         self.sequences = list(sequences)
         self.cache = trunk.cache(len(sequences))
         self.seen = self._seen() if settings.sampling.needs_seen else None
-        self.verifier = trunk.verifier(settings.sampling, block=settings.block)
+        self.verifier = trunk.verifier(settings.sampling, block_verification=settings.block_verification)
         self.drafter = (
             None if head is None or not settings.num_speculative_tokens else self._drafter(make_drafter, head)
         )
@@ -331,7 +331,7 @@ class DecodingBatch:
         return self.trunk.rounds(
             self.cache,
             self.settings.sampling,
-            block=self.settings.block,
+            block_verification=self.settings.block_verification,
             chain=None if drafter is None else drafter.chain,
             tokens=self._tokens,
             pending=() if drafter is None else drafter.pending,

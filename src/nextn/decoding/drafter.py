@@ -15,7 +15,7 @@ from nextn.model.head import HeadStep
 from nextn.runtime.native.draft_chain import NativeDraftChain
 from nextn.runtime.protocol import DecodingHead, DecodingRecursion
 from nextn.settings import Contract as Contract
-from nextn.speculative.draft_policy import DraftChain, RoundPlan
+from nextn.speculative.draft_policy import DraftProgress, RoundPlan
 from nextn.speculative.sampling import Prediction, Sampling, Uniforms, ragged, sample
 
 # Called before each pass: (phase, module, input tokens of each sequence, cache, hidden input), see `rounds.Event`.
@@ -198,15 +198,15 @@ class Drafter:
         numbers: Sequence[Sequence[float]] | None,
         seen: Tensor | None,
     ) -> DraftResult:
-        """The plan decides on each draft before it is sampled, by the confidence of its distribution. A sequence whose
-        chain has ended runs on with the others, but its tokens are not drafts."""
-        chains = [plan.begin(limit) for limit in limits]
+        """The plan decides on each draft before it is sampled, by the confidence of its distribution. A sequence that
+        has ended its drafts runs on with the others, but its tokens are not drafts."""
+        progress = [plan.begin(limit) for limit in limits]
         drafts: list[list[int]] = [[] for _ in limits]
         distributions: list[Tensor] = []
         uniforms = None if numbers is None else ragged(numbers, torch.float32)
         counts, tokens, depth = list(map(len, self.pending)), [0] * len(limits), 0
         states, recursion = _padded(self.pending), None
-        while any(chain.can_extend for chain in chains):
+        while any(each.can_extend for each in progress):
             depth += 1
             if depth <= self.head.num_modules:
                 rows = [[*row, *draft] for row, draft in zip(known, drafts, strict=True)]
@@ -216,16 +216,16 @@ class Drafter:
             else:
                 recursion = recursion or self.head.recursion(self.caches[-1], _last(step.next_hidden, counts))
                 prediction = self._recurse(recursion, depth, tokens)
-            if not _extend(chains, [1.0] * len(limits) if plan.ignores_confidence else prediction.confidence):
+            if not _extend(progress, [1.0] * len(limits) if plan.ignores_confidence else prediction.confidence):
                 break
             u = None if uniforms is None else uniforms[:, depth - 1].to(states.device)
             q, tokens = self.sample_drafts(prediction, seen, u)
-            for chain, draft, token in zip(chains, drafts, tokens, strict=True):
-                if chain.num_draft_tokens == depth:
+            for each, draft, token in zip(progress, drafts, tokens, strict=True):
+                if each.num_draft_tokens == depth:
                     draft.append(token)
             distributions += [] if q is None else [q]
             seen = None if seen is None else seen.scatter(1, torch.tensor(tokens, device=seen.device)[:, None], True)
-        confidences = [chain.confidences for chain in chains]
+        confidences = [each.confidences for each in progress]
         return DraftResult(drafts, confidences, torch.stack(distributions, 1) if distributions else None, depth)
 
     def _step(
@@ -265,10 +265,10 @@ class Drafter:
         return self.ends[row] - len(self.pending[row])
 
 
-def _extend(chains: Sequence[DraftChain], confidences: Sequence[float]) -> bool:
-    """Extend every chain that can be; return whether any sequence drafts from these distributions."""
-    extended = [chain.can_extend and chain.extend(value) for chain, value in zip(chains, confidences, strict=True)]
-    return any(extended)  # no short circuit: each chain must see its confidence
+def _extend(progress: Sequence[DraftProgress], confidences: Sequence[float]) -> bool:
+    """Extend each sequence that can be; return whether any sequence drafts from these distributions."""
+    extended = [each.can_extend and each.extend(value) for each, value in zip(progress, confidences, strict=True)]
+    return any(extended)  # no short circuit: each sequence must see its confidence
 
 
 def _padded(states: Sequence[Tensor]) -> Tensor:

@@ -69,7 +69,7 @@ def generate_texts(
             max_tokens=plan.max_tokens,
             seed=plan.seed + start,
             contract=contract if can_draft else Contract(),
-            block=plan.rule == "block",
+            block_verification=plan.rule == "block",
             sampled_drafts=plan.rule != "argmax",
         )
         batch = prompts[start : start + _BATCH]

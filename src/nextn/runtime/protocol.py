@@ -45,7 +45,7 @@ class DecodingTrunk(Protocol):
     def prepare(self, batch_size: int, block_sizes: Sequence[int], *, exact: bool) -> None:
         """Make what passes of these sizes need, so that no round waits for it. exact: these very sizes are frequent."""
 
-    def verifier(self, sampling: Sampling, *, block: bool) -> Verifier:
+    def verifier(self, sampling: Sampling, *, block_verification: bool) -> Verifier:
         """Return what verifies the drafts of a round."""
 
     def rounds(
@@ -53,7 +53,7 @@ class DecodingTrunk(Protocol):
         cache: AnyCache,
         sampling: Sampling,
         *,
-        block: bool,
+        block_verification: bool,
         chain: NativeDraftChain | None,
         tokens: Sequence[Sequence[int]],
         pending: Sequence[Tensor],

@@ -38,8 +38,8 @@ class TorchTrunk:
     def prepare(self, batch_size: int, block_sizes: Sequence[int], *, exact: bool) -> None:
         """Do nothing: any block runs at once."""
 
-    def verifier(self, sampling: Sampling, *, block: bool) -> Verifier:
-        return Verifier(sampling, block=block)
+    def verifier(self, sampling: Sampling, *, block_verification: bool) -> Verifier:
+        return Verifier(sampling, block_verification=block_verification)
 
     def rounds(self, cache: KVCache, sampling: Sampling, **_: object) -> None:
         """Return None: rounds run in Python."""

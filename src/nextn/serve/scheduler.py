@@ -25,7 +25,7 @@ CHUNKS = (64, 32, 16)  # positions of a prefill pass; all divide a block of the 
 _FADING = 0.98  # of the measured time of a pass, with each pass that follows
 _AHEAD_S, _AHEAD_PER_SEQUENCE_S = 0.008, 0.002  # of rounds that are computed before their tokens are sent
 
-_Group = tuple[bool, int, bool]  # whether its sequences are plain, K, and whether fewer drafts are made where they pay
+_Group = tuple[bool, int, bool]  # whether its sequences take the argmax, K, and whether K adapts to the speed
 
 
 @dataclass(frozen=True)

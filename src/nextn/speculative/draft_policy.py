@@ -59,14 +59,14 @@ class RoundPlan:
     def bin(self, confidence: float) -> int:
         return _bin(self.edges, confidence)
 
-    def begin(self, limit: int | None = None) -> "DraftChain":
-        """Start a sequence's chain of at most `limit` drafts."""
+    def begin(self, limit: int | None = None) -> "DraftProgress":
+        """Start a sequence's drafts, at most `limit`."""
         most = self.max_speculative_tokens
-        return DraftChain(self, most if limit is None else min(limit, most))
+        return DraftProgress(self, most if limit is None else min(limit, most))
 
 
 @dataclass
-class DraftChain:
+class DraftProgress:
     """The drafts of one sequence in one round."""
 
     plan: RoundPlan
@@ -83,7 +83,7 @@ class DraftChain:
 
     def extend(self, confidence: float) -> bool:
         """Decide, before sampling, whether to draft from the distribution with this confidence."""
-        assert self.can_extend, "the chain has ended"
+        assert self.can_extend, "drafting has ended"
         plan = self.plan
         self.confidences.append(confidence)
         self.survival *= plan.table[plan.bin(confidence)]

@@ -212,9 +212,9 @@ def _next_probs(
 class Verifier:
     """Verifies the drafts of a round by the trunk's logits."""
 
-    def __init__(self, sampling: Sampling, *, block: bool) -> None:
-        """block: verify a sequence's drafts jointly, see `accept_block`."""
-        self.sampling, self.block = sampling, block
+    def __init__(self, sampling: Sampling, *, block_verification: bool) -> None:
+        """block_verification: verify a sequence's drafts jointly, see `accept_block`."""
+        self.sampling, self.block_verification = sampling, block_verification
 
     def __call__(
         self,
@@ -244,7 +244,7 @@ class Verifier:
     ) -> Tensor:
         """Do the same over tensors: drafts [B, K], u [B, K+1], limit [B] -> [B, 2] int64: num_accepted, next token."""
         p = to_probs(logits, self.sampling, None if seen is None else seen_prefixes(seen, drafts))
-        rule = accept_block if self.block else accept
+        rule = accept_block if self.block_verification else accept
         verification = rule(p, q, drafts, u=u[:, : drafts.shape[1]], limit=limit)
         return torch.stack(
             [verification.num_accepted, sample_at(verification.next_probs, u.gather(1, limit[:, None])[:, 0])], dim=1

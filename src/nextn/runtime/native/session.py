@@ -63,18 +63,18 @@ class NativeTrunk:
         for replay in self._passes.prepare(batch_size, block_sizes, exact=exact):
             self.predict.prepare(replay)
 
-    def verifier(self, sampling: Sampling, *, block: bool) -> Verifier:
+    def verifier(self, sampling: Sampling, *, block_verification: bool) -> Verifier:
         """As `Trunk.verifier`."""
         if sampling.needs_seen or sampling.greedy:
-            return Verifier(sampling, block=block)
-        return NativeVerifier(self._runtime, sampling, block=block)
+            return Verifier(sampling, block_verification=block_verification)
+        return NativeVerifier(self._runtime, sampling, block_verification=block_verification)
 
     def rounds(
         self,
         cache: KVBuffers,
         sampling: Sampling,
         *,
-        block: bool,
+        block_verification: bool,
         chain: NativeDraftChain | None,
         tokens: Sequence[Sequence[int]],
         pending: Sequence[Tensor],
@@ -87,7 +87,7 @@ class NativeTrunk:
         Args:
             cache: The trunk's cache.
             sampling: Sampling parameters.
-            block: Verify the drafts of a round as a block.
+            block_verification: Verify the drafts of a round jointly.
             chain: Drafts; None for rounds without a head.
             tokens: All tokens of each sequence.
             pending: Of each sequence, the states that the head has not processed.
@@ -97,7 +97,7 @@ class NativeTrunk:
         """
         if cache.is_recurrent or sampling.needs_seen or not NativeRounds.fits(pending, max_speculative_tokens):
             return None
-        verifier = None if sampling.greedy else self._verifier(sampling, block)
+        verifier = None if sampling.greedy else self._verifier(sampling, block_verification)
         blocks = partial(self._block, len(tokens), verifier)
         if blocks(1, None) is None or self._native_lm_head(len(tokens), max_speculative_tokens + 1) is None:
             return None
@@ -115,16 +115,16 @@ class NativeTrunk:
             eos=eos,
         )
 
-    def _verifier(self, sampling: Sampling, block: bool) -> NativeVerifier:
+    def _verifier(self, sampling: Sampling, block_verification: bool) -> NativeVerifier:
         """One per sampling parameters: its programs are used for all texts."""
-        if (sampling, block) not in self._verifiers:
+        if (sampling, block_verification) not in self._verifiers:
             if len(self._verifiers) >= _MAX_VERIFIERS:
                 self._verifiers.clear()
                 self._blocks.clear()
-            self._verifiers[sampling, block] = NativeVerifier(
-                self._runtime, sampling, block=block, scratch=self._verifier_scratch
+            self._verifiers[sampling, block_verification] = NativeVerifier(
+                self._runtime, sampling, block_verification=block_verification, scratch=self._verifier_scratch
             )
-        return self._verifiers[sampling, block]
+        return self._verifiers[sampling, block_verification]
 
     def _native_lm_head(self, batch_size: int, num_positions: int) -> Replay | None:
         """The LM head after a block of this size, if both are fully native."""

@@ -17,9 +17,11 @@ _MAX_PROGRAMS = 32  # cached; logits and distributions mostly have the addresses
 class NativeVerifier(Verifier):
     """`Verifier` for sampling without a repetition penalty at a temperature above 0."""
 
-    def __init__(self, runtime: Runtime, sampling: Sampling, *, block: bool, scratch: Scratch | None = None) -> None:
+    def __init__(
+        self, runtime: Runtime, sampling: Sampling, *, block_verification: bool, scratch: Scratch | None = None
+    ) -> None:
         """`scratch`: memory shared with other verifiers; None for memory of its own."""
-        super().__init__(sampling, block=block)
+        super().__init__(sampling, block_verification=block_verification)
         self._runtime, self._scratch = runtime, scratch or Scratch()
         self._verifications: dict[tuple[object, ...], NativeVerification] = {}
 
@@ -42,7 +44,7 @@ class NativeVerifier(Verifier):
             if len(self._verifications) >= _MAX_PROGRAMS:
                 self._verifications.clear()
             self._verifications[key] = NativeVerification.of(
-                self._runtime, self._scratch, logits, q, self.sampling, block=self.block
+                self._runtime, self._scratch, logits, q, self.sampling, block_verification=self.block_verification
             )
         return self._verifications[key]
 
@@ -67,7 +69,7 @@ class NativeVerification:
         q: Tensor | None,
         sampling: Sampling,
         *,
-        block: bool,
+        block_verification: bool,
     ) -> "NativeVerification":
         """Build the program for logits [B, K + 1, V] and q [B, K, V] at fixed addresses."""
         batch_size, num_positions, vocab = logits.shape
@@ -81,7 +83,7 @@ class NativeVerification:
         reals = [sampling.temperature, sampling.top_p, sampling.min_p]
         assert program.add("to_probs", [p, logits], [sampling.top_k], reals)
         views = [num_accepted, next_tokens, residual, p, distributions, drafts, limits, u]
-        assert program.add("verify", views, [int(block)])
+        assert program.add("verify", views, [int(block_verification)])
         return cls(program, num_accepted, next_tokens, drafts.numpy(), limits.numpy(), u.numpy())
 
     def run(self, drafts: Sequence[Sequence[int]], u: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
