@@ -30,8 +30,8 @@ from nextn.evaluate.conventions import apply_variants
 from nextn.evaluate.faults import FAULTS, Fault, expectations, fault_variant
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts
 from nextn.evaluate.likelihoods import FINE, combine_causes, indistinguishable, name_causes, rank_causes
+from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.reference import reference_acceptance
-from nextn.evaluate.reference_plan import ReferencePlan
 from nextn.evaluate.teacher_forced import ReferenceText, score_texts, trunk_outputs
 from nextn.evaluate.workload import Prompt
 from nextn.model.model import Model

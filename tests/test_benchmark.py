@@ -10,8 +10,8 @@ from nextn.decoding.rounds import Round, SequenceRound, Settings, rounds
 from nextn.errors import ConfigError
 from nextn.evaluate import decoding_costs
 from nextn.evaluate.benchmark import DEFINITIONS, BenchmarkReport, Run, benchmark_runs, run_benchmark
-from nextn.evaluate.benchmark_plan import BenchmarkPlan
 from nextn.evaluate.decoding_costs import Machine
+from nextn.evaluate.plans import BenchmarkPlan
 from nextn.evaluate.workload import Prompt
 from nextn.speculative.sampling import Sampling
 from nextn.stats.acceptance import Acceptance

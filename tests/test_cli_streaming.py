@@ -9,7 +9,7 @@ from packed import Case, quantize_folder
 from tiny import FIXTURES, refrain
 
 from nextn.evaluate import decoding_costs, given_texts, reference_texts, stream_plan
-from nextn.evaluate.reference_plan import ReferencePlan
+from nextn.evaluate.plans import ReferencePlan
 from nextn.model import expert_groups
 from nextn.model.model import Model
 

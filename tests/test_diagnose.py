@@ -38,8 +38,8 @@ from nextn.evaluate.engine_run import (
 from nextn.evaluate.faults import FAULTS, expectations, fault_variant
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts, draft_depth, observed_counts
 from nextn.evaluate.likelihoods import FINE
+from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.reference import reference_acceptance
-from nextn.evaluate.reference_plan import ReferencePlan
 from nextn.evaluate.reference_texts import GeneratedTexts, generate_texts
 from nextn.evaluate.teacher_forced import ReferenceText
 from nextn.evaluate.workload import Prompt

@@ -39,9 +39,9 @@ NO_TORCH = (
     "checkpoint.remote", "checkpoint.bounded_json", "checkpoint.safetensors_file", "checkpoint.checkpoint",
     "checkpoint.stored_format", "checkpoint.quant_formats", "checkpoint.quant_config",
     "checkpoint.head_inventory", "checkpoint.snapshot", "checkpoint.provenance", "checkpoint.separate_head", "audit",
-    "edit.restore", "edit.convert", "edit.export", "edit.gguf_export", "engines", "evaluate.benchmark_plan",
+    "edit.restore", "edit.convert", "edit.export", "edit.gguf_export", "engines", "evaluate.plans",
     "evaluate.workload", "verify",
-    "evaluate.reference_plan", "evaluate.likelihoods", "evaluate.hypotheses", "conformance.check",
+    "evaluate.likelihoods", "evaluate.hypotheses", "conformance.check",
     "conformance.engine_run", "conformance.record", "conformance.canary_model", "conformance.acceptance_rule",
     "cli", "environment",
 )

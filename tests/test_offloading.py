@@ -11,7 +11,7 @@ from nextn.cli.offload import parse_bandwidth
 from nextn.errors import ConfigError
 from nextn.evaluate import decoding_costs, given_texts, reference_texts
 from nextn.evaluate.offloading import StoredWeights
-from nextn.evaluate.reference_plan import ReferencePlan
+from nextn.evaluate.plans import ReferencePlan
 from nextn.model.model import Model
 
 RATE = ("--offload-bandwidth", "1MB/s")

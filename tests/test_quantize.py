@@ -23,7 +23,7 @@ from nextn.edit.quantize import quantize
 from nextn.errors import CheckpointError, ConfigError
 from nextn.evaluate import head_precision
 from nextn.evaluate.head_precision import HeadPrecision, measure_head_bits, quantize_measured
-from nextn.evaluate.reference_plan import ReferencePlan
+from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.workload import Prompt
 from nextn.model.load_head import change_stored
 from nextn.model.model import Model

@@ -48,8 +48,7 @@ from nextn.cli.offload import (
 from nextn.cli.screen import console, plain, print_json, print_table, progress_bars
 from nextn.cli.streaming import KeepShards, States, Stream, TextOptions, Texts
 from nextn.errors import ConfigError
-from nextn.evaluate.benchmark_plan import BenchmarkPlan
-from nextn.evaluate.reference_plan import ReferencePlan
+from nextn.evaluate.plans import BenchmarkPlan, ReferencePlan
 
 if TYPE_CHECKING:
     from nextn.evaluate.advice import Advice, Forecast

@@ -171,7 +171,7 @@ def quantize(
     if dry_run:
         raise ConfigError("--dry-run writes nothing, so that nothing can be measured; give --head-bits 16, 8 or 4")
     from nextn.evaluate.head_precision import quantize_measured
-    from nextn.evaluate.reference_plan import ReferencePlan
+    from nextn.evaluate.plans import ReferencePlan
     from nextn.evaluate.workload import read_prompts
 
     texts = read_prompts(prompts)

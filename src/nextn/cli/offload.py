@@ -11,7 +11,7 @@ from nextn.cli.common import ModelOptions
 from nextn.cli.screen import console, plain, print_table, progress_bars
 from nextn.cli.streaming import TextOptions, measure_texts
 from nextn.errors import ConfigError
-from nextn.evaluate.reference_plan import ReferencePlan
+from nextn.evaluate.plans import ReferencePlan
 
 if TYPE_CHECKING:
     from nextn.evaluate.expert_routing import ExpertRouting

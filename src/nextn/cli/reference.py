@@ -39,7 +39,7 @@ from nextn.cli.common import (  # fmt: skip
 from nextn.cli.screen import console, echo, plain, print_json, print_table, progress_bars, shown
 from nextn.cli.streaming import KeepShards, States, Stream, TextOptions, Texts, measure_answers, measure_texts, opened
 from nextn.errors import ConfigError
-from nextn.evaluate.reference_plan import ReferencePlan
+from nextn.evaluate.plans import ReferencePlan
 
 if TYPE_CHECKING:
     from nextn.evaluate.diagnose import Diagnosis

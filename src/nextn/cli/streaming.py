@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nextn.evaluate.engine_run import EngineObservation
     from nextn.evaluate.expert_routing import ExpertRouting
     from nextn.evaluate.given_texts import GivenTexts
-    from nextn.evaluate.reference_plan import ReferencePlan
+    from nextn.evaluate.plans import ReferencePlan
     from nextn.evaluate.reference_report import ReferenceReport
     from nextn.evaluate.teacher_forced import ReferenceText
     from nextn.evaluate.workload import Prompt

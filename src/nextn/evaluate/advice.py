@@ -6,8 +6,8 @@ from itertools import product
 
 from nextn.errors import ConfigError
 from nextn.evaluate.benchmark import BenchmarkFigures, BenchmarkReport, Run, run_benchmark
-from nextn.evaluate.benchmark_plan import BenchmarkPlan
 from nextn.evaluate.decoding_costs import check_sizes, measure_costs
+from nextn.evaluate.plans import BenchmarkPlan
 from nextn.evaluate.workload import Prompt
 from nextn.model.model import Model
 from nextn.settings import json_record

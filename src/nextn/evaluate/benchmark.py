@@ -15,8 +15,8 @@ from itertools import product
 from nextn.data.degeneracy import MIN_TOKENS, degeneracy, degeneracy_notes
 from nextn.decoding.generate import eos_tokens
 from nextn.decoding.rounds import Round, Settings, rounds
-from nextn.evaluate.benchmark_plan import ADAPTIVE, BenchmarkPlan
 from nextn.evaluate.decoding_costs import Clock, Machine, adaptive_length, measure_costs
+from nextn.evaluate.plans import ADAPTIVE, BenchmarkPlan
 from nextn.evaluate.workload import Prompt, by_domain
 from nextn.model.model import Model
 from nextn.runtime.backend import Backend, backend_for

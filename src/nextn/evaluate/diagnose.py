@@ -30,8 +30,8 @@ from nextn.evaluate.likelihoods import (
     name_causes,
     rank_causes,
 )
+from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.reference import reference_acceptance
-from nextn.evaluate.reference_plan import ReferencePlan
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.workload import Prompt
 from nextn.model.model import Model

@@ -12,7 +12,7 @@ from nextn.engines.counters import Counters
 from nextn.engines.driver import answer_all, read_counters
 from nextn.engines.endpoint import Endpoint, fetch_metrics
 from nextn.errors import ConfigError
-from nextn.evaluate.reference_plan import ReferencePlan
+from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.reference_texts import prompt_tokens
 from nextn.evaluate.workload import Prompt
 from nextn.model.model import Model

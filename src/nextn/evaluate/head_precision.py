@@ -18,8 +18,8 @@ from nextn.edit.plan import EditPlan, Progress, new_folder, quiet
 from nextn.edit.quantize import GROUP_SIZE, Rounding, is_head_linear, quantize
 from nextn.errors import ConfigError
 from nextn.evaluate.conventions import Variant, apply_variants
+from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.reference import decoded_reference, rescore
-from nextn.evaluate.reference_plan import ReferencePlan
 from nextn.evaluate.workload import Prompt
 from nextn.model.head import Head
 from nextn.model.load_head import change_stored

@@ -10,7 +10,7 @@ from dataclasses import replace
 from nextn.decoding.drafter import Contract
 from nextn.errors import ConfigError
 from nextn.evaluate.given_texts import GivenTexts, text_origin
-from nextn.evaluate.reference_plan import ReferencePlan
+from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.reference_texts import (
     Controls,

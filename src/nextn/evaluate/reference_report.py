@@ -19,7 +19,7 @@ from nextn.errors import ConfigError
 from nextn.evaluate.decoding_costs import Machine
 from nextn.evaluate.engine_check import EngineCheck
 from nextn.evaluate.given_texts import TextOrigin
-from nextn.evaluate.reference_plan import ReferencePlan
+from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.reference_texts import Controls, GeneratedTexts
 from nextn.evaluate.teacher_forced import RULES, ScoredText
 from nextn.evaluate.workload import Prompt, by_domain

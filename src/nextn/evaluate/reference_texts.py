@@ -14,7 +14,7 @@ from nextn.data.degeneracy import MIN_TOKENS, degeneracy
 from nextn.decoding.drafter import Contract
 from nextn.decoding.generate import Result, generate
 from nextn.decoding.rounds import Round, Settings
-from nextn.evaluate.reference_plan import ReferencePlan
+from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.teacher_forced import ReferenceText, ScoredText, score_texts
 from nextn.evaluate.workload import Prompt
 from nextn.model.model import Model
