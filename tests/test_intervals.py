@@ -6,7 +6,7 @@ import random
 import pytest
 from scipy.stats import binomtest, t
 
-from nextn.stats.intervals import jackknife, paired_difference, proportion, student_t
+from nextn.stats.intervals import Estimate, jackknife, paired_difference, proportion, student_t
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 15, 40, 199])
@@ -30,6 +30,8 @@ def test_nothing_offered():
     assert math.isnan(found.value)
     assert (found.low, found.high) == (0, 1)
     assert found.as_record()["value"] is None
+    assert found.as_text() == ""
+    assert Estimate(0.55, 0.129, 0.906).as_text() == "0.550 (0.13-0.91)"
 
 
 def test_texts_that_differ_widen_it():

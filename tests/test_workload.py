@@ -6,7 +6,7 @@ import pytest
 
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.errors import ConfigError
-from nextn.evaluate.workload import Prompt, by_domain, read_prompts
+from nextn.evaluate.workload import Prompt, by_domain, indices_without, read_prompts
 from nextn.model.model import Model
 
 
@@ -74,3 +74,10 @@ def test_text_needs_a_tokenizer(trained):
     assert Prompt((3, 1), "x").tokens(model) == (3, 1)
     spoken = Model(model.trunk, model.head, model.family, byte_tokenizer())
     assert Prompt("ab", "x").tokens(spoken) == (97, 98)
+
+
+def test_repetitive_texts_are_left_out_unless_all_are():
+    prompts = [Prompt("a", "x"), Prompt("b", "y"), Prompt("c", "x")]
+    assert indices_without({1, 2}, prompts, "all") == {0}
+    assert indices_without({1}, prompts, "x") == {0, 2}
+    assert indices_without({0, 2}, prompts, "x") == {0, 2}

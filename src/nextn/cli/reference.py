@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from nextn.evaluate.probe import ProbeReport
     from nextn.evaluate.reference_report import ReferenceReport
     from nextn.model.model import Model
-    from nextn.stats.intervals import Estimate
 
 
 _MAX_CAUSES = 6  # shown in the table, besides all that are named
@@ -260,11 +259,11 @@ def _show_reference(report: "ReferenceReport") -> None:
             label = rule if rule == "greedy" else f"T={temperature:g} {rule}"
             lengths = [f"{figures.length.value:.2f}" for figures in by_depth]
             largest = by_depth[-1]
-            table.add_row(plain(label), str(largest.num_texts), *map(_cell, largest.rates), *lengths)
+            table.add_row(plain(label), str(largest.num_texts), *(rate.as_text() for rate in largest.rates), *lengths)
             for domain in report.domains[1:] if not index else ():
                 figures = report.figures(temperature, domain=domain)
                 lengths = [*[""] * (len(depths) - 1), f"{figures.length.value:.2f}"]
-                cells = (str(figures.num_texts), *map(_cell, figures.rates), *lengths)
+                cells = (str(figures.num_texts), *(rate.as_text() for rate in figures.rates), *lengths)
                 table.add_row(plain(f"  {domain}"), *cells, style="dim")
         table.add_section()
     print_table(table)
@@ -291,10 +290,6 @@ def _streamed(report: "ReferenceReport") -> str:
         return ""
     read, peak = cast(int, report.stream["num_bytes"]) / 1e9, report.machine.peak_memory / 1e9
     return f"; trunk streamed: {read:.1f} GB read in {report.stream['seconds']:.0f} s, peak memory {peak:.1f} GB"
-
-
-def _cell(rate: "Estimate") -> str:
-    return "" if rate.value != rate.value else f"{rate.value:.3f} ({rate.low:.2f}-{rate.high:.2f})"
 
 
 def _probe(report: "ReferenceReport", model: "Model", options: ModelOptions, *, quiet: bool) -> "ProbeReport":

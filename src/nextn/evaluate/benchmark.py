@@ -17,7 +17,7 @@ from nextn.decoding.generate import eos_tokens
 from nextn.decoding.rounds import Round, Settings, rounds
 from nextn.evaluate.decoding_costs import Clock, Machine, adaptive_length, measure_costs
 from nextn.evaluate.plans import ADAPTIVE, BenchmarkPlan
-from nextn.evaluate.workload import Prompt, by_domain
+from nextn.evaluate.workload import Prompt, by_domain, indices_without
 from nextn.model.model import Model
 from nextn.runtime.backend import Backend, backend_for
 from nextn.settings import json_record
@@ -261,7 +261,7 @@ class BenchmarkReport:
 
     def figures(self, temperature: float, k: int, domain: str = "all") -> BenchmarkFigures:
         """Compute figures of one K over a domain's prompts without repetitive texts, or all if every one has one."""
-        indices = self._prompt_indices(temperature, domain)
+        indices = indices_without(self.repetitive[temperature], self.prompts, domain)
         plain, mtp = ([run for run in self._runs_at(temperature, each) if run.prompt in indices] for each in (0, k))
         baselines = {(run.prompt, run.repeat): run for run in plain}
         pairs = [(run, baselines[run.prompt, run.repeat]) for run in mtp]
@@ -335,10 +335,6 @@ class BenchmarkReport:
 
     def _runs_at(self, temperature: float, k: int | None = None) -> list[Run]:
         return [run for run in self.runs if run.temperature == temperature and k in (None, run.num_speculative_tokens)]
-
-    def _prompt_indices(self, temperature: float, domain: str) -> set[int]:
-        indices = set(range(len(self.prompts)) if domain == "all" else by_domain(self.prompts)[domain])
-        return indices - self.repetitive[temperature] or indices
 
 
 def _tokens_per_round(runs: Sequence[Run]) -> float:

@@ -22,7 +22,7 @@ from nextn.evaluate.given_texts import TextOrigin
 from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.reference_texts import Controls, GeneratedTexts
 from nextn.evaluate.teacher_forced import RULES, ScoredText
-from nextn.evaluate.workload import Prompt, by_domain
+from nextn.evaluate.workload import Prompt, by_domain, indices_without
 from nextn.settings import json_record
 from nextn.stats.acceptance import DEFINITION
 from nextn.stats.intervals import INTERVAL, Estimate, jackknife, proportion
@@ -175,8 +175,7 @@ class ReferenceReport:
 
     def text_indices(self, temperature: float, domain: str = "all") -> set[int]:
         """Return the domain's texts that are not repetitive, or all of them if every one is."""
-        indices = set(range(len(self.prompts)) if domain == "all" else by_domain(self.prompts)[domain])
-        return indices - self.repetitive[temperature] or indices
+        return indices_without(self.repetitive[temperature], self.prompts, domain)
 
     @cached_property
     def repetitive(self) -> dict[float, set[int]]:
@@ -290,14 +289,16 @@ def _card_lines(reference: ReferenceReport, command: str) -> Iterator[str]:
             if rule in ("greedy", "ratio", "argmax"):  # those that engines use; the others are in the JSON
                 by_k = [reference.figures(temperature, rule=rule, k=k) for k in depths]
                 lengths = [f"{figures.length.value:.2f}" for figures in by_k]
-                yield _row([_label(by_k[-1]), *map(_rate, by_k[-1].rates), *lengths])
+                yield _row([_label(by_k[-1]), *map(Estimate.as_text, by_k[-1].rates), *lengths])
     if len(reference.domains) > 1:
         yield ""
         yield from _header(["by domain", "decoding", *(f"a_{k}" for k in depths), f"AL@{depths[-1]}"])
         for domain in reference.domains[1:]:
             for temperature in reference.plan.temperatures:
                 figures = reference.figures(temperature, domain=domain)
-                yield _row([domain, _label(figures), *map(_rate, figures.rates), f"{figures.length.value:.2f}"])
+                yield _row(
+                    [domain, _label(figures), *map(Estimate.as_text, figures.rates), f"{figures.length.value:.2f}"]
+                )
     yield ""
     yield from _conditions(reference, command)
 
@@ -327,7 +328,3 @@ def _header(titles: list[str]) -> Iterator[str]:
 
 def _row(cells: list[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-
-def _rate(rate: Estimate) -> str:
-    return "" if rate.value != rate.value else f"{rate.value:.3f} ({rate.low:.2f}-{rate.high:.2f})"

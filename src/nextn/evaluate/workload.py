@@ -1,7 +1,7 @@
 """Prompts to measure a model on, grouped by domain: the built-in ones or a user's file."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,3 +91,9 @@ def by_domain(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
     for index, prompt in enumerate(prompts):
         indices.setdefault(prompt.domain, []).append(index)
     return indices
+
+
+def indices_without(repetitive: Set[int], prompts: Sequence[Prompt], domain: str) -> set[int]:
+    """Return the indices of a domain's prompts ("all": of every domain) without repetitive texts, or all if all are."""
+    indices = set(range(len(prompts)) if domain == "all" else by_domain(prompts)[domain])
+    return indices - repetitive or indices

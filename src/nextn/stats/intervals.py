@@ -30,6 +30,10 @@ class Estimate:
         """Return the fields for JSON, with null for nan."""
         return {name: None if math.isnan(value) else value for name, value in vars(self).items()}
 
+    def as_text(self) -> str:
+        """Return the value and its interval; an empty text where there was no data."""
+        return "" if math.isnan(self.value) else f"{self.value:.3f} ({self.low:.2f}-{self.high:.2f})"
+
 
 def proportion(num_accepted: Sequence[float], num_drafted: Sequence[float], *, error: float = 0.05) -> Estimate:
     """Estimate sum(num_accepted) / sum(num_drafted), one count per text; `error`: P(the interval misses the truth)."""
