@@ -286,9 +286,8 @@ def decode_shipped(
         if name == "auto" and not status.is_built:
             on_build()
         model = load_for(folder / "model", name)
-        result = decode_model(
-            model, texts, num_speculative_tokens=num_speculative_tokens, backend=name, seconds=seconds
-        )
+        k = num_speculative_tokens
+        result = decode_model(model, texts, num_speculative_tokens=k, backend=name, seconds=seconds)
         result = replace(result, reason=reason) if name == "torch" else result
         results[result.backend] = result
         yield result

@@ -155,15 +155,14 @@ class ReferenceReport:
 
     def counts(self, temperature: float, rule: str, k: int) -> list[tuple[list[float], list[float]]]:
         """Return (num_drafted, num_accepted) by depth for each text. Raises ConfigError for what was not measured."""
-        if rule not in self.rules(temperature) or not 1 <= k <= self.plan.num_speculative_tokens:
+        largest = self.plan.num_speculative_tokens
+        if rule not in self.rules(temperature) or not 1 <= k <= largest:
             known = ", ".join(self.rules(temperature))
-            raise ConfigError(
-                f"{rule=}, {k=}; expected one of {known}, and 1 <= k <= {self.plan.num_speculative_tokens}"
-            )
+            raise ConfigError(f"{rule=}, {k=}; expected one of {known}, and 1 <= k <= {largest}")
         if temperature in self.scored:
             return [each.survivals[rule].round_counts(each.remaining, k) for each in self.scored[temperature]]
-        if k != self.plan.num_speculative_tokens:
-            raise ConfigError(f"{k=}: this was counted while decoding, at K = {self.plan.num_speculative_tokens} alone")
+        if k != largest:
+            raise ConfigError(f"{k=}: this was counted while decoding, at K = {largest} alone")
         counts = self.generated[temperature].acceptance_per_text
         return [(_padded(each.num_drafted, k), _padded(each.num_accepted, k)) for each in counts]
 

@@ -127,10 +127,9 @@ class FixedLength:
     p_min: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.num_speculative_tokens < 0 or not 0 <= self.p_min <= 1:
-            raise ConfigError(
-                f"{self.num_speculative_tokens=}, {self.p_min=}; expected a number of drafts, and p_min from 0 to 1"
-            )
+        num = self.num_speculative_tokens
+        if num < 0 or not 0 <= self.p_min <= 1:
+            raise ConfigError(f"num_speculative_tokens = {num}, p_min = {self.p_min}; expected >= 0, and 0 to 1")
 
     def plan(self) -> RoundPlan:
         return self._plan
