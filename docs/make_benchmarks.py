@@ -109,10 +109,10 @@ def costs() -> str:
     share = f"{100 * min(each['achieved'] for each in forced.values()):.0f} % of the formula"
     gains = ", ".join(f"{forced[rate]['speedup']:.2f} x" for rate in (0.7, 0.9))
     rows = [
-        ("one plain step", *step),
+        ("one baseline step", *step),
         ("in units of the time that reading its weights takes", f"{found['step_over_bound']:.2f}", ""),
-        ("verifying 5, 9, 13 tokens, in plain steps", *verify),
-        ("plain step at a context of 512, 2,048, 8,192, ms", *contexts),
+        ("verifying 5, 9, 13 tokens, in baseline steps", *verify),
+        ("baseline step at a context of 512, 2,048, 8,192, ms", *contexts),
         ("MTP at forced acceptance 0.7, 0.9 (K = 4)", gains, ""),
         ("the same", share, ""),
     ]  # fmt: skip
@@ -218,7 +218,7 @@ def picture() -> str:
     found, costs_ = figures(run, k), record(run.record)["costs"]
     length = found["acceptance_length"]
     draft, verify = k * costs_["c"], costs_["v"][k]
-    whole = length / found["speedup"]["median"]  # a round in plain steps, as measured
+    whole = length / found["speedup"]["median"]  # a round in baseline steps, as measured
     left, unit, height = 120, 54, 34
     parts = []
 

@@ -135,7 +135,7 @@ def test_policies_see_the_time_around_native_rounds(monkeypatch):
 
 
 class Late(FixedLength):
-    """Plain rounds, then rounds that draft."""
+    """Baseline rounds, then rounds that draft."""
 
     num_plain = 200
 

@@ -293,7 +293,7 @@ def test_the_rate_by_hand():
 
 
 def test_how_long_rounds_are_remembered():
-    """256 plain steps while drafting pays; 8 while it does not, so that a text which turned easy shows soon."""
+    """256 baseline steps while drafting pays; 8 while it does not, so that a text which turned easy shows soon."""
     rule = AdaptiveLength(costs(FLAT, 0.1))
     for kept, longest in ((6, 256), (0, 8)):
         for _ in range(600):
@@ -496,7 +496,7 @@ def test_measured_length_follows_the_clock():
 
 
 def test_measured_length_ignores_the_round_after_a_change():
-    """That round refreshes the head with what plain rounds left, however long they were."""
+    """That round refreshes the head with what baseline rounds left, however long they were."""
     rule = MeasuredLength((4, 0))
     for _ in range(400):
         is_first, k = rule._is_first, rule.plan().max_speculative_tokens

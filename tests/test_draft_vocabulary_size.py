@@ -42,7 +42,7 @@ def restored(model, monkeypatch):
 
 
 def with_costs(monkeypatch, per_token):
-    """A draft step of `per_token` plain steps for each token of the vocabulary."""
+    """A draft step of `per_token` baseline steps for each token of the vocabulary."""
 
     def costs(model, *, num_speculative_tokens, backend):
         vocabulary = model.head.draft_vocabulary

@@ -120,7 +120,7 @@ def test_generated_texts_in_words(folder, here, tmp_path):
     options = ("--prompts", prompts, "-k", 2, "--max-tokens", 16, "--out", tmp_path / "out")
     code, out, err = here("advise", folder, *options, "--offload-bandwidth", "1MB/s")
     assert code == 0, err
-    for words in ("T=0 distinct experts of 8", "T=1 v(m)", "m=3", "at 0.001 GB/s", "GB/s: ", "ms per plain step"):
+    for words in ("T=0 distinct experts of 8", "T=1 v(m)", "m=3", "at 0.001 GB/s", "GB/s: ", "ms per baseline step"):
         assert words in out
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"advice.json", "costs.png"}
     assert json.loads((tmp_path / "out" / "advice.json").read_text())["experts"][1]["temperature"] == 1

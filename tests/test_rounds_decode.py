@@ -131,7 +131,7 @@ class Late:
 @pytest.mark.parametrize(("name", "modules"), [("glm4_moe", 2), ("deepseek_v3", 3)])
 def test_modules_that_do_not_run_do_not_fall_behind(name, modules):
     """No law is sure enough, so only the first module runs in a round: what waits for the others stays short, and in
-    the end they draft what they draft behind twenty plain rounds."""
+    the end they draft what they draft behind twenty baseline rounds."""
     model, waiting = build(name, modules=modules), []
 
     class Watched(Drafter):

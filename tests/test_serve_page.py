@@ -178,7 +178,7 @@ def recorded_kinds():
     for index, one in enumerate(ROUNDS):
         for at in range(len(one.tokens)):
             if not one.drafts:
-                counts["plain" if index else "prefill"] += 1
+                counts["baseline" if index else "prefill"] += 1
             elif at < one.num_accepted:
                 counts[f"d{at + 1}"] += 1
             else:
@@ -271,7 +271,7 @@ def test_k_and_other_settings_are_sent(open_page, server):
     view.locator("#k").fill("0")
     ask(view)
     assert server.requests[1][1]["num_speculative_tokens"] == 0
-    assert kinds(view, 1) == {"prefill": 1, "plain": 9}
+    assert kinds(view, 1) == {"prefill": 1, "baseline": 9}
     assert view.locator("article").nth(1).locator("h2").inner_text() == "MTP off"
 
 
@@ -309,7 +309,7 @@ def test_compare_runs_both_and_says_what_it_found(open_page, server):
     boxes = [view.locator("article").nth(index).bounding_box() for index in (0, 1)]
     assert boxes[0]["y"] == boxes[1]["y"]
     assert boxes[0]["x"] < boxes[1]["x"]
-    assert (kinds(view, 0), kinds(view, 1)) == (recorded_kinds(), {"prefill": 1, "plain": len(TEXT) - 1})
+    assert (kinds(view, 0), kinds(view, 1)) == (recorded_kinds(), {"prefill": 1, "baseline": len(TEXT) - 1})
     assert figure(view, "length") == f"{FIGURES.length:.2f}"
     ask(view, "next", ends=2)  # the conversation has one answer per question
     assert [turn["role"] for turn in server.requests[2][1]["messages"]] == ["user", "assistant", "user"]
@@ -638,7 +638,7 @@ def test_answers_of_the_real_server(open_page, real):
     assert "Both texts are the same." in view.locator(".outcome").inner_text()
     assert figure(view, "length") == f"{expected.acceptance.length:.2f}"
     assert figure(view, "num-rounds") == str(expected.acceptance.num_rounds)
-    assert kinds(view, 1) == {"prefill": 1, "plain": 99}
+    assert kinds(view, 1) == {"prefill": 1, "baseline": 99}
 
 
 @browser_test

@@ -133,7 +133,7 @@ def show_experts(advice: "OffloadAdvice") -> None:
     costs = advice.forecasts[0].costs
     line = (
         f"experts of {num_layers} layers at {rates.offload / 1e9:.3g} GB/s, {weights.trunk_bytes / 1e9:.3g} GB of "
-        f"other weights at {rates.memory / 1e9:.3g} GB/s: {costs.steps[0].median * 1e3:.3g} ms per plain step, c "
+        f"other weights at {rates.memory / 1e9:.3g} GB/s: {costs.steps[0].median * 1e3:.3g} ms per baseline step, c "
         f"{costs.c:.2f}; one sequence, and no expert is kept from one pass to the next"
     )
     console().print(plain(line), soft_wrap=True)

@@ -176,7 +176,7 @@ class DecodingBatch:
             for confidences, drafts, (num_accepted, _) in rows:
                 self.length.learn(confidences, num_draft_tokens=len(drafts), num_accepted=num_accepted)
         else:
-            self.length.learn([], num_draft_tokens=0, num_accepted=0)  # a plain round, of however many sequences
+            self.length.learn([], num_draft_tokens=0, num_accepted=0)  # a baseline round, of however many sequences
         num_tokens = sum(num_accepted + 1 for num_accepted, _ in verified.verification)
         self.length.observe(num_tokens, verified.draft_s + verified.verify_s + self._overhead_s)
         return self._emit(verified)

@@ -97,7 +97,7 @@ def prepare(trunk: DecodingTrunk, head: DecodingHead | None, rows: int, k: int, 
     """Record the block sizes of rounds of up to k drafts (fixed: mostly exactly so many), so that none waits."""
     trunk.prepare(rows, [1, k + 1] if fixed else range(1, k + 2), exact=fixed)
     if head is not None and k:
-        # Plain rounds between two that draft leave their positions for the head to refresh.
+        # Baseline rounds between two that draft leave their positions for the head to refresh.
         head.prepare(rows, range(1, k + 2 + (0 if fixed else PROBE_INTERVAL)))
 
 

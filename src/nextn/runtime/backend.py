@@ -27,7 +27,7 @@ from nextn.settings import BACKENDS, WEIGHTS
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 _QUANTIZED_TOLERANCE = {8: 0.3, 4: 1.1}  # by bits; the reference has weights as they are stored
 _WEIGHT_BITS = {"stored": None, "int8": EIGHT_BITS.bits, "int4": 4}
-_BLOCK_SIZES = (7, 1, 3)  # of the self-check: shaped like a prefill, a plain step and a verification
+_BLOCK_SIZES = (7, 1, 3)  # of the self-check: shaped like a prefill, a baseline step and a verification
 
 
 @dataclass(frozen=True, eq=False)

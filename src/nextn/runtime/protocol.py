@@ -31,7 +31,7 @@ class DecodingTrunk(Protocol):
         """Make an empty cache for so many sequences."""
 
     def __call__(self, tokens: Tensor, cache: AnyCache) -> TrunkOutput:
-        """Run a block of tokens [B, T] over the cache: a prefill, a plain step or a verification.
+        """Run a block of tokens [B, T] over the cache: a prefill, a baseline step or a verification.
 
         The caller commits it. The next pass may overwrite the states.
         """

@@ -84,8 +84,8 @@ class EngineStats:
     max_prefix_positions: int
     prefix_queries: int  # prompt tokens looked up so far
     prefix_hits: int  # of these, tokens found
-    cost_curve: tuple[float, ...] = ()  # cost of verifying 1, 2, ... positions, in plain steps; empty: not measured
-    draft_cost: float = 0.0  # of one draft, in plain steps
+    cost_curve: tuple[float, ...] = ()  # cost of verifying 1, 2, ... positions, in baseline steps; empty: not measured
+    draft_cost: float = 0.0  # of one draft, in baseline steps
 
 
 class Engine(Protocol):

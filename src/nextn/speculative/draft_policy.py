@@ -19,8 +19,8 @@ from nextn.stats.speedup import Costs, expected_length
 EDGES = tuple(1 - (1 - index / 16) ** 2 for index in range(16))
 # The weight of the prior, in drafts, and the time constant with which drafts are forgotten, in rounds.
 _PRIOR, _MEMORY = 4.0, 512.0
-# How much cost the rate is averaged over, in plain steps: before the first round, while drafting, and while decoding is
-# plain, when rounds that draft are few and must show their effect soon.
+# How much cost the rate is averaged over, in baseline steps: before the first round, while drafting, and while decoding
+# is plain, when rounds that draft are few and must show their effect soon.
 _FIRST, _LONG, _SHORT = 12.0, 256.0, 8.0
 PROBE_INTERVAL = 32  # rounds from one that drafts to the next while decoding is plain
 # A plan is used for 1 / _SHARE of the rounds seen so far, and at most _LONGEST: what changes in fewer is noise.
@@ -183,7 +183,7 @@ class MeasuredLength:
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         self._turn_tokens, self._turn_seconds = self._turn_tokens + num_tokens, self._turn_seconds + seconds
-        if self._is_first:  # it is no measure: after plain rounds, the head also processes their positions
+        if self._is_first:  # it is no measure: after baseline rounds, the head also processes their positions
             decay, num_tokens, seconds = _DECAY_OF_TURNS, 0, 0.0
         else:
             decay = _DECAY
@@ -267,9 +267,9 @@ class AdaptiveLength:
     """Drafts on while one more draft is expected to bring more tokens per cost than rounds have brought so far.
 
     After k drafts it drafts another one if survival / (c + v(k+2) - v(k+1)) > S, where v(m) is the cost of a trunk pass
-    over m positions, c that of a draft step, both in plain steps, and S the tokens per cost of recent rounds (`rate`).
-    This is optimal for the long-run rate if costs per draft do not fall (Dinkelbach's ratio; survival cannot grow).
-    Where drafting brings less than plain decoding, rounds are plain except for one in 32. The rule learns the
+    over m positions, c that of a draft step, both in baseline steps, and S the tokens per cost of recent rounds
+    (`rate`). This is optimal for the long-run rate if costs per draft do not fall (Dinkelbach's ratio; survival cannot
+    grow). Where drafting brings less than plain decoding, rounds are plain except for one in 32. The rule learns the
     acceptance rate by confidence while it is used; one object may serve many sequences.
     """
 
@@ -299,7 +299,7 @@ class AdaptiveLength:
 
     @property
     def rate(self) -> float:
-        """Tokens per cost of a plain step, of the last rounds that drafted."""
+        """Tokens per cost of a baseline step, of the last rounds that drafted."""
         return self.tokens / self.cost
 
     @property
