@@ -29,7 +29,7 @@ from nextn.decoding.rounds import Round, Settings
 from nextn.evaluate.conventions import apply_variants
 from nextn.evaluate.faults import FAULTS, Fault, expectations, fault_variant
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts
-from nextn.evaluate.likelihoods import FINE, combine_causes, indistinguishable, name_causes, rank_causes
+from nextn.evaluate.likelihoods import FINE, combine_causes, indistinguishable_from, name_causes, rank_causes
 from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.teacher_forced import ReferenceText, score_texts, trunk_outputs
@@ -149,7 +149,7 @@ def diagnosed(fixture: str, name: str, cases: Sequence[tuple[ObservedCounts, Seq
     """Diagnose both temperatures together; the prompts of both sides are of one kind."""
     causes = combine_causes([rank_causes(*case) for case in cases])
     lengths = tuple(1 + sum(counts.num_accepted) / max(1, counts.num_drafted[0]) for counts, _ in cases)
-    return Trial(fixture, name, name_causes(causes), indistinguishable(name, *cases), lengths)
+    return Trial(fixture, name, name_causes(causes), indistinguishable_from(name, *cases), lengths)
 
 
 def table(trials: Sequence[Trial]) -> str:

@@ -1,6 +1,7 @@
 """`nextn diagnose` from the shell: tables, JSON, exit codes, and one clear line for each thing that is not there."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from fake_engine import FakeEngine
@@ -10,8 +11,14 @@ from tiny import FIXTURES, refrain
 from typer.testing import CliRunner
 
 from nextn.cli import app
+from nextn.cli.reference import _show_diagnosis
 from nextn.decoding.drafter import Contract
+from nextn.engines.counters import Counters
 from nextn.errors import NextnError
+from nextn.evaluate.diagnose import Diagnosis, ObservedCase
+from nextn.evaluate.engine_run import EngineObservation
+from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts
+from nextn.evaluate.reference_plan import ReferencePlan
 
 LOG = (
     "INFO [metrics.py:96] SpecDecoding metrics: Mean acceptance length: 2.04, Accepted throughput: 20.0 tokens/s, "
@@ -147,6 +154,7 @@ def test_what_an_engine_may_lack(serve, prompts, faults, more, told):
         ("nothing of drafts\n", [], "no draft counts"),
         ("Decode batch. #running-req: 1, accept len: 1.90, gen throughput\n", [], "with --num-speculative-tokens"),
         (LOG.format("0.690, 0.440, 0.250"), ["-k", "4"], "are for K = 3"),
+        (LOG.format("0.690, 0.440, 0.250"), ["-k", "0"], "num_speculative_tokens = 0; expected 1 or more"),
         (LOG.format("0.690, 0.440, 0.250"), ["--temperatures", "0,1"], "of one temperature"),
         (LOG.format("0.690, 0.440, 0.250"), ["--rule", "match"], "expected one of block"),
     ],
@@ -156,7 +164,26 @@ def test_what_a_file_may_lack(tmp_path, prompts, text, more, told):
     log.write_text(text)
     error = run(log, prompts, *more).exception
     assert isinstance(error, NextnError)
+    assert error.exit_code == 2
     assert told in str(error)
+
+
+def test_a_case_with_fewer_depths_than_k(monkeypatch):
+    """Its AL is in the column of the others, not in that of a depth."""
+    seen = EngineObservation(0.0, Counters("vLLM"), (0,))
+    fine = ExpectedCounts("fine", [[9.0, 6.0, 4.0]] * 5, [[6.0, 4.0, 2.0]] * 5)
+    cases = tuple(
+        ObservedCase(seen, ObservedCounts(drafted, accepted), (fine,), 1.0, 0)
+        for drafted, accepted in (((90, 60, 40), (60, 40, 20)), ((90, 60), (60, 40)))
+    )
+    plan = ReferencePlan(num_speculative_tokens=3)
+    diagnosis = Diagnosis("x", SimpleNamespace(plan=plan, origins={}, stream=None, domains=()), cases)
+    tables = []
+    monkeypatch.setattr("nextn.cli.reference.print_table", tables.append)
+    _show_diagnosis(diagnosis)
+    columns = {str(column.header): list(column.cells) for column in tables[0].columns}
+    assert columns["a_3"][:2] == ["0.500", ""]
+    assert columns["AL"][:2] == ["2.33", "2.11"]
 
 
 def test_neither_file_nor_engine(prompts):

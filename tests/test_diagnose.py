@@ -23,10 +23,10 @@ from nextn.evaluate.diagnose import (
     ObservedCase,
     _on_prompts,
     audit_lines,
-    check_num_speculative_tokens,
     count_retokenized,
     diagnose,
-    novel_text_share,
+    diverged_text_share,
+    observed_plan,
 )
 from nextn.evaluate.engine_run import (
     EngineObservation,
@@ -36,7 +36,7 @@ from nextn.evaluate.engine_run import (
     split_by_length,
 )
 from nextn.evaluate.faults import FAULTS, expectations, fault_variant
-from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts, draft_depth, observed_counts
+from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts, engine_depth, observed_counts
 from nextn.evaluate.likelihoods import FINE
 from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.reference import reference_acceptance
@@ -171,18 +171,52 @@ def test_low_on_long_prompts_alone(trained):
 def test_observed_counts():
     whole = Counters("vLLM", 100, 300, 120, (70, 40, 10))
     assert observed_counts(whole, 3) == ObservedCounts((100, 70, 40), (70, 40, 10))
-    assert draft_depth(whole) == 3
     assert observed_counts(replace(whole, per_position=()), 3) == ObservedCounts(length=2.2, rounds=100)
-    assert draft_depth(replace(whole, per_position=())) == 3
     assert observed_counts(Counters("llama.cpp", None, 300, 120), 3) == ObservedCounts(length=2.2, rounds=100)
     assert observed_counts(Counters("SGLang", length=2.5), 3) == ObservedCounts(length=2.5)
     with pytest.raises(EngineError, match="is MTP on"):
         observed_counts(Counters("vLLM", 0, 0, 0), 3)
-    with pytest.raises(ConfigError, match="set it with --num-speculative-tokens"):
-        check_num_speculative_tokens([EngineObservation(0.0, Counters("SGLang", length=2.5))], None)
-    with pytest.raises(ConfigError, match="are for K = 3"):
-        check_num_speculative_tokens([EngineObservation(0.0, whole)], 4)
-    check_num_speculative_tokens([EngineObservation(0.0, Counters("SGLang", length=2.5))], 4)
+
+
+DEEP, DEEPER, UNKNOWN = (
+    Counters("x", 9, 27, 5, (3, 2, 0)),
+    Counters("x", 9, 36, 5, (3, 2, 0, 0)),
+    Counters("x", length=2),
+)
+SHORT_ROUNDS = Counters("llama.cpp", 100, 240, 150)  # with K = 8, and drafts that end where the head is unsure
+
+
+@pytest.mark.parametrize(
+    ("parts", "given", "k"),
+    [
+        ([DEEP], None, 3),
+        ([replace(DEEP, per_position=())], None, 3),  # 3 drafts in every round
+        ([replace(DEEP, draft_tokens=26, per_position=())], None, 3),  # a text ended within its last round
+        ([DEEP, DEEPER], None, 4),
+        ([replace(DEEP, per_position_offered=(9, 9, 9, 3))], None, 4),
+        ([SHORT_ROUNDS], 8, 8),
+        ([SHORT_ROUNDS], 3, 3),
+        ([UNKNOWN], 8, 8),
+        ([UNKNOWN, DEEP], 3, 3),
+    ],
+)
+def test_k_of_an_engine(parts, given, k):
+    assert engine_depth(parts, given) == k
+
+
+@pytest.mark.parametrize(
+    ("parts", "given", "error"),
+    [
+        ([UNKNOWN], None, "does not report K; set it with --num-speculative-tokens"),
+        ([SHORT_ROUNDS], None, "drafts 2.40 tokens per round on average, which does not show K; set it"),
+        ([DEEP], 4, "-k 4, but the engine's counters are for K = 3"),
+        ([DEEP, DEEPER], 3, "-k 3, but the engine's counters are for K = 4"),
+        ([SHORT_ROUNDS], 2, "-k 2, but the engine drafted 2.40 tokens per round on average"),
+    ],
+)
+def test_k_of_an_engine_that_is_unknown_or_wrong(parts, given, error):
+    with pytest.raises(ConfigError, match=error):
+        engine_depth(parts, given)
 
 
 def test_halves():
@@ -215,7 +249,7 @@ def test_driving(serve, trained):
     """The same prompts: the engine's text is the reference's, its counts are, too."""
     found = drive(serve, trained)
     assert found.is_fine
-    assert found.cases[0].novel_share == 0
+    assert found.cases[0].diverged_share == 0
     assert not found.cases[0].other_workload
     assert drive(serve, trained, contract=Contract(prefill=False)).named == ("no-prefill",)
 
@@ -259,9 +293,9 @@ def expects(name, *rates, texts=50):
     return ExpectedCounts(name, [offered] * texts, [kept] * texts)
 
 
-def case(kept, *hypotheses, num_drafted=1000, **known):
-    """Of an engine that accepted so many drafts at depths 1 and 2."""
-    seen = EngineObservation(0.0, Counters("x", per_position=kept), (0,), **known)
+def case(kept, *hypotheses, num_drafted=1000, temperature=0.0, **known):
+    """Of an engine that accepted this many drafts at depths 1 and 2."""
+    seen = EngineObservation(temperature, Counters("x", per_position=kept), (0,), **known)
     return ObservedCase(seen, ObservedCounts((num_drafted, kept[0]), kept), hypotheses, 1.0, 0)
 
 
@@ -297,6 +331,19 @@ def test_summary_of_a_diagnosis():
     assert "; more than 10^30 times" in countless
 
 
+def test_the_summary_has_the_figures_of_the_case_that_decides():
+    """A fault that only shows above temperature 0 is not reported with the greedy figures, which it does not change."""
+    greedy = case((700, 350), GOOD, expects("exact-match", 0.7, 0.5))
+    sampled = case((300, 150), GOOD, expects("exact-match", 0.3, 0.5), temperature=1.0)
+    for cases in ((greedy, sampled), (sampled, greedy)):
+        summary = Diagnosis("x", None, cases).summary
+        assert summary.startswith("exact-match: AL 1.45 where this head should give 2.05 at temperature 1; ")
+    unknown = Diagnosis("x", None, (case((700, 350), GOOD), case((100, 10), GOOD, temperature=1.0))).summary
+    assert "AL 1.11 where this head should give 2.05 at temperature 1, below" in unknown
+    fine = Diagnosis("x", None, (greedy, replace(greedy, observation=sampled.observation))).summary
+    assert fine.endswith("AL 2.05 where this head should give 2.05 at temperature 0")
+
+
 def test_named_causes_are_not_listed_as_indistinguishable():
     twin = replace(BAD, name="no-rerun")
     found = Diagnosis("x", None, (case((300, 150), GOOD, BAD, twin, expects("near", 0.301, 0.5)),))
@@ -313,8 +360,8 @@ def test_other_text_is_noted_if_comparable():
     """For greedy text with token ids, and only if most of it differs."""
     answers = (EngineAnswer("x", "length", (AnswerToken("x", 1),)),)
     found = case((700, 350), GOOD, answers=answers)
-    notes = {share: [note[:3] for note in replace(found, novel_share=share).notes] for share in (0.4, 0.6)}
-    assert notes == {0.4: [], 0.6: ["60%"]}
+    notes = {share: ["60%" in note for note in replace(found, diverged_share=share).notes] for share in (0.4, 0.6)}
+    assert notes == {0.4: [], 0.6: [True]}
     assert replace(found, observation=replace(found.observation, temperature=1.0)).notes == []
 
 
@@ -325,9 +372,7 @@ def test_rounds_that_were_shorter_than_k():
     assert observed_counts(replace(short, per_position_offered=(100, 60, 41)), 3) == ObservedCounts(
         (100, 70, 40), (70, 40, 10)
     )
-    assert draft_depth(replace(short, per_position=())) == 3
-    assert draft_depth(Counters("x", 100, per_position=(70,), per_position_offered=(100, 60, 41))) == 3
-    check_num_speculative_tokens([EngineObservation(0.0, short)], None)
+    assert engine_depth([short], None) == 3
 
 
 def test_share_of_novel_text():
@@ -339,8 +384,8 @@ def test_share_of_novel_text():
         return EngineAnswer("x", "stop", tuple(AnswerToken("x", each) for each in ids), prompt_ids=prompt)
 
     seen = EngineObservation(0.0, Counters("x"), (0, 1), (answer(1, 2), answer(5, 6, 0, 8, prompt=(8,))))
-    assert novel_text_share(seen, measured) == 0.5
-    assert novel_text_share(replace(seen, temperature=1.0), measured) == 1
+    assert diverged_text_share(seen, measured) == 0.5
+    assert diverged_text_share(replace(seen, temperature=1.0), measured) == 1
     assert count_retokenized(seen, measured) == 0
     assert count_retokenized(replace(seen, answers=(answer(1, prompt=(9,)), answer(5))), measured) == 1
 
@@ -493,15 +538,13 @@ def test_the_reference_drafts_as_the_engine_does(plans):
         EngineObservation(0.0, Counters("x", 9, None, 5, (5,)), (0,)),
         EngineObservation(0.7, Counters("x", 9, None, 5, (3, 2)), (0,)),
     ]
-    diagnose(None, [Prompt((7,), "x")], seen, replace(PLAN, num_speculative_tokens=1))
-    assert [(plan.num_speculative_tokens, plan.temperatures) for plan in plans] == [(2, (0.0, 0.7))]
-    diagnose(
-        None,
-        [Prompt((7,), "x")],
-        [EngineObservation(0.0, Counters("SGLang", length=1.5), (0,))],
-        replace(PLAN, num_speculative_tokens=1),
-    )
+    plan, prompts = replace(PLAN, num_speculative_tokens=1), [Prompt((7,), "x")]
+    diagnose(None, prompts, seen, observed_plan(seen, plan, None))
+    assert [(each.num_speculative_tokens, each.temperatures) for each in plans] == [(2, (0.0, 0.7))]
+    diagnose(None, prompts, [EngineObservation(0.0, UNKNOWN, (0,))], plan)
     assert plans[1].num_speculative_tokens == 1
+    with pytest.raises(ConfigError, match="are for K = 2"):
+        diagnose(None, prompts, seen, plan)
 
 
 @pytest.mark.parametrize(
@@ -518,7 +561,7 @@ def test_the_reference_drafts_as_the_engine_does(plans):
 def test_the_other_template_is_a_cause(plans, chat, template, prompt, places, other):
     """Of prompts that nobody knows, where there is a template that they may have gone through, or not."""
     model = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template))
-    seen = [EngineObservation(0.0, Counters("x", 9, None, 5, (5,)), places)]
+    seen = [EngineObservation(0.0, DEEP, places)]
     found = diagnose(model, [Prompt(prompt, "x")], seen, replace(PLAN, chat=chat))
     assert [plan.chat for plan in plans[1:]] == other
     assert ("template" in {each.name for each in found.cases[0].expected}) == bool(other)

@@ -18,7 +18,7 @@ from nextn.evaluate.likelihoods import (
     chi_square_above,
     combine_causes,
     expected_ratio,
-    indistinguishable,
+    indistinguishable_from,
     name_causes,
     rank_causes,
 )
@@ -87,13 +87,13 @@ def test_more_rounds_separate_more():
     few, many = seen(rng, RIGHT, 5), seen(rng, RIGHT, 400)
     assert 1 <= expected_ratio(few, one, other) < expected_ratio(many, one, other)
     twin, far = replace(one, name="twin"), expected(rng, "far", FAR, 200)
-    assert indistinguishable("one", Evidence(many, [one, twin, far])) == ("twin",)
-    assert indistinguishable("far", Evidence(many, [one, twin, far])) == ()
+    assert indistinguishable_from("one", Evidence(many, [one, twin, far])) == ("twin",)
+    assert indistinguishable_from("far", Evidence(many, [one, twin, far])) == ()
     assert expected_ratio(many, far, one) > 1e6
     # Several observations separate what one does not.
     middling = seen(rng, RIGHT, 30)
-    assert indistinguishable("one", Evidence(middling, [one, other])) == ("other",)
-    assert indistinguishable("one", *[Evidence(middling, [one, other])] * 12) == ()
+    assert indistinguishable_from("one", Evidence(middling, [one, other])) == ("other",)
+    assert indistinguishable_from("one", *[Evidence(middling, [one, other])] * 12) == ()
 
 
 def test_none_of_them():
@@ -207,20 +207,20 @@ def test_distribution_of_lengths():
     for rounds, other in ((10**12, False), (100, False), (10**12, True)):
         scale = math.sqrt(within / rounds + numerics + workload * other)
         (found,) = rank_causes(
-            ObservedCounts(length=1.75 + scale, rounds=rounds), [EVEN], novel_share=0.0, other_workload=other
+            ObservedCounts(length=1.75 + scale, rounds=rounds), [EVEN], diverged_share=0.0, other_workload=other
         )
         assert found.p_value == pytest.approx(ONE_SIGMA, abs=1e-3)
         assert found.log_likelihood == pytest.approx(stats.t.logpdf(scale, 4, scale=scale), abs=1e-3)
 
 
 def test_counts_of_the_same_text_vary_by_chance_alone():
-    """novel_share = 0: by the binomial of the engine's rounds, whatever differs between texts."""
-    assert rank_causes(ObservedCounts((100,), (55,)), [EVEN], novel_share=0.0)[0].p_value == pytest.approx(
+    """diverged_share = 0: by the binomial of the engine's rounds, whatever differs between texts."""
+    assert rank_causes(ObservedCounts((100,), (55,)), [EVEN], diverged_share=0.0)[0].p_value == pytest.approx(
         ONE_SIGMA, abs=0.01
     )
     uneven = ExpectedCounts("uneven", [[1000.0]] * 40, [[900.0], [100.0]] * 20)
     same, other = (
-        rank_causes(ObservedCounts((100,), (65,)), [uneven], novel_share=fresh)[0].p_value for fresh in (0.0, 1.0)
+        rank_causes(ObservedCounts((100,), (65,)), [uneven], diverged_share=fresh)[0].p_value for fresh in (0.0, 1.0)
     )
     assert same < 0.003
     assert other > 0.5
@@ -264,11 +264,11 @@ def test_domains_differ_by_more_than_chance():
 
 
 def test_the_same_texts_separate_sooner():
-    """novel_share = 0: neither side varies between texts, so fewer rounds are needed."""
+    """diverged_share = 0: neither side varies between texts, so fewer rounds are needed."""
     rng = np.random.default_rng(7)
     fine, near = expected(rng, FINE, RIGHT, 30), expected(rng, "near", NEAR, 30)
     observed = ObservedCounts(tuple(map(int, fine.counts[0].sum(0))), tuple(map(int, fine.counts[1].sum(0))))
-    loose, tight = (rank_causes(observed, [fine, near], novel_share=fresh) for fresh in (1.0, 0.0))
+    loose, tight = (rank_causes(observed, [fine, near], diverged_share=fresh) for fresh in (1.0, 0.0))
     assert tight[1].ratio < loose[1].ratio
     assert tight[0].name == FINE
 

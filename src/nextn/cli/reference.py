@@ -154,7 +154,7 @@ def diagnose(
     ] = False,
     prompts: Prompts = None,
     num_speculative_tokens: Annotated[
-        int | None, typer.Option(*K_NAMES, help="K, if the engine does not report it.")
+        int | None, typer.Option(*K_NAMES, help="K. Default: from the engine's counters, where they show it.")
     ] = None,
     temperatures: Temperatures = "0",
     rule: Annotated[
@@ -190,9 +190,8 @@ def diagnose(
     from nextn.engines.endpoint import Endpoint
     from nextn.evaluate.workload import read_prompts
 
-    plan = ReferencePlan(
-        num_speculative_tokens or 4, parse_temperatures(temperatures), max_tokens, chat, seed, backend, rule
-    )
+    k = 4 if num_speculative_tokens is None else num_speculative_tokens  # until the engine's counters show it
+    plan = ReferencePlan(k, parse_temperatures(temperatures), max_tokens, chat, seed, backend, rule)
     if not drive and len(plan.temperatures) > 1:
         raise ConfigError(
             f"--temperatures {temperatures}: the engine's counters are of one temperature; name it, or use --drive"
@@ -208,7 +207,7 @@ def diagnose(
             f"a streamed trunk ({source.reason}) cannot generate, so the texts are the engine's answers to prompts of "
             "token ids: add --drive, and leave --own-template out; --no-stream loads the model in any case"
         )
-    from nextn.evaluate.diagnose import audit_lines, check_num_speculative_tokens, observed_plan
+    from nextn.evaluate.diagnose import audit_lines, observed_plan
     from nextn.evaluate.diagnose import diagnose as compare
     from nextn.evaluate.engine_run import EngineObservation, drive_engine, read_engine_counters
     from nextn.evaluate.faults import FAULTS
@@ -223,8 +222,7 @@ def diagnose(
             counters = read_engine_counters(engine, budget, served=served, key_env=key_env)
             loaded = options.load(need_head=True)
             observed = [EngineObservation(plan.temperatures[0], counters)]
-        check_num_speculative_tokens(observed, num_speculative_tokens)
-    plan, reference = observed_plan(observed, plan), None
+    plan, reference = observed_plan(observed, plan, num_speculative_tokens), None
     if is_streamed:
         reference = measure_answers(loaded, observed, source, plan, texts)
     with progress_bars(quiet=as_json) as progress:
@@ -356,7 +354,8 @@ def _show_diagnosis(diagnosis: "Diagnosis") -> None:
         seen = case.observation
         label = f"{diagnosis.engine}, {_where(seen.temperature, seen.prompt_indices, several=several)}"
         pairs = zip(case.counts.num_drafted, case.counts.num_accepted, strict=True)
-        rates = [f"{accepted / drafted:.3f}" if drafted else "" for drafted, accepted in pairs] or [""] * len(depths)
+        rates = [f"{accepted / drafted:.3f}" if drafted else "" for drafted, accepted in pairs]
+        rates += [""] * (len(depths) - len(rates))  # an engine may have counted fewer depths in this case
         table.add_row(plain(label), *rates, f"{1 + case.num_accepted:.2f}", "", "", style="bold")
     table.add_section()
     always = ("fine", *diagnosis.named)

@@ -8,7 +8,6 @@ from pathlib import Path
 from nextn import __version__
 from nextn.audit import audit
 from nextn.checkpoint.checkpoint import Checkpoint
-from nextn.errors import ConfigError
 from nextn.evaluate.engine_run import EngineObservation
 from nextn.evaluate.faults import (
     CONTEXT,
@@ -20,13 +19,13 @@ from nextn.evaluate.faults import (
     expectations,
     fault_hypothesis,
 )
-from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts, draft_depth, observed_counts
+from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts, engine_depth, observed_counts
 from nextn.evaluate.likelihoods import (
     FINE,
     Cause,
     Evidence,
     combine_causes,
-    indistinguishable,
+    indistinguishable_from,
     name_causes,
     rank_causes,
 )
@@ -59,7 +58,7 @@ class ObservedCase:
     observation: EngineObservation
     counts: ObservedCounts
     expected: tuple[ExpectedCounts, ...]  # over the same prompts if they are known
-    novel_share: float  # of the engine's text: what is not the reference's
+    diverged_share: float  # of the reference's text, see `diverged_text_share`
     num_retokenized: int  # prompts that the engine's own template turned into other tokens than the checkpoint's
 
     @property
@@ -76,7 +75,13 @@ class ObservedCase:
     @cached_property
     def causes(self) -> list[Cause]:
         """All hypotheses, the likeliest first."""
-        return rank_causes(self.counts, self.expected, novel_share=self.novel_share, other_workload=self.other_workload)
+        return rank_causes(
+            self.counts, self.expected, diverged_share=self.diverged_share, other_workload=self.other_workload
+        )
+
+    def cause(self, name: str) -> Cause:
+        """Return the hypothesis of this name, by this case alone."""
+        return next(cause for cause in self.causes if cause.name == name)
 
     @property
     def notes(self) -> list[str]:
@@ -92,10 +97,10 @@ class ObservedCase:
                 f"template: for {self.num_retokenized} of {len(self.observation.answers)} prompts the engine makes "
                 "other tokens than this checkpoint's chat template; compare the two, and ask without --own-template"
             )
-        if self.novel_share > _OTHER_MODEL_SHARE and has_comparable_texts(self.observation):
+        if self.diverged_share > _OTHER_MODEL_SHARE and has_comparable_texts(self.observation):
             notes.append(
-                f"{self.novel_share:.0%} of the engine's greedy text differs from this checkpoint's: other weights, a "
-                "quantized trunk, or another template"
+                f"the engine's greedy text differs from this checkpoint's, of which {self.diverged_share:.0%} comes "
+                "after a first difference: other weights, a quantized trunk, or another template"
             )
         return notes
 
@@ -107,7 +112,7 @@ class ObservedCase:
             "prompts": None if indices is None else len(indices),
             "counters": self.observation.counters.as_record(),
             "observed": self.counts.as_record(),
-            "fresh": self.novel_share,
+            "fresh": self.diverged_share,
             "workload": self.other_workload,
         }
 
@@ -118,10 +123,10 @@ def has_comparable_texts(observation: EngineObservation) -> bool:
     return not observation.temperature and bool(answers) and all(answer.ids for answer in answers)
 
 
-def novel_text_share(observation: EngineObservation, reference: ReferenceReport) -> float:
-    """Return the share of the reference's text after the first token that differs; 1 if it cannot be compared.
+def diverged_text_share(observation: EngineObservation, reference: ReferenceReport) -> float:
+    """Return the share of the reference's text from the first token that differs from the engine's.
 
-    A reference of texts that it did not generate is of the engine's own answers.
+    1 if the texts cannot be compared; 0 for a reference of given texts, which are the engine's own answers.
     """
     if reference.text_source:
         return 0.0
@@ -146,17 +151,6 @@ def count_retokenized(observation: EngineObservation, reference: ReferenceReport
 def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def check_num_speculative_tokens(observations: Sequence[EngineObservation], k: int | None) -> None:
-    """Raise ConfigError if neither the engine nor the user gives K, or they disagree."""
-    counted = next((depth for each in observations if (depth := draft_depth(each.counters)) is not None), None)
-    if counted is None and k is None:
-        raise ConfigError(
-            "the engine does not report how many tokens it drafts per round; set it with --num-speculative-tokens"
-        )
-    if counted is not None and k is not None and counted != k:
-        raise ConfigError(f"-k {k}, but the engine's counters are for K = {counted}; leave -k out or correct it")
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,8 +192,10 @@ class Diagnosis:
         return tuple(name for name in self._like(best) if name not in self.named) if is_hypothesis else ()
 
     def _like(self, name: str) -> tuple[str, ...]:
-        evidence = (Evidence(case.counts, case.expected, case.novel_share, case.other_workload) for case in self.cases)
-        return indistinguishable(name, *evidence)
+        evidence = (
+            Evidence(case.counts, case.expected, case.diverged_share, case.other_workload) for case in self.cases
+        )
+        return indistinguishable_from(name, *evidence)
 
     @cached_property
     def undetectable(self) -> tuple[str, ...]:
@@ -236,10 +232,23 @@ class Diagnosis:
         )
 
     @property
+    def _telling_case(self) -> ObservedCase:
+        """The case that decides most: for the likeliest fault, against every known cause, or else the first one."""
+        best = self.causes[0].name
+        if not self.named:
+            return min(self.cases, key=lambda case: case.cause(best).p_value)
+        if best in self.named:
+            return max(self.cases, key=lambda case: case.cause(best).log_likelihood - case.cause(FINE).log_likelihood)
+        return self.cases[0]
+
+    @property
     def summary(self) -> str:
         """The diagnosis, in one sentence."""
-        expected, counted = 1 + _without_fault(self.cases[0]).accepted_per_round[0], 1 + self.cases[0].num_accepted
-        figures = f"AL {counted:.2f} where this head should give {expected:.2f}"
+        case = self._telling_case
+        expected, counted = 1 + _without_fault(case).accepted_per_round[0], 1 + case.num_accepted
+        temperature, several = case.observation.temperature, len({each.observation.temperature for each in self.cases})
+        where = f" at temperature {temperature:g}" if several > 1 else ""
+        figures = f"AL {counted:.2f} where this head should give {expected:.2f}{where}"
         if self.is_fine:
             return f"the engine shows what this head should give: {figures}"
         if self.named == (WEIGHTS,):
@@ -322,10 +331,24 @@ def diagnose(
 ) -> Diagnosis:
     """Compare what an engine counted with the head's reference, and with every fault that the head can have.
 
-    `plan` becomes its `observed_plan`. `reference`: by this plan, of the engine's own answers to the prompts; None: of
-    the model's continuations. Raises ConfigError without a head, EngineError for counters without figures.
+    Args:
+        model: The checkpoint that the engine serves, loaded.
+        prompts: The reference's prompts; the indices in `observations` refer to them.
+        observations: What the engine counted, by temperature or by length of the prompts.
+        plan: How to measure the reference. Its K is the engine's, see `observed_plan`; its temperatures are replaced
+            by those of the observations.
+        source: Name of the checkpoint in the report.
+        reference: A measurement by this plan of the engine's own answers; None measures the model's continuations of
+            the prompts.
+        audit_notes: Findings of the audit, which are added to the notes.
+        on_text: Called after each text of the reference.
+        on_fault: Called after each fault that was scored.
+
+    Raises:
+        ConfigError: The checkpoint has no head, or the counters contradict the plan's K.
+        EngineError: The counters have no figures.
     """
-    plan = observed_plan(observations, plan)
+    plan = observed_plan(observations, plan, plan.num_speculative_tokens)
     counts = [observed_counts(each.counters, plan.num_speculative_tokens) for each in observations]
     reference = reference or reference_acceptance(model, prompts, plan, on_text=on_text)
     expected = expectations(reference, model, on_fault=on_fault)
@@ -339,7 +362,7 @@ def diagnose(
             each,
             counted,
             _on_prompts(expected[each.temperature], reference, each),
-            novel_text_share(each, reference),
+            diverged_text_share(each, reference),
             count_retokenized(each, reference),
         )
         for each, counted in zip(observations, counts, strict=True)
@@ -347,9 +370,14 @@ def diagnose(
     return Diagnosis(source, reference, tuple(cases), tuple(audit_notes))
 
 
-def observed_plan(observations: Sequence[EngineObservation], plan: ReferencePlan) -> ReferencePlan:
-    """Return the plan with the engine's K, if the engine reports it, and the temperatures of the observations."""
-    k = max(draft_depth(each.counters) or plan.num_speculative_tokens for each in observations)
+def observed_plan(
+    observations: Sequence[EngineObservation], plan: ReferencePlan, num_speculative_tokens: int | None
+) -> ReferencePlan:
+    """Return the plan with the engine's K and the temperatures of the observations.
+
+    num_speculative_tokens: K as the user sets it; None takes it from the counters. Raises as `engine_depth`.
+    """
+    k = engine_depth([each.counters for each in observations], num_speculative_tokens)
     return replace(plan, num_speculative_tokens=k, temperatures=tuple(each.temperature for each in observations))
 
 
@@ -361,7 +389,8 @@ def _other_template(model: Model, prompts: Sequence[Prompt], plan: ReferencePlan
     has_template = model.tokenizer is not None and bool(model.tokenizer.chat_template)
     if not has_template or not all(isinstance(prompt.text, str) for prompt in prompts):
         return None
-    return replace(plan, chat=plan.chat is False)
+    is_applied = plan.chat is not False  # None applies it too, as there is one
+    return replace(plan, chat=not is_applied)
 
 
 def _on_prompts(

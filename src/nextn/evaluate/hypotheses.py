@@ -30,7 +30,7 @@ Rows = Sequence[Sequence[float]]
 class ObservedCounts:
     """What an engine counted: drafts by depth as in `Acceptance`, or only an acceptance length."""
 
-    num_drafted: tuple[int, ...] = ()  # [K], K being that of the hypotheses; () without counts by position
+    num_drafted: tuple[int, ...] = ()  # [depths], at most the hypotheses' K; () without counts by position
     num_accepted: tuple[int, ...] = ()
     length: float | None = None  # AL of an engine without counts by position
     rounds: int | None = None  # that drafted; None if the engine does not report it
@@ -47,7 +47,7 @@ class ObservedCounts:
 
     @property
     def rates(self) -> list[float]:
-        """[K], a_k; nan for a depth that was never drafted."""
+        """[depths], a_k; nan for a depth that was never drafted."""
         return [k / n if n else math.nan for n, k in zip(self.num_drafted, self.num_accepted, strict=True)]
 
     @property
@@ -162,13 +162,33 @@ class ExpectedCounts:
         return float(mean), float(variance)
 
 
-def draft_depth(counters: Counters) -> int | None:
-    """Return K, the deepest draft that an engine counted; None if it does not report it."""
-    if counters.per_position:
-        return max(len(counters.per_position), len(counters.per_position_offered))
-    if counters.num_drafts and counters.draft_tokens:
-        return math.ceil(counters.draft_tokens / counters.num_drafts)
-    return None
+def engine_depth(parts: Sequence[Counters], given: int | None) -> int:
+    """Return K, the largest number of tokens that the engine drafts in a round.
+
+    Counts by position show K. Totals show only the mean number of drafts per round: a lower bound of K, because an
+    engine may draft fewer tokens in some rounds.
+
+    Args:
+        parts: The engine's counters, one for each reading.
+        given: K as the user sets it; None if not set.
+
+    Raises:
+        ConfigError: K is neither shown nor given, or the counters contradict the given K.
+    """
+    counted = max((max(len(each.per_position), len(each.per_position_offered)) for each in parts), default=0)
+    # A text that ends within a round distorts the mean a little, hence the tolerance below.
+    means = [each.draft_tokens / each.num_drafts for each in parts if each.draft_tokens and each.num_drafts]
+    mean = max(means, default=0.0)
+    if given is None:
+        if counted or mean >= _FULL_SHARE * math.ceil(mean) > 0:
+            return counted or math.ceil(mean)
+        shown = f"drafts {mean:.2f} tokens per round on average, which does not show K" if mean else "does not report K"
+        raise ConfigError(f"the engine {shown}; set it with --num-speculative-tokens")
+    if counted not in (0, given):
+        raise ConfigError(f"-k {given}, but the engine's counters are for K = {counted}; leave -k out or correct it")
+    if given < _FULL_SHARE * mean:
+        raise ConfigError(f"-k {given}, but the engine drafted {mean:.2f} tokens per round on average; correct -k")
+    return given
 
 
 def observed_counts(counters: Counters, k: int, *, full_share: float = _FULL_SHARE) -> ObservedCounts:

@@ -66,15 +66,16 @@ def rank_causes(
     observed: ObservedCounts,
     expected: Sequence[ExpectedCounts],
     *,
-    novel_share: float = 1.0,
+    diverged_share: float = 1.0,
     other_workload: bool = False,
 ) -> list[Cause]:
     """Return all hypotheses, the likeliest first. Raises ConfigError if the engine drafts deeper than they do.
 
-    `novel_share` is the share of the engine's text that is not the reference's own; at 1 the counts of both vary
-    between texts independently. `other_workload`: the engine's prompts are not those of the reference.
+    `diverged_share` is the share of the reference's text from the first token that differs from the engine's; at 1
+    the counts of both vary between texts independently. `other_workload`: the engine's prompts are not those of the
+    reference.
     """
-    return _sorted([_evaluate(observed, each, novel_share, other_workload=other_workload) for each in expected])
+    return _sorted([_evaluate(observed, each, diverged_share, other_workload=other_workload) for each in expected])
 
 
 def combine_causes(parts: Sequence[Sequence[Cause]]) -> list[Cause]:
@@ -103,12 +104,12 @@ def expected_ratio(
     true: ExpectedCounts,
     other: ExpectedCounts,
     *,
-    novel_share: float = 1.0,
+    diverged_share: float = 1.0,
     other_workload: bool = False,
 ) -> float:
     """Return the ratio of likelihoods, true to other, for an engine with as many rounds where `true` holds exactly."""
     typical = _typical_counts(observed, true)
-    right, wrong = (_evaluate(typical, each, novel_share, other_workload=other_workload) for each in (true, other))
+    right, wrong = (_evaluate(typical, each, diverged_share, other_workload=other_workload) for each in (true, other))
     return right.ratio_to(wrong)
 
 
@@ -117,21 +118,21 @@ class Evidence(NamedTuple):
 
     counts: ObservedCounts
     expected: Sequence[ExpectedCounts]
-    novel_share: float = 1.0
+    diverged_share: float = 1.0
     other_workload: bool = False
 
 
-def indistinguishable(name: str, *evidence: Evidence) -> tuple[str, ...]:
+def indistinguishable_from(name: str, *evidence: Evidence) -> tuple[str, ...]:
     """Return the hypotheses that this many rounds cannot tell from the named one where it holds.
 
     All evidence must have the same hypotheses in the same order.
     """
     names = [each.name for each in evidence[0].expected]
     index, totals = names.index(name), [0.0] * len(names)
-    for observed, expected, novel_share, other_workload in evidence:
+    for observed, expected, diverged_share, other_workload in evidence:
         for other, hypothesis in enumerate(expected):
             ratio = expected_ratio(
-                observed, expected[index], hypothesis, novel_share=novel_share, other_workload=other_workload
+                observed, expected[index], hypothesis, diverged_share=diverged_share, other_workload=other_workload
             )
             totals[other] += math.log(ratio)
     limit = math.log(MIN_SEPARATING_RATIO)
@@ -172,18 +173,20 @@ def _typical_counts(observed: ObservedCounts, true: ExpectedCounts) -> ObservedC
     )
 
 
-def _evaluate(observed: ObservedCounts, expected: ExpectedCounts, novel_share: float, *, other_workload: bool) -> Cause:
+def _evaluate(
+    observed: ObservedCounts, expected: ExpectedCounts, diverged_share: float, *, other_workload: bool
+) -> Cause:
     if len(observed.num_drafted) > expected.depths:
         depths = f"{expected.depths} depths are expected, the engine drafts {len(observed.num_drafted)}"
         raise ConfigError(f"{expected.name}: {depths}; take a reference with as many drafts as the engine")
     fit = _fit_by_depth if observed.num_drafted else _fit_by_length
-    log_likelihood, p_value = fit(observed, expected, novel_share, other_workload=other_workload)
+    log_likelihood, p_value = fit(observed, expected, diverged_share, other_workload=other_workload)
     rates = tuple(map(float, expected.raw_rates))
     return Cause(expected.name, log_likelihood, p_value, rates, 1 + expected.accepted_per_round[0])
 
 
 def _fit_by_depth(
-    observed: ObservedCounts, expected: ExpectedCounts, novel_share: float, *, other_workload: bool
+    observed: ObservedCounts, expected: ExpectedCounts, diverged_share: float, *, other_workload: bool
 ) -> tuple[float, float]:
     """(log-likelihood, p-value) of counts by depth."""
     used = [k for k, count in enumerate(observed.num_drafted) if count]
@@ -199,8 +202,8 @@ def _fit_by_depth(
     drift = expected.workload_spread[used] if other_workload else np.zeros(len(used))
     # (variance relative to a(1-a), correlation between depths) of each part.
     parts: list[tuple[np.ndarray, np.ndarray]] = [
-        (novel_share * np.maximum(1.0, effects) / drafted, correlations),
-        (novel_share / (expected.effective_rounds[used] + 2), correlations),
+        (diverged_share * np.maximum(1.0, effects) / drafted, correlations),
+        (diverged_share / (expected.effective_rounds[used] + 2), correlations),
         (NUMERICS**2 * noise, eye),
         (drift**2 * noise, _DEPTH_CORRELATION + (1 - _DEPTH_CORRELATION) * eye),
     ]
@@ -232,7 +235,7 @@ def _log_beta(a: float, b: float) -> float:
 
 
 def _fit_by_length(
-    observed: ObservedCounts, expected: ExpectedCounts, novel_share: float, *, other_workload: bool
+    observed: ObservedCounts, expected: ExpectedCounts, diverged_share: float, *, other_workload: bool
 ) -> tuple[float, float]:
     """(log-likelihood, p-value) of an AL: Student's t around the hypothesis', at texts - 1 degrees of freedom."""
     assert observed.length is not None
@@ -246,7 +249,7 @@ def _fit_by_length(
     gradient = survival[::-1].cumsum()[::-1] * (1 - expected.rates)
     drift = expected.workload_spread if other_workload else np.zeros(expected.depths)
     systematic = float((gradient**2).sum() * NUMERICS**2 + (gradient * drift).sum() ** 2)
-    variance = max(novel_share * (between + spread), sampling) + systematic
+    variance = max(diverged_share * (between + spread), sampling) + systematic
     degrees = max(1, len(expected.num_accepted) - 1)
     t = (observed.length - 1 - mean) / math.sqrt(variance)
     constant = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - 0.5 * math.log(degrees * math.pi * variance)
