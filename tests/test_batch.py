@@ -112,6 +112,28 @@ def test_a_stop_string_at_the_last_token_is_the_reason():
     assert [part.finish for each in rounds for part in each.rows][-1] == "stop"
 
 
+@pytest.mark.parametrize("native", [False, True])
+def test_policies_learn_of_plain_rounds_only_where_no_sequence_drafted(native):
+    """A sequence at its last token drafts nothing, which says nothing about the round of the other."""
+    model = build("glm4_moe")
+    trunk, head = TorchTrunk(model.trunk), TorchHead(model.head)
+    if native:
+        model = fast_of(model)
+        trunk, head = model.trunk, model.head
+
+    class Learning(FixedLength):
+        def learn(self, confidences, *, num_draft_tokens, num_accepted):
+            learned.append(len(confidences))
+
+    learned = []
+    sequences = [BatchSequence(row, prompt(9, seed=row), limit, (), Uniforms(row)) for row, limit in enumerate((2, 12))]
+    with torch.inference_mode(), trunk.pass_context():
+        batch = DecodingBatch(trunk, head, sequences, Settings(num_speculative_tokens=2), Learning(2))
+        batch.prefill()
+        batch.round()
+    assert learned == [2]
+
+
 def test_policies_see_the_time_around_native_rounds(monkeypatch):
     """Where only native time counted, drafting would look faster than it is: it has more work around its rounds."""
     fast, seconds = fast_of(build("glm4_moe")), []

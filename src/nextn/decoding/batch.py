@@ -97,7 +97,7 @@ class DecodingBatch:
             settings: How to decode. Of max_tokens, eos and seed, those of each sequence count.
             length: Policy for the number of drafts per round.
             observer: Called with an Event for each pass and sequence.
-            make_drafter: Makes what drafts, with the arguments of `Drafter`.
+            make_drafter: Factory for the drafter; called like `Drafter`.
         """
         self.trunk, self.settings, self.length, self.observer = trunk, settings, length, observer
         self.sequences = list(sequences)
@@ -110,7 +110,9 @@ class DecodingBatch:
         self.native: NativeRounds | None = None
         self.queued: deque[VerifiedRound] = deque()  # native rounds that were computed and not yet emitted
         self.max_ahead_s = _MAX_AHEAD_S  # seconds of rounds that may be computed before the caller reads them
-        self._round_s = self.max_ahead_s  # seconds of the last round; at first so many that one is run
+        self._round_s = (
+            self.max_ahead_s
+        )  # seconds of the last round; starts at max_ahead_s so that the first call runs one round
         self._overhead_s = 0.0  # of Python, per native round
         self.num_prefilled = 0  # where the next chunk of the prompts starts; may be beyond the end of one
         # Per sequence, the trunk's states at the last D positions of the last chunk, for D MTP layers. Layer k needs
@@ -174,7 +176,8 @@ class DecodingBatch:
         if any(verified.confidences):
             rows = zip(verified.confidences, verified.drafts, verified.verification, strict=True)
             for confidences, drafts, (num_accepted, _) in rows:
-                self.length.learn(confidences, num_draft_tokens=len(drafts), num_accepted=num_accepted)
+                if confidences:  # else a sequence at its last token, which had nothing to draft
+                    self.length.learn(confidences, num_draft_tokens=len(drafts), num_accepted=num_accepted)
         else:
             self.length.learn([], num_draft_tokens=0, num_accepted=0)  # a baseline round, of however many sequences
         num_tokens = sum(num_accepted + 1 for num_accepted, _ in verified.verification)
