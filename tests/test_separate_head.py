@@ -15,6 +15,7 @@ from nextn.decoding.generate import generate
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import by_config, find, generic
 from nextn.model.model import Model
+from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.transformers_loading import model_from_config
 from nextn.settings import Settings
 from nextn.train.head_run import StartingPoint, head_run
@@ -155,6 +156,24 @@ def test_a_head_alone_goes_beside_its_trunk_and_says_whose_it_is(made, tmp_path,
     further = head_run(tmp_path / "run", StartingPoint(trunk, head), data=[text], settings=SETTINGS)
     list(further.trainer.run())  # from the head that is there
     assert Model.load(further.write(allow_worse=True)).family.name == "generic"
+
+
+def test_a_head_alone_is_trained_on_beside_a_streamed_trunk(made, tmp_path, text):
+    """The trunk is read layer by layer, and gives the states that the loaded one does."""
+    trunk, head = made("llama", None, True)
+    states = []
+    for stream in (False, True):
+        run = head_run(
+            tmp_path / f"{stream}", StartingPoint(trunk, head, stream=stream), data=[text], settings=SETTINGS
+        )
+        assert isinstance(run.task.model.trunk, StreamedTrunk) == stream
+        cache = run.task.cached(tmp_path / f"{stream}" / "hidden")
+        if stream:
+            run.task.stream_trunk(tmp_path / "states", cache, lambda progress: None)
+        for _ in cache.fill():
+            pass
+        states.append(run.task.hidden(run.task.example(0)).final_hidden)
+    torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
 def test_what_is_no_head_of_this_trunk_is_refused(made, tmp_path):

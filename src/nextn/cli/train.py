@@ -332,15 +332,15 @@ def _head_run(out: Path, options: "RunOptions", ranks: "Ranks") -> "HeadRun":
     assert options.trunk is not None  # `_check` made sure
     start = StartingPoint(
         options.trunk,
-        _path(options.head),
-        options.init_head,
-        options.modules,
-        options.layout,
-        options.revision,
-        _path(options.cache_dir),
-        options.offline,
-        options.follow_links,
-        options.stream,
+        head=_path(options.head),
+        fresh=options.init_head,
+        num_modules=options.modules,
+        layout=options.layout,
+        revision=options.revision,
+        cache_dir=_path(options.cache_dir),
+        offline=options.offline,
+        follow_links=options.follow_links,
+        stream=options.stream,
     )
     return head_run(
         out,

@@ -184,7 +184,7 @@ def load_starting_point(start: StartingPoint, *, near: Path) -> tuple[Model, Inv
     origin = on_disk(Inventory.of(checkpoint, family=family), revision=revision, cache_dir=cache, offline=offline)
     refuse_links(origin.checkpoint, follow=start.follow_links)
     if is_added:
-        model = Model.load(folder_of(origin.checkpoint), head=start.head)
+        model = Model.load(folder_of(origin.checkpoint), head=start.head, stream=start.stream)
         return model, origin, list(model.notes)
     with _with_head(origin, start.head, near) as folder:
         if start.stream:  # whose files must stay, and whose head is complete, as its experts train
