@@ -184,7 +184,7 @@ def test_the_worst_fit_of_several():
 @pytest.mark.parametrize("offered", [1, 2, 5, 40])
 @pytest.mark.parametrize("effect", [1.0, 1.5])
 def test_distribution_of_counts(offered, effect):
-    """It sums to 1, and accepted / drafted has the requested variance, as far as so few rounds allow."""
+    """It sums to 1, and accepted / drafted has the requested variance, as far as this few rounds allow."""
     share, rate = min(0.999, effect / offered), 0.3
     probs = np.exp([_beta_binomial(kept, offered, rate, share) for kept in range(offered + 1)])
     shares = np.arange(offered + 1) / offered

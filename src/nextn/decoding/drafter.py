@@ -56,7 +56,17 @@ class Drafter:
         contract: Contract,
         on_pass: PassCallback | None,
     ) -> None:
-        """like: [0, *hidden_shape], of the states' dtype and device. sampled: sample drafts, else take q's argmax."""
+        """Create a drafter whose caches are empty.
+
+        Args:
+            head: The passes of the head.
+            like: [0, *hidden_shape], a tensor of the states' dtype and device.
+            batch_size: Number of sequences.
+            sampling: Sampling parameters of the drafts.
+            sampled: Sample drafts, else take q's argmax.
+            contract: What drafting does; changes inject faults.
+            on_pass: Called before each pass; None lets the drafts of a round be one native call.
+        """
         self.head, self.sampling, self.sampled, self.contract = head, sampling, sampled, contract
         self._on_pass = on_pass
         self.caches = [head.cache(batch_size) for _ in range(head.num_modules)]

@@ -188,7 +188,7 @@ class TextStream:
         return text[:num_shown]
 
     def stop_after(self, tokens: Sequence[int]) -> int | None:
-        """Find the first stop string in all new tokens of the sequence, of which only this round's were not pushed yet.
+        """Find the first stop string in all new tokens of the sequence, of which the latest were not pushed yet.
 
         Returns:
             How many of the tokens it takes to complete the stop string; None without one.

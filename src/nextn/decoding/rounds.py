@@ -47,12 +47,12 @@ def rounds(
         head: The same; may be None if settings.num_speculative_tokens is 0.
         prompts: Token ids.
         settings: How to decode.
-        length: Policy for the number of drafts per round, at most settings.num_speculative_tokens; None: always so
+        length: Policy for the number of drafts per round, at most settings.num_speculative_tokens; None: always that
             many, ended early only by settings.p_min.
         stop: stop(row, new_tokens) -> the number of new tokens to keep, or None to continue.
         observer: Called with an Event for each pass and sequence.
         seed_offsets: Per prompt, what is added to the seed of its random numbers; None: its index.
-        make_drafter: Makes what drafts, with the arguments of `Drafter`.
+        make_drafter: Factory for the drafter; called like `Drafter`.
 
     Raises:
         ConfigError: for an empty prompt, one that does not fit the context, token ids outside the vocabulary, or drafts
@@ -60,11 +60,16 @@ def rounds(
     """
     passes: DecodingTrunk = TorchTrunk(trunk) if isinstance(trunk, Trunk) else trunk
     head_passes: DecodingHead | None = TorchHead(head) if isinstance(head, Head) else head
-    check_prompts(passes, head_passes, prompts, settings)
+    if not prompts:
+        raise ConfigError("no prompt was given; expected at least one")
+    check_head(head_passes, settings)
+    for row, prompt in enumerate(prompts):
+        check_prompt(passes, prompt, f"prompt {row}")
     length = length or FixedLength(settings.num_speculative_tokens, settings.p_min)
     seed_offsets = range(len(prompts)) if seed_offsets is None else seed_offsets
     with LOCK:
-        # A thread's first use of torch adopts the current thread count, and a native round in another thread sets it.
+        # torch fixes a thread's thread count at its first use. Do that here, under the lock: while another thread runs
+        # a native round, the count is temporarily 1.
         torch.get_num_threads()
     sequences = [
         BatchSequence(
@@ -81,7 +86,7 @@ def rounds(
         batch = DecodingBatch(
             passes, head_passes, sequences, settings, length, observer=observer, make_drafter=make_drafter
         )
-    # Not across a yield: the mode is thread-local, and several decodes may interleave in one thread and the runtime.
+    # Do not hold these across a `yield`: inference mode is per thread, and one thread may interleave several decodes.
     with torch.inference_mode(), passes.pass_context():
         fixed = isinstance(length, FixedLength) and not length.p_min
         prepare(passes, head_passes, len(prompts), settings.num_speculative_tokens, fixed=fixed)
@@ -94,34 +99,35 @@ def rounds(
 
 
 def prepare(trunk: DecodingTrunk, head: DecodingHead | None, rows: int, k: int, *, fixed: bool = False) -> None:
-    """Record the block sizes of rounds of up to k drafts (fixed: mostly exactly so many), so that none waits."""
+    """Record passes for every block size that rounds of up to k drafts can need, so that no round waits for one.
+
+    fixed: most rounds draft exactly k.
+    """
     trunk.prepare(rows, [1, k + 1] if fixed else range(1, k + 2), exact=fixed)
     if head is not None and k:
         # Baseline rounds between two that draft leave their positions for the head to refresh.
         head.prepare(rows, range(1, k + 2 + (0 if fixed else PROBE_INTERVAL)))
 
 
-def check_prompts(
-    trunk: DecodingTrunk, head: DecodingHead | None, prompts: Sequence[Sequence[int]], settings: Settings
-) -> None:
-    """Raise ConfigError for prompts that cannot be decoded, or drafts without a head."""
-    if not prompts:
-        raise ConfigError("no prompt was given; expected at least one")
+def check_head(head: DecodingHead | None, settings: Settings) -> None:
+    """Raise ConfigError for drafts without a head."""
     if settings.num_speculative_tokens and head is None:
         raise ConfigError(
             f"num_speculative_tokens = {settings.num_speculative_tokens}, but the checkpoint has no head; "
             "use 0 or add a head"
         )
-    for row, prompt in enumerate(prompts):
-        if not prompt:
-            raise ConfigError(f"prompt {row} is empty; expected at least one token")
-        if trunk.max_length is not None and len(prompt) >= trunk.max_length:
-            raise ConfigError(
-                f"prompt {row} has {len(prompt)} tokens; the context holds {trunk.max_length}, of which at least one "
-                "must be new"
-            )
-        if not 0 <= min(prompt) <= max(prompt) < trunk.vocab_size:
-            raise ConfigError(
-                f"prompt {row} has token ids {min(prompt)}..{max(prompt)}; "
-                f"the model's vocabulary is 0..{trunk.vocab_size - 1}: use this model's tokenizer"
-            )
+
+
+def check_prompt(trunk: DecodingTrunk, prompt: Sequence[int], name: str) -> None:
+    """Raise ConfigError for a prompt that cannot be decoded. name: What the error calls it."""
+    if not prompt:
+        raise ConfigError(f"{name} is empty; expected at least one token")
+    if trunk.max_length is not None and len(prompt) >= trunk.max_length:
+        raise ConfigError(
+            f"{name} has {len(prompt)} tokens; the context holds {trunk.max_length}, of which at least one must be new"
+        )
+    if not 0 <= min(prompt) <= max(prompt) < trunk.vocab_size:
+        raise ConfigError(
+            f"{name} has token ids {min(prompt)}..{max(prompt)}; "
+            f"the model's vocabulary is 0..{trunk.vocab_size - 1}: use this model's tokenizer"
+        )

@@ -198,7 +198,7 @@ class ReferenceReport:
             )
         if len(self.prompts) < 8:
             warnings.append(
-                f"{len(self.prompts)} texts: intervals of so few are wide, and assume that texts are similar"
+                f"{len(self.prompts)} texts: intervals of this few are wide, and assume that texts are similar"
             )
         return warnings + (self.controls.warnings if self.controls else [])
 

@@ -43,7 +43,15 @@ class MTPLayer(nn.Module):
     hidden_projection: nn.Module
 
     def __init__(self, family: Family, trunk: Trunk, index: int, count: int, *, source: Trunk) -> None:
-        """source: the trunk whose layers and norms it has, usually `trunk` itself."""
+        """Create the layer with new weights.
+
+        Args:
+            family: The conventions.
+            trunk: The trunk that it drafts for.
+            index: Index of this layer in the head.
+            count: Number of the head's MTP layers.
+            source: The trunk whose layers and norms it has, usually `trunk` itself.
+        """
         super().__init__()
         size = trunk.config.hidden_size
         bias = bool(family.projection_bias and getattr(trunk.config, family.projection_bias))

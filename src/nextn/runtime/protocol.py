@@ -28,7 +28,7 @@ class DecodingTrunk(Protocol):
     device: torch.device
 
     def cache(self, batch_size: int) -> AnyCache:
-        """Make an empty cache for so many sequences."""
+        """Make an empty cache for this many sequences."""
 
     def __call__(self, tokens: Tensor, cache: AnyCache) -> TrunkOutput:
         """Run a block of tokens [B, T] over the cache: a prefill, a baseline step or a verification.
@@ -46,7 +46,7 @@ class DecodingTrunk(Protocol):
         """Make what passes of these sizes need, so that no round waits for it. exact: these very sizes are frequent."""
 
     def verifier(self, sampling: Sampling, *, block_verification: bool) -> Verifier:
-        """Return what verifies the drafts of a round."""
+        """Return the verifier for a round's drafts."""
 
     def rounds(
         self,

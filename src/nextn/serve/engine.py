@@ -11,7 +11,7 @@ import torch
 
 from nextn.checkpoint.mapped_memory import return_freed_memory
 from nextn.decoding.generate import TextStream
-from nextn.decoding.rounds import check_prompts
+from nextn.decoding.rounds import check_prompt
 from nextn.errors import ConfigError, NextnError, QueueFullError
 from nextn.evaluate.decoding_costs import measure_costs
 from nextn.model.model import Model
@@ -21,7 +21,6 @@ from nextn.serve.options import MAX_SPECULATIVE_TOKENS, EngineOptions
 from nextn.serve.request import EngineStats, GenerationChunk, GenerationRequest
 from nextn.serve.scheduler import CHUNKS, Scheduler, SchedulerLimits
 from nextn.serve.served_batch import ServedSequence
-from nextn.settings import Settings
 from nextn.stats.speedup import Costs
 
 _LOG = logging.getLogger(__name__)
@@ -109,7 +108,7 @@ class ServingEngine:
         self._thread.join()
 
     def _check(self, request: GenerationRequest) -> None:
-        check_prompts(self.backend.trunk, None, [request.prompt], Settings(num_speculative_tokens=0))
+        check_prompt(self.backend.trunk, request.prompt, "the prompt")
         if len(request.prompt) >= self.limits.max_model_len:
             raise ConfigError(
                 f"the prompt has {len(request.prompt)} tokens; the server's context holds {self.limits.max_model_len}, "
@@ -220,7 +219,14 @@ def _limits(backend: Backend, options: EngineOptions) -> SchedulerLimits:
             "--cache-gb, --max-num-seqs or --max-model-len"
         )
     k = 0 if backend.head is None else options.num_speculative_tokens
-    return SchedulerLimits(options.max_num_seqs, int(length), k, options.adaptive, prefix_bytes, total - prefix_bytes)
+    return SchedulerLimits(
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=int(length),
+        num_speculative_tokens=k,
+        adaptive=options.adaptive,
+        prefix_bytes=prefix_bytes,
+        cache_bytes=total - prefix_bytes,
+    )
 
 
 def _bytes_per_sequence(backend: Backend) -> tuple[int, int]:

@@ -5,6 +5,7 @@ decoding/drafter.py has the reference loop, which also handles heads of several 
 
 import ctypes
 from collections.abc import Sequence
+from enum import IntEnum
 
 import numpy as np
 import torch
@@ -26,11 +27,27 @@ from nextn.runtime.native.program import Replay
 from nextn.speculative.draft_policy import RoundPlan
 from nextn.speculative.sampling import Sampling
 
-# More positions than a round leaves are pending after rounds without drafts only: few sizes, since each is recorded.
+# Only rounds without drafts leave more than K + 1 positions pending. Each size has to be recorded, so there are only a
+# few.
 _RARE_SIZES = tuple(size for size in BLOCK_SIZES if size >= 32)
 
 # Drafts of each sequence, confidences of the distributions that the plan was asked about, and the number of head steps.
 ChainResult = tuple[list[list[int]], list[list[float]], int]
+
+
+class DraftMode(IntEnum):
+    """How native code drafts from logits; the values are those of `DraftMode` in csrc/chain.h."""
+
+    GREEDY = 0
+    SAMPLED = 1
+    ARGMAX = 2
+
+    @classmethod
+    def of(cls, sampling: Sampling, *, sampled: bool) -> "DraftMode":
+        """Return the mode for these sampling parameters; `sampled` as in `Settings.sampled_drafts`."""
+        if sampling.greedy:
+            return cls.GREEDY
+        return cls.SAMPLED if sampled else cls.ARGMAX
 
 
 class PendingStates:
@@ -125,7 +142,7 @@ class NativeDraftChain:
         self._chain = ChainStruct(
             batch_size=len(cache.lengths),
             vocab_size=replay.outputs[0].shape[-1],
-            mode=0 if sampling.greedy else 1 if sampled else 2,
+            mode=DraftMode.of(sampling, sampled=sampled),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             min_p=sampling.min_p,
@@ -220,7 +237,7 @@ class NativeDraftChain:
         self._uniforms = np.zeros((batch_size, max_speculative_tokens), np.float32)
         for name in ("limits", "uniforms", "survival", "ended"):
             setattr(chain, name, getattr(self, f"_{name}").ctypes.data)
-        if chain.mode:
+        if chain.mode != DraftMode.GREEDY:
             memory = self._scratch.take(4 * max_speculative_tokens * batch_size * chain.vocab_size)
             self.distributions = memory.view(torch.float32).view(max_speculative_tokens, batch_size, chain.vocab_size)
             chain.distributions = self.distributions.data_ptr()

@@ -179,7 +179,7 @@ class KVBuffers(KVCache):
         ]
 
     def _reallocate(self, max_sequences: int, capacity: int) -> None:
-        """Move the contents to buffers for so many sequences and at least so many positions."""
+        """Move the contents to buffers for this many sequences and at least this many positions."""
         used, num_old, rows = self._used, self._max_sequences, len(self.lengths)
         self._max_sequences, self._capacity = max_sequences, -(-capacity // _BLOCK) * _BLOCK
         self._most_positions, self._most_sequences = used, rows
@@ -207,7 +207,7 @@ class KVBuffers(KVCache):
         return keys, values
 
     def _bind(self) -> None:
-        """Write the addresses for the passes, and make what commits blocks of this many sequences."""
+        """Write the addresses for the passes, and build the program that commits blocks of this many sequences."""
         self._most_sequences = max(self._most_sequences, len(self.lengths))
         headers = [(first.data_ptr(), second.data_ptr(), self._capacity) for first, second in self._buffers]
         self.headers.copy_(torch.tensor(headers))

@@ -153,9 +153,9 @@ class NativeRounds:
             chain.begin(plan, max_speculative_tokens, num_pending=num_pending, num_later=num_later)
         elif self._pending is not None and self._pending.counts.max() + max_rounds > self._pending.capacity:
             self._refresh()
-        for num_positions in range(1, max_speculative_tokens + 2):
-            block = self._block(num_positions)
-        self._cache.reserve(max(self._cache.lengths) + num_later + block.size)
+        self._ensure_blocks(max_speculative_tokens + 1)
+        largest = self._verify_blocks[max_speculative_tokens + 1]
+        self._cache.reserve(max(self._cache.lengths) + num_later + largest.size)
         self._passes.attach(self._cache)
         self._batch.max_speculative_tokens = max_speculative_tokens
         self._set_uniforms(uniforms, max_rounds * (2 * max_speculative_tokens + 1))
@@ -163,8 +163,9 @@ class NativeRounds:
         batch, output, runtime = ctypes.byref(self._batch), ctypes.byref(self._output), self._runtime
         with runtime.lock:
             count = runtime.library.nextn_rounds(*pointers, self._table, batch, output, max_rounds, runtime.team)
-        for row_uniforms, used in zip(uniforms or (), self._num_used.tolist(), strict=uniforms is not None):
-            row_uniforms.skip(used)
+        if uniforms is not None:
+            for row_uniforms, used in zip(uniforms, self._num_used.tolist(), strict=True):
+                row_uniforms.skip(used)
         self._update_lengths()
         return self._results(count)
 
@@ -216,14 +217,14 @@ class NativeRounds:
         self._chain.refresh(self._pending)
         self._update_lengths()
 
-    def _block(self, num_positions: int) -> VerifyBlock:
-        """The block for this many positions, entered into the table that native code reads."""
+    def _ensure_blocks(self, max_positions: int) -> None:
+        """Make the missing blocks of up to this many positions, and enter them into the table for native code."""
         distributions = None if self._chain is None else self._chain.distributions
         if distributions is not self._distributions:  # they were reallocated
             self._distributions, self._verify_blocks = distributions, {}
             self._table = (ctypes.c_void_p * len(self._table))()
-        if num_positions not in self._verify_blocks:
-            block = self._blocks(num_positions, distributions)
-            assert block is not None
-            self._verify_blocks[num_positions], self._table[num_positions] = block, ctypes.addressof(block.native)
-        return self._verify_blocks[num_positions]
+        for num_positions in range(1, max_positions + 1):
+            if num_positions not in self._verify_blocks:
+                block = self._blocks(num_positions, distributions)
+                assert block is not None
+                self._verify_blocks[num_positions], self._table[num_positions] = block, ctypes.addressof(block.native)

@@ -39,13 +39,13 @@ bool takes(Chain& chain, int64_t row, double confidence) {
 }
 
 int64_t sample(const Chain& chain, const HeadOutput& output, int64_t row, int64_t depth) {
-  if (chain.mode == 0) return output.best[row];
+  if (chain.mode == kGreedy) return output.best[row];
   const SamplingParams params{float(chain.temperature), chain.top_k, float(chain.top_p), float(chain.min_p)};
   float* probs = chain.distributions + (depth * chain.batch_size + row) * chain.vocab_size;
   const char* logits = output.logits + row * chain.vocab_size * kBytes[output.type];
   to_probs(params, fetch(scratch(0, chain.vocab_size), logits, output.type, 1, chain.vocab_size), probs,
            chain.vocab_size);
-  if (chain.mode == 1)
+  if (chain.mode == kSampled)
     return sample_at(probs, chain.uniforms[row * chain.max_speculative_tokens + depth], chain.vocab_size);
   const int64_t best = index_of(probs, combined<Maximum>(probs, chain.vocab_size), chain.vocab_size);
   std::fill_n(probs, chain.vocab_size, 0.0f);

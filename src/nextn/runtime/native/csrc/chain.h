@@ -32,10 +32,14 @@ struct Refresh {
   char* states;
 };
 
+// How a token is drafted: the argmax of the logits, without distributions; sampled from the distribution; the argmax of
+// the distribution, which becomes the one-hot vector of that token.
+enum DraftMode : int64_t { kGreedy = 0, kSampled = 1, kArgmax = 2 };
+
 // Draft settings, the round's plan and the drafts. Arrays are [batch, max_speculative_tokens] unless noted.
 struct Chain {
   int64_t batch_size, vocab_size, max_speculative_tokens;
-  int64_t mode;  // 0: argmax, no distributions; 1: sample from the distribution; 2: argmax of the distribution
+  int64_t mode;  // a DraftMode
   double temperature, top_p, min_p;
   int64_t top_k;
   // The plan. A distribution falls into the last bin whose edge is at most its confidence; edges [num_bins] start at 0.

@@ -48,7 +48,7 @@ constexpr int kSpins = 1000;
 constexpr int kIdleSpins = 20000;
 
 // Where other processes take the cores, each barrier waits for a worker that is not scheduled, often for milliseconds.
-// After so many seconds of parallel runs it is decided whether one worker alone would be faster; if so, it is for a while,
+// After this many seconds of parallel runs it is decided whether one worker alone would be faster; if so, it is for a while,
 // and for longer each time.
 constexpr double kTrial = 0.004, kShortRest = 0.05, kLongRest = 1.0;
 
