@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 
 from nextn.checkpoint.safetensors_file import write_json
-from nextn.decoding.rounds import Settings, rounds
+from nextn.decoding.rounds import rounds
 from nextn.evaluate.decoding_costs import Machine
 from nextn.evaluate.workload import read_prompts
 from nextn.model.model import Model
 from nextn.runtime.backend import Backend, backend_for
-from nextn.speculative.sampling import Sampling
+from nextn.settings import Sampling, Settings
 from nextn.stats.acceptance import Acceptance
 
 

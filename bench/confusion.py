@@ -23,9 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from tiny import FIXTURES, forked, refrain
 
 from nextn.checkpoint.safetensors_file import write_json
-from nextn.decoding.drafter import Contract
+from nextn.decoding.batch import Round
 from nextn.decoding.generate import generate
-from nextn.decoding.rounds import Round, Settings
 from nextn.evaluate.conventions import apply_variants
 from nextn.evaluate.faults import FAULTS, Fault, expectations, fault_variant
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts
@@ -35,7 +34,7 @@ from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.teacher_forced import ReferenceText, score_texts, trunk_outputs
 from nextn.evaluate.workload import Prompt
 from nextn.model.model import Model
-from nextn.speculative.sampling import Sampling
+from nextn.settings import Contract, Sampling, Settings
 from nextn.stats.acceptance import Acceptance
 
 TEMPERATURES = (0.0, 1.0)

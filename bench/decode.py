@@ -15,11 +15,12 @@ from pathlib import Path
 import torch
 
 from nextn.checkpoint.safetensors_file import write_json
-from nextn.decoding.rounds import Settings, prepare, rounds
+from nextn.decoding.rounds import prepare, rounds
 from nextn.evaluate.decoding_costs import measure_costs, step_bytes
 from nextn.model.model import Model
 from nextn.runtime.backend import Backend, backend_for
 from nextn.runtime.native.passes import BLOCK_SIZES
+from nextn.settings import Settings
 from nextn.stats.speedup import expected_length, expected_speedup
 
 

@@ -29,7 +29,6 @@ from tiny import FIXTURES, forked, refrain
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.conformance.build import build
 from nextn.conformance.canary_model import SHAPES, prompts, text
-from nextn.decoding.drafter import Contract
 from nextn.evaluate.conventions import apply_variants, variants
 from nextn.evaluate.decoding_costs import processor_name
 from nextn.evaluate.plans import ReferencePlan
@@ -37,6 +36,7 @@ from nextn.evaluate.probe import RULES, ProbeReport, probe
 from nextn.evaluate.reference_texts import generate_texts
 from nextn.evaluate.teacher_forced import ReferenceText
 from nextn.model.model import Model
+from nextn.settings import Contract
 
 K, NUM_PROMPTS, MAX_TOKENS = 3, 16, 24
 UNDERTRAINED, STALE = (0, 5, 20, 50, 100), (5, 20, 60)  # training steps

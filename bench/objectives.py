@@ -30,11 +30,10 @@ from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.data.corpus import Corpus, standard_library
 from nextn.data.prompts import sample_prompts
 from nextn.data.sources import load_corpora, split_files
-from nextn.decoding.rounds import Settings
 from nextn.errors import ConfigError
 from nextn.losses.distillation import OBJECTIVES
 from nextn.model.model import Model
-from nextn.speculative.sampling import Sampling
+from nextn.settings import Sampling, Settings
 from nextn.train.config import HeadConfig, TrainConfig
 from nextn.train.head_task import HeadTask
 from nextn.train.heldout_acceptance import heldout_acceptance

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.decoding.generate import eos_tokens
-from nextn.decoding.rounds import Settings, rounds
+from nextn.decoding.rounds import rounds
 from nextn.evaluate.decoding_costs import measure_costs, processor_name, step_bytes
 from nextn.evaluate.workload import read_prompts
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
-from nextn.settings import WEIGHTS
+from nextn.settings import WEIGHTS, Settings
 
 
 def loaded(source: str, weights: str, dtype: torch.dtype | None) -> Model:

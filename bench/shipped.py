@@ -15,10 +15,11 @@ from string import Template
 
 import torch
 
+from nextn.checkpoint.checkpoint import SHIPPED
 from nextn.checkpoint.provenance import record_training
 from nextn.data.corpus import Corpus
 from nextn.data.sources import load_corpora
-from nextn.demo import SHIPPED, DecodedPair, decode_model
+from nextn.demo import DecodedPair, decode_model
 from nextn.model.model import Model
 from nextn.train.metrics import bits
 from nextn.train.recipes import held_out_prompts

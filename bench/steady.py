@@ -14,9 +14,10 @@ from pathlib import Path
 from nextn.checkpoint.safetensors_file import atomic
 from nextn.data.degeneracy import degeneracy
 from nextn.data.sources import load_corpora
-from nextn.decoding.rounds import Settings, rounds
+from nextn.decoding.rounds import rounds
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
+from nextn.settings import Settings
 from nextn.train.recipes import held_out_prompts
 
 

@@ -30,12 +30,13 @@ from nextn.checkpoint.head_inventory import Inventory  # noqa: E402
 from nextn.checkpoint.quant_config import QuantConfig  # noqa: E402
 from nextn.checkpoint.safetensors_file import read_header  # noqa: E402
 from nextn.checkpoint.tensors import FLOATS, TensorReader  # noqa: E402
-from nextn.decoding.rounds import Settings, rounds  # noqa: E402
+from nextn.decoding.rounds import rounds  # noqa: E402
 from nextn.edit.convert import convert  # noqa: E402
 from nextn.model.head import Head  # noqa: E402
 from nextn.model.load_head import to_runtime_layout, trunk_state  # noqa: E402
 from nextn.model.model import Model  # noqa: E402
 from nextn.model.trunk import Trunk  # noqa: E402
+from nextn.settings import Settings  # noqa: E402
 from nextn.stats.acceptance import Acceptance  # noqa: E402
 
 K = 4

@@ -31,8 +31,8 @@ import nextn
 from nextn.checkpoint.checkpoint import SHIPPED
 from nextn.conformance.expected import build_record
 from nextn.conformance.record import FILE
-from nextn.decoding.drafter import Contract
 from nextn.model.model import Model
+from nextn.settings import Contract
 
 PORT = 8000  # as the pages show it; the server gets a free one
 WORDS = [

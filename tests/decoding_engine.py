@@ -12,14 +12,13 @@ import torch
 
 from nextn.conformance.engine_run import ConformanceRun, SampledRun
 from nextn.conformance.expected import MAX_K
-from nextn.decoding.drafter import Contract
 from nextn.decoding.generate import generate
-from nextn.decoding.rounds import Settings
 from nextn.engines.counters import Counters, fill_in_derived, sum_counters
 from nextn.evaluate.conventions import apply_variants
 from nextn.evaluate.faults import FAULTS, fault_variant
 from nextn.runtime.backend import backend_for
-from nextn.speculative.sampling import Sampling, Verifier, sample_at, to_probs
+from nextn.settings import Contract, Sampling, Settings
+from nextn.speculative.sampling import Verifier, sample_at, to_probs
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
 

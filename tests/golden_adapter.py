@@ -18,7 +18,6 @@ from nextn.audit import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.decoding.generate import Result, generate
-from nextn.decoding.rounds import Settings
 from nextn.decoding.trace import TraceRow, trace
 from nextn.evaluate import benchmark, decoding_costs
 from nextn.evaluate.benchmark import BenchmarkPlan as BenchPlan
@@ -28,7 +27,7 @@ from nextn.evaluate.reference_report import AcceptanceFigures
 from nextn.evaluate.workload import Prompt
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
-from nextn.speculative.sampling import Sampling
+from nextn.settings import Sampling, Settings
 from nextn.stats.speedup import Costs, Spread
 
 Golden = dict[str, Any]

@@ -4,7 +4,7 @@ import threading
 import time
 from itertools import islice
 
-from nextn.decoding.rounds import SequenceRound
+from nextn.decoding.batch import SequenceRound
 from nextn.errors import ConfigError, QueueFullError
 from nextn.serve.request import EngineStats, GenerationChunk, TokenLogprob
 

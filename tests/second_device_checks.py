@@ -15,7 +15,6 @@ from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.conformance import expected
 from nextn.conformance.build import build as build_canary
-from nextn.decoding.rounds import Settings
 from nextn.decoding.trace import trace
 from nextn.evaluate import benchmark, decoding_costs
 from nextn.evaluate.faults import FAULTS, measure_under_fault
@@ -24,7 +23,7 @@ from nextn.evaluate.workload import Prompt
 from nextn.model.model import Model
 from nextn.model.transformers_loading import LayerLoader
 from nextn.runtime.backend import backend_for
-from nextn.speculative.sampling import Sampling
+from nextn.settings import Sampling, Settings
 from nextn.train.config import HeadConfig, TrainConfig
 from nextn.train.head_task import HeadTask
 from nextn.train.joint_task import JointTask

@@ -4,10 +4,8 @@ import threading
 
 from fake_engine import FakeEngine
 
-from nextn.decoding.drafter import Contract
 from nextn.decoding.generate import generate
-from nextn.decoding.rounds import Settings
-from nextn.speculative.sampling import Sampling
+from nextn.settings import Contract, Sampling, Settings
 
 
 class ServedModel(FakeEngine):

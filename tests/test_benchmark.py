@@ -6,14 +6,15 @@ from collections import Counter
 import pytest
 from scipy.stats import binomtest
 
-from nextn.decoding.rounds import Round, SequenceRound, Settings, rounds
+from nextn.decoding.batch import Round, SequenceRound
+from nextn.decoding.rounds import rounds
 from nextn.errors import ConfigError
 from nextn.evaluate import decoding_costs
 from nextn.evaluate.benchmark import DEFINITIONS, BenchmarkReport, Run, benchmark_runs, run_benchmark
 from nextn.evaluate.decoding_costs import Machine
 from nextn.evaluate.plans import BenchmarkPlan
 from nextn.evaluate.workload import Prompt
-from nextn.speculative.sampling import Sampling
+from nextn.settings import Sampling, Settings
 from nextn.stats.acceptance import Acceptance
 from nextn.stats.speedup import Costs, Spread
 

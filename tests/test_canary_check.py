@@ -15,11 +15,11 @@ from nextn.conformance.contract import CLAUSES, clause_of
 from nextn.conformance.engine_run import ConformanceRun, from_files, run_greedy
 from nextn.conformance.expected import build_record
 from nextn.conformance.record import FILE, Canary, CanaryPrompt, RecordedReading, prompt_counts
-from nextn.decoding.drafter import Contract
 from nextn.engines.answers import EngineAnswer
 from nextn.engines.counters import Counters
 from nextn.errors import ConfigError, EngineError
 from nextn.evaluate.faults import FAULTS
+from nextn.settings import Contract
 
 INJECTED = [fault.name for fault in FAULTS if not fault.rule]
 QUICK = ("pair-shifted",)

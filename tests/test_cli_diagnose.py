@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 
 from nextn.cli import app
 from nextn.cli.reference import _show_diagnosis
-from nextn.decoding.drafter import Contract
 from nextn.engines.counters import Counters
 from nextn.errors import NextnError
 from nextn.evaluate.diagnose import Diagnosis, ObservedCase
 from nextn.evaluate.engine_run import EngineObservation
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts
-from nextn.evaluate.reference_plan import ReferencePlan
+from nextn.evaluate.plans import ReferencePlan
+from nextn.settings import Contract
 
 LOG = (
     "INFO [metrics.py:96] SpecDecoding metrics: Mean acceptance length: 2.04, Accepted throughput: 20.0 tokens/s, "

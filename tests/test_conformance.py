@@ -33,13 +33,12 @@ from nextn.conformance.expected import (
     rounds_of_scores,
 )
 from nextn.conformance.record import FILE, Canary
-from nextn.decoding.drafter import Contract
 from nextn.decoding.generate import generate
-from nextn.decoding.rounds import Settings
 from nextn.errors import ConfigError
 from nextn.evaluate.faults import FAULTS
 from nextn.evaluate.teacher_forced import ReferenceText, score_texts, trunk_outputs
 from nextn.model.model import Model
+from nextn.settings import Contract, Settings
 
 SMALL = {"steps": (3, 3), "count": 2, "tokens": 8}
 VECTORS = {"one module": ("glm_one", 4), "two modules": ("glm_two", 5)}

@@ -9,7 +9,6 @@ from damaged_heads import damaged, stale, undertrained
 from quick import others_slow
 from tiny import build, forked, refrain
 
-from nextn.decoding.drafter import Contract
 from nextn.errors import ConfigError
 from nextn.evaluate.conventions import apply_variants, variants
 from nextn.evaluate.probe import ControlScores, ConventionScore, ProbeReport, probe
@@ -17,6 +16,7 @@ from nextn.evaluate.reference import ReferencePlan
 from nextn.evaluate.reference_texts import generate_texts
 from nextn.evaluate.teacher_forced import ReferenceText
 from nextn.model.model import Model
+from nextn.settings import Contract
 
 PROMPTS = [row.tolist() for row in refrain(12, 33, seed=10**6)]
 DEPTHS = 3

@@ -10,7 +10,6 @@ import pytest
 from served import ServedModel
 from tiny import refrain
 
-from nextn.decoding.drafter import Contract
 from nextn.engines.answers import AnswerToken, EngineAnswer
 from nextn.engines.client import Budget, Limits
 from nextn.engines.counter_formats import FIRST_TOKENS
@@ -43,6 +42,7 @@ from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.reference_texts import GeneratedTexts, generate_texts
 from nextn.evaluate.teacher_forced import ReferenceText
 from nextn.evaluate.workload import Prompt
+from nextn.settings import Contract
 
 PROMPTS = [Prompt(tuple(row.tolist()), "xy"[place % 2]) for place, row in enumerate(refrain(12, 33, seed=10**6))]
 OTHERS = [Prompt(tuple(row.tolist()), "x") for row in refrain(16, 33, seed=5)]

@@ -8,15 +8,16 @@ from quick import case
 from replays import fast_of
 from tiny import FIXTURES, build, prompt, refrain
 
-from nextn.decoding.drafter import Contract, Drafter
-from nextn.decoding.rounds import Settings, rounds
+from nextn.decoding.drafter import Drafter
+from nextn.decoding.rounds import rounds
 from nextn.model.model import Model
 from nextn.runtime.native.draft_chain import NativeDraftChain
 from nextn.runtime.native.rounds import NativeRounds
 from nextn.runtime.native.session import NativeTrunk
+from nextn.settings import Contract, Sampling, Settings
 from nextn.speculative.draft_policy import EDGES, DraftLength, FixedLength, RoundPlan
 from nextn.speculative.draft_vocabulary import DraftVocabulary
-from nextn.speculative.sampling import Sampling, Verifier
+from nextn.speculative.sampling import Verifier
 
 LENGTHS = (3, 17, 40)
 WARM = Sampling(1.0, top_p=0.95)

@@ -11,8 +11,9 @@ from laws import TOKENWISE, continued, emitted, in_blocks, random_laws, rng
 
 from nextn.data.corpus import Corpus
 from nextn.errors import ConfigError
+from nextn.settings import Sampling
 from nextn.speculative.draft_vocabulary import DraftVocabulary
-from nextn.speculative.sampling import Sampling, accept_block, overlap, to_probs
+from nextn.speculative.sampling import accept_block, overlap, to_probs
 
 
 @given(

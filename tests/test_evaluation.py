@@ -5,7 +5,7 @@ import torch
 from tiny import build, refrain
 
 from nextn.data.batches import Batch
-from nextn.decoding.rounds import Settings
+from nextn.settings import Settings
 from nextn.train.evaluation import decoded_figures, teacher_forced_figures
 
 

@@ -8,11 +8,11 @@ import torch
 from tiny import refrain
 from torch import nn
 
-from nextn.decoding.drafter import Contract
 from nextn.evaluate.conventions import apply_variants
 from nextn.evaluate.faults import FAULTS, _quantize, fault_variant, measure_under_fault
 from nextn.evaluate.reference import ReferencePlan, reference_acceptance
 from nextn.evaluate.workload import Prompt
+from nextn.settings import Contract
 
 PROMPTS = [Prompt(tuple(row.tolist()), "x") for row in refrain(12, 33, seed=10**6)]
 PLAN = ReferencePlan(num_speculative_tokens=3, max_tokens=20, backend="torch")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny import decode, refrain
 
-from nextn.decoding.rounds import Contract
+from nextn.settings import Contract
 from nextn.stats.acceptance import Acceptance
 
 PROMPTS = [row.tolist() for row in refrain(32, 33, seed=10**6)]

@@ -8,8 +8,8 @@ from tiny import build
 
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.decoding.generate import TextStream, encode, eos_tokens, generate, stream
-from nextn.decoding.rounds import Settings
 from nextn.errors import ConfigError
+from nextn.settings import Settings
 from nextn.speculative.draft_vocabulary import DraftVocabulary
 
 

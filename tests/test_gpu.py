@@ -6,7 +6,7 @@ from tiny import CONFIGS, MOST, build, decode, prompt, refrain
 
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
-from nextn.speculative.sampling import Sampling
+from nextn.settings import Sampling
 
 pytestmark = [
     pytest.mark.gpu,

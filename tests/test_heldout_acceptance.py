@@ -9,7 +9,7 @@ from tiny import FIXTURES, decode, refrain
 
 from nextn.data.batches import Batch
 from nextn.model.model import Model
-from nextn.speculative.sampling import Sampling
+from nextn.settings import Sampling
 from nextn.stats.acceptance import Acceptance
 from nextn.train.heldout_acceptance import BestTracker, HeldOutAcceptance, PositionCounts, heldout_acceptance
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import nextn.demo
-from nextn.decoding.rounds import Round, SequenceRound
+from nextn.decoding.batch import Round, SequenceRound
 from nextn.demo import DecodedModel, DecodedPair, DecodedSide, DemoReport, TrainedModel, decode_model, train_demo
 from nextn.model.model import Model
 from nextn.stats import plots

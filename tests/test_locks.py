@@ -14,14 +14,14 @@ import torch
 from tiny import build
 from tiny import prompt as drawn
 
-from nextn.decoding.rounds import Settings, rounds
+from nextn.decoding.rounds import rounds
 from nextn.evaluate.decoding_costs import measure_costs
 from nextn.model.model import Model
 from nextn.runtime import backend
 from nextn.runtime.backend import backend_for
 from nextn.runtime.native.abi import Program, Runtime, load
 from nextn.runtime.native.locks import LOCK
-from nextn.speculative.sampling import Sampling
+from nextn.settings import Sampling, Settings
 
 TURNS = int(os.environ.get("NEXTN_ATTACKS", "2"))
 SECONDS = 120  # after which a thread is taken to hang

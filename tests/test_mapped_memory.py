@@ -18,10 +18,10 @@ from nextn.checkpoint.mapped_memory import (
     slices_released_after_use,
 )
 from nextn.decoding.generate import generate
-from nextn.decoding.rounds import Settings
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
 from nextn.runtime.native.trace import Trace
+from nextn.settings import Settings
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages are only released on Linux")
 ROWS, COLUMNS = 8192, 1024

@@ -10,7 +10,8 @@ from torch import Tensor
 from nextn.errors import ConfigError
 from nextn.runtime.native.abi import load
 from nextn.runtime.native.verifier import NativeVerifier
-from nextn.speculative.sampling import Sampling, Verification, Verifier, accept, accept_block, sample_at, to_probs
+from nextn.settings import Sampling
+from nextn.speculative.sampling import Verification, Verifier, accept, accept_block, sample_at, to_probs
 
 SAMPLINGS = {
     "temperature": Sampling(0.7),

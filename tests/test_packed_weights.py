@@ -15,10 +15,10 @@ from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.tensors import TensorReader
 from nextn.decoding.generate import generate
-from nextn.decoding.rounds import Settings
 from nextn.errors import CheckpointError
 from nextn.families import by_name
 from nextn.model.model import Model
+from nextn.settings import Settings
 
 NAME = "model.layers.0.mlp.up_proj"
 TOKENS = torch.tensor([prompt(21)])

@@ -9,9 +9,10 @@ from engines.protocol import Answer
 from engines.referee import Ours, Seen, asked, compared, conventions, counts_of, rates_of
 from tiny import refrain
 
-from nextn.decoding.rounds import Settings, rounds
+from nextn.decoding.rounds import rounds
 from nextn.engines.counters import Counters
 from nextn.model.model import Model
+from nextn.settings import Settings
 from nextn.stats.acceptance import Acceptance
 
 TOKENS, K = 24, 3

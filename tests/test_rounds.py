@@ -8,13 +8,13 @@ from tiny import build, prompt, refrain
 
 import nextn.runtime.native.rounds as native_rounds
 from nextn.decoding import batch as batch_module
-from nextn.decoding.drafter import Contract, Drafter
-from nextn.decoding.rounds import Settings, rounds
+from nextn.decoding.drafter import Drafter
+from nextn.decoding.rounds import rounds
 from nextn.runtime.native.draft_chain import NativeDraftChain
 from nextn.runtime.native.rounds import MAX_ROUNDS, NativeRounds
 from nextn.runtime.native.session import NativeTrunk
+from nextn.settings import Contract, Sampling, Settings
 from nextn.speculative.draft_policy import PROBE_INTERVAL, AdaptiveLength, FixedLength
-from nextn.speculative.sampling import Sampling
 from nextn.stats.speedup import Costs, Spread
 
 WAYS = [Sampling(), Sampling(1.0), Sampling(0.8, top_k=7)]

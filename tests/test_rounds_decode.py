@@ -11,11 +11,12 @@ from quick import REPRESENTATIVES, case, families
 from scipy.stats import chisquare
 from tiny import BUILDS, CONFIGS, build, decode, prompt
 
-from nextn.decoding.drafter import Contract, Drafter
-from nextn.decoding.rounds import Settings, rounds
+from nextn.decoding.drafter import Drafter
+from nextn.decoding.rounds import rounds
 from nextn.errors import ConfigError
+from nextn.settings import Contract, Sampling, Settings
 from nextn.speculative.draft_policy import FixedLength
-from nextn.speculative.sampling import Sampling, to_probs
+from nextn.speculative.sampling import to_probs
 from nextn.stats.acceptance import Acceptance
 
 LENGTHS = (1, 2, 17, 40)

@@ -26,8 +26,8 @@ from torch import Tensor
 from transformers.generation import logits_process as reference
 
 from nextn.errors import ConfigError
+from nextn.settings import Sampling
 from nextn.speculative.sampling import (
-    Sampling,
     accept,
     accept_block,
     accept_greedy,

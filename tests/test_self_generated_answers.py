@@ -9,9 +9,9 @@ from chats import chatty, said
 from tiny import build
 
 from nextn.data.sources import load_corpora
-from nextn.decoding.rounds import Settings, rounds
+from nextn.decoding.rounds import rounds
 from nextn.errors import CheckpointError, ConfigError
-from nextn.speculative.sampling import Sampling
+from nextn.settings import Sampling, Settings
 from nextn.train.self_generated import generate_answers, read_prompts
 
 ASKED = [list(f"prompt {number}{'!' * (number % 3)}".encode()) for number in range(7)]

@@ -4,9 +4,8 @@ import pytest
 from tiny import build
 
 from nextn.data.byte_tokenizer import byte_tokenizer
-from nextn.decoding.rounds import Settings
 from nextn.errors import ConfigError
-from nextn.speculative.sampling import Sampling
+from nextn.settings import Sampling, Settings
 from nextn.train.head_run import StartingPoint, head_run
 from nextn.train.self_generated import generate_answers, is_on_policy
 

@@ -10,13 +10,12 @@ import torch
 from quick import families, others_slow
 from tiny import BUILDS, build, prompt, refrain
 
-from nextn.decoding.drafter import Contract
-from nextn.decoding.rounds import Settings, rounds
+from nextn.decoding.rounds import rounds
 from nextn.errors import ConfigError
 from nextn.evaluate import teacher_forced
 from nextn.evaluate.teacher_forced import RULES, ReferenceText, score_texts, trunk_outputs
 from nextn.model.trunk import TrunkOutput
-from nextn.speculative.sampling import Sampling
+from nextn.settings import Contract, Sampling, Settings
 from nextn.stats.acceptance import Acceptance
 from nextn.stats.intervals import paired_difference
 

@@ -5,8 +5,8 @@ from collections import defaultdict
 import pytest
 from tiny import build, decode, prompt, refrain
 
-from nextn.decoding.rounds import Settings
 from nextn.decoding.trace import trace
+from nextn.settings import Settings
 
 
 @pytest.mark.parametrize("modules", [1, 2])

@@ -7,8 +7,9 @@ import torch
 
 from nextn.data.corpus import Corpus
 from nextn.decoding.drafter import Drafter
-from nextn.decoding.rounds import Settings, rounds
+from nextn.decoding.rounds import rounds
 from nextn.model.model import Model
+from nextn.settings import Settings
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

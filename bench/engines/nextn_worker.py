@@ -6,9 +6,10 @@ import torch
 from protocol import Answer, Engine, Request, serve
 
 import nextn
-from nextn.decoding.rounds import Settings, rounds
+from nextn.decoding.rounds import rounds
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
+from nextn.settings import Settings
 
 
 def load(options: dict[str, str]) -> Engine:

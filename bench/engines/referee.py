@@ -15,7 +15,6 @@ import torch
 from engines.client import Worker
 from engines.protocol import Request
 
-from nextn.decoding.drafter import Contract
 from nextn.engines.counter_formats import from_metrics
 from nextn.engines.counters import Counters, sum_counters
 from nextn.errors import EngineError
@@ -25,6 +24,7 @@ from nextn.evaluate.teacher_forced import ReferenceText, ScoredText, score_texts
 from nextn.evaluate.workload import Prompt
 from nextn.model.model import Model
 from nextn.model.trunk import TrunkOutput
+from nextn.settings import Contract
 from nextn.stats.intervals import Estimate, jackknife, proportion
 
 # Whether the last round drafts and verifies beyond the requested number of tokens.

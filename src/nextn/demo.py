@@ -13,19 +13,20 @@ from pathlib import Path
 
 import torch
 
-from nextn.checkpoint.checkpoint import SHIPPED as SHIPPED
+from nextn.checkpoint.checkpoint import SHIPPED
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.data.corpus import Corpus
 from nextn.data.degeneracy import Degeneracy, degeneracy
 from nextn.data.prompts import sample_prompts
+from nextn.decoding.batch import Round
 from nextn.decoding.generate import eos_tokens
-from nextn.decoding.rounds import Round, Settings, rounds
+from nextn.decoding.rounds import rounds
 from nextn.evaluate.decoding_costs import processor_name
 from nextn.evaluate.workload import read_prompts
 from nextn.model.model import Model
 from nextn.runtime.backend import Backend, backend_for
 from nextn.runtime.native.abi import build_status
-from nextn.speculative.sampling import Sampling
+from nextn.settings import Sampling, Settings
 from nextn.stats import plots
 from nextn.stats.acceptance import Acceptance
 from nextn.train.joint_run import joint_run

@@ -30,7 +30,7 @@ from nextn.errors import ConfigError
 from nextn.settings import Sampling, Settings
 
 if TYPE_CHECKING:
-    from nextn.decoding.rounds import Round
+    from nextn.decoding.batch import Round
     from nextn.model.model import Model
 
 _HELP = """\

@@ -29,7 +29,7 @@ from nextn.cli.screen import Marks, console, echo, plain, print_json, print_note
 from nextn.settings import Sampling, Settings
 
 if TYPE_CHECKING:
-    from nextn.decoding.rounds import Round
+    from nextn.decoding.batch import Round
     from nextn.model.model import Model
     from nextn.speculative.draft_policy import DraftLength
 

@@ -16,7 +16,7 @@ from nextn.errors import ConfigError
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from nextn.decoding.rounds import Round, SequenceRound
+    from nextn.decoding.batch import Round, SequenceRound
     from nextn.demo import DecodedModel, DecodedPair, DemoReport
 
 _INTRODUCTION = """\

@@ -17,9 +17,9 @@ import transformers
 
 from nextn import __version__
 from nextn.conformance.record import FORMAT
-from nextn.decoding.drafter import Contract
+from nextn.decoding.batch import Event
 from nextn.decoding.generate import generate
-from nextn.decoding.rounds import Event, Settings, rounds
+from nextn.decoding.rounds import rounds
 from nextn.evaluate.conventions import Variant, apply_variants
 from nextn.evaluate.faults import FAULTS, Fault, measure_under_fault
 from nextn.evaluate.reference import ReferencePlan, ReferenceReport, reference_acceptance, rescore
@@ -35,7 +35,7 @@ from nextn.evaluate.teacher_forced import (
 from nextn.evaluate.workload import Prompt
 from nextn.families import ENGINES
 from nextn.model.model import Model
-from nextn.speculative.sampling import Sampling
+from nextn.settings import Contract, Sampling, Settings
 from nextn.stats.intervals import proportion
 
 MAX_K = 4  # the largest number of draft tokens per round

@@ -14,11 +14,11 @@ from nextn.cache.kv_cache import KVCache
 from nextn.model.head import HeadStep
 from nextn.runtime.native.draft_chain import NativeDraftChain
 from nextn.runtime.protocol import DecodingHead, DecodingRecursion
-from nextn.settings import Contract as Contract
+from nextn.settings import Contract, Sampling
 from nextn.speculative.draft_policy import DraftProgress, RoundPlan
-from nextn.speculative.sampling import Prediction, Sampling, Uniforms, ragged, sample
+from nextn.speculative.sampling import Prediction, Uniforms, ragged, sample
 
-# Called before each pass: (phase, module, input tokens of each sequence, cache, hidden input), see `rounds.Event`.
+# Called before each pass: (phase, module, input tokens of each sequence, cache, hidden input), see `batch.Event`.
 PassCallback = Callable[[str, int | None, Sequence[Sequence[int]], KVCache, str], None]
 
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, replace
 from transformers import PreTrainedTokenizerBase
 
 from nextn.data.chat_template import apply_chat_template
+from nextn.decoding.batch import Observer, Round, SequenceRound
 from nextn.decoding.detokenizer import Detokenizer
-from nextn.decoding.rounds import Observer, Round, SequenceRound, Settings, rounds
+from nextn.decoding.rounds import rounds
 from nextn.errors import ConfigError
 from nextn.model.model import Model
 from nextn.model.text_interface import TextInterface
 from nextn.runtime.backend import backend_for
+from nextn.settings import Settings
 from nextn.speculative.draft_policy import DraftLength
 from nextn.stats.acceptance import Acceptance
 

@@ -8,11 +8,7 @@ from functools import partial
 
 import torch
 
-from nextn.decoding.batch import BatchSequence, DecodingBatch
-from nextn.decoding.batch import Event as Event
-from nextn.decoding.batch import Observer as Observer
-from nextn.decoding.batch import Round as Round
-from nextn.decoding.batch import SequenceRound as SequenceRound
+from nextn.decoding.batch import BatchSequence, DecodingBatch, Observer, Round
 from nextn.decoding.drafter import Drafter
 from nextn.errors import ConfigError
 from nextn.model.head import Head
@@ -20,8 +16,7 @@ from nextn.model.trunk import Trunk
 from nextn.runtime.native.locks import LOCK
 from nextn.runtime.protocol import DecodingHead, DecodingTrunk
 from nextn.runtime.torch_backend import TorchHead, TorchTrunk
-from nextn.settings import Contract as Contract
-from nextn.settings import Settings as Settings
+from nextn.settings import Settings
 from nextn.speculative.draft_policy import PROBE_INTERVAL, DraftLength, FixedLength
 from nextn.speculative.sampling import Uniforms
 

@@ -6,9 +6,11 @@ The rows come from the decoder's own events, not from a separate description of 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from nextn.decoding.batch import Event, SequenceRound
 from nextn.decoding.generate import encode
-from nextn.decoding.rounds import Event, SequenceRound, Settings, rounds
+from nextn.decoding.rounds import rounds
 from nextn.model.model import Model
+from nextn.settings import Settings
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,17 @@ from functools import cached_property
 from itertools import product
 
 from nextn.data.degeneracy import MIN_TOKENS, degeneracy, degeneracy_notes
+from nextn.decoding.batch import Round
 from nextn.decoding.generate import eos_tokens
-from nextn.decoding.rounds import Round, Settings, rounds
+from nextn.decoding.rounds import rounds
 from nextn.evaluate.decoding_costs import Clock, Machine, adaptive_length, measure_costs
 from nextn.evaluate.plans import ADAPTIVE, BenchmarkPlan
 from nextn.evaluate.workload import Prompt, by_domain, indices_without
 from nextn.model.model import Model
 from nextn.runtime.backend import Backend, backend_for
-from nextn.settings import json_record
+from nextn.settings import Sampling, Settings, json_record
 from nextn.speculative.draft_policy import DraftLength
 from nextn.speculative.draft_vocabulary import DraftVocabulary
-from nextn.speculative.sampling import Sampling
 from nextn.stats import acceptance
 from nextn.stats.acceptance import Acceptance
 from nextn.stats.speedup import DEFINITION, Costs, Spread, expected_speedup

@@ -19,10 +19,10 @@ from nextn.checkpoint.checkpoint import Checkpoint, as_checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.snapshot import on_disk
 from nextn.checkpoint.tensors import TensorReader
-from nextn.decoding.drafter import Contract
 from nextn.families import Family
 from nextn.model.head import Head
 from nextn.model.model import Model
+from nextn.settings import Contract
 
 _NORMS = ("token_norm", "hidden_norm", "final_norm")
 _MAX_PERMUTED = 3  # MTP layers up to which every order is tried; for more, only the reverse

@@ -21,8 +21,8 @@ from nextn.model.trunk import Trunk
 from nextn.runtime.backend import Backend, backend_for
 from nextn.runtime.native.draft_chain import NativeDraftChain
 from nextn.runtime.native.int4 import BYTES_PER_WEIGHT
+from nextn.settings import Sampling
 from nextn.speculative.draft_policy import AdaptiveLength, FixedLength, RoundPlan
-from nextn.speculative.sampling import Sampling
 from nextn.stats.speedup import Costs, Spread
 
 Clock = Callable[[], float]

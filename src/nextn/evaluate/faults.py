@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from nextn.decoding.drafter import Contract
 from nextn.evaluate.conventions import Variant, apply_variants, variants
 from nextn.evaluate.hypotheses import ExpectedCounts
 from nextn.evaluate.likelihoods import FINE
@@ -20,6 +19,7 @@ from nextn.evaluate.reference_report import ReferenceReport
 from nextn.model.head import Head
 from nextn.model.model import Model
 from nextn.model.streamed_trunk import StreamedTrunk
+from nextn.settings import Contract
 
 
 @dataclass(frozen=True)

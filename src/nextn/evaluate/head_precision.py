@@ -13,7 +13,6 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.packed_weights import round_to_nearest
 from nextn.checkpoint.separate_head import trunk_family
 from nextn.checkpoint.staging_folder import staged
-from nextn.decoding.drafter import Contract
 from nextn.edit.plan import EditPlan, Progress, new_folder, quiet
 from nextn.edit.quantize import GROUP_SIZE, Rounding, is_head_linear, quantize
 from nextn.errors import ConfigError
@@ -24,6 +23,7 @@ from nextn.evaluate.workload import Prompt
 from nextn.model.head import Head
 from nextn.model.load_head import change_stored
 from nextn.model.model import Model
+from nextn.settings import Contract
 
 HEAD_BITS = (16, 8, 4)
 MAX_LOSS = 0.01  # of the acceptance length

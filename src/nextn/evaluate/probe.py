@@ -23,7 +23,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nextn.decoding.drafter import Contract
 from nextn.errors import ConfigError
 from nextn.evaluate.conventions import Variant, apply_variants, norm_roles, set_norms, variants
 from nextn.evaluate.teacher_forced import ReferenceText, ScoredText, score_texts, trunk_outputs
@@ -31,7 +30,8 @@ from nextn.families import Stage
 from nextn.model.head import Head
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput
-from nextn.speculative.sampling import Sampling, to_probs
+from nextn.settings import Contract, Sampling
+from nextn.speculative.sampling import to_probs
 from nextn.stats.intervals import Estimate, paired_difference
 
 Rule = Literal["argmax", "ratio"]  # see `teacher_forced.RULES`

@@ -7,7 +7,6 @@ every K, every acceptance rule and every wrong convention of the head (`rescore`
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from nextn.decoding.drafter import Contract
 from nextn.errors import ConfigError
 from nextn.evaluate.given_texts import GivenTexts, text_origin
 from nextn.evaluate.plans import ReferencePlan
@@ -25,6 +24,7 @@ from nextn.evaluate.workload import Prompt
 from nextn.model.model import Model
 from nextn.model.trunk import TrunkOutput
 from nextn.runtime.backend import backend_for
+from nextn.settings import Contract
 
 __all__ = ["ReferencePlan", "ReferenceReport", "acceptance_on_texts", "reference_acceptance", "rescore"]
 

@@ -14,7 +14,6 @@ from nextn.checkpoint.provenance import head_fingerprint, trunk_fingerprint
 from nextn.checkpoint.separate_head import open_head, trunk_family
 from nextn.checkpoint.snapshot import on_disk
 from nextn.data.degeneracy import MIN_TOKENS, degeneracy_notes
-from nextn.decoding.drafter import Contract
 from nextn.errors import ConfigError
 from nextn.evaluate.decoding_costs import Machine
 from nextn.evaluate.engine_check import EngineCheck
@@ -23,7 +22,7 @@ from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.reference_texts import Controls, GeneratedTexts
 from nextn.evaluate.teacher_forced import RULES, ScoredText
 from nextn.evaluate.workload import Prompt, by_domain, indices_without
-from nextn.settings import json_record
+from nextn.settings import Contract, json_record
 from nextn.stats.acceptance import DEFINITION
 from nextn.stats.intervals import INTERVAL, Estimate, jackknife, proportion
 from nextn.stats.speedup import expected_length

@@ -11,15 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from nextn.data.degeneracy import MIN_TOKENS, degeneracy
-from nextn.decoding.drafter import Contract
+from nextn.decoding.batch import Round
 from nextn.decoding.generate import Result, generate
-from nextn.decoding.rounds import Round, Settings
 from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.teacher_forced import ReferenceText, ScoredText, score_texts
 from nextn.evaluate.workload import Prompt
 from nextn.model.model import Model
 from nextn.model.trunk import TrunkOutput
-from nextn.speculative.sampling import Sampling
+from nextn.settings import Contract, Sampling, Settings
 from nextn.stats.acceptance import Acceptance
 
 _BATCH = 8  # sequences decoded together

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from nextn.checkpoint.mapped_memory import release_pages, released_after_use
-from nextn.decoding.drafter import Contract
 from nextn.errors import ConfigError
 from nextn.model.head import Head, lm_head_weights
 from nextn.model.model import Model
@@ -21,7 +20,8 @@ from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.runtime.protocol import DecodingTrunk
 from nextn.runtime.torch_backend import TorchTrunk
-from nextn.speculative.sampling import Sampling, to_probs
+from nextn.settings import Contract, Sampling
+from nextn.speculative.sampling import to_probs
 
 # Acceptance rule -> probability that depths 1..k are all accepted, given the text x; r_j = q_j(x_j) / p_j(x_j), where
 # p is the trunk's distribution and q the head's, after the text's own tokens. It is P(accepted and x) / P(x), in which

@@ -11,7 +11,8 @@ from nextn.model.head import HeadStep
 from nextn.model.trunk import TrunkOutput
 from nextn.runtime.native.draft_chain import NativeDraftChain
 from nextn.runtime.native.rounds import NativeRounds
-from nextn.speculative.sampling import Prediction, Sampling, Verifier
+from nextn.settings import Sampling
+from nextn.speculative.sampling import Prediction, Verifier
 
 # A cache belongs to the backend that made it: KVCache for torch, KVBuffers for native.
 AnyCache = Any

@@ -9,7 +9,8 @@ from torch import Tensor
 from nextn.cache.kv_cache import KVCache
 from nextn.model.head import Head, HeadStep
 from nextn.model.trunk import Trunk, TrunkOutput
-from nextn.speculative.sampling import Prediction, Sampling, Verifier
+from nextn.settings import Sampling
+from nextn.speculative.sampling import Prediction, Verifier
 
 
 class TorchTrunk:

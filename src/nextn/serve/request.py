@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from nextn.decoding.rounds import SequenceRound
+from nextn.decoding.batch import SequenceRound
 from nextn.settings import Sampling
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nextn.decoding.rounds import SequenceRound
+from nextn.decoding.batch import SequenceRound
 from nextn.serve.message_parser import MessageDelta, MessageParser, parse_message
 from nextn.serve.metrics import request_metrics
 from nextn.serve.options import ServerOptions

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextn.settings import Sampling as Sampling
+from nextn.settings import Sampling
 
 
 class Prediction:

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from nextn.data.batches import Batch
 from nextn.data.degeneracy import Degeneracy, degeneracy
-from nextn.decoding.rounds import Settings, rounds
+from nextn.decoding.rounds import rounds
 from nextn.losses.mtp_loss import Targets, cross_entropy
 from nextn.model.head import lm_head_weights
 from nextn.model.model import Model
+from nextn.settings import Settings
 from nextn.speculative.sampling import overlap
 from nextn.stats.acceptance import Acceptance
 from nextn.stats.speedup import expected_length

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from nextn.checkpoint.provenance import record_training
 from nextn.data.batches import Batch, Batches
 from nextn.data.corpus import Corpus
-from nextn.decoding.rounds import Settings
 from nextn.errors import ConfigError
 from nextn.losses.mtp_loss import LossReport, Targets, depth_weights, mtp_loss
 from nextn.model.head import lm_head_weights
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput
+from nextn.settings import Settings
 from nextn.train.activation_checkpointing import checkpoint_layers
 from nextn.train.config import TrainConfig
 from nextn.train.cpu_attention import use_blockwise_attention

@@ -26,15 +26,14 @@ from nextn.data.prompts import sample_prompts
 from nextn.data.records import RecordReader
 from nextn.data.sources import HEADER_KEY, Source, answers_header, partition_sources, read_records
 from nextn.decoding.generate import eos_tokens
-from nextn.decoding.rounds import Settings, rounds
+from nextn.decoding.rounds import rounds
 from nextn.errors import CheckpointError, ConfigError
 from nextn.model.model import Model
 from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.text_interface import TextInterface
 from nextn.model.trunk import Trunk
 from nextn.runtime.backend import backend_for
-from nextn.settings import json_record
-from nextn.speculative.sampling import Sampling
+from nextn.settings import Sampling, Settings, json_record
 from nextn.text_format import changes
 from nextn.train.fingerprint import fingerprint
 

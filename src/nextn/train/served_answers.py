@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 from nextn.data.degeneracy import degeneracy
 from nextn.data.sources import HEADER_KEY
-from nextn.decoding.rounds import Settings
 from nextn.engines.answers import EngineAnswer, EngineRequest
 from nextn.engines.driver import iter_answers
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import EngineError
-from nextn.settings import json_record
+from nextn.settings import Settings, json_record
 from nextn.train.self_generated import AnswerProgress, GeneratedAnswer, append_answers, resume_answers
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from nextn.runtime.native.kv_buffers import KVBuffers
 from nextn.runtime.native.memory import Scratch
 from nextn.runtime.native.passes import BLOCK_SIZES, Inputs, Passes
 from nextn.runtime.native.program import Replay
+from nextn.settings import Sampling
 from nextn.speculative.draft_policy import RoundPlan
-from nextn.speculative.sampling import Sampling
 
 # Only rounds without drafts leave more than K + 1 positions pending. Each size has to be recorded, so there are only a
 # few.

@@ -21,7 +21,8 @@ from nextn.runtime.native.rounds import NativeRounds, VerifyBlock
 from nextn.runtime.native.trace_hooks import RecordingCache, copy_for_recording, record_delta_rules
 from nextn.runtime.native.verifier import NativeVerifier
 from nextn.runtime.native.weight_packing import PackedWeights
-from nextn.speculative.sampling import HeadOutput, Prediction, Sampling, Verifier
+from nextn.settings import Sampling
+from nextn.speculative.sampling import HeadOutput, Prediction, Verifier
 
 _MAX_VERIFIERS, _MAX_BLOCKS = 8, 512  # cached for later texts
 

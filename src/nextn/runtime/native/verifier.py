@@ -9,7 +9,8 @@ from torch import Tensor
 
 from nextn.runtime.native.abi import Program, Runtime
 from nextn.runtime.native.memory import Scratch
-from nextn.speculative.sampling import Sampling, Verifier
+from nextn.settings import Sampling
+from nextn.speculative.sampling import Verifier
 
 _MAX_PROGRAMS = 32  # cached; logits and distributions mostly have the addresses of an earlier round
 
