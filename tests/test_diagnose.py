@@ -22,14 +22,14 @@ from nextn.evaluate.diagnose import (
     ObservedCase,
     _on_prompts,
     audit_lines,
-    count_retokenized,
     diagnose,
-    diverged_text_share,
     observed_plan,
 )
 from nextn.evaluate.engine_run import (
     EngineObservation,
     ask_prompts,
+    count_retokenized,
+    diverged_text_share,
     drive_engine,
     read_engine_counters,
     split_by_length,

@@ -8,7 +8,7 @@ from pathlib import Path
 from nextn import __version__
 from nextn.audit import audit
 from nextn.checkpoint.checkpoint import Checkpoint
-from nextn.evaluate.engine_run import EngineObservation
+from nextn.evaluate.engine_run import EngineObservation, count_retokenized, diverged_text_share
 from nextn.evaluate.faults import (
     CONTEXT,
     FAULTS,
@@ -97,7 +97,7 @@ class ObservedCase:
                 f"template: for {self.num_retokenized} of {len(self.observation.answers)} prompts the engine makes "
                 "other tokens than this checkpoint's chat template; compare the two, and ask without --own-template"
             )
-        if self.diverged_share > _OTHER_MODEL_SHARE and has_comparable_texts(self.observation):
+        if self.diverged_share > _OTHER_MODEL_SHARE and self.observation.has_comparable_texts:
             notes.append(
                 f"the engine's greedy text differs from this checkpoint's, of which {self.diverged_share:.0%} comes "
                 "after a first difference: other weights, a quantized trunk, or another template"
@@ -115,42 +115,6 @@ class ObservedCase:
             "fresh": self.diverged_share,
             "workload": self.other_workload,
         }
-
-
-def has_comparable_texts(observation: EngineObservation) -> bool:
-    """Return whether the texts can be compared with the reference's: they are greedy, and their token ids are known."""
-    answers = observation.answers
-    return not observation.temperature and bool(answers) and all(answer.ids for answer in answers)
-
-
-def diverged_text_share(observation: EngineObservation, reference: ReferenceReport) -> float:
-    """Return the share of the reference's text from the first token that differs from the engine's.
-
-    1 if the texts cannot be compared; 0 for a reference of given texts, which are the engine's own answers.
-    """
-    if reference.text_source:
-        return 0.0
-    if not has_comparable_texts(observation):
-        return 1.0
-    generated = reference.generated[observation.temperature].texts
-    texts = [generated[index].new for index in observation.prompt_indices or ()]
-    pairs = zip(texts, observation.answers, strict=True)
-    return 1 - sum(_common_prefix(text, answer.ids or ()) for text, answer in pairs) / max(1, sum(map(len, texts)))
-
-
-def count_retokenized(observation: EngineObservation, reference: ReferenceReport) -> int:
-    """Return the number of prompts for which the engine reports other token ids than the reference's."""
-    generated = reference.generated[observation.temperature].texts
-    prompts = [generated[index].prompt for index in observation.prompt_indices or ()]
-    return sum(
-        answer.prompt_ids is not None and answer.prompt_ids != prompt
-        for prompt, answer in zip(prompts, observation.answers, strict=False)
-    )
-
-
-def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,8 +196,8 @@ class Diagnosis:
         )
 
     @property
-    def _telling_case(self) -> ObservedCase:
-        """The case that decides most: for the likeliest fault, against every known cause, or else the first one."""
+    def _deciding_case(self) -> ObservedCase:
+        """The case that speaks most for the named fault, or most against every cause if none fits; else the first."""
         best = self.causes[0].name
         if not self.named:
             return min(self.cases, key=lambda case: case.cause(best).p_value)
@@ -244,7 +208,7 @@ class Diagnosis:
     @property
     def summary(self) -> str:
         """The diagnosis, in one sentence."""
-        case = self._telling_case
+        case = self._deciding_case
         expected, counted = 1 + _without_fault(case).accepted_per_round[0], 1 + case.num_accepted
         temperature, several = case.observation.temperature, len({each.observation.temperature for each in self.cases})
         where = f" at temperature {temperature:g}" if several > 1 else ""

@@ -1,4 +1,4 @@
-"""Runs of the reference's prompts on a live engine, with its counters read before and after."""
+"""Runs of the reference's prompts on a live engine: the gain of its counters, and its texts beside the reference's."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -13,6 +13,7 @@ from nextn.engines.driver import answer_all, read_counters
 from nextn.engines.endpoint import Endpoint, fetch_metrics
 from nextn.errors import ConfigError
 from nextn.evaluate.plans import ReferencePlan
+from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.reference_texts import prompt_tokens
 from nextn.evaluate.workload import Prompt
 from nextn.model.model import Model
@@ -30,6 +31,11 @@ class EngineObservation:
     prompt_indices: tuple[int, ...] | None = None  # among the reference's prompts; None for unknown others
     answers: tuple[EngineAnswer, ...] = ()  # one per prompt, or () if they are not known
     exclusive: bool = True  # nothing but these prompts was counted
+
+    @property
+    def has_comparable_texts(self) -> bool:
+        """Whether the texts can be compared with the reference's: they are greedy, and their token ids are known."""
+        return not self.temperature and bool(self.answers) and all(answer.ids for answer in self.answers)
 
 
 def split_by_length(ids: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
@@ -118,3 +124,33 @@ def _is_exclusive(counters: Counters, answers: Sequence[EngineAnswer]) -> bool:
         return True
     slack = len(answers) * (1 + -(-(counters.draft_tokens or 0) // max(1, counters.num_drafts)))
     return counters.num_drafts + counters.accepted <= sum(length or 0 for length in lengths) + slack
+
+
+def diverged_text_share(observation: EngineObservation, reference: ReferenceReport) -> float:
+    """Return the share of the reference's text from the first token that differs from the engine's.
+
+    1 if the texts cannot be compared; 0 for a reference of given texts, which are the engine's own answers.
+    """
+    if reference.text_source:
+        return 0.0
+    if not observation.has_comparable_texts:
+        return 1.0
+    generated = reference.generated[observation.temperature].texts
+    texts = [generated[index].new for index in observation.prompt_indices or ()]
+    pairs = zip(texts, observation.answers, strict=True)
+    return 1 - sum(_common_prefix(text, answer.ids or ()) for text, answer in pairs) / max(1, sum(map(len, texts)))
+
+
+def count_retokenized(observation: EngineObservation, reference: ReferenceReport) -> int:
+    """Return the number of prompts for which the engine reports other token ids than the reference's."""
+    generated = reference.generated[observation.temperature].texts
+    prompts = [generated[index].prompt for index in observation.prompt_indices or ()]
+    return sum(
+        answer.prompt_ids is not None and answer.prompt_ids != prompt
+        for prompt, answer in zip(prompts, observation.answers, strict=False)
+    )
+
+
+def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
