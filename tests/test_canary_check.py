@@ -437,6 +437,8 @@ def test_counters_of_all_prompts_at_once():
 def test_a_k_below_the_engines_own():
     """Catches counts of the first positions alone taken for all of them; positions that keep nothing are no drafts."""
     counts = tuple(((at,), Counters("x", 2, 6, 4, (2, 1, 1))) for at in range(2))
+    with pytest.raises(ConfigError, match="K = 0; the canary holds counts for K = "):
+        check(small(), ConformanceRun((TEXT, TEXT), ()), num_speculative_tokens=0)
     with pytest.raises(ConfigError, match="K = 2, but the engine accepted drafts at position 3"):
         check(small(), ConformanceRun((TEXT, TEXT), counts), num_speculative_tokens=2)
     empty = tuple((places, replace(each, per_position=(2, 2, 0))) for places, each in counts)

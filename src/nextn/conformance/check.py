@@ -249,7 +249,9 @@ def check(
             f"K = {num_speculative_tokens}, but the engine accepted drafts at position {deepest}: give the K that it "
             "runs with, or none"
         )
-    k = num_speculative_tokens or _infer_k([counters for _, counters in run.counts])
+    k = num_speculative_tokens
+    if k is None:
+        k = _infer_k([counters for _, counters in run.counts])
     if k not in canary.k_values:
         known = ", ".join(map(str, canary.k_values))
         raise ConfigError(f"K = {k}; the canary holds counts for K = {known}: set the engine to one of these")
