@@ -50,7 +50,8 @@ ModelName = Annotated[
 Prompts = Annotated[
     Path | None,
     typer.Option(
-        help='File of prompts: .txt (separated by blank lines) or .jsonl ({"prompt": ...}). Default: a built-in set.'
+        help='File of prompts: .txt (separated by blank lines), or .jsonl or .parquet with "prompt", "text" or '
+        '"messages". Default: a built-in set.'
     ),
 ]
 Temperatures = Annotated[str, typer.Option(help="Comma-separated temperatures; 0 = greedy.")]
