@@ -51,7 +51,7 @@ class Trial:
     Attributes:
         planted: The injected fault.
         named: The causes that diagnose named.
-        alike: What so many rounds cannot tell from the injected fault.
+        alike: What this many rounds cannot tell from the injected fault.
         length: AL by temperature.
     """
 

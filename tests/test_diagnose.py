@@ -260,7 +260,7 @@ def expects(name, *rates, texts=50):
 
 
 def case(kept, *hypotheses, num_drafted=1000, **known):
-    """Of an engine that accepted so many drafts at depths 1 and 2."""
+    """Of an engine that accepted this many drafts at depths 1 and 2."""
     seen = EngineObservation(0.0, Counters("x", per_position=kept), (0,), **known)
     return ObservedCase(seen, ObservedCounts((num_drafted, kept[0]), kept), hypotheses, 1.0, 0)
 

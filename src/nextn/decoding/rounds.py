@@ -94,7 +94,7 @@ def rounds(
 
 
 def prepare(trunk: DecodingTrunk, head: DecodingHead | None, rows: int, k: int, *, fixed: bool = False) -> None:
-    """Record the block sizes of rounds of up to k drafts (fixed: mostly exactly so many), so that none waits."""
+    """Record the block sizes of rounds of up to k drafts (fixed: mostly that many), so that none waits."""
     trunk.prepare(rows, [1, k + 1] if fixed else range(1, k + 2), exact=fixed)
     if head is not None and k:
         # Plain rounds between two that draft leave their positions for the head to refresh.

@@ -46,7 +46,7 @@ DEFINITIONS = {
     "misfit": "probability of counts as far off as these if the cause holds (a p-value)",
     "named": "fine unless a fault is 100 times likelier; else the faults that the likeliest does not beat ten times; "
     "[] = even the likeliest does not fit (misfit below 0.001)",
-    "alike": "causes that cannot be told from the named here: so many rounds are expected to give a ratio below 100",
+    "alike": "causes that cannot be told from the named here: this many rounds are expected to give a ratio below 100",
     "hidden": "faults that cannot be told from fine in the same way",
     "acceptance": "a_1..a_K, conditional on the shallower depths",
 }
@@ -192,7 +192,7 @@ class Diagnosis:
 
     @cached_property
     def indistinguishable(self) -> tuple[str, ...]:
-        """Causes that are not named, but that so many rounds cannot tell from the likeliest of the named."""
+        """Causes that are not named, but that this many rounds cannot tell from the likeliest of the named."""
         best = self.named[0] if self.named else ""
         is_hypothesis = any(cause.name == best for cause in self.causes)
         return tuple(name for name in self._like(best) if name not in self.named) if is_hypothesis else ()
@@ -203,7 +203,7 @@ class Diagnosis:
 
     @cached_property
     def undetectable(self) -> tuple[str, ...]:
-        """Faults that would not show, or hardly, on this head in so many rounds."""
+        """Faults that would not show, or hardly, on this head in this many rounds."""
         return tuple(cause.name for cause in self.causes if cause.name != FINE and FINE in self._like(cause.name))
 
     @property
@@ -274,7 +274,7 @@ class Diagnosis:
                 f"{self.engine} counts no positions, so there is one figure only: causes are hard to tell apart"
             )
         if self.undetectable:
-            notes.append(f"would not show in so many rounds, and cannot be excluded: {', '.join(self.undetectable)}")
+            notes.append(f"would not show in this many rounds, and cannot be excluded: {', '.join(self.undetectable)}")
         return notes + list(self.audit_notes)
 
     @property

@@ -28,7 +28,7 @@ class DecodingTrunk(Protocol):
     device: torch.device
 
     def cache(self, batch_size: int) -> AnyCache:
-        """Make an empty cache for so many sequences."""
+        """Make an empty cache for this many sequences."""
 
     def __call__(self, tokens: Tensor, cache: AnyCache) -> TrunkOutput:
         """Run a block of tokens [B, T] over the cache: a prefill, a plain step or a verification.

@@ -179,7 +179,7 @@ class KVBuffers(KVCache):
         ]
 
     def _reallocate(self, max_sequences: int, capacity: int) -> None:
-        """Move the contents to buffers for so many sequences and at least so many positions."""
+        """Move the contents to buffers for this many sequences and at least this many positions."""
         used, num_old, rows = self._used, self._max_sequences, len(self.lengths)
         self._max_sequences, self._capacity = max_sequences, -(-capacity // _BLOCK) * _BLOCK
         self._most_positions, self._most_sequences = used, rows
