@@ -172,7 +172,7 @@ def servers_of(args: argparse.Namespace, folder: Path) -> tuple[list[Server], li
 
 
 async def load_level(server: Server, streams: int, requests: int, tokens: int, seed: int) -> dict[str, object]:
-    """Run `streams` streams at once, each with so many requests one after the other."""
+    """Run `streams` streams at once, each with this number of requests one after the other."""
     prompts = prompts_of(streams * requests, 200, seed)
     answers: list[Streamed] = []
 

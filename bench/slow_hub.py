@@ -29,7 +29,7 @@ class SlowHub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def send_turn(self, num_bytes: int) -> None:
-        """Wait until so many bytes may be sent."""
+        """Wait until this many bytes may be sent."""
         with self._lock:
             self.num_bytes += num_bytes
             begin = max(time.monotonic(), self._free_at)

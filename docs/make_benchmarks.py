@@ -187,18 +187,19 @@ def summary() -> str:
     demo_greedy = [demo_record(name)["greedy"]["speedup"] for name, _, _ in DEMOS]
     demo = demo_record("demo")["greedy"]
     rows = [
-        ("27 M parameters, greedy, K = 11", *_pair(RUNS[0]), _range((*greedy, *OTHER_CODE))),
-        ("the same at temperature 1", *_pair(RUNS[4]), _range(sampled) if len(sampled) > 1 else "one run"),
+        ("recipe `code`, 27 M parameters, greedy, K = 11", ZEN5, *_pair(RUNS[0]), _range((*greedy, *OTHER_CODE))),
+        ("the same at temperature 1", ZEN5, *_pair(RUNS[4]), _range(sampled) if len(sampled) > 1 else "one run"),
         (
-            "2.6 M parameters (the demo), greedy, K = 4, one core",
+            "the demo, 2.6 M parameters, greedy, K = 4",
+            f"{ZEN5}, one core",
             f"{demo['plain_tokens_per_s']:,.0f}",
             f"{demo['mtp_tokens_per_s']:,.0f}",
             f"{demo['acceptance_length']:.1f}",
             _range((*demo_greedy, *OTHER_DEMO)),
         ),
-        ("Qwen3.5's layout, temperature 1, K = 6", *_pair(RUNS[10]), "one run"),
+        ("recipe `hybrid`, 6 M parameters, temperature 1, K = 6", AMX, *_pair(RUNS[10]), "one run"),
     ]
-    head = ("two CPU cores, bf16, batch 1", "plain, tokens/s", "MTP, tokens/s", "AL", "range of speedups")
+    head = ("model", "CPU", "plain, tokens/s", "MTP, tokens/s", "AL, tokens per round", "range of speedups")
     return table(head, rows)
 
 

@@ -45,7 +45,7 @@ INTRO = """\
 
 The text stays correct whatever is wrong with an MTP head, because the trunk (target model) verifies every draft. So
 the only symptom of a broken head is a missing speedup, and no engine says why. `nextn audit MODEL` reads a checkpoint's
-headers and a few small samples (also of a hub id: nothing is downloaded) and names the cause; `nextn restore` and
+headers and a few small samples (also for a hub id) and names the cause; `nextn restore` and
 `nextn convert` fix it.
 
 Five causes, each with a small trained model that was broken on purpose. `make docs` runs the commands as shown; the

@@ -82,7 +82,7 @@ def damaged(model: Model, damage: str, seed: int) -> Model:
 def undertrained(
     model: Model, language: Language, steps: tuple[int, ...], *, depths: int
 ) -> Iterator[tuple[int, Model]]:
-    """Yield fresh heads of the frozen trunk after so many training steps each; 0: as initialized."""
+    """Yield fresh heads of the frozen trunk after this many training steps each; 0: as initialized."""
     head, _ = init_head(model.family, model.trunk, language(0), num_modules=model.head.num_modules)
     fresh = replace(model, head=head, backends={})
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3, betas=(0.9, 0.98))

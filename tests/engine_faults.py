@@ -65,7 +65,7 @@ def _stale(files: Files) -> dict[str, Tensor]:
 
 
 def _quantized(bits: int, files: Files) -> dict[str, Tensor]:
-    """Matrices to so many bits, one scale a row, to the nearest."""
+    """Matrices to this many bits, one scale a row, to the nearest."""
 
     def rounded(value: Tensor) -> Tensor:
         if value.ndim < 2:

@@ -221,7 +221,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, body, prompt, out, distributions, finish, cached, *, chat):
         engine, num = self.engine, len(out)
-        text = "".join(LETTERS[token] for token in out)
+        text = "".join(LETTERS[token % NUM] for token in out)
         if finish == "stop" and "stop-leak" not in engine.faults:
             text = min((text.split(stop)[0] for stop in body["stop"]), key=len)
         if "stop-late" in engine.faults and finish == "stop":

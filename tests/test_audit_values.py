@@ -430,7 +430,7 @@ def test_stale_head(tmp_path):
     folder = publish(tmp_path / "a", "glm4_moe")
     assert list(head_stale(take(folder))) == []
     assert stale(folder) == []
-    note = "The head was trained with another trunk: acceptance may be lower."
+    note = "The trunk's values differ from those that the head was trained on: acceptance may be lower."
     assert stale(folder, trained_with="other") == [("note", note)]
     assert [severity for severity, _ in stale(folder, beside="other")] == ["warning"]
     assert next(text for _, text in stale(folder, head="other")).startswith("The head's own tensors changed")

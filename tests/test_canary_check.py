@@ -186,7 +186,7 @@ def test_what_does_not_tell_the_rule(kits, trained):
     short = tuple(tuple(text[:-2] for text in texts) for texts in found.texts)
     for other, words in (
         (replace(found, counters=None, no_counts_reason="nothing at /metrics"), "nothing at /metrics"),
-        (replace(found, counters=few), "cannot be distinguished in so many rounds"),
+        (replace(found, counters=few), "cannot be distinguished in this many rounds"),
         (replace(found, counters=none), "counts no round that drafted"),
         (replace(found, texts=found.texts[:1] * 8), "the same texts at every seed"),
         (replace(found, texts=short), "ignore_eos"),

@@ -66,7 +66,9 @@ def test_a_draft_and_the_command_that_serves_it(made, tmp_path):
         "method": "mtp", "model": str(tmp_path / "draft"), "num_speculative_tokens": 4
     }  # fmt: skip
     assert json.loads(vllm.command[6]) == {"num_nextn_predict_layers": 1}
-    assert as_text(vllm).startswith("# vLLM 0.32.0: tested.\n")
+    assert as_text(vllm).startswith(
+        "# vLLM 0.32.0: run with two-layer models by its Python interface on a CPU; not this model, and no GPU.\n"
+    )
     assert rules(vllm.path, made / "llama") == set()
     metadata = Checkpoint.open(vllm.path).headers["model.safetensors"].metadata
     assert "trained_with" in metadata

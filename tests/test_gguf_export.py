@@ -269,7 +269,10 @@ def test_what_cannot_be_exported(made, tmp_path):
 def test_command(made, tmp_path, here):
     code, out, _ = here("export", made / "qwen2-head", tmp_path / "out.gguf", "--for", "llama.cpp", "-k", "4")
     assert code == 0
-    assert out.splitlines()[0] == "# llama.cpp 0c1e57098: tested."
+    assert (
+        out.splitlines()[0]
+        == "# llama.cpp 0c1e57098: run with two-layer models by llama-server on a CPU; not this model, and no GPU."
+    )
     assert out.splitlines()[-1] == (
         f"llama-server -m {tmp_path}/out.gguf --spec-type draft-mtp --spec-draft-n-max 4 --swa-full --metrics"
     )

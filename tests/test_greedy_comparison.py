@@ -66,8 +66,10 @@ def test_sorted_into_ties_faults_and_unknown():
     check = found.check("x", "said", tie_gap=0.25, advice="do")
     assert (check.outcome, check.advice) == ("failed", "do")
     assert compare_answers([near, far], tie_gap=5.0).check("x", "", tie_gap=5.0, advice="do").outcome == "passed"
-    assert compare_answers([near, blind], tie_gap=0.25).check("x", "", tie_gap=0.25, advice="do").outcome == "unclear"
-    assert compare_answers([], tie_gap=0.25).check("x", "", tie_gap=0.25, advice="do").outcome == "unclear"
+    assert (
+        compare_answers([near, blind], tie_gap=0.25).check("x", "", tie_gap=0.25, advice="do").outcome == "inconclusive"
+    )
+    assert compare_answers([], tie_gap=0.25).check("x", "", tie_gap=0.25, advice="do").outcome == "inconclusive"
 
 
 def test_a_new_prompt_settles_what_is_unknown():

@@ -173,7 +173,7 @@ def test_who_is_named(causes, names):
 
 
 def test_the_worst_fit_of_several():
-    """Of so many chances to be far off one will be; and no ratio is too large for a float."""
+    """Of this many chances to be far off one will be; and no ratio is too large for a float."""
     parts = [[cause("a", 0, 0.2)], [cause("a", -9000, 0.9)]]
     assert combine_causes(parts)[0].p_value == pytest.approx(0.4)
     assert combine_causes([[cause("a", 0, 0.9)]] * 2)[0].p_value == 1

@@ -55,7 +55,7 @@ def current(states: Tensor, inputs: list[Tensor]) -> Tensor:
 
 
 def commit(states: Tensor, inputs: list[Tensor], counts: list[int], *, threads: int = 1) -> Tensor:
-    """Return the states after so many positions of each sequence."""
+    """Return the states after this many positions of each sequence."""
     sizes = [MAX_BLOCK, inputs[2].shape[2], inputs[0].shape[-1], inputs[2].shape[-1], len(counts)]
     team(threads).call("commit_state", [torch.tensor(counts), header(states)], sizes)
     return current(states, inputs)

@@ -38,7 +38,7 @@ CASES = [
     (["advise", MODEL, "--batches", "0"], "--batches '0'; expected comma-separated whole numbers >= 1"),
     (["advise", "nowhere"], "nowhere: neither a folder"),
     (["measure", MODEL, "--max-tokens", "1"], "max_tokens = 1; expected 3 or more"),
-    (["measure", MODEL, "--prompts", "none.jsonl"], "none.jsonl: cannot be read"),
+    (["measure", MODEL, "--prompts", "none.jsonl"], "none.jsonl: no such file"),
     (["answer", MODEL, "out.jsonl", "--prompts", "none.txt"], "none.txt: no such file or folder"),
     (["diagnose", MODEL, "--engine", "log.txt", "--prompts", "none.txt"], "none.txt: cannot be read"),
     (["diagnose", MODEL, "--engine", "log.txt", "--rule", "luck"], "rule 'luck'; expected one of"),

@@ -52,7 +52,7 @@ def test_a_correct_engine_passes(run):
 def test_one_endpoint(run):
     """What takes two is said to be untold, and all else passes."""
     found = outcomes(run(alone=True))
-    assert found.pop("sampled-law") == "unclear"
+    assert found.pop("sampled-law") == "inconclusive"
     assert set(found.values()) == {"passed"}
 
 
@@ -177,7 +177,7 @@ UNTOLD = [
 def test_what_cannot_be_told(run, fault, name, words):
     """Neither passed nor failed: an engine that cannot do it is not one that does it wrongly."""
     found = run(fault, names=[name], alone=True)[name]
-    assert (found.outcome, words in found.evidence) == ("unclear", True), found.evidence
+    assert (found.outcome, words in found.evidence) == ("inconclusive", True), found.evidence
 
 
 def test_truncated_json_is_asked_for_again(run):
@@ -189,7 +189,7 @@ def test_texts_alone(run):
     same = run("no-ids", "no-logprobs", names=["greedy"], against=["no-ids", "no-logprobs"])["greedy"]
     assert (same.outcome, same.figures["unit"]) == ("passed", "character")
     apart = run("no-ids", "no-logprobs", "wrong", names=["greedy"], against=["no-ids", "no-logprobs"])["greedy"]
-    assert apart.outcome == "unclear"
+    assert apart.outcome == "inconclusive"
     assert "without log-probabilities it is unknown whether at a near-tie" in apart.evidence
 
 
@@ -219,13 +219,13 @@ def test_cache_hits_by_the_counter(run):
 def test_a_strict_engine(run):
     """One that refuses fields beyond OpenAI's is asked without them."""
     found = outcomes(run("strict", names=["greedy", "logprobs", "stop-strings", "replay"], alone=True))
-    assert found == {"greedy": "passed", "logprobs": "passed", "stop-strings": "passed", "replay": "unclear"}
+    assert found == {"greedy": "passed", "logprobs": "passed", "stop-strings": "passed", "replay": "inconclusive"}
 
 
 def test_without_a_chat_template(run):
     """A base model: JSON is asked for by completions; tools need chat."""
     found = outcomes(run("no-chat", names=["json-schema", "tool-calls"], alone=True))
-    assert found == {"json-schema": "passed", "tool-calls": "unclear"}
+    assert found == {"json-schema": "passed", "tool-calls": "inconclusive"}
     assert run("no-chat", "misfit", names=["json-schema"], alone=True)["json-schema"].outcome == "failed"
 
 
@@ -233,7 +233,7 @@ def test_certain_text_has_no_power(run):
     """A test that could not have failed must not pass."""
     settings = VerifySettings(max_tokens=8, samples=8, sampled_prompts=1, sampled_tokens=2, context=600)
     found = run(names=["sampled-law", "sampled-own"], settings=settings)
-    assert outcomes(found) == {"sampled-law": "unclear", "sampled-own": "unclear"}
+    assert outcomes(found) == {"sampled-law": "inconclusive", "sampled-own": "inconclusive"}
     assert "power 0." in found["sampled-law"].evidence
 
 
@@ -244,7 +244,7 @@ def test_requests_run_out(run):
     assert found["greedy"].outcome == "passed"
     assert "not finished: the limit of 32 requests is used up" in found["replay"].evidence
     assert "not run: " in found["mtp-on"].evidence
-    assert set(outcomes(found).values()) == {"passed", "unclear"}
+    assert set(outcomes(found).values()) == {"passed", "inconclusive"}
 
 
 def test_usage(engine):
@@ -294,6 +294,15 @@ def test_command_finds(nextn, engine):
     assert code == 1
     assert "findings  toy" in out
     assert "to do  " in out
+
+
+def test_strict_command_fails_on_an_inconclusive_check(nextn, engine):
+    """sampled-law needs a second endpoint."""
+    args = (engine().url, "--check", "max-tokens", "--check", "sampled-law")
+    code, out, _ = nextn(*args, "--strict", "--json")
+    assert (code, [check["outcome"] for check in json.loads(out)["checks"]]) == (1, ["passed", "inconclusive"])
+    assert nextn(*args)[0] == 0
+    assert nextn(*args[:3], "--strict")[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The built-in prompts, and files of the user's."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -32,16 +33,34 @@ def test_jsonl_holds_text_or_tokens(tmp_path):
     assert read_prompts(path) == [Prompt("a", "x"), Prompt((3, 1), "y"), Prompt("b", "own")]
 
 
+def test_records_of_training_data_are_prompts(tmp_path):
+    """The columns that `nextn answer` takes; the answer of a conversation is no part of its prompt."""
+    turns = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
+    records = [{"text": "a"}, {"prompt": "b", "text": "x"}, {"messages": turns, "prompt": "x"}]
+    path = tmp_path / "mine.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    assert [prompt.text for prompt in read_prompts(path)] == ["a", "b", "c"]
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"prompt": None, "text": "a"}, {"prompt": "b", "text": "x"}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "mine.parquet")
+    assert [prompt.text for prompt in read_prompts(tmp_path / "mine.parquet")] == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
+        ("a.jsonl", '{"messages": [{"role": "system", "content": "x"}]}', "a.jsonl:1: expected .* one user message"),
+        ("a.jsonl", '{"messages": "x"}', "a.jsonl:1: expected .* one user message"),
+        ("a.jsonl", '{"messages": [{"role": "user"}]}', "a.jsonl:1: expected"),
+        ("a.parquet", "x", "not a readable parquet file"),
         ("a.jsonl", '{"prompt": "x"}\n{"prompt": ""}', "a.jsonl:2: expected"),
         ("a.jsonl", '{"prompt": [1, true]}', "a.jsonl:1: expected"),
-        ("a.jsonl", '["x"]', "a.jsonl:1: expected"),
+        ("a.jsonl", '["x"]', "a.jsonl:1: a JSON list"),
         ("a.jsonl", "{", "a.jsonl:1: not JSON"),
         ("a.txt", "\n \n", "holds no prompt"),
-        ("a.csv", "x", "prompts come from a .txt"),
-        ("a.txt", "\udcff", "cannot be read as UTF-8"),
+        ("a.csv", "x", "prompts come from a .txt file"),
+        ("a.txt", "\udcff", "not UTF-8 text"),
     ],
 )
 def test_errors_name_the_line(tmp_path, name, text, words):

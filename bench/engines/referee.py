@@ -172,7 +172,7 @@ class Ours:
 
 
 def _count_rounds(scored: ScoredText, k: int, tokens: int, *, overruns: bool) -> Counters:
-    """Count the rounds of decoding a text of so many tokens; `overruns`: the last ones are verified in full."""
+    """Count the rounds of decoding a text of this many tokens; `overruns`: the last ones are verified in full."""
     given = scored.survivals["greedy"].given
     rounds, per_position, start = 0, [0] * k, 0
     while start + 2 < tokens or (overruns and start + 1 < tokens):

@@ -21,7 +21,7 @@ class Deadline(float):
 
     Args:
         seconds: For the whole exchange, and for one read. Must be above 0.
-        rate: Bytes; for each so many received, the exchange may take one second more. Infinite by default.
+        rate: Bytes; each time this many are received, the exchange may take one second more. Infinite by default.
     """
 
     _ends: float

@@ -221,7 +221,7 @@ def decode_model(
 
 @contextmanager
 def _torch_threads(count: int) -> Iterator[None]:
-    """Use so many threads in torch. More than one are no faster at this size, and far slower on a busy machine."""
+    """Use this many threads in torch. More than one are no faster at this size, and far slower on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

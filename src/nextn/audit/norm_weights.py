@@ -25,7 +25,7 @@ Side = Literal["head", "trunk", "both"]
 #    that the shift would have left near 1, where training starts anyway, make a suspicion and no proof.
 NEGATIVE, SOME_NEGATIVE = 0.2, 0.05  # shares of negative weights; a trained norm has none, or a few
 FIT, BETTER, SUSPICIOUS = 1.0, 0.4, 1.0  # nats: distance with the shift undone; how much smaller it is than as stored
-ENOUGH, NORMS = 1.8, 3  # certain: better by this in sum, over at least so many norms
+ENOUGH, NORMS = 1.8, 3  # certain: better by this in sum, over at least this many norms
 START = 0.35  # weights this close to 1 are where training starts
 MIN_SIZE = 8  # a shorter norm has no meaningful quantiles
 

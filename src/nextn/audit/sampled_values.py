@@ -19,7 +19,7 @@ from nextn.checkpoint.stored_format import split_name
 MAX_NORM_BYTES = 256 * 1024  # no norm is larger
 SAMPLE_BYTES = 4096  # of each matrix
 HEAD_NORMS, HEAD_MATRICES, TRUNK_MATRICES = 40, 48, 16  # tensors to read at most
-LAYERS_PER_NORM, LAST_LAYERS = 4, 16  # trunk layers to read for each kind of norm, among the last so many
+LAYERS_PER_NORM, LAST_LAYERS = 4, 16  # trunk layers to read for each kind of norm, among this many last ones
 # Norms of something other than one hidden state: their weights cross 0 in published checkpoints (mlx-vlm#2041).
 _OTHER_NORMS = ("hyper_connection", "hc_", "indexer", "linear_attn", "mamba", "mixer")
 

@@ -139,7 +139,7 @@ def _elsewhere(head: HeadStructure) -> Iterator[Finding]:
             f"model.layers.{actual}",
             f"The head's first module is stored as layer {actual}; with {expected} trunk layers, engines look for "
             f"it as layer {expected}.",
-            f"num_hidden_layers = {actual}, if the trunk has so many layers; else the head as model.layers.{expected}.",
+            f"num_hidden_layers = {actual}, if the trunk has that many; else the head as model.layers.{expected}.",
             f"Set num_hidden_layers to {actual} in {CONFIG}." if contiguous else restore(inventory),
         )
     families, names = head.other_layout

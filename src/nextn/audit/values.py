@@ -265,7 +265,8 @@ def head_stale(inventory: Inventory) -> Iterator[Finding]:
         )  # fmt: skip
     elif record.trained_with not in ("", record.beside):
         yield Finding(
-            "head-stale", "note", RECORD, "The head was trained with another trunk: acceptance may be lower.",
+            "head-stale", "note", RECORD,
+            "The trunk's values differ from those that the head was trained on: acceptance may be lower.",
             f"The trunk with fingerprint {record.trained_with[:12]}.", retrain,
         )  # fmt: skip
     if _is_small(inventory) and head_fingerprint(inventory) != record.head:

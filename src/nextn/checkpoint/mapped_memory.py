@@ -38,7 +38,7 @@ def return_freed_memory() -> None:
 
 
 def slices_released_after_use(matrix: Tensor, num_rows: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield a matrix in slices of so many rows, each with its first row's index; release each one after its use."""
+    """Yield a matrix in slices of this many rows, each with its first row's index; release each one after its use."""
     for start in range(0, len(matrix), num_rows):
         rows = matrix[start : start + num_rows]
         yield start, rows

@@ -18,7 +18,7 @@ from nextn.errors import CheckpointError
 from nextn.families import Family
 
 RECORD = "nextn.json"
-# The trunk's samples: so many layers, evenly spaced, and so many weights of each.
+# The trunk's samples: this many layers, evenly spaced, and this many weights of each.
 _LAYERS, _WEIGHTS = 8, 16
 
 T = TypeVar("T")

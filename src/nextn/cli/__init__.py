@@ -31,7 +31,7 @@ from nextn.errors import NextnError
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Multi-Token Prediction: train heads, decode with them losslessly, and find out why one does not work.",
+    help="Multi-Token Prediction: train heads, decode with them losslessly, and find out why drafts are rejected.",
     epilog=f"Documentation: {docs_page('index')}",
 )
 # Command -> its page of the documentation, by panel of the help.

@@ -41,7 +41,8 @@ def audit(
     family: Annotated[str | None, typer.Option(help="Family to audit by, instead of the config's model_type.")] = None,
     ignore: Annotated[list[str] | None, typer.Option(help="Rule to skip; repeatable.")] = None,
     sample: Annotated[
-        bool, typer.Option("--sample", help="Read samples of a local head's values, as of a hub id; default: all.")
+        bool,
+        typer.Option("--sample", help="Read only samples of a local head's values, as for a hub id. Default: all."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -50,7 +50,8 @@ ModelName = Annotated[
 Prompts = Annotated[
     Path | None,
     typer.Option(
-        help='File of prompts: .txt (separated by blank lines) or .jsonl ({"prompt": ...}). Default: a built-in set.'
+        help='File of prompts: .txt (separated by blank lines), or .jsonl or .parquet with "prompt", "text" or '
+        '"messages". Default: a built-in set.'
     ),
 ]
 Temperatures = Annotated[str, typer.Option(help="Comma-separated temperatures; 0 = greedy.")]
@@ -85,7 +86,11 @@ WeightType = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps, xpu, or one of several such as cuda:1.")]
 ExactHead = Annotated[
-    bool, typer.Option("--exact-head", help="Never reduce the head's weights to seven bits for faster drafting.")
+    bool,
+    typer.Option(
+        "--exact-head",
+        help="Draft with bf16 weights. Default: 7-bit weights if it is bf16 and the CPU has AVX512-BF16 but no AMX.",
+    ),
 ]
 KeyEnv = Annotated[str | None, typer.Option(help="Environment variable with the API key. Default: OPENAI_API_KEY.")]
 _SERVED = "With a served copy of the model"

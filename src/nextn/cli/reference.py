@@ -386,7 +386,7 @@ def _where(temperature: float, prompts: "tuple[int, ...] | None", *, several: bo
 
 def _odds(cause: "Cause") -> str:
     """The likelihood relative to the likeliest cause."""
-    return "1" if cause.ratio == 1 else f"1/{1 / cause.ratio:.3g}" if cause.ratio > 1e-30 else "0"
+    return "1" if cause.ratio == 1 else f"1/{1 / cause.ratio:.3g}" if cause.ratio >= 1e-6 else "<1e-6"
 
 
 def _fit(cause: "Cause") -> str:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from nextn.engines.client import Budget
     from nextn.verify import CheckResult, VerifyReport
 
-_STYLES = {"passed": "bold green", "failed": "bold red", "unclear": "yellow"}
-_WORDS = {"passed": "passed", "failed": "failed", "unclear": "inconclusive"}
+_STYLES = {"passed": "bold green", "failed": "bold red", "inconclusive": "yellow"}
 
 
 def verify(
@@ -45,6 +44,9 @@ def verify(
     timeout: Annotated[float, typer.Option(help="Seconds per request.")] = 120,
     key_env: KeyEnv = None,
     seed: int = 0,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit with 1 also if a check is inconclusive (for CI).")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check that a server's output is the same with MTP on and off: greedy, sampled, cached, JSON, tools, stops."""
@@ -76,7 +78,8 @@ def verify(
         print_json(report.as_record())
     else:
         _show(report)
-    raise typer.Exit(1 if report.failed else 0 if is_complete else 130)
+    has_findings = report.failed or (strict and report.has_inconclusive)
+    raise typer.Exit(1 if has_findings else 0 if is_complete else 130)
 
 
 @contextmanager
@@ -111,7 +114,7 @@ def _table(report: "VerifyReport") -> "Table":
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for check in report.checks:
-        table.add_row(plain(_WORDS[check.outcome], style=_STYLES[check.outcome]), plain(check.name), _evidence(check))
+        table.add_row(plain(check.outcome, style=_STYLES[check.outcome]), plain(check.name), _evidence(check))
     return table
 
 
@@ -122,7 +125,7 @@ def _evidence(check: "CheckResult") -> "Text":
 
 def _summary(report: "VerifyReport") -> "Text":
     counts = {outcome: sum(check.outcome == outcome for check in report.checks) for outcome in _STYLES}
-    total = ", ".join(f"{number} {_WORDS[outcome]}" for outcome, number in counts.items() if number)
+    total = ", ".join(f"{number} {outcome}" for outcome, number in counts.items() if number)
     text = plain("findings" if report.failed else "no findings", style=_STYLES["failed" if report.failed else "passed"])
     against = f" against {shown(report.against)}" if report.against else ""
     where = f"{shown(report.model)} at {shown(report.url)}{against}"

@@ -18,7 +18,7 @@ from nextn.errors import ConfigError
 
 # Accepted drafts that rounding may add or remove: a share of those expected, and the least number of them.
 _TOLERANCE, _MIN_TOLERANCE = 0.03, 2
-# Within the tolerance a fault is named if its counts are so many times nearer than the right ones.
+# Within the tolerance a fault is named if its counts are this many times nearer than the right ones.
 _MIN_RATIO = 4
 # The fact of a family that an engine's convention changes -> the clause that it is about.
 _FACTS = {"embedded": "C2", "hidden": "C3", "position0": "C4", "next_hidden": "C7", "order": "C11"}

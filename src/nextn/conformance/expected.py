@@ -39,7 +39,7 @@ from nextn.settings import Contract, Sampling, Settings
 from nextn.stats.intervals import proportion
 
 MAX_K = 4  # the largest number of draft tokens per round
-# A round that begins before the last token drafts beyond it: so many more tokens are decoded.
+# A round that begins before the last token drafts beyond it: this many more tokens are decoded.
 _EXTRA_TOKENS = MAX_K + 1
 TIE = 0.25  # nats between the two likeliest tokens up to which rounding may choose either
 # Canaries are certain of their text: at temperature 1 the shares of first drafts that the rules accept differ by 0 to 8

@@ -71,7 +71,7 @@ class RecordReader:
             while messages and messages[-1].get("role") == "assistant":
                 messages.pop()
             return self._render(messages, record, location, add_generation_prompt=True)[0]
-        value = record.get("prompt", record.get("text"))
+        value = prompt_column(record)
         if isinstance(value, str):
             if chat:
                 message: dict[str, object] = {"role": "user", "content": value}
@@ -170,6 +170,12 @@ class RecordReader:
         if not isinstance(value, str):
             raise ConfigError(f'{location}: "{name}" is {_shown(value)}; expected text')
         return np.asarray(self._encode([value])[0], np.int64)
+
+
+def prompt_column(record: Record) -> object:
+    """Return the record's `prompt`, or without one its `text`; columns of parquet files may be null."""
+    prompt = record.get("prompt")
+    return record.get("text") if prompt is None else prompt
 
 
 def _columns(record: Record) -> str:

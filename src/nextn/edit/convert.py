@@ -138,7 +138,7 @@ def _distance(head: Inventory, inventory: Inventory, layout: Family) -> tuple[in
 
 
 def _read_as(family: Family, inventory: Inventory) -> Inventory | None:
-    """Read the tensors that are not the trunk's as those of `family`; None if it cannot have so many modules."""
+    """Read the tensors that are not the trunk's as those of `family`; None if it cannot have this many modules."""
     trunk = {info.name for layer in inventory.layers.values() for info in layer.values()} | set(
         inventory.shared.values()
     )

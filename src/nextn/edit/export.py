@@ -24,7 +24,7 @@ ENGINES = {
     "vllm": "vLLM 0.32.0", "sglang": "SGLang 0.5.23", "transformers": "transformers 5.23",
     "llama.cpp": "llama.cpp 0c1e57098",
 }  # fmt: skip
-_TESTED = ("vllm", "llama.cpp")
+_RUN_BY = {"vllm": "its Python interface", "llama.cpp": "llama-server"}  # of two-layer models, on CPUs
 _NO_PAIR = (
     "llama.cpp would run it beside the trunk with bad drafts and no error: its graphs of models without a head hand "
     "over no hidden state, and llama-context.cpp:1622 skips the copy"
@@ -184,7 +184,10 @@ def _llamacpp(path: str, k: int) -> tuple[str, ...]:
 
 
 def _notes(trunk: Inventory, engine: str) -> Iterator[str]:
-    yield f"{ENGINES[engine]}: {'tested' if engine in _TESTED else 'its code was read, it was not run'}."
+    if engine in _RUN_BY:
+        yield f"{ENGINES[engine]}: run with two-layer models by {_RUN_BY[engine]} on a CPU; not this model, and no GPU."
+    else:
+        yield f"{ENGINES[engine]}: its code was read, it was not run."
     if engine == "llama.cpp":
         yield "The file holds trunk and head, in the layout of an architecture whose graph computes the same trunk."
         return

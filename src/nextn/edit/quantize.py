@@ -60,7 +60,7 @@ class Rounding:
         return cls(bits, group_size if bits == 4 else None)
 
     def fits(self, columns: int) -> bool:
-        """Whether rows of so many values divide into groups and into words of 32 bits."""
+        """Whether rows of this many values divide into groups and into words of 32 bits."""
         return columns % (self.group_size or 1) == 0 and columns * self.bits % 32 == 0
 
     def scheme(self, targets: Sequence[str]) -> Section:

@@ -23,7 +23,7 @@ from nextn.settings import Settings
 from nextn.speculative.draft_vocabulary import DraftVocabulary, by_frequency
 from nextn.stats.speedup import Costs, Spread, best_k, expected_speedup
 
-_HELD_OUT = 8  # one part in so many of the text is continued, and not counted
+_HELD_OUT = 8  # one of this many parts of the text is continued, and not counted
 _NUM_PROMPTS, _PROMPT, _NEW = 8, 32, 64  # tokens of each prompt and of its continuation
 _SMALLEST = 256
 _MIN_GAIN = 1.02  # a smaller vocabulary must promise this much more than the whole one

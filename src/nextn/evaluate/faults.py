@@ -156,7 +156,8 @@ FAULTS: tuple[Fault, ...] = (
         advice="sort the MTP layers by layer number, not alphabetically",
     ),
     Fault(
-        "own-output-lost", "the trunk's lm_head in place of the head's own", "97 % down to 4 % where the two differ",
+        "own-output-lost", "the trunk's lm_head in place of the head's own",
+        "fell from 97 % to 4 % where the two differ",
         ("vllm-project/vllm#38493",), variant_keys=("own:output",),
         advice="load the head's own lm_head; do not tie it to the trunk's",
     ),

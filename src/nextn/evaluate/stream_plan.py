@@ -57,7 +57,7 @@ class StreamEstimate:
 
     @classmethod
     def of(cls, trunk: StreamedTrunk, num_tokens: int) -> "StreamEstimate":
-        """Measure this machine's rates, which takes a tenth of a second, for a pass over so many tokens."""
+        """Measure this machine's rates, which takes a tenth of a second, for a pass over this many tokens."""
         flops = 2 * step_bytes(trunk) / trunk.dtype.itemsize * num_tokens
         return cls(trunk.num_bytes, flops, _read_rate(trunk), _flop_rate(trunk.dtype, trunk.device))
 

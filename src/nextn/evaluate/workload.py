@@ -1,19 +1,21 @@
 """Prompts to measure a model on, grouped by domain: the built-in ones or a user's file."""
 
-import json
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from nextn.data.sources import HEADER_KEY
+from nextn.data.corpus import read_text
+from nextn.data.records import Record, prompt_column
+from nextn.data.sources import read_records
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
     from nextn.model.model import Model
 
 _BUILT_IN = Path(__file__).with_name("workload.jsonl")
-_FORMATS = '.txt (prompts between blank lines) or .jsonl ({"prompt": text or token ids, "domain": name} per line)'
+_COLUMNS = '"prompt" (text or token ids), "text" or "messages"'
+_FORMATS = f"a .txt file (prompts between blank lines), or .jsonl or .parquet records with {_COLUMNS}"
 
 
 @dataclass(frozen=True)
@@ -36,24 +38,19 @@ class Prompt:
 
 
 def read_prompts(path: Path | None = None) -> list[Prompt]:
-    """Read the prompts of a .txt or .jsonl file, or the built-in ones. Raises ConfigError with the invalid line."""
+    """Read the prompts of a .txt, .jsonl or .parquet file, or the built-in ones.
+
+    Raises ConfigError with the invalid line.
+    """
     path = path or _BUILT_IN
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
-    if path.suffix == ".jsonl":
-        lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
-        records = [_read_record(line, f"{path}:{number}") for number, line in lines]
-        if records and HEADER_KEY in records[0]:  # a file of self-generated data, which also holds prompts
-            lines, records = lines[1:], records[1:]
-        prompts = [
-            _to_prompt(record, f"{path}:{number}", line) for record, (number, line) in zip(records, lines, strict=True)
-        ]
-    elif path.suffix == ".txt":
-        prompts = [Prompt(part.strip("\n"), path.stem) for part in _paragraphs(text)]
+    if path.suffix == ".txt":
+        prompts = [Prompt(part.strip("\n"), path.stem) for part in _paragraphs(read_text(path))]
+    elif path.suffix in (".jsonl", ".parquet"):
+        if not path.is_file():
+            raise ConfigError(f"{path}: no such file; expected {_FORMATS}")
+        prompts = [_to_prompt(record, location) for location, record in read_records(path)]
     else:
-        raise ConfigError(f"{path}: prompts come from a {_FORMATS} file")
+        raise ConfigError(f"{path}: prompts come from {_FORMATS}")
     if not prompts:
         raise ConfigError(f"{path}: holds no prompt; expected {_FORMATS}")
     return prompts
@@ -69,20 +66,27 @@ def _paragraphs(text: str) -> list[str]:
     return ["\n".join(lines) for lines in parts if lines]
 
 
-def _read_record(line: str, location: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{location}: not JSON: {error}") from error
-    return record if isinstance(record, dict) else {}
+def _to_prompt(record: Record, location: str) -> Prompt:
+    messages = record.get("messages")
+    prompt = prompt_column(record) if messages is None else _user_message(messages, location)
+    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        prompt = tuple(prompt)
+    if not prompt or not isinstance(prompt, str | tuple):
+        raise ConfigError(f"{location}: expected {_COLUMNS}, found {str(dict(record))[:80]}")
+    return Prompt(prompt, str(record.get("domain", "own")))
 
 
-def _to_prompt(record: dict[str, Any], location: str, line: str) -> Prompt:
-    prompt = record.get("prompt")
-    is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
-    if not prompt or not (isinstance(prompt, str) or is_ids):
-        raise ConfigError(f'{location}: expected {{"prompt": text or token ids, "domain": name}}, found {line[:80]}')
-    return Prompt(prompt if isinstance(prompt, str) else tuple(prompt), str(record.get("domain", "own")))
+def _user_message(messages: object, location: str) -> object:
+    """The text of a conversation of one user message, which the chat template is applied to later."""
+    turns = [*messages] if isinstance(messages, list) and all(isinstance(each, dict) for each in messages) else []
+    while turns and turns[-1].get("role") == "assistant":
+        turns.pop()
+    if [turn.get("role") for turn in turns] != ["user"]:
+        raise ConfigError(
+            f'{location}: expected "messages" of one user message and its answer; `nextn answer` reads longer '
+            "conversations, and `nextn measure --texts` its answers to them"
+        )
+    return turns[0].get("content")
 
 
 def by_domain(prompts: Sequence[Prompt]) -> dict[str, list[int]]:

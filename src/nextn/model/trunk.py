@@ -66,7 +66,7 @@ class Trunk(nn.Module):
         super().__init__()
         self.model = model
         self.stage = stage
-        # One of `WEIGHTS`: with "int8" or "int4", the native backend decodes with weights of so many bits.
+        # One of `WEIGHTS`: with "int8" or "int4", the native backend decodes with weights of that many bits.
         self.weights = "stored"
         if not hasattr(model.get_decoder(), "layers"):
             raise FamilyError(

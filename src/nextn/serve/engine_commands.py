@@ -79,7 +79,10 @@ def engine_commands(
         raise ConfigError(f"K = {k}: above the {modules} MTP layers of this head, vLLM needs a multiple of {modules}")
     make = {"vllm": _vllm, "sglang": _sglang, "llama.cpp": _llamacpp}[engine]
     pinned = ("--revision", revision) if revision is not None else ()
-    notes = [f"Flags as of {NAMES[engine]} {VERSIONS[engine]}.", *_notes(inventory, support, engine, k)]
+    notes = [
+        f"Flags as of {NAMES[engine]} {VERSIONS[engine]}, read in its code; not run with this model.",
+        *_notes(inventory, support, engine, k),
+    ]
     return EngineCommands(engine, make(inventory, k, pinned), tuple(notes))
 
 

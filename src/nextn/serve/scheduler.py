@@ -69,7 +69,7 @@ class Scheduler:
         with torch.inference_mode(), backend.trunk.pass_context():
             self.prefix_cache = PrefixCache.of(backend, limits.prefix_bytes)
         largest = backend.trunk.max_block_size or CHUNKS[0]
-        self._chunk_s = {size: 0.0 for size in CHUNKS if size <= largest}  # seconds of a pass over so many positions
+        self._chunk_s = {size: 0.0 for size in CHUNKS if size <= largest}  # seconds of a pass over this many positions
 
     @property
     def num_running(self) -> int:
@@ -207,7 +207,7 @@ class Scheduler:
         return TokenSampler.is_argmax(sequence.request), k, self.limits.adaptive and wanted is None and k > 0
 
     def _length(self, group: _Group, num_sequences: int) -> DraftLength:
-        """The policy of a group: K, or where it may be less, what was best with about so many sequences."""
+        """The policy of a group: K, or where it may be less, what was best with about this many sequences."""
         _, k, is_adaptive = group
         if not is_adaptive:
             return FixedLength(k)

@@ -26,7 +26,7 @@ class TrainConfig:
 
     Attributes:
         steps: Optimizer steps.
-        minutes: Time budget: training ends after so many minutes of steps, and its schedules follow the share of them
+        minutes: Time budget: training ends after this many minutes of steps, and its schedules follow the share of them
             that is used; `steps` is then ignored. 0 = none.
         batch_size: Rows of a step, over all processes.
         length: Tokens of a row.
@@ -165,7 +165,7 @@ class HeadConfig(TrainConfig):
         kv: The keys that depths beyond the last module attend to: `own`, each depth's own (cheap), or `decode`, those
             that decoding gives them.
         eval_depths: K of the held-out acceptance, 0 = depths.
-        patience: Stop after so many consecutive evaluations without a better held-out acceptance length, 0 = never.
+        patience: Stop after this many consecutive evaluations without a better held-out acceptance length, 0 = never.
     """
 
     batch_size: int = 8

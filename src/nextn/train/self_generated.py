@@ -111,7 +111,7 @@ class AnswerProgress:
     tokens_per_s: float = 0.0  # of the last batch, 0 for answers read from an existing file
 
     def plus(self, answers: Sequence[GeneratedAnswer], seconds: float = 0.0) -> "AnswerProgress":
-        """Return the progress after more answers, which took so many seconds (0 = read from the file)."""
+        """Return the progress after more answers, which took this many seconds (0 = read from the file)."""
         new = sum(len(answer.tokens) for answer in answers)
         return AnswerProgress(
             self.total,

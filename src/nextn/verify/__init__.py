@@ -48,6 +48,10 @@ class VerifyReport:
     def failed(self) -> bool:
         return any(check.outcome == "failed" for check in self.checks)
 
+    @property
+    def has_inconclusive(self) -> bool:
+        return any(check.outcome == "inconclusive" for check in self.checks)
+
     def as_record(self) -> dict[str, object]:
         record = asdict(self)
         return record | {"whole": record.pop("is_complete"), "failed": self.failed}
@@ -86,10 +90,14 @@ def verify(
     for name in names or CHECKS:
         on_check(name)
         try:
-            yield CHECKS[name](session) if exhausted is None else CheckResult(name, "unclear", f"not run: {exhausted}")
+            yield (
+                CHECKS[name](session)
+                if exhausted is None
+                else CheckResult(name, "inconclusive", f"not run: {exhausted}")
+            )
         except BudgetError as error:
             exhausted = error
-            yield CheckResult(name, "unclear", f"not finished: {exhausted}")
+            yield CheckResult(name, "inconclusive", f"not finished: {exhausted}")
         except EngineError as error:
             yield _engine_error(name, error)
         counter_checks.add_readings(session)
@@ -97,5 +105,5 @@ def verify(
 
 def _engine_error(name: str, error: EngineError) -> CheckResult:
     if is_refusal(error) or error.status in (401, 403, 429, 503):
-        return CheckResult(name, "unclear", f"the engine refuses: {error}")
+        return CheckResult(name, "inconclusive", f"the engine refuses: {error}")
     return CheckResult(name, "failed", f"the engine failed: {error}", "see the engine's log at that time")

@@ -41,7 +41,7 @@ def prefix_cache(session: VerifySession) -> CheckResult:
     if check.outcome == "passed" and not sum(known):
         no_hit = "the prefix cache was never hit, so this run proves nothing"
         evidence = no_hit if known else f"{hits}; texts are the same"
-        return replace(check, outcome="unclear", evidence=evidence, advice=_NO_HIT)
+        return replace(check, outcome="inconclusive", evidence=evidence, advice=_NO_HIT)
     return check
 
 

@@ -22,7 +22,7 @@ def logprobs(session: VerifySession) -> CheckResult:
     """Check that each token is listed with its log-probability and is the likeliest, and that MTP on and off agree."""
     settings, target = session.settings, session.target
     if not target.capabilities.logprobs:
-        return CheckResult("logprobs", "unclear", "the engine returns no log-probabilities")
+        return CheckResult("logprobs", "inconclusive", "the engine returns no log-probabilities")
     answers = session.greedy(target)
     wrong = _faults(answers, settings.tie_gap)
     num = sum(len(answer.tokens) for answer in answers)
@@ -109,7 +109,7 @@ def mtp_on(session: VerifySession) -> CheckResult:
     add_readings(session)
     counters = _run_counters(session, session.target)
     if isinstance(counters, str):
-        return CheckResult("mtp-on", "unclear", counters, "make the engine expose its counters, or read its log")
+        return CheckResult("mtp-on", "inconclusive", counters, "make the engine expose its counters, or read its log")
     figures: dict[str, object] = {"target": counters.as_record()}
     if not counters.has_drafts:
         return CheckResult("mtp-on", "failed", f"{counters.engine}: nothing was drafted in this run", _OFF, figures)

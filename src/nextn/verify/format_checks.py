@@ -83,7 +83,9 @@ def stop_strings(session: VerifySession) -> CheckResult:
     if wrong:
         return CheckResult("stop-strings", "failed", "; ".join(wrong[:4]), _ROUNDS)
     if tried == inconclusive:
-        return CheckResult("stop-strings", "unclear", "no greedy text could be reproduced, or all are too short", "")
+        return CheckResult(
+            "stop-strings", "inconclusive", "no greedy text could be reproduced, or all are too short", ""
+        )
     return CheckResult(
         "stop-strings", "passed", f"{counted(tried - inconclusive, 'text')} ended right before the stop string"
     )
@@ -137,19 +139,19 @@ def _constrained(session: VerifySession, name: str, requests: list[EngineRequest
     except EngineError as error:
         if not is_refusal(error):
             raise
-        return CheckResult(name, "unclear", f"not supported: {error}", "")
+        return CheckResult(name, "inconclusive", f"not supported: {error}", "")
     complete = [fault for fault in faults if fault is not None]
     num_truncated, wrong = faults.count(None), [fault for fault in complete if fault]
     evidence = f"{len(complete) - len(wrong)} of {len(complete)} valid"
     evidence += f", {num_truncated} truncated by max_tokens" if num_truncated else ""
     if not complete:
         limit = requests[0].max_tokens
-        return CheckResult(name, "unclear", f"all {num_truncated} answers were truncated at {limit} tokens")
+        return CheckResult(name, "inconclusive", f"all {num_truncated} answers were truncated at {limit} tokens")
     if not wrong:
         return CheckResult(name, "passed", evidence)
     evidence += f": {'; '.join(dict.fromkeys(wrong[:3]))}"
     if len(wrong) == len(complete) and all(fault == _IGNORED for fault in wrong):
-        return CheckResult(name, "unclear", f"{evidence}: the engine ignores the request", "")
+        return CheckResult(name, "inconclusive", f"{evidence}: the engine ignores the request", "")
     reference = _reference(session, requests, fault_of)
     advice = f"{reference}; roll the grammar state back with rejected drafts" if reference else _ROUNDS
     return CheckResult(name, "failed", evidence, advice)

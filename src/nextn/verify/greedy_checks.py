@@ -51,7 +51,7 @@ def replay(session: VerifySession) -> CheckResult:
             drift = max(drift, _drift(answer, position, replayed))
     if not pairs:
         needs = "it needs token ids in answers and prompts (vLLM, llama.cpp), without --chat"
-        return CheckResult("replay", "unclear", f"the engine returns no token ids: {needs}")
+        return CheckResult("replay", "inconclusive", f"the engine returns no token ids: {needs}")
     subject = f"{counted(len(pairs), 'decoded token')} against the first token of a new prompt that ends there"
     agreement = compare_answers(pairs, tie_gap=gap)
     located = [(fault, *origins[fault.prompt]) for fault in agreement.faults]

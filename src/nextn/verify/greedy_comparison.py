@@ -67,7 +67,7 @@ class Agreement:
         if self.faults:
             details = "; ".join(fault.describe(self.unit) for fault in self.faults[:_MAX_SHOWN])
             evidence += f"; {len(self.faults)} differ beyond a near-tie: {details}"
-        outcome = "failed" if self.faults else "unclear" if self.unknown or not self.num else "passed"
+        outcome = "failed" if self.faults else "inconclusive" if self.unknown or not self.num else "passed"
         figures = {
             "texts": self.num,
             "identical": self.equal,

@@ -54,7 +54,7 @@ def sampled_distribution(session: VerifySession) -> CheckResult:
     settings = session.settings
     if session.against is None:
         return CheckResult(
-            "sampled-law", "unclear", "it needs a second endpoint: --against URL of the same model without MTP"
+            "sampled-law", "inconclusive", "it needs a second endpoint: --against URL of the same model without MTP"
         )
     level = settings.false_alarm / (3 * (_num_prompts(session) + 1))
     tests: list[_Test] = []
@@ -107,7 +107,7 @@ def _result(tests: Sequence[_Test], session: VerifySession, level: float) -> Che
     if power < 0.5:
         return CheckResult(
             "sampled-law",
-            "unclear",
+            "inconclusive",
             evidence,
             "use more --samples, or prompts with less certain continuations",
             figures,
@@ -130,7 +130,7 @@ def sampled_calibration(session: VerifySession) -> CheckResult:
     """
     settings = session.settings
     if not session.target.capabilities.logprobs:
-        return CheckResult("sampled-own", "unclear", "the engine returns no log-probabilities")
+        return CheckResult("sampled-own", "inconclusive", "the engine returns no log-probabilities")
     texts = [text for prompt in range(_num_prompts(session)) for text in _texts(session, session.target, prompt)]
     parts = {"first": [text.tokens[:1] for text in texts], "later": [text.tokens[1:] for text in texts]}
     level = settings.false_alarm / (len(parts) * len(_EVENTS))
@@ -144,10 +144,10 @@ def sampled_calibration(session: VerifySession) -> CheckResult:
     tested = {name: result for name, result in results.items() if result is not None}
     if not any(name.startswith("later") for name in tested):
         return CheckResult(
-            "sampled-own", "unclear", "the text is too certain: hardly any sample could have been another token"
+            "sampled-own", "inconclusive", "the text is too certain: hardly any sample could have been another token"
         )
     if any(not token.top_logprobs for text in texts for token in text.tokens):
-        return CheckResult("sampled-own", "unclear", "not all tokens come with log-probabilities", _NO_LOGPROBS)
+        return CheckResult("sampled-own", "inconclusive", "not all tokens come with log-probabilities", _NO_LOGPROBS)
     failures = holm([result.p for result in tested.values()], settings.false_alarm)
     evidence = "; ".join(
         f"{name} was sampled {result.seen} times in {result.num}, {result.expected:.0f} by its stated probability "

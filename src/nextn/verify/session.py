@@ -13,7 +13,7 @@ from nextn.engines.endpoint import Endpoint
 from nextn.errors import ConfigError, require_at_least
 from nextn.evaluate.workload import Prompt
 
-Outcome = Literal["passed", "failed", "unclear"]  # unclear: inconclusive
+Outcome = Literal["passed", "failed", "inconclusive"]
 NUM_LOGPROBS = 5  # of the likeliest tokens per position; OpenAI's completions give no more
 
 

@@ -41,7 +41,7 @@ class Int4Weight(NamedTuple):
 
 
 def group_size(k: int, groups: int) -> int:
-    """Return the size of the groups that K values have so many of. Raises ConfigError if no kernel supports it."""
+    """Return the group size if `k` values are in `groups` groups. Raises ConfigError if no kernel supports it."""
     # With few values, several sizes give one group: the smallest holds them all.
     for size in _GROUPS:
         if -(-k // size) == groups:

@@ -48,7 +48,7 @@ class LMHead:
         return HeadOutput(*(out[: len(flat)].unflatten(0, shape) for out in replay.outputs))
 
     def replay_for(self, num_states: int) -> tuple[Tensor, Replay]:
-        """Return a replay for at least so many states, and the tensor that it reads them from."""
+        """Return a replay for at least this many states, and the tensor that it reads them from."""
         size = next(size for size in BLOCK_SIZES if size >= num_states)
         if size not in self._by_size:
             states = torch.zeros(size, self._hidden_size, dtype=self._dtype)

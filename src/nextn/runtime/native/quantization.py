@@ -89,7 +89,7 @@ def pack_quantized(
 
     Args:
         weight: The weight.
-        take: Allocates so many bytes.
+        take: Allocates this many bytes.
         code_format: Format of the codes.
         runtime: What packs; by default torch, with the same bits.
     """
