@@ -77,9 +77,9 @@ class LlamaModel:
         self._rollback("verify")
         return best
 
-    def draft(self, num_tokens: int) -> list[int]:
+    def draft(self, k: int) -> list[int]:
         tokens, state = [0], np.ones((1, self.width), np.float32)
-        for _ in range(num_tokens):
+        for _ in range(k):
             tokens.append(int(self._decode("draft", tokens[-1:], state)[0].argmax()))
             state = np.ctypeslib.as_array(self.nextn_states(ctypes.c_void_p(self.contexts["draft"]), 0), state.shape)
         self._rollback("draft")

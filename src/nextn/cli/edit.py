@@ -52,7 +52,7 @@ def restore(
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="Folder, .safetensors file or hub id.")],
+    source: Annotated[str, typer.Argument(help="Folder, .safetensors file or hub id; or a .gguf file.")],
     out: Annotated[Path, typer.Argument(help="New folder for the result.")],
     to: Annotated[str | None, typer.Option(help="Family whose names the head gets. Default: the model's own.")] = None,
     now: Annotated[
@@ -66,6 +66,12 @@ def convert(
     norm_weights: Annotated[
         str | None, typer.Option(help="add-1 or subtract-1: shift the head's RMSNorm weights.")
     ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of a .gguf file: float32, float16 or bfloat16 for all weights, packed or not.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Of a .gguf file: a folder with its tokenizer, if nextn cannot read the file's.")
+    ] = None,
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
@@ -73,10 +79,19 @@ def convert(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a head between equivalent layouts and between files; dtypes and scales are kept bit for bit."""
+    """Convert a head between equivalent layouts and between files, bit for bit; or a GGUF file to a checkpoint."""
+    form = _form({"single-file": single_file, "side-file": side_file, "shards": shards})
+    if Path(source).suffix == ".gguf":
+        from nextn.edit.gguf_import import convert_gguf
+
+        _refuse_options(to=to, now=now, form=form, norm_weights=norm_weights)
+        read = partial(convert_gguf, Path(source), out, dtype=dtype, tokenizer=tokenizer)
+        _run(read, follow_links=follow_links, dry_run=dry_run, as_json=as_json)
+        return
+    if dtype is not None or tokenizer is not None:
+        raise ConfigError(f"{source}: --dtype and --tokenizer are for .gguf files; convert keeps both as they are")
     from nextn.edit.convert import convert as convert_head
 
-    form = _form({"single-file": single_file, "side-file": side_file, "shards": shards})
     checkpoint = _open(source, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
     edit = partial(convert_head, checkpoint, out, to=to, now=now, form=form, norm_weight=_shift(norm_weights))
     _run(edit, follow_links=follow_links, dry_run=dry_run, as_json=as_json)
@@ -230,6 +245,14 @@ def _form(flags: dict[str, bool]) -> "Form | None":
     if len(given) > 1:
         raise typer.BadParameter(f"--{given[0]} and --{given[1]} exclude each other")
     return given[0] if given else None  # type: ignore[return-value]  # the keys are the forms
+
+
+def _refuse_options(**given: object) -> None:
+    if any(value is not None for value in given.values()):
+        raise ConfigError(
+            "a .gguf file is converted to the model's own names, in indexed files: convert it first, then the folder "
+            "with --to, --from, --single-file, --side-file, --shards or --norm-weights"
+        )
 
 
 def _shift(name: str | None) -> "Shift | None":

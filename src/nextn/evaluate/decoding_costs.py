@@ -37,7 +37,7 @@ class TimedPasses(Protocol):
     def verify(self, num_positions: int) -> object:
         """Run the trunk over so many positions."""
 
-    def draft(self, num_tokens: int) -> object:
+    def draft(self, k: int) -> object:
         """Run a chain of draft steps."""
 
 
