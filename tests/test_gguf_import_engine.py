@@ -10,6 +10,8 @@ import sys
 import pytest
 import torch
 from engines import environments
+from engines.llama_library import LlamaModel
+from engines.starting import Starter
 from safetensors.torch import load_file
 from test_separate_head import build
 from tiny import build as build_with_head
@@ -87,3 +89,25 @@ def test_a_converted_file_is_the_checkpoint(name, tmp_path):
         torch.testing.assert_close(tensor, expected[each].float(), atol=tolerance, rtol=0, msg=each)
     for k in (0, 3) if name in HEADS else (0,):
         assert texts(tmp_path / "out", k) == texts(original, k)
+
+
+@pytest.mark.parametrize(("kind", "near"), [("F32", 1e-5), ("Q8_0", 2e-3), ("Q6_K", 2e-2), ("Q4_K_M", 1e-2)])
+def test_a_quantized_file_says_what_llama_cpp_says(kind, near, tmp_path):
+    """KL of its distributions against that of the next position's; llama.cpp rounds activations to eight bits."""
+    changes = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
+    model = build_with_head("glm4_moe", **{**WIDE, **changes}, initializer_range=0.1)
+    model.save(tmp_path / "original")
+    byte_tokenizer().save_pretrained(tmp_path / "original")
+    file = gguf(tmp_path / "original", tmp_path / "F32.gguf", "f32")
+    if kind != "F32":
+        file = Starter(ROOT, 1).quantized(file, tmp_path / "model.gguf", kind)
+    convert_gguf(file, tmp_path / "out")
+    text = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(0))
+    trunk = Model.load(tmp_path / "out", dtype=torch.float32).trunk
+    with torch.no_grad():
+        ours = trunk.logits(trunk(text[None]).final_hidden)[0].log_softmax(-1)
+    engine = LlamaModel(ROOT, file, threads=1, num_speculative_tokens=1)
+    theirs = engine.log_probs(text.tolist())
+    engine.close()
+    divergence, other = ((ours.exp() * (ours - each)).sum(-1).mean() for each in (theirs, theirs.roll(1, 0)))
+    assert divergence < near * other
