@@ -287,6 +287,8 @@ def test_the_tokenizer_is_the_one_that_was_written(split, tmp_path):
     ):
         assert again(text)["input_ids"] == bpe(text)["input_ids"], text
     assert again.eos_token == "<|eot|>"
+    spec = json.loads(again.backend_tokenizer.to_str())
+    assert spec["model"]["ignore_merges"] == (split in ("llama-bpe", "tekken"))
     assert again.chat_template == bpe.chat_template
 
 
@@ -332,6 +334,9 @@ REFUSED = {
         "rope_freqs.weight is not of Llama 3.1",
     ),
     "no number": ({EPSILON: float("nan")}, {}, "qwen3", CheckpointError, "rms_epsilon is nan, it must be a number"),
+    "a token": (
+        {"tokenizer.ggml.padding_token_id": "x"}, {}, "qwen3", CheckpointError, "padding_token_id is 'x', it must be"
+    ),
     "a pre-tokenizer": (
         {"tokenizer.ggml.pre": "viking"}, {}, "qwen3", ConfigError,
         "'gpt2' with the pre-tokenizer 'viking'; nextn reads llama, and gpt2 with gpt-2, smollm.*--tokenizer",
@@ -344,7 +349,7 @@ def test_one_error_and_nothing_written(fault, byte_folder, tmp_path):
     """It names the value and what would be read."""
     metadata, more, architecture, error, words = REFUSED[fault]
     made = {**qwen3(Type.Q8_0), **more}
-    tokenizer = None if "pre" in str(metadata) else byte_folder
+    tokenizer = None if "tokenizer." in str(metadata) else byte_folder
     if tokenizer is None:
         metadata = {**metadata, "tokenizer.ggml.model": "gpt2"}
     path = write(tmp_path / "model.gguf", architecture, QWEN3 | metadata, made, tokenizer)

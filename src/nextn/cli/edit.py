@@ -85,8 +85,9 @@ def convert(
         from nextn.edit.gguf_import import convert_gguf
 
         _refuse_options(to=to, now=now, form=form, norm_weights=norm_weights)
-        read = partial(convert_gguf, Path(source), out, dtype=dtype, tokenizer=tokenizer)
-        _run(read, follow_links=follow_links, dry_run=dry_run, as_json=as_json)
+        with _bytes_bar(quiet=as_json or dry_run) as on_bytes:
+            plan = convert_gguf(Path(source), out, dtype=dtype, tokenizer=tokenizer, dry_run=dry_run, on_bytes=on_bytes)
+        _report(plan, dry_run=dry_run, as_json=as_json)
         return
     if dtype is not None or tokenizer is not None:
         raise ConfigError(f"{source}: --dtype and --tokenizer are for .gguf files; convert keeps both as they are")
@@ -264,10 +265,14 @@ def _shift(name: str | None) -> "Shift | None":
 def _run(edit: "Callable[..., EditPlan]", *, follow_links: bool, dry_run: bool, as_json: bool) -> None:
     with _bytes_bar(quiet=as_json or dry_run) as on_bytes:
         plan = edit(follow_links=follow_links, dry_run=dry_run, on_bytes=on_bytes)
+    _report(plan, dry_run=dry_run, as_json=as_json)
+
+
+def _report(plan: "EditPlan", *, dry_run: bool, as_json: bool) -> None:
     if as_json:
         print_json(plan.as_record() | {"dry_run": dry_run})
-        return
-    _show(plan, dry_run=dry_run)
+    else:
+        _show(plan, dry_run=dry_run)
 
 
 def _show(plan: "EditPlan", *, dry_run: bool) -> None:

@@ -27,13 +27,17 @@ _NEAR = 1e-4  # of such quotients
 _MROPE = (11, 11, 10)  # the default of Qwen3.5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Change:
     """What makes a stored tensor the checkpoint's: rows or columns in another order, then a function of all values."""
 
     rows: Tensor | None = None
     columns: Tensor | None = None
     values: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def is_none(self) -> bool:
+        return self.rows is None and self.columns is None and self.values is None
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the result."""
@@ -160,7 +164,8 @@ def common_config(meta: Metadata) -> Config:
         )
     if meta.head_dim * meta.whole("attention.head_count") > _MOST_ROWS:
         raise CheckpointError(f"{meta.file.path}: more than {_MOST_ROWS} values in the heads of a layer")
-    special = {name: meta.file.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
+    # llama.cpp ends a text at each of them.
+    ends = [*dict.fromkeys(id for name in ("eos", "eot", "eom") if (id := _token(meta, name)) is not None)]
     return {
         "vocab_size": embedding.shape[1],
         "hidden_size": meta.whole("embedding_length"),
@@ -173,11 +178,18 @@ def common_config(meta: Metadata) -> Config:
         "max_position_embeddings": meta.whole("context_length"),
         "rms_norm_eps": meta.real("attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(meta),
-        **special,
+        "bos_token_id": _token(meta, "bos"),
+        "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
+        "pad_token_id": _token(meta, "padding"),
     }
 
 
-_SPECIAL = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+def _token(meta: Metadata, name: str) -> int | None:
+    """The id of a special token; None where the file names none."""
+    value = meta.file.metadata.get(key := f"tokenizer.ggml.{name}_token_id")
+    if value is not None and (type(value) is not int or not 0 <= value <= _LARGEST):
+        raise CheckpointError(f"{meta.file.path}: {key} is {value!r:.80}, it must be a whole number")
+    return value
 
 
 def _rope(meta: Metadata) -> Config:

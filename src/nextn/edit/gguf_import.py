@@ -98,7 +98,7 @@ class GgufPiece(Piece):
         """Slices of rows; in one if rows change places or values depend on others."""
         rows = prod(self.stored_shape[:-1])
         first, step = (self.expert or 0) * rows, max(1, _SLICE // self.tensor.shape[0])
-        if self.change != _UNCHANGED:
+        if not self.change.is_none:
             step = rows
         for begin in range(0, rows, step):
             yield self._changed(first + begin, first + min(rows, begin + step))
@@ -106,7 +106,7 @@ class GgufPiece(Piece):
     def _changed(self, begin: int, end: int) -> Tensor:
         if self.part == "weight":
             values = torch.from_numpy(np.array(self.tensor.rows(begin, end)))
-            values = values if self.change == _UNCHANGED else values.view(self.stored_shape)
+            values = values if self.change.is_none else values.view(self.stored_shape)
             values = values if self.change.rows is None else values[self.change.rows]
             values = values if self.change.columns is None else values[:, self.change.columns]
             values = values if self.change.values is None else self.change.values(values)
@@ -139,7 +139,6 @@ def convert_gguf(
     tokenizer: Path | None = None,
     dry_run: bool = False,
     on_bytes: Progress = quiet,
-    follow_links: bool = False,
 ) -> EditPlan:
     """Write the model of a GGUF file, with its head and tokenizer, into the new folder `out`.
 
@@ -151,7 +150,6 @@ def convert_gguf(
         tokenizer: A folder with the tokenizer's files. Default: it is made from the metadata.
         dry_run: Write nothing.
         on_bytes: Called with the bytes written so far and in all.
-        follow_links: Unused: links to a GGUF file are followed.
 
     Returns:
         What was, or with `dry_run` would be, written.
@@ -182,15 +180,11 @@ def _plan(file: GgufFile, architecture: Architecture, meta: Metadata, dtype: str
     sources = {each.file.name: LocalFile.at(each.file, each.file.name) for each in file.tensors.values()}
     source = Checkpoint(str(file.path), {}, None, {}, {}, (), sources)
     pieces, notes = _pieces(source, file, architecture, config, family, stored)
-    infos = {name: piece.info for name, piece in pieces.items()}
-    linears = [name for name, piece in pieces.items() if _is_linear(piece)]
-    # All or none, as engines fuse Linears of a layer.
-    packs = not dtype and all(_packs(pieces[name]) for name in linears)
-    rounded = {name: _PACKED[pieces[name].tensor.kind.name] for name in linears if packs}
-    if rounded:
-        kinds = list(rounded.values())
+    config["tie_word_embeddings"] = "lm_head.weight" not in pieces
+    if rounded := {} if dtype else _rounded(pieces):
+        infos, kinds = {name: piece.info for name, piece in pieces.items()}, list(rounded.values())
         main = max(_PACKED.values(), key=kinds.count)
-        embedding = "model.embed_tokens.weight"
+        embedding = _OUTER["token_embd.weight"]
         config["quantization_config"] = quantization_config(infos, rounded, main, embedding=embedding)
         notes.append(f"{counted(len(rounded), 'weight')} stay at their 8 or 4 bits (compressed-tensors, groups of 32)")
     written: dict[str, GgufPiece] = {}
@@ -206,7 +200,6 @@ def _plan(file: GgufFile, architecture: Architecture, meta: Metadata, dtype: str
         files = replace(files, weights={**files.weights, f"{HEAD_FOLDER}/head.safetensors": apart})
         documents[f"{HEAD_FOLDER}/{CONFIG}"] = {**config, **architecture.separate_head}
         notes.append(f"the head is in the folder {HEAD_FOLDER}: give it with --head")
-    config["tie_word_embeddings"] = "lm_head.weight" not in pieces
     name = architecture.model_type if family is None else family.name
     return EditPlan(origin, Path(), name, files, documents, notes=tuple(notes))
 
@@ -314,6 +307,14 @@ def _is_linear(piece: GgufPiece) -> bool:
     path = re.sub(r"^(model|mtp)\.layers\.\d+\.", "", piece.name)
     in_layer = path != piece.name and path.split(".")[0] in ("self_attn", "linear_attn", "mlp")
     return in_layer and len(piece.stored_shape) == 2 and is_linear(path)
+
+
+def _rounded(pieces: Mapping[str, GgufPiece]) -> dict[str, Rounding]:
+    """How the Linears whose codes stay as they are were rounded: all or none, as engines fuse Linears of a layer."""
+    linears = {name: piece for name, piece in pieces.items() if _is_linear(piece)}
+    if not all(map(_packs, linears.values())):
+        return {}
+    return {name: _PACKED[piece.tensor.kind.name] for name, piece in linears.items()}
 
 
 def _packs(piece: GgufPiece) -> bool:
