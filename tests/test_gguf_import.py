@@ -75,7 +75,8 @@ def qwen3(kind):
 
 
 def write(path, architecture, metadata, tensors, tokenizer=None):
-    writer = GGUFWriter(path, architecture)
+    """Write a file; `path` may be a writer that has some metadata."""
+    writer = path if isinstance(path, GGUFWriter) else GGUFWriter(path, architecture)
     for key, value in metadata.items():
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
         add[type(value)](key if "." in key and key.startswith(("general", "token")) else f"{architecture}.{key}", value)
@@ -290,6 +291,24 @@ def test_the_tokenizer_is_the_one_that_was_written(split, tmp_path):
     spec = json.loads(again.backend_tokenizer.to_str())
     assert spec["model"]["ignore_merges"] == (split in ("llama-bpe", "tekken"))
     assert again.chat_template == bpe.chat_template
+
+
+def test_a_sentencepiece_vocabulary(tmp_path):
+    """Pieces by their scores, bytes for what has none, and the first token."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "c", "ab"]
+    path = tmp_path / "model.gguf"
+    writer = GGUFWriter(path, "qwen3")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * 259 + [-5.0, -2.0, -3.0, -4.0, -1.0])
+    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * 5])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    write(writer, "qwen3", QWEN3, qwen3(Type.Q8_0))
+    convert_gguf(path, tmp_path / "out")
+    tokenizer = Model.load(tmp_path / "out", need_head=False).tokenizer
+    pieces = [tokens[id] for id in tokenizer("ab c\u00e9")["input_ids"]]
+    assert pieces == ["<s>", "\u2581", "ab", "\u2581", "c", "<0xC3>", "<0xA9>"]
 
 
 ONES = (np.ones(4, np.float32), Type.F32)
