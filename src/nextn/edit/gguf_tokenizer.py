@@ -16,6 +16,7 @@ from nextn.errors import ConfigError
 if TYPE_CHECKING:
     from gguf import GGUFWriter
     from tokenizers.pre_tokenizers import PreTokenizer
+    from tokenizers.processors import PostProcessor
     from transformers import PreTrainedTokenizerBase
 
 _END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -164,7 +165,7 @@ def write_tokenizer(folder: Path, file: GgufFile, source: Path | None, vocab_siz
 def _byte_level_bpe(path: Path, steps: tuple[str, ...]) -> "PreTrainedTokenizerBase":
     """Build the tokenizer. transformers' own adds GPT-2's `<|endoftext|>` to those that have none."""
     from gguf import TokenType
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf import get_gguf_tokenizer
 
@@ -181,11 +182,7 @@ def _byte_level_bpe(path: Path, steps: tuple[str, ...]) -> "PreTrainedTokenizerB
     special = {name: config.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
     first, last = (special[name] if config.get(f"add_{name}") else None for name in ("bos_token", "eos_token"))
     if first or last:
-        single = " ".join(filter(None, [first, "$A", last]))
-        ids = [(token, vocabulary[token]) for token in (first, last) if token]
-        backend.post_processor = processors.TemplateProcessing(
-            single=single, pair=f"{single} {single.replace('$A', '$B')}", special_tokens=ids
-        )
+        backend.post_processor = _template(first, last, vocabulary)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, **{name: token for name, token in special.items() if token is not None}
     )
@@ -194,6 +191,16 @@ def _byte_level_bpe(path: Path, steps: tuple[str, ...]) -> "PreTrainedTokenizerB
     tokenizer.add_tokens(added)
     tokenizer.chat_template = config.get("chat_template")
     return tokenizer
+
+
+def _template(first: str | None, last: str | None, vocabulary: Mapping[str, int]) -> "PostProcessor":
+    """Return what adds a first and a last token to a text."""
+    from tokenizers import processors
+
+    single = " ".join(filter(None, [first, "$A", last]))
+    ids = [(token, vocabulary[token]) for token in (first, last) if token]
+    pair = f"{single} {single.replace('$A', '$B')}"
+    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)
 
 
 def _steps(file: GgufFile) -> tuple[str, ...] | None:
