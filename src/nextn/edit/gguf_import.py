@@ -22,8 +22,9 @@ from nextn.checkpoint.packed_weights import QuantizedWeight, pack_codes
 from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
 from nextn.checkpoint.tensors import FLOATS
-from nextn.edit.gguf_architectures import Architecture, Change, Config, Metadata, architecture_of, common_config
+from nextn.edit.gguf_architectures import Architecture, Change, architecture_of
 from nextn.edit.gguf_layout import HEAD
+from nextn.edit.gguf_metadata import Config, Metadata, common_config
 from nextn.edit.gguf_tokenizer import write_tokenizer
 from nextn.edit.plan import EditPlan, Files, Piece, Progress, execute, index_document, into_new_folder, quiet
 from nextn.edit.quantize import Rounding, is_linear, quantization_config
