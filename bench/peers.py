@@ -26,6 +26,7 @@ from nextn.decoding.generate import eos_tokens
 from nextn.evaluate.decoding_costs import Machine
 from nextn.evaluate.workload import read_prompts
 from nextn.model.model import Model
+from nextn.settings import WEIGHTS
 
 ENGINES = ["nextn", "transformers", "vllm", "llama.cpp"]
 IDLE_S = 2.0
@@ -41,7 +42,7 @@ class Bench:
         self.unavailable: dict[str, str] = {}
         self.reports: dict[str, dict[str, object]] = {}
         self.environments: dict[tuple, dict[str, str]] = {}
-        self.gguf: Path | None = None
+        self.ggufs: dict[str, Path] = {}
         self.starter = Starter(args.engines, args.threads, args.limit)
 
     def start(self) -> None:
@@ -101,7 +102,9 @@ class Bench:
         if engine == "vllm":
             options |= {"dtype": "bfloat16", "eager": variant == "eager", "num_speculative_tokens": k}
         elif engine == "llama.cpp":
-            options |= {"gguf": str(self._converted()), "num_speculative_tokens": k}
+            options |= {"gguf": str(self._converted(variant)), "num_speculative_tokens": k}
+        elif variant in WEIGHTS:
+            options |= {"dtype": "bfloat16", "weights": variant}
         else:
             options |= {"dtype": variant}
         # For the record: library names without their folders on this machine.
@@ -109,11 +112,17 @@ class Bench:
         self.environments[engine, variant, k] = variables
         return self.starter.start(engine, options, log=self.folder / f"{engine}-{variant}-{k}.log")
 
-    def _converted(self) -> Path:
-        """The checkpoint as bf16 GGUF. Raises Unavailable if llama.cpp is not built."""
+    def _converted(self, variant: str) -> Path:
+        """The checkpoint as GGUF, of bf16 or quantized. Raises Unavailable if llama.cpp is not built."""
         self.starter.check("llama.cpp")
-        self.gguf = self.gguf or self.starter.converted(self.folder / "model", self.folder / "model.gguf")
-        return self.gguf
+        if variant not in self.ggufs:
+            file = self.folder / f"{variant}.gguf"
+            self.ggufs[variant] = (
+                self.starter.converted(self.folder / "model", file)
+                if variant == "bfloat16"
+                else self.starter.quantized(self._converted("bfloat16"), file, variant)
+            )
+        return self.ggufs[variant]
 
 
 def measure(args: argparse.Namespace) -> dict[str, object]:
@@ -122,11 +131,8 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     prompts = read_prompts(args.prompts)[: args.num_prompts]
     ids = tuple(prompt.tokens(model) for prompt in prompts)
     eos = eos_tokens(model)
-    chosen = [
-        each
-        for each in settings(args.num_speculative_tokens, modules=model.head.num_modules)
-        if each.engine in args.only
-    ]
+    every = settings(args.num_speculative_tokens, modules=model.head.num_modules, quantized=args.quantized)
+    chosen = [each for each in every if each.engine in args.only]
     # One folder for every run, as vLLM's compilation cache is keyed by the checkpoint's path.
     folder = args.engines / "run"
     folder.mkdir(parents=True, exist_ok=True)
@@ -239,6 +245,7 @@ def main() -> None:
         default=(1, 2, 4),
         help="every K, comma-separated",
     )
+    run.add_argument("--quantized", action="store_true", help="also weights of 8 and 4 bits, nextn's and llama.cpp's")
     run.add_argument("--prompts", type=Path, help="as for `nextn bench`")
     run.add_argument("--num-prompts", type=int)
     run.add_argument("--max-tokens", type=int, default=256)

@@ -3,28 +3,39 @@
 All are measured in turn, in one process, and times are minima over the turns, as other work on a machine only adds to
 them. `python bench/quantized.py MODEL [--prompts FILE] [--out FILE]`
 
+With --llama TYPES, such as BF16,Q8_0,Q4_K_M, llama.cpp measures the same checkpoint in the same turns, in this process:
+converted by its own converter and quantized by its own llama-quantize (`python bench/peers.py setup` builds both).
+
 With --one-thread, times are one thread's processor time, so that work of other processes is not in them, but what they
 leave of caches and memory bandwidth is.
 """
 
 import argparse
 import json
+import os
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from datetime import UTC, datetime
 from operator import eq
 from pathlib import Path
 
 import torch
+from engines import environments
+from engines.llama_library import LlamaModel
+from engines.starting import Starter
 from torch import Tensor
 
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.decoding.generate import eos_tokens
 from nextn.decoding.rounds import rounds
-from nextn.evaluate.decoding_costs import measure_costs, processor_name, step_bytes
+from nextn.evaluate.decoding_costs import measure_costs, processor_name, step_bytes, time_passes
 from nextn.evaluate.workload import read_prompts
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
 from nextn.settings import WEIGHTS, Settings
+from nextn.stats.speedup import Spread
 
 
 def loaded(source: str, weights: str, dtype: torch.dtype | None) -> Model:
@@ -34,32 +45,58 @@ def loaded(source: str, weights: str, dtype: torch.dtype | None) -> Model:
 
 
 Clock = Callable[[], float]
+ACCEPTANCE = 0.75  # of each draft, given the ones before, where it is assumed
+CONTEXT = 256  # positions that passes are timed after
 
 
-def speed(models: dict[str, Model], k: int, turns: int, clock: Clock) -> dict[str, object]:
+def speed(
+    models: Mapping[str, Model], llamas: Mapping[str, LlamaModel], k: int, turns: int, clock: Clock
+) -> dict[str, object]:
     """Milliseconds of passes over 1, 2, ... positions and of a draft step, and of reading the weights of a step."""
     best: dict[str, list[float]] = {}
     values, reading = torch.ones(2**26), float("inf")
+
+    def note(name: str, steps: Sequence[Spread], draft: Spread) -> None:
+        times = [*(step.low for step in steps), draft.low]
+        best[name] = [min(pair) for pair in zip(times, best.get(name, times), strict=True)]
+
     for _ in range(turns):
         for name, model in models.items():
-            costs = measure_costs(model, num_speculative_tokens=k, repeats=2, backend="native", clock=clock)
-            times = [step.low for step in costs.steps] + [costs.draft.low]
-            best[name] = [min(pair) for pair in zip(times, best.get(name, times), strict=True)]
+            costs = measure_costs(
+                model, num_speculative_tokens=k, context=CONTEXT, repeats=2, backend="native", clock=clock
+            )
+            note(name, costs.steps, costs.draft)
+        for name, llama in llamas.items():
+            llama.prefill(range(1, CONTEXT + 1))
+            note(name, *time_passes(llama, k, repeats=2, clock=clock))
         started = clock()
         values.sum()
         reading = min(reading, (clock() - started) / values.nbytes)
     record: dict[str, object] = {"read_bandwidth": 1 / reading}
-    for name, model in models.items():
-        *steps, draft = best[name]
-        bits = backend_for(model, "native").weight_bits
+    for name, (*steps, draft) in best.items():
+        num_bytes = llamas[name].weight_bytes if name in llamas else _step_bytes(models[name])
         record[name] = {
             "step_ms": [1e3 * step for step in steps],
             "v": [step / steps[0] for step in steps],
             "draft_ms": 1e3 * draft,
             "c": draft / steps[0],
-            "step_over_reading": steps[0] / (step_bytes(model.trunk, bits) * reading),
+            "step_over_reading": steps[0] / (num_bytes * reading),
+            "forced_tokens_per_s": forced_speed(steps, draft),
         }
     return record
+
+
+def _step_bytes(model: Model) -> int:
+    return step_bytes(model.trunk, backend_for(model, "native").weight_bits)
+
+
+def forced_speed(steps: Sequence[float], draft: float) -> dict[str, float]:
+    """Tokens/s by K from these times, if each draft is accepted with probability ACCEPTANCE; a round is K + 1."""
+    speeds = {"0": 1 / steps[0]}
+    for k in range(1, len(steps)):
+        length = sum(ACCEPTANCE**depth for depth in range(k + 1))
+        speeds[str(k)] = length / (steps[k] + k * draft)
+    return speeds
 
 
 @torch.inference_mode()
@@ -71,14 +108,18 @@ def log_probs(model: Model, texts: Sequence[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def accuracy(models: dict[str, Model], exact: Model, texts: Sequence[Sequence[int]]) -> dict[str, object]:
+def accuracy(
+    models: Mapping[str, Model], llamas: Mapping[str, LlamaModel], exact: Model, texts: Sequence[Sequence[int]]
+) -> dict[str, object]:
     """Compare next-token distributions on the texts: perplexity, and divergence in nats from those of `exact`."""
     pieces = [torch.tensor(text) for text in texts]
     targets = torch.cat([torch.cat([text[1:], torch.tensor([-1])]) for text in pieces])
     known = targets >= 0
     reference = log_probs(exact, pieces)[known]
     record: dict[str, object] = {"positions": int(known.sum())}
-    for name, each in [("float32", reference), *((name, log_probs(models[name], pieces)[known]) for name in models)]:
+    others = {name: log_probs(model, pieces) for name, model in models.items()}
+    others |= {name: torch.cat([llama.log_probs(text) for text in texts]) for name, llama in llamas.items()}
+    for name, each in [("float32", reference), *((name, each[known]) for name, each in others.items())]:
         divergence = (reference.exp() * (reference - each)).sum(-1)
         record[name] = {
             "perplexity": float((-each.gather(1, targets[known][:, None]).mean()).exp()),
@@ -131,9 +172,51 @@ def decoding(
     return record | {"texts": len(prompts)}
 
 
+def ggufs(args: argparse.Namespace, folder: Path) -> dict[str, Path]:
+    """Convert the checkpoint once and quantize that file to the other types; files that are there are used."""
+    starter, files = Starter(args.engines, os.cpu_count() or 1), {}
+    for kind in dict.fromkeys(["BF16", *args.llama]):
+        files[kind] = folder / f"{kind}.gguf"
+        if files[kind].exists():
+            continue
+        if kind == "BF16":
+            starter.check("llama.cpp")
+            starter.converted(Path(args.model), files[kind])
+        else:
+            starter.quantized(files["BF16"], files[kind], kind)
+    return {kind: files[kind] for kind in args.llama}
+
+
+def measured(args: argparse.Namespace, llamas: Mapping[str, LlamaModel], clock: Clock) -> dict[str, object]:
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    models = {weights: loaded(args.model, weights, dtype) for weights in WEIGHTS}
+    trunk = models["stored"].trunk
+    record: dict[str, object] = {
+        "model": args.name or Path(args.model).name,
+        "parameters": sum(weight.numel() for weight in trunk.parameters()),
+        "dtype": str(trunk.dtype).removeprefix("torch."),
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "machine": processor_name(),
+        "load": [round(load, 1) for load in os.getloadavg()],
+        "threads": args.threads,
+        "clock": "processor time of the thread" if args.one_thread else "wall time",
+        "acceptance": ACCEPTANCE,
+        "llama_weight_bytes": {name: llama.weight_bytes for name, llama in llamas.items()},
+    }
+    if args.prompts:
+        texts = [prompt.tokens(models["stored"]) for prompt in read_prompts(args.prompts)]
+        exact = loaded(args.model, "stored", torch.float32)
+        record["accuracy"] = accuracy(models, llamas, exact, texts)
+        record["decoding"] = decoding(models, texts, args.decoding_k, args.tokens, args.turns, clock)
+    record["speed"] = speed(models, llamas, args.num_speculative_tokens, args.turns, clock)
+    record["load_after"] = [round(load, 1) for load in os.getloadavg()]
+    return record
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
+    parser.add_argument("--name", help="what the record calls the model")
     parser.add_argument(
         "--prompts", type=Path, help="Held-out texts of a trained checkpoint: adds accuracy and decoding."
     )
@@ -142,28 +225,28 @@ def main() -> None:
     parser.add_argument("--decoding-k", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--one-thread", action="store_true")
+    parser.add_argument("--llama", type=lambda text: text.split(","), default=[], help="GGUF types, comma-separated")
+    parser.add_argument("--gguf", type=Path, help="folder to keep the GGUF files in, BF16.gguf and so on")
+    parser.add_argument("--engines", type=Path, default=environments.default_folder(), help="where llama.cpp is built")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     clock: Clock = time.thread_time if args.one_thread else time.perf_counter
-    if args.one_thread:
-        torch.set_num_threads(1)
-    dtype = getattr(torch, args.dtype) if args.dtype else None
-    models = {weights: loaded(args.model, weights, dtype) for weights in WEIGHTS}
-    trunk = models["stored"].trunk
-    record: dict[str, object] = {
-        "model": Path(args.model).name,
-        "parameters": sum(weight.numel() for weight in trunk.parameters()),
-        "dtype": str(trunk.dtype).removeprefix("torch."),
-        "machine": processor_name(),
-        "threads": torch.get_num_threads(),
-        "clock": "processor time of the thread" if args.one_thread else "wall time",
-    }
-    if args.prompts:
-        texts = [prompt.tokens(models["stored"]) for prompt in read_prompts(args.prompts)]
-        record["accuracy"] = accuracy(models, loaded(args.model, "stored", torch.float32), texts)
-        record["decoding"] = decoding(models, texts, args.decoding_k, args.tokens, args.turns, clock)
-    record["speed"] = speed(models, args.num_speculative_tokens, args.turns, clock)
+    args.threads = 1 if args.one_thread else args.threads
+    torch.set_num_threads(args.threads)
+    with ExitStack() as stack:
+        llamas = {}
+        if args.llama:
+            folder = args.gguf or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            folder.mkdir(parents=True, exist_ok=True)
+            for kind, file in ggufs(args, folder).items():
+                llama = LlamaModel(
+                    args.engines, file, threads=args.threads, num_speculative_tokens=args.num_speculative_tokens
+                )
+                llamas[f"llama.cpp {kind}"] = llama
+                stack.callback(llama.close)
+        record = measured(args, llamas, clock)
     print(json.dumps(record, indent=1))
     if args.out:
         write_json(args.out, record)

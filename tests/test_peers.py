@@ -78,6 +78,11 @@ def test_settings_share_workers_where_K_is_free():
     assert workers["vllm", "compiled", 4] == workers["llama.cpp", "bfloat16", 0] == 1
     assert {each.num_speculative_tokens for each in chosen if each.engine == "transformers"} == {0, 1}
     assert len({each.name for each in chosen}) == len(chosen) == 3 + 4 + 6 + 3
+    more = [each for each in settings((1, 4), modules=1, quantized=True) if each not in chosen]
+    assert {(each.engine, each.variant) for each in more} == {
+        ("nextn", "int8"), ("nextn", "int4"), ("llama.cpp", "Q8_0"), ("llama.cpp", "Q4_K_M"),
+    }  # fmt: skip
+    assert len(more) == 4 * 3
 
 
 def test_every_setting_runs_at_every_position():

@@ -50,14 +50,15 @@ class Setting:
         return self.engine, self.variant, self.num_speculative_tokens if self.fixed else None
 
 
-def settings(k_values: Sequence[int], *, modules: int) -> list[Setting]:
+def settings(k_values: Sequence[int], *, modules: int, quantized: bool = False) -> list[Setting]:
     """Return all settings, ours first; `k_values` is every K but 0. transformers runs each MTP layer once."""
     all_k = [0, *k_values]
+    ours, ggufs = (["int8", "int4"], ["Q8_0", "Q4_K_M"]) if quantized else ([], [])
     return [
-        *(Setting("nextn", "bfloat16", k) for k in all_k),
+        *(Setting("nextn", weights, k) for weights in ("bfloat16", *ours) for k in all_k),
         *(Setting("transformers", dtype, k) for dtype in ("bfloat16", "float32") for k in (0, modules)),
         *(Setting("vllm", how, k, fixed=True) for how in ("eager", "compiled") for k in all_k),
-        *(Setting("llama.cpp", "bfloat16", k, fixed=True) for k in all_k),
+        *(Setting("llama.cpp", kind, k, fixed=True) for kind in ("bfloat16", *ggufs) for k in all_k),
     ]
 
 

@@ -1,8 +1,8 @@
 """Environments of the other engines, built once, outside the repository, with pip and cmake.
 
 vLLM: a virtual environment with the wheel and its requirements, less those for audio and images. llama.cpp: its
-source, as the sdist of llama-cpp-python carries it, and the `llama-server` built from it. transformers needs none: it
-is a requirement of nextn.
+source, as the sdist of llama-cpp-python carries it, the `llama-server` and `llama-quantize` built from it, and the
+sdist's bindings. transformers needs none: it is a requirement of nextn.
 """
 
 import os
@@ -56,7 +56,8 @@ def build(root: Path, *, jobs: int, say: Callable[[str], None]) -> None:
 def missing(root: Path, name: str) -> str | None:
     """Return why an engine is not available; None if it is."""
     ready, failed = root / name / "ready", root / name / "failed"
-    if ready.exists() and ready.read_text() == ENGINES[name][0]:
+    parts = [llama_server(root), llama_quantize(root), llama_bindings(root)] if name == "llama.cpp" else []
+    if ready.exists() and ready.read_text() == ENGINES[name][0] and all(part.exists() for part in parts):
         return None
     return failed.read_text() if failed.exists() else "not built: run `python bench/peers.py setup`"
 
@@ -94,6 +95,15 @@ def llama_server(root: Path) -> Path:
     return root / "llama.cpp" / "build" / "bin" / "llama-server"
 
 
+def llama_quantize(root: Path) -> Path:
+    return llama_server(root).with_name("llama-quantize")
+
+
+def llama_bindings(root: Path) -> Path:
+    """Return the folder of llama-cpp-python's modules, of which those that use ctypes alone are imported."""
+    return root / "llama.cpp" / "bindings"
+
+
 def _vllm(folder: Path, run: Callable, jobs: int) -> None:
     python = vllm_python(folder.parent)
     run([sys.executable, "-m", "venv", folder / "env"])
@@ -125,11 +135,12 @@ def _llama(folder: Path, run: Callable, jobs: int) -> None:
     (sdist,) = (folder / "sdist").glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder / "unpacked", filter="data")
-    shutil.rmtree(source, ignore_errors=True)
-    next((folder / "unpacked").glob("*/vendor/llama.cpp")).rename(source)
+    for there, to in (("*/vendor/llama.cpp", source), ("*/llama_cpp", llama_bindings(folder.parent))):
+        shutil.rmtree(to, ignore_errors=True)
+        next((folder / "unpacked").glob(there)).rename(to)
     shutil.rmtree(folder / "unpacked")
     run(["cmake", "-S", source, "-B", build, *CMAKE])
-    run(["cmake", "--build", build, "--target", "llama-server", "-j", str(jobs)])
+    run(["cmake", "--build", build, "--target", "llama-server", "llama-quantize", "-j", str(jobs)])
 
 
 ENGINES: dict[str, tuple[str, Callable[[Path, Callable, int], None]]] = {

@@ -1,4 +1,4 @@
-"""This package as a worker, decoding as `nextn bench` does. Options: checkpoint, dtype."""
+"""This package as a worker, decoding as `nextn bench` does. Options: checkpoint, dtype, weights."""
 
 import time
 
@@ -14,6 +14,7 @@ from nextn.settings import Settings
 
 def load(options: dict[str, str]) -> Engine:
     model = Model.load(options["checkpoint"], dtype=getattr(torch, options["dtype"]))
+    model.trunk.weights = options.get("weights", "stored")
     engine = backend_for(model, options.get("backend", "auto"))
 
     def decode(request: Request) -> Answer:

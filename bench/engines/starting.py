@@ -49,8 +49,18 @@ class Starter:
         """Convert the checkpoint to GGUF with llama.cpp's own converter. Raises Unavailable with its last line."""
         source = environments.llama_source(self.root)
         command = [sys.executable, str(HERE / "to_gguf.py"), str(source), str(checkpoint), str(out), dtype]
-        process = subprocess.run(command, capture_output=True, text=True, check=False)
-        if process.returncode:
-            lines = process.stderr.strip().splitlines() or [f"ended with code {process.returncode}"]
-            raise Unavailable(f"conversion to GGUF failed: {lines[-1]}")
-        return out
+        return _written(command, out, "conversion to GGUF")
+
+    def quantized(self, gguf: Path, out: Path, kind: str) -> Path:
+        """Quantize a GGUF with llama.cpp's own llama-quantize. Raises Unavailable with its last line."""
+        self.check("llama.cpp")
+        command = [str(environments.llama_quantize(self.root)), str(gguf), str(out), kind, str(self.threads)]
+        return _written(command, out, f"quantization to {kind}")
+
+
+def _written(command: list[str], out: Path, what: str) -> Path:
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        lines = process.stderr.strip().splitlines() or [f"ended with code {process.returncode}"]
+        raise Unavailable(f"{what} failed: {lines[-1]}")
+    return out

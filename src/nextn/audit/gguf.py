@@ -14,16 +14,16 @@ import numpy as np
 
 from nextn.audit import AuditReport
 from nextn.audit.findings import SEVERITIES, Finding, Severity
-from nextn.audit.gguf_file import GgufFile, GgufTensor, bits
 from nextn.audit.norm_weights import NormValues, Values, shifts
 from nextn.audit.values import nonfinite_or_garbage, norm_shift_finding, zero_or_constant
+from nextn.checkpoint.gguf_file import GgufFile, GgufTensor, bits
+from nextn.edit.gguf_layout import HEAD
 from nextn.errors import CheckpointError
 from nextn.families import EngineSupport, Family, rows
 from nextn.text_format import counted, some
 
-# Role in `blk.N.nextn.<part>`; every graph reads the first three.
-PARTS = {"eh_proj": "projection", "enorm": "token_norm", "hnorm": "hidden_norm", "shared_head_norm": "final_norm",
-         "embed_tokens": "embedding", "shared_head_head": "output"}  # fmt: skip
+# `blk.N.nextn.<part>` -> role; every graph reads NEEDED.
+PARTS = {part: role for role, part in HEAD.items()}
 NEEDED = ("eh_proj", "enorm", "hnorm")
 TRUNK = {"embed_tokens": "token_embd.weight", "shared_head_head": "output.weight"}
 # Architectures whose row cites the converter (the usual GGUF has no head), or whose file several families use.

@@ -52,7 +52,7 @@ def restore(
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="Folder, .safetensors file or hub id.")],
+    source: Annotated[str, typer.Argument(help="Folder, .safetensors file or hub id; or a .gguf file.")],
     out: Annotated[Path, typer.Argument(help="New folder for the result.")],
     to: Annotated[str | None, typer.Option(help="Family whose names the head gets. Default: the model's own.")] = None,
     now: Annotated[
@@ -66,6 +66,12 @@ def convert(
     norm_weights: Annotated[
         str | None, typer.Option(help="add-1 or subtract-1: shift the head's RMSNorm weights.")
     ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of a .gguf file: float32, float16 or bfloat16 for all weights, packed or not.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Of a .gguf file: a folder with its tokenizer, if nextn cannot read the file's.")
+    ] = None,
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
@@ -73,10 +79,20 @@ def convert(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a head between equivalent layouts and between files; dtypes and scales are kept bit for bit."""
+    """Convert a head between equivalent layouts and between files, bit for bit; or a GGUF file to a checkpoint."""
+    form = _form({"single-file": single_file, "side-file": side_file, "shards": shards})
+    if Path(source).suffix == ".gguf":
+        from nextn.edit.gguf_import import convert_gguf
+
+        _refuse_options(to=to, now=now, form=form, norm_weights=norm_weights)
+        with _bytes_bar(quiet=as_json or dry_run) as on_bytes:
+            plan = convert_gguf(Path(source), out, dtype=dtype, tokenizer=tokenizer, dry_run=dry_run, on_bytes=on_bytes)
+        _report(plan, dry_run=dry_run, as_json=as_json)
+        return
+    if dtype is not None or tokenizer is not None:
+        raise ConfigError(f"{source}: --dtype and --tokenizer are for .gguf files; convert keeps both as they are")
     from nextn.edit.convert import convert as convert_head
 
-    form = _form({"single-file": single_file, "side-file": side_file, "shards": shards})
     checkpoint = _open(source, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
     edit = partial(convert_head, checkpoint, out, to=to, now=now, form=form, norm_weight=_shift(norm_weights))
     _run(edit, follow_links=follow_links, dry_run=dry_run, as_json=as_json)
@@ -232,6 +248,14 @@ def _form(flags: dict[str, bool]) -> "Form | None":
     return given[0] if given else None  # type: ignore[return-value]  # the keys are the forms
 
 
+def _refuse_options(**given: object) -> None:
+    if any(value is not None for value in given.values()):
+        raise ConfigError(
+            "a .gguf file is converted to the model's own names, in indexed files: convert it first, then the folder "
+            "with --to, --from, --single-file, --side-file, --shards or --norm-weights"
+        )
+
+
 def _shift(name: str | None) -> "Shift | None":
     if name not in (None, "add-1", "subtract-1"):
         raise typer.BadParameter(f"--norm-weights {name}; expected add-1 or subtract-1")
@@ -241,10 +265,14 @@ def _shift(name: str | None) -> "Shift | None":
 def _run(edit: "Callable[..., EditPlan]", *, follow_links: bool, dry_run: bool, as_json: bool) -> None:
     with _bytes_bar(quiet=as_json or dry_run) as on_bytes:
         plan = edit(follow_links=follow_links, dry_run=dry_run, on_bytes=on_bytes)
+    _report(plan, dry_run=dry_run, as_json=as_json)
+
+
+def _report(plan: "EditPlan", *, dry_run: bool, as_json: bool) -> None:
     if as_json:
         print_json(plan.as_record() | {"dry_run": dry_run})
-        return
-    _show(plan, dry_run=dry_run)
+    else:
+        _show(plan, dry_run=dry_run)
 
 
 def _show(plan: "EditPlan", *, dry_run: bool) -> None:

@@ -25,14 +25,21 @@ _ROPE_REASONS = {
 _FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}  # of llama.cpp's `llama_ftype`, by the dtype of most tensors
 # More positions than any context has; llama.cpp multiplies it by the number of sequences, in 32 bits.
 _NO_WINDOW = 1 << 24
-_LAYER = {
+# Of a decoder layer, without `.weight` or `.bias`: in a checkpoint -> in a block of the file.
+LAYER = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
+# Of YaRN's parameters: in a config -> in `rope.scaling`.
+YARN = {"attention_factor": "yarn_attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
 _BIASES = {f"self_attn.{name}_proj.bias" for name in "qkv"}  # the only ones that the graphs add
-_HEAD = {"projection": "eh_proj", "token_norm": "enorm", "hidden_norm": "hnorm", "final_norm": "shared_head_norm"}
+# Roles in a head -> the name in `blk.N.nextn`.
+HEAD = {
+    "projection": "eh_proj", "token_norm": "enorm", "hidden_norm": "hnorm", "final_norm": "shared_head_norm",
+    "embedding": "embed_tokens", "output": "shared_head_head",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -122,10 +129,7 @@ def _windows(config: Mapping[str, Any], head_dim: int) -> dict[str, Value]:
 
 
 def _yarn(rope: Mapping[str, Any]) -> dict[str, Value]:
-    names = {
-        "attention_factor": "yarn_attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"
-    }  # fmt: skip
-    given = {f"rope.scaling.{key}": float(rope[name]) for name, key in names.items() if rope.get(name) is not None}
+    given = {f"rope.scaling.{key}": float(rope[name]) for name, key in YARN.items() if rope.get(name) is not None}
     return {"rope.scaling.original_context_length": int(rope["original_max_position_embeddings"]), **given}
 
 
@@ -168,7 +172,7 @@ def parts(trunk: Inventory, head: Inventory, layout: str) -> list[StoredPart]:
 def _head_parts(head: Inventory, index: int) -> Iterator[StoredPart]:
     for canonical, stored in head.stored.items():
         _, role, *rest = canonical.split(".", 2)
-        own = _in_layer(rest[0]) if role == "block" else f"nextn.{_HEAD[role]}.weight"
+        own = _in_layer(rest[0]) if role == "block" else f"nextn.{HEAD[role]}.weight"
         if own is None:
             raise CheckpointError(f"{head.checkpoint.path}: {stored} has no place in llama.cpp's layout")
         yield StoredPart(f"blk.{index}.{own}", head.checkpoint, stored)
@@ -177,7 +181,7 @@ def _head_parts(head: Inventory, index: int) -> Iterator[StoredPart]:
 def _in_layer(path: str) -> str | None:
     """The name in a block of the GGUF of a tensor in a layer; None if there is none."""
     stem, _, kind = path.rpartition(".")
-    return f"{_LAYER[stem]}.{kind}" if stem in _LAYER and (kind == "weight" or path in _BIASES) else None
+    return f"{LAYER[stem]}.{kind}" if stem in LAYER and (kind == "weight" or path in _BIASES) else None
 
 
 def common_dtype(listed: Sequence[StoredPart]) -> str:

@@ -9,11 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nextn.checkpoint.gguf_file import GgufFile
 from nextn.data.byte_tokenizer import is_byte_tokenizer
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
+    from tokenizers.pre_tokenizers import PreTokenizer
+    from tokenizers.processors import PostProcessor
     from transformers import PreTrainedTokenizerBase
 
 _END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -21,6 +24,11 @@ _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _FIRST = r"[^\r\n\p{L}\p{N}]?"
 _BYTES, _GPT2, _DIGITS = "bytes", "bytes of GPT-2's words", "single digits"  # steps without a regular expression
+_QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_WHOLE_WORDS = ("llama-bpe", "tekken")  # pre-tokenizers whose words are tokens, if the vocabulary has them, unmerged
 # Steps of a pre-tokenizer -> its name in llama.cpp.
 _NAMES = {
     (_GPT2,): "gpt-2",
@@ -128,3 +136,101 @@ def _tokens(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> tuple[list
         tokens.append(token)
         types.append(int(type))
     return tokens, types
+
+
+def write_tokenizer(folder: Path, file: GgufFile, source: Path | None, vocab_size: int) -> None:
+    """Write the tokenizer of a GGUF into a checkpoint's folder, or that of the folder `source`.
+
+    Raises ConfigError for a tokenizer that is not known, or of another model.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        if source is not None:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+        elif (steps := _steps(file)) is None:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(file.path.parent, gguf_file=file.path.name)
+        else:
+            tokenizer = _byte_level_bpe(file.path, steps)
+    # What is wrong in a file may be found by the tokenizers library, whose errors are plain exceptions.
+    except Exception as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{source or file.path}: its tokenizer cannot be read: {str(error)[:500]}") from error
+    if len(tokenizer) > vocab_size:
+        raise ConfigError(f"{source or file.path}: its tokenizer has {len(tokenizer)} tokens, the model {vocab_size}")
+    tokenizer.save_pretrained(folder)
+
+
+def _byte_level_bpe(path: Path, steps: tuple[str, ...]) -> "PreTrainedTokenizerBase":
+    """Build the tokenizer. transformers' own adds GPT-2's `<|endoftext|>` to those that have none."""
+    from gguf import TokenType
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.gguf import get_gguf_tokenizer
+
+    _, stored, config = get_gguf_tokenizer(str(path))
+    tokens, types = stored["tokens"], stored.get("token_type") or [TokenType.NORMAL] * len(stored["tokens"])
+    used = [(id, token, kind) for id, (token, kind) in enumerate(zip(tokens, types, strict=True))
+            if kind != TokenType.UNUSED]  # fmt: skip
+    merges = [tuple(merge.split(" ")) for merge in stored.get("merges", ())]
+    vocabulary = {token: id for id, token, _ in used}
+    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=_NAMES.get(steps) in _WHOLE_WORDS))
+    backend.normalizer = normalizers.NFC() if _NAMES.get(steps) == "qwen2" else None
+    backend.pre_tokenizer = _splitter(steps)
+    backend.decoder = decoders.ByteLevel()
+    special = {name: config.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    first, last = (special[name] if config.get(f"add_{name}") else None for name in ("bos_token", "eos_token"))
+    if first or last:
+        backend.post_processor = _template(first, last, vocabulary)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, **{name: token for name, token in special.items() if token is not None}
+    )
+    added = [AddedToken(token, normalized=False, special=kind == TokenType.CONTROL) for _, token, kind in used
+             if kind in (TokenType.CONTROL, TokenType.USER_DEFINED)]  # fmt: skip
+    tokenizer.add_tokens(added)
+    tokenizer.chat_template = config.get("chat_template")
+    return tokenizer
+
+
+def _template(first: str | None, last: str | None, vocabulary: Mapping[str, int]) -> "PostProcessor":
+    """Return what adds a first and a last token to a text."""
+    from tokenizers import processors
+
+    single = " ".join(filter(None, [first, "$A", last]))
+    ids = [(token, vocabulary[token]) for token in (first, last) if token]
+    pair = f"{single} {single.replace('$A', '$B')}"
+    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)
+
+
+def _steps(file: GgufFile) -> tuple[str, ...] | None:
+    """Steps of the pre-tokenizer of a byte-level BPE; None for a SentencePiece model, which has none.
+
+    Raises ConfigError for others.
+    """
+    model, name = (file.metadata.get(f"tokenizer.ggml.{key}", "default") for key in ("model", "pre"))
+    by_name = {each: steps for steps, each in _NAMES.items()}
+    by_name |= {"default": by_name["gpt-2"], "glm4": by_name["llama-bpe"], "chatglm-bpe": by_name["llama-bpe"]}
+    by_name |= {"qwen35": (_QWEN35, _BYTES)}
+    if model == "llama":
+        return None
+    if model == "gpt2" and name in by_name:
+        return by_name[str(name)]
+    raise ConfigError(
+        f"{file.path}: its tokenizer is {model!r:.40} with the pre-tokenizer {name!r:.40}; nextn reads llama, and gpt2 "
+        f"with {', '.join(by_name)}. Give a folder with the original tokenizer's files with --tokenizer"
+    )
+
+
+def _splitter(steps: tuple[str, ...]) -> "PreTokenizer":
+    from tokenizers import Regex, pre_tokenizers
+
+    made: list[PreTokenizer] = []
+    for step in steps:
+        if step in (_BYTES, _GPT2):
+            made.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=step == _GPT2))
+        elif step == _DIGITS:
+            made.append(pre_tokenizers.Digits(individual_digits=True))
+        else:
+            made.append(pre_tokenizers.Split(Regex(step), behavior="isolated"))
+    return pre_tokenizers.Sequence(made)

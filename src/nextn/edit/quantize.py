@@ -176,10 +176,10 @@ def is_head_linear(canonical: str) -> bool:
     Projections stay as they are, as engines build them unquantized whatever the config says.
     """
     _, role, rest = (*canonical.split(".", 2), "", "")[:3]
-    return role == "block" and _is_linear(rest)
+    return role == "block" and is_linear(rest)
 
 
-def _is_linear(path: str) -> bool:
+def is_linear(path: str) -> bool:
     """Whether a tensor at this path in a decoder layer is, by its name, the weight of a Linear, or of all experts."""
     is_weight = path.endswith(".weight") or re.search(r"\.experts\.\w+$", path) is not None
     return is_weight and UNQUANTIZED_PARTS.search(path) is None
@@ -191,7 +191,7 @@ def _part_of(inventory: Inventory, num_layers: int, name: str) -> str | None:
     if canonical is not None:
         return "head" if is_head_linear(canonical) else None
     layer = inventory.family.trunk_layer(name)
-    return "trunk" if layer is not None and layer[0] < num_layers and _is_linear(layer[1]) else None
+    return "trunk" if layer is not None and layer[0] < num_layers and is_linear(layer[1]) else None
 
 
 def _plan(checkpoint: Checkpoint, roundings: Mapping[str, Rounding]) -> EditPlan:
@@ -222,7 +222,9 @@ def _plan(checkpoint: Checkpoint, roundings: Mapping[str, Rounding]) -> EditPlan
             f"{counted(len(misfits), 'matrix')} whose rows do not divide into groups stay as they are: {some(misfits)}"
         )
     files = _files(checkpoint, rounded)
-    new = {**checkpoint.config, "quantization_config": _section(checkpoint, inventory, rounded, roundings["trunk"])}
+    embedding = inventory.shared.get("embedding", "")
+    section = quantization_config(checkpoint.tensors, rounded, roundings["trunk"], embedding=embedding)
+    new = {**checkpoint.config, "quantization_config": section}
     documents = with_config(checkpoint, new) | index_document(files, checkpoint)
     lines = changes(checkpoint, documents)
     family = inventory.family.name
@@ -245,17 +247,25 @@ def _files(checkpoint: Checkpoint, rounded: Mapping[str, Rounding]) -> Files:
     return Files(weights, None if checkpoint.index is None else index)
 
 
-def _section(checkpoint: Checkpoint, inventory: Inventory, rounded: Mapping[str, Rounding], trunk: Rounding) -> Section:
-    """Return the quantization_config: Linears as the trunk's, the head's by name where they have other bits."""
-    groups = {"group_0": trunk.scheme(["Linear"])}
-    others = {name: rounding for name, rounding in rounded.items() if rounding != trunk}
+def quantization_config(
+    stored: Mapping[str, TensorInfo], rounded: Mapping[str, Rounding], main: Rounding, *, embedding: str
+) -> Section:
+    """Return the quantization_config of a checkpoint.
+
+    Args:
+        stored: All tensors by name, those that are rounded under the weights' names.
+        rounded: How weights are rounded; at most one kind differs from `main`.
+        main: The Linears' rounding; those that have another are named.
+        embedding: Name of the embedding's weight.
+    """
+    groups = {"group_0": main.scheme(["Linear"])}
+    others = {name: rounding for name, rounding in rounded.items() if rounding != main}
     if others:
         groups["group_1"] = next(iter(others.values())).scheme([name.removesuffix(".weight") for name in others])
     quantized = {name.removesuffix(".weight") for name in rounded}
-    embedding = inventory.shared.get("embedding", "").removesuffix(".weight")
-    plain = [module for module, _ in stored_modules(checkpoint.tensors) if module not in quantized]
+    plain = [module for module, _ in stored_modules(stored) if module not in quantized]
     # A tied lm_head is a Linear that no file stores.
-    ignore = dict.fromkeys([*(module for module in plain if module != embedding), "lm_head"])
+    ignore = dict.fromkeys([*(module for module in plain if module != embedding.removesuffix(".weight")), "lm_head"])
     return {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
         "config_groups": groups, "ignore": list(ignore), "kv_cache_scheme": None,

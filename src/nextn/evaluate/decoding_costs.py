@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 import transformers
@@ -28,6 +29,16 @@ from nextn.stats.speedup import Costs, Spread
 Clock = Callable[[], float]
 Pass = Callable[[], object]
 _CHUNK = 512  # tokens per prefill pass
+
+
+class TimedPasses(Protocol):
+    """Passes over a filled cache that leave it as it was."""
+
+    def verify(self, num_positions: int) -> object:
+        """Run the trunk over so many positions."""
+
+    def draft(self, k: int) -> object:
+        """Run a chain of draft steps."""
 
 
 @torch.inference_mode()
@@ -56,8 +67,16 @@ def measure_costs(
     with engine.trunk.pass_context():
         bench = _Passes(engine, batch, context)
         prepare(bench.trunk, bench.head, batch, k)
-    verify: list[Pass] = [partial(bench.verify, num) for num in range(k + 2)]
-    chains: list[Pass] = [partial(bench.draft, num) for num in range(k + 1)]
+    steps, draft = time_passes(bench, k, repeats=repeats, clock=clock)
+    return Costs(batch, context, steps, draft)
+
+
+def time_passes(
+    passes: TimedPasses, k: int, *, repeats: int, clock: Clock = time.perf_counter
+) -> tuple[tuple[Spread, ...], Spread]:
+    """Time what `measure_costs` describes; return the passes of 1..k+1 positions and one draft step."""
+    verify: list[Pass] = [partial(passes.verify, num) for num in range(k + 2)]
+    chains: list[Pass] = [partial(passes.draft, num) for num in range(k + 1)]
     # (pass before, timed pass)
     pairs = [(verify[1], verify[1]), *zip(chains[1:], verify[2:], strict=True), (verify[-1], chains[-1])]
     times: list[list[float]] = [[] for _ in pairs]
@@ -70,8 +89,7 @@ def measure_costs(
             if repeat:
                 times[index].append(clock() - started)
     *steps, chain = map(Spread.of, times)
-    draft = Spread(chain.median / k, chain.low / k, chain.high / k, chain.num)
-    return Costs(batch, context, tuple(steps), draft)
+    return tuple(steps), Spread(chain.median / k, chain.low / k, chain.high / k, chain.num)
 
 
 def adaptive_length(

@@ -1,4 +1,4 @@
-"""Read a GGUF file's metadata, tensor table and samples of its tensors; the files of a split model are read as one.
+"""Read a GGUF file's metadata, tensor table and values; the files of a split model are read as one.
 
 No count in a file is trusted beyond the bytes that exist. Knows nothing of heads.
 """
@@ -6,7 +6,9 @@ No count in a file is trusted beyond the bytes that exist. Knows nothing of head
 import mmap
 import re
 import struct
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from reprlib import repr as brief
 from typing import TYPE_CHECKING
@@ -28,6 +30,7 @@ _VERSIONS = (2, 3)
 # The largest published headers are below 20 MiB, nearly all of it vocabulary.
 _MAX_HEADER = 1 << 26
 _MAX_DIMS, _MAX_ROW, _MAX_FILES = 4, 1 << 20, 1000
+_MAX_VALUES = 10_000  # one for each layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,18 @@ class GgufTensor:
 
     @property
     def row_bytes(self) -> int:
-        rows = int(np.prod(self.shape[1:], dtype=object))
-        return self.nbytes // rows if rows else 0
+        return self.nbytes // self.num_rows if self.num_rows else 0
+
+    def read(self, begin: int, end: int) -> bytes:
+        """Read the bytes from `begin` to `end` of the tensor's own."""
+        with self.file.open("rb") as file:
+            file.seek(self.begin + begin)
+            data = file.read(min(end, self.nbytes) - begin)
+        if len(data) < end - begin:
+            raise CheckpointError(
+                f"{self.file}: {brief(self.name)} is truncated. Another process is changing the file."
+            )
+        return data
 
     def middle(self, most: int = _MAX_ROW) -> bytes:
         """Read up to 8 rows from the middle of the tensor, at most `most` bytes; b"" if one row is longer."""
@@ -54,6 +67,18 @@ class GgufTensor:
         with self.file.open("rb") as file:
             file.seek(self.begin + row * self.row_bytes)
             return file.read(min(8, most // self.row_bytes, self.nbytes // self.row_bytes - row) * self.row_bytes)
+
+    @property
+    def num_rows(self) -> int:
+        return int(np.prod(self.shape[1:], dtype=object))
+
+    def rows(self, begin: int, end: int) -> NDArray[np.float32]:
+        """Dequantize rows of `shape[0]` values, [rows, values]. The quantization must be one of `readable_kinds`."""
+        from gguf.quants import dequantize
+
+        data = np.frombuffer(self.read(begin * self.row_bytes, end * self.row_bytes), np.uint8)
+        with np.errstate(all="ignore"):  # a hostile scale may be infinite
+            return dequantize(data.reshape(end - begin, self.row_bytes), self.kind)
 
     def values(self) -> NDArray[np.float64] | None:
         """Dequantize `middle`; None for a quantization that the gguf package does not support."""
@@ -74,6 +99,8 @@ class GgufFile:
     path: Path
     metadata: dict[str, Scalar] = field(repr=False)  # scalars by key; of an array, its length under `<key>[]`
     tensors: dict[str, GgufTensor] = field(repr=False)
+    # Of arrays with at most _MAX_VALUES numbers.
+    arrays: dict[str, tuple[int | float | bool, ...]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def open(cls, path: Path) -> "GgufFile":
@@ -91,7 +118,7 @@ class GgufFile:
                     f"{other}: {brief(min(duplicates))} is also in another file of the split. Split the model again."
                 )
             tensors |= added
-        return cls(path, first.metadata, tensors)
+        return replace(first, path=path, tensors=tensors)
 
 
 def _others(path: Path, metadata: dict[str, Scalar]) -> list[Path]:
@@ -127,6 +154,7 @@ class _HeaderReader:
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.position = path, data, 0
         self.end = min(len(data), _MAX_HEADER)
+        self.arrays: dict[str, tuple[int | float | bool, ...]] = {}
 
     def file(self) -> GgufFile:
         if self.data[:4] != b"GGUF":
@@ -145,7 +173,7 @@ class _HeaderReader:
         tensors = {each.name: each for each in (self._tensor(*info, start) for info in infos)}
         if len(tensors) < len(infos):
             raise ValueError("two tensors have the same name")
-        return GgufFile(self.path, metadata, tensors)
+        return GgufFile(self.path, metadata, tensors, self.arrays)
 
     def _take(self, count: int) -> bytes:
         if count > self.end - self.position:
@@ -162,7 +190,7 @@ class _HeaderReader:
     def _pair(self) -> tuple[str, Scalar]:
         key, kind = self._text(), self._number("I")
         if kind == _ARRAY:
-            return f"{key}[]", self._skip_array()
+            return f"{key}[]", self._array(key)
         if kind == _STRING:
             return key, self._text()
         size = struct.calcsize(f"<{self._scalar(kind)}")
@@ -174,13 +202,16 @@ class _HeaderReader:
             raise ValueError(f"value type {kind}; valid are 0 to 12, without arrays of arrays")
         return _SCALARS[kind]
 
-    def _skip_array(self) -> int:
+    def _array(self, key: str) -> int:
+        """Keep the numbers of a short array, pass over others; return the length."""
         kind, count = self._number("I"), self._number("Q")
         if kind == _STRING:
             for _ in range(count):
                 self._take(self._number("Q"))
-        else:
-            self._take(count * struct.calcsize(f"<{self._scalar(kind)}"))
+            return count
+        data = self._take(count * struct.calcsize(f"<{self._scalar(kind)}"))
+        if count <= _MAX_VALUES:
+            self.arrays[key] = struct.unpack(f"<{count}{self._scalar(kind)}", data)
         return count
 
     def _info(self) -> tuple[str, tuple[int, ...], int, int]:
@@ -201,6 +232,20 @@ class _HeaderReader:
         if begin + nbytes > len(self.data):
             raise ValueError(f"tensor {brief(name)} ends at byte {begin + nbytes}, the file at {len(self.data)}")
         return GgufTensor(name, GGMLQuantizationType(kind), shape, self.path, begin, nbytes)
+
+
+@cache
+def readable_kinds() -> "tuple[GGMLQuantizationType, ...]":
+    """Return the types of tensors that the gguf package dequantizes."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    readable = []
+    for kind in GGMLQuantizationType:
+        with suppress(NotImplementedError), np.errstate(all="ignore"):
+            dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+            readable.append(kind)
+    return tuple(readable)
 
 
 def bits(tensor: GgufTensor) -> float:

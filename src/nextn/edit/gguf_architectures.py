@@ -1,0 +1,248 @@
+"""Architectures of llama.cpp that are read: tensors and metadata of a GGUF as a checkpoint's, and the inverse changes.
+
+What llama.cpp's converter changes is in its conversion/llama.py (`permute`), qwen.py (`Qwen3NextModel`,
+`_LinearAttentionVReorderBase`) and glm.py, of 0c1e57098.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from nextn.checkpoint.gguf_file import GgufFile
+from nextn.edit.gguf_layout import HY_V3, LAYER, STEP35
+from nextn.edit.gguf_metadata import MOST_ROWS, Config, Metadata, rope_parameters
+from nextn.errors import CheckpointError, FamilyError
+from nextn.families import LAYOUT_FIELD
+from nextn.families.rows import STEP35_DRAFT
+
+_MROPE = (11, 11, 10)  # the default of Qwen3.5
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """What makes a stored tensor the checkpoint's: rows or columns in another order, then a function of all values."""
+
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+    values: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def is_none(self) -> bool:
+        return self.rows is None and self.columns is None and self.values is None
+
+    def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the result."""
+        return stored if self.values is None else tuple(self.values(torch.empty(stored, device="meta")).shape)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture.
+
+    Attributes:
+        model_type: Of the checkpoint; also the family of its head, if it has one.
+        model_class: transformers' class.
+        config: Returns what the config has beside `common_config`.
+        layer: Names in a block -> in a decoder layer, without `.weight` or `.bias`. A number is put into `{}` for
+            each slice of a tensor of experts.
+        exact: The same for full names.
+        changes: Names in `layer` or `exact` -> a function of the config that returns the change.
+        norm_offset: What the converter adds to norm weights, except for names in `changes`.
+        separate_head: Fields in the config of the head, which is in a folder of its own; none where it is not.
+    """
+
+    model_type: str
+    model_class: str
+    config: Callable[[Metadata], Config]
+    layer: Mapping[str, str]
+    exact: Mapping[str, str] = field(default_factory=dict)
+    changes: Mapping[str, Callable[[Config], Change]] = field(default_factory=dict)
+    norm_offset: float = 0.0
+    separate_head: Mapping[str, object] = field(default_factory=dict)
+
+    def in_layer(self, rest: str) -> str | None:
+        """Return the path in a decoder layer of `blk.N.<rest>`; None for a tensor that the architecture has not."""
+        stem, _, kind = rest.rpartition(".")
+        if rest in self.exact or stem not in self.layer or kind not in ("weight", "bias"):
+            return self.exact.get(rest)
+        return f"{self.layer[stem]}.{kind}"
+
+    def change(self, rest: str, config: Config) -> Change:
+        """Return the change of a tensor in a block, or of `output_norm.weight`."""
+        stem = rest.rpartition(".")[0]
+        if make := self.changes.get(rest) or self.changes.get(stem):
+            return make(config)
+        if self.norm_offset and rest.endswith("norm.weight"):
+            return Change(values=lambda weight: weight - self.norm_offset)
+        return Change()
+
+
+def _llama(meta: Metadata) -> Config:
+    return {"attention_bias": meta.has_tensor("attn_q.bias"), "mlp_bias": meta.has_tensor("ffn_up.bias")}
+
+
+def _nothing(meta: Metadata) -> Config:
+    return {}
+
+
+def _glm4_moe(meta: Metadata) -> Config:
+    return {
+        "attention_bias": meta.has_tensor("attn_q.bias"),
+        "use_qk_norm": meta.has_tensor("attn_q_norm.weight"),
+        "partial_rotary_factor": meta.whole("rope.dimension_count") / meta.head_dim,
+        "n_routed_experts": meta.whole("expert_count"),
+        "num_experts_per_tok": meta.whole("expert_used_count"),
+        "n_shared_experts": meta.whole("expert_shared_count"),
+        "moe_intermediate_size": meta.whole("expert_feed_forward_length"),
+        "first_k_dense_replace": meta.whole("leading_dense_block_count", 0),
+        "n_group": meta.whole("expert_group_count", 1),
+        "topk_group": meta.whole("expert_group_used_count", 1),
+        "routed_scaling_factor": meta.real("expert_weights_scale", 1.0),
+        "norm_topk_prob": meta.flag("expert_weights_norm", True),
+        "num_nextn_predict_layers": meta.num_modules,
+    }
+
+
+def _qwen3_5(meta: Metadata) -> Config:
+    blocks = range(meta.num_layers)
+    is_recurrent = [f"blk.{index}.ssm_a" in meta.file.tensors for index in blocks]
+    rotary = meta.whole("rope.dimension_count") / meta.head_dim
+    rope: Config = {**rope_parameters(meta), "partial_rotary_factor": rotary}
+    sections = meta.file.arrays.get(f"{meta.architecture}.rope.dimension_sections", _MROPE)[:3]
+    if sections != _MROPE:
+        rope |= {"mrope_section": list(sections), "mrope_interleaved": True}
+    heads, keys, size = (meta.whole(f"ssm.{name}") for name in ("time_step_rank", "group_count", "inner_size"))
+    if heads % keys or size % heads or max(size, keys * meta.whole("ssm.state_size")) > MOST_ROWS:
+        raise CheckpointError(
+            f"{meta.file.path}: {keys} key heads, {heads} value heads and {size} values of them do not divide, or are "
+            f"more than {MOST_ROWS}. Download or convert the file again."
+        )
+    return {
+        "layer_types": ["linear_attention" if each else "full_attention" for each in is_recurrent],
+        "linear_conv_kernel_dim": meta.whole("ssm.conv_kernel"),
+        "linear_key_head_dim": meta.whole("ssm.state_size"),
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": size // heads,
+        "rope_parameters": rope,
+        "mtp_num_hidden_layers": meta.num_modules,
+    }
+
+
+def _rotary_pairs(heads: str) -> Callable[[Config], Change]:
+    """Undo `permute`: pairs of a rotation are neighbors in the file, and halves of a head in a checkpoint."""
+
+    def change(config: Config) -> Change:
+        order = torch.arange(config[heads] * config["head_dim"]).view(config[heads], -1, 2)
+        return Change(order.transpose(1, 2).flatten())
+
+    return change
+
+
+def _value_heads(config: Config, width: int, *, after: int = 0) -> Tensor:
+    """The rows of value heads, `width` each: grouped by key head in a checkpoint, in turns in the file.
+
+    Rows before them, `after` of all, stay.
+    """
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    order = torch.arange(heads * width).view(heads // keys, keys, width).transpose(0, 1).flatten()
+    return torch.cat([torch.arange(after), order + after])
+
+
+def _value_rows(of_heads: str | None = None, *, after_keys: bool = False) -> Callable[[Config], Change]:
+    def change(config: Config) -> Change:
+        keys = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] if after_keys else 0
+        return Change(_value_heads(config, config[of_heads] if of_heads else 1, after=keys))
+
+    return change
+
+
+def _convolution(config: Config) -> Change:
+    rows = _value_rows("linear_value_head_dim", after_keys=True)(config).rows
+    return Change(rows, values=lambda weight: weight.unsqueeze(1))
+
+
+def _decay(config: Config) -> Change:
+    return Change(_value_heads(config, 1), values=lambda values: torch.log(-values))
+
+
+def _value_columns(config: Config) -> Change:
+    return Change(columns=_value_heads(config, config["linear_value_head_dim"]))
+
+
+_DENSE = {block: layer for layer, block in LAYER.items()}
+_NORM_AFTER = {name: path for name, path in _DENSE.items() if name != "ffn_norm"}
+_NORM_AFTER["post_attention_norm"] = "post_attention_layernorm"
+_GLM4_MOE = {
+    **_NORM_AFTER, "ffn_gate_inp": "mlp.gate",
+    **{f"ffn_{each}_shexp": f"mlp.shared_experts.{each}_proj" for each in ("gate", "up", "down")},
+    **{f"ffn_{each}_exps": f"mlp.experts.{{}}.{each}_proj" for each in ("gate", "up", "down")},
+}  # fmt: skip
+_QWEN3_5 = {
+    **_NORM_AFTER, "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b", "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
+}  # fmt: skip
+ARCHITECTURES = {
+    "llama": Architecture(
+        "llama", "LlamaForCausalLM", _llama, _DENSE,
+        changes={"attn_q": _rotary_pairs("num_attention_heads"), "attn_k": _rotary_pairs("num_key_value_heads")},
+    ),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _nothing, _DENSE),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _nothing, _DENSE),
+    "glm4moe": Architecture(
+        "glm4_moe", "Glm4MoeForCausalLM", _glm4_moe, _GLM4_MOE,
+        {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
+    ),
+    "qwen35": Architecture(
+        "qwen3_5_text", "Qwen3_5ForCausalLM", _qwen3_5, _QWEN3_5,
+        {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
+        {
+            "attn_qkv": _value_rows("linear_value_head_dim", after_keys=True),
+            "attn_gate": _value_rows("linear_value_head_dim"),
+            "ssm_alpha": _value_rows(), "ssm_beta": _value_rows(), "ssm_dt.bias": _value_rows(), "ssm_a": _decay,
+            "ssm_conv1d": _convolution, "ssm_out": _value_columns, "ssm_norm": lambda config: Change(),
+        },
+        norm_offset=1.0,
+    ),
+}  # fmt: skip
+_DRAFT_LAYOUTS = (STEP35, HY_V3)
+
+
+def architecture_of(file: GgufFile) -> tuple[Architecture, Metadata]:
+    """Return the architecture of a file. Raises FamilyError for one that is not read, which names those that are."""
+    name = file.metadata.get("general.architecture")
+    if isinstance(name, str) and name in ARCHITECTURES:
+        return ARCHITECTURES[name], Metadata(file, name)
+    if isinstance(name, str) and name in _DRAFT_LAYOUTS and f"{name}.expert_count" not in file.metadata:
+        meta = Metadata(file, name)
+        return _shared_layout(meta), meta
+    raise FamilyError(
+        f"{file.path}: its architecture is {name!r:.80}; nextn converts {', '.join(ARCHITECTURES)}, and the dense "
+        f"{' and '.join(_DRAFT_LAYOUTS)} that `nextn export` writes. Give the original safetensors checkpoint"
+    )
+
+
+def _shared_layout(meta: Metadata) -> Architecture:
+    """Return what a file of `nextn export` holds: a Llama-like trunk, known by its tensors, with a head beside it."""
+    kind = "qwen3" if meta.has_tensor("attn_q_norm.weight") else "qwen2" if meta.has_tensor("attn_q.bias") else "llama"
+    windows = meta.file.arrays.get(f"{meta.architecture}.attention.sliding_window_pattern", ())[: meta.num_layers]
+    more: Config = {}
+    if any(windows):
+        more["sliding_window"] = meta.whole("attention.sliding_window")
+        if kind != "llama":
+            more |= {"use_sliding_window": True, "max_window_layers": 0}
+            more["layer_types"] = ["sliding_attention" if each else "full_attention" for each in windows]
+    base, is_mistral = ARCHITECTURES[kind], kind == "llama" and any(windows)
+    count = {"num_mtp_layers": meta.num_modules}
+    is_apart = meta.architecture == STEP35
+    return replace(
+        base,
+        model_type="mistral" if is_mistral else kind,
+        model_class="MistralForCausalLM" if is_mistral else base.model_class,
+        changes={},
+        config=lambda _: {**base.config(meta), **more, **({} if is_apart else count)},
+        separate_head={**count, LAYOUT_FIELD: STEP35_DRAFT.name} if is_apart else {},
+    )

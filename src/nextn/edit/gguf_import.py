@@ -1,0 +1,351 @@
+"""Write the model of a GGUF file as a checkpoint folder, a slice of a tensor in memory at a time.
+
+Values are those that the gguf package dequantizes, rounded once to the new dtype. Q8_0 and Q4_0 are compressed-tensors'
+weights of 8 and 4 bits in groups of 32 without zero points, so codes and scales of Linears are stored as they are.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nextn.checkpoint.checkpoint import CHUNK, CONFIG, SINGLE, Checkpoint
+from nextn.checkpoint.gguf_file import GgufFile, GgufTensor, readable_kinds
+from nextn.checkpoint.packed_weights import QuantizedWeight, pack_codes
+from nextn.checkpoint.remote import LocalFile
+from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
+from nextn.checkpoint.tensors import FLOATS
+from nextn.edit.gguf_architectures import Architecture, Change, architecture_of
+from nextn.edit.gguf_layout import HEAD
+from nextn.edit.gguf_metadata import Config, Metadata, common_config
+from nextn.edit.gguf_tokenizer import write_tokenizer
+from nextn.edit.plan import EditPlan, Files, Piece, Progress, execute, index_document, into_new_folder, quiet
+from nextn.edit.quantize import Rounding, is_linear, quantization_config
+from nextn.errors import CheckpointError, ConfigError
+from nextn.families import Family, find
+from nextn.text_format import counted, some
+
+DTYPE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_GROUP = 32  # values of a block of Q8_0 and Q4_0
+_PACKED = {"Q8_0": Rounding(8, _GROUP), "Q4_0": Rounding(4, _GROUP)}
+_SLICE = 2**22  # values that are dequantized at once
+_SHARD = 5 * 10**9  # bytes
+HEAD_FOLDER = "head"  # of a head in a layout of its own
+_OUTER = {
+    "token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}  # fmt: skip
+_IGNORED = ("rope_freqs.weight",)  # its content is in the config
+_ROLES = {part: role for role, part in HEAD.items()}
+_COPIES = tuple(f"nextn.{HEAD[role]}.weight" for role in ("embedding", "output"))
+
+_UNCHANGED = Change()
+Part = Literal["weight", "weight_packed", "weight_scale", "weight_shape"]
+
+
+@dataclass(frozen=True, slots=True)
+class GgufPiece(Piece):
+    """A tensor of the checkpoint, or one of those that a packed weight is stored as; `name` is that of the weight.
+
+    Attributes:
+        tensor: Of the GGUF.
+        expert: Which slice of a tensor of experts it is.
+        change: From the stored values to the checkpoint's.
+        dtype: Of what is written.
+        part: `weight` for what is not packed.
+        is_head: Whether it is the head's.
+    """
+
+    tensor: GgufTensor = None  # type: ignore[assignment]  # `Piece` has a field with a default
+    expert: int | None = None
+    change: Change = _UNCHANGED
+    dtype: str = "BF16"
+    part: Part = "weight"
+    is_head: bool = False
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        shape = tuple(reversed(self.tensor.shape))
+        return shape if self.expert is None else shape[1:]
+
+    @property
+    def info(self) -> TensorInfo:
+        shape, name = self.change.shape(self.stored_shape), self.name
+        dtype = self.dtype
+        if self.part != "weight":
+            bits = _PACKED[self.tensor.kind.name].bits
+            dtype, shape = {
+                "weight_packed": ("I32", (shape[0], shape[1] * bits // 32)),
+                "weight_scale": ("F16", (shape[0], shape[1] // _GROUP)),
+                "weight_shape": ("I64", (2,)),
+            }[self.part]
+            name = f"{name.removesuffix('weight')}{self.part}"
+        return TensorInfo(name, dtype, shape, self.tensor.file.name, 0, prod(shape) * DTYPES[dtype] // 8)
+
+    def chunks(self, count: Callable[[int], None]) -> Iterator[bytes]:
+        for part in (torch.tensor(self.stored_shape),) if self.part == "weight_shape" else self._slices():
+            data = part.contiguous().view(torch.uint8).numpy().tobytes()
+            yield data
+            count(len(data))
+
+    def _slices(self) -> Iterator[Tensor]:
+        """Slices of rows; in one if rows change places or values depend on others."""
+        rows = prod(self.stored_shape[:-1])
+        first, step = (self.expert or 0) * rows, max(1, _SLICE // self.tensor.shape[0])
+        if not self.change.is_none:
+            step = rows
+        for begin in range(0, rows, step):
+            yield self._changed(first + begin, first + min(rows, begin + step))
+
+    def _changed(self, begin: int, end: int) -> Tensor:
+        if self.part == "weight":
+            values = torch.from_numpy(np.array(self.tensor.rows(begin, end)))
+            values = values if self.change.is_none else values.view(self.stored_shape)
+            values = values if self.change.rows is None else values[self.change.rows]
+            values = values if self.change.columns is None else values[:, self.change.columns]
+            values = values if self.change.values is None else self.change.values(values)
+            return values.to(FLOATS[self.dtype])
+        codes, scales = _blocks(self.tensor, begin, end)
+        if self.change.rows is not None:
+            codes, scales = codes[self.change.rows], scales[self.change.rows]
+        if self.change.columns is not None:
+            codes, scales = codes[:, self.change.columns], scales[:, self.change.columns[::_GROUP] // _GROUP]
+        bits = _PACKED[self.tensor.kind.name].bits
+        return scales if self.part == "weight_scale" else pack_codes(QuantizedWeight(codes, scales, None, bits, _GROUP))
+
+
+def _blocks(tensor: GgufTensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    """Codes [rows, values], from 0 to 2 ** bits - 1, and scales [rows, blocks] of rows of Q8_0 or Q4_0."""
+    stored = bytearray(tensor.read(begin * tensor.row_bytes, end * tensor.row_bytes))
+    blocks = torch.frombuffer(stored, dtype=torch.uint8).view(end - begin, tensor.shape[0] // _GROUP, -1)
+    scales = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
+    data = blocks[..., 2:]
+    # Low halves of the bytes, then high ones; or signed bytes.
+    codes = torch.cat([data & 15, data >> 4], dim=-1) if tensor.kind.name == "Q4_0" else data ^ 128
+    return codes.flatten(1), scales
+
+
+def convert_gguf(
+    path: Path,
+    out: str | Path,
+    *,
+    dtype: str | None = None,
+    tokenizer: Path | None = None,
+    dry_run: bool = False,
+    on_bytes: Progress = quiet,
+) -> EditPlan:
+    """Write the model of a GGUF file, with its head and tokenizer, into the new folder `out`.
+
+    Args:
+        path: The file, or any file of a split model.
+        out: A new folder.
+        dtype: float32, float16 or bfloat16: of all weights, so that none stay packed. Default: F32 or F16 as most of
+            the file's values are, else bfloat16, and Q8_0 and Q4_0 as they are.
+        tokenizer: A folder with the tokenizer's files. Default: it is made from the metadata.
+        dry_run: Write nothing.
+        on_bytes: Called with the bytes written so far and in all.
+
+    Returns:
+        What was, or with `dry_run` would be, written.
+
+    Raises:
+        CheckpointError: The file is damaged, or holds a tensor that its architecture has not.
+        ConfigError: For another dtype, a tokenizer that is not known, or without the gguf package.
+        FamilyError: For an architecture that is not read.
+    """
+    if dtype is not None and dtype not in DTYPE_NAMES:
+        raise ConfigError(f"--dtype {dtype}; expected {', '.join(DTYPE_NAMES)}")
+    file = GgufFile.open(path)
+    architecture, meta = architecture_of(file)
+    plan = into_new_folder(_plan(file, architecture, meta, dtype), out)
+    if not dry_run:
+        vocab_size = file.tensors["token_embd.weight"].shape[1]
+        seal = partial(write_tokenizer, file=file, source=tokenizer, vocab_size=vocab_size)
+        execute(plan, seal=seal, on_bytes=on_bytes)
+    return plan
+
+
+def _plan(file: GgufFile, architecture: Architecture, meta: Metadata, dtype: str | None) -> EditPlan:
+    config: Config = {"architectures": [architecture.model_class], "model_type": architecture.model_type}
+    config |= {**common_config(meta), **architecture.config(meta)}
+    family = find({**config, **architecture.separate_head}) if meta.num_modules else None
+    stored = DTYPE_NAMES[dtype] if dtype else _common_dtype(file)
+    config["dtype"] = next(name for name, each in DTYPE_NAMES.items() if each == stored)
+    sources = {each.file.name: LocalFile.at(each.file, each.file.name) for each in file.tensors.values()}
+    source = Checkpoint(str(file.path), {}, None, {}, {}, (), sources)
+    pieces, notes = _pieces(source, file, architecture, config, family, stored)
+    config["tie_word_embeddings"] = "lm_head.weight" not in pieces
+    if rounded := {} if dtype else _rounded(pieces):
+        infos, kinds = {name: piece.info for name, piece in pieces.items()}, list(rounded.values())
+        main = max(_PACKED.values(), key=kinds.count)
+        embedding = _OUTER["token_embd.weight"]
+        config["quantization_config"] = quantization_config(infos, rounded, main, embedding=embedding)
+        notes.append(f"{counted(len(rounded), 'weight')} stay at their 8 or 4 bits (compressed-tensors, groups of 32)")
+    written: dict[str, GgufPiece] = {}
+    for name, piece in pieces.items():
+        parts: tuple[Part, ...] = ("weight_packed", "weight_scale", "weight_shape") if name in rounded else ("weight",)
+        for each in (replace(piece, part=part) for part in parts):
+            written[each.info.name] = each
+    origin = replace(source, sources={})
+    apart = {name: piece for name, piece in written.items() if piece.is_head} if architecture.separate_head else {}
+    files = _shards({name: piece for name, piece in written.items() if name not in apart})
+    documents = {CONFIG: config} | index_document(files, origin)
+    if apart:
+        files = replace(files, weights={**files.weights, f"{HEAD_FOLDER}/head.safetensors": apart})
+        documents[f"{HEAD_FOLDER}/{CONFIG}"] = {**config, **architecture.separate_head}
+        notes.append(f"the head is in the folder {HEAD_FOLDER}: give it with --head")
+    name = architecture.model_type if family is None else family.name
+    return EditPlan(origin, Path(), name, files, documents, notes=tuple(notes))
+
+
+def _pieces(
+    source: Checkpoint, file: GgufFile, architecture: Architecture, config: Config, family: Family | None, dtype: str
+) -> tuple[dict[str, GgufPiece], list[str]]:
+    """Return a piece for each tensor of the checkpoint, and notes of copies that the family does not store."""
+    _refuse_unreadable(file)
+    _refuse_missing(file, config)
+    pieces, unknown, left = dict[str, GgufPiece](), list[str](), list[str]()
+    for name, tensor in file.tensors.items():
+        block, rest = _place(name)
+        module = -1 if block is None else block - config["num_hidden_layers"]
+        if name in _IGNORED or (name == "output.weight" and _is_copy(file, architecture)):
+            continue
+        if (path := _path(block, rest, module, architecture, family)) is None:
+            (left if rest in _COPIES else unknown).append(name)
+            continue
+        change = architecture.change(rest, config)
+        whole = GgufPiece(source, path, tensor=tensor, change=change, dtype=dtype, is_head=module >= 0)
+        _refuse_misshapen(whole, config)
+        slices = range(tensor.shape[-1]) if "{}" in path else (None,)
+        pieces |= {path.format(each): replace(whole, name=path.format(each), expert=each) for each in slices}
+    if unknown:
+        raise CheckpointError(
+            f"{file.path}: {config['model_type']} has no place for {some(unknown)}. Give the original checkpoint"
+        )
+    return pieces, [f"left out: {some(left)}, copies that the family does not store"] if left else []
+
+
+def _place(name: str) -> tuple[int | None, str]:
+    """Split the name of a tensor into its block and the rest; None for one outside of the blocks."""
+    match = re.fullmatch(r"blk\.(\d{1,6})\.(.+)", name)
+    return (int(match[1]), match[2]) if match else (None, name)
+
+
+def _path(block: int | None, rest: str, module: int, architecture: Architecture, family: Family | None) -> str | None:
+    """Return the name in the checkpoint of a tensor; None for one that it has not. `{}` stands for experts."""
+    if block is None:
+        return _OUTER.get(rest)
+    if module >= 0 and family is None:
+        return None
+    num_layers = block - module
+    if module >= 0 and family is not None and rest.startswith("nextn."):
+        role = _ROLES.get(rest.removeprefix("nextn.").removesuffix(".weight"))
+        return family.published(f"{module}.{role}.weight", num_layers) if role in family.names else None
+    path = architecture.in_layer(rest)
+    if path is None or family is None or module < 0:
+        return None if path is None else f"model.layers.{block}.{path}"
+    return family.published(f"{module}.block.{path}", num_layers)
+
+
+def _is_copy(file: GgufFile, architecture: Architecture) -> bool:
+    """Whether the lm_head is the embedding again, as step35 needs it, whose file does not say that they are tied."""
+    one, other = (file.tensors[name] for name in ("output.weight", "token_embd.weight"))
+    if not architecture.separate_head or (one.kind, one.shape) != (other.kind, other.shape):
+        return False
+    spans = ((begin, min(begin + CHUNK, one.nbytes)) for begin in range(0, one.nbytes, CHUNK))
+    return all(one.read(*span) == other.read(*span) for span in spans)
+
+
+def _refuse_unreadable(file: GgufFile) -> None:
+    """Raise CheckpointError for tensors without values, and of types that the gguf package does not read."""
+    if empty := [name for name, tensor in file.tensors.items() if not tensor.nbytes or not tensor.shape]:
+        raise CheckpointError(f"{file.path}: no values in {some(empty)}. Download or convert the file again.")
+    unread = [each for each in file.tensors.values() if each.kind not in readable_kinds()]
+    if unread:
+        kinds = ", ".join(sorted({each.kind.name for each in unread}))
+        raise CheckpointError(
+            f"{file.path}: {some([each.name for each in unread])}: {kinds}, which the gguf package does not read; it "
+            f"reads {', '.join(kind.name for kind in readable_kinds())}"
+        )
+
+
+def _refuse_misshapen(piece: GgufPiece, config: Config) -> None:
+    """Raise CheckpointError for a tensor whose sizes are not those of the metadata, as far as it is taken apart."""
+    shape = tuple(reversed(piece.tensor.shape))
+    expected: list[int | None] = [None] * len(shape)
+    if "{}" in piece.name:
+        expected = [config["n_routed_experts"], None, None]
+    elif piece.change.rows is not None:
+        expected[:1] = [len(piece.change.rows)]
+    elif piece.change.columns is not None:
+        expected = [None, len(piece.change.columns)]
+    if len(expected) != len(shape) or not all(each in (None, size) for each, size in zip(expected, shape, strict=True)):
+        sizes = ", ".join("any" if each is None else str(each) for each in expected)
+        raise CheckpointError(
+            f"{piece.tensor.file}: {piece.tensor.name} has shape {shape}, by the metadata ({sizes}). Download or "
+            "convert the file again."
+        )
+
+
+def _refuse_missing(file: GgufFile, config: Config) -> None:
+    """Raise CheckpointError for blocks that the metadata counts and the file has not."""
+    blocks = {_place(name)[0] for name in file.tensors}
+    missing = [f"blk.{index}" for index in range(config["num_hidden_layers"]) if index not in blocks]
+    missing += [name for name in ("output_norm.weight",) if name not in file.tensors]
+    if missing:
+        raise CheckpointError(f"{file.path}: without {some(missing)}. Download or convert the file again.")
+
+
+def _is_linear(piece: GgufPiece) -> bool:
+    """Whether it is the weight of a Linear in a decoder layer, by its name."""
+    path = re.sub(r"^(model|mtp)\.layers\.\d+\.", "", piece.name)
+    in_layer = path != piece.name and path.split(".")[0] in ("self_attn", "linear_attn", "mlp")
+    return in_layer and len(piece.stored_shape) == 2 and is_linear(path)
+
+
+def _rounded(pieces: Mapping[str, GgufPiece]) -> dict[str, Rounding]:
+    """How the Linears whose codes stay as they are were rounded: all or none, as engines fuse Linears of a layer."""
+    linears = {name: piece for name, piece in pieces.items() if _is_linear(piece)}
+    if not all(map(_packs, linears.values())):
+        return {}
+    return {name: _PACKED[piece.tensor.kind.name] for name, piece in linears.items()}
+
+
+def _packs(piece: GgufPiece) -> bool:
+    """Whether the codes of a weight can stay as they are: columns keep their place, or move in whole groups."""
+    columns = piece.change.columns
+    moves_groups = columns is None or torch.equal(columns, columns[::_GROUP, None].add(torch.arange(_GROUP)).flatten())
+    return piece.tensor.kind.name in _PACKED and piece.change.values is None and moves_groups
+
+
+def _common_dtype(file: GgufFile) -> str:
+    """Return F32 or F16 if most values of the file are, else BF16."""
+    sizes: dict[str, int] = {}
+    for tensor in file.tensors.values():
+        sizes[tensor.kind.name] = sizes.get(tensor.kind.name, 0) + prod(tensor.shape)
+    most = max(sizes, key=lambda kind: sizes[kind])
+    return most if most in ("F32", "F16") else "BF16"
+
+
+def _shards(pieces: Mapping[str, Piece]) -> Files:
+    """Plan files of at most `_SHARD` bytes, or one larger tensor; with an index if there are several."""
+    shards: list[dict[str, Piece]] = [{}]
+    size = 0
+    for name, piece in pieces.items():
+        if size and size + piece.info.nbytes > _SHARD:
+            shards.append({})
+            size = 0
+        shards[-1][name] = piece
+        size += piece.info.nbytes
+    if len(shards) == 1:
+        return Files({SINGLE: shards[0]}, None)
+    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    weights = dict(zip(names, shards, strict=True))
+    return Files(weights, {name: file for file, shard in weights.items() for name in shard})

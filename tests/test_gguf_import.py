@@ -1,0 +1,432 @@
+"""GGUF files as checkpoints: those of `nextn export`, quantized types, layouts of llama.cpp's converter, bad files."""
+
+import json
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from bpe_tokenizers import SPLITS, bpe_tokenizer
+from gguf import GGMLQuantizationType as Type
+from gguf import GGUFWriter
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import dequantize
+from gguf.quants import quantize as quantize_values
+from safetensors.torch import load_file
+from test_separate_head import SETTINGS, TEXT, build, start, tokens
+from tiny import build as build_with_head
+
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.data.byte_tokenizer import byte_tokenizer
+from nextn.edit import gguf_import
+from nextn.edit.export import export
+from nextn.edit.gguf_architectures import ARCHITECTURES
+from nextn.edit.gguf_import import convert_gguf
+from nextn.edit.gguf_layout import HEAD
+from nextn.edit.gguf_tokenizer import add_tokenizer
+from nextn.errors import CheckpointError, ConfigError, FamilyError, NextnError
+from nextn.model.model import Model
+from nextn.train.head_run import head_run
+
+WIDTH, VOCAB, HEADS = 256, 264, 4
+QWEN3 = {
+    "block_count": 1, "context_length": 128, "embedding_length": WIDTH, "feed_forward_length": WIDTH,
+    "attention.head_count": HEADS, "attention.head_count_kv": 2, "attention.key_length": 64,
+    "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 10000.0,
+}  # fmt: skip
+NARROW = ("attn_k", "attn_v")
+
+
+@pytest.fixture(scope="module")
+def byte_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bytes")
+    byte_tokenizer().save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    return folder
+
+
+def blocks(shape, kind):
+    """Random values in blocks of a type; scales of K-quants are small numbers."""
+    rng = np.random.default_rng(0)
+    try:
+        return quantize_values(rng.standard_normal(shape).astype(np.float32), kind)
+    except NotImplementedError:
+        size, nbytes = GGML_QUANT_SIZES[kind]
+        data = rng.integers(0, 256, (*shape[:-1], shape[-1] // size, nbytes), np.uint8)
+        scales = np.full((*data.shape[:-1], 1), 0.01, np.float16).view(np.uint8)
+        data[..., -2:] = scales  # Q6_K's
+        data[..., :4] = np.concatenate([scales, scales], -1) if kind != Type.Q6_K else data[..., :4]
+        return data.reshape(*shape[:-1], -1)
+
+
+def qwen3(kind):
+    """Tensors of one layer: matrices in blocks of a type, the rest in float32."""
+    rng = np.random.default_rng(1)
+    shapes = {"token_embd": (VOCAB, WIDTH), "output": (VOCAB, WIDTH)}
+    for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
+        shapes[f"blk.0.{name}"] = (128 if name in NARROW else WIDTH, WIDTH)
+    made = {f"{name}.weight": (blocks(shape, kind), kind) for name, shape in shapes.items()}
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm", "blk.0.attn_q_norm", "blk.0.attn_k_norm"):
+        size = 64 if name.endswith(("q_norm", "k_norm")) else WIDTH
+        made[f"{name}.weight"] = (rng.uniform(0.5, 2, size).astype(np.float32), Type.F32)
+    return made
+
+
+def write(path, architecture, metadata, tensors, tokenizer=None):
+    """Write a file; `path` may be a writer that has some metadata."""
+    writer = path if isinstance(path, GGUFWriter) else GGUFWriter(path, architecture)
+    for key, value in metadata.items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
+        add[type(value)](key if "." in key and key.startswith(("general", "token")) else f"{architecture}.{key}", value)
+    if tokenizer is not None:
+        add_tokenizer(writer, tokenizer, VOCAB)
+    for name, (values, kind) in tensors.items():
+        writer.add_tensor(name, values, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def stored(folder):
+    return {name: each for path in folder.rglob("*.safetensors") for name, each in load_file(path).items()}
+
+
+ROUND_TRIPS = {"llama-3.1": "step35", "qwen2": "step35", "mistral": "step35", "qwen3": None}
+
+
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+def test_an_exported_file_is_the_trunk_and_its_head_again(name, tmp_path):
+    """Every tensor bit for bit, and the texts with and without drafts."""
+    trunk = build(tmp_path / "trunk", name, **({"sliding_window": 24} if name == "mistral" else {}))
+    (tmp_path / "text.txt").write_text(TEXT)
+    run = head_run(tmp_path / "run", start(trunk, ROUND_TRIPS[name]), data=[tmp_path / "text.txt"], settings=SETTINGS)
+    list(run.trainer.run())
+    head = run.write(head_only=True, allow_worse=True).parent
+    export(head, tmp_path / "model.gguf", "llama.cpp")
+    plan = convert_gguf(tmp_path / "model.gguf", tmp_path / "out")
+    expected, found = stored(trunk) | load_file(head / "head.safetensors"), stored(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(each, expected[key]) for key, each in found.items())
+    apart = tmp_path / "out" / "head" if ROUND_TRIPS[name] else None
+    assert bool(apart) == any("--head" in note for note in plan.notes)
+    original, converted = Model.load(trunk, head=head), Model.load(tmp_path / "out", head=apart)
+    for k in (0, 3):
+        assert tokens(converted, "torch", k) == tokens(original, "torch", k)
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.F16])
+def test_other_types_are_dequantized(kind, byte_folder, tmp_path):
+    """To what the gguf package makes of them, rounded once, whatever the size of a slice."""
+    made = qwen3(kind)
+    path = write(tmp_path / "model.gguf", "qwen3", QWEN3, made, byte_folder)
+    convert_gguf(path, tmp_path / "out")
+    found = stored(tmp_path / "out")
+    dtype = torch.float16 if kind == Type.F16 else torch.bfloat16
+    values = torch.tensor(dequantize(*made["blk.0.ffn_up.weight"])).to(dtype)
+    assert torch.equal(found["model.layers.0.mlp.up_proj.weight"], values)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert set(map(str, {each.dtype for each in found.values()})) == {str(dtype)}
+
+
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_0])
+def test_eight_and_four_bits_stay_as_they_are(kind, byte_folder, tmp_path):
+    """The weights of a loaded model are exactly those of the file; embedding and lm_head are dequantized."""
+    made = qwen3(kind)
+    path = write(tmp_path / "model.gguf", "qwen3", QWEN3, made, byte_folder)
+    convert_gguf(path, tmp_path / "out")
+    layer = Model.load(tmp_path / "out", dtype=torch.float32, need_head=False).trunk.model.model.layers[0]
+    for name, module in (("ffn_up", layer.mlp.up_proj), ("attn_k", layer.self_attn.k_proj)):
+        assert torch.equal(module.weight.data, torch.tensor(dequantize(*made[f"blk.0.{name}.weight"])))
+    found = stored(tmp_path / "out")
+    assert found["model.layers.0.mlp.up_proj.weight_packed"].shape == (WIDTH, WIDTH * {8: 8, 4: 4}[_bits(kind)] // 32)
+    lm_head = torch.tensor(dequantize(*made["output.weight"])).bfloat16()
+    assert torch.equal(found["lm_head.weight"], lm_head)
+    convert_gguf(path, tmp_path / "wide", dtype="float32")
+    wide = stored(tmp_path / "wide")["model.layers.0.mlp.up_proj.weight"]
+    assert torch.equal(wide, torch.tensor(dequantize(*made["blk.0.ffn_up.weight"])))
+
+
+def _bits(kind):
+    return {Type.Q8_0: 8, Type.Q4_0: 4}[kind]
+
+
+def test_slices_do_not_change_anything(byte_folder, tmp_path, monkeypatch):
+    """Nor do shards."""
+    path = write(tmp_path / "model.gguf", "qwen3", QWEN3, qwen3(Type.Q4_0), byte_folder)
+    convert_gguf(path, tmp_path / "whole")
+    monkeypatch.setattr(gguf_import, "_SLICE", 3 * WIDTH)
+    monkeypatch.setattr(gguf_import, "_SHARD", 200_000)
+    plan = convert_gguf(path, tmp_path / "sliced")
+    assert len(plan.files.weights) > 2
+    whole, sliced = stored(tmp_path / "whole"), stored(tmp_path / "sliced")
+    assert all(torch.equal(sliced.pop(name), each) for name, each in whole.items())
+    assert not sliced
+    assert Checkpoint.open(tmp_path / "sliced").problems == ()
+
+
+def in_turns(values, keys):
+    """Value heads as llama.cpp's converter orders them, in turns of key heads."""
+    return values.unflatten(0, (keys, -1)).transpose(0, 1).flatten(0, 1)
+
+
+def converted(model, architecture, folder, keys=0, width=1):
+    """Tensors of the file, by the inverse table and the converter's changes."""
+    model.save(folder, dtype=torch.float32)
+    inventory = Inventory.of(Checkpoint.open(folder))
+    layer = {path: name for name, path in architecture.layer.items()}
+    exact = {path: name for name, path in architecture.exact.items()}
+    made, experts = {}, {}
+    for name, values in stored(folder).items():
+        canonical = inventory.family.canonical(name, inventory.num_layers)
+        index, path = inventory.family.trunk_layer(name) or (None, None)
+        if canonical is not None:
+            module, role, *rest = canonical.split(".", 2)
+            index, path = inventory.num_layers + int(module), rest[0] if role == "block" else None
+            if path is None:
+                made[f"blk.{index}.nextn.{HEAD[role]}.weight"] = values + architecture.norm_offset * ("norm" in role)
+                continue
+        if index is None:
+            outer = {path: name for name, path in gguf_import._OUTER.items()}[name]
+            made[outer] = values + architecture.norm_offset * ("norm" in outer)
+            continue
+        stem, _, kind = path.rpartition(".")
+        if ".experts." in stem:
+            number = stem.split(".")[2]
+            own = layer[stem.replace(f".{number}.", ".{}.")]
+            experts.setdefault(f"blk.{index}.{own}.weight", {})[int(number)] = values
+            continue
+        own = exact[path] if path in exact else f"{layer[stem]}.{kind}"
+        if keys and "linear_attn" in path:
+            after = values.shape[0] - keys[1] * width if "qkv" in path or "conv1d" in path else 0
+            if "out_proj" in path:
+                values = in_turns(values.T.unflatten(0, (keys[1], -1)), keys[0]).flatten(0, 1).T
+            elif not stem.endswith("norm"):
+                heads = values[after:].unflatten(0, (keys[1], -1))
+                values = torch.cat([values[:after], in_turns(heads, keys[0]).flatten(0, 1)])
+            values = -values.exp() if path.endswith("A_log") else values.squeeze()
+        elif kind == "weight" and path.endswith("norm.weight"):
+            values = values + architecture.norm_offset
+        made[f"blk.{index}.{own}"] = values
+    made |= {name: torch.stack([each[number] for number in sorted(each)]) for name, each in experts.items()}
+    return {name: (values.contiguous().numpy(), Type.F32) for name, values in made.items()}
+
+
+def test_experts_one_by_one(byte_folder, tmp_path):
+    """GLM-4.5: slices of one tensor, the correction of the router, biases, norms of q and k, and the head."""
+    changes = {"use_qk_norm": True, "attention_bias": True, "vocab_size": VOCAB}
+    model = build_with_head("glm4_moe", **changes)
+    config = model.trunk.config
+    metadata = {
+        "block_count": config.num_hidden_layers + 1, "nextn_predict_layers": 1, "context_length": 2048,
+        "embedding_length": 32, "feed_forward_length": config.intermediate_size, "attention.head_count": 4,
+        "attention.head_count_kv": 2, "attention.key_length": 8, "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 10000.0, "rope.dimension_count": 4, "expert_count": config.n_routed_experts,
+        "expert_used_count": config.num_experts_per_tok, "expert_shared_count": config.n_shared_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size, "expert_weights_norm": config.norm_topk_prob,
+        "expert_weights_scale": config.routed_scaling_factor, "leading_dense_block_count": config.first_k_dense_replace,
+    }  # fmt: skip
+    if config.n_group > 1:
+        metadata |= {"expert_group_count": config.n_group, "expert_group_used_count": config.topk_group}
+    check(
+        model, "glm4moe", metadata, converted(model, ARCHITECTURES["glm4moe"], tmp_path / "in"), byte_folder, tmp_path
+    )
+
+
+def test_value_heads_in_their_own_order(byte_folder, tmp_path):
+    """Qwen3.5: heads in turns, norms with 1 added, decays, the convolution, and the head."""
+    model = build_with_head("qwen3_5", vocab_size=VOCAB, linear_num_key_heads=2, linear_num_value_heads=6)
+    config = model.trunk.config
+    size = config.linear_value_head_dim
+    metadata = {
+        "block_count": config.num_hidden_layers + 1, "nextn_predict_layers": 1, "context_length": 2048,
+        "embedding_length": 32, "feed_forward_length": config.intermediate_size, "attention.head_count": 4,
+        "attention.head_count_kv": 2, "attention.key_length": 8, "rope.freq_base": config.rope_parameters["rope_theta"],
+        "attention.layer_norm_rms_epsilon": 1e-6, "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "rope.dimension_count": int(8 * config.rope_parameters["partial_rotary_factor"]),
+        "ssm.state_size": config.linear_key_head_dim, "ssm.group_count": 2, "ssm.time_step_rank": 6,
+        "ssm.inner_size": 6 * size,
+    }  # fmt: skip
+    made = converted(model, ARCHITECTURES["qwen35"], tmp_path / "in", keys=(2, 6), width=size)
+    check(model, "qwen35", metadata, made, byte_folder, tmp_path, near=1e-6)
+
+
+def check(model, architecture, metadata, made, tokenizer, folder, near=0.0):
+    """The checkpoint is the model again, and so are its texts."""
+    convert_gguf(write(folder / "model.gguf", architecture, metadata, made, tokenizer), folder / "out")
+    expected, found = stored(folder / "in"), stored(folder / "out")
+    assert found.keys() == expected.keys()
+    for name, each in found.items():
+        torch.testing.assert_close(each, expected[name], atol=near, rtol=near, msg=name)
+    again = Model.load(folder / "out")
+    for path in tokenizer.glob("tokenizer*"):
+        shutil.copy(path, folder / "in")
+    original = Model.load(folder / "in")
+    for k in (0, 2):
+        assert tokens(again, "torch", k) == tokens(original, "torch", k)
+
+
+TEXTS = ("Hello world, I'VE seen 12345!", "  two  spaces\n\n\ttabs", "na\u00efve \u6771\u4eac", "a<think>b<|eot|>")
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_tokenizer_is_the_one_that_was_written(split, tmp_path):
+    folder = tmp_path / "tokenizer"
+    bpe = bpe_tokenizer(split)
+    bpe.save_pretrained(folder)
+    path = write(tmp_path / "model.gguf", "qwen3", QWEN3, qwen3(Type.Q8_0), folder)
+    convert_gguf(path, tmp_path / "out")
+    again = Model.load(tmp_path / "out", need_head=False).tokenizer
+    for text in (
+        "Hello world, I'VE seen 12345!",
+        "  two  spaces\n\n\ttabs",
+        "na\u00efve \u6771\u4eac",
+        "a<think>b<|eot|>",
+    ):
+        assert again(text)["input_ids"] == bpe(text)["input_ids"], text
+    assert again.eos_token == "<|eot|>"
+    spec = json.loads(again.backend_tokenizer.to_str())
+    assert spec["model"]["ignore_merges"] == (split in ("llama-bpe", "tekken"))
+    assert again.chat_template == bpe.chat_template
+
+
+def test_a_sentencepiece_vocabulary(tmp_path):
+    """Pieces by their scores, bytes for what has none, and the first token."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "c", "ab"]
+    path = tmp_path / "model.gguf"
+    writer = GGUFWriter(path, "qwen3")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * 259 + [-5.0, -2.0, -3.0, -4.0, -1.0])
+    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * 5])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    write(writer, "qwen3", QWEN3, qwen3(Type.Q8_0))
+    convert_gguf(path, tmp_path / "out")
+    tokenizer = Model.load(tmp_path / "out", need_head=False).tokenizer
+    pieces = [tokens[id] for id in tokenizer("ab c\u00e9")["input_ids"]]
+    assert pieces == ["<s>", "\u2581", "ab", "\u2581", "c", "<0xC3>", "<0xA9>"]
+
+
+ONES = (np.ones(4, np.float32), Type.F32)
+EPSILON = "attention.layer_norm_rms_epsilon"
+# Changes of the metadata, of the tensors, the architecture, the error and its words.
+REFUSED = {
+    "an architecture": (
+        {}, {}, "gemma3", FamilyError, "is 'gemma3'; nextn converts llama, qwen2, qwen3, glm4moe, qwen35, and the dense"
+    ),
+    "a type": (
+        {}, {"blk.0.ffn_up.weight": (np.zeros((2, 2), np.int8), Type.I8)}, "qwen3", CheckpointError,
+        "blk.0.ffn_up.weight: I8, which the gguf package does not read; it reads F32, F16",
+    ),
+    "a tensor of another model": (
+        {}, {"blk.0.attn_sinks.weight": ONES}, "qwen3", CheckpointError, "no place for blk.0.attn_sinks.weight"
+    ),
+    "a head without a family": (
+        {"nextn_predict_layers": 1, "block_count": 2}, {"blk.1.nextn.enorm.weight": ONES}, "qwen3", CheckpointError,
+        "no place for blk.1.nextn.enorm.weight",
+    ),
+    "missing layers": ({"block_count": 3}, {}, "qwen3", CheckpointError, "without blk.1, blk.2"),
+    "too many layers": ({"block_count": 2**31}, {}, "qwen3", CheckpointError, "block_count is 2147483648, it must be"),
+    "no layers": ({"block_count": 0}, {}, "qwen3", CheckpointError, "block_count is 0, it must be a whole number"),
+    "another width": (
+        {"embedding_length": 100}, {}, "qwen3", CheckpointError, r"shape \(256, 264\), it must have rows of 100"
+    ),
+    "text for a number": (
+        {"attention.head_count": "four"}, {}, "qwen3", CheckpointError, "head_count is 'four', it must be a whole"
+    ),
+    "heads that are not in the file": (
+        {"attention.head_count": 8}, {}, "llama", CheckpointError,
+        r"blk.0.attn_q.weight has shape \(256, 256\), by the metadata \(512, any\)",
+    ),
+    "more heads than memory": (
+        {"attention.head_count": 2**30}, {}, "llama", CheckpointError, "more than 16777216 values in the heads"
+    ),
+    "rotary embeddings": (
+        {"rope.scaling.type": "longrope"}, {}, "qwen3", FamilyError, "of type longrope; none, linear, yarn"
+    ),
+    "frequencies": (
+        {}, {"rope_freqs.weight": (np.array([1, 5, 2, 1], np.float32), Type.F32)}, "llama", FamilyError,
+        "rope_freqs.weight is not of Llama 3.1",
+    ),
+    "no number": ({EPSILON: float("nan")}, {}, "qwen3", CheckpointError, "rms_epsilon is nan, it must be a number"),
+    "a token": (
+        {"tokenizer.ggml.padding_token_id": "x"}, {}, "qwen3", CheckpointError, "padding_token_id is 'x', it must be"
+    ),
+    "a pre-tokenizer": (
+        {"tokenizer.ggml.pre": "viking"}, {}, "qwen3", ConfigError,
+        "'gpt2' with the pre-tokenizer 'viking'; nextn reads llama, and gpt2 with gpt-2, smollm.*--tokenizer",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_one_error_and_nothing_written(fault, byte_folder, tmp_path):
+    """It names the value and what would be read."""
+    metadata, more, architecture, error, words = REFUSED[fault]
+    made = {**qwen3(Type.Q8_0), **more}
+    tokenizer = None if "tokenizer." in str(metadata) else byte_folder
+    if tokenizer is None:
+        metadata = {**metadata, "tokenizer.ggml.model": "gpt2"}
+    path = write(tmp_path / "model.gguf", architecture, QWEN3 | metadata, made, tokenizer)
+    with pytest.raises(error, match=words):
+        convert_gguf(path, tmp_path / "out")
+    assert [each.name for each in tmp_path.iterdir()] == ["model.gguf"]
+
+
+def test_a_tokenizer_of_a_folder(byte_folder, tmp_path):
+    """For files whose own is not known; one that is too large for the model is refused."""
+    path = write(tmp_path / "model.gguf", "qwen3", QWEN3, qwen3(Type.Q8_0))
+    convert_gguf(path, tmp_path / "out", tokenizer=byte_folder)
+    assert Model.load(tmp_path / "out", need_head=False).tokenizer("ab")["input_ids"] == [97, 98]
+    bpe_tokenizer("qwen2", size=300).save_pretrained(tmp_path / "large")
+    with pytest.raises(ConfigError, match="its tokenizer has 300 tokens, the model 264"):
+        convert_gguf(path, tmp_path / "other", tokenizer=tmp_path / "large")
+    with pytest.raises(CheckpointError, match="already exists"):
+        convert_gguf(path, tmp_path / "out", tokenizer=byte_folder)
+    assert not (tmp_path / "other").exists()
+
+
+def test_damaged_files_give_one_error(byte_folder, tmp_path):
+    """Cut anywhere, or with other bytes in the header: an error of ours, or a checkpoint as large as the file says."""
+    path = write(tmp_path / "model.gguf", "qwen3", QWEN3, qwen3(Type.Q4_0), byte_folder)
+    data, rng = path.read_bytes(), random.Random(0)
+    header = data.index(b"blk.0.attn_k_norm") + 400
+    damaged = [data[: rng.randrange(len(data))] for _ in range(40)]
+    for _ in range(150):
+        changed = bytearray(data)
+        for _ in range(rng.randint(1, 4)):
+            changed[rng.randrange(header)] = rng.choice([0, 1, 127, 255, rng.randrange(256)])
+        damaged.append(bytes(changed))
+    errors = [_error(path, each, tmp_path / "out", dry_run=index % 10 != 0) for index, each in enumerate(damaged)]
+    assert sum(error is not None for error in errors) > 60
+    assert all(error is None or "model.gguf" in error for error in errors)
+    assert [each.name for each in tmp_path.iterdir()] == ["model.gguf"]
+
+
+def _error(path, data, out, dry_run):
+    """The message for a file with this content; None for one that is converted."""
+    path.write_bytes(data)
+    try:
+        convert_gguf(path, out, dry_run=dry_run)
+    except NextnError as error:
+        return str(error) if not out.exists() else "half-written"
+    shutil.rmtree(out, ignore_errors=True)
+    return None
+
+
+def test_command(byte_folder, tmp_path, here):
+    path = write(tmp_path / "model.gguf", "qwen3", QWEN3, qwen3(Type.Q8_0), byte_folder)
+    code, out, _ = here("convert", path, tmp_path / "out", "--dry-run")
+    assert code == 0
+    assert "note: 7 weights stay at their 8 or 4 bits (compressed-tensors, groups of 32)" in out
+    assert not (tmp_path / "out").exists()
+    code, out, _ = here("convert", path, tmp_path / "out", "--dtype", "float16", "--json")
+    assert code == 0
+    assert {each["dtype"] for each in json.loads(out)["moves"]} == {"F16"}
+    assert here("convert", path, tmp_path / "other", "--to", "qwen3_next")[0] == 2
+    assert here("convert", path, tmp_path / "other", "--dtype", "int8")[0] == 2
+    assert here("convert", tmp_path / "out", tmp_path / "other", "--dtype", "float16")[0] == 2
