@@ -119,8 +119,8 @@ def head_until(ranks, out, until):
     return train_head(ranks, out, until=until)
 
 
-def head_in_parts(ranks, out):
-    return train_head(ranks, out, config=replace(HEAD, accumulate=2))
+def head_with(ranks, out, settings):
+    return train_head(ranks, out, config=replace(HEAD, **settings))
 
 
 def head_from_states(ranks, out, states):

@@ -22,6 +22,7 @@ from nextn.errors import CheckpointError, ConfigError, TrainingError
 from nextn.model.model import Model
 from nextn.train import run_folder
 from nextn.train.config import HeadConfig
+from nextn.train.head_parts import PARTS, part_of
 from nextn.train.head_task import HeadTask
 from nextn.train.hidden_cache import HiddenStateCache
 from nextn.train.loop import Trainer
@@ -167,6 +168,37 @@ def test_resume_is_exact(corpus, tmp_path):
     assert all(
         torch.equal(one, two) for one, two in zip(second.task.named.values(), whole.task.named.values(), strict=True)
     )
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_some_parts_are_trained(optimizer, corpus, tmp_path):
+    """All parameters of these parts change, no others; the optimizer has state of these alone, and a run resumes."""
+    config = replace(CONFIG, trained_parts="eh_proj, norms,attention", optimizer=optimizer)
+    before = {name: value.detach().clone() for name, value in of_fixture(corpus, config).named.items()}
+    whole, first = (Trainer(of_fixture(corpus, config), out=tmp_path / name) for name in ("whole", "cut"))
+    list(whole.run())
+    changed = {name for name, value in whole.task.named.items() if not torch.equal(value, before[name])}
+    parts = {part: {name for name in before if part_of(name.removeprefix("head.")) == part} for part in PARTS}
+    assert changed == parts["eh_proj"] | parts["norms"] | parts["attention"]
+    assert all(parts[part] for part in ("experts", "router", "mlp"))
+    list(first.run(lambda: first.step >= 3))
+    moments = load_file(next((tmp_path / "cut").glob("step-*")) / "optimizer.safetensors")
+    assert {name.rpartition(".")[0] for name in moments} == changed
+    second = Trainer(of_fixture(corpus, config), out=tmp_path / "cut")
+    assert second.resume()
+    list(second.run())
+    assert all(torch.equal(value, whole.task.named[name]) for name, value in second.task.named.items())
+    with pytest.raises(ConfigError, match="another trained_parts"):
+        Trainer(of_fixture(corpus, replace(config, trained_parts="norms")), out=tmp_path / "cut").resume()
+
+
+@pytest.mark.parametrize("name", families(CONFIGS))
+def test_every_parameter_has_a_part(name):
+    """In every family; each head has norms, a projection, attention, and an MLP or experts."""
+    parts = {part_of(name) for name, _ in build(name).head.named_parameters()}
+    assert {"norms", "eh_proj", "attention"} <= parts
+    assert {"mlp", "experts"} & parts
+    assert "other" not in parts
 
 
 def test_a_checkpoint_holds_the_head_alone(corpus, tmp_path):
@@ -332,6 +364,10 @@ def test_kill_9_while_states_are_written(corpus, tmp_path, monkeypatch):
         ({"depths": 24}, "fewer than length"),
         ({"patience": 2}, "patience = 2 needs evaluations"),
         ({"eval_depths": 24}, "eval_depths < length"),
+        (
+            {"trained_parts": "mlp,lm_head"},
+            "no part 'lm_head'; its parts are experts, router, norms, eh_proj, mlp, att",
+        ),
     ],
 )
 def test_bad_settings(values, words, corpus):

@@ -105,10 +105,11 @@ def test_a_head_on_a_frozen_trunk(pair, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_head_in_parts(pair, tmp_path):
-    """Two processes that take their rows in two parts equal one that takes all at once."""
-    lines, _, parameters = rank_jobs.train_head(ALONE, tmp_path / "one")
-    (cut_lines, _, cut), _ = pair.run(rank_jobs.head_in_parts, tmp_path / "two")
+@pytest.mark.parametrize("settings", [{"accumulate": 2}, {"trained_parts": "norms,eh_proj"}], ids=["rows", "head"])
+def test_a_head_in_parts(settings, pair, tmp_path):
+    """Two processes equal one that takes all rows at once, also where they train some parameters of each layer."""
+    lines, _, parameters = rank_jobs.head_with(ALONE, tmp_path / "one", settings | {"accumulate": 1})
+    (cut_lines, _, cut), _ = pair.run(rank_jobs.head_with, tmp_path / "two", settings)
     close(lines, cut_lines)
     same(parameters, cut)
 

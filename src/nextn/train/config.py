@@ -165,6 +165,7 @@ class HeadConfig(TrainConfig):
         kv: The keys that depths beyond the last module attend to: `own`, each depth's own (cheap), or `decode`, those
             that decoding gives them.
         eval_depths: K of the held-out acceptance, 0 = depths.
+        trained_parts: Comma-separated `PARTS` of the head to train, while the others stay as they are. Empty: all.
         patience: Stop after so many consecutive evaluations without a better held-out acceptance length, 0 = never.
     """
 
@@ -180,6 +181,7 @@ class HeadConfig(TrainConfig):
     temperature: float = 1.0
     kv: str = "own"
     eval_depths: int = 0
+    trained_parts: str = ""
     patience: int = 0
 
     def __post_init__(self) -> None:
