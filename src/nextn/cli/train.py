@@ -18,7 +18,7 @@ from nextn.cli.common import (
     stop_flag,
 )
 from nextn.cli.screen import echo, print_json, print_note
-from nextn.cli.streaming import stream_for_training
+from nextn.cli.streaming import KeepShards, stream_for_training
 from nextn.cli.train_common import merge_settings, progress, say_stopped, show_curve
 from nextn.errors import ConfigError
 from nextn.train.head_parts import PARTS
@@ -158,6 +158,7 @@ def train(
             rich_help_panel=_HEAD,
         ),
     ] = False,
+    keep_shards: KeepShards = None,
     follow_links: Annotated[
         bool,
         typer.Option(
@@ -200,6 +201,7 @@ def train(
         tensorboard=tensorboard,
         device=None if device == "auto" else device,
         stream=stream,
+        keep_shards=_text(keep_shards),
     )
     stored = read_options(out) if resume else None
     options = given if stored is None else stored.resumed(given)
@@ -235,6 +237,7 @@ def _check(options: "RunOptions") -> None:
     if not options.freeze_trunk:
         values = (
             options.trunk, options.head, options.cache_gb, options.layout, options.settings.get("trained_parts"),
+            options.keep_shards,
         )  # fmt: skip
         flags = (
             options.init_head, options.head_only, options.drawn, options.allow_worse, options.curve, options.stream,
@@ -242,7 +245,7 @@ def _check(options: "RunOptions") -> None:
         if any(value is not None for value in values) or any(flags):
             raise ConfigError(
                 "--from, --head, --init-head, --layout, --train, --head-only, --drawn, --cache-gb, --allow-worse, "
-                "--curve, --stream need --freeze-trunk"
+                "--curve, --stream, --keep-shards need --freeze-trunk"
             )
         return
     if options.trunk is None:
@@ -250,6 +253,11 @@ def _check(options: "RunOptions") -> None:
     if options.model is not None or options.recipe is not None:
         raise ConfigError("--model and --recipe build a trunk; with --freeze-trunk, --from names it")
     ModelOptions(options.trunk).check()
+    if options.stream and not (options.head_only or options.offline or Path(options.trunk).exists()):
+        raise ConfigError(
+            f"--stream: of {options.trunk}, only what is needed is downloaded, so the trained head is written alone; "
+            "add --head-only, or download the model, and give its folder"
+        )
     if options.head is not None:
         from nextn.checkpoint.checkpoint import Checkpoint
 
@@ -355,6 +363,7 @@ def _head_run(out: Path, options: "RunOptions", ranks: "Ranks") -> "HeadRun":
         options.offline,
         options.follow_links,
         options.stream,
+        _path(options.keep_shards),
     )
     return head_run(
         out,

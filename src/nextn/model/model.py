@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -64,7 +65,7 @@ class Model:
     @classmethod
     def load(
         cls,
-        source: str | Path,
+        source: str | Path | Checkpoint,
         *,
         revision: str | None = None,
         cache_dir: str | Path | None = None,
@@ -80,7 +81,7 @@ class Model:
         """Load a model.
 
         Args:
-            source: A checkpoint folder, a .safetensors file next to its config.json, or a hub id.
+            source: A checkpoint folder, a .safetensors file next to its config.json, a hub id, or an open checkpoint.
             revision: Of a hub id. Only the needed files are downloaded.
             cache_dir: Of a hub id.
             offline: Of a hub id: use the cache only.
@@ -102,7 +103,7 @@ class Model:
             ConfigError: for a device that is not available.
         """
         torch_device = resolve_device(device)
-        checkpoint = Checkpoint.open(source, revision=revision, cache_dir=cache_dir, offline=offline)
+        checkpoint = _open(source, revision=revision, cache_dir=cache_dir, offline=offline)
         inventory = _inventory(checkpoint, need_head=need_head and not skip_head and head is None)
         beside = None if head is None else open_head(head, inventory, cache_dir=cache_dir, offline=offline)
         with_head, family = not skip_head and bool(inventory.declared and inventory.stored), inventory.family
@@ -195,19 +196,32 @@ load = Model.load
 
 
 def load_head(
-    source: str | Path, model: PreTrainedModel | Trunk, *, revision: str | None = None, trunk_class: type[Trunk] = Trunk
+    source: str | Path | Checkpoint,
+    model: PreTrainedModel | Trunk,
+    *,
+    revision: str | None = None,
+    trunk_class: type[Trunk] = Trunk,
 ) -> Head:
     """Load the head of checkpoint `source` onto a trunk, or one of class `trunk_class` around `model`, in its dtype.
 
     Raises CheckpointError if the head is incomplete, damaged or does not fit the model.
     """
-    inventory = _inventory(Checkpoint.open(source, revision=revision), need_head=True)
-    inventory = on_disk(inventory, revision=revision)
+    inventory = _inventory(_open(source, revision=revision), need_head=True)
+    trunk = model if isinstance(model, Trunk) else trunk_class(model, stage=inventory.family.hidden)
+    return read_head(on_disk(inventory, revision=revision), trunk)
+
+
+def read_head(inventory: Inventory, trunk: Trunk) -> Head:
+    """Load the head of a checkpoint with local or partly downloaded files onto a trunk, as `load_head` does."""
     with TensorReader(inventory) as weights:
-        trunk = model if isinstance(model, Trunk) else trunk_class(model, stage=inventory.family.hidden)
         head = meta_head(weights.inventory, trunk)
+        weights.download(weights.inventory.stored.values())
         load_tensors(head, weights)
     return head
+
+
+def _open(source: str | Path | Checkpoint, **hub: Any) -> Checkpoint:
+    return source if isinstance(source, Checkpoint) else Checkpoint.open(source, **hub)
 
 
 def live_trunk(model: PreTrainedModel, *, trunk_class: type[Trunk] = Trunk) -> tuple[Family, Trunk]:
