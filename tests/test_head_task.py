@@ -223,6 +223,25 @@ def test_states_from_disk_train_the_same_head(corpus, tmp_path, monkeypatch):
         task.cached(tmp_path / "other", limit_gb=-1)
 
 
+def test_a_streamed_trunk_trains_as_good_a_head(corpus, tmp_path):
+    """From an untrained projection: the acceptance of the run in memory, without a cache, within its interval."""
+    config, scores = replace(CONFIG, steps=60, lr=5e-3, eval_batches=10), []
+    for stream in (False, True):
+        model, origin = Model.load(FIXTURES / "glm", stream=stream), Inventory.of(Checkpoint.open(FIXTURES / "glm"))
+        with torch.no_grad():
+            model.head.stack[0].projection.weight.normal_(std=0.02, generator=torch.Generator().manual_seed(1))
+        task = HeadTask(model, corpus, config, origin=origin)
+        if stream:
+            cache = task.cached(tmp_path / "hidden")
+            task.stream_trunk(tmp_path / "states", cache, lambda layer: None)
+            list(cache.fill())
+        tracker = (trainer := Trainer(task, out=tmp_path / str(stream))).best_tracker
+        list(trainer.run())
+        assert tracker.best.score > tracker.baseline.score + 3 * tracker.best.noise()
+        scores.append(tracker.best)
+    assert not scores[1].is_worse(scores[0])
+
+
 def test_another_trunk_is_refused(corpus, tmp_path):
     list(Trainer(of_fixture(corpus), out=tmp_path).run())
     with pytest.raises(CheckpointError, match=r"step-0000006: trained on another trunk than .*glm_one"):

@@ -143,7 +143,9 @@ def head_run(
         CheckpointError: Files do not fit together.
         ConfigError: Data or settings cannot be used.
     """
-    model, origin, notes = load_starting_point(start, near=out)
+    if start.stream and not ranks.is_alone:
+        raise ConfigError("--stream runs in one process; leave torchrun out, or --stream")
+    model, origin, notes = load_starting_point(start, near=out, ranks=ranks)
     limit = model.trunk.max_length or _LENGTH
     defaults = {"steps": _STEPS, "length": min(_LENGTH, limit), "dtype": training_dtype(ranks.device.type)}
     config = HeadConfig.from_dict(defaults | dict(settings))
@@ -177,10 +179,15 @@ def head_run(
     return HeadRun(Trainer(task, out=out), task, held_out, tuple(notes))
 
 
-def load_starting_point(start: StartingPoint, *, near: Path) -> tuple[Model, Inventory, list[str]]:
+def load_starting_point(
+    start: StartingPoint, *, near: Path, ranks: Ranks = ALONE
+) -> tuple[Model, Inventory, list[str]]:
     """Return the trunk and the initial head (none if it is to be fresh), the trunk's checkpoint, and notes.
 
-    near: a folder for temporary files while loading.
+    Args:
+        start: What to load.
+        near: A folder for temporary files while loading.
+        ranks: The processes; several load the trunk's decoder layers when they are sharded.
     """
     revision, cache, offline = start.revision, start.cache_dir, start.offline
     checkpoint = Checkpoint.open(start.model, revision=revision, cache_dir=cache, offline=offline)
@@ -191,8 +198,9 @@ def load_starting_point(start: StartingPoint, *, near: Path) -> tuple[Model, Inv
         origin = in_parts(origin, revision=revision, cache_dir=cache, keep=start.shards)
     origin = on_disk(origin, revision=revision, cache_dir=cache, offline=offline)
     refuse_links(origin.checkpoint, follow=start.follow_links)
-    if start.stream:
-        return _streamed(start, origin), origin, []
+    if start.stream or not (ranks.is_alone or start.fresh):
+        model = _load_by_layer(start, origin)
+        return model, origin, list(model.notes)
     if is_added:
         model = Model.load(folder_of(origin.checkpoint), head=start.head)
         return model, origin, list(model.notes)
@@ -201,9 +209,9 @@ def load_starting_point(start: StartingPoint, *, near: Path) -> tuple[Model, Inv
     return model, origin, list(model.notes)
 
 
-def _streamed(start: StartingPoint, origin: Inventory) -> Model:
-    """The streamed trunk with its initial head, which is complete: its experts train."""
-    model = Model.load(origin.checkpoint, skip_head=True, stream=True)
+def _load_by_layer(start: StartingPoint, origin: Inventory) -> Model:
+    """The trunk, whose decoder layers are not loaded yet, and the initial head, which is: its experts train."""
+    model = Model.load(origin.checkpoint, skip_head=True, stream=start.stream, defer=not start.stream)
     if start.head is None:
         model.head = load_head(origin.checkpoint, model.trunk)
         return model
