@@ -1,5 +1,7 @@
 """What the processes of a pair are asked to do: parts of a training run, and looks at what came out."""
 
+import gc
+import re
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -11,17 +13,19 @@ from torch.distributed.tensor import DTensor
 
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.mapped_memory import return_freed_memory
 from nextn.errors import CheckpointError, ConfigError, TrainingError
 from nextn.losses.mtp_loss import Targets
 from nextn.model.model import Model
 from nextn.train.config import HeadConfig, TrainConfig
-from nextn.train.head_task import HeadTask
+from nextn.train.head_run import StartingPoint, load_starting_point
+from nextn.train.head_task import HeadTask, freeze
 from nextn.train.hidden_cache import HiddenStateCache
 from nextn.train.joint_task import JointTask
 from nextn.train.loop import Trainer
 from nextn.train.metrics import EvalRecord, HeadRecord, StepRecord
 from nextn.train.ranks import Ranks
-from nextn.train.sharding import unsharded
+from nextn.train.sharding import shard, unsharded
 
 CONFIG = TrainConfig(
     steps=4, batch_size=4, length=24, depths=3, warmup=1, lam="0.5", dtype="float32", eval_batches=1, lr=1e-3
@@ -94,7 +98,8 @@ HEAD = HeadConfig(
 def head_trainer(ranks: Ranks, out: Path, config: HeadConfig = HEAD) -> Trainer:
     """A head on a frozen trunk, both from a trained fixture."""
     origin, corpus = Inventory.of(Checkpoint.open(FIXTURES / "glm")), refrains(12, 60, seed=1, eos=47)
-    return Trainer(HeadTask(Model.load(FIXTURES / "glm"), corpus, config, origin=origin, ranks=ranks), out=out)
+    model = Model.load(FIXTURES / "glm", defer=not ranks.is_alone)
+    return Trainer(HeadTask(model, corpus, config, origin=origin, ranks=ranks), out=out)
 
 
 def train_head(ranks, out, *, until=None, resume=False, write=False, config=HEAD, states=None):
@@ -119,8 +124,8 @@ def head_until(ranks, out, until):
     return train_head(ranks, out, until=until)
 
 
-def head_in_parts(ranks, out):
-    return train_head(ranks, out, config=replace(HEAD, accumulate=2))
+def head_with(ranks, out, settings):
+    return train_head(ranks, out, config=replace(HEAD, **settings))
 
 
 def head_from_states(ranks, out, states):
@@ -191,3 +196,24 @@ def uneven(ranks, out):
     except ConfigError as error:
         return str(error)
     return None
+
+
+def peak_of_loading(ranks, folder):
+    """How far resident memory rises while a checkpoint is loaded and sharded, and the bytes of the process's share."""
+
+    def load():
+        model = load_starting_point(StartingPoint(folder), near=folder.parent, ranks=ranks)[0]
+        freeze(model.trunk.model, model.head)
+        return shard(model.trunk, model.head, ranks)
+
+    load()  # imports, and buffers that stay
+    gc.collect()
+    return_freed_memory()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+    before = resident("VmRSS")
+    module = load()
+    return resident("VmHWM") - before, sum(value.to_local().nbytes for value in module.parameters())
+
+
+def resident(key):
+    return 1024 * int(re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())[1])

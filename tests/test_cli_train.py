@@ -158,6 +158,7 @@ def wrong(options, given, out, nextn):
         (["--from", "@model"], "need --freeze-trunk"),
         (["--init-head"], "need --freeze-trunk"),
         (["--cache-gb", "0"], "need --freeze-trunk"),
+        (["--train", "norms"], "need --freeze-trunk"),
         ([*MODEL, "--recipe", "code"], "--model and --recipe build a trunk"),
         ([*MODEL, "--modules", "2"], "modules = 2"),
         ([*MODEL, *TEXT, *SMALL, "--resume"], "holds no checkpoint"),

@@ -22,6 +22,7 @@ from nextn.errors import CheckpointError, ConfigError, TrainingError
 from nextn.model.model import Model
 from nextn.train import run_folder
 from nextn.train.config import HeadConfig
+from nextn.train.head_parts import PARTS, part_of
 from nextn.train.head_task import HeadTask
 from nextn.train.hidden_cache import HiddenStateCache
 from nextn.train.loop import Trainer
@@ -169,6 +170,37 @@ def test_resume_is_exact(corpus, tmp_path):
     )
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_some_parts_are_trained(optimizer, corpus, tmp_path):
+    """All parameters of these parts change, no others; the optimizer has state of these alone, and a run resumes."""
+    config = replace(CONFIG, trained_parts="eh_proj, norms,attention", optimizer=optimizer)
+    before = {name: value.detach().clone() for name, value in of_fixture(corpus, config).named.items()}
+    whole, first = (Trainer(of_fixture(corpus, config), out=tmp_path / name) for name in ("whole", "cut"))
+    list(whole.run())
+    changed = {name for name, value in whole.task.named.items() if not torch.equal(value, before[name])}
+    parts = {part: {name for name in before if part_of(name.removeprefix("head.")) == part} for part in PARTS}
+    assert changed == parts["eh_proj"] | parts["norms"] | parts["attention"]
+    assert all(parts[part] for part in ("experts", "router", "mlp"))
+    list(first.run(lambda: first.step >= 3))
+    moments = load_file(next((tmp_path / "cut").glob("step-*")) / "optimizer.safetensors")
+    assert {name.rpartition(".")[0] for name in moments} == changed
+    second = Trainer(of_fixture(corpus, config), out=tmp_path / "cut")
+    assert second.resume()
+    list(second.run())
+    assert all(torch.equal(value, whole.task.named[name]) for name, value in second.task.named.items())
+    with pytest.raises(ConfigError, match="another trained_parts"):
+        Trainer(of_fixture(corpus, replace(config, trained_parts="norms")), out=tmp_path / "cut").resume()
+
+
+@pytest.mark.parametrize("name", families(CONFIGS))
+def test_every_parameter_has_a_part(name):
+    """In every family; each head has norms, a projection, attention, and an MLP or experts."""
+    parts = {part_of(name) for name, _ in build(name).head.named_parameters()}
+    assert {"norms", "eh_proj", "attention"} <= parts
+    assert {"mlp", "experts"} & parts
+    assert "other" not in parts
+
+
 def test_a_checkpoint_holds_the_head_alone(corpus, tmp_path):
     task = of_fixture(corpus)
     list(Trainer(task, out=tmp_path).run())
@@ -189,6 +221,25 @@ def test_states_from_disk_train_the_same_head(corpus, tmp_path, monkeypatch):
     Trainer(task, out=tmp_path / "run")._step()
     with pytest.raises(ConfigError, match="limit"):
         task.cached(tmp_path / "other", limit_gb=-1)
+
+
+def test_a_streamed_trunk_trains_as_good_a_head(corpus, tmp_path):
+    """From an untrained projection: the acceptance of the run in memory, without a cache, within its interval."""
+    config, scores = replace(CONFIG, steps=60, lr=5e-3, eval_batches=10), []
+    for stream in (False, True):
+        model, origin = Model.load(FIXTURES / "glm", stream=stream), Inventory.of(Checkpoint.open(FIXTURES / "glm"))
+        with torch.no_grad():
+            model.head.stack[0].projection.weight.normal_(std=0.02, generator=torch.Generator().manual_seed(1))
+        task = HeadTask(model, corpus, config, origin=origin)
+        if stream:
+            cache = task.cached(tmp_path / "hidden")
+            task.stream_trunk(tmp_path / "states", cache, lambda layer: None)
+            list(cache.fill())
+        tracker = (trainer := Trainer(task, out=tmp_path / str(stream))).best_tracker
+        list(trainer.run())
+        assert tracker.best.score > tracker.baseline.score + 3 * tracker.best.noise()
+        scores.append(tracker.best)
+    assert not scores[1].is_worse(scores[0])
 
 
 def test_another_trunk_is_refused(corpus, tmp_path):
@@ -332,6 +383,10 @@ def test_kill_9_while_states_are_written(corpus, tmp_path, monkeypatch):
         ({"depths": 24}, "fewer than length"),
         ({"patience": 2}, "patience = 2 needs evaluations"),
         ({"eval_depths": 24}, "eval_depths < length"),
+        (
+            {"trained_parts": "mlp,lm_head"},
+            "no part 'lm_head'; its parts are experts, router, norms, eh_proj, mlp, att",
+        ),
     ],
 )
 def test_bad_settings(values, words, corpus):

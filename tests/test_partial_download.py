@@ -7,11 +7,14 @@ import re
 import pytest
 import torch
 from hub import only_loopback, own_client, serve  # noqa: F401  # fixtures: no other host, no token
+from packed import Case, quantize_folder
+from safetensors.torch import load_file
 from tiny import build, prompt
 
 from nextn.checkpoint import partial_download, remote
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.partial_download import PartialFile
+from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.errors import CheckpointError
 from nextn.evaluate import decoding_costs
 from nextn.model.model import Model
@@ -125,6 +128,23 @@ def test_kept_shards_are_not_downloaded_again(hub, folder, tmp_path):
         Model.load(folder, stream=True, shards=keep)
 
 
+@pytest.mark.parametrize("case", [Case("gptq"), Case("awq", symmetric=False), Case("pack-quantized")], ids=str)
+def test_packed_layers(case, tmp_path, monkeypatch):
+    """Each tensor of a packed weight comes by range, once; states and head are those of the folder."""
+    build("glm4_moe").save(tmp_path / "model")
+    quantize_folder(tmp_path / "model", case)
+    hub = serve(tmp_path / "model", monkeypatch)
+    model, local = streamed(tmp_path), Model.load(tmp_path / "model")
+    output = model.trunk.run(BATCHES)[0]
+    with torch.inference_mode():
+        expected = local.trunk(BATCHES[0])
+        drafts = [each.head.teacher_forced_hidden(BATCHES[0], expected.head_input, 2) for each in (model, local)]
+    assert torch.equal(output.final_hidden, expected.final_hidden)
+    assert all(torch.equal(*pair) for pair in zip(*drafts, strict=True))
+    assert downloads(model).num_bytes == sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors"))
+    hub.stop()
+
+
 def test_a_disk_that_fills(hub, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -153,3 +173,37 @@ def test_measure_a_hub_id(hub, folder, tmp_path, here, monkeypatch):
     assert code == 2
     assert "the model fits into memory; --stream streams it nevertheless" in err
     assert remote.TRIES == 5
+
+
+TRAIN = ("--freeze-trunk", "--stream", "--head-only", "--allow-worse", "--set", "steps=2", "--set", "batch_size=2",
+         "--set", "length=32", "--set", "depths=2", "--set", "eval_batches=1", "--set", "dtype=float32")  # fmt: skip
+
+
+def test_train_the_head_of_a_hub_id(tmp_path, here, monkeypatch):
+    """The head is that of the folder; each tensor comes once, and is kept for a run that takes its head from a file."""
+    model = build("glm4_moe", **SIZES | {"vocab_size": 264, "num_hidden_layers": 3})
+    model.tokenizer = byte_tokenizer()
+    model.save(tmp_path / "model", dtype=torch.bfloat16)
+    (tmp_path / "text").mkdir()
+    for name in "abc":
+        (tmp_path / "text" / f"{name}.txt").write_text(f"{name} is a letter, and so on. " * 40)
+    hub = serve(tmp_path / "model", monkeypatch)
+    remote = ("--from", "org/model", "--cache-dir", tmp_path / "cache", "--keep-shards", tmp_path / "shards")
+    needed = sum(info.nbytes for info in Checkpoint.open(tmp_path / "model").tensors.values())
+
+    def train(name, *options):
+        hub.num_bytes = 0
+        code, _, err = here("train", tmp_path / name, *TRAIN, "--data", tmp_path / "text", *options)
+        assert code == 0, err
+        gc.collect()
+        return load_file(tmp_path / name / "head" / "head.safetensors"), hub.num_bytes
+
+    local, _ = train("local", "--from", tmp_path / "model")
+    assert here("extract", tmp_path / "model", tmp_path / "head.safetensors")[0] == 0
+    for name, own, num_bytes in (("first", (), needed), ("second", ("--head", tmp_path / "head.safetensors"), 0)):
+        head, num_read = train(name, *remote, *own)
+        assert all(torch.equal(value, local[key]) for key, value in head.items())
+        assert num_bytes <= num_read <= 1.01 * num_bytes + SMALL
+    code, _, err = here("train", tmp_path / "other", *TRAIN[:2], "--data", tmp_path / "text", *remote)
+    assert (code, "of org/model, only what is needed is downloaded" in err) == (2, True)
+    hub.stop()

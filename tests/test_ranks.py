@@ -1,10 +1,13 @@
 """Two processes are one: losses, norms, figures and parameters; checkpoints that any number of processes reads."""
 
+from pathlib import Path
+
 import pytest
 import rank_jobs
 import torch
 from pairs import Pair
 from quick import case, others_slow
+from tiny import build
 
 from nextn.audit import audit
 from nextn.checkpoint.checkpoint import Checkpoint
@@ -61,6 +64,17 @@ def test_each_keeps_its_part(pair, tmp_path):
     assert max(first, second) < 0.55 * total
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of memory from /proc")
+def test_memory_of_a_process(pair, tmp_path):
+    """A process holds its share, two layers, and what allocators and threads keep; not the trunk, of 24 layers."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 512, "n_routed_experts": 8, "num_hidden_layers": 24}
+    build("glm4_moe", **sizes).save(tmp_path / "model", dtype=torch.bfloat16)
+    layers = Model.load(tmp_path / "model").trunk.decoder.layers
+    layer, trunk = (sum(value.nbytes for value in each.parameters()) for each in (layers[-1], layers))
+    for peak, share in pair.run(rank_jobs.peak_of_loading, tmp_path / "model"):
+        assert share < peak < share + 2 * layer + 20e6 < 0.8 * trunk
+
+
 @pytest.mark.parametrize("optimizer", others_slow(["adamw", "muon"], "muon"))
 def test_resume_is_exact(optimizer, pair, tmp_path):
     """Two processes stopped after step 2 and started again: the same to the last bit as never stopped."""
@@ -105,10 +119,11 @@ def test_a_head_on_a_frozen_trunk(pair, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_head_in_parts(pair, tmp_path):
-    """Two processes that take their rows in two parts equal one that takes all at once."""
-    lines, _, parameters = rank_jobs.train_head(ALONE, tmp_path / "one")
-    (cut_lines, _, cut), _ = pair.run(rank_jobs.head_in_parts, tmp_path / "two")
+@pytest.mark.parametrize("settings", [{"accumulate": 2}, {"trained_parts": "norms,eh_proj"}], ids=["rows", "head"])
+def test_a_head_in_parts(settings, pair, tmp_path):
+    """Two processes equal one that takes all rows at once, also where they train some parameters of each layer."""
+    lines, _, parameters = rank_jobs.head_with(ALONE, tmp_path / "one", settings | {"accumulate": 1})
+    (cut_lines, _, cut), _ = pair.run(rank_jobs.head_with, tmp_path / "two", settings)
     close(lines, cut_lines)
     same(parameters, cut)
 

@@ -72,8 +72,14 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         scales = {name: scale_of(name, tensors) for name, info in tensors.items() if info.dtype == fp8.WEIGHT}
         self.scales = {name: scale for name, scale in scales.items() if scale is not None}
         self._stack, self._files = ExitStack(), dict[str, safe_open]()
+        self._views = dict[str, Tensor]()  # that were read, and not released
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; tensors that were read stay valid, and the next one opens its file again."""
+        self._views.clear()
         self._stack.close()
         self._files.clear()
 
@@ -132,7 +138,9 @@ class TensorReader(AbstractContextManager["TensorReader"]):
 
     def release(self, name: str) -> None:
         """Release the memory of a tensor's part of the mapped file, and of its scales'."""
-        release_pages([self._raw(info.name) for info in self._infos([name])])
+        # Not views made for this: making one reads a page, and the kernel maps those around it, of other tensors.
+        views = [self._views.pop(info.name, None) for info in self._infos([name])]
+        release_pages(view for view in views if view is not None)
 
     def fetch(self, names: Iterable[str], should_stop: Callable[[], bool] = lambda: False) -> int:
         """Read the bytes of these tensors and their scales into the kernel's file cache; return how many there are.
@@ -204,7 +212,8 @@ class TensorReader(AbstractContextManager["TensorReader"]):
             if not isinstance(source, LocalFile | PartialFile):
                 raise CheckpointError(f"{source}: not a local file. Download it first.")
             self._files[file] = self._stack.enter_context(safe_open(source.path, framework="pt"))
-        return self._files[file].get_tensor(name)
+        view = self._views[name] = self._files[file].get_tensor(name)
+        return view
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -270,11 +270,9 @@ def opened(model: "Model", source: str) -> "str | Checkpoint":
 
 
 def stream_for_training(task: "HeadTask", cache: "HiddenStateCache", folder: Path, *, quiet: bool) -> None:
-    """Run the trunk of a task over all texts of a training run; raises ConfigError for several processes."""
+    """Run the trunk of a task over all texts of a training run."""
     from nextn.evaluate.stream_plan import StreamEstimate
 
-    if task.ranks.world > 1:
-        raise ConfigError("--stream runs in one process; leave torchrun out, or --stream")
     trunk: Any = task.model.trunk
     num_tokens = cache.num_batches * task.config.batch_size * task.config.length
     print_note(f"the trunk is streamed (--stream): {StreamEstimate.of(trunk, num_tokens)}")

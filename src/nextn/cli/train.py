@@ -18,9 +18,10 @@ from nextn.cli.common import (
     stop_flag,
 )
 from nextn.cli.screen import echo, print_json, print_note
-from nextn.cli.streaming import stream_for_training
+from nextn.cli.streaming import KeepShards, stream_for_training
 from nextn.cli.train_common import merge_settings, progress, say_stopped, show_curve
 from nextn.errors import ConfigError
+from nextn.train.head_parts import PARTS
 
 if TYPE_CHECKING:
     from nextn.train.head_run import HeadRun
@@ -109,6 +110,16 @@ def train(
             rich_help_panel=_HEAD,
         ),
     ] = None,
+    parts: Annotated[
+        str | None,
+        typer.Option(
+            "--train",
+            metavar="PARTS",
+            help=f"Comma-separated parts of the head to train; the others stay as they are. A head has some of "
+            f"{', '.join(PARTS)}. Default: all.",
+            rich_help_panel=_HEAD,
+        ),
+    ] = None,
     head_only: Annotated[
         bool,
         typer.Option("--head-only", help="Write OUT/head/head.safetensors, no model.", rich_help_panel=_HEAD),
@@ -147,6 +158,7 @@ def train(
             rich_help_panel=_HEAD,
         ),
     ] = False,
+    keep_shards: KeepShards = None,
     follow_links: Annotated[
         bool,
         typer.Option(
@@ -163,12 +175,13 @@ def train(
     """Train trunk and MTP head from scratch, or only a head with --freeze-trunk. Ctrl-C saves, --resume continues."""
     from nextn.train.run_options import RunOptions, read_options, read_result
 
+    own = {"accumulate": accumulate, "trained_parts": parts}  # settings with an option of their own
     given = RunOptions(
         data=tuple(data or ()),
         all_tokens=all_tokens,
         tokenizer=_text(tokenizer),
         modules=modules,
-        settings=merge_settings(config, set_ or []) | ({} if accumulate is None else {"accumulate": accumulate}),
+        settings=merge_settings(config, set_ or []) | {name: value for name, value in own.items() if value is not None},
         recipe=recipe,
         model=_text(model),
         freeze_trunk=freeze_trunk,
@@ -188,6 +201,7 @@ def train(
         tensorboard=tensorboard,
         device=None if device == "auto" else device,
         stream=stream,
+        keep_shards=_text(keep_shards),
     )
     stored = read_options(out) if resume else None
     options = given if stored is None else stored.resumed(given)
@@ -221,14 +235,17 @@ def _check(options: "RunOptions") -> None:
         if path is not None and not Path(path).exists():
             raise ConfigError(f"{option} {path}: no such file or folder")
     if not options.freeze_trunk:
-        values = (options.trunk, options.head, options.cache_gb, options.layout)
+        values = (
+            options.trunk, options.head, options.cache_gb, options.layout, options.settings.get("trained_parts"),
+            options.keep_shards,
+        )  # fmt: skip
         flags = (
             options.init_head, options.head_only, options.drawn, options.allow_worse, options.curve, options.stream,
         )  # fmt: skip
         if any(value is not None for value in values) or any(flags):
             raise ConfigError(
-                "--from, --head, --init-head, --layout, --head-only, --drawn, --cache-gb, --allow-worse, --curve, "
-                "--stream need --freeze-trunk"
+                "--from, --head, --init-head, --layout, --train, --head-only, --drawn, --cache-gb, --allow-worse, "
+                "--curve, --stream, --keep-shards need --freeze-trunk"
             )
         return
     if options.trunk is None:
@@ -236,6 +253,11 @@ def _check(options: "RunOptions") -> None:
     if options.model is not None or options.recipe is not None:
         raise ConfigError("--model and --recipe build a trunk; with --freeze-trunk, --from names it")
     ModelOptions(options.trunk).check()
+    if options.stream and not (options.head_only or options.offline or Path(options.trunk).exists()):
+        raise ConfigError(
+            f"--stream: of {options.trunk}, only what is needed is downloaded, so the trained head is written alone; "
+            "add --head-only, or download the model, and give its folder"
+        )
     if options.head is not None:
         from nextn.checkpoint.checkpoint import Checkpoint
 
@@ -341,6 +363,7 @@ def _head_run(out: Path, options: "RunOptions", ranks: "Ranks") -> "HeadRun":
         offline=options.offline,
         follow_links=options.follow_links,
         stream=options.stream,
+        shards=_path(options.keep_shards),
     )
     return head_run(
         out,

@@ -1,10 +1,11 @@
 """A trunk with its head and tokenizer: build, load strictly, save in the family's published layout."""
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,20 +15,17 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from nextn.checkpoint.checkpoint import OTHER_LIMITS, Checkpoint, write_index
 from nextn.checkpoint.fp8 import pack, section
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.mapped_memory import release_pages
-from nextn.checkpoint.provenance import trunk_fingerprint
 from nextn.checkpoint.safetensors_file import read_header, write_json, write_safetensors
 from nextn.checkpoint.separate_head import is_foreign, open_head, trunk_family
 from nextn.checkpoint.snapshot import folder_of, in_parts, on_disk
 from nextn.checkpoint.staging_folder import atomic_folder
-from nextn.checkpoint.tensors import TensorReader, is_finite
+from nextn.checkpoint.tensors import TensorReader
 from nextn.devices import resolve_device
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import Family, by_config
 from nextn.model.head import Head
-from nextn.model.load_head import cast, head_tensors, load_tensors, meta_head, trunk_state
-from nextn.model.streamed_trunk import StreamedTrunk
-from nextn.model.transformers_loading import LayerLoader
+from nextn.model.load_head import cast, head_tensors, load_tensors, meta_head
+from nextn.model.load_trunk import deferred_trunk, load_trunk, streamed_trunk
 from nextn.model.trunk import Trunk
 
 _SAMPLE_TEXT = "A text, 1 \u00e9"
@@ -64,7 +62,7 @@ class Model:
     @classmethod
     def load(
         cls,
-        source: str | Path,
+        source: str | Path | Checkpoint,
         *,
         revision: str | None = None,
         cache_dir: str | Path | None = None,
@@ -74,13 +72,14 @@ class Model:
         need_head: bool = True,
         skip_head: bool = False,
         stream: bool = False,
+        defer: bool = False,
         shards: Path | None = None,
         head: str | Path | None = None,
     ) -> "Model":
         """Load a model.
 
         Args:
-            source: A checkpoint folder, a .safetensors file next to its config.json, or a hub id.
+            source: A checkpoint folder, a .safetensors file next to its config.json, a hub id, or an open checkpoint.
             revision: Of a hub id. Only the needed files are downloaded.
             cache_dir: Of a hub id.
             offline: Of a hub id: use the cache only.
@@ -91,6 +90,7 @@ class Model:
             stream: Do not load the trunk's decoder layers; the trunk is a `StreamedTrunk`, which reads each of them
                 when it runs texts. The files must stay as they are. Of a hub id, tensors are downloaded when they are
                 needed, and forgotten after use.
+            defer: Do not load the trunk's decoder layers yet; the trunk is a `DeferredTrunk`, whose files must stay.
             shards: With `stream` and a hub id: keep them in this folder instead, for later runs.
             head: Use the head of this checkpoint instead: a folder, a .safetensors file next to its config.json, or a
                 hub id.
@@ -102,7 +102,7 @@ class Model:
             ConfigError: for a device that is not available.
         """
         torch_device = resolve_device(device)
-        checkpoint = Checkpoint.open(source, revision=revision, cache_dir=cache_dir, offline=offline)
+        checkpoint = _open(source, revision=revision, cache_dir=cache_dir, offline=offline)
         inventory = _inventory(checkpoint, need_head=need_head and not skip_head and head is None)
         beside = None if head is None else open_head(head, inventory, cache_dir=cache_dir, offline=offline)
         with_head, family = not skip_head and bool(inventory.declared and inventory.stored), inventory.family
@@ -112,9 +112,9 @@ class Model:
         folder = folder_of(inventory.checkpoint)
         with ExitStack() as files:
             weights = TensorReader(inventory)
-            if not stream:
+            if not stream and not defer:
                 files.enter_context(weights)
-            trunk, notes = (_streamed_trunk if stream else _load_trunk)(weights, dtype)
+            trunk, notes = (streamed_trunk if stream else deferred_trunk if defer else load_trunk)(weights, dtype)
             loaded: Head | None = None
             if beside is not None:
                 family = beside.family
@@ -195,19 +195,32 @@ load = Model.load
 
 
 def load_head(
-    source: str | Path, model: PreTrainedModel | Trunk, *, revision: str | None = None, trunk_class: type[Trunk] = Trunk
+    source: str | Path | Checkpoint,
+    model: PreTrainedModel | Trunk,
+    *,
+    revision: str | None = None,
+    trunk_class: type[Trunk] = Trunk,
 ) -> Head:
     """Load the head of checkpoint `source` onto a trunk, or one of class `trunk_class` around `model`, in its dtype.
 
     Raises CheckpointError if the head is incomplete, damaged or does not fit the model.
     """
-    inventory = _inventory(Checkpoint.open(source, revision=revision), need_head=True)
-    inventory = on_disk(inventory, revision=revision)
+    inventory = _inventory(_open(source, revision=revision), need_head=True)
+    trunk = model if isinstance(model, Trunk) else trunk_class(model, stage=inventory.family.hidden)
+    return read_head(on_disk(inventory, revision=revision), trunk)
+
+
+def read_head(inventory: Inventory, trunk: Trunk) -> Head:
+    """Load the head of a checkpoint with local or partly downloaded files onto a trunk, as `load_head` does."""
     with TensorReader(inventory) as weights:
-        trunk = model if isinstance(model, Trunk) else trunk_class(model, stage=inventory.family.hidden)
         head = meta_head(weights.inventory, trunk)
+        weights.download(weights.inventory.stored.values())
         load_tensors(head, weights)
     return head
+
+
+def _open(source: str | Path | Checkpoint, **hub: Any) -> Checkpoint:
+    return source if isinstance(source, Checkpoint) else Checkpoint.open(source, **hub)
 
 
 def live_trunk(model: PreTrainedModel, *, trunk_class: type[Trunk] = Trunk) -> tuple[Family, Trunk]:
@@ -223,78 +236,12 @@ def _inventory(checkpoint: Checkpoint, *, need_head: bool) -> Inventory:
     return inventory
 
 
-def _load_trunk(weights: TensorReader, dtype: torch.dtype | None) -> tuple[Trunk, list[str]]:
-    checkpoint, family = weights.checkpoint, weights.inventory.family
-    state, notes = trunk_state(weights)
-    # transformers does not load fp8 here: it needs accelerate, and mistakes a truncated last block for smaller blocks.
-    packed = weights.unreadable(state) if weights.method else None
-    folder = folder_of(checkpoint)
-    with _loading_reasons(checkpoint, weights, packed):
-        trunk = Trunk.from_pretrained(folder, state=None if packed else state, stage=family.hidden, dtype=dtype)
-    return trunk, [*notes, *_check_trunk(checkpoint, trunk)]
-
-
-def _streamed_trunk(weights: TensorReader, dtype: torch.dtype | None) -> tuple[StreamedTrunk, list[str]]:
-    inventory, checkpoint, family = weights.inventory, weights.checkpoint, weights.inventory.family
-    state, notes = trunk_state(weights)
-    if weights.method and (packed := weights.unreadable(state)):
-        raise CheckpointError(
-            f"{checkpoint.path}: its quantization is {weights.method} ({packed} and others), of which single layers "
-            "cannot be read; valid are bf16, fp16, fp32, fp8 with scales, GPTQ, AWQ, and compressed-tensors of 4 or 8 "
-            "bits. Stream the model that was quantized"
-        )
-
-    def layer_of(name: str) -> int | None:
-        layer = family.trunk_layer(name)
-        return layer[0] if layer is not None and layer[0] < inventory.num_layers else None
-
-    weights.download(tensor.name for name, tensor in state.items() if layer_of(name) is None)
-    with _loading_reasons(checkpoint, weights, None):
-        loader = LayerLoader(folder_of(checkpoint), state, dtype, layer_of, vocabulary=inventory.shared)
-    trunk = StreamedTrunk(loader, weights, stage=family.hidden, fingerprint=trunk_fingerprint(inventory))
-    return trunk, [*notes, *_check_trunk(checkpoint, trunk)]
-
-
-@contextmanager
-def _loading_reasons(checkpoint: Checkpoint, weights: TensorReader, packed: str | None) -> Iterator[None]:
-    """Add to a CheckpointError what is known of its reasons."""
-    try:
-        yield
-    except CheckpointError as error:
-        reasons = [problem.message for problem in checkpoint.problems if problem.kind == "missing_file"]
-        if packed:
-            reasons.append(
-                f"its quantization is {weights.method} ({packed} and others): install what transformers needs for it, "
-                f"or load the model that was quantized, in bf16 or fp8; `nextn audit {checkpoint.path}` and "
-                "`nextn restore` work on it as it is"
-            )
-        raise CheckpointError(". ".join([str(error), *reasons])) from error
-
-
-def _check_trunk(checkpoint: Checkpoint, trunk: Trunk) -> list[str]:
-    """Return notes on a loaded trunk. Raises CheckpointError for values that are not finite."""
-    _check_finite(checkpoint.path, {name: each for name, each in trunk.model.state_dict().items() if not each.is_meta})
-    loaded_type, model_type = trunk.model.config.model_type, checkpoint.config.get("model_type")
-    if loaded_type != model_type:
-        return [f"only the text model ({loaded_type}) of {model_type} is loaded, and would be saved"]
-    return []
-
-
 def _with_dtype(config: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
     """Set dtype in a config, at the top level and in every section that has one."""
     parts = {
         key: _with_dtype(part, dtype) for key, part in config.items() if isinstance(part, dict) and "dtype" in part
     }
     return {**config, **parts, "dtype": str(dtype).removeprefix("torch.")}
-
-
-def _check_finite(path: str, state: Mapping[str, Tensor]) -> None:
-    bad = []
-    for name, value in state.items():
-        bad += [name] if value.is_floating_point() and not is_finite(value) else []
-        release_pages([value])
-    if bad:
-        raise CheckpointError(f"{path}: {len(bad)} trunk tensors hold NaN or Inf: {', '.join(bad[:8])}")
 
 
 def _runnable(checkpoint: Checkpoint, *, need_head: bool) -> Family:

@@ -26,10 +26,11 @@ from nextn.checkpoint.tensors import StoredTensor, TensorReader
 from nextn.devices import free_cached_memory, is_out_of_memory
 from nextn.errors import ConfigError, NextnError
 from nextn.families import Stage
+from nextn.model.deferred_trunk import DeferredTrunk
 from nextn.model.expert_groups import check_finite, run_in_groups, separable_experts
 from nextn.model.layer_states import LayerProgress, StateFolder, StatesInMemory, hash_batches, join_rows, take_rows
 from nextn.model.transformers_loading import LayerLoader
-from nextn.model.trunk import Trunk, TrunkOutput
+from nextn.model.trunk import TrunkOutput
 
 _MAX_STATE_BYTES = 2**30  # of hidden states in memory; more are in files
 _MAX_RECALLED = 16  # batches whose states after the final norm are in memory
@@ -37,18 +38,15 @@ _STATES = ("final_hidden", "head_input")
 _VOCAB_ROWS = 16384  # of an lm_head that are cast at once
 
 
-class StreamedTrunk(Trunk):
-    """A trunk with embedding, final norm and lm_head, whose decoder layers are on the meta device until they run."""
+class StreamedTrunk(DeferredTrunk):
+    """A trunk whose decoder layers are loaded while they run, and dropped after that."""
 
     def __init__(
         self, loader: LayerLoader, weights: TensorReader, *, stage: Stage = "post", fingerprint: str = ""
     ) -> None:
-        """Wrap the model of `loader`, whose layers are read through `weights`, which must stay open.
-
-        fingerprint: Identifies the checkpoint in a folder of states.
-        """
-        super().__init__(loader.model, stage=stage)
-        self._loader, self._weights, self._fingerprint = loader, weights, fingerprint
+        """See `DeferredTrunk`; fingerprint identifies the checkpoint in a folder of states."""
+        super().__init__(loader, weights, stage=stage)
+        self._fingerprint = fingerprint
         self._max_positions = sys.maxsize  # of one pass of a layer; less after it took too much memory
         self._last_run: list[tuple[Tensor, object]] = []  # batches and their states after the decoder layers
         self._recalled: dict[tuple[int, Stage], TrunkOutput] = {}
@@ -72,10 +70,6 @@ class StreamedTrunk(Trunk):
         """Return the states of rows [B, T] of the last `run`; raise ConfigError for others, as `recall` does."""
         rows = [self.recall(row) for row in (tokens.tolist() if cache is None else [[]])]
         return TrunkOutput(*(torch.stack([getattr(row, name) for row in rows]) for name in _STATES))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StreamedTrunk":
-        # Layers follow to another device when they are loaded.
-        return super()._apply(lambda value: value if value.is_meta else fn(value), recurse)
 
     def embed(self, tokens: Tensor, *, raw: bool = False) -> Tensor:
         return super().embed(tokens, raw=raw).to(self.dtype)

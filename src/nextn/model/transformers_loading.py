@@ -170,10 +170,18 @@ class LayerLoader:
 
     def unload(self, index: int) -> None:
         """Put a decoder layer back on the meta device, and release its part of the mapped files."""
-        for tensor in self._states[index].values():
-            tensor.release()
+        self.release(index)
         for name, value in self._unloaded[index].items():
             _assign(self._layers[index], name, value)
+
+    def release(self, index: int) -> None:
+        """Release a decoder layer's part of the mapped files."""
+        for tensor in self._states[index].values():
+            tensor.release()
+
+    def layer_index(self, name: str) -> int | None:
+        """Return the index of the decoder layer that a name in the model's state belongs to; None if to no layer."""
+        return int(name.removeprefix(self._prefix).partition(".")[0]) if name.startswith(self._prefix) else None
 
     @property
     def _layers(self) -> nn.ModuleList:

@@ -166,6 +166,7 @@ class HeadConfig(TrainConfig):
             that decoding gives them.
         eval_depths: K of the held-out acceptance, 0 = depths.
         patience: Stop after this many consecutive evaluations without a better held-out acceptance length, 0 = never.
+        trained_parts: Comma-separated `PARTS` of the head to train, while the others stay as they are. Empty: all.
     """
 
     batch_size: int = 8
@@ -180,6 +181,7 @@ class HeadConfig(TrainConfig):
     temperature: float = 1.0
     kv: str = "own"
     eval_depths: int = 0
+    trained_parts: str = ""
     patience: int = 0
 
     def __post_init__(self) -> None:

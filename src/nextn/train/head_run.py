@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.separate_head import trunk_family
-from nextn.checkpoint.snapshot import folder_of, on_disk
+from nextn.checkpoint.separate_head import open_head, trunk_family
+from nextn.checkpoint.snapshot import folder_of, in_parts, on_disk
 from nextn.checkpoint.staging_folder import named_after, need_room, owned, renamed
 from nextn.data.batches import Batches
 from nextn.data.corpus import Corpus
@@ -23,7 +23,7 @@ from nextn.edit.plan import num_copied
 from nextn.edit.restore import restore
 from nextn.errors import ConfigError, NextnError, TrainingError
 from nextn.families import by_config, by_name, find, fitted
-from nextn.model.model import Model, load_head, read_tokenizer
+from nextn.model.model import Model, load_head, read_head, read_tokenizer
 from nextn.train.config import HeadConfig
 from nextn.train.dtype import training_dtype
 from nextn.train.head_files import HEAD_FILE
@@ -53,6 +53,7 @@ class StartingPoint:
     offline: bool = False
     follow_links: bool = False  # follow links that lead out of the trunk's folder
     stream: bool = False  # the trunk runs once, layer by layer, see `HeadTask.stream_trunk`
+    shards: Path | None = None  # keep what is downloaded of a streamed trunk, see `Model.load`
 
     def __post_init__(self) -> None:
         if self.layout is not None and self.layout not in LAYOUTS:
@@ -63,6 +64,10 @@ class StartingPoint:
             raise ConfigError(f"a fresh head and the head of {self.head} exclude each other; give only one")
         if self.fresh and self.stream:
             raise ConfigError("--stream needs a head to start from: a new one is made of the trunk's loaded layers")
+        if self.shards is not None and not self.stream:
+            raise ConfigError(
+                f"--keep-shards {self.shards}: only with --stream; other trunks are downloaded completely"
+            )
         if self.num_modules is not None and not self.fresh:
             raise ConfigError(
                 f"modules = {self.num_modules}: only for a fresh head; an existing one keeps its number of modules"
@@ -138,7 +143,9 @@ def head_run(
         CheckpointError: Files do not fit together.
         ConfigError: Data or settings cannot be used.
     """
-    model, origin, notes = load_starting_point(start, near=out)
+    if start.stream and not ranks.is_alone:
+        raise ConfigError("--stream runs in one process; leave torchrun out, or --stream")
+    model, origin, notes = load_starting_point(start, near=out, ranks=ranks)
     limit = model.trunk.max_length or _LENGTH
     defaults = {"steps": _STEPS, "length": min(_LENGTH, limit), "dtype": training_dtype(ranks.device.type)}
     config = HeadConfig.from_dict(defaults | dict(settings))
@@ -172,27 +179,46 @@ def head_run(
     return HeadRun(Trainer(task, out=out), task, held_out, tuple(notes))
 
 
-def load_starting_point(start: StartingPoint, *, near: Path) -> tuple[Model, Inventory, list[str]]:
+def load_starting_point(
+    start: StartingPoint, *, near: Path, ranks: Ranks = ALONE
+) -> tuple[Model, Inventory, list[str]]:
     """Return the trunk and the initial head (none if it is to be fresh), the trunk's checkpoint, and notes.
 
-    near: a folder for temporary files while loading.
+    Args:
+        start: What to load.
+        near: A folder for temporary files while loading.
+        ranks: The processes; several load the trunk's decoder layers when they are sharded.
     """
     revision, cache, offline = start.revision, start.cache_dir, start.offline
     checkpoint = Checkpoint.open(start.model, revision=revision, cache_dir=cache, offline=offline)
     is_added = start.head is not None and find(checkpoint.config) is None  # to a model without a family
     family = trunk_family(checkpoint) if start.fresh or is_added else by_config(checkpoint.config)
-    origin = on_disk(Inventory.of(checkpoint, family=family), revision=revision, cache_dir=cache, offline=offline)
+    origin = Inventory.of(checkpoint, family=family)
+    if start.stream and not offline:
+        origin = in_parts(origin, revision=revision, cache_dir=cache, keep=start.shards)
+    origin = on_disk(origin, revision=revision, cache_dir=cache, offline=offline)
     refuse_links(origin.checkpoint, follow=start.follow_links)
+    if start.stream or not (ranks.is_alone or start.fresh):
+        model = _load_by_layer(start, origin)
+        return model, origin, list(model.notes)
     if is_added:
         model = Model.load(folder_of(origin.checkpoint), head=start.head, stream=start.stream)
         return model, origin, list(model.notes)
     with _with_head(origin, start.head, near) as folder:
-        if start.stream:  # whose files must stay, and whose head is complete, as its experts train
-            model = Model.load(folder_of(origin.checkpoint), skip_head=True, stream=True)
-            model.head = load_head(folder, model.trunk)
-        else:
-            model = Model.load(folder, need_head=not start.fresh, skip_head=start.fresh)
+        model = Model.load(folder, need_head=not start.fresh, skip_head=start.fresh)
     return model, origin, list(model.notes)
+
+
+def _load_by_layer(start: StartingPoint, origin: Inventory) -> Model:
+    """The trunk, whose decoder layers are not loaded yet, and the initial head, which is: its experts train."""
+    model = Model.load(origin.checkpoint, skip_head=True, stream=start.stream, defer=not start.stream)
+    if start.head is None:
+        model.head = load_head(origin.checkpoint, model.trunk)
+        return model
+    head = open_head(start.head, origin, cache_dir=start.cache_dir, offline=start.offline)
+    model.family, model.trunk.stage = head.family, head.family.hidden
+    model.head = read_head(head, model.trunk)
+    return model
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.trunk import TrunkOutput
 from nextn.train.config import HeadConfig
 from nextn.train.head_files import HEAD_FILE, write_standalone_head, write_with_trunk
+from nextn.train.head_parts import frozen_parameters
 from nextn.train.heldout_acceptance import HeldOutAcceptance, heldout_acceptance
 from nextn.train.hidden_cache import HiddenStateCache
 from nextn.train.joint_task import (
@@ -76,6 +77,8 @@ class HeadTask:
         self.cache: HiddenStateCache | None = None
         self.fingerprint = trunk_fingerprint(origin)
         self.stored_dtype = freeze(model.trunk.model, self.head)
+        for name in frozen_parameters((name for name, _ in self.head.named_parameters()), config.trained_parts):
+            self.head.get_parameter(name).requires_grad_(False)
         self.weights = depth_weights(config.depths, beta=config.beta)
         prepare_layers(model, config)
         self.joint_module = shard(model.trunk, self.head, ranks, dtype=getattr(torch, config.dtype))

@@ -11,9 +11,20 @@ from nextn.errors import CheckpointError, ConfigError
 
 FILE = "run.json"
 # Options that change how a step is computed or what is reported, but not the result: a resumed run may change them.
-_FREE = ("cache_gb", "cache_dir", "offline", "follow_links", "allow_worse", "curve", "tensorboard", "device", "stream")
+_FREE = (
+    "cache_gb",
+    "cache_dir",
+    "offline",
+    "follow_links",
+    "allow_worse",
+    "curve",
+    "tensorboard",
+    "device",
+    "stream",
+    "keep_shards",
+)
 _FREE_SETTINGS = ("accumulate", "checkpoint_layers", "minutes")
-_PATHS = ("tokenizer", "model", "trunk", "head", "cache_dir")
+_PATHS = ("tokenizer", "model", "trunk", "head", "cache_dir", "keep_shards")
 _NAMES = {"trunk": "--from"}
 
 
@@ -45,6 +56,7 @@ class RunOptions:
     tensorboard: bool = False
     device: str | None = None
     stream: bool = False
+    keep_shards: str | None = None
 
     def absolute(self) -> "RunOptions":
         """Return the options with absolute paths; names of data sets and hub ids are unchanged."""

@@ -28,6 +28,7 @@ from nextn.data.sources import HEADER_KEY, Source, answers_header, partition_sou
 from nextn.decoding.generate import eos_tokens
 from nextn.decoding.rounds import rounds
 from nextn.errors import CheckpointError, ConfigError
+from nextn.model.deferred_trunk import DeferredTrunk
 from nextn.model.model import Model
 from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.text_interface import TextInterface
@@ -35,7 +36,7 @@ from nextn.model.trunk import Trunk
 from nextn.runtime.backend import backend_for
 from nextn.settings import Sampling, Settings, json_record
 from nextn.text_format import changes
-from nextn.train.fingerprint import fingerprint
+from nextn.train.fingerprint import fingerprint, fingerprint_of
 
 
 def is_on_policy(
@@ -58,7 +59,7 @@ def is_on_policy(
     known = {name: header for name, header in headers.items() if header is not None}
     is_streamed = isinstance(trunk, StreamedTrunk)  # whose values are not there to compare
     engines = [name for name, header in known.items() if is_streamed or "trunk" not in header]
-    trunk_id = None if is_streamed or not known else fingerprint(trunk.model)
+    trunk_id = None if is_streamed or not known else _fingerprint(trunk)
     mismatches = [
         f"{name}: {reason}" for name, header in known.items() if (reason := _mismatch(header, trunk_id, temperature))
     ]
@@ -74,6 +75,10 @@ def is_on_policy(
         )
     has_headers = bool(known) and not texts and not engines and len(known) == len(headers)
     return not mismatches and not all_tokens and (declared or has_headers), notes
+
+
+def _fingerprint(trunk: Trunk) -> str:
+    return fingerprint_of(trunk.state_items()) if isinstance(trunk, DeferredTrunk) else fingerprint(trunk.model)
 
 
 def _mismatch(header: Mapping[str, Any], trunk: str | None, temperature: float) -> str | None:

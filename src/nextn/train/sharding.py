@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from nextn.model.deferred_trunk import DeferredTrunk
 from nextn.model.head import Head
 from nextn.model.trunk import Trunk
 from nextn.train.ranks import Ranks
@@ -75,13 +76,21 @@ def shard(trunk: Trunk, head: Head | None, ranks: Ranks, *, dtype: torch.dtype =
         return module if ranks.device.type == "cpu" else module.to(ranks.device)
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))
     packed: set[nn.Parameter] = set()
-    for unit in dict.fromkeys([*trunk.decoder.layers, *([] if head is None else head.layers)]):
+    for unit in _units(trunk, head):
         if all(value.is_floating_point() for value in unit.parameters()):
             fully_shard(unit, mesh=mesh, mp_policy=_policy(trunk, unit, dtype))
         else:
             packed.update(unit.to(ranks.device).parameters())
     fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), ignored_params=packed)
+    if isinstance(trunk, DeferredTrunk):
+        trunk.close()
     return module
+
+
+def _units(trunk: Trunk, head: Head | None) -> Iterator[nn.Module]:
+    """The decoder layers of head and trunk; those of a deferred trunk are loaded, each when it is taken."""
+    yield from dict.fromkeys([] if head is None else head.layers)
+    yield from trunk.loaded_layers() if isinstance(trunk, DeferredTrunk) else dict.fromkeys(trunk.decoder.layers)
 
 
 def _policy(trunk: Trunk, unit: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:

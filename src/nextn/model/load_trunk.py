@@ -1,0 +1,103 @@
+"""The trunk of a checkpoint: in memory, streamed, or with layers that are loaded one at a time."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.mapped_memory import release_pages
+from nextn.checkpoint.provenance import trunk_fingerprint
+from nextn.checkpoint.snapshot import folder_of
+from nextn.checkpoint.tensors import StoredTensor, TensorReader, is_finite
+from nextn.errors import CheckpointError
+from nextn.model.deferred_trunk import DeferredTrunk
+from nextn.model.load_head import trunk_state
+from nextn.model.streamed_trunk import StreamedTrunk
+from nextn.model.transformers_loading import LayerLoader
+from nextn.model.trunk import Trunk
+
+
+def load_trunk(weights: TensorReader, dtype: torch.dtype | None) -> tuple[Trunk, list[str]]:
+    """Load the trunk, in dtype, or as stored; return notes with it."""
+    checkpoint, family = weights.checkpoint, weights.inventory.family
+    state, notes = trunk_state(weights)
+    # transformers does not load fp8 here: it needs accelerate, and mistakes a truncated last block for smaller blocks.
+    packed = weights.unreadable(state) if weights.method else None
+    folder = folder_of(checkpoint)
+    with _loading_reasons(checkpoint, weights, packed):
+        trunk = Trunk.from_pretrained(folder, state=None if packed else state, stage=family.hidden, dtype=dtype)
+    return trunk, [*notes, *_check_trunk(checkpoint, trunk)]
+
+
+def deferred_trunk(weights: TensorReader, dtype: torch.dtype | None) -> tuple[Trunk, list[str]]:
+    """Load all but the trunk's decoder layers; of formats that only transformers reads, load the whole trunk."""
+    state, notes = trunk_state(weights)
+    if weights.method and weights.unreadable(state):
+        return load_trunk(weights, dtype)
+    trunk = DeferredTrunk(_layer_loader(weights, state, dtype, {}), weights, stage=weights.inventory.family.hidden)
+    return trunk, [*notes, *_check_trunk(weights.checkpoint, trunk)]
+
+
+def streamed_trunk(weights: TensorReader, dtype: torch.dtype | None) -> tuple[StreamedTrunk, list[str]]:
+    """Load all but the trunk's decoder layers, which are read when it runs texts."""
+    inventory, checkpoint = weights.inventory, weights.checkpoint
+    state, notes = trunk_state(weights)
+    if weights.method and (packed := weights.unreadable(state)):
+        raise CheckpointError(
+            f"{checkpoint.path}: its quantization is {weights.method} ({packed} and others), of which single layers "
+            "cannot be read; valid are bf16, fp16, fp32, fp8 with scales, GPTQ, AWQ, and compressed-tensors of 4 or 8 "
+            "bits. Stream the model that was quantized"
+        )
+    loader = _layer_loader(weights, state, dtype, inventory.shared)
+    trunk = StreamedTrunk(loader, weights, stage=inventory.family.hidden, fingerprint=trunk_fingerprint(inventory))
+    return trunk, [*notes, *_check_trunk(checkpoint, trunk)]
+
+
+def _layer_loader(
+    weights: TensorReader, state: Mapping[str, StoredTensor], dtype: torch.dtype | None, vocabulary: Mapping[str, str]
+) -> LayerLoader:
+    inventory, checkpoint = weights.inventory, weights.checkpoint
+
+    def layer_of(name: str) -> int | None:
+        layer = inventory.family.trunk_layer(name)
+        return layer[0] if layer is not None and layer[0] < inventory.num_layers else None
+
+    weights.download(tensor.name for name, tensor in state.items() if layer_of(name) is None)
+    with _loading_reasons(checkpoint, weights, None):
+        return LayerLoader(folder_of(checkpoint), state, dtype, layer_of, vocabulary=vocabulary)
+
+
+@contextmanager
+def _loading_reasons(checkpoint: Checkpoint, weights: TensorReader, packed: str | None) -> Iterator[None]:
+    """Add to a CheckpointError what is known of its reasons."""
+    try:
+        yield
+    except CheckpointError as error:
+        reasons = [problem.message for problem in checkpoint.problems if problem.kind == "missing_file"]
+        if packed:
+            reasons.append(
+                f"its quantization is {weights.method} ({packed} and others): install what transformers needs for it, "
+                f"or load the model that was quantized, in bf16 or fp8; `nextn audit {checkpoint.path}` and "
+                "`nextn restore` work on it as it is"
+            )
+        raise CheckpointError(". ".join([str(error), *reasons])) from error
+
+
+def _check_trunk(checkpoint: Checkpoint, trunk: Trunk) -> list[str]:
+    """Return notes on a loaded trunk. Raises CheckpointError for values that are not finite."""
+    _check_finite(checkpoint.path, {name: each for name, each in trunk.model.state_dict().items() if not each.is_meta})
+    loaded_type, model_type = trunk.model.config.model_type, checkpoint.config.get("model_type")
+    if loaded_type != model_type:
+        return [f"only the text model ({loaded_type}) of {model_type} is loaded, and would be saved"]
+    return []
+
+
+def _check_finite(path: str, state: Mapping[str, Tensor]) -> None:
+    bad = []
+    for name, value in state.items():
+        bad += [name] if value.is_floating_point() and not is_finite(value) else []
+        release_pages([value])
+    if bad:
+        raise CheckpointError(f"{path}: {len(bad)} trunk tensors hold NaN or Inf: {', '.join(bad[:8])}")
