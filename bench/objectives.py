@@ -14,26 +14,24 @@ import argparse
 import json
 import platform
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
 import torch
+from own_text import prose_corpora, python_corpora, read_answers, run_steps, with_states, write_answers
 
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.data.batches import Batches
 from nextn.data.byte_tokenizer import byte_tokenizer
-from nextn.data.corpus import Corpus, standard_library
-from nextn.data.prompts import sample_prompts
-from nextn.data.sources import load_corpora, split_files
+from nextn.data.corpus import Corpus
+from nextn.data.sources import load_corpora
 from nextn.errors import ConfigError
 from nextn.losses.distillation import OBJECTIVES
 from nextn.model.model import Model
-from nextn.settings import Sampling, Settings
 from nextn.train.config import HeadConfig, TrainConfig
 from nextn.train.head_task import HeadTask
 from nextn.train.heldout_acceptance import heldout_acceptance
@@ -41,7 +39,6 @@ from nextn.train.init_head import init_head
 from nextn.train.joint_task import JointTask
 from nextn.train.loop import Trainer
 from nextn.train.recipes import by_name
-from nextn.train.self_generated import generate_answers
 
 DEPTHS = 8
 
@@ -98,12 +95,7 @@ class Workload:
 
     def text(self, trunk: str) -> tuple[Corpus, Corpus]:
         """Return (train, held out): Python's sources, or the prose of its documentation for the fine-tuned trunk."""
-        files = standard_library()[: self.size.files]
-        prose = [path for path in standard_library() if path.parent.name == "pydoc_data" and path.name != "__init__.py"]
-        if trunk == "stale":
-            return load_corpora(prose, self.tokenizer)
-        train, held_out = split_files([path for path in files if path not in prose])
-        return Corpus.from_files(train, self.tokenizer), Corpus.from_files(held_out, self.tokenizer)
+        return prose_corpora() if trunk == "stale" else python_corpora(self.size.files)
 
     def model(self, trunk: str) -> Path:
         """Return the folder of `bare`, `joint` or `stale`."""
@@ -114,26 +106,21 @@ class Workload:
 
     def answers(self, trunk: str, kind: str) -> Path:
         """Return the file of answers: `train` (sampled, on training texts), `greedy` or `drawn` (sampled)."""
-        file, size = self.folder / f"{trunk}-{kind}.jsonl", self.size
-        model, corpus = Model.load(self.model(trunk), need_head=False), self.text(trunk)[kind != "train"]
-        model.head = None
-        count = size.answers if kind == "train" else size.held_out
-        requests = sample_prompts(corpus, count=count, length=size.prompt_tokens, seed=1, continuation=0)
-        settings = Settings(
-            num_speculative_tokens=0,
-            sampling=Sampling(float(kind != "greedy")),
+        size = self.size
+        return write_answers(
+            Model.load(self.model(trunk), need_head=False),
+            self.text(trunk)[kind != "train"],
+            self.folder / f"{trunk}-{kind}.jsonl",
+            count=size.answers if kind == "train" else size.held_out,
+            prompt_tokens=size.prompt_tokens,
             max_tokens=size.answer_tokens,
-            eos=(),
-            seed=2,
+            greedy=kind == "greedy",
         )
-        for progress in generate_answers(model, [each.tolist() for each in requests], settings, file, batch_size=32):
-            print(f"  {file.name}: {progress.answers} of {progress.total}", end="\r", flush=True)
-        return file
 
     def own_text(self, trunk: str, kind: str) -> Corpus:
-        """Return those answers as a corpus."""
-        train, held_out = load_corpora([self.answers(trunk, kind)], self.tokenizer, held_out=0.01)
-        return train if kind == "train" else _concatenated(train, held_out)
+        """Return those answers as a corpus; of those to train on, 1 % are left out."""
+        file = self.answers(trunk, kind)
+        return load_corpora([file], self.tokenizer, held_out=0.01)[0] if kind == "train" else read_answers(file)
 
     def _make_bare(self, folder: Path) -> None:
         self._train(folder, depths=0)
@@ -146,7 +133,7 @@ class Workload:
         config = TrainConfig(
             steps=self.size.tune_steps, batch_size=self.size.batch_size, length=self.size.length, depths=0, lr=5e-4
         )
-        _run(Trainer(JointTask(model, corpus, config), out=self.folder / "run-stale"))
+        run_steps(Trainer(JointTask(model, corpus, config), out=self.folder / "run-stale"))
         model.save(folder)
 
     def _train(self, folder: Path, *, depths: int) -> None:
@@ -166,7 +153,7 @@ class Workload:
             compile=False,
         )
         corpus, held_out = self.text("bare")
-        _run(Trainer(JointTask(model, corpus, config, held_out=held_out), out=self.folder / f"run-{folder.name}"))
+        run_steps(Trainer(JointTask(model, corpus, config, held_out=held_out), out=self.folder / f"run-{folder.name}"))
         model.save(folder)
 
 
@@ -191,12 +178,10 @@ def trained(workload: Workload, cell: Cell) -> dict[str, object]:
         tokens = Batches(corpus, batch_size=2, length=size.length, seed=0).batch(0).tokens
         model.head, _ = init_head(model.family, model.trunk, tokens)
     task = HeadTask(model, corpus, config, origin=Inventory.of(Checkpoint.open(folder)), has_baseline=False)
-    run, started = workload.folder / "run-cell", time.process_time()
+    run = workload.folder / "run-cell"
     shutil.rmtree(run, ignore_errors=True)
-    for _ in Trainer(task, out=run).run():
-        pass
-    seconds = time.process_time() - started  # of all threads; other load on the machine does not count
-    return {"cpu_seconds": round(seconds, 1), **figures(workload, cell.trunk, model)}
+    seconds = run_steps(Trainer(task, out=run))
+    return {"cpu_seconds": seconds, **figures(workload, cell.trunk, model)}
 
 
 def figures(workload: Workload, trunk: str, model: Model) -> dict[str, object]:
@@ -204,15 +189,11 @@ def figures(workload: Workload, trunk: str, model: Model) -> dict[str, object]:
     record: dict[str, object] = {}
     for kind, rule in (("greedy", "greedy"), ("drawn", "sampled")):
         corpus = workload.own_text(trunk, kind)
-        batches = Batches(corpus, batch_size=8, length=workload.size.length, seed=0, pack=False)
-        parts = [batches.batch(index) for index in range(-(-batches.rows_per_epoch // 8))]
+        pairs = with_states(model.trunk, corpus, length=workload.size.length)
         # Fewer drafts start rounds at other positions, so each K is evaluated separately.
         by_drafts = [
-            getattr(
-                heldout_acceptance(model.trunk, model.head, ((batch, None) for batch in parts), depths, on_policy=True),
-                rule,
-            )
-            for depths in range(1, DEPTHS + 1)
+            getattr(heldout_acceptance(model.trunk, model.head, pairs, drafts, on_policy=True), rule)
+            for drafts in range(1, DEPTHS + 1)
         ]
         record[f"AL_T{int(kind == 'drawn')}"] = [round(counts.length, 3) for counts in by_drafts]
         record[f"acceptance_T{int(kind == 'drawn')}"] = [round(rate, 4) for rate in by_drafts[-1].rates]
@@ -264,29 +245,6 @@ def _sort_key(name: str) -> tuple[object, ...]:
     """By trunk, then by what is varied, with the objectives in their order."""
     trunk, objective, steps, keys, text = name.split("/")
     return trunk, text, -int(steps[0]), keys != "own", OBJECTIVES.index(objective)
-
-
-def _concatenated(first: Corpus, second: Corpus) -> Corpus:
-    """Both parts of a split corpus."""
-    import numpy as np
-
-    if first is second:
-        return first
-    assert first.mask is not None
-    assert second.mask is not None
-    return replace(
-        first,
-        ids=np.concatenate([first.ids, second.ids]),
-        starts=np.concatenate([first.starts, second.starts + first.num_tokens]),
-        names=first.names + second.names,
-        mask=np.concatenate([first.mask, second.mask]),
-    )
-
-
-def _run(trainer: Trainer) -> None:
-    trainer.resume()
-    for record in trainer.run():
-        print(f"  {trainer.folder.path.name}: step {record.step} of {trainer.config.steps}", end="\r", flush=True)
 
 
 def main() -> None:

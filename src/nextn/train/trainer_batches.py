@@ -1,6 +1,7 @@
-"""Targets of a cotrained head, from the model inputs that transformers' and TRL's collators produce."""
+"""Targets of a cotrained head, from the batches of transformers' and TRL's trainers."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +10,23 @@ from nextn.errors import ConfigError
 from nextn.losses.mtp_loss import IGNORE, Targets
 
 _UNSUPPORTED = ("pixel_values", "inputs_embeds", "input_features", "shift_labels")
+
+
+def model_inputs(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the model's inputs and labels of a batch: of TRL's GRPO, prompts and completions joined, as it joins them.
+
+    Labels are what the policy sampled: not the prompt, nor the results of tools in a completion.
+    """
+    if "completion_ids" not in batch:
+        return batch
+    prompt, completion, mask = batch["prompt_ids"], batch["completion_ids"], batch["completion_mask"]
+    sampled = (mask * batch.get("tool_mask", 1)).bool()
+    return {
+        **batch,
+        "input_ids": torch.cat([prompt, completion], dim=1),
+        "attention_mask": torch.cat([batch["prompt_mask"], mask], dim=1),
+        "labels": torch.cat([torch.full_like(prompt, IGNORE), completion.where(sampled, IGNORE)], dim=1),
+    }
 
 
 def targets_of(inputs: Mapping[str, object]) -> Targets:

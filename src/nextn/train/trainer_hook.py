@@ -21,7 +21,7 @@ from nextn.model.model import load_head
 from nextn.model.trunk import Trunk
 from nextn.train.activation_checkpointing import checkpoint_layers
 from nextn.train.cotrain import CotrainLoss, DetachedTrunk, HeadSettings, RunningFigures
-from nextn.train.trainer_batches import targets_of
+from nextn.train.trainer_batches import model_inputs, targets_of
 from nextn.train.trainer_head import CotrainedHead, fresh_head, save_with_head
 
 _MEASURED_EVERY = 10  # steps, if it is not known in advance at which steps the Trainer logs
@@ -77,7 +77,8 @@ class _Hook:
     def __init__(self, trainer: Trainer, cotrain: CotrainLoss, saved_head: CotrainedHead) -> None:
         self.trainer, self.cotrain, self.saved_head, self.head = trainer, cotrain, saved_head, cotrain.head
         depths, device = cotrain.settings.depths, trainer.args.device
-        self.denominator = torch.ones(depths, device=device)  # labels of the current step
+        # Labels of the current step [depths]; None: unknown, as the Trainer makes the texts in the step (GRPO).
+        self.denominator: Tensor | None = torch.ones(depths, device=device)
         self.figures = {kind: RunningFigures(depths, device) for kind in ("train", "eval")}
         self.grad_norm: Tensor | None = None
 
@@ -99,14 +100,15 @@ class _Hook:
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        targets, tokens = targets_of(inputs), inputs["input_ids"]  # first, as the Trainer may remove the labels
+        batch = model_inputs(inputs)
+        targets, tokens = targets_of(batch), batch["input_ids"]  # first, as the Trainer may remove the labels
         trunk, is_training = self.head.trunk, model.training
         with trunk.capture_hidden() as captured:
             result = inner(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         self.head.train(is_training)
         states = self.cotrain.states(tokens, targets, captured[0])
         counts = self.cotrain.counts(targets)
-        denominator = self.denominator if is_training else counts
+        denominator = counts if self.denominator is None or not is_training else self.denominator
         head_loss, sums = self.cotrain.loss(states, targets, denominator)
         is_measured = not is_training or self._is_measured()
         survived = self.cotrain.survival(states, targets) if is_measured and len(states) > 1 else None
@@ -118,20 +120,29 @@ class _Hook:
         loss = loss + (head_loss - head_loss.detach())  # the gradient of both, the value of the trunk's loss
         return (loss, *rest) if return_outputs else loss
 
-    def _loss_scale(self, num_items: object) -> int:
-        """The head's loss is over all labels of a step: undo the averages over ranks and micro-batches."""
+    def _loss_scale(self, num_items: object) -> float:
+        """The head's loss is over all labels of a step: undo the averages over ranks and micro-batches.
+
+        If these labels are not known in advance, it is averaged over both instead.
+        """
         trainer = self.trainer
         is_step_loss = trainer.loss_is_scaled_for_ga
         if is_step_loss is None:
             is_step_loss = trainer.compute_loss_func is not None or (
                 trainer.model_accepts_loss_kwargs and num_items is not None
             )
-        return trainer.accelerator.num_processes * (1 if is_step_loss else trainer.current_gradient_accumulation_steps)
+        num_parts = trainer.current_gradient_accumulation_steps
+        if self.denominator is None:
+            return 1 / num_parts if is_step_loss else 1
+        return trainer.accelerator.num_processes * (1 if is_step_loss else num_parts)
 
     def get_batch_samples(
         self, inner: Callable[..., Any], epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> Any:
         samples, num_items = inner(epoch_iterator, num_batches, device)
+        if samples and not isinstance(samples[0], Mapping):  # rows of prompts
+            self.denominator = None
+            return samples, num_items
         counts = torch.zeros(self.cotrain.settings.depths, dtype=torch.int64, device=device)
         for sample in samples:
             counts += self.cotrain.counts(targets_of(sample)).to(device)

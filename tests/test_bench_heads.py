@@ -1,0 +1,86 @@
+"""The benchmarks of heads on trunks that change or never had one: the EAGLE-3-style head, and both at a tiny size."""
+
+import json
+from pathlib import Path
+
+import adapters
+import eagle3
+import pytest
+import rl
+import torch
+from test_rollout_cache import rollout, slow
+
+from nextn.data.batches import Batch
+from nextn.families import generic
+from nextn.model.head import Head
+from nextn.model.trunk import Trunk
+
+ROOT = Path(__file__).parents[1]
+SHAPE = {
+    "model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 8,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trunk():
+    torch.manual_seed(0)
+    return Trunk.from_config(SHAPE)
+
+
+def test_eagle3_features_enter_the_low_middle_and_high_layer(trunk):
+    tokens = torch.randint(0, 64, (2, 9))
+    with torch.no_grad():
+        output = eagle3.features(trunk, Batch(tokens, torch.zeros_like(tokens)))
+        states = trunk.model(tokens, output_hidden_states=True).hidden_states  # [0]: the embedding
+    torch.testing.assert_close(output.head_input, torch.cat([states[index] for index in (2, 4, 5)], dim=-1))
+    torch.testing.assert_close(output.final_hidden, states[-1])
+
+
+def test_eagle3_trains_as_it_decodes(trunk):
+    """Training-time test: all chains at once give what the decoder's caches and its own outputs give, step by step."""
+    head = eagle3.Eagle3Head(generic(SHAPE), trunk, 64)
+    tokens, hidden = torch.randint(0, 64, (2, 11)), torch.randn(2, 11, 3 * 32)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            rollout(head, tokens, hidden, 4), slow(head, tokens, hidden, 4), atol=1e-4, rtol=1e-4
+        )
+
+
+def test_eagle3_has_as_many_parameters_as_ours(trunk):
+    family = generic(SHAPE)
+    heads = Head(family, trunk), eagle3.same_size_head(family, trunk), eagle3.Eagle3Head(family, trunk, 80)
+    ours, same, full = map(eagle3.num_parameters, heads)
+    assert abs(same - ours) < 3 * 32 + 32 < full - ours
+
+
+@pytest.mark.slow
+def test_both_heads_are_measured_beside_a_policy(tmp_path):
+    """Before the first step both are the same."""
+    size = rl.Size(steps=2, window=1, prompts=2, completions=2, tokens=8)
+    first, second = rl.measure(str(ROOT / "src/nextn/assets/tiny"), tmp_path, size)["rows"]
+    assert first["follows"] == first["as it was"] > 1
+    assert second["follows"] != second["as it was"]
+
+
+@pytest.mark.slow
+def test_adapters_at_a_tiny_size(tmp_path):
+    """Strength 0 is the model itself, the adapter changes it, and what is recorded is not measured twice."""
+    size = adapters.Size(tune_steps=3, answers=100, held_out=3, answer_tokens=16, prompt_tokens=24)
+    experiment, out = adapters.Experiment(str(ROOT / "src/nextn/assets/tiny"), tmp_path, size), tmp_path / "out.json"
+    adapters.measure(experiment, out, strengths=(0.0, 2.0), steps=(2,))
+    rows = json.loads(out.read_text())["strengths"]
+    for row in rows.values():
+        assert all(1 < row[steps]["sampled"]["AL"] <= 5 for steps in ("0", "2"))
+    assert rows["0"]["bits_per_byte"] != rows["2"]["bits_per_byte"]
+    before = out.read_text()
+    adapters.measure(experiment, out, strengths=(0.0, 2.0), steps=(2,))
+    assert out.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("script", "page"), [(adapters, "stale-head"), (eagle3, "any-model"), (rl, "beside-fine-tune")]
+)
+def test_the_documented_tables_are_the_recorded_ones(script, page):
+    record = json.loads(script.OUT.read_text())
+    assert script.markdown(record) in (ROOT / f"docs/how-to/{page}.md").read_text()
