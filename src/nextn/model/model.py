@@ -1,9 +1,10 @@
 """A trunk with its head and tokenizer: build, load strictly, save in the family's published layout."""
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -24,8 +25,10 @@ from nextn.checkpoint.tensors import TensorReader, is_finite
 from nextn.devices import resolve_device
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import Family, by_config
+from nextn.model.expert_groups import EXPERT
 from nextn.model.head import Head
 from nextn.model.load_head import cast, head_tensors, load_tensors, meta_head, trunk_state
+from nextn.model.packed_linear import dequantize, packed_layers
 from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.transformers_loading import LayerLoader
 from nextn.model.trunk import Trunk
@@ -84,7 +87,8 @@ class Model:
             revision: Of a hub id. Only the needed files are downloaded.
             cache_dir: Of a hub id.
             offline: Of a hub id: use the cache only.
-            dtype: None: as stored. fp8 is dequantized.
+            dtype: None: as stored. fp8 is dequantized; of weights of 4 and 8 bits, linear layers keep the codes, which
+                the native backend decodes with, see `dequantize`.
             device: Of trunk and head, see `resolve_device`.
             need_head: If False, accept a checkpoint without a head.
             skip_head: Load the trunk only, whether or not there is a head.
@@ -125,14 +129,28 @@ class Model:
             if beside is not None or with_head:
                 loaded = meta_head(weights.inventory, trunk)
                 weights.download(weights.inventory.stored.values())
-                notes += load_tensors(loaded, weights, split_experts=stream)
+                notes += load_tensors(loaded, weights, split_experts=stream, keep_codes=not stream)
+            if any(packed_layers(*filter(None, (trunk, loaded)))):
+                files.pop_all()  # the layers read them
         return cls(trunk, loaded, family, _tokenizer(folder, trunk), tuple(notes)).to(torch_device)
 
     def to(self, device: torch.device) -> "Model":
-        """Move trunk and head to the device; return this model."""
+        """Move trunk and head to the device; return this model. Quantized weights stay so on CPUs only."""
+        if device.type != "cpu":
+            self.dequantize()
         self.trunk.to(device)
         if self.head is not None:
             self.head.to(device)
+        return self
+
+    def dequantize(self) -> "Model":
+        """Replace layers that keep the codes of a quantized checkpoint by linear layers; return this model.
+
+        Needed before the trunk or the head is trained, and much faster for repeated passes in torch, at the memory of
+        the unquantized weights.
+        """
+        for part in filter(None, (self.trunk, self.head)):
+            dequantize(part)
         return self
 
     def save(
@@ -230,7 +248,11 @@ def _load_trunk(weights: TensorReader, dtype: torch.dtype | None) -> tuple[Trunk
     packed = weights.unreadable(state) if weights.method else None
     folder = folder_of(checkpoint)
     with _loading_reasons(checkpoint, weights, packed):
-        trunk = Trunk.from_pretrained(folder, state=None if packed else state, stage=family.hidden, dtype=dtype)
+        if packed:
+            trunk = Trunk.from_pretrained(folder, stage=family.hidden, dtype=dtype)
+        else:
+            kept = {n: each for n, each in state.items() if each.name in weights.packed and not EXPERT.search(n)}
+            trunk = Trunk.from_pretrained(folder, state=state, packed=kept, stage=family.hidden, dtype=dtype)
     return trunk, [*notes, *_check_trunk(checkpoint, trunk)]
 
 
@@ -273,7 +295,9 @@ def _loading_reasons(checkpoint: Checkpoint, weights: TensorReader, packed: str 
 
 def _check_trunk(checkpoint: Checkpoint, trunk: Trunk) -> list[str]:
     """Return notes on a loaded trunk. Raises CheckpointError for values that are not finite."""
-    _check_finite(checkpoint.path, {name: each for name, each in trunk.model.state_dict().items() if not each.is_meta})
+    values = chain(trunk.model.named_parameters(), trunk.model.named_buffers())
+    scales = ((layer.codes.name, layer.codes.scales()) for layer in packed_layers(trunk.model))
+    _check_finite(checkpoint.path, chain(values, scales))
     loaded_type, model_type = trunk.model.config.model_type, checkpoint.config.get("model_type")
     if loaded_type != model_type:
         return [f"only the text model ({loaded_type}) of {model_type} is loaded, and would be saved"]
@@ -288,10 +312,10 @@ def _with_dtype(config: Mapping[str, object], dtype: torch.dtype) -> dict[str, o
     return {**config, **parts, "dtype": str(dtype).removeprefix("torch.")}
 
 
-def _check_finite(path: str, state: Mapping[str, Tensor]) -> None:
+def _check_finite(path: str, state: Iterable[tuple[str, Tensor]]) -> None:
     bad = []
-    for name, value in state.items():
-        bad += [name] if value.is_floating_point() and not is_finite(value) else []
+    for name, value in state:
+        bad += [name] if value.is_floating_point() and not value.is_meta and not is_finite(value) else []
         release_pages([value])
     if bad:
         raise CheckpointError(f"{path}: {len(bad)} trunk tensors hold NaN or Inf: {', '.join(bad[:8])}")

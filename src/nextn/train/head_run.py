@@ -184,14 +184,14 @@ def load_starting_point(start: StartingPoint, *, near: Path) -> tuple[Model, Inv
     origin = on_disk(Inventory.of(checkpoint, family=family), revision=revision, cache_dir=cache, offline=offline)
     refuse_links(origin.checkpoint, follow=start.follow_links)
     if is_added:
-        model = Model.load(folder_of(origin.checkpoint), head=start.head)
+        model = Model.load(folder_of(origin.checkpoint), head=start.head).dequantize()
         return model, origin, list(model.notes)
     with _with_head(origin, start.head, near) as folder:
         if start.stream:  # whose files must stay, and whose head is complete, as its experts train
             model = Model.load(folder_of(origin.checkpoint), skip_head=True, stream=True)
             model.head = load_head(folder, model.trunk)
         else:
-            model = Model.load(folder, need_head=not start.fresh, skip_head=start.fresh)
+            model = Model.load(folder, need_head=not start.fresh, skip_head=start.fresh).dequantize()
     return model, origin, list(model.notes)
 
 
