@@ -104,6 +104,7 @@ class PackedWeights:
     def _pack_new(self, weights: Sequence[Tensor], parts: int, columns: int) -> PackedMatrix:
         """Merge and pack one expert after the other. Packed weights take the place of those in mapped files."""
         if codes := [found for weight in weights if (found := self._supported_codes(weight)) is not None]:
+            assert len(codes) == len(weights), "weights of one `merge_key`"
             return PackedMatrix(pack_stored(codes, parts, columns, self._pages.take), self.type_of(weights[0]))
         weight_format = self._format_of(weights[0])
         weights = [self._values(weight) for weight in weights]
