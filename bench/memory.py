@@ -186,7 +186,8 @@ def main() -> None:
     from nextn.evaluate.decoding_costs import processor_name
 
     results = {
-        folder.name: run(folder, args.before, args.turns, args.num_speculative_tokens, args.weights) for folder in args.folders
+        folder.name: run(folder, args.before, args.turns, args.num_speculative_tokens, args.weights)
+        for folder in args.folders
     }
     if args.out:
         record = {"date": date.today().isoformat(), "machine": processor_name(), "cores": os.cpu_count()} | results

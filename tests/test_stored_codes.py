@@ -175,7 +175,10 @@ def test_drafts_do_not_change_the_text(case, weights, tmp_path):
     """Also where all other weights are rounded."""
     model = packed_model(tmp_path, case, "glm4_moe")
     model.trunk.weights = weights
-    runs = [generate(model, [prompt(9)], Settings(drafts=k, max_tokens=24), backend="native")[0] for k in (0, 3)]
+    runs = [
+        generate(model, [prompt(9)], Settings(num_speculative_tokens=k, max_tokens=24), backend="native")[0]
+        for k in (0, 3)
+    ]
     assert runs[0].tokens == runs[1].tokens
     assert len(runs[1].tokens) == 24
 
@@ -220,5 +223,5 @@ def test_weights_are_dequantized_for_the_self_check_alone(tmp_path, monkeypatch)
     model = packed_model(tmp_path, CASES[0])
     assert not names
     backend_for(model, "native")
-    generate(model, [prompt(9)], Settings(drafts=3, max_tokens=8), backend="native")
+    generate(model, [prompt(9)], Settings(num_speculative_tokens=3, max_tokens=8), backend="native")
     assert sorted(names) == sorted(layer.codes.name for layer in packed_layers(model.trunk, model.head))
