@@ -1,8 +1,10 @@
 """Memory and time of loading a checkpoint, building its backend and giving the first answer, each in a fresh process.
 
     python bench/memory.py make 0.8b /tmp/shape-0.8b       # random weights in the shape of a published model
+    python bench/memory.py make 4b /tmp/shape-4b --int4    # the same as compressed-tensors W4A16
     python bench/memory.py run /tmp/shape-0.8b --out bench/results/memory.json
     python bench/memory.py run /tmp/shape-0.8b --before ../old/src    # two versions of the package, in turn
+    python bench/memory.py run /tmp/shape-4b --weights int8
 
 Resident memory is the kernel's VmRSS, which includes the interpreter, torch and transformers; the peak is VmHWM.
 """
@@ -11,15 +13,18 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
 from datetime import date
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 MB = 2**20
-# hidden size, intermediate size, layers, value heads of the linear attention: Qwen3.5-0.8B and -2B, text model.
-SHAPES = {"0.8b": (1024, 3584, 24, 16), "2b": (2048, 6144, 24, 16)}
+# hidden size, intermediate size, layers, value heads of the linear attention, heads, kv heads: text models of Qwen3.5.
+SHAPES = {"0.8b": (1024, 3584, 24, 16, 8, 2), "2b": (2048, 6144, 24, 16, 8, 2), "4b": (2560, 9216, 32, 32, 16, 4)}
+PERIOD = 4  # layers after which the layer types repeat
 
 
 def resident(field: str) -> int:
@@ -29,14 +34,49 @@ def resident(field: str) -> int:
     return int(match[1]) * 1024
 
 
-def make(shape: str, folder: Path) -> None:
+def make_int4(shape: str, folder: Path) -> None:
+    """Write a checkpoint of random weights of four bits; all periods of layers have the same ones."""
+    from nextn.checkpoint.checkpoint import Checkpoint
+    from nextn.checkpoint.safetensors_file import write_json, write_safetensors
+    from nextn.edit.quantize import quantize
+
+    layers = SHAPES[shape][2]
+    with TemporaryDirectory(dir=folder.parent) as path:
+        plain, few = Path(path) / "plain", Path(path) / "few"
+        make(shape, plain, layers=PERIOD)
+        quantize(plain, few, weights="int4")
+        shutil.rmtree(plain)
+        source = Checkpoint.open(few)
+        tensors, ignored = {}, []
+        layer_name = re.compile(r"^(model\.layers\.)(\d+)(\..+)$")
+
+        def copies(name: str) -> list[str]:
+            match = layer_name.match(name)
+            return [f"{match[1]}{i}{match[3]}" for i in range(int(match[2]), layers, PERIOD)] if match else [name]
+
+        for name in source.tensors:
+            tensors |= dict.fromkeys(copies(name), source.raw(name))
+        section = source.config["quantization_config"]
+        ignored = [copy for name in section["ignore"] for copy in copies(name)]
+        folder.mkdir()
+        write_safetensors(folder / "model.safetensors", tensors)
+        types = source.config["layer_types"] * (layers // PERIOD)
+        changes = {"num_hidden_layers": layers, "layer_types": types}
+        changes["quantization_config"] = section | {"ignore": ignored}
+        write_json(folder / "config.json", source.config | changes)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(few / name, folder)
+
+
+def make(shape: str, folder: Path, *, layers: int | None = None) -> None:
     """Write a checkpoint of random bf16 weights in a published shape, with a byte-level tokenizer."""
     import torch
 
     from nextn.data.byte_tokenizer import byte_tokenizer
     from nextn.model.model import Model
 
-    hidden, intermediate, layers, value_heads = SHAPES[shape]
+    hidden, intermediate, all_layers, value_heads, heads, kv_heads = SHAPES[shape]
+    layers = layers or all_layers
     rotary = {"rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25}
     config = {
         "model_type": "qwen3_5_text",
@@ -44,8 +84,8 @@ def make(shape: str, folder: Path) -> None:
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "num_hidden_layers": layers,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
         "head_dim": 256,
         "layer_types": [*["linear_attention"] * 3, "full_attention"] * (layers // 4),
         "linear_num_key_heads": 16,
@@ -61,7 +101,7 @@ def make(shape: str, folder: Path) -> None:
     Model.build(config, num_modules=1, tokenizer=byte_tokenizer(), dtype=torch.bfloat16).save(folder)
 
 
-def child(folder: str, k: int) -> None:
+def child(folder: str, k: int, weights: str) -> None:
     """Print one JSON line per stage: seconds and processor seconds since the start, and memory."""
     start = time.perf_counter()
 
@@ -76,6 +116,7 @@ def child(folder: str, k: int) -> None:
 
     report("imports")
     model = Model.load(folder)
+    model.trunk.weights = weights
     report("load")
     backend = backend_for(model)
     report(f"{backend.name} backend")
@@ -85,10 +126,10 @@ def child(folder: str, k: int) -> None:
         report(stage)
 
 
-def stages(folder: Path, source: Path | None, k: int) -> list[dict[str, object]]:
+def stages(folder: Path, source: Path | None, k: int, weights: str) -> list[dict[str, object]]:
     """Run `child` in a fresh process, with the package of this environment or of another source tree."""
     environment = os.environ | ({"PYTHONPATH": str(source.resolve())} if source else {})
-    command = [sys.executable, __file__, "child", str(folder), str(k)]
+    command = [sys.executable, __file__, "child", str(folder), str(k), weights]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -103,7 +144,7 @@ def read_seconds(folder: Path) -> float:
     return time.perf_counter() - start
 
 
-def run(folder: Path, before: Path | None, turns: int, k: int) -> dict[str, object]:
+def run(folder: Path, before: Path | None, turns: int, k: int, weights: str) -> dict[str, object]:
     """Run the versions in turn and print a table."""
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     versions: dict[str, Path | None] = {"now": None} | ({"before": before} if before else {})
@@ -111,7 +152,7 @@ def run(folder: Path, before: Path | None, turns: int, k: int) -> dict[str, obje
     for _ in range(turns):
         for name, source in versions.items():
             reading.append(read_seconds(folder))
-            found[name].append(stages(folder, source, k))
+            found[name].append(stages(folder, source, k, weights))
     print(f"{folder.name}: {size / 1e6:.0f} MB of weights, read in {min(reading):.1f} to {max(reading):.1f} s")
     for name, runs in found.items():
         for rows in zip(*runs, strict=True):
@@ -123,27 +164,30 @@ def run(folder: Path, before: Path | None, turns: int, k: int) -> dict[str, obje
 
 def main() -> None:
     if sys.argv[1:2] == ["child"]:
-        child(sys.argv[2], int(sys.argv[3]))
+        child(sys.argv[2], int(sys.argv[3]), sys.argv[4])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     actions = parser.add_subparsers(dest="action", required=True)
     making = actions.add_parser("make")
     making.add_argument("shape", choices=SHAPES)
     making.add_argument("folder", type=Path)
+    making.add_argument("--int4", action="store_true", help="Weights of four bits in groups of 128.")
     running = actions.add_parser("run")
     running.add_argument("folders", type=Path, nargs="+")
     running.add_argument("--before", type=Path, help="src folder of another version of the package")
     running.add_argument("--turns", type=int, default=2)
     running.add_argument("--num-speculative-tokens", "-k", type=int, default=2)
+    running.add_argument("--weights", choices=("stored", "int8", "int4"), default="stored")
     running.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.action == "make":
-        make(args.shape, args.folder)
+        (make_int4 if args.int4 else make)(args.shape, args.folder)
         return
     from nextn.evaluate.decoding_costs import processor_name
 
     results = {
-        folder.name: run(folder, args.before, args.turns, args.num_speculative_tokens) for folder in args.folders
+        folder.name: run(folder, args.before, args.turns, args.num_speculative_tokens, args.weights)
+        for folder in args.folders
     }
     if args.out:
         record = {"date": date.today().isoformat(), "machine": processor_name(), "cores": os.cpu_count()} | results

@@ -10,7 +10,8 @@ from typing import Any
 from nextn.errors import ConfigError, require_at_least
 
 BACKENDS = ("auto", "native", "torch")
-WEIGHTS = ("stored", "int8", "int4")  # what products use, see `Trunk.weights`
+WEIGHT_BITS = {"stored": None, "int8": 8, "int4": 4}
+WEIGHTS = tuple(WEIGHT_BITS)  # what products use, see `Trunk.weights`
 # Keys in JSON files, where they are not the names of the fields.
 _JSON_KEYS = {
     "num_speculative_tokens": "drafts",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,35 +76,52 @@ def pack_codes(weight: QuantizedWeight) -> Tensor:
     return (codes if weight.bits == 8 else codes[:, 0::2] | codes[:, 1::2] << 4).contiguous().view(torch.int32)
 
 
+class Groups(NamedTuple):
+    """Scales, zero points and group index of a `QuantizedWeight`."""
+
+    scales: Tensor
+    zeros: Tensor | None
+    group_index: Tensor | None
+
+
 def unpack(weight: PackedWeight, read: Callable[[str], Tensor]) -> QuantizedWeight:
     """Read a weight without a `problem`. `read` returns a stored tensor.
 
     Raises:
         CheckpointError: The group index names a group that has no scales.
     """
-    parts: dict[Part, Tensor] = {part: read(info.name) for part, info in weight.parts.items()}
-    (rows, columns), bits = weight.shape, weight.bits
-    zeros: Tensor | None
+    packed, (rows, columns), bits = read(weight.parts["codes"].name), weight.shape, weight.bits
     match weight.layout:
         case "gptq":
-            codes, scales = _split(parts["codes"].T, bits), parts["scales"].T
-            # GPTQModel subtracts from the packed word, and other writers store no zero that would borrow.
-            zeros = _split(parts["zeros"] + weight.zero_offset * _ONES[bits], bits).T
+            codes = _split(packed.T, bits)
         case "awq":
-            codes, zeros = (_split(parts[part], bits)[:, _awq_columns(rows)].T for part in ("codes", "zeros"))
-            scales = parts["scales"].T
+            codes = _split(packed, bits)[:, _awq_columns(rows)].T
         case "pack-quantized":
-            codes = _split(parts["codes"], bits)
-            scales, zeros = parts["scales"], _compressed_zeros(weight, parts.get("zeros"))
+            codes = _split(packed, bits)
         case "int-quantized":
-            codes = _unsigned(parts["codes"], bits)
-            scales, zeros = parts["scales"], _compressed_zeros(weight, parts.get("zeros"))
+            codes = _unsigned(packed, bits)
+    scales, zeros, index = unpack_groups(weight, read)
+    return QuantizedWeight(codes[:rows, :columns].contiguous(), scales, zeros, bits, weight.group_size, index)
+
+
+def unpack_groups(weight: PackedWeight, read: Callable[[str], Tensor]) -> Groups:
+    """Read all of a weight but its codes, as `unpack` does."""
+    parts: dict[Part, Tensor] = {part: read(info.name) for part, info in weight.parts.items() if part != "codes"}
+    rows, bits = weight.shape[0], weight.bits
+    scales, zeros = parts["scales"], parts.get("zeros")
+    match weight.layout:
+        case "gptq":
+            # GPTQModel subtracts from the packed word, and other writers store no zero that would borrow.
+            scales, zeros = scales.T, _split(parts["zeros"] + weight.zero_offset * _ONES[bits], bits).T
+        case "awq":
+            scales, zeros = scales.T, _split(parts["zeros"], bits)[:, _awq_columns(rows)].T
+        case "pack-quantized" | "int-quantized":
+            zeros = _compressed_zeros(weight, zeros)
     scales = scales.reshape(-1, weight.num_groups).expand(rows, -1).contiguous()
     if zeros is not None:
         zeros = zeros[:rows].contiguous()
         zeros = None if bool((zeros == 2 ** (bits - 1)).all()) else zeros
-    index = _group_index(weight, parts.get("group_index"))
-    return QuantizedWeight(codes[:rows, :columns].contiguous(), scales, zeros, bits, weight.group_size, index)
+    return Groups(scales, zeros, _group_index(weight, parts.get("group_index")))
 
 
 def _split(words: Tensor, bits: int) -> Tensor:

@@ -14,7 +14,7 @@ from nextn.checkpoint import fp8
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.mapped_memory import release_pages
 from nextn.checkpoint.packed_layout import with_whole_weights
-from nextn.checkpoint.packed_weights import QuantizedWeight, unpack
+from nextn.checkpoint.packed_weights import Groups, QuantizedWeight, unpack, unpack_groups
 from nextn.checkpoint.partial_download import PartialFile
 from nextn.checkpoint.quant_config import declared
 from nextn.checkpoint.remote import LocalFile
@@ -56,14 +56,15 @@ class TensorReader(AbstractContextManager["TensorReader"]):
 
     Attributes:
         inventory: The checkpoint's, in which each weight that is stored as several tensors is one, as in `checkpoint`.
+        packed: Weights of four or eight bits by name.
         scales: fp8 weight -> the tensor with its scales.
         method: The config's quantization method; "" if not quantized.
     """
 
     def __init__(self, inventory: Inventory) -> None:
         self._stored = inventory.checkpoint.tensors
-        self.checkpoint, self._packed = with_whole_weights(inventory.checkpoint)
-        whole = Inventory.of(self.checkpoint, family=inventory.family) if self._packed else inventory
+        self.checkpoint, self.packed = with_whole_weights(inventory.checkpoint)
+        whole = Inventory.of(self.checkpoint, family=inventory.family) if self.packed else inventory
         self.inventory = replace(whole, declared=inventory.declared)  # which a separate head's config may lack
         section = declared(self.checkpoint.config)
         self.method = str(section.get("quant_method", "an unnamed method")) if section else ""
@@ -90,8 +91,8 @@ class TensorReader(AbstractContextManager["TensorReader"]):
 
     def problem(self, name: str) -> str | None:
         """Return why a matrix, norm or bias cannot be read as floating-point values; None if it can."""
-        if name in self._packed:
-            return self._packed[name].problem
+        if name in self.packed:
+            return self.packed[name].problem
         info = self.checkpoint.info(name)
         if info.dtype in FLOATS:
             return None
@@ -113,21 +114,25 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         return next((name for name in names if self.checkpoint.tensors[name].dtype not in _PLAIN), None)
 
     def stored(self, name: str) -> StoredTensor:
-        dtype = None if name in self._packed else FLOATS.get(self.checkpoint.info(name).dtype)
+        dtype = None if name in self.packed else FLOATS.get(self.checkpoint.info(name).dtype)
         return StoredTensor(self, name, dtype)
 
     def is_quantized(self, name: str) -> bool:
         """Whether `read` dequantizes the tensor."""
-        return name in self._packed or self.checkpoint.info(name).dtype == fp8.WEIGHT
+        return name in self.packed or self.checkpoint.info(name).dtype == fp8.WEIGHT
 
-    def integers(self, name: str) -> QuantizedWeight | None:
-        """Return a weight of four or eight bits without a `problem` as integers; None for any other."""
-        return unpack(self._packed[name], self._raw) if name in self._packed else None
+    def integers(self, name: str) -> QuantizedWeight:
+        """Read a `packed` weight without a `problem` as integers."""
+        return unpack(self.packed[name], self._raw)
+
+    def groups(self, name: str) -> Groups:
+        """Read what `integers` does, without the codes."""
+        return unpack_groups(self.packed[name], self._raw)
 
     def read(self, name: str) -> Tensor:
         """Read a tensor without a `problem` as stored; a quantized weight as fp32, times its scales."""
-        if (weight := self.integers(name)) is not None:
-            return weight.dequantize()
+        if name in self.packed:
+            return self.integers(name).dequantize()
         value = self._raw(name)
         if name not in self.scales:
             return value
@@ -183,8 +188,8 @@ class TensorReader(AbstractContextManager["TensorReader"]):
 
     def non_finite(self, name: str) -> str:
         """Return `name`, or the name of its scales if those are not finite."""
-        if name in self._packed:
-            return self._packed[name].parts["scales"].name
+        if name in self.packed:
+            return self.packed[name].parts["scales"].name
         scale = self.scales.get(name)
         return name if scale is None or is_finite(self._raw(scale)) else scale
 
@@ -199,8 +204,8 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         return [info for name in names for info in self._parts(name)]
 
     def _parts(self, name: str) -> list[TensorInfo]:
-        if name in self._packed:
-            return list(self._packed[name].parts.values())
+        if name in self.packed:
+            return list(self.packed[name].parts.values())
         return [self._stored[stored] for stored in (name, self.scales.get(name)) if stored]
 
     def _raw(self, name: str) -> Tensor:

@@ -45,7 +45,7 @@ from nextn.cli.offload import (
     parse_bandwidth,
     show_experts,
 )
-from nextn.cli.screen import console, plain, print_json, print_table, progress_bars
+from nextn.cli.screen import console, plain, print_json, print_note, print_table, progress_bars
 from nextn.cli.streaming import KeepShards, States, Stream, TextOptions, Texts
 from nextn.errors import ConfigError
 from nextn.evaluate.plans import BenchmarkPlan, ReferencePlan
@@ -104,6 +104,8 @@ def bench(
     from nextn.evaluate.benchmark import run_benchmark as benchmark
 
     loaded = options.load(need_head=True, exact_head=exact_head)
+    for note in loaded.notes:
+        print_note(note)
     plan = replace(plan, chat=use_chat(loaded, chat))
     draftable.apply(loaded, num_speculative_tokens=plan.k_values[-1], backend=backend)
     with progress_bars(quiet=as_json) as progress:

@@ -178,10 +178,25 @@ class ModelOptions:
         return None if self.dtype == "auto" else getattr(torch, self.dtype)
 
     def load(
-        self, *, need_head: bool, exact_head: bool = False, stream: bool = False, shards: Path | None = None
+        self,
+        *,
+        need_head: bool,
+        exact_head: bool = False,
+        stream: bool = False,
+        shards: Path | None = None,
+        in_torch: bool = False,
     ) -> "Model":
-        """Load the model; call `check` first. exact_head: see `Head.exact`; stream, shards: see `Model.load`."""
+        """Load the model; call `check` first.
+
+        Args:
+            need_head: Whether the checkpoint must have a head.
+            exact_head: See `Head.exact`.
+            stream: See `Model.load`.
+            shards: See `Model.load`.
+            in_torch: The trunk will run in torch whatever the backend is, so quantized weights are dequantized.
+        """
         from nextn.model.model import Model
+        from nextn.runtime.backend import unused_codes
 
         loaded = Model.load(
             self.source,
@@ -196,6 +211,9 @@ class ModelOptions:
         loaded.trunk.weights = self.weights
         if loaded.head is not None:
             loaded.head.exact = exact_head
+        if in_torch or self.backend == "torch":
+            return loaded.dequantize()
+        loaded.notes += tuple(unused_codes(loaded))
         return loaded
 
 

@@ -123,7 +123,7 @@ def trace(
     from nextn.decoding.generate import encode
     from nextn.decoding.trace import trace as traced
 
-    loaded = options.load(need_head=num_speculative_tokens > 0)
+    loaded = options.load(need_head=num_speculative_tokens > 0, in_torch=True)
     rows = list(traced(loaded, encode(loaded, prompt, chat=use_chat(loaded, chat)), settings))
     if as_json:
         print_json([asdict(row) for row in rows])
@@ -185,6 +185,7 @@ def _record(model: "Model", request: _Request) -> dict[str, object]:
         "runtime": backend.runtime,
         "head_bits": backend.head_bits,
         "weight_bits": backend.weight_bits,
+        "notes": model.notes,
         "repetitive": _is_repetitive(result.tokens),
         **result.acceptance.as_record(),
     }

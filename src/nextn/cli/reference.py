@@ -33,6 +33,7 @@ from nextn.cli.common import (  # fmt: skip
     Served,
     Temperatures,
     Timeout,
+    WeightType,
     docs_page,
     parse_temperatures,
 )
@@ -40,6 +41,7 @@ from nextn.cli.screen import console, echo, plain, print_json, print_table, prog
 from nextn.cli.streaming import KeepShards, States, Stream, TextOptions, Texts, measure_answers, measure_texts, opened
 from nextn.errors import ConfigError
 from nextn.evaluate.plans import ReferencePlan
+from nextn.settings import WEIGHT_BITS
 
 if TYPE_CHECKING:
     from nextn.evaluate.diagnose import Diagnosis
@@ -67,6 +69,7 @@ def measure(
     seed: int = 0,
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
+    weights: WeightType = "stored",
     device: Device = "auto",
     head: SeparateHead = None,
     revision: Revision = None,
@@ -103,8 +106,13 @@ def measure(
             "--texts replaces --prompts, and its texts are of one temperature; leave out the other options"
         )
     plan = ReferencePlan(num_speculative_tokens, given or (0.0, 1.0), max_tokens, chat, seed, backend)
-    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, head=head)
+    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head)
     options.check()
+    if weights != "stored" and (texts is not None or engine is not None):
+        raise ConfigError(
+            f"--weights {weights} with --texts or --engine: the trunk reads given texts in torch, with its weights as "
+            "stored; leave one of them out"
+        )
     to_answer = read_prompts(prompts)
     asked, quiet = EngineAccess(engine or "", served, concurrency, timeout, key_env), as_json or model_card
     source = TextOptions.of(options, texts, asked, stream=stream, states=states, quiet=quiet, shards=keep_shards)
@@ -124,7 +132,7 @@ def measure(
         report,
         source=model,
         hashes=checkpoint_hashes(opened(loaded, model), head=head, **options.hub),
-        machine=Machine.of(loaded),
+        machine=Machine.of(loaded, weight_bits=WEIGHT_BITS[weights]),
     )
     probed = _probe(report, loaded, options, quiet=quiet) if probe else None
     record = report.as_record() | ({} if probed is None else {"probe": probed.as_record()})

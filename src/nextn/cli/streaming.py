@@ -153,7 +153,8 @@ def measure_texts(
     from nextn.evaluate.given_texts import read_texts
     from nextn.evaluate.reference import acceptance_on_texts
 
-    loaded, asked = options.load(need_head=True, stream=source.reason is not None, shards=source.shards), None
+    is_streamed, asked = source.reason is not None, None
+    loaded = options.load(need_head=True, stream=is_streamed, shards=source.shards, in_torch=True)
     if source.file is not None:
         temperature = plan.temperatures[0] if len(plan.temperatures) == 1 else None
         reader = partial(read_texts, source.file, loaded.trunk, loaded.tokenizer)

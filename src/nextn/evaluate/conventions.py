@@ -22,6 +22,7 @@ from nextn.checkpoint.tensors import TensorReader
 from nextn.families import Family
 from nextn.model.head import Head
 from nextn.model.model import Model
+from nextn.model.packed_linear import dequantize
 from nextn.settings import Contract
 
 _NORMS = ("token_norm", "hidden_norm", "final_norm")
@@ -48,6 +49,7 @@ def apply_variants(model: Model, contract: Contract, variants: Sequence[Variant]
     head, trunk = model.head, copy.copy(model.trunk)
     shared: list[object] = [*head.parameters(), *head.buffers(), head.family, head.draft_vocabulary]
     head = copy.deepcopy(head, {id(each): each for each in shared} | {id(model.trunk): trunk})
+    dequantize(head)  # so that all its weights can be changed
     for variant in variants:
         family = replace(head.family, **cast(dict[str, Any], dict(variant.facts)))
         trunk.stage = family.hidden

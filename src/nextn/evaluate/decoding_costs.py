@@ -18,6 +18,7 @@ from nextn.errors import ConfigError
 from nextn.evaluate.plans import rotate
 from nextn.model.head import Head
 from nextn.model.model import Model
+from nextn.model.packed_linear import packed_layers
 from nextn.model.trunk import Trunk
 from nextn.runtime.backend import Backend, backend_for
 from nextn.runtime.native.draft_chain import NativeDraftChain
@@ -238,11 +239,12 @@ def step_bytes(trunk: Trunk, bits: int | None = None) -> int:
     """
     looked_up = () if trunk.embedding.weight is trunk.output.weight else (trunk.embedding.weight,)
     stored, output = _bytes_read(trunk.model, trunk, looked_up), trunk.output.weight
+    packed = sum(layer.codes.num_bytes for layer in packed_layers(trunk.model))
     if bits is None:
-        return stored
+        return packed + stored
     values = stored // output.element_size()
     # With int4, the lm_head has eight bits (runtime/backend.py).
-    return values if bits == 8 else output.numel() + round((values - output.numel()) * BYTES_PER_WEIGHT)
+    return packed + (values if bits == 8 else output.numel() + round((values - output.numel()) * BYTES_PER_WEIGHT))
 
 
 def draft_bytes(head: Head, bits: int | None = None, *, num_tokens: int | None = None) -> int:
@@ -257,7 +259,8 @@ def draft_bytes(head: Head, bits: int | None = None, *, num_tokens: int | None =
     output, vocabulary = head.output(0).weight, head.draft_vocabulary
     rows = num_tokens or (len(output) if vocabulary is None else len(vocabulary))
     stored = inner // head.num_modules + rows * output.shape[1] * output.element_size()
-    return stored if bits is None else stored // output.element_size()
+    packed = sum(layer.codes.num_bytes for layer in packed_layers(head)) // head.num_modules
+    return packed + (stored if bits is None else stored // output.element_size())
 
 
 def _bytes_read(module: nn.Module, trunk: Trunk, without: tuple[Tensor, ...]) -> int:

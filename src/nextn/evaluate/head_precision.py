@@ -90,7 +90,9 @@ def quantize_measured(
     folder = new_folder(out)
     with staged(folder) as stage:
         first = write(out=stage / "new", follow_links=follow_links)
-        precision = measure_head_bits(Model.load(first.folder), prompts, plan, group_size=group_size, on_text=on_text)
+        precision = measure_head_bits(
+            Model.load(first.folder).dequantize(), prompts, plan, group_size=group_size, on_text=on_text
+        )
         if precision.bits == 16:
             first.folder.rename(folder)
             return replace(first, folder=folder), precision

@@ -20,6 +20,7 @@ from nextn.errors import CheckpointError
 from nextn.families import lookup
 from nextn.model.expert_groups import EXPERT, run_in_groups, separable_experts
 from nextn.model.head import Head
+from nextn.model.packed_linear import StandIns
 from nextn.model.trunk import Trunk
 
 _EXPERTS_AT_ONCE = 8  # of those that are loaded while they run
@@ -101,19 +102,27 @@ def meta_head(inventory: Inventory, trunk: Trunk) -> Head:
         return Head(inventory.family, trunk, num_modules=inventory.declared)
 
 
-def load_tensors(head: Head, weights: TensorReader, *, split_experts: bool = False) -> list[str]:
+def load_tensors(
+    head: Head, weights: TensorReader, *, split_experts: bool = False, keep_codes: bool = False
+) -> list[str]:
     """Load every tensor of a `meta_head` and return notes. Raises CheckpointError listing all problems.
 
-    split_experts: Leave experts that are stored one by one, and large, in the files, which must stay open: they are
-    checked now, and loaded a few at a time when they run.
+    Args:
+        head: The head.
+        weights: The stored tensors. With either option, their files must stay open.
+        split_experts: Leave experts that are stored one by one, and large, in the files: they are checked now, and
+            loaded a few at a time when they run.
+        keep_codes: Linear layers of the block keep the codes of weights of four and eight bits.
     """
     inventory, comparison = weights.inventory, _HeadTensors(head, weights)
     problems = [*comparison.problems()]
     tensors, split = {}, _stored_experts(head, weights, comparison.expected) if split_experts else {}
+    stand_ins = StandIns(head.trunk.dtype)
+    kept = _keeping_codes(head, weights, stand_ins) if keep_codes else {}
     for canonical, parameter in comparison.expected.items():
         name = inventory.stored.get(canonical)
         if name is not None and weights.problem(name) is None:
-            value = weights.read(name).to(parameter.dtype)
+            value = weights.groups(name).scales if canonical in kept else weights.read(name).to(parameter.dtype)
             if not is_finite(value):
                 problems.append(f"non-finite: {weights.non_finite(name)}")
             release_pages([value])
@@ -121,7 +130,7 @@ def load_tensors(head: Head, weights: TensorReader, *, split_experts: bool = Fal
             if stem in split:
                 split[stem].files.setdefault(number, {})[canonical] = name
             else:
-                tensors[canonical] = value
+                tensors[canonical] = kept.get(canonical, value)
     notes = [*comparison.notes(), *comparison.compared(problems)]
     if problems:
         path, command = inventory.checkpoint.path, inventory.restore_command(force=True)
@@ -130,6 +139,7 @@ def load_tensors(head: Head, weights: TensorReader, *, split_experts: bool = Fal
     state = {f"stack.{name}": value for name, value in to_runtime_layout(head, tensors).items()}
     left = {name for name, _ in head.named_parameters() if name.rpartition(".")[0].removeprefix("stack.") in split}
     head.load_state_dict(state | {name: head.get_parameter(name) for name in left}, strict=True, assign=True)
+    assert not stand_ins.install(head.stack)
     for stem, groups in split.items():
         experts: Any = head.get_submodule(f"stack.{stem}")
         experts.forward = partial(run_in_groups, experts, groups)
@@ -137,6 +147,21 @@ def load_tensors(head: Head, weights: TensorReader, *, split_experts: bool = Fal
     unset = [name for name, value in values if value.is_meta and name not in left]
     assert not unset, f"{unset} have no value: buffers that are not stored"
     return notes
+
+
+def _keeping_codes(head: Head, weights: TensorReader, stand_ins: StandIns) -> dict[str, Tensor]:
+    """Stand-ins of packed weights that linear layers of a block take as they are stored, by canonical name."""
+    linear = {
+        f"{name}.weight"
+        for name, part in head.stack.named_modules()
+        if type(part) is nn.Linear and part.weight.dtype == head.trunk.dtype
+    }
+    names = {
+        canonical: name
+        for canonical, name in weights.inventory.stored.items()
+        if canonical in linear and weights.inventory.role(canonical) == "block" and name in weights.packed
+    }
+    return {canonical: stand_ins.of(weights.stored(name)) for canonical, name in names.items()}
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,8 @@
 """The trunk of a checkpoint: in memory, streamed, or with layers that are loaded one at a time."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -13,7 +14,9 @@ from nextn.checkpoint.snapshot import folder_of
 from nextn.checkpoint.tensors import StoredTensor, TensorReader, is_finite
 from nextn.errors import CheckpointError
 from nextn.model.deferred_trunk import DeferredTrunk
+from nextn.model.expert_groups import EXPERT
 from nextn.model.load_head import trunk_state
+from nextn.model.packed_linear import packed_layers
 from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.transformers_loading import LayerLoader
 from nextn.model.trunk import Trunk
@@ -27,7 +30,11 @@ def load_trunk(weights: TensorReader, dtype: torch.dtype | None) -> tuple[Trunk,
     packed = weights.unreadable(state) if weights.method else None
     folder = folder_of(checkpoint)
     with _loading_reasons(checkpoint, weights, packed):
-        trunk = Trunk.from_pretrained(folder, state=None if packed else state, stage=family.hidden, dtype=dtype)
+        if packed:
+            trunk = Trunk.from_pretrained(folder, stage=family.hidden, dtype=dtype)
+        else:
+            kept = {n: each for n, each in state.items() if each.name in weights.packed and not EXPERT.search(n)}
+            trunk = Trunk.from_pretrained(folder, state=state, packed=kept, stage=family.hidden, dtype=dtype)
     return trunk, [*notes, *_check_trunk(checkpoint, trunk)]
 
 
@@ -87,17 +94,19 @@ def _loading_reasons(checkpoint: Checkpoint, weights: TensorReader, packed: str 
 
 def _check_trunk(checkpoint: Checkpoint, trunk: Trunk) -> list[str]:
     """Return notes on a loaded trunk. Raises CheckpointError for values that are not finite."""
-    _check_finite(checkpoint.path, {name: each for name, each in trunk.model.state_dict().items() if not each.is_meta})
+    values = chain(trunk.model.named_parameters(), trunk.model.named_buffers())
+    scales = ((layer.codes.name, layer.codes.scales()) for layer in packed_layers(trunk.model))
+    _check_finite(checkpoint.path, chain(values, scales))
     loaded_type, model_type = trunk.model.config.model_type, checkpoint.config.get("model_type")
     if loaded_type != model_type:
         return [f"only the text model ({loaded_type}) of {model_type} is loaded, and would be saved"]
     return []
 
 
-def _check_finite(path: str, state: Mapping[str, Tensor]) -> None:
+def _check_finite(path: str, state: Iterable[tuple[str, Tensor]]) -> None:
     bad = []
-    for name, value in state.items():
-        bad += [name] if value.is_floating_point() and not is_finite(value) else []
+    for name, value in state:
+        bad += [name] if value.is_floating_point() and not value.is_meta and not is_finite(value) else []
         release_pages([value])
     if bad:
         raise CheckpointError(f"{path}: {len(bad)} trunk tensors hold NaN or Inf: {', '.join(bad[:8])}")

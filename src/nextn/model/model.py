@@ -26,6 +26,7 @@ from nextn.families import Family, by_config
 from nextn.model.head import Head
 from nextn.model.load_head import cast, head_tensors, load_tensors, meta_head
 from nextn.model.load_trunk import deferred_trunk, load_trunk, streamed_trunk
+from nextn.model.packed_linear import dequantize, packed_layers
 from nextn.model.trunk import Trunk
 
 _SAMPLE_TEXT = "A text, 1 \u00e9"
@@ -83,7 +84,8 @@ class Model:
             revision: Of a hub id. Only the needed files are downloaded.
             cache_dir: Of a hub id.
             offline: Of a hub id: use the cache only.
-            dtype: None: as stored. fp8 is dequantized.
+            dtype: None: as stored. fp8 is dequantized; of weights of 4 and 8 bits, linear layers keep the codes, which
+                the native backend decodes with, see `dequantize`.
             device: Of trunk and head, see `resolve_device`.
             need_head: If False, accept a checkpoint without a head.
             skip_head: Load the trunk only, whether or not there is a head.
@@ -125,14 +127,28 @@ class Model:
             if beside is not None or with_head:
                 loaded = meta_head(weights.inventory, trunk)
                 weights.download(weights.inventory.stored.values())
-                notes += load_tensors(loaded, weights, split_experts=stream)
+                notes += load_tensors(loaded, weights, split_experts=stream, keep_codes=not stream)
+            if any(packed_layers(*filter(None, (trunk, loaded)))):
+                files.pop_all()  # the layers read them
         return cls(trunk, loaded, family, _tokenizer(folder, trunk), tuple(notes)).to(torch_device)
 
     def to(self, device: torch.device) -> "Model":
-        """Move trunk and head to the device; return this model."""
+        """Move trunk and head to the device; return this model. Quantized weights stay so on CPUs only."""
+        if device.type != "cpu":
+            self.dequantize()
         self.trunk.to(device)
         if self.head is not None:
             self.head.to(device)
+        return self
+
+    def dequantize(self) -> "Model":
+        """Replace layers that keep the codes of a quantized checkpoint by linear layers; return this model.
+
+        Needed before the trunk or the head is trained, and much faster for repeated passes in torch, at the memory of
+        the unquantized weights.
+        """
+        for part in filter(None, (self.trunk, self.head)):
+            dequantize(part)
         return self
 
     def save(

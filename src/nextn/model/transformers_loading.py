@@ -27,9 +27,11 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
 from nextn.checkpoint.mapped_memory import release_pages
+from nextn.checkpoint.tensors import StoredTensor
 from nextn.errors import CheckpointError, NextnError
 from nextn.model.expert_groups import EXPERT, STACKED
 from nextn.model.family_layers import add_unused_experts, remove_unused_experts
+from nextn.model.packed_linear import StandIns
 
 _EXPERTS_AT_ONCE = 4  # converted together
 
@@ -56,7 +58,10 @@ def model_from_config(config: Mapping[str, object], dtype: torch.dtype) -> PreTr
 
 
 def model_from_folder(
-    folder: Path, state: Mapping[str, LazyTensor] | None, dtype: torch.dtype | None
+    folder: Path,
+    state: Mapping[str, LazyTensor] | None,
+    dtype: torch.dtype | None,
+    packed: Mapping[str, StoredTensor] = {},
 ) -> PreTrainedModel:
     """Load the model of a checkpoint folder.
 
@@ -64,15 +69,34 @@ def model_from_folder(
         folder: The checkpoint.
         state: Tensors by stored name, not quantized, whatever the config says; None: transformers reads the files.
         dtype: None: the config's, else the stored one.
+        packed: Tensors of `state` whose codes linear layers of the decoder keep, if transformers loads them as they
+            are. Of others, which it merges or splits, the dequantized values are loaded.
 
     Raises:
         CheckpointError: if a tensor would stay uninitialized, or if transformers cannot load the model.
     """
+    if state is not None and packed:
+        return _with_codes(folder, state, dtype, packed)
     load = _from_files if state is None else partial(_from_state, state=state)
     with _transformers_errors(folder):
         model, info = load(folder, dtype)
     _check_complete(folder, [*info["missing_keys"], *info["mismatched_keys"]])
     return model
+
+
+def _with_codes(
+    folder: Path, state: Mapping[str, LazyTensor], dtype: torch.dtype | None, packed: Mapping[str, StoredTensor]
+) -> PreTrainedModel:
+    with _transformers_errors(folder):
+        *_, dtype = _class_of_state(folder, state, dtype)
+    stand_ins = StandIns(dtype)
+    lazy = {name: stand_ins.lazy(stored) for name, stored in packed.items()}
+    model = model_from_folder(folder, {**state, **lazy}, dtype)
+    if not (others := stand_ins.install(model.get_decoder().layers)):
+        return model
+    del model
+    fewer = {name: stored for name, stored in packed.items() if stored not in others}
+    return model_from_folder(folder, state, dtype, fewer)
 
 
 class LayerLoader:

@@ -20,6 +20,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from nextn.cache.kv_cache import KVCache, PerSequenceCache, causal
+from nextn.checkpoint.tensors import StoredTensor
 from nextn.errors import ConfigError, FamilyError
 from nextn.families import Stage
 from nextn.model.family_layers import ResidualBlock, remove_unused_experts
@@ -93,11 +94,12 @@ class Trunk(nn.Module):
         folder: Path,
         *,
         state: Mapping[str, LazyTensor] | None = None,
+        packed: Mapping[str, StoredTensor] = {},
         stage: Stage = "post",
         dtype: torch.dtype | None = None,
     ) -> "Trunk":
         """Load the trunk of a checkpoint folder, see `model_from_folder`."""
-        return cls(model_from_folder(folder, state, dtype), stage=stage)
+        return cls(model_from_folder(folder, state, dtype, packed), stage=stage)
 
     @property
     def decoder(self) -> "_Decoder":

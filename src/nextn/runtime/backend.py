@@ -10,23 +10,24 @@ from nextn.checkpoint.mapped_memory import released_after_use, return_freed_memo
 from nextn.errors import ConfigError
 from nextn.model.head import Head
 from nextn.model.model import Model
+from nextn.model.packed_linear import StoredCodes, packed_layers
 from nextn.model.trunk import Trunk
 from nextn.runtime.native.abi import Runtime, load
 from nextn.runtime.native.int4 import Int4Format
 from nextn.runtime.native.locks import LOCK
 from nextn.runtime.native.quantization import EIGHT_BITS, SEVEN_BITS
 from nextn.runtime.native.session import NativeHead, NativeTrunk
+from nextn.runtime.native.stored_codes import notes_on
 from nextn.runtime.native.trace import Untraceable
 from nextn.runtime.native.weight_packing import PackedWeights, WeightFormat
 from nextn.runtime.protocol import DecodingHead, DecodingTrunk
 from nextn.runtime.torch_backend import TorchHead, TorchTrunk
-from nextn.settings import BACKENDS, WEIGHTS
+from nextn.settings import BACKENDS, WEIGHT_BITS, WEIGHTS
 
 # Largest allowed difference from the torch backend's hidden states, relative to their norm: far above accumulated
 # rounding, far below the error of a wrong position.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 _QUANTIZED_TOLERANCE = {8: 0.3, 4: 1.1}  # by bits; the reference has weights as they are stored
-_WEIGHT_BITS = {"stored": None, "int8": EIGHT_BITS.bits, "int4": 4}
 _BLOCK_SIZES = (7, 1, 3)  # of the self-check: shaped like a prefill, a baseline step and a verification
 
 
@@ -56,19 +57,33 @@ def backend_for(model: Model, name: str = "auto") -> Backend:
     Raises:
         ConfigError: The name is unknown, or `native` cannot run this model.
     """
-    parts = [model.trunk, *([] if model.head is None else [model.head])]
-    weights = [weight for part in parts for weight in part.parameters()]
-    state: list[object] = [(id(weight), weight.device, weight._version) for weight in weights]
-    state.append(model.trunk.weights)
-    state.append(None if model.head is None else (model.head.draft_vocabulary, model.head.exact))
+    state = _state_of(model)
     cached = model.backends.get(name)
     if not isinstance(cached, _CachedBackend) or cached.state != state:
         with LOCK:  # another thread may have built it meanwhile
             cached = model.backends.get(name)
             if not isinstance(cached, _CachedBackend) or cached.state != state:
                 backend = make_backend(model.trunk, model.head, name=name)
-                cached = model.backends[name] = _CachedBackend(state, backend)
+                if name == "auto" and backend.name == "torch":  # which would dequantize the weights in each pass
+                    model.dequantize()
+                cached = model.backends[name] = _CachedBackend(_state_of(model), backend)
     return cached.backend
+
+
+def unused_codes(model: Model) -> list[str]:
+    """Return notes on weights of a quantized checkpoint that the native backend does not decode with their codes."""
+    return notes_on(layer.codes for layer in packed_layers(*filter(None, (model.trunk, model.head))))
+
+
+def _state_of(model: Model) -> list[object]:
+    """What a backend is built from."""
+    parts = [model.trunk, *([] if model.head is None else [model.head])]
+    weights = [weight for part in parts for weight in part.parameters()]
+    return [
+        *((id(weight), weight.device, weight._version) for weight in weights),
+        model.trunk.weights,
+        None if model.head is None else (model.head.draft_vocabulary, model.head.exact),
+    ]
 
 
 def _torch_backend(trunk: Trunk, head: Head | None, reason: str) -> Backend:
@@ -130,26 +145,34 @@ def _checked_native(trunk: Trunk, head: Head | None) -> Backend:
 @torch.inference_mode(False)  # the tensors created here outlive the caller's inference mode
 def _build_native(trunk: Trunk, head: Head | None) -> Backend:
     if trunk.dtype not in (torch.float32, torch.bfloat16):
-        raise Untraceable(f"the native runtime does not support {trunk.dtype}, only float32 and bfloat16")
+        raise Untraceable(
+            f"the native runtime does not support {trunk.dtype}, only float32 and bfloat16: load the model as one"
+        )
     runtime = load()
-    weight_bits = _WEIGHT_BITS[trunk.weights]
-    weights = PackedWeights(runtime) if weight_bits is None else _quantized_weights(runtime, trunk, head)
+    weight_bits = WEIGHT_BITS[trunk.weights]
+    codes = [layer.codes for layer in packed_layers(*filter(None, (trunk, head)))]
+    weights = (
+        PackedWeights(runtime, codes=codes) if weight_bits is None else _quantized_weights(runtime, trunk, head, codes)
+    )
     native_trunk = NativeTrunk(trunk, runtime, weights)
     if head is None:
         return Backend(native_trunk, None, runtime="native code", weight_bits=weight_bits)
     quantizes = (
         weight_bits is None and not head.exact and trunk.dtype == torch.bfloat16 and runtime.has_bf16_pair_products
     )
-    head_weights = PackedWeights(runtime, SEVEN_BITS) if quantizes else weights
+    head_weights = PackedWeights(runtime, SEVEN_BITS, codes=codes) if quantizes else weights
     native_head = NativeHead(head, native_trunk, runtime, head_weights, own_lm_head=quantizes)
     head_bits = SEVEN_BITS.bits if quantizes else weight_bits and EIGHT_BITS.bits
     return Backend(native_trunk, native_head, runtime="native code", head_bits=head_bits, weight_bits=weight_bits)
 
 
-def _quantized_weights(runtime: Runtime, trunk: Trunk, head: Head | None) -> PackedWeights:
+def _quantized_weights(
+    runtime: Runtime, trunk: Trunk, head: Head | None, codes: Sequence[StoredCodes]
+) -> PackedWeights:
     """Weights of eight bits, of linear layers, experts and embeddings; other matrices, such as a router's, are kept.
 
-    With int4, only the layers of the trunk have four bits (docs/developers/log.md).
+    With int4, only the layers of the trunk have four bits (docs/developers/log.md). Weights that are quantized already
+    keep their codes.
     """
     modules = [module for part in (trunk, head) if part is not None for module in part.modules()]
     others = [module for module in modules if not isinstance(module, (nn.Linear, nn.Embedding))]
@@ -157,10 +180,10 @@ def _quantized_weights(runtime: Runtime, trunk: Trunk, head: Head | None) -> Pac
         (weight, None) for module in others for weight in module.parameters(recurse=False) if weight.ndim == 2
     ]
     if trunk.weights == "int4":
-        linear = [module.weight for module in trunk.decoder.layers.modules() if isinstance(module, nn.Linear)]
+        linear = [module.weight for module in trunk.decoder.layers.modules() if type(module) is nn.Linear]
         experts = [weight for weight in trunk.decoder.layers.parameters() if weight.ndim == 3]
         formats += [(weight, Int4Format()) for weight in [*linear, *experts]]
-    return PackedWeights(runtime, EIGHT_BITS, trunk.dtype, formats)
+    return PackedWeights(runtime, EIGHT_BITS, trunk.dtype, formats, codes)
 
 
 @torch.inference_mode()
@@ -177,6 +200,8 @@ def _self_check(trunk: Trunk, head: Head | None, native: Backend) -> None:
         actual.append(native.trunk(block, cache).final_hidden.clone())
         cache.commit([block.shape[1]])
     tolerance = _TOLERANCE[trunk.dtype] if native.weight_bits is None else _QUANTIZED_TOLERANCE[native.weight_bits]
+    if any(packed_layers(*filter(None, (trunk, head)))):  # whose activations are rounded to eight bits
+        tolerance = max(tolerance, _QUANTIZED_TOLERANCE[8])
     _compare(expected.final_hidden, actual, "trunk", tolerance)
     if native.head is not None and expected_step is not None:
         cache, actual = native.head.cache(1), []

@@ -202,10 +202,10 @@ def load_starting_point(
         model = _load_by_layer(start, origin)
         return model, origin, list(model.notes)
     if is_added:
-        model = Model.load(folder_of(origin.checkpoint), head=start.head, stream=start.stream)
+        model = Model.load(folder_of(origin.checkpoint), head=start.head, stream=start.stream).dequantize()
         return model, origin, list(model.notes)
     with _with_head(origin, start.head, near) as folder:
-        model = Model.load(folder, need_head=not start.fresh, skip_head=start.fresh)
+        model = Model.load(folder, need_head=not start.fresh, skip_head=start.fresh).dequantize()
     return model, origin, list(model.notes)
 
 

@@ -179,7 +179,7 @@ class JointTask:
         self.model.save(folder, extra=extra)
 
     def read(self, folder: Path) -> None:
-        stored = Model.load(folder)
+        stored = Model.load(folder).dequantize()
         named = dict(_parameters(stored))
         with torch.no_grad():
             for name, value in self.named.items():

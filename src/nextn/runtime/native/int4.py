@@ -20,7 +20,7 @@ from nextn.runtime.native.quantization import round_rows
 GROUP = 64  # values along K with a common scale, of weights that are quantized here
 BYTES_PER_WEIGHT = 1 / 2 + 4 / GROUP
 _COLUMNS = 32  # output channels of a block (csrc/product.h)
-_GROUPS = (32, 64, 128)
+GROUPS = (32, 64, 128)  # values along K, of all weights
 _ZERO_BITS = 0xFF  # of a scale's float, which hold the zero point (csrc/int4.cpp)
 
 
@@ -43,12 +43,12 @@ class Int4Weight(NamedTuple):
 def group_size(k: int, groups: int) -> int:
     """Return the group size if `k` values are in `groups` groups. Raises ConfigError if no kernel supports it."""
     # With few values, several sizes give one group: the smallest holds them all.
-    for size in _GROUPS:
+    for size in GROUPS:
         if -(-k // size) == groups:
             return size
     raise ConfigError(
         f"{groups} groups of {k} values of an int4 weight; expected groups of 32, 64 or 128 values: "
-        f"{', '.join(str(-(-k // size)) for size in _GROUPS)}"
+        f"{', '.join(str(-(-k // size)) for size in GROUPS)}"
     )
 
 
@@ -86,7 +86,7 @@ class Int4Format(NamedTuple):
 
     @property
     def type(self) -> int:
-        return INT4 + _GROUPS.index(self.group)
+        return INT4 + GROUPS.index(self.group)
 
     @torch.no_grad()
     def pack(self, weight: Tensor, take: Callable[[int], Tensor], runtime: Runtime) -> Tensor:
@@ -107,8 +107,19 @@ def packed_bytes(n: int, k: int, group: int) -> int:
     return -(-n // _COLUMNS) * -(-k // group) * _COLUMNS * (group // 2 + 4)
 
 
+def pack_int4_rows(weight: Int4Weight, group: int, take: Callable[[int], Tensor]) -> Tensor:
+    """Pack [N, K] as `pack_int4` does, some rows at a time, in memory that `take` allocates."""
+    n, k = weight.codes.shape
+    memory, num_rows = take(packed_bytes(n, k, group)), rows_per_slice(weight.codes, _COLUMNS)
+    for start in range(0, n, num_rows):
+        rows = Int4Weight(*(each[start : start + num_rows] for each in weight))
+        first, size = (packed_bytes(count, k, group) for count in (start, len(rows.codes)))
+        pack_int4(rows, group, memory[first : first + size])
+    return memory
+
+
 def _storable(scales: Tensor) -> Tensor:
-    """Round positive float32 scales to those whose last eight bits are 0."""
+    """Round float32 scales to those whose last eight bits are 0."""
     return ((scales.view(torch.int32) + (_ZERO_BITS + 1) // 2) & ~_ZERO_BITS).view(torch.float32)
 
 

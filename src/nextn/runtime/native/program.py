@@ -62,7 +62,7 @@ class Replay:
         lowering = Lowering(trace)
         live = [*trace.inputs, *outputs]
         groups = eliminate_dead_code(lowering.lower(), live)
-        groups = fuse(groups, live=live, is_constant=lowering.is_constant, weight_type=weights.type_of)
+        groups = fuse(groups, live=live, is_constant=lowering.is_constant, weight_type=weights.merge_key)
         groups = pack_weights(groups, weights)
         arena = _Arena(trace, groups, outputs, scratch or Scratch())
         steps: list[Program | Step] = []

@@ -102,18 +102,32 @@ def pack_quantized(
         scales = packed[columns * depth :].view(torch.float32)
         for start, rows in slices_released_after_use(matrix, num_rows):
             end = min(start + num_rows, columns)
-            parts = packed[start * depth : end * depth], scales[start:end]
+            blocks = packed[start * depth : end * depth]
             if runtime is None:
-                _pack_rows(rows, *parts, code_format)
+                codes, scales[start : start + len(rows)] = quantize(rows, code_format.bits)
+                _pack_rows(codes, blocks, code_format)
             else:
-                runtime.call(code_format.op, [*parts, rows.contiguous()])
+                runtime.call(code_format.op, [blocks, scales[start:end], rows.contiguous()])
     return memory
 
 
-def _pack_rows(weight: Tensor, blocks: Tensor, scales: Tensor, code_format: CodeFormat) -> None:
-    """Quantize some rows of a weight into blocks of output channels, each [K / 4, columns, 4], and their scales."""
-    n, k = weight.shape
-    codes, scales[:n] = quantize(weight, code_format.bits)
+@torch.no_grad()
+def pack_codes(codes: Tensor, scales: Tensor, code_format: CodeFormat, take: Callable[[int], Tensor]) -> Tensor:
+    """Pack int8 codes [N, K] with scales [N] as `pack_quantized` does those that it computes."""
+    n, k = codes.shape
+    columns, depth = n + -n % code_format.columns, k + -k % _DEPTH
+    memory = take(columns * (depth + 4))
+    memory[columns * depth :].view(torch.float32)[:n] = scales
+    num_rows = rows_per_slice(codes, code_format.columns)
+    for start in range(0, n, num_rows):
+        end = min(start + num_rows, columns)
+        _pack_rows(codes[start:end], memory[start * depth : end * depth], code_format)
+    return memory
+
+
+def _pack_rows(codes: Tensor, blocks: Tensor, code_format: CodeFormat) -> None:
+    """Pack some rows of codes into blocks of output channels, each [K / 4, columns, 4]."""
+    n, k = codes.shape
     padded = torch.nn.functional.pad(codes, (0, -k % _DEPTH, 0, -n % code_format.columns)).int() + code_format.zero
     values = padded.view(-1, code_format.columns, padded.shape[1] // 4, 4)[..., code_format.order].transpose(1, 2)
     blocks.view(torch.uint8).copy_(values.flatten())

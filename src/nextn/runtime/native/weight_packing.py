@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 
 from nextn.checkpoint.mapped_memory import release_pages
+from nextn.model.packed_linear import StoredCodes
 from nextn.runtime.native.abi import INT4, INT8, Runtime, type_of
 from nextn.runtime.native.lowering import Instruction, Lowered
-from nextn.runtime.native.memory import HugePages, untouched_zeros
+from nextn.runtime.native.memory import HugePages
+from nextn.runtime.native.merging import merge_weights
+from nextn.runtime.native.stored_codes import pack_stored, type_of_codes, unsupported
+from nextn.runtime.native.trace import Untraceable
 
 GATE_ROWS = 16  # gated ops read the rows of their two weights in alternating runs of this many (csrc/product.h)
 MAX_BLOCK_COLUMNS = 32  # output channels that are packed together, at most (csrc/product.h)
@@ -53,6 +57,7 @@ class PackedWeights:
         default: WeightFormat | None = None,
         dtype: torch.dtype = torch.bfloat16,
         formats: Iterable[tuple[Tensor, WeightFormat | None]] = (),
+        codes: Iterable[StoredCodes] = (),
     ) -> None:
         """Create an empty store.
 
@@ -61,6 +66,7 @@ class PackedWeights:
             default: Format of quantized weights; None to pack them as they are.
             dtype: Type of the weights that are quantized.
             formats: Weights that have another format than the default, and so have views of them.
+            codes: Weights of a quantized checkpoint, packed as they are stored where a native product reads that.
         """
         self._runtime, self._pages = runtime, HugePages()
         self._default, self._dtype = default, dtype
@@ -71,12 +77,16 @@ class PackedWeights:
             ),
             key=itemgetter(0),
         )
+        self._codes = {each.stand_in.data_ptr(): each for each in codes}
         self._by_address: dict[tuple[object, ...], PackedMatrix] = {}
         # Candidates of equal shapes and leading values, with their packed form.
         self._by_value: dict[tuple[object, ...], list[tuple[list[Tensor], PackedMatrix]]] = {}
 
     def pack(self, weights: Sequence[Tensor], parts: int = 1, columns: int | None = None) -> PackedMatrix:
         """Return weights [N, K], or [E, N, K] of experts, packed; see `merge_weights`. They must not change."""
+        for weight in weights:
+            if (codes := self._codes.get(weight.data_ptr())) is not None and weight.shape != codes.stand_in.shape:
+                raise Untraceable(f"the pass multiplies with a part of {codes.name}, which is quantized")
         views = [(weight.data_ptr(), weight.shape, weight.stride(), weight.dtype) for weight in weights]
         address = (parts, columns, *views)
         if address not in self._by_address:
@@ -93,8 +103,13 @@ class PackedWeights:
 
     def _pack_new(self, weights: Sequence[Tensor], parts: int, columns: int) -> PackedMatrix:
         """Merge and pack one expert after the other. Packed weights take the place of those in mapped files."""
+        if codes := [found for weight in weights if (found := self._supported_codes(weight)) is not None]:
+            assert len(codes) == len(weights), "weights of one `merge_key`"
+            return PackedMatrix(pack_stored(codes, parts, columns, self._pages.take), self.type_of(weights[0]))
+        weight_format = self._format_of(weights[0])
+        weights = [self._values(weight) for weight in weights]
         experts = list(zip(*(weight.reshape(-1, *weight.shape[-2:]) for weight in weights), strict=True))
-        weight_format, memory = self._format_of(weights[0]), torch.empty(0, dtype=torch.bool)
+        memory = torch.empty(0, dtype=torch.bool)
         for index, matrices in enumerate(experts):
 
             def take(size: int, index: int = index) -> Tensor:
@@ -108,12 +123,27 @@ class PackedWeights:
             else:
                 weight_format.pack(merged, take, self._runtime)
         release_pages(weights)
-        return PackedMatrix(memory, self.type_of(weights[0]))
+        return PackedMatrix(memory, type_of(weights[0].dtype) if weight_format is None else weight_format.type)
 
     def type_of(self, weight: Tensor) -> int:
         """Return the type that a weight is packed as: `Type` of runtime.h or of product.h."""
+        if (codes := self._supported_codes(weight)) is not None:
+            return type_of_codes(codes)
         weight_format = self._format_of(weight)
         return type_of(weight.dtype) if weight_format is None else weight_format.type
+
+    def merge_key(self, weight: Tensor) -> tuple[int, bool]:
+        """Return what weights have in common that can be in one matrix."""
+        return self.type_of(weight), self._supported_codes(weight) is not None
+
+    def _supported_codes(self, weight: Tensor) -> StoredCodes | None:
+        codes = self._codes.get(weight.data_ptr())
+        return None if codes is None or unsupported(codes) else codes
+
+    def _values(self, weight: Tensor) -> Tensor:
+        """The weight itself, or what it stands in for."""
+        codes = self._codes.get(weight.data_ptr())
+        return weight if codes is None else codes.dequantize()
 
     def _format_of(self, weight: Tensor) -> WeightFormat | None:
         if weight.dtype != self._dtype:
@@ -129,21 +159,6 @@ def pack_weights(groups: Sequence[Lowered], weights: PackedWeights) -> list[Lowe
     return [
         replace(group, instructions=[_with_packed(step, weights) for step in group.instructions]) for group in groups
     ]
-
-
-@torch.no_grad()
-def merge_weights(weights: Sequence[Tensor], parts: int, columns: int) -> Tensor:
-    """Merge weights into one matrix: part 0 of every weight, then part 1 of every weight, and so on, each padded to
-    whole blocks of `columns` output channels."""
-    if len(weights) == parts == 1:
-        return weights[0]
-    missing = [-weight.shape[-2] % (parts * columns) for weight in weights]
-    padded = [torch.nn.functional.pad(w, (0, 0, 0, n)) if n else w for w, n in zip(weights, missing, strict=True)]
-    split = [weight.unflatten(-2, (parts, -1)) for weight in padded]
-    *before, _, k = split[0].shape
-    # Not from the heap, which would keep the memory: the matrix is only needed until it is packed.
-    merged = untouched_zeros(*before, sum(part.shape[-2] for part in split), k, dtype=weights[0].dtype)
-    return torch.cat(split, dim=-2, out=merged).flatten(-3, -2)
 
 
 def _with_packed(step: Instruction, weights: PackedWeights) -> Instruction:

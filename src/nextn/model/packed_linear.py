@@ -1,0 +1,164 @@
+"""Linear layers that keep the codes of a quantized checkpoint: their weights, of four or eight bits, stay in its files.
+
+The native backend packs the codes as they are; torch computes the dequantized weight whenever a layer runs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nextn.checkpoint.packed_weights import QuantizedWeight
+from nextn.checkpoint.tensors import StoredTensor
+
+
+@dataclass(frozen=True, eq=False)
+class StoredCodes:
+    """A weight [N, K] as it is stored. The file must not change.
+
+    Attributes:
+        stored: The tensor.
+        stand_in: [N, K] without memory, in the dtype of the layer. It identifies the weight where a pass is recorded;
+            it is NaN, so that nothing else can be computed from it unnoticed.
+        bits: Per code, 4 or 8.
+        group_size: Columns of a group.
+        num_groups: Groups of a row.
+        is_symmetric: Whether there are no zero points.
+        is_ordered: Whether groups are no runs of columns.
+    """
+
+    stored: StoredTensor
+    stand_in: Tensor
+    bits: int
+    group_size: int
+    num_groups: int
+    is_symmetric: bool
+    is_ordered: bool
+
+    @classmethod
+    def of(cls, stored: StoredTensor, stand_in: Tensor) -> "StoredCodes":
+        """Read scales, zero points and group index. Raises CheckpointError if there are no such groups."""
+        weight, (scales, zeros, index) = stored.weights.packed[stored.name], stored.weights.groups(stored.name)
+        stored.release()
+        return cls(stored, stand_in, weight.bits, weight.group_size, scales.shape[1], zeros is None, index is not None)
+
+    @property
+    def name(self) -> str:
+        """The stored name."""
+        return self.stored.name
+
+    @property
+    def num_bytes(self) -> int:
+        """The stored bytes: codes, scales and zero points."""
+        return self.stored.weights.num_bytes([self.name])
+
+    def scales(self) -> Tensor:
+        """Read the scales [N, num_groups]."""
+        scales = self.stored.weights.groups(self.name).scales
+        self.stored.release()
+        return scales
+
+    def integers(self) -> QuantizedWeight:
+        """Read the whole weight. The memory of the file is released."""
+        weight = self.stored.weights.integers(self.name)
+        self.stored.release()
+        return weight
+
+    def dequantize(self) -> Tensor:
+        """Return the weight in the dtype of the layer."""
+        return self.integers().dequantize().to(self.stand_in.dtype)
+
+    def __deepcopy__(self, memo: object) -> "StoredCodes":
+        return self
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer that keeps its codes. It has no parameter `weight`: nothing but its bias can be trained."""
+
+    def __init__(self, linear: nn.Linear, codes: StoredCodes) -> None:
+        nn.Module.__init__(self)  # nn.Linear's would allocate a weight
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self.codes, self.is_recorded = codes, False
+        self.train(linear.training)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The dequantized weight; in a copy that is recorded, its stand-in."""
+        return self.codes.stand_in if self.is_recorded else self.codes.dequantize()
+
+    def forward(self, states: Tensor) -> Tensor:
+        return functional.linear(states, self.weight.to(states), self.bias)
+
+    def as_linear(self) -> nn.Linear:
+        """Return the layer with its weight dequantized."""
+        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        linear.weight, linear.bias = nn.Parameter(self.weight), self.bias
+        return linear.train(self.training)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.weight
+
+
+class StandIns:
+    """Tensors that take the place of packed weights while a module is loaded."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._stored: dict[int, tuple[StoredTensor, Tensor]] = {}
+
+    def of(self, stored: StoredTensor) -> Tensor:
+        """Return a new stand-in."""
+        value = torch.full((), torch.nan, dtype=self._dtype)
+        self._stored[value.data_ptr()] = stored, value  # kept alive, so that the address is not reused
+        return value.expand(stored.shape)
+
+    def lazy(self, stored: StoredTensor) -> "LazyStandIn":
+        """Return what takes the place of a tensor that is read when it is needed."""
+        return LazyStandIn(stored, self)
+
+    def install(self, module: nn.Module) -> set[StoredTensor]:
+        """Replace the linear layers that a stand-in was loaded into. Return the tensors of all other stand-ins."""
+        others = {stored for stored, _ in self._stored.values()}
+        for name, part in [*module.named_modules()]:
+            if type(part) is nn.Linear and (found := self._stored.get(part.weight.data_ptr())) is not None:
+                module.set_submodule(name, PackedLinear(part, StoredCodes.of(found[0], part.weight.detach())))
+                others.remove(found[0])
+        return others
+
+
+@dataclass(frozen=True, eq=False)
+class LazyStandIn:
+    """A `LazyTensor` of `transformers_loading`, whose value is a stand-in."""
+
+    stored: StoredTensor
+    stand_ins: StandIns
+
+    @property
+    def dtype(self) -> None:
+        return None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    def __getitem__(self, key: object) -> Tensor:
+        return self.stand_ins.of(self.stored)
+
+    def release(self) -> None:
+        """Do nothing: nothing was read."""
+
+
+def packed_layers(*modules: nn.Module) -> Iterator[PackedLinear]:
+    """Yield the layers that keep their codes."""
+    return (part for module in modules for part in module.modules() if isinstance(part, PackedLinear))
+
+
+def dequantize(module: nn.Module) -> None:
+    """Replace layers that keep their codes by linear layers with dequantized weights."""
+    for name, part in [*module.named_modules()]:
+        if isinstance(part, PackedLinear):
+            module.set_submodule(name, part.as_linear())

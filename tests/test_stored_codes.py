@@ -1,0 +1,227 @@
+"""Weights of quantized checkpoints on the native backend: their own codes, bit by bit, and texts decoded with them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from packed import Case, Values, quantize_folder, random_values, section, stored
+from safetensors.torch import save_file
+from stored import set_config
+from tiny import build, prompt
+from torch import nn
+
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.tensors import TensorReader
+from nextn.decoding.generate import generate
+from nextn.decoding.rounds import Settings
+from nextn.families import by_name
+from nextn.model.model import Model
+from nextn.model.packed_linear import PackedLinear, StandIns, StoredCodes, packed_layers
+from nextn.runtime.backend import backend_for, unused_codes
+from nextn.runtime.native.abi import INT4, INT8, load
+from nextn.runtime.native.int4 import Int4Format, Int4Weight, int4_linear, quantize_int4
+from nextn.runtime.native.program import Replay
+from nextn.runtime.native.quantization import int8_linear
+from nextn.runtime.native.stored_codes import unsupported
+from nextn.runtime.native.trace import Trace, Untraceable
+from nextn.runtime.native.weight_packing import PackedWeights
+
+# Every layout, with and without zero points, in each type of scales, and groups that are several of a kernel's.
+NATIVE = [
+    Case("pack-quantized", 4, 32), Case("pack-quantized", 4, 64, symmetric=False, scale=torch.float16),
+    Case("pack-quantized", 4, 0), Case("pack-quantized", 8, 0), Case("int-quantized", 8, 0, scale=torch.float32),
+    Case("gptq", 4, 128, symmetric=False, scale=torch.float16), Case("gptq", 4, 0, version=2, symmetric=False),
+    Case("gptq", 8, 0), Case("gptq", 4, 96, auto_round=True), Case("awq", 4, 128, symmetric=False),
+    Case("awq", 4, 32, symmetric=False, scale=torch.float16), Case("awq", 4, 64, symmetric=False, auto_round=True),
+]  # fmt: skip
+OTHER = [
+    (Case("pack-quantized", 4, 16), "groups of 16"),
+    (Case("gptq", 4, 32, ordered=True), r"groups in an order of their own \(desc_act\)"),
+    (Case("gptq", 8, 32), "8 bits in groups"),
+    (Case("gptq", 8, 0, symmetric=False), "8 bits with zero points"),
+]
+
+
+def codes_of(folder, case: Case, all_values: list[Values]) -> list[StoredCodes]:
+    """Weights as a checkpoint stores them."""
+    table = {
+        f"model.layers.{index}.mlp.up_proj.{part}": value
+        for index, values in enumerate(all_values)
+        for part, value in stored(case, values).items()
+    }
+    save_file(table, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    set_config(folder, model_type="qwen3_5_text", num_hidden_layers=4, quantization_config=section(case))
+    reader = TensorReader(Inventory.of(Checkpoint.open(folder), family=by_name("qwen3_5")))
+    stand_ins = StandIns(torch.bfloat16)
+    weights = [reader.stored(name) for name in sorted(reader.names())]
+    return [StoredCodes.of(each, stand_ins.of(each)) for each in weights]
+
+
+def native_values(packed, rows: int, columns: int) -> torch.Tensor:
+    """The values that products with a packed matrix use."""
+    out, op = torch.empty(rows, columns), "int4_embedding" if packed.type >= INT4 else "int8_embedding"
+    more = [packed.type] if packed.type >= INT4 else []
+    load().call(op, [out, packed.memory, torch.arange(rows)], [rows, columns, *more])
+    return out
+
+
+@pytest.mark.parametrize("case", NATIVE, ids=str)
+def test_native_values_are_the_stored_ones_exactly(case, tmp_path, monkeypatch):
+    """Alone and beside another weight in one matrix; packed in one piece and in several."""
+    values = [random_values(case, 72, 384, seed) for seed in (1, 2)]
+    one, other = codes = codes_of(tmp_path, case, values)
+    assert unsupported(one) is None
+    first, second = (each.weight() for each in values)
+    for num_bytes in (2**22, 32 * 384):
+        monkeypatch.setattr("nextn.runtime.native.memory._SLICE", num_bytes)
+        weights = PackedWeights(load(), codes=codes)
+        assert torch.equal(native_values(weights.pack([one.stand_in]), 72, 384), first)
+        both = native_values(weights.pack([one.stand_in, other.stand_in], columns=32), 192, 384)
+        assert torch.equal(both[:72], first)
+        assert torch.equal(both[96:168], second)
+
+
+def test_scales_in_float32_keep_sixteen_bits(tmp_path):
+    case = Case("pack-quantized", 4, 128, scale=torch.float32)
+    values = random_values(case, 64, 256)
+    (codes,) = codes_of(tmp_path, case, [values])
+    found = native_values(PackedWeights(load(), codes=[codes]).pack([codes.stand_in]), 64, 256)
+    assert (found - values.weight()).abs().le(values.weight().abs() * 2**-16).all()
+    assert not torch.equal(found, values.weight())
+
+
+@pytest.mark.parametrize(("case", "reason"), OTHER, ids=str)
+def test_other_weights_are_dequantized(case, reason, tmp_path):
+    """In the dtype of the model, and beside such weights in one matrix."""
+    values = [random_values(case, 64, 384, seed) for seed in (1, 2)]
+    codes = codes_of(tmp_path, case, values)
+    with pytest.raises(AssertionError, match=f"^{reason}$"):
+        raise AssertionError(unsupported(codes[0]))
+    weights = PackedWeights(load(), codes=codes)
+    dense = [each.weight().bfloat16() for each in values]
+    stand_ins = [each.stand_in for each in codes]
+    assert weights.merge_key(stand_ins[0]) == weights.merge_key(dense[0])
+    assert weights.pack(stand_ins).memory.equal(PackedWeights(load()).pack(dense).memory)
+
+
+def test_codes_are_not_merged_with_weights_that_are_rounded(tmp_path):
+    """Two layers of one input, both of four bits in groups of 32."""
+    case = Case("gptq", 4, 32, symmetric=False)
+    (codes,) = codes_of(tmp_path, case, [values := random_values(case, 64, 256)])
+    x, dense = (torch.randn(rows, 256, generator=torch.Generator().manual_seed(3)).bfloat16() for rows in (5, 64))
+    weights = PackedWeights(load(), Int4Format(32), codes=[codes])
+    assert weights.type_of(codes.stand_in) == weights.type_of(dense)
+    layers = lambda: [nn.functional.linear(x, weight) for weight in (codes.stand_in, dense)]  # noqa: E731
+    replay = Replay.of(load(), Trace([x]), layers, weights)
+    replay.run()
+    stored = Int4Weight(values.codes.to(torch.uint8), values.scales.float(), values.zeros.to(torch.uint8))
+    for found, weight in zip(replay.outputs, (stored, quantize_int4(dense, 32, load())), strict=True):
+        torch.testing.assert_close(found, int4_linear(x, weight).bfloat16())
+
+
+def test_a_part_of_a_weight_is_refused(tmp_path):
+    case = Case("gptq", 4, 128)
+    (codes,) = codes_of(tmp_path, case, [random_values(case, 64, 256)])
+    with pytest.raises(Untraceable, match=r"a part of model\.layers\.0\.mlp\.up_proj\.weight"):
+        PackedWeights(load(), codes=[codes]).pack([codes.stand_in[:32]])
+
+
+def packed_model(folder, case: Case, name: str = "qwen3_5", **options) -> Model:
+    build(name).save(folder, dtype=torch.bfloat16)
+    quantize_folder(folder, case, is_random=False)
+    return Model.load(folder, **options)
+
+
+def product(layer: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+    """The layer with activations in eight bits."""
+    weight = layer.codes.integers()
+    if weight.bits == 8:
+        return int8_linear(x, (weight.codes.int() - 128).to(torch.int8), weight.scales[:, 0].float()).to(x.dtype)
+    middle = torch.full(weight.scales.shape, 8, dtype=torch.uint8)
+    return int4_linear(
+        x, Int4Weight(weight.codes, weight.scales.float(), middle if weight.zeros is None else weight.zeros)
+    ).to(x.dtype)
+
+
+CASES = [Case("pack-quantized", 4, 32), Case("pack-quantized", 8, 0), Case("gptq", 4, 32), Case("awq", 4, 32)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_models_compute_with_their_own_codes(case, tmp_path, monkeypatch):
+    """The states are those of a torch twin with the same codes and activations in eight bits."""
+    model = packed_model(tmp_path, case, dtype=torch.float32)
+    kept = len([*packed_layers(model.trunk)])
+    assert kept
+    assert not unused_codes(model)
+    made, tokens = backend_for(model, "native"), torch.tensor([prompt(21)])
+    assert made.weight_bits is None
+    with torch.no_grad():
+        hidden = made.trunk(tokens, made.trunk.cache(1))
+        states, found = hidden.head_input.clone(), hidden.final_hidden.clone()
+        step = made.head.step(0, tokens, states, cache=made.head.cache(1)).final_hidden.clone()
+        plain = model.trunk(tokens).final_hidden
+        monkeypatch.setattr(PackedLinear, "forward", product)
+        twin, twin_step = model.trunk(tokens).final_hidden, model.head.step(0, tokens, states).final_hidden
+    for near, far in ((found, twin), (step, twin_step)):
+        assert (near - far).norm() < 5e-3 * far.norm()
+    assert 0 < (found - plain).norm() < 0.3 * plain.norm()
+
+
+@pytest.mark.parametrize("weights", ["stored", "int8", "int4"])
+@pytest.mark.parametrize("case", [replace(CASES[0], symmetric=False), CASES[1]], ids=str)
+def test_drafts_do_not_change_the_text(case, weights, tmp_path):
+    """Also where all other weights are rounded."""
+    model = packed_model(tmp_path, case, "glm4_moe")
+    model.trunk.weights = weights
+    runs = [
+        generate(model, [prompt(9)], Settings(num_speculative_tokens=k, max_tokens=24), backend="native")[0]
+        for k in (0, 3)
+    ]
+    assert runs[0].tokens == runs[1].tokens
+    assert len(runs[1].tokens) == 24
+
+
+def test_codes_are_rounded_only_once(tmp_path, monkeypatch):
+    """With weights int8, linear layers keep four bits, and all others get eight."""
+    model = packed_model(tmp_path, CASES[0])
+    model.trunk.weights = "int8"
+    packed: dict[int, int] = {}
+    pack = PackedWeights.pack
+
+    def watched(self, weights, *args):
+        out = pack(self, weights, *args)
+        packed.update({each.data_ptr(): out.type for each in weights})
+        return out
+
+    monkeypatch.setattr(PackedWeights, "pack", watched)
+    backend_for(model, "native")
+    kept = {layer.codes.stand_in.data_ptr() for layer in packed_layers(model.trunk, model.head)}
+    assert {packed[each] for each in kept} == {INT4}
+    assert packed[model.trunk.embedding.weight.data_ptr()] == INT8
+
+
+def test_what_a_pass_computes_from_a_weight_is_noticed(tmp_path, monkeypatch):
+    """The recording has no values of weights; the model then runs in torch, dequantized, with the reason."""
+    model = packed_model(tmp_path, CASES[0])
+    monkeypatch.setattr(
+        PackedLinear, "forward", lambda self, x: nn.functional.linear(x, (self.weight * 1.0).to(x), self.bias)
+    )
+    made = backend_for(model)
+    assert made.name == "torch"
+    assert "differs from the torch backend (relative error nan)" in made.reason
+    assert not [*packed_layers(model.trunk, model.head)]
+    assert backend_for(model) is made
+
+
+def test_weights_are_dequantized_for_the_self_check_alone(tmp_path, monkeypatch):
+    """One layer at a time, as it runs."""
+    names: list[str] = []
+    dequantize = StoredCodes.dequantize
+    monkeypatch.setattr(StoredCodes, "dequantize", lambda self: names.append(self.name) or dequantize(self))
+    model = packed_model(tmp_path, CASES[0])
+    assert not names
+    backend_for(model, "native")
+    generate(model, [prompt(9)], Settings(num_speculative_tokens=3, max_tokens=8), backend="native")
+    assert sorted(names) == sorted(layer.codes.name for layer in packed_layers(model.trunk, model.head))
