@@ -70,7 +70,7 @@ def test_train_wrote_a_model(run):
     assert model.tokenizer is not None
     lines = [json.loads(line) for line in (run / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
-    assert lines[-1]["decoded"]["rounds"] > 0
+    assert lines[-1]["decoded"]["num_drafts"] > 0
     assert list((run / "out" / "tensorboard").glob("events.*"))
 
 
@@ -142,7 +142,7 @@ def test_interrupted_and_resumed(number, run, whole, here, tmp_path):
     [
         (["generate", "/nowhere", "x"], "neither a folder"),
         (["generate", "MODEL", ""], "prompt 0 is empty"),
-        (["generate", "MODEL", "x", "-k", "-1"], "drafts = -1; expected a whole number >= 0"),
+        (["generate", "MODEL", "x", "-k", "-1"], "num_speculative_tokens = -1; expected a whole number >= 0"),
         (["generate", "MODEL", "x" * 300], "prompt 0 has 300 tokens; the context holds 256"),
         (["generate", "MODEL", "x", "--temperature", "-1"], "temperature"),
         (["generate", "MODEL", "x", "--dtype", "int3"], "dtype 'int3'; expected one of auto, float32, bfloat16"),
