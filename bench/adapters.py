@@ -176,7 +176,7 @@ class Experiment:
 
 def _repetitive_share(file: Path) -> float:
     answers = [json.loads(line) for line in file.read_text().splitlines()[1:]]
-    return round(sum(answer["looping"] for answer in answers) / len(answers), 3)
+    return round(sum(answer["repetitive"] for answer in answers) / len(answers), 3)
 
 
 def measure(experiment: Experiment, out: Path, *, strengths: tuple[float, ...], steps: tuple[int, ...]) -> None:

@@ -57,8 +57,8 @@ def batches(engine: Backend, prompts: Sequence[Sequence[int]], args: argparse.Na
             row = {
                 "temperature": temperature,
                 "batch": size,
-                "drafts": args.num_speculative_tokens,
-                "acceptance_length": length,
+                "num_speculative_tokens": args.num_speculative_tokens,
+                "mean_acceptance_length": length,
             }
             records.append(row | {"plain": plain, "mtp": mtp, "speedup": speedup})
             print(f"T {temperature:.0f}  B {size:2d}  plain {plain:7.0f}  MTP {mtp:7.0f} tokens/s = {speedup:.2f} x")

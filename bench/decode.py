@@ -106,8 +106,8 @@ def forced(model: Model, head: Forced, rate: float, k: int, tokens: int, repeats
         ideal.append(expected_speedup(costs, [rate] * k, k))
     return {
         "rate": rate,
-        "drafts": k,
-        "acceptance_length": statistics.mean(lengths),
+        "num_speculative_tokens": k,
+        "mean_acceptance_length": statistics.mean(lengths),
         "speedup": statistics.median(speedups),
         "predicted": statistics.median(predicted),
         "achieved": statistics.median(

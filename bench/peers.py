@@ -147,7 +147,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     gap = gap_of(Model.load(folder / "model", dtype=torch.float32))
     machine = vars(Machine.of(model))
     others = {name: getattr(args, name) for name in ("max_tokens", "repeats", "threads", "context", "rest")}
-    plan = {"drafts": args.num_speculative_tokens} | others
+    plan = {"k_values": args.num_speculative_tokens} | others
     return {
         "model": args.name or args.checkpoint.name,
         "parameters": sum(value.numel() for value in model.trunk.model.parameters()),
@@ -194,11 +194,11 @@ def show(record: dict) -> None:
         speed, ratio, gaps = each["tokens_per_s"], each["ratio"], [one["gap"] or 0.0 for one in each["differences"]]
         table.add_row(
             f"{each['engine']} {each['variant']}",
-            str(each["drafts"]),
+            str(each["num_speculative_tokens"]),
             _figure(speed["median"], 0),
             f"{_figure(speed['low'], 0)}-{_figure(speed['high'], 0)}",
             _figure(ratio["median"], 2),
-            _figure(each["acceptance_length"], 2),
+            _figure(each["mean_acceptance_length"], 2),
             _figure(each["kept_share"], 2),
             f"{each['identical']}/{each['texts']}",
             _figure(max(gaps, default=None), 3),
@@ -208,8 +208,8 @@ def show(record: dict) -> None:
     for name, reason in record["unavailable"].items():
         console.print(f"{name}: unavailable: {reason}", markup=False)
     prompts = record["prompts"]
-    repetitive = f"{len(prompts['looping'])} are repetitive and left out"
-    if prompts["only_loops"]:
+    repetitive = f"{len(prompts['repetitive'])} are repetitive and left out"
+    if prompts["only_repetitive"]:
         repetitive = "all are repetitive, none left out"
     console.print(
         f"{len(prompts['domains'])} prompts: {repetitive}; {len(prompts['short'])} with short texts", markup=False

@@ -64,7 +64,7 @@ def link(name: str) -> str:
 def figures(run: Run, k: int) -> dict[str, Any]:
     """Return the figures of a run's record over all prompts at this K."""
     for each in record(run.record)["figures"]:
-        if (each["temperature"], each["drafts"], each["domain"]) == (run.temperature, k, "all"):
+        if (each["temperature"], each["num_speculative_tokens"], each["domain"]) == (run.temperature, k, "all"):
             return dict(each)
     raise KeyError(f"{run.record}: nothing at temperature {run.temperature}, K = {k}")
 
@@ -73,7 +73,7 @@ def speeds(run: Run) -> tuple[str, str, str, str]:
     """Return plain tokens/s, tokens/s with MTP, their ratio, and AL."""
     plain, mtp = figures(run, 0), figures(run, run.num_speculative_tokens)
     rates = (f"{each['tokens_per_s']['median']:,.0f}" for each in (plain, mtp))
-    return (*rates, f"{mtp['speedup']['median']:.2f} x", f"{mtp['acceptance_length']:.1f}")  # type: ignore[return-value]
+    return (*rates, f"{mtp['speedup']['median']:.2f} x", f"{mtp['mean_acceptance_length']:.1f}")  # type: ignore[return-value]
 
 
 def runs() -> str:
@@ -94,7 +94,14 @@ def demos() -> str:
                 part = found[key]
                 speed = (f"{part[each]:,.0f}" for each in ("plain_tokens_per_s", "mtp_tokens_per_s"))
                 ratio = f"{part['speedup']:.2f} x"
-                yield (decoding, *speed, ratio, f"{part['acceptance_length']:.2f}", f"{machine}, {date}", link(name))
+                yield (
+                    decoding,
+                    *speed,
+                    ratio,
+                    f"{part['mean_acceptance_length']:.2f}",
+                    f"{machine}, {date}",
+                    link(name),
+                )
 
     return table(("decoding", "plain", "MTP", "speedup", "AL", "machine, date", "record"), lines())
 
@@ -105,7 +112,7 @@ def costs() -> str:
     step = [f"{1000 * each['step_s'][0]['median']:.1f} ms" for each in (fast, plain)]
     verify = [", ".join(f"{each['v'][m - 1]:.2f}" for m in (5, 9, 13)) for each in (fast, plain)]
     contexts = [", ".join(f"{long[name][size]:.1f}" for size in ("512", "2048", "8192")) for name in ("fast", "plain")]
-    forced = {each["rate"]: each for each in found["forced"] if each["drafts"] == 4}
+    forced = {each["rate"]: each for each in found["forced"] if each["num_speculative_tokens"] == 4}
     share = f"{100 * min(each['achieved'] for each in forced.values()):.0f} % of the formula"
     gains = ", ".join(f"{forced[rate]['speedup']:.2f} x" for rate in (0.7, 0.9))
     rows = [
@@ -131,7 +138,7 @@ def batches() -> str:
 
 def peers() -> str:
     found = record("peers")
-    cells = {(each["engine"], each["variant"], each["drafts"]): each for each in found["figures"]}
+    cells = {(each["engine"], each["variant"], each["num_speculative_tokens"]): each for each in found["figures"]}
     rows = []
     for title, engine, variant in (
         ("nextn, bf16", "nextn", "bfloat16"),
@@ -143,7 +150,7 @@ def peers() -> str:
     ):
         row = [cells.get((engine, variant, k)) for k in (0, 1, 2, 4)]
         shown = ["" if each is None else f"{each['tokens_per_s']['median']:,.0f}" for each in row]
-        rows.append((title, *shown, "" if row[3] is None else f"{row[3]['acceptance_length']:.2f}"))
+        rows.append((title, *shown, "" if row[3] is None else f"{row[3]['mean_acceptance_length']:.2f}"))
     return table(("engine, greedy, batch 1", "plain", "K = 1", "K = 2", "K = 4", "AL at K = 4"), rows)
 
 
@@ -194,7 +201,7 @@ def summary() -> str:
             f"{ZEN5}, one core",
             f"{demo['plain_tokens_per_s']:,.0f}",
             f"{demo['mtp_tokens_per_s']:,.0f}",
-            f"{demo['acceptance_length']:.1f}",
+            f"{demo['mean_acceptance_length']:.1f}",
             _range((*demo_greedy, *OTHER_DEMO)),
         ),
         ("recipe `hybrid`, 6 M parameters, temperature 1, K = 6", AMX, *_pair(RUNS[10]), "one run"),
@@ -217,7 +224,7 @@ def picture() -> str:
     """Plain decoding and MTP over the same time, to scale: K = 4 of the recipe `code`."""
     run, k, num_steps = RUNS[0], 4, 12
     found, costs_ = figures(run, k), record(run.record)["costs"]
-    length = found["acceptance_length"]
+    length = found["mean_acceptance_length"]
     draft, verify = k * costs_["c"], costs_["v"][k]
     whole = length / found["speedup"]["median"]  # a round in baseline steps, as measured
     left, unit, height = 120, 54, 34

@@ -35,7 +35,7 @@ def test_mtp_that_pays():
     assert found.best.interval[0] < found.best.speedup < found.best.interval[1]
     assert found.pays
     assert found.summary.startswith("turn it on: 1.64 x expected")
-    assert found.as_record()["best_drafts"] == 2
+    assert found.as_record()["best_num_speculative_tokens"] == 2
 
 
 def test_mtp_that_costs():
@@ -45,7 +45,7 @@ def test_mtp_that_costs():
     assert found.best.num_speculative_tokens == 1
     assert found.summary.startswith("leave it off here: 0.81 x expected")
     assert found.summary.endswith("at K = 1; it pays from an acceptance of 0.60 on, and has 0.30")
-    assert found.as_record()["best_drafts"] == 0
+    assert found.as_record()["best_num_speculative_tokens"] == 0
     dear = forecast(drafted(0.99), costs([1, 1.9], 0.5), temperature=0.0)
     assert "no acceptance makes it pay" in dear.summary
 
@@ -100,9 +100,9 @@ def test_advise_says_yes_or_no(prompts, tmp_path):
     one = record["costs"][0]
     again = costs(one["v"], one["c"])
     overhead = max(0.0, record["measured"][0]["overhead"])
-    for choice in record["forecasts"][0]["by_drafts"]:
+    for choice in record["forecasts"][0]["by_num_speculative_tokens"]:
         rates = record["measured"][0]["acceptance"]
-        wanted = expected_speedup(again, rates, choice["drafts"], overhead=overhead)
+        wanted = expected_speedup(again, rates, choice["num_speculative_tokens"], overhead=overhead)
         assert choice["speedup"] == pytest.approx(wanted)
 
 

@@ -196,10 +196,11 @@ def test_benchmark_of_a_fixture(trained, monkeypatch):
     assert found.identical == (4, 4)
     assert found.costs.max_speculative_tokens == 3
     record = strict(json.dumps(found.as_record()))
-    assert {(each["temperature"], each["drafts"], each["domain"]) for each in record["figures"]} == {
+    assert {(each["temperature"], each["num_speculative_tokens"], each["domain"]) for each in record["figures"]} == {
         (t, k, d) for t in (0, 1) for k in (0, 1, 3) for d in ("all", "x", "y")
     }
-    others = {"temperature", "drafts", "domain", "interval_95", "offered", "kept", "acceptance_length", "rounds"}
+    others = {"temperature", "domain", "interval_95", "mean_acceptance_length", "num_drafts"}
+    others |= {"num_draft_tokens_per_pos", "num_accepted_tokens_per_pos"}
     assert all(set(each) <= others | set(DEFINITIONS) for each in record["figures"])
     assert set(record) == {
         "model", "definitions", "machine", "plan", "backend", "domains", "texts", "identical", "warnings", "costs",

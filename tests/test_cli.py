@@ -70,7 +70,7 @@ def test_train_wrote_a_model(run):
     assert model.tokenizer is not None
     lines = [json.loads(line) for line in (run / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
-    assert lines[-1]["decoded"]["rounds"] > 0
+    assert lines[-1]["decoded"]["num_drafts"] > 0
     assert list((run / "out" / "tensorboard").glob("events.*"))
 
 

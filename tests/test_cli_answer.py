@@ -45,7 +45,7 @@ def test_answers_and_the_summary(folder, tmp_path, here):
     stored = out.read_bytes()
     header, *answers = map(json.loads, stored.splitlines())
     assert len(answers) == 6
-    assert (header["settings"]["sampling"]["temperature"], header["settings"]["drafts"]) == (1.0, 4)
+    assert (header["settings"]["sampling"]["temperature"], header["settings"]["num_speculative_tokens"]) == (1.0, 4)
     code, said, _ = here(*asked, "--json")
     told = json.loads(said)
     assert (code, told["answers"], told["total"], told["file"]) == (0, 6, 6, str(out))
@@ -65,11 +65,11 @@ def test_other_settings_are_a_usage_error(folder, tmp_path, here):
 
 def test_loops_are_told():
     """The summary counts repetitive answers, if there are any."""
-    tally = AnswerProgress(total=9, answers=4, tokens=99, looping=1, finishes=Counter(length=3, eos=1))
+    tally = AnswerProgress(total=9, answers=4, tokens=99, repetitive=1, finishes=Counter(length=3, eos=1))
     first, note = _summary(tally, Path("a.jsonl")).splitlines()
     assert first == "a.jsonl: 4 of 9 answers, 99 tokens (3 length, 1 eos)"
     assert note.startswith("note: 1 answers (25%) are repetitive")
-    assert _summary(replace(tally, looping=0), Path("a.jsonl")) == first
+    assert _summary(replace(tally, repetitive=0), Path("a.jsonl")) == first
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def test_a_log(tmp_path, prompts):
     record = json.loads(run(log, prompts, "--json", "--out", tmp_path / "out.json", code=1).stdout)
     assert record == json.loads((tmp_path / "out.json").read_text())
     assert record["named"] == ["wrong-hidden"]
-    assert record["settings"]["drafts"] == 3
+    assert record["settings"]["num_speculative_tokens"] == 3
 
 
 @pytest.mark.slow
@@ -99,10 +99,10 @@ def test_streamed_trunk(contract, temperature, named, serve, prompts, trained, t
     assert loaded["named"] == streamed["named"] == [named]
     by_name = [{each["name"]: each for each in record["causes"]} for record in records]
     assert by_name[0].keys() - by_name[1].keys() == {"no-rerun"}
-    assert [record["cases"][0]["fresh"] for record in records] == [temperature, 0]
+    assert [record["cases"][0]["diverged_share"] for record in records] == [temperature, 0]
     if not temperature:
         for name, cause in by_name[1].items():
-            for figure in ("length", "misfit", "log_likelihood"):
+            for figure in ("mean_acceptance_length", "p_value", "log_likelihood"):
                 assert cause[figure] == pytest.approx(by_name[0][name][figure], rel=1e-3), (name, figure)
     assert "would show in decoding only, which a streamed trunk cannot do: no-rerun" in streamed["notes"]
     assert list((tmp_path / "states").rglob("states.json"))

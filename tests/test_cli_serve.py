@@ -72,7 +72,7 @@ def test_reference_rates(tmp_path):
     """Those of the lowest temperature and the largest K, over all texts."""
 
     def entry(temperature, k, domain, rates):
-        return {"temperature": temperature, "drafts": k, "domain": domain, "acceptance": rates}
+        return {"temperature": temperature, "num_speculative_tokens": k, "domain": domain, "acceptance": rates}
 
     path = tmp_path / "reference.json"
     figures = [

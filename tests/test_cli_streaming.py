@@ -62,7 +62,7 @@ def test_streamed_report_is_the_loaded_one(temperature, answers, here, tmp_path)
     assert streamed.pop("machine").keys() == loaded.pop("machine").keys()
     assert streamed == loaded
     assert streamed["origin"][f"{temperature:g}"]["is_own"]
-    assert streamed["controls"]["columns"] > 0.5
+    assert streamed["controls"]["all_positions"] > 0.5
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
@@ -71,10 +71,12 @@ def test_figures_are_those_of_decoding(answers, here, trained):
     streamed, _ = measure(here, answers[0.0], "--stream")
     plan = ReferencePlan(num_speculative_tokens=3, max_tokens=24, backend="torch", temperatures=(0.0,))
     decoded = reference_texts.generate_texts(trained["glm"], refrain(8, 33, seed=10**6).tolist(), plan, 0.0)
-    figures = next(each for each in streamed["figures"] if each["drafts"] == 3 and each["domain"] == "all")
+    figures = next(
+        each for each in streamed["figures"] if each["num_speculative_tokens"] == 3 and each["domain"] == "all"
+    )
     kept = [sum(each) for each in zip(*(text.num_accepted for text in decoded.acceptance_per_text), strict=True)]
     if figures["num_texts"] == 8:
-        assert figures["kept"] == kept
+        assert figures["num_accepted_tokens_per_pos"] == kept
 
 
 def test_interrupted_command_resumes(answers, here, monkeypatch, tmp_path):
@@ -113,7 +115,7 @@ def test_packed_layers_are_streamed(answers, here, tmp_path):
         )
     )
     assert streamed == loaded
-    accepted = [figures[-1]["kept"][0] for figures in (loaded, original)]
+    accepted = [figures[-1]["num_accepted_tokens_per_pos"][0] for figures in (loaded, original)]
     assert accepted[0] == pytest.approx(accepted[1], rel=0.05)
 
 
@@ -141,7 +143,9 @@ def test_probe_of_a_streamed_trunk(answers, here, tmp_path, monkeypatch):
     _, streamed, _ = here(*options, "--stream")
     outcomes = [json.loads(each)["probe"] for each in (streamed, loaded)]
     assert outcomes[0]["outcome"] == outcomes[1]["outcome"] == "family"
-    scores = [{tuple(each["keys"]): each["per_column"] for each in outcome["readings"]} for outcome in outcomes]
+    scores = [
+        {tuple(each["keys"]): each["accepted_per_position"] for each in outcome["readings"]} for outcome in outcomes
+    ]
     shared = scores[0].keys() & scores[1].keys()
     assert {("hidden",), ("next_hidden",)} & shared
     assert all(scores[0][keys] == pytest.approx(scores[1][keys], abs=1e-4) for keys in shared)

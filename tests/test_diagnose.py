@@ -101,7 +101,7 @@ def test_the_record_is_json(diagnosed):
     assert record["named"] == ["wrong-hidden"]
     assert record["causes"][0]["ratio"] == 1
     assert record["cases"][0]["prompts"] == len(PROMPTS)
-    assert set(record["definitions"]) >= {"ratio", "misfit", "named", "alike", "hidden"}
+    assert set(record["definitions"]) >= {"ratio", "p_value", "named", "indistinguishable", "undetectable"}
 
 
 @pytest.mark.slow

@@ -51,4 +51,4 @@ def test_decoded_counts_and_flags_loops(trained):
     figures = decoded_figures(trained["glm"], prompts, Settings(num_speculative_tokens=3, max_tokens=20))
     assert figures.acceptance.num_rounds > 0
     assert len(figures.checks) == 4
-    assert 0 <= figures.looping <= 1
+    assert 0 <= figures.repetitive <= 1

@@ -65,7 +65,7 @@ def test_without_a_compiler(tmp_path, here, monkeypatch):
     assert "torch backend (the native runtime cannot be built without no-such-compiler)" in out
     assert "output identical" in out
     report = json.loads((tmp_path / "shipped" / "report.json").read_text())
-    assert [(name, each["drafts"]) for name, each in report.items()] == [("torch", 3)]
+    assert [(name, each["num_speculative_tokens"]) for name, each in report.items()] == [("torch", 3)]
     assert not (tmp_path / "run").exists()
 
 
@@ -219,7 +219,7 @@ def test_the_story(told, tmp_path):
 
 def test_json(told):
     record = json.loads(told("--json"))
-    assert (record["drafts"], record["greedy"]["looping"], record["temperature_1"]["speedup"]) == (
+    assert (record["num_speculative_tokens"], record["greedy"]["repetitive"], record["temperature_1"]["speedup"]) == (
         2, 1, pytest.approx(2),
     )  # fmt: skip
     assert record["shipped"]["native"]["identical_output"]

@@ -190,13 +190,18 @@ def test_repetitive_texts_are_left_out(found, monkeypatch):
 def test_record(found):
     """JSON as the standard has it, with a definition for what is in it, and the same when measured again."""
     record = json.loads(json.dumps(found["glm"].as_record()), parse_constant=lambda name: pytest.fail(name))
-    assert {(each["temperature"], each["rule"], each["drafts"], each["domain"]) for each in record["figures"]} == {
+    assert {
+        (each["temperature"], each["rule"], each["num_speculative_tokens"], each["domain"])
+        for each in record["figures"]
+    } == {
         (t, rule, k, domain)
         for t, rules in ((0.0, ["greedy"]), (1.0, ["ratio", "block", "argmax", "match"]))
         for rule in rules
         for k, domain in [(1, "all"), (2, "all"), (3, "all"), (3, "x"), (3, "y")]
     }
-    assert {"acceptance", "length", "interval_95", "rule", "pass", "hashes", "shifted"} <= set(DEFINITIONS)
+    assert {"acceptance", "mean_acceptance_length", "interval_95", "rule", "pass", "hashes", "shifted"} <= set(
+        DEFINITIONS
+    )
     assert record["settings"]["contract"] == {"prefill": True, "rerun": True, "offset": 0}
     assert len(record["hashes"]["prompts"]) == 64
 

@@ -83,7 +83,7 @@ def test_streamed_advice_is_the_loaded_one(folder, answers, here):
     assert streamed["costs"][0]["v"] == pytest.approx([step / steps[0] for step in steps])
     draft = weights["draft_bytes"] / 2e6 + 2 * weights["draft_expert_bytes"] / 1e6
     assert streamed["costs"][0]["c"] == pytest.approx(draft / steps[0])
-    one = streamed["forecasts"][0]["by_drafts"][0]
+    one = streamed["forecasts"][0]["by_num_speculative_tokens"][0]
     rate = streamed["measured"][0]["acceptance"][0]
     assert one["speedup"] == pytest.approx((1 + rate) / ((steps[1] + draft) / steps[0]))
 

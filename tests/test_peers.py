@@ -102,11 +102,11 @@ def test_figures_by_hand():
     assert found["tokens_per_s"]["median"] == 299
     assert found["ratio"] == {"num": 2, "median": 3.0, "low": 2.5, "high": 3.5}
     assert found["request_tokens_per_s"]["median"] == 150
-    assert found["acceptance_length"] == 2.5
+    assert found["mean_acceptance_length"] == 2.5
     assert found["kept_share"] == 0.75
     plain = report(*pairs).figures(OURS)
     assert plain["ratio"]["median"] == 1
-    assert plain["acceptance_length"] is plain["kept_share"] is None
+    assert plain["mean_acceptance_length"] is plain["kept_share"] is None
 
 
 def test_a_repetitive_text_is_left_out_everywhere():
@@ -155,7 +155,7 @@ def test_record_is_json_and_lists_what_is_unavailable():
         "tokens_per_s",
         "ratio",
         "request_tokens_per_s",
-        "acceptance_length",
+        "mean_acceptance_length",
         "kept_share",
         "identical",
         "differences",

@@ -19,11 +19,12 @@ from nextn.serve.publish import prepare, upload
 from nextn.train.head_run import head_run
 
 RECORD = {
-    "nextn": "0.1.0", "hashes": {"trunk": "0908aef2219812"}, "settings": {"drafts": 2, "max_tokens": 48},
+    "nextn": "0.1.0", "hashes": {"trunk": "0908aef2219812"},
+    "settings": {"num_speculative_tokens": 2, "max_tokens": 48},
     "domains": {"code": 16, "chat": 8}, "warnings": ["one warning"],
     "figures": [
-        {"domain": domain, "drafts": k, "rule": rule, "temperature": 0.0, "acceptance": [0.75, None],
-         "interval_95": [[0.7, 0.8], [None, None]], "length": {"value": 2.25}}
+        {"domain": domain, "num_speculative_tokens": k, "rule": rule, "temperature": 0.0, "acceptance": [0.75, None],
+         "interval_95": [[0.7, 0.8], [None, None]], "mean_acceptance_length": {"value": 2.25}}
         for domain, k, rule in (
             ("all", 2, "greedy"), ("all", 1, "greedy"), ("code", 2, "greedy"), ("all", 2, "match")
         )

@@ -203,13 +203,13 @@ def test_greedy_answers_are_those_without_a_head(model, tmp_path):
 
 
 def test_loops_are_told(model, tmp_path):
-    """A trunk that repeats itself is counted, and each looping answer says so."""
+    """A trunk that repeats itself is counted, and each repetitive answer says so."""
     loop = speaking()
     with torch.no_grad():
         loop.trunk.output.weight.zero_()
     tally = run(loop, tmp_path / "a.jsonl", settings=Settings(num_speculative_tokens=0, max_tokens=24, eos=()))[-1]
-    assert tally.looping == 7
-    assert all(each["looping"] for each in lines(tmp_path / "a.jsonl")[1:])
+    assert tally.repetitive == 7
+    assert all(each["repetitive"] for each in lines(tmp_path / "a.jsonl")[1:])
 
 
 def test_training_reads_them(whole):

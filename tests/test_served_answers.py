@@ -190,7 +190,10 @@ def test_measuring_on_the_texts_of_an_engine(folder, server, here):
     assert all(origin["is_own"] for origin in streamed["origin"].values())
     assert streamed["engine"]["is_same"]
     assert streamed["engine"]["max_difference"] < 1e-3
-    greedy = [[each["kept"] for each in record["figures"] if not each["temperature"]] for record in (streamed, own)]
+    greedy = [
+        [each["num_accepted_tokens_per_pos"] for each in record["figures"] if not each["temperature"]]
+        for record in (streamed, own)
+    ]
     assert greedy[0] == greedy[1]
 
 

@@ -18,14 +18,14 @@ DEFINITIONS = {
     "ratio": "tokens_per_s over that of nextn's baseline decoding of the same prompt and turn; median and quartiles",
     "request_tokens_per_s": "new tokens per second of the whole request, by the driver's clock, which includes prefill "
     "and transport; median and quartiles",
-    "acceptance_length": "tokens per trunk pass after the prefill: 1 + accepted / rounds; null for baseline decoding",
+    "mean_acceptance_length": "tokens per trunk pass after the prefill: 1 + accepted / rounds; null for the baseline",
     "kept_share": "acceptance rate, accepted / drafted; null for baseline decoding",
     "identical": "texts that equal nextn's greedy baseline text, of `texts`; bfloat16 engines differ at near-ties",
     "differences": "first difference per prompt: its position in the text (`place`), and `gap`: nextn's token's logit "
     "less that of the other engine's, in float32; a few hundredths are a near-tie, more is an error",
-    "looping": "prompts with a repetitive text, in any engine: left out of all figures",
+    "repetitive": "prompts with a repetitive text, in any engine: left out of all figures",
     "short": f"prompts with a text of fewer than {MIN_TOKENS} tokens, too short to detect repetition reliably",
-    "only_loops": "every prompt is repetitive, so that none could be left out: the figures say little",
+    "only_repetitive": "every prompt is repetitive, so that none could be left out: the figures say little",
     "idle_cpu": "CPU seconds per second that a worker uses while it has no request",
 }
 
@@ -126,11 +126,11 @@ class Report:
         return {
             "engine": setting.engine,
             "variant": setting.variant,
-            "drafts": setting.num_speculative_tokens,
+            "num_speculative_tokens": setting.num_speculative_tokens,
             "tokens_per_s": Spread.of([speed for speed, _ in speeds if speed]).as_record(),
             "ratio": Spread.of([speed / baseline for speed, baseline in speeds if speed and baseline]).as_record(),
             "request_tokens_per_s": Spread.of([len(run.answer.tokens) / run.wall_s for run in used]).as_record(),
-            "acceptance_length": 1 + accepted / rounds if setting.num_speculative_tokens and rounds else None,
+            "mean_acceptance_length": 1 + accepted / rounds if setting.num_speculative_tokens and rounds else None,
             "kept_share": accepted / drafted if drafted else None,
             "identical": len(first) - len(differences),
             "texts": len(first),
@@ -145,9 +145,9 @@ class Report:
             "definitions": DEFINITIONS,
             "prompts": {
                 "domains": list(self.domains),
-                "looping": self.repetitive,
+                "repetitive": self.repetitive,
                 "short": self.short,
-                "only_loops": self.all_repetitive,
+                "only_repetitive": self.all_repetitive,
             },
             "workers": dict(workers),
             "figures": [self.figures(setting, gap) for setting in self.settings],

@@ -110,11 +110,11 @@ class DecodedPair:
         """Return the record for report.json: the figures without degenerate texts, and the number of those."""
         pair = self.figures()
         rates = {"plain_tokens_per_s": pair.plain.tokens_per_s, "mtp_tokens_per_s": pair.mtp.tokens_per_s}
-        counts = {"prompts": len(self.checks), "looping": len(self.checks) - len(self.non_degenerate)}
+        counts = {"prompts": len(self.checks), "repetitive": len(self.checks) - len(self.non_degenerate)}
         return (
             pair.mtp.acceptance.as_record()
             | rates
-            | {"speedup": pair.speedup, "speedup_with_loops": self.speedup}
+            | {"speedup": pair.speedup, "speedup_with_repetitive": self.speedup}
             | counts
         )
 
@@ -140,7 +140,7 @@ class DecodedModel:
         """Return the record for report.json."""
         return {
             "identical_output": self.identical,
-            "drafts": self.num_speculative_tokens,
+            "num_speculative_tokens": self.num_speculative_tokens,
             "backend": self.backend,
             "greedy": self.greedy.as_record(),
             "temperature_1": self.sampled.as_record(),

@@ -3,27 +3,14 @@
 Imports no torch, so that the command line rejects a wrong value at once.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import inf
-from typing import Any
 
 from nextn.errors import ConfigError, require_at_least
 
 BACKENDS = ("auto", "native", "torch")
 WEIGHT_BITS = {"stored": None, "int8": 8, "int4": 4}
 WEIGHTS = tuple(WEIGHT_BITS)  # what products use, see `Trunk.weights`
-# Keys in JSON files, where they are not the names of the fields.
-_JSON_KEYS = {
-    "num_speculative_tokens": "drafts",
-    "k_values": "drafts",
-    "num_drafts": "drafts",
-    "block_verification": "block",
-}
-
-
-def json_record(instance: Any) -> dict[str, object]:
-    """Return `dataclasses.asdict` with the keys that our JSON files have."""
-    return {_JSON_KEYS.get(name, name): value for name, value in asdict(instance).items()}
 
 
 @dataclass(frozen=True)

@@ -124,10 +124,10 @@ def answer(
 def _summary(state: "AnswerProgress", out: Path) -> str:
     finishes = ", ".join(f"{count} {reason}" for reason, count in state.finishes.most_common())
     lines = [f"{out}: {state.answers} of {state.total} answers, {state.tokens:,} tokens ({finishes or 'none yet'})"]
-    if state.looping:
+    if state.repetitive:
         lines.append(
-            f"note: {state.looping} answers ({state.looping / state.answers:.0%}) are repetitive; a head trained on "
-            "many of them learns to draft repetitions: try a higher temperature or other prompts"
+            f"note: {state.repetitive} answers ({state.repetitive / state.answers:.0%}) are repetitive; a head trained "
+            "on many of them learns to draft repetitions: try a higher temperature or other prompts"
         )
     return "\n".join(lines)
 
@@ -147,7 +147,7 @@ def _progress(*, quiet: bool) -> Iterator[Callable[["AnswerProgress"], None]]:
         task = bar.add_task("answers", total=None, status="")
 
         def show(state: "AnswerProgress") -> None:
-            status = f"{state.tokens_per_s:,.0f} tok/s, {state.looping} repetitive" if state.tokens_per_s else ""
+            status = f"{state.tokens_per_s:,.0f} tok/s, {state.repetitive} repetitive" if state.tokens_per_s else ""
             bar.update(task, completed=state.answers, total=max(state.total, state.answers), status=status)
 
         yield show

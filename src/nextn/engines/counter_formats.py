@@ -13,7 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TextIO
 
-from nextn.engines.counters import MAX_POSITIONS, Counters, CounterSums, fill_in_derived, sum_counters
+from nextn.engines.counters import COUNTS, MAX_POSITIONS, Counters, CounterSums, fill_in_derived, sum_counters
 from nextn.engines.json_values import MAX_COUNT, count, loads, optional_count, short_repr, string
 from nextn.engines.prometheus import Series, parse_series, sum_series
 from nextn.errors import EngineError
@@ -266,8 +266,7 @@ def _own(record: Mapping) -> Counters:
     unknown = sorted(set(record) - set(Counters("").as_record()))
     if unknown or "engine" not in record:
         raise ValueError(f"not a record of counters: it has {short_repr(unknown)}" if unknown else "no engine is named")
-    totals = {"num_drafts": "drafts", "draft_tokens": "draft_tokens", "accepted": "accepted", "emitted": "emitted"}
-    counts = {name: optional_count(record.get(key), key) for name, key in totals.items()}
+    counts = {name: optional_count(record.get(name), name) for name in COUNTS}
     positions = {name: tuple(count(value, name) for value in _list(record, name)) for name in _POSITIONS}
     numbers = {name: _number(record[name], name) for name in ("length", "since") if record.get(name) is not None}
     notes = tuple(string(note, "notes") for note in _list(record, "notes", maximum=100))

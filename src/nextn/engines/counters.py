@@ -5,15 +5,14 @@ Engines count unconditionally per position: per_position[j] / num_drafts is the 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise, zip_longest
 
 from nextn.errors import EngineError
-from nextn.settings import json_record
 from nextn.stats.acceptance import Acceptance
 
 MAX_POSITIONS = 256  # draft tokens per round: engines draft 1 to 64
-_COUNTS = ("num_drafts", "draft_tokens", "accepted", "emitted")
+COUNTS = ("num_drafts", "draft_tokens", "accepted", "emitted")
 SHORTER = "some rounds drafted fewer tokens than the engine's limit: a_2, a_3, ... are lower bounds"
 
 
@@ -51,7 +50,7 @@ class Counters:
         """
         now, then = self._all(), before._all()
         if self.since != before.since or any(new < old for new, old in zip(now, then, strict=False)):
-            changes = ", ".join(f"{name} {old} -> {new}" for name, old, new in zip(_COUNTS, then, now, strict=False))
+            changes = ", ".join(f"{name} {old} -> {new}" for name, old, new in zip(COUNTS, then, now, strict=False))
             raise EngineError(f"{self.engine}: the counters were reset during the run ({changes}); measure again")
         return replace(
             self,
@@ -64,7 +63,7 @@ class Counters:
         )
 
     def _all(self) -> tuple[int, ...]:
-        return (*(getattr(self, name) or 0 for name in _COUNTS), *self.per_position)
+        return (*(getattr(self, name) or 0 for name in COUNTS), *self.per_position)
 
     @property
     def has_drafts(self) -> bool | None:
@@ -89,7 +88,7 @@ class Counters:
 
     def as_record(self) -> dict[str, object]:
         """Return the JSON form; `counter_formats.from_json` reads it."""
-        return json_record(self)
+        return asdict(self)
 
 
 def _offered(counters: Counters, depth: int) -> int:
@@ -127,7 +126,7 @@ class CounterSums:
     """Running sums of `Counters`."""
 
     engine: str | None = None
-    counts: list[int | None] = field(default_factory=lambda: [0] * len(_COUNTS))
+    counts: list[int | None] = field(default_factory=lambda: [0] * len(COUNTS))
     per_position: list[int] = field(default_factory=list)
     per_position_offered: list[int] = field(default_factory=list)
     length: float = 0.0
@@ -136,7 +135,7 @@ class CounterSums:
 
     def add(self, part: Counters) -> None:
         self.engine = part.engine if self.engine is None else self.engine
-        new = [getattr(part, name) for name in _COUNTS]
+        new = [getattr(part, name) for name in COUNTS]
         # A count that one part lacks is unknown for the sum.
         self.counts = [None if None in (a, b) else a + b for a, b in zip(self.counts, new, strict=True)]
         self.per_position = _added(self.per_position, part.per_position)

@@ -1,7 +1,7 @@
 """Advice on whether to use MTP here and with which K, from measured acceptance and costs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import product
 
 from nextn.errors import ConfigError
@@ -10,7 +10,6 @@ from nextn.evaluate.decoding_costs import check_sizes, measure_costs
 from nextn.evaluate.plans import BenchmarkPlan
 from nextn.evaluate.workload import Prompt
 from nextn.model.model import Model
-from nextn.settings import json_record
 from nextn.stats import acceptance
 from nextn.stats.acceptance import Acceptance
 from nextn.stats.speedup import (
@@ -30,7 +29,7 @@ DEFINITIONS = {
     "overhead": "o, measured at the largest K and batch 1 by this decoder; assumed equal for every K and batch",
     "break_even": "the acceptance, equal at all depths, at which this K has speed-up 1; null: there is none",
     "pays": "the low end of the interval, at the best K, is above 1, and not all texts are repetitive",
-    "best_drafts": "the best K if it pays, else 0: leave MTP off",
+    "best_num_speculative_tokens": "the best K if it pays, else 0: leave MTP off",
     "measured": "speed-up of the decoder at the largest K in this run, to compare with what was expected",
 }
 
@@ -87,9 +86,9 @@ class Forecast:
             "batch": self.costs.batch,
             "context": self.costs.context,
             "pays": self.pays,
-            "best_drafts": self.best.num_speculative_tokens if self.pays else 0,
+            "best_num_speculative_tokens": self.best.num_speculative_tokens if self.pays else 0,
             "verdict": self.summary,
-            "by_drafts": list(map(json_record, self.choices)),
+            "by_num_speculative_tokens": list(map(asdict, self.choices)),
         }
 
 
@@ -202,7 +201,7 @@ class Advice:
             "pays": self.forecasts[0].pays,
             "definitions": DEFINITIONS,
             "machine": vars(self.report.machine),
-            "plan": json_record(self.report.plan),
+            "plan": asdict(self.report.plan),
             "warnings": self.report.warnings,
             "measured": [figures.as_record() for figures in self._figures],
             "costs": [costs.as_record() for costs in self.costs],

@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import product
 
@@ -21,7 +21,7 @@ from nextn.evaluate.plans import ADAPTIVE, BenchmarkPlan
 from nextn.evaluate.workload import Prompt, by_domain, indices_without
 from nextn.model.model import Model
 from nextn.runtime.backend import Backend, backend_for
-from nextn.settings import Sampling, Settings, json_record
+from nextn.settings import Sampling, Settings
 from nextn.speculative.draft_policy import DraftLength
 from nextn.speculative.draft_vocabulary import DraftVocabulary
 from nextn.stats import acceptance
@@ -29,7 +29,7 @@ from nextn.stats.acceptance import Acceptance
 from nextn.stats.speedup import DEFINITION, Costs, Spread, expected_speedup
 
 DEFINITIONS = {
-    "drafts": "K; -1: as many as pay in each round (draft_policy.AdaptiveLength), at most the largest K",
+    "num_speculative_tokens": "K; -1: as many as pay in each round (draft_policy.AdaptiveLength), up to the largest",
     "tokens_per_s": "new tokens per second of one prompt after the prefill and its token; median and quartiles",
     "speedup": "tokens/s of MTP over baseline decoding of the same prompt in the same turn; median and quartiles",
     "acceptance": acceptance.DEFINITION + "; 95 % Wilson intervals",
@@ -43,8 +43,8 @@ DEFINITIONS = {
     "bytes_per_token": "weights read per new token: (trunk's pass + K draft steps) / AL",
     "bandwidth_used": "bytes_per_token * tokens_per_s / the bandwidth of a copy on this machine, measured in this run; "
     "weights that stay in a cache can make it exceed 1",
-    "looping": "prompts with a repetitive text (degeneracy.degeneracy) at this temperature: left out of the figures",
-    "only_loops": "all of these texts are repetitive, so none could be left out: the figures say little",
+    "repetitive": "prompts with a repetitive text (degeneracy.degeneracy) at this temperature: left out of the figures",
+    "only_repetitive": "all of these texts are repetitive, so none could be left out: the figures say little",
     "short": f"prompts with a text of fewer than {MIN_TOKENS} tokens, too short to detect repetition reliably",
     "draft_vocab": "tokens that the head drafts from, and the share of emitted tokens that are not among them",
     "identical": "greedy texts with MTP that equal baseline decoding's; below float32, near-ties may differ",
@@ -163,9 +163,9 @@ class BenchmarkFigures:
         }
         return {
             "temperature": self.temperature,
-            "drafts": self.num_speculative_tokens,
+            "num_speculative_tokens": self.num_speculative_tokens,
             "domain": self.domain,
-            "only_loops": self.all_repetitive,
+            "only_repetitive": self.all_repetitive,
             "tokens_per_s": self.tokens_per_s.as_record(),
             "speedup": self.speedup.as_record(),
             **acceptance,
@@ -307,7 +307,7 @@ class BenchmarkReport:
         counts = {
             f"{temperature:g}": {
                 "prompts": len(self.prompts),
-                "looping": sorted(self.repetitive[temperature]),
+                "repetitive": sorted(self.repetitive[temperature]),
                 "short": sorted(self.short[temperature]),
             }
             for temperature in self.plan.temperatures
@@ -317,7 +317,7 @@ class BenchmarkReport:
             "model": self.source,
             "definitions": DEFINITIONS,
             "machine": vars(self.machine),
-            "plan": json_record(self.plan),
+            "plan": asdict(self.plan),
             "backend": "torch" if self.torch_reason else "native",
             "draft_vocab": None if vocabulary is None else [len(vocabulary), self.undraftable_share],
             "domains": {domain: len(indices) for domain, indices in by_domain(self.prompts).items()},

@@ -1,7 +1,7 @@
 """Diagnosis of an engine's low acceptance, from its draft counts and the checkpoint's head with and without faults."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -34,7 +34,6 @@ from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.workload import Prompt
 from nextn.model.model import Model
-from nextn.settings import json_record
 
 # Greedy texts of one model differ at near-ties, late; those of another model differ early.
 _OTHER_MODEL_SHARE = 0.5
@@ -42,11 +41,12 @@ _POOR_RATE = 0.2  # a reference with a lower a_1 is a poor head, whatever an eng
 
 DEFINITIONS = {
     "ratio": "of likelihoods: this cause's for what the engine counted, to that of the likeliest cause",
-    "misfit": "probability of counts as far off as these if the cause holds (a p-value)",
+    "p_value": "probability of counts as far off as these if the cause holds",
     "named": "fine unless a fault is 100 times likelier; else the faults that the likeliest does not beat ten times; "
-    "[] = even the likeliest does not fit (misfit below 0.001)",
-    "alike": "causes that cannot be told from the named here: this many rounds are expected to give a ratio below 100",
-    "hidden": "faults that cannot be told from fine in the same way",
+    "[] = even the likeliest does not fit (p_value below 0.001)",
+    "indistinguishable": "causes that cannot be told from the named here: this many rounds are expected to give a "
+    "ratio below 100",
+    "undetectable": "faults that cannot be told from fine in the same way",
     "acceptance": "a_1..a_K, conditional on the shallower depths",
 }
 
@@ -112,7 +112,7 @@ class ObservedCase:
             "prompts": None if indices is None else len(indices),
             "counters": self.observation.counters.as_record(),
             "observed": self.counts.as_record(),
-            "fresh": self.diverged_share,
+            "diverged_share": self.diverged_share,
             "workload": self.other_workload,
         }
 
@@ -267,12 +267,12 @@ class Diagnosis:
             "verdict": self.summary,
             "fine": self.is_fine,
             "named": list(self.named),
-            "alike": list(self.indistinguishable),
+            "indistinguishable": list(self.indistinguishable),
             "suspects": [suspect.as_record() for suspect in self.suspects],
             "causes": [cause.as_record() for cause in self.causes],
-            "hidden": list(self.undetectable),
+            "undetectable": list(self.undetectable),
             "cases": [case.as_record() for case in self.cases],
-            "settings": json_record(self.reference.plan),
+            "settings": asdict(self.reference.plan),
             "notes": self.notes,
         }
 

@@ -57,8 +57,8 @@ class ObservedCounts:
 
     def as_record(self) -> dict[str, object]:
         """Return the counts for JSON reports."""
-        counts = {"offered": self.num_drafted, "kept": self.num_accepted}
-        return counts | {"length": self.length, "rounds": self.rounds}
+        counts = {"num_draft_tokens_per_pos": self.num_drafted, "num_accepted_tokens_per_pos": self.num_accepted}
+        return counts | {"mean_acceptance_length": self.length, "num_drafts": self.rounds}
 
 
 @dataclass(frozen=True, eq=False)

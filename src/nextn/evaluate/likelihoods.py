@@ -48,8 +48,9 @@ class Cause:
 
     def as_record(self) -> dict[str, object]:
         """Return the fields for JSON reports."""
-        likelihoods = {"log_likelihood": self.log_likelihood, "ratio": self.ratio, "misfit": self.p_value}
-        return {"name": self.name} | likelihoods | {"acceptance": list(self.rates), "length": self.length}
+        likelihoods = {"log_likelihood": self.log_likelihood, "ratio": self.ratio, "p_value": self.p_value}
+        acceptance = {"acceptance": list(self.rates), "mean_acceptance_length": self.length}
+        return {"name": self.name} | likelihoods | acceptance
 
     def ratio_to(self, other: "Cause") -> float:
         """Return how many times likelier the counts are under this cause; at most 1e300."""

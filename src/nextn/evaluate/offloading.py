@@ -12,10 +12,9 @@ from nextn.evaluate.advice import DEFINITIONS, Forecast, forecast_rates
 from nextn.evaluate.expert_routing import ExpertRouting
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.model.expert_groups import EXPERT, STACKED
-from nextn.settings import json_record
 from nextn.stats.speedup import Costs, Spread
 
-OFFLOAD_DEFINITIONS = {name: DEFINITIONS[name] for name in ("speedup", "break_even", "best_drafts")} | {
+OFFLOAD_DEFINITIONS = {name: DEFINITIONS[name] for name in ("speedup", "break_even", "best_num_speculative_tokens")} | {
     "acceptance": "a_k over the texts, as `nextn measure` computes it",
     "interval": "the same with every a_k at the low, and at the high end of its 95 % interval between texts",
     "pays": "the low end of the interval, at the best K, is above 1, and not all texts are repetitive",
@@ -155,7 +154,7 @@ class OffloadAdvice:
             "pays": self.forecasts[0].pays,
             "definitions": OFFLOAD_DEFINITIONS,
             "machine": None if self.report.machine is None else vars(self.report.machine),
-            "plan": json_record(self.report.plan),
+            "plan": asdict(self.report.plan),
             "warnings": self.report.warnings,
             "measured": [self.report.figures(temperature).as_record() for temperature in temperatures],
             "weights": asdict(self.weights),

@@ -51,13 +51,13 @@ _MIN_SHARE = 2 / 3  # of a perfect head's a_1, that a named convention has to re
 Outcome = Literal["family", "other", "unexplained", "nothing-works"]
 
 DEFINITIONS = {
-    "per_column": "accepted drafts per position, depths 1..K together, over all positions of the texts alike; argmax "
+    "accepted_per_position": "drafts, depths 1..K together, over all positions of the texts alike; argmax "
     "drafts, accepted with the trunk's probability (rule argmax), which does not depend on how sharp the head's "
     "distribution is; for pairs (t_i+1, h_i+1) without depth 1, which any head that passes this state on has right",
-    "per_column_sampled": "the same with drafts sampled from the head and verified one by one (rule ratio)",
+    "accepted_per_position_sampled": "the same with drafts sampled from the head and verified one by one (rule ratio)",
     "acceptance": "a_1..a_K over all positions alike, conditional on the shallower depths, by rule argmax",
-    "gain": "per_column less that of the family's convention, paired by text; its interval is for all comparisons "
-    "together",
+    "gain": "accepted_per_position less that of the family's convention, paired by text; its interval is for all "
+    "comparisons together",
     "best": "by each rule, the conventions with the fewest changes that the best one does not beat: beyond that "
     f"interval and by {_MIN_GAIN} or more; [] = the family's",
     "controls": "changes that no engine or converter makes: effective norm weights of one role, or of all, times "
@@ -70,7 +70,7 @@ DEFINITIONS = {
     f"the weights fit best, as gain_before is at most {_MAX_BEFORE:g} and gain_after at most {_MAX_AFTER:g} of its "
     f"gain, and its a_1 at least {_MIN_SHARE:.2f} of perfect; by rule ratio only if best by rule argmax is the "
     f"family's, and not better by more than {_MIN_GAIN}; unexplained: best by rule argmax is not the family's and not "
-    "explained so, as in some damaged, undertrained and stale heads; nothing-works: its per_column is below "
+    "explained so, as in some damaged, undertrained and stale heads; nothing-works: its accepted_per_position is below "
     f"{_MIN_WORKING}",
     "wanted": "best if the outcome is other, else []",
     "ties": "those with as many changes that cannot be told from wanted",
@@ -269,8 +269,8 @@ class ProbeReport:
         return {
             "keys": list(score.keys),
             "says": score.description,
-            "per_column": score.accepted_per_position(),
-            "per_column_sampled": score.accepted_per_position("ratio"),
+            "accepted_per_position": score.accepted_per_position(),
+            "accepted_per_position_sampled": score.accepted_per_position("ratio"),
             "acceptance": [None if math.isnan(rate) else rate for rate in score.rates],
             "gain": self.gain(score, self.base).as_record(),
         }

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -22,26 +22,26 @@ from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.reference_texts import Controls, GeneratedTexts
 from nextn.evaluate.teacher_forced import RULES, ScoredText
 from nextn.evaluate.workload import Prompt, by_domain, indices_without
-from nextn.settings import Contract, json_record
+from nextn.settings import Contract
 from nextn.stats.acceptance import DEFINITION
 from nextn.stats.intervals import INTERVAL, Estimate, jackknife, proportion
 from nextn.stats.speedup import expected_length
 
 DEFINITIONS = {
     "acceptance": DEFINITION.partition(";")[0] + "; rounds follow each other through the text as in decoding at this K",
-    "length": "AL@K = 1 + sum over k <= K of a_1 ... a_k: tokens per round of K drafts, the bonus token included",
+    "mean_acceptance_length": "AL@K = 1 + sum over k <= K of a_1 ... a_k: tokens per round, with the bonus token",
     "interval_95": INTERVAL,
     "rule": RULES,
     "pass": "parallel: all positions of a text at once; stepped: one by one through the head's caches; decoder: "
     "counted while decoding. The first two use the distribution of acceptance given the text, so no draft is sampled",
     "decoder": "what was counted while the texts were decoded; temperature 0 by rule greedy, else by settings.rule. "
     "Wilson intervals that take rounds as independent",
-    "columns": "a_1 over all positions alike, to compare the controls with",
+    "all_positions": "a_1 over all positions alike, to compare the controls with",
     "shifted": "depth 1's argmax against the token after the one that it predicts",
     "shuffled": "a_1 over all positions, with each text's hidden states in random order",
     "chance": "argmax and token equal by accident: the sum over the vocabulary of the products of their frequencies",
     "median_rank": "how many tokens depth 1 ranks above the text's, median; vocab_size tokens in all",
-    "looping": "repetitive texts (degeneracy.degeneracy): left out, unless all are",
+    "repetitive": "repetitive texts (degeneracy.degeneracy): left out, unless all are",
     "short": f"texts of fewer than {MIN_TOKENS} tokens, too short to detect repetition reliably",
     "origin": "of texts that were not generated here. agreement: at temperature 0, share of their tokens that are the "
     "trunk's argmax; excess: above it, by how many nats a token is less likely than those that the trunk would sample",
@@ -93,14 +93,14 @@ class AcceptanceFigures:
         return {
             "temperature": self.temperature,
             "rule": self.rule,
-            "drafts": self.num_speculative_tokens,
+            "num_speculative_tokens": self.num_speculative_tokens,
             "domain": self.domain,
             "num_texts": self.num_texts,
             "acceptance": [rate["value"] for rate in rates],
             "interval_95": [[rate["low"], rate["high"]] for rate in rates],
-            "length": self.length.as_record(),
-            "offered": list(self.num_drafted),
-            "kept": list(self.num_accepted),
+            "mean_acceptance_length": self.length.as_record(),
+            "num_draft_tokens_per_pos": list(self.num_drafted),
+            "num_accepted_tokens_per_pos": list(self.num_accepted),
         }
 
 
@@ -221,7 +221,7 @@ class ReferenceReport:
             "definitions": DEFINITIONS,
             "machine": None if self.machine is None else vars(self.machine),
             "hashes": {**self.hashes, "prompts": hash_prompts(prompts)},
-            "settings": json_record(self.plan) | {"contract": vars(self.contract)},
+            "settings": asdict(self.plan) | {"contract": vars(self.contract)},
             "pass": self.scoring_pass,
             "domains": {domain: len(indices) for domain, indices in by_domain(self.prompts).items()},
             "texts": {f"{temperature:g}": self._text_counts(temperature) for temperature in self.generated},
@@ -248,7 +248,7 @@ class ReferenceReport:
         return {
             "num": len(texts),
             "tokens": sum(len(text.new) for text in texts),
-            "looping": sorted(self.repetitive[temperature]),
+            "repetitive": sorted(self.repetitive[temperature]),
             "short": self.generated[temperature].short,
         }
 

@@ -149,8 +149,7 @@ class Controls:
 
     def as_record(self) -> dict[str, object]:
         """Return the fields for JSON reports."""
-        fields = dict(vars(self))
-        return {"columns": fields.pop("all_positions"), **fields}
+        return dict(vars(self))
 
 
 def measure_controls(

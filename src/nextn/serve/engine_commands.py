@@ -100,7 +100,7 @@ def advised_num_speculative_tokens(path: Path) -> int:
     """
     try:
         first = json.loads(path.read_text(encoding="utf-8"))["forecasts"][0]
-        best, advice = int(first["best_drafts"]), str(first["verdict"])
+        best, advice = int(first["best_num_speculative_tokens"]), str(first["verdict"])
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, TypeError, KeyError, IndexError) as error:

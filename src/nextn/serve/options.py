@@ -94,7 +94,7 @@ def reference_rates(path: Path) -> tuple[float, ...]:
             raise ValueError(f"larger than {_MAX_REFERENCE // 2**20} MiB")
         record = loads(path.read_text(encoding="utf-8"))
         figures = [entry for entry in record["figures"] if entry["domain"] == "all"]  # type: ignore[index]
-        first = min(figures, key=lambda entry: (entry["temperature"], -entry["drafts"]))
+        first = min(figures, key=lambda entry: (entry["temperature"], -entry["num_speculative_tokens"]))
         return tuple(0.0 if rate is None else float(rate) for rate in first["acceptance"])
     except OSError as error:
         raise ConfigError(f"--reference {path}: cannot be read: {error.strerror or error}") from error

@@ -166,7 +166,8 @@ def _section(inventory: Inventory, repo: str, base: str, record: Mapping[str, An
     prints = ", ".join(f"{name} `{digest[:12]}`" for name, digest in hashes.items())
     yield (
         "a_k: share of depth-k drafts accepted among those whose shallower drafts were all accepted, at K = "
-        f"{settings['drafts']}, with its 95 % interval. AL: tokens per round. {sum(record['domains'].values())} "
+        f"{settings['num_speculative_tokens']}, with its 95 % interval. AL: tokens per round. "
+        f"{sum(record['domains'].values())} "
         f"prompts, up to {settings['max_tokens']} new tokens each; nextn {record['nextn']}; {prints}."
     )
     yield from (f"- {warning}" for warning in record.get("warnings", ()))
@@ -176,18 +177,18 @@ def _section(inventory: Inventory, repo: str, base: str, record: Mapping[str, An
 
 
 def _table(record: Mapping[str, Any]) -> Iterator[str]:
-    max_k = record["settings"]["drafts"]
+    max_k = record["settings"]["num_speculative_tokens"]
     titles = ["decoding", *(f"a_{k}" for k in range(1, max_k + 1)), "AL"]
     yield f"| {' | '.join(titles)} |"
     yield f"| --- |{' ---: |' * (max_k + 1)}"
     for row in record["figures"]:
-        if row["domain"] == "all" and row["drafts"] == max_k and row["rule"] in _RULES:
+        if row["domain"] == "all" and row["num_speculative_tokens"] == max_k and row["rule"] in _RULES:
             label = "greedy" if row["rule"] == "greedy" else f"temperature {row['temperature']:g}, {row['rule']}"
             rates = [
                 "" if rate is None else f"{rate:.3f} ({low:.2f}-{high:.2f})"
                 for rate, (low, high) in zip(row["acceptance"], row["interval_95"], strict=True)
             ]
-            length = row["length"]["value"]
+            length = row["mean_acceptance_length"]["value"]
             yield f"| {' | '.join([label, *rates, '' if length is None else f'{length:.2f}'])} |"
 
 

@@ -71,10 +71,10 @@ class Acceptance:
             "definition": DEFINITION,
             "acceptance": [None if math.isnan(rate) else rate for rate in self.rates],
             "interval_95": [list(interval) for interval in self.intervals()],
-            "offered": list(self.num_drafted),
-            "kept": list(self.num_accepted),
-            "acceptance_length": None if math.isnan(self.length) else self.length,
-            "rounds": self.num_rounds,
+            "num_draft_tokens_per_pos": list(self.num_drafted),
+            "num_accepted_tokens_per_pos": list(self.num_accepted),
+            "mean_acceptance_length": None if math.isnan(self.length) else self.length,
+            "num_drafts": self.num_rounds,
         }
 
 

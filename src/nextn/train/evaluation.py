@@ -49,7 +49,7 @@ class DecodedFigures:
     """Figures of decoding held-out prompts."""
 
     acceptance: Acceptance
-    looping: float  # share of texts that are degenerate
+    repetitive: float  # share of texts that are degenerate
     checks: tuple[Degeneracy, ...] = field(repr=False)
 
 

@@ -98,7 +98,7 @@ class HeldOutAcceptance:
         return figures | {
             "score": self.score,
             "noise": self.noise(),
-            "columns": self.num_positions,
+            "num_positions": self.num_positions,
             "kv": self.kv,
             "temperature": self.temperature,
             "definition": DEFINITION,

@@ -49,7 +49,7 @@ class EvalRecord:
         values = asdict(self)
         values["forced"] |= {"greedy_AL": self.forced.greedy_length, "sampled_AL": self.forced.sampled_length}
         if self.decoded is not None:
-            values["decoded"] = self.decoded.acceptance.as_record() | {"looping": self.decoded.looping}
+            values["decoded"] = self.decoded.acceptance.as_record() | {"repetitive": self.decoded.repetitive}
         return values
 
 

@@ -34,7 +34,7 @@ from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.text_interface import TextInterface
 from nextn.model.trunk import Trunk
 from nextn.runtime.backend import backend_for
-from nextn.settings import Sampling, Settings, json_record
+from nextn.settings import Sampling, Settings
 from nextn.text_format import changes
 from nextn.train.fingerprint import fingerprint, fingerprint_of
 
@@ -100,7 +100,7 @@ class GeneratedAnswer:
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]  # the answer's eos included
     finish: str  # `eos`, `length` or `context`
-    looping: bool  # see `Degeneracy.is_degenerate`
+    repetitive: bool  # see `Degeneracy.is_degenerate`
     text: str | None = None  # the answer without special tokens, if there is a tokenizer
 
 
@@ -111,7 +111,7 @@ class AnswerProgress:
     total: int  # answers requested
     answers: int = 0
     tokens: int = 0  # of all answers
-    looping: int = 0  # answers that are degenerate text
+    repetitive: int = 0  # answers that are degenerate text
     finishes: Counter[str] = field(default_factory=Counter)
     tokens_per_s: float = 0.0  # of the last batch, 0 for answers read from an existing file
 
@@ -122,7 +122,7 @@ class AnswerProgress:
             self.total,
             self.answers + len(answers),
             self.tokens + new,
-            self.looping + sum(answer.looping for answer in answers),
+            self.repetitive + sum(answer.repetitive for answer in answers),
             self.finishes + Counter(answer.finish for answer in answers),
             new / seconds if seconds else 0.0,
         )
@@ -236,7 +236,7 @@ def _drop_long(prompts: list[list[int]], context: int | None) -> tuple[list[list
 def _header(model: Model, settings: Settings, batch_size: int, backend: str) -> dict[str, object]:
     head = fingerprint(model.head) if model.head is not None and settings.num_speculative_tokens else None
     made_by = {"trunk": fingerprint(model.trunk.model), "head": head, "batch_size": batch_size, "backend": backend}
-    return {HEADER_KEY: "answers"} | made_by | {"settings": json_record(settings)}
+    return {HEADER_KEY: "answers"} | made_by | {"settings": asdict(settings)}
 
 
 def resume_answers(

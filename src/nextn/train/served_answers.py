@@ -1,6 +1,7 @@
 """Training data through an engine: the answers of a served copy of a model that is too large to decode here."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from nextn.engines.answers import EngineAnswer, EngineRequest
 from nextn.engines.driver import iter_answers
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import EngineError
-from nextn.settings import Settings, json_record
+from nextn.settings import Settings
 from nextn.train.self_generated import AnswerProgress, GeneratedAnswer, append_answers, resume_answers
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def served_answers(
         CheckpointError: The file is damaged or cannot be written.
         EngineError: The engine fails, or its tokens are not those of the tokenizer.
     """
-    header = {HEADER_KEY: "answers", "engine": endpoint.served.name, "settings": json_record(settings)}
+    header = {HEADER_KEY: "answers", "engine": endpoint.served.name, "settings": asdict(settings)}
     progress = AnswerProgress(len(prompts)).plus(resume_answers(out, header, prompts, 1))
     yield progress
     first, eos = progress.answers, settings.eos or ()
