@@ -12,7 +12,7 @@ from quick import others_slow
 
 import nextn.runtime.native
 from nextn.runtime.native.abi import INT4, INT8, load
-from nextn.runtime.native.int4 import int4_linear, pack_int4, quantize_int4
+from nextn.runtime.native.int4 import int4_linear, pack_int4_rows, quantize_int4
 from nextn.runtime.native.quantization import EIGHT_BITS, int8_linear, pack_quantized, quantize
 
 SOURCES = Path(nextn.runtime.native.__file__).parent / "csrc"
@@ -187,7 +187,7 @@ def test_products_of_few_bits(kind, tmp_path):
     torch.testing.assert_close(found, int8_linear(x, *quantize(weight, 8)), rtol=1e-5, atol=1e-4)
     for index, group in enumerate((32, 64, 128)):
         quantized = quantize_int4(weight, group, load())
-        found, here = multiply(INT4 + index, packed := pack_int4(quantized, take)), torch.empty(13, 70)
+        found, here = multiply(INT4 + index, packed := pack_int4_rows(quantized, group, take)), torch.empty(13, 70)
         torch.testing.assert_close(found, int4_linear(x, quantized), rtol=1e-5, atol=1e-4)
         load().call("linear", [here, x, packed], [70, 300, 1, INT4 + index])
         assert torch.equal(found, here) or not fuses
