@@ -26,6 +26,7 @@ check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file bench/mypy.ini
 
 # Builds sdist and wheel in dist, then uses the wheel from an environment that holds nothing but it and what it needs.
 wheel: $(VENV)/.ready

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from nextn.cache.kv_cache import KVCache
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.decoding.rounds import prepare, rounds
 from nextn.evaluate.decoding_costs import measure_costs, step_bytes
@@ -133,7 +134,7 @@ def contexts(model: Model, backend: str, sizes: Sequence[int], repeats: int) -> 
     return times
 
 
-def step(engine: Backend, cache: object) -> None:
+def step(engine: Backend, cache: KVCache) -> None:
     engine.trunk.predict(engine.trunk(torch.zeros(1, 1, dtype=torch.int64), cache).final_hidden).best  # noqa: B018
     cache.commit([0])
 

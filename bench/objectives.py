@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from own_text import prose_corpora, python_corpora, read_answers, run_steps, with_states, write_answers
@@ -200,7 +201,7 @@ def figures(workload: Workload, trunk: str, model: Model) -> dict[str, object]:
     return record
 
 
-def measure(out: Path, work: Path, size: Size, *, only: str = "") -> dict[str, object]:
+def measure(out: Path, work: Path, size: Size, *, only: str = "") -> dict[str, Any]:
     """Train the cells that `out` does not hold yet, and write it after each."""
     known = json.loads(out.read_text()) if out.exists() else {}
     if known and known["size"] != vars(size):

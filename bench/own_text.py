@@ -14,11 +14,10 @@ from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.data.corpus import Corpus, standard_library
 from nextn.data.prompts import sample_prompts
 from nextn.data.sources import load_corpora, split_files
-from nextn.decoding.rounds import Settings
 from nextn.evaluate.decoding_costs import processor_name
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput
-from nextn.speculative.sampling import Sampling
+from nextn.settings import Sampling, Settings
 from nextn.train.loop import Trainer
 from nextn.train.self_generated import generate_answers
 

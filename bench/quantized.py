@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from datetime import UTC, datetime
 from operator import eq
 from pathlib import Path
+from typing import Any
 
 import torch
 from engines import environments
@@ -130,9 +131,7 @@ def accuracy(
     return record
 
 
-def texts_of(
-    model: Model, prompts: Sequence[Sequence[int]], k: int, max_tokens: int, clock: Clock
-) -> dict[str, object]:
+def texts_of(model: Model, prompts: Sequence[Sequence[int]], k: int, max_tokens: int, clock: Clock) -> dict[str, Any]:
     """Decode greedily: tokens, rounds after the prefill, seconds after it."""
     engine, tokens, num_rounds, seconds = backend_for(model, "native"), [], 0, 0.0
     settings = Settings(num_speculative_tokens=k, max_tokens=max_tokens, eos=tuple(eos_tokens(model)))
@@ -151,7 +150,7 @@ def decoding(
     models: dict[str, Model], prompts: Sequence[Sequence[int]], k: int, max_tokens: int, turns: int, clock: Clock
 ) -> dict[str, object]:
     """Tokens/s with and without drafts, acceptance length, and whether both give the same text."""
-    best: dict[tuple[str, int], dict[str, object]] = {}
+    best: dict[tuple[str, int], dict[str, Any]] = {}
     for _ in range(turns):
         for name, model in models.items():
             for number in (0, k):

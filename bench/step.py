@@ -23,6 +23,7 @@ from nextn.train.recipes import Recipe, by_name
 
 def flops_per_token(trainer: Trainer, depths: int) -> float:
     """6 FLOPs per multiply-accumulate of forward and backward pass: matrices, and attention over half the sequence."""
+    assert isinstance(trainer.task, JointTask)
     model = trainer.task.model
     config, trunk = model.trunk.config, model.trunk
     attention = trainer.config.length * config.num_attention_heads * config.head_dim

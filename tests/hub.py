@@ -24,6 +24,7 @@ class Hub:
 
     def __init__(self, files):
         self.files, self.faults, self.requests, self.delay, self.num_bytes = files, {}, [], 0.0, 0
+        self.large, self.created, self.commits = {}, [], 0  # uploads: contents by SHA-256, repositories as asked for
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"hub": self}))
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -114,7 +115,6 @@ class Uploads(Handler):
 
     @classmethod
     def on(cls, hub):
-        hub.large, hub.created, hub.commits = {}, [], 0  # contents by SHA-256, repositories as asked for
         hub.server.RequestHandlerClass = type("Handler", (cls,), {"hub": hub})
 
     def do_POST(self):

@@ -221,7 +221,7 @@ def test_figures_are_those_of_the_package(open_page, server):
     shown = [row.locator("td").all_inner_texts() for row in rows]
     assert [row[2] for row in shown] == [f"{100 * rate:.1f}" for rate in FIGURES.rates]
     assert [row[4] for row in shown] == [str(num) for num in FIGURES.num_drafted]
-    costs = Costs(1, 0, tuple(Spread(v, v, v, 1) for v in RECORD["cost_curve"]), Spread(*[RECORD["draft_cost"]] * 3, 1))
+    costs = Costs(1, 0, tuple(Spread(v, v, v, 1) for v in RECORD["cost_curve"]), Spread.of([RECORD["draft_cost"]]))
     speedups = view.locator("#speedup tr td:last-child").all_inner_texts()
     expected = [f"{expected_speedup(costs, FIGURES.rates, k):.2f}" for k in range(5)]
     assert [text.split()[-1] for text in speedups[:5]] == expected
@@ -237,7 +237,7 @@ def test_figures_are_those_of_the_package(open_page, server):
 def test_reference_stands_in_for_depths_that_were_not_drafted(open_page, server):
     """Before the first answer, and beyond the K of the answers."""
     view = open_page()
-    costs = Costs(1, 0, tuple(Spread(v, v, v, 1) for v in RECORD["cost_curve"]), Spread(*[RECORD["draft_cost"]] * 3, 1))
+    costs = Costs(1, 0, tuple(Spread(v, v, v, 1) for v in RECORD["cost_curve"]), Spread.of([RECORD["draft_cost"]]))
     shown = view.locator("#speedup tr td:last-child")
     assert shown.nth(2).inner_text() == f"{expected_speedup(costs, server.reference, 2):.2f}"
     one = {"tokens": [1, 2], "texts": ["a", "b"], "drafts": [1], "draft_texts": ["a"], "num_accepted": 1}

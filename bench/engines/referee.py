@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from engines.client import Worker
@@ -185,7 +186,7 @@ def _count_rounds(scored: ScoredText, k: int, tokens: int, *, overruns: bool) ->
     return Counters("nextn", rounds, None, sum(per_position), tuple(per_position))
 
 
-def compared(ours: Ours, engine: str, plain: Seen, seen: Sequence[Seen]) -> dict[str, object]:
+def compared(ours: Ours, engine: str, plain: Seen, seen: Sequence[Seen]) -> dict[str, Any]:
     """Return the record of one family in one engine; see DEFINITIONS."""
     variants = conventions(ours.model, engine)
     row = ours.scores()
