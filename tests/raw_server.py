@@ -33,14 +33,20 @@ def serving(answer):
         server.close()
 
 
+def _received(connection):
+    if not (data := connection.recv(65536)):  # closed: waiting for more would take a core for the rest of the run
+        raise ConnectionError
+    return data
+
+
 def _request(connection):
     data = b""
     while b"\r\n\r\n" not in data:
-        data += connection.recv(65536)
+        data += _received(connection)
     head, _, body = data.partition(b"\r\n\r\n")
     length = next((int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), 0)
     while len(body) < length:
-        body += connection.recv(65536)
+        body += _received(connection)
     return head + b"\r\n\r\n" + body
 
 
