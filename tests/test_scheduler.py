@@ -13,6 +13,7 @@ from tiny import build, prompt, refrain
 
 from nextn.errors import ConfigError, QueueFullError
 from nextn.runtime.backend import backend_for
+from nextn.runtime.native.passes import Passes
 from nextn.serve import scheduler as scheduler_module
 from nextn.serve.engine import ServingEngine, _bytes_per_sequence, _limits
 from nextn.serve.options import EngineOptions
@@ -404,6 +405,22 @@ def test_a_slow_pass_does_not_rule_out_its_size(trained, monkeypatch):
         scheduler.step()
     assert sizes[1:3] == [32, 32]
     assert 64 in sizes[3:]
+
+
+def test_no_request_waits_for_a_recording_after_warmup(trained, monkeypatch):
+    """Sizes that warm-up leaves out: of prompts, of rounds, and of what the head catches up on after others."""
+    options = EngineOptions("native", warmup=False, max_num_seqs=1, cache_gb=0.1, num_speculative_tokens=2)
+    engine, sizes, record = ServingEngine(trained["glm_one"], options), [], Passes._record
+    for _ in engine._warm_up_steps():
+        pass
+    monkeypatch.setattr(
+        Passes, "_record", lambda self, count, size: sizes.append((count, size)) or record(self, count, size)
+    )
+    rows = refrain(4, 150, seed=4).tolist()
+    for row, length in enumerate((5, 20, 70, 150)):
+        submitted(engine, {row: GenerationRequest(prompt=tuple(rows[row][:length]), max_tokens=100)})
+    engine.close(grace_s=5)
+    assert sizes == []
 
 
 def test_engine_answers(engine, trained):

@@ -110,9 +110,7 @@ class DecodingBatch:
         self.native: NativeRounds | None = None
         self.queued: deque[VerifiedRound] = deque()  # native rounds that were computed and not yet emitted
         self.max_ahead_s = _MAX_AHEAD_S  # seconds of rounds that may be computed before the caller reads them
-        self._round_s = (
-            self.max_ahead_s
-        )  # seconds of the last round; starts at max_ahead_s so that the first call runs one round
+        self._round_s = self.max_ahead_s  # seconds of the last round; at first so long that a call runs one round
         self._overhead_s = 0.0  # of Python, per native round
         self.num_prefilled = 0  # where the next chunk of the prompts starts; may be beyond the end of one
         # Per sequence, the trunk's states at the last D positions of the last chunk, for D MTP layers. Layer k needs

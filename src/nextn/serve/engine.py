@@ -167,14 +167,18 @@ class ServingEngine:
         Requests that arrive wait for one step at most.
         """
         trunk, head, k = self.backend.trunk, self.backend.head, self.limits.num_speculative_tokens
+        # The last chunk of a prompt has any size; smaller ones than the smallest run on passes of that size. The head
+        # also catches up on as many positions as two chunks, after rounds without drafts.
+        chunks = *range(CHUNKS[-1], CHUNKS[0] + 1, CHUNKS[-1] // 2), 2 * CHUNKS[0]
         for num_sequences in _warmup_order(self.limits.max_num_seqs):
-            # Prompts are processed one by one; the head also catches up in chunks, after rounds without drafts.
-            chunks = sorted(CHUNKS)
-            for size in [*range(1, k + 2), *(chunks if num_sequences == 1 else ())]:
+            # Prompts are processed one by one. What the heads of several sequences catch up on is recorded when needed:
+            # these sizes times all batch sizes would take minutes.
+            sizes = [*range(1, k + 2), *(chunks if num_sequences == 1 else ())]
+            for size in sizes:
                 with torch.inference_mode(), trunk.pass_context():
                     trunk.prepare(num_sequences, [size], exact=False)
                 yield
-            for size in [*range(1, k + 2), *chunks] if head is not None and k else ():
+            for size in sizes if head is not None and k else ():
                 assert head is not None
                 with torch.inference_mode(), trunk.pass_context():
                     head.prepare(num_sequences, [size])

@@ -28,7 +28,7 @@ class TokenSampler:
         self._changes_scores = self._changes(request)
         self.failure = ""  # why the grammar can no longer be followed
         self._tokens: list[int] = []  # emitted
-        self._generated: Counter[int] = Counter()  # the same
+        self._generated: Counter[int] = Counter()  # of them, as penalties need it at each token
         self._masks_drafts = True
         self._prompt = torch.tensor(sorted(set(request.prompt)))
         self._bias_ids = torch.tensor(list(request.logit_bias), dtype=torch.int64)

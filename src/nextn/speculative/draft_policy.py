@@ -121,7 +121,7 @@ class DraftLength(Protocol):
 
 @dataclass(frozen=True)
 class FixedLength:
-    """Always as many, ended early by a confidence below p_min. Raises ConfigError for values out of range."""
+    """Always K drafts, ended early by a confidence below p_min. Raises ConfigError for values out of range."""
 
     num_speculative_tokens: int
     p_min: float = 0.0
