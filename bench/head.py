@@ -21,8 +21,8 @@ def loop(head: StandaloneHead, tokens: torch.Tensor, positions: list[int], depth
     for position in positions:
         states, logits = hidden[:, : position + 1], []
         for depth in range(1, depths + 1):
-            step = head.step(head.module(depth), tokens[:, depth : position + 1 + depth], states)
-            logits.append(head.logits(head.module(depth), step.final_hidden[:, -1]))
+            step = head.step(head.layer_index(depth), tokens[:, depth : position + 1 + depth], states)
+            logits.append(head.logits(head.layer_index(depth), step.final_hidden[:, -1]))
             states = step.next_hidden
         out.append(torch.stack(logits, 1))
     return out

@@ -26,8 +26,9 @@ from memory import resident
 from torch import Tensor
 
 from nextn.checkpoint.safetensors_file import write_json
-from nextn.losses.distillation import OBJECTIVES, Teacher, head_loss
+from nextn.losses.distillation import OBJECTIVES, head_loss
 from nextn.losses.mtp_loss import IGNORE, Targets, mtp_loss
+from nextn.losses.teacher import Teacher
 
 LAMBDA = 0.3
 

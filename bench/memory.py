@@ -5,6 +5,7 @@
     python bench/memory.py run /tmp/shape-0.8b --out bench/results/memory.json
     python bench/memory.py run /tmp/shape-0.8b --before ../old/src    # two versions of the package, in turn
     python bench/memory.py run /tmp/shape-4b --weights int8
+    python bench/memory.py run /tmp/shape-4b --exact-head
 
 Resident memory is the kernel's VmRSS, which includes the interpreter, torch and transformers; the peak is VmHWM.
 """
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -101,7 +103,7 @@ def make(shape: str, folder: Path, *, layers: int | None = None) -> None:
     Model.build(config, num_modules=1, tokenizer=byte_tokenizer(), dtype=torch.bfloat16).save(folder)
 
 
-def child(folder: str, k: int, weights: str) -> None:
+def child(folder: str, k: int, weights: str, exact_head: bool) -> None:
     """Print one JSON line per stage: seconds and processor seconds since the start, and memory."""
     start = time.perf_counter()
 
@@ -116,7 +118,7 @@ def child(folder: str, k: int, weights: str) -> None:
 
     report("imports")
     model = Model.load(folder)
-    model.trunk.weights = weights
+    model.trunk.weights, model.head.exact = weights, exact_head
     report("load")
     backend = backend_for(model)
     report(f"{backend.name} backend")
@@ -126,10 +128,10 @@ def child(folder: str, k: int, weights: str) -> None:
         report(stage)
 
 
-def stages(folder: Path, source: Path | None, k: int, weights: str) -> list[dict[str, object]]:
+def stages(folder: Path, source: Path | None, options: Sequence[str]) -> list[dict[str, object]]:
     """Run `child` in a fresh process, with the package of this environment or of another source tree."""
     environment = os.environ | ({"PYTHONPATH": str(source.resolve())} if source else {})
-    command = [sys.executable, __file__, "child", str(folder), str(k), weights]
+    command = [sys.executable, __file__, "child", str(folder), *options]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -144,7 +146,7 @@ def read_seconds(folder: Path) -> float:
     return time.perf_counter() - start
 
 
-def run(folder: Path, before: Path | None, turns: int, k: int, weights: str) -> dict[str, object]:
+def run(folder: Path, before: Path | None, turns: int, options: Sequence[str]) -> dict[str, object]:
     """Run the versions in turn and print a table."""
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     versions: dict[str, Path | None] = {"now": None} | ({"before": before} if before else {})
@@ -152,7 +154,7 @@ def run(folder: Path, before: Path | None, turns: int, k: int, weights: str) -> 
     for _ in range(turns):
         for name, source in versions.items():
             reading.append(read_seconds(folder))
-            found[name].append(stages(folder, source, k, weights))
+            found[name].append(stages(folder, source, options))
     print(f"{folder.name}: {size / 1e6:.0f} MB of weights, read in {min(reading):.1f} to {max(reading):.1f} s")
     for name, runs in found.items():
         for rows in zip(*runs, strict=True):
@@ -164,7 +166,7 @@ def run(folder: Path, before: Path | None, turns: int, k: int, weights: str) -> 
 
 def main() -> None:
     if sys.argv[1:2] == ["child"]:
-        child(sys.argv[2], int(sys.argv[3]), sys.argv[4])
+        child(sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5] == "exact")
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     actions = parser.add_subparsers(dest="action", required=True)
@@ -178,6 +180,7 @@ def main() -> None:
     running.add_argument("--turns", type=int, default=2)
     running.add_argument("--num-speculative-tokens", "-k", type=int, default=2)
     running.add_argument("--weights", choices=("stored", "int8", "int4"), default="stored")
+    running.add_argument("--exact-head", action="store_true")
     running.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.action == "make":
@@ -185,10 +188,8 @@ def main() -> None:
         return
     from nextn.evaluate.decoding_costs import processor_name
 
-    results = {
-        folder.name: run(folder, args.before, args.turns, args.num_speculative_tokens, args.weights)
-        for folder in args.folders
-    }
+    options = [str(args.num_speculative_tokens), args.weights, "exact" if args.exact_head else "fast"]
+    results = {folder.name: run(folder, args.before, args.turns, options) for folder in args.folders}
     if args.out:
         record = {"date": date.today().isoformat(), "machine": processor_name(), "cores": os.cpu_count()} | results
         args.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -13,7 +13,7 @@ from nextn.data.batches import Batch, Batches
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.data.corpus import Corpus, standard_library
 from nextn.data.prompts import sample_prompts
-from nextn.data.sources import load_corpora, split_files
+from nextn.data.sources import load_corpora, path_hashes, split_by_hash
 from nextn.evaluate.decoding_costs import processor_name
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput
@@ -24,7 +24,8 @@ from nextn.train.self_generated import generate_answers
 
 def python_corpora(num_files: int | None = None) -> tuple[Corpus, Corpus]:
     """Return (train, held out) of the sources of Python's standard library, without the prose."""
-    train, held_out = split_files([path for path in standard_library()[:num_files] if path not in _prose()])
+    paths = [path for path in standard_library()[:num_files] if path not in _prose()]
+    train, held_out = split_by_hash(paths, path_hashes(paths), held_out=0.05)
     return Corpus.from_files(train, byte_tokenizer()), Corpus.from_files(held_out, byte_tokenizer())
 
 

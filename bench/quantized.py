@@ -1,10 +1,13 @@
-"""Weights of eight and four bits against those of a checkpoint: speed and, on a trained one, accuracy.
+"""Weights of eight and four bits, or KV caches of eight, against those of a checkpoint: speed and, on a trained one,
+accuracy.
 
 All are measured in turn, in one process, and times are minima over the turns, as other work on a machine only adds to
 them. `python bench/quantized.py MODEL [--prompts FILE] [--out FILE]`
 
 With --llama TYPES, such as BF16,Q8_0,Q4_K_M, llama.cpp measures the same checkpoint in the same turns, in this process:
 converted by its own converter and quantized by its own llama-quantize (`python bench/peers.py setup` builds both).
+
+With --kv-cache, the models differ in `Trunk.kv_cache_dtype`, not in `Trunk.weights`.
 
 With --one-thread, times are one thread's processor time, so that work of other processes is not in them, but what they
 leave of caches and memory bandwidth is.
@@ -35,23 +38,22 @@ from nextn.evaluate.decoding_costs import measure_costs, processor_name, step_by
 from nextn.evaluate.workload import read_prompts
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
-from nextn.settings import WEIGHTS, Settings
+from nextn.settings import KV_CACHE_DTYPES, WEIGHTS, Settings
 from nextn.stats.speedup import Spread
 
 
-def loaded(source: str, weights: str, dtype: torch.dtype | None) -> Model:
+def loaded(source: str, dtype: torch.dtype | None, *, weights: str = "stored", kv_cache_dtype: str = "auto") -> Model:
     model = Model.load(source, dtype=dtype)
-    model.trunk.weights = weights
+    model.trunk.weights, model.trunk.kv_cache_dtype = weights, kv_cache_dtype
     return model
 
 
 Clock = Callable[[], float]
 ACCEPTANCE = 0.75  # of each draft, given the ones before, where it is assumed
-CONTEXT = 256  # positions that passes are timed after
 
 
 def speed(
-    models: Mapping[str, Model], llamas: Mapping[str, LlamaModel], k: int, turns: int, clock: Clock
+    models: Mapping[str, Model], llamas: Mapping[str, LlamaModel], k: int, context: int, turns: int, clock: Clock
 ) -> dict[str, object]:
     """Milliseconds of passes over 1, 2, ... positions and of a draft step, and of reading the weights of a step."""
     best: dict[str, list[float]] = {}
@@ -64,11 +66,11 @@ def speed(
     for _ in range(turns):
         for name, model in models.items():
             costs = measure_costs(
-                model, num_speculative_tokens=k, context=CONTEXT, repeats=2, backend="native", clock=clock
+                model, num_speculative_tokens=k, context=context, repeats=2, backend="native", clock=clock
             )
             note(name, costs.steps, costs.draft)
         for name, llama in llamas.items():
-            llama.prefill(range(1, CONTEXT + 1))
+            llama.prefill(range(1, context + 1))
             note(name, *time_passes(llama, k, repeats=2, clock=clock))
         started = clock()
         values.sum()
@@ -81,7 +83,7 @@ def speed(
             "v": [step / steps[0] for step in steps],
             "draft_ms": 1e3 * draft,
             "c": draft / steps[0],
-            "step_over_reading": steps[0] / (num_bytes * reading),
+            "step_over_reading": steps[0] / (num_bytes * reading),  # of weights
             "forced_tokens_per_s": forced_speed(steps, draft),
         }
     return record
@@ -166,9 +168,17 @@ def decoding(
             "plain": count / plain["seconds"],
             "mtp": count / mtp["seconds"],
             "acceptance_length": count / mtp["rounds"],
-            "same_texts": sum(map(eq, best["stored", 0]["tokens"], plain["tokens"])),
+            "same_texts": sum(map(eq, best[next(iter(models)), 0]["tokens"], plain["tokens"])),
         }
     return record | {"texts": len(prompts)}
+
+
+def bytes_per_position(model: Model) -> int:
+    """Of the KV caches of the trunk and of all MTP layers."""
+    engine = backend_for(model, "native")
+    heads = 0 if engine.head is None else engine.head.num_modules
+    caches = [engine.trunk.cache(1), *(engine.head.cache(1) for _ in range(heads))]
+    return sum(cache.bytes_per_position for cache in caches)
 
 
 def ggufs(args: argparse.Namespace, folder: Path) -> dict[str, Path]:
@@ -188,12 +198,17 @@ def ggufs(args: argparse.Namespace, folder: Path) -> dict[str, Path]:
 
 def measured(args: argparse.Namespace, llamas: Mapping[str, LlamaModel], clock: Clock) -> dict[str, object]:
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    models = {weights: loaded(args.model, weights, dtype) for weights in WEIGHTS}
-    trunk = models["stored"].trunk
+    changed, choices = ("kv_cache_dtype", KV_CACHE_DTYPES) if args.kv_cache else ("weights", WEIGHTS)
+    models = {choice: loaded(args.model, dtype, **{changed: choice}) for choice in choices}
+    first = next(iter(models.values()))
+    trunk = first.trunk
     record: dict[str, object] = {
         "model": args.name or Path(args.model).name,
         "parameters": sum(weight.numel() for weight in trunk.parameters()),
         "dtype": str(trunk.dtype).removeprefix("torch."),
+        "changed": changed,
+        "bytes_per_position": {name: bytes_per_position(model) for name, model in models.items()},
+        "context": args.context,
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "machine": processor_name(),
         "load": [round(load, 1) for load in os.getloadavg()],
@@ -203,11 +218,11 @@ def measured(args: argparse.Namespace, llamas: Mapping[str, LlamaModel], clock: 
         "llama_weight_bytes": {name: llama.weight_bytes for name, llama in llamas.items()},
     }
     if args.prompts:
-        texts = [prompt.tokens(models["stored"]) for prompt in read_prompts(args.prompts)]
-        exact = loaded(args.model, "stored", torch.float32)
+        texts = [prompt.tokens(first) for prompt in read_prompts(args.prompts)]
+        exact = loaded(args.model, torch.float32)
         record["accuracy"] = accuracy(models, llamas, exact, texts)
         record["decoding"] = decoding(models, texts, args.decoding_k, args.tokens, args.turns, clock)
-    record["speed"] = speed(models, llamas, args.num_speculative_tokens, args.turns, clock)
+    record["speed"] = speed(models, llamas, args.num_speculative_tokens, args.context, args.turns, clock)
     record["load_after"] = [round(load, 1) for load in os.getloadavg()]
     return record
 
@@ -219,6 +234,8 @@ def main() -> None:
     parser.add_argument(
         "--prompts", type=Path, help="Held-out texts of a trained checkpoint: adds accuracy and decoding."
     )
+    parser.add_argument("--kv-cache", action="store_true", help="compare KV caches instead of weights")
+    parser.add_argument("--context", type=int, default=256, help="positions that passes are timed after")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
     parser.add_argument("--num-speculative-tokens", "-k", type=int, default=11)
     parser.add_argument("--decoding-k", type=int, default=4)

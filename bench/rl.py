@@ -28,8 +28,7 @@ import nextn
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.data.prompts import sample_prompts
-from nextn.train.cotrain import CotrainLoss, HeadSettings
-from nextn.train.trainer_batches import model_inputs, targets_of
+from nextn.train.cotrain import CotrainLoss, HeadSettings, model_inputs, targets_of
 
 OUT = Path(__file__).with_name("results") / "rl.json"
 

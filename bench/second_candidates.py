@@ -38,7 +38,7 @@ def ranks_by_depth(model: Model, text: ReferenceText, depths: int) -> Tensor:
     hidden = model.head.rollout_hidden(tokens[None], states[None], depths)
     ranks = []
     for depth, states_at_depth in enumerate(hidden, start=1):
-        logits = model.head.logits(model.head.module(depth), states_at_depth[0, first : first + count]).float()
+        logits = model.head.logits(model.head.layer_index(depth), states_at_depth[0, first : first + count]).float()
         target = tokens[first + 1 + depth : first + 1 + depth + count, None]
         ranks.append((logits > logits.gather(-1, target)).sum(-1))
     return torch.stack(ranks, dim=1)

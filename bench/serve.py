@@ -1,6 +1,7 @@
 """Servers under load: the same checkpoint and prompts through nextn, llama.cpp and vLLM, plain and with MTP.
 
     python bench/serve.py load CHECKPOINT --out bench/results/serve.json
+    python bench/serve.py load TRUNK --head DRAFT --gguf BOTH.gguf    # a separate head, and llama.cpp's file with both
     python bench/serve.py prefill CHECKPOINT        # inter-token times of running streams beside a long prompt
 
 `load` starts every server once and then, for each number of streams, runs all servers in turn, several times. A stream
@@ -139,19 +140,23 @@ def servers_of(args: argparse.Namespace, folder: Path) -> tuple[list[Server], li
     """The servers that can run here, and why others cannot."""
     checkpoint, k = args.checkpoint.resolve(), args.num_speculative_tokens
     starter, absent = Starter(environments.default_folder(), args.threads), []
+    head = args.head.resolve() if args.head else None
+    dtype = ("--dtype", "bfloat16")  # that of the GGUF and of vLLM
+    drafts = ("-k", str(k), *(("--head", str(head)) if head else ()))
     chosen = [
-        nextn_server(checkpoint, "--no-mtp", name="nextn plain"),
-        nextn_server(checkpoint, "-k", str(k), name="nextn MTP"),
+        nextn_server(checkpoint, *dtype, "--no-mtp", name="nextn plain"),
+        nextn_server(checkpoint, *dtype, *drafts, name="nextn MTP"),
     ]
     try:
         starter.check("llama.cpp")
-        gguf = starter.converted(checkpoint, folder / "model.gguf")
+        gguf = args.gguf or starter.converted(checkpoint, folder / "model.gguf")
         base = [
             str(environments.llama_server(starter.root)), "-m", str(gguf), "--port", "{port}", "-np", str(args.slots),
             "-c", str(args.slots * args.context), "-t", str(args.threads), "--no-webui",
         ]  # fmt: skip
         chosen.append(Server("llama.cpp plain", base, "model"))
-        mtp = [*base, "--spec-type", "draft-mtp", "--spec-draft-n-max", str(k)]
+        # A file that `nextn export` wrote has a window in its metadata, of which all cells are needed.
+        mtp = [*base, "--spec-type", "draft-mtp", "--spec-draft-n-max", str(k), *(["--swa-full"] if args.gguf else [])]
         chosen.append(Server("llama.cpp MTP", mtp, "model"))
     except Unavailable as error:
         absent.append(f"llama.cpp: {error}")
@@ -164,8 +169,11 @@ def servers_of(args: argparse.Namespace, folder: Path) -> tuple[list[Server], li
             str(args.context), "--max-num-seqs", str(args.slots), "--dtype", "bfloat16",
         ]  # fmt: skip
         chosen.append(Server("vllm plain", base, checkpoint.name, variables))
-        speculative = json.dumps({"method": "mtp", "num_speculative_tokens": k})
-        chosen.append(Server("vllm MTP", [*base, "--speculative-config", speculative], checkpoint.name, variables))
+        draft = {"model": str(head)} if head else {}
+        mtp = [*base, "--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": k, **draft})]
+        if head:  # vLLM reads the number of the draft's layers in the trunk's config
+            mtp += ["--hf-overrides", json.dumps({"num_nextn_predict_layers": 1})]
+        chosen.append(Server("vllm MTP", mtp, checkpoint.name, variables))
     except Unavailable as error:
         absent.append(f"vllm: {error}")
     return [server for server in chosen if not args.only or server.name.split()[0] in args.only], absent
@@ -288,6 +296,8 @@ def main() -> None:
     shared.add_argument("--start-s", type=float, default=600, help="time limit of a server's start")
     shared.add_argument("--settle-s", type=float, default=20, help="idle time before the measurement, for warm-up")
     one = commands.add_parser("load", parents=[shared])
+    one.add_argument("--head", type=Path, help="a separate head, as nextn and vLLM take it")
+    one.add_argument("--gguf", type=Path, help="llama.cpp's file, if the checkpoint cannot be converted with the head")
     one.add_argument("--levels", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="streams at once")
     one.add_argument("--requests", type=int, default=3, help="per stream")
     one.add_argument("--tokens", type=int, default=160)

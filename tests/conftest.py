@@ -15,6 +15,7 @@ from fake_engine import FakeEngine
 from tiny import FIXTURES
 
 from nextn.cli import main
+from nextn.evaluate import decoding_costs
 from nextn.model.model import Model
 
 pytest_plugins = ["quick"]
@@ -38,6 +39,13 @@ def trained() -> dict[str, Model]:
     return {
         folder.name: Model.load(folder, dtype=torch.float32) for folder in sorted(FIXTURES.iterdir()) if folder.is_dir()
     }
+
+
+@pytest.fixture
+def fixed_bandwidth(monkeypatch, tmp_path) -> None:
+    """Of the machine, instead of copying 256 MiB; and a cache folder of the test's own."""
+    monkeypatch.setattr(decoding_costs, "copy_bandwidth", lambda device: 5e9)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from nextn.data.corpus import Corpus, Document, standard_library
-from nextn.data.sources import split_files
+from nextn.data.sources import path_hashes, split_by_hash
 
 EOS = 999
 
@@ -26,4 +26,5 @@ def masked(*marks):
 @cache
 def library() -> tuple[list[Path], list[Path]]:
     """(train, held out) of the standard library."""
-    return split_files(standard_library())
+    paths = standard_library()
+    return split_by_hash(paths, path_hashes(paths), held_out=0.05)

@@ -49,3 +49,18 @@ def fast_of(model: Model) -> SimpleNamespace:
     weights = PackedWeights(load())
     trunk = NativeTrunk(model.trunk, load(), weights)
     return SimpleNamespace(trunk=trunk, head=NativeHead(model.head, trunk, load(), weights))
+
+
+class PlanPerRound:
+    """A draft length policy that is asked for a plan in each round, and learns nothing."""
+
+    reason = ""
+
+    def rounds_unchanged(self, rows):
+        return 1
+
+    def observe(self, num_tokens, seconds):
+        pass
+
+    def learn(self, confidences, *, num_draft_tokens, num_accepted):
+        pass

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.backend_registration import (
@@ -41,7 +42,9 @@ class There(Tensor):
 
     @staticmethod
     @torch.inference_mode(False)  # else autograd would refuse views of parameters
-    def __new__(cls, raw: Tensor) -> "There":
+    def __new__(cls, raw: Tensor, requires_grad: bool | None = None) -> Any:
+        if requires_grad is not None:  # accelerate makes a parameter by the class of the one that it replaces
+            return Parameter(raw, requires_grad)
         if raw.dtype == torch.float64:
             raise TypeError("the device has no float64")
         made = Tensor._make_wrapper_subclass(

@@ -18,8 +18,10 @@ from nextn.conformance.build import build as build_canary
 from nextn.decoding.trace import trace
 from nextn.evaluate import benchmark, decoding_costs
 from nextn.evaluate.faults import FAULTS, measure_under_fault
-from nextn.evaluate.reference import ReferencePlan, reference_acceptance
+from nextn.evaluate.plans import ReferencePlan
+from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.workload import Prompt
+from nextn.model.device_map import spread_layers
 from nextn.model.model import Model
 from nextn.model.transformers_loading import LayerLoader
 from nextn.runtime.backend import backend_for
@@ -76,12 +78,12 @@ def test_a_tensor_that_is_made_on_the_host_is_refused(monkeypatch):
         decode(there("glm"), [[3, 1, 4]], num_speculative_tokens=2, max_tokens=4)
 
 
-@pytest.mark.parametrize("name", ["glm", "v4"])
-def test_a_streamed_trunk(name, trained, tmp_path, monkeypatch):
-    """With states in memory, in files, and resumed from files, which are on the host."""
+@pytest.fixture
+def loads_there(monkeypatch):
+    """transformers moves tensors in threads, which know no second device."""
+    real = LayerLoader.load
 
     def load(self, index, device, *, experts=True):
-        """transformers moves tensors in threads, which know no second device."""
         real(self, index, torch.device("cpu"), experts=experts)
         for part in self._layers[index].modules():
             for name, value in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
@@ -89,8 +91,13 @@ def test_a_streamed_trunk(name, trained, tmp_path, monkeypatch):
                     part, name, nn.Parameter(value.to(device), False) if name in part._parameters else value.to(device)
                 )
 
-    real = LayerLoader.load
     monkeypatch.setattr(LayerLoader, "load", load)
+
+
+@pytest.mark.usefixtures("loads_there")
+@pytest.mark.parametrize("name", ["glm", "v4"])
+def test_a_streamed_trunk(name, trained, tmp_path):
+    """With states in memory, in files, and resumed from files, which are on the host."""
     tokens = torch.tensor(refrain(2, 12, seed=1).tolist())
     with torch.inference_mode():
         expected = trained[name].trunk(tokens).final_hidden
@@ -186,3 +193,22 @@ def test_canaries(tmp_path, monkeypatch):
     monkeypatch.setattr(expected, "PASSES", 1)
     made = build_canary(tmp_path / "canary", "glm4_moe", steps=(1, 1), count=1, tokens=4, device="second")
     assert len(made["readings"]) == 3
+
+
+@pytest.mark.usefixtures("loads_there")
+@pytest.mark.parametrize("name", ["glm", "qwen", "v4"])
+@pytest.mark.parametrize(("own", "places"), [("cpu", "cpu,second:0"), ("second", "second:0,disk"), ("second", "cpu")])
+def test_layers_on_several_devices(name, own, places, trained, tmp_path, monkeypatch):
+    """Layers run where they are, and those in host memory and on disk where the rest of the model is."""
+    model = Model.load(FIXTURES / name, dtype=torch.float32, device=own, defer=True)
+    spread_layers(model.trunk, places, tmp_path)
+    for layer, place in zip(model.trunk.decoder.layers, model.trunk.layer_places, strict=True):
+        assert all(value.is_meta == (place == "disk" or place == "cpu" != own) for value in layer.parameters())
+    prompts = [prompt[:length] for prompt, length in zip(refrain(2, 12, seed=1).tolist(), (12, 7), strict=True)]
+    for stage in {model.trunk.stage, "pre" if name == "glm" else model.trunk.stage}:
+        for each in (model, trained[name]):
+            monkeypatch.setattr(each.trunk, "stage", stage)
+        settings = {"num_speculative_tokens": 4, "max_tokens": 7, "sampling": Sampling(1.0)}
+        (texts, log), (host, other) = decode(model, prompts, **settings), decode(trained[name], prompts, **settings)
+        assert texts == host
+        assert [each.rows for each in log] == [each.rows for each in other]

@@ -1,6 +1,6 @@
 """The native op `attend`: against a float64 reference, and bit for bit against itself whatever else is in the call."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import pytest
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nextn.errors import ConfigError
 from nextn.runtime.native.abi import Runtime, load
+from nextn.runtime.native.quantization import round_cached, round_rows
 
 # Of float32: what torch itself is off by at 192 channels.
 TOLERANCE = {torch.float32: 9e-6, torch.bfloat16: 1e-2}
@@ -30,6 +31,7 @@ class Shape:
     softcap: float = 0.0
     sinks: bool = False
     scale: float = field(default=0.125)
+    int8: bool = False  # the buffers
 
 
 class Buffers:
@@ -37,8 +39,10 @@ class Buffers:
 
     def __init__(self, shape: Shape, *, batch: int, capacity: int, stale: float = 0.0) -> None:
         self.shape = shape
-        self.keys = torch.full((batch, shape.kv_heads, capacity, shape.dim_k), stale, dtype=shape.dtype)
-        self.values = torch.full((batch, shape.kv_heads, capacity, shape.dim_v), -stale, dtype=shape.dtype)
+        dtype, scale_bytes = (torch.int8, 8) if shape.int8 else (shape.dtype, 0)
+        stale = min(stale, 100.0) if shape.int8 else stale  # which as bytes of a scale is a large finite number
+        self.keys = torch.full((batch, shape.kv_heads, capacity, shape.dim_k + scale_bytes), stale, dtype=dtype)
+        self.values = torch.full((batch, shape.kv_heads, capacity, shape.dim_v), -stale, dtype=dtype)
         self.header = torch.tensor([self.keys.data_ptr(), self.values.data_ptr(), capacity])
 
     def attend(self, block: "Block", starts: Tensor, *, threads: int = 1) -> Tensor:
@@ -46,11 +50,11 @@ class Buffers:
         out = torch.full((*block.q.shape[:3], shape.dim_v), float("nan"), dtype=shape.dtype)
         views = [out, block.q, block.k, block.v, starts, self.header]
         views += [block.sinks] if shape.sinks else []
-        team(threads).call("attention", views, [shape.window], [shape.scale, shape.softcap])
+        team(threads).call("attention", views, [int(shape.int8), shape.window], [shape.scale, shape.softcap])
         return out
 
     def store(self, block: "Block", starts: Tensor, *, threads: int = 1) -> None:
-        team(threads).call("store_kv", [block.k, block.v, starts, self.header])
+        team(threads).call("store_kv", [block.k, block.v, starts, self.header], [int(self.shape.int8)])
 
 
 @dataclass
@@ -81,7 +85,8 @@ class Block:
 def reference(block: Block, shape: Shape) -> Tensor:
     """Attention over a sequence from position 0 on, in float64."""
     group = shape.heads // shape.kv_heads
-    q, k, v = block.q.double(), *(x.double().repeat_interleave(group, 1) for x in (block.k, block.v))
+    stored = [round_cached(x) if shape.int8 else x for x in (block.k, block.v)]
+    q, k, v = block.q.double(), *(x.double().repeat_interleave(group, 1) for x in stored)
     logits = q @ k.transpose(-1, -2) * shape.scale
     if shape.softcap:
         logits = shape.softcap * torch.tanh(logits / shape.softcap)
@@ -111,9 +116,11 @@ SHAPES = [
     Shape(heads=4, kv_heads=2, dim_k=7, dim_v=5, dtype=torch.float32),
 ]
 IDS = [f"{i}-{'bf16' if shape.dtype == torch.bfloat16 else 'fp32'}" for i, shape in enumerate(SHAPES)]
+INT8 = [replace(shape, int8=True) for shape in SHAPES if shape.dim_k % 4 == shape.dim_v % 4 == 0]
+ALL, ALL_IDS = SHAPES + INT8, IDS + [f"{i}-int8-{shape.dtype}" for i, shape in enumerate(INT8)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+@pytest.mark.parametrize("shape", ALL, ids=ALL_IDS)
 def test_blocks_of_every_width_agree_with_the_reference(shape: Shape) -> None:
     block, buffers, done = Block.random(shape, batch=2, width=700), Buffers(shape, batch=2, capacity=704), 0
     parts = []
@@ -125,7 +132,27 @@ def test_blocks_of_every_width_agree_with_the_reference(shape: Shape) -> None:
     )
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_int8_buffers_hold_the_codes_and_scales_of_torch(dtype: torch.dtype) -> None:
+    shape = Shape(dim_k=36, dim_v=20, dtype=dtype, int8=True)
+    block, buffers = Block.random(shape, batch=2, width=40), Buffers(shape, batch=2, capacity=64)
+    for x in (block.k, block.v):
+        x[:, :, 3], x[:, :, 4], x[:, :, 5] = 0.0, 1e-32, 1e30 * x[:, :, 5]
+        x[:, :, 6] = torch.linspace(-127, 127, x.shape[-1])  # halves between two codes
+    buffers.store(block, torch.tensor([0, 9]))
+    pieces = buffers.keys.unflatten(2, (4, 16)).flatten(-2)
+    scales = pieces[..., :128].contiguous().view(torch.float32).unflatten(-1, (2, 16))
+    turned = [0, 2, 1, 3]  # the order of four codes
+    keys = pieces[..., 128:].unflatten(-1, (-1, 16, 4))[..., turned].transpose(3, 4).flatten(-2).flatten(2, 3)
+    values = buffers.values.flatten(2).unflatten(-1, (-1, shape.dim_v, 4))[..., turned].transpose(3, 4).flatten(2, 3)
+    for row, start in enumerate((0, 9)):
+        for x, codes, of in ((block.k, keys, scales[..., 0, :]), (block.v, values, scales[..., 1, :])):
+            expected, expected_scales = round_rows(x[row], x.shape[-1])
+            assert torch.equal(codes[row, :, start : start + 40], expected.squeeze(-2).to(torch.int8))
+            assert torch.equal(of[row].flatten(1)[:, start : start + 40], expected_scales.squeeze(-1))
+
+
+@pytest.mark.parametrize("shape", ALL, ids=ALL_IDS)
 def test_a_query_knows_no_other_query_of_its_call(shape: Shape) -> None:
     """One by one, by sixteens, and all at once: the same bits. Two sequences at different positions change nothing."""
     block, total = Block.random(shape, batch=1, width=560), 560
@@ -150,10 +177,11 @@ def test_a_query_knows_no_other_query_of_its_call(shape: Shape) -> None:
     assert torch.equal(out, torch.cat([whole[:, :, 540:549], whole[:, :, 3:12]]))
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_sliding_windows_left_edge_does_not_move_the_order_of_sums(dtype: torch.dtype) -> None:
+def test_a_sliding_windows_left_edge_does_not_move_the_order_of_sums(dtype: torch.dtype, int8: bool) -> None:
     """A call of 16 starts its sweep up to a block before a call of one does, and both cross several spans."""
-    shape = Shape(dtype=dtype, window=700)
+    shape = Shape(dtype=dtype, window=700, int8=int8)
     block, total = Block.random(shape, batch=1, width=1300), 1300
     buffers = Buffers(shape, batch=1, capacity=1312)
     buffers.attend(block, torch.tensor([0]))
@@ -163,7 +191,7 @@ def test_a_sliding_windows_left_edge_does_not_move_the_order_of_sums(dtype: torc
         assert torch.equal(torch.cat(single, 2), whole)
 
 
-@pytest.mark.parametrize("shape", SHAPES[:3] + SHAPES[6:8], ids=IDS[:3] + IDS[6:8])
+@pytest.mark.parametrize("shape", [*SHAPES[:3], *SHAPES[6:8], *INT8[:3]], ids=str)
 def test_what_stale_positions_hold_does_not_matter(shape: Shape) -> None:
     """After a rollback the positions after the block hold what was rejected."""
     block, outs = Block.random(shape, batch=1, width=44), []
@@ -177,7 +205,7 @@ def test_what_stale_positions_hold_does_not_matter(shape: Shape) -> None:
         assert all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[3], SHAPES[8]], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[3], SHAPES[8], INT8[0], INT8[3]], ids=str)
 @pytest.mark.parametrize("width", [1, 9, 40])
 def test_threads_change_no_bit(shape: Shape, width: int) -> None:
     """Where the streams do not divide by the threads, a thread attends to positions that the other wrote."""
@@ -190,9 +218,10 @@ def test_threads_change_no_bit(shape: Shape, width: int) -> None:
         assert torch.equal(*outs)
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_slab_grows_by_copying_each_heads_prefix(dtype: torch.dtype) -> None:
-    shape = Shape(dtype=dtype)
+def test_a_slab_grows_by_copying_each_heads_prefix(dtype: torch.dtype, int8: bool) -> None:
+    shape = Shape(dtype=dtype, int8=int8)
     block, small, large = (
         Block.random(shape, batch=2, width=70),
         *(Buffers(shape, batch=2, capacity=capacity) for capacity in (64, 96)),
@@ -220,13 +249,17 @@ def test_out_may_have_any_strides() -> None:
     buffers = Buffers(shape, batch=1, capacity=32)
     out = torch.zeros(1, 64, 3, 4, dtype=shape.dtype).permute(0, 3, 2, 1)
     views = [out, block.q, block.k, block.v, torch.tensor([0]), buffers.header]
-    load().call("attention", views, [0], [shape.scale, 0.0])
+    load().call("attention", views, [0, 0], [shape.scale, 0.0])
     assert torch.equal(out, buffers.attend(block, torch.tensor([0])))
 
 
-@pytest.mark.parametrize("wrong", ["type", "heads", "inner stride", "starts", "scale", "half a pair"])
+@pytest.mark.parametrize(
+    "wrong", ["type", "heads", "inner stride", "starts", "scale", "half a pair", "half of four", "buffers"]
+)
 def test_other_calls_are_refused(wrong: str) -> None:
-    shape = Shape(heads=3, kv_heads=2) if wrong == "heads" else Shape(dim_k=33 if wrong == "half a pair" else 64)
+    dim_k = {"half a pair": 33, "half of four": 66}.get(wrong, 64)
+    buffer_type = {"half of four": 1, "buffers": 2}.get(wrong, 0)
+    shape = Shape(heads=3, kv_heads=2) if wrong == "heads" else Shape(dim_k=dim_k)
     block, buffers = Block.random(shape, batch=1, width=2), Buffers(shape, batch=1, capacity=32)
     starts = torch.tensor([0, 0] if wrong == "starts" else [0])
     if wrong == "type":
@@ -236,11 +269,11 @@ def test_other_calls_are_refused(wrong: str) -> None:
     out = torch.empty(*block.q.shape[:3], 64, dtype=shape.dtype)
     views = [out, block.q, block.k, block.v, starts, buffers.header]
     with pytest.raises(ConfigError, match="attention"):
-        load().call("attention", views, [0], [0.0 if wrong == "scale" else 0.125, 0.0])
+        load().call("attention", views, [buffer_type, 0], [0.0 if wrong == "scale" else 0.125, 0.0])
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+@pytest.mark.parametrize("shape", ALL, ids=ALL_IDS)
 def test_store_leaves_what_attend_leaves(shape: Shape, threads: int) -> None:
     """And what comes later attends to it."""
     block, starts = Block.random(shape, batch=3, width=50), torch.tensor([0, 7, 33])
@@ -266,4 +299,4 @@ def test_store_refuses_what_no_kernel_takes() -> None:
         [block.k, block.v, starts],
     ):
         with pytest.raises(ConfigError):
-            team(1).call("store_kv", views)
+            team(1).call("store_kv", views, [0])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny import CONFIGS, FIXTURES, build, decode, refrain
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nextn.errors import ConfigError
@@ -14,7 +15,7 @@ from nextn.runtime import backend
 from nextn.runtime.backend import backend_for
 from nextn.runtime.native import int4
 from nextn.runtime.native.abi import Runtime, load
-from nextn.runtime.native.quantization import dequantize, int8_linear, quantize
+from nextn.runtime.native.quantization import dequantize, int8_linear, quantize, round_cached
 from nextn.runtime.native.session import NativeHead, NativeTrunk
 from nextn.stats.acceptance import Acceptance
 
@@ -266,9 +267,9 @@ def test_quantized_models_read_many_states_as_they_read_one(weights):
 
 def test_quantized_weights_are_never_silently_something_else():
     model = quantized(build("glm4_moe"), "int8")
-    with pytest.raises(ConfigError, match="only the native backend has them"):
+    with pytest.raises(ConfigError, match="only the native backend has weights = 'int8'"):
         backend_for(model, "torch")
-    with pytest.raises(ConfigError, match=r"need the native backend, .*compressed_sparse_attention"):
+    with pytest.raises(ConfigError, match=r"only the native backend has weights.*compressed_sparse_attention"):
         backend_for(quantized(build("deepseek_v4"), "int8"))
     before = backend_for(model)
     model.trunk.weights = "stored"
@@ -277,3 +278,70 @@ def test_quantized_weights_are_never_silently_something_else():
     model.trunk.weights = "int7"
     with pytest.raises(ConfigError, match="weights = 'int7'; expected one of stored, int8, int4"):
         backend_for(model)
+
+
+def with_int8_cache(model: Model) -> Model:
+    model.trunk.kv_cache_dtype = "int8"
+    return model
+
+
+class RoundedCache(TorchFunctionMode):
+    """Attention of torch over keys and values in eight bits, one scale per position and head."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is nn.functional.scaled_dot_product_attention:
+            query, *pair = args
+            args = (query, *map(round_cached, pair))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "exaone_moe", "qwen3_5"])
+def test_an_int8_cache_holds_rounded_keys_and_values(name):
+    """In trunk and head; latent attention and sliding windows, too."""
+    model = with_int8_cache(build(name))
+    made = backend_for(model)
+    assert made.name == "native"
+    tokens = torch.randint(model.trunk.vocab_size, (1, 9), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        hidden = made.trunk(tokens, made.trunk.cache(1))
+        states, found = hidden.head_input.clone(), hidden.final_hidden.clone()
+        step = made.head.step(0, tokens, states, cache=made.head.cache(1)).final_hidden.clone()
+        plain, plain_step = model.trunk(tokens).final_hidden, model.head.step(0, tokens, states).final_hidden
+        with RoundedCache():
+            twin, twin_step = model.trunk(tokens).final_hidden, model.head.step(0, tokens, states).final_hidden
+    for near, far, exact in ((found, twin, plain), (step, twin_step, plain_step)):
+        assert (near - far).norm() < 1e-4 * far.norm()
+        assert (near - exact).norm() > 10 * (near - far).norm()
+
+
+@pytest.mark.parametrize(
+    ("folder", "dtype"), [("glm", torch.bfloat16), ("glm", torch.float32), ("qwen", torch.bfloat16)]
+)
+def test_with_an_int8_cache_models_decode_with_drafts_what_they_decode_without(folder, dtype):
+    model, start = with_int8_cache(Model.load(FIXTURES / folder, dtype=dtype)), refrain(6, 40, seed=9).tolist()
+    made = backend_for(model)
+    texts, log = decode(made, start, num_speculative_tokens=3, max_tokens=32)
+    assert texts == decode(made, start, num_speculative_tokens=0, max_tokens=32)[0]
+    assert texts[2:3] == decode(made, start[2:3], num_speculative_tokens=4, max_tokens=32)[0], "alone"
+    assert Acceptance.of(log).length > 1.5
+
+
+def test_an_int8_cache_is_never_silently_something_else():
+    with pytest.raises(ConfigError, match="only the native backend has kv_cache_dtype = 'int8'"):
+        backend_for(with_int8_cache(build("glm4_moe")), "torch")
+    with pytest.raises(ConfigError, match=r"cannot run this model: .*compressed_sparse_attention"):
+        backend_for(with_int8_cache(build("deepseek_v4")))
+    model = build("glm4_moe")
+    before = backend_for(model)
+    model.trunk.kv_cache_dtype = "int4"
+    with pytest.raises(ConfigError, match="kv_cache_dtype = 'int4'; expected one of auto, int8"):
+        backend_for(model)
+    after = backend_for(with_int8_cache(model))
+    assert after is not before
+    sizes = [made.cache(1).bytes_per_position for made in (before.trunk, before.head, after.trunk, after.head)]
+    assert sizes == [2 * 2 * (8 + 8) * 4, 2 * (8 + 8) * 4, 2 * 2 * (8 + 8 + 8), 2 * (8 + 8 + 8)]
+
+
+def test_an_int8_cache_needs_heads_of_four_channels():
+    with pytest.raises(ConfigError, match="int8 KV cache of heads of size 6 and 6, not multiples of 4"):
+        backend_for(with_int8_cache(build("glm4_moe", head_dim=6)))

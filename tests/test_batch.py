@@ -6,9 +6,10 @@ import pytest
 import torch
 from quick import families
 from replays import fast_of
-from tiny import BUILDS, build, decode, prompt
+from tiny import BUILDS, build, decode, prompt, refrain
 
-from nextn.decoding.batch import MAX_PENDING, BatchSequence, DecodingBatch
+from nextn.decoding import batch as batch_module
+from nextn.decoding.batch import BatchSequence, DecodingBatch
 from nextn.runtime.native.rounds import NativeRounds
 from nextn.runtime.torch_backend import TorchHead, TorchTrunk
 from nextn.settings import Settings
@@ -16,6 +17,15 @@ from nextn.speculative.draft_policy import NO_DRAFTS, FixedLength
 from nextn.speculative.sampling import Uniforms
 
 LENGTHS, STARTS, NEW = (9, 14, 5), (0, 1, 2), (12, 6, 9)  # prompt tokens, rounds before each joins, new tokens
+
+
+def parts_of(name, *, native):
+    """A model, and its trunk and head as the backend runs them."""
+    model = build(name)
+    if native:
+        model = fast_of(model)
+        return model, model.trunk, model.head
+    return model, TorchTrunk(model.trunk), TorchHead(model.head)
 
 
 def batch_of(trunk, head, row, tokens, *, num_speculative_tokens, max_tokens):
@@ -52,11 +62,7 @@ def joined(trunk, head, prompts, k):
 
 @pytest.mark.parametrize("native", [False, True])
 def test_batches_of_several_sequences_join(native):
-    model = build("glm4_moe")
-    trunk, head = TorchTrunk(model.trunk), TorchHead(model.head)
-    if native:
-        model = fast_of(model)
-        trunk, head = model.trunk, model.head
+    model, trunk, head = parts_of("glm4_moe", native=native)
     prompts = [prompt(length, seed=length) for length in LENGTHS]
     texts = [[] for _ in prompts]
     with torch.inference_mode(), trunk.pass_context():
@@ -115,11 +121,7 @@ def test_a_stop_string_at_the_last_token_is_the_reason():
 @pytest.mark.parametrize("native", [False, True])
 def test_policies_learn_of_plain_rounds_only_where_no_sequence_drafted(native):
     """A sequence at its last token drafts nothing, which says nothing about the round of the other."""
-    model = build("glm4_moe")
-    trunk, head = TorchTrunk(model.trunk), TorchHead(model.head)
-    if native:
-        model = fast_of(model)
-        trunk, head = model.trunk, model.head
+    _, trunk, head = parts_of("glm4_moe", native=native)
 
     class Learning(FixedLength):
         def learn(self, confidences, *, num_draft_tokens, num_accepted):
@@ -170,13 +172,10 @@ class Late(FixedLength):
 
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])
-def test_drafting_after_many_plain_rounds(name, native):
+def test_drafting_after_many_plain_rounds(name, native, monkeypatch):
     """More positions pending than the head takes at once; states that are copied each round without end."""
-    model = build(name)
-    trunk, head = TorchTrunk(model.trunk), TorchHead(model.head)
-    if native:
-        model = fast_of(model)
-        trunk, head = model.trunk, model.head
+    monkeypatch.setattr(batch_module, "MAX_DEFERRED", 150)
+    _, trunk, head = parts_of(name, native=native)
     # Tokens that end a sequence differ, so that Python runs between the rounds.
     ends = (), (trunk.vocab_size,)
     sequences = [BatchSequence(row, prompt(9, seed=row), 230, eos, Uniforms(row)) for row, eos in enumerate(ends)]
@@ -187,4 +186,32 @@ def test_drafting_after_many_plain_rounds(name, native):
             drafted += sum(len(part.drafts) for part in batch.round().rows)
             longest = max([longest, *map(len, batch.drafter.pending)])
     assert drafted > 0
-    assert longest <= MAX_PENDING
+    assert 100 < longest <= 150
+
+
+def after_plain_rounds(model, rows):
+    """Tokens and drafts of sequences that get drafts from the 21st round on, and the longest the head was behind."""
+    sequences = [BatchSequence(row, list(tokens), 60, (), Uniforms(row)) for row, tokens in enumerate(rows)]
+    late, drafted, longest = Late(3), [], 0
+    object.__setattr__(late, "num_plain", 20)
+    with torch.inference_mode(), model.trunk.pass_context():
+        batch = DecodingBatch(model.trunk, model.head, sequences, Settings(num_speculative_tokens=3), late)
+        batch.max_ahead_s = 0.0  # a round a call, as the policy changes
+        batch.prefill()
+        while batch.sequences:
+            longest = max(longest, batch.drafter.num_pending)
+            drafted += [(part.row, part.drafts, part.num_accepted) for part in batch.round().rows]
+    return [sequence.new for sequence in sequences], drafted, longest
+
+
+@pytest.mark.parametrize("name", ["glm_two", "glm_one"])
+def test_a_head_that_starts_late_drafts_the_same(trained, name, monkeypatch):
+    """As one that has processed the prompts at once, and all later positions soon."""
+    rows = [refrain(1, 40 + 200 * index, seed=index).tolist()[0] for index in range(2)]
+    monkeypatch.setattr(batch_module, "MAX_DEFERRED", 1)
+    at_once = after_plain_rounds(fast_of(trained[name]), rows)
+    monkeypatch.setattr(batch_module, "MAX_DEFERRED", 512)
+    late = after_plain_rounds(fast_of(trained[name]), rows)
+    assert late[:2] == at_once[:2]
+    assert sum(num_accepted for _, _, num_accepted in late[1]) > 20
+    assert at_once[2] < 100 < 240 <= late[2]

@@ -236,6 +236,7 @@ def _lead(child):
 
     os.setsid()
     fcntl.ioctl(child, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell without job control has its background commands ignore it
 
 
 @pytest.fixture

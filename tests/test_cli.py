@@ -219,3 +219,17 @@ def test_weights_of_few_bits(here):
         code, _, complaint = here("generate", "tiny", "def", "--weights", "int8", *other)
         assert code == 2
         assert "excludes --backend torch and devices other than cpu" in complaint
+
+
+def test_a_kv_cache_of_eight_bits(here):
+    code, text, _ = here("generate", "tiny", "def", "--max-tokens", 8, "--kv-cache-dtype", "int8", "--json")
+    record = json.loads(text)
+    assert (code, record["backend"], record["kv_cache_dtype"]) == (0, "native", "int8")
+    answer = ["answer", "y", "--prompts", "z"]
+    for name, *more in (["generate", "x"], ["chat"], ["serve"], ["bench"], ["advise"], ["measure"], answer):
+        complaint = here(name, "tiny", *more, "--kv-cache-dtype", "fp8")[2]
+        assert "kv_cache_dtype 'fp8'; expected one of auto, int8" in complaint, name
+    _, _, complaint = here("generate", "tiny", "def", "--kv-cache-dtype", "int8", "--backend", "torch")
+    assert complaint.startswith("error: --kv-cache-dtype int8 excludes --backend torch")
+    _, _, complaint = here("measure", "tiny", "--kv-cache-dtype", "int8", "--texts", "x")
+    assert complaint.startswith("error: --kv-cache-dtype int8 with --texts or --engine")

@@ -13,13 +13,8 @@ from nextn.evaluate.plans import ReferencePlan
 from nextn.model import expert_groups
 from nextn.model.model import Model
 
+pytestmark = pytest.mark.usefixtures("fixed_bandwidth")
 GLM = FIXTURES / "glm"
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch, tmp_path):
-    monkeypatch.setattr(decoding_costs, "copy_bandwidth", lambda device: 5e9)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")

@@ -374,11 +374,12 @@ def test_a_damaged_record_of_options(stopped, nextn):
     assert "resume with the options that the run was started with" in err
 
 
+@pytest.mark.parametrize("is_new", [False, True], ids=["own", "new"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_streamed_trunk_trains_the_same_head(given, tmp_path, here, monkeypatch, dtype):
+def test_streamed_trunk_trains_the_same_head(given, tmp_path, here, monkeypatch, dtype, is_new):
     """The trunk is read once, layer by layer: the same cache of hidden states and the same head, bit for bit."""
     how = ["--freeze-trunk", "--from", given / "model", "--data", given / "text", *SMALL, "--head-only"]
-    how += ["--set", f"dtype={dtype}", "--set", "lr=0.5", "--allow-worse"]
+    how += ["--set", f"dtype={dtype}", "--set", "lr=0.5", "--allow-worse", *(["--init-head"] if is_new else [])]
     code, _, complaint = here("train", tmp_path / "loaded", *how, "--cache-gb", 1)
     assert code == 0, complaint
     layers, real = [], StreamedTrunk._loaded
@@ -386,14 +387,15 @@ def test_streamed_trunk_trains_the_same_head(given, tmp_path, here, monkeypatch,
     code, _, complaint = here("train", tmp_path / "streamed", *how, "--stream")
     assert code == 0, complaint
     assert "the trunk is streamed (--stream)" in complaint
-    assert layers == [0, 1]
+    assert layers == [0, 1] * (2 if is_new else 1)
+    assert ("the trunk is streamed twice" in complaint) == is_new
     heads, caches = (
         [load_file(next((tmp_path / run).glob(pattern))) for run in ("loaded", "streamed")]
         for pattern in ("head/*.safetensors", "hidden/*.safetensors")
     )
     for one, other in (heads, caches):
         assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
-    assert not (tmp_path / "streamed" / "states").exists()
+    assert not list((tmp_path / "streamed").glob("states*"))
 
 
 def test_streamed_training_resumes(given, tmp_path, here, monkeypatch):
@@ -416,9 +418,23 @@ def interrupted(self, real, folder, cache, on_layer):
     return real(self, folder, cache, stop)
 
 
-def test_streamed_training_needs_a_head(given, tmp_path, here):
-    code, _, complaint = here(
-        "train", tmp_path / "run", "--freeze-trunk", "--from", given / "headless", "--data", given / "text", "--stream",
-        "--init-head",
-    )  # fmt: skip
-    assert (code, "--stream needs a head to start from" in complaint) == (2, True)
+@pytest.mark.parametrize("num_done", [1, 2])
+def test_making_a_head_of_a_streamed_trunk_resumes(given, tmp_path, here, monkeypatch, num_done):
+    """Of a checkpoint without a head; the layers that an interrupted run has done are not run again."""
+    how = ["--freeze-trunk", "--from", given / "headless", "--data", given / "text", *SMALL, "--head-only"]
+    how += ["--init-head", "--allow-worse"]
+    assert here("train", tmp_path / "loaded", *how, "--cache-gb", 1)[0] == 0
+    layers, real = [], StreamedTrunk._loaded
+
+    def load(self, index):
+        layers.append(index)
+        if len(layers) == num_done + 1:
+            raise KeyboardInterrupt
+        return real(self, index)
+
+    monkeypatch.setattr(StreamedTrunk, "_loaded", load)
+    assert here("train", tmp_path / "run", *how, "--stream")[0] == 130
+    assert here("train", tmp_path / "run", *how, "--stream")[0] == 0
+    assert layers[num_done + 1 :] == [0, 1, 0, 1][num_done:]
+    heads = [load_file(next((tmp_path / run).glob("head/*.safetensors"))) for run in ("loaded", "run")]
+    assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0].keys() | heads[1].keys())

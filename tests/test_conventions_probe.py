@@ -11,8 +11,8 @@ from tiny import build, forked, refrain
 
 from nextn.errors import ConfigError
 from nextn.evaluate.conventions import apply_variants, variants
+from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.probe import ControlScores, ConventionScore, ProbeReport, probe
-from nextn.evaluate.reference import ReferencePlan
 from nextn.evaluate.reference_texts import generate_texts
 from nextn.evaluate.teacher_forced import ReferenceText
 from nextn.model.model import Model

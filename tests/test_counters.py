@@ -1,5 +1,6 @@
 """What engines count of their drafts: names and log lines as they print them, differences, conditional acceptance."""
 
+import io
 import json
 
 import pytest
@@ -172,11 +173,11 @@ LOGS = {
 def test_logs(name):
     """Two intervals are summed; other lines between them do not matter."""
     line, expected = LOGS[name]
-    assert from_log(f"noise\n{line}noise\n{line}") == expected
+    assert from_log(io.StringIO(f"noise\n{line}noise\n{line}")) == expected
 
 
 def test_log_without_drafts():
-    assert from_log("INFO: Uvicorn running\n") is None
+    assert from_log(io.StringIO("INFO: Uvicorn running\n")) is None
     with pytest.raises(EngineError, match="no draft counts in it; looked for vLLM's"):
         read("INFO: Uvicorn running\n")
 

@@ -114,8 +114,9 @@ def test_bytes_by_hand():
 
 def test_machine(trained, monkeypatch):
     monkeypatch.setattr(decoding_costs, "copy_bandwidth", lambda device: 5e9)
+    monkeypatch.setattr(trained["qwen"].trunk, "kv_cache_dtype", "int8")
     found = Machine.of(trained["qwen"])
-    assert found.dtype == "float32"
+    assert (found.dtype, found.kv_cache_dtype) == ("float32", "int8")
     assert found.bandwidth == 5e9
     assert found.threads == torch.get_num_threads()
     assert set(found.versions) == {"python", "torch", "transformers"}

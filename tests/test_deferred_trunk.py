@@ -7,7 +7,7 @@ from tiny import build, prompt
 from nextn.errors import CheckpointError, ConfigError
 from nextn.model.model import Model
 from nextn.train.fingerprint import fingerprint, fingerprint_of
-from nextn.train.head_run import StartingPoint, head_run, load_starting_point
+from nextn.train.head_run import StartingPoint, load_starting_point, prepare_head_run
 from nextn.train.ranks import Ranks
 
 TWO = Ranks(0, 2)
@@ -38,7 +38,7 @@ def test_which_start_is_deferred(tmp_path):
         assert any(value.is_meta for value in model.trunk.decoder.layers.parameters()) == is_deferred
         assert (model.head is None) == start.fresh
     with pytest.raises(ConfigError, match="--stream runs in one process"):
-        head_run(tmp_path, StartingPoint(tmp_path / "model", stream=True), data=[], settings={}, ranks=TWO)
+        prepare_head_run(tmp_path, StartingPoint(tmp_path / "model", stream=True), data=[], settings={}, ranks=TWO)
 
 
 def test_values_that_are_not_finite(tmp_path):

@@ -9,10 +9,9 @@ import torch
 import typer
 
 from nextn.cli import app
-from nextn.devices import resolve_device
+from nextn.devices import resolve_device, training_dtype
 from nextn.errors import ConfigError
 from nextn.train import ranks
-from nextn.train.dtype import training_dtype
 from nextn.train.ranks import processes
 
 LOADING = {

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from quick import case
-from replays import fast_of
+from replays import PlanPerRound, fast_of
 from tiny import FIXTURES, build, prompt, refrain
 
 from nextn.decoding.drafter import Drafter
@@ -23,21 +23,15 @@ LENGTHS = (3, 17, 40)
 WARM = Sampling(1.0, top_p=0.95)
 
 
-class Steep:
+class Steep(PlanPerRound):
     """Many bins; chains end at different depths, also before the first draft. It records what it learns."""
 
     def __init__(self, take: float = 0.3, go: float = 0.35) -> None:
-        self.take, self.go, self.learned, self.reason = take, go, [], ""
+        self.take, self.go, self.learned = take, go, []
 
     def plan(self) -> RoundPlan:
         table = tuple(0.5 + 0.5 * edge for edge in EDGES)
         return RoundPlan(6, EDGES, table, (self.take,) * 6, (self.go,) * 6)
-
-    def rounds_unchanged(self, rows):
-        return 1
-
-    def observe(self, num_tokens, seconds):
-        pass
 
     def learn(self, confidences, *, num_draft_tokens, num_accepted):
         self.learned.append(([round(each, 5) for each in confidences], num_draft_tokens, num_accepted))
@@ -149,21 +143,12 @@ def test_faults_can_be_injected(trained, contract):
 def test_a_plan_that_grows(random):
     """A plan with more drafts than the last one, and buffers that grow in the middle of a text."""
 
-    class Growing:
-        reason, number = "", 0
+    class Growing(PlanPerRound):
+        number = 0
 
         def plan(self):
             self.number += 1
             return FixedLength(self.number).plan()
-
-        def rounds_unchanged(self, rows):
-            return 1
-
-        def observe(self, num_tokens, seconds):
-            pass
-
-        def learn(self, confidences, *, num_draft_tokens, num_accepted):
-            pass
 
     settings = Settings(num_speculative_tokens=60, max_tokens=150, sampling=Sampling(1.0))
     native, loop = both(random, [prompt(200), prompt(3)], settings, Growing)

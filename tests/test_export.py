@@ -16,7 +16,7 @@ from nextn.checkpoint.separate_head import open_head, trunk_family
 from nextn.edit.export import as_text, export
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.model.model import Model
-from nextn.train.head_run import head_run
+from nextn.train.head_run import prepare_head_run
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,9 @@ def made(tmp_path_factory):
         build(root / name, name)
     build(root / "other", "llama", initializer_range=0.02)
     for name, trunk, layout in (("own", "qwen3", None), ("draft", "llama", "mimo")):
-        run = head_run(root / f"{name}-run", start(root / trunk, layout), data=[root / "text.txt"], settings=SETTINGS)
+        run = prepare_head_run(
+            root / f"{name}-run", start(root / trunk, layout), data=[root / "text.txt"], settings=SETTINGS
+        )
         list(run.trainer.run())
         run.write(head_only=True).parent.rename(root / name)
     return root

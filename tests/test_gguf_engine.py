@@ -18,11 +18,12 @@ import torch
 from bpe_tokenizers import SPLITS, bpe_tokenizer
 from engines import environments
 from gguf import GGUFReader
+from test_gguf_export import glm4_moe
 from test_separate_head import SETTINGS, TEXT, build, start, tokens
 
 from nextn.edit.export import export
 from nextn.model.model import Model
-from nextn.train.head_run import head_run
+from nextn.train.head_run import prepare_head_run
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
@@ -54,7 +55,7 @@ def trained(folder, kind, changes, layout):
     """A random trunk, and its head after three steps."""
     trunk = build(folder / "trunk", kind, **changes)
     (folder / "text.txt").write_text(TEXT)
-    run = head_run(folder / "run", start(trunk, layout), data=[folder / "text.txt"], settings=SETTINGS)
+    run = prepare_head_run(folder / "run", start(trunk, layout), data=[folder / "text.txt"], settings=SETTINGS)
     list(run.trainer.run())
     return trunk, run.write(head_only=True, allow_worse=True).parent
 
@@ -137,21 +138,39 @@ def test_tokens_are_those_of_the_tokenizer(split, tmp_path):
             assert post("/tokenize", body)["tokens"] == tokenizer(text)["input_ids"], text
 
 
+def converted(checkpoint, folder, dtype):
+    """The file of llama.cpp's converter, which imports sentencepiece before it looks for a file of it."""
+    (folder / "sentencepiece.py").write_text("SentencePieceProcessor = None")
+    source = str(environments.llama_source(environments.default_folder()))
+    command = [sys.executable, "bench/engines/to_gguf.py", source, str(checkpoint), str(folder / "theirs.gguf"), dtype]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(folder)})
+    return GGUFReader(folder / "theirs.gguf")
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_the_converter_writes_the_same_tokenizer(kind, tmp_path):
     """Key by key, except the name of the split, which it knows of published tokenizers alone."""
     trunk, head = trained(tmp_path, kind, {}, "step35")
     bpe_tokenizer("llama-bpe").save_pretrained(trunk)
     export(head, tmp_path / "model.gguf", "llama.cpp")
-    converter = ["bench/engines/to_gguf.py", str(environments.llama_source(environments.default_folder())), str(trunk)]
-    # The converter imports sentencepiece before it looks for a file of it.
-    (tmp_path / "sentencepiece.py").write_text("SentencePieceProcessor = None")
-    command = [sys.executable, *converter, str(tmp_path / "theirs.gguf"), "f32"]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     ours, theirs = (
-        {name: each.contents() for name, each in GGUFReader(path).fields.items() if name.startswith("tokenizer.")}
-        for path in (tmp_path / "model.gguf", tmp_path / "theirs.gguf")
+        {name: each.contents() for name, each in reader.fields.items() if name.startswith("tokenizer.")}
+        for reader in (GGUFReader(tmp_path / "model.gguf"), converted(trunk, tmp_path, "f32"))
     )
     assert theirs.pop("tokenizer.ggml.pre") == "gpt-2"
     assert ours.pop("tokenizer.ggml.pre") == "llama-bpe"
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_converter_writes_the_same_experts(dtype, tmp_path):
+    """Of GLM-4.5: every tensor with its type, and what the architecture reads of the metadata."""
+    glm4_moe(tmp_path / "glm", dtype=dtype, norm_topk_prob=False, routed_scaling_factor=2.5)
+    export(tmp_path / "glm", tmp_path / "model.gguf", "llama.cpp")
+    files = GGUFReader(tmp_path / "model.gguf"), converted(tmp_path / "glm", tmp_path, "auto")
+    ours, theirs = ({each.name: (each.tensor_type, each.data.tobytes()) for each in file.tensors} for file in files)
+    assert ours == theirs
+    ours, theirs = (
+        {name: each.contents() for name, each in file.fields.items() if name.startswith("glm4moe.")} for file in files
+    )
     assert ours == theirs

@@ -3,7 +3,9 @@
 import json
 import shutil
 from dataclasses import replace
+from itertools import chain, product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from bpe_tokenizers import SPLITS, bpe_tokenizer
 from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 from test_separate_head import LLAMA31, SETTINGS, TEXT, build, start, tokens
+from tiny import build as tiny_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nextn.audit.gguf import audit_gguf
@@ -19,12 +22,13 @@ from nextn.checkpoint import checkpoint as checkpoint_module
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.separate_head import open_head, trunk_family
+from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.edit.export import export
 from nextn.edit.gguf_export import write_gguf
 from nextn.edit.gguf_tokenizer import copy_tokenizer
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.model.model import Model
-from nextn.train.head_run import head_run
+from nextn.train.head_run import prepare_head_run
 
 LAYOUTS = {"llama-3.1": "step35", "qwen2": "step35", "qwen3": None, "mistral": "step35", "llama": "mimo"}
 
@@ -36,7 +40,9 @@ def made(tmp_path_factory):
     (root / "text.txt").write_text(TEXT)
     for name, layout in LAYOUTS.items():
         build(root / name, name, **({"sliding_window": 24} if name == "mistral" else {}))
-        run = head_run(root / f"{name}-run", start(root / name, layout), data=[root / "text.txt"], settings=SETTINGS)
+        run = prepare_head_run(
+            root / f"{name}-run", start(root / name, layout), data=[root / "text.txt"], settings=SETTINGS
+        )
         list(run.trainer.run())
         run.write(head_only=True).parent.rename(root / f"{name}-head")
     return root
@@ -147,6 +153,60 @@ def test_a_head_in_step35s_layout_decodes_the_trunks_text(made):
         assert model.notes == ()
 
 
+def glm4_moe(folder, *, modules=1, dtype=torch.float32, **changes):
+    """A random GLM-4.5 with its head, whose one-dimensional tensors all differ."""
+    sizes = {"vocab_size": 264, "attention_bias": True, "use_qk_norm": True}
+    model = tiny_model("glm4_moe", modules=modules, **sizes | changes)
+    for name, values in chain(*(part.state_dict().items() for part in (model.trunk.model, model.head))):
+        if values.ndim == 1:
+            torch.nn.init.uniform_(values, *((0.0, 0.5) if name.endswith("bias") else (0.5, 1.5)))
+    model.save(folder, dtype=dtype)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def weights(folder):
+    return {name: each for path in folder.glob("*.safetensors") for name, each in load_file(path).items()}
+
+
+def test_experts_are_stacked_and_routers_widened(tmp_path, monkeypatch):
+    """Of GLM-4.5 with its head inside, in bfloat16, whatever the size of a chunk; the audit finds nothing."""
+    stored = weights(glm4_moe(tmp_path / "glm", dtype=torch.bfloat16))
+    monkeypatch.setattr(checkpoint_module, "CHUNK", 34)
+    made = export(tmp_path / "glm", tmp_path / "glm.gguf", "llama.cpp", num_speculative_tokens=2)
+    reader = GGUFReader(made.path)
+    for index, name in product((1, 2), ("gate", "up", "down")):
+        stem = f"model.layers.{index}.mlp"
+        experts = torch.stack([stored[f"{stem}.experts.{each}.{name}_proj.weight"] for each in range(4)])
+        assert data(reader, f"blk.{index}.ffn_{name}_exps.weight").tobytes() == _bytes(experts)
+        shared = data(reader, f"blk.{index}.ffn_{name}_shexp.weight")
+        assert shared.tobytes() == _bytes(stored[f"{stem}.shared_experts.{name}_proj.weight"])
+    for own, path in (("ffn_gate_inp.weight", "gate.weight"), ("exp_probs_b.bias", "gate.e_score_correction_bias")):
+        for index in (1, 2):
+            found = data(reader, f"blk.{index}.{own}")
+            assert np.array_equal(found, stored[f"model.layers.{index}.mlp.{path}"].float().numpy())
+    assert made.command[3:] == ("--spec-type", "draft-mtp", "--spec-draft-n-max", "2", "--metrics")
+    assert audit_gguf(made.path).clean
+
+
+def _bytes(tensor):
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_what_the_metadata_of_experts_says(tmp_path):
+    shape = {"first_k_dense_replace": 2, "num_hidden_layers": 3, "n_group": 2, "topk_group": 1, "n_shared_experts": 2,
+             "norm_topk_prob": False, "routed_scaling_factor": 2.5}  # fmt: skip
+    reader = GGUFReader(export(glm4_moe(tmp_path / "glm", **shape), tmp_path / "glm.gguf", "llama.cpp").path)
+    expected = {
+        "block_count": 4, "nextn_predict_layers": 1, "leading_dense_block_count": 2, "expert_count": 4,
+        "expert_used_count": 2, "expert_shared_count": 2, "expert_feed_forward_length": 16, "expert_group_count": 2,
+        "expert_group_used_count": 1, "expert_gating_func": 2, "expert_weights_scale": 2.5,
+        "expert_weights_norm": False, "feed_forward_length": 64, "attention.key_length": 8, "rope.dimension_count": 4,
+    }  # fmt: skip
+    assert {key: value(reader, f"glm4moe.{key}") for key in expected} == expected
+    assert value(reader, "general.architecture") == "glm4moe"
+
+
 @pytest.mark.parametrize("split", SPLITS)
 def test_the_tokenizer_and_its_split(split, made, tmp_path):
     """Tokens by id with their types, merges, special tokens and template; of the split, llama.cpp's name."""
@@ -192,7 +252,7 @@ def test_another_tokenizer_comes_from_a_gguf(made, tmp_path):
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
-REFUSED = {
+REFUSED: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "a bias of o_proj": ("llama-3.1", {"attention_bias": True}, CheckpointError, r"has no .*o_proj\.bias"),
     "a bias of the MLP": ("llama-3.1", {"mlp_bias": True}, CheckpointError, r"has no .*mlp\..*bias"),
     "YaRN": ("qwen2", {"rope_parameters": YARN}, FamilyError, r"type yarn: step35\.cpp:456"),
@@ -236,7 +296,7 @@ def test_a_trunk_that_no_layout_holds_is_refused_before_training(tmp_path):
     for name in ("phi4", "gemma3"):
         trunk = build(tmp_path / name, name)
         with pytest.raises(FamilyError, match=r"llama\.cpp's step35 layout cannot hold this trunk: model_type"):
-            head_run(tmp_path / "run", start(trunk, "step35"), data=[tmp_path / "text.txt"], settings=SETTINGS)
+            prepare_head_run(tmp_path / "run", start(trunk, "step35"), data=[tmp_path / "text.txt"], settings=SETTINGS)
 
 
 def test_what_cannot_be_exported(made, tmp_path):
@@ -264,6 +324,60 @@ def test_what_cannot_be_exported(made, tmp_path):
     with pytest.raises(FamilyError, match="2 modules; a GGUF here holds one"):
         write_gguf(base, two, tmp_path / "out.gguf")
     assert not [*tmp_path.glob("*out*")]
+
+
+@pytest.mark.parametrize(
+    ("gone", "words"),
+    [
+        (
+            "model.layers.1.mlp.experts.3.up_proj.weight",
+            r"blk\.1\.ffn_up_exps.*= 4 experts.*3 are stored, as F32 \[16, 32\]",
+        ),
+        ("model.layers.2.mlp.gate.weight", r"lack: blk\.2\.ffn_gate_inp\.weight$"),
+        ("model.layers.1.mlp.gate.e_score_correction_bias", r"lack: blk\.1\.exp_probs_b\.bias$"),
+        ("model.layers.0.mlp.up_proj.weight", r"lack: blk\.0\.ffn_up\.weight$"),
+        ("model.layers.1.self_attn.k_proj.bias", r"lack: blk\.1\.attn_k\.bias$"),
+        ("model.layers.1.self_attn.q_norm.weight", r"lack: blk\.1\.attn_q_norm\.weight$"),
+        ("model.embed_tokens.weight", r"lack: token_embd\.weight$"),
+        ("lm_head.weight", r"lack: output\.weight$"),
+    ],
+)
+def test_a_tensor_is_missing(gone, words, tmp_path):
+    folder = glm4_moe(tmp_path / "glm")
+    _rewrite(folder, gone, lambda values: None)
+    with pytest.raises(CheckpointError, match=words):
+        export(folder, tmp_path / "out.gguf", "llama.cpp")
+    assert not [*tmp_path.glob("*out*")]
+
+
+def test_experts_that_differ_in_dtype_are_refused(tmp_path):
+    folder = glm4_moe(tmp_path / "glm")
+    _rewrite(folder, "model.layers.1.mlp.experts.2.up_proj.weight", torch.Tensor.bfloat16)
+    with pytest.raises(CheckpointError, match=r"4 are stored, as BF16 \[16, 32\], F32 \[16, 32\]$"):
+        export(folder, tmp_path / "out.gguf", "llama.cpp")
+
+
+def _rewrite(folder, name, change):
+    """Change one tensor, or take it away: None."""
+    stored = weights(folder)
+    for path in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
+        path.unlink()
+    stored[name] = change(stored[name])
+    save_file({key: each for key, each in stored.items() if each is not None}, folder / "model.safetensors")
+
+
+def test_experts_that_the_graph_does_not_compute(tmp_path):
+    """By the config, and by the number of MTP layers, of which the graph has one."""
+    folder = glm4_moe(tmp_path / "glm")
+    _edit(folder / "config.json", rope_parameters=LLAMA31)
+    with pytest.raises(
+        FamilyError, match=r"glm4moe layout.*glm4-moe\.cpp:211 .*trunk that was adopted.*--layout step35"
+    ):
+        export(folder, tmp_path / "out.gguf", "llama.cpp")
+    with pytest.raises(FamilyError, match="2 modules; a GGUF here holds one"):
+        export(glm4_moe(tmp_path / "two", modules=2), tmp_path / "out.gguf", "llama.cpp")
+    with pytest.raises(FamilyError, match=r"family glm4_moe is served as it is"):
+        export(folder, tmp_path / "out", "vllm")
 
 
 def test_command(made, tmp_path, here):

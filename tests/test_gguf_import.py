@@ -14,6 +14,8 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 from gguf.quants import quantize as quantize_values
 from safetensors.torch import load_file
+from test_adopt import adopted
+from test_gguf_export import glm4_moe
 from test_separate_head import SETTINGS, TEXT, build, start, tokens
 from tiny import build as build_with_head
 
@@ -28,7 +30,7 @@ from nextn.edit.gguf_layout import HEAD
 from nextn.edit.gguf_tokenizer import add_tokenizer
 from nextn.errors import CheckpointError, ConfigError, FamilyError, NextnError
 from nextn.model.model import Model
-from nextn.train.head_run import head_run
+from nextn.train.head_run import prepare_head_run
 
 WIDTH, VOCAB, HEADS = 256, 264, 4
 QWEN3 = {
@@ -103,7 +105,9 @@ def test_an_exported_file_is_the_trunk_and_its_head_again(name, tmp_path):
     """Every tensor bit for bit, and the texts with and without drafts."""
     trunk = build(tmp_path / "trunk", name, **({"sliding_window": 24} if name == "mistral" else {}))
     (tmp_path / "text.txt").write_text(TEXT)
-    run = head_run(tmp_path / "run", start(trunk, ROUND_TRIPS[name]), data=[tmp_path / "text.txt"], settings=SETTINGS)
+    run = prepare_head_run(
+        tmp_path / "run", start(trunk, ROUND_TRIPS[name]), data=[tmp_path / "text.txt"], settings=SETTINGS
+    )
     list(run.trainer.run())
     head = run.write(head_only=True, allow_worse=True).parent
     export(head, tmp_path / "model.gguf", "llama.cpp")
@@ -116,6 +120,20 @@ def test_an_exported_file_is_the_trunk_and_its_head_again(name, tmp_path):
     original, converted = Model.load(trunk, head=head), Model.load(tmp_path / "out", head=apart)
     for k in (0, 3):
         assert tokens(converted, "torch", k) == tokens(original, "torch", k)
+
+
+@pytest.mark.parametrize("name", ["GLM-4.5", "adopted qwen2"])
+def test_an_exported_file_of_experts_is_the_checkpoint_again(name, tmp_path):
+    """Every expert, router and correction bias bit for bit, and the texts with and without drafts."""
+    original = glm4_moe(tmp_path / "model") if name == "GLM-4.5" else adopted(tmp_path, "qwen2")
+    export(original, tmp_path / "model.gguf", "llama.cpp")
+    convert_gguf(tmp_path / "model.gguf", tmp_path / "out")
+    expected, found = stored(original), stored(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(each, expected[key]) for key, each in found.items())
+    models = [Model.load(folder) for folder in (original, tmp_path / "out")]
+    for k in (0, 3):
+        assert len({tuple(tokens(model, "torch", k)) for model in models}) == 1
 
 
 @pytest.mark.parametrize("kind", [Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.F16])

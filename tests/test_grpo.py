@@ -12,8 +12,7 @@ from trl import GRPOConfig, GRPOTrainer
 from nextn.losses.mtp_loss import IGNORE, Targets, mtp_loss
 from nextn.model.head import lm_head_weights
 from nextn.model.model import load_head
-from nextn.train.cotrain import HeadSettings
-from nextn.train.trainer_batches import model_inputs
+from nextn.train.cotrain import HeadSettings, model_inputs
 from nextn.train.trainer_hook import train_head
 
 

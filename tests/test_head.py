@@ -18,8 +18,8 @@ def slow(head, tokens, hidden, depths):
     for column in range(columns):
         states, logits = hidden[:, : column + 1], []
         for depth in range(1, depths + 1):
-            step = head.step(head.module(depth), tokens[:, depth : column + 1 + depth], states)
-            logits.append(head.logits(head.module(depth), step.final_hidden[:, -1]))
+            step = head.step(head.layer_index(depth), tokens[:, depth : column + 1 + depth], states)
+            logits.append(head.logits(head.layer_index(depth), step.final_hidden[:, -1]))
             states = step.next_hidden if head.uses_next_hidden(depth + 1) else states
         out.append(torch.stack(logits, dim=1))
     return torch.stack(out, dim=1)

@@ -13,7 +13,7 @@ from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.edit.convert import extract
 from nextn.errors import CheckpointError, ConfigError, FamilyError, TrainingError
 from nextn.model.model import Model
-from nextn.train.head_run import StartingPoint, head_run, load_starting_point
+from nextn.train.head_run import StartingPoint, load_starting_point, prepare_head_run
 
 SETTINGS = {"steps": 3, "batch_size": 2, "length": 32, "depths": 2, "eval_batches": 1, "dtype": "float32", "warmup": 0}
 
@@ -37,7 +37,7 @@ def text(tmp_path_factory):
 
 
 def run(out, start, text, **settings):
-    return head_run(out, start, data=[text], settings=SETTINGS | settings)
+    return prepare_head_run(out, start, data=[text], settings=SETTINGS | settings)
 
 
 def test_an_existing_head_is_trained_on_and_written(trunk, text, tmp_path):

@@ -300,6 +300,17 @@ def test_a_fresh_head_has_nothing_to_be_compared_with(corpus, tmp_path):
     assert not trainer.best_tracker.is_worse
 
 
+def killed(work, folder, is_due):
+    """Run `work(folder)` in a process of its own, and kill it as soon as it is due."""
+    process = multiprocessing.get_context("fork").Process(target=work, args=(folder,))
+    process.start()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not is_due():
+        pass
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+
+
 def _slowly(folder):
     """Train with a checkpoint at every step, each of which takes long to write."""
     whole = run_folder.save_file
@@ -316,14 +327,8 @@ def _slowly(folder):
 def test_kill_9_during_a_checkpoint_loses_only_the_steps_behind_the_last(corpus, tmp_path):
     """Killed while it writes: what is found is whole, the steps go on from it, and nothing half-written stays."""
     config = replace(CONFIG, save_every=1, steps=40)
-    process = multiprocessing.get_context("fork").Process(target=_slowly, args=(tmp_path,))
-    process.start()
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if (tmp_path / "step-0000003").exists() and any(tmp_path.glob(".step-*/new/optimizer.safetensors")):
-            break
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
+    torn = ".step-*/new/optimizer.safetensors"
+    killed(_slowly, tmp_path, lambda: (tmp_path / "step-0000003").exists() and any(tmp_path.glob(torn)))
     assert any(tmp_path.glob(".step-*"))
     trainer = Trainer(of_fixture(corpus, config), out=tmp_path)
     assert trainer.resume()
@@ -354,14 +359,8 @@ def test_kill_9_while_states_are_written(corpus, tmp_path, monkeypatch):
     list(task.cached(tmp_path / "whole").fill())
     told = losses(Trainer(task, out=tmp_path / "one").run())
     hidden = tmp_path / "two" / "hidden"
-    process = multiprocessing.get_context("fork").Process(target=_filling_slowly, args=(tmp_path / "two",))
-    process.start()
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if (hidden / "hidden-00001.safetensors").exists() and any(hidden.glob(".hidden-*.tmp")):
-            break
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
+    second = hidden / "hidden-00001.safetensors"
+    killed(_filling_slowly, tmp_path / "two", lambda: second.exists() and any(hidden.glob(".hidden-*.tmp")))
     assert any(hidden.glob(".hidden-*.tmp"))
     task = of_fixture(corpus, config)
     kept, *_ = list(task.cached(hidden).fill())

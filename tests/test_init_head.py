@@ -31,11 +31,30 @@ def test_every_family_gets_a_head(name):
     assert head.state_dict().keys() == build(name, modules=MOST[name]).head.state_dict().keys()
     hidden = model.trunk(TOKENS)
     states = head.teacher_forced_hidden(TOKENS, hidden.head_input.detach(), max(2, MOST[name]))
-    logits = torch.cat([head.logits(head.module(k), state).flatten(0, 1) for k, state in enumerate(states, 1)])
+    logits = torch.cat([head.logits(head.layer_index(k), state).flatten(0, 1) for k, state in enumerate(states, 1)])
     assert torch.isfinite(logits).all()
     logits.logsumexp(-1).sum().backward()
     asleep = [key for key, value in head.named_parameters() if value.requires_grad and value.grad is None]
     assert not asleep
+
+
+@pytest.mark.parametrize("name", families(CONFIGS))
+def test_of_a_streamed_trunk(name, tmp_path):
+    """The same values, of layers that are read one by one."""
+    model = build(name, initializer_range=0.1)
+    spread_gains(model)
+    model.save(tmp_path / "model")
+    heads, layers = [], []
+    for stream in (False, True):
+        trunk = Model.load(tmp_path / "model", stream=stream).trunk
+        torch.manual_seed(0)
+        head, notes = init_head(model.family, trunk, TOKENS[:2], num_modules=MOST[name], on_layer=layers.append)
+        assert notes == []
+        heads.append(head.state_dict())
+    assert [each.index for each in layers] == list(range(len(trunk.decoder.layers)))
+    assert all(value.is_meta for value in trunk.decoder.layers.parameters())
+    assert heads[0].keys() == heads[1].keys()
+    assert all(torch.equal(value, heads[1][key]) for key, value in heads[0].items())
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("nemotron_h", "exaone4_5")])
@@ -56,9 +75,9 @@ def test_scaled_writers_compute_the_same_on_a_scaled_stream(name):
         "cache": None,
     }
     with torch.no_grad():
-        want = block._run_block(states, **how) / 4
+        want = block._run_layers(states, **how) / 4
         module._scale_outputs(block.layers[0], dict.fromkeys(places, 1 / 4))
-        torch.testing.assert_close(block._run_block(states / 4, **how), want, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(block._run_layers(states / 4, **how), want, rtol=2e-3, atol=2e-3)
     assert (want - states / 4).norm() > 0.002 * states.norm()
 
 

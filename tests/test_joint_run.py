@@ -11,7 +11,7 @@ from test_cli import TINY
 from nextn.errors import ConfigError
 from nextn.model.model import Model
 from nextn.train.heldout_acceptance import BestTracker
-from nextn.train.joint_run import joint_run
+from nextn.train.joint_run import prepare_joint_run
 
 SMALL = {
     "steps": 3,
@@ -41,7 +41,7 @@ def of(given, tmp_path):
 
     def make(**settings):
         files = {"data": [given / "text"], "model": given / "config.json"}
-        return joint_run(tmp_path / "out", recipe="demo", **files, settings=SMALL | settings)
+        return prepare_joint_run(tmp_path / "out", recipe="demo", **files, settings=SMALL | settings)
 
     return make
 
@@ -114,7 +114,7 @@ def test_only_the_recipes_own_model_has_its_second_stage(given, tmp_path):
 
     def second(model=None, **settings):
         text = {"data": [given / "text"], "settings": SMALL | settings}
-        return joint_run(tmp_path / "own", recipe="code", model=model, **text).refine
+        return prepare_joint_run(tmp_path / "own", recipe="code", model=model, **text).refine
 
     assert second() is not None
     assert second(refine=None) is None

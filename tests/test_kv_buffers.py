@@ -70,6 +70,23 @@ def test_sequences_are_removed():
         assert keys[:, 0, 4, 0].tolist() == [100 * layer + 24, 100 * layer + 4]
 
 
+@pytest.mark.parametrize("kind", ["auto", "int8"])
+def test_growth_between_two_blocks_changes_no_bit(kind):
+    model = build("exaone_moe")
+    model.trunk.kv_cache_dtype = kind
+    trunk, tokens, found = fast_of(model).trunk, torch.tensor([prompt(274)]), []
+    for reserved in (1, 300):
+        cache = trunk.cache(1)
+        cache.reserve(reserved)
+        for block in tokens.split((250, 24), 1):
+            states = trunk(block, cache).final_hidden.clone()
+            cache.commit([block.shape[1]])
+        found.append(states)
+        held = sum(buffer.nbytes for pair in cache._buffers for buffer in pair)
+        assert held == cache.bytes_per_position * cache.headers[0, 2]
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("k", [0, 3])
 def test_decoding_across_a_growth(k):
     """From 250 positions to 274: the buffers grow beyond 256 in the middle of the text."""

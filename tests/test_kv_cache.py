@@ -14,28 +14,24 @@ from nextn.model.trunk import Trunk
 # fp32: chunked and step kernels of a delta net sum in other orders (5e-5 seen); one wrong column is 1e-1 and more.
 TOLERANCE = 3e-4
 
-SLIDING = {
-    "model_type": "qwen3",
+SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+}
+SLIDING = SIZES | {
+    "model_type": "qwen3",
     "head_dim": 8,
     "use_sliding_window": True,
     "sliding_window": 6,
     "max_window_layers": 0,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
-CONVOLUTION = {
+CONVOLUTION = SIZES | {
     "model_type": "lfm2",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "conv_L_cache": 3,
     "layer_types": ["conv", "full_attention"] * 2,
 }

@@ -97,9 +97,9 @@ def test_plain_blocks(name):
     with torch.no_grad():
         block.input_layernorm.weight.uniform_()
         block.post_attention_layernorm.weight.uniform_()
-        got = module._run_block(states, positions=positions, cache=None, **given)
+        got = module._run_layers(states, positions=positions, cache=None, **given)
         block.self_attn.o_proj.weight.zero_()  # attention adds nothing: what is left is the MLP's half
-        half = module._run_block(states, positions=positions, cache=None, **given)
+        half = module._run_layers(states, positions=positions, cache=None, **given)
         torch.testing.assert_close(half, states + block.mlp(block.post_attention_layernorm(states)))
         assert (got - half).abs().max() > 1e-2
 

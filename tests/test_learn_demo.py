@@ -32,8 +32,8 @@ def test_the_demo_with_a_budget_of_seconds(tmp_path, here):
     assert code == 0, err
     for title in ("1. A trained model", "2. Training such a model", "continued, greedy", "continued, temperature 1"):
         assert title in out
-    assert out.count("output identical") == 2
-    shipped = json.loads((tmp_path / "shipped" / "report.json").read_text())
+    shipped = json.loads((tmp_path / "shipped" / "report.json").read_text())  # both backends, if one had to be built
+    assert out.count("output identical") == len(shipped) + 1
     assert all(each["identical_output"] for each in shipped.values())
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["identical_output"]
@@ -99,6 +99,11 @@ def test_the_faster_number_of_threads_is_used(speeds, threads):
     finally:
         torch.set_num_threads(before)
     assert used == [1, 1, *threads]
+
+
+def unwrapped(text):
+    """Without white space: where lines are wrapped depends on the length of paths."""
+    return "".join(text.split())
 
 
 def plain(text, seconds=0.1):
@@ -211,9 +216,8 @@ def test_the_story(told, tmp_path):
         assert "greedy         AL 2.00 at K = 2  a_1 1.00  a_2 0.00  (1 of 2 texts repetitive, left out)" in part
         assert "plain 10 tokens/s, MTP 20 tokens/s = 2.00 x  output identical" in part
         assert part.count("output") == 1
-    assert "for 4 minutes (--minutes)" in second.replace("\n", " ")
-    assert f"trained 30 s, 35 s in all; in {tmp_path}" in second.replace("\n", "")
-    assert "model, report.json, loss.png" in second
+    assert unwrapped("for 4 minutes (--minutes)") in unwrapped(second)
+    assert unwrapped(f"trained 30 s, 35 s in all; in {tmp_path}: model, report.json, loss.png") in unwrapped(second)
     assert "output DIFFERENT" in told(other=TEXT[:-1] + b"!")
 
 
@@ -228,7 +232,7 @@ def test_json(told):
 def test_without_matplotlib(told, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     text = told("--minutes", "0", draws=False)
-    assert "no figures (figures need matplotlib: pip install 'nextn[plot]')" in text.replace("\n", "")
+    assert unwrapped("no figures (figures need matplotlib: pip install 'nextn[plot]')") in unwrapped(text)
     assert "output identical" in text
 
 
@@ -238,7 +242,7 @@ def test_stopped(told, tmp_path, monkeypatch, here):
     monkeypatch.setattr("nextn.demo.train_demo", lambda *args, **options: None)
     code, out, err = here("demo", "--folder", tmp_path, "--minutes", "1.5")
     assert code == 130
-    assert f"nextn demo --folder {tmp_path} --minutes 1.5" in err.replace("\n", "")
+    assert unwrapped(f"nextn demo --folder {tmp_path} --minutes 1.5") in unwrapped(err)
     assert "in all" not in out.split("2. Training")[1]
 
 

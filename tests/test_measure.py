@@ -13,20 +13,17 @@ from typer.testing import CliRunner
 from nextn.cli import app
 from nextn.data.degeneracy import degeneracy
 from nextn.errors import ConfigError
-from nextn.evaluate import decoding_costs, reference_texts
-from nextn.evaluate.reference import ReferencePlan, reference_acceptance, rescore
+from nextn.evaluate import reference_texts
+from nextn.evaluate.plans import ReferencePlan
+from nextn.evaluate.reference import reference_acceptance, rescore
 from nextn.evaluate.reference_report import DEFINITIONS, checkpoint_hashes, model_card
 from nextn.evaluate.reference_texts import Controls
 from nextn.evaluate.workload import Prompt
 from nextn.settings import Contract
 
+pytestmark = pytest.mark.usefixtures("fixed_bandwidth")
 PROMPTS = [Prompt(tuple(row.tolist()), "xy"[place % 2]) for place, row in enumerate(refrain(8, 33, seed=10**6))]
 PLAN = ReferencePlan(num_speculative_tokens=3, max_tokens=32, backend="torch")
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(decoding_costs, "copy_bandwidth", lambda device: 5e9)
 
 
 @pytest.fixture(scope="module")

@@ -9,18 +9,13 @@ from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.cli.offload import parse_bandwidth
 from nextn.errors import ConfigError
-from nextn.evaluate import decoding_costs, given_texts, reference_texts
+from nextn.evaluate import given_texts, reference_texts
 from nextn.evaluate.offloading import StoredWeights
 from nextn.evaluate.plans import ReferencePlan
 from nextn.model.model import Model
 
+pytestmark = pytest.mark.usefixtures("fixed_bandwidth")
 RATE = ("--offload-bandwidth", "1MB/s")
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch, tmp_path):
-    monkeypatch.setattr(decoding_costs, "copy_bandwidth", lambda device: 5e9)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")

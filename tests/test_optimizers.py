@@ -6,9 +6,9 @@ import pytest
 import torch
 from tiny import build
 
+from nextn.devices import half_precision_pays
 from nextn.errors import CheckpointError
 from nextn.train.config import TrainConfig
-from nextn.train.dtype import half_precision_pays
 from nextn.train.optimizers import (
     Muon32,
     build_optimizers,
@@ -130,8 +130,8 @@ def test_its_steps_are_those_of_torch(shape):
 @pytest.mark.parametrize(("pays", "kind", "dtype"), [(True, "Muon", "bfloat16"), (False, "Muon32", "float32")])
 def test_what_the_machine_multiplies_fast(monkeypatch, pays, kind, dtype):
     """Catches bfloat16 on processors that convert around each product, where training takes ten times as long."""
-    for place in ("dtype", "optimizers"):
-        monkeypatch.setattr(f"nextn.train.{place}.half_precision_pays", lambda device="": pays)
+    for module in ("devices", "train.optimizers"):
+        monkeypatch.setattr(f"nextn.{module}.half_precision_pays", lambda device="": pays)
     config = TrainConfig(steps=1, optimizer="muon")
     assert config.dtype == dtype
     made = build_optimizers({"layers.0.weight": torch.nn.Parameter(torch.zeros(4, 4))}, config)

@@ -56,14 +56,20 @@ def test_values_of_every_format(case, rows, columns, tmp_path):
     assert torch.equal(weights.read(name), values.weight())
 
 
+def plain_and_packed(family, case, folder):
+    """The quantized weights, a model that holds them in bf16, and the model of the checkpoint in `packed`."""
+    build(family).save(folder / "plain", dtype=torch.bfloat16)
+    shutil.copytree(folder / "plain", folder / "packed")
+    weights = quantize_folder(folder / "packed", case)
+    in_one_file(folder / "plain", lambda table: table.update({name: w.bfloat16() for name, w in weights.items()}))
+    plain, packed = (Model.load(folder / name) for name in ("plain", "packed"))
+    return weights, plain, packed
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_model_computes_with_the_dequantized_weights(case, tmp_path):
     """The same logits as of the checkpoint that holds those weights in bf16, trunk, head and lm_head; also streamed."""
-    build("qwen3_5").save(tmp_path / "plain", dtype=torch.bfloat16)
-    shutil.copytree(tmp_path / "plain", tmp_path / "packed")
-    weights = quantize_folder(tmp_path / "packed", case)
-    in_one_file(tmp_path / "plain", lambda table: table.update({name: w.bfloat16() for name, w in weights.items()}))
-    plain, packed = (Model.load(tmp_path / name) for name in ("plain", "packed"))
+    weights, plain, packed = plain_and_packed("qwen3_5", case, tmp_path)
     streamed = Model.load(tmp_path / "packed", stream=True)
     assert any("mtp." in name for name in weights)
     assert packed.trunk.dtype == torch.bfloat16
@@ -79,11 +85,7 @@ def test_a_model_computes_with_the_dequantized_weights(case, tmp_path):
 @pytest.mark.parametrize("case", [Case("gptq"), Case("pack-quantized")], ids=str)
 def test_experts(case, tmp_path):
     """Stored one by one, they are stacked in memory, and streamed a few at a time."""
-    build("glm4_moe").save(tmp_path / "plain", dtype=torch.bfloat16)
-    shutil.copytree(tmp_path / "plain", tmp_path / "packed")
-    weights = quantize_folder(tmp_path / "packed", case)
-    in_one_file(tmp_path / "plain", lambda table: table.update({name: w.bfloat16() for name, w in weights.items()}))
-    plain, packed = (Model.load(tmp_path / name) for name in ("plain", "packed"))
+    weights, plain, packed = plain_and_packed("glm4_moe", case, tmp_path)
     assert any(".experts." in name for name in weights)
     with torch.inference_mode():
         expected = plain.trunk(TOKENS)

@@ -1,4 +1,4 @@
-"""`make test-engines`: the commands that `nextn serve --print` prints start the engines, which draft with the head."""
+"""`make test-engines`: the commands of `nextn serve --print` start engines, which draft with the head and answer."""
 
 import json
 import os
@@ -96,24 +96,20 @@ def drafts_accepted(url, folder, **fields):
     return found["spec_decode_num_draft_tokens"], found["spec_decode_num_accepted_tokens"]
 
 
-def test_llama_cpp(tmp_path, served):
+def start_llama_cpp(served, folder, work):
     """As printed, except for the converter's patch for tokenizers that it does not know, paths and a port."""
-    folder = canary("glm4_moe")
     Starter(ROOT, threads=1).check("llama.cpp")
     convert, command = engine_commands(Checkpoint.open(folder), "llama.cpp").commands
     assert convert[:3] == ("python", "convert_hf_to_gguf.py", str(folder))
-    gguf = tmp_path / convert[convert.index("--outfile") + 1]
+    gguf = work / convert[convert.index("--outfile") + 1]
     patched = [sys.executable, HERE / "to_gguf.py", environments.llama_source(ROOT), folder, gguf, "f32"]
     subprocess.run(patched, check=True, capture_output=True)
     port = free_port()
-    url = served([environments.llama_server(ROOT), *command[1:], "-c", "512", "--port", str(port)], port)
-    drafted, accepted = drafts_accepted(url, folder)
-    assert 0 < accepted <= drafted
+    return served([environments.llama_server(ROOT), *command[1:], "-c", "512", "-t", "1", "--port", str(port)], port)
 
 
-def test_vllm(served):
+def start_vllm(served, folder, work):
     """As printed, with options for a small machine and a port."""
-    folder = canary("glm4_moe")
     starter = Starter(ROOT, threads=2)
     try:
         starter.check("vllm")
@@ -123,8 +119,28 @@ def test_vllm(served):
     port = free_port()
     small = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "2"]
     variables = {**starter.variables("vllm"), "VLLM_CPU_KVCACHE_SPACE": "1"}
-    url = served(
+    return served(
         [environments.vllm_python(ROOT), "-c", VLLM, *command[1:], *small, "--port", str(port)], port, variables
     )
-    drafted, accepted = drafts_accepted(url, folder, model=str(folder))
+
+
+@pytest.mark.parametrize("start", [start_llama_cpp, start_vllm])
+def test_an_engine_drafts_and_answers(start, served, here, tmp_path):
+    """It drafts with the head, and `nextn answer --engine` gets the greedy answers that nextn decodes, in parts."""
+    folder = canary("glm4_moe")
+    url = start(served, folder, tmp_path)
+    drafted, accepted = drafts_accepted(url, folder, **({"model": str(folder)} if start is start_vllm else {}))
     assert 0 < accepted <= drafted
+    prompts, out, own = (tmp_path / name for name in ("prompts.jsonl", "answers.jsonl", "own.jsonl"))
+    lines = [json.dumps({"prompt": list(prompt)}) + "\n" for prompt in prompts_of(folder)]
+    how = ("--prompts", prompts, "--temperature", 0, "--max-tokens", 48)
+    for given in (lines[:3], lines):  # the second command goes on with the first one's file
+        prompts.write_text("".join(given))
+        code, _, err = here("answer", folder, out, *how, "--engine", url, "--concurrency", 2)
+        assert code == 0, err
+    code, _, err = here("answer", folder, own, *how, "--backend", "torch", "--dtype", "float32")
+    assert code == 0, err
+    answers, expected = ([json.loads(line) for line in path.read_text().splitlines()[1:]] for path in (out, own))
+    assert len(answers) == len(lines)
+    for name in ("prompt", "tokens", "finish"):
+        assert [each[name] for each in answers] == [each[name] for each in expected]

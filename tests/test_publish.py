@@ -16,7 +16,7 @@ from nextn.checkpoint.provenance import head_fingerprint
 from nextn.edit.export import export
 from nextn.errors import CheckpointError, ConfigError
 from nextn.serve.publish import prepare, upload
-from nextn.train.head_run import head_run
+from nextn.train.head_run import prepare_head_run
 
 RECORD = {
     "nextn": "0.1.0", "hashes": {"trunk": "0908aef2219812"},
@@ -132,7 +132,7 @@ def test_a_head_alone(tmp_path):
     """Its card has the commands of a draft beside its base, whose hub id is needed; no folder of this machine."""
     (tmp_path / "text.txt").write_text(TEXT)
     trunk = build(tmp_path / "trunk", "llama")
-    run = head_run(tmp_path / "run", start(trunk, "mimo"), data=[tmp_path / "text.txt"], settings=SETTINGS)
+    run = prepare_head_run(tmp_path / "run", start(trunk, "mimo"), data=[tmp_path / "text.txt"], settings=SETTINGS)
     list(run.trainer.run())
     draft = export(run.write().parent, tmp_path / "draft", "vllm").path
     record = RECORD | {"hashes": {"head": head_fingerprint(Inventory.of(Checkpoint.open(draft)))}}

@@ -26,8 +26,9 @@ from nextn.checkpoint.safetensors_file import write_json
 from nextn.engines.counters import Counters, sum_counters
 from nextn.evaluate import diagnose as diagnosing
 from nextn.evaluate.engine_run import EngineObservation
+from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.probe import probe, truncate_texts
-from nextn.evaluate.reference import ReferencePlan, reference_acceptance
+from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.workload import Prompt
 from nextn.model.model import Model
 
@@ -122,12 +123,15 @@ def test_several_modules(family, modules, bench, put, tmp_path):
     agrees(record)
 
 
-def agrees(record: dict) -> None:
+def agrees(record: dict, *, most_flipped: int = 0) -> None:
+    """Equal texts and counts; `most_flipped`: counts that near ties of drafts may change in all depths together."""
     for row in (record["plain"], *record["by_drafts"]):
         assert all(gap["gap"] < NEAR for gap in row["gaps"]), row["gaps"]
         assert row["identical"] == record["prompts"] - len(row["gaps"])
     for row in record["by_drafts"]:
-        assert row["same_under_convention"], (row["counts"], row["convention_counts"])
+        pairs = zip(row["counts"], row["convention_counts"], strict=True)
+        flipped = sum(abs(theirs - ours) for theirs, ours in pairs) if most_flipped else 0
+        assert row["same_under_convention"] or 0 < flipped <= most_flipped, (row["counts"], row["convention_counts"])
         assert row["inside"] or record["convention"], "a difference from measure that no convention explains"
 
 

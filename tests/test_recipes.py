@@ -12,7 +12,7 @@ from nextn.errors import ConfigError
 from nextn.evaluate.decoding_costs import draft_bytes, step_bytes
 from nextn.evaluate.workload import read_prompts
 from nextn.model.model import Model
-from nextn.train.joint_run import joint_run
+from nextn.train.joint_run import prepare_joint_run
 from nextn.train.recipes import by_name, held_out_prompts, write_prompts
 
 SIZE = -(-vocab_size(byte_tokenizer()) // 8) * 8
@@ -67,7 +67,7 @@ def test_training_counts_answers_alone(tmp_path):
     small = {"batch_size": 2, "length": 48, "compile": False, "depths": 1}
     counts = {}
     for all_tokens in (False, True):
-        task = joint_run(tmp_path / "run", **options, settings=small, all_tokens=all_tokens).trainer.task
+        task = prepare_joint_run(tmp_path / "run", **options, settings=small, all_tokens=all_tokens).trainer.task
         example = task.example(0)
         batch = example.batch
         counts[all_tokens] = task.loss(example, lam=1.0).counts.tolist()
@@ -79,4 +79,4 @@ def test_training_counts_answers_alone(tmp_path):
 def test_rows_longer_than_the_context(tmp_path):
     """Catches a run whose positions the model was not made for."""
     with pytest.raises(ConfigError, match=r"length = 5000; the model's context holds 4096"):
-        joint_run(tmp_path, recipe="demo", settings={"length": 5000})
+        prepare_joint_run(tmp_path, recipe="demo", settings={"length": 5000})

@@ -32,7 +32,7 @@ def slow(head, tokens, hidden, depths):
 def rollout(head, tokens, hidden, depths, documents=None):
     columns = tokens.shape[1] - depths
     states = head.rollout_hidden(tokens, hidden, depths, documents=documents)
-    logits = [head.logits(head.module(depth), state[:, :columns]) for depth, state in enumerate(states, start=1)]
+    logits = [head.logits(head.layer_index(depth), state[:, :columns]) for depth, state in enumerate(states, start=1)]
     return torch.stack(logits, dim=2)
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from replays import fast_of
+from replays import PlanPerRound, fast_of
 from tiny import build, prompt, refrain
 
 import nextn.runtime.native.rounds as native_rounds
@@ -25,10 +25,8 @@ def model():
     return fast_of(build("glm4_moe"))
 
 
-class Now:
+class Now(PlanPerRound):
     """The number of drafts of each round, again and again."""
-
-    reason = ""
 
     def __init__(self, *numbers):
         self.numbers, self.at = numbers, -1
@@ -36,15 +34,6 @@ class Now:
     def plan(self):
         self.at += 1
         return FixedLength(self.numbers[self.at % len(self.numbers)]).plan()
-
-    def rounds_unchanged(self, rows):
-        return 1
-
-    def observe(self, num_tokens, seconds):
-        pass
-
-    def learn(self, confidences, *, num_draft_tokens, num_accepted):
-        pass
 
 
 def both(model, prompts, settings, make=lambda: None, **given):

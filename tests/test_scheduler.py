@@ -22,7 +22,7 @@ from nextn.serve.request import GenerationChunk, GenerationRequest
 from nextn.serve.scheduler import Scheduler, SchedulerLimits
 from nextn.serve.served_batch import ServedBatch, ServedSequence
 from nextn.settings import Sampling
-from nextn.speculative.draft_policy import FixedLength
+from nextn.speculative.draft_policy import NO_DRAFTS, FixedLength
 
 KINDS = (
     {},
@@ -152,10 +152,13 @@ def test_recurrent_trunk():
     assert found == alone(model, requests)
 
 
-@pytest.mark.parametrize("name", ["glm_two", "glm_one", "qwen"])
-def test_prefixes_change_neither_text_nor_drafts(trained, name):
+@pytest.mark.parametrize(
+    ("name", "kind"), [("glm_two", "auto"), ("glm_one", "auto"), ("qwen", "auto"), ("glm_two", "int8")]
+)
+def test_prefixes_change_neither_text_nor_drafts(trained, monkeypatch, name, kind):
     """After a hit the head's cache is that of a cold start: the same drafts are accepted."""
     model = trained[name]
+    monkeypatch.setattr(model.trunk, "kv_cache_dtype", kind)
     shared = refrain(1, 200, seed=9).tolist()[0]
     base = GenerationRequest(prompt=(), max_tokens=30, num_speculative_tokens=3)
     requests = {size: replace(base, prompt=tuple(shared[:size])) for size in (200, 140, 64, 65, 129)}
@@ -179,9 +182,10 @@ def test_prefixes_change_neither_text_nor_drafts(trained, name):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["glm_two", "glm_one"])
-def test_restored_caches_are_those_of_a_cold_start(trained, name):
+@pytest.mark.parametrize(("name", "kind"), [("glm_two", "auto"), ("glm_one", "auto"), ("glm_one", "int8")])
+def test_restored_caches_are_those_of_a_cold_start(trained, monkeypatch, name, kind):
     """Bit for bit, also around the end of a block after which another prompt went on otherwise."""
+    monkeypatch.setattr(trained[name].trunk, "kv_cache_dtype", kind)
     backend, prefixes = backend_for(trained[name]), PrefixCache.of(backend_for(trained[name]), 10**8)
     tokens = tuple(prompt(210, vocab_size=40))
     other = (*tokens[:64], *prompt(70, seed=1, vocab_size=40))
@@ -204,6 +208,78 @@ def prefilled(backend, tokens, prefixes):
 
 def caches_of(batch):
     return [batch.cache, *batch.drafter.caches]
+
+
+class Drafting(FixedLength):
+    """K drafts, or none while `is_off`."""
+
+    is_off = True
+
+    def plan(self):
+        return NO_DRAFTS if self.is_off else super().plan()
+
+
+@pytest.mark.parametrize("name", ["glm_two", "glm_one"])
+def test_prefixes_that_the_head_has_not_seen(trained, name, monkeypatch):
+    """Requests without drafts leave them to the first one that drafts; its drafts are those of a cold start."""
+    policy, shared = Drafting(3), tuple(refrain(1, 200, seed=9).tolist()[0])
+    monkeypatch.setattr(Scheduler, "_length", lambda self, group, num_sequences: policy)
+    requests = {
+        key: GenerationRequest(prompt=(*shared[:size], *tail), max_tokens=30)
+        for key, size, tail in ((0, 70, ()), (1, 140, ()), (2, 200, ()), (3, 140, (1, 2)), (4, 200, ()))
+    }
+    warm = Answers(scheduler_of(trained[name], prefix_bytes=10**8))
+    prefixes, blocks = warm.scheduler.prefix_cache, []
+    for key, request in requests.items():
+        policy.is_off = key < 2
+        warm.run({0: [(key, request)]})
+        blocks.append([node.block.heads is not None for node in prefixes._nodes])
+        assert prefixes.nbytes == sum(node.block.nbytes for node in prefixes._nodes)
+    assert blocks == [[False], [False] * 2, *[[True] * 3] * 3]
+    assert {len(node.block.states) for node in prefixes._nodes} == {warm.scheduler._backend.head.num_modules}
+    assert [warm.chunks[key][0].cached_tokens for key in requests] == [0, 64, 128, 128, 192]
+    policy.is_off = False
+    for key in (2, 3, 4):
+        cold = Answers(scheduler_of(trained[name]))
+        cold.run({0: [(key, requests[key])]})
+        assert warm.rounds(key) == cold.rounds(key)
+
+
+@pytest.mark.parametrize("more", [0, 10**6])
+def test_completed_prefixes_stay_within_memory(monkeypatch, more):
+    """What three MTP layers add needs more memory than the states do; without it, blocks stay as they are."""
+    policy, request = Drafting(3), GenerationRequest(prompt=tuple(prompt(200)), max_tokens=3)
+    monkeypatch.setattr(Scheduler, "_length", lambda self, group, num_sequences: policy)
+    answers = Answers(scheduler_of(build("glm4_moe", modules=3), prefix_bytes=10**8))
+    answers.run({0: [(0, request)]})
+    prefixes, policy.is_off = answers.scheduler.prefix_cache, False
+    before = prefixes.nbytes
+    prefixes.max_bytes = before + more
+    answers.run({0: [(1, request)]})
+    assert answers.text(0) == answers.text(1)
+    assert prefixes.nbytes == sum(node.block.nbytes for node in prefixes._nodes) <= prefixes.max_bytes
+    assert (prefixes.nbytes > before) == (more > 0)
+
+
+def test_prompts_leave_the_head_alone_while_nothing_is_drafted(trained, monkeypatch):
+    """By the policy for as many sequences as run or are prefilled."""
+    asked = []
+
+    def length(self, group, num_sequences):
+        asked.append(num_sequences)
+        return FixedLength(0 if num_sequences > 1 else 3)
+
+    monkeypatch.setattr(Scheduler, "_length", length)
+    answers = Answers(scheduler_of(trained["glm_two"], clock=Clock()))
+    for name in range(2):
+        answers.add(name, GenerationRequest(prompt=tuple(prompt(100, vocab_size=40)), max_tokens=3))
+    answers.scheduler._admit()
+    assert asked == [1, 2]
+    with torch.inference_mode():
+        batches = list(answers.scheduler._prefilling)
+        for batch in batches:
+            batch.prefill_chunk(64)
+    assert [batch.drafter.num_pending for batch in batches] == [0, 64]
 
 
 def test_salts_separate_prefixes(trained):
@@ -264,6 +340,67 @@ def test_rounds_end_when_a_request_arrives(trained, monkeypatch, arrives):
     answers.scheduler.step()
     assert (len(answers.rounds(0)) == 2) == arrives
     assert (len(answers.text(0)) == 40) != arrives
+
+
+def test_the_least_recently_used_block_leaves(trained):
+    """Use is also what a request takes from the cache without adding to it."""
+    answers = Answers(scheduler_of(trained["glm_two"], prefix_bytes=10**8))
+    prompts = [tuple(prompt(66, seed=seed, vocab_size=40)) for seed in range(3)]
+    cached = []
+    for name, index in enumerate((0, 1, 0, 2, 0, 1)):
+        answers.run({0: [(name, GenerationRequest(prompt=prompts[index], max_tokens=2))]})
+        cached.append(answers.chunks[name][0].cached_tokens)
+        if name == 1:
+            answers.scheduler.prefix_cache.max_bytes = answers.scheduler.prefix_cache.nbytes
+    assert cached == [0, 0, 64, 0, 64, 0]
+
+
+def test_prefixes_with_and_without_a_head_are_separate(trained):
+    answers, ks = Answers(scheduler_of(trained["glm_two"], prefix_bytes=10**8)), (0, 3, 3, 0)
+    request = GenerationRequest(prompt=tuple(prompt(140, vocab_size=40)), max_tokens=20)
+    for name, k in enumerate(ks):
+        answers.run({0: [(name, replace(request, num_speculative_tokens=k))]})
+    assert [answers.chunks[name][0].cached_tokens for name in range(4)] == [0, 0, 128, 128]
+    assert answers.rounds(1) == answers.rounds(2)
+    assert answers.text(0) == answers.text(1) == answers.text(3)
+
+
+def test_rounds_end_when_a_sequence_does(trained, monkeypatch):
+    """However long they could go on: its place is used at once."""
+    monkeypatch.setattr(scheduler_module, "_AHEAD_S", 60.0)
+    answers = Answers(scheduler_of(trained["glm_two"], backend="torch", max_num_seqs=2))
+    for name, max_tokens in enumerate((5, 40, 40)):
+        answers.add(name, GenerationRequest(prompt=tuple(prompt(5, vocab_size=40)), max_tokens=max_tokens))
+    while not answers.sequences[0].is_over:
+        answers.scheduler.step()
+        assert answers.scheduler.stats().num_running <= 2
+    assert not answers.sequences[1].is_over
+    answers.scheduler.step()
+    assert answers.chunks[2]
+
+
+def test_policies_are_those_of_about_as_many_sequences(trained):
+    """What was measured with one sequence says nothing about sixteen, nor that of one K about another."""
+    scheduler = scheduler_of(trained["glm_two"])
+    policies = [scheduler._length((True, 3, True), count) for count in (1, 2, 3, 4, 5, 8, 9, 16)]
+    assert [policies.index(policy) for policy in policies] == [0, 1, 2, 2, 4, 4, 6, 6]
+    assert scheduler._length((True, 2, True), 1) is not policies[0]
+    assert scheduler._length((True, 3, False), 1) == FixedLength(3)
+
+
+def test_chunks_of_any_sizes_end_where_blocks_end(trained):
+    """Else the prefix cache could not keep them."""
+    scheduler = scheduler_of(trained["glm_two"], clock=lambda: 0.0, prefix_bytes=10**8)
+    answers, rows = Answers(scheduler), refrain(2, 390, seed=4).tolist()
+    answers.add(0, GenerationRequest(prompt=tuple(rows[0][:9]), max_tokens=300))
+    while not scheduler._running:
+        scheduler.step()
+    slow = 1.05 * scheduler_module._AHEAD_S
+    scheduler._chunk_s = {64: slow, 32: slow, 16: 0.0}
+    answers.add(1, GenerationRequest(prompt=tuple(rows[1]), max_tokens=1))
+    while not answers.chunks[1]:
+        scheduler.step()
+    assert scheduler.prefix_cache.num_positions == 384
 
 
 @pytest.mark.parametrize("waiting", [1, 4])
@@ -343,28 +480,31 @@ def test_memory_is_bounded_while_kinds_of_requests_alternate(trained, monkeypatc
     assert most[bound] <= bound + chunk < most[math.inf]
 
 
-def test_cancelled_requests_leave(trained):
-    """While they wait, are prefilled, and run; the others go on."""
+@pytest.mark.parametrize("steps", [0, 1, 5, 20, 40])
+def test_cancelled_requests_leave(trained, monkeypatch, steps):
+    """While they wait, are prefilled, and run, within one step; the others go on."""
+    monkeypatch.setattr(scheduler_module, "_AHEAD_S", 0.0)
+    monkeypatch.setattr(scheduler_module, "_AHEAD_PER_SEQUENCE_S", 0.0)
     model = trained["glm_two"]
     requests = requests_of(model, 6, lengths=(130,))
-    for steps in (0, 1, 4, 9):
-        answers = Answers(scheduler_of(model, max_num_seqs=3))
-        for index, request in requests.items():
-            answers.add(index, request)
-        for _ in range(steps):
-            answers.scheduler.step()
-        for index in (0, 2, 4):
-            answers.sequences[index].is_cancelled = True
-        answers.run()
-        expected = alone(model, requests)
-        for index in requests:
-            finish = answers.chunks[index][-1].finish
-            assert (
-                finish == "cancelled"
-                if index % 2 == 0 and finish != "length"
-                else answers.text(index) == expected[index]
-            )
-        assert answers.scheduler.stats().cache_positions == 0
+    answers = Answers(scheduler_of(model, max_num_seqs=3, clock=Clock()))
+    for index, request in requests.items():
+        answers.add(index, request)
+    for _ in range(steps):
+        answers.scheduler.step()
+    cancelled = [index for index in (0, 2, 4) if not answers.sequences[index].is_over]
+    for index in cancelled:
+        answers.sequences[index].is_cancelled = True
+    answers.scheduler.step()
+    assert [answers.chunks[index][-1].finish for index in cancelled] == ["cancelled"] * len(cancelled)
+    stats = answers.scheduler.stats()
+    assert stats.num_running + stats.num_waiting == sum(not each.is_over for each in answers.sequences.values())
+    answers.run()
+    expected = alone(model, requests)
+    for index in requests:
+        num_tokens = len(answers.text(index)) if index in cancelled else None
+        assert answers.text(index) == expected[index][:num_tokens]
+    assert answers.scheduler.stats().cache_positions == 0
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from tiny import build
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.errors import ConfigError
 from nextn.settings import Sampling, Settings
-from nextn.train.head_run import StartingPoint, head_run
+from nextn.train.head_run import StartingPoint, prepare_head_run
 from nextn.train.self_generated import generate_answers, is_on_policy
 
 
@@ -86,7 +86,7 @@ def test_a_run_reads_it_from_the_file(model, stored, tmp_path):
     settings = {"steps": 1, "batch_size": 2, "length": 16, "depths": 2, "dtype": "float32", "eval_batches": 1}
 
     def run(name, **how):
-        return head_run(
+        return prepare_head_run(
             tmp_path / "run", StartingPoint(tmp_path / "model"), data=[stored / name], settings=settings, **how
         )
 

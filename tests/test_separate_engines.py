@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines.referee import Ours, compared, counts_of
-from test_real_engines import KS, TOKENS, agrees, bench, put  # noqa: F401  (fixtures)
+from test_real_engines import KS, NEAR, TOKENS, agrees, bench, put  # noqa: F401  (fixtures)
 
 from nextn.audit import audit
 from nextn.audit.gguf import audit_gguf
@@ -22,9 +22,12 @@ from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.conformance import build, canary_model
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.data.corpus import Corpus, encoder, eos_id
+from nextn.decoding.generate import generate
+from nextn.edit.adopt import adopt
 from nextn.edit.export import export
 from nextn.evaluate.conventions import Variant
 from nextn.model.model import Model
+from nextn.settings import Settings
 from nextn.train.joint_task import JointTask
 from nextn.train.loop import Trainer
 
@@ -140,3 +143,34 @@ def test_llamacpp_runs_trunk_and_head_in_one_file(trunk, bench, put, tmp_path): 
         theirs = [row["counts"] for row in record["by_drafts"]]
         assert record["by_drafts"][0]["engine"][0] > MIN_RATE
         assert all(a != b for a, b in zip(theirs, others, strict=True))
+
+
+ADOPTED = {"vllm": KS, "transformers": (1,), "llama.cpp": KS}
+
+
+@pytest.fixture(scope="module")
+def adopted(trunk, tmp_path_factory):
+    """The trunk in GLM-4.5's layout, with a head that was trained in it."""
+    folder = tmp_path_factory.mktemp("adopted")
+    adopt(trunk, folder / "trunk", layout="glm4_moe")
+    model = trained_head(folder / "run", folder / "trunk").rename(folder / trunk.name)
+    assert audit(Checkpoint.open(model)).clean
+    return model
+
+
+@pytest.mark.parametrize("engine", ADOPTED)
+def test_one_checkpoint_in_every_engine(engine, trunk, adopted, bench, put):  # noqa: F811
+    """Texts of the trunk that was adopted, and our counts but for near ties; llama.cpp has not Llama 3.1's rope."""
+    ours = Ours.of(str(adopted), PROMPTS, tokens=TOKENS, num_speculative_tokens=max(ADOPTED[engine]))
+    plain = Model.load(trunk, dtype=torch.float32, need_head=False)
+    settings = Settings(num_speculative_tokens=0, max_tokens=TOKENS)
+    texts = [tuple(each.tokens) for each in generate(plain, [*map(list, PROMPTS)], settings, backend="torch")]
+    assert ours.texts == texts
+    served = bench.served(engine, adopted, ours.prompts, ADOPTED[engine], TOKENS)
+    record = compared(ours, engine, served.plain, served.seen)
+    put("adopted", f"{trunk.name} {engine}", {"versions": served.versions, **record})
+    if (trunk.name, engine) == ("llama", "llama.cpp"):
+        assert any(each["gap"] > NEAR for each in record["plain"]["gaps"])
+        return
+    agrees(record, most_flipped=2)
+    assert record["by_drafts"][0]["engine"][0] > MIN_RATE

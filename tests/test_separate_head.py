@@ -18,7 +18,7 @@ from nextn.model.model import Model
 from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.transformers_loading import model_from_config
 from nextn.settings import Settings
-from nextn.train.head_run import StartingPoint, head_run
+from nextn.train.head_run import StartingPoint, prepare_head_run
 
 SETTINGS = {"steps": 3, "batch_size": 4, "length": 32, "depths": 2, "eval_batches": 1, "dtype": "float32", "warmup": 0}
 TEXT = "a is a letter, and so on. " * 80
@@ -69,7 +69,9 @@ def made(tmp_path_factory, text):
         trunk = root / name
         if not trunk.exists():
             build(trunk, name)
-        run = head_run(root / f"{name}-{layout}-{head_only}", start(trunk, layout), data=[text], settings=SETTINGS)
+        run = prepare_head_run(
+            root / f"{name}-{layout}-{head_only}", start(trunk, layout), data=[text], settings=SETTINGS
+        )
         list(run.trainer.run())
         written = run.write(head_only=head_only)
         return trunk, written if written.is_dir() else written.parent
@@ -136,7 +138,9 @@ def test_acceptance_rises_on_a_trained_trunk(tmp_path, text):
     byte_tokenizer().save_pretrained(tmp_path / "trunk")
     settings = SETTINGS | {"steps": 40, "depths": 3}
     for layout in (None, "mimo"):
-        run = head_run(tmp_path / f"run-{layout}", start(tmp_path / "trunk", layout), data=[text], settings=settings)
+        run = prepare_head_run(
+            tmp_path / f"run-{layout}", start(tmp_path / "trunk", layout), data=[text], settings=settings
+        )
         before = run.task.evaluate(0).heldout.greedy.length
         list(run.trainer.run())
         assert run.task.evaluate(40).heldout.greedy.length > max(3, before + 1)
@@ -153,7 +157,7 @@ def test_a_head_alone_goes_beside_its_trunk_and_says_whose_it_is(made, tmp_path,
     inventory = Inventory.of(Checkpoint.open(other), family=trunk_family(Checkpoint.open(other)))
     assert is_foreign(open_head(head, inventory), inventory)
     assert "trained on another trunk" in Model.load(other, head=head).notes[0]
-    further = head_run(tmp_path / "run", StartingPoint(trunk, head), data=[text], settings=SETTINGS)
+    further = prepare_head_run(tmp_path / "run", StartingPoint(trunk, head), data=[text], settings=SETTINGS)
     list(further.trainer.run())  # from the head that is there
     assert Model.load(further.write(allow_worse=True)).family.name == "generic"
 
@@ -163,7 +167,7 @@ def test_a_head_alone_is_trained_on_beside_a_streamed_trunk(made, tmp_path, text
     trunk, head = made("llama", None, True)
     states = []
     for stream in (False, True):
-        run = head_run(
+        run = prepare_head_run(
             tmp_path / f"{stream}", StartingPoint(trunk, head, stream=stream), data=[text], settings=SETTINGS
         )
         assert isinstance(run.task.model.trunk, StreamedTrunk) == stream
@@ -222,7 +226,7 @@ def _declared(trunk, folder):
 def test_a_trunk_that_cannot_says_why(name, changes, layout, words, tmp_path, text):
     trunk = build(tmp_path / "trunk", name, **changes)
     with pytest.raises(FamilyError, match=words):
-        head_run(tmp_path / "run", start(trunk, layout), data=[text], settings=SETTINGS)
+        prepare_head_run(tmp_path / "run", start(trunk, layout), data=[text], settings=SETTINGS)
 
 
 def test_layouts_are_named(tmp_path):

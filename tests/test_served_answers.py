@@ -15,7 +15,6 @@ from nextn.engines.answers import AnswerToken, EngineAnswer
 from nextn.engines.client import Budget
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import ConfigError, EngineError
-from nextn.evaluate import decoding_costs
 from nextn.model.model import Model
 from nextn.serve.engine import ServingEngine
 from nextn.serve.options import EngineOptions
@@ -23,13 +22,8 @@ from nextn.settings import Sampling, Settings
 from nextn.train.self_generated import is_on_policy
 from nextn.train.served_answers import served_answers, to_generated
 
+pytestmark = pytest.mark.usefixtures("fixed_bandwidth")
 PROMPTS = ["def add(", "class Node:\n", "import os\n\n", "for i in range(", "return self.", "if x is None:\n"]
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch, tmp_path):
-    monkeypatch.setattr(decoding_costs, "copy_bandwidth", lambda device: 5e9)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")

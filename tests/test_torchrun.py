@@ -14,7 +14,7 @@ import torch
 from test_cli import TINY
 
 from nextn.model.model import Model
-from nextn.train.joint_run import joint_run
+from nextn.train.joint_run import prepare_joint_run
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 STEPS, EVERY = 40, 5
@@ -126,7 +126,7 @@ def test_killed_restarted_stopped_and_resumed(launch, given, tmp_path):
     assert said.count("wrote") == 1
     assert Model.load(out / "model").head is not None
 
-    alone = joint_run(
+    alone = prepare_joint_run(
         tmp_path / "whole", data=[given / "texts"], recipe="demo", model=given / "config.json", settings=RUN
     )
     list(alone.trainer.run())

@@ -21,25 +21,26 @@ experts = ALL_EXPERTS_FUNCTIONS["nextn"]
 FULL = LayerType("full_attention")
 
 
-def cache_of(kind: LayerType) -> RecordingCache:
+def cache_of(kind: LayerType, *, int8: bool = False) -> RecordingCache:
     starts, positions = torch.zeros(1, dtype=torch.int64), torch.arange(3)[None]
-    return RecordingCache([kind], torch.zeros(1, 3, dtype=torch.int64), starts, positions)
+    return RecordingCache([kind], torch.zeros(1, 3, dtype=torch.int64), starts, positions, int8=int8)
 
 
-def noted(kind: LayerType = FULL, *, columns: int = 3, **kwargs):
+def noted(kind: LayerType = FULL, *, columns: int = 3, int8: bool = False, value_size: int = 8, **kwargs):
     """The trace entry of attention of 4 heads over 2 kv heads at 3 positions, and the layer."""
-    cache, query = cache_of(kind), torch.zeros(1, 4, 3, 16)
+    cache, query = cache_of(kind, int8=int8), torch.zeros(1, 4, 3, 16)
     trace = TraceRecorder([query], cache.layers)
     with torch.no_grad(), trace:
         module = SimpleNamespace(layer_idx=0)
-        out, _ = attend(module, query, torch.zeros(1, 2, columns, 16), torch.zeros(1, 2, columns, 8), None, **kwargs)
-    assert out.shape == (1, 3, 4, 8)
+        keys, values = torch.zeros(1, 2, columns, 16), torch.zeros(1, 2, columns, value_size)
+        out, _ = attend(module, query, keys, values, None, **kwargs)
+    assert out.shape == (1, 3, 4, value_size)
     return trace.entries[-1], cache.layers[0]
 
 
 def test_attention_is_noted_with_its_numbers():
     entry, layer = noted(LayerType("sliding_attention", 5), scaling=0.5, softcap=30.0, s_aux=torch.ones(4))
-    assert (entry.func, entry.ints, entry.reals) == ("attention", (5,), (0.5, 30.0))
+    assert (entry.func, entry.ints, entry.reals) == ("attention", (0, 5), (0.5, 30.0))
     assert [tuple(view.shape) for view in entry.args] == [
         (1, 4, 3, 8),
         (1, 4, 3, 16),
@@ -51,7 +52,14 @@ def test_attention_is_noted_with_its_numbers():
     ]
     assert layer.shape == (2, 16, 8)
     plain, _ = noted()
-    assert (plain.ints, plain.reals, len(plain.args)) == ((0,), (0.25, 0.0), 6)
+    assert (plain.ints, plain.reals, len(plain.args)) == ((0, 0), (0.25, 0.0), 6)
+
+
+def test_attention_with_an_int8_cache():
+    entry, _ = noted(int8=True)
+    assert entry.ints == (1, 0)
+    with pytest.raises(Untraceable, match="heads of size 16 and 6, not multiples of 4"):
+        noted(int8=True, value_size=6)
 
 
 def test_attention_over_other_columns_is_refused():

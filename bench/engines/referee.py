@@ -20,7 +20,9 @@ from nextn.engines.counter_formats import from_metrics
 from nextn.engines.counters import Counters, sum_counters
 from nextn.errors import EngineError
 from nextn.evaluate.conventions import Variant, apply_variants
-from nextn.evaluate.reference import ReferencePlan, ReferenceReport, reference_acceptance
+from nextn.evaluate.plans import ReferencePlan
+from nextn.evaluate.reference import reference_acceptance
+from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.teacher_forced import ReferenceText, ScoredText, score_texts, trunk_outputs
 from nextn.evaluate.workload import Prompt
 from nextn.model.model import Model

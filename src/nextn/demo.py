@@ -29,7 +29,7 @@ from nextn.runtime.native.abi import build_status
 from nextn.settings import Sampling, Settings
 from nextn.stats import plots
 from nextn.stats.acceptance import Acceptance
-from nextn.train.joint_run import joint_run
+from nextn.train.joint_run import prepare_joint_run
 from nextn.train.metrics import EvalRecord, Record, StepRecord
 
 _PROMPT_TOKENS, _MAX_TOKENS, _MIN_TOKENS = 96, 160, 32
@@ -330,7 +330,7 @@ def train_demo(
     Return None if it was stopped; the next call resumes it.
     """
     started = time.perf_counter()
-    run = joint_run(folder / "run", recipe="tiny", settings=_TRAINING | {"minutes": minutes})
+    run = prepare_joint_run(folder / "run", recipe="tiny", settings=_TRAINING | {"minutes": minutes})
     evaluations: list[EvalRecord] = []
     for trainer in run.stages(folder / "model"):
         trainer.resume()

@@ -11,6 +11,7 @@ from nextn.errors import ConfigError, require_at_least
 BACKENDS = ("auto", "native", "torch")
 WEIGHT_BITS = {"stored": None, "int8": 8, "int4": 4}
 WEIGHTS = tuple(WEIGHT_BITS)  # what products use, see `Trunk.weights`
+KV_CACHE_DTYPES = ("auto", "int8")  # see `Trunk.kv_cache_dtype`
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Contract:
-    """What an engine must get right besides the family's facts. The defaults are right; each change injects a fault."""
+    """The clauses of the engine contract on how a head is run. The defaults are right; each change injects a fault."""
 
     prefill: bool = True  # the head's cache is filled over the whole prompt
     rerun: bool = True  # refresh: accepted positions run through the head again with the trunk's true hidden states

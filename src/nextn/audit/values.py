@@ -78,8 +78,15 @@ def _unusable(samples: SampledValues, whole: WholeValues | None) -> Iterator[Fin
     names = {inventory.stored[each]: each for each in inventory.own if is_matrix(inventory, inventory.info(each))}
     constants = {name: each.constant for name, each in (summaries or {}).items() if each.constant is not None}
     matrices |= {name: np.array([value]) for name, value in constants.items() if name in names}
+    if _chooses_every_expert(inventory):  # a router of zeros gives them equal weights, as in a converted MLP
+        matrices = {name: array for name, array in matrices.items() if not name.endswith(".mlp.gate.weight")}
     projections = {name for name, canonical in names.items() if "projection" in inventory.role(canonical)}
     yield from zero_or_constant(samples.head_norms, matrices, projections=projections, fix=fix, known=constants)
+
+
+def _chooses_every_expert(inventory: Inventory) -> bool:
+    count = lookup(inventory.checkpoint.config, "n_routed_experts")
+    return count is not None and count == lookup(inventory.checkpoint.config, "num_experts_per_tok")
 
 
 def nonfinite_or_garbage(

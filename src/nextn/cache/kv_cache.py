@@ -340,8 +340,8 @@ class KVCache(TransformersCache):
     def select(self, sequences: Sequence[int]) -> None:
         """Keep only these sequences (indices) of the batch, in this order."""
         index = torch.tensor(list(sequences), device=self.device)
-        for layer in self.layers:
-            layer.select(index)
+        for layer in self.layers:  # which may be on other devices
+            layer.select(index.to(getattr(layer, "device", None) or self.device))
         self.lengths = [self.lengths[seq] for seq in sequences]
 
     def joined(self, other: "KVCache") -> "KVCache":

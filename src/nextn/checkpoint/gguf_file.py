@@ -59,14 +59,14 @@ class GgufTensor:
             )
         return data
 
-    def middle(self, most: int = _MAX_ROW) -> bytes:
-        """Read up to 8 rows from the middle of the tensor, at most `most` bytes; b"" if one row is longer."""
-        if not 0 < self.row_bytes <= most:
+    def middle(self) -> bytes:
+        """Read up to 8 rows from the middle of the tensor, at most `_MAX_ROW` bytes; b"" if one row is longer."""
+        if not 0 < self.row_bytes <= _MAX_ROW:
             return b""
         row = self.nbytes // self.row_bytes // 2
         with self.file.open("rb") as file:
             file.seek(self.begin + row * self.row_bytes)
-            return file.read(min(8, most // self.row_bytes, self.nbytes // self.row_bytes - row) * self.row_bytes)
+            return file.read(min(8, _MAX_ROW // self.row_bytes, self.nbytes // self.row_bytes - row) * self.row_bytes)
 
     @property
     def num_rows(self) -> int:

@@ -90,11 +90,11 @@ def trained_with(inventory: Inventory) -> str:
     return trunk_fingerprint(inventory) if inventory.shared and inventory.layers else ""
 
 
-def record_training(folder: Path, *, source: str) -> None:
-    """Write the record of a head that `source` trained together with the trunk in this folder."""
+def record_training(folder: Path, *, source: str, made_by: Literal["train", "convert"] = "train") -> None:
+    """Write the record of a head from `source` that was trained with the trunk in this folder."""
     inventory = Inventory.of(Checkpoint.open(folder))
     trunk = trunk_fingerprint(inventory)
-    Provenance(head_fingerprint(inventory), trunk, trunk, source, made_by="train").write(folder)
+    Provenance(head_fingerprint(inventory), trunk, trunk, source, made_by=made_by).write(folder)
 
 
 def staged_head(stage: Path, config: Mapping[str, object], family: Family) -> str:

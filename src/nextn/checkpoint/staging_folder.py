@@ -9,7 +9,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -117,7 +117,18 @@ def renamed(error: NextnError, old: Path, new: Path) -> NextnError:
     return error if text == str(error) else type(error)(text)
 
 
-def is_full(error: BaseException | None) -> bool:
+@contextmanager
+def explain_full_disk(advice: Callable[[], str]) -> Iterator[None]:
+    """Add the advice to a CheckpointError that a full disk caused."""
+    try:
+        yield
+    except CheckpointError as error:
+        if not _is_full(error):
+            raise
+        raise CheckpointError(f"{error} {advice()}") from error
+
+
+def _is_full(error: BaseException | None) -> bool:
     """Whether a full disk or an exhausted quota caused the error."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
@@ -167,7 +178,7 @@ def _empty(stage: Path) -> None:
 
 def _failure(error: Exception, target: Path, stage: Path, needed: int) -> Exception:
     """Return the failure in terms of `target`, and for a full disk how much is missing."""
-    if is_full(error) and (needed or not isinstance(error, NextnError)):
+    if _is_full(error) and (needed or not isinstance(error, NextnError)):
         written = sum(path.lstat().st_size for path in stage.rglob("*") if path.is_file())
         missing = max(0, needed - written - free_bytes(target))
         how_much = f"{missing:,} more bytes are needed" if missing else f"{free_bytes(target):,} bytes are free"

@@ -19,7 +19,7 @@ from nextn.cli.bench import advise, bench
 from nextn.cli.chat import chat
 from nextn.cli.common import Command, docs_page
 from nextn.cli.decode import generate, trace
-from nextn.cli.edit import convert, export, extract, push, quantize, restore
+from nextn.cli.edit import adopt, convert, export, extract, push, quantize, restore
 from nextn.cli.learn import demo, env
 from nextn.cli.reference import diagnose, measure
 from nextn.cli.screen import echo, flush_streams, guard_streams, print_error, visible
@@ -52,6 +52,7 @@ _PANELS: dict[str, dict[Callable[..., None], str]] = {
         advise: "reference/bench",
     },
     "Engines": {
+        adopt: "how-to/any-model",
         export: "how-to/any-model",
         push: "how-to/publish",
         verify: "reference/verify",

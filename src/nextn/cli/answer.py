@@ -16,14 +16,17 @@ from nextn.cli.common import (  # fmt: skip
     Chat,
     Concurrency,
     Device,
+    DeviceMap,
     Dtype,
     Engine,
     EngineAccess,
     KeyEnv,
+    KVCacheDtype,
     MaxTokens,
     ModelName,
     ModelOptions,
     Offline,
+    OffloadFolder,
     Revision,
     Served,
     Timeout,
@@ -64,7 +67,10 @@ def answer(
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
     weights: WeightType = "stored",
+    kv_cache_dtype: KVCacheDtype = "auto",
     device: Device = "auto",
+    device_map: DeviceMap = None,
+    offload_folder: OffloadFolder = None,
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
@@ -78,11 +84,26 @@ def answer(
     """Generate training data with the trunk itself, here or by an engine that serves it; the same command resumes."""
     if engine is not None and (top_k or top_p < 1):
         raise ConfigError("--top-k and --top-p: an engine samples from the whole distribution here; leave them out")
+    if engine is not None and device_map is not None:
+        raise ConfigError(f"--device-map {device_map} and --engine: the engine generates, and no layer is loaded here")
     sampling = Sampling(temperature, top_k, top_p)
     settings = Settings(
         num_speculative_tokens=num_speculative_tokens, sampling=sampling, max_tokens=max_tokens, seed=seed
     )
-    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights)
+    options = ModelOptions(
+        model,
+        dtype,
+        backend,
+        device,
+        revision,
+        cache_dir,
+        offline,
+        weights,
+        None,
+        kv_cache_dtype,
+        device_map,
+        offload_folder,
+    )
     options.check()
     from nextn.data.sources import check_sources
 

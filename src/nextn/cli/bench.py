@@ -22,6 +22,7 @@ from nextn.cli.common import (  # fmt: skip
     EngineAccess,
     ExactHead,
     KeyEnv,
+    KVCacheDtype,
     MaxTokens,
     ModelName,
     ModelOptions,
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
     from nextn.evaluate.benchmark import BenchmarkFigures, BenchmarkReport
     from nextn.evaluate.offloading import OffloadAdvice
     from nextn.evaluate.reference_report import ReferenceReport
+    from nextn.evaluate.workload import Prompt
+    from nextn.model.model import Model
 
 Out = Annotated[Path | None, typer.Option(help="Folder for the record and the figures.")]
 
@@ -77,6 +80,7 @@ def bench(
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Also measure an adaptive K.")] = False,
     backend: BackendName = "auto",
     weights: WeightType = "stored",
+    kv_cache_dtype: KVCacheDtype = "auto",
     device: Device = "auto",
     head: SeparateHead = None,
     revision: Revision = None,
@@ -97,11 +101,11 @@ def bench(
         adaptive=adaptive,
         backend=backend,
     )
-    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head)
+    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head, kv_cache_dtype)
     options.check()
     texts, draftable = read_prompts(prompts), DraftVocabularyOptions.read(draft_vocab, draft_text)
     _check_out(out)
-    from nextn.evaluate.benchmark import run_benchmark as benchmark
+    from nextn.evaluate.benchmark import run_benchmark
 
     loaded = options.load(need_head=True, exact_head=exact_head)
     for note in loaded.notes:
@@ -110,7 +114,7 @@ def bench(
     draftable.apply(loaded, num_speculative_tokens=plan.k_values[-1], backend=backend)
     with progress_bars(quiet=as_json) as progress:
         step = progress("decode", plan.num_runs(len(texts)))
-        report = benchmark(loaded, texts, plan, source=model, on_run=lambda _: step())
+        report = run_benchmark(loaded, texts, plan, source=model, on_run=lambda _: step())
     if out is not None:
         _write(out, "bench.json", report.as_record(), lambda folder: _draw(report, folder))
     if as_json:
@@ -133,6 +137,7 @@ def advise(
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
     weights: WeightType = "stored",
+    kv_cache_dtype: KVCacheDtype = "auto",
     device: Device = "auto",
     head: SeparateHead = None,
     revision: Revision = None,
@@ -159,61 +164,66 @@ def advise(
     lengths = _integers(contexts, "--contexts", minimum=1) if contexts else ()
     memory_rate = None if memory_bandwidth is None else parse_bandwidth("--memory-bandwidth", memory_bandwidth)
     plan = BenchmarkPlan(
-        (num_speculative_tokens,),
-        parse_temperatures(temperatures),
-        max_tokens,
-        repeats=1,
-        seed=seed,
-        backend=backend,
+        (num_speculative_tokens,), parse_temperatures(temperatures), max_tokens, repeats=1, seed=seed, backend=backend
     )
-    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head)
+    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head, kv_cache_dtype)
     options.check()
     to_decode = read_prompts(prompts)
     _check_out(out)
-    if offload_bandwidth is not None:
+    advice: Advice | OffloadAdvice
+    if offload_bandwidth is None:
+        check_needs_offloading(
+            {
+                "--memory-bandwidth": memory_bandwidth,
+                "--engine": engine,
+                "--texts": texts,
+                "--stream": stream,
+                "--states": states,
+                "--keep-shards": keep_shards,
+            }
+        )
+        loaded = options.load(need_head=True, exact_head=exact_head)
+        plan = replace(plan, chat=use_chat(loaded, chat))
+        advice = _advise_loaded(loaded, to_decode, plan, sizes, lengths, source=model, quiet=as_json)
+    else:
         asked = EngineAccess(engine or "", served, concurrency, timeout, key_env)
         source = TextOptions.of(options, texts, asked, stream=stream, states=states, quiet=as_json, shards=keep_shards)
         reference = ReferencePlan(num_speculative_tokens, plan.temperatures, max_tokens, chat, seed, backend)
         rates = parse_bandwidth("--offload-bandwidth", offload_bandwidth), memory_rate
-        _finish_advice(advise_offloaded(options, source, reference, to_decode, *rates), out, as_json=as_json)
-        return
-    check_needs_offloading(
-        {
-            "--memory-bandwidth": memory_bandwidth,
-            "--engine": engine,
-            "--texts": texts,
-            "--stream": stream,
-            "--states": states,
-            "--keep-shards": keep_shards,
-        }
-    )
-    from nextn.evaluate.advice import advise as forecast
-
-    loaded = options.load(need_head=True, exact_head=exact_head)
-    plan = replace(plan, chat=use_chat(loaded, chat))
-    with progress_bars(quiet=as_json) as progress:
-        on_run = progress("decode", plan.num_runs(len(to_decode)))
-        on_costs = progress("costs", len(sizes) * max(1, len(lengths)))
-        advice = forecast(
-            loaded,
-            to_decode,
-            plan,
-            batches=sizes,
-            contexts=lengths,
-            source=model,
-            on_run=lambda _: on_run(),
-            on_costs=lambda _: on_costs(),
-        )
-    _finish_advice(advice, out, as_json=as_json)
-
-
-def _finish_advice(advice: "Advice | OffloadAdvice", out: Path | None, *, as_json: bool) -> None:
+        advice = advise_offloaded(options, source, reference, to_decode, *rates)
     if out is not None:
         _write(out, "advice.json", advice.as_record(), lambda folder: _draw_costs(advice, folder))
     if as_json:
         print_json(advice.as_record())
     else:
         _show_advice(advice)
+
+
+def _advise_loaded(
+    model: "Model",
+    prompts: "Sequence[Prompt]",
+    plan: BenchmarkPlan,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    *,
+    source: str,
+    quiet: bool,
+) -> "Advice":
+    from nextn.evaluate.advice import advise
+
+    with progress_bars(quiet=quiet) as progress:
+        on_run = progress("decode", plan.num_runs(len(prompts)))
+        on_costs = progress("costs", len(batches) * max(1, len(contexts)))
+        return advise(
+            model,
+            prompts,
+            plan,
+            batches=batches,
+            contexts=contexts,
+            source=source,
+            on_run=lambda _: on_run(),
+            on_costs=lambda _: on_costs(),
+        )
 
 
 def _integers(text: str, name: str, *, minimum: int = 0) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from nextn.cli.common import (
     Device,
     Dtype,
     ExactHead,
+    KVCacheDtype,
     MaxTokens,
     ModelName,
     ModelOptions,
@@ -57,6 +58,7 @@ def chat(
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
     weights: WeightType = "stored",
+    kv_cache_dtype: KVCacheDtype = "auto",
     device: Device = "auto",
     head: SeparateHead = None,
     revision: Revision = None,
@@ -72,7 +74,7 @@ def chat(
     settings = Settings(
         num_speculative_tokens=num_speculative_tokens, sampling=sampling, max_tokens=max_tokens, seed=seed
     )
-    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head)
+    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head, kv_cache_dtype)
     options.check()
     loaded = options.load(need_head=num_speculative_tokens > 0, exact_head=exact_head)
     for note in loaded.notes:

@@ -1,5 +1,6 @@
 """What the commands share: options with one meaning everywhere, signals, loading the model."""
 
+import os
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from typer.core import TyperCommand
 
 from nextn.cli.screen import print_note
 from nextn.errors import ConfigError
-from nextn.settings import BACKENDS, WEIGHTS
+from nextn.settings import BACKENDS, KV_CACHE_DTYPES, WEIGHTS
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +85,25 @@ WeightType = Annotated[
     str,
     typer.Option("--weights", help="stored, or int8 or int4: decode with quantized weights (native backend only)."),
 ]
+KVCacheDtype = Annotated[
+    str,
+    typer.Option(
+        "--kv-cache-dtype",
+        help="auto: as the model; int8: a byte per value, a scale per position and head (native backend only).",
+    ),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps, xpu, or one of several such as cuda:1.")]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(
+        help="Spread the decoder layers: auto (GPUs, then host memory, then disk), equal shares on places such as "
+        "cuda:0,cuda:1,cpu,disk, or a .json file of names and places."
+    ),
+]
+OffloadFolder = Annotated[
+    Path | None,
+    typer.Option(help="Folder for layers on disk, removed at the end. Default: in the user's cache."),
+]
 ExactHead = Annotated[
     bool,
     typer.Option(
@@ -139,6 +158,9 @@ class ModelOptions:
     offline: bool = False
     weights: str = "stored"  # see `Trunk.weights`
     head: str | None = None  # a checkpoint to take the head from, instead of the source's own
+    kv_cache_dtype: str = "auto"  # see `Trunk.kv_cache_dtype`
+    device_map: str | None = None  # see `spread_layers`
+    offload_folder: Path | None = None  # for layers on disk; None: in the user's cache
 
     @property
     def hub(self) -> HubOptions:
@@ -150,25 +172,44 @@ class ModelOptions:
         Hub ids are not looked up here; a local checkpoint is opened.
 
         Raises:
-            ConfigError: The dtype, backend, device type or type of weights is unknown, or they exclude each other.
+            ConfigError: The dtype, backend, device type, or type of weights or of the KV cache is unknown, or they
+                exclude each other.
             CheckpointError: There is no such checkpoint.
         """
-        choices = (("dtype", _DTYPES), ("backend", BACKENDS), ("weights", WEIGHTS))
-        for name, known in choices:
+        choices = {"dtype": _DTYPES, "backend": BACKENDS, "weights": WEIGHTS, "kv_cache_dtype": KV_CACHE_DTYPES}
+        for name, known in choices.items():
             if (value := getattr(self, name)) not in known:
                 raise ConfigError(f"{name} {value!r}; expected one of {', '.join(known)}")
         check_device(self.device)
-        if self.weights != "stored" and (self.backend == "torch" or self.device not in ("auto", "cpu")):
+        if self.native_only and (self.backend == "torch" or self.device not in ("auto", "cpu")):
             raise ConfigError(
-                f"--weights {self.weights} excludes --backend torch and devices other than cpu: only the native "
-                "backend has such weights, and it runs on CPUs"
+                f"{' and '.join(self.native_only)} excludes --backend torch and devices other than cpu: only the "
+                "native backend has it, and it runs on CPUs"
             )
+        self._check_device_map()
         from nextn.checkpoint.checkpoint import Checkpoint
 
         if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", self.source, re.ASCII) or Path(self.source).exists():
             Checkpoint.open(self.source)
         if self.head is not None and Path(self.head).exists():
             Checkpoint.open(self.head)
+
+    def _check_device_map(self) -> None:
+        if self.device_map is None:
+            if self.offload_folder is not None:
+                raise ConfigError(f"--offload-folder {self.offload_folder}: only --device-map places layers on disk")
+            return
+        if self.backend == "native" or self.native_only:
+            raise ConfigError(
+                f"--device-map {self.device_map} excludes {' and '.join(self.native_only) or '--backend native'}: the "
+                "native backend has all layers in memory"
+            )
+
+    @property
+    def native_only(self) -> list[str]:
+        """The options that only the native backend has."""
+        options = {"--weights": (self.weights, WEIGHTS), "--kv-cache-dtype": (self.kv_cache_dtype, KV_CACHE_DTYPES)}
+        return [f"{name} {value}" for name, (value, known) in options.items() if value != known[0]]
 
     @property
     def torch_dtype(self) -> "torch.dtype | None":
@@ -195,24 +236,31 @@ class ModelOptions:
             shards: See `Model.load`.
             in_torch: The trunk will run in torch whatever the backend is, so quantized weights are dequantized.
         """
+        from nextn.model.device_map import check_accelerate, spread_layers
         from nextn.model.model import Model
         from nextn.runtime.backend import unused_codes
 
+        if self.device_map is not None:
+            check_accelerate()
         loaded = Model.load(
             self.source,
             **self.hub,
             dtype=self.torch_dtype,
             need_head=need_head,
-            device=self.device if self.weights == "stored" else "cpu",
+            device="cpu" if self.native_only else self.device,
             stream=stream,
+            defer=self.device_map is not None,
             shards=shards,
             head=self.head if need_head else None,
         )
-        loaded.trunk.weights = self.weights
+        loaded.trunk.weights, loaded.trunk.kv_cache_dtype = self.weights, self.kv_cache_dtype
         if loaded.head is not None:
             loaded.head.exact = exact_head
-        if in_torch or self.backend == "torch":
-            return loaded.dequantize()
+        if in_torch or self.backend == "torch" or self.device_map is not None:
+            loaded.dequantize()
+        if self.device_map is not None:
+            folder = self.offload_folder or user_cache("offload", option="--offload-folder")
+            print_note(f"decoder layers: {spread_layers(loaded.trunk, self.device_map, folder)}")
         loaded.notes += tuple(unused_codes(loaded))
         return loaded
 
@@ -244,6 +292,14 @@ class EngineAccess:
         # A run may take days, and is resumable: each request is limited, their number is that of the prompts.
         budget = Budget(Limits(requests=10**9, seconds=10**9, answer_s=self.timeout))
         return Endpoint.open(self.url, budget, model=self.served, key_env=self.key_env)
+
+
+def user_cache(name: str, *, option: str) -> Path:
+    """Return a folder in the user's cache. Raises ConfigError, naming the option that replaces it, if there is none."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nextn" / name
+    except RuntimeError as error:
+        raise ConfigError(f"no cache folder: {error}; give one with {option}") from error
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,13 +12,16 @@ from nextn.cli.common import (  # fmt: skip
     CacheDir,
     Chat,
     Device,
+    DeviceMap,
     Dtype,
     ExactHead,
+    KVCacheDtype,
     MaxTokens,
     ModelName,
     ModelOptions,
     NumSpeculativeTokens,
     Offline,
+    OffloadFolder,
     Revision,
     SeparateHead,
     WeightType,
@@ -68,7 +71,10 @@ def generate(
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
     weights: WeightType = "stored",
+    kv_cache_dtype: KVCacheDtype = "auto",
     device: Device = "auto",
+    device_map: DeviceMap = None,
+    offload_folder: OffloadFolder = None,
     head: SeparateHead = None,
     revision: Revision = None,
     cache_dir: CacheDir = None,
@@ -84,7 +90,20 @@ def generate(
         max_tokens=max_tokens,
         seed=seed,
     )
-    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head)
+    options = ModelOptions(
+        model,
+        dtype,
+        backend,
+        device,
+        revision,
+        cache_dir,
+        offline,
+        weights,
+        head,
+        kv_cache_dtype,
+        device_map,
+        offload_folder,
+    )
     options.check()
     text = read_stdin() if prompt == "-" else prompt
     draftable = DraftVocabularyOptions.read(draft_vocab, draft_text)
@@ -151,6 +170,18 @@ class _Request:
     backend: str
     length: "DraftLength | None"  # None: fixed
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of `generate` and `stream` besides the model."""
+        return {
+            "prompts": [self.prompt],
+            "settings": self.settings,
+            "stop": self.stop,
+            "chat": self.chat,
+            "backend": self.backend,
+            "length": self.length,
+        }
+
 
 def _adaptive(model: "Model", limit: int, backend: str) -> "DraftLength":
     from nextn.evaluate.decoding_costs import adaptive_length
@@ -163,15 +194,7 @@ def _record(model: "Model", request: _Request) -> dict[str, object]:
     from nextn.decoding.generate import generate as decode
     from nextn.runtime.backend import backend_for
 
-    result = decode(
-        model,
-        [request.prompt],
-        request.settings,
-        stop=request.stop,
-        chat=request.chat,
-        backend=request.backend,
-        length=request.length,
-    )[0]
+    result = decode(model, **request.arguments)[0]
     backend = backend_for(model, request.backend)
     return {
         "text": result.text,
@@ -185,6 +208,7 @@ def _record(model: "Model", request: _Request) -> dict[str, object]:
         "runtime": backend.runtime,
         "head_bits": backend.head_bits,
         "weight_bits": backend.weight_bits,
+        "kv_cache_dtype": model.trunk.kv_cache_dtype,
         "notes": model.notes,
         "repetitive": _is_repetitive(result.tokens),
         **result.acceptance.as_record(),
@@ -201,17 +225,7 @@ def _show(model: "Model", request: _Request) -> None:
     for note in model.notes:
         print_note(note)
     marks = Marks.of(screen)
-    chunks = stream(
-        model,
-        [request.prompt],
-        request.settings,
-        stop=request.stop,
-        chat=request.chat,
-        backend=request.backend,
-        length=request.length,
-        on_round=log.append,
-    )
-    for chunk in chunks:
+    for chunk in stream(model, **request.arguments, on_round=log.append):
         text = marks.text(chunk.text, accepted=bool(chunk.round.num_accepted))
         screen.print(text, end="", soft_wrap=True, highlight=False)
     backend = backend_for(model, request.backend)

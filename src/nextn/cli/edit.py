@@ -155,6 +155,28 @@ def export(
         echo(as_text(made))
 
 
+def adopt(
+    model: ModelName,
+    out: Annotated[Path, typer.Argument(help="New folder for the result.")],
+    layout: Annotated[str, typer.Option("--as", help="Family whose layout the model gets: glm4_moe.")],
+    head: Annotated[
+        str | None, typer.Option(help="A head of the trunk's own layer, stored alone. Default: the one in the model.")
+    ] = None,
+    revision: Revision = None,
+    cache_dir: CacheDir = None,
+    offline: Offline = False,
+    follow_links: FollowLinks = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a model without an MTP family (Llama, Mistral, Qwen2, Qwen3) in the layout of one that engines run."""
+    from nextn.edit.adopt import adopt as adopt_model
+
+    checkpoint = _open(model, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
+    edit = partial(adopt_model, checkpoint, out, layout=layout, head=head)
+    _run(edit, follow_links=follow_links, dry_run=dry_run, as_json=as_json)
+
+
 def quantize(
     model: ModelName,
     out: Annotated[Path, typer.Argument(help="New folder for the result.")],

@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nextn.cli.common import ModelOptions
-from nextn.cli.screen import console, plain, print_table, progress_bars
-from nextn.cli.streaming import TextOptions, measure_texts
+from nextn.cli.screen import console, plain, print_table
+from nextn.cli.streaming import TextOptions, measure_acceptance
 from nextn.errors import ConfigError
 from nextn.evaluate.plans import ReferencePlan
 
 if TYPE_CHECKING:
-    from nextn.evaluate.expert_routing import ExpertRouting
     from nextn.evaluate.offloading import OffloadAdvice
-    from nextn.evaluate.reference_report import ReferenceReport
     from nextn.evaluate.workload import Prompt
-    from nextn.model.model import Model
 
 _PANEL = "Experts outside of memory"
 OffloadBandwidth = Annotated[
@@ -69,8 +66,7 @@ def advise_offloaded(
     from nextn.checkpoint.head_inventory import Inventory
     from nextn.checkpoint.separate_head import open_head, trunk_family
     from nextn.evaluate.decoding_costs import Machine
-    from nextn.evaluate.expert_routing import ExpertRouting
-    from nextn.evaluate.offloading import Bandwidths, OffloadAdvice, StoredWeights
+    from nextn.evaluate.offloading import Bandwidths, ExpertRouting, OffloadAdvice, StoredWeights
 
     checkpoint = Checkpoint.open(options.source, **options.hub)
     trunk = Inventory.of(checkpoint, family=trunk_family(checkpoint))
@@ -81,32 +77,10 @@ def advise_offloaded(
     routing = ExpertRouting(
         {index: each.num_experts for index, each in weights.experts.items()}, plan.num_speculative_tokens + 1
     )
-    measure = measure_texts if source.has_texts else _measure_generated
-    loaded, report = measure(options, source, plan, prompts, routing=routing)
+    loaded, report = measure_acceptance(options, source, plan, prompts, routing=routing)
     machine = Machine.of(loaded)
     report = replace(report, source=options.source, machine=machine)
     return OffloadAdvice(report, weights, routing, Bandwidths(offload, memory or machine.bandwidth))
-
-
-def _measure_generated(
-    options: ModelOptions,
-    source: TextOptions,
-    plan: ReferencePlan,
-    prompts: "Sequence[Prompt]",
-    *,
-    routing: "ExpertRouting",
-) -> "tuple[Model, ReferenceReport]":
-    from nextn.evaluate.given_texts import whole_text_outputs
-    from nextn.evaluate.reference import reference_acceptance
-
-    loaded = options.load(need_head=True)
-    with progress_bars(quiet=source.quiet) as progress:
-        step = progress("texts", len(prompts) * len(plan.temperatures))
-        report = reference_acceptance(loaded, prompts, plan, on_text=step)
-    texts = [text for generated in report.generated.values() for text in generated.texts]
-    with routing.watch(loaded.trunk, texts):
-        whole_text_outputs(loaded.trunk, texts)
-    return loaded, report
 
 
 def show_experts(advice: "OffloadAdvice") -> None:

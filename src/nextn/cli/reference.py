@@ -19,14 +19,17 @@ from nextn.cli.common import (  # fmt: skip
     Chat,
     Concurrency,
     Device,
+    DeviceMap,
     Dtype,
     Engine,
     EngineAccess,
     KeyEnv,
+    KVCacheDtype,
     MaxTokens,
     ModelName,
     ModelOptions,
     Offline,
+    OffloadFolder,
     Prompts,
     Revision,
     SeparateHead,
@@ -38,16 +41,30 @@ from nextn.cli.common import (  # fmt: skip
     parse_temperatures,
 )
 from nextn.cli.screen import console, echo, plain, print_json, print_table, progress_bars, shown
-from nextn.cli.streaming import KeepShards, States, Stream, TextOptions, Texts, measure_answers, measure_texts, opened
+from nextn.cli.streaming import (
+    KeepShards,
+    States,
+    Stream,
+    TextOptions,
+    Texts,
+    measure_acceptance,
+    measure_answers,
+    opened,
+)
 from nextn.errors import ConfigError
 from nextn.evaluate.plans import ReferencePlan
 from nextn.settings import WEIGHT_BITS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nextn.engines.endpoint import Endpoint
     from nextn.evaluate.diagnose import Diagnosis
+    from nextn.evaluate.engine_run import EngineObservation
     from nextn.evaluate.likelihoods import Cause
     from nextn.evaluate.probe import ProbeReport
     from nextn.evaluate.reference_report import ReferenceReport
+    from nextn.evaluate.workload import Prompt
     from nextn.model.model import Model
 
 
@@ -70,7 +87,10 @@ def measure(
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
     weights: WeightType = "stored",
+    kv_cache_dtype: KVCacheDtype = "auto",
     device: Device = "auto",
+    device_map: DeviceMap = None,
+    offload_folder: OffloadFolder = None,
     head: SeparateHead = None,
     revision: Revision = None,
     cache_dir: CacheDir = None,
@@ -106,34 +126,30 @@ def measure(
             "--texts replaces --prompts, and its texts are of one temperature; leave out the other options"
         )
     plan = ReferencePlan(num_speculative_tokens, given or (0.0, 1.0), max_tokens, chat, seed, backend)
-    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head)
+    options = ModelOptions(
+        model,
+        dtype,
+        backend,
+        device,
+        revision,
+        cache_dir,
+        offline,
+        weights,
+        head,
+        kv_cache_dtype,
+        device_map,
+        offload_folder,
+    )
     options.check()
-    if weights != "stored" and (texts is not None or engine is not None):
+    if options.native_only and (texts is not None or engine is not None):
         raise ConfigError(
-            f"--weights {weights} with --texts or --engine: the trunk reads given texts in torch, with its weights as "
-            "stored; leave one of them out"
+            f"{' and '.join(options.native_only)} with --texts or --engine: the trunk reads given texts in torch, with "
+            "its weights as stored and no quantized cache; leave one of them out"
         )
     to_answer = read_prompts(prompts)
     asked, quiet = EngineAccess(engine or "", served, concurrency, timeout, key_env), as_json or model_card
     source = TextOptions.of(options, texts, asked, stream=stream, states=states, quiet=quiet, shards=keep_shards)
-    from nextn.evaluate.decoding_costs import Machine
-    from nextn.evaluate.reference import reference_acceptance
-    from nextn.evaluate.reference_report import checkpoint_hashes
-    from nextn.evaluate.reference_report import model_card as to_model_card
-
-    if source.has_texts:
-        loaded, report = measure_texts(options, source, plan, to_answer)
-    else:
-        loaded = options.load(need_head=True)
-        with progress_bars(quiet=quiet) as progress:
-            step = progress("texts", len(to_answer) * len(plan.temperatures))
-            report = reference_acceptance(loaded, to_answer, plan, on_text=step)
-    report = replace(
-        report,
-        source=model,
-        hashes=checkpoint_hashes(opened(loaded, model), head=head, **options.hub),
-        machine=Machine.of(loaded, weight_bits=WEIGHT_BITS[weights]),
-    )
+    loaded, report = _measure(options, source, plan, to_answer)
     probed = _probe(report, loaded, options, quiet=quiet) if probe else None
     record = report.as_record() | ({} if probed is None else {"probe": probed.as_record()})
     if out is not None:
@@ -141,6 +157,8 @@ def measure(
     if as_json:
         print_json(record)
     elif model_card:
+        from nextn.evaluate.reference_report import model_card as to_model_card
+
         echo(to_model_card(report, command=shlex.join(["nextn", *sys.argv[1:]])))
     else:
         _show_reference(report)
@@ -150,6 +168,18 @@ def measure(
         _require(report, min_acceptance)
     if probed is not None and probed.is_fault:
         raise typer.Exit(1)
+
+
+def _measure(
+    options: ModelOptions, source: TextOptions, plan: ReferencePlan, prompts: "Sequence[Prompt]"
+) -> "tuple[Model, ReferenceReport]":
+    from nextn.evaluate.decoding_costs import Machine
+    from nextn.evaluate.reference_report import checkpoint_hashes
+
+    loaded, report = measure_acceptance(options, source, plan, prompts)
+    hashes = checkpoint_hashes(opened(loaded, options.source), head=options.head, **options.hub)
+    machine = Machine.of(loaded, weight_bits=WEIGHT_BITS[options.weights])
+    return loaded, replace(report, source=options.source, hashes=hashes, machine=machine)
 
 
 def diagnose(
@@ -209,39 +239,23 @@ def diagnose(
     texts, budget = read_prompts(prompts), Budget(Limits(requests=max_requests, seconds=max_seconds, answer_s=timeout))
     asked = EngineAccess(engine)
     source = TextOptions.of(options, None, asked, stream=stream, states=states, quiet=as_json, shards=keep_shards)
-    is_streamed = source.reason is not None
-    if is_streamed and (not drive or own_template):
+    if source.is_streamed and (not drive or own_template):
         raise ConfigError(
             f"a streamed trunk ({source.reason}) cannot generate, so the texts are the engine's answers to prompts of "
             "token ids: add --drive, and leave --own-template out; --no-stream loads the model in any case"
         )
-    from nextn.evaluate.diagnose import audit_lines, observed_plan
-    from nextn.evaluate.diagnose import diagnose as compare
-    from nextn.evaluate.engine_run import EngineObservation, drive_engine, read_engine_counters
-    from nextn.evaluate.faults import FAULTS
+    from nextn.evaluate.diagnose import observed_plan
+    from nextn.evaluate.engine_run import EngineObservation, read_engine_counters
 
-    with progress_bars(quiet=as_json) as progress:
-        if drive:
-            target = Endpoint.open(engine, budget, model=served, key_env=key_env, chat=own_template)
-            loaded = options.load(need_head=True, stream=is_streamed, shards=keep_shards)
-            step = progress("requests", len(texts) * len(plan.temperatures))
-            observed = drive_engine(target, loaded, texts, plan, on_answer=step)
-        else:
-            counters = read_engine_counters(engine, budget, served=served, key_env=key_env)
-            loaded = options.load(need_head=True)
-            observed = [EngineObservation(plan.temperatures[0], counters)]
-    plan, reference = observed_plan(observed, plan, num_speculative_tokens), None
-    if is_streamed:
-        reference = measure_answers(loaded, observed, source, plan, texts)
-    with progress_bars(quiet=as_json) as progress:
-        steps = {
-            "on_text": progress("reference", 0 if is_streamed else len(texts) * len(plan.temperatures)),
-            "on_fault": progress("faults", len(FAULTS)),
-        }
-        findings = audit_lines(model, **options.hub)
-        diagnosis = compare(
-            loaded, texts, observed, plan, source=model, reference=reference, audit_notes=findings, **steps
-        )
+    if drive:
+        target = Endpoint.open(engine, budget, model=served, key_env=key_env, chat=own_template)
+        loaded, observed = _drive(target, options, source, plan, texts)
+    else:
+        counters = read_engine_counters(engine, budget, served=served, key_env=key_env)
+        loaded = options.load(need_head=True)
+        observed = [EngineObservation(plan.temperatures[0], counters)]
+    plan = observed_plan(observed, plan, num_speculative_tokens)
+    diagnosis = _compare(loaded, options, observed, source, plan, texts)
     record = diagnosis.as_record()
     if out is not None:
         write_json(out, record)
@@ -250,6 +264,45 @@ def diagnose(
     else:
         _show_diagnosis(diagnosis)
     raise typer.Exit(0 if diagnosis.is_fine else 1)
+
+
+def _drive(
+    target: "Endpoint", options: ModelOptions, source: TextOptions, plan: ReferencePlan, prompts: "Sequence[Prompt]"
+) -> "tuple[Model, list[EngineObservation]]":
+    """Load the model, send the prompts to the engine and read its counters."""
+    from nextn.evaluate.engine_run import drive_engine
+
+    loaded = options.load(need_head=True, stream=source.is_streamed, shards=source.shards)
+    with progress_bars(quiet=source.quiet) as progress:
+        step = progress("requests", len(prompts) * len(plan.temperatures))
+        return loaded, drive_engine(target, loaded, prompts, plan, on_answer=step)
+
+
+def _compare(
+    model: "Model",
+    options: ModelOptions,
+    observed: "Sequence[EngineObservation]",
+    source: TextOptions,
+    plan: ReferencePlan,
+    prompts: "Sequence[Prompt]",
+) -> "Diagnosis":
+    """Measure the reference, on the engine's answers where the trunk is streamed, and compare the engine with it."""
+    from nextn.evaluate.diagnose import audit_lines, diagnose
+    from nextn.evaluate.faults import FAULTS
+
+    reference = measure_answers(model, observed, source, plan, prompts) if source.is_streamed else None
+    with progress_bars(quiet=source.quiet) as progress:
+        return diagnose(
+            model,
+            prompts,
+            observed,
+            plan,
+            source=options.source,
+            reference=reference,
+            audit_notes=audit_lines(options.source, **options.hub),
+            on_text=progress("reference", 0 if source.is_streamed else len(prompts) * len(plan.temperatures)),
+            on_fault=progress("faults", len(FAULTS)),
+        )
 
 
 def _show_reference(report: "ReferenceReport") -> None:

@@ -15,6 +15,7 @@ from nextn.cli.common import (
     Device,
     Dtype,
     ExactHead,
+    KVCacheDtype,
     ModelName,
     ModelOptions,
     Offline,
@@ -95,6 +96,7 @@ def serve(
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
     weights: WeightType = "stored",
+    kv_cache_dtype: KVCacheDtype = "auto",
     device: Device = "auto",
     head: SeparateHead = None,
     revision: Revision = None,
@@ -102,8 +104,8 @@ def serve(
     offline: Offline = False,
 ) -> None:
     """Serve a model with an OpenAI-compatible API and a chat page, until Ctrl-C or SIGTERM."""
+    source = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head, kv_cache_dtype)
     if print_engine is not None:
-        source = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head)
         _print_command(print_engine, source, num_speculative_tokens, advice)
         return
     _check_extra()
@@ -114,8 +116,7 @@ def serve(
     tool_syntax(None, tool_call_parser)  # refuses an unknown name
     k = 0 if no_mtp else _DEFAULT_K if num_speculative_tokens is None else num_speculative_tokens
     key, rates = _key(api_key_env), reference_rates(reference) if reference is not None else ()
-    model_options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head)
-    model_options.check()
+    source.check()
     draftable = DraftVocabularyOptions.read(draft_vocab, draft_text)
     engine_options = EngineOptions(
         backend=backend,
@@ -127,7 +128,7 @@ def serve(
         adaptive=not fixed_k,
     )
     with listen(host, port) as sock:
-        loaded = model_options.load(need_head=k > 0, exact_head=exact_head)
+        loaded = source.load(need_head=k > 0, exact_head=exact_head)
         draftable.apply(loaded, num_speculative_tokens=k, backend=backend)
         from nextn.serve.api import create_app
         from nextn.serve.engine import ServingEngine

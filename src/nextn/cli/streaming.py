@@ -2,9 +2,8 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,16 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nextn.cli.common import EngineAccess, ModelOptions
+from nextn.cli.common import EngineAccess, ModelOptions, user_cache
 from nextn.cli.screen import console, print_note, progress_bars
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
     from nextn.checkpoint.checkpoint import Checkpoint
-    from nextn.evaluate.engine_check import EngineText
     from nextn.evaluate.engine_run import EngineObservation
-    from nextn.evaluate.expert_routing import ExpertRouting
-    from nextn.evaluate.given_texts import GivenTexts
+    from nextn.evaluate.given_texts import EngineText, GivenTexts
+    from nextn.evaluate.offloading import ExpertRouting
     from nextn.evaluate.plans import ReferencePlan
     from nextn.evaluate.reference_report import ReferenceReport
     from nextn.evaluate.teacher_forced import ReferenceText
@@ -63,6 +61,13 @@ States = Annotated[
 
 def reason_to_stream(options: ModelOptions, stream: bool | None) -> str | None:
     """Return why the trunk is streamed; None if it is to be loaded."""
+    if options.device_map is not None:
+        if stream:
+            raise ConfigError(
+                f"--device-map {options.device_map} and --stream: a map is of layers that stay, a streamed trunk drops "
+                "each layer after it ran; leave one out"
+            )
+        return None
     if stream is not None:
         return "--stream" if stream else None
     from nextn.checkpoint.checkpoint import Checkpoint
@@ -114,14 +119,18 @@ class TextOptions:
         if file is not None:
             check_sources([file])
         source = cls(file, engine, reason_to_stream(options, stream), states, quiet, shards)
-        if source.reason is not None and not source.has_texts:
+        if source.is_streamed and not source.has_texts:
             raise ConfigError(
                 f"a streamed trunk ({source.reason}) cannot generate the texts to measure on: name a served copy of "
                 "the model with --engine, or give a file of texts with --texts; --no-stream loads the model in any case"
             )
-        if shards is not None and source.reason is None:
+        if shards is not None and not source.is_streamed:
             raise ConfigError(f"--keep-shards {shards}: the model fits into memory; --stream streams it nevertheless")
         return source
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.reason is not None
 
     @property
     def has_texts(self) -> bool:
@@ -130,13 +139,10 @@ class TextOptions:
 
     @property
     def folder(self) -> Path:
-        try:
-            return self.states or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nextn" / "states"
-        except RuntimeError as error:
-            raise ConfigError(f"no cache folder for hidden states: {error}; give one with --states") from error
+        return self.states or user_cache("states", option="--states")
 
 
-def measure_texts(
+def measure_acceptance(
     options: ModelOptions,
     source: TextOptions,
     plan: "ReferencePlan",
@@ -144,17 +150,42 @@ def measure_texts(
     *,
     routing: "ExpertRouting | None" = None,
 ) -> "tuple[Model, ReferenceReport]":
-    """Load the model, and measure its head on texts of a file, or on an engine's continuations of the prompts.
+    """Load the model, and measure its head on given texts, or on the model's own continuations of the prompts.
 
-    With several temperatures in the plan, a file's own is that of its header. `routing` counts the experts that the
-    texts take.
+    `routing` counts the experts that the texts take.
     """
-    from nextn.evaluate.engine_check import check_engine
-    from nextn.evaluate.given_texts import read_texts
+    if source.has_texts:
+        return _measure_texts(options, source, plan, prompts, routing)
+    from nextn.evaluate.given_texts import whole_text_outputs
+    from nextn.evaluate.reference import reference_acceptance
+
+    loaded = options.load(need_head=True)
+    with progress_bars(quiet=source.quiet) as progress:
+        step = progress("texts", len(prompts) * len(plan.temperatures))
+        report = reference_acceptance(loaded, prompts, plan, on_text=step)
+    if routing is not None:
+        texts = [text for generated in report.generated.values() for text in generated.texts]
+        with routing.watch(loaded.trunk, texts):
+            whole_text_outputs(loaded.trunk, texts)
+    return loaded, report
+
+
+def _measure_texts(
+    options: ModelOptions,
+    source: TextOptions,
+    plan: "ReferencePlan",
+    prompts: "Sequence[Prompt]",
+    routing: "ExpertRouting | None",
+) -> "tuple[Model, ReferenceReport]":
+    """Measure on texts of a file, or on an engine's continuations of the prompts.
+
+    With several temperatures in the plan, a file's own is that of its header.
+    """
+    from nextn.evaluate.given_texts import check_engine, read_texts
     from nextn.evaluate.reference import acceptance_on_texts
 
-    is_streamed, asked = source.reason is not None, None
-    loaded = options.load(need_head=True, stream=is_streamed, shards=source.shards, in_torch=True)
+    asked = None
+    loaded = options.load(need_head=True, stream=source.is_streamed, shards=source.shards, in_torch=True)
     if source.file is not None:
         temperature = plan.temperatures[0] if len(plan.temperatures) == 1 else None
         reader = partial(read_texts, source.file, loaded.trunk, loaded.tokenizer)
@@ -174,8 +205,7 @@ def _ask_engine(
     model: "Model", source: TextOptions, plan: "ReferencePlan", prompts: "Sequence[Prompt]"
 ) -> "tuple[list[GivenTexts], EngineText | None]":
     """The engine's continuations at each temperature, stored beside the states, and a text with log-probabilities."""
-    from nextn.evaluate.engine_check import ask_engine
-    from nextn.evaluate.given_texts import read_texts
+    from nextn.evaluate.given_texts import ask_engine, read_texts
     from nextn.evaluate.reference_texts import prompt_tokens
     from nextn.model.text_interface import TextInterface
     from nextn.settings import Sampling, Settings
@@ -279,6 +309,14 @@ def stream_for_training(task: "HeadTask", cache: "HiddenStateCache", folder: Pat
     print_note(f"the trunk is streamed (--stream): {StreamEstimate.of(trunk, num_tokens)}")
     with _layer_bar(trunk, folder, [], quiet=quiet) as show:
         task.stream_trunk(folder, cache, show)
+
+
+def show_init_layers(
+    trunk: Any, folder: Path, *, quiet: bool
+) -> "AbstractContextManager[Callable[[LayerProgress], None]]":
+    """Show the layers of a streamed trunk that a new head is made of."""
+    print_note("the trunk is streamed twice (--stream): to make the new head, then over the texts")
+    return _layer_bar(trunk, folder, [], quiet=quiet)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +19,7 @@ from nextn.cli.common import (
     stop_flag,
 )
 from nextn.cli.screen import echo, print_json, print_note
-from nextn.cli.streaming import KeepShards, stream_for_training
+from nextn.cli.streaming import KeepShards, show_init_layers, stream_for_training
 from nextn.cli.train_common import merge_settings, progress, say_stopped, show_curve
 from nextn.errors import ConfigError
 from nextn.train.head_parts import PARTS
@@ -173,10 +174,10 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train trunk and MTP head from scratch, or only a head with --freeze-trunk. Ctrl-C saves, --resume continues."""
-    from nextn.train.run_options import RunOptions, read_options, read_result
+    from nextn.train.run_options import RunOptions
 
     own = {"accumulate": accumulate, "trained_parts": parts}  # settings with an option of their own
-    given = RunOptions(
+    options = RunOptions(
         data=tuple(data or ()),
         all_tokens=all_tokens,
         tokenizer=_text(tokenizer),
@@ -203,6 +204,13 @@ def train(
         stream=stream,
         keep_shards=_text(keep_shards),
     )
+    _start(out, options, resume=resume, as_json=as_json)
+
+
+def _start(out: Path, given: "RunOptions", *, resume: bool, as_json: bool) -> None:
+    """Start a run, or resume one with the options of its start; of a finished run, print the result."""
+    from nextn.train.run_options import read_options, read_result
+
     stored = read_options(out) if resume else None
     options = given if stored is None else stored.resumed(given)
     if resume and (result := read_result(out)) is not None:
@@ -265,9 +273,9 @@ def _check(options: "RunOptions") -> None:
 
 
 def _train_joint(out: Path, options: "RunOptions", ranks: "Ranks", *, resume: bool, as_json: bool) -> None:
-    from nextn.train.joint_run import joint_run
+    from nextn.train.joint_run import prepare_joint_run
 
-    run = joint_run(
+    run = prepare_joint_run(
         out,
         data=options.data,
         recipe=options.recipe or _RECIPE,
@@ -292,29 +300,30 @@ def _run_joint(
     _check_folder(run.trainer, out, resume=resume)
     if ranks.is_first and not run.trainer.has_checkpoint():
         write_options(out, options, run.settings)
-    standing = None
+    tracker = None
     for trainer in run.stages(out / "model"):
-        _run(trainer, out, tensorboard=options.tensorboard, as_json=as_json)
-        standing = trainer.best_tracker
+        _run_trainer(trainer, out, tensorboard=options.tensorboard, as_json=as_json)
+        tracker = trainer.best_tracker
     if ranks.is_first:
         write_prompts(out / "prompts.jsonl", run.held_out)
         record: dict[str, object] = {"model": "model"}
         message = f"wrote {out / 'model'}"
-        if standing is not None and standing.best is not None:
-            record |= standing.as_record()
-            message += f": {standing}" + ("; the first stage's head was kept" if standing.is_worse else "")
+        if tracker is not None and tracker.best is not None:
+            record |= tracker.as_record()
+            message += f": {tracker}" + ("; the first stage's head was kept" if tracker.is_worse else "")
         write_result(out, record)
         _print_result(record | {"model": str(out / "model")}, message, as_json=as_json)
 
 
 def _train_head(out: Path, options: "RunOptions", ranks: "Ranks", *, resume: bool, as_json: bool) -> None:
-    run = _head_run(out, options, ranks)
+    run = _prepare_head(out, options, ranks, quiet=as_json)
     with run.trainer.folder.locked(needed=ranks.is_first):
         _run_head(run, out, options, ranks, resume=resume, as_json=as_json)
 
 
 def _run_head(run: "HeadRun", out: Path, options: "RunOptions", ranks: "Ranks", *, resume: bool, as_json: bool) -> None:
     from nextn.model.layer_states import remove_states
+    from nextn.train.head_run import INIT_STATES
     from nextn.train.recipes import write_prompts
     from nextn.train.run_options import write_options, write_result
 
@@ -329,7 +338,7 @@ def _run_head(run: "HeadRun", out: Path, options: "RunOptions", ranks: "Ranks", 
         if options.stream:
             stream_for_training(run.task, cache, out / "states", quiet=as_json)
         _fill_cache(cache, out, ranks, quiet=as_json)
-    _run(run.trainer, out, tensorboard=options.tensorboard, as_json=as_json)
+    _run_trainer(run.trainer, out, tensorboard=options.tensorboard, as_json=as_json)
     if ranks.is_first:
         write_prompts(out / "prompts.jsonl", run.held_out)
     points = run.task.curve() if options.curve else []
@@ -338,18 +347,19 @@ def _run_head(run: "HeadRun", out: Path, options: "RunOptions", ranks: "Ranks", 
     written = run.write(head_only=options.head_only, allow_worse=options.allow_worse)
     if not ranks.is_first:
         return
-    remove_states(out / "states")
-    standing = run.trainer.best_tracker
-    message = f"wrote {written}" + ("" if standing.baseline is None else f": {standing}")
-    record: dict[str, object] = {"model": str(written.relative_to(out)), **standing.as_record()}
+    for name in ("states", INIT_STATES):
+        remove_states(out / name)
+    tracker = run.trainer.best_tracker
+    message = f"wrote {written}" + ("" if tracker.baseline is None else f": {tracker}")
+    record: dict[str, object] = {"model": str(written.relative_to(out)), **tracker.as_record()}
     if points:
         record["curve"] = [point.as_record() for point in points]
     write_result(out, record)
     _print_result(record | {"model": str(written)}, message, as_json=as_json)
 
 
-def _head_run(out: Path, options: "RunOptions", ranks: "Ranks") -> "HeadRun":
-    from nextn.train.head_run import StartingPoint, head_run
+def _prepare_head(out: Path, options: "RunOptions", ranks: "Ranks", *, quiet: bool) -> "HeadRun":
+    from nextn.train.head_run import StartingPoint, hide_layers, prepare_head_run
 
     assert options.trunk is not None  # `_check` made sure
     start = StartingPoint(
@@ -365,7 +375,7 @@ def _head_run(out: Path, options: "RunOptions", ranks: "Ranks") -> "HeadRun":
         stream=options.stream,
         shards=_path(options.keep_shards),
     )
-    return head_run(
+    return prepare_head_run(
         out,
         start,
         data=options.data,
@@ -374,6 +384,7 @@ def _head_run(out: Path, options: "RunOptions", ranks: "Ranks") -> "HeadRun":
         tokenizer=_path(options.tokenizer),
         on_policy=options.drawn,
         ranks=ranks,
+        show_layers=partial(show_init_layers, quiet=quiet) if options.stream else hide_layers,
     )
 
 
@@ -409,7 +420,7 @@ def _check_folder(trainer: "Trainer", out: Path, *, resume: bool) -> None:
         raise ConfigError(f"{out} holds a run already; use --resume to continue it, or another folder")
 
 
-def _run(trainer: "Trainer", out: Path, *, tensorboard: bool, as_json: bool) -> None:
+def _run_trainer(trainer: "Trainer", out: Path, *, tensorboard: bool, as_json: bool) -> None:
     """Train to the end, from the last checkpoint if there is one; exit with code 130 if stopped earlier.
 
     out: the run's folder, as the user named it.

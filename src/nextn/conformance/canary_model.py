@@ -35,9 +35,9 @@ def documents(count: int, length: int, *, seed: int) -> Iterator[tuple[str, str]
     return ((str(index), text(length, seed=(seed, 0, index))) for index in range(count))
 
 
-def prompts(count: int, *, seed: int, shortest: int = 12, longest: int = 44) -> list[str]:
-    """Return texts other than the documents, of lengths spread evenly from `shortest` to `longest`."""
-    lengths = np.linspace(shortest, longest, count).round().astype(int).tolist()
+def prompts(count: int, *, seed: int) -> list[str]:
+    """Return texts other than the documents, of lengths spread evenly from 12 to 44."""
+    lengths = np.linspace(12, 44, count).round().astype(int).tolist()
     return [text(length, seed=(seed, 1, index)) for index, length in enumerate(lengths)]
 
 

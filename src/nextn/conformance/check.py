@@ -15,6 +15,7 @@ from nextn.conformance.engine_run import ConformanceRun, SampledRun
 from nextn.conformance.record import Canary, Range, RecordedReading
 from nextn.engines.counters import Counters
 from nextn.errors import ConfigError
+from nextn.evaluate.hypotheses import engine_depth
 
 # Accepted drafts that rounding may add or remove: a share of those expected, and the least number of them.
 _TOLERANCE, _MIN_TOLERANCE = 0.03, 2
@@ -251,7 +252,8 @@ def check(
         )
     k = num_speculative_tokens
     if k is None:
-        k = _infer_k([counters for _, counters in run.counts])
+        # Any mean shows K here: the texts are short, and the last round of each may draft fewer tokens.
+        k = engine_depth([counters for _, counters in run.counts], None, full_share=0)
     if k not in canary.k_values:
         known = ", ".join(map(str, canary.k_values))
         raise ConfigError(f"K = {k}; the canary holds counts for K = {known}: set the engine to one of these")
@@ -287,17 +289,6 @@ def _difference(canary: Canary, index: int, text: Sequence[int]) -> TextDifferen
     position = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(text)))
     is_near_tie = position < len(text) and position < len(expected) and prompt.gaps[position] <= canary.tie
     return TextDifference(index, min(position, len(expected) - 1), is_near_tie)
-
-
-def _infer_k(parts: Sequence[Counters]) -> int:
-    """K by the counters: the positions, or the drafts per round, rounded up as the last ones of a text may be fewer."""
-    num_positions = max((len(part.per_position) for part in parts), default=0)
-    if num_positions:
-        return num_positions
-    pairs = [(part.draft_tokens, part.num_drafts) for part in parts if part.draft_tokens and part.num_drafts]
-    if not pairs:
-        raise ConfigError("the counters do not show how many tokens a round drafts; set --num-speculative-tokens")
-    return -(-sum(tokens or 0 for tokens, _ in pairs) // sum(rounds or 0 for _, rounds in pairs))
 
 
 def _sum_counts(parts: Sequence[Counters]) -> dict[str, str]:

@@ -22,8 +22,9 @@ from nextn.decoding.generate import generate
 from nextn.decoding.rounds import rounds
 from nextn.evaluate.conventions import Variant, apply_variants
 from nextn.evaluate.faults import FAULTS, Fault, measure_under_fault
-from nextn.evaluate.reference import ReferencePlan, ReferenceReport, reference_acceptance, rescore
-from nextn.evaluate.reference_report import checkpoint_hashes, hash_prompts
+from nextn.evaluate.plans import ReferencePlan
+from nextn.evaluate.reference import reference_acceptance, rescore
+from nextn.evaluate.reference_report import ReferenceReport, checkpoint_hashes, hash_prompts
 from nextn.evaluate.teacher_forced import (
     RULES,
     ReferenceText,

@@ -8,6 +8,7 @@ import numpy as np
 from nextn.data.corpus import Ids
 
 MIN_TOKENS = 200  # shorter texts cannot be classified reliably, see `Degeneracy.is_degenerate`
+_MAX_PERIOD = 256  # tokens of a period that is searched for
 
 
 @dataclass(frozen=True)
@@ -16,13 +17,11 @@ class Degeneracy:
 
     Attributes:
         distinct: Distinct 8-grams / all 8-grams.
-        longest_run: Most consecutive repetitions of one token.
         loop: Share of the longest stretch, anywhere, that repeats at least three times with one period.
         period: That period in tokens, 0 if there is none.
     """
 
     distinct: float
-    longest_run: int
     loop: float
     period: int
 
@@ -36,15 +35,14 @@ class Degeneracy:
         return self.loop >= 0.25 or self.distinct < 0.3
 
 
-def degeneracy(text: str | Sequence[int] | Ids, *, max_period: int = 256) -> Degeneracy:
-    """Measure a str (as bytes) or ids [T]; repetition is searched up to a period of `max_period` tokens."""
+def degeneracy(text: str | Sequence[int] | Ids) -> Degeneracy:
+    """Measure a str (as bytes) or ids [T]."""
     ids = np.frombuffer(text.encode(), np.uint8) if isinstance(text, str) else np.asarray(text)
-    periods = range(1, min(max_period, len(ids) // 3) + 1)
+    periods = range(1, min(_MAX_PERIOD, len(ids) // 3) + 1)
     stretches = [(_recurrence(ids, period) + period, -period) for period in periods]
     length, period = max((stretch for stretch in stretches if stretch[0] >= -3 * stretch[1]), default=(0, 0))
     return Degeneracy(
         distinct=_distinct(ids, 8),
-        longest_run=min(_recurrence(ids, 1) + 1, len(ids)),
         loop=length / max(len(ids), 1),
         period=-period,
     )

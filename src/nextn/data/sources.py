@@ -86,25 +86,13 @@ def load_corpora(
     return corpus, Corpus.from_documents(held, encode, eos) if has_labels else corpus
 
 
-def split_files(paths: Sequence[Path], *, held_out: float = 0.05, seed: int = 0) -> tuple[list[Path], list[Path]]:
-    """Split files into (train, held out), each in the given order, by their names below the common folder and the seed.
+def path_hashes(paths: Sequence[Path]) -> list[float]:
+    """Return a number in [0, 1) for each file, from its name below the common folder.
 
-    So a file's side is the same on every machine, and stays when other files are added or removed. Unless held_out is
-    0, both sides get at least one file. Raises ConfigError for a share outside [0, 1), or a single file.
+    So a file's side of a split is the same on every machine, and stays when other files are added or removed.
     """
-    if not 0 <= held_out < 1:
-        raise ConfigError(f"held_out = {held_out}: expected a share of the files, 0 <= held_out < 1")
-    if held_out == 0:
-        return list(paths), []
-    if len(paths) < 2:
-        raise ConfigError(f"{len(paths)} file(s) cannot be split by file; add files, or set held_out to 0")
-    return split_by_hash(paths, path_hashes(paths, seed=seed), held_out=held_out)
-
-
-def path_hashes(paths: Sequence[Path], *, seed: int = 0) -> list[float]:
-    """Return a number in [0, 1) for each file, from the seed and its name below the common folder."""
     root = os.path.commonpath([path.absolute().parent for path in paths]) if paths else ""
-    return [hash_fraction(f"{seed}:{path.absolute().relative_to(root).as_posix()}".encode()) for path in paths]
+    return [hash_fraction(f"0:{path.absolute().relative_to(root).as_posix()}".encode()) for path in paths]
 
 
 def hash_fraction(name: bytes) -> float:

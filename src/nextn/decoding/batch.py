@@ -17,7 +17,9 @@ from nextn.speculative.draft_policy import NO_DRAFTS, DraftLength
 from nextn.speculative.sampling import Prediction, Uniforms, VerifiedRound, accept_greedy, ragged
 
 _MAX_AHEAD_S = 0.04  # seconds of rounds that may be computed before the caller reads them: streams still look smooth
-MAX_PENDING = 64  # states of a sequence that the head has not processed yet: rounds without drafts leave one each
+# While nothing is drafted, the head leaves positions for later: the trunk's states there are kept, at most for
+# MAX_DEFERRED of a sequence. A round that drafts begins with at most MAX_PENDING, which fit one pass of the head.
+MAX_PENDING, MAX_DEFERRED = 64, 512
 _FINISH = ("eos", "stop", "length", "context")  # the reason that is given where several apply
 
 
@@ -83,7 +85,7 @@ class DecodingBatch:
         head: DecodingHead | None,
         sequences: Sequence[BatchSequence],
         settings: Settings,
-        length: DraftLength,
+        draft_length: DraftLength,
         *,
         observer: Observer | None = None,
         make_drafter: Callable[..., Drafter] = Drafter,
@@ -95,11 +97,11 @@ class DecodingBatch:
             head: The passes of the head; may be None if settings.num_speculative_tokens is 0.
             sequences: The sequences; their tokens are the prompts.
             settings: How to decode. Of max_tokens, eos and seed, those of each sequence count.
-            length: Policy for the number of drafts per round.
+            draft_length: Policy for the number of drafts per round.
             observer: Called with an Event for each pass and sequence.
             make_drafter: Factory for the drafter; called like `Drafter`.
         """
-        self.trunk, self.settings, self.length, self.observer = trunk, settings, length, observer
+        self.trunk, self.settings, self.draft_length, self.observer = trunk, settings, draft_length, observer
         self.sequences = list(sequences)
         self.cache = trunk.cache(len(sequences))
         self.seen = self._seen() if settings.sampling.needs_seen else None
@@ -144,7 +146,8 @@ class DecodingBatch:
                 for states, count in zip(hidden.head_input, counts, strict=True)
             ]
             self.drafter.add(hidden.head_input, counts)
-            self.drafter.prefill(self._tokens)
+            if self.draft_length.plan().max_speculative_tokens or self.drafter.num_pending >= MAX_DEFERRED:
+                self.drafter.prefill(self._tokens)
         self.num_prefilled = start + num_positions
         return len(self._last) == len(self.sequences)
 
@@ -168,18 +171,18 @@ class DecodingBatch:
     def round(self) -> Round:
         """Draft and verify once, for all sequences."""
         started = time.perf_counter()
-        if self.native is None and not self.queued:
-            self.native = self._native_rounds()
+        if not self.queued:
+            self._prepare_rounds()
         verified = self._torch_round() if self.native is None else self._native_round(self.native, started)
         if any(verified.confidences):
             rows = zip(verified.confidences, verified.drafts, verified.verification, strict=True)
             for confidences, drafts, (num_accepted, _) in rows:
                 if confidences:  # else a sequence at its last token, which had nothing to draft
-                    self.length.learn(confidences, num_draft_tokens=len(drafts), num_accepted=num_accepted)
+                    self.draft_length.learn(confidences, num_draft_tokens=len(drafts), num_accepted=num_accepted)
         else:
-            self.length.learn([], num_draft_tokens=0, num_accepted=0)  # a baseline round, of however many sequences
+            self.draft_length.learn([], num_draft_tokens=0, num_accepted=0)  # a baseline round of any batch size
         num_tokens = sum(num_accepted + 1 for num_accepted, _ in verified.verification)
-        self.length.observe(num_tokens, verified.draft_s + verified.verify_s + self._overhead_s)
+        self.draft_length.observe(num_tokens, verified.draft_s + verified.verify_s + self._overhead_s)
         return self._emit(verified)
 
     def join(self, other: "DecodingBatch") -> None:
@@ -197,10 +200,11 @@ class DecodingBatch:
             self.seen = torch.cat([self.seen, other.seen])
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep only these sequences (indices), in ascending order."""
+        """Keep only these sequences (indices), in any order: the last ones take the places of those that leave."""
         if len(rows) == len(self.sequences):
             return
         self._leave_native()
+        rows = _compacted(rows)
         self.sequences = [self.sequences[row] for row in rows]
         if rows:
             self.cache.select(rows)
@@ -224,10 +228,24 @@ class DecodingBatch:
     def _caches(self) -> list[KVCache]:
         return [self.cache, *(() if self.drafter is None else self.drafter.caches)]
 
+    def _prepare_rounds(self) -> None:
+        """Enter native rounds where possible; before rounds that draft, let the head process what it has put off."""
+        drafter = self.drafter
+        is_drafting = drafter is not None and self.draft_length.plan().max_speculative_tokens > 0
+        if self.native is not None and (self.native.is_full or (is_drafting and not self.native.can_draft)):
+            self._leave_native()
+        if self.native is None:
+            if drafter is not None and (is_drafting or drafter.num_pending >= MAX_DEFERRED):
+                drafter.catch_up(self._tokens, MAX_PENDING)
+            self.native = self._native_rounds(is_drafting)
+
     def _leave_native(self) -> None:
         """Let Python continue after native rounds."""
         if self.native is not None and self.drafter is not None:
-            self.drafter.resume(self.native.pending(), self.cache.lengths)
+            pending = self.native.pending()
+            if not self.native.can_draft:  # they are those of its rounds only
+                pending = [torch.cat(both) for both in zip(self.drafter.pending, pending, strict=True)]
+            self.drafter.resume(pending, self.cache.lengths)
         self.native = None
 
     def _native_round(self, native: NativeRounds, started: float) -> VerifiedRound:
@@ -236,11 +254,11 @@ class DecodingBatch:
         With stop strings only one at a time, because a stop string may end its sequence.
         """
         if not self.queued:
-            plan = NO_DRAFTS if self.drafter is None else self.length.plan()
+            plan = NO_DRAFTS if self.drafter is None else self.draft_length.plan()
             stops = any(sequence.stop is not None for sequence in self.sequences)
             num_rounds = 1 if stops else int(self.max_ahead_s / self._round_s)
             if self.drafter is not None:
-                num_rounds = min(num_rounds, self.length.rounds_unchanged(len(self.sequences)))
+                num_rounds = min(num_rounds, self.draft_length.rounds_unchanged(len(self.sequences)))
             limit, uniforms = self._max_speculative_tokens, None if self._is_greedy else self._uniforms
             k = min(plan.max_speculative_tokens, limit)
             self.queued.extend(native.run(plan, k, uniforms, max_rounds=max(1, num_rounds)))
@@ -264,8 +282,7 @@ class DecodingBatch:
         if self.drafter is not None:
             num_not_refreshed = self.drafter.commit(drafted.num_steps, num_accepted)
             self.drafter.add(hidden.head_input, num_committed, skip=num_not_refreshed)
-            falls_behind = 0 < drafted.num_steps < self.drafter.head.num_modules  # the layers that did not run
-            if falls_behind or max(map(len, self.drafter.pending)) > MAX_PENDING:
+            if 0 < drafted.num_steps < self.drafter.head.num_modules:  # the layers that did not run fall behind
                 self.drafter.refresh(self._tokens)
         seconds = draft_end - started, time.perf_counter() - draft_end
         return VerifiedRound(drafted.drafts, drafted.confidences, verification, *seconds)
@@ -287,7 +304,7 @@ class DecodingBatch:
         if self.drafter is None:
             return DraftResult.empty(len(self.sequences))
         uniforms = None if self._is_greedy else self._uniforms
-        return self.drafter.draft(self.length.plan(), self._draft_limits(), self._tokens, uniforms, self.seen)
+        return self.drafter.draft(self.draft_length.plan(), self._draft_limits(), self._tokens, uniforms, self.seen)
 
     def _draft_limits(self) -> list[int]:
         """The largest K of this round, per sequence, within its remaining tokens and the context."""
@@ -322,20 +339,23 @@ class DecodingBatch:
         uniforms = [row.take(len(drafts) + 1) for row, drafts in zip(self._uniforms, drafted.drafts, strict=True)]
         return self.verifier(predicted.logits, drafted.distributions, drafted.drafts, uniforms, seen=self.seen)
 
-    def _native_rounds(self) -> NativeRounds | None:
+    def _native_rounds(self, is_drafting: bool) -> NativeRounds | None:
         """Native rounds from here on, where nothing needs to be observed or changed between them."""
         drafter = self.drafter
         if self.observer is not None or self.seen is not None or (drafter is not None and drafter.chain is None):
             return None
         if len({sequence.eos for sequence in self.sequences}) > 1:
             return None
+        chain, pending = (None, ()) if drafter is None else (drafter.chain, drafter.pending)
+        if not is_drafting and not NativeRounds.fits(pending, self.settings.num_speculative_tokens):
+            chain, pending = None, [states[:0] for states in pending]  # rounds that only collect states
         return self.trunk.rounds(
             self.cache,
             self.settings.sampling,
             block_verification=self.settings.block_verification,
-            chain=None if drafter is None else drafter.chain,
+            chain=chain,
             tokens=self._tokens,
-            pending=() if drafter is None else drafter.pending,
+            pending=pending,
             max_speculative_tokens=self.settings.num_speculative_tokens,
             remaining=[sequence.remaining for sequence in self.sequences],
             eos=self.sequences[0].eos,
@@ -388,3 +408,10 @@ class DecodingBatch:
                 if block:
                     event = Event(phase, module, self.sequences[row].row, cache.lengths[row], tuple(block), hidden)
                     self.observer(event)
+
+
+def _compacted(rows: Sequence[int]) -> list[int]:
+    """Order these indices so that as few as possible move, and each to a place before its own."""
+    kept = {row for row in rows if row < len(rows)}
+    moved = iter(sorted(set(rows) - kept))
+    return [row if row in kept else next(moved) for row in range(len(rows))]

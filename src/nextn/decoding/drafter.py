@@ -80,6 +80,11 @@ class Drafter:
         """The native draft chain for whole native rounds; None where a fault is injected between them."""
         return self._chain if self.contract == Contract() else None
 
+    @property
+    def num_pending(self) -> int:
+        """The most positions of a sequence that are pending."""
+        return max(map(len, self.pending))
+
     def draft(
         self,
         plan: RoundPlan,
@@ -148,11 +153,23 @@ class Drafter:
         """Run every MTP layer over the prompt's positions so far; a contract without prefill drops them instead."""
         self.refresh(tokens, run=self.contract.prefill)
 
-    def refresh(self, tokens: Sequence[Sequence[int]], *, run: bool = True) -> None:
-        """Run every MTP layer over the pending positions whose tokens are known up to the deepest one, or drop them."""
+    def catch_up(self, tokens: Sequence[Sequence[int]], num_pending: int) -> None:
+        """Run every MTP layer over pending positions until each sequence has at most this many, and at least one."""
+        while self.num_pending > num_pending:
+            self.refresh([row[:-1] for row in tokens], limit=num_pending)  # passes of one size: each is recorded
+
+    def refresh(self, tokens: Sequence[Sequence[int]], *, run: bool = True, limit: int | None = None) -> None:
+        """Run every MTP layer over the pending positions whose tokens are known up to the deepest one, or drop them.
+
+        Args:
+            tokens: All known tokens of each sequence.
+            run: Whether to run the layers; else the positions are dropped.
+            limit: The most positions of a sequence; None: all.
+        """
         last = self.head.num_modules
         num_known = [len(row) - last - self._start(index) for index, row in enumerate(tokens)]
-        counts = [max(0, min(len(pending), num)) for pending, num in zip(self.pending, num_known, strict=True)]
+        num_pending = [len(pending) if limit is None else min(len(pending), limit) for pending in self.pending]
+        counts = [max(0, min(pair)) for pair in zip(num_pending, num_known, strict=True)]
         states = _padded([pending[:count] for pending, count in zip(self.pending, counts, strict=True)])
         if max(counts) and run:
             for depth in range(1, last):
@@ -222,7 +239,7 @@ class Drafter:
                 rows = [[*row, *draft] for row, draft in zip(known, drafts, strict=True)]
                 step = self._step("draft", depth, counts, states, rows)
                 states = step.next_hidden if self.head.uses_next_hidden(depth + 1) else states
-                prediction = self.head.predict(self.head.module(depth), _last(step.final_hidden, counts))
+                prediction = self.head.predict(self.head.layer_index(depth), _last(step.final_hidden, counts))
             else:
                 recursion = recursion or self.head.recursion(self.caches[-1], _last(step.next_hidden, counts))
                 prediction = self._recurse(recursion, depth, tokens)
@@ -251,7 +268,7 @@ class Drafter:
         self, phase: str, depth: int, counts: Sequence[int], tokens: Sequence[Sequence[int]]
     ) -> tuple[int, Tensor]:
         """The MTP layer of `depth`, and its tokens [B, T]: position i takes token i + depth."""
-        index = self.head.module(depth)
+        index = self.head.layer_index(depth)
         inputs = []
         for row, count in enumerate(counts):
             start = self._start(row) + depth

@@ -15,6 +15,7 @@ from nextn.checkpoint.separate_head import GENERIC, misfits, open_head, trunk_fa
 from nextn.checkpoint.snapshot import on_disk
 from nextn.edit.compatibility import absent
 from nextn.edit.gguf_export import write_gguf
+from nextn.edit.gguf_layout import STEP35, layout_of
 from nextn.edit.plan import EditPlan, Files, Piece, execute, new_folder
 from nextn.edit.restore import restore
 from nextn.errors import CheckpointError, ConfigError, FamilyError
@@ -29,6 +30,7 @@ _NO_PAIR = (
     "llama.cpp would run it beside the trunk with bad drafts and no error: its graphs of models without a head hand "
     "over no hidden state, and llama-context.cpp:1622 skips the copy"
 )
+_CONVERTED = "glm4_moe"  # llama.cpp's converter takes its files with GLM's own tokenizer alone (base.py:2361)
 _K = 3
 _LOCAL = ("source", "trunk")  # of a file's metadata: folders of the run and of the trunk
 
@@ -72,7 +74,7 @@ def export(
         out: A new folder: the draft alone, or for transformers the trunk with the head. For llama.cpp a new .gguf file
             with both.
         engine: One of `ENGINES`.
-        trunk: Folder of the trunk; None: the one that the head was trained on, if it is still there.
+        trunk: Folder of the trunk; None: the one that the head was trained on, if it is still there, or is inside.
         tokenizer: For llama.cpp, a GGUF with the trunk's tokenizer, if nextn cannot write it.
         num_speculative_tokens: K of the command.
         revision: Of a hub id of the head.
@@ -99,7 +101,7 @@ def export(
     if engine == "llama.cpp":
         base = on_disk(base, cache_dir=cache_dir, offline=offline)
         write_gguf(base, head, Path(out), tokenizer=tokenizer)
-        command = _llamacpp(str(out), num_speculative_tokens or _K)
+        command = _llamacpp(str(out), num_speculative_tokens or _K, has_window=layout_of(head.family) == STEP35)
         return Export(Path(out), ENGINES[engine], command, notes=tuple(_notes(base, engine)))
     files = Files(
         {SINGLE: {name: Piece(head.checkpoint, name) for name in head.stored.values()}},
@@ -119,6 +121,8 @@ def export(
 
 def _trunk_path(head: Checkpoint, trunk: str | Path | None) -> str | Path:
     path = trunk or next((each.metadata["trunk"] for each in head.headers.values() if "trunk" in each.metadata), None)
+    if path is None and Inventory.of(head, family=trunk_family(head)).layers:
+        return head.path  # the head is inside
     if path is None or (trunk is None and not Path(path).is_dir()):
         where = (
             "does not say which trunk it was trained on" if path is None else f"was trained on {path}, which is gone"
@@ -130,7 +134,7 @@ def _trunk_path(head: Checkpoint, trunk: str | Path | None) -> str | Path:
 def _refuse(head: Inventory, trunk: Inventory, engine: str) -> None:
     path = head.checkpoint.path
     is_added = head.family.name == GENERIC or head.family.separate
-    if not is_added:
+    if not is_added and not (engine == "llama.cpp" and head.family.name == _CONVERTED):
         raise FamilyError(f"{path}: a head of family {head.family.name} is served as it is, see `nextn serve --print`")
     if engine == "transformers" and head.family.name != GENERIC:
         raise FamilyError(f"{path}: transformers runs heads of the trunk's own layers; train one without --layout")
@@ -176,10 +180,10 @@ def _sglang(trunk: str, draft: str, k: int) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _llamacpp(path: str, k: int) -> tuple[str, ...]:
+def _llamacpp(path: str, k: int, *, has_window: bool) -> tuple[str, ...]:
+    window = ("--swa-full",) if has_window else ()
     return (
-        "llama-server", "-m", path, "--spec-type", "draft-mtp", "--spec-draft-n-max", str(k), "--swa-full",
-        "--metrics",
+        "llama-server", "-m", path, "--spec-type", "draft-mtp", "--spec-draft-n-max", str(k), *window, "--metrics"
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nextn.checkpoint.gguf_file import GgufFile
-from nextn.edit.gguf_layout import HY_V3, LAYER, STEP35
+from nextn.edit.gguf_layout import CORRECTION, HY_V3, LAYER, LAYER_GLM4_MOE, STEP35
 from nextn.edit.gguf_metadata import MOST_ROWS, Config, Metadata, rope_parameters
 from nextn.errors import CheckpointError, FamilyError
 from nextn.families import LAYOUT_FIELD
@@ -175,11 +175,8 @@ def _value_columns(config: Config) -> Change:
 _DENSE = {block: layer for layer, block in LAYER.items()}
 _NORM_AFTER = {name: path for name, path in _DENSE.items() if name != "ffn_norm"}
 _NORM_AFTER["post_attention_norm"] = "post_attention_layernorm"
-_GLM4_MOE = {
-    **_NORM_AFTER, "ffn_gate_inp": "mlp.gate",
-    **{f"ffn_{each}_shexp": f"mlp.shared_experts.{each}_proj" for each in ("gate", "up", "down")},
-    **{f"ffn_{each}_exps": f"mlp.experts.{{}}.{each}_proj" for each in ("gate", "up", "down")},
-}  # fmt: skip
+_GLM4_MOE = {block: layer for layer, block in LAYER_GLM4_MOE.items()}
+_GLM4_MOE |= {f"ffn_{each}_exps": f"mlp.experts.{{}}.{each}_proj" for each in ("gate", "up", "down")}
 _QWEN3_5 = {
     **_NORM_AFTER, "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
     "ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b", "ssm_conv1d": "linear_attn.conv1d",
@@ -194,7 +191,7 @@ ARCHITECTURES = {
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _nothing, _DENSE),
     "glm4moe": Architecture(
         "glm4_moe", "Glm4MoeForCausalLM", _glm4_moe, _GLM4_MOE,
-        {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
+        {CORRECTION[1]: CORRECTION[0]},
     ),
     "qwen35": Architecture(
         "qwen3_5_text", "Qwen3_5ForCausalLM", _qwen3_5, _QWEN3_5,

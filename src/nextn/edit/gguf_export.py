@@ -12,18 +12,20 @@ from nextn.checkpoint.safetensors_file import atomic
 from nextn.checkpoint.snapshot import folder_of
 from nextn.checkpoint.staging_folder import need_room
 from nextn.edit.gguf_layout import (
-    BY_HIDDEN,
     STEP35,
     StoredPart,
     Value,
     common_dtype,
+    layout_of,
     metadata,
     parts,
     problems,
     rope_factors,
 )
 from nextn.edit.gguf_tokenizer import add_tokenizer, copy_tokenizer
+from nextn.edit.llama_like import full_config
 from nextn.errors import ConfigError, FamilyError
+from nextn.families import Family
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -32,20 +34,18 @@ _WIDTHS = {"F32": 4, "F16": 2, "BF16": 2}
 _ALIGNMENT = 32  # of each tensor, GGUF's default
 
 
-def refuse_trunk(checkpoint: Checkpoint, hidden: str) -> dict[str, Any]:
+def refuse_trunk(checkpoint: Checkpoint, family: Family) -> dict[str, Any]:
     """Return the trunk's config with all defaults, as transformers reads it.
 
     Args:
-        checkpoint: In a local folder.
-        hidden: The state that the head takes in, as in a family's row.
+        checkpoint: The trunk's.
+        family: Of the head.
 
     Raises:
-        FamilyError: No graph of llama.cpp computes this trunk and hands over this state.
+        FamilyError: No graph of llama.cpp computes this trunk and hands over the state that the head takes in.
     """
-    from transformers import AutoConfig
-
-    config: dict[str, Any] = AutoConfig.from_pretrained(folder_of(checkpoint)).to_dict()
-    layout = BY_HIDDEN[hidden]
+    config = full_config(checkpoint)
+    layout = layout_of(family)
     if listed := [*problems(config, layout)]:
         other = "" if layout == STEP35 else ". Its step35 layout takes heads of `nextn train --layout step35`"
         raise FamilyError(
@@ -76,8 +76,8 @@ def write_gguf(trunk: Inventory, head: Inventory, path: Path, *, tokenizer: Path
         raise ConfigError(f"{path}: expected a new file whose name ends in .gguf")
     if len(head.modules) != 1:
         raise FamilyError(f"{head.checkpoint.path}: {len(head.modules)} modules; a GGUF here holds one, for all drafts")
-    config, layout = refuse_trunk(trunk.checkpoint, head.family.hidden), BY_HIDDEN[head.family.hidden]
-    listed = parts(trunk, head, layout)
+    config, layout = refuse_trunk(trunk.checkpoint, head.family), layout_of(head.family)
+    listed = parts(trunk, head, config, layout)
     values = metadata(config, layout, dtype=common_dtype(listed))
     factors = np.array(rope_factors(config), np.float32)
     need_room(path, sum(_num_bytes(each) for each in listed))
@@ -103,7 +103,8 @@ def write_gguf(trunk: Inventory, head: Inventory, path: Path, *, tokenizer: Path
 
 def _add_values(writer: "GGUFWriter", values: dict[str, Value]) -> None:
     adders: dict[type, Callable[[str, Any], None]] = {
-        str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array
+        str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
+        list: writer.add_array,
     }  # fmt: skip
     for key, value in values.items():
         adders[type(value)](key, value)
@@ -115,24 +116,23 @@ def _add_infos(writer: "GGUFWriter", listed: list[StoredPart], factors: np.ndarr
     if factors.size:
         writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
     for each in listed:
-        info = each.source.info(each.stored)
-        kind = Type.F32 if _is_widened(each) else Type[info.dtype]
-        writer.add_tensor_info(each.name, info.shape, np.dtype(np.float32), _num_bytes(each), raw_dtype=kind)
+        kind = Type.F32 if _is_widened(each) else Type[each.info.dtype]
+        writer.add_tensor_info(each.name, each.shape, np.dtype(np.float32), _num_bytes(each), raw_dtype=kind)
 
 
 def _is_widened(part: StoredPart) -> bool:
-    """Whether it is a norm's weight or a bias, which llama.cpp wants in float32."""
-    return len(part.source.info(part.stored).shape) == 1
+    """Whether it is a norm's weight, a bias or a router, which llama.cpp wants in float32."""
+    return len(part.info.shape) == 1 or part.name.endswith("ffn_gate_inp.weight")
 
 
 def _num_bytes(part: StoredPart) -> int:
-    info = part.source.info(part.stored)
-    return info.nbytes // _WIDTHS[info.dtype] * 4 if _is_widened(part) else info.nbytes
+    info = part.info
+    return (info.nbytes // _WIDTHS[info.dtype] * 4 if _is_widened(part) else info.nbytes) * len(part.stored)
 
 
 def _chunks(part: StoredPart) -> Iterator[bytes]:
-    dtype = part.source.info(part.stored).dtype
-    for chunk in part.source.chunks(part.stored):
+    dtype = part.info.dtype
+    for chunk in (chunk for name in part.stored for chunk in part.source.chunks(name)):
         if not _is_widened(part) or dtype == "F32":
             yield chunk
         elif dtype == "F16":

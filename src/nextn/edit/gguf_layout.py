@@ -1,27 +1,39 @@
-"""Two layouts of llama.cpp that hold a Llama-like trunk together with a head: `step35` and `hy_v3`.
+"""Layouts of llama.cpp that hold a trunk together with a head: `step35` and `hy_v3`, and `glm4moe` of GLM-4.5's family.
 
-llama.cpp's graphs of llama, qwen2, qwen3 and mistral hand no hidden state to a head. The graphs of these two
+llama.cpp's graphs of llama, qwen2, qwen3 and mistral hand no hidden state to a head. The graphs of the first two
 architectures do, and compute the same trunk. Lines are of llama.cpp 0c1e57098, in src/models.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.safetensors_file import TensorInfo
+from nextn.edit.llama_like import BIASES, MODEL_TYPES, head_dim, layer_paths, windows
 from nextn.errors import CheckpointError
+from nextn.families import Family
+from nextn.text_format import some
 
 Value = str | bool | int | float | list[bool]
 
-STEP35, HY_V3 = "step35", "hy_v3"
-BY_HIDDEN = {"pre": STEP35, "post": HY_V3}  # the state that a head takes in -> the layout whose graph hands it over
-_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-_ROPE_TYPES = {STEP35: ("default", "linear", "llama3"), HY_V3: ("default", "linear", "yarn")}
+STEP35, HY_V3, GLM4_MOE = "step35", "hy_v3", "glm4moe"
+_BY_HIDDEN = {"pre": STEP35, "post": HY_V3}  # the state that a head takes in -> the layout whose graph hands it over
+_MODEL_TYPES = {STEP35: MODEL_TYPES, HY_V3: MODEL_TYPES, GLM4_MOE: ("glm4_moe",)}
+_ROPE_TYPES = {
+    STEP35: ("default", "linear", "llama3"),
+    HY_V3: ("default", "linear", "yarn"),
+    GLM4_MOE: ("default", "linear", "yarn"),
+}
 _ROPE_REASONS = {
     STEP35: "step35.cpp:456 gives the head the trunk's YaRN factor without its frequencies, and has no other types",
     HY_V3: "hy-v3.cpp loads no rope_freqs, which llama3 needs, and has no other types",
+    GLM4_MOE: "glm4-moe.cpp:211 takes no factors, which llama3 needs, and has no other types; beside the trunk that "
+    "was adopted, a head of `nextn train --layout step35` runs",
 }
+_SIGMOID = 2  # of llama.cpp's gating functions
 _FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}  # of llama.cpp's `llama_ftype`, by the dtype of most tensors
 # More positions than any context has; llama.cpp multiplies it by the number of sequences, in 32 bits.
 _NO_WINDOW = 1 << 24
@@ -32,9 +44,14 @@ LAYER = {
     "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
+LAYER_GLM4_MOE = {
+    **LAYER, "post_attention_layernorm": "post_attention_norm", "mlp.gate": "ffn_gate_inp",
+    **{f"mlp.shared_experts.{name}_proj": f"ffn_{name}_shexp" for name in ("gate", "up", "down")},
+}  # fmt: skip
+CORRECTION = ("mlp.gate.e_score_correction_bias", "exp_probs_b.bias")
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 # Of YaRN's parameters: in a config -> in `rope.scaling`.
 YARN = {"attention_factor": "yarn_attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
-_BIASES = {f"self_attn.{name}_proj.bias" for name in "qkv"}  # the only ones that the graphs add
 # Roles in a head -> the name in `blk.N.nextn`.
 HEAD = {
     "projection": "eh_proj", "token_norm": "enorm", "hidden_norm": "hnorm", "final_norm": "shared_head_norm",
@@ -44,11 +61,25 @@ HEAD = {
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A tensor of the GGUF, and the one whose bytes it gets."""
+    """A tensor of the GGUF, and the one whose bytes it gets; of all experts, those of each in turn."""
 
     name: str
     source: Checkpoint
-    stored: str
+    stored: tuple[str, ...]
+
+    @property
+    def info(self) -> TensorInfo:
+        """Of the first."""
+        return self.source.info(self.stored[0])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.stored), *self.info.shape) if self.name.endswith("_exps.weight") else self.info.shape
+
+
+def layout_of(family: Family) -> str:
+    """Return the layout whose graph runs a head of this family."""
+    return GLM4_MOE if family.name == "glm4_moe" else _BY_HIDDEN[family.hidden]
 
 
 def problems(config: Mapping[str, Any], layout: str) -> Iterator[str]:
@@ -56,10 +87,10 @@ def problems(config: Mapping[str, Any], layout: str) -> Iterator[str]:
 
     Args:
         config: As transformers reads it, with all defaults.
-        layout: One of `BY_HIDDEN`.
+        layout: See `layout_of`.
     """
-    if config["model_type"] not in _MODEL_TYPES:
-        yield f"model_type {config['model_type']} is not one of {', '.join(_MODEL_TYPES)}, whose layers the graphs have"
+    if config["model_type"] not in (valid := _MODEL_TYPES[layout]):
+        yield f"model_type {config['model_type']} is not one of {', '.join(valid)}, whose layers the graphs have"
         return
     if layout == HY_V3 and config["model_type"] != "qwen3":
         yield "hy-v3.cpp:56 needs attn_q_norm and attn_k_norm in every layer, which Qwen3 alone has"
@@ -68,16 +99,10 @@ def problems(config: Mapping[str, Any], layout: str) -> Iterator[str]:
         yield f"rotary embeddings of type {rope_type}: {_ROPE_REASONS[layout]}"
     if config["hidden_act"] != "silu":
         yield f"activation {config['hidden_act']}: the graphs have LLM_FFN_SILU alone"
-    if any(_sliding(config)) and (layout == HY_V3 or rope_type != "default"):
+    if layout != GLM4_MOE and any(windows(config)) and (layout == HY_V3 or rope_type != "default"):
         yield "layers with a sliding window: step35.cpp:245 alone has them, and without scaled rotary embeddings"
     if config.get("quantization_config"):
         yield "it is quantized: export the unquantized model, and quantize the GGUF with llama-quantize"
-
-
-def _sliding(config: Mapping[str, Any]) -> list[bool]:
-    """Whether each layer of the trunk has a sliding window."""
-    types = config.get("layer_types") or ["sliding_attention"] * config["num_hidden_layers"]
-    return [bool(config.get("sliding_window")) and each == "sliding_attention" for each in types]
 
 
 def metadata(config: Mapping[str, Any], layout: str, *, dtype: str) -> dict[str, Value]:
@@ -85,10 +110,10 @@ def metadata(config: Mapping[str, Any], layout: str, *, dtype: str) -> dict[str,
 
     Args:
         config: See `problems`, which must have none.
-        layout: One of `BY_HIDDEN`.
+        layout: See `layout_of`.
         dtype: Of most tensors: F32, F16 or BF16.
     """
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    size = head_dim(config)
     rope = config["rope_parameters"]
     values: dict[str, Value] = {
         "block_count": config["num_hidden_layers"] + 1,
@@ -100,31 +125,48 @@ def metadata(config: Mapping[str, Any], layout: str, *, dtype: str) -> dict[str,
         "expert_feed_forward_length": config["intermediate_size"],  # must be there; there are no experts
         "attention.head_count": config["num_attention_heads"],
         "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.key_length": head_dim,
-        "attention.value_length": head_dim,
+        "attention.key_length": size,
+        "attention.value_length": size,
         "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
         "rope.freq_base": float(rope["rope_theta"]),
         # step35.cpp:9 halves it for layers without a window.
-        "rope.dimension_count": head_dim * (2 if layout == STEP35 else 1),
+        "rope.dimension_count": int(size * rope.get("partial_rotary_factor", 1)) * (2 if layout == STEP35 else 1),
     }
     if rope["rope_type"] in ("linear", "yarn"):
         values |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
     if rope["rope_type"] == "yarn":
         values |= _yarn(rope)
     if layout == STEP35:
-        values |= _windows(config, head_dim)
+        values |= _windows(config)
+    if layout == GLM4_MOE:
+        values |= _experts(config)
     general: dict[str, Value] = {"general.type": "model", "general.file_type": _FILE_TYPES[dtype]}
     return general | {f"{layout}.{key}": value for key, value in values.items()}
 
 
-def _windows(config: Mapping[str, Any], head_dim: int) -> dict[str, Value]:
+def _windows(config: Mapping[str, Any]) -> dict[str, Value]:
     """One layer must have a window (llama-model.cpp:2807): the head's, without a limit, where none of the trunk has."""
-    trunk = _sliding(config)
+    trunk = windows(config)
     return {
         "attention.sliding_window": config["sliding_window"] if any(trunk) else _NO_WINDOW,
         "attention.sliding_window_pattern": [*trunk, all(trunk) or not any(trunk)],
         "rope.freq_base_swa": float(config["rope_parameters"]["rope_theta"]),
-        "rope.dimension_count_swa": head_dim,
+        "rope.dimension_count_swa": head_dim(config),
+    }
+
+
+def _experts(config: Mapping[str, Any]) -> dict[str, Value]:
+    return {
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_count": config["n_routed_experts"],
+        "expert_used_count": config["num_experts_per_tok"],
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_group_count": config["n_group"],
+        "expert_group_used_count": config["topk_group"],
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "expert_gating_func": _SIGMOID,
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+        "expert_weights_norm": bool(config["norm_topk_prob"]),
     }
 
 
@@ -146,51 +188,106 @@ def rope_factors(config: Mapping[str, Any]) -> list[float]:
     return [rope["rope_theta"] ** (-index / count) / each for index, each in enumerate(scaled.tolist())]
 
 
-def parts(trunk: Inventory, head: Inventory, layout: str) -> list[StoredPart]:
+def parts(trunk: Inventory, head: Inventory, config: Mapping[str, Any], layout: str) -> list[StoredPart]:
     """Return the tensors of trunk and head in the order of the file.
 
-    Raises CheckpointError for tensors of the trunk that the layout has no place for, and for missing ones.
+    Args:
+        trunk: Of its checkpoint.
+        head: With one module.
+        config: The trunk's, see `problems`.
+        layout: See `layout_of`.
+
+    Raises:
+        CheckpointError: The layout has no place for a tensor, or one is missing.
     """
     checkpoint, count = trunk.checkpoint, trunk.num_layers
-    is_tied = "output" not in trunk.shared or bool(checkpoint.config.get("tie_word_embeddings"))
-    named = {"token_embd.weight": trunk.shared["embedding"], "output_norm.weight": "model.norm.weight"}
+    outer = {"token_embd.weight": trunk.shared.get("embedding"), "output_norm.weight": "model.norm.weight"}
+    is_tied = bool(config["tie_word_embeddings"])
     if not is_tied or layout == STEP35:  # step35.cpp:57 has no other place for it
-        named["output.weight"] = trunk.shared["embedding" if is_tied else "output"]
-    strange = []
-    for name in checkpoint.tensors:
-        layer = trunk.family.trunk_layer(name)
-        if layer is not None and layer[0] < count:
-            own = _in_layer(layer[1])
-            named |= {} if own is None else {f"blk.{layer[0]}.{own}": name}
-            strange += [name] if own is None and not name.endswith("rotary_emb.inv_freq") else []
-    if strange:
-        raise CheckpointError(f"{checkpoint.path}: llama.cpp's {layout} graph has no {strange[0]}, nor a bias for it")
-    found = [StoredPart(own, checkpoint, checkpoint.info(name).name) for own, name in named.items()]
-    return [*found, *_head_parts(head, count)]
+        outer["output.weight"] = trunk.shared.get("embedding" if is_tied else "output")
+    found = [StoredPart(own, checkpoint, (name,)) for own, name in outer.items() if name in checkpoint.tensors]
+    for index, layer in sorted(trunk.layers.items()):
+        paths = {path: info.name for path, info in layer.items() if not path.endswith("rotary_emb.inv_freq")}
+        found += _block_parts(checkpoint, index, paths, layout)
+    found += _head_parts(head, count, layout)
+    needed = [*outer, *(f"blk.{index}.{own}" for index in range(count + 1) for own in _block(config, layout, index))]
+    if missing := [name for name in needed if name not in {each.name for each in found}]:
+        raise CheckpointError(f"{checkpoint.path}: tensors of the GGUF that trunk and head lack: {some(missing, 3)}")
+    _refuse_uneven(found, config)
+    return found
 
 
-def _head_parts(head: Inventory, index: int) -> Iterator[StoredPart]:
+def _block(config: Mapping[str, Any], layout: str, index: int) -> list[str]:
+    """Return the names of the tensors that a block needs."""
+    if layout != GLM4_MOE:
+        return sorted(own for path in layer_paths(config) if (own := _in_layer(path, layout)))
+    dense = ("ffn_gate", "ffn_up", "ffn_down")
+    names = {f"{own}.weight" for own in LAYER_GLM4_MOE.values() if not own.startswith("ffn")}
+    if index < config["first_k_dense_replace"]:
+        names |= {f"{own}.weight" for own in dense}
+    else:
+        names |= {f"{own}_{kind}.weight" for own in dense for kind in ("exps", "shexp")}
+        names |= {CORRECTION[1], "ffn_gate_inp.weight"}
+    if not config["use_qk_norm"]:
+        names -= {"attn_q_norm.weight", "attn_k_norm.weight"}
+    return sorted(names | ({f"attn_{each}.bias" for each in "qkv"} if config["attention_bias"] else set()))
+
+
+def _refuse_uneven(listed: Sequence[StoredPart], config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for experts that cannot be stacked."""
+    for part in listed:
+        if not part.name.endswith("_exps.weight"):
+            continue
+        infos, count = [part.source.info(each) for each in part.stored], config["n_routed_experts"]
+        kinds = sorted({f"{each.dtype} {list(each.shape)}" for each in infos})
+        if len(infos) != count or len(kinds) > 1:
+            raise CheckpointError(
+                f"{part.source.path}: {part.name} of the GGUF holds n_routed_experts = {count} experts of one dtype "
+                f"and shape; {len(infos)} are stored, as {some(kinds)}"
+            )
+
+
+def _head_parts(head: Inventory, index: int, layout: str) -> Iterator[StoredPart]:
+    block = {}
     for canonical, stored in head.stored.items():
         _, role, *rest = canonical.split(".", 2)
-        own = _in_layer(rest[0]) if role == "block" else f"nextn.{HEAD[role]}.weight"
-        if own is None:
-            raise CheckpointError(f"{head.checkpoint.path}: {stored} has no place in llama.cpp's layout")
-        yield StoredPart(f"blk.{index}.{own}", head.checkpoint, stored)
+        if role == "block":
+            block[rest[0]] = stored
+        else:
+            yield StoredPart(f"blk.{index}.nextn.{HEAD[role]}.weight", head.checkpoint, (stored,))
+    yield from _block_parts(head.checkpoint, index, block, layout)
 
 
-def _in_layer(path: str) -> str | None:
+def _block_parts(source: Checkpoint, index: int, paths: Mapping[str, str], layout: str) -> Iterator[StoredPart]:
+    """Yield the tensors of a block from those of a layer: path -> name."""
+    experts: dict[str, dict[int, str]] = {}
+    for path, stored in paths.items():
+        if layout == GLM4_MOE and (match := _EXPERT.fullmatch(path)):
+            experts.setdefault(f"ffn_{match[2]}_exps", {})[int(match[1])] = stored
+        elif (own := _in_layer(path, layout)) is not None:
+            yield StoredPart(f"blk.{index}.{own}", source, (stored,))
+        else:
+            raise CheckpointError(f"{source.path}: llama.cpp's {layout} graph has no {stored}, nor a bias for it")
+    for own, by_number in experts.items():
+        yield StoredPart(f"blk.{index}.{own}.weight", source, tuple(by_number[each] for each in sorted(by_number)))
+
+
+def _in_layer(path: str, layout: str) -> str | None:
     """The name in a block of the GGUF of a tensor in a layer; None if there is none."""
+    names = LAYER_GLM4_MOE if layout == GLM4_MOE else LAYER
+    if layout == GLM4_MOE and path == CORRECTION[0]:
+        return CORRECTION[1]
     stem, _, kind = path.rpartition(".")
-    return f"{LAYER[stem]}.{kind}" if stem in LAYER and (kind == "weight" or path in _BIASES) else None
+    return f"{names[stem]}.{kind}" if stem in names and (kind == "weight" or path in BIASES) else None
 
 
 def common_dtype(listed: Sequence[StoredPart]) -> str:
     """Return the dtype of most of the tensors' bytes; CheckpointError for one that is stored as no floating point."""
     sizes = dict.fromkeys(_FILE_TYPES, 0)
     for each in listed:
-        info = each.source.info(each.stored)
+        info = each.info
         if info.dtype not in sizes:
             valid = ", ".join(sizes)
-            raise CheckpointError(f"{each.source.path}: {each.stored} is {info.dtype}; valid for a GGUF are {valid}")
-        sizes[info.dtype] += info.nbytes
+            raise CheckpointError(f"{each.source.path}: {info.name} is {info.dtype}; valid for a GGUF are {valid}")
+        sizes[info.dtype] += info.nbytes * len(each.stored)
     return max(sizes, key=lambda dtype: sizes[dtype])

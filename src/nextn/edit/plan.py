@@ -61,7 +61,7 @@ class Files:
 
 @dataclass(frozen=True, eq=False)
 class EditPlan:
-    """What `restore`, `convert`, `extract` or `quantize` will write."""
+    """What `restore`, `convert`, `extract`, `quantize` or `adopt` will write."""
 
     origin: Checkpoint = field(repr=False)  # the checkpoint to change or to read from
     folder: Path  # where the files go
@@ -137,7 +137,9 @@ def visible(checkpoint: Checkpoint, also: Collection[str] = ()) -> Checkpoint:
     return replace(checkpoint, tensors=tensors)
 
 
-def divide(checkpoint: Checkpoint, gone: Collection[str], fresh: Mapping[str, Piece]) -> Files:
+def divide(
+    checkpoint: Checkpoint, gone: Collection[str], fresh: Mapping[str, Piece], *, new_file: str = HEAD_FILE
+) -> Files:
     """Plan the `fresh` tensors in a new indexed file, and rewrite files that hold `gone` tensors without them.
 
     Engines read all tensors of an indexed file, so removing tensors from the index only is not enough.
@@ -146,7 +148,7 @@ def divide(checkpoint: Checkpoint, gone: Collection[str], fresh: Mapping[str, Pi
     used = {info.file for info in checkpoint.tensors.values()}
     stale = {file for file in used if checkpoint.headers[file].tensors.keys() & {*gone, *fresh}}
     taken = set(checkpoint.sources)
-    head = free_name(HEAD_FILE, taken)
+    head = free_name(new_file, taken)
     weights = {head: fresh} if fresh else {}
     renamed = {SINGLE: free_name(_FIRST_SHARD, taken)} if SINGLE in checkpoint.headers and SINGLE not in stale else {}
     for file in sorted(stale):

@@ -64,7 +64,7 @@ def _read(file: TextIO, size: int, source: str, model: str | None) -> Counters:
     file.seek(0)
     is_json = start.lstrip()[:1] in ("{", "[")
     if not is_json and not re.search(r"^(# TYPE )?(vllm|llamacpp|sglang|nextn):", start, re.M):
-        return _need(_of_log(file), source)
+        return _need(from_log(file), source)
     if size > _MAX_PARSED:
         raise EngineError(f"{source}: larger than {_MAX_PARSED // 2**20} MiB; cut out the run in question")
     text = file.read(_MAX_PARSED)
@@ -170,15 +170,11 @@ _LLAMA_LINE = re.compile(
 _SGLANG_LINE = re.compile(rf".*?accept len: (?P<length>{_NUM})")
 
 
-def from_log(text: str) -> Counters | None:
+def from_log(file: TextIO) -> Counters | None:
     """Sum the counts of all log lines with drafts; None where there are none.
 
     llama.cpp logs requests and, with LLAMA_TRACE, rounds; the rounds are exact and take precedence.
     """
-    return _of_log(io.StringIO(text))
-
-
-def _of_log(file: TextIO) -> Counters | None:
     readers: dict[str, tuple[re.Pattern[str], Callable[[LineMatch], Counters]]] = {
         "SpecDecoding metrics: ": (_VLLM_LINE, _vllm_line),
         "accepted": (_LLAMA_ROUND, _llama_round),

@@ -161,7 +161,7 @@ class _Passes:
         tokens, states, recursion = self.tokens[:, 0].tolist(), self.states[:, -1:], None
         for depth in range(1, k + 1):
             if depth <= self.head.num_modules:
-                index = self.head.module(depth)
+                index = self.head.layer_index(depth)
                 step = self.head.step(index, torch.tensor(tokens)[:, None], states, cache=self.caches[index])
                 self.caches[index].commit([0] * self.batch)
                 prediction = self.head.predict(index, step.final_hidden[:, 0])
@@ -188,6 +188,7 @@ class Machine:
     peak_memory: int  # bytes: of the process on a CPU, of torch's allocator on a GPU
     head_bits: int | None = None  # see `Backend.head_bits`
     weight_bits: int | None = None  # see `Backend.weight_bits`
+    kv_cache_dtype: str = "auto"  # see `Trunk.kv_cache_dtype`
 
     @classmethod
     def of(cls, model: Model, *, head_bits: int | None = None, weight_bits: int | None = None) -> "Machine":
@@ -208,6 +209,7 @@ class Machine:
             peak_memory=peak,
             head_bits=head_bits,
             weight_bits=weight_bits,
+            kv_cache_dtype=model.trunk.kv_cache_dtype,
         )
 
 

@@ -162,7 +162,7 @@ class ExpectedCounts:
         return float(mean), float(variance)
 
 
-def engine_depth(parts: Sequence[Counters], given: int | None) -> int:
+def engine_depth(parts: Sequence[Counters], given: int | None, *, full_share: float = _FULL_SHARE) -> int:
     """Return K, the largest number of tokens that the engine drafts in a round.
 
     Counts by position show K. Totals show only the mean number of drafts per round: a lower bound of K, because an
@@ -171,6 +171,7 @@ def engine_depth(parts: Sequence[Counters], given: int | None) -> int:
     Args:
         parts: The engine's counters, one for each reading.
         given: K as the user sets it; None if not set.
+        full_share: Least mean number of drafts per round, as a share of K, that shows K.
 
     Raises:
         ConfigError: K is neither shown nor given, or the counters contradict the given K.
@@ -180,13 +181,13 @@ def engine_depth(parts: Sequence[Counters], given: int | None) -> int:
     means = [each.draft_tokens / each.num_drafts for each in parts if each.draft_tokens and each.num_drafts]
     mean = max(means, default=0.0)
     if given is None:
-        if counted or mean >= _FULL_SHARE * math.ceil(mean) > 0:
+        if counted or (mean and mean >= full_share * math.ceil(mean)):
             return counted or math.ceil(mean)
         shown = f"drafts {mean:.2f} tokens per round on average, which does not show K" if mean else "does not report K"
         raise ConfigError(f"the engine {shown}; set it with --num-speculative-tokens")
     if counted not in (0, given):
         raise ConfigError(f"-k {given}, but the engine's counters are for K = {counted}; leave -k out or correct it")
-    if given < _FULL_SHARE * mean:
+    if given < full_share * mean:
         raise ConfigError(f"-k {given}, but the engine drafted {mean:.2f} tokens per round on average; correct -k")
     return given
 

@@ -26,8 +26,6 @@ from nextn.model.trunk import TrunkOutput
 from nextn.runtime.backend import backend_for
 from nextn.settings import Contract
 
-__all__ = ["ReferencePlan", "ReferenceReport", "acceptance_on_texts", "reference_acceptance", "rescore"]
-
 
 def reference_acceptance(
     model: Model,

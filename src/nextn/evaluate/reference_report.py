@@ -16,8 +16,7 @@ from nextn.checkpoint.snapshot import on_disk
 from nextn.data.degeneracy import MIN_TOKENS, degeneracy_notes
 from nextn.errors import ConfigError
 from nextn.evaluate.decoding_costs import Machine
-from nextn.evaluate.engine_check import EngineCheck
-from nextn.evaluate.given_texts import TextOrigin
+from nextn.evaluate.given_texts import EngineCheck, TextOrigin
 from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.reference_texts import Controls, GeneratedTexts
 from nextn.evaluate.teacher_forced import RULES, ScoredText

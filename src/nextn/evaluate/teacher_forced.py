@@ -302,7 +302,7 @@ def _score(
 
 def _logits(model: Model, depth: int, final_hidden: Tensor) -> Tensor:
     assert model.head is not None
-    return model.head.logits(model.head.module(depth), final_hidden).float()
+    return model.head.logits(model.head.layer_index(depth), final_hidden).float()
 
 
 def _probs(model: Model, final_hidden: Tensor, logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -17,8 +17,6 @@ from nextn.losses.divergences import NUM_VALUES, OVERLAP, VALUE, scorer
 from nextn.losses.mtp_loss import IGNORE, Targets, denominators
 from nextn.losses.teacher import Teacher, TeacherBatch, index_in
 
-__all__ = ["OBJECTIVES", "HeadLoss", "Teacher", "head_loss"]
-
 OBJECTIVES = ("ce", "kl", "reverse-kl", "tv", "lk", "lk-hybrid", "e2e-tv")
 
 

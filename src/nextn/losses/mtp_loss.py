@@ -63,23 +63,15 @@ def _unbroken_runs(documents: Tensor) -> Tensor:
     return torch.nn.functional.pad(breaks.cumsum(1), (1, 0))
 
 
-def depth_weights(
-    depths: int, *, beta: float | None = None, custom: Sequence[float] | None = None
-) -> tuple[float, ...]:
-    """Return the weights w_1..w_depths: all 1 (DeepSeek-V3), proportional to beta^(k-1) (FastMTP, beta 0.6), or custom.
+def depth_weights(depths: int, *, beta: float | None = None) -> tuple[float, ...]:
+    """Return the weights w_1..w_depths: all 1 (DeepSeek-V3), or proportional to beta^(k-1) (FastMTP, beta 0.6).
 
-    Beta weights add up to `depths`, so lambda keeps its meaning; custom weights are not scaled.
+    They add up to `depths`, so lambda keeps its meaning.
     """
-    if beta is not None and custom is not None:
-        raise ConfigError(f"beta {beta} and custom weights {tuple(custom)} exclude each other. Give one.")
-    if custom is not None:
-        if len(custom) != depths or not all(math.isfinite(w) and w >= 0 for w in custom):
-            raise ConfigError(f"depth weights {tuple(custom)} do not fit: {depths} finite numbers >= 0 are needed.")
-        return tuple(float(w) for w in custom)
     if beta is None:
         return (1.0,) * depths
     if not 0 < beta <= 1:
-        raise ConfigError(f"beta {beta} is outside (0, 1]. FastMTP uses 0.6; use custom weights for any other shape.")
+        raise ConfigError(f"beta {beta} is outside (0, 1]. FastMTP uses 0.6.")
     powers = [beta**k for k in range(depths)]
     return tuple(power * depths / sum(powers) for power in powers)
 

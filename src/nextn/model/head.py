@@ -60,6 +60,7 @@ class MTPLayer(nn.Module):
         projections = [role for role in _PROJECTIONS if role in family.names]
         for role in projections:
             setattr(self, role, nn.Linear(_PROJECTIONS[role] * size, size, bias=bias, dtype=trunk.dtype))
+        # The transformer block, TRM in the paper: a decoder layer of the trunk's class, or a list of several.
         self.block: nn.Module = source.block(index, count, family.block, parts=family.parts)
         self.layer_types = source.block_layer_types(index, count, family.block)
         has_norm = "final_norm" in family.names and trunk.config_flag(family.optional.get("final_norm"))
@@ -109,7 +110,7 @@ class MTPLayer(nn.Module):
         if self.family.position0 == "zero":
             embedded = embedded.masked_fill((positions == 0)[..., None], 0)
         states = self._project_inputs(embedded, hidden)
-        return self._finish(self._run_block(states, positions=positions, rotary=rotary, mask=mask, cache=cache))
+        return self._finish(self._run_layers(states, positions=positions, rotary=rotary, mask=mask, cache=cache))
 
     def _project_inputs(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """Apply norms and projection; return the block's input."""
@@ -122,7 +123,7 @@ class MTPLayer(nn.Module):
         parts = [hidden, embedded] if self.family.concat == "hidden_first" else [embedded, hidden]
         return self.projection(torch.cat(parts, dim=-1))
 
-    def _run_block(
+    def _run_layers(
         self,
         states: Tensor,
         *,
@@ -197,7 +198,7 @@ class Head(nn.Module):
         """The decoder layers of all MTP layers."""
         return [layer for index in range(self.num_modules) for layer in self._at(index).layers]
 
-    def module(self, depth: int) -> int:
+    def layer_index(self, depth: int) -> int:
         """Return the index of the MTP layer that computes `depth` (1-based)."""
         return min(depth, self.num_modules) - 1
 
@@ -335,7 +336,7 @@ class Head(nn.Module):
             positions, within = packed(documents)
         outs, next_hidden = [], hidden
         for depth in range(1, depths + 1):
-            num, index = length - depth, self.module(depth)
+            num, index = length - depth, self.layer_index(depth)
             inputs = tokens[:, depth:], (next_hidden if self.uses_next_hidden(depth) else hidden)[:, :num]
             own = positions[:, :num]
             if rollout is None or depth < self.num_modules:
@@ -360,7 +361,9 @@ class Head(nn.Module):
         depths = self.num_modules if depths is None else depths
         states = self.teacher_forced_hidden(tokens, self.trunk.embedding(tokens) if hidden is None else hidden, depths)
         length = tokens.shape[1] - depths
-        logits = [self.logits(self.module(depth), state[:, :length]) for depth, state in enumerate(states, start=1)]
+        logits = [
+            self.logits(self.layer_index(depth), state[:, :length]) for depth, state in enumerate(states, start=1)
+        ]
         return torch.stack(logits, dim=2)
 
 
@@ -382,7 +385,7 @@ def lm_head_weights(trunk: Trunk, head: Head | None, depths: int) -> list[Tensor
     shared = trunk.lm_head  # read once: the loss groups depths whose weight is the same tensor
     if head is None or "output" not in head.family.own:
         return [shared] * (1 + (depths if head is not None else 0))
-    return [shared, *(head.output(head.module(depth)).weight for depth in range(1, depths + 1))]
+    return [shared, *(head.output(head.layer_index(depth)).weight for depth in range(1, depths + 1))]
 
 
 class StandaloneHead(Head):

@@ -158,6 +158,20 @@ class StreamedTrunk(DeferredTrunk):
             "the states only of texts that it was run over; load the model without streaming"
         )
 
+    @contextmanager
+    def loaded_layer(self, index: int) -> Iterator[nn.Module]:
+        """While open, a decoder layer is loaded as a whole, with all experts, and frozen.
+
+        Raises CheckpointError if the layer cannot be read or has values that are not finite.
+        """
+        try:
+            with self._reading():
+                self._fetch(index)
+            yield self._load(index, self.device)
+        finally:
+            self._loader.unload(index)
+            self._weights.forget(self._names(index))
+
     def _finish(self, tokens: Tensor, state: object, documents: Tensor | None = None) -> TrunkOutput:
         """Compute what follows the decoder layers."""
         with self._only(None, state):

@@ -69,6 +69,10 @@ class Trunk(nn.Module):
         self.stage = stage
         # One of `WEIGHTS`: with "int8" or "int4", the native backend decodes with weights of that many bits.
         self.weights = "stored"
+        # One of `KV_CACHE_DTYPES`: with "int8", the native backend's KV caches have eight bits, also the head's.
+        self.kv_cache_dtype = "auto"
+        # The device of each decoder layer, or "disk", where they are not all on `device`; see `device_map`.
+        self.layer_places: tuple[str, ...] = ()
         if not hasattr(model.get_decoder(), "layers"):
             raise FamilyError(
                 f"{type(model).__name__} (model_type {model.config.model_type}) has no `layers` in its decoder, "

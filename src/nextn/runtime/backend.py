@@ -22,7 +22,7 @@ from nextn.runtime.native.trace import Untraceable
 from nextn.runtime.native.weight_packing import PackedWeights, WeightFormat
 from nextn.runtime.protocol import DecodingHead, DecodingTrunk
 from nextn.runtime.torch_backend import TorchHead, TorchTrunk
-from nextn.settings import BACKENDS, WEIGHT_BITS, WEIGHTS
+from nextn.settings import BACKENDS, KV_CACHE_DTYPES, WEIGHT_BITS, WEIGHTS
 
 # Largest allowed difference from the torch backend's hidden states, relative to their norm: far above accumulated
 # rounding, far below the error of a wrong position.
@@ -78,10 +78,12 @@ def unused_codes(model: Model) -> list[str]:
 def _state_of(model: Model) -> list[object]:
     """What a backend is built from."""
     parts = [model.trunk, *([] if model.head is None else [model.head])]
-    weights = [weight for part in parts for weight in part.parameters()]
+    # Those on the meta device are elsewhere, see `Trunk.layer_places`.
+    weights = [weight for part in parts for weight in part.parameters() if not weight.is_meta]
     return [
         *((id(weight), weight.device, weight._version) for weight in weights),
         model.trunk.weights,
+        model.trunk.kv_cache_dtype,
         None if model.head is None else (model.head.draft_vocabulary, model.head.exact),
     ]
 
@@ -101,14 +103,20 @@ def make_backend(trunk: Trunk, head: Head | None, *, name: str = "auto") -> Back
             of the weights and must be rebuilt after they change or move. `auto` is `native` where that is possible.
 
     Raises:
-        ConfigError: The name is unknown, `native` cannot run this model, or `torch` would run one with `Trunk.weights`
-            other than stored.
+        ConfigError: The name is unknown, `native` cannot run this model, or `torch` would run one whose
+            `Trunk.weights` or `Trunk.kv_cache_dtype` only `native` has.
     """
-    for kind, value, known in (("backend", name, BACKENDS), ("weights", trunk.weights, WEIGHTS)):
+    choices = (
+        ("backend", name, BACKENDS),
+        ("weights", trunk.weights, WEIGHTS),
+        ("kv_cache_dtype", trunk.kv_cache_dtype, KV_CACHE_DTYPES),
+    )
+    for kind, value, known in choices:
         if value not in known:
             raise ConfigError(f"{kind} = {value!r}; expected one of {', '.join(known)}")
-    if name == "torch" and trunk.weights != "stored":
-        raise ConfigError(f"weights = {trunk.weights!r}: only the native backend has them; use backend native or auto")
+    native_only = [f"{kind} = {value!r}" for kind, value, known in choices[1:] if value != known[0]]
+    if name == "torch" and native_only:
+        raise ConfigError(f"only the native backend has {' and '.join(native_only)}; use backend native or auto")
     if name == "torch":
         return _torch_backend(trunk, head, "the torch backend was requested")
     try:
@@ -117,10 +125,10 @@ def make_backend(trunk: Trunk, head: Head | None, *, name: str = "auto") -> Back
     except (ConfigError, Untraceable) as error:
         if name == "native":
             raise ConfigError(f"the native backend cannot run this model: {error}; use torch or auto") from error
-        if trunk.weights != "stored":
+        if native_only:
             raise ConfigError(
-                f"weights = {trunk.weights!r} need the native backend, which cannot run this model: {error}; "
-                "use weights stored"
+                f"only the native backend has {' and '.join(native_only)}, and it cannot run this model: {error}; "
+                "use weights stored and kv_cache_dtype auto"
             ) from error
         return _torch_backend(trunk, head, str(error))
 
@@ -134,6 +142,8 @@ class _CachedBackend:
 
 
 def _checked_native(trunk: Trunk, head: Head | None) -> Backend:
+    if trunk.layer_places:
+        raise Untraceable("the native runtime has all layers in memory, and a device map places them elsewhere")
     if trunk.device.type != "cpu":
         raise Untraceable(f"the native runtime runs on CPUs, the model is on {trunk.device}")
     backend = _build_native(trunk, head)
@@ -200,7 +210,7 @@ def _self_check(trunk: Trunk, head: Head | None, native: Backend) -> None:
         actual.append(native.trunk(block, cache).final_hidden.clone())
         cache.commit([block.shape[1]])
     tolerance = _TOLERANCE[trunk.dtype] if native.weight_bits is None else _QUANTIZED_TOLERANCE[native.weight_bits]
-    if any(packed_layers(*filter(None, (trunk, head)))):  # whose activations are rounded to eight bits
+    if any(packed_layers(*filter(None, (trunk, head)))) or trunk.kv_cache_dtype == "int8":  # rounded to eight bits, too
         tolerance = max(tolerance, _QUANTIZED_TOLERANCE[8])
     _compare(expected.final_hidden, actual, "trunk", tolerance)
     if native.head is not None and expected_step is not None:

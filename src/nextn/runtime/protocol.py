@@ -80,7 +80,7 @@ class DecodingHead(Protocol):
 
     num_modules: int
 
-    def module(self, depth: int) -> int:
+    def layer_index(self, depth: int) -> int:
         """Return the index of the MTP layer that computes a depth."""
 
     def uses_next_hidden(self, depth: int) -> bool:

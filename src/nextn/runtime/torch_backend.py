@@ -57,8 +57,8 @@ class TorchHead:
         self.mtp_head = module
         self.num_modules = module.num_modules
 
-    def module(self, depth: int) -> int:
-        return self.mtp_head.module(depth)
+    def layer_index(self, depth: int) -> int:
+        return self.mtp_head.layer_index(depth)
 
     def uses_next_hidden(self, depth: int) -> bool:
         return self.mtp_head.uses_next_hidden(depth)

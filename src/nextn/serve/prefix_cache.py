@@ -30,12 +30,16 @@ class PrefixBlock:
     """What the caches hold for one block of positions, after all blocks before it."""
 
     trunk: Layers
-    heads: tuple[Layers, ...]  # of each MTP layer, from 32 positions before the block: those could not be final earlier
-    states: Tensor  # the trunk's states at the last positions, which the head processes once the next tokens are known
+    # Of each MTP layer, from 32 positions before the block: those could not be final earlier. None where the head has
+    # not processed the block.
+    heads: tuple[Layers, ...] | None
+    # The trunk's states at all positions if heads is None, else at the last ones, which the head processes once the
+    # next tokens are known.
+    states: Tensor
 
     @property
     def nbytes(self) -> int:
-        layers = [*self.trunk, *(layer for head in self.heads for layer in head)]
+        layers = [*self.trunk, *(layer for head in self.heads or () for layer in head)]
         return self.states.nbytes + sum(first.nbytes + second.nbytes for first, second in layers)
 
 
@@ -92,46 +96,73 @@ class PrefixCache:
         self.num_hits += len(nodes) * self.block_size
         if not nodes:
             return 0
+        states: list[Tensor] = []
         for index, node in enumerate(nodes):
             assert node.block is not None
             start, end = index * self.block_size, (index + 1) * self.block_size
             batch.cache.write_block(start, end, node.block.trunk)
-            if batch.drafter is not None:
+            if batch.drafter is not None and node.block.heads is not None:
                 for cache, layers in zip(batch.drafter.caches, node.block.heads, strict=True):
                     cache.write_block(max(0, start - _TILE), end, layers)
-        assert nodes[-1].block is not None
-        batch.resume_prefill(end, [nodes[-1].block.states])
-        self._touch(nodes[-1])
+                states = []  # the head has processed them
+            states.append(node.block.states)
+        batch.resume_prefill(end, [torch.cat(states)])
         return end
 
     def store(self, batch: ServedBatch) -> None:
-        """Keep the block at whose end the prefill of a batch of one sequence is now, if any and unless it is known."""
-        (sequence,), end, root = batch.sequences, batch.num_prefilled, self._root(batch)
-        if end % self.block_size or end > len(sequence.tokens):
+        """Keep the block at whose end the prefill of a batch of one sequence is, if any; complete known ones."""
+        (sequence,), end, size = batch.sequences, batch.num_prefilled, self.block_size
+        root, salt = self._root(batch), sequence.request.cache_salt
+        known = self._match(root, sequence.tokens[:end], salt)
+        parent = known[-1] if known else root
+        self._touch(parent)
+        if not all(self._complete(node, batch, index * size, keep=parent) for index, node in enumerate(known)):
             return
-        salt = sequence.request.cache_salt
-        parents = self._match(root, sequence.tokens[: end - self.block_size], salt)
-        if len(parents) * self.block_size < end - self.block_size:
-            return  # a block before it has left the cache
-        parent = parents[-1] if parents else root
-        key = self._key(sequence.tokens, end - self.block_size, salt)
-        if key not in parent.children:
-            block = self._read(batch, end)
-            if not self._make_room(block.nbytes, keep=parent):
-                return
+        # A block is new only if it ends here, and those before it have not left the cache.
+        if end > len(sequence.tokens) or end != (len(known) + 1) * size:
+            return
+        block, key = self._read(batch, end), self._key(sequence.tokens, end - size, salt)
+        if block is not None and self._make_room(block.nbytes, keep=parent):
             parent.children[key] = node = _Node(block, parent, key)
             self._nodes[node] = None
             self.nbytes += block.nbytes
-        self._touch(parent.children[key])
+            self._touch(node)
 
-    def _read(self, batch: ServedBatch, end: int) -> PrefixBlock:
-        start = end - self.block_size
-        caches = () if batch.drafter is None else tuple(batch.drafter.caches)
-        return PrefixBlock(
-            trunk=batch.cache.read_block(start, end),
-            heads=tuple(cache.read_block(max(0, start - _TILE), end) for cache in caches),
-            states=batch.tails[0] if caches else torch.empty(0),
-        )
+    def _read(self, batch: ServedBatch, end: int) -> PrefixBlock | None:
+        """Copy the block at whose end the prefill is; None if the head has processed a part of it."""
+        start, drafter = end - self.block_size, batch.drafter
+        heads, states = self._read_heads(batch, start), torch.empty(0) if drafter is None else batch.tails[0]
+        if heads is None:
+            assert drafter is not None
+            states = drafter.pending[0][-self.block_size :].clone()
+            if len(states) < self.block_size:
+                return None
+        return PrefixBlock(batch.cache.read_block(start, end), heads, states)
+
+    def _read_heads(self, batch: ServedBatch, start: int) -> tuple[Layers, ...] | None:
+        """Copy what the MTP layers have for the block from `start`; None if they have not processed it."""
+        if batch.drafter is None:
+            return ()
+        caches, end = batch.drafter.caches, start + self.block_size
+        if caches[-1].lengths[0] < end - len(caches):
+            return None
+        return tuple(cache.read_block(max(0, start - _TILE), end) for cache in caches)
+
+    def _complete(self, node: _Node, batch: ServedBatch, start: int, *, keep: _Node) -> bool:
+        """Add what the head has left in the batch's caches to a known block from `start` that lacks it.
+
+        Below a block without it there must be none with it. Return False where memory does not permit that.
+        """
+        block = node.block
+        assert block is not None
+        if block.heads is not None or (heads := self._read_heads(batch, start)) is None:
+            return True
+        completed = PrefixBlock(block.trunk, heads, block.states[-len(heads) :].clone())
+        if not self._make_room(completed.nbytes - block.nbytes, keep=keep):
+            return False
+        node.block = completed
+        self.nbytes += completed.nbytes - block.nbytes
+        return True
 
     def _root(self, batch: ServedBatch) -> _Node:
         return self._roots[batch.drafter is not None]
@@ -159,10 +190,9 @@ class PrefixCache:
             current = current.parent
 
     def _make_room(self, nbytes: int, *, keep: _Node) -> bool:
-        """Remove blocks until one of this size fits; return whether it does."""
+        """Remove blocks, but not `keep`, which was used last; return whether one of this size fits then."""
         if nbytes > self.max_bytes:
             return False
-        self._touch(keep)
         while self.nbytes + nbytes > self.max_bytes:
             node = next(iter(self._nodes))
             if node.children or node is keep:

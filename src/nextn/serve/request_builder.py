@@ -5,7 +5,6 @@ import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -33,14 +32,6 @@ T = TypeVar("T")
 _DEFAULT_COMPLETION = 16  # tokens; OpenAI's own default of /v1/completions
 _TEMPLATE_S = 5.0  # for rendering one conversation
 _SEEDS = 2**43  # the engine's seeds are below this
-
-
-@dataclass(frozen=True)
-class PromptText:
-    """A text prompt; special tokens such as BOS are added unless the request says otherwise."""
-
-    text: str
-    add_special_tokens: bool = True
 
 
 class RequestBuilder:

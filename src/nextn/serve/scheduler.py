@@ -136,16 +136,18 @@ class Scheduler:
         """Start the prefill of waiting sequences, in the order of arrival."""
         while self.waiting and self.num_running < self.limits.max_num_seqs:
             sequence = self.waiting.popleft()
-            _, k, _ = self._group(sequence)
+            group = _, k, _ = self._group(sequence)
+            # While batches of this size draft nothing, the head leaves the prompt for later.
+            length = self._length(group, self.num_running + 1)
             batch = ServedBatch(
-                self._backend.trunk, self._backend.head, sequence, num_speculative_tokens=k, length=FixedLength(k)
+                self._backend.trunk, self._backend.head, sequence, num_speculative_tokens=k, length=length
             )
             if self.prefix_cache is not None:
                 sequence.cached_tokens = self.prefix_cache.restore(batch)
             self._prefilling.append(batch)
 
     def _run(self, group: _Group, batch: ServedBatch) -> None:
-        batch.length = self._length(group, len(batch.sequences))
+        batch.draft_length = self._length(group, len(batch.sequences))
         more = 0.0 if self._prefilling else _AHEAD_PER_SEQUENCE_S * self.num_running
         batch.run(_AHEAD_S + more, is_interrupted=self._has_arrivals)
         if not batch.sequences:

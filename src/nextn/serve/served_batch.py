@@ -158,8 +158,8 @@ class ServedBatch(DecodingBatch):
             sequence.accept(logits, [*drafts[:num_accepted], token])
         return verification
 
-    def _native_rounds(self) -> NativeRounds | None:
-        return super()._native_rounds() if self.is_argmax else None
+    def _native_rounds(self, is_drafting: bool) -> NativeRounds | None:
+        return super()._native_rounds(is_drafting) if self.is_argmax else None
 
 
 class CoupledDrafter(Drafter):

@@ -62,10 +62,6 @@ class DraftVocabulary:
         places[self.ids] = torch.arange(len(self))
         return places
 
-    def lost_mass(self, probs: Tensor) -> Tensor:
-        """Return the mass [...] of probs [..., V] on tokens outside: the most that acceptance can lose."""
-        return (probs.sum(-1) - probs[..., self.ids.to(probs.device)].sum(-1)).clamp_min(0)
-
 
 def by_frequency(
     texts: Iterable[Sequence[int] | NDArray[np.integer]], vocab_size: int, *, always: Iterable[int] = ()

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self, get_args
 
+from nextn.devices import training_dtype
 from nextn.errors import ConfigError, require_at_least
 from nextn.losses.distillation import OBJECTIVES
 from nextn.losses.mtp_loss import LambdaSchedule, depth_weights
-from nextn.train.dtype import training_dtype
 
 # Settings that a resumed run may change: how a step is computed, without an effect on its result, and the time budget.
 FREE_SETTINGS = ("accumulate", "checkpoint_layers", "minutes")

@@ -1,8 +1,8 @@
 """Build a training run of a head on a frozen trunk from a checkpoint, data and settings."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,19 +13,21 @@ from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.separate_head import open_head, trunk_family
 from nextn.checkpoint.snapshot import folder_of, in_parts, on_disk
-from nextn.checkpoint.staging_folder import named_after, need_room, owned, renamed
+from nextn.checkpoint.staging_folder import explain_full_disk, named_after, need_room, owned, renamed
 from nextn.data.batches import Batches
 from nextn.data.corpus import Corpus
 from nextn.data.sources import load_corpora
+from nextn.devices import training_dtype
 from nextn.edit.gguf_export import refuse_trunk
 from nextn.edit.links import refuse_links
 from nextn.edit.plan import num_copied
 from nextn.edit.restore import restore
 from nextn.errors import ConfigError, NextnError, TrainingError
 from nextn.families import by_config, by_name, find, fitted
+from nextn.model.layer_states import LayerProgress
 from nextn.model.model import Model, load_head, read_head, read_tokenizer
+from nextn.model.trunk import Trunk
 from nextn.train.config import HeadConfig
-from nextn.train.dtype import training_dtype
 from nextn.train.head_files import HEAD_FILE
 from nextn.train.head_task import HeadTask
 from nextn.train.init_head import init_head
@@ -37,6 +39,14 @@ from nextn.train.self_generated import is_on_policy
 _STEPS, _LENGTH = 500, 256
 # Layouts of a fresh head besides the trunk's own -> family.
 LAYOUTS = {"mimo": "mimo_draft", "step35": "step35_draft"}
+# Folder, in that of a run, of the states of a streamed trunk while a fresh head is made of it.
+INIT_STATES = "states-init"
+ShowLayers = Callable[[Trunk, Path], AbstractContextManager[Callable[[LayerProgress], None]]]
+
+
+def hide_layers(trunk: Trunk, folder: Path) -> AbstractContextManager[Callable[[LayerProgress], None]]:
+    """Show nothing, see `head_run`."""
+    return nullcontext(lambda progress: None)
 
 
 @dataclass(frozen=True)
@@ -62,8 +72,6 @@ class StartingPoint:
             raise ConfigError(f"--layout {self.layout}: only for a fresh head (--init-head); others keep their layout")
         if self.fresh and self.head is not None:
             raise ConfigError(f"a fresh head and the head of {self.head} exclude each other; give only one")
-        if self.fresh and self.stream:
-            raise ConfigError("--stream needs a head to start from: a new one is made of the trunk's loaded layers")
         if self.shards is not None and not self.stream:
             raise ConfigError(
                 f"--keep-shards {self.shards}: only with --stream; other trunks are downloaded completely"
@@ -104,7 +112,7 @@ class HeadRun:
             )
         if head_only or self._is_separate:
             path = out / "head" / HEAD_FILE
-            with self.trainer.explain_full_disk():
+            with explain_full_disk(self.trainer.full_disk_advice):
                 self.task.write_head(path, out)
             return path
         self.trainer.write_result(out / "model")
@@ -115,7 +123,7 @@ class HeadRun:
         return self.task.head.family.separate
 
 
-def head_run(
+def prepare_head_run(
     out: Path,
     start: StartingPoint,
     *,
@@ -125,6 +133,7 @@ def head_run(
     tokenizer: Path | None = None,
     on_policy: bool = False,
     ranks: Ranks = ALONE,
+    show_layers: ShowLayers = hide_layers,
 ) -> HeadRun:
     """Load the starting point and the data, and build the trainer.
 
@@ -137,6 +146,7 @@ def head_run(
         tokenizer: A folder, if not the model's own.
         on_policy: Data without a header was sampled from this trunk at the settings' temperature.
         ranks: The processes.
+        show_layers: Shows the layers of the trunk while a fresh head is made of it; their states are in the folder.
 
     Raises:
         FamilyError: The trunk's family is unknown or cannot be run.
@@ -163,8 +173,12 @@ def head_run(
             model.family = fitted(by_name(LAYOUTS[start.layout]), origin.checkpoint.config)
             model.trunk.stage = model.family.hidden
             if start.layout == "step35":
-                refuse_trunk(origin.checkpoint, model.family.hidden)
-        model.head, head_notes = init_head(model.family, model.trunk, tokens, num_modules=count)
+                refuse_trunk(origin.checkpoint, model.family)
+        states = out / INIT_STATES
+        with show_layers(model.trunk, states) as on_layer:
+            model.head, head_notes = init_head(
+                model.family, model.trunk, tokens, num_modules=count, folder=states, on_layer=on_layer
+            )
         notes += head_notes
     task = HeadTask(
         model,
@@ -212,6 +226,8 @@ def load_starting_point(
 def _load_by_layer(start: StartingPoint, origin: Inventory) -> Model:
     """The trunk, whose decoder layers are not loaded yet, and the initial head, which is: its experts train."""
     model = Model.load(origin.checkpoint, skip_head=True, stream=start.stream, defer=not start.stream)
+    if start.fresh:
+        return model
     if start.head is None:
         model.head = load_head(origin.checkpoint, model.trunk)
         return model

@@ -15,8 +15,9 @@ from nextn.checkpoint.staging_folder import atomic_folder
 from nextn.data.batches import Batch
 from nextn.data.corpus import Corpus
 from nextn.errors import CheckpointError, ConfigError
-from nextn.losses.distillation import HeadLoss, Teacher, head_loss
+from nextn.losses.distillation import HeadLoss, head_loss
 from nextn.losses.mtp_loss import Targets, depth_weights
+from nextn.losses.teacher import Teacher
 from nextn.model.head import Head, lm_head_weights
 from nextn.model.layer_states import LayerProgress
 from nextn.model.model import Model

@@ -7,7 +7,7 @@ trunk, text and batches they belong to.
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nextn.checkpoint.safetensors_file import RawTensor, read_header, write_json, write_safetensors
-from nextn.checkpoint.staging_folder import is_full, owned
+from nextn.checkpoint.staging_folder import explain_full_disk, owned
 from nextn.data.batches import Batch, Batches, permutation
 from nextn.errors import CheckpointError, ConfigError
 from nextn.model.trunk import Trunk, TrunkOutput
@@ -104,24 +104,17 @@ class HiddenStateCache:
         free space is too small, CheckpointError if a file cannot be written, TrainingError if another process is lost.
         """
         lock = owned(self.folder, inside=True) if ranks.is_first else nullcontext()
-        with ranks.guarded(), self._explain_full_disk():
+        with ranks.guarded(), explain_full_disk(self._full_disk_advice):
             self._check_space(_total(len(self._missing_batches(ranks)), ranks) * self._batch_bytes)
             with lock:
                 yield from self._fill(should_stop, ranks)
 
-    @contextmanager
-    def _explain_full_disk(self) -> Iterator[None]:
-        """Add to a disk-full error how to continue."""
-        try:
-            yield
-        except CheckpointError as error:
-            if not is_full(error):
-                raise
-            stored = sum(path.stat().st_size for path in self.folder.glob(f"{_SHARD}*"))
-            raise CheckpointError(
-                f"{error} {max(0, self.nbytes - stored):,} of {self.nbytes:,} bytes of hidden states are missing; the "
-                "existing files are complete. With enough free space, the same command resumes."
-            ) from error
+    def _full_disk_advice(self) -> str:
+        stored = sum(path.stat().st_size for path in self.folder.glob(f"{_SHARD}*"))
+        return (
+            f"{max(0, self.nbytes - stored):,} of {self.nbytes:,} bytes of hidden states are missing; the existing "
+            "files are complete. With enough free space, the same command resumes."
+        )
 
     def _fill(self, should_stop: Callable[[], bool], ranks: Ranks) -> Iterator[tuple[int, int]]:
         missing = self._missing_batches(ranks)

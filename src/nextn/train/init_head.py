@@ -2,8 +2,10 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -12,7 +14,9 @@ from torch import Tensor, nn
 from nextn.errors import ConfigError, FamilyError
 from nextn.families import Family
 from nextn.model.head import Head, MTPLayer
+from nextn.model.layer_states import LayerProgress
 from nextn.model.layer_types import LayerType
+from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.trunk import Trunk
 
 _NOISE = 0.02
@@ -22,7 +26,15 @@ _OUTPUT_PROJECTIONS = re.compile(r"(^|\.)(o_proj|o_b_proj|down_proj|out_proj)(\.
 _POST_NORMS = re.compile(r"(post_self_attn|post_mlp)_layernorm")
 
 
-def init_head(family: Family, trunk: Trunk, tokens: Tensor, *, num_modules: int = 1) -> tuple[Head, list[str]]:
+def init_head(
+    family: Family,
+    trunk: Trunk,
+    tokens: Tensor,
+    *,
+    num_modules: int = 1,
+    folder: Path | None = None,
+    on_layer: Callable[[LayerProgress], None] = lambda progress: None,
+) -> tuple[Head, list[str]]:
     """Build a head for a trunk, initialized from the trunk's parameters.
 
     Each part of an MTP layer is copied from the last trunk layer with the same structure. The block's input is the sum
@@ -36,6 +48,8 @@ def init_head(family: Family, trunk: Trunk, tokens: Tensor, *, num_modules: int 
         trunk: The trunk.
         tokens: [B, T], a text on which the trunk's residual stream is measured.
         num_modules: Number of MTP modules.
+        folder: Of the states of a streamed trunk, see `StreamedTrunk.read_layers`.
+        on_layer: Called after each layer of a streamed trunk.
 
     Returns:
         The head, in the trunk's dtype, and notes on tensors without a counterpart in the trunk.
@@ -51,7 +65,7 @@ def init_head(family: Family, trunk: Trunk, tokens: Tensor, *, num_modules: int 
         head = Head(family, trunk, num_modules=num_modules)
     notes: list[str] = []
     with torch.no_grad():
-        stream_rms, states = _stream_rms(trunk, tokens)
+        stream_rms, states = _stream_rms(trunk, tokens, folder, on_layer)
         for module in cast(Sequence[MTPLayer], head.stack):
             input_scale = 1.0
             for layer, kind in zip(module.layers, module.layer_types, strict=True):
@@ -91,21 +105,37 @@ def _layer_errors(family: Family, trunk: Trunk) -> Iterator[None]:
         ) from error
 
 
-def _stream_rms(trunk: Trunk, tokens: Tensor) -> tuple[list[float], Tensor]:
+def _stream_rms(
+    trunk: Trunk,
+    tokens: Tensor,
+    folder: Path | None = None,
+    on_layer: Callable[[LayerProgress], None] = lambda progress: None,
+) -> tuple[list[float], Tensor]:
     """The RMS of each trunk layer's input, and the state that the head takes in."""
-    values: list[float] = []
+    values: dict[int, float] = {}
 
-    def record(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+    def record(index: int, layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        if all(value.is_meta for value in layer.parameters()):
+            return  # a streamed trunk passes the states through its other layers
         states = args[0] if args else kwargs["hidden_states"]
-        values.append(states.float().square().mean().sqrt().item())
+        values[index] = states.float().square().mean().sqrt().item()
 
-    handles = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in trunk.decoder.layers]
+    def finish_layer(progress: LayerProgress) -> None:
+        values[progress.index] = cast(float, progress.observed)  # by an earlier process, perhaps
+        on_layer(progress)
+
+    handles = [
+        layer.register_forward_pre_hook(partial(record, index), with_kwargs=True)
+        for index, layer in enumerate(trunk.decoder.layers)
+    ]
     try:
+        if isinstance(trunk, StreamedTrunk):
+            trunk.read_layers([tokens], folder=folder, observe=values.__getitem__, on_layer=finish_layer)
         states = trunk(tokens).head_input
     finally:
         for handle in handles:
             handle.remove()
-    return values, states
+    return [values[index] for index in range(len(values))], states
 
 
 def _copy_layer(layer: nn.Module, kind: LayerType, trunk: Trunk, family: Family) -> tuple[dict[str, int], list[str]]:
@@ -116,25 +146,35 @@ def _copy_layer(layer: nn.Module, kind: LayerType, trunk: Trunk, family: Family)
     parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, value in layer.state_dict().items():
         parts[name.partition(".")[0]][name] = value
-    others = [
-        # Layers with adapters (LoRA) keep their own weights under `base_layer`.
-        {name.replace(".base_layer.", "."): value for name, value in layer.state_dict().items()}
-        for layer in trunk.decoder.layers
-    ]
+    others = [_tensors(layer) for layer in trunk.decoder.layers]
     sources, missing = {}, []
+    copies: dict[int, list[tuple[Tensor, str]]] = defaultdict(list)
     for part, own in parts.items():
         matches = [_counterparts(own, other, family.parts) for other in others]
-        sizes = [sum(value.numel() for value in match.values()) for match in matches]
+        sizes = [sum(own[name].numel() for name in match) for match in matches]
         best = max(
             range(len(matches)), key=lambda index: (sizes[index], trunk.layer_types[index].name == kind.name, index)
         )
-        for name, value in matches[best].items():
-            own[name].copy_(value)
+        copies[best] += [(own[name], counterpart) for name, counterpart in matches[best].items()]
         sources[part] = best
         missing += [name for name, value in own.items() if name not in matches[best] and value.any()]  # biases are zero
+    for index, pairs in copies.items():
+        with _loaded_layer(trunk, index) as source:
+            tensors = _tensors(source)
+            for value, counterpart in pairs:
+                value.copy_(tensors[counterpart])
     more = f" and {len(missing) - 1} more" if missing[1:] else ""
     note = f"no layer of the trunk has the block's {missing[0]}{more}: initialized at random" if missing else ""
     return sources, [note] if note else []
+
+
+def _loaded_layer(trunk: Trunk, index: int) -> AbstractContextManager[nn.Module]:
+    return trunk.loaded_layer(index) if isinstance(trunk, StreamedTrunk) else nullcontext(trunk.decoder.layers[index])
+
+
+def _tensors(layer: nn.Module) -> dict[str, Tensor]:
+    # Layers with adapters (LoRA) keep their own weights under `base_layer`.
+    return {name.replace(".base_layer.", "."): value for name, value in layer.state_dict().items()}
 
 
 def _has_no_input_norm(layer: nn.Module) -> bool:
@@ -150,15 +190,13 @@ def _scale_outputs(layer: nn.Module, factors: Mapping[str, float]) -> None:
             value.mul_(factors[name.partition(".")[0]])
 
 
-def _counterparts(
-    own: Mapping[str, Tensor], other: Mapping[str, Tensor], parts: Mapping[str, str]
-) -> dict[str, Tensor]:
-    """Name -> tensor of `other` with the same name and shape; parts: other names that a residual block uses."""
+def _counterparts(own: Mapping[str, Tensor], other: Mapping[str, Tensor], parts: Mapping[str, str]) -> dict[str, str]:
+    """Name -> that of `other` with the same name and shape; parts: other names that a residual block uses."""
     matches = {}
     for name, value in own.items():
         first, _, rest = name.partition(".")
-        counterpart = other.get(f"{parts[first]}.{rest}" if first in parts else name)
-        if counterpart is not None and counterpart.shape == value.shape:
+        counterpart = f"{parts[first]}.{rest}" if first in parts else name
+        if counterpart in other and other[counterpart].shape == value.shape:
             matches[name] = counterpart
     return matches
 

@@ -12,12 +12,12 @@ from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.data.byte_tokenizer import vocab_size as vocab_size_of
 from nextn.data.corpus import Corpus
 from nextn.data.sources import load_corpora
+from nextn.devices import training_dtype
 from nextn.errors import ConfigError
 from nextn.families import lookup_count
 from nextn.model.model import Model, read_tokenizer
 from nextn.train.config import HeadConfig, TrainConfig
-from nextn.train.dtype import training_dtype
-from nextn.train.head_run import HeadRun, StartingPoint, head_run
+from nextn.train.head_run import HeadRun, StartingPoint, prepare_head_run
 from nextn.train.joint_task import JointTask
 from nextn.train.loop import Trainer
 from nextn.train.ranks import ALONE, Ranks
@@ -57,7 +57,7 @@ class JointRun:
         (first if second.best_tracker.is_worse else second).write_result(model)
 
 
-def joint_run(
+def prepare_joint_run(
     out: Path,
     *,
     data: Sequence[str | Path] = (),
@@ -111,7 +111,7 @@ def joint_run(
     task = JointTask(built, corpus, config, held_out=held_out, prompts=prompts, ranks=ranks)
     refine = None
     if second is not None and config.depths:
-        head_stage = partial(head_run, out / "head", data=data, all_tokens=all_tokens, tokenizer=tokenizer)
+        head_stage = partial(prepare_head_run, out / "head", data=data, all_tokens=all_tokens, tokenizer=tokenizer)
         refine = partial(head_stage, settings=second, ranks=ranks)
     return JointRun(Trainer(task, out=out), corpus, held_out, refine, asdict(config) | {"refine": second})
 

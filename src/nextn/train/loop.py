@@ -6,24 +6,29 @@ same computation in every run.
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import torch
 
-from nextn.checkpoint.staging_folder import is_full, need_room
-from nextn.errors import CheckpointError, TrainingError
+from nextn.checkpoint.staging_folder import explain_full_disk, need_room
+from nextn.errors import TrainingError
 from nextn.losses.mtp_loss import LambdaSchedule
 from nextn.train import run_state
+from nextn.train.config import TrainConfig
 from nextn.train.heldout_acceptance import BestTracker
 from nextn.train.joint_task import BatchLoss, Task, add_losses, sum_over_ranks
 from nextn.train.metrics import EvalRecord, HeadRecord, Record, StepRecord
 from nextn.train.optimizers import build_optimizers, set_learning_rates
-from nextn.train.pace import Pace
+from nextn.train.ranks import ALONE, Ranks
 from nextn.train.run_folder import MAX_CHECKPOINTS, RunFolder
 from nextn.train.sharding import clip_gradients
+
+_RECENT = 16  # steps whose median time predicts the next ones; compilation makes single steps much slower
 
 
 class Trainer:
@@ -50,7 +55,7 @@ class Trainer:
         lost process; earlier checkpoints stay.
         """
         is_first = self.ranks.is_first
-        with self.ranks.guarded(), self.explain_full_disk(), self.folder.locked(needed=is_first):
+        with self.ranks.guarded(), explain_full_disk(self.full_disk_advice), self.folder.locked(needed=is_first):
             if is_first:
                 need_room(self.folder.path, self.num_bytes_left())
             with self.folder.log(self.step, discard=not is_first) as log:
@@ -66,22 +71,13 @@ class Trainer:
         added = min(existing + saves, MAX_CHECKPOINTS) - existing
         return size * max(0, added) + weights * (2 if self.task.fingerprint else 1)
 
-    @contextmanager
-    def explain_full_disk(self) -> Iterator[None]:
-        """Add to a disk-full error which checkpoint is complete and how to resume."""
-        try:
-            yield
-        except CheckpointError as error:
-            if not is_full(error):
-                raise
-            complete = self.folder.checkpoints()
-            advice = (
-                f"{complete[-1]} is complete: with more free space, `nextn train {self.folder.path} --resume` resumes "
-                "from it"
-                if complete
-                else "No checkpoint is complete yet: start again with more free space"
-            )
-            raise CheckpointError(f"{error} {advice}.") from error
+    def full_disk_advice(self) -> str:
+        """Return which checkpoint is complete and how to resume."""
+        complete = self.folder.checkpoints()
+        if not complete:
+            return "No checkpoint is complete yet: start again with more free space."
+        command = f"nextn train {self.folder.path} --resume"
+        return f"{complete[-1]} is complete: with more free space, `{command}` resumes from it."
 
     def _records(self, should_stop: Callable[[], bool]) -> Iterator[Record]:
         if self.step == 0 and self.task.has_baseline:
@@ -123,7 +119,7 @@ class Trainer:
 
     def write_result(self, folder: Path) -> None:
         """Write the trained model in its published layout, with the record of this run."""
-        with self.explain_full_disk():
+        with explain_full_disk(self.full_disk_advice):
             if self.ranks.is_first:
                 need_room(folder, run_state.num_bytes(self.task))
             self.task.write_result(folder, self.folder.path)
@@ -210,3 +206,84 @@ class Trainer:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+class Pace:
+    """Says how far a run is, what its learning rates are multiplied with, and when it ends.
+
+    Without `minutes` in the settings, everything follows the number of steps. With it, the learning rates follow the
+    share of the budget that is used, and the run ends when half of a further step would not fit. Only steps count:
+    evaluations, checkpoints and the time between two sessions do not.
+
+    clock: seconds; processes of one run average their measurements, so all see the same schedule.
+    """
+
+    def __init__(
+        self, config: TrainConfig, ranks: Ranks = ALONE, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.config, self.budget_s, self.used_s = config, 60 * config.minutes, 0.0
+        self._ranks, self._clock = ranks, clock
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Measure a step."""
+        started = self._clock()
+        yield
+        seconds = self._clock() - started
+        if not self._ranks.is_alone and self.budget_s:
+            measured = torch.tensor(seconds, dtype=torch.float64, device=self._ranks.device)
+            seconds = float(self._ranks.total(measured)) / self._ranks.world
+        self.used_s += seconds
+        self._recent.append(seconds)
+
+    @property
+    def latest_s(self) -> float:
+        """Seconds of the latest step of this session."""
+        return self._recent[-1]
+
+    @property
+    def step_s(self) -> float:
+        """The expected seconds of the next step; 0 before the first one."""
+        return median(self._recent) if self._recent else 0.0
+
+    def is_over(self, step: int) -> bool:
+        """Return whether the run ends after `step` steps; a run with a time budget has at least one."""
+        if not self.budget_s:
+            return step >= self.config.steps
+        return step > 0 and self.used_s + self.step_s / 2 >= self.budget_s
+
+    def share(self, step: int) -> float:
+        """Return the share of the run that is done after `step` steps."""
+        if self.budget_s:
+            return 1.0 if self.is_over(step) else self.used_s / self.budget_s
+        return step / self.config.steps
+
+    def schedule(self, step: int) -> float:
+        """Return the factor of the learning rates at a step (0-based)."""
+        return self.config.schedule(step, share=self.share(step) if self.budget_s else None)
+
+    def tokens(self, step: int) -> int:
+        """Return the position of a step in schedules by tokens; with a time budget, its share of `config.tokens`."""
+        return int(self.share(step) * self.config.tokens) if self.budget_s else step * self.config.tokens_per_step
+
+    def remaining_s(self, step: int) -> float:
+        """Return the expected seconds until the end of the run."""
+        if self.budget_s:
+            return 0.0 if self.is_over(step) else self.budget_s - self.used_s
+        return (self.config.steps - step) * self.step_s
+
+    def num_steps(self, step: int) -> int:
+        """Return the number of steps of the run, with a time budget as expected from the speed so far."""
+        if not self.budget_s or not self.step_s:
+            return self.config.steps
+        return step if self.is_over(step) else step + max(1, round(self.remaining_s(step) / self.step_s))
+
+    def as_state(self) -> dict[str, float]:
+        """Return what a resumed run needs to know."""
+        return {"used_s": self.used_s, "step_s": self.step_s}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Continue from the state of an interrupted run."""
+        self.used_s = state["used_s"]
+        self._recent = deque([state["step_s"]] if state["step_s"] else [], maxlen=_RECENT)

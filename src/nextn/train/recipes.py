@@ -21,7 +21,8 @@ class Recipe:
     model: dict[str, object]  # a transformers config
     train: TrainConfig
     minutes: float  # approximate time on two cores with bfloat16 instructions
-    refine: Mapping[str, object] | None = None  # settings of a second stage that trains only the head, see `joint_run`
+    # Settings of a second stage that trains only the head, see `prepare_joint_run`.
+    refine: Mapping[str, object] | None = None
 
 
 def byte_model(*, layers: int, hidden: int, vocab_size: int, max_length: int = 4096) -> dict[str, object]:

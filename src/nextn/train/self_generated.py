@@ -235,7 +235,7 @@ def _drop_long(prompts: list[list[int]], context: int | None) -> tuple[list[list
 
 def _header(model: Model, settings: Settings, batch_size: int, backend: str) -> dict[str, object]:
     head = fingerprint(model.head) if model.head is not None and settings.num_speculative_tokens else None
-    made_by = {"trunk": fingerprint(model.trunk.model), "head": head, "batch_size": batch_size, "backend": backend}
+    made_by = {"trunk": _fingerprint(model.trunk), "head": head, "batch_size": batch_size, "backend": backend}
     return {HEADER_KEY: "answers"} | made_by | {"settings": asdict(settings)}
 
 

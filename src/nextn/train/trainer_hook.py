@@ -20,8 +20,7 @@ from nextn.model.head import Head
 from nextn.model.model import load_head
 from nextn.model.trunk import Trunk
 from nextn.train.activation_checkpointing import checkpoint_layers
-from nextn.train.cotrain import CotrainLoss, DetachedTrunk, HeadSettings, RunningFigures
-from nextn.train.trainer_batches import model_inputs, targets_of
+from nextn.train.cotrain import CotrainLoss, DetachedTrunk, HeadSettings, RunningFigures, model_inputs, targets_of
 from nextn.train.trainer_head import CotrainedHead, fresh_head, save_with_head
 
 _MEASURED_EVERY = 10  # steps, if it is not known in advance at which steps the Trainer logs

@@ -303,7 +303,7 @@ def open_library(path: Path) -> ctypes.CDLL:
     for name in ("nextn_team", "nextn_program"):
         getattr(library, name).restype = ctypes.c_void_p
     programs = (f"nextn_program_{name}" for name in ("free", "shard", "run"))
-    for name in ("nextn_team_free", *programs, "nextn_chain", "nextn_refresh"):
+    for name in ("nextn_team_free", *programs, "nextn_chain"):
         getattr(library, name).restype = None
     views, ints, reals = ctypes.POINTER(View), ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_double)
     call: list[Any] = [
@@ -322,7 +322,7 @@ def open_library(path: Path) -> ctypes.CDLL:
     library.nextn_team_free.argtypes = library.nextn_program_free.argtypes = [ctypes.c_void_p]
     library.nextn_program_shard.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     library.nextn_program_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    library.nextn_chain.argtypes, library.nextn_refresh.argtypes = [ctypes.c_void_p] * 4, [ctypes.c_void_p] * 3
+    library.nextn_chain.argtypes = [ctypes.c_void_p] * 4
     rounds: list[Any] = [*[ctypes.c_void_p] * 5, ctypes.c_int64, ctypes.c_void_p]
     library.nextn_rounds.argtypes, library.nextn_rounds.restype = rounds, ctypes.c_int64
     return library

@@ -192,16 +192,18 @@ class NativeDraftChain:
         self._pending.put(tokens, states, self.cache.lengths)
         self.begin(plan, max(limits), num_pending=longest)
         self._limits[:] = limits
-        for name in ("drafts", "num_draft_tokens", "num_confidences", "confidences"):
-            setattr(self._chain, name, getattr(self, f"_{name}").ctypes.data)
+        chain = self._chain
+        chain.drafts, chain.confidences = self._drafts.ctypes.data, self._confidences.ctypes.data
+        chain.num_draft_tokens = self._num_draft_tokens.ctypes.data
+        chain.num_confidences = self._num_confidences.ctypes.data
         for row, numbers in enumerate(uniforms or ()):
             self._uniforms[row, : len(numbers)] = numbers
         with self._runtime.lock:
             self._runtime.library.nextn_chain(*self.pointers, self._pending.pointer, self._runtime.team)
-        self.cache.advance([len(row) + self._chain.num_steps - 1 for row in tokens])
+        self.cache.advance([len(row) + chain.num_steps - 1 for row in tokens])
         drafts = [row[:count] for row, count in zip(self._drafts.tolist(), self._num_draft_tokens, strict=True)]
         rows = zip(self._confidences.tolist(), self._num_confidences, strict=True)
-        return drafts, [row[:count] for row, count in rows], self._chain.num_steps
+        return drafts, [row[:count] for row, count in rows], chain.num_steps
 
     def begin(self, plan: RoundPlan, max_speculative_tokens: int, *, num_pending: int, num_later: int = 0) -> None:
         """Prepare for native code that drafts by this plan.
@@ -218,13 +220,6 @@ class NativeDraftChain:
             self._set_plan(plan)
         self._reserve(num_pending, num_later + max_speculative_tokens)
 
-    def refresh(self, pending: PendingStates) -> None:
-        """Refresh the head's cache with all pending positions, without drafting."""
-        self._reserve(int(pending.counts.max()), 0)
-        _, steps = self.pointers
-        with self._runtime.lock:
-            self._runtime.library.nextn_refresh(steps, pending.pointer, self._runtime.team)
-
     def allocate(self, max_speculative_tokens: int) -> None:
         """Allocate buffers for this many drafts of each sequence."""
         chain, batch_size = self._chain, self._chain.batch_size
@@ -235,8 +230,8 @@ class NativeDraftChain:
         self._survival, self._confidences = np.zeros(batch_size), np.zeros((batch_size, max_speculative_tokens))
         self._drafts = np.zeros((batch_size, max_speculative_tokens), dtype=np.int64)
         self._uniforms = np.zeros((batch_size, max_speculative_tokens), np.float32)
-        for name in ("limits", "uniforms", "survival", "ended"):
-            setattr(chain, name, getattr(self, f"_{name}").ctypes.data)
+        chain.limits, chain.uniforms = self._limits.ctypes.data, self._uniforms.ctypes.data
+        chain.survival, chain.ended = self._survival.ctypes.data, self._ended.ctypes.data
         if chain.mode != DraftMode.GREEDY:
             memory = self._scratch.take(4 * max_speculative_tokens * batch_size * chain.vocab_size)
             self.distributions = memory.view(torch.float32).view(max_speculative_tokens, batch_size, chain.vocab_size)

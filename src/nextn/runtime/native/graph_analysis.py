@@ -114,7 +114,7 @@ def eliminate_dead_code(groups: Sequence[Lowered], live: Sequence[Tensor]) -> li
 
 def _store_only(attention: Entry) -> Lowered:
     _, _, *views = attention.args[:6]
-    step = Instruction("store_kv", tuple(views))
+    step = Instruction("store_kv", tuple(views), tuple(attention.ints[:1]))
     return Lowered(Entry(step.op, step.tensors, {}, []), [step])
 
 

@@ -18,6 +18,7 @@ from nextn.runtime.native.trace_hooks import MAX_RECURRENT_BLOCK, StateShape
 
 _BLOCK = 32  # capacities are multiples of the positions that native attention processes at once
 _MIN_CAPACITY = 256
+_SCALE_BYTES = 8  # of a position and kv head in int8: two scales in fp32
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 Shape = tuple[int, int, int]  # of an attention layer: kv heads, key size, value size
 
@@ -26,9 +27,10 @@ class KVBuffers(KVCache):
     """Keys and values of attention layers, states of recurrent layers.
 
     An attention layer has keys and values [B, heads, capacity, size]; the order within 32 positions is up to the kernel
-    (csrc/attention_*.cpp). A recurrent layer has states [B, heads, key size * value size + MAX_RECURRENT_BLOCK * (key
-    size + value size + 1)] in fp32: the state before the block, and what its positions change in it; and the inputs of
-    its convolution [B, channels, MAX_RECURRENT_BLOCK + kernel - 1]. The buffers may have more rows than sequences.
+    (csrc/attention_*.cpp). In int8, the keys have eight more bytes per position: its two scales. A recurrent layer has
+    states [B, heads, key size * value size + MAX_RECURRENT_BLOCK * (key size + value size + 1)] in fp32: the state
+    before the block, and what its positions change in it; and the inputs of its convolution [B, channels,
+    MAX_RECURRENT_BLOCK + kernel - 1]. The buffers may have more rows than sequences.
 
     Attributes:
         headers: [layers, 3] int64, the addresses of a layer's two buffers and their capacity.
@@ -36,10 +38,18 @@ class KVBuffers(KVCache):
     """
 
     def __init__(
-        self, shapes: Sequence[Shape | StateShape], batch_size: int, *, dtype: torch.dtype, runtime: Runtime
+        self,
+        shapes: Sequence[Shape | StateShape],
+        batch_size: int,
+        *,
+        dtype: torch.dtype,
+        runtime: Runtime,
+        int8: bool = False,
     ) -> None:
+        """`dtype`: of hidden states, and of keys and values unless `int8`."""
         super().__init__([], batch_size)
         self._runtime, self._dtype, self._shapes, self._capacity = runtime, dtype, list(shapes), 0
+        self._kv_dtype, self._scales = (torch.int8, _SCALE_BYTES) if int8 else (dtype, 0)
         self.headers = torch.zeros(len(shapes), 3, dtype=torch.int64)
         self._max_sequences = batch_size  # that the buffers have memory for
         self._most_positions, self._most_sequences = 0, batch_size  # since they were allocated; others are untouched
@@ -85,10 +95,10 @@ class KVBuffers(KVCache):
 
     def select(self, rows: Sequence[int]) -> None:
         rows = list(rows)
-        if rows == sorted(set(rows)):
-            moves = [(target, source) for target, source in enumerate(rows) if target != source]
+        moves = [(target, source) for target, source in enumerate(rows) if target != source]
+        if len(set(rows)) == len(rows) and all(target < source for target, source in moves):
             for first, second in self._slices(self._used):
-                for target, source in moves:  # in place: a row's source is never before it
+                for target, source in moves:  # in place: what is still needed is never written before
                     first[target], second[target] = first[source], second[source]
         else:
             index = torch.tensor(rows)
@@ -124,8 +134,8 @@ class KVBuffers(KVCache):
     @property
     def bytes_per_position(self) -> int:
         """Bytes that a position of one sequence takes in all attention layers."""
-        widths = [heads * (key + value) for heads, key, value in self._attention_shapes]
-        return sum(widths) * self._dtype.itemsize
+        widths = [heads * (key + self._scales + value) for heads, key, value in self._attention_shapes]
+        return sum(widths) * self._kv_dtype.itemsize
 
     @property
     def bytes_per_state(self) -> int:
@@ -202,8 +212,11 @@ class KVBuffers(KVCache):
             heads, key_size, value_size = shape.state
             size = key_size * value_size + MAX_RECURRENT_BLOCK * (key_size + value_size + 1)
             return untouched_zeros(batch_size, heads, size), history
-        heads, *sizes = shape
-        keys, values = (untouched_zeros(batch_size, heads, self._capacity, size, dtype=self._dtype) for size in sizes)
+        heads, key_size, value_size = shape
+        keys, values = (
+            untouched_zeros(batch_size, heads, self._capacity, size, dtype=self._kv_dtype)
+            for size in (key_size + self._scales, value_size)
+        )
         return keys, values
 
     def _bind(self) -> None:

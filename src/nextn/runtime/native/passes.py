@@ -75,6 +75,7 @@ class Passes:
         run_pass: RunPass,
         *,
         dtype: torch.dtype,
+        int8_cache: bool = False,
         state_shape: tuple[int, ...] | None = None,
     ) -> None:
         """Create passes without recording any.
@@ -85,10 +86,11 @@ class Passes:
             layer_types: Type of each layer of the stack.
             run_pass: (inputs, cache) -> outputs; what neither they nor the cache need is not computed.
             dtype: Of hidden states.
+            int8_cache: Whether attention layers store keys and values in eight bits.
             state_shape: Shape of a hidden state that is an input; None for a trunk.
         """
         self._runtime, self._weights, self._layer_types, self._run_pass = runtime, weights, list(layer_types), run_pass
-        self._dtype, self._state_shape = dtype, state_shape
+        self._dtype, self._int8_cache, self._state_shape = dtype, int8_cache, state_shape
         self._scratch = Scratch()
         self._attached: object = None  # `allocation` of the cache that the replays use
         self.last: tuple[Replay, int] | None = None  # the last replay that ran, and the block's number of positions
@@ -107,6 +109,10 @@ class Passes:
         if not self._shapes:
             self.replay(batch_size, 1)  # the sizes are known after a recording
         return self._shapes
+
+    def buffers(self, shapes: Sequence[Shape | StateShape], batch_size: int) -> KVBuffers:
+        """Return an empty cache for layers that store this per position."""
+        return KVBuffers(shapes, batch_size, dtype=self._dtype, runtime=self._runtime, int8=self._int8_cache)
 
     def run(self, tokens: Tensor, cache: KVBuffers, *, states: Tensor | None = None) -> list[Tensor]:
         """Run tokens [B, m] with states [B, m, ...] and return outputs [B, m, ...], which the next pass overwrites."""
@@ -180,7 +186,8 @@ class Passes:
         shape = self._state_shape
         states = None if shape is None else torch.zeros(batch_size, size, *shape, dtype=self._dtype)
         inputs = Inputs.of(batch_size, size, states)
-        cache = RecordingCache(self._layer_types, self._headers, inputs.starts, inputs.positions)
+        layers = self._layer_types, self._headers
+        cache = RecordingCache(*layers, inputs.starts, inputs.positions, int8=self._int8_cache)
         trace = TraceRecorder(inputs.tensors, cache.layers)
         run = partial(self._run_recorded, inputs, cache)
         replay = Replay.of(self._runtime, trace, run, self._weights, self._scratch)

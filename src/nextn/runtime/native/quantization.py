@@ -60,17 +60,23 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     return codes.float() * scales[..., None]
 
 
-def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round activations [..., K] to int8 in groups of `GROUP` values.
+def round_rows(x: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
+    """Round activations [..., K] to int8 in groups of values.
 
     Returns:
-        Codes [..., groups, GROUP] as float32, zeros beyond K, and float32 scales [..., groups].
+        Codes [..., groups, group] as float32, zeros beyond K, and float32 scales [..., groups].
     """
-    groups = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
+    groups = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % group)).unflatten(-1, (-1, group))
     largest = groups.abs().amax(-1)
     # A number divided by a tensor would be rounded twice.
     inverse = torch.full_like(largest, _LARGEST).div(largest).where(largest >= _SMALLEST, 0.0)
     return (groups * inverse[..., None]).round(), largest / _LARGEST
+
+
+def round_cached(x: Tensor) -> Tensor:
+    """Return the float32 values of keys or values [..., size] that an int8 KV cache holds, as the native op does."""
+    codes, scales = round_rows(x, x.shape[-1])
+    return (codes * scales[..., None]).squeeze(-2)
 
 
 def int8_linear(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from nextn.speculative.sampling import Uniforms, VerifiedRound
 
 MAX_ROUNDS = 32  # per call
 _UNLIMITED = 2**62  # tokens
+_MOST_PENDING = BLOCK_SIZES[-1]  # states of a sequence, which the head processes in one pass
 _RESERVED = 1024  # positions that a cache reserves at once: it grows by copying
 _INT_OUTPUTS = ("drafts", "num_draft_tokens", "num_accepted", "next_tokens", "num_confidences")
 _REAL_OUTPUTS = ("confidences", "seconds")
@@ -92,9 +93,10 @@ class NativeRounds:
             blocks: Returns the block that verifies a round.
             passes: Passes of the trunk.
             cache: The trunk's cache.
-            chain: Drafts; None for rounds without a head.
+            chain: Drafts; None for rounds without drafts.
             tokens: All tokens of each sequence.
-            pending: Of each sequence, the states that the head has not processed; empty without a chain.
+            pending: Of each sequence, the states that the head has not processed; empty without a head. Without a chain
+                they are only collected.
             max_speculative_tokens: Largest number of drafts per round.
             remaining: Of each sequence, the number of tokens that it may still get.
             max_length: Tokens of a sequence; None: unlimited.
@@ -107,18 +109,21 @@ class NativeRounds:
         self._remaining, self._eos = np.array(remaining, dtype=np.int64), np.array(eos, dtype=np.int64)
         self._num_used = np.zeros(batch_size, dtype=np.int64)
         self._batch = BatchStruct(size=batch_size, num_eos=len(eos), max_length=max_length or _UNLIMITED)
-        for name in ("last_tokens", "lengths", "remaining", "eos"):
-            setattr(self._batch, name, getattr(self, f"_{name}").ctypes.data)
+        self._batch.last_tokens, self._batch.lengths = self._last_tokens.ctypes.data, self._lengths.ctypes.data
+        self._batch.remaining, self._batch.eos = self._remaining.ctypes.data, self._eos.ctypes.data
         self._pending: PendingStates | None = None
         self._caches = [(cache, self._lengths)]  # each cache with the lengths that native code maintains
-        if chain is not None:
+        if pending:
             # Rounds without drafts leave pending positions, too.
-            capacity = min(max(map(len, pending)) + max_speculative_tokens + 1 + PROBE_INTERVAL, BLOCK_SIZES[-1])
+            capacity = max(map(len, pending)) + max_speculative_tokens + 1 + PROBE_INTERVAL
+            capacity = _MOST_PENDING if chain is None else min(capacity, _MOST_PENDING)
+            self._pending = PendingStates(batch_size, capacity, pending[0])
+            self._batch.pending = self._pending.pointer
+        if chain is not None:
+            assert self._pending is not None
             counts = zip(tokens, cache.lengths, map(len, pending), strict=True)
             pending_tokens = [row[length + 1 - count : length + 1] for row, length, count in counts]
-            self._pending = PendingStates(batch_size, capacity, pending[0])
             self._pending.put(pending_tokens, pending, chain.cache.lengths)
-            self._batch.pending = self._pending.pointer
             self._caches.append((chain.cache, self._pending.starts))
             chain.allocate(max_speculative_tokens)
         for each_cache, lengths in self._caches:
@@ -131,7 +136,16 @@ class NativeRounds:
     @classmethod
     def fits(cls, pending: Sequence[Tensor], max_speculative_tokens: int) -> bool:
         """Return whether the head can process the pending positions of any round in one pass."""
-        return max(map(len, pending), default=0) + max_speculative_tokens + 1 <= BLOCK_SIZES[-1]
+        return max(map(len, pending), default=0) + max_speculative_tokens + 1 <= _MOST_PENDING
+
+    @property
+    def can_draft(self) -> bool:
+        return self._chain is not None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no room for the state that a round without drafts leaves."""
+        return self._pending is not None and int(self._pending.counts.max()) >= self._pending.capacity
 
     def run(
         self, plan: RoundPlan, max_speculative_tokens: int, uniforms: Sequence[Uniforms] | None, *, max_rounds: int = 1
@@ -151,8 +165,8 @@ class NativeRounds:
             assert self._pending is not None
             num_pending = max(int(self._pending.counts.max()), max_speculative_tokens + 1)
             chain.begin(plan, max_speculative_tokens, num_pending=num_pending, num_later=num_later)
-        elif self._pending is not None and self._pending.counts.max() + max_rounds > self._pending.capacity:
-            self._refresh()
+        elif self._pending is not None:
+            max_rounds = min(max_rounds, self._pending.capacity - int(self._pending.counts.max()))
         self._ensure_blocks(max_speculative_tokens + 1)
         largest = self._verify_blocks[max_speculative_tokens + 1]
         self._cache.reserve(max(self._cache.lengths) + num_later + largest.size)
@@ -209,13 +223,6 @@ class NativeRounds:
             )
             for index in range(count)
         ]
-
-    def _refresh(self) -> None:
-        """Refresh the head when pending positions, one of each round without drafts, reach the capacity."""
-        assert self._chain is not None
-        assert self._pending is not None
-        self._chain.refresh(self._pending)
-        self._update_lengths()
 
     def _ensure_blocks(self, max_positions: int) -> None:
         """Make the missing blocks of up to this many positions, and enter them into the table for native code."""

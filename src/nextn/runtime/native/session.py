@@ -27,13 +27,11 @@ from nextn.speculative.sampling import HeadOutput, Prediction, Verifier
 _MAX_VERIFIERS, _MAX_BLOCKS = 8, 512  # cached for later texts
 
 
-def _allocate_cache(
-    all_passes: Sequence[Passes], batch_size: int, *, dtype: torch.dtype, runtime: Runtime
-) -> KVBuffers:
+def _allocate_cache(all_passes: Sequence[Passes], batch_size: int) -> KVBuffers:
     """Allocate a cache for every layer that any of these passes over one stack uses. Raises Untraceable."""
     layers = zip(*(passes.shapes(batch_size) for passes in all_passes), strict=True)
     shapes = [next((shape for shape in layer if shape is not None), (1, 1, 1)) for layer in layers]
-    return KVBuffers(shapes, batch_size, dtype=dtype, runtime=runtime)
+    return all_passes[0].buffers(shapes, batch_size)
 
 
 @dataclass(frozen=True)
@@ -47,17 +45,19 @@ class NativeTrunk:
     def __init__(self, trunk: Trunk, runtime: Runtime, weights: PackedWeights) -> None:
         self.recorded = copy_for_recording(trunk)
         self.vocab_size, self.max_length, self.hidden_shape = trunk.vocab_size, trunk.max_length, trunk.hidden_shape
-        self.dtype, self.device = trunk.dtype, trunk.device
+        self.dtype, self.device, self.int8_cache = trunk.dtype, trunk.device, trunk.kv_cache_dtype == "int8"
         self.predict = LMHead(runtime, weights, trunk.logits, trunk.output.weight)
         self._runtime = runtime
-        self._passes = Passes(runtime, weights, trunk.layer_types, self._run_pass, dtype=trunk.dtype)
+        self._passes = Passes(
+            runtime, weights, trunk.layer_types, self._run_pass, dtype=trunk.dtype, int8_cache=self.int8_cache
+        )
         self.max_block_size = self._passes.max_block_size
         self._blocks: dict[tuple[object, ...], VerifyBlock | None] = {}
         self._verifiers: dict[tuple[Sampling, bool], NativeVerifier] = {}
         self._verifier_scratch = Scratch()
 
     def cache(self, batch_size: int) -> KVBuffers:
-        return _allocate_cache([self._passes], batch_size, dtype=self.dtype, runtime=self._runtime)
+        return _allocate_cache([self._passes], batch_size)
 
     def prepare(self, batch_size: int, block_sizes: Sequence[int], *, exact: bool) -> None:
         """As `Trunk.prepare`."""
@@ -89,9 +89,9 @@ class NativeTrunk:
             cache: The trunk's cache.
             sampling: Sampling parameters.
             block_verification: Verify the drafts of a round jointly.
-            chain: Drafts; None for rounds without a head.
+            chain: Drafts; None for rounds without drafts.
             tokens: All tokens of each sequence.
-            pending: Of each sequence, the states that the head has not processed.
+            pending: Of each sequence, the states that the head has not processed; empty without a head.
             max_speculative_tokens: Largest number of drafts per round.
             remaining: Of each sequence, the number of tokens that it may still get.
             eos: Tokens that end a sequence.
@@ -109,7 +109,7 @@ class NativeTrunk:
             cache,
             chain=chain,
             tokens=tokens,
-            pending=pending if chain is not None else (),
+            pending=pending,
             max_speculative_tokens=max_speculative_tokens,
             remaining=remaining,
             max_length=self.max_length,
@@ -197,10 +197,18 @@ class NativeHead:
         """`own_lm_head`: use these weights for the LM head even if the family shares the trunk's."""
         self._recorded = copy_for_recording(head, [(head.trunk, trunk.recorded)])
         self.num_modules = head.num_modules
-        self._runtime, self._dtype = runtime, trunk.dtype
-        self.module, self.uses_next_hidden, self.family = head.module, head.uses_next_hidden, head.family
+        self._runtime = runtime
+        self.layer_index, self.uses_next_hidden, self.family = head.layer_index, head.uses_next_hidden, head.family
         layer_types = [layer_type for index in range(head.num_modules) for layer_type in head.layer_types(index)]
-        make = partial(Passes, runtime, weights, layer_types, dtype=trunk.dtype, state_shape=trunk.hidden_shape)
+        make = partial(
+            Passes,
+            runtime,
+            weights,
+            layer_types,
+            dtype=trunk.dtype,
+            int8_cache=trunk.int8_cache,
+            state_shape=trunk.hidden_shape,
+        )
         self._passes = [make(partial(self._run_pass, index)) for index in range(head.num_modules)]
         self._step_passes, self._refresh_passes = make(self._run_step), make(self._run_refresh)
         self._distributions_scratch = Scratch()
@@ -212,7 +220,7 @@ class NativeHead:
 
     def cache(self, batch_size: int) -> KVBuffers:
         """Return a cache for any of the MTP layers."""
-        return _allocate_cache(self._passes, batch_size, dtype=self._dtype, runtime=self._runtime)
+        return _allocate_cache(self._passes, batch_size)
 
     def step(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: KVBuffers) -> HeadStep:
         """As `Head.step` with a cache; the next pass overwrites the states."""

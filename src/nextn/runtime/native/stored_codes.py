@@ -12,7 +12,7 @@ from nextn.checkpoint.packed_weights import QuantizedWeight
 from nextn.model.packed_linear import StoredCodes
 from nextn.runtime.native.abi import INT4, INT8
 from nextn.runtime.native.int4 import GROUPS, Int4Weight, pack_int4_rows
-from nextn.runtime.native.merging import merge_weights
+from nextn.runtime.native.memory import merge_weights
 from nextn.runtime.native.quantization import EIGHT_BITS, pack_codes
 from nextn.text_format import some
 

@@ -46,8 +46,8 @@ class RecordingLayer:
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, layer_type: LayerType, header: Tensor, starts: Tensor) -> None:
-        self.layer_type, self.header, self.starts = layer_type, header, starts
+    def __init__(self, layer_type: LayerType, header: Tensor, starts: Tensor, *, int8: bool = False) -> None:
+        self.layer_type, self.header, self.starts, self.int8 = layer_type, header, starts, int8
         self.shape: tuple[int, int, int] | None = None  # (kv heads, key size, value size), set by a recording
 
     def update(self, keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
@@ -137,16 +137,27 @@ class RecordingRecurrentLayer(LinearAttentionLayer):
 
 
 class RecordingCache(KVCache):
-    """The cache of a pass that is being recorded. headers [layers, 3], starts [B], positions [B, m] int64."""
+    """The cache of a pass that is being recorded. headers [layers, 3], starts [B], positions [B, m] int64.
 
-    def __init__(self, layer_types: Sequence[LayerType], headers: Tensor, starts: Tensor, positions: Tensor) -> None:
+    `int8`: attention layers store keys and values in eight bits.
+    """
+
+    def __init__(
+        self,
+        layer_types: Sequence[LayerType],
+        headers: Tensor,
+        starts: Tensor,
+        positions: Tensor,
+        *,
+        int8: bool = False,
+    ) -> None:
         super().__init__([], len(starts))
         self._positions = positions
         for layer_type, header in zip(layer_types, headers, strict=True):
             if layer_type.name == "linear_attention" and layer_type.num_states == 1:
                 self.layers.append(RecordingRecurrentLayer(header))
             elif layer_type.name in ("full_attention", "sliding_attention"):
-                self.layers.append(RecordingLayer(layer_type, header, starts))
+                self.layers.append(RecordingLayer(layer_type, header, starts, int8=int8))
             else:
                 states = f" with {layer_type.num_states} states" if layer_type.num_states > 1 else ""
                 raise Untraceable(f"layers of type {layer_type.name}{states} have no native form")
@@ -299,12 +310,14 @@ def _attention(
     unsupported = sorted(name for name, value in kwargs.items() if value is not None and name not in _IGNORED)
     if unsupported:
         raise Untraceable(f"attention with {', '.join(unsupported)}")
+    if layer.int8 and (key.shape[3] % 4 or value.shape[3] % 4):
+        raise Untraceable(f"an int8 KV cache of heads of size {key.shape[3]} and {value.shape[3]}, not multiples of 4")
     out = torch.zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3], dtype=query.dtype)
     layer.shape = (key.shape[1], key.shape[3], value.shape[3])
     views = [out.transpose(1, 2), query, key, value, layer.starts, layer.header]
     views += [] if s_aux is None else [s_aux.detach()]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    ints, reals = [layer.layer_type.window or 0], [scale, softcap or 0.0]
+    ints, reals = [int(layer.int8), layer.layer_type.window or 0], [scale, softcap or 0.0]
     trace.add_native("attention", views, outs=1, ints=ints, reals=reals)
     return out, None
 

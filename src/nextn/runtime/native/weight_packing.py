@@ -16,8 +16,7 @@ from nextn.checkpoint.mapped_memory import release_pages
 from nextn.model.packed_linear import StoredCodes
 from nextn.runtime.native.abi import INT4, INT8, Runtime, type_of
 from nextn.runtime.native.lowering import Instruction, Lowered
-from nextn.runtime.native.memory import HugePages
-from nextn.runtime.native.merging import merge_weights
+from nextn.runtime.native.memory import HugePages, merge_weights
 from nextn.runtime.native.stored_codes import pack_stored, type_of_codes, unsupported
 from nextn.runtime.native.trace import Untraceable
 

@@ -12,15 +12,21 @@ namespace nextn {
 constexpr int64_t kBlock = 32;  // positions of a block of the buffers
 constexpr int64_t kSpan = 512;  // positions whose scores are held at once
 
+// Types of the KV buffers: that of keys and values, or int8 with a scale for each position and kv head. Both scales of a
+// position, of its key and of its value, are with the keys.
+constexpr int64_t kOfKeys = 0, kCodes = 1;
+constexpr int64_t kScaleBytes = 2 * sizeof(float);
+
 // A call of `attention`, with the KV buffers that its header points to when it runs.
 struct Attention {
-  // rest: keys, values, starts, header. sinks may be null.
-  Attention(const View& out, const View& q, const View* rest, const View* sinks);
+  // rest: keys, values, starts, header. sinks may be null. type: of the buffers.
+  Attention(const View& out, const View& q, const View* rest, const View* sinks, int64_t type);
 
   const View &out, &q, &k, &v;
   const int64_t* starts;  // [B]
   const View* sinks;      // [H], or null
   int64_t batch, heads, kv_heads, width, dim_k, dim_v, sliding_window = 0;
+  int64_t key_bytes, value_bytes;  // of a position and kv head in the buffers
   float scale = 1, softcap = 0;
   char *keys, *values;  // the buffers
   int64_t capacity;
@@ -31,10 +37,10 @@ struct Attention {
 
   // Where the block that starts at `position` is stored, for one sequence and kv head.
   char* key_buffer(int64_t row, int64_t kv_head, int64_t position) const {
-    return keys + ((row * kv_heads + kv_head) * capacity + position) * dim_k * bytes_of(k);
+    return keys + ((row * kv_heads + kv_head) * capacity + position) * key_bytes;
   }
   char* value_buffer(int64_t row, int64_t kv_head, int64_t position) const {
-    return values + ((row * kv_heads + kv_head) * capacity + position) * dim_v * bytes_of(v);
+    return values + ((row * kv_heads + kv_head) * capacity + position) * value_bytes;
   }
 
   // The first position that the query at position `high` sees.
@@ -76,5 +82,6 @@ struct AttentionKernel {
 // The implementation if it supports these queries and values, else null.
 const AttentionKernel* tile_kernel(const View& q, const View& v);
 const AttentionKernel* vector_kernel(const View& q, const View& v);
+const AttentionKernel* code_kernel(const View& q, const View& v);
 
 }  // namespace nextn

@@ -1,7 +1,9 @@
 // Attention on vector registers: queries times keys, then weights times values, both as rows times packed pieces.
 //
 // KV buffers in fp32: K [B, Hk, capacity / 16, D, 16], V [B, Hk, capacity, Dv]; in bf16 pairs along the
-// summed dim: K [B, Hk, capacity / 16, D / 2, 16, 2], V [B, Hk, capacity / 2, Dv, 2].
+// summed dim: K [B, Hk, capacity / 16, D / 2, 16, 2], V [B, Hk, capacity / 2, Dv, 2]. In int8 K [B, Hk, capacity / 16, 128 +
+// D * 16]: sixteen scales of keys and of values in fp32, then [D / 4, 16, 4]; V [B, Hk, capacity / 4, Dv, 4]. Scores are
+// multiplied by the keys' scales, weights by the values'.
 #include <algorithm>
 #include <limits>
 #include <vector>
@@ -26,15 +28,96 @@ struct Staying : Form {
   static constexpr int kStays = 3;
 };
 
-// Layouts of keys and of values.
+// Codes of eight bits: [4 of k][16 columns][4], the second and third of four swapped, as in `Bytes`. They are widened when
+// they are read.
+template <typename T>
+struct Codes : Singles {
+  using In = T;
+  static constexpr int64_t kWidth = kColumns, kStep = 4, kRead = kWidth * kStep;
+
+  static Floats weights(const char* at, int v, int one) {
+    typedef int32_t Ints __attribute__((vector_size(4 * kFloats), aligned(4), may_alias));
+    const int place = one == 1 || one == 2 ? 3 - one : one;
+    return __builtin_convertvector((reinterpret_cast<const Ints*>(at)[v] << (24 - 8 * place)) >> 24, Floats);
+  }
+
+  static const float* row(const T* from, int64_t k, int64_t, float* room) {
+    by_sixteen(k, [&](auto load, auto store) { store(room, load(from)); });
+    return room;
+  }
+};
+
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+// The lower and the upper byte of each magnitude as bf16.
+struct Magnitudes {
+  alignas(64) uint8_t low[128], high[128];
+
+  constexpr Magnitudes() : low{}, high{} {
+    for (int i = 0; i < 128; ++i) {
+      const auto bits = std::bit_cast<uint32_t>(float(i));
+      low[i] = uint8_t(bits >> 16), high[i] = uint8_t(bits >> 24);
+    }
+  }
+};
+constexpr Magnitudes kMagnitudes{};
+
+// Pairs of bf16.
+template <>
+struct Codes<uint16_t> : Bf16 {
+  static constexpr int64_t kStep = 2;
+
+  static Words weights(const char* at, int, int odd) {
+    const auto found = [](__m512i index, const uint8_t* table) {
+      return _mm512_permutex2var_epi8(_mm512_load_si512(table), index, _mm512_load_si512(table + 64));
+    };
+    const __m512i codes = _mm512_loadu_si512(at), index = _mm512_abs_epi8(codes);
+    const Words low = (Words)found(index, kMagnitudes.low);
+    const Words high = (Words)found(index, kMagnitudes.high) | ((Words)codes & 0x80808080);
+    return odd ? ((low >> 8) & 0x00FF00FF) | (high & 0xFF00FF00) : (low & 0x00FF00FF) | ((high << 8) & 0xFF00FF00);
+  }
+};
+#endif
+
+// Layouts of keys and of values. kKeyBytes: of a channel of a key; kValueBytes: of a channel in a step of values.
 struct Floats16 : Fp32<kColumns> {
   using Keys = Streamed<Staying<Fp32<kColumns>>, 1>;
   using Values = Beside<Fp32<kColumns>>;
+  static constexpr int64_t kKeyBytes = sizeof(float), kValueBytes = sizeof(float);
+  static constexpr bool kScaled = false;
 };
 struct Halves16 : Bf16 {
   using Keys = Streamed<Staying<Bf16>, 1>;
   using Values = Beside<Bf16>;
+  static constexpr int64_t kKeyBytes = sizeof(uint16_t), kValueBytes = sizeof(Word);
+  static constexpr bool kScaled = false;
 };
+template <typename T>
+struct Codes16 : Codes<T> {
+  using Keys = Streamed<Staying<Codes<T>>, 1>;
+  using Values = Beside<Codes<T>>;
+  static constexpr int64_t kKeyBytes = 1, kValueBytes = 4;
+  static constexpr bool kScaled = true;
+};
+
+// Where one of each four codes is.
+inline int64_t place_of_four(int64_t i) { return i % 4 == 1 || i % 4 == 2 ? 3 - i % 4 : i % 4; }
+
+template <typename T>
+void write_codes(const Attention& a, int64_t row, int64_t kv_head) {
+  thread_local std::vector<int8_t> codes;
+  codes.resize(std::max(a.dim_k, a.dim_v));
+  for (int64_t i = 0; i < a.width; ++i) {
+    const int64_t position = a.starts[row] + i, place = position % kColumns;
+    char* piece = a.key_buffer(row, kv_head, position - place);
+    auto* scales = reinterpret_cast<float*>(piece) + place;
+    scales[0] = round_group(reinterpret_cast<const T*>(element(a.k, row, kv_head, i)), a.dim_k, codes.data());
+    char* keys = piece + kColumns * kScaleBytes + 4 * place;
+    for (int64_t d = 0; d < a.dim_k; ++d) keys[d / 4 * 4 * kColumns + place_of_four(d)] = char(codes[d]);
+    scales[kColumns] = round_group(reinterpret_cast<const T*>(element(a.v, row, kv_head, i)), a.dim_v, codes.data());
+    char* values = a.value_buffer(row, kv_head, position / 4 * 4) + place_of_four(position);
+    for (int64_t j = 0; j < a.dim_v; ++j) values[4 * j] = char(codes[j]);
+  }
+}
 
 template <typename T>
 void write(const Attention& a, int64_t row, int64_t kv_head) {
@@ -149,38 +232,51 @@ class Sweep {
 
   // In pieces of k, as one long sum would be less exact.
   void score(int64_t position, int64_t positions) {
-    const char* keys = a_.key_buffer(queries_.row, queries_.kv_head, position);
-    const int64_t piece = kColumns * a_.dim_k * bytes_of(a_.k);
+    const int64_t piece = kColumns * a_.key_bytes, codes = kColumns * a_.dim_k * Form::kKeyBytes;
+    const char* keys = a_.key_buffer(queries_.row, queries_.kv_head, position) + piece - codes;
     for (int64_t k = 0; k < a_.dim_k; k += kDepth) {
       const X* x[kQueries];
       for (int64_t query = 0; query < queries_.count; ++query) x[query] = query_[query] + k / Form::kValues;
-      const Part<X> part{x, keys + k * kColumns * bytes_of(a_.k), std::min(kDepth, a_.dim_k - k) / Form::kValues, piece,
+      const Part<X> part{x, keys + k * kColumns * Form::kKeyBytes, std::min(kDepth, a_.dim_k - k) / Form::kValues, piece,
                          Form::kRead};
       kKernels<typename Form::Keys, Keep>[queries_.count - 1](part, 0, positions / kColumns, {room_.scores.data(), kSpan, k > 0});
     }
+    if constexpr (Form::kScaled)
+      for (int64_t query = 0; query < queries_.count; ++query) scale(&room_.scores[query * kSpan], position, positions);
+  }
+
+  // The scales of sixteen positions: of their keys, or of their values.
+  Lanes scales(int64_t position, bool of_values) const {
+    const auto* piece = reinterpret_cast<const float*>(a_.key_buffer(queries_.row, queries_.kv_head, position));
+    return lanes_at(piece + (of_values ? kColumns : 0));
+  }
+
+  void scale(float* scores, int64_t position, int64_t positions) const {
+    for (int64_t i = 0; i < positions; i += kLanes)
+      put_lanes(scores + i, lanes_at(scores + i) * scales(position + i, false));
   }
 
   // more [count, channels] = weights times values. If the last channels fill no whole piece, the piece overlaps the one
   // before it.
   void weigh(int64_t position, int64_t positions) {
     Part<X> part{weights_, a_.value_buffer(queries_.row, queries_.kv_head, position), positions / Form::kValues,
-                 kColumns * int64_t(sizeof(float)), a_.dim_v * int64_t(sizeof(float))};
+                 kColumns * Form::kValueBytes, a_.dim_v * Form::kValueBytes};
     if (a_.dim_v < kColumns) widen_values(part);
     const auto& kernel = kKernels<typename Form::Values, Keep>[queries_.count - 1];
     const Keep keep{room_.more.data(), channels_};
     kernel(part, 0, channels_ / kColumns, keep);
     if (channels_ % kColumns == 0) return;
     const int64_t channel = channels_ - kColumns;
-    part.weights += channel * sizeof(float);
+    part.weights += channel * Form::kValueBytes;
     kernel(part, 0, 1, {keep.rows + channel, keep.size});
   }
 
   // Fewer channels than a piece has: each position (or pair of positions) is a row of its own.
   void widen_values(Part<X>& part) {
-    float* to = room_.values.data();
-    const int64_t rows = part.depth / Form::kStep;
-    for (int64_t i = 0; i < rows; ++i) std::memcpy(to + i * kColumns, part.weights + i * part.step, part.step);
-    part.weights = reinterpret_cast<const char*>(to), part.step = kColumns * sizeof(float);
+    auto* to = reinterpret_cast<char*>(room_.values.data());
+    const int64_t rows = part.depth / Form::kStep, step = kColumns * Form::kValueBytes;
+    for (int64_t i = 0; i < rows; ++i) std::memcpy(to + i * step, part.weights + i * part.step, part.step);
+    part.weights = to, part.step = step;
   }
 
   // Turns a query's scores from `position` on into weights; returns the factor for its earlier sums.
@@ -201,8 +297,14 @@ class Sweep {
     const Lanes shown = chosen(softmax.top == lowest, Lanes{}, softmax.top);
     const Lanes factor = exp2_of(before - shown);
     Lanes total = softmax.total * factor;
-    for (int64_t i = 0; i < positions; i += kLanes)
-      total += put_weights(weights_[query] + i / Form::kValues, exp2_of(lanes_at(scores + i) * slope - shown));
+    for (int64_t i = 0; i < positions; i += kLanes) {
+      const Lanes weights = exp2_of(lanes_at(scores + i) * slope - shown);
+      X* to = weights_[query] + i / Form::kValues;
+      if constexpr (Form::kScaled)
+        put_weights(to, weights * scales(position + i, true)), total += weights;
+      else
+        total += put_weights(to, weights);
+    }
     softmax.total = total;
     return factor[0];
   }
@@ -234,6 +336,8 @@ void sweep(const Queries& queries) {
 
 constexpr AttentionKernel kFloats16{write<float>, sweep<Floats16>, kQueries, true};
 constexpr AttentionKernel kHalves16{write<uint16_t>, sweep<Halves16>, kQueries, true};
+constexpr AttentionKernel kCodesOfFloats{write_codes<float>, sweep<Codes16<float>>, kQueries, true};
+constexpr AttentionKernel kCodesOfHalves{write_codes<uint16_t>, sweep<Codes16<uint16_t>>, kQueries, true};
 
 }  // namespace
 
@@ -241,6 +345,12 @@ constexpr AttentionKernel kHalves16{write<uint16_t>, sweep<Halves16>, kQueries, 
 const AttentionKernel* vector_kernel(const View& q, const View&) {
   if (q.type == F32) return &kFloats16;
   return q.size[3] % 2 ? nullptr : &kHalves16;
+}
+
+// Four codes cannot be split.
+const AttentionKernel* code_kernel(const View& q, const View& v) {
+  if (q.size[3] % 4 || v.size[3] % 4) return nullptr;
+  return q.type == F32 ? &kCodesOfFloats : &kCodesOfHalves;
 }
 
 }  // namespace nextn

@@ -61,13 +61,13 @@ void begin(Chain& chain) {
   std::fill_n(chain.survival, chain.batch_size, 1.0);
 }
 
-// Refreshes the head's KV cache with all pending positions of each sequence but the last `num_left`.
-void run_refresh(const Steps& steps, const Pending& pending, int64_t num_left, Team* team) {
-  const int64_t longest = *std::max_element(pending.counts, pending.counts + pending.batch_size) - num_left;
+// Refreshes the head's KV cache with all pending positions of each sequence but the last.
+void refresh(const Steps& steps, const Pending& pending, Team* team) {
+  const int64_t longest = *std::max_element(pending.counts, pending.counts + pending.batch_size) - 1;
   if (longest <= 0) return;
   const Refresh& refresh = *steps.refreshes[longest];
   for (int64_t row = 0; row < pending.batch_size; ++row) {
-    const int64_t count = pending.counts[row] - num_left;
+    const int64_t count = pending.counts[row] - 1;
     refresh.starts[row] = pending.starts[row];
     if (count <= 0) continue;  // what the pass writes for this sequence is overwritten by its next positions
     std::copy_n(pending.tokens + row * pending.capacity, count, refresh.tokens + row * refresh.size);
@@ -77,29 +77,19 @@ void run_refresh(const Steps& steps, const Pending& pending, int64_t num_left, T
   run(refresh.program, team);
 }
 
-void clear(const Pending& pending) {
-  for (int64_t row = 0; row < pending.batch_size; ++row)
-    pending.starts[row] += pending.counts[row], pending.counts[row] = 0;
-}
-
 // Refreshes all pending positions but the last of each sequence, which become the inputs of the first draft step.
 void prepare_first_step(Chain& chain, const Steps& steps, const Pending& pending, Team* team) {
-  run_refresh(steps, pending, 1, team);
+  refresh(steps, pending, team);
   for (int64_t row = 0; row < pending.batch_size; ++row) {
     const int64_t last = pending.counts[row] - 1, index = row * pending.capacity + last;
     chain.next_tokens[row] = pending.tokens[index], steps.starts[row] = pending.starts[row] + last;
     std::memcpy(steps.states + row * pending.state_bytes, pending.states + index * pending.state_bytes,
                 pending.state_bytes);
+    pending.starts[row] += pending.counts[row], pending.counts[row] = 0;
   }
-  clear(pending);
 }
 
 }  // namespace
-
-void refresh(const Steps& steps, const Pending& pending, Team* team) {
-  run_refresh(steps, pending, 0, team);
-  clear(pending);
-}
 
 void draft(Chain& chain, const Steps& steps, const Pending& pending, Team* team) {
   begin(chain);
@@ -124,8 +114,4 @@ void draft(Chain& chain, const Steps& steps, const Pending& pending, Team* team)
 extern "C" void nextn_chain(nextn::Chain* chain, const nextn::Steps* steps, const nextn::Pending* pending,
                             nextn::Team* team) {
   nextn::draft(*chain, *steps, *pending, team);
-}
-
-extern "C" void nextn_refresh(const nextn::Steps* steps, const nextn::Pending* pending, nextn::Team* team) {
-  nextn::refresh(*steps, *pending, team);
 }

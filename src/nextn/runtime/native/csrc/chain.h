@@ -68,9 +68,6 @@ struct Steps {
   char* states;
 };
 
-// Refreshes the head's KV cache with all pending positions; drafts nothing.
-void refresh(const Steps& steps, const Pending& pending, Team* team);
-
 // Refreshes the head's KV cache, then drafts. Cache entries of the drafts themselves are provisional.
 void draft(Chain& chain, const Steps& steps, const Pending& pending, Team* team);
 

@@ -36,6 +36,10 @@ inline int64_t int4_group(int64_t type) { return int64_t(32) << (type - INT4); }
 // Whether activations are rounded to eight bits for such weights.
 inline bool rounds_rows(int64_t type) { return type == INT8 || is_int4(type); }
 
+// Rounds a group of values, float or uint16_t for bf16, to eight bits; returns its scale (rounded.cpp).
+template <typename T>
+float round_group(const T* from, int64_t count, int8_t* to);
+
 // Packed fp32: panels [k][32 columns]. Both are padded with zeros beyond n and k.
 constexpr int64_t kPanelColumns = 32;
 

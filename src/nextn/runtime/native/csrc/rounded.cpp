@@ -7,9 +7,7 @@
 
 namespace nextn {
 
-namespace {
-
-// Rounds one group of values; returns its scale. The same operations as `round_rows` in quantization.py.
+// The same operations as `round_rows` in quantization.py.
 template <typename T>
 float round_group(const T* from, int64_t count, int8_t* to) {
   const SixteenInts magnitude = SixteenInts{} + 0x7FFFFFFF;
@@ -39,7 +37,8 @@ float round_group(const T* from, int64_t count, int8_t* to) {
   return largest / float(kLargest);
 }
 
-}  // namespace
+template float round_group(const float*, int64_t, int8_t*);
+template float round_group(const uint16_t*, int64_t, int8_t*);
 
 void RoundedRows::fill(const Product& product) {
   static thread_local std::vector<int8_t> row;

@@ -8,9 +8,8 @@ from tiny import CONFIGS, build, prompt
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.errors import ConfigError
-from nextn.evaluate.expert_routing import ExpertRouting, sum_distinct
 from nextn.evaluate.given_texts import whole_text_outputs
-from nextn.evaluate.offloading import StoredWeights
+from nextn.evaluate.offloading import ExpertRouting, StoredWeights, sum_distinct
 from nextn.evaluate.teacher_forced import ReferenceText
 from nextn.model import expert_groups, transformers_loading
 from nextn.model.model import Model

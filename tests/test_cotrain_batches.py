@@ -5,7 +5,7 @@ import torch
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from nextn.errors import ConfigError
-from nextn.train.trainer_batches import must_mask, targets_of
+from nextn.train.cotrain import must_mask, targets_of
 
 
 def ids(*values):

@@ -9,9 +9,8 @@ from tiny import build, refrains
 from nextn.errors import ConfigError
 from nextn.train.config import TrainConfig
 from nextn.train.joint_task import JointTask
-from nextn.train.loop import Trainer
+from nextn.train.loop import Pace, Trainer
 from nextn.train.metrics import StepRecord
-from nextn.train.pace import Pace
 
 CONFIG = TrainConfig(steps=100, minutes=2.0, length=8, depths=1, warmup=40, decay=0.5, final_lr=0.1)
 
