@@ -281,22 +281,27 @@ def _score(
     expected = {rule: torch.zeros(count, depths, dtype=torch.float64) for rule in rules}
     drafts, ranks = torch.zeros(2, count, dtype=torch.long)
     ratios = torch.ones(count, dtype=torch.float64)  # r_1 ... r_k
+    sampling = Sampling(text.temperature)
     size = max(1, min(_MAX_STARTS, _MAX_LOGITS // model.trunk.vocab_size))
-    for depth, first in ((k, s) for k in range(1, depths + 1) for s in range(0, max(0, count - k + 1), size)):
-        here = slice(first, min(first + size, count - depth + 1))
-        logits = _logits(model, depth, chains[depth - 1][here])
-        target = new_tokens[here.start + depth : here.stop + depth]
-        if depth == 1:
-            drafts[here] = logits.argmax(-1).cpu()
-            ranks[here] = (logits > logits.gather(-1, target[:, None])).sum(-1).cpu()
-        probs = None
-        if text.temperature:
-            offset = prompt_length - 1 + depth
-            probs = _probs(model, final_hidden[offset + here.start : offset + here.stop], logits, text.temperature)
-        before = {rule: given[rule][here, depth - 1] for rule in rules}
-        now, mean, ratios[here] = _accept_depth(before, ratios[here], logits, probs, target)
-        for rule in rules:
-            given[rule][here, depth], expected[rule][here, depth - 1] = now[rule], mean[rule]
+    for first in range(0, count, size):
+        # The trunk's distributions behind these starts, of which each depth takes its part.
+        states = final_hidden[prompt_length + first : prompt_length + min(first + size + depths - 1, count)]
+        p = to_probs(model.trunk.logits(states), sampling) if text.temperature else None
+        for depth in range(1, min(depths, count - first) + 1):
+            here = slice(first, min(first + size, count - depth + 1))
+            logits = _logits(model, depth, chains[depth - 1][here])
+            target = new_tokens[here.start + depth : here.stop + depth]
+            best = logits.argmax(-1)
+            if depth == 1:
+                drafts[here] = best.cpu()
+                ranks[here] = (logits > logits.gather(-1, target[:, None])).sum(-1).cpu()
+            probs = None
+            if p is not None:
+                probs = p[depth - 1 : depth - 1 + len(logits)], to_probs(logits, sampling)
+            before = {rule: given[rule][here, depth - 1] for rule in rules}
+            now, mean, ratios[here] = _accept_depth(before, ratios[here], best, probs, target)
+            for rule in rules:
+                given[rule][here, depth], expected[rule][here, depth - 1] = now[rule], mean[rule]
     return ScoredText(text, {rule: Survival(given[rule], expected[rule]) for rule in rules}, drafts, ranks)
 
 
@@ -305,22 +310,15 @@ def _logits(model: Model, depth: int, final_hidden: Tensor) -> Tensor:
     return model.head.logits(model.head.layer_index(depth), final_hidden).float()
 
 
-def _probs(model: Model, final_hidden: Tensor, logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """The trunk's p and the head's q, [S, V] each."""
-    sampling = Sampling(temperature)
-    return to_probs(model.trunk.logits(final_hidden), sampling), to_probs(logits, sampling)
-
-
 def _accept_depth(
-    before: dict[str, Tensor], ratios: Tensor, logits: Tensor, probs: tuple[Tensor, Tensor] | None, target: Tensor
+    before: dict[str, Tensor], ratios: Tensor, best: Tensor, probs: tuple[Tensor, Tensor] | None, target: Tensor
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
     """One depth of `RULES`: (given, expected, r_1 ... r_k) from those of the depth before."""
-    correct = (logits.argmax(-1) == target).cpu().double()
+    correct = (best == target).cpu().double()
     if probs is None:
         now = {rule: given * correct for rule, given in before.items()}
         return now, now, ratios
     p, q = probs
-    best = logits.argmax(-1, keepdim=True)
     q_target, p_target = (each.gather(-1, target[:, None])[:, 0].cpu().double() for each in (q, p))
     ratio = q_target / p_target.clamp_min(torch.finfo(torch.float32).tiny)
     now = {
@@ -333,7 +331,7 @@ def _accept_depth(
     mean = {
         "ratio": before["ratio"] * torch.minimum(p, q).sum(-1).cpu().double(),
         "block": torch.minimum(scale[0] * q, scale[1] * p).sum(-1).cpu().double(),
-        "argmax": before["argmax"] * p.gather(-1, best)[:, 0].cpu().double(),
+        "argmax": before["argmax"] * p.gather(-1, best[:, None])[:, 0].cpu().double(),
         "match": before["match"] * (p * q).sum(-1).cpu().double(),
     }
     return now, mean, ratios * ratio
