@@ -24,40 +24,22 @@ def page(text: str, record: Record) -> str:
 
 
 def _table(name: str, record: Record) -> Iterator[str]:
-    if name == "versions" or record.get(name):
+    if name in COMPARED and record.get(name):
+        yield from compared(record[name])
+    elif name == "versions" or record.get(name):
         yield from TABLES[name](record)
     else:
         yield "Not run yet."
 
 
-def pairs(record: Record) -> Iterator[str]:
-    yield from _compared(record["pairs"])
-
-
 def modules(record: Record) -> Iterator[str]:
-    yield from _compared({f"{key} MTP layers": each for key, each in record["modules"].items()})
-
-
-def head(record: Record) -> Iterator[str]:
-    yield from _compared(record["head"])
-
-
-def drafts(record: Record) -> Iterator[str]:
-    yield from _compared(record["drafts"])
-
-
-def gguf(record: Record) -> Iterator[str]:
-    yield from _compared(record["gguf"])
-
-
-def inside(record: Record) -> Iterator[str]:
-    yield from _compared(record["inside"])
+    yield from compared({f"{key} MTP layers": each for key, each in record["modules"].items()})
 
 
 def versions(record: Record) -> Iterator[str]:
     yield "| pair | date | versions |"
     yield "|---|---|---|"
-    for section in ("pairs", "modules", "head", "drafts", "gguf", "inside"):
+    for section in (*COMPARED, "modules"):
         for key, each in sorted(record.get(section, {}).items()):
             cell = ", ".join(f"{name} {version}" for name, version in each["versions"].items())
             yield f"| {section}: {key} | {each['date']} | {cell} |"
@@ -74,7 +56,7 @@ def faults(record: Record) -> Iterator[str]:
         yield f"| {key} | {each['does']} | {_cell(engine)} | {rules} | {_cell(measured)} | {named} |"
 
 
-def _compared(results: Mapping[str, Record]) -> Iterator[str]:
+def compared(results: Mapping[str, Record]) -> Iterator[str]:
     yield "| | K | same texts as nextn | engine: a_1..a_K | nextn | inside 95 % | same counts | with its convention |"
     yield "|---|---|---|---|---|---|---|---|"
     for key, each in results.items():
@@ -100,16 +82,8 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-TABLES = {
-    "pairs": pairs,
-    "modules": modules,
-    "head": head,
-    "drafts": drafts,
-    "gguf": gguf,
-    "inside": inside,
-    "versions": versions,
-    "faults": faults,
-}
+COMPARED = ("pairs", "head", "drafts", "gguf", "inside", "adopted")  # sections of the record that make one table each
+TABLES = {"modules": modules, "versions": versions, "faults": faults}
 
 
 def pages() -> dict[Path, str]:
