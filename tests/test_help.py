@@ -11,7 +11,7 @@ import pytest
 from typer.main import get_command
 
 from nextn.cli import app
-from nextn.cli.common import docs_page
+from nextn.text_format import docs_page
 
 PANELS = ["Check", "Fix", "Train", "Decode", "Engines", "Learn"]
 

@@ -1,9 +1,15 @@
-"""Format lists and counts for messages."""
+"""Words that messages share: lists, counts, addresses of documentation pages."""
 
 from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 
+_DOCS = "https://github.com/nextn-mtp/nextn/tree/main/docs"
 _MAX_NAME = 100  # characters; names in untrusted files have no bound
+
+
+def docs_page(name: str) -> str:
+    """Return the address of a documentation page."""
+    return f"{_DOCS}/{name}.md"
 
 
 def some(names: Collection[str], most: int = 3) -> str:

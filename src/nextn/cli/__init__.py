@@ -17,7 +17,7 @@ from nextn.cli.answer import answer
 from nextn.cli.audit import audit
 from nextn.cli.bench import advise, bench
 from nextn.cli.chat import chat
-from nextn.cli.common import Command, docs_page
+from nextn.cli.common import Command
 from nextn.cli.decode import generate, trace
 from nextn.cli.edit import adopt, convert, export, extract, push, quantize, restore
 from nextn.cli.learn import demo, env
@@ -27,6 +27,7 @@ from nextn.cli.serve import serve
 from nextn.cli.train import train
 from nextn.cli.verify import verify
 from nextn.errors import NextnError
+from nextn.text_format import docs_page
 
 app = typer.Typer(
     no_args_is_help=True,

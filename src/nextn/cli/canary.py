@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import K_NAMES, AsJson, Command, Device, KeyEnv, docs_page
+from nextn.cli.common import K_NAMES, AsJson, Command, Device, KeyEnv
 from nextn.cli.screen import console, plain, print_json, print_table, progress_bars, shown
 from nextn.errors import ConfigError
+from nextn.text_format import docs_page
 
 if TYPE_CHECKING:
     from nextn.conformance.check import ConformanceReport

@@ -24,15 +24,9 @@ if TYPE_CHECKING:
     from nextn.model.text_interface import TextInterface
 
 _DTYPES = ("auto", "float32", "bfloat16")
-_DOCS = "https://github.com/nextn-mtp/nextn/tree/main/docs"
 # Former names of options and of their values. They are accepted and hidden.
 _FORMER_OPTIONS = {"--drafts": "--num-speculative-tokens", "--gain": "--norm-weights", "--path": "--backend"}
 _FORMER_BACKENDS = {"fast": "native", "plain": "torch"}
-
-
-def docs_page(name: str) -> str:
-    """Return the address of a documentation page."""
-    return f"{_DOCS}/{name}.md"
 
 
 def shipped_path(name: str) -> str:

@@ -37,7 +37,6 @@ from nextn.cli.common import (  # fmt: skip
     Temperatures,
     Timeout,
     WeightType,
-    docs_page,
     parse_temperatures,
 )
 from nextn.cli.screen import console, echo, plain, print_json, print_table, progress_bars, shown
@@ -54,6 +53,7 @@ from nextn.cli.streaming import (
 from nextn.errors import ConfigError
 from nextn.evaluate.plans import ReferencePlan
 from nextn.settings import WEIGHT_BITS
+from nextn.text_format import docs_page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,6 +22,7 @@ from nextn.families.spec import (
     lookup,
     lookup_count,
 )
+from nextn.text_format import docs_page
 
 __all__ = [
     "ENGINES", "LAYOUT_FIELD", "MAX_COUNT", "MIMO_ARCHITECTURE", "EngineSupport", "Family", "Fp8", "Missing", "Stage",
@@ -73,7 +74,8 @@ def by_config(config: Mapping[str, object]) -> Family:
     raise FamilyError(
         f"model_type {brief(_types(config)[0])} has no MTP convention that nextn knows: no head to read or convert. "
         "`nextn train --freeze-trunk --init-head` makes one, `nextn generate -k 0` needs none. "
-        f"{len(rows())} families are known, e.g. {', '.join(_EXAMPLES)} (docs/reference/families/index.md); "
+        f"{len(rows())} families are known, e.g. {', '.join(_EXAMPLES)} "
+        f"({docs_page('reference/families/index')}); "
         "`nextn audit` and `nextn restore` take --family NAME for a head stored as that family's"
     )
 

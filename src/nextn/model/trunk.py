@@ -27,6 +27,7 @@ from nextn.model.family_layers import ResidualBlock, remove_unused_experts
 from nextn.model.head_config import head_config, layer_indices, layer_sizes
 from nextn.model.layer_types import LayerType, layer_types_of, masks_of, new_cache
 from nextn.model.transformers_loading import LazyTensor, model_from_config, model_from_folder
+from nextn.text_format import docs_page
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class Trunk(nn.Module):
         if not hasattr(model.get_decoder(), "layers"):
             raise FamilyError(
                 f"{type(model).__name__} (model_type {model.config.model_type}) has no `layers` in its decoder, "
-                "as Llama, Qwen and the families of docs/reference/families/index.md have; nextn cannot decode with it"
+                f"as Llama, Qwen and the known families have ({docs_page('reference/families/index')}); nextn cannot "
+                "decode with it"
             )
         self.config = model.config.get_text_config(decoder=True)
         self.layer_types = layer_types_of(self.config)

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from nextn.engines.answers import AnswerToken, EngineAnswer
-from nextn.text_format import counted
+from nextn.text_format import counted, docs_page
 from nextn.verify.greedy_comparison import TokenSource, compare_answers, first_difference
 from nextn.verify.session import CheckResult, VerifySession
 
-_DRAFTING = "compare logits at the position named; known causes: docs/reference/verify.md"
+_DRAFTING = f"compare logits at the position named; known causes: {docs_page('reference/verify')}"
 _MAX_REPLAYS = 6  # positions per text
 
 
@@ -92,7 +92,7 @@ def concurrency(session: VerifySession) -> CheckResult:
     pairs = list(zip(alone, batched, strict=True))
     agreement = compare_answers(pairs, tie_gap=settings.tie_gap, token_source=_token_source(session))
     subject = f"{min(settings.concurrency, len(batched))} at once against alone"
-    advice = "sequences of a batch are mixed up: docs/reference/verify.md names known causes"
+    advice = f"sequences of a batch are mixed up; known causes: {docs_page('reference/verify')}"
     check = agreement.check("concurrency", subject, tie_gap=settings.tie_gap, advice=advice)
     owners = [_owner(alone, batched[fault.prompt], fault.prompt) for fault in agreement.faults]
     swaps = [f"prompt {fault.prompt + 1} got the answer to prompt {owner + 1}"

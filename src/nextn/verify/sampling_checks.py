@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from nextn.engines.answers import AnswerToken, EngineAnswer, EngineRequest
 from nextn.engines.endpoint import Endpoint
-from nextn.text_format import counted
+from nextn.text_format import counted, docs_page
 from nextn.verify.distribution_tests import (
     Comparison,
     Table,
@@ -24,7 +24,7 @@ from nextn.verify.session import NUM_LOGPROBS, CheckResult, VerifySession
 
 _ADVICE = (
     "check that acceptance uses the draft's own distribution after the same temperature and filters: "
-    "docs/reference/verify.md"
+    f"{docs_page('reference/verify')}"
 )
 _NO_LOGPROBS = "llama.cpp returns none for drafted tokens (llama.cpp#27972)"
 # Seeds of the two endpoints never coincide: equal seeds would give equal texts, and hide a difference.
