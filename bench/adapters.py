@@ -2,7 +2,7 @@
 
 A LoRA adapter (peft) of a model of Python code is trained on text of another domain, the C++ headers that PyTorch
 comes with, in `transformers.Trainer`. Its change of the weights, times 0, 0.25, 0.5, 1 and 2, is then merged into the
-trunk. At each strength, the trunk answers held-out prompts of that domain, and `nextn.train.heldout_acceptance` follows
+trunk. At each strength, the trunk answers held-out prompts of that domain, and `nextn.train.evaluation` follows
 rounds of four drafts through these answers: with the head as it was, and after so many steps of training on answers of
 that trunk, as `nextn train --freeze-trunk` does by default, but without decay of the learning rate. At strength 0 the
 trunk is the original: what training brings there is due to the domain.
@@ -34,9 +34,8 @@ from nextn.data.sources import load_corpora
 from nextn.model.model import Model
 from nextn.model.trunk import TrunkOutput
 from nextn.train.config import HeadConfig
-from nextn.train.evaluation import teacher_forced_figures
+from nextn.train.evaluation import heldout_acceptance, teacher_forced_figures
 from nextn.train.head_task import HeadTask
-from nextn.train.heldout_acceptance import heldout_acceptance
 from nextn.train.loop import Trainer
 from nextn.train.metrics import StepRecord
 

@@ -29,10 +29,9 @@ from nextn.evaluate.conventions import apply_variants
 from nextn.evaluate.faults import FAULTS, Fault, expectations, fault_variant
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts
 from nextn.evaluate.likelihoods import FINE, combine_causes, indistinguishable_from, name_causes, rank_causes
-from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.teacher_forced import ReferenceText, score_texts, trunk_outputs
-from nextn.evaluate.workload import Prompt
+from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.model.model import Model
 from nextn.settings import Contract, Sampling, Settings
 from nextn.stats.acceptance import Acceptance

@@ -3,7 +3,7 @@
 Trunks: that of the checkpoint in the package, without its head (`tiny`, a dense Qwen3.5 of 2.3 M parameters), and two
 of the layouts of Llama and Qwen3 (2.1 and 2.6 M) that are trained here on Python's sources; tokens are bytes. Each cell
 trains a new head on the trunk's own sampled answers, on the same batches in every cell, with the trunk's lm_head.
-`nextn.train.heldout_acceptance` follows rounds of four drafts through the trunk's answers to held-out prompts, greedy
+`nextn.train.evaluation` follows rounds of four drafts through the trunk's answers to held-out prompts, greedy
 ones for T = 0 and sampled ones for T = 1: keys are those of decoding, and the rule of acceptance is the same for all.
 
 `mtp` is the head of `nextn train --freeze-trunk --init-head` with default settings. `eagle3` follows EAGLE-3 (arXiv
@@ -46,9 +46,9 @@ from nextn.model.head import Head, HeadStep
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.train.config import HeadConfig, TrainConfig
+from nextn.train.evaluation import heldout_acceptance
 from nextn.train.head_run import StartingPoint, load_starting_point
 from nextn.train.head_task import HeadTask
-from nextn.train.heldout_acceptance import heldout_acceptance
 from nextn.train.init_head import init_head
 from nextn.train.joint_task import Example, JointTask
 from nextn.train.loop import Trainer

@@ -31,10 +31,10 @@ from nextn.conformance.build import build
 from nextn.conformance.canary_model import SHAPES, prompts, text
 from nextn.evaluate.conventions import apply_variants, variants
 from nextn.evaluate.decoding_costs import processor_name
-from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.probe import RULES, ProbeReport, probe
 from nextn.evaluate.reference_texts import generate_texts
 from nextn.evaluate.teacher_forced import ReferenceText
+from nextn.evaluate.workload import ReferencePlan
 from nextn.model.model import Model
 from nextn.settings import Contract
 

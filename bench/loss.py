@@ -27,8 +27,8 @@ from torch import Tensor
 
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.losses.distillation import OBJECTIVES, head_loss
+from nextn.losses.divergences import Teacher
 from nextn.losses.mtp_loss import IGNORE, Targets, mtp_loss
-from nextn.losses.teacher import Teacher
 
 LAMBDA = 0.3
 

@@ -3,7 +3,7 @@
 `bare`: a byte-level trunk that was trained without a head gets a new one. `stale`: a trunk and head that were trained
 together, the trunk then fine-tuned on other text, so that its head no longer matches; that head is trained on. `joint`,
 the head that was trained with its trunk, is what both are compared with. Each cell of the table trains one head, in
-less than a minute on two cores; AL@1..8 are of `nextn.train.heldout_acceptance` on the trunk's own answers to held-out
+less than a minute on two cores; AL@1..8 are of `nextn.train.evaluation` on the trunk's own answers to held-out
 prompts, greedy ones for T = 0 and sampled ones for T = 1. Results and files in the work folder are reused.
 
     python bench/objectives.py                       # all cells: about an hour on two cores
@@ -34,8 +34,8 @@ from nextn.errors import ConfigError
 from nextn.losses.distillation import OBJECTIVES
 from nextn.model.model import Model
 from nextn.train.config import HeadConfig, TrainConfig
+from nextn.train.evaluation import heldout_acceptance
 from nextn.train.head_task import HeadTask
-from nextn.train.heldout_acceptance import heldout_acceptance
 from nextn.train.init_head import init_head
 from nextn.train.joint_task import JointTask
 from nextn.train.loop import Trainer

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nextn.data.batches import Batch, Batches
+from nextn.data.batches import Batch, Batches, sample_prompts
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.data.corpus import Corpus, standard_library
-from nextn.data.prompts import sample_prompts
 from nextn.data.sources import load_corpora, path_hashes, split_by_hash
 from nextn.evaluate.decoding_costs import processor_name
 from nextn.model.model import Model

@@ -26,8 +26,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 import nextn
 from nextn.checkpoint.safetensors_file import write_json
+from nextn.data.batches import sample_prompts
 from nextn.data.byte_tokenizer import byte_tokenizer
-from nextn.data.prompts import sample_prompts
 from nextn.train.cotrain import CotrainLoss, HeadSettings, model_inputs, targets_of
 
 OUT = Path(__file__).with_name("results") / "rl.json"

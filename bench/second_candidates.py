@@ -20,10 +20,9 @@ from torch import Tensor
 import nextn
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.evaluate.decoding_costs import processor_name
-from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.reference_texts import generate_texts, prompt_tokens
 from nextn.evaluate.teacher_forced import ReferenceText, trunk_outputs
-from nextn.evaluate.workload import read_prompts
+from nextn.evaluate.workload import ReferencePlan, read_prompts
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
 

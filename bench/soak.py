@@ -37,7 +37,7 @@ from soak_requests import (
     with_chat_template,
 )
 
-from nextn.engines.prometheus import parse_series, sum_series
+from nextn.engines.counters import parse_series, sum_series
 from nextn.evaluate.decoding_costs import processor_name
 
 _COUNTED = (

@@ -27,7 +27,7 @@ from tiny import FIXTURES, refrain  # noqa: E402
 
 from nextn.checkpoint.checkpoint import INDEX, Checkpoint, write_index  # noqa: E402
 from nextn.checkpoint.head_inventory import Inventory  # noqa: E402
-from nextn.checkpoint.quant_config import QuantConfig  # noqa: E402
+from nextn.checkpoint.quantization import QuantConfig  # noqa: E402
 from nextn.checkpoint.safetensors_file import read_header  # noqa: E402
 from nextn.checkpoint.tensors import FLOATS, TensorReader  # noqa: E402
 from nextn.decoding.rounds import rounds  # noqa: E402

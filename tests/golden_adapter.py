@@ -21,10 +21,10 @@ from nextn.decoding.generate import Result, generate
 from nextn.decoding.trace import TraceRow, trace
 from nextn.evaluate import benchmark, decoding_costs
 from nextn.evaluate.benchmark import BenchmarkPlan as BenchPlan
-from nextn.evaluate.plans import ReferencePlan as MeasurePlan
 from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.reference_report import AcceptanceFigures
 from nextn.evaluate.workload import Prompt
+from nextn.evaluate.workload import ReferencePlan as MeasurePlan
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
 from nextn.settings import Sampling, Settings

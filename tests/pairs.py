@@ -11,7 +11,7 @@ import torch
 from torch import distributed as dist
 from torch import multiprocessing
 
-from nextn.train.ranks import Ranks
+from nextn.train.distributed import Ranks
 
 
 class Pair:

@@ -18,14 +18,13 @@ from nextn.errors import CheckpointError, ConfigError, TrainingError
 from nextn.losses.mtp_loss import Targets
 from nextn.model.model import Model
 from nextn.train.config import HeadConfig, TrainConfig
+from nextn.train.distributed import Ranks, shard, unsharded
 from nextn.train.head_run import StartingPoint, load_starting_point
 from nextn.train.head_task import HeadTask, freeze
 from nextn.train.hidden_cache import HiddenStateCache
 from nextn.train.joint_task import JointTask
 from nextn.train.loop import Trainer
 from nextn.train.metrics import EvalRecord, HeadRecord, StepRecord
-from nextn.train.ranks import Ranks
-from nextn.train.sharding import shard, unsharded
 
 CONFIG = TrainConfig(
     steps=4, batch_size=4, length=24, depths=3, warmup=1, lam="0.5", dtype="float32", eval_batches=1, lr=1e-3

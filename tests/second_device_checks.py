@@ -18,19 +18,18 @@ from nextn.conformance.build import build as build_canary
 from nextn.decoding.trace import trace
 from nextn.evaluate import benchmark, decoding_costs
 from nextn.evaluate.faults import FAULTS, measure_under_fault
-from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.reference import reference_acceptance
-from nextn.evaluate.workload import Prompt
+from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.model.device_map import spread_layers
 from nextn.model.model import Model
 from nextn.model.transformers_loading import LayerLoader
 from nextn.runtime.backend import backend_for
 from nextn.settings import Sampling, Settings
 from nextn.train.config import HeadConfig, TrainConfig
+from nextn.train.distributed import Ranks, processes
 from nextn.train.head_task import HeadTask
 from nextn.train.joint_task import JointTask
 from nextn.train.loop import Trainer
-from nextn.train.ranks import Ranks, processes
 
 SHORT = {"steps": 2, "batch_size": 2, "length": 16, "depths": 2, "dtype": "float32", "eval_batches": 1, "save_every": 1}
 

@@ -9,9 +9,8 @@ from quick import families
 from tiny import FIXTURES
 
 from nextn.audit.norm_weights import NormValues, shifts
-from nextn.audit.sampled_values import SampledValues, decode
+from nextn.audit.tensor_values import SampledValues, WholeValues, decode
 from nextn.audit.values import head_stale, values
-from nextn.audit.whole_values import WholeValues
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint

@@ -12,8 +12,7 @@ from nextn.errors import ConfigError
 from nextn.evaluate import decoding_costs
 from nextn.evaluate.benchmark import DEFINITIONS, BenchmarkReport, Run, benchmark_runs, run_benchmark
 from nextn.evaluate.decoding_costs import Machine
-from nextn.evaluate.plans import BenchmarkPlan
-from nextn.evaluate.workload import Prompt
+from nextn.evaluate.workload import BenchmarkPlan, Prompt
 from nextn.settings import Sampling, Settings
 from nextn.stats.acceptance import Acceptance
 from nextn.stats.speedup import Costs, Spread

@@ -11,10 +11,9 @@ from tiny import FIXTURES, refrain
 
 from nextn.cli import main
 from nextn.conformance.check import ConformanceReport, ReadingFit, check, clauses
-from nextn.conformance.contract import CLAUSES, clause_of
 from nextn.conformance.engine_run import ConformanceRun, from_files, run_greedy
 from nextn.conformance.expected import build_record
-from nextn.conformance.record import FILE, Canary, CanaryPrompt, RecordedReading, prompt_counts
+from nextn.conformance.record import CLAUSES, FILE, Canary, CanaryPrompt, RecordedReading, clause_of, prompt_counts
 from nextn.engines.answers import EngineAnswer
 from nextn.engines.counters import Counters
 from nextn.errors import ConfigError, EngineError
@@ -502,7 +501,7 @@ class Late:
 @pytest.mark.parametrize(("late", "rises"), [(0, 4), (5, 4), (0, 0)])
 def test_counters_that_are_late(monkeypatch, late, rises):
     """Two equal readings are none yet while they are those from before the answer; an engine may never draft."""
-    monkeypatch.setattr("nextn.engines.driver._POLL_S", 0)
+    monkeypatch.setattr("nextn.engines.endpoint._POLL_S", 0)
     found = run_greedy(Late(EngineAnswer("ab", "length"), late=late, rises=rises), small())
     assert [(places, each.num_drafts) for places, each in found.counts] == [((0,), rises), ((1,), rises)]
 

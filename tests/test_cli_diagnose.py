@@ -17,7 +17,7 @@ from nextn.errors import NextnError
 from nextn.evaluate.diagnose import Diagnosis, ObservedCase
 from nextn.evaluate.engine_run import EngineObservation
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts
-from nextn.evaluate.plans import ReferencePlan
+from nextn.evaluate.workload import ReferencePlan
 from nextn.settings import Contract
 
 LOG = (

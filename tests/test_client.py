@@ -9,8 +9,7 @@ from raw_server import serving
 
 from nextn.engines.answers import EngineRequest
 from nextn.engines.client import Budget, Client, Limits, base_url
-from nextn.engines.driver import run_concurrently
-from nextn.engines.endpoint import Capabilities, Endpoint, ServedModel, _select_model
+from nextn.engines.endpoint import Capabilities, Endpoint, ServedModel, _select_model, run_concurrently
 from nextn.errors import BudgetError, ConfigError, EngineError
 
 QUICK = Limits(answer_s=0.6, answer_bytes=1_000_000, wait_s=1.0)

@@ -23,7 +23,6 @@ from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.conformance import expected
 from nextn.conformance.build import build
 from nextn.conformance.canary_model import SHAPES, documents, prompts
-from nextn.conformance.contract import CLAUSES
 from nextn.conformance.expected import (
     MAX_K,
     PASSES,
@@ -32,7 +31,7 @@ from nextn.conformance.expected import (
     rounds_of_decoding,
     rounds_of_scores,
 )
-from nextn.conformance.record import FILE, Canary
+from nextn.conformance.record import CLAUSES, FILE, Canary
 from nextn.decoding.generate import generate
 from nextn.errors import ConfigError
 from nextn.evaluate.faults import FAULTS

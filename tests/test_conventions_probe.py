@@ -11,10 +11,10 @@ from tiny import build, forked, refrain
 
 from nextn.errors import ConfigError
 from nextn.evaluate.conventions import apply_variants, variants
-from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.probe import ControlScores, ConventionScore, ProbeReport, probe
 from nextn.evaluate.reference_texts import generate_texts
 from nextn.evaluate.teacher_forced import ReferenceText
+from nextn.evaluate.workload import ReferencePlan
 from nextn.model.model import Model
 from nextn.settings import Contract
 

@@ -14,7 +14,7 @@ from test_quant_config import GROUPS
 from test_restore import bytes_of, lost, no_waiting_for_disks, own_names, snapshot, take, without
 
 import nextn
-from nextn.audit.sampled_values import decode
+from nextn.audit.tensor_values import decode
 from nextn.checkpoint.checkpoint import CONFIG, INDEX, Checkpoint
 from nextn.checkpoint.provenance import Provenance, head_fingerprint, trunk_fingerprint
 from nextn.checkpoint.safetensors_file import RawTensor

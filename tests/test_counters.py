@@ -15,8 +15,7 @@ from nextn.engines.counter_formats import (
     read,
     without_first_tokens,
 )
-from nextn.engines.counters import SHORTER, Counters, fill_in_derived, sum_counters
-from nextn.engines.prometheus import Series, parse_series, sum_series
+from nextn.engines.counters import SHORTER, Counters, Series, fill_in_derived, parse_series, sum_counters, sum_series
 from nextn.errors import EngineError
 
 VLLM = """\

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nextn.speculative import coupled_sampling
-from nextn.speculative.coupled_sampling import sample_coupled
+from nextn.speculative import sampling
+from nextn.speculative.sampling import sample_coupled
 
 NUM = 6000
 SMALL = torch.tensor([0.5, 0.2, 0.0, 0.15, 0.1, 0.05])
@@ -26,7 +26,7 @@ def chi_square(found, probs):
 @pytest.mark.parametrize("racers", [512, 3, 1], ids=lambda num: f"{num} racers")
 def test_tokens_follow_the_distribution(monkeypatch, racers):
     """With few racers, most samples come from the tokens that do not race one by one."""
-    monkeypatch.setattr(coupled_sampling, "_RACERS", racers)
+    monkeypatch.setattr(sampling, "_RACERS", racers)
     found = counts(SMALL)
     value, bins = chi_square(found, SMALL)
     assert found[2] == 0

@@ -6,9 +6,9 @@ from tiny import build, prompt
 
 from nextn.errors import CheckpointError, ConfigError
 from nextn.model.model import Model
+from nextn.train.distributed import Ranks
 from nextn.train.fingerprint import fingerprint, fingerprint_of
 from nextn.train.head_run import StartingPoint, load_starting_point, prepare_head_run
-from nextn.train.ranks import Ranks
 
 TWO = Ranks(0, 2)
 

@@ -8,8 +8,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from nextn.data.byte_tokenizer import byte_tokenizer
-from nextn.decoding.detokenizer import Detokenizer
-from nextn.decoding.generate import TextStream
+from nextn.decoding.generate import Detokenizer, TextStream
 
 WORDS = ["▁", "▁▁", "▁the", "the", "▁naïve", "▁✓", "🙂", "日", "\n", ".", "<end>", "e", "n", "▁<"]
 

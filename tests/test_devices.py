@@ -11,8 +11,8 @@ import typer
 from nextn.cli import app
 from nextn.devices import resolve_device, training_dtype
 from nextn.errors import ConfigError
-from nextn.train import ranks
-from nextn.train.ranks import processes
+from nextn.train import distributed
+from nextn.train.distributed import processes
 
 LOADING = {
     "generate",
@@ -69,14 +69,14 @@ def test_processes_of_torchrun(asked, gpus, expected, monkeypatch):
     """Each has a GPU of its own where there are some and no CPU is asked for."""
     for name, value in (("is_available", gpus > 0), ("device_count", gpus), ("set_device", None)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    assert ranks._device(1, asked) == torch.device(expected)
+    assert distributed._device(1, asked) == torch.device(expected)
 
 
 def test_processes_of_torchrun_choose_no_gpu_themselves(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match=r"device = 'cuda:1' with torchrun.*expected auto, cuda or cpu"):
-        ranks._device(0, "cuda:1")
+        distributed._device(0, "cuda:1")
 
 
 def test_one_process_refuses_a_device_that_is_not_there(monkeypatch):

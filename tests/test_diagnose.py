@@ -37,11 +37,10 @@ from nextn.evaluate.engine_run import (
 from nextn.evaluate.faults import FAULTS, expectations, fault_variant
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts, engine_depth, observed_counts
 from nextn.evaluate.likelihoods import FINE
-from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.reference_texts import GeneratedTexts, generate_texts
 from nextn.evaluate.teacher_forced import ReferenceText
-from nextn.evaluate.workload import Prompt
+from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.settings import Contract
 
 PROMPTS = [Prompt(tuple(row.tolist()), "xy"[place % 2]) for place, row in enumerate(refrain(12, 33, seed=10**6))]
@@ -439,7 +438,7 @@ class Counting:
 @pytest.fixture
 def asked(monkeypatch):
     """Ask prompts of one token each -> (observation, endpoint, number of answer callbacks)."""
-    monkeypatch.setattr("nextn.engines.driver.from_metrics", lambda text, model: text)
+    monkeypatch.setattr("nextn.engines.endpoint.from_metrics", lambda text, model: text)
 
     def run(answers, after, *, temperature=0.0, seed=3):
         endpoint, calls = (

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from nextn.audit import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.separate_head import open_head, trunk_family
+from nextn.checkpoint.provenance import open_head, trunk_family
 from nextn.edit.export import as_text, export
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.model.model import Model

@@ -10,9 +10,8 @@ from torch import nn
 
 from nextn.evaluate.conventions import apply_variants
 from nextn.evaluate.faults import FAULTS, _quantize, fault_variant, measure_under_fault
-from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.reference import reference_acceptance
-from nextn.evaluate.workload import Prompt
+from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.settings import Contract
 
 PROMPTS = [Prompt(tuple(row.tolist()), "x") for row in refrain(12, 33, seed=10**6)]

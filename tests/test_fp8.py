@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import CONFIGS, build
 
-from nextn.checkpoint import fp8
-from nextn.checkpoint.stored_format import scale_of
+from nextn.checkpoint import quantized_weights
+from nextn.checkpoint.quantization import scale_of
 from nextn.families import by_name
 from nextn.model.load_head import head_tensors
 
@@ -20,7 +20,10 @@ def bits(tensor):
 
 def slow(weight):
     """weight_quant of kernel.py, one block after the other."""
-    out, scales = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(fp8.grid(weight.shape, BLOCK))
+    out, scales = (
+        torch.empty(weight.shape, dtype=torch.float8_e4m3fn),
+        torch.empty(quantized_weights.scale_shape(weight.shape, BLOCK)),
+    )
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
             place = slice(i * BLOCK[0], (i + 1) * BLOCK[0]), slice(j * BLOCK[1], (j + 1) * BLOCK[1])
@@ -38,16 +41,16 @@ def test_there_and_back(rows, columns, experts, exponent, dtype, seed):
     """A block edge that is cut off wrongly, a scale of the wrong block, or bits that wander at each saving."""
     generator = torch.Generator().manual_seed(seed)
     weight = (torch.randn(*experts, rows, columns, generator=generator) * 2.0**exponent).to(dtype)
-    small, scale = fp8.quantize(weight, BLOCK)
-    assert scale.shape == fp8.grid(weight.shape, BLOCK)
-    back = fp8.dequantize(small, scale, BLOCK)
+    small, scale = quantized_weights.quantize_fp8(weight, BLOCK)
+    assert scale.shape == quantized_weights.scale_shape(weight.shape, BLOCK)
+    back = quantized_weights.dequantize_fp8(small, scale, BLOCK)
     # e4m3 has 3 bits after the point: half a unit of the last place, or of the smallest subnormal, 2 ** -9.
     largest = weight.float().abs().max().item()
     gap = (back - weight.float()).abs()
     assert bool(
         (gap <= torch.maximum(weight.float().abs() * 2**-4, torch.tensor(largest / 448 * 2**-10)) * 1.001).all()
     )
-    again, same = fp8.quantize(back.to(dtype), BLOCK)
+    again, same = quantized_weights.quantize_fp8(back.to(dtype), BLOCK)
     assert torch.equal(bits(again), bits(small))
     assert torch.equal(same, scale)
     if not experts:
@@ -60,7 +63,7 @@ def test_a_block_of_zeros():
     """Divided by its scale of 0, it would be NaN for ever."""
     weight = torch.zeros(8, 8)
     weight[:4] = 1.0
-    back = fp8.dequantize(*fp8.quantize(weight, BLOCK), BLOCK)
+    back = quantized_weights.dequantize_fp8(*quantized_weights.quantize_fp8(weight, BLOCK), BLOCK)
     assert torch.equal(back, weight)
 
 
@@ -69,8 +72,10 @@ def test_scales_that_are_exponents():
     weight = torch.ones(2, 64).to(torch.float8_e4m3fn)
     exponents = torch.tensor([[126, 128], [127, 130]], dtype=torch.uint8)
     expected = torch.tensor([[0.5, 2.0], [1.0, 8.0]]).repeat_interleave(32, dim=1)
-    assert torch.equal(fp8.dequantize(weight, exponents, (1, 32)), expected)
-    assert torch.equal(fp8.dequantize(weight, exponents.view(torch.float8_e8m0fnu), (1, 32)), expected)
+    assert torch.equal(quantized_weights.dequantize_fp8(weight, exponents, (1, 32)), expected)
+    assert torch.equal(
+        quantized_weights.dequantize_fp8(weight, exponents.view(torch.float8_e8m0fnu), (1, 32)), expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,7 +94,7 @@ def test_scales_that_are_exponents():
 )
 def test_which_block_scales_stand_for(shape, scale, block):
     """A grid that does not fit must not be stretched over the weight."""
-    assert fp8.block_of(shape, scale, (128, 128)) == block
+    assert quantized_weights.implied_block(shape, scale, (128, 128)) == block
 
 
 @pytest.mark.parametrize(
@@ -103,7 +108,7 @@ def test_which_block_scales_stand_for(shape, scale, block):
 )
 def test_declared_block(config, block):
     """Blocks that the config declares are overlooked."""
-    assert fp8.declared_block(config, by_name("deepseek_v3")) == block
+    assert quantized_weights.declared_block(config, by_name("deepseek_v3")) == block
 
 
 def test_where_scales_stand():
@@ -129,7 +134,7 @@ def test_what_stays_plain(name):
     family = by_name(name)
     head = build(name).head
     tensors = head_tensors(head)
-    packed = fp8.pack(tensors, family, head.trunk.num_layers)
+    packed = quantized_weights.quantize_tensors(tensors, family, head.trunk.num_layers)
     plain = {each for each, value in packed.items() if value.ndim > 1 and value.itemsize > 1} & tensors.keys()
     assert {each.split(".")[-2] for each in plain if each.endswith(".weight")} == PLAIN[name]
     small = {each for each, value in packed.items() if value.itemsize == 1}

@@ -21,7 +21,7 @@ from nextn.audit.gguf import audit_gguf
 from nextn.checkpoint import checkpoint as checkpoint_module
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.separate_head import open_head, trunk_family
+from nextn.checkpoint.provenance import open_head, trunk_family
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.edit.export import export
 from nextn.edit.gguf_export import write_gguf

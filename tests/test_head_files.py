@@ -18,8 +18,8 @@ from nextn.checkpoint.staging_folder import owned
 from nextn.edit.restore import restore
 from nextn.errors import CheckpointError, ConfigError
 from nextn.model.model import Model
-from nextn.train import head_files
-from nextn.train.head_files import write_standalone_head, write_with_trunk
+from nextn.train import head_task
+from nextn.train.head_task import write_standalone_head, write_with_trunk
 
 
 def trunk_bytes(folder):
@@ -161,7 +161,7 @@ def test_a_failure_names_the_folder_and_leaves_the_old_one(tmp_path, monkeypatch
     def full(*_, **__):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(head_files, "save_file", full)
+    monkeypatch.setattr(head_task, "save_file", full)
     with pytest.raises(CheckpointError, match="No space left on device") as found:
         write()
     assert ".nextn" not in str(found.value)

@@ -20,7 +20,7 @@ from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.errors import CheckpointError, ConfigError, TrainingError
 from nextn.model.model import Model
-from nextn.train import run_folder
+from nextn.train import checkpointing
 from nextn.train.config import HeadConfig
 from nextn.train.head_parts import PARTS, part_of
 from nextn.train.head_task import HeadTask
@@ -313,13 +313,13 @@ def killed(work, folder, is_due):
 
 def _slowly(folder):
     """Train with a checkpoint at every step, each of which takes long to write."""
-    whole = run_folder.save_file
+    whole = checkpointing.save_file
 
     def save(*args, **kwargs):
         whole(*args, **kwargs)
         time.sleep(0.15)
 
-    run_folder.save_file = save
+    checkpointing.save_file = save
     texts = refrains(12, 60, seed=1, eos=47)
     list(Trainer(of_fixture(texts, replace(CONFIG, save_every=1, steps=40)), out=folder).run())
 
@@ -416,7 +416,7 @@ def test_a_full_disk_at_a_checkpoint(corpus, tmp_path, monkeypatch):
     """One line that says what is whole, and how to go on; the run goes on from there to the same steps."""
     config = replace(CONFIG, save_every=2)
     told = losses(Trainer(of_fixture(corpus, config), out=tmp_path / "whole").run())
-    out, save = tmp_path / "run", run_folder.save_file
+    out, save = tmp_path / "run", checkpointing.save_file
 
     def full(tensors, path, **options):
         if "step-0000004" in str(path):
@@ -424,7 +424,7 @@ def test_a_full_disk_at_a_checkpoint(corpus, tmp_path, monkeypatch):
             raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
         save(tensors, path, **options)
 
-    monkeypatch.setattr(run_folder, "save_file", full)
+    monkeypatch.setattr(checkpointing, "save_file", full)
     with pytest.raises(CheckpointError) as found:
         list(Trainer(of_fixture(corpus, config), out=out).run())
     assert str(found.value).startswith(f"{out / 'step-0000004'}: cannot be written: No space left on device")

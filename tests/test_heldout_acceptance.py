@@ -11,7 +11,7 @@ from nextn.data.batches import Batch
 from nextn.model.model import Model
 from nextn.settings import Sampling
 from nextn.stats.acceptance import Acceptance
-from nextn.train.heldout_acceptance import BestTracker, HeldOutAcceptance, PositionCounts, heldout_acceptance
+from nextn.train.evaluation import BestTracker, HeldOutAcceptance, PositionCounts, heldout_acceptance
 
 K = 4
 

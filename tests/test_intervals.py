@@ -6,7 +6,7 @@ import random
 import pytest
 from scipy.stats import binomtest, t
 
-from nextn.stats.intervals import Estimate, jackknife, paired_difference, proportion, student_t
+from nextn.stats.acceptance import Estimate, jackknife, paired_difference, proportion, student_t
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 15, 40, 199])

@@ -10,7 +10,7 @@ from test_cli import TINY
 
 from nextn.errors import ConfigError
 from nextn.model.model import Model
-from nextn.train.heldout_acceptance import BestTracker
+from nextn.train.evaluation import BestTracker
 from nextn.train.joint_run import prepare_joint_run
 
 SMALL = {

@@ -17,7 +17,7 @@ PACKAGE = Path(nextn.__file__).parent
 # From the bottom to the top: a module or folder imports only what stands in an earlier row.
 LAYERS = [
     ["errors", "text_format"],
-    ["settings", "devices", "bounded_http", "redaction"],
+    ["settings", "devices", "bounded_http", "bounded_json"],
     ["families", "stats", "data", "losses"],
     ["checkpoint", "engines", "speculative"],
     ["cache", "edit"],
@@ -33,13 +33,13 @@ LAYERS = [
 LINE_BUDGET = 48_750
 # fmt: off
 NO_TORCH = (
-    "errors", "bounded_http", "redaction", "families", "data.byte_tokenizer", "data.corpus", "data.sources",
-    "data.batches", "data.prompts", "data.degeneracy", "data.chat_template", "data.records",
-    "stats.acceptance", "stats.intervals", "stats.speedup", "settings", "speculative.draft_policy",
-    "checkpoint.remote", "checkpoint.bounded_json", "checkpoint.safetensors_file", "checkpoint.checkpoint",
-    "checkpoint.stored_format", "checkpoint.quant_formats", "checkpoint.quant_config",
-    "checkpoint.head_inventory", "checkpoint.snapshot", "checkpoint.provenance", "checkpoint.separate_head", "audit",
-    "edit.restore", "edit.convert", "edit.export", "edit.gguf_export", "engines", "evaluate.plans",
+    "errors", "bounded_http", "bounded_json", "families", "data.byte_tokenizer", "data.corpus", "data.sources",
+    "data.batches", "data.degeneracy", "data.chat_template", "data.records",
+    "stats.acceptance", "stats.speedup", "settings", "speculative.draft_policy",
+    "checkpoint.remote", "checkpoint.safetensors_file", "checkpoint.checkpoint",
+    "checkpoint.quantization", "checkpoint.quant_formats",
+    "checkpoint.head_inventory", "checkpoint.snapshot", "checkpoint.provenance", "audit",
+    "edit.restore", "edit.convert", "edit.export", "edit.gguf_export", "engines",
     "evaluate.workload", "verify",
     "evaluate.likelihoods", "evaluate.hypotheses", "conformance.check",
     "conformance.engine_run", "conformance.record", "conformance.canary_model", "conformance.acceptance_rule",

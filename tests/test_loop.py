@@ -15,10 +15,10 @@ from nextn.checkpoint.provenance import Provenance
 from nextn.errors import CheckpointError, ConfigError, TrainingError
 from nextn.model.model import Model
 from nextn.train.config import TrainConfig
+from nextn.train.distributed import ALONE
 from nextn.train.joint_task import JointTask, held_out_batches
 from nextn.train.loop import Trainer
 from nextn.train.metrics import EvalRecord, StepRecord
-from nextn.train.ranks import ALONE
 
 CONFIG = TrainConfig(
     steps=6, batch_size=2, length=24, depths=3, warmup=1, lam="0.3,0.1@50%", dtype="float32", eval_batches=1

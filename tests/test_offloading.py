@@ -11,7 +11,7 @@ from nextn.cli.offload import parse_bandwidth
 from nextn.errors import ConfigError
 from nextn.evaluate import given_texts, reference_texts
 from nextn.evaluate.offloading import StoredWeights
-from nextn.evaluate.plans import ReferencePlan
+from nextn.evaluate.workload import ReferencePlan
 from nextn.model.model import Model
 
 pytestmark = pytest.mark.usefixtures("fixed_bandwidth")

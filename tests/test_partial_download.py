@@ -11,9 +11,9 @@ from packed import Case, quantize_folder
 from safetensors.torch import load_file
 from tiny import build, prompt
 
-from nextn.checkpoint import partial_download, remote
+from nextn.checkpoint import remote, snapshot
 from nextn.checkpoint.checkpoint import Checkpoint
-from nextn.checkpoint.partial_download import PartialFile
+from nextn.checkpoint.snapshot import PartialFile
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.errors import CheckpointError
 from nextn.evaluate import decoding_costs
@@ -52,7 +52,7 @@ def disk_bytes(folder):
 
 def is_allocated(folder):
     """Whether this file system gives space of holes back, as all usual ones of Linux do."""
-    return partial_download._fallocate() is not None and disk_bytes(folder) > 0
+    return snapshot._fallocate() is not None and disk_bytes(folder) > 0
 
 
 def test_same_states_each_tensor_once(hub, folder, tmp_path):
@@ -149,7 +149,7 @@ def test_a_disk_that_fills(hub, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(partial_download.os, "pwrite", full)
+    monkeypatch.setattr(snapshot.os, "pwrite", full)
     with pytest.raises(CheckpointError, match=r"safetensors: cannot be written: No space left on device; free some"):
         streamed(tmp_path)
 

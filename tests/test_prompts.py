@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from corpora import library, masked, numbered
 
+from nextn.data.batches import leading_prompts, sample_prompts
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.data.corpus import Corpus, encoder
-from nextn.data.prompts import leading_prompts, sample_prompts
 from nextn.errors import ConfigError
 
 

@@ -8,10 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nextn.checkpoint.checkpoint import Checkpoint
-from nextn.checkpoint.quant_config import QuantConfig
 from nextn.checkpoint.quant_formats import FORMATS
+from nextn.checkpoint.quantization import QuantConfig, Storage, split_name, storage, stored_modules
 from nextn.checkpoint.safetensors_file import RawTensor, TensorInfo, write_json, write_safetensors
-from nextn.checkpoint.stored_format import Storage, split_name, storage, stored_modules
 from nextn.errors import CheckpointError
 
 TRUNK = [f"model.layers.{i}.{name}" for i in (0, 6, 61) for name in ("self_attn.q_proj", "mlp.experts.0.up_proj")]

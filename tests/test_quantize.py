@@ -14,17 +14,16 @@ from tiny import FIXTURES, build, prompt, refrain
 from nextn.audit import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.packed_weights import pack_codes, round_to_nearest
 from nextn.checkpoint.provenance import Provenance
-from nextn.checkpoint.quant_config import QuantConfig
+from nextn.checkpoint.quantization import QuantConfig
+from nextn.checkpoint.quantized_weights import pack_codes, round_to_nearest
 from nextn.checkpoint.tensors import TensorReader
 from nextn.edit import quantize as module
 from nextn.edit.quantize import quantize
 from nextn.errors import CheckpointError, ConfigError
 from nextn.evaluate import head_precision
 from nextn.evaluate.head_precision import HeadPrecision, measure_head_bits, quantize_measured
-from nextn.evaluate.plans import ReferencePlan
-from nextn.evaluate.workload import Prompt
+from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.model.load_head import change_stored
 from nextn.model.model import Model
 

@@ -13,7 +13,7 @@ from nextn.audit import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.errors import ConfigError
 from nextn.model.model import Model
-from nextn.train.ranks import ALONE, Ranks, processes
+from nextn.train.distributed import ALONE, Ranks, processes
 
 
 @pytest.fixture(scope="module")

@@ -26,10 +26,9 @@ from nextn.checkpoint.safetensors_file import write_json
 from nextn.engines.counters import Counters, sum_counters
 from nextn.evaluate import diagnose as diagnosing
 from nextn.evaluate.engine_run import EngineObservation
-from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.probe import probe, truncate_texts
 from nextn.evaluate.reference import reference_acceptance
-from nextn.evaluate.workload import Prompt
+from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.model.model import Model
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]

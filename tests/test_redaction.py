@@ -6,7 +6,7 @@ from urllib.parse import quote
 
 import pytest
 
-from nextn.redaction import Redactor
+from nextn.bounded_http import Redactor
 
 KEY = 'sk-a/b+c"\\d&<e>'
 

@@ -18,7 +18,7 @@ from nextn.audit import audit
 from nextn.checkpoint.checkpoint import CONFIG, INDEX, Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance, head_fingerprint, trunk_fingerprint
-from nextn.checkpoint.quant_config import QuantConfig
+from nextn.checkpoint.quantization import QuantConfig
 from nextn.checkpoint.safetensors_file import RawTensor, write_json
 from nextn.edit import plan
 from nextn.edit.compatibility import absent

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from nextn.errors import CheckpointError, ConfigError
+from nextn.train.checkpointing import MetricsLog, RunFolder, read_moments, read_state, write_moments, write_state
 from nextn.train.config import TrainConfig
 from nextn.train.metrics import StepRecord
-from nextn.train.run_folder import MetricsLog, RunFolder, read_moments, read_state, write_moments, write_state
 
 CONFIG = TrainConfig(steps=9, length=8, depths=1)
 

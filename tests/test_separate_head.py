@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.separate_head import is_foreign, open_head, trunk_family
+from nextn.checkpoint.provenance import is_foreign, open_head, trunk_family
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.decoding.generate import generate
 from nextn.errors import CheckpointError, ConfigError, FamilyError

@@ -15,8 +15,7 @@ from scripted_engine import EOS, TEXT, ScriptedEngine
 import nextn
 from nextn.decoding.generate import generate
 from nextn.engines.client import Budget
-from nextn.engines.driver import counters_in_answers
-from nextn.engines.endpoint import Endpoint
+from nextn.engines.endpoint import Endpoint, counters_in_answers
 from nextn.model.model import Model
 from nextn.serve.api import create_app
 from nextn.serve.engine import ServingEngine

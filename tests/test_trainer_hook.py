@@ -25,7 +25,7 @@ from nextn.errors import CheckpointError, ConfigError
 from nextn.losses.mtp_loss import Targets, mtp_loss
 from nextn.model.head import Head, lm_head_weights
 from nextn.model.model import Model, load_head
-from nextn.train import trainer_head
+from nextn.train import trainer_hook
 from nextn.train.cotrain import HeadSettings
 from nextn.train.trainer_hook import train_head
 
@@ -294,7 +294,7 @@ def test_a_fresh_head_begins_as_its_trunk(speaker, tmp_path, monkeypatch, kind):
     made, is_copy = first_loss("made")
     assert is_copy
     monkeypatch.setattr(
-        trainer_head,
+        trainer_hook,
         "init_head",
         lambda family, trunk, _, num_modules: (Head(family, trunk, num_modules=num_modules), []),
     )

@@ -7,7 +7,7 @@ from functools import cached_property
 from engines.protocol import Answer
 
 from nextn.data.degeneracy import MIN_TOKENS, degeneracy
-from nextn.evaluate.plans import rotate
+from nextn.evaluate.workload import rotate
 from nextn.stats.speedup import Spread
 
 # (prompt and common text, our next token, theirs) -> logit of our token less that of theirs.

@@ -20,15 +20,14 @@ from nextn.engines.counter_formats import from_metrics
 from nextn.engines.counters import Counters, sum_counters
 from nextn.errors import EngineError
 from nextn.evaluate.conventions import Variant, apply_variants
-from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.teacher_forced import ReferenceText, ScoredText, score_texts, trunk_outputs
-from nextn.evaluate.workload import Prompt
+from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.model.model import Model
 from nextn.model.trunk import TrunkOutput
 from nextn.settings import Contract
-from nextn.stats.intervals import Estimate, jackknife, proportion
+from nextn.stats.acceptance import Estimate, jackknife, proportion
 
 # Whether the last round drafts and verifies beyond the requested number of tokens.
 OVERRUNS = {"vllm": True, "llama.cpp": False, "transformers": False}

@@ -15,9 +15,9 @@ import torch
 
 from nextn.checkpoint.checkpoint import SHIPPED
 from nextn.checkpoint.safetensors_file import write_json
+from nextn.data.batches import sample_prompts
 from nextn.data.corpus import Corpus
 from nextn.data.degeneracy import Degeneracy, degeneracy
-from nextn.data.prompts import sample_prompts
 from nextn.decoding.batch import Round
 from nextn.decoding.generate import eos_tokens
 from nextn.decoding.rounds import rounds

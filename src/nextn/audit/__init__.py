@@ -11,7 +11,7 @@ from typing import Literal
 
 from nextn.audit import engines, files, precision, separate, shapes, structure, values
 from nextn.audit.findings import SEVERITIES, Finding, Severity
-from nextn.audit.whole_values import WholeValues, is_local
+from nextn.audit.tensor_values import WholeValues, is_local
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.errors import FamilyError

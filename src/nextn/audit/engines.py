@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from nextn.audit.findings import ENGINES, ROLES, Finding, aliases, engines, same, verb
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.stored_format import storage
+from nextn.checkpoint.quantization import storage
 from nextn.families import EngineSupport, Support, lookup, rows
 from nextn.text_format import joined, some
 

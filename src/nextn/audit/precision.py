@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from nextn.audit.findings import Finding, Severity, restore, verb
-from nextn.audit.layer_reference import LayerReference
+from nextn.audit.shapes import LayerReference
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.quant_config import QuantConfig
+from nextn.checkpoint.quantization import PLAIN, QuantConfig, Storage, split_name, storage
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
-from nextn.checkpoint.stored_format import PLAIN, Storage, split_name, storage
 from nextn.errors import CheckpointError
 from nextn.text_format import counted, some
 

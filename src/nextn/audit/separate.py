@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from nextn.audit.findings import Finding
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.separate_head import misfits
+from nextn.checkpoint.provenance import misfits
 
 IDS = ("draft-biases", "draft-trunk", "draft-sizes", "draft-quantized")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from nextn.audit.findings import Finding, convert, restore, verb
-from nextn.audit.layer_reference import LayerReference
+from nextn.audit.shapes import LayerReference
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.families import Family, rows

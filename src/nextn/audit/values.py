@@ -10,8 +10,7 @@ import numpy as np
 
 from nextn.audit.findings import Finding, Severity, convert, restore
 from nextn.audit.norm_weights import NormShift, NormValues, Values, shifts
-from nextn.audit.sampled_values import SampledValues, is_matrix
-from nextn.audit.whole_values import TensorSummary, WholeValues
+from nextn.audit.tensor_values import SampledValues, TensorSummary, WholeValues, is_matrix
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint
 from nextn.checkpoint.remote import LocalFile

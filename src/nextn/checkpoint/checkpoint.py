@@ -15,7 +15,7 @@ from typing import Literal
 
 from huggingface_hub import is_offline_mode
 
-from nextn.checkpoint.bounded_json import JsonLimits, parse_json
+from nextn.bounded_json import JsonLimits, parse_json
 from nextn.checkpoint.remote import ByteSource, LocalFile, cached_folder, folder_files, readable, repo_files
 from nextn.checkpoint.safetensors_file import (
     MAX_TENSORS,

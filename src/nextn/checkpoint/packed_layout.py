@@ -1,7 +1,7 @@
 """Weights of four and eight bits that are stored as several tensors: which tensors, and what they hold.
 
 compressed-tensors' pack-quantized and int-quantized formats, GPTQ, AWQ, and AutoRound in the packing of either. Knows
-headers and configs; `packed_weights` reads the values.
+headers and configs; `quantized_weights` reads the values.
 
 Sources: compressed-tensors 0.20, compressors/pack_quantized and compressors/naive_quantized; GPTQModel,
 nn_modules/qlinear and utils/model.py; AutoAWQ, utils/packing_utils.py; vLLM 0.32, layers/quantization/inc.
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from nextn.checkpoint.checkpoint import Checkpoint
-from nextn.checkpoint.quant_config import QuantConfig, QuantSection
 from nextn.checkpoint.quant_formats import WeightSettings
+from nextn.checkpoint.quantization import QuantConfig, QuantSection
 from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.safetensors_file import TensorInfo
 

@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from safetensors import SafetensorError
 
-from nextn.checkpoint.bounded_json import JsonLimits
+from nextn.bounded_json import JsonLimits
 from nextn.checkpoint.remote import ByteSource, LocalFile
 from nextn.errors import CheckpointError
 

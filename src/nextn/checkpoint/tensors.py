@@ -10,16 +10,25 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from nextn.checkpoint import fp8
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.mapped_memory import release_pages
 from nextn.checkpoint.packed_layout import with_whole_weights
-from nextn.checkpoint.packed_weights import Groups, QuantizedWeight, unpack, unpack_groups
-from nextn.checkpoint.partial_download import PartialFile
-from nextn.checkpoint.quant_config import declared
+from nextn.checkpoint.quantization import declared, scale_of
+from nextn.checkpoint.quantized_weights import (
+    FP8_SCALES,
+    FP8_WEIGHT,
+    Groups,
+    QuantizedWeight,
+    declared_block,
+    dequantize_fp8,
+    implied_block,
+    scale_shape,
+    unpack,
+    unpack_groups,
+)
 from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.safetensors_file import TensorInfo
-from nextn.checkpoint.stored_format import scale_of
+from nextn.checkpoint.snapshot import PartialFile
 from nextn.errors import CheckpointError
 
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
@@ -28,7 +37,7 @@ ACTIVATIONS = (
     "input_scale", "input_zero_point", "activation_scale", "output_scale", "k_scale", "v_scale", "q_scale",
 )  # fmt: skip
 _FETCH = 8 * 1024 * 1024  # bytes that are in memory at once
-_PLAIN = {*FLOATS, fp8.WEIGHT, "I64", "BOOL"}  # dtypes of tensors that need no quantization method
+_PLAIN = {*FLOATS, FP8_WEIGHT, "I64", "BOOL"}  # dtypes of tensors that need no quantization method
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,9 +77,9 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         self.inventory = replace(whole, declared=inventory.declared)  # which a separate head's config may lack
         section = declared(self.checkpoint.config)
         self.method = str(section.get("quant_method", "an unnamed method")) if section else ""
-        self._block = fp8.declared_block(section, inventory.family)
+        self._block = declared_block(section, inventory.family)
         tensors = self.checkpoint.tensors
-        scales = {name: scale_of(name, tensors) for name, info in tensors.items() if info.dtype == fp8.WEIGHT}
+        scales = {name: scale_of(name, tensors) for name, info in tensors.items() if info.dtype == FP8_WEIGHT}
         self.scales = {name: scale for name, scale in scales.items() if scale is not None}
         self._stack, self._files = ExitStack(), dict[str, safe_open]()
         self._views = dict[str, Tensor]()  # that were read, and not released
@@ -96,15 +105,15 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         info = self.checkpoint.info(name)
         if info.dtype in FLOATS:
             return None
-        if info.dtype != fp8.WEIGHT:
-            return f"wrong dtype: {name} is {info.dtype}; valid are {', '.join(FLOATS)}, and {fp8.WEIGHT} with scales"
+        if info.dtype != FP8_WEIGHT:
+            return f"wrong dtype: {name} is {info.dtype}; valid are {', '.join(FLOATS)}, and {FP8_WEIGHT} with scales"
         if name not in self.scales:
             return f"without its scales: {name} is {info.dtype}, and there is no {name}_scale_inv"
         scale = self.checkpoint.info(self.scales[name])
-        if scale.dtype not in fp8.SCALES:
-            return f"wrong dtype: {scale.name} is {scale.dtype}; valid for scales are {', '.join(fp8.SCALES)}"
-        if fp8.block_of(info.shape, scale.shape, self._block) is None:
-            expected = fp8.grid(info.shape, self._block) if len(info.shape) > 1 else ()
+        if scale.dtype not in FP8_SCALES:
+            return f"wrong dtype: {scale.name} is {scale.dtype}; valid for scales are {', '.join(FP8_SCALES)}"
+        if implied_block(info.shape, scale.shape, self._block) is None:
+            expected = scale_shape(info.shape, self._block) if len(info.shape) > 1 else ()
             where = f"{info.shape} in blocks of {self._block}"
             return f"mis-shaped: {scale.name} {scale.shape}, expected {expected} for {where}"
         return None
@@ -119,7 +128,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
 
     def is_quantized(self, name: str) -> bool:
         """Whether `read` dequantizes the tensor."""
-        return name in self.packed or self.checkpoint.info(name).dtype == fp8.WEIGHT
+        return name in self.packed or self.checkpoint.info(name).dtype == FP8_WEIGHT
 
     def integers(self, name: str) -> QuantizedWeight:
         """Read a `packed` weight without a `problem` as integers."""
@@ -137,9 +146,9 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         if name not in self.scales:
             return value
         scale = self._raw(self.scales[name])
-        block = fp8.block_of(value.shape, scale.shape, self._block)
+        block = implied_block(value.shape, scale.shape, self._block)
         assert block is not None, name
-        return fp8.dequantize(value, scale, block)
+        return dequantize_fp8(value, scale, block)
 
     def release(self, name: str) -> None:
         """Release the memory of a tensor's part of the mapped file, and of its scales'."""

@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 
 from nextn import __version__
-from nextn.cli import canary
 from nextn.cli.answer import answer
 from nextn.cli.audit import audit
 from nextn.cli.bench import advise, bench
@@ -20,12 +19,12 @@ from nextn.cli.chat import chat
 from nextn.cli.common import Command
 from nextn.cli.decode import generate, trace
 from nextn.cli.edit import adopt, convert, export, extract, push, quantize, restore
+from nextn.cli.engines import canary_app, verify
 from nextn.cli.learn import demo, env
 from nextn.cli.reference import diagnose, measure
 from nextn.cli.screen import echo, flush_streams, guard_streams, print_error, visible
 from nextn.cli.serve import serve
 from nextn.cli.train import train
-from nextn.cli.verify import verify
 from nextn.errors import NextnError
 from nextn.text_format import docs_page
 
@@ -64,7 +63,7 @@ _PANELS: dict[str, dict[Callable[..., None], str]] = {
 for panel, commands in _PANELS.items():
     for command, page in commands.items():
         app.command(cls=Command, rich_help_panel=panel, epilog=f"Documentation: {docs_page(page)}")(command)
-app.add_typer(canary.app, name="canary", rich_help_panel="Engines")
+app.add_typer(canary_app, name="canary", rich_help_panel="Engines")
 
 
 def main() -> None:

@@ -94,7 +94,7 @@ def _safetensors(
     from nextn.audit import audit as run_audit
     from nextn.checkpoint.checkpoint import Checkpoint
     from nextn.checkpoint.head_inventory import Inventory
-    from nextn.checkpoint.separate_head import open_head, trunk_family
+    from nextn.checkpoint.provenance import open_head, trunk_family
     from nextn.families import by_name
 
     row = by_name(family) if family else None

@@ -37,7 +37,7 @@ from nextn.cli.common import (  # fmt: skip
     parse_temperatures,
     use_chat,
 )
-from nextn.cli.draft_vocabulary import DraftText, DraftVocab, DraftVocabularyOptions
+from nextn.cli.decode import DraftText, DraftVocab, DraftVocabularyOptions
 from nextn.cli.offload import (
     MemoryBandwidth,
     OffloadBandwidth,
@@ -49,7 +49,7 @@ from nextn.cli.offload import (
 from nextn.cli.screen import console, plain, print_json, print_note, print_table, progress_bars
 from nextn.cli.streaming import KeepShards, States, Stream, TextOptions, Texts
 from nextn.errors import ConfigError
-from nextn.evaluate.plans import BenchmarkPlan, ReferencePlan
+from nextn.evaluate.workload import BenchmarkPlan, ReferencePlan
 
 if TYPE_CHECKING:
     from nextn.evaluate.advice import Advice, Forecast

@@ -1,7 +1,11 @@
-"""`nextn generate` decodes one prompt with MTP; `nextn trace` shows its rounds token by token as a table."""
+"""`nextn generate` decodes one prompt with MTP; `nextn trace` shows its rounds token by token as a table.
+
+Also the options that other decoding commands share: sampling, and drafting from a part of the vocabulary.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,8 +31,8 @@ from nextn.cli.common import (  # fmt: skip
     WeightType,
     use_chat,
 )
-from nextn.cli.draft_vocabulary import DraftText, DraftVocab, DraftVocabularyOptions
 from nextn.cli.screen import Marks, console, echo, plain, print_json, print_note, print_table, read_stdin
+from nextn.errors import ConfigError
 from nextn.settings import Sampling, Settings
 
 if TYPE_CHECKING:
@@ -41,6 +45,13 @@ TopK = Annotated[int, typer.Option(help="0 = off.")]
 TopP = Annotated[float, typer.Option(help="1 = off.")]
 MinP = Annotated[float, typer.Option(help="0 = off.")]
 _MIN_REPETITIVE = 64  # tokens; a shorter text may repeat a few of them without being degenerate
+DraftVocab = Annotated[
+    str,
+    typer.Option(
+        help="Draft only from the N most frequent tokens of --draft-text; auto = the N that is fastest; 0 = from all."
+    ),
+]
+DraftText = Annotated[Path | None, typer.Option(help="Text file similar to the text that will be generated.")]
 
 
 def generate(
@@ -258,3 +269,61 @@ def _is_repetitive(tokens: "Sequence[int]") -> bool:
     from nextn.data.degeneracy import degeneracy
 
     return len(tokens) >= _MIN_REPETITIVE and degeneracy(tokens).is_degenerate
+
+
+@dataclass(frozen=True)
+class DraftVocabularyOptions:
+    """--draft-vocab and its text; size None: auto, 0: off."""
+
+    size: int | None
+    text: str = ""
+
+    @classmethod
+    def read(cls, vocab: str, text: Path | None) -> "DraftVocabularyOptions":
+        """Check the options and read the text. Raises ConfigError."""
+        if vocab != "auto" and not vocab.isdecimal():
+            raise ConfigError(f"--draft-vocab {vocab!r}; expected a number of tokens, auto, or 0 for all tokens")
+        size = None if vocab == "auto" else int(vocab)
+        if size == 0 and text is None:
+            return cls(0)
+        if size == 0 or text is None:
+            raise ConfigError(
+                "--draft-vocab N|auto and --draft-text FILE belong together: drafts are the frequent tokens of FILE"
+            )
+        try:
+            return cls(size, text.read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--draft-text {text}: not a readable text: {error}") from error
+
+    def apply(self, model: "Model", *, num_speculative_tokens: int, backend: str = "auto") -> None:
+        """Restrict what the head drafts from. Raises ConfigError if that is impossible.
+
+        num_speculative_tokens: The largest K that will be used.
+        """
+        if self.size == 0:
+            return
+        from nextn.decoding.generate import encode, eos_tokens
+
+        if model.head is None or not num_speculative_tokens:
+            raise ConfigError("--draft-vocab: nothing is drafted, as the model has no head or K is 0")
+        tokens, always = encode(model, self.text), eos_tokens(model)
+        if self.size is None:
+            self._choose(model, tokens, always, num_speculative_tokens, backend)
+            return
+        from nextn.speculative.draft_vocabulary import DraftVocabulary
+
+        vocab_size = model.trunk.vocab_size
+        model.head.draft_vocabulary = DraftVocabulary.of([tokens], self.size, vocab_size=vocab_size, always=always)
+
+    def _choose(self, model: "Model", tokens: list[int], always: tuple[int, ...], k: int, backend: str) -> None:
+        from nextn.evaluate.draft_vocabulary_size import choose_draft_vocabulary
+
+        choice = choose_draft_vocabulary(model, tokens, num_speculative_tokens=k, always=always, backend=backend)
+        whole = choice.estimates[-1]
+        if choice.vocabulary is None:
+            print_note(f"--draft-vocab auto: all {whole.size} tokens, as no smaller number is faster here")
+            return
+        print_note(
+            f"--draft-vocab auto: {len(choice.vocabulary)} of {whole.size} tokens; {choice.speedup:.2f} x plain "
+            f"decoding expected, {whole.speedup:.2f} x with all"
+        )

@@ -209,8 +209,7 @@ def quantize(
     if dry_run:
         raise ConfigError("--dry-run writes nothing, so that nothing can be measured; give --head-bits 16, 8 or 4")
     from nextn.evaluate.head_precision import quantize_measured
-    from nextn.evaluate.plans import ReferencePlan
-    from nextn.evaluate.workload import read_prompts
+    from nextn.evaluate.workload import ReferencePlan, read_prompts
 
     texts = read_prompts(prompts)
     texts = texts if prompts is not None else texts[:: -(-len(texts) // _NUM_PROMPTS)]

@@ -11,7 +11,7 @@ from nextn.cli.common import ModelOptions
 from nextn.cli.screen import console, plain, print_table
 from nextn.cli.streaming import TextOptions, measure_acceptance
 from nextn.errors import ConfigError
-from nextn.evaluate.plans import ReferencePlan
+from nextn.evaluate.workload import ReferencePlan
 
 if TYPE_CHECKING:
     from nextn.evaluate.offloading import OffloadAdvice
@@ -64,7 +64,7 @@ def advise_offloaded(
     """
     from nextn.checkpoint.checkpoint import Checkpoint
     from nextn.checkpoint.head_inventory import Inventory
-    from nextn.checkpoint.separate_head import open_head, trunk_family
+    from nextn.checkpoint.provenance import open_head, trunk_family
     from nextn.evaluate.decoding_costs import Machine
     from nextn.evaluate.offloading import Bandwidths, ExpertRouting, OffloadAdvice, StoredWeights
 

@@ -51,7 +51,7 @@ from nextn.cli.streaming import (
     opened,
 )
 from nextn.errors import ConfigError
-from nextn.evaluate.plans import ReferencePlan
+from nextn.evaluate.workload import ReferencePlan
 from nextn.settings import WEIGHT_BITS
 from nextn.text_format import docs_page
 

@@ -23,7 +23,7 @@ from nextn.cli.common import (
     SeparateHead,
     WeightType,
 )
-from nextn.cli.draft_vocabulary import DraftText, DraftVocab, DraftVocabularyOptions
+from nextn.cli.decode import DraftText, DraftVocab, DraftVocabularyOptions
 from nextn.cli.screen import echo, print_note
 from nextn.errors import ConfigError
 

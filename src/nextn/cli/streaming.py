@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from nextn.evaluate.engine_run import EngineObservation
     from nextn.evaluate.given_texts import EngineText, GivenTexts
     from nextn.evaluate.offloading import ExpertRouting
-    from nextn.evaluate.plans import ReferencePlan
     from nextn.evaluate.reference_report import ReferenceReport
     from nextn.evaluate.teacher_forced import ReferenceText
-    from nextn.evaluate.workload import Prompt
+    from nextn.evaluate.workload import Prompt, ReferencePlan
     from nextn.model.layer_states import LayerProgress
     from nextn.model.model import Model
     from nextn.model.streamed_trunk import StreamedTrunk
@@ -72,10 +71,10 @@ def reason_to_stream(options: ModelOptions, stream: bool | None) -> str | None:
         return "--stream" if stream else None
     from nextn.checkpoint.checkpoint import Checkpoint
     from nextn.devices import resolve_device
-    from nextn.evaluate import stream_plan
+    from nextn.evaluate import offloading
 
     checkpoint = Checkpoint.open(options.source, **options.hub)
-    return stream_plan.reason_to_stream(checkpoint, options.torch_dtype, resolve_device(options.device))
+    return offloading.reason_to_stream(checkpoint, options.torch_dtype, resolve_device(options.device))
 
 
 KeepShards = Annotated[
@@ -268,7 +267,7 @@ def _run_trunk(
     """The states of all texts, in one pass of the trunk, and what streaming took."""
     from nextn.checkpoint.mapped_memory import return_freed_memory
     from nextn.evaluate.given_texts import run_name, whole_text_outputs
-    from nextn.evaluate.stream_plan import StreamEstimate, stream_record
+    from nextn.evaluate.offloading import StreamEstimate, stream_record
     from nextn.model.layer_states import remove_states
     from nextn.model.streamed_trunk import StreamedTrunk
 
@@ -302,7 +301,7 @@ def opened(model: "Model", source: str) -> "str | Checkpoint":
 
 def stream_for_training(task: "HeadTask", cache: "HiddenStateCache", folder: Path, *, quiet: bool) -> None:
     """Run the trunk of a task over all texts of a training run."""
-    from nextn.evaluate.stream_plan import StreamEstimate
+    from nextn.evaluate.offloading import StreamEstimate
 
     trunk: Any = task.model.trunk
     num_tokens = cache.num_batches * task.config.batch_size * task.config.length

@@ -25,11 +25,11 @@ from nextn.errors import ConfigError
 from nextn.train.head_parts import PARTS
 
 if TYPE_CHECKING:
+    from nextn.train.distributed import Ranks
     from nextn.train.head_run import HeadRun
     from nextn.train.hidden_cache import HiddenStateCache
     from nextn.train.joint_run import JointRun
     from nextn.train.loop import Trainer
-    from nextn.train.ranks import Ranks
     from nextn.train.run_options import RunOptions
 
 _RECIPE = "demo"
@@ -219,7 +219,7 @@ def _start(out: Path, given: "RunOptions", *, resume: bool, as_json: bool) -> No
         _print_result(record, message, as_json=as_json)
         return
     _check(options)
-    from nextn.train.ranks import processes
+    from nextn.train.distributed import processes
 
     with processes(options.device or "auto") as ranks:
         (_train_head if options.freeze_trunk else _train_joint)(out, options, ranks, resume=resume, as_json=as_json)

@@ -14,7 +14,7 @@ from nextn.cli.screen import console, echo
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nextn.train.heldout_acceptance import HeldOutAcceptance
+    from nextn.train.evaluation import HeldOutAcceptance
     from nextn.train.metrics import EvalRecord, HeadRecord, Record, StepRecord
 
 

@@ -7,9 +7,8 @@ one pass over all prompts here.
 import math
 from collections.abc import Sequence
 
-from nextn.conformance.contract import Clause, ClauseOutcome
 from nextn.conformance.engine_run import SampledRun
-from nextn.conformance.record import AcceptanceRule, Canary
+from nextn.conformance.record import AcceptanceRule, Canary, Clause, ClauseOutcome
 from nextn.engines.counters import Counters
 from nextn.errors import EngineError
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts, observed_counts

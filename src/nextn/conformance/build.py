@@ -17,10 +17,10 @@ from nextn.devices import resolve_device
 from nextn.errors import ConfigError
 from nextn.model.model import Model
 from nextn.train.config import TrainConfig
+from nextn.train.distributed import Ranks
 from nextn.train.joint_task import JointTask
 from nextn.train.loop import Trainer
 from nextn.train.metrics import Record
-from nextn.train.ranks import Ranks
 
 _CONFIG = TrainConfig(
     steps=1,

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from nextn.conformance.acceptance_rule import check_acceptance_rule
-from nextn.conformance.contract import CLAUSES, Clause, ClauseOutcome, clause_of
 from nextn.conformance.engine_run import ConformanceRun, SampledRun
-from nextn.conformance.record import Canary, Range, RecordedReading
+from nextn.conformance.record import CLAUSES, Canary, Clause, ClauseOutcome, Range, RecordedReading, clause_of
 from nextn.engines.counters import Counters
 from nextn.errors import ConfigError
 from nextn.evaluate.hypotheses import engine_depth

@@ -5,13 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nextn.bounded_json import loads, short_repr, string
 from nextn.conformance.record import Canary
 from nextn.engines import counter_formats
 from nextn.engines.answers import EngineAnswer, EngineRequest, token_ids
 from nextn.engines.counters import Counters, fill_in_derived
-from nextn.engines.driver import answer_all, counters_in_answers, settled_counters
-from nextn.engines.endpoint import Endpoint
-from nextn.engines.json_values import loads, short_repr, string
+from nextn.engines.endpoint import Endpoint, answer_all, counters_in_answers, settled_counters
 from nextn.errors import ConfigError, EngineError
 
 

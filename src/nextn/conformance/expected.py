@@ -22,7 +22,6 @@ from nextn.decoding.generate import generate
 from nextn.decoding.rounds import rounds
 from nextn.evaluate.conventions import Variant, apply_variants
 from nextn.evaluate.faults import FAULTS, Fault, measure_under_fault
-from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.reference import reference_acceptance, rescore
 from nextn.evaluate.reference_report import ReferenceReport, checkpoint_hashes, hash_prompts
 from nextn.evaluate.teacher_forced import (
@@ -33,11 +32,11 @@ from nextn.evaluate.teacher_forced import (
     score_texts,
     trunk_outputs,
 )
-from nextn.evaluate.workload import Prompt
+from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.families import ENGINES
 from nextn.model.model import Model
 from nextn.settings import Contract, Sampling, Settings
-from nextn.stats.intervals import proportion
+from nextn.stats.acceptance import proportion
 
 MAX_K = 4  # the largest number of draft tokens per round
 # A round that begins before the last token drafts beyond it: this many more tokens are decoded.

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from nextn.cache.kv_cache import KVCache
 from nextn.decoding.drafter import Drafter, DraftResult
+from nextn.runtime.backend import DecodingHead, DecodingTrunk
 from nextn.runtime.native.rounds import NativeRounds
-from nextn.runtime.protocol import DecodingHead, DecodingTrunk
 from nextn.settings import Settings
 from nextn.speculative.draft_policy import NO_DRAFTS, DraftLength
 from nextn.speculative.sampling import Prediction, Uniforms, VerifiedRound, accept_greedy, ragged

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from nextn.cache.kv_cache import KVCache
 from nextn.model.head import HeadStep
+from nextn.runtime.backend import DecodingHead, DecodingRecursion
 from nextn.runtime.native.draft_chain import NativeDraftChain
-from nextn.runtime.protocol import DecodingHead, DecodingRecursion
 from nextn.settings import Contract, Sampling
 from nextn.speculative.draft_policy import DraftProgress, RoundPlan
 from nextn.speculative.sampling import Prediction, Uniforms, ragged, sample

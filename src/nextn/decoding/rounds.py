@@ -13,8 +13,8 @@ from nextn.decoding.drafter import Drafter
 from nextn.errors import ConfigError
 from nextn.model.head import Head
 from nextn.model.trunk import Trunk
+from nextn.runtime.backend import DecodingHead, DecodingTrunk
 from nextn.runtime.native.locks import LOCK
-from nextn.runtime.protocol import DecodingHead, DecodingTrunk
 from nextn.runtime.torch_backend import TorchHead, TorchTrunk
 from nextn.settings import Settings
 from nextn.speculative.draft_policy import PROBE_INTERVAL, DraftLength, FixedLength

@@ -15,9 +15,8 @@ from typing import Any
 
 from nextn.checkpoint.checkpoint import CHUNK, CONFIG, Checkpoint, as_checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.provenance import record_training
+from nextn.checkpoint.provenance import GENERIC, misfits, open_head, record_training, trunk_family
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
-from nextn.checkpoint.separate_head import GENERIC, misfits, open_head, trunk_family
 from nextn.edit.compatibility import absent
 from nextn.edit.links import refuse_links
 from nextn.edit.llama_like import MODEL_TYPES, full_config, head_dim, layer_paths, windows

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.quant_config import QuantConfig, declared
-from nextn.checkpoint.stored_format import stored_modules, unpacked
+from nextn.checkpoint.quantization import QuantConfig, declared, stored_modules, unpacked
 from nextn.edit.plan import Piece
 from nextn.errors import CheckpointError
 from nextn.families import lookup

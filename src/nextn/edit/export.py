@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nextn.checkpoint.checkpoint import CONFIG, SINGLE, Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.separate_head import GENERIC, misfits, open_head, trunk_family
+from nextn.checkpoint.provenance import GENERIC, misfits, open_head, trunk_family
 from nextn.checkpoint.snapshot import on_disk
 from nextn.edit.compatibility import absent
 from nextn.edit.gguf_export import write_gguf

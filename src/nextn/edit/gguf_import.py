@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nextn.checkpoint.checkpoint import CHUNK, CONFIG, SINGLE, Checkpoint
 from nextn.checkpoint.gguf_file import GgufFile, GgufTensor, readable_kinds
-from nextn.checkpoint.packed_weights import QuantizedWeight, pack_codes
+from nextn.checkpoint.quantized_weights import QuantizedWeight, pack_codes
 from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
 from nextn.checkpoint.tensors import FLOATS

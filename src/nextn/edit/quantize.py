@@ -15,15 +15,12 @@ import torch
 from torch import Tensor
 
 from nextn.checkpoint.checkpoint import CONFIG, Checkpoint, as_checkpoint
-from nextn.checkpoint.fp8 import UNQUANTIZED_PARTS
 from nextn.checkpoint.head_inventory import Inventory, count_layers
-from nextn.checkpoint.packed_weights import pack_codes, round_to_nearest
-from nextn.checkpoint.provenance import Provenance, head_fingerprint, trained_with, trunk_fingerprint
-from nextn.checkpoint.quant_config import QuantConfig
+from nextn.checkpoint.provenance import Provenance, head_fingerprint, trained_with, trunk_family, trunk_fingerprint
 from nextn.checkpoint.quant_formats import Section
+from nextn.checkpoint.quantization import QuantConfig, stored_modules
+from nextn.checkpoint.quantized_weights import UNQUANTIZED_PARTS, pack_codes, round_to_nearest
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
-from nextn.checkpoint.separate_head import trunk_family
-from nextn.checkpoint.stored_format import stored_modules
 from nextn.checkpoint.tensors import FLOATS
 from nextn.edit.links import refuse_links
 from nextn.edit.plan import (

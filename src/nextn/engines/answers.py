@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from nextn.engines.json_values import loads, logprob, optional_count, short_repr, string, token_id
+from nextn.bounded_json import loads, logprob, optional_count, short_repr, string, token_id
 from nextn.errors import EngineError
 
 _ID = "token_id:"  # vLLM's return_tokens_as_token_ids

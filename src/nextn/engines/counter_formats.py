@@ -13,9 +13,18 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TextIO
 
-from nextn.engines.counters import COUNTS, MAX_POSITIONS, Counters, CounterSums, fill_in_derived, sum_counters
-from nextn.engines.json_values import MAX_COUNT, count, loads, optional_count, short_repr, string
-from nextn.engines.prometheus import Series, parse_series, sum_series
+from nextn.bounded_json import MAX_COUNT, count, loads, optional_count, short_repr, string
+from nextn.engines.counters import (
+    COUNTS,
+    MAX_POSITIONS,
+    Counters,
+    CounterSums,
+    Series,
+    fill_in_derived,
+    parse_series,
+    sum_counters,
+    sum_series,
+)
 from nextn.errors import EngineError
 
 LineMatch = re.Match[str]

@@ -7,8 +7,7 @@ from itertools import product
 from nextn.errors import ConfigError
 from nextn.evaluate.benchmark import BenchmarkFigures, BenchmarkReport, Run, run_benchmark
 from nextn.evaluate.decoding_costs import check_sizes, measure_costs
-from nextn.evaluate.plans import BenchmarkPlan
-from nextn.evaluate.workload import Prompt
+from nextn.evaluate.workload import BenchmarkPlan, Prompt
 from nextn.model.model import Model
 from nextn.stats import acceptance
 from nextn.stats.acceptance import Acceptance

@@ -17,8 +17,7 @@ from nextn.decoding.batch import Round
 from nextn.decoding.generate import eos_tokens
 from nextn.decoding.rounds import rounds
 from nextn.evaluate.decoding_costs import Clock, Machine, adaptive_length, measure_costs
-from nextn.evaluate.plans import ADAPTIVE, BenchmarkPlan
-from nextn.evaluate.workload import Prompt, by_domain, indices_without
+from nextn.evaluate.workload import ADAPTIVE, BenchmarkPlan, Prompt, by_domain, indices_without
 from nextn.model.model import Model
 from nextn.runtime.backend import Backend, backend_for
 from nextn.settings import Sampling, Settings

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nextn.decoding.rounds import prepare
 from nextn.errors import ConfigError
-from nextn.evaluate.plans import rotate
+from nextn.evaluate.workload import rotate
 from nextn.model.head import Head
 from nextn.model.model import Model
 from nextn.model.packed_linear import packed_layers

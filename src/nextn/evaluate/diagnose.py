@@ -29,10 +29,9 @@ from nextn.evaluate.likelihoods import (
     name_causes,
     rank_causes,
 )
-from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.reference_report import ReferenceReport
-from nextn.evaluate.workload import Prompt
+from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.model.model import Model
 
 # Greedy texts of one model differ at near-ties, late; those of another model differ early.

@@ -9,13 +9,11 @@ from nextn.engines.answers import EngineAnswer, EngineRequest
 from nextn.engines.client import Budget
 from nextn.engines.counter_formats import from_metrics, read, without_first_tokens
 from nextn.engines.counters import Counters
-from nextn.engines.driver import answer_all, read_counters
-from nextn.engines.endpoint import Endpoint, fetch_metrics
+from nextn.engines.endpoint import Endpoint, answer_all, fetch_metrics, read_counters
 from nextn.errors import ConfigError
-from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.reference_texts import prompt_tokens
-from nextn.evaluate.workload import Prompt
+from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.model.model import Model
 
 _CONCURRENCY = 8

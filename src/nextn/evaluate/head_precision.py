@@ -10,16 +10,15 @@ from torch import Tensor
 
 from nextn.checkpoint.checkpoint import Checkpoint, as_checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.packed_weights import round_to_nearest
-from nextn.checkpoint.separate_head import trunk_family
+from nextn.checkpoint.provenance import trunk_family
+from nextn.checkpoint.quantized_weights import round_to_nearest
 from nextn.checkpoint.staging_folder import staged
 from nextn.edit.plan import EditPlan, Progress, new_folder, quiet
 from nextn.edit.quantize import GROUP_SIZE, Rounding, is_head_linear, quantize
 from nextn.errors import ConfigError
 from nextn.evaluate.conventions import Variant, apply_variants
-from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.reference import decoded_reference, rescore
-from nextn.evaluate.workload import Prompt
+from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.model.head import Head
 from nextn.model.load_head import change_stored
 from nextn.model.model import Model

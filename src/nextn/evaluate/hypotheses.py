@@ -14,7 +14,7 @@ import numpy as np
 
 from nextn.engines.counters import Counters
 from nextn.errors import ConfigError, EngineError
-from nextn.stats.intervals import student_t
+from nextn.stats.acceptance import student_t
 from nextn.stats.speedup import expected_length
 
 # Standard deviations of log(a / (1 - a)) between workloads: the least, and the one where the reference has no domains.
@@ -104,7 +104,7 @@ class ExpectedCounts:
 
     @cached_property
     def design_effects(self) -> np.ndarray:
-        """[K]: design effects between texts, widened for few texts as in `intervals.proportion`."""
+        """[K]: design effects between texts, widened for few texts as in `acceptance.proportion`."""
         drafted, accepted = self.counts
         num_texts, total = len(drafted), drafted.sum(0)
         if num_texts < 2:

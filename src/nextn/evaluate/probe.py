@@ -32,7 +32,7 @@ from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.settings import Contract, Sampling
 from nextn.speculative.sampling import to_probs
-from nextn.stats.intervals import Estimate, paired_difference
+from nextn.stats.acceptance import Estimate, paired_difference
 
 Rule = Literal["argmax", "ratio"]  # see `teacher_forced.RULES`
 RULES: tuple[Rule, ...] = ("argmax", "ratio")

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from nextn.errors import ConfigError
 from nextn.evaluate.given_texts import GivenTexts, text_origin
-from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.reference_texts import (
     Controls,
@@ -20,7 +19,7 @@ from nextn.evaluate.reference_texts import (
     prompt_tokens,
 )
 from nextn.evaluate.teacher_forced import score_texts, trunk_outputs
-from nextn.evaluate.workload import Prompt
+from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.model.model import Model
 from nextn.model.trunk import TrunkOutput
 from nextn.runtime.backend import backend_for

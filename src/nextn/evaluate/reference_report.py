@@ -10,20 +10,17 @@ from pathlib import Path
 from nextn import __version__
 from nextn.checkpoint.checkpoint import Checkpoint, as_checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.provenance import head_fingerprint, trunk_fingerprint
-from nextn.checkpoint.separate_head import open_head, trunk_family
+from nextn.checkpoint.provenance import head_fingerprint, open_head, trunk_family, trunk_fingerprint
 from nextn.checkpoint.snapshot import on_disk
 from nextn.data.degeneracy import MIN_TOKENS, degeneracy_notes
 from nextn.errors import ConfigError
 from nextn.evaluate.decoding_costs import Machine
 from nextn.evaluate.given_texts import EngineCheck, TextOrigin
-from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.reference_texts import Controls, GeneratedTexts
 from nextn.evaluate.teacher_forced import RULES, ScoredText
-from nextn.evaluate.workload import Prompt, by_domain, indices_without
+from nextn.evaluate.workload import Prompt, ReferencePlan, by_domain, indices_without
 from nextn.settings import Contract
-from nextn.stats.acceptance import DEFINITION
-from nextn.stats.intervals import INTERVAL, Estimate, jackknife, proportion
+from nextn.stats.acceptance import DEFINITION, INTERVAL, Estimate, jackknife, proportion
 from nextn.stats.speedup import expected_length
 
 DEFINITIONS = {
@@ -121,7 +118,7 @@ class ReferenceReport:
     text_source: str = ""  # of texts that were not generated here
     origins: Mapping[float, TextOrigin] = field(default_factory=dict)  # of such texts, by temperature
     engine: EngineCheck | None = None  # of an engine that wrote them
-    stream: Mapping[str, object] | None = None  # of a streamed trunk: see `stream_plan.stream_record`
+    stream: Mapping[str, object] | None = None  # of a streamed trunk: see `offloading.stream_record`
 
     def figures(
         self, temperature: float, *, rule: str | None = None, k: int | None = None, domain: str = "all"

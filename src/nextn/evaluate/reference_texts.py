@@ -13,9 +13,8 @@ import torch
 from nextn.data.degeneracy import MIN_TOKENS, degeneracy
 from nextn.decoding.batch import Round
 from nextn.decoding.generate import Result, generate
-from nextn.evaluate.plans import ReferencePlan
 from nextn.evaluate.teacher_forced import ReferenceText, ScoredText, score_texts
-from nextn.evaluate.workload import Prompt
+from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.model.model import Model
 from nextn.model.trunk import TrunkOutput
 from nextn.settings import Contract, Sampling, Settings

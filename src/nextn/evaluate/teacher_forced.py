@@ -18,7 +18,7 @@ from nextn.model.head import Head, lm_head_weights
 from nextn.model.model import Model
 from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.trunk import Trunk, TrunkOutput
-from nextn.runtime.protocol import DecodingTrunk
+from nextn.runtime.backend import DecodingTrunk
 from nextn.runtime.torch_backend import TorchTrunk
 from nextn.settings import Contract, Sampling
 from nextn.speculative.sampling import to_probs

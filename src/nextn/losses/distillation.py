@@ -13,9 +13,8 @@ from torch import Tensor
 
 from nextn.errors import ConfigError
 from nextn.losses.chunked import SelectedRows, check_chunk, product_dtype, tile_rows, weighted_sum, wide_dtype
-from nextn.losses.divergences import NUM_VALUES, OVERLAP, VALUE, scorer
+from nextn.losses.divergences import NUM_VALUES, OVERLAP, VALUE, Teacher, TeacherBatch, index_in, scorer
 from nextn.losses.mtp_loss import IGNORE, Targets, denominators
-from nextn.losses.teacher import Teacher, TeacherBatch, index_in
 
 OBJECTIVES = ("ce", "kl", "reverse-kl", "tv", "lk", "lk-hybrid", "e2e-tv")
 

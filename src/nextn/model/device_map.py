@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from nextn.devices import available_bytes, resolve_device
 from nextn.errors import ConfigError
-from nextn.model.deferred_trunk import DeferredTrunk
+from nextn.model.streamed_trunk import DeferredTrunk
 from nextn.model.trunk import Trunk
 
 _DISK = "disk"

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from transformers import PreTrainedConfig
 
-from nextn.checkpoint.separate_head import LAYER_SIZES
+from nextn.checkpoint.provenance import LAYER_SIZES
 from nextn.errors import FamilyError
 from nextn.model.layer_types import LayerType, layer_types_of
 

@@ -13,11 +13,10 @@ from nextn.checkpoint.provenance import trunk_fingerprint
 from nextn.checkpoint.snapshot import folder_of
 from nextn.checkpoint.tensors import StoredTensor, TensorReader, is_finite
 from nextn.errors import CheckpointError
-from nextn.model.deferred_trunk import DeferredTrunk
 from nextn.model.expert_groups import EXPERT
 from nextn.model.load_head import trunk_state
 from nextn.model.packed_linear import packed_layers
-from nextn.model.streamed_trunk import StreamedTrunk
+from nextn.model.streamed_trunk import DeferredTrunk, StreamedTrunk
 from nextn.model.transformers_loading import LayerLoader
 from nextn.model.trunk import Trunk
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from nextn.checkpoint.checkpoint import OTHER_LIMITS, Checkpoint, write_index
-from nextn.checkpoint.fp8 import pack, section
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.provenance import is_foreign, open_head, trunk_family
+from nextn.checkpoint.quantized_weights import fp8_section, quantize_tensors
 from nextn.checkpoint.safetensors_file import read_header, write_json, write_safetensors
-from nextn.checkpoint.separate_head import is_foreign, open_head, trunk_family
 from nextn.checkpoint.snapshot import folder_of, in_parts, on_disk
 from nextn.checkpoint.staging_folder import atomic_folder
 from nextn.checkpoint.tensors import TensorReader
@@ -295,13 +295,15 @@ def _quantize(folder: Path, family: Family, num_layers: int) -> None:
     """Rewrite every shard with fp8 weights and their scales, and the index and the config with them."""
     plain = set()
     for shard in sorted(folder.glob("*.safetensors")):
-        tensors = pack(load_file(shard), family, num_layers)
+        tensors = quantize_tensors(load_file(shard), family, num_layers)
         save_file(tensors, folder / "part", metadata={"format": "pt"})
         (folder / "part").replace(shard)  # not in place: the loaded tensors are still memory-mapped
         matrices = [name for name, value in tensors.items() if value.ndim > 1 and value.itemsize > 1]
         plain |= {name.removesuffix(".weight") for name in matrices if name.endswith(".weight")}
     _index(folder)
-    write_json(folder / "config.json", Checkpoint.open(folder).config | {"quantization_config": section(plain, family)})
+    write_json(
+        folder / "config.json", Checkpoint.open(folder).config | {"quantization_config": fp8_section(plain, family)}
+    )
 
 
 def _rename(folder: Path, name_of: Callable[[str], str]) -> None:

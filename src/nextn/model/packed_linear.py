@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nextn.checkpoint.packed_weights import QuantizedWeight
+from nextn.checkpoint.quantized_weights import QuantizedWeight
 from nextn.checkpoint.tensors import StoredTensor
 
 

@@ -1,14 +1,16 @@
-"""A trunk whose decoder layers are read one after the other, each once for all texts, and dropped after use.
+"""Trunks whose decoder layers are loaded one at a time, to run models that do not fit into memory.
 
-It measures models that do not fit into memory. It runs whole texts without a cache; it cannot generate.
+`StreamedTrunk` reads each layer once for all texts and drops it after use: it runs whole texts without a cache, and
+cannot generate. The layers of `DeferredTrunk` are on the meta device until they are loaded.
 """
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,21 +23,67 @@ from torch.utils._pytree import tree_map_only
 
 from nextn.cache.kv_cache import KVCache
 from nextn.checkpoint.checkpoint import Checkpoint
-from nextn.checkpoint.mapped_memory import slices_released_after_use
+from nextn.checkpoint.mapped_memory import return_freed_memory, slices_released_after_use
 from nextn.checkpoint.tensors import StoredTensor, TensorReader
 from nextn.devices import free_cached_memory, is_out_of_memory
 from nextn.errors import ConfigError, NextnError
 from nextn.families import Stage
-from nextn.model.deferred_trunk import DeferredTrunk
 from nextn.model.expert_groups import check_finite, run_in_groups, separable_experts
 from nextn.model.layer_states import LayerProgress, StateFolder, StatesInMemory, hash_batches, join_rows, take_rows
 from nextn.model.transformers_loading import LayerLoader
-from nextn.model.trunk import TrunkOutput
+from nextn.model.trunk import Trunk, TrunkOutput
 
 _MAX_STATE_BYTES = 2**30  # of hidden states in memory; more are in files
 _MAX_RECALLED = 16  # batches whose states after the final norm are in memory
 _STATES = ("final_hidden", "head_input")
 _VOCAB_ROWS = 16384  # of an lm_head that are cast at once
+
+
+class DeferredTrunk(Trunk):
+    """A trunk with embedding, final norm and lm_head, for processes that shard each decoder layer when it is loaded."""
+
+    def __init__(self, loader: LayerLoader, weights: TensorReader, *, stage: Stage = "post") -> None:
+        """Wrap the model of `loader`, whose layers are read through `weights`, which must stay open."""
+        super().__init__(loader.model, stage=stage)
+        self._loader, self._weights = loader, weights
+        # By name, the parameters of layers that are placed on the host or on disk for good, see `spread_layers`.
+        self.offloaded: Mapping[str, Tensor] = {}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DeferredTrunk":
+        # Layers follow to another device when they are loaded.
+        return super()._apply(lambda value: value if value.is_meta else fn(value), recurse)
+
+    def loaded_layers(self, devices: Sequence[torch.device] | None = None) -> Iterator[nn.Module]:
+        """Load the decoder layers for good, frozen, and yield each; a layer that is sharded meanwhile takes its shard.
+
+        devices: Of each layer; None: the trunk's. Raises CheckpointError if a layer cannot be read or has values that
+        are not finite.
+        """
+        for index, device in enumerate(devices or [self.device] * len(self.decoder.layers)):
+            yield self._load(index, device)
+            self._loader.release(index)
+            return_freed_memory()  # of the parts that other processes have
+
+    def close(self) -> None:
+        """Close the checkpoint's files, when all layers are loaded, so that nothing of them stays in memory."""
+        self._weights.close()
+
+    def state_items(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the model's state, sorted by name, while one decoder layer is loaded at a time."""
+        for index, names in groupby(sorted(self.model.state_dict()), self._loader.layer_index):
+            to_load = None if self.layer_places else index
+            if to_load is not None:
+                self._load(to_load, self.device)
+            state = self.model.state_dict()
+            yield from ((name, self.offloaded[name] if state[name].is_meta else state[name]) for name in names)
+            if to_load is not None:
+                self._loader.unload(to_load)
+
+    def _load(self, index: int, device: torch.device) -> nn.Module:
+        self._loader.load(index, device)
+        layer = self.decoder.layers[index]
+        check_finite(f"layer {index}", layer.state_dict())
+        return layer.requires_grad_(False)
 
 
 class StreamedTrunk(DeferredTrunk):

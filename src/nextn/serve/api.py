@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from nextn import __version__
-from nextn.engines.json_values import loads
+from nextn.bounded_json import loads
 from nextn.errors import NextnError
 from nextn.model.model import Model
 from nextn.serve.api_errors import ApiError, from_nextn_error, internal_error, server_stopping

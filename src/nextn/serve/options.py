@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from nextn.engines.json_values import loads
+from nextn.bounded_json import loads
 from nextn.errors import ConfigError, require_at_least
 
 MAX_CHOICES = 64  # sequences of one request: prompts times `n`

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from nextn.engines.json_values import short_repr
+from nextn.bounded_json import short_repr
 from nextn.serve.api_errors import ApiError
 from nextn.serve.options import MAX_CHOICES
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from nextn.decoding.batch import BatchSequence, DecodingBatch, SequenceRound
 from nextn.decoding.drafter import Drafter, DraftResult
 from nextn.decoding.generate import TextStream
+from nextn.runtime.backend import DecodingHead, DecodingTrunk
 from nextn.runtime.native.rounds import NativeRounds
-from nextn.runtime.protocol import DecodingHead, DecodingTrunk
 from nextn.serve.request import GenerationChunk, GenerationRequest, TokenLogprob
 from nextn.serve.token_sampler import TokenSampler, choose_tokens, verify_drafts
 from nextn.settings import Settings

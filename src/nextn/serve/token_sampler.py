@@ -14,8 +14,7 @@ from torch import Tensor
 from nextn.errors import ConfigError
 from nextn.serve.request import GenerationRequest, GrammarState, TokenLogprob
 from nextn.settings import Sampling
-from nextn.speculative.coupled_sampling import sample_coupled
-from nextn.speculative.sampling import to_probs
+from nextn.speculative.sampling import sample_coupled, to_probs
 
 
 class TokenSampler:

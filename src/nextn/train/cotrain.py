@@ -14,8 +14,8 @@ from torch import Tensor
 
 from nextn.errors import ConfigError
 from nextn.losses.distillation import OBJECTIVES, head_loss
+from nextn.losses.divergences import Teacher
 from nextn.losses.mtp_loss import IGNORE, Targets, cross_entropy, depth_weights
-from nextn.losses.teacher import Teacher
 from nextn.model.head import Head, lm_head_weights
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.separate_head import open_head, trunk_family
+from nextn.checkpoint.provenance import open_head, trunk_family
 from nextn.checkpoint.snapshot import folder_of, in_parts, on_disk
 from nextn.checkpoint.staging_folder import explain_full_disk, named_after, need_room, owned, renamed
 from nextn.data.batches import Batches
@@ -28,11 +28,10 @@ from nextn.model.layer_states import LayerProgress
 from nextn.model.model import Model, load_head, read_head, read_tokenizer
 from nextn.model.trunk import Trunk
 from nextn.train.config import HeadConfig
-from nextn.train.head_files import HEAD_FILE
-from nextn.train.head_task import HeadTask
+from nextn.train.distributed import ALONE, Ranks
+from nextn.train.head_task import HEAD_FILE, HeadTask
 from nextn.train.init_head import init_head
 from nextn.train.loop import Trainer
-from nextn.train.ranks import ALONE, Ranks
 from nextn.train.self_generated import is_on_policy
 
 # Defaults of the settings: about ten minutes on two cores for a model of a few million parameters.

@@ -17,10 +17,10 @@ from nextn.errors import ConfigError
 from nextn.families import lookup_count
 from nextn.model.model import Model, read_tokenizer
 from nextn.train.config import HeadConfig, TrainConfig
+from nextn.train.distributed import ALONE, Ranks
 from nextn.train.head_run import HeadRun, StartingPoint, prepare_head_run
 from nextn.train.joint_task import JointTask
 from nextn.train.loop import Trainer
-from nextn.train.ranks import ALONE, Ranks
 from nextn.train.recipes import by_name, held_out_prompts
 
 # Settings that the second stage inherits from the first unless it has its own.

@@ -25,10 +25,9 @@ from nextn.settings import Settings
 from nextn.train.activation_checkpointing import checkpoint_layers
 from nextn.train.config import TrainConfig
 from nextn.train.cpu_attention import use_blockwise_attention
+from nextn.train.distributed import ALONE, JointModule, Ranks, shard, shard_like, unsharded
 from nextn.train.evaluation import decoded_figures, teacher_forced_figures
 from nextn.train.metrics import EvalRecord, HeadRecord
-from nextn.train.ranks import ALONE, Ranks
-from nextn.train.sharding import JointModule, shard, shard_like, unsharded
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,15 +18,14 @@ import torch
 from nextn.checkpoint.staging_folder import explain_full_disk, need_room
 from nextn.errors import TrainingError
 from nextn.losses.mtp_loss import LambdaSchedule
-from nextn.train import run_state
+from nextn.train import checkpointing
+from nextn.train.checkpointing import MAX_CHECKPOINTS, RunFolder
 from nextn.train.config import TrainConfig
-from nextn.train.heldout_acceptance import BestTracker
+from nextn.train.distributed import ALONE, Ranks, clip_gradients
+from nextn.train.evaluation import BestTracker
 from nextn.train.joint_task import BatchLoss, Task, add_losses, sum_over_ranks
 from nextn.train.metrics import EvalRecord, HeadRecord, Record, StepRecord
 from nextn.train.optimizers import build_optimizers, set_learning_rates
-from nextn.train.ranks import ALONE, Ranks
-from nextn.train.run_folder import MAX_CHECKPOINTS, RunFolder
-from nextn.train.sharding import clip_gradients
 
 _RECENT = 16  # steps whose median time predicts the next ones; compilation makes single steps much slower
 
@@ -67,7 +66,7 @@ class Trainer:
         """Return an upper bound of the bytes that the rest of the run adds: checkpoints, best weights, the result."""
         every, remaining = self.config.save_every, self.pace.num_steps(self.step) - self.step
         saves, existing = -(-remaining // every) if every else min(remaining, 1), len(self.folder.checkpoints())
-        size, weights = run_state.num_bytes(self.task, self.optimizers), run_state.num_bytes(self.task)
+        size, weights = checkpointing.num_bytes(self.task, self.optimizers), checkpointing.num_bytes(self.task)
         added = min(existing + saves, MAX_CHECKPOINTS) - existing
         return size * max(0, added) + weights * (2 if self.task.fingerprint else 1)
 
@@ -92,7 +91,7 @@ class Trainer:
         if self.is_over:
             yield self.evaluate(last=True)
             if self.best_tracker.best_step not in (0, self.step):
-                run_state.read_weights(self.folder.best, self.task)
+                checkpointing.read_weights(self.folder.best, self.task)
 
     @property
     def is_over(self) -> bool:
@@ -103,7 +102,7 @@ class Trainer:
         """Evaluate on held-out text, and store the weights of the best head so far."""
         record = self.task.evaluate(self.step, last=last)
         if isinstance(record, HeadRecord) and self.best_tracker.update(self.step, record.heldout):
-            run_state.write_weights(self.folder.best, self.task)
+            checkpointing.write_weights(self.folder.best, self.task)
         return record
 
     def save(self) -> Path:
@@ -112,7 +111,7 @@ class Trainer:
         if folder not in self.folder.checkpoints():
             best = self.best_tracker.as_state()
             pace = self.pace.as_state()
-            run_state.write(folder, self.task, self.optimizers, step=self.step, standing=best, pace=pace)
+            checkpointing.write(folder, self.task, self.optimizers, step=self.step, standing=best, pace=pace)
         if self.ranks.is_first:
             self.folder.prune()
         return folder
@@ -121,7 +120,7 @@ class Trainer:
         """Write the trained model in its published layout, with the record of this run."""
         with explain_full_disk(self.full_disk_advice):
             if self.ranks.is_first:
-                need_room(folder, run_state.num_bytes(self.task))
+                need_room(folder, checkpointing.num_bytes(self.task))
             self.task.write_result(folder, self.folder.path)
 
     def has_checkpoint(self) -> bool:
@@ -135,7 +134,7 @@ class Trainer:
         """
         if not self.has_checkpoint():
             return False
-        state = run_state.read(self.folder.checkpoints()[-1], self.task, self.optimizers)
+        state = checkpointing.read(self.folder.checkpoints()[-1], self.task, self.optimizers)
         self.step = state["step"]
         # Both are missing in checkpoints of older versions.
         if "pace" in state:

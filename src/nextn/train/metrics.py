@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from nextn.errors import ConfigError
-from nextn.train.evaluation import DecodedFigures, TeacherForcedFigures
-from nextn.train.heldout_acceptance import HeldOutAcceptance
+from nextn.train.evaluation import DecodedFigures, HeldOutAcceptance, TeacherForcedFigures
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nextn.devices import half_precision_pays
 from nextn.errors import CheckpointError
 from nextn.train.config import TrainConfig
-from nextn.train.sharding import gather_gradients, replicated, shard_like
+from nextn.train.distributed import gather_gradients, replicated, shard_like
 
 _STEPS, _COEFFICIENTS, _SMALLEST = 5, (3.4445, -4.7750, 2.0315), 1e-7  # torch.optim.Muon's
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from nextn.checkpoint.safetensors_file import atomic
+from nextn.data.batches import leading_prompts, sample_prompts
 from nextn.data.corpus import Corpus
-from nextn.data.prompts import leading_prompts, sample_prompts
 from nextn.errors import ConfigError
 from nextn.train.config import TrainConfig
 

@@ -20,17 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from nextn.checkpoint.safetensors_file import atomic
+from nextn.data.batches import sample_prompts
 from nextn.data.corpus import Corpus
 from nextn.data.degeneracy import degeneracy
-from nextn.data.prompts import sample_prompts
 from nextn.data.records import RecordReader
 from nextn.data.sources import HEADER_KEY, Source, answers_header, partition_sources, read_records
 from nextn.decoding.generate import eos_tokens
 from nextn.decoding.rounds import rounds
 from nextn.errors import CheckpointError, ConfigError
-from nextn.model.deferred_trunk import DeferredTrunk
 from nextn.model.model import Model
-from nextn.model.streamed_trunk import StreamedTrunk
+from nextn.model.streamed_trunk import DeferredTrunk, StreamedTrunk
 from nextn.model.text_interface import TextInterface
 from nextn.model.trunk import Trunk
 from nextn.runtime.backend import backend_for

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from nextn.data.degeneracy import degeneracy
 from nextn.data.sources import HEADER_KEY
 from nextn.engines.answers import EngineAnswer, EngineRequest
-from nextn.engines.driver import iter_answers
-from nextn.engines.endpoint import Endpoint
+from nextn.engines.endpoint import Endpoint, iter_answers
 from nextn.errors import EngineError
 from nextn.settings import Settings
 from nextn.train.self_generated import AnswerProgress, GeneratedAnswer, append_answers, resume_answers

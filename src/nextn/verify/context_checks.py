@@ -6,7 +6,7 @@ from nextn.engines.answers import EngineAnswer, EngineRequest
 from nextn.engines.counter_formats import prefix_hits
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import EngineError
-from nextn.verify.greedy_comparison import compare_answers
+from nextn.verify.greedy_checks import compare_answers
 from nextn.verify.session import NUM_LOGPROBS, CheckResult, VerifySession
 
 _PREFIX = 3000  # tokens: hybrid models cache in blocks of up to a thousand or so

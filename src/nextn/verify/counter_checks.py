@@ -6,8 +6,7 @@ from itertools import pairwise
 
 from nextn.engines.answers import EngineAnswer
 from nextn.engines.counters import Counters
-from nextn.engines.driver import counters_in_answers, read_counters
-from nextn.engines.endpoint import Endpoint
+from nextn.engines.endpoint import Endpoint, counters_in_answers, read_counters
 from nextn.errors import EngineError
 from nextn.verify.session import CheckResult, VerifySession
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from nextn.bounded_json import loads, short_repr
 from nextn.engines.answers import EngineAnswer, EngineRequest
 from nextn.engines.endpoint import Endpoint, is_refusal
-from nextn.engines.json_values import loads, short_repr
 from nextn.errors import EngineError
 from nextn.text_format import counted
 from nextn.verify.session import CheckResult, VerifySession

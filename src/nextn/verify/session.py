@@ -8,8 +8,7 @@ from typing import Literal
 
 from nextn.engines.answers import EngineAnswer, EngineRequest
 from nextn.engines.counters import Counters
-from nextn.engines.driver import answer_all
-from nextn.engines.endpoint import Endpoint
+from nextn.engines.endpoint import Endpoint, answer_all
 from nextn.errors import ConfigError, require_at_least
 from nextn.evaluate.workload import Prompt
 

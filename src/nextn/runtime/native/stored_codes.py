@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from nextn.checkpoint.packed_weights import QuantizedWeight
+from nextn.checkpoint.quantized_weights import QuantizedWeight
 from nextn.model.packed_linear import StoredCodes
 from nextn.runtime.native.abi import INT4, INT8
 from nextn.runtime.native.int4 import GROUPS, Int4Weight, pack_int4_rows
