@@ -1,18 +1,22 @@
-"""The total deadline of an exchange: nothing that drips outlasts it. The hub reader's own tests are in test_remote."""
+"""The total deadline of an exchange, which nothing that drips outlasts, and keys in foreign text."""
 
+import json
 import ssl
 import time
+from html import escape
+from urllib.parse import quote
 
 import httpx2
 import pytest
 from quick import others_slow
 from raw_server import DRIPS, drip, serving
 
-from nextn.bounded_http import Deadline, client
+from nextn.bounded_http import Deadline, Redactor, client
 from nextn.engines.client import Budget, Client, Limits
 from nextn.errors import BudgetError, EngineError
 
 SLACK = 3.0  # seconds, for a machine that is busy
+KEY = 'sk-a/b+c"\\d&<e>'
 
 
 @pytest.mark.parametrize("part", others_slow(DRIPS, "headers", "body"))
@@ -88,3 +92,42 @@ def test_compressed_answers_are_refused():
         pytest.raises(EngineError, match=r"compressed \(gzip\)"),
     ):
         Client(url, Budget()).json("/v1/models")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        str,
+        json.dumps,
+        quote,
+        lambda key: quote(key, safe="").lower(),
+        lambda key: "".join(f"\\u{ord(char):04x}" for char in key),
+        lambda key: "".join(f"\\u{ord(char):04X}" for char in key),
+        lambda key: "".join(f"&#{ord(char)};" for char in key),
+        lambda key: key.replace("/", "\\/").replace("-", "%2d"),
+        repr,
+    ],
+)
+def test_forms(form):
+    text = f"before {form(KEY)} after"
+    found = Redactor(KEY).text(text)
+    assert found.replace('"', "").replace("'", "") == "before *** after"
+
+
+def test_html():
+    assert Redactor("sk-a&b-cdef").text(escape("sk-a&b-cdef")) == "***"
+
+
+def test_what_is_no_secret():
+    """vLLM's users give "EMPTY" as a key, or "1"."""
+    for key in (None, "", "1", "EMPTY"):
+        assert Redactor(key).text("EMPTY 1 none") == "EMPTY 1 none"
+        assert Redactor(key).data(b"EMPTY 1") == b"EMPTY 1"
+
+
+def test_bytes_keep_their_length():
+    assert Redactor("secret-key").data(b"a secret-key b") == b"a ********** b"
+
+
+def test_shows_nothing_of_itself():
+    assert "secret" not in repr(Redactor("secret-key"))

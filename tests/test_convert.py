@@ -10,7 +10,7 @@ import pytest
 from artifacts import LAYERS, LAYOUTS, bf16, load_json, publish
 from quick import families, others_slow
 from races import ROUNDS, race
-from test_quant_config import GROUPS
+from test_checkpoint_quantization import GROUPS
 from test_restore import bytes_of, lost, no_waiting_for_disks, own_names, snapshot, take, without
 
 import nextn

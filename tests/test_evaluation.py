@@ -1,12 +1,26 @@
-"""Held-out figures against a plain computation."""
+"""Held-out figures and acceptance against brute force and the decoder; the best evaluation and early stopping."""
+
+import json
+from dataclasses import asdict
 
 import pytest
 import torch
-from tiny import build, refrain
+from tiny import FIXTURES, build, decode, refrain
 
 from nextn.data.batches import Batch
-from nextn.settings import Settings
-from nextn.train.evaluation import decoded_figures, teacher_forced_figures
+from nextn.model.model import Model
+from nextn.settings import Sampling, Settings
+from nextn.stats.acceptance import Acceptance
+from nextn.train.evaluation import (
+    BestTracker,
+    HeldOutAcceptance,
+    PositionCounts,
+    decoded_figures,
+    heldout_acceptance,
+    teacher_forced_figures,
+)
+
+K = 4
 
 
 def test_forced_figures_by_hand():
@@ -52,3 +66,165 @@ def test_decoded_counts_and_flags_loops(trained):
     assert figures.acceptance.num_rounds > 0
     assert len(figures.checks) == 4
     assert 0 <= figures.repetitive <= 1
+
+
+@pytest.fixture(scope="module")
+def glm():
+    return Model.load(FIXTURES / "glm")
+
+
+def answered(model, *, count, length, **settings):
+    """Prompts with what the decoder answered, as one batch whose answers count; and the decoder's own figures."""
+    prompts = refrain(count, 24, seed=5).tolist()
+    texts, log = decode(model, prompts, num_speculative_tokens=K, max_tokens=length, **settings)
+    tokens = torch.tensor([[*prompt, *text[:length]] for prompt, text in zip(prompts, texts, strict=True)])
+    mask = torch.zeros_like(tokens, dtype=torch.bool)
+    mask[:, 24:] = True
+    return Batch(tokens, torch.zeros_like(tokens, dtype=torch.int32), mask), Acceptance.of(log)
+
+
+def within(rates, acceptance):
+    """Whether all told rates lie in the 99.9 % intervals of the decoder's."""
+    return all(low <= rate <= high for rate, (low, high) in zip(rates, acceptance.intervals(z=3.3), strict=True))
+
+
+def test_greedy_figures_are_the_decoders(glm):
+    """On the trunk's own greedy text the rounds are the decoder's, draft by draft, but for those cut by the end."""
+    batch, acceptance = answered(glm, count=12, length=120)
+    told = heldout_acceptance(glm.trunk, glm.head, [(batch, None)], K)
+    assert told.kv == "decode"
+    # At most two rounds a row are near its end, where the decoder drafts less; a tie may fall otherwise in a batch.
+    assert all(abs(a - b) <= 24 for a, b in zip(acceptance.num_drafted, told.greedy.num_drafted, strict=True))
+    assert all(abs(a - b) <= 24 for a, b in zip(acceptance.num_accepted, told.greedy.num_accepted, strict=True))
+    assert told.greedy.length == pytest.approx(acceptance.length, rel=0.02)
+    assert within(told.greedy.rates, acceptance)
+
+
+def test_sampled_figures_are_the_decoders(glm):
+    """On text drawn at the temperature, min(1, q/p) of its tokens foresees what rejection sampling keeps."""
+    batch, acceptance = answered(glm, count=48, length=120, sampling=Sampling(1.3), block_verification=False, seed=1)
+    told = heldout_acceptance(glm.trunk, glm.head, [(batch, None)], K, temperature=1.3, on_policy=True)
+    assert within(told.sampled.rates, acceptance)
+    assert told.sampled.length == pytest.approx(acceptance.length, rel=0.03)
+
+
+def test_batches_add_up(glm):
+    batch, _ = answered(glm, count=4, length=40)
+    halves = [Batch(batch.tokens[rows], batch.documents[rows], batch.mask[rows]) for rows in (slice(2), slice(2, 4))]
+    whole = heldout_acceptance(glm.trunk, glm.head, [(batch, None)], K)
+    parts = heldout_acceptance(glm.trunk, glm.head, [(half, glm.trunk(half.tokens)) for half in halves], K)
+    assert parts.num_positions == whole.num_positions
+    torch.testing.assert_close(torch.tensor(parts.sampled.num_accepted), torch.tensor(whole.sampled.num_accepted))
+    assert parts.sampled.emitted == pytest.approx(whole.sampled.emitted)
+
+
+def test_a_bad_head_is_worse_and_itself_is_not(glm):
+    batch, _ = answered(glm, count=8, length=40)
+    good = heldout_acceptance(glm.trunk, glm.head, [(batch, None)], K)
+    other = Model.load(FIXTURES / "glm")
+    with torch.no_grad():
+        other.head.stack[0].projection.weight.normal_()
+    bad = heldout_acceptance(glm.trunk, other.head, [(batch, None)], K)
+    assert bad.is_worse(good)
+    assert not good.is_worse(bad)
+    assert not good.is_worse(good)
+
+
+def test_state_comes_back(glm):
+    batch, _ = answered(glm, count=2, length=30)
+    told = heldout_acceptance(glm.trunk, glm.head, [(batch, None)], K)
+    assert HeldOutAcceptance.from_state(asdict(told)) == told
+
+
+def figures(*lengths):
+    """An evaluation over as many rows of text, each of ten rounds of these lengths; its score is their mean."""
+    emitted = tuple(10.0 * length for length in lengths)
+    counts = PositionCounts((1.0,), (0.5,), emitted, (10.0,) * len(lengths))
+    return HeldOutAcceptance(counts, counts, 100, "decode", 1.0)
+
+
+def stood(*scores, patience=0, baseline=None):
+    """After evaluations with these scores, behind 10, 20, ... steps."""
+    standing = BestTracker(patience)
+    if baseline is not None:
+        standing.update(0, baseline)
+    for place, score in enumerate(scores, 1):
+        standing.update(10 * place, figures(score, score))
+    return standing
+
+
+def test_the_best_is_kept():
+    """Catches a later one that takes the place of a better, and one as good that does: the earlier one stays."""
+    standing = BestTracker()
+    assert [standing.update(step, figures(score)) for step, score in ((10, 1.5), (20, 1.4), (30, 1.5), (40, 1.6))] == [
+        True, False, False, True,
+    ]  # fmt: skip
+    assert (standing.best_step, standing.best.score, standing.since) == (40, 1.6, 0)
+    standing = stood(1.5, 1.4, 1.5)
+    assert (standing.best_step, standing.since) == (10, 2)
+
+
+def test_what_training_started_from_is_no_result():
+    """Catches a baseline that is taken for the best head, which would then never be written."""
+    standing = BestTracker(patience=1)
+    assert not standing.update(0, figures(9.0))
+    assert (standing.best, standing.since, standing.is_done) == (None, 0, False)
+    assert standing.update(10, figures(1.0))
+    assert standing.baseline.score == 9.0
+
+
+def test_patience():
+    """Catches an end one evaluation too early or too late, and patience 0 that ends at once."""
+    assert [stood(1.5, *[1.4] * more, patience=2).is_done for more in range(4)] == [False, False, True, True]
+    assert not stood(1.5, 1.4, 1.4, 1.45, 1.6, patience=3).is_done
+    assert not stood(1.5, *[1.4] * 50).is_done
+
+
+def test_the_best_step_seen_again_is_not_a_worse_one():
+    """A run that resumes at its best checkpoint evaluates it again; that is no lost evaluation."""
+    standing = stood(1.5, 1.6)
+    standing.update(20, figures(1.6, 1.6))
+    assert standing.since == 0
+    standing.update(30, figures(1.6, 1.6))
+    assert standing.since == 1
+
+
+@pytest.mark.parametrize(
+    ("trained", "worse"),
+    [((1.0, 1.2, 1.1, 1.3), True), ((1.9, 1.6, 1.5, 1.8), False), ((2.5, 2.6, 2.7, 2.8), False)],
+    ids=["all rows", "within noise", "better"],
+)
+def test_worse_is_beyond_noise(trained, worse):
+    baseline = figures(1.8, 1.7, 1.6, 1.9)
+    standing = BestTracker()
+    standing.update(0, baseline)
+    assert not standing.is_worse
+    standing.update(10, figures(*trained))
+    assert standing.is_worse == worse
+    alone = BestTracker()
+    alone.update(10, figures(*trained))
+    assert not alone.is_worse
+
+
+def test_in_words():
+    """Both scores, and twice the standard error of their difference: rows differ by 0.2 and 0.4, so 0.1 is one."""
+    assert str(stood(1.5)) == "no head to compare with"
+    standing = BestTracker()
+    standing.update(0, figures(1.4, 1.6))
+    assert str(standing) == "no head to compare with"
+    standing.update(10, figures(1.6, 2.0))
+    assert str(standing) == "acceptance length 1.800, was 1.500, +-0.200 on held-out text"
+
+
+def test_state_and_record():
+    """A checkpoint's JSON gives the same standing back; the record names what a reader looks for."""
+    standing = stood(1.5, 1.4, patience=3, baseline=figures(1.2, 1.4))
+    again = BestTracker(patience=3)
+    again.load_state(json.loads(json.dumps(standing.as_state())))
+    assert again == standing
+    empty = BestTracker(patience=3)
+    empty.load_state(json.loads(json.dumps(BestTracker().as_state())))
+    assert empty == BestTracker(patience=3)
+    record = standing.as_record()
+    assert (record["baseline"]["score"], record["best"]["score"], record["best_step"]) == (1.3, 1.5, 10)
+    assert BestTracker().as_record() == {"baseline": None, "best": None, "best_step": 0}

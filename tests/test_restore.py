@@ -10,7 +10,7 @@ import pytest
 from artifacts import LAYERS, LAYOUTS, load_json, publish, tensors
 from quick import families, others_slow
 from races import ROUNDS, race
-from test_quant_config import SECTIONS
+from test_checkpoint_quantization import SECTIONS
 from test_remote import Hub
 
 import nextn
