@@ -162,6 +162,14 @@ BROKEN = {
     "no layer 61": ("layer-index", "note", "deepseek_v3", {}, "transformers loads .* from layer 61 only; here it is l"),
     "several modules as one": (
         "too-many-modules", "note", "mimo_v2", {"modules": 3}, "3 modules are stored; vLLM uses 1"),
+    "a model of one expert": (
+        "single-expert", "error", "glm4_moe",
+        {"change": drop(r"mlp\.experts\.[123]\."), "config": {"n_routed_experts": 1, "num_experts_per_tok": 1}},
+        "1 routed expert in 1 group: .*vLLM on a CPU .*first pass; llama.cpp needs more experts than groups"),
+    "as many groups as experts": (
+        "single-expert", "error", "deepseek_v3", {"config": {"n_group": 4}}, "4 routed experts in 4 groups"),
+    "a head of one expert": (
+        "head-partial", "error", "glm4_moe", {"change": drop(HEAD + r"mlp\.experts\.[123]\.")}, r"lacks 9:"),
     "ignored on load": ("engine-ignores", "note", "qwen3_5", {}, "transformers skips the head"),
     "lost at conversion": ("engine-drops", "note", "deepseek_v3", {}, "llama.cpp loses the head"),
     "refused": ("engine-refuses", "note", "bailing_hybrid", {}, "transformers refuses"),

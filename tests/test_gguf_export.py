@@ -380,6 +380,25 @@ def test_experts_that_the_graph_does_not_compute(tmp_path):
         export(folder, tmp_path / "out", "vllm")
 
 
+def test_one_expert_is_refused_for_every_engine(tmp_path):
+    """Its routers take two of a group; a file that somebody wrote all the same is reported."""
+    shape = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
+    folder = glm4_moe(tmp_path / "glm", **shape)
+    path = export(folder, tmp_path / "two.gguf", "llama.cpp").path
+    assert audit_gguf(path).clean
+    _edit(folder / "config.json", n_routed_experts=1)
+    for engine, out in (("llama.cpp", "out.gguf"), ("vllm", "out"), ("sglang", "out"), ("transformers", "out")):
+        with pytest.raises(FamilyError, match=r"1 routed expert in 1 group: .*llama-model\.cpp:1365"):
+            export(folder, tmp_path / out, engine)
+    data, key = path.read_bytes(), b"glm4moe.expert_count"
+    assert data.count(key) == 1
+    at = data.index(key) + len(key) + 4  # behind the type
+    path.write_bytes(data[:at] + (1).to_bytes(4, "little") + data[at + 4 :])
+    (finding,) = (each for each in audit_gguf(path).findings if each.rule == "single-expert")
+    assert finding.severity == "error"
+    assert finding.found == "1 routed expert in 1 group: llama.cpp does not load the file."
+
+
 def test_command(made, tmp_path, here):
     code, out, _ = here("export", made / "qwen2-head", tmp_path / "out.gguf", "--for", "llama.cpp", "-k", "4")
     assert code == 0

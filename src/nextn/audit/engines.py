@@ -9,12 +9,13 @@ from nextn.audit.findings import ENGINES, ROLES, Finding, aliases, engines, same
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import storage
+from nextn.edit.compatibility import lone_experts
 from nextn.families import EngineSupport, Support, lookup, rows
 from nextn.text_format import joined, some
 
 IDS = (
     "trunk-missing", "shared-missing", "copy-differs", "own-head-overwritten", "layer-index", "too-many-modules",
-    "engine-loads", "engine-ignores", "engine-drops", "engine-refuses", "engine-absent",
+    "single-expert", "engine-loads", "engine-ignores", "engine-drops", "engine-refuses", "engine-absent",
 )  # fmt: skip
 _UNSUPPORTED: dict[Support, tuple[str, str]] = {
     "loads": ("store", "the head and cannot run it"),
@@ -119,6 +120,15 @@ def too_many_modules(inventory: Inventory) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def single_expert(inventory: Inventory) -> Iterator[Finding]:
+    """Report groups of experts that have one expert each, which routers that take two of a group cannot run."""
+    if reason := lone_experts(inventory.family, inventory.checkpoint.config):
+        yield Finding(
+            "single-expert", "error", f"{CONFIG}: n_group", f"{reason}.", "At least two experts in each group.",
+            "Convert the model again with fewer groups, or with its one expert cut into several along its width.",
+        )  # fmt: skip
+
+
 def engine_support(inventory: Inventory) -> Iterator[Finding]:
     """Report engines that do not run this family's head at all."""
     for support, (stem, what) in _UNSUPPORTED.items():
@@ -194,5 +204,6 @@ def _others(inventory: Inventory, names: list[str]) -> str:
 
 
 RULES = (
-    trunk_missing, shared_missing, copy_differs, own_head_overwritten, layer_index, too_many_modules, engine_support,
+    trunk_missing, shared_missing, copy_differs, own_head_overwritten, layer_index, too_many_modules, single_expert,
+    engine_support,
 )  # fmt: skip

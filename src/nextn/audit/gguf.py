@@ -80,7 +80,7 @@ def audit_gguf(path: Path) -> AuditReport:
     Raises ConfigError without the gguf package, CheckpointError for a file that is damaged or lacks metadata.
     """
     gguf = GgufHead.of(GgufFile.open(path))
-    rules = (_declaration, _parts, _block, _copies, _precision, _values, _engine)
+    rules = (_declaration, _experts, _parts, _block, _copies, _precision, _values, _engine)
     findings = [finding for rule in rules for finding in rule(gguf)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     family = gguf.row.name if gguf.row else gguf.arch
@@ -136,6 +136,18 @@ def _declaration(gguf: GgufHead) -> Iterator[Finding]:
     elif declared - heads:
         found = f"{count} declared, {len(heads)} stored."
         yield Finding("modules-missing", "error", _block_names(declared - heads), found, where, CONVERT)
+
+
+def _experts(gguf: GgufHead) -> Iterator[Finding]:
+    """Report groups of one expert: llama-model.cpp:1365 asserts that there are fewer groups than experts."""
+    key = f"{gguf.arch}.expert_group_count"
+    count, groups = (_count(gguf.file, each, default=0) for each in (f"{gguf.arch}.expert_count", key))
+    if 0 < count <= groups:
+        yield Finding(
+            "single-expert", "error", key,
+            f"{counted(count, 'routed expert')} in {counted(groups, 'group')}: llama.cpp does not load the file.",
+            "At least two experts in each group.", f"Give the model more experts than groups. {CONVERT}",
+        )  # fmt: skip
 
 
 def _parts(gguf: GgufHead) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Write a trunk of Llama's kind in GLM-4.5's layout (glm4_moe), which vLLM, SGLang, llama.cpp and transformers run.
+"""Write a Llama-style trunk in GLM-4.5's layout (glm4_moe), which vLLM, SGLang, llama.cpp and transformers run.
 
 Attention and norms keep their names and bytes, and so do the MLPs of all layers but the last. vLLM needs one layer of
 experts (glm4_moe.py:509 of 0.32.0), and every engine builds the head's layer with them, so there the MLP is cut into

@@ -9,8 +9,8 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import QuantConfig, declared, stored_modules, unpacked
 from nextn.edit.plan import Piece
 from nextn.errors import CheckpointError
-from nextn.families import lookup
-from nextn.text_format import some
+from nextn.families import Family, lookup, lookup_count
+from nextn.text_format import counted, some
 
 # Config fields that determine the head's shapes.
 SIZES = (
@@ -21,6 +21,11 @@ SIZES = (
 ABOUT_HEAD = re.compile(r"mtp|nextn")  # fields that name the head
 _EXPERTS = ("n_routed_experts", "num_experts", "moe_num_experts", "num_local_experts")
 _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
+# Families whose router scores a group of experts by its two best ones.
+_GROUPED = (
+    "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "glm5_next", "exaone_moe", "mimo_v2",
+    "bailing_hybrid",
+)  # fmt: skip
 # What two checkpoints of one quantization method must agree on, so that tensors of one fit the other's config.
 _SCHEME = ("weight_block_size", "group_size", "bits", "fmt", "format", "quant_algo", "scale_fmt")
 
@@ -49,6 +54,23 @@ def _missing_experts(tails: set[str], inventory: Inventory) -> list[int]:
     stored = {int(match[1]) for tail in tails if (match := _EXPERT.search(tail))}
     counts = [count for key in _EXPERTS if isinstance(count := lookup(inventory.checkpoint.config, key), int)]
     return sorted(set(range(max([*counts[:1], max(stored) + 1]))) - stored) if stored else []
+
+
+def lone_experts(family: Family, config: Mapping[str, object]) -> str:
+    """Return why engines fail where each group of experts is one expert, without a period; "" where they do not.
+
+    Lines are of vLLM 0.32.0 and llama.cpp 0c1e57098. On GPUs, vLLM and SGLang choose experts by other kernels.
+    """
+    counts = [count for key in _EXPERTS if (count := lookup_count(config, key)) is not None]
+    groups = lookup_count(config, "n_group")
+    if family.name not in _GROUPED or not counts or counts[0] // (groups or 1) > 1:
+        return ""
+    reason = (
+        f"{counted(counts[0], 'routed expert')} in {counted(groups or 1, 'group')}: routers take the two best experts "
+        "of a group, so transformers and vLLM on a CPU (cpu_router.py:49) fail in the first pass"
+    )
+    more = "; llama.cpp needs more experts than groups (llama-model.cpp:1365) and does not load the model"
+    return reason + (more if groups else "")
 
 
 def indexed_but_missing(inventory: Inventory, *, head: bool) -> list[str]:

@@ -13,7 +13,7 @@ from nextn.checkpoint.checkpoint import CONFIG, SINGLE, Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import GENERIC, misfits, open_head, trunk_family
 from nextn.checkpoint.snapshot import on_disk
-from nextn.edit.compatibility import absent
+from nextn.edit.compatibility import absent, lone_experts
 from nextn.edit.gguf_export import write_gguf
 from nextn.edit.gguf_layout import STEP35, layout_of
 from nextn.edit.plan import EditPlan, Files, Piece, execute, new_folder
@@ -133,6 +133,8 @@ def _trunk_path(head: Checkpoint, trunk: str | Path | None) -> str | Path:
 
 def _refuse(head: Inventory, trunk: Inventory, engine: str) -> None:
     path = head.checkpoint.path
+    if reason := lone_experts(trunk.family, trunk.checkpoint.config):
+        raise FamilyError(f"{trunk.checkpoint.path}: cannot be served: {reason}. Give it two experts in each group")
     is_added = head.family.name == GENERIC or head.family.separate
     if not is_added and not (engine == "llama.cpp" and head.family.name == _CONVERTED):
         raise FamilyError(f"{path}: a head of family {head.family.name} is served as it is, see `nextn serve --print`")

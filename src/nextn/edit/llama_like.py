@@ -1,4 +1,4 @@
-"""Trunks of Llama's kind: what other layouts need to know of their config, to hold them with the same computation."""
+"""Llama-style trunks: what other layouts need to know of their config to hold them with the same computation."""
 
 from collections.abc import Mapping
 from typing import Any
