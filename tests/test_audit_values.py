@@ -96,6 +96,23 @@ def test_mixed_convention(by, severity, tmp_path):
     assert "pre_fc_norm" not in finding.place
 
 
+@pytest.mark.parametrize(("smallest", "severity"), [(0.1, "warning"), (0.4, "note"), (0.6, None)])
+def test_norm_weights_that_lost_bits(smallest, severity, tmp_path):
+    """w in bf16, less one in bf16: seen by the step, and a fault where small weights have few steps left."""
+    rng = np.random.default_rng(0)
+
+    def make(norm_weights):
+        weights = np.where(np.arange(norm_weights.size) % 4, 1 + 0.1 * rng.normal(size=norm_weights.size), smallest)
+        return decode(bf16(weights * rng.uniform(0.9, 1.1, norm_weights.size)), "BF16") - 1
+
+    pick = lambda each: of_head(each) and is_norm(each)  # noqa: E731
+    lossy = publish(tmp_path / "lossy", "qwen3_5", change=edited(pick, make))
+    findings = [each for each in values(take(lossy)) if each.rule == "norm-rounded"]
+    assert [each.severity for each in findings] == ([severity] if severity else [])
+    trained = publish(tmp_path / "trained", "qwen3_5", change=edited(pick, lambda old: make(old) * 0.99))
+    assert "norm-rounded" not in found(trained)
+
+
 def test_undecidable_norm_weights(tmp_path):
     """The two input norms alone, one more (omlx#3750), and a whole file one more (MLX): reported, not as a fault."""
     inputs = publish(

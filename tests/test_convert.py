@@ -210,6 +210,39 @@ def test_gain_bridges(tmp_path):
     assert "mtp.fc.weight" in table
 
 
+def _all_norms(value):
+    """A `change` for `publish`: the first value of each norm of the head, which others are near 1."""
+
+    def change(table):
+        for name in [each for each in table if each.startswith("model.layers.2.") and "norm" in each]:
+            old = table[name]
+            width = len(old.data) // int(np.prod(old.shape))
+            first = bf16(np.float32([value])) if width == 2 else np.float32([value]).tobytes()
+            table[name] = RawTensor(old.dtype, old.shape, first + old.data[width:])
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "lost"),
+    [(0.3007, "BF16", ""), (0.302, "BF16", "0.6%"), (0.0103, "BF16", "13"), (0.0103, "F32", ""), (0.0, "BF16", ""),
+     (258.0, "BF16", "0.4%"), (256.0, "BF16", "")],
+)  # fmt: skip
+def test_weights_that_would_lose_bits_are_refused(value, dtype, lost, tmp_path):
+    """bf16 holds w - 1 in steps of 2^-8 where w is below 0.5: odd multiples of 2^-9 move; nothing is written."""
+    source = publish(tmp_path / "source", "glm4_moe", copies=False, dtype=dtype, change=_all_norms(value))
+    convert = partial(nextn.convert, source, tmp_path / "out", to="qwen3_next", norm_weight="subtract-1")
+    if lost:
+        with pytest.raises(CheckpointError, match=rf"would change model\.layers\.2\..*, by up to {lost}.*layout that"):
+            convert()
+        assert not (tmp_path / "out").exists()
+        return
+    assert convert().notes[-1].endswith("without loss")
+    name = "mtp.pre_fc_norm_embedding.weight"
+    first = numbers(source, "model.layers.2.enorm.weight")
+    assert np.abs(numbers(tmp_path / "out", name) + 1 - first).max() <= (0 if dtype == "BF16" else 2**-24)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gains_are_norms(name, tmp_path):
     """A bias, a router's correction or a sink shifted by one is a ruined head."""

@@ -19,13 +19,17 @@ from nextn.families import lookup
 from nextn.text_format import counted, some
 
 IDS = (
-    "gain-shifted", "values-nonfinite", "values-zero", "values-constant", "values-untrained", "values-unjudged",
-    "modules-identical", "block-copied", "head-stale",
+    "gain-shifted", "norm-rounded", "values-nonfinite", "values-zero", "values-constant", "values-untrained",
+    "values-unjudged", "modules-identical", "block-copied", "head-stale",
 )  # fmt: skip
 SMALL_HEAD = 64 * 1024 * 1024  # bytes; a head of this size may be read completely
 INITIALIZER_RANGE = 0.02  # transformers' own default, where config.json does not say
 MIN_VALUES = 256  # fewer say nothing about a distribution
 HUGE, TINY = 1e6, 1.17e-38
+# A bf16 weight w has steps of 2^-8 below 1 and 2^-7 above; w - 1, as families with 1 + w train it, finer ones near 0.
+STEP = 2.0**-8
+MIN_ON_GRID = 32  # values between -0.5 and 0.5, half of which at most are multiples of STEP by chance
+NOTABLE = 0.01  # of a norm weight
 
 
 def values(inventory: Inventory, whole: WholeValues | None = None) -> Iterator[Finding]:
@@ -34,7 +38,7 @@ def values(inventory: Inventory, whole: WholeValues | None = None) -> Iterator[F
         return
     samples = SampledValues.of(inventory)
     yield from _unusable(samples, whole)
-    for rule in (_norm_shifts, _untrained, _identical, _copied, _undecoded):
+    for rule in (_norm_shifts, _norms_rounded, _untrained, _identical, _copied, _undecoded):
         yield from rule(samples)
 
 
@@ -64,6 +68,29 @@ def norm_shift_finding(shift: NormShift, *, convention: str, fix: str) -> Findin
         "gain-shifted", "warning" if shift.certain else "note", some(shift.names),
         f"{counted(len(shift.names), 'norm weight')} of {side} {offset}: median {shift.median:.2f}.",
         f"{stored} in the file; norm weights are positive and of similar size in head and trunk.", fix + measure,
+    )  # fmt: skip
+
+
+def _norms_rounded(samples: SampledValues) -> Iterator[Finding]:
+    """Report norm weights that were w in bf16 before they were stored as w - 1, and were small enough to lose bits."""
+    inventory = samples.inventory
+    dtypes = {inventory.info(each).dtype for each in samples.norms}
+    if inventory.family.norm_weight != "1+w" or dtypes != {"BF16"} or not samples.head_norms:
+        return
+    pooled = np.concatenate([norm.values for norm in samples.head_norms.values()])
+    near = pooled[(np.abs(pooled - 1) < 0.5) & (pooled != 1)]
+    small = {name: norm.values[(norm.values > 0) & (norm.values < 0.5)] for name, norm in samples.head_norms.items()}
+    small = {name: array for name, array in small.items() if len(array)}
+    if len(near) < MIN_ON_GRID or not small or np.any(near % STEP):
+        return
+    smallest = np.concatenate([*small.values()])
+    lost = STEP / 2 / float(np.median(smallest))
+    yield Finding(
+        "norm-rounded", "warning" if lost > NOTABLE else "note", some(small),
+        f"All norm weights of the head are multiples of 2^-8, as of a head that stored w before it stored w - 1: the "
+        f"{counted(len(smallest), 'value')} below 0.5 may have lost bits, half of them {lost:.1%} or more.",
+        "Norm weights that were trained as w - 1, or are not below 0.5.",
+        "Measure the acceptance; if it is low, use the head in the layout that it was trained in.",
     )  # fmt: skip
 
 

@@ -6,11 +6,11 @@ Bytes, dtypes and scales stay as they are, unless norm weights are to be shifted
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from nextn.checkpoint.checkpoint import CONFIG, SINGLE, Checkpoint, as_checkpoint
 from nextn.checkpoint.head_inventory import Inventory
@@ -35,6 +35,10 @@ from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import Family, by_name, rows
 from nextn.text_format import some
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 Form = Literal["shards", "side-file", "single-file"]
 Shift = Literal["add-1", "subtract-1"]
 SIDE_FILE = "mtp.safetensors"
@@ -42,6 +46,8 @@ _KEPT = ("model_type", "quantization_config", "tie_word_embeddings", "torch_dtyp
 
 # Facts that determine what a head computes; layouts that agree on these hold the same values under other names.
 _FACTS = ("concat", "hidden", "next_hidden", "norm_weight", "position0", "order", "experts", "own")
+_FLOATS = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}  # dtypes of norm weights, as numpy reads them
+_BF16_ROUNDING = 2.0**-9  # of a value, at most
 _NORM_WEIGHT = re.compile(r"norm\w*(\.m)?\.weight$")
 _SHIFTS: Mapping[tuple[str, str], Shift] = {("1+w", "w"): "add-1", ("w", "1+w"): "subtract-1"}
 
@@ -69,7 +75,8 @@ def convert(
         now: The layout that the head has now, where its names are ambiguous.
         form: The head in an indexed file of its own (shards, the default), in an mtp.safetensors that the index does
             not list, or everything in one file.
-        norm_weight: Shift the head's norm weights by one, in fp32, rounded to their dtype.
+        norm_weight: Shift the head's norm weights by one, in fp32, rounded to their dtype; subtract-1
+            must not lose bits.
         follow_links: See `restore`.
         dry_run: Write nothing.
         on_bytes: Called with the bytes written so far and in all.
@@ -78,6 +85,7 @@ def convert(
         What was, or with `dry_run` would be, written.
 
     Raises:
+        CheckpointError: Norm weights less one lose bits, or the head is partial.
         FamilyError: The two layouts do not compute the same; the message names the differences.
     """
     checkpoint = as_checkpoint(source)
@@ -184,13 +192,40 @@ def _renamed(inventory: Inventory, head: Inventory, layout: Family) -> tuple[dic
 def _shifted(fresh: Mapping[str, Piece], head: Inventory, norm_weight: Shift) -> tuple[dict[str, Piece], str]:
     offset = 1.0 if norm_weight == "add-1" else -1.0
     norm_weights = {name for canonical, name in head.stored.items() if is_norm_weight(canonical)}
+    if norm_weight == "subtract-1":
+        _refuse_lost_bits(head.checkpoint, sorted(norm_weights))
     pieces = {name: replace(piece, edit=shift_fn(piece.info.dtype, offset)) if piece.name in norm_weights else piece
               for name, piece in fresh.items()}  # fmt: skip
-    exact = "exact in bf16 for weights from 0.5 to 2" if norm_weight == "subtract-1" else "values near 0 are rounded"
+    change = "without loss" if norm_weight == "subtract-1" else "values near 0 are rounded"
     return (
         pieces,
-        f"{norm_weight} on {len(norm_weights)} norm weights of the head, in fp32 rounded to their dtype: {exact}",
+        f"{norm_weight} on {len(norm_weights)} norm weights of the head, in fp32 rounded to their dtype: {change}",
     )
+
+
+def _refuse_lost_bits(checkpoint: Checkpoint, names: Iterable[str]) -> None:
+    """Raise CheckpointError for weights w that w - 1 changes by more than bf16 itself rounds.
+
+    Float32 in the file would not keep them: vLLM, SGLang and transformers load norm weights in the model's dtype.
+    """
+    import numpy as np
+
+    worst: dict[str, tuple[float, float]] = {}  # name -> the largest relative change, and the weight
+    for name in names:
+        dtype, data = checkpoint.info(name).dtype, checkpoint.read_bytes(name)
+        shift = shift_fn(dtype, -1.0)
+        stored, shifted = (_floats(each, dtype).astype(np.float64) for each in (data, shift(data)))
+        change = np.abs(shifted + 1 - stored) / np.where(stored == 0, 1, np.abs(stored))
+        largest = int(change.argmax())
+        if change[largest] > _BF16_ROUNDING:
+            worst[name] = float(change[largest]), float(stored[largest])
+    if worst:
+        name, (lost, value) = max(worst.items(), key=lambda item: item[1])
+        raise CheckpointError(
+            f"{checkpoint.path}: --norm-weights subtract-1 would change {some([*worst])} beyond rounding, by up to "
+            f"{lost:.1%} ({value:.4g} in {name}): of a weight below 0.5, w - 1 has fewer bits than w. Keep the head in "
+            "a layout that stores w, or train a head in the other one"
+        )
 
 
 def is_norm_weight(canonical: str) -> bool:
@@ -205,17 +240,24 @@ def shift_fn(dtype: str, offset: float) -> Callable[[bytes], bytes]:
     """
     import numpy as np
 
-    if dtype in ("F16", "F32"):
-        kind = np.dtype("<f2" if dtype == "F16" else "<f4")
-        return lambda data: (np.frombuffer(data, kind).astype("<f4") + np.float32(offset)).astype(kind).tobytes()
-    if dtype != "BF16":
+    if dtype not in _FLOATS:
         raise CheckpointError(f"a norm weight is {dtype}; only BF16, F16 and F32 can be shifted")
 
-    def bf16(data: bytes) -> bytes:
-        bits = ((np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4") + np.float32(offset)).view("<u4")
+    def shift(data: bytes) -> bytes:
+        values = _floats(data, dtype) + np.float32(offset)
+        if dtype != "BF16":
+            return values.astype(_FLOATS[dtype]).tobytes()
+        bits = values.view("<u4")
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
 
-    return bf16
+    return shift
+
+
+def _floats(data: bytes, dtype: str) -> "NDArray[np.float32]":
+    import numpy as np
+
+    stored = np.frombuffer(data, _FLOATS[dtype])
+    return (stored.astype("<u4") << 16).view("<f4") if dtype == "BF16" else stored.astype("<f4")
 
 
 def _plan(
