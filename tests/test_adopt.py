@@ -46,12 +46,20 @@ def spread(folder):
     return folder
 
 
+def in_bfloat16(folder):
+    """Store the folder's weights and name their dtype in the config."""
+    path = folder / "model.safetensors"
+    save_file({name: weight.bfloat16() for name, weight in load_file(path).items()}, path, {"format": "pt"})
+    _edit(folder / "config.json", dtype="bfloat16")
+    return folder
+
+
 def trunk_of(folder, kind, **changes):
     return spread(build(folder, kind, **changes))
 
 
-def logits(folder):
-    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+def logits(folder, dtype=torch.float32):
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=dtype)
     assert not info["missing_keys"]
     with torch.no_grad():
         return type(model).__name__, model(IDS).logits
@@ -70,6 +78,19 @@ def test_logits_are_those_of_the_trunk(name, tmp_path, monkeypatch):
     torch.testing.assert_close(theirs, logits(trunk)[1], atol=2e-6, rtol=0)
     assert [each for each in plan.notes if "llama.cpp" in each] == [*plan.notes[:-1]] * (name == "llama 3.1")
     assert "no head yet" in plan.notes[-1]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama 3.1", "mistral", "qwen2, tied", "qwen3"])
+def test_logits_in_bfloat16_differ_by_rounding(name, tmp_path):
+    """The new layout is as far from the trunk's logits in float32 as the trunk itself is in bfloat16."""
+    kind, changes = TRUNKS[name]
+    trunk = in_bfloat16(trunk_of(tmp_path / "trunk", kind, **changes))
+    adopt(trunk, tmp_path / "out", layout="glm4_moe")
+    exact = logits(trunk)[1]
+    own, theirs = (logits(folder, torch.bfloat16)[1].float() - exact for folder in (trunk, tmp_path / "out"))
+    assert 0 < own.abs().max() < 0.02 * exact.abs().max()
+    assert theirs.norm() < 1.2 * own.norm()
+    assert theirs.abs().max() < 2 * own.abs().max()
 
 
 def test_what_the_folder_has(tmp_path):

@@ -25,11 +25,13 @@ from nextn.checkpoint.provenance import open_head, trunk_family
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.edit.export import export
 from nextn.edit.gguf_export import write_gguf
+from nextn.edit.gguf_import import convert_gguf
 from nextn.edit.gguf_tokenizer import copy_tokenizer
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.model.model import Model
 from nextn.train.head_run import prepare_head_run
 
+EQUAL = {"atol": 0, "rtol": 0}
 LAYOUTS = {"llama-3.1": "step35", "qwen2": "step35", "qwen3": None, "mistral": "step35", "llama": "mimo"}
 
 
@@ -132,6 +134,23 @@ def test_norms_and_biases_are_widened_whatever_the_size_of_a_chunk(made, tmp_pat
         ):
             assert np.array_equal(data(reader, f"blk.1.{own}"), narrow[f"model.layers.1.{path}"].float().numpy())
         assert value(reader, "general.file_type") == {"BF16": 32, "F16": 1}[kind]
+
+
+@pytest.mark.parametrize("name", ["llama-3.1", "qwen2", "mistral", "qwen3"])
+def test_a_bfloat16_trunk_comes_back_with_equal_logits(name, made, tmp_path):
+    """Through step35's or hy_v3's layout and our reader: in bfloat16 bit for bit, and in float32."""
+    trunk, path = shutil.copytree(made / name, tmp_path / "trunk"), tmp_path / "trunk" / "model.safetensors"
+    save_file({key: each.bfloat16() for key, each in load_file(path).items()}, path, {"format": "pt"})
+    _edit(trunk / "config.json", dtype="bfloat16")
+    write_gguf(*_inventories(trunk, made / f"{name}-head"), tmp_path / "out.gguf")
+    convert_gguf(tmp_path / "out.gguf", tmp_path / "back")
+    ids = torch.randint(0, 250, (2, 60), generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.bfloat16, torch.float32):
+        models = [Model.load(each, need_head=False, skip_head=True, dtype=dtype) for each in (trunk, tmp_path / "back")]
+        with torch.no_grad():
+            one, other = (model.trunk.logits(model.trunk(ids).final_hidden) for model in models)
+        assert one.dtype == dtype
+        torch.testing.assert_close(other, one, **({"atol": 1e-6, "rtol": 0} if dtype == torch.float32 else EQUAL))
 
 
 def test_a_tied_trunk_stores_its_lm_head_where_the_graph_needs_it(made, tmp_path):
