@@ -206,9 +206,14 @@ def misfits(head: Inventory, trunk: Inventory | None) -> Iterator[Misfit]:
                 "draft-sizes", f"config.json: {name}", f"{name} is {own}, the trunk's is {other}.",
                 "The trunk's, from which vLLM builds the draft's layer.", "Train a head on this trunk.", _ALL[:2],
             )  # fmt: skip
-    if is_draft and lookup(trunk.checkpoint.config, "quantization_config") is not None:
+    yield from quantized(head.family, trunk)
+
+
+def quantized(family: Family, trunk: Inventory) -> Iterator[Misfit]:
+    """Yield what is wrong with a separate head of this family beside this trunk if that is quantized."""
+    if family.layer_model and lookup(trunk.checkpoint.config, "quantization_config") is not None:
         yield Misfit(
-            "draft-quantized", f"{path}: quantization_config",
+            "draft-quantized", f"{trunk.checkpoint.path}: quantization_config",
             "The trunk is quantized, and vLLM builds the draft's layer with the trunk's quantization.",
             "An unquantized trunk, or SGLang, which reads the draft's own config.",
             "Serve the unquantized trunk, or use SGLang.", _ALL[:1],

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +21,7 @@ from nextn.cli.common import (
 from nextn.cli.screen import echo, print_json, print_note
 from nextn.cli.streaming import KeepShards, show_init_layers, stream_for_training
 from nextn.cli.train_common import merge_settings, progress, say_stopped, show_curve
+from nextn.cli.train_export import check_options, check_run, export_head, with_layout
 from nextn.errors import ConfigError
 from nextn.train.head_parts import PARTS
 
@@ -134,6 +135,15 @@ def train(
             rich_help_panel=_HEAD,
         ),
     ] = False,
+    export: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ENGINE",
+            help="vllm, sglang, transformers or llama.cpp: write OUT/export for it at the end, as `nextn export` does, "
+            "and print the serve command. Sets --layout of a new head, if it is not given.",
+            rich_help_panel=_HEAD,
+        ),
+    ] = None,
     allow_worse: Annotated[
         bool,
         typer.Option("--allow-worse", help="Save the head even if held-out acceptance dropped.", rich_help_panel=_HEAD),
@@ -203,6 +213,7 @@ def train(
         device=None if device == "auto" else device,
         stream=stream,
         keep_shards=_text(keep_shards),
+        export=export,
     )
     _start(out, options, resume=resume, as_json=as_json)
 
@@ -214,15 +225,28 @@ def _start(out: Path, given: "RunOptions", *, resume: bool, as_json: bool) -> No
     stored = read_options(out) if resume else None
     options = given if stored is None else stored.resumed(given)
     if resume and (result := read_result(out)) is not None:
-        record = result | {"model": str(out / result["model"])}
-        message = f"{out} is finished: {record['model']} is its result, and nothing was changed"
-        _print_result(record, message, as_json=as_json)
+        _finished(out, options, result, as_json=as_json)
         return
     _check(options)
+    if stored is None:
+        options = with_layout(options)
     from nextn.train.distributed import processes
 
     with processes(options.device or "auto") as ranks:
         (_train_head if options.freeze_trunk else _train_joint)(out, options, ranks, resume=resume, as_json=as_json)
+
+
+def _finished(out: Path, options: "RunOptions", result: dict[str, Any], *, as_json: bool) -> None:
+    """Print the result of a finished run; export its head, if that is asked for and was not done."""
+    from nextn.train.run_options import write_result
+
+    record = result | {"model": str(out / result["model"])}
+    message = f"{out} is finished: {record['model']} is its result, and nothing was changed"
+    if options.export is not None and "export" not in result:
+        check_options(options)
+        record["export"], message = export_head(out, out / result["model"], options)
+        write_result(out, result | {"export": record["export"]})
+    _print_result(record, message, as_json=as_json)
 
 
 def _text(path: Path | None) -> str | None:
@@ -245,7 +269,7 @@ def _check(options: "RunOptions") -> None:
     if not options.freeze_trunk:
         values = (
             options.trunk, options.head, options.cache_gb, options.layout, options.settings.get("trained_parts"),
-            options.keep_shards,
+            options.keep_shards, options.export,
         )  # fmt: skip
         flags = (
             options.init_head, options.head_only, options.drawn, options.allow_worse, options.curve, options.stream,
@@ -253,7 +277,7 @@ def _check(options: "RunOptions") -> None:
         if any(value is not None for value in values) or any(flags):
             raise ConfigError(
                 "--from, --head, --init-head, --layout, --train, --head-only, --drawn, --cache-gb, --allow-worse, "
-                "--curve, --stream, --keep-shards need --freeze-trunk"
+                "--curve, --stream, --keep-shards, --export need --freeze-trunk"
             )
         return
     if options.trunk is None:
@@ -261,6 +285,8 @@ def _check(options: "RunOptions") -> None:
     if options.model is not None or options.recipe is not None:
         raise ConfigError("--model and --recipe build a trunk; with --freeze-trunk, --from names it")
     ModelOptions(options.trunk).check()
+    if options.export is not None:
+        check_options(options)
     if options.stream and not (options.head_only or options.offline or Path(options.trunk).exists()):
         raise ConfigError(
             f"--stream: of {options.trunk}, only what is needed is downloaded, so the trained head is written alone; "
@@ -317,6 +343,8 @@ def _run_joint(
 
 def _train_head(out: Path, options: "RunOptions", ranks: "Ranks", *, resume: bool, as_json: bool) -> None:
     run = _prepare_head(out, options, ranks, quiet=as_json)
+    if options.export is not None:
+        check_run(run, out, options.export)
     with run.trainer.folder.locked(needed=ranks.is_first):
         _run_head(run, out, options, ranks, resume=resume, as_json=as_json)
 
@@ -355,6 +383,10 @@ def _run_head(run: "HeadRun", out: Path, options: "RunOptions", ranks: "Ranks", 
     if points:
         record["curve"] = [point.as_record() for point in points]
     write_result(out, record)
+    if options.export is not None:
+        record["export"], text = export_head(out, written, options)
+        write_result(out, record)
+        message = f"{message}\n{text}"
     _print_result(record | {"model": str(written)}, message, as_json=as_json)
 
 

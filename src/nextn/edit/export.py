@@ -11,15 +11,16 @@ from pathlib import Path
 
 from nextn.checkpoint.checkpoint import CONFIG, SINGLE, Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.provenance import GENERIC, misfits, open_head, trunk_family
-from nextn.checkpoint.snapshot import on_disk
+from nextn.checkpoint.provenance import GENERIC, misfits, open_head, quantized, trunk_family
+from nextn.checkpoint.snapshot import folder_of, on_disk
 from nextn.edit.compatibility import absent, lone_experts
-from nextn.edit.gguf_export import write_gguf
+from nextn.edit.gguf_export import refuse_modules, refuse_trunk, refuse_without_gguf, write_gguf
 from nextn.edit.gguf_layout import STEP35, layout_of
+from nextn.edit.gguf_tokenizer import writable_tokenizer
 from nextn.edit.plan import EditPlan, Files, Piece, execute, new_folder
 from nextn.edit.restore import restore
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.families import lookup
+from nextn.families import Family, find, lookup
 
 ENGINES = {
     "vllm": "vLLM 0.32.0", "sglang": "SGLang 0.5.23", "transformers": "transformers 5.23",
@@ -131,23 +132,54 @@ def _trunk_path(head: Checkpoint, trunk: str | Path | None) -> str | Path:
     return path
 
 
+def layout_for(engine: str, config: Mapping[str, object]) -> str | None:
+    """Return the `--layout` of a new head that is to be exported for an engine; None: the trunk's own."""
+    has_family = find(config) is not None
+    return None if has_family else {"vllm": "mimo", "sglang": "mimo", "llama.cpp": "step35"}.get(engine)
+
+
+def check_export(engine: str, family: Family, trunk: Inventory, *, num_modules: int = 1) -> None:
+    """Raise what `export` would raise for any head of this family on this trunk, before one is trained.
+
+    Args:
+        engine: See `export`.
+        family: Of the head.
+        trunk: Of the trunk's checkpoint; for llama.cpp in a local folder.
+        num_modules: Of the head.
+    """
+    path = trunk.checkpoint.path
+    _refuse_family(family, trunk, engine, path)
+    if listed := [f"{each.found} {each.fix}" for each in quantized(family, trunk) if engine in each.engines]:
+        raise CheckpointError(f"{path}: no head can be exported for {ENGINES[engine]}: {' '.join(listed)}")
+    if engine == "llama.cpp":
+        refuse_without_gguf()
+        refuse_modules(path, num_modules)
+        refuse_trunk(trunk.checkpoint, family)
+        writable_tokenizer(folder_of(trunk.checkpoint))
+
+
 def _refuse(head: Inventory, trunk: Inventory, engine: str) -> None:
     path = head.checkpoint.path
-    if reason := lone_experts(trunk.family, trunk.checkpoint.config):
-        raise FamilyError(f"{trunk.checkpoint.path}: cannot be served: {reason}. Give it two experts in each group")
-    is_added = head.family.name == GENERIC or head.family.separate
-    if not is_added and not (engine == "llama.cpp" and head.family.name == _CONVERTED):
-        raise FamilyError(f"{path}: a head of family {head.family.name} is served as it is, see `nextn serve --print`")
-    if engine == "transformers" and head.family.name != GENERIC:
-        raise FamilyError(f"{path}: transformers runs heads of the trunk's own layers; train one without --layout")
-    if engine == "llama.cpp" and head.family.layer_model:
-        raise FamilyError(f"{path}: {_NO_PAIR}; train a head with --layout step35, for one file with the trunk")
-    if engine in ("vllm", "sglang") and not head.family.layer_model:
-        raise FamilyError(f"{path}: {ENGINES[engine]} runs no head of the trunk's own layers; train with --layout mimo")
+    _refuse_family(head.family, trunk, engine, path)
     listed = [f"{each} is missing" for each in absent(head)]
     listed += [f"{each.found} {each.fix}" for each in misfits(head, trunk) if engine in each.engines]
     if listed:
         raise CheckpointError(f"{path}: cannot be exported for {ENGINES[engine]}:\n  " + "\n  ".join(listed))
+
+
+def _refuse_family(family: Family, trunk: Inventory, engine: str, path: str) -> None:
+    """Raise FamilyError, naming `path`, for an engine that does not run heads of this family on this trunk."""
+    if reason := lone_experts(trunk.family, trunk.checkpoint.config):
+        raise FamilyError(f"{trunk.checkpoint.path}: cannot be served: {reason}. Give it two experts in each group")
+    is_added = family.name == GENERIC or family.separate
+    if not is_added and not (engine == "llama.cpp" and family.name == _CONVERTED):
+        raise FamilyError(f"{path}: a head of family {family.name} is served as it is, see `nextn serve --print`")
+    if engine == "transformers" and family.name != GENERIC:
+        raise FamilyError(f"{path}: transformers runs heads of the trunk's own layers; train one without --layout")
+    if engine == "llama.cpp" and family.layer_model:
+        raise FamilyError(f"{path}: {_NO_PAIR}; train a head with --layout step35, for one file with the trunk")
+    if engine in ("vllm", "sglang") and not family.layer_model:
+        raise FamilyError(f"{path}: {ENGINES[engine]} runs no head of the trunk's own layers; train with --layout mimo")
 
 
 def _for_transformers(head: Inventory, trunk: Inventory, out: Path) -> Export:

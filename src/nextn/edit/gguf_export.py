@@ -1,6 +1,7 @@
 """Write a trunk, and a head that was added to it, into one GGUF for llama.cpp; a chunk of a tensor is in memory."""
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,18 @@ def refuse_trunk(checkpoint: Checkpoint, family: Family) -> dict[str, Any]:
     return config
 
 
+def refuse_without_gguf() -> None:
+    """Raise ConfigError if the gguf package is not installed."""
+    if find_spec("gguf") is None:
+        raise ConfigError("a file for llama.cpp needs the gguf package: pip install 'nextn[gguf]'")
+
+
+def refuse_modules(path: str, count: int) -> None:
+    """Raise FamilyError for a head of several modules."""
+    if count != 1:
+        raise FamilyError(f"{path}: {count} modules; a GGUF here holds one, for all drafts")
+
+
 def write_gguf(trunk: Inventory, head: Inventory, path: Path, *, tokenizer: Path | None = None) -> None:
     """Write the file.
 
@@ -68,14 +81,12 @@ def write_gguf(trunk: Inventory, head: Inventory, path: Path, *, tokenizer: Path
         ConfigError: The file exists or has another suffix, the tokenizer cannot be written, or gguf is not installed.
         FamilyError: No layout holds this trunk with this head.
     """
-    try:
-        from gguf import GGUFWriter
-    except ImportError as error:
-        raise ConfigError("--for llama.cpp needs the gguf package: pip install 'nextn[gguf]'") from error
+    refuse_without_gguf()
+    from gguf import GGUFWriter
+
     if path.suffix != ".gguf" or path.exists():
         raise ConfigError(f"{path}: expected a new file whose name ends in .gguf")
-    if len(head.modules) != 1:
-        raise FamilyError(f"{head.checkpoint.path}: {len(head.modules)} modules; a GGUF here holds one, for all drafts")
+    refuse_modules(head.checkpoint.path, len(head.modules))
     config, layout = refuse_trunk(trunk.checkpoint, head.family), layout_of(head.family)
     listed = parts(trunk, head, config, layout)
     values = metadata(config, layout, dtype=common_dtype(listed))

@@ -43,12 +43,11 @@ _NAMES = {
 }
 
 
-def add_tokenizer(writer: "GGUFWriter", folder: Path, vocab_size: int) -> None:
-    """Add the tokenizer of a folder, with chat template and special tokens.
+def writable_tokenizer(folder: Path) -> tuple["PreTrainedTokenizerBase", str]:
+    """Return the tokenizer of a folder, and llama.cpp's name of its pre-tokenizer.
 
     Raises ConfigError for one that is not byte-level BPE with a known pre-tokenizer.
     """
-    from gguf import SpecialVocab
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -57,8 +56,16 @@ def add_tokenizer(writer: "GGUFWriter", folder: Path, vocab_size: int) -> None:
         raise ConfigError(
             f"{folder}: its tokenizer is none of those that nextn writes into a GGUF ({', '.join(_NAMES.values())}). "
             f"Let llama.cpp write it, `python convert_hf_to_gguf.py {folder} --vocab-only --outfile vocab.gguf`, and "
-            "give that file, or any GGUF of this trunk, with --tokenizer"
+            "give that file, or any GGUF of this trunk, to `nextn export` with --tokenizer"
         )
+    return tokenizer, name
+
+
+def add_tokenizer(writer: "GGUFWriter", folder: Path, vocab_size: int) -> None:
+    """Add the tokenizer of a folder, with chat template and special tokens; see `writable_tokenizer`."""
+    from gguf import SpecialVocab
+
+    tokenizer, name = writable_tokenizer(folder)
     tokens, types = _tokens(tokenizer, vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(name)

@@ -22,6 +22,7 @@ _FREE = (
     "device",
     "stream",
     "keep_shards",
+    "export",
 )
 _FREE_SETTINGS = ("accumulate", "checkpoint_layers", "minutes")
 _PATHS = ("tokenizer", "model", "trunk", "head", "cache_dir", "keep_shards")
@@ -57,6 +58,7 @@ class RunOptions:
     device: str | None = None
     stream: bool = False
     keep_shards: str | None = None
+    export: str | None = None
 
     def absolute(self) -> "RunOptions":
         """Return the options with absolute paths; names of data sets and hub ids are unchanged."""
