@@ -21,15 +21,21 @@ Not as there: no draft vocabulary (there are 264 tokens), as many steps as draft
 
     python bench/eagle3.py                           # all cells: about an hour on one quiet core
     python bench/eagle3.py --only tiny/mtp           # only cells whose names start with this
-    python bench/eagle3.py --markdown                # the tables of docs/how-to/any-model.md
+    python bench/eagle3.py --layouts                 # the same head in several layouts, and a jointly trained one
+    python bench/eagle3.py --markdown                # tables of docs/how-to/any-model.md, also with --layouts
+
+The layouts are on answers of their own run, as sampled answers differ between machines. `joint` is the head that was
+trained together with `tiny`, on more text; `mtp` on `tiny` is in the layout of Qwen3.5, elsewhere in the generic one.
 """
 
 import argparse
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate, product
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +47,7 @@ import nextn
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.data.batches import Batch
 from nextn.data.byte_tokenizer import byte_tokenizer
-from nextn.families import Family
+from nextn.families import Family, by_name, fitted
 from nextn.model.head import Head, HeadStep
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput
@@ -54,6 +60,7 @@ from nextn.train.joint_task import Example, JointTask
 from nextn.train.loop import Trainer
 
 OUT = Path(__file__).with_name("results") / "eagle3.json"
+LAYOUTS_OUT = OUT.with_name("head_layouts.json")
 TINY = Path(nextn.__file__).with_name("assets") / "tiny"
 LAYOUTS: dict[str, dict[str, object]] = {
     "llama": {"model_type": "llama", "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 32},
@@ -83,11 +90,13 @@ class Size:
 class Cell:
     """A head, and how it is trained where that is not the default."""
 
-    head: str = "mtp"  # or `eagle3`
+    head: str = "mtp"  # or `eagle3`, or `joint`: the trunk's own, as it is
     settings: Mapping[str, Any] = field(default_factory=dict)
     random: bool = False  # random values, not copies of the trunk's last layer
     full_mlp: bool = False  # of `eagle3`: the trunk's MLP, and so more parameters than `mtp`
     last_state: bool = False  # of `eagle3`: the high feature is the state after the final norm, which `mtp` takes
+    family: str = ""  # of `mtp`: in this family's layout, not in that of the trunk's own or the generic one
+    trunks: tuple[str, ...] = TRUNKS
 
 
 _EAGLE = {"kv": "decode"}
@@ -109,6 +118,13 @@ CELLS = {
     "mtp, objective=lk-hybrid": Cell(settings={"objective": "lk-hybrid"}),
     "mtp, lr=5e-4": Cell(settings={"lr": 5e-4}),
     "mtp, optimizer=muon": Cell(settings={"optimizer": "muon", "matrix_lr": 0.01}),
+}
+BY_DRAFTS = ("mtp", "mtp, optimizer=muon", "eagle3, lr=2e-3", "eagle3, lr=4e-3")  # of the table of AL by K
+LAYOUT_CELLS = {
+    "joint": Cell("joint", trunks=("tiny",)),
+    "mtp": Cell(),
+    "mtp, generic layout": Cell(family="generic", trunks=("tiny",)),
+    "mtp, layout=mimo": Cell(family="mimo_draft", trunks=("llama", "qwen3")),
 }
 
 
@@ -233,7 +249,7 @@ class Experiment:
         model.head = None
         config = TrainConfig(
             steps=size.trunk_steps, batch_size=size.trunk_batch, length=size.length, depths=0, optimizer="muon",
-            lr=3e-3, matrix_lr=0.03, weight_decay=0.01, eval_batches=8,
+            lr=3e-3, matrix_lr=0.03, weight_decay=0.01, eval_batches=8, save_every=50,
         )  # fmt: skip
         task = JointTask(model, self.train, config, held_out=self.held_out)
         run_steps(Trainer(task, out=self.folder / f"run-{name}"))
@@ -267,19 +283,23 @@ class Experiment:
         return self._states[name]
 
     def trained(self, name: str, cell: Cell) -> dict[str, object]:
-        """Train the cell's head; return its figures, parameters and CPU time."""
+        """Train the cell's head, if it is a new one; return its figures, parameters and CPU time."""
         size, run, states = self.size, self.folder / "run-head", self.states(name)
         defaults = {"steps": size.head_steps, "length": size.length, "depths": size.num_speculative_tokens}
         config = HeadConfig(**defaults | {"eval_every": 0, "eval_batches": 1, "save_every": 0} | dict(cell.settings))
         torch.manual_seed(config.seed)
-        model, origin, _ = load_starting_point(StartingPoint(self.trunk(name), fresh=True), near=self.folder)
-        model.head = new_head(model, cell, states["train"][0][0].tokens)
+        start = StartingPoint(self.trunk(name), fresh=cell.head != "joint")
+        model, origin, _ = load_starting_point(start, near=self.folder)
+        if cell.family:
+            model.family = fitted(by_name(cell.family), origin.checkpoint.config)
+        if cell.head != "joint":
+            model.head = new_head(model, cell, states["train"][0][0].tokens)
         parameters = num_parameters(model.head)
         corpus = read_answers(self.answers(name, "train"))
         task = KnownStatesTask(model, corpus, config, origin=origin, has_baseline=False)
         task.epoch, task.last_state = states["train"], cell.last_state
         shutil.rmtree(run, ignore_errors=True)
-        seconds = run_steps(Trainer(task, out=run))
+        seconds = 0.0 if cell.head == "joint" else run_steps(Trainer(task, out=run))
         return {**self.figures(task, states), "parameters": parameters, "cpu_seconds": seconds}
 
     def figures(
@@ -305,7 +325,7 @@ def measure(experiment: Experiment, out: Path, *, only: str = "", cells: Mapping
     if record["size"] != size:
         raise SystemExit(f"{out} holds cells of another size, {record['size']}; name another file with --out")
     for label, cell in cells.items():
-        for name in TRUNKS:
+        for name in cell.trunks:
             key = f"{name}/{label}"
             if key in record["cells"] or not key.startswith(only):
                 continue
@@ -333,17 +353,39 @@ def _lines(cells: Mapping[str, Any]) -> Iterator[str]:
             yield f"| {label} | {' | '.join(parts)} |"
 
 
+def markdown_by_drafts(record: Mapping[str, Any], labels: Iterable[str]) -> str:
+    """A table of the AL for K = 1 to 4 drafts, from the acceptance by depth, at T = 1 and T = 0."""
+    lines = [f"| trunk | head | {' | '.join(f'T = {t}: K = 1 | 2 | 3 | 4' for t in (1, 0))} |", "|" + " --- |" * 10]
+    for trunk, label in product(TRUNKS, labels):
+        cell = record["cells"].get(f"{trunk}/{label}")
+        if cell is None:
+            continue
+        lengths = [1 + total for rule in ("sampled", "greedy") for total in _expected(cell[rule]["acceptance"])]
+        lines.append(f"| {trunk} | {label} | {' | '.join(f'{length:.2f}' for length in lengths)} |")
+    return "\n".join(lines)
+
+
+def _expected(acceptance: Sequence[float]) -> Iterator[float]:
+    """Yield the mean number of accepted drafts of a round, for 1, 2, ... drafts."""
+    return accumulate(accumulate(acceptance, mul))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=Path, help="default: in bench/results")
+    parser.add_argument("--layouts", action="store_true", help="the cells of head_layouts.json")
     parser.add_argument("--work", type=Path, default=Path("eagle3-work"), help="trunks, answers, runs")
     parser.add_argument("--only", default="", help="only cells whose names start with this, such as llama/mtp")
     parser.add_argument("--markdown", action="store_true", help="print the table of --out")
     args = parser.parse_args()
+    out, cells = (LAYOUTS_OUT, LAYOUT_CELLS) if args.layouts else (OUT, CELLS)
+    out = args.out or out
     if args.markdown:
-        print(markdown(json.loads(args.out.read_text())))
+        record = json.loads(out.read_text())
+        by_drafts = markdown_by_drafts(record, LAYOUT_CELLS if args.layouts else BY_DRAFTS)
+        print(by_drafts if args.layouts else f"{markdown(record)}\n\n{by_drafts}")
         return
-    measure(Experiment(args.work, Size()), args.out, only=args.only)
+    measure(Experiment(args.work, Size()), out, only=args.only, cells=cells)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,29 @@ def test_eagle3_has_as_many_parameters_as_ours(trunk):
 
 
 @pytest.mark.slow
+def test_layouts_at_a_tiny_size(tmp_path):
+    """The joint head is not trained; a head in each layout is, on the trunks that can have it."""
+    size = eagle3.Size(
+        trunk_steps=1, trunk_batch=2, head_steps=1, length=48, prompt_tokens=16, answers=110, held_out=3, num_files=30
+    )
+    out = tmp_path / "out.json"
+    cells = {name: each for name, each in eagle3.LAYOUT_CELLS.items() if name != "mtp"}
+    eagle3.measure(eagle3.Experiment(tmp_path / "work", size), out, cells=cells)
+    rows = json.loads(out.read_text())["cells"]
+    assert set(rows) == {"tiny/joint", "tiny/mtp, generic layout", "llama/mtp, layout=mimo", "qwen3/mtp, layout=mimo"}
+    assert rows["tiny/joint"]["cpu_seconds"] == 0
+    assert rows["tiny/joint"]["sampled"]["AL"] > rows["tiny/mtp, generic layout"]["sampled"]["AL"]
+    assert rows["tiny/joint"]["parameters"] == rows["tiny/mtp, generic layout"]["parameters"]
+
+
+def test_lengths_by_number_of_drafts():
+    cell = {"acceptance": [0.5, 0.5, 0.0, 1.0]}
+    record = {"cells": {"tiny/joint": {"sampled": cell, "greedy": {"acceptance": [1.0] * 4}}}}
+    *_, row = eagle3.markdown_by_drafts(record, ["joint"]).splitlines()
+    assert row == "| tiny | joint | 1.50 | 1.75 | 1.75 | 1.75 | 2.00 | 3.00 | 4.00 | 5.00 |"
+
+
+@pytest.mark.slow
 def test_both_heads_are_measured_beside_a_policy(tmp_path):
     """Before the first step both are the same."""
     size = rl.Size(steps=2, window=1, prompts=2, completions=2, tokens=8)
@@ -84,3 +107,9 @@ def test_adapters_at_a_tiny_size(tmp_path):
 def test_the_documented_tables_are_the_recorded_ones(script, page):
     record = json.loads(script.OUT.read_text())
     assert script.markdown(record) in (ROOT / f"docs/how-to/{page}.md").read_text()
+
+
+@pytest.mark.parametrize(("out", "labels"), [(eagle3.OUT, eagle3.BY_DRAFTS), (eagle3.LAYOUTS_OUT, eagle3.LAYOUT_CELLS)])
+def test_the_documented_lengths_by_drafts_are_the_recorded_ones(out, labels):
+    table = eagle3.markdown_by_drafts(json.loads(out.read_text()), labels)
+    assert table in (ROOT / "docs/how-to/any-model.md").read_text()
