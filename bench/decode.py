@@ -22,7 +22,8 @@ from nextn.model.model import Model
 from nextn.runtime.backend import Backend, backend_for
 from nextn.runtime.native.passes import BLOCK_SIZES
 from nextn.settings import Settings
-from nextn.stats.speedup import expected_length, expected_speedup
+from nextn.stats.acceptance import expected_length
+from nextn.stats.speedup import expected_speedup
 
 
 def shape(layers: int, hidden: int, vocab_size: int) -> dict[str, object]:

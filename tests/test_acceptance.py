@@ -6,7 +6,27 @@ import random
 import pytest
 from scipy.stats import binomtest, t
 
-from nextn.stats.acceptance import Estimate, jackknife, paired_difference, proportion, student_t
+from nextn.stats.acceptance import (
+    Acceptance,
+    Estimate,
+    ExpectedAcceptance,
+    jackknife,
+    paired_difference,
+    proportion,
+    student_t,
+)
+
+
+def test_counts_and_expected_counts_have_the_same_figures():
+    """What decoding counted and what training expects differ only where there was nothing to count."""
+    counted = Acceptance((9, 6, 0), (6, 2, 0), num_rounds=9, emitted=17)
+    expected = ExpectedAcceptance((9.0, 6.0, 0.0), (6.0, 2.0, 0.0), emitted=(10.0, 7.0), rounds=(5.0, 4.0))
+    assert counted.rates[:2] == expected.rates[:2] == (6 / 9, 2 / 6)
+    assert math.isnan(counted.rates[2])
+    assert expected.rates[2] == 0.0
+    assert counted.length == expected.length == 17 / 9
+    assert math.isnan(Acceptance((), (), 0, 0).length)
+    assert ExpectedAcceptance((), (), (), ()).length == 0.0
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 15, 40, 199])

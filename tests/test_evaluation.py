@@ -10,11 +10,10 @@ from tiny import FIXTURES, build, decode, refrain
 from nextn.data.batches import Batch
 from nextn.model.model import Model
 from nextn.settings import Sampling, Settings
-from nextn.stats.acceptance import Acceptance
+from nextn.stats.acceptance import Acceptance, ExpectedAcceptance
 from nextn.train.evaluation import (
     BestTracker,
     HeldOutAcceptance,
-    PositionCounts,
     decoded_figures,
     heldout_acceptance,
     teacher_forced_figures,
@@ -139,7 +138,7 @@ def test_state_comes_back(glm):
 def figures(*lengths):
     """An evaluation over as many rows of text, each of ten rounds of these lengths; its score is their mean."""
     emitted = tuple(10.0 * length for length in lengths)
-    counts = PositionCounts((1.0,), (0.5,), emitted, (10.0,) * len(lengths))
+    counts = ExpectedAcceptance((1.0,), (0.5,), emitted, (10.0,) * len(lengths))
     return HeldOutAcceptance(counts, counts, 100, "decode", 1.0)
 
 

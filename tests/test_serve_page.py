@@ -20,8 +20,8 @@ from nextn.model.model import Model
 from nextn.serve.engine import ServingEngine
 from nextn.serve.options import EngineOptions
 from nextn.settings import Settings
-from nextn.stats.acceptance import Acceptance
-from nextn.stats.speedup import Costs, Spread, expected_length, expected_speedup
+from nextn.stats.acceptance import Acceptance, expected_length
+from nextn.stats.speedup import Costs, Spread, expected_speedup
 
 SOURCE = PAGE.read_text()
 SCRIPT = re.search(r"<script>(.*?)</script>", SOURCE, re.DOTALL)[1]

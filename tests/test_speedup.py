@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from nextn.stats.speedup import Costs, Spread, best_k, break_even, expected_length, expected_speedup, uniform_rate
+from nextn.stats.acceptance import expected_length
+from nextn.stats.speedup import Costs, Spread, best_k, break_even, expected_speedup, uniform_rate
 
 
 def costs(v, c, step=2.0):

@@ -414,8 +414,7 @@ def _show_diagnosis(diagnosis: "Diagnosis") -> None:
     for case in diagnosis.cases:
         seen = case.observation
         label = f"{diagnosis.engine}, {_where(seen.temperature, seen.prompt_indices, several=several)}"
-        pairs = zip(case.counts.num_drafted, case.counts.num_accepted, strict=True)
-        rates = [f"{accepted / drafted:.3f}" if drafted else "" for drafted, accepted in pairs]
+        rates = [f"{rate:.3f}" if rate == rate else "" for rate in case.counts.rates]
         rates += [""] * (len(depths) - len(rates))  # an engine may have counted fewer depths in this case
         table.add_row(plain(label), *rates, f"{1 + case.num_accepted:.2f}", "", "", style="bold")
     table.add_section()

@@ -10,13 +10,12 @@ from nextn.evaluate.decoding_costs import check_sizes, measure_costs
 from nextn.evaluate.workload import BenchmarkPlan, Prompt
 from nextn.model.model import Model
 from nextn.stats import acceptance
-from nextn.stats.acceptance import Acceptance
+from nextn.stats.acceptance import Acceptance, expected_length
 from nextn.stats.speedup import (
     DEFINITION,
     Costs,
     best_k,
     break_even,
-    expected_length,
     expected_speedup,
     uniform_rate,
 )

@@ -24,7 +24,7 @@ from nextn.settings import Sampling, Settings
 from nextn.speculative.draft_policy import DraftLength
 from nextn.speculative.draft_vocabulary import DraftVocabulary
 from nextn.stats import acceptance
-from nextn.stats.acceptance import Acceptance
+from nextn.stats.acceptance import Acceptance, mean_length
 from nextn.stats.speedup import DEFINITION, Costs, Spread, expected_speedup
 
 DEFINITIONS = {
@@ -338,8 +338,7 @@ class BenchmarkReport:
 
 def _tokens_per_round(runs: Sequence[Run]) -> float:
     """Counts rounds without drafts too; nan without rounds."""
-    num_rounds = sum(len(run.rounds) - 1 for run in runs)
-    return sum(len(run.tokens) - 1 for run in runs) / num_rounds if num_rounds else math.nan
+    return mean_length(sum(len(run.tokens) - 1 for run in runs), sum(len(run.rounds) - 1 for run in runs))
 
 
 def _without_nan(values: Sequence[float]) -> list[float]:

@@ -21,6 +21,7 @@ from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
 from nextn.settings import Settings
 from nextn.speculative.draft_vocabulary import DraftVocabulary, by_frequency
+from nextn.stats.acceptance import conditional_rates
 from nextn.stats.speedup import Costs, Spread, best_k, expected_speedup
 
 _HELD_OUT = 8  # one of this many parts of the text is continued, and not counted
@@ -118,7 +119,7 @@ def _estimate(model: Model, scored: Sequence[ScoredText], ranks: Tensor, costs: 
     assert model.head is not None
     counts = [_within(each, ranks < size).round_counts(each.remaining, costs.max_speculative_tokens) for each in scored]
     drafted, accepted = (torch.tensor([count[side] for count in counts]).sum(0).tolist() for side in (0, 1))
-    rates = tuple(right / all_ if all_ else 0.0 for all_, right in zip(drafted, accepted, strict=True))
+    rates = conditional_rates(accepted, drafted, undrafted=0.0)
     # About, as a draft step at batch 1 takes the time of reading its weights; the choice is measured afterwards.
     share = draft_bytes(model.head, num_tokens=size) / draft_bytes(model.head)
     draft = Spread(costs.draft.median * share, costs.draft.low * share, costs.draft.high * share, costs.draft.num)

@@ -14,8 +14,7 @@ import numpy as np
 
 from nextn.engines.counters import Counters
 from nextn.errors import ConfigError, EngineError
-from nextn.stats.acceptance import student_t
-from nextn.stats.speedup import expected_length
+from nextn.stats.acceptance import conditional_rates, expected_length, student_t
 
 # Standard deviations of log(a / (1 - a)) between workloads: the least, and the one where the reference has no domains.
 MIN_WORKLOAD_SPREAD, UNKNOWN_WORKLOAD_SPREAD = 0.25, 0.6
@@ -46,9 +45,9 @@ class ObservedCounts:
             raise ConfigError("neither counts by depth nor an acceptance length: there is nothing to compare")
 
     @property
-    def rates(self) -> list[float]:
+    def rates(self) -> tuple[float, ...]:
         """[depths], a_k; nan for a depth that was never drafted."""
-        return [k / n if n else math.nan for n, k in zip(self.num_drafted, self.num_accepted, strict=True)]
+        return conditional_rates(self.num_accepted, self.num_drafted)
 
     @property
     def acceptance_length(self) -> float:
@@ -100,7 +99,7 @@ class ExpectedCounts:
     def raw_rates(self) -> np.ndarray:
         """[K]: a_k; 0 where no text drafted the depth."""
         drafted, accepted = self.counts.sum(1)
-        return np.divide(accepted, drafted, out=np.zeros_like(accepted), where=drafted > 0)
+        return np.array(conditional_rates(accepted.tolist(), drafted.tolist(), undrafted=0.0))
 
     @cached_property
     def design_effects(self) -> np.ndarray:

@@ -32,7 +32,7 @@ from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.settings import Contract, Sampling
 from nextn.speculative.sampling import to_probs
-from nextn.stats.acceptance import Estimate, paired_difference
+from nextn.stats.acceptance import Estimate, conditional_rates, paired_difference
 
 Rule = Literal["argmax", "ratio"]  # see `teacher_forced.RULES`
 RULES: tuple[Rule, ...] = ("argmax", "ratio")
@@ -410,4 +410,4 @@ def _rate(scored: Sequence[ScoredText], depth: int) -> float:
         survival, count = each.survivals["argmax"], max(0, len(each.remaining) - depth + 1)
         drafted += float(survival.given[:count, depth - 1].sum())
         accepted += float(survival.expected[:count, depth - 1].sum())
-    return accepted / drafted if drafted else math.nan
+    return conditional_rates([accepted], [drafted])[0]

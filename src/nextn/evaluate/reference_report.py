@@ -20,8 +20,15 @@ from nextn.evaluate.reference_texts import Controls, GeneratedTexts
 from nextn.evaluate.teacher_forced import RULES, ScoredText
 from nextn.evaluate.workload import Prompt, ReferencePlan, by_domain, indices_without
 from nextn.settings import Contract
-from nextn.stats.acceptance import DEFINITION, INTERVAL, Estimate, jackknife, proportion
-from nextn.stats.speedup import expected_length
+from nextn.stats.acceptance import (
+    DEFINITION,
+    INTERVAL,
+    Estimate,
+    conditional_rates,
+    expected_length,
+    jackknife,
+    proportion,
+)
 
 DEFINITIONS = {
     "acceptance": DEFINITION.partition(";")[0] + "; rounds follow each other through the text as in decoding at this K",
@@ -133,8 +140,8 @@ class ReferenceReport:
         drafted, accepted = ([[each[side][depth] for each in used] for depth in range(k)] for side in (0, 1))
 
         def length(texts: Sequence[int]) -> float:
-            sums = [[sum(row[text] for text in texts) for row in side] for side in zip(drafted, accepted, strict=True)]
-            return expected_length([num_accepted / n if n else float("nan") for n, num_accepted in sums])
+            sums = [[sum(row[text] for text in texts) for row in side] for side in (accepted, drafted)]
+            return expected_length(conditional_rates(*sums))
 
         return AcceptanceFigures(
             temperature,

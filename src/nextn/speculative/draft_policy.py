@@ -13,7 +13,8 @@ from itertools import accumulate, pairwise
 from typing import Protocol
 
 from nextn.errors import ConfigError
-from nextn.stats.speedup import Costs, expected_length
+from nextn.stats.acceptance import expected_length
+from nextn.stats.speedup import Costs
 
 # Lower edges of the confidence bins: finer near 1, where long chains are decided.
 EDGES = tuple(1 - (1 - index / 16) ** 2 for index in range(16))

@@ -1,5 +1,8 @@
 """Acceptance figures from drafted and accepted tokens, and confidence intervals over texts. Imports no torch.
 
+The only place that defines a_k (`conditional_rates`) and AL (`mean_length` from counts, `expected_length` from
+rates); training, measuring, decoding and the checks of engines use these.
+
 Rounds of one text are correlated, so texts are clusters, each one sample. The interval of a proportion is Wilson's at
 the effective number of rounds (Kish 1965; Korn and Graubard 1998): rounds / design effect, with Student's t at
 texts - 1 degrees of freedom. Unlike a bootstrap over texts, it has a width at 0 and 1.
@@ -7,7 +10,7 @@ texts - 1 degrees of freedom. Unlike a bootstrap over texts, it has a width at 0
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Protocol
 
@@ -43,6 +46,29 @@ class DecodedRound(Protocol):
     def verify_s(self) -> float: ...
 
 
+def conditional_rates(
+    num_accepted: Sequence[float], num_drafted: Sequence[float], *, undrafted: float = math.nan
+) -> tuple[float, ...]:
+    """Return a_1..a_K from counts or expected counts by depth; `undrafted` where a depth was never drafted."""
+    return tuple(k / n if n else undrafted for k, n in zip(num_accepted, num_drafted, strict=True))
+
+
+def expected_length(rates: Sequence[float]) -> float:
+    """Return AL at K = len(rates) from conditional acceptances a_1..a_K; a nan (never drafted) ends the sum."""
+    survival = total = 1.0
+    for rate in rates:
+        if math.isnan(rate):
+            break
+        survival *= rate
+        total += survival
+    return total
+
+
+def mean_length(emitted: float, num_rounds: float, *, no_rounds: float = math.nan) -> float:
+    """Return AL from the tokens that rounds emitted, bonus tokens included; `no_rounds` without rounds."""
+    return emitted / num_rounds if num_rounds else no_rounds
+
+
 @dataclass(frozen=True)
 class Acceptance:
     """Counts over the rounds that drafted at least one token."""
@@ -64,12 +90,12 @@ class Acceptance:
     @property
     def rates(self) -> tuple[float, ...]:
         """a_1..a_K; nan where a depth was never drafted."""
-        return tuple(k / n if n else math.nan for k, n in zip(self.num_accepted, self.num_drafted, strict=True))
+        return conditional_rates(self.num_accepted, self.num_drafted)
 
     @property
     def length(self) -> float:
         """Mean acceptance length (AL); nan without rounds."""
-        return self.emitted / self.num_rounds if self.num_rounds else math.nan
+        return mean_length(self.emitted, self.num_rounds)
 
     def intervals(self, z: float = 1.96) -> tuple[tuple[float, float], ...]:
         """Wilson score intervals of a_1..a_K (95 % by default)."""
@@ -86,6 +112,34 @@ class Acceptance:
             "mean_acceptance_length": None if math.isnan(self.length) else self.length,
             "num_drafts": self.num_rounds,
         }
+
+
+@dataclass(frozen=True)
+class ExpectedAcceptance:
+    """Expected counts over the rounds of several sequences, under one acceptance rule."""
+
+    num_drafted: tuple[float, ...]  # [K], as of `Acceptance`
+    num_accepted: tuple[float, ...]  # [K]
+    emitted: tuple[float, ...] = field(repr=False)  # tokens, of each sequence
+    rounds: tuple[float, ...] = field(repr=False)  # of each sequence
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """a_1..a_K; 0 for a depth that is never drafted."""
+        return conditional_rates(self.num_accepted, self.num_drafted, undrafted=0.0)
+
+    @property
+    def length(self) -> float:
+        """Mean acceptance length (AL); 0 without rounds."""
+        return mean_length(sum(self.emitted), sum(self.rounds), no_rounds=0.0)
+
+    @property
+    def deviations(self) -> list[float]:
+        """The influence of each sequence on AL, times the number of sequences: their mean is 0."""
+        mean = max(sum(self.rounds) / max(len(self.rounds), 1), 1e-9)
+        return [
+            (emitted - self.length * rounds) / mean for emitted, rounds in zip(self.emitted, self.rounds, strict=True)
+        ]
 
 
 def wilson_interval(num_accepted: float, num_drafted: float, z: float = 1.96) -> tuple[float, float]:

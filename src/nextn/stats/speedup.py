@@ -8,6 +8,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nextn.stats.acceptance import expected_length
+
 DEFINITION = (
     "speed-up(K) = AL(K) / (v(K+1) + K c + o), AL(K) = 1 + sum over k <= K of a_1 ... a_k; v(m): an m-token trunk "
     "pass, c: one draft step, o: overhead of a round; all three in units of a baseline (one-token) step"
@@ -81,17 +83,6 @@ class Costs:
             "step_s": [step.as_record() for step in self.steps],
             "draft_s": self.draft.as_record(),
         }
-
-
-def expected_length(rates: Sequence[float]) -> float:
-    """Return AL at K = len(rates) from conditional acceptances a_1..a_K; a nan (never drafted) ends the sum."""
-    survival = total = 1.0
-    for rate in rates:
-        if math.isnan(rate):
-            break
-        survival *= rate
-        total += survival
-    return total
 
 
 def expected_speedup(costs: Costs, rates: Sequence[float], k: int, *, overhead: float = 0.0) -> float:

@@ -19,7 +19,7 @@ from nextn.losses.mtp_loss import IGNORE, Targets, cross_entropy, depth_weights
 from nextn.model.head import Head, lm_head_weights
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput
-from nextn.stats.speedup import expected_length
+from nextn.stats.acceptance import conditional_rates, expected_length
 from nextn.train.evaluation import survival
 
 _UNSUPPORTED = ("pixel_values", "inputs_embeds", "input_features", "shift_labels")  # inputs that are more than text
@@ -201,7 +201,7 @@ class RunningFigures:
         figures = {f"loss_{k}": sums[k] / counts[k] for k in range(1, self.depths + 1) if counts[k]}
         for name, length, alive in zip(("match", "overlap"), ("greedy_AL", "sampled_AL"), survived, strict=True):
             if alive[0]:
-                rates = [alive[k + 1] / alive[k] if alive[k] else math.nan for k in range(self.depths)]
+                rates = conditional_rates(alive[1:], alive[:-1])
                 figures |= {f"{name}_{k}": rate for k, rate in enumerate(rates, start=1) if not math.isnan(rate)}
                 figures[length] = expected_length(rates)
         return figures

@@ -22,8 +22,7 @@ from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.settings import Settings
 from nextn.speculative.sampling import overlap
-from nextn.stats.acceptance import Acceptance
-from nextn.stats.speedup import expected_length
+from nextn.stats.acceptance import Acceptance, ExpectedAcceptance, conditional_rates, expected_length
 from nextn.train.distributed import ALONE, Ranks
 
 TEACHER_FORCED_DEFINITION = (
@@ -102,8 +101,8 @@ def teacher_forced_figures(
             counts[depth] += (labels >= 0).sum().item()
         survived += survival(model, states, targets.labels(depths) >= 0)
     sums, counts, survived = total(torch.cat([sums[None], counts[None], survived])).split([1, 1, 2])
-    rates = (survived[:, 1:] / survived[:, :-1].clamp_min(1e-9)).tolist()
-    return TeacherForcedFigures(tuple((sums / counts.clamp_min(1))[0].tolist()), tuple(rates[0]), tuple(rates[1]))
+    match, overlaps = (conditional_rates(alive[1:], alive[:-1], undrafted=0.0) for alive in survived.tolist())
+    return TeacherForcedFigures(tuple((sums / counts.clamp_min(1))[0].tolist()), match, overlaps)
 
 
 def decoded_figures(model: Model, prompts: Sequence[Sequence[int]], settings: Settings) -> DecodedFigures:
@@ -120,59 +119,21 @@ def decoded_figures(model: Model, prompts: Sequence[Sequence[int]], settings: Se
 
 def survival(model: Model, states: Sequence[Tensor], valid: Tensor) -> Tensor:
     """Return [2, D+1]: expected positions whose depths 1..k are all accepted, by argmax and by 1 - TV; k = 0 is all."""
-    depths, num_positions = len(states) - 1, valid.shape[1]
-    weights = lm_head_weights(model.trunk, model.head, depths)
+    depths = len(states) - 1
+    alive = valid.cpu().double()  # on the host: MPS has no float64
     survived = torch.zeros(2, depths + 1, dtype=torch.float64)
-    for row in range(len(valid)):  # the logits [positions, V] of one sequence at a time, to bound memory
-        alive = valid[row].cpu().double().expand(2, -1).clone()  # on the host: MPS has no float64
-        survived[:, 0] += alive.sum(-1)
-        trunk_logits = model.trunk.logits(states[0][row].to(model.trunk.output.weight.dtype)).float()
-        for depth in range(1, depths + 1):
-            p = trunk_logits[depth : depth + num_positions]
-            q = (states[depth][row, :num_positions].to(weights[depth].dtype) @ weights[depth].T).float()
-            match = p.argmax(-1) == q.argmax(-1)
-            alive *= torch.stack([match, overlap(p.softmax(-1), q.softmax(-1))]).cpu().double()
-            survived[:, depth] += alive.sum(-1)
+    for rule, accept in enumerate(_acceptance_probs(model.trunk, model.head, states)):
+        reach = torch.cat([alive[:, None], accept], dim=1).cumprod(1)
+        survived[rule] = sum(reach.sum(-1))  # in order of the sequences: rounding does not depend on their number
     return survived
-
-
-@dataclass(frozen=True)
-class PositionCounts:
-    """Expected counts over the rounds of a text, under one acceptance rule."""
-
-    num_drafted: tuple[float, ...]  # [K]
-    num_accepted: tuple[float, ...]  # [K]
-    emitted: tuple[float, ...] = field(repr=False)  # tokens, of each sequence
-    rounds: tuple[float, ...] = field(repr=False)  # of each sequence
-
-    @property
-    def rates(self) -> tuple[float, ...]:
-        """a_1..a_K, conditional; 0 for a depth that is never drafted."""
-        return tuple(
-            accepted / drafted if drafted else 0.0
-            for accepted, drafted in zip(self.num_accepted, self.num_drafted, strict=True)
-        )
-
-    @property
-    def length(self) -> float:
-        """Mean acceptance length (AL) at K."""
-        return sum(self.emitted) / max(sum(self.rounds), 1e-9)
-
-    @property
-    def deviations(self) -> list[float]:
-        """The influence of each sequence on AL, times the number of sequences: their mean is 0."""
-        mean = max(sum(self.rounds) / max(len(self.rounds), 1), 1e-9)
-        return [
-            (emitted - self.length * rounds) / mean for emitted, rounds in zip(self.emitted, self.rounds, strict=True)
-        ]
 
 
 @dataclass(frozen=True)
 class HeldOutAcceptance:
     """Held-out acceptance of one head, defined by `ACCEPTANCE_DEFINITION`."""
 
-    greedy: PositionCounts
-    sampled: PositionCounts
+    greedy: ExpectedAcceptance
+    sampled: ExpectedAcceptance
     num_positions: int  # where a round could start
     kv: Literal["decode", "own"]
     temperature: float
@@ -215,7 +176,7 @@ class HeldOutAcceptance:
     def from_state(cls, state: Mapping[str, Any]) -> "HeldOutAcceptance":
         """Invert `dataclasses.asdict`; tuples may be lists."""
         parts = {
-            name: PositionCounts(**{key: tuple(value) for key, value in state[name].items()})
+            name: ExpectedAcceptance(**{key: tuple(value) for key, value in state[name].items()})
             for name in ("greedy", "sampled")
         }
         return cls(**{**state, **parts})
@@ -258,7 +219,8 @@ def heldout_acceptance(
         valid = Targets(tokens, documents, label_mask).labels(depths) >= 0
         valid &= label_mask[:, 1 : valid.shape[1] + 1]  # a round's first token, the trunk's own, must be a label too
         num_positions += int(valid.sum())
-        for rule, accept in enumerate(_acceptance_probs(trunk, head, tokens, states, temperature, on_policy)):
+        text = tokens if on_policy else None
+        for rule, accept in enumerate(_acceptance_probs(trunk, head, states, temperature, text)):
             reach = torch.cat([accept.new_ones(len(accept), 1, accept.shape[-1]), accept.cumprod(1)], dim=1)
             starts = round_start_probs(reach, valid.cpu())
             totals[rule][0] += (starts[:, None] * reach[:, :-1]).sum((0, 2))
@@ -267,7 +229,7 @@ def heldout_acceptance(
             per_sequence[rule][1] += starts.sum(1).tolist()
     num_positions = int(ranks.total(torch.tensor(num_positions)))
     greedy, sampled = (
-        PositionCounts(
+        ExpectedAcceptance(
             *(tuple(ranks.total(counts).tolist()) for counts in total),
             *(tuple(ranks.gather_rows(torch.tensor(counts, dtype=torch.float64)).tolist()) for counts in sequences),
         )
@@ -277,26 +239,29 @@ def heldout_acceptance(
 
 
 def _acceptance_probs(
-    trunk: Trunk, head: Head, tokens: Tensor, states: list[Tensor], temperature: float, on_policy: bool
+    trunk: Trunk, head: Head | None, states: Sequence[Tensor], temperature: float = 1.0, text: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Two [B, K, T - K] on the CPU: the probability that a draft is accepted, by argmax match and by sampling."""
+    """Two [B, K, T - K] on the CPU: the probability that a draft is accepted, by argmax match and by sampling.
+
+    text: [B, T] tokens that were sampled from the trunk at the temperature, if they were.
+    """
     depths = len(states) - 1
-    num_positions = tokens.shape[1] - depths
+    num_sequences, num_positions = len(states[0]), states[0].shape[1] - depths
     weights = lm_head_weights(trunk, head, depths)
-    match, accept = (torch.zeros(len(tokens), depths, num_positions, dtype=torch.float64) for _ in range(2))
-    for row in range(len(tokens)):  # the probs [positions, V] of one sequence at a time, to bound memory
+    match, accept = (torch.zeros(num_sequences, depths, num_positions, dtype=torch.float64) for _ in range(2))
+    for row in range(num_sequences):  # the probs [positions, V] of one sequence at a time, to bound memory
         logits = trunk.logits(states[0][row].to(trunk.output.weight.dtype)).float()
         probs = (logits / temperature).softmax(-1)
         for depth in range(1, depths + 1):
             draft_logits = (states[depth][row, :num_positions].to(weights[depth].dtype) @ weights[depth].T).float()
             p, q = probs[depth : depth + num_positions], (draft_logits / temperature).softmax(-1)
             match[row, depth - 1] = (p.argmax(-1) == q.argmax(-1)).cpu()
-            text = tokens[row, depth + 1 : depth + 1 + num_positions, None]
-            if on_policy:
-                ratio = (q[: len(text)].gather(1, text) / p[: len(text)].gather(1, text)).clamp_max(1)[:, 0]
-                accept[row, depth - 1, : len(text)] = ratio.cpu()
-            else:
+            if text is None:
                 accept[row, depth - 1] = overlap(p, q).cpu()
+            else:
+                target = text[row, depth + 1 : depth + 1 + num_positions, None]
+                ratio = (q[: len(target)].gather(1, target) / p[: len(target)].gather(1, target)).clamp_max(1)[:, 0]
+                accept[row, depth - 1, : len(target)] = ratio.cpu()
     return match, accept
 
 
