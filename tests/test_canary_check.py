@@ -61,7 +61,7 @@ def test_a_correct_engine_passes(kits, trained, k, whole):
     assert not report.failed
     assert report.num_speculative_tokens == k
     assert report.fits[0].distance == 0
-    assert {each.clause.id: each.status for each in report.outcomes}["C8"] == "held"
+    assert {each.name: each.outcome for each in report.checks}["C8"] == "passed"
 
 
 @pytest.mark.parametrize("fault", others_slow([name for name in INJECTED if name not in NOT_HERE], *QUICK))
@@ -79,7 +79,7 @@ def test_each_fault_is_named(fault, kits, trained):
         if any(fit.distance == 0 and fit.reading.name in ("right", "rounded") for fit in report.fits):
             assert report.is_right
             continue
-        assert clause_of(fault) in [each.clause for each in report.broken]
+        assert clause_of(fault).id in [each.name for each in report.broken]
         assert fault in [each.name for each in report.explanations]
         shown.append(name)
     assert shown, f"{fault} changes no count in any fixture"
@@ -89,18 +89,18 @@ def test_an_engine_over_http(kits, trained, tmp_path, capsys):
     """Counters are read around each prompt, and caches are not used."""
     canary, server = kits("glm"), Server(trained["glm"])
     try:
-        assert verdict(["check", canary.folder, "--engine", server.url, "--json"]) == 0
+        assert exit_code(["check", canary.folder, "--engine", server.url, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert found["drafts"] == 3
         assert not found["failed"]
         salts = {body["cache_salt"] for body in server.asked[1:]}
         assert len(salts) == len(canary.prompts)
         server.model, server.contract = faulty(trained["glm"], "no-prefill")
-        assert verdict(["check", canary.folder, "--engine", server.url]) == 1
-        told = capsys.readouterr().out
-        assert "C5" in told
-        assert "ml-explore/mlx-lm#990" in told
-        assert "breaks C5 (prefill)" in " ".join(told.split())
+        assert exit_code(["check", canary.folder, "--engine", server.url]) == 1
+        output = capsys.readouterr().out
+        assert "C5" in output
+        assert "ml-explore/mlx-lm#990" in output
+        assert "breaks C5 (prefill)" in " ".join(output.split())
     finally:
         server.stop()
 
@@ -109,21 +109,21 @@ def test_texts_that_differ(kits, trained, capsys):
     """A token other than the trunk's, which is far ahead: rollback, and its counts are not compared."""
     canary, server = kits("glm"), Server(trained["glm"], wrong=True)
     try:
-        assert verdict(["check", canary.folder, "--engine", server.url, "--json"]) == 1
+        assert exit_code(["check", canary.folder, "--engine", server.url, "--json"]) == 1
     finally:
         server.stop()
     found = json.loads(capsys.readouterr().out)
     assert found["drafts"] == 3
-    said = {each["clause"]: each for each in found["clauses"]}
-    assert said["C8"]["said"] == "broken"
-    assert "new token 5" in said["C8"]["expected"]
-    assert said["C5"]["said"] == "untold"
+    results = {each["clause"]: each for each in found["clauses"]}
+    assert results["C8"]["said"] == "broken"
+    assert "new token 5" in results["C8"]["expected"]
+    assert results["C5"]["said"] == "untold"
 
 
 def test_no_counters(kits, trained, capsys):
     canary, server = kits("glm"), Server(trained["glm"], metrics=False)
     try:
-        assert verdict(["check", canary.folder, "--engine", server.url, "-k", "3", "--json"]) == 1
+        assert exit_code(["check", canary.folder, "--engine", server.url, "-k", "3", "--json"]) == 1
     finally:
         server.stop()
     found = json.loads(capsys.readouterr().out)
@@ -134,50 +134,50 @@ RULES = [("ratio", ""), ("block", ""), ("match", "exact-match"), ("argmax", "arg
 
 
 def sampling_rule(canary, model, k, found):
-    """What is said of C13."""
+    """The result for C13."""
     report = check(canary, seen(model, Contract(), canary, k), num_speculative_tokens=k, sampled_run=found)
-    return next(each for each in report.outcomes if each.clause.id == "C13")
+    return next(each for each in report.checks if each.name == "C13")
 
 
 @pytest.mark.parametrize(("k", "whole"), others_slow([(1, True), (4, True), (4, False)], (4, True)))
 @pytest.mark.parametrize(("rule", "fault"), RULES)
-def test_the_rule_of_acceptance_is_told(rule, fault, k, whole, kits, trained):
+def test_the_rule_of_acceptance_is_named(rule, fault, k, whole, kits, trained):
     """The decoder under each rule: at the least and the largest K, whether its last rounds are whole or cut."""
     canary, model = kits("glm"), trained["glm"]
-    said = sampling_rule(canary, model, k, drawn(model, canary, k, rule, whole=whole))
-    assert said.status == ("broken" if fault else "held")
-    assert said.fault == fault
-    assert bool(said.expected and said.seen) is bool(fault)
-    assert ("jundot/omlx#3370" in said.issues) is (rule == "match")
+    result = sampling_rule(canary, model, k, drawn(model, canary, k, rule, whole=whole))
+    assert result.outcome == ("failed" if fault else "passed")
+    assert result.fault == fault
+    assert bool(result.expected and result.seen) is bool(fault)
+    assert ("jundot/omlx#3370" in result.issues) is (rule == "match")
     if k > 1 and not fault:
-        assert f"counts as with {rule}" in said.evidence
+        assert f"counts as with {rule}" in result.evidence
 
 
 @pytest.mark.parametrize("ending", others_slow(["whole", "cut"], "whole"))
 @pytest.mark.parametrize("rule", [rule for rule, _ in RULES])
 def test_expected_counts_are_those_of_decoding(rule, ending, kits, trained):
-    """Rounds, and those that kept each depth, as many in a pass as the decoder counts."""
+    """Rounds, and those that accepted each depth, as many in a pass as the decoder counts."""
     canary, passes = kits("glm"), 24
-    told = next(each for each in canary.sampled.rules if each.name == rule)
-    offered, kept = (np.array(side).mean(0) for side in told.counts[3][ending])
+    recorded = next(each for each in canary.sampled.rules if each.name == rule)
+    offered, accepted = (np.array(side).mean(0) for side in recorded.counts[3][ending])
     found = drawn(trained["glm"], canary, 3, rule, passes=passes, whole=ending == "whole").counters.acceptance()
-    for ours, theirs in ((offered, found.num_drafted), (kept, found.num_accepted)):
+    for ours, theirs in ((offered, found.num_drafted), (accepted, found.num_accepted)):
         assert np.array(theirs) / passes == pytest.approx(ours, rel=0.12 if rule == "argmax" else 0.06, abs=0.5)
 
 
 @pytest.mark.parametrize(("rule", "fault"), RULES)
 def test_the_rule_by_the_acceptance_length(rule, fault, kits, trained):
-    """llama.cpp's timings: kept drafts as far as the text goes, rounds from its tokens, no positions."""
+    """llama.cpp's timings: accepted drafts as far as the text goes, rounds from its tokens, no positions."""
     canary, model = kits("glm"), trained["glm"]
     found = drawn(model, canary, 3, rule, whole=False)
     tokens, texts = sum(len(text) for texts in found.texts for text in texts), 8 * len(canary.prompts)
     rounds = tokens - texts - found.counters.accepted
-    told = replace(found, counters=replace(found.counters, per_position=(), num_drafts=rounds))
-    said = sampling_rule(canary, model, 3, told)
-    assert (said.status, said.fault) == ("broken" if fault else "held", fault)
+    without_positions = replace(found, counters=replace(found.counters, per_position=(), num_drafts=rounds))
+    result = sampling_rule(canary, model, 3, without_positions)
+    assert (result.outcome, result.fault) == ("failed" if fault else "passed", fault)
 
 
-def test_what_does_not_tell_the_rule(kits, trained):
+def test_what_does_not_show_the_rule(kits, trained):
     canary, model = kits("glm"), trained["glm"]
     found = drawn(model, canary, 3, "ratio")
     few = Counters("ours", 6, 18, 5, (4, 1, 0))
@@ -191,32 +191,35 @@ def test_what_does_not_tell_the_rule(kits, trained):
         (replace(found, texts=short), "ignore_eos"),
         (None, "--sampled"),
     ):
-        said = sampling_rule(canary, model, 3, other)
-        assert said.status == "untold"
-        assert words in said.evidence
+        result = sampling_rule(canary, model, 3, other)
+        assert result.outcome == "inconclusive"
+        assert words in result.evidence
 
 
 def test_no_known_rule(kits, trained):
-    """What keeps less than every rule breaks the clause without a name; what keeps more may be no lossless rule."""
+    """What accepts less than every rule breaks the clause without a name; what accepts more may be no lossless rule."""
     canary, model = kits("glm"), trained["glm"]
     found = drawn(model, canary, 3, "ratio")
     rounds = found.counters.num_drafts
-    for kept, said, words in (((0, 0, 0), "broken", "accepts less than ratio"), ((rounds,) * 3, "untold", "verify")):
-        counters = Counters("ours", rounds, 3 * rounds, sum(kept), kept)
+    for accepted, expected_outcome, words in (
+        ((0, 0, 0), "failed", "accepts less than ratio"),
+        ((rounds,) * 3, "inconclusive", "verify"),
+    ):
+        counters = Counters("ours", rounds, 3 * rounds, sum(accepted), accepted)
         outcome = sampling_rule(canary, model, 3, replace(found, counters=counters))
-        assert outcome.status == said
+        assert outcome.outcome == expected_outcome
         assert words in outcome.evidence
 
 
 def test_other_faults_hide_the_rule(kits, trained):
-    """A head that does not see the prompt keeps less at any temperature."""
+    """A head that does not see the prompt accepts less at any temperature."""
     canary, model = kits("glm"), trained["glm"]
     injected = seen(model, Contract(prefill=False), canary, 3)
     report = check(canary, injected, sampled_run=drawn(model, canary, 3, "ratio"))
-    said = {each.clause.id: each for each in report.outcomes}
-    assert said["C5"].status == "broken"
-    assert said["C13"].status == "untold"
-    assert "greedy counts" in said["C13"].evidence
+    results = {each.name: each for each in report.checks}
+    assert results["C5"].outcome == "failed"
+    assert results["C13"].outcome == "inconclusive"
+    assert "greedy counts" in results["C13"].evidence
 
 
 @pytest.mark.slow
@@ -224,13 +227,13 @@ def test_sampled_over_http(kits, trained, capsys):
     """A request for each prompt and pass, seeds differ, texts do not end before; one clause breaks and is named."""
     canary, server = kits("glm"), Server(trained["glm"], rule="match")
     try:
-        assert verdict(["check", canary.folder, "--engine", server.url, "--sampled", "--passes", "2"]) == 1
+        assert exit_code(["check", canary.folder, "--engine", server.url, "--sampled", "--passes", "2"]) == 1
     finally:
         server.stop()
-    told = " ".join(capsys.readouterr().out.split())
-    assert "breaks C13 (sampling rule)" in told
-    assert "counts as with exact-match" in told
-    assert "known in jundot/omlx#3370" in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert "breaks C13 (sampling rule)" in output
+    assert "counts as with exact-match" in output
+    assert "known in jundot/omlx#3370" in output
     count = len(canary.prompts)
     asked = server.asked[1 + count :]
     assert len(server.asked) == 1 + 3 * count
@@ -246,17 +249,17 @@ def test_sampled_over_http(kits, trained, capsys):
 def test_sampled_without_an_answer(how, words, kits, trained, capsys):
     canary, server = kits("glm"), Server(trained["glm"], **how)
     try:
-        verdict(["check", canary.folder, "--engine", server.url, "--sampled", "--passes", "2", "-k", "3", "--json"])
+        exit_code(["check", canary.folder, "--engine", server.url, "--sampled", "--passes", "2", "-k", "3", "--json"])
     finally:
         server.stop()
     found = json.loads(capsys.readouterr().out)
-    said = next(each for each in found["clauses"] if each["clause"] == "C13")
-    assert said["said"] == "untold"
-    assert words in said["evidence"]
+    clause = next(each for each in found["clauses"] if each["clause"] == "C13")
+    assert clause["said"] == "untold"
+    assert words in clause["evidence"]
     assert found["sampled"]["passes"] == 2
 
 
-def verdict(arguments):
+def exit_code(arguments):
     """Exit code of `nextn canary ...`."""
     import sys
 
@@ -277,11 +280,11 @@ def test_files_in_place_of_an_engine(kits, trained, tmp_path):
     assert not report.failed
     assert report.num_speculative_tokens == 3
     assert len(report.run.counts) == 1
-    assert verdict(["check", canary.folder, "--answers", answers, "--counters", counters]) == 0
+    assert exit_code(["check", canary.folder, "--answers", answers, "--counters", counters]) == 0
 
 
 def test_llama_timings_have_no_positions(kits, trained, tmp_path):
-    """Counters of each answer, without positions: rounds and kept drafts alone still tell a fault."""
+    """Counters of each answer, without positions: rounds and accepted drafts alone still show a fault."""
     canary = kits("glm_one")
     for contract, failed in ((Contract(), False), (Contract(prefill=False), True)):
         found = seen(trained["glm_one"], contract, canary, 3)
@@ -294,7 +297,7 @@ def test_llama_timings_have_no_positions(kits, trained, tmp_path):
         answers.write_text("\n".join(map(json.dumps, lines)))
         report = check(canary, from_files(canary, answers, None))
         assert report.failed is failed
-        assert ("C5" in [each.clause.id for each in report.broken]) is failed
+        assert ("C5" in [each.name for each in report.broken]) is failed
 
 
 def test_counts_that_do_not_add_up(kits, trained):
@@ -302,7 +305,7 @@ def test_counts_that_do_not_add_up(kits, trained):
     found = seen(trained["glm_one"], Contract(), canary, 3)
     doubled = [(at, replace(each, num_drafts=3 * each.num_drafts)) for at, each in found.counts]
     report = check(canary, replace(found, counts=tuple(doubled)))
-    assert "C14" in [each.clause.id for each in report.broken]
+    assert "C14" in [each.name for each in report.broken]
 
 
 def test_rounding_is_no_finding(kits, trained):
@@ -341,16 +344,16 @@ def test_near_ties_are_no_finding(kits, trained):
     level = replace(canary, prompts=(replace(canary.prompts[0], gaps=gaps), *canary.prompts[1:]))
     texts = replace(found, texts=(other, *found.texts[1:]))
     assert not check(level, texts).failed
-    assert [each.clause.id for each in check(canary, texts).broken] == ["C8"]
+    assert [each.name for each in check(canary, texts).broken] == ["C8"]
 
 
 def test_an_engine_by_its_convention(kits, trained):
-    """GLM's head in vLLM hands on another state and zeroes the first column: both clauses are told."""
+    """GLM's head in vLLM hands on another state and zeroes the first position: both clauses are named."""
     canary = kits("glm")
     reading = next(each for each in canary.readings if each.name == "engine:vllm")
     assert set(clauses(reading)) == {"C4", "C7"}
     assert reading.rounds != canary.right.rounds
-    assert "no-rerun" not in {each.name for each in kits("glm_two").readings}  # its columns are run again in any case
+    assert "no-rerun" not in {each.name for each in kits("glm_two").readings}  # its positions are run again in any case
 
 
 def small(*others, prompts=2, rounds=(1, 1, 0)):
@@ -363,7 +366,7 @@ def small(*others, prompts=2, rounds=(1, 1, 0)):
 TEXT = (1, 2, 3, 4, 5, 6)
 
 
-def judged(offs, counts=()):
+def report_with_distances(offs, counts=()):
     """A report on counts that are so far away from each reading, with a slack of 2."""
     canary = small(*list(offs)[1:])
     fits = sorted((ReadingFit(each, offs[each.name]) for each in canary.readings), key=lambda fit: fit.distance)
@@ -383,27 +386,27 @@ def judged(offs, counts=()):
     ],
 )
 def test_what_explains_the_counts(offs, named):
-    assert [each.name for each in judged(offs).explanations] == named
+    assert [each.name for each in report_with_distances(offs).explanations] == named
 
 
-def test_what_counts_can_tell():
+def test_what_counts_can_show():
     """A clause is held only if each of its faults would have shown, beside what the counts are off anyway."""
-    found = judged({"right": 0, "gain-less": 0, "halves-swapped": 9, "no-prefill": 9})
-    told = {each.clause.id: (each.status, each.evidence) for each in found.outcomes}
-    assert told["C2"] == ("untold", "gain-less gives the same counts at K = 2")
-    assert told["C3"] == ("untold", "this head cannot show it")
-    assert told["C5"] == ("held", "no-prefill would be 9 accepted drafts away")
-    assert told["C13"] == ("untold", "greedy texts do not show it; --sampled requests others")
-    found = judged({"right": 2, "wrong-hidden": 1, "no-prefill": 2, "pair-shifted": 3})
-    told = {each.clause.id: each.status for each in found.outcomes}
-    assert (told["C1"], told["C3"], told["C5"]) == ("held", "untold", "untold")
+    found = report_with_distances({"right": 0, "gain-less": 0, "halves-swapped": 9, "no-prefill": 9})
+    results = {each.name: (each.outcome, each.evidence) for each in found.checks}
+    assert results["C2"] == ("inconclusive", "gain-less gives the same counts at K = 2")
+    assert results["C3"] == ("inconclusive", "this head cannot show it")
+    assert results["C5"] == ("passed", "no-prefill would be 9 accepted drafts away")
+    assert results["C13"] == ("inconclusive", "greedy texts do not show it; --sampled requests others")
+    found = report_with_distances({"right": 2, "wrong-hidden": 1, "no-prefill": 2, "pair-shifted": 3})
+    results = {each.name: each.outcome for each in found.checks}
+    assert (results["C1"], results["C3"], results["C5"]) == ("passed", "inconclusive", "inconclusive")
 
 
 def test_faults_with_the_same_counts():
-    """Each of their clauses names the other; what was counted is added up over prompts that kept fewer depths."""
+    """Each of their clauses names the other; what was counted is added up over prompts that accepted fewer depths."""
     counts = ((0,), Counters("x", 3, 6, 3, (2, 1))), ((1,), Counters("x", 3, 6, 1, (1,)))
-    found = judged({"right": 9, "no-prefill": 0, "no-rerun": 0}, counts)
-    assert [each.clause.id for each in found.broken] == ["C5", "C6"]
+    found = report_with_distances({"right": 9, "no-prefill": 0, "no-rerun": 0}, counts)
+    assert [each.name for each in found.broken] == ["C5", "C6"]
     assert found.broken[0].evidence.endswith("the same counts as no-rerun")
     assert found.broken[0].seen == "rounds 6; accepted 4; by position 3, 1"
 
@@ -420,10 +423,10 @@ def test_faults_with_the_same_counts():
 def test_where_a_text_parts(text, place, near, seen):
     report = check(small(), ConformanceRun((text, TEXT), ()), num_speculative_tokens=2)
     assert [(each.prompt, each.position, each.is_near_tie) for each in report.differences] == [(0, place, near)]
-    outcome = next(each for each in report.outcomes if each.clause.id == "C8")
-    assert (outcome.status, outcome.seen) == ("held" if near else "broken", seen)
+    outcome = next(each for each in report.checks if each.name == "C8")
+    assert (outcome.outcome, outcome.seen) == ("passed" if near else "failed", seen)
     both = check(small(), ConformanceRun((text, text), ()), num_speculative_tokens=2)
-    assert next(each.status for each in both.outcomes if each.clause.id == "C8") == ("untold" if near else "broken")
+    assert next(each.outcome for each in both.checks if each.name == "C8") == ("inconclusive" if near else "failed")
 
 
 def test_counters_of_all_prompts_at_once():
@@ -444,12 +447,12 @@ def test_a_k_below_the_engines_own():
     assert check(small(), ConformanceRun((TEXT, TEXT), empty), num_speculative_tokens=2).num_speculative_tokens == 2
 
 
-def test_rounds_that_some_answers_do_not_tell():
+def test_rounds_that_some_answers_do_not_report():
     """They are no reason to pass over those that others tell, neither for K nor for the sum."""
     counts = ((0,), Counters("x", None, 6, 2)), ((1,), Counters("x", 9, 18, 2))
     report = check(small(), ConformanceRun((TEXT, TEXT), counts))
     assert report.num_speculative_tokens == 2
-    assert next(each for each in report.broken if each.clause.id == "C14").evidence.startswith("prompts 1:")
+    assert next(each for each in report.broken if each.name == "C14").evidence.startswith("prompts 1:")
 
 
 @pytest.mark.parametrize(("prompts", "slack"), [(2, 2), (25, 3)])
@@ -469,7 +472,7 @@ def test_only_recorded_k():
 
 
 def test_figures_of_a_record():
-    """The AL of its rounds; positions that an engine does not tell kept nothing."""
+    """The AL of its rounds; positions that an engine does not report accepted nothing."""
     canary = small()
     assert canary.length(canary.right, 2) == pytest.approx(1 + 2 / 3)
     assert prompt_counts([2, 0, 2, 1], 3, 10).distance(Counters("x", 4, 12, 3, (3,))) == 2
@@ -506,7 +509,7 @@ def test_counters_that_are_late(monkeypatch, late, rises):
     assert [(places, each.num_drafts) for places, each in found.counts] == [((0,), rises), ((1,), rises)]
 
 
-def test_an_engine_that_tells_text_alone():
+def test_an_engine_that_returns_text_alone():
     """Its bytes are the ids; counters may come with each answer. No run is served from the cache of another."""
     endpoint, ticks = (
         Late(EngineAnswer("\u00e9", "length", raw={"timings": {"draft_n": 4, "draft_n_accepted": 3}}), late=None),
@@ -527,7 +530,7 @@ def test_answers_of_a_file(tmp_path):
     found = from_files(small(), path, None)
     assert found.texts == ((0xC3, 0xA9),) * 2
     assert "give --counters" in next(
-        each.evidence for each in check(small(), found, num_speculative_tokens=2).broken if each.clause.id == "C14"
+        each.evidence for each in check(small(), found, num_speculative_tokens=2).broken if each.name == "C14"
     )
     path.write_text(line * 3)
     with pytest.raises(ConfigError, match="3 answers; the canary has 2 prompts"):
@@ -542,21 +545,21 @@ def test_what_is_no_record(tmp_path, text):
 
 
 @pytest.mark.parametrize(
-    ("kept", "rounds", "positions"),
+    ("accepted", "rounds", "positions"),
     [
         ([2, 0, 2, 1], "4", ["3", "2", "0"]),  # 1 + 3 + 1 + 3 + 2 = 10 tokens, none too many
         ([3, 3, 3], "2 to 3", ["2 to 3", "2 to 3", "2 to 3"]),  # one is missing in the last: some do not draft
         ([2, 2, 0, 3], "4", ["3", "2 to 3", "0 to 1"]),  # two are missing
     ],
 )
-def test_the_last_round(kept, rounds, positions):
+def test_the_last_round(accepted, rounds, positions):
     """Drafts that reach beyond the last token may be counted or not."""
-    found = prompt_counts(kept, 3, 10)
+    found = prompt_counts(accepted, 3, 10)
     assert (str(found.rounds), list(map(str, found.positions))) == (rounds, positions)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ([], "--engine URL"),
         (["--engine", "localhost:1", "--counters", "x"], "--counters belongs to --answers"),
@@ -565,13 +568,13 @@ def test_the_last_round(kept, rounds, positions):
         (["--engine", "localhost:1"], "nothing answers"),
     ],
 )
-def test_usage(kits, arguments, said, capsys):
-    assert verdict(["check", kits("glm").folder, *arguments]) == 2
-    assert said in capsys.readouterr().err
+def test_usage(kits, arguments, message, capsys):
+    assert exit_code(["check", kits("glm").folder, *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_no_canary(tmp_path, capsys):
-    assert verdict(["check", tmp_path, "--engine", "localhost:1"]) == 2
+    assert exit_code(["check", tmp_path, "--engine", "localhost:1"]) == 2
     assert "canary build" in capsys.readouterr().err
     (tmp_path / FILE).write_text('{"format": 1}')
     with pytest.raises(ConfigError, match="format 1"):
@@ -579,7 +582,7 @@ def test_no_canary(tmp_path, capsys):
 
 
 def test_clauses_name_every_fault_once():
-    """A fault that no clause is about could not be told."""
+    """A fault that no clause is about could not be named."""
     named = [fault for clause in CLAUSES for fault in clause.faults]
     assert len(set(named)) == len(named)
     assert {fault.name for fault in FAULTS} <= set(named)

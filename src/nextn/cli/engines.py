@@ -3,7 +3,7 @@
 Exit codes: 0 passed or no clause broken, 1 findings, 2 usage error.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,13 +17,11 @@ from nextn.text_format import docs_page
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from rich.text import Text
 
-    from nextn.conformance.check import ConformanceReport
     from nextn.conformance.engine_run import ConformanceRun, SampledRun
-    from nextn.conformance.record import Canary, ClauseOutcome
+    from nextn.conformance.record import Canary
+    from nextn.engines.check_result import CheckReport, CheckResult
     from nextn.engines.client import Budget
-    from nextn.verify import CheckResult, VerifyReport
 
 _STYLES = {"passed": "bold green", "failed": "bold red", "inconclusive": "yellow"}
 canary_app = typer.Typer(
@@ -31,8 +29,7 @@ canary_app = typer.Typer(
 )
 
 _EPILOG = f"Documentation: {docs_page('reference/contract')}"
-_OUTCOME_STYLES = {"held": "bold green", "broken": "bold red", "untold": "yellow"}
-_WORDS = {"held": "held", "broken": "broken", "untold": "inconclusive"}
+_CLAUSE_WORDS = {"passed": "held", "failed": "broken"}
 
 
 def verify(
@@ -115,38 +112,32 @@ def _progress(budget: "Budget", *, quiet: bool) -> Iterator[Callable[[str], None
         yield lambda name: bar.update(task, description=name)
 
 
-def _show(report: "VerifyReport") -> None:
+def _show(report: "CheckReport", *, words: Mapping[str, str] | None = None) -> None:
+    """Print a line for each check and one for the report; `words` replaces the names of outcomes."""
     screen = console()
     if report.checks:
-        screen.print(_table(report))
-    screen.print(_summary(report))
+        screen.print(_table(report.checks, words or {}))
+    text = plain("findings" if report.failed else "no findings", style=_STYLES["failed" if report.failed else "passed"])
+    screen.print(text.append(f"  {shown(report.headline)}", style="default"))
 
 
-def _table(report: "VerifyReport") -> "Table":
+def _table(checks: Sequence["CheckResult"], words: Mapping[str, str]) -> "Table":
     from rich.table import Table
 
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
+    has_titles = any(check.title for check in checks)
+    for _ in range(3 if has_titles else 2):
+        table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for check in report.checks:
-        table.add_row(plain(check.outcome, style=_STYLES[check.outcome]), plain(check.name), _evidence(check))
+    for check in checks:
+        evidence = plain(shown(check.evidence))
+        width = max((len(label) for label, _ in check.details), default=0)
+        for label, line in check.details:
+            evidence.append(f"\n{label:<{width}}  {shown(line)}", style="cyan" if label == "to do" else "default")
+        title = [plain(check.title)] if has_titles else []
+        outcome = plain(words.get(check.outcome, check.outcome), style=_STYLES[check.outcome])
+        table.add_row(outcome, plain(check.name), *title, evidence)
     return table
-
-
-def _evidence(check: "CheckResult") -> "Text":
-    text = plain(shown(check.evidence))
-    return text.append(f"\nto do  {shown(check.advice)}", style="cyan") if check.advice else text
-
-
-def _summary(report: "VerifyReport") -> "Text":
-    counts = {outcome: sum(check.outcome == outcome for check in report.checks) for outcome in _STYLES}
-    total = ", ".join(f"{number} {outcome}" for outcome, number in counts.items() if number)
-    text = plain("findings" if report.failed else "no findings", style=_STYLES["failed" if report.failed else "passed"])
-    against = f" against {shown(report.against)}" if report.against else ""
-    where = f"{shown(report.model)} at {shown(report.url)}{against}"
-    stopped = "" if report.is_complete else "  interrupted: the remaining checks were not run"
-    return text.append(f"  {where}  {total or 'nothing checked'}  {report.requests} requests{stopped}", style="default")
 
 
 @canary_app.command(cls=Command, epilog=_EPILOG)
@@ -229,7 +220,7 @@ def check(
     if as_json:
         print_json(report.as_record())
     else:
-        _show_report(report)
+        _show(report, words=_CLAUSE_WORDS)
     raise typer.Exit(1 if report.failed else 0)
 
 
@@ -270,35 +261,3 @@ def _show_canary(canary: "Canary", out: Path) -> None:
     print_table(table)
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
     console().print(plain(f"{canary.family} in {out}: {len(canary.prompts)} prompts, {size:.1f} MB"), soft_wrap=True)
-
-
-def _show_report(report: "ConformanceReport") -> None:
-    from rich.table import Table
-
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for _ in range(3):
-        table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for each in report.outcomes:
-        result = plain(_WORDS[each.status], style=_OUTCOME_STYLES[each.status])
-        table.add_row(result, plain(each.clause.id), plain(each.clause.name), plain(_clause_evidence(each), lines=True))
-    screen = console()
-    screen.print(table)
-    style = _OUTCOME_STYLES["broken" if report.failed else "held"]
-    text = plain("findings" if report.failed else "no findings", style=style)
-    screen.print(
-        text.append(
-            f"  {report.canary.family}, K = {report.num_speculative_tokens}: {shown(report.summary)}", style="default"
-        )
-    )
-
-
-def _clause_evidence(outcome: "ClauseOutcome") -> str:
-    lines = [outcome.evidence]
-    if outcome.expected:
-        lines += [f"expected  {outcome.expected}", f"seen      {outcome.seen}"]
-    if outcome.issues:
-        lines.append(f"known in  {', '.join(outcome.issues)}")
-    if outcome.status == "broken":
-        lines.append(f"contract  {outcome.clause.must}")
-    return "\n".join(map(shown, lines))

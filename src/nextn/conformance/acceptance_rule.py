@@ -8,7 +8,8 @@ import math
 from collections.abc import Sequence
 
 from nextn.conformance.engine_run import SampledRun
-from nextn.conformance.record import AcceptanceRule, Canary, Clause, ClauseOutcome
+from nextn.conformance.record import AcceptanceRule, Canary, Clause
+from nextn.engines.check_result import CheckResult
 from nextn.engines.counters import Counters
 from nextn.errors import EngineError
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts, observed_counts
@@ -18,19 +19,19 @@ from nextn.evaluate.likelihoods import MIN_FIT, MIN_NAMED_RATIO, Cause, name_cau
 _MIN_FULL = 0.8
 
 
-def check_acceptance_rule(clause: Clause, canary: Canary, k: int, run: SampledRun) -> ClauseOutcome:
+def check_acceptance_rule(clause: Clause, canary: Canary, k: int, run: SampledRun) -> CheckResult:
     """Check that the counts above temperature 0 are those of an allowed rule; inconclusive where several rules fit.
 
     clause: that about the acceptance rule. k: draft tokens per round.
     """
     if run.counters is None:
-        return ClauseOutcome(clause, "untold", run.no_counts_reason or "the engine reports no counts")
+        return clause.result("inconclusive", run.no_counts_reason or "the engine reports no counts")
     if problem := _problem(canary, run):
-        return ClauseOutcome(clause, "untold", problem)
+        return clause.result("inconclusive", problem)
     try:
         observed = observed_counts(run.counters, k, full_share=_MIN_FULL)
     except EngineError as error:
-        return ClauseOutcome(clause, "untold", f"at temperature {canary.sampled.temperature:g}: {error}")
+        return clause.result("inconclusive", f"at temperature {canary.sampled.temperature:g}: {error}")
     expected = hypotheses(canary.sampled.rules, run.counters, observed, k)
     return _outcome(clause, canary, observed, rank_causes(observed, expected))
 
@@ -67,7 +68,7 @@ def _problem(canary: Canary, run: SampledRun) -> str:
     return ""
 
 
-def _outcome(clause: Clause, canary: Canary, observed: ObservedCounts, causes: Sequence[Cause]) -> ClauseOutcome:
+def _outcome(clause: Clause, canary: Canary, observed: ObservedCounts, causes: Sequence[Cause]) -> CheckResult:
     rules = {rule.name: rule for rule in canary.sampled.rules}
     allowed, wrong = ([cause for cause in causes if bool(rules[cause.name].fault) is bad] for bad in (False, True))
     best, rival = causes[0], (allowed if rules[causes[0].name].fault else wrong)[0]
@@ -78,26 +79,26 @@ def _outcome(clause: Clause, canary: Canary, observed: ObservedCounts, causes: S
     if best.ratio_to(rival) < MIN_NAMED_RATIO:
         both = " and ".join(sorted(rules[cause.name].fault or cause.name for cause in (best, rival)))
         evidence = f"{both} cannot be distinguished in this many rounds ({seen}): raise --passes"
-        return ClauseOutcome(clause, "untold", evidence)
+        return clause.result("inconclusive", evidence)
     if not rules[best.name].fault:
-        return ClauseOutcome(clause, "held", f"counts as with {best.name}, {odds}: {seen}; expected {_expected(best)}")
+        return clause.result("passed", f"counts as with {best.name}, {odds}: {seen}; expected {_expected(best)}")
     matches = [rules[name] for name in name_causes(causes) if rules[name].fault]
     names, descriptions = (" or ".join(getattr(rule, field) for rule in matches) for field in ("fault", "description"))
     issues = tuple(dict.fromkeys(issue for rule in matches for issue in rule.issues))
     evidence = f"counts as with {names} ({descriptions}), {odds}"
-    return ClauseOutcome(clause, "broken", evidence, _expected(allowed[0]), seen, names, issues)
+    return clause.result("failed", evidence, expected=_expected(allowed[0]), seen=seen, fault=names, issues=issues)
 
 
-def _unknown_rule(clause: Clause, observed: ObservedCounts, allowed: Sequence[Cause]) -> ClauseOutcome:
+def _unknown_rule(clause: Clause, observed: ObservedCounts, allowed: Sequence[Cause]) -> CheckResult:
     """No rule fits. One that accepts less than every allowed rule breaks the clause; one that accepts more may change
     the distribution of the text, which counts do not show."""
     lowest, seen = min(allowed, key=lambda cause: cause.length), _figures(observed.rates, observed.acceptance_length)
     if observed.acceptance_length < lowest.length:
         evidence = f"accepts less than {lowest.name}, and unlike any known rule"
-        return ClauseOutcome(clause, "broken", evidence, _expected(lowest), seen, "unknown-rule")
+        return clause.result("failed", evidence, expected=_expected(lowest), seen=seen, fault="unknown-rule")
     evidence = f"the counts fit no known rule: {seen}; {lowest.name} gives {_expected(lowest)}"
     advice = "check by `nextn verify` that the texts have the trunk's distribution"
-    return ClauseOutcome(clause, "untold", f"{evidence}; {advice}")
+    return clause.result("inconclusive", f"{evidence}; {advice}")
 
 
 def _expected(cause: Cause) -> str:

@@ -11,7 +11,8 @@ from functools import cached_property
 
 from nextn.conformance.acceptance_rule import check_acceptance_rule
 from nextn.conformance.engine_run import ConformanceRun, SampledRun
-from nextn.conformance.record import CLAUSES, Canary, Clause, ClauseOutcome, Range, RecordedReading, clause_of
+from nextn.conformance.record import CLAUSES, Canary, Clause, Range, RecordedReading, clause_of
+from nextn.engines.check_result import CheckResult
 from nextn.engines.counters import Counters
 from nextn.errors import ConfigError
 from nextn.evaluate.hypotheses import engine_depth
@@ -22,6 +23,8 @@ _TOLERANCE, _MIN_TOLERANCE = 0.03, 2
 _MIN_RATIO = 4
 # The fact of a family that an engine's convention changes -> the clause that it is about.
 _FACTS = {"embedded": "C2", "hidden": "C3", "position0": "C4", "next_hidden": "C7", "order": "C11"}
+# The outcome of a clause in JSON.
+_RECORDED = {"passed": "held", "failed": "broken", "inconclusive": "untold"}
 _BY_TEXT, _BY_COUNTS, _SAMPLED = "C8", "C14", "C13"
 
 
@@ -77,13 +80,13 @@ class ConformanceReport:
         return self.explanations == (self.canary.right,)
 
     @cached_property
-    def outcomes(self) -> tuple[ClauseOutcome, ...]:
+    def checks(self) -> tuple[CheckResult, ...]:
         """One per clause, in their order."""
-        return tuple(self._outcome(clause) for clause in CLAUSES)
+        return tuple(self._check(clause) for clause in CLAUSES)
 
     @property
-    def broken(self) -> tuple[ClauseOutcome, ...]:
-        return tuple(outcome for outcome in self.outcomes if outcome.status == "broken")
+    def broken(self) -> tuple[CheckResult, ...]:
+        return tuple(check for check in self.checks if check.outcome == "failed")
 
     @property
     def failed(self) -> bool:
@@ -93,7 +96,7 @@ class ConformanceReport:
     def summary(self) -> str:
         """The result in one sentence."""
         if self.broken:
-            return "breaks " + ", ".join(f"{outcome.clause.id} ({outcome.clause.name})" for outcome in self.broken)
+            return "breaks " + ", ".join(f"{check.name} ({check.title})" for check in self.broken)
         if self.fits and not self.explanations:
             nearest = self.fits[0]
             return (
@@ -101,6 +104,10 @@ class ConformanceReport:
                 f"right ones, {nearest.distance} from {nearest.reading.name}, the nearest"
             )
         return "conforms to every clause that these counts can show"
+
+    @property
+    def headline(self) -> str:
+        return f"{self.canary.family}, K = {self.num_speculative_tokens}: {self.summary}"
 
     def as_record(self) -> dict[str, object]:
         """Return the JSON document."""
@@ -112,7 +119,7 @@ class ConformanceReport:
             "verdict": self.summary,
             "failed": self.failed,
             "fits": [fit.reading.name for fit in self.fits if fit.reading in self.explanations],
-            "clauses": [outcome.as_record() for outcome in self.outcomes],
+            "clauses": [_clause_record(check) for check in self.checks],
             "expected": self.expected_counts(self.canary.right),
             "seen": counts,
             "off": {fit.reading.name: fit.distance for fit in self.fits},
@@ -136,7 +143,7 @@ class ConformanceReport:
     def _distance(self, name: str) -> int:
         return next(fit.distance for fit in self.fits if fit.reading.name == name)
 
-    def _outcome(self, clause: Clause) -> ClauseOutcome:
+    def _check(self, clause: Clause) -> CheckResult:
         if clause.id == _BY_TEXT:
             return self._check_texts(clause)
         if clause.id == _BY_COUNTS:
@@ -144,70 +151,68 @@ class ConformanceReport:
         if clause.id == _SAMPLED:
             return self._check_sampling(clause)
         if not self.fits:
-            return ClauseOutcome(clause, "untold", "no counts to compare: the engine reports none, or its texts differ")
+            return clause.result("inconclusive", "no counts to compare: the engine reports none, or its texts differ")
         for reading in self.explanations:
             if clause.id in clauses(reading):
                 return self._broken(clause, reading)
         return self._not_broken(clause)
 
-    def _check_sampling(self, clause: Clause) -> ClauseOutcome:
+    def _check_sampling(self, clause: Clause) -> CheckResult:
         """A fault that greedy counts show would change those of sampled texts, too."""
         if self.sampled_run is None:
-            return ClauseOutcome(clause, "untold", "greedy texts do not show it; --sampled requests others")
+            return clause.result("inconclusive", "greedy texts do not show it; --sampled requests others")
         if self.fits and not self.is_right:
-            return ClauseOutcome(clause, "untold", "the greedy counts are wrong, so those above temperature 0 are, too")
+            return clause.result("inconclusive", "the greedy counts are wrong, so those above temperature 0 are, too")
         return check_acceptance_rule(clause, self.canary, self.num_speculative_tokens, self.sampled_run)
 
-    def _broken(self, clause: Clause, reading: RecordedReading) -> ClauseOutcome:
+    def _broken(self, clause: Clause, reading: RecordedReading) -> CheckResult:
         others = [other.name for other in self.explanations if other != reading and clause.id not in clauses(other)]
         same = f"; the same counts as {', '.join(others)}" if others else ""
-        return ClauseOutcome(
-            clause,
-            "broken",
+        return clause.result(
+            "failed",
             f"counts as with {reading.name} ({reading.description}){same}",
-            _counts_text(self.expected_counts(self.canary.right)),
-            _counts_text(_sum_counts([counters for _, counters in self._groups])),
-            reading.name,
-            reading.issues,
+            expected=_counts_text(self.expected_counts(self.canary.right)),
+            seen=_counts_text(_sum_counts([counters for _, counters in self._groups])),
+            fault=reading.name,
+            issues=reading.issues,
         )
 
-    def _not_broken(self, clause: Clause) -> ClauseOutcome:
+    def _not_broken(self, clause: Clause) -> CheckResult:
         """Held where a fault would have shown in these counts."""
         known = [fit for fit in self.fits if fit.reading.name in clause.faults]
         if not known:
-            return ClauseOutcome(clause, "untold", "this head cannot show it")
+            return clause.result("inconclusive", "this head cannot show it")
         if not self.explanations:
-            return ClauseOutcome(clause, "untold", "the counts are those of no known fault")
+            return clause.result("inconclusive", "the counts are those of no known fault")
         nearest = min(known, key=lambda fit: fit.distance)
         if nearest.distance <= max(self.fits[0].distance, self._distance(self.explanations[0].name)):
             evidence = f"{nearest.reading.name} gives the same counts at K = {self.num_speculative_tokens}"
-            return ClauseOutcome(clause, "untold", evidence)
+            return clause.result("inconclusive", evidence)
         evidence = f"{nearest.reading.name} would be {nearest.distance} accepted drafts away"
-        return ClauseOutcome(clause, "held", evidence)
+        return clause.result("passed", evidence)
 
-    def _check_texts(self, clause: Clause) -> ClauseOutcome:
+    def _check_texts(self, clause: Clause) -> CheckResult:
         total, num_ties = len(self.canary.prompts), sum(difference.is_near_tie for difference in self.differences)
         wrong = [difference for difference in self.differences if not difference.is_near_tie]
         evidence = f"{total - len(self.differences)} of {total} texts identical"
         evidence += f", {num_ties} diverge at a near-tie" if num_ties else ""
         if not wrong:
-            return ClauseOutcome(clause, "held" if len(self.differences) < total else "untold", evidence)
+            return clause.result("passed" if len(self.differences) < total else "inconclusive", evidence)
         first = wrong[0]
         prompt, text = self.canary.prompts[first.prompt], self.run.texts[first.prompt]
-        return ClauseOutcome(
-            clause,
-            "broken",
+        return clause.result(
+            "failed",
             f"{evidence}; if the same engine without MTP gives this text, too, its trunk or tokenizer differs",
-            f"prompt {first.prompt}, new token {first.position}: {prompt.tokens[first.position]}, "
+            expected=f"prompt {first.prompt}, new token {first.position}: {prompt.tokens[first.position]}, "
             f"{prompt.gaps[first.position]:.2f} nats ahead",
-            str(text[first.position]) if first.position < len(text) else "the end",
-            "other-text",
+            seen=str(text[first.position]) if first.position < len(text) else "the end",
+            fault="other-text",
         )
 
-    def _check_metrics(self, clause: Clause) -> ClauseOutcome:
+    def _check_metrics(self, clause: Clause) -> CheckResult:
         if not self.run.counts:
             reason = self.run.no_counts_reason or "the engine reports no counts"
-            return ClauseOutcome(clause, "broken", reason, fault="no-counts")
+            return clause.result("failed", reason, fault="no-counts")
         for prompts, counters in self._groups:
             if counters.num_drafts is None:
                 continue
@@ -216,15 +221,14 @@ class ConformanceReport:
             low, high = self.canary.max_tokens - 1, self.canary.max_tokens + self.num_speculative_tokens
             valid = Range(len(prompts) * low, len(prompts) * high)
             if valid.distance(tokens):
-                return ClauseOutcome(
-                    clause,
-                    "broken",
+                return clause.result(
+                    "failed",
                     f"prompts {', '.join(map(str, prompts))}: rounds + accepted + the first tokens are not the tokens",
-                    f"{valid} tokens",
-                    f"{counters.num_drafts} rounds, {counters.accepted} accepted: {tokens} tokens",
-                    "counts-off",
+                    expected=f"{valid} tokens",
+                    seen=f"{counters.num_drafts} rounds, {counters.accepted} accepted: {tokens} tokens",
+                    fault="counts-off",
                 )
-        return ClauseOutcome(clause, "held", "rounds and accepted drafts add up to the tokens")
+        return clause.result("passed", "rounds and accepted drafts add up to the tokens")
 
 
 def check(
@@ -265,6 +269,13 @@ def check(
     tolerance = max(_MIN_TOLERANCE, round(_TOLERANCE * num_accepted))
     ordered = tuple(sorted(fits, key=lambda fit: fit.distance))
     return ConformanceReport(canary, run, k, differences, ordered, tolerance, sampled_run)
+
+
+def _clause_record(check: CheckResult) -> dict[str, object]:
+    """The JSON form of the result for a clause."""
+    details = {name: getattr(check, name) for name in ("evidence", "expected", "seen", "fault")}
+    clause = {"clause": check.name, "name": check.title, "said": _RECORDED[check.outcome]}
+    return {**clause, **details, "issues": list(check.issues)}
 
 
 def clauses(reading: RecordedReading) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from nextn.engines.check_result import CheckResult, Outcome
 from nextn.engines.counters import Counters
 from nextn.errors import ConfigError
 
@@ -25,6 +26,29 @@ class Clause:
     name: str
     must: str  # the requirement in a sentence
     faults: tuple[str, ...] = ()  # names of `evaluate.faults.FAULTS` that break it, and what `check` itself detects
+
+    def result(
+        self,
+        outcome: Outcome,
+        evidence: str,
+        *,
+        expected: str = "",
+        seen: str = "",
+        fault: str = "",
+        issues: tuple[str, ...] = (),
+    ) -> CheckResult:
+        """Return the result for this clause, with the requirement if it failed; see `CheckResult` for the others."""
+        return CheckResult(
+            self.id,
+            outcome,
+            evidence,
+            title=self.name,
+            expected=expected,
+            seen=seen,
+            fault=fault,
+            issues=issues,
+            requirement=self.must if outcome == "failed" else "",
+        )
 
 
 # fmt: off
@@ -58,25 +82,6 @@ CLAUSES: tuple[Clause, ...] = (
            ("no-counts", "counts-off")),
 )
 # fmt: on
-
-
-@dataclass(frozen=True)
-class ClauseOutcome:
-    """The result for one clause."""
-
-    clause: Clause
-    status: str  # held, broken, or untold: inconclusive
-    evidence: str
-    expected: str = ""  # counts or texts, where broken
-    seen: str = ""
-    fault: str = ""  # the fault that explains what was seen
-    issues: tuple[str, ...] = ()  # public threads where the fault occurred
-
-    def as_record(self) -> dict[str, object]:
-        """Return the JSON form."""
-        details = {name: getattr(self, name) for name in ("evidence", "expected", "seen", "fault")}
-        clause = {"clause": self.clause.id, "name": self.clause.name}
-        return {**clause, "said": self.status, **details, "issues": list(self.issues)}
 
 
 def clause_of(fault: str) -> Clause | None:

@@ -3,14 +3,17 @@
 A check is a function from a `VerifySession` to a `CheckResult`; checks do not depend on each other.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import get_args
 
+from nextn.engines.check_result import CheckResult, Outcome
 from nextn.engines.endpoint import Endpoint, is_refusal
 from nextn.errors import BudgetError, ConfigError, EngineError
 from nextn.evaluate.workload import Prompt
 from nextn.verify import context_checks, counter_checks, format_checks, greedy_checks, sampling_checks
-from nextn.verify.session import CheckResult, Outcome, VerifySession, VerifySettings
+from nextn.verify.session import VerifySession, VerifySettings
 
 __all__ = ["CHECKS", "CheckResult", "Outcome", "VerifyReport", "VerifySession", "VerifySettings", "verify"]
 
@@ -52,9 +55,19 @@ class VerifyReport:
     def has_inconclusive(self) -> bool:
         return any(check.outcome == "inconclusive" for check in self.checks)
 
+    @property
+    def headline(self) -> str:
+        counts = Counter(check.outcome for check in self.checks)
+        total = ", ".join(f"{counts[outcome]} {outcome}" for outcome in get_args(Outcome) if counts[outcome])
+        against = f" against {self.against}" if self.against else ""
+        stopped = "" if self.is_complete else "  interrupted: the remaining checks were not run"
+        where = f"{self.model} at {self.url}{against}"
+        return f"{where}  {total or 'nothing checked'}  {self.requests} requests{stopped}"
+
     def as_record(self) -> dict[str, object]:
-        record = asdict(self)
-        return record | {"whole": record.pop("is_complete"), "failed": self.failed}
+        record = {name: getattr(self, name) for name in ("url", "model", "against")}
+        record |= {"checks": [check.as_record() for check in self.checks], "requests": self.requests}
+        return record | {"whole": self.is_complete, "failed": self.failed}
 
 
 def verify(

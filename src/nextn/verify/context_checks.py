@@ -3,11 +3,12 @@
 from dataclasses import dataclass, replace
 
 from nextn.engines.answers import EngineAnswer, EngineRequest
+from nextn.engines.check_result import CheckResult
 from nextn.engines.counter_formats import prefix_hits
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import EngineError
 from nextn.verify.greedy_checks import compare_answers
-from nextn.verify.session import NUM_LOGPROBS, CheckResult, VerifySession
+from nextn.verify.session import NUM_LOGPROBS, VerifySession
 
 _PREFIX = 3000  # tokens: hybrid models cache in blocks of up to a thousand or so
 _RESERVE = 64  # tokens left free, as the length of the prompt is estimated

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from nextn.engines.answers import EngineAnswer
+from nextn.engines.check_result import CheckResult
 from nextn.engines.counters import Counters
 from nextn.engines.endpoint import Endpoint, counters_in_answers, read_counters
 from nextn.errors import EngineError
-from nextn.verify.session import CheckResult, VerifySession
+from nextn.verify.session import VerifySession
 
 _EXACT = 1e-3  # nats: the same number printed twice
 _LOGPROBS = (

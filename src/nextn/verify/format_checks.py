@@ -5,10 +5,11 @@ from dataclasses import replace
 
 from nextn.bounded_json import loads, short_repr
 from nextn.engines.answers import EngineAnswer, EngineRequest
+from nextn.engines.check_result import CheckResult
 from nextn.engines.endpoint import Endpoint, is_refusal
 from nextn.errors import EngineError
 from nextn.text_format import counted
-from nextn.verify.session import CheckResult, VerifySession
+from nextn.verify.session import VerifySession
 
 FaultOf = Callable[[EngineAnswer], str | None]  # None: truncated, so inconclusive; "": valid; else what is wrong
 _LIMITS = (1, 2, 3, 5, 8)

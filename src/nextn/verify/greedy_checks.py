@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 from nextn.bounded_json import short_repr
 from nextn.engines.answers import AnswerToken, EngineAnswer
+from nextn.engines.check_result import CheckResult
 from nextn.text_format import counted, docs_page
-from nextn.verify.session import CheckResult, VerifySession
+from nextn.verify.session import VerifySession
 
 _DRAFTING = f"compare logits at the position named; known causes: {docs_page('reference/verify')}"
 _MAX_REPLAYS = 6  # positions per text

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nextn.engines.answers import AnswerToken, EngineAnswer, EngineRequest
+from nextn.engines.check_result import CheckResult
 from nextn.engines.endpoint import Endpoint
 from nextn.text_format import counted, docs_page
-from nextn.verify.session import NUM_LOGPROBS, CheckResult, VerifySession
+from nextn.verify.session import NUM_LOGPROBS, VerifySession
 
 TokenName = str | int
 _CHUNK = 512  # permutations at once: memory stays below a few MB

@@ -1,10 +1,9 @@
-"""The result of a check, and what the checks share: endpoints, prompts, and answers that several of them need."""
+"""What the checks share: endpoints, prompts, and answers that several of them need."""
 
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Literal
 
 from nextn.engines.answers import EngineAnswer, EngineRequest
 from nextn.engines.counters import Counters
@@ -12,19 +11,7 @@ from nextn.engines.endpoint import Endpoint, answer_all
 from nextn.errors import ConfigError, require_at_least
 from nextn.evaluate.workload import Prompt
 
-Outcome = Literal["passed", "failed", "inconclusive"]
 NUM_LOGPROBS = 5  # of the likeliest tokens per position; OpenAI's completions give no more
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """What one check found."""
-
-    name: str
-    outcome: Outcome
-    evidence: str  # what was observed
-    advice: str = ""  # what to do; "" for nothing
-    figures: dict[str, object] = field(default_factory=dict)  # for JSON
 
 
 @dataclass(frozen=True)
