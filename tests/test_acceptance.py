@@ -71,14 +71,14 @@ def test_it_has_a_width_at_the_ends(share_of):
 @pytest.mark.parametrize("mean", [0.15, 0.6, 0.9])
 def test_coverage(mean):
     """Texts with rates of their own (beta, as heads have by prompt): 95 % means 95 %, or a little more."""
-    draw, hits, runs = random.Random(1), 0, 400
+    rng, hits, runs = random.Random(1), 0, 400
     for _ in range(runs):
-        kept, offered = [], []
+        accepted, offered = [], []
         for _ in range(16):
-            rate, count = draw.betavariate(6 * mean, 6 * (1 - mean)), draw.randint(30, 60)
-            kept.append(sum(draw.random() < rate for _ in range(count)))
+            rate, count = rng.betavariate(6 * mean, 6 * (1 - mean)), rng.randint(30, 60)
+            accepted.append(sum(rng.random() < rate for _ in range(count)))
             offered.append(count)
-        found = proportion(kept, offered)
+        found = proportion(accepted, offered)
         hits += found.low <= mean <= found.high
     assert hits / runs > 0.92
 

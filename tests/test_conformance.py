@@ -127,7 +127,7 @@ def _plain(tokens):
 
 
 def test_gaps_mark_near_ties(trained, tmp_path):
-    """Prompts without near ties come first; places of those that are left are told."""
+    """Prompts without near ties come first; positions of those that are left are listed."""
     asked = [*refrain(3, 33, seed=5).tolist(), [5] * 9]
     found = build_record(FIXTURES / "glm_one", asked, count=3, tokens=8)
     assert [5] * 9 not in [each["ids"] for each in found["prompts"]] or any(each["close"] for each in found["prompts"])
@@ -189,11 +189,11 @@ def test_vectors_of_the_contract_are_fresh(trained):
     assert json.loads((DOCS / "reference" / "contract.json").read_text()) == found
     page = (DOCS / "reference" / "contract.md").read_text()
     for each in found.values():
-        for told in each["rounds"]:
-            for one in told["passes"]:
+        for step in each["rounds"]:
+            for one in step["passes"]:
                 assert f"| {' '.join(map(str, one['tokens']))} |" in page
-            if told["drafts"]:
-                assert f"keeps {told['kept']}, emits {' '.join(map(str, told['emitted']))} |" in page
+            if step["drafts"]:
+                assert f"keeps {step['kept']}, emits {' '.join(map(str, step['emitted']))} |" in page
 
 
 def test_every_clause_is_explained():
@@ -213,8 +213,8 @@ def test_rules_of_acceptance_are_recorded(built):
         "ratio": "", "block": "", "argmax": "argmax-drafts", "match": "exact-match"
     }  # fmt: skip
     for k, ending in ((k, ending) for k in range(1, MAX_K + 1) for ending in ("whole", "cut")):
-        kept = {name: sum(map(sum, each.counts[k][ending][1])) for name, each in found.items()}
-        assert kept["match"] < 0.9 * kept["ratio"] <= 0.9 * kept["block"] * (1 + 1e-6)
+        accepted = {name: sum(map(sum, each.counts[k][ending][1])) for name, each in found.items()}
+        assert accepted["match"] < 0.9 * accepted["ratio"] <= 0.9 * accepted["block"] * (1 + 1e-6)
         offered = found["ratio"].counts[k][ending][0]
         assert len(offered) == PASSES
         assert {len(row) for row in offered} == {k}

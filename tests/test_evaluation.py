@@ -23,7 +23,7 @@ K = 4
 
 
 def test_forced_figures_by_hand():
-    """Loss, match and overlap equal a loop over columns and depths; conditional rates multiply survivors."""
+    """Loss, match and overlap equal a loop over positions and depths; conditional rates multiply survivors."""
     model = build("glm4_moe")
     tokens = torch.randint(0, 64, (2, 13))
     batch = Batch(tokens, torch.zeros(2, 13, dtype=torch.int32))
@@ -37,10 +37,10 @@ def test_forced_figures_by_hand():
         ]
     alive, survived = {"match": [], "overlap": []}, {}
     for row in range(2):
-        for column in range(13 - 3):
+        for position in range(13 - 3):
             match = overlap = 1.0
             for depth in (1, 2):
-                p, q = trunk[row, column + depth].softmax(-1), drafts[depth - 1][row, column].softmax(-1)
+                p, q = trunk[row, position + depth].softmax(-1), drafts[depth - 1][row, position].softmax(-1)
                 match *= float(p.argmax() == q.argmax())
                 overlap *= torch.minimum(p, q).sum().item()
                 alive["match"].append((depth, match))
@@ -58,7 +58,7 @@ def test_forced_figures_by_hand():
         assert got.loss[depth] == pytest.approx(nll.item(), abs=1e-4)
 
 
-def test_decoded_counts_and_flags_loops(trained):
+def test_decoded_counts_and_flags_repetitive_texts(trained):
     """The decoder's figures on the fixture, with the degeneracy check of the texts beside them."""
     prompts = [row.tolist() for row in refrain(4, 33, seed=7)]
     figures = decoded_figures(trained["glm"], prompts, Settings(num_speculative_tokens=3, max_tokens=20))
@@ -83,28 +83,28 @@ def answered(model, *, count, length, **settings):
 
 
 def within(rates, acceptance):
-    """Whether all told rates lie in the 99.9 % intervals of the decoder's."""
+    """Whether all rates lie in the 99.9 % intervals of the decoder's."""
     return all(low <= rate <= high for rate, (low, high) in zip(rates, acceptance.intervals(z=3.3), strict=True))
 
 
 def test_greedy_figures_are_the_decoders(glm):
     """On the trunk's own greedy text the rounds are the decoder's, draft by draft, but for those cut by the end."""
     batch, acceptance = answered(glm, count=12, length=120)
-    told = heldout_acceptance(glm.trunk, glm.head, [(batch, None)], K)
-    assert told.kv == "decode"
+    figures = heldout_acceptance(glm.trunk, glm.head, [(batch, None)], K)
+    assert figures.kv == "decode"
     # At most two rounds a row are near its end, where the decoder drafts less; a tie may fall otherwise in a batch.
-    assert all(abs(a - b) <= 24 for a, b in zip(acceptance.num_drafted, told.greedy.num_drafted, strict=True))
-    assert all(abs(a - b) <= 24 for a, b in zip(acceptance.num_accepted, told.greedy.num_accepted, strict=True))
-    assert told.greedy.length == pytest.approx(acceptance.length, rel=0.02)
-    assert within(told.greedy.rates, acceptance)
+    assert all(abs(a - b) <= 24 for a, b in zip(acceptance.num_drafted, figures.greedy.num_drafted, strict=True))
+    assert all(abs(a - b) <= 24 for a, b in zip(acceptance.num_accepted, figures.greedy.num_accepted, strict=True))
+    assert figures.greedy.length == pytest.approx(acceptance.length, rel=0.02)
+    assert within(figures.greedy.rates, acceptance)
 
 
 def test_sampled_figures_are_the_decoders(glm):
-    """On text drawn at the temperature, min(1, q/p) of its tokens foresees what rejection sampling keeps."""
+    """On text sampled at the temperature, min(1, q/p) of its tokens predicts what rejection sampling accepts."""
     batch, acceptance = answered(glm, count=48, length=120, sampling=Sampling(1.3), block_verification=False, seed=1)
-    told = heldout_acceptance(glm.trunk, glm.head, [(batch, None)], K, temperature=1.3, on_policy=True)
-    assert within(told.sampled.rates, acceptance)
-    assert told.sampled.length == pytest.approx(acceptance.length, rel=0.03)
+    figures = heldout_acceptance(glm.trunk, glm.head, [(batch, None)], K, temperature=1.3, on_policy=True)
+    assert within(figures.sampled.rates, acceptance)
+    assert figures.sampled.length == pytest.approx(acceptance.length, rel=0.03)
 
 
 def test_batches_add_up(glm):
@@ -131,61 +131,60 @@ def test_a_bad_head_is_worse_and_itself_is_not(glm):
 
 def test_state_comes_back(glm):
     batch, _ = answered(glm, count=2, length=30)
-    told = heldout_acceptance(glm.trunk, glm.head, [(batch, None)], K)
-    assert HeldOutAcceptance.from_state(asdict(told)) == told
+    figures = heldout_acceptance(glm.trunk, glm.head, [(batch, None)], K)
+    assert HeldOutAcceptance.from_state(asdict(figures)) == figures
 
 
-def figures(*lengths):
+def evaluation(*lengths):
     """An evaluation over as many rows of text, each of ten rounds of these lengths; its score is their mean."""
     emitted = tuple(10.0 * length for length in lengths)
     counts = ExpectedAcceptance((1.0,), (0.5,), emitted, (10.0,) * len(lengths))
     return HeldOutAcceptance(counts, counts, 100, "decode", 1.0)
 
 
-def stood(*scores, patience=0, baseline=None):
+def tracker_after(*scores, patience=0, baseline=None):
     """After evaluations with these scores, behind 10, 20, ... steps."""
-    standing = BestTracker(patience)
+    tracker = BestTracker(patience)
     if baseline is not None:
-        standing.update(0, baseline)
+        tracker.update(0, baseline)
     for place, score in enumerate(scores, 1):
-        standing.update(10 * place, figures(score, score))
-    return standing
+        tracker.update(10 * place, evaluation(score, score))
+    return tracker
 
 
-def test_the_best_is_kept():
+def test_the_best_is_saved():
     """Catches a later one that takes the place of a better, and one as good that does: the earlier one stays."""
-    standing = BestTracker()
-    assert [standing.update(step, figures(score)) for step, score in ((10, 1.5), (20, 1.4), (30, 1.5), (40, 1.6))] == [
-        True, False, False, True,
-    ]  # fmt: skip
-    assert (standing.best_step, standing.best.score, standing.since) == (40, 1.6, 0)
-    standing = stood(1.5, 1.4, 1.5)
-    assert (standing.best_step, standing.since) == (10, 2)
+    tracker = BestTracker()
+    updates = [(10, 1.5), (20, 1.4), (30, 1.5), (40, 1.6)]
+    assert [tracker.update(step, evaluation(score)) for step, score in updates] == [True, False, False, True]
+    assert (tracker.best_step, tracker.best.score, tracker.since) == (40, 1.6, 0)
+    tracker = tracker_after(1.5, 1.4, 1.5)
+    assert (tracker.best_step, tracker.since) == (10, 2)
 
 
 def test_what_training_started_from_is_no_result():
     """Catches a baseline that is taken for the best head, which would then never be written."""
-    standing = BestTracker(patience=1)
-    assert not standing.update(0, figures(9.0))
-    assert (standing.best, standing.since, standing.is_done) == (None, 0, False)
-    assert standing.update(10, figures(1.0))
-    assert standing.baseline.score == 9.0
+    tracker = BestTracker(patience=1)
+    assert not tracker.update(0, evaluation(9.0))
+    assert (tracker.best, tracker.since, tracker.is_done) == (None, 0, False)
+    assert tracker.update(10, evaluation(1.0))
+    assert tracker.baseline.score == 9.0
 
 
 def test_patience():
     """Catches an end one evaluation too early or too late, and patience 0 that ends at once."""
-    assert [stood(1.5, *[1.4] * more, patience=2).is_done for more in range(4)] == [False, False, True, True]
-    assert not stood(1.5, 1.4, 1.4, 1.45, 1.6, patience=3).is_done
-    assert not stood(1.5, *[1.4] * 50).is_done
+    assert [tracker_after(1.5, *[1.4] * more, patience=2).is_done for more in range(4)] == [False, False, True, True]
+    assert not tracker_after(1.5, 1.4, 1.4, 1.45, 1.6, patience=3).is_done
+    assert not tracker_after(1.5, *[1.4] * 50).is_done
 
 
 def test_the_best_step_seen_again_is_not_a_worse_one():
     """A run that resumes at its best checkpoint evaluates it again; that is no lost evaluation."""
-    standing = stood(1.5, 1.6)
-    standing.update(20, figures(1.6, 1.6))
-    assert standing.since == 0
-    standing.update(30, figures(1.6, 1.6))
-    assert standing.since == 1
+    tracker = tracker_after(1.5, 1.6)
+    tracker.update(20, evaluation(1.6, 1.6))
+    assert tracker.since == 0
+    tracker.update(30, evaluation(1.6, 1.6))
+    assert tracker.since == 1
 
 
 @pytest.mark.parametrize(
@@ -194,36 +193,36 @@ def test_the_best_step_seen_again_is_not_a_worse_one():
     ids=["all rows", "within noise", "better"],
 )
 def test_worse_is_beyond_noise(trained, worse):
-    baseline = figures(1.8, 1.7, 1.6, 1.9)
-    standing = BestTracker()
-    standing.update(0, baseline)
-    assert not standing.is_worse
-    standing.update(10, figures(*trained))
-    assert standing.is_worse == worse
+    baseline = evaluation(1.8, 1.7, 1.6, 1.9)
+    tracker = BestTracker()
+    tracker.update(0, baseline)
+    assert not tracker.is_worse
+    tracker.update(10, evaluation(*trained))
+    assert tracker.is_worse == worse
     alone = BestTracker()
-    alone.update(10, figures(*trained))
+    alone.update(10, evaluation(*trained))
     assert not alone.is_worse
 
 
 def test_in_words():
     """Both scores, and twice the standard error of their difference: rows differ by 0.2 and 0.4, so 0.1 is one."""
-    assert str(stood(1.5)) == "no head to compare with"
-    standing = BestTracker()
-    standing.update(0, figures(1.4, 1.6))
-    assert str(standing) == "no head to compare with"
-    standing.update(10, figures(1.6, 2.0))
-    assert str(standing) == "acceptance length 1.800, was 1.500, +-0.200 on held-out text"
+    assert str(tracker_after(1.5)) == "no head to compare with"
+    tracker = BestTracker()
+    tracker.update(0, evaluation(1.4, 1.6))
+    assert str(tracker) == "no head to compare with"
+    tracker.update(10, evaluation(1.6, 2.0))
+    assert str(tracker) == "acceptance length 1.800, was 1.500, +-0.200 on held-out text"
 
 
 def test_state_and_record():
-    """A checkpoint's JSON gives the same standing back; the record names what a reader looks for."""
-    standing = stood(1.5, 1.4, patience=3, baseline=figures(1.2, 1.4))
+    """A checkpoint's JSON gives the same tracker back; the record names what a reader looks for."""
+    tracker = tracker_after(1.5, 1.4, patience=3, baseline=evaluation(1.2, 1.4))
     again = BestTracker(patience=3)
-    again.load_state(json.loads(json.dumps(standing.as_state())))
-    assert again == standing
+    again.load_state(json.loads(json.dumps(tracker.as_state())))
+    assert again == tracker
     empty = BestTracker(patience=3)
     empty.load_state(json.loads(json.dumps(BestTracker().as_state())))
     assert empty == BestTracker(patience=3)
-    record = standing.as_record()
+    record = tracker.as_record()
     assert (record["baseline"]["score"], record["best"]["score"], record["best_step"]) == (1.3, 1.5, 10)
     assert BestTracker().as_record() == {"baseline": None, "best": None, "best_step": 0}

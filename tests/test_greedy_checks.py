@@ -72,7 +72,7 @@ def test_sorted_into_ties_faults_and_unknown():
     assert compare_answers([], tie_gap=0.25).check("x", "", tie_gap=0.25, advice="do").outcome == "inconclusive"
 
 
-def test_a_new_prompt_settles_what_is_unknown():
+def test_a_new_prompt_decides_what_is_unknown():
     blind = (answer(AnswerToken("a")), answer(AnswerToken("b")))
     asked = []
 

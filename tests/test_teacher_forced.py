@@ -64,10 +64,10 @@ def test_greedy_counts_are_the_decoders(name, k, contract, trained):
     """All drafted and accepted tokens of every text, with and without faults; some texts end early."""
     settings = Settings(num_speculative_tokens=k, max_tokens=28, contract=contract, eos=(7, 19))
     texts, logs = decoded(trained[name], PROMPTS[:8], settings)
-    offered, kept = counts(logs, k)
+    offered, accepted = counts(logs, k)
     assert any(text.ended for text in texts)
     assert any(not text.ended for text in texts)
-    assert walked(trained[name], texts, k, "greedy", contract) == list(zip(offered, kept, strict=True))
+    assert walked(trained[name], texts, k, "greedy", contract) == list(zip(offered, accepted, strict=True))
 
 
 def test_context_ends_a_text_too():
@@ -75,8 +75,8 @@ def test_context_ends_a_text_too():
     model = build("glm4_moe", max_position_embeddings=40)
     texts, logs = decoded(model, PROMPTS[:3], Settings(num_speculative_tokens=3, max_tokens=28))
     assert {len(text.tokens) for text in texts} == {40}
-    offered, kept = counts(logs, 3)
-    assert walked(model, texts, 3, "greedy") == list(zip(offered, kept, strict=True))
+    offered, accepted = counts(logs, 3)
+    assert walked(model, texts, 3, "greedy") == list(zip(offered, accepted, strict=True))
 
 
 @pytest.mark.parametrize("rule", SETTINGS)
@@ -87,11 +87,11 @@ def test_sampled_counts_agree_with_the_decoders(name, rule, trained):
     sampling = Sampling(4.0 if rule != "argmax" else 2.0 if name == "glm" else 1.3)
     settings = Settings(num_speculative_tokens=k, max_tokens=30, sampling=sampling, seed=3, **SETTINGS[rule])
     texts, logs = decoded(trained[name], many, settings)
-    offered, kept = counts(logs, k)
+    offered, accepted = counts(logs, k)
     found = walked(trained[name], texts, k, rule)
     survived = 1.0
     for depth in range(k):
-        for ours, theirs in ((0, offered), (1, kept)):
+        for ours, theirs in ((0, offered), (1, accepted)):
             gap = paired_difference(
                 [each[ours][depth] for each in found],
                 [each[depth] for each in theirs],
@@ -101,7 +101,7 @@ def test_sampled_counts_agree_with_the_decoders(name, rule, trained):
             rare = 9 / sum(each[0] for each in offered)  # what no text happened to show has no spread
             assert gap.low - rare <= 0 <= gap.high + rare, (depth, ours, gap)
             assert gap.high - gap.low < 0.2
-        survived *= sum(each[depth] for each in kept) / sum(each[depth] for each in offered)
+        survived *= sum(each[depth] for each in accepted) / sum(each[depth] for each in offered)
     assert 0.05 < survived < 0.9
 
 
@@ -226,14 +226,14 @@ def test_rounds_start_again_after_a_gap(valid, starts):
 def test_round_counts_by_hand():
     """A start after a certain draft is never reached, one after a draft of probability 1/2 half the time."""
     given = torch.tensor([[1.0, 0.5], [1.0, 1.0], [1.0, 0.0]], dtype=torch.float64)
-    offered, kept = teacher_forced.Survival(given, given[:, 1:]).round_counts([3, 2, 1], 1)
+    offered, accepted = teacher_forced.Survival(given, given[:, 1:]).round_counts([3, 2, 1], 1)
     # Start 0 always; 1 with probability 1/2, which surely accepts and skips 2; 2 with the other half.
     assert offered == [1 + 0.5 + 0.5]
-    assert kept == [0.5 + 0.5]
+    assert accepted == [0.5 + 0.5]
     # Accepted counts come from `expected`, round starts from `given`.
     expected = torch.tensor([[0.4], [0.8], [0.2]], dtype=torch.float64)
-    offered, kept = teacher_forced.Survival(given, expected).round_counts([3, 2, 1], 1)
-    assert (offered, kept) == ([2], [pytest.approx(0.4 + 0.5 * 0.8 + 0.5 * 0.2)])
+    offered, accepted = teacher_forced.Survival(given, expected).round_counts([3, 2, 1], 1)
+    assert (offered, accepted) == ([2], [pytest.approx(0.4 + 0.5 * 0.8 + 0.5 * 0.2)])
 
 
 class Narrow:

@@ -157,7 +157,7 @@ def test_a_reference_that_drafts(run):
 
 
 # fmt: off
-UNTOLD = [
+INCONCLUSIVE = [
     ("no-metrics", "mtp-on", "/metrics: no metrics (HTTP 404); SGLang needs --enable-metrics"),
     ("no-cache", "prefix-cache", "was never hit, so this run proves nothing"),
     ("no-ids", "replay", "the engine returns no token ids"),
@@ -173,8 +173,8 @@ UNTOLD = [
 # fmt: on
 
 
-@pytest.mark.parametrize(("fault", "name", "words"), UNTOLD)
-def test_what_cannot_be_told(run, fault, name, words):
+@pytest.mark.parametrize(("fault", "name", "words"), INCONCLUSIVE)
+def test_inconclusive(run, fault, name, words):
     """Neither passed nor failed: an engine that cannot do it is not one that does it wrongly."""
     found = run(fault, names=[name], alone=True)[name]
     assert (found.outcome, words in found.evidence) == ("inconclusive", True), found.evidence
@@ -188,9 +188,9 @@ def test_texts_alone(run):
     """Without ids and log-probabilities, characters are compared, and a difference stays without a verdict."""
     same = run("no-ids", "no-logprobs", names=["greedy"], against=["no-ids", "no-logprobs"])["greedy"]
     assert (same.outcome, same.figures["unit"]) == ("passed", "character")
-    apart = run("no-ids", "no-logprobs", "wrong", names=["greedy"], against=["no-ids", "no-logprobs"])["greedy"]
-    assert apart.outcome == "inconclusive"
-    assert "without log-probabilities it is unknown whether at a near-tie" in apart.evidence
+    other = run("no-ids", "no-logprobs", "wrong", names=["greedy"], against=["no-ids", "no-logprobs"])["greedy"]
+    assert other.outcome == "inconclusive"
+    assert "without log-probabilities it is unknown whether at a near-tie" in other.evidence
 
 
 def test_sampled_texts_alone(run):
@@ -322,7 +322,7 @@ def test_command_usage(nextn, args, words):
     assert words in err
 
 
-def test_interrupt_tells_what_was_found(nextn, engine, monkeypatch):
+def test_interrupt_reports_what_was_found(nextn, engine, monkeypatch):
     def interrupted(session):
         raise KeyboardInterrupt
 

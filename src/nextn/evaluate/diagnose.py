@@ -43,9 +43,9 @@ DEFINITIONS = {
     "p_value": "probability of counts as far off as these if the cause holds",
     "named": "fine unless a fault is 100 times likelier; else the faults that the likeliest does not beat ten times; "
     "[] = even the likeliest does not fit (p_value below 0.001)",
-    "indistinguishable": "causes that cannot be told from the named here: this many rounds are expected to give a "
-    "ratio below 100",
-    "undetectable": "faults that cannot be told from fine in the same way",
+    "indistinguishable": "causes that cannot be distinguished from the named here: this many rounds are expected to "
+    "give a ratio below 100",
+    "undetectable": "faults that cannot be distinguished from fine in the same way",
     "acceptance": "a_1..a_K, conditional on the shallower depths",
 }
 
@@ -149,7 +149,7 @@ class Diagnosis:
 
     @cached_property
     def indistinguishable(self) -> tuple[str, ...]:
-        """Causes that are not named, but that this many rounds cannot tell from the likeliest of the named."""
+        """Causes that are not named, but that this many rounds cannot distinguish from the likeliest of the named."""
         best = self.named[0] if self.named else ""
         is_hypothesis = any(cause.name == best for cause in self.causes)
         return tuple(name for name in self._like(best) if name not in self.named) if is_hypothesis else ()
@@ -243,7 +243,7 @@ class Diagnosis:
             notes.append(f"would show in decoding only, which a streamed trunk cannot do: {decoded}")
         if not self.cases[0].counts.num_drafted:
             notes.append(
-                f"{self.engine} counts no positions, so there is one figure only: causes are hard to tell apart"
+                f"{self.engine} counts no positions, so there is one figure only: causes are hard to distinguish"
             )
         if self.undetectable:
             notes.append(f"would not show in this many rounds, and cannot be excluded: {', '.join(self.undetectable)}")

@@ -27,7 +27,7 @@ FINE = "fine"
 # Ratios of likelihoods.
 MIN_NAMED_RATIO = 100.0  # from which on a fault is named rather than "fine"
 MIN_DISTINCT_RATIO = 10.0  # from which on the likeliest fault excludes another
-MIN_SEPARATING_RATIO = 100.0  # to be expected between hypotheses that can be told apart
+MIN_SEPARATING_RATIO = 100.0  # to be expected between hypotheses that can be distinguished
 MIN_FIT = 0.001  # a cause with a smaller p-value does not fit
 NUMERICS = 0.05  # standard deviation of log(a / (1 - a)) between correct kernels
 _DEPTH_CORRELATION = 0.8  # of the workload's effect between depths
@@ -124,7 +124,7 @@ class Evidence(NamedTuple):
 
 
 def indistinguishable_from(name: str, *evidence: Evidence) -> tuple[str, ...]:
-    """Return the hypotheses that this many rounds cannot tell from the named one where it holds.
+    """Return the hypotheses that this many rounds cannot distinguish from the named one where it holds.
 
     All evidence must have the same hypotheses in the same order.
     """

@@ -73,7 +73,7 @@ DEFINITIONS = {
     "explained so, as in some damaged, undertrained and stale heads; nothing-works: its accepted_per_position is below "
     f"{_MIN_WORKING}",
     "wanted": "best if the outcome is other, else []",
-    "ties": "those with as many changes that cannot be told from wanted",
+    "ties": "those with as many changes that cannot be distinguished from wanted",
 }
 
 
@@ -188,7 +188,7 @@ class ProbeReport:
 
     @property
     def ties(self) -> tuple[ConventionScore, ...]:
-        """Alternatives that cannot be told from the preferred one, with as many changes (or one, if it has none)."""
+        """Alternatives not distinguishable from the preferred one, with as many changes (or one, if it has none)."""
         preferred = self.preferred
         if self.outcome == "unexplained":
             return ()
