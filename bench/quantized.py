@@ -11,6 +11,9 @@ With --kv-cache, the models differ in `Trunk.kv_cache_dtype`, not in `Trunk.weig
 
 With --one-thread, times are one thread's processor time, so that work of other processes is not in them, but what they
 leave of caches and memory bandwidth is.
+
+With --draft-vocab N, each model is also measured with drafts from N tokens only. With --add, the run is added to the
+runs of FILE, and the ranges over all of them are written anew: other work on a machine moves times from hour to hour.
 """
 
 import argparse
@@ -39,12 +42,23 @@ from nextn.evaluate.workload import read_prompts
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
 from nextn.settings import KV_CACHE_DTYPES, WEIGHTS, Settings
+from nextn.speculative.draft_vocabulary import DraftVocabulary
 from nextn.stats.speedup import Spread
 
 
-def loaded(source: str, dtype: torch.dtype | None, *, weights: str = "stored", kv_cache_dtype: str = "auto") -> Model:
+def loaded(
+    source: str,
+    dtype: torch.dtype | None,
+    *,
+    weights: str = "stored",
+    kv_cache_dtype: str = "auto",
+    draft_tokens: int = 0,
+) -> Model:
     model = Model.load(source, dtype=dtype)
     model.trunk.weights, model.trunk.kv_cache_dtype = weights, kv_cache_dtype
+    if draft_tokens:  # which tokens they are does not matter for the time of a draft step
+        assert model.head is not None
+        model.head.draft_vocabulary = DraftVocabulary(torch.arange(draft_tokens), model.trunk.vocab_size)
     return model
 
 
@@ -222,9 +236,29 @@ def measured(args: argparse.Namespace, llamas: Mapping[str, LlamaModel], clock: 
         exact = loaded(args.model, torch.float32)
         record["accuracy"] = accuracy(models, llamas, exact, texts)
         record["decoding"] = decoding(models, texts, args.decoding_k, args.tokens, args.turns, clock)
+    for choice in choices if args.draft_vocab else ():
+        name = f"{choice}, {args.draft_vocab} draft tokens"
+        models[name] = loaded(args.model, dtype, draft_tokens=args.draft_vocab, **{changed: choice})
     record["speed"] = speed(models, llamas, args.num_speculative_tokens, args.context, args.turns, clock)
     record["load_after"] = [round(load, 1) for load in os.getloadavg()]
     return record
+
+
+def with_run(file: Path, run: dict[str, Any]) -> dict[str, object]:
+    """Return the runs of a record with one more, and the lowest and highest figures of each model over them."""
+    runs = [*(json.loads(file.read_text())["runs"] if file.exists() else []), run]
+    speeds = [each["speed"] for each in runs]
+    ranges = {}
+    for name in [name for name, figures in speeds[-1].items() if isinstance(figures, dict)]:
+        figures = {
+            "step_ms": [speed[name]["step_ms"][0] for speed in speeds],
+            **{f"v({m})": [speed[name]["v"][m - 1] for speed in speeds] for m in (5, 9)},
+            **{key: [speed[name][key] for speed in speeds] for key in ("draft_ms", "c", "step_over_reading")},
+            "plain_tokens_per_s": [speed[name]["forced_tokens_per_s"]["0"] for speed in speeds],
+            "mtp_tokens_per_s": [max(speed[name]["forced_tokens_per_s"].values()) for speed in speeds],
+        }
+        ranges[name] = {key: [min(values), max(values)] for key, values in figures.items()}
+    return {"ranges": ranges, "runs": runs}
 
 
 def main() -> None:
@@ -246,7 +280,9 @@ def main() -> None:
     parser.add_argument("--llama", type=lambda text: text.split(","), default=[], help="GGUF types, comma-separated")
     parser.add_argument("--gguf", type=Path, help="folder to keep the GGUF files in, BF16.gguf and so on")
     parser.add_argument("--engines", type=Path, default=environments.default_folder(), help="where llama.cpp is built")
+    parser.add_argument("--draft-vocab", type=int, default=0, help="measure drafts from this many tokens, too")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--add", action="store_true", help="add this run to those in --out (at least 8 draft tokens)")
     args = parser.parse_args()
     clock: Clock = time.thread_time if args.one_thread else time.perf_counter
     args.threads = 1 if args.one_thread else args.threads
@@ -265,7 +301,7 @@ def main() -> None:
         record = measured(args, llamas, clock)
     print(json.dumps(record, indent=1))
     if args.out:
-        write_json(args.out, record)
+        write_json(args.out, with_run(args.out, record) if args.add else record)
 
 
 if __name__ == "__main__":

@@ -170,6 +170,16 @@ def test_nothing_to_open(tmp_path):
             Checkpoint.open(wrong)
 
 
+def test_gguf_files_are_converted_first(tmp_path):
+    """Catches a message that does not name the command that reads such a file, and one that does where none is."""
+    (tmp_path / "some.gguf").write_bytes(b"GGUF")
+    for path in (tmp_path, tmp_path / "some.gguf"):
+        with pytest.raises(CheckpointError, match=r"`nextn convert \S*some.gguf OUT`"):
+            Checkpoint.open(path)
+    with pytest.raises(CheckpointError, match=r"gone.gguf: no such file"):
+        Checkpoint.open(tmp_path / "gone.gguf")
+
+
 def test_unknown_tensor(sharded):
     """Catches a bare KeyError."""
     with pytest.raises(CheckpointError, match="no tensor 'nope'; it has a, b, c and 1 more"):

@@ -45,18 +45,28 @@ CASES = [
     (["train", "out", "--data", "none.txt"], "none.txt: no such file or folder"),
     (["train", "out", "--model", "none.json"], "--model none.json: no such file"),
     (["train", "out", "--freeze-trunk", "--from", "nowhere"], "nowhere: neither a folder"),
-]
+    *(
+        ([command, "some.gguf", *more], "`nextn convert some.gguf OUT`")
+        for command, more in (
+            ("generate", ["text"]), ("trace", ["text"]), ("chat", []), ("bench", []), ("advise", []),
+            ("measure", []), ("answer", ["out.jsonl", "--prompts", "some.gguf"]), ("diagnose", ["--engine", "log.txt"]),
+        )
+    ),
+    (["generate", MODEL, "text", "--head", "some.gguf"], "`nextn convert some.gguf OUT`"),
+    (["serve", "some.gguf"], "`nextn convert some.gguf OUT`"),  # imports torch, so it is the last
+]  # fmt: skip
 
 
 def test_refused_without_torch(fixture_folder, tmp_path):
     """All in one process, so that the cases take no longer than one start of it."""
     model = str(min(fixture_folder.iterdir()))
     given = json.dumps([[model if each == MODEL else each for each in arguments] for arguments, _ in CASES])
+    (tmp_path / "some.gguf").write_bytes(b"GGUF")
     command = [sys.executable, "-c", RUN]
     done = subprocess.run(command, input=given, capture_output=True, text=True, cwd=tmp_path, timeout=60)
     results = [json.loads(line) for line in done.stdout.splitlines()]
     for (arguments, words), (code, said, torch) in zip(CASES, results, strict=True):
         assert words in said, (arguments, said)
-        assert (code, torch) == (2, False), arguments
+        assert (code, torch) == (2, arguments[0] == "serve"), arguments
         assert said.startswith("error: ")
-    assert not list(tmp_path.iterdir())
+    assert [each.name for each in tmp_path.iterdir()] == ["some.gguf"]  # nothing is written

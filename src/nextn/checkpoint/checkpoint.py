@@ -107,6 +107,10 @@ class Checkpoint:
             if path.is_file() and path.suffix == ".safetensors":
                 files = [file for file in (path, path.with_name(CONFIG)) if file.is_file()]
                 return _assemble(str(path), {file.name: LocalFile.at(file, file.name) for file in files})
+            if path.suffix == ".gguf":
+                raise CheckpointError(
+                    f"{path_or_id}: {_conversion(str(path_or_id)) if path.exists() else 'no such file'}"
+                )
             hub_id = str(path_or_id)
             if path.exists() or isinstance(path_or_id, Path) or not re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id, re.ASCII):
                 raise CheckpointError(f"{path_or_id}: neither a folder, a .safetensors file nor a hub id (org/name).")
@@ -204,12 +208,19 @@ def _assemble(path: str, sources: Mapping[str, ByteSource], *, revision: str | N
 
 def _advice(names: Sequence[str]) -> str:
     pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
+    if ggufs := [name for name in names if name.endswith(".gguf")]:
+        return f"It has {', '.join(ggufs[:3])}: {_conversion(ggufs[0])}"
     if not pickles:
         return f"It has {', '.join(names[:5]) or 'no files'}. Give the folder or hub id that holds the weights."
     return (
         f"It has {', '.join(pickles[:3])}, but pickle files are not read, as they can run code. Convert each file with "
         "safetensors.torch.save_file(torch.load(FILE, weights_only=True), NEW_FILE), which keeps every tensor."
     )
+
+
+def _conversion(gguf: str) -> str:
+    """Say what to do with a GGUF file."""
+    return f"a GGUF file is converted first: `nextn convert {gguf} OUT` writes a checkpoint folder; give OUT instead."
 
 
 def _read_headers(sources: Sequence[ByteSource]) -> dict[str, Header]:
