@@ -18,7 +18,7 @@ _NAMES = (
     "lanes",
     "rounded",
     "int8",
-    "int4",
+    "grouped",
     "blocks",
     "chain",
     "sampling",

@@ -13,7 +13,7 @@ from nextn.model.model import Model
 from nextn.model.trunk import TrunkOutput
 from nextn.runtime import backend
 from nextn.runtime.backend import backend_for
-from nextn.runtime.native import int4
+from nextn.runtime.native import grouped, int4
 from nextn.runtime.native.abi import Runtime, load
 from nextn.runtime.native.quantization import dequantize, int8_linear, quantize, round_cached
 from nextn.runtime.native.session import NativeHead, NativeTrunk
@@ -203,7 +203,7 @@ class QuantizedTwin(TorchDispatchMode):
     @staticmethod
     def product(x: torch.Tensor, weight: torch.Tensor, is_int4: bool) -> torch.Tensor:
         if is_int4:
-            return int4.int4_linear(x, int4.quantize_int4(weight, int4.GROUP, load()))
+            return grouped.grouped_linear(x, int4.quantize_int4(weight, int4.GROUP, load()))
         return int8_linear(x, *quantize(weight, 8))
 
 

@@ -1,5 +1,8 @@
 """Native linear layers: the sums within the bound of fp32, one rounding, and rows that do not depend on each other."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import pytest
 import torch
 from compiled import compiled
@@ -8,7 +11,8 @@ from torch import Tensor
 
 from nextn.errors import ConfigError
 from nextn.runtime.native.abi import BYTES, Runtime, load
-from nextn.runtime.native.int4 import Int4Format, int4_linear, quantize_int4
+from nextn.runtime.native.grouped import GroupedFormat, GroupedWeight, grouped_linear
+from nextn.runtime.native.int4 import Int4Format, quantize_int4
 from nextn.runtime.native.memory import HugePages
 from nextn.runtime.native.quantization import (
     EIGHT_BITS,
@@ -272,9 +276,41 @@ def test_weights_of_a_byte_wherever_linear_layers_are(runtime: Runtime, rows: in
     assert torch.equal(out, torch.stack([expected[expert][row] for row, expert in enumerate(ids)]).to(half))
 
 
-FOUR_BITS = [Int4Format(group) for group in (32, 64, 128)]
-few_bits = pytest.mark.parametrize("fmt", [EIGHT_BITS, *FOUR_BITS], ids=["8", "4/32", "4/64", "4/128"])
-Format = CodeFormat | Int4Format
+class Int8GroupsFormat(NamedTuple):
+    """Eight bits in groups, as checkpoints store them, with zero points."""
+
+    group: int
+
+    @property
+    def type(self) -> int:
+        return GroupedFormat(8, self.group).type
+
+    def quantize(self, weight: Tensor) -> GroupedWeight:
+        padded = torch.nn.functional.pad(weight.float(), (0, -weight.shape[1] % self.group))
+        groups = padded.unflatten(1, (-1, self.group))
+        least, largest = groups.amin(2).clamp_max(0), groups.amax(2).clamp_min(0)
+        scales = ((largest - least) / 255).clamp_min(1e-6).half().float()
+        zeros = (-least / scales).round().clamp(0, 255)
+        codes = ((groups / scales[..., None]).round() + zeros[..., None]).clamp(0, 255).flatten(1)
+        return GroupedWeight(codes[:, : weight.shape[1]].byte(), scales, zeros.byte())
+
+    def pack(self, weight: Tensor, take: Callable[[int], Tensor], _: Runtime) -> Tensor:
+        matrices = weight.reshape(-1, *weight.shape[-2:])
+        packed = [GroupedFormat(8, self.group).pack_rows(self.quantize(each), HugePages().take) for each in matrices]
+        memory = take(sum(map(len, packed)))
+        memory.view(torch.uint8).copy_(torch.cat([each.view(torch.uint8) for each in packed]))
+        return memory
+
+
+GROUPED = [form(group) for form in (Int4Format, Int8GroupsFormat) for group in (32, 64, 128)]
+few_bits = pytest.mark.parametrize(
+    "fmt", [EIGHT_BITS, *GROUPED], ids=["8", "4/32", "4/64", "4/128", "8/32", "8/64", "8/128"]
+)
+Format = CodeFormat | Int4Format | Int8GroupsFormat
+
+
+def in_groups(fmt: Int4Format | Int8GroupsFormat, weight: Tensor) -> GroupedWeight:
+    return quantize_int4(weight, fmt.group, load()) if isinstance(fmt, Int4Format) else fmt.quantize(weight)
 
 
 def rounded_linear(
@@ -308,19 +344,18 @@ def test_weights_of_eight_bits(runtime: Runtime, n: int, k: int, dtype: torch.dt
 
 @dtypes
 @pytest.mark.parametrize("k", [1, 100, 128, 300])
-@pytest.mark.parametrize("group", [32, 64, 128])
-def test_weights_of_four_bits(runtime: Runtime, group: int, k: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("fmt", GROUPED, ids=str)
+def test_weights_in_groups(runtime: Runtime, fmt: Int4Format | Int8GroupsFormat, k: int, dtype: torch.dtype) -> None:
     """Near the product in torch; a row has the same bits in any batch."""
     weight, x = drawn(70, k, dtype=dtype), drawn(64, k, dtype=dtype, seed=1)
     weight[:5] += 3  # zero points that are not in the middle
     x[3] *= 1e4
     x[4], x[5, :50] = 0, 0
-    fmt = Int4Format(group)
     alone = torch.cat([rounded_linear(runtime, row[None], weight, fmt=fmt) for row in x])
-    quantized = quantize_int4(weight, group, load())
+    quantized = in_groups(fmt, weight)
     size = x.float().abs() @ quantized.dequantized.abs().T
     if k > 64:  # otherwise groups of several sizes are one group
-        assert ((alone - int4_linear(x, quantized)).abs() <= size * 1e-6).all()
+        assert ((alone - grouped_linear(x, quantized)).abs() <= size * 1e-6).all()
     exact = x.double() @ quantized.dequantized.double().T
     bound = x.double().abs().amax(1, keepdim=True) / 254 * quantized.dequantized.double().abs().sum(1)
     assert ((alone.double() - exact).abs() <= bound * 1.001 + 1e-9).all()
@@ -334,7 +369,7 @@ def test_the_largest_codes_do_not_overflow(runtime: Runtime, fmt: Format) -> Non
     weight[1::2] = -7.0
     signs = torch.ones(40)
     signs[1::2] = -1
-    near = 1e-6 if fmt is EIGHT_BITS else 1e-4  # scales of four bits are rounded
+    near = 1e-6 if fmt is EIGHT_BITS else 1e-4  # scales of groups are rounded
     assert torch.allclose(rounded_linear(runtime, x, weight, fmt=fmt), (-6300 * signs).expand(13, 40), rtol=near)
 
 
@@ -379,10 +414,10 @@ def test_rows_of_an_embedding_of_few_bits(dtype: torch.dtype, fmt: Format) -> No
     weight, ids = drawn(70, 100, dtype=dtype), torch.tensor([0, 69, 33, 70, -1, 0])
     out = torch.empty(6, 100, dtype=dtype)
     packed = fmt.pack(weight, HugePages().take, load())
-    if isinstance(fmt, Int4Format):
-        op, more, table = "int4_embedding", [fmt.type], quantize_int4(weight, fmt.group, load()).dequantized.to(dtype)
-    else:
+    if isinstance(fmt, CodeFormat):
         op, more, table = "int8_embedding", [], dequantize(*quantize(weight, 8)).to(dtype)
+    else:
+        op, more, table = "grouped_embedding", [fmt.type], in_groups(fmt, weight).dequantized.to(dtype)
     load().call(op, [out, packed, ids], [70, 100, *more])
     assert torch.equal(out, torch.cat([table[[0, 69, 33]], torch.zeros(2, 100, dtype=dtype), table[:1]]))
     for views, ints in (

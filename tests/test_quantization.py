@@ -6,7 +6,8 @@ from torch import Tensor
 
 from nextn.errors import ConfigError
 from nextn.runtime.native.abi import BYTES, INT4, INT8, Runtime, load
-from nextn.runtime.native.int4 import Int4Format, Int4Weight, group_size, pack_int4, packed_bytes, quantize_int4
+from nextn.runtime.native.grouped import GroupedFormat, GroupedWeight, group_size
+from nextn.runtime.native.int4 import Int4Format, quantize_int4
 from nextn.runtime.native.memory import HugePages
 from nextn.runtime.native.quantization import (
     EIGHT_BITS,
@@ -149,17 +150,20 @@ def test_four_bits_are_nearer_than_rounding_over_the_whole_range(group):
 
 
 @groups
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("scale_type", [torch.float16, torch.bfloat16])
-def test_codes_are_packed_as_they_are(group, scale_type):
+def test_codes_are_packed_as_they_are(group, bits, scale_type):
     """With any zero points, and scales of sixteen bits."""
     draws = torch.Generator().manual_seed(0)
-    codes = torch.randint(16, (70, 300), generator=draws, dtype=torch.uint8)
+    codes = torch.randint(2**bits, (70, 300), generator=draws, dtype=torch.uint8)
     scales = (torch.rand(70, -(-300 // group), generator=draws) * 0.01).to(scale_type)
-    weight = Int4Weight(codes, scales, torch.randint(17, scales.shape, generator=draws, dtype=torch.uint8))
-    memory = HugePages().take(packed_bytes(70, 300, group))
-    pack_int4(weight, group, memory)
+    # Version 1 of GPTQ's format has a zero point of 16, too.
+    zeros = torch.randint(17 if bits == 4 else 256, scales.shape, generator=draws, dtype=torch.uint8)
+    weight, layout = GroupedWeight(codes, scales, zeros), GroupedFormat(bits, group)
+    memory = layout.pack_rows(weight, HugePages().take)
+    assert len(memory) == load().library.nextn_packed_bytes(layout.type, 70, 300)
     rows = torch.empty(70, 300)
-    load().call("int4_embedding", [rows, memory, torch.arange(70)], [70, 300, Int4Format(group).type])
+    load().call("grouped_embedding", [rows, memory, torch.arange(70)], [70, 300, layout.type])
     assert torch.equal(rows, weight.dequantized)
 
 

@@ -20,7 +20,8 @@ from nextn.model.model import Model
 from nextn.model.packed_linear import PackedLinear, StandIns, StoredCodes, packed_layers
 from nextn.runtime.backend import backend_for, unused_codes
 from nextn.runtime.native.abi import INT4, INT8, load
-from nextn.runtime.native.int4 import Int4Format, Int4Weight, int4_linear, quantize_int4
+from nextn.runtime.native.grouped import GroupedWeight, grouped_linear
+from nextn.runtime.native.int4 import Int4Format, quantize_int4
 from nextn.runtime.native.program import Replay
 from nextn.runtime.native.quantization import int8_linear
 from nextn.runtime.native.stored_codes import unsupported
@@ -34,12 +35,14 @@ NATIVE = [
     Case("gptq", 4, 128, symmetric=False, scale=torch.float16), Case("gptq", 4, 0, version=2, symmetric=False),
     Case("gptq", 8, 0), Case("gptq", 4, 96, auto_round=True), Case("awq", 4, 128, symmetric=False),
     Case("awq", 4, 32, symmetric=False, scale=torch.float16), Case("awq", 4, 64, symmetric=False, auto_round=True),
+    Case("pack-quantized", 8, 32, scale=torch.float16), Case("int-quantized", 8, 64, symmetric=False),
+    Case("gptq", 8, 128, symmetric=False, scale=torch.float16), Case("gptq", 8, 96),
+    Case("gptq", 8, 0, symmetric=False),
 ]  # fmt: skip
 OTHER = [
     (Case("pack-quantized", 4, 16), "groups of 16"),
     (Case("gptq", 4, 32, ordered=True), r"groups in an order of their own \(desc_act\)"),
-    (Case("gptq", 8, 32), "8 bits in groups"),
-    (Case("gptq", 8, 0, symmetric=False), "8 bits with zero points"),
+    (Case("gptq", 8, 16), "groups of 16"),
 ]
 
 
@@ -61,7 +64,7 @@ def codes_of(folder, case: Case, all_values: list[Values]) -> list[StoredCodes]:
 
 def native_values(packed, rows: int, columns: int) -> torch.Tensor:
     """The values that products with a packed matrix use."""
-    out, op = torch.empty(rows, columns), "int4_embedding" if packed.type >= INT4 else "int8_embedding"
+    out, op = torch.empty(rows, columns), "grouped_embedding" if packed.type >= INT4 else "int8_embedding"
     more = [packed.type] if packed.type >= INT4 else []
     load().call(op, [out, packed.memory, torch.arange(rows)], [rows, columns, *more])
     return out
@@ -116,9 +119,9 @@ def test_codes_are_not_merged_with_weights_that_are_rounded(tmp_path):
     layers = lambda: [nn.functional.linear(x, weight) for weight in (codes.stand_in, dense)]  # noqa: E731
     replay = Replay.of(load(), Trace([x]), layers, weights)
     replay.run()
-    stored = Int4Weight(values.codes.to(torch.uint8), values.scales.float(), values.zeros.to(torch.uint8))
+    stored = GroupedWeight(values.codes.to(torch.uint8), values.scales.float(), values.zeros.to(torch.uint8))
     for found, weight in zip(replay.outputs, (stored, quantize_int4(dense, 32, load())), strict=True):
-        torch.testing.assert_close(found, int4_linear(x, weight).bfloat16())
+        torch.testing.assert_close(found, grouped_linear(x, weight).bfloat16())
 
 
 def test_a_part_of_a_weight_is_refused(tmp_path):
@@ -137,15 +140,18 @@ def packed_model(folder, case: Case, name: str = "qwen3_5", **options) -> Model:
 def product(layer: PackedLinear, x: torch.Tensor) -> torch.Tensor:
     """The layer with activations in eight bits."""
     weight = layer.codes.integers()
-    if weight.bits == 8:
+    if weight.bits == 8 and weight.scales.shape[1] == 1:
         return int8_linear(x, (weight.codes.int() - 128).to(torch.int8), weight.scales[:, 0].float()).to(x.dtype)
-    middle = torch.full(weight.scales.shape, 8, dtype=torch.uint8)
-    return int4_linear(
-        x, Int4Weight(weight.codes, weight.scales.float(), middle if weight.zeros is None else weight.zeros)
+    middle = torch.full(weight.scales.shape, weight.middle, dtype=torch.uint8)
+    return grouped_linear(
+        x, GroupedWeight(weight.codes, weight.scales.float(), middle if weight.zeros is None else weight.zeros)
     ).to(x.dtype)
 
 
-CASES = [Case("pack-quantized", 4, 32), Case("pack-quantized", 8, 0), Case("gptq", 4, 32), Case("awq", 4, 32)]
+CASES = [
+    Case("pack-quantized", 4, 32), Case("pack-quantized", 8, 0), Case("gptq", 4, 32), Case("awq", 4, 32),
+    Case("pack-quantized", 8, 32),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -170,7 +176,7 @@ def test_models_compute_with_their_own_codes(case, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("weights", ["stored", "int8", "int4"])
-@pytest.mark.parametrize("case", [replace(CASES[0], symmetric=False), CASES[1]], ids=str)
+@pytest.mark.parametrize("case", [replace(CASES[0], symmetric=False), CASES[1], CASES[4]], ids=str)
 def test_drafts_do_not_change_the_text(case, weights, tmp_path):
     """Also where all other weights are rounded."""
     model = packed_model(tmp_path, case, "glm4_moe")

@@ -1,6 +1,7 @@
 """csrc/vectors.h and what is written with it: the same values on every kind of processor, and sources that all of them
 compile."""
 
+import itertools
 import os
 import platform
 import subprocess
@@ -11,8 +12,9 @@ import torch
 from quick import others_slow
 
 import nextn.runtime.native
-from nextn.runtime.native.abi import INT4, INT8, load
-from nextn.runtime.native.int4 import int4_linear, pack_int4_rows, quantize_int4
+from nextn.runtime.native.abi import INT8, load
+from nextn.runtime.native.grouped import GroupedFormat, GroupedWeight, grouped_linear
+from nextn.runtime.native.int4 import quantize_int4
 from nextn.runtime.native.quantization import EIGHT_BITS, int8_linear, pack_quantized, quantize
 
 SOURCES = Path(nextn.runtime.native.__file__).parent / "csrc"
@@ -77,7 +79,7 @@ int main(int, char** words) {
   product.packed = packed.data(), product.type = type, product.rounded_rows = &rows;
   product.scales = reinterpret_cast<const float*>(packed.data() + blocks * block_bytes(type, kK));
   rows.fill(product);
-  (type == INT8 ? multiply_int8 : multiply_int4)(product, 0, blocks);
+  (type == INT8 ? multiply_int8 : multiply_grouped)(product, 0, blocks);
   return fwrite(out.data(), 4, out.size(), stdout) != out.size();
 }
 """
@@ -165,13 +167,13 @@ def test_no_number_stays_none(kind, given, tmp_path):
 def test_products_of_few_bits(kind, tmp_path):
     """Of eight and four bits, with the largest codes, of which AVX2 adds two in 16 bits.
 
-    Of four bits, every kind gives the bits of this processor, if both add products without rounding these first.
+    In groups, every kind gives the bits of this processor, if both add products without rounding these first.
     """
     draws = torch.Generator().manual_seed(0)
     weight, x = torch.randn(70, 300, generator=draws), torch.randn(13, 300, generator=draws)
     weight[3], weight[4], x[5], x[6] = 7.0, -7.0, -9.0, 9.0
     (tmp_path / "main.cpp").write_text(QUANTIZED_PROGRAM)
-    sources = [SOURCES / f"{name}.cpp" for name in ("int8", "int4", "rounded")]
+    sources = [SOURCES / f"{name}.cpp" for name in ("int8", "grouped", "rounded")]
     fuses = kind != "x86-64" or runs_here("x86-64-v3")
     more = ["-mfma"] if fuses and kind == "x86-64" else []
     compiled(f"-march={kind}", *more, "-O2", "-o", tmp_path / "main", tmp_path / "main.cpp", *sources)
@@ -185,9 +187,14 @@ def test_products_of_few_bits(kind, tmp_path):
     take = lambda size: torch.zeros(size, dtype=torch.bool)  # noqa: E731
     found = multiply(INT8, pack_quantized(weight, take, EIGHT_BITS))
     torch.testing.assert_close(found, int8_linear(x, *quantize(weight, 8)), rtol=1e-5, atol=1e-4)
-    for index, group in enumerate((32, 64, 128)):
-        quantized = quantize_int4(weight, group, load())
-        found, here = multiply(INT4 + index, packed := pack_int4_rows(quantized, group, take)), torch.empty(13, 70)
-        torch.testing.assert_close(found, int4_linear(x, quantized), rtol=1e-5, atol=1e-4)
-        load().call("linear", [here, x, packed], [70, 300, 1, INT4 + index])
+    for bits, group in itertools.product((4, 8), (32, 64, 128)):
+        quantized, layout = quantize_int4(weight, group, load()), GroupedFormat(bits, group)
+        if bits == 8:  # all codes, with zero points at both ends and between
+            codes = torch.randint(256, weight.shape, generator=draws, dtype=torch.uint8)
+            zeros = torch.randint(256, quantized.zeros.shape, generator=draws, dtype=torch.uint8)
+            codes[3], codes[4], zeros[3], zeros[4] = 255, 0, 0, 255
+            quantized = GroupedWeight(codes, (quantized.scales / 16).half().float(), zeros)
+        found, here = multiply(layout.type, packed := layout.pack_rows(quantized, take)), torch.empty(13, 70)
+        torch.testing.assert_close(found, grouped_linear(x, quantized), rtol=1e-5, atol=1e-4 if bits == 4 else 1e-3)
+        load().call("linear", [here, x, packed], [70, 300, 1, layout.type])
         assert torch.equal(found, here) or not fuses

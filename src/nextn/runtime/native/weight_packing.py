@@ -1,6 +1,6 @@
 """Packed weights of a lowered pass: the weights of one call in one matrix, so that each worker reads one run of memory.
 
-Weights can also be quantized, see quantization.py and int4.py.
+Weights can also be quantized, see quantization.py, grouped.py and int4.py.
 """
 
 from bisect import bisect
@@ -169,7 +169,7 @@ def _with_packed(step: Instruction, weights: PackedWeights) -> Instruction:
         parts, columns = (1, None) if count == 1 else (-(-step.ints[0] // GATE_ROWS), GATE_ROWS)
     elif step.op == "embedding" and (weight_type := weights.type_of(step.tensors[1])) >= INT8:
         out, weight, ids = step.tensors
-        op, more = ("int4_embedding", (weight_type,)) if weight_type >= INT4 else ("int8_embedding", ())
+        op, more = ("grouped_embedding", (weight_type,)) if weight_type >= INT4 else ("int8_embedding", ())
         return Instruction(op, (out, weights.pack([weight]).memory, ids), ints=(*weight.shape, *more))
     else:
         return step

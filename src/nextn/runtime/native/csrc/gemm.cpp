@@ -28,7 +28,7 @@ void multiply(const Product& product, int64_t begin, int64_t end) {
     case BF16: return multiply_bf16(product, begin, end);
     case BYTES: return multiply_bytes(product, begin, end);
     case INT8: return multiply_int8(product, begin, end);
-    default: return multiply_int4(product, begin, end);
+    default: return multiply_grouped(product, begin, end);
   }
 }
 

@@ -24,17 +24,19 @@ constexpr int64_t kTile = kTileColumns * kTileDepth;
 constexpr int64_t BYTES = 4;
 constexpr int64_t kZero = 64;
 
-// Types of packed weights of eight and of four bits, for activations in bf16 and fp32, see int8.cpp and int4.cpp. Of
-// four bits, INT4 has a scale and a zero for each 32 values of k, INT4 + 1 for each 64, INT4 + 2 for each 128.
-constexpr int64_t INT8 = 5, INT4 = 6;
+// Types of packed weights of eight and of four bits, for activations in bf16 and fp32, see int8.cpp and grouped.cpp. INT8
+// has a scale for each column. In groups, INT4 and INT8_GROUPS have a scale and a zero for each 32 values of k, the types
+// after them for each 64 and each 128.
+constexpr int64_t INT8 = 5, INT4 = 6, INT8_GROUPS = 9;
 constexpr int64_t kInt8Zero = 128;
 constexpr int64_t kInt8Columns = 32;
 
 inline bool is_int4(int64_t type) { return type >= INT4 && type < INT4 + 3; }
-inline int64_t int4_group(int64_t type) { return int64_t(32) << (type - INT4); }
+inline bool is_grouped(int64_t type) { return type >= INT4 && type < INT8_GROUPS + 3; }
+inline int64_t values_per_group(int64_t type) { return int64_t(32) << (type - INT4) % 3; }
 
 // Whether activations are rounded to eight bits for such weights.
-inline bool rounds_rows(int64_t type) { return type == INT8 || is_int4(type); }
+inline bool rounds_rows(int64_t type) { return type == INT8 || is_grouped(type); }
 
 // Rounds a group of values, float or uint16_t for bf16, to eight bits; returns its scale (rounded.cpp).
 template <typename T>
@@ -53,7 +55,10 @@ inline int64_t block_columns(int64_t type) {
 // Bytes of a block of columns, and of a whole matrix.
 inline int64_t block_bytes(int64_t type, int64_t k) {
   if (type == F32) return kPanelColumns * k * int64_t(sizeof(float));
-  if (is_int4(type)) return pieces(k, int4_group(type)) * kInt8Columns * (int4_group(type) / 2 + int64_t(sizeof(float)));
+  if (is_grouped(type)) {
+    const int64_t group = values_per_group(type);
+    return pieces(k, group) * kInt8Columns * (group / (is_int4(type) ? 2 : 1) + int64_t(sizeof(float)));
+  }
   return pieces(k, kTileDepth) * kTileDepth * block_columns(type) * int64_t(type == BF16 ? sizeof(uint16_t) : 1);
 }
 
@@ -145,6 +150,6 @@ void multiply_bf16(const Product& product, int64_t begin, int64_t end);
 void multiply_f32(const Product& product, int64_t begin, int64_t end);
 void multiply_bytes(const Product& product, int64_t begin, int64_t end);
 void multiply_int8(const Product& product, int64_t begin, int64_t end);
-void multiply_int4(const Product& product, int64_t begin, int64_t end);
+void multiply_grouped(const Product& product, int64_t begin, int64_t end);
 
 }  // namespace nextn

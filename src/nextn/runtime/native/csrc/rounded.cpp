@@ -42,10 +42,10 @@ template float round_group(const uint16_t*, int64_t, int8_t*);
 
 void RoundedRows::fill(const Product& product) {
   static thread_local std::vector<int8_t> row;
-  const bool four_bits = is_int4(product.type);
-  weight_group = four_bits ? int4_group(product.type) : kGroup;
-  const int64_t multiple = four_bits ? weight_group : kTileDepth;
-  num_rows = product.num_rows, batches = pieces(num_rows, four_bits ? kMostInt4Rows : kMostRows);
+  const bool in_groups = is_grouped(product.type);
+  weight_group = in_groups ? values_per_group(product.type) : kGroup;
+  const int64_t multiple = in_groups ? weight_group : kTileDepth;
+  num_rows = product.num_rows, batches = pieces(num_rows, in_groups ? kMostGroupedRows : kMostRows);
   depth = pieces(product.k, multiple) * multiple, groups = pieces(depth, kGroup);
   const int64_t num_totals = pieces(depth, weight_group);
   codes.resize(num_rows * depth), scales.resize(num_rows * groups), totals.resize(num_rows * num_totals);

@@ -20,9 +20,9 @@ constexpr int64_t kAhead = 8192;  // bytes by which a block that is read once is
 
 // Rows that a kernel takes at once: with VNNI, their sums fit the registers, beside the halves of bytes of four bits.
 #if defined(__AVX512VNNI__)
-constexpr int kMostRows = 12, kMostInt4Rows = 10;
+constexpr int kMostRows = 12, kMostGroupedRows = 10;
 #else
-constexpr int kMostRows = 8, kMostInt4Rows = 8;
+constexpr int kMostRows = 8, kMostGroupedRows = 8;
 #endif
 
 // Rows of x in eight bits, in as few batches of similar size as the kernels allow. A value is code * scale of its group.
