@@ -15,6 +15,7 @@ from quick import others_slow
 from nextn.decoding.generate import encode
 from nextn.errors import ConfigError
 from nextn.model.model import Model
+from nextn.settings import available_cores
 
 TINY = {
     "model_type": "glm4_moe",
@@ -219,6 +220,32 @@ def test_weights_of_few_bits(here):
         code, _, complaint = here("generate", "tiny", "def", "--weights", "int8", *other)
         assert code == 2
         assert "excludes --backend torch and devices other than cpu" in complaint
+
+
+def test_a_number_of_threads(here):
+    """One option for every command that decodes. A valid number is for a whole process, so another one gets it."""
+    most = available_cores()
+    answer = ["answer", "y", "--prompts", "z"]
+    for name, *more in (["generate", "x"], ["chat"], ["serve"], ["bench"], ["advise"], ["measure"], answer):
+        for number in (0, most + 1):
+            complaint = here(name, "tiny", *more, "--threads", number)[2]
+            assert f"--threads {number}; expected 1 to {most}, the cores that" in complaint, name
+    code = """
+import sys, threading, torch
+from nextn.cli.common import ModelOptions, shipped_path
+from nextn.runtime.native.abi import load
+options = ModelOptions(shipped_path("tiny"), threads=int(sys.argv[1]))
+options.check()
+options.load(need_head=True)
+numbers = [torch.get_num_threads(), load().num_threads]
+thread = threading.Thread(target=lambda: numbers.append(torch.get_num_threads()))  # as a server's
+thread.start()
+thread.join()
+print(*numbers)
+"""
+    for number in (1, most):
+        done = subprocess.run([sys.executable, "-c", code, str(number)], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == 3 * [str(number)]
 
 
 def test_a_kv_cache_of_eight_bits(here):

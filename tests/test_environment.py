@@ -23,6 +23,7 @@ def test_report_of_this_machine(here):
     assert report["nextn"] == __version__
     assert all(isinstance(version, str) for version in report["packages"].values())
     assert report["processor"]["cores"] >= 1
+    assert report["processor"]["threads"] == torch.get_num_threads()
     assert report["memory"]["total_bytes"] > 2**28
     assert report["backend"]["name"] in ("native", "torch")
     assert report["backend"]["library"].endswith(".so")

@@ -11,8 +11,9 @@ from importlib import metadata
 from pathlib import Path
 
 from nextn import __version__
+from nextn.settings import available_cores
 
-Section = dict[str, object] | list[object] | str
+Section = dict[str, object] | list[object] | str | int
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy", "httpx2")
 # By which the native kernels are selected, as /proc/cpuinfo spells them: x86-64 first, then Arm.
@@ -75,14 +76,21 @@ def _processor() -> Section:
     lines = path.read_text().splitlines() if path.exists() else []
     fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "name": fields.get("model name") or platform.processor() or "unknown",
         "architecture": platform.machine(),
-        "cores": cores,
+        "cores": available_cores(),
+        "threads": _guarded(_default_threads),
         "instruction_sets": [name for name in _INSTRUCTION_SETS if name in flags],
         "torch_capability": _guarded(_torch_capability),
     }
+
+
+def _default_threads() -> int:
+    """The threads that decode without --threads; the number is torch's, which OMP_NUM_THREADS sets."""
+    import torch
+
+    return torch.get_num_threads()
 
 
 def _torch_capability() -> Section:

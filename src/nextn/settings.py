@@ -3,6 +3,7 @@
 Imports no torch, so that the command line rejects a wrong value at once.
 """
 
+import os
 from dataclasses import dataclass, field
 from math import inf
 
@@ -12,6 +13,11 @@ BACKENDS = ("auto", "native", "torch")
 WEIGHT_BITS = {"stored": None, "int8": 8, "int4": 4}
 WEIGHTS = tuple(WEIGHT_BITS)  # what products use, see `Trunk.weights`
 KV_CACHE_DTYPES = ("auto", "int8")  # see `Trunk.kv_cache_dtype`
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from nextn.cli.common import (  # fmt: skip
     OffloadFolder,
     Revision,
     Served,
+    Threads,
     Timeout,
     WeightType,
     stop_flag,
@@ -67,6 +68,7 @@ def answer(
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
     weights: WeightType = "stored",
+    threads: Threads = None,
     kv_cache_dtype: KVCacheDtype = "auto",
     device: Device = "auto",
     device_map: DeviceMap = None,
@@ -103,6 +105,7 @@ def answer(
         kv_cache_dtype,
         device_map,
         offload_folder,
+        threads,
     )
     options.check()
     from nextn.data.sources import check_sources

@@ -32,6 +32,7 @@ from nextn.cli.common import (  # fmt: skip
     SeparateHead,
     Served,
     Temperatures,
+    Threads,
     Timeout,
     WeightType,
     parse_temperatures,
@@ -80,6 +81,7 @@ def bench(
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Also measure an adaptive K.")] = False,
     backend: BackendName = "auto",
     weights: WeightType = "stored",
+    threads: Threads = None,
     kv_cache_dtype: KVCacheDtype = "auto",
     device: Device = "auto",
     head: SeparateHead = None,
@@ -101,7 +103,9 @@ def bench(
         adaptive=adaptive,
         backend=backend,
     )
-    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head, kv_cache_dtype)
+    options = ModelOptions(
+        model, dtype, backend, device, revision, cache_dir, offline, weights, head, kv_cache_dtype, threads=threads
+    )
     options.check()
     texts, draftable = read_prompts(prompts), DraftVocabularyOptions.read(draft_vocab, draft_text)
     _check_out(out)
@@ -137,6 +141,7 @@ def advise(
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
     weights: WeightType = "stored",
+    threads: Threads = None,
     kv_cache_dtype: KVCacheDtype = "auto",
     device: Device = "auto",
     head: SeparateHead = None,
@@ -166,7 +171,9 @@ def advise(
     plan = BenchmarkPlan(
         (num_speculative_tokens,), parse_temperatures(temperatures), max_tokens, repeats=1, seed=seed, backend=backend
     )
-    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head, kv_cache_dtype)
+    options = ModelOptions(
+        model, dtype, backend, device, revision, cache_dir, offline, weights, head, kv_cache_dtype, threads=threads
+    )
     options.check()
     to_decode = read_prompts(prompts)
     _check_out(out)

@@ -21,6 +21,7 @@ from nextn.cli.common import (
     Offline,
     Revision,
     SeparateHead,
+    Threads,
     WeightType,
     stop_flag,
     use_chat,
@@ -58,6 +59,7 @@ def chat(
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
     weights: WeightType = "stored",
+    threads: Threads = None,
     kv_cache_dtype: KVCacheDtype = "auto",
     device: Device = "auto",
     head: SeparateHead = None,
@@ -74,7 +76,9 @@ def chat(
     settings = Settings(
         num_speculative_tokens=num_speculative_tokens, sampling=sampling, max_tokens=max_tokens, seed=seed
     )
-    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head, kv_cache_dtype)
+    options = ModelOptions(
+        model, dtype, backend, device, revision, cache_dir, offline, weights, head, kv_cache_dtype, threads=threads
+    )
     options.check()
     loaded = options.load(need_head=num_speculative_tokens > 0, exact_head=exact_head)
     for note in loaded.notes:

@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 
 from nextn.cli.screen import print_note
 from nextn.errors import ConfigError
-from nextn.settings import BACKENDS, KV_CACHE_DTYPES, WEIGHTS
+from nextn.settings import BACKENDS, KV_CACHE_DTYPES, WEIGHTS, available_cores
 
 if TYPE_CHECKING:
     import torch
@@ -86,6 +86,10 @@ KVCacheDtype = Annotated[
         help="auto: as the model; int8: a byte per value, a scale per position and head (native backend only).",
     ),
 ]
+Threads = Annotated[
+    int | None,
+    typer.Option(help="Threads that decode on the CPU, natively or in torch. Default: torch's, as `nextn env` shows."),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps, xpu, or one of several such as cuda:1.")]
 DeviceMap = Annotated[
     str | None,
@@ -155,6 +159,7 @@ class ModelOptions:
     kv_cache_dtype: str = "auto"  # see `Trunk.kv_cache_dtype`
     device_map: str | None = None  # see `spread_layers`
     offload_folder: Path | None = None  # for layers on disk; None: in the user's cache
+    threads: int | None = None  # of the native team and of torch; None: torch's default
 
     @property
     def hub(self) -> HubOptions:
@@ -167,7 +172,7 @@ class ModelOptions:
 
         Raises:
             ConfigError: The dtype, backend, device type, or type of weights or of the KV cache is unknown, or they
-                exclude each other.
+                exclude each other, or there are more threads than cores.
             CheckpointError: There is no such checkpoint.
         """
         choices = {"dtype": _DTYPES, "backend": BACKENDS, "weights": WEIGHTS, "kv_cache_dtype": KV_CACHE_DTYPES}
@@ -175,6 +180,10 @@ class ModelOptions:
             if (value := getattr(self, name)) not in known:
                 raise ConfigError(f"{name} {value!r}; expected one of {', '.join(known)}")
         check_device(self.device)
+        if self.threads is not None and not 1 <= self.threads <= available_cores():
+            raise ConfigError(
+                f"--threads {self.threads}; expected 1 to {available_cores()}, the cores that this process may use"
+            )
         if self.native_only and (self.backend == "torch" or self.device not in ("auto", "cpu")):
             raise ConfigError(
                 f"{' and '.join(self.native_only)} excludes --backend torch and devices other than cpu: only the "
@@ -230,10 +239,14 @@ class ModelOptions:
             shards: See `Model.load`.
             in_torch: The trunk will run in torch whatever the backend is, so quantized weights are dequantized.
         """
+        import torch
+
         from nextn.model.device_map import check_accelerate, spread_layers
         from nextn.model.model import Model
         from nextn.runtime.backend import unused_codes
 
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)  # before the native runtime is loaded, whose team has as many
         if self.device_map is not None:
             check_accelerate()
         loaded = Model.load(

@@ -28,6 +28,7 @@ from nextn.cli.common import (  # fmt: skip
     OffloadFolder,
     Revision,
     SeparateHead,
+    Threads,
     WeightType,
     use_chat,
 )
@@ -82,6 +83,7 @@ def generate(
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
     weights: WeightType = "stored",
+    threads: Threads = None,
     kv_cache_dtype: KVCacheDtype = "auto",
     device: Device = "auto",
     device_map: DeviceMap = None,
@@ -114,6 +116,7 @@ def generate(
         kv_cache_dtype,
         device_map,
         offload_folder,
+        threads,
     )
     options.check()
     text = read_stdin() if prompt == "-" else prompt

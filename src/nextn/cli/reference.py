@@ -35,6 +35,7 @@ from nextn.cli.common import (  # fmt: skip
     SeparateHead,
     Served,
     Temperatures,
+    Threads,
     Timeout,
     WeightType,
     parse_temperatures,
@@ -87,6 +88,7 @@ def measure(
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
     weights: WeightType = "stored",
+    threads: Threads = None,
     kv_cache_dtype: KVCacheDtype = "auto",
     device: Device = "auto",
     device_map: DeviceMap = None,
@@ -139,6 +141,7 @@ def measure(
         kv_cache_dtype,
         device_map,
         offload_folder,
+        threads,
     )
     options.check()
     if options.native_only and (texts is not None or engine is not None):

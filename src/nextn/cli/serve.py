@@ -21,6 +21,7 @@ from nextn.cli.common import (
     Offline,
     Revision,
     SeparateHead,
+    Threads,
     WeightType,
 )
 from nextn.cli.decode import DraftText, DraftVocab, DraftVocabularyOptions
@@ -96,6 +97,7 @@ def serve(
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
     weights: WeightType = "stored",
+    threads: Threads = None,
     kv_cache_dtype: KVCacheDtype = "auto",
     device: Device = "auto",
     head: SeparateHead = None,
@@ -104,7 +106,9 @@ def serve(
     offline: Offline = False,
 ) -> None:
     """Serve a model with an OpenAI-compatible API and a chat page, until Ctrl-C or SIGTERM."""
-    source = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, weights, head, kv_cache_dtype)
+    source = ModelOptions(
+        model, dtype, backend, device, revision, cache_dir, offline, weights, head, kv_cache_dtype, threads=threads
+    )
     if print_engine is not None:
         _print_command(print_engine, source, num_speculative_tokens, advice)
         return

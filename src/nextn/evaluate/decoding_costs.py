@@ -1,6 +1,5 @@
 """Costs of decoding on this machine: times of trunk passes and draft steps, memory bandwidth, bytes read per step."""
 
-import os
 import platform
 import sys
 import time
@@ -23,7 +22,7 @@ from nextn.model.trunk import Trunk
 from nextn.runtime.backend import Backend, backend_for
 from nextn.runtime.native.draft_chain import NativeDraftChain
 from nextn.runtime.native.int4 import BYTES_PER_WEIGHT
-from nextn.settings import Sampling
+from nextn.settings import Sampling, available_cores
 from nextn.speculative.draft_policy import AdaptiveLength, FixedLength, RoundPlan
 from nextn.stats.speedup import Costs, Spread
 
@@ -199,7 +198,7 @@ class Machine:
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         return cls(
             name=gpu or processor_name(),
-            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            cores=available_cores(),
             threads=torch.get_num_threads(),
             versions=versions | {"transformers": transformers.__version__},
             dtype=str(model.trunk.dtype).removeprefix("torch."),

@@ -226,7 +226,7 @@ class Runtime:
     """The library and its team of threads. `lock` must be held while the team runs."""
 
     def __init__(self, library: ctypes.CDLL, threads: int) -> None:
-        self.library, self.lock, self._threads = library, LOCK, threads
+        self.library, self.lock, self.num_threads = library, LOCK, threads
         self._process, self._team = os.getpid(), library.nextn_team(threads)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # modules are gone at exit
@@ -238,7 +238,7 @@ class Runtime:
     def team(self) -> int:
         """The threads of this process. A fork copies no threads, so a child starts its own team."""
         if self._process != os.getpid():
-            self._process, self._team = os.getpid(), self.library.nextn_team(self._threads)
+            self._process, self._team = os.getpid(), self.library.nextn_team(self.num_threads)
         return self._team
 
     @property
