@@ -38,6 +38,7 @@ from nextn.cli.common import (  # fmt: skip
     parse_temperatures,
     use_chat,
 )
+from nextn.cli.cores import Cores, check_cores, show_cores
 from nextn.cli.decode import DraftText, DraftVocab, DraftVocabularyOptions
 from nextn.cli.offload import (
     MemoryBandwidth,
@@ -55,6 +56,7 @@ from nextn.evaluate.workload import BenchmarkPlan, ReferencePlan
 if TYPE_CHECKING:
     from nextn.evaluate.advice import Advice, Forecast
     from nextn.evaluate.benchmark import BenchmarkFigures, BenchmarkReport
+    from nextn.evaluate.core_scaling import CoreScaling
     from nextn.evaluate.offloading import OffloadAdvice
     from nextn.evaluate.reference_report import ReferenceReport
     from nextn.evaluate.workload import Prompt
@@ -150,6 +152,7 @@ def advise(
     offline: Offline = False,
     offload_bandwidth: OffloadBandwidth = None,
     memory_bandwidth: MemoryBandwidth = None,
+    cores: Cores = None,
     engine: Engine = None,
     served: Served = None,
     concurrency: Concurrency = 8,
@@ -167,6 +170,7 @@ def advise(
 
     sizes = _integers(batches, "--batches", minimum=1)
     lengths = _integers(contexts, "--contexts", minimum=1) if contexts else ()
+    numbers = _integers(cores, "--cores", minimum=1) if cores is not None else ()
     memory_rate = None if memory_bandwidth is None else parse_bandwidth("--memory-bandwidth", memory_bandwidth)
     plan = BenchmarkPlan(
         (num_speculative_tokens,), parse_temperatures(temperatures), max_tokens, repeats=1, seed=seed, backend=backend
@@ -178,10 +182,11 @@ def advise(
     to_decode = read_prompts(prompts)
     _check_out(out)
     advice: Advice | OffloadAdvice
+    scaling: CoreScaling | None = None
     if offload_bandwidth is None:
         check_needs_offloading(
             {
-                "--memory-bandwidth": memory_bandwidth,
+                "--memory-bandwidth": None if numbers else memory_bandwidth,
                 "--engine": engine,
                 "--texts": texts,
                 "--stream": stream,
@@ -189,21 +194,32 @@ def advise(
                 "--keep-shards": keep_shards,
             }
         )
+        if numbers:
+            check_cores(numbers, memory_rate)
         loaded = options.load(need_head=True, exact_head=exact_head)
         plan = replace(plan, chat=use_chat(loaded, chat))
         advice = _advise_loaded(loaded, to_decode, plan, sizes, lengths, source=model, quiet=as_json)
+        if numbers:
+            from nextn.evaluate.core_scaling import scale_cores
+
+            scaling = scale_cores(loaded, numbers, num_speculative_tokens=num_speculative_tokens, bandwidth=memory_rate)
+    elif numbers:
+        raise ConfigError("--cores is for models whose experts are in memory; leave it or --offload-bandwidth out")
     else:
         asked = EngineAccess(engine or "", served, concurrency, timeout, key_env)
         source = TextOptions.of(options, texts, asked, stream=stream, states=states, quiet=as_json, shards=keep_shards)
         reference = ReferencePlan(num_speculative_tokens, plan.temperatures, max_tokens, chat, seed, backend)
         rates = parse_bandwidth("--offload-bandwidth", offload_bandwidth), memory_rate
         advice = advise_offloaded(options, source, reference, to_decode, *rates)
+    record = advice.as_record() | ({} if scaling is None else {"cores": scaling.as_record()})
     if out is not None:
-        _write(out, "advice.json", advice.as_record(), lambda folder: _draw_costs(advice, folder))
+        _write(out, "advice.json", record, lambda folder: _draw_costs(advice, folder))
     if as_json:
-        print_json(advice.as_record())
-    else:
-        _show_advice(advice)
+        print_json(record)
+        return
+    _show_advice(advice)
+    if scaling is not None:
+        show_cores(scaling)
 
 
 def _advise_loaded(
