@@ -78,6 +78,7 @@ class PageServer:
             "num_waiting": 2,
             "cache": {"positions": 1024, "max_positions": 16384},
             "prefix_cache": {"positions": 512, "max_positions": 8192, "queries": 200, "hits": 96},
+            "num_speculative_tokens": len(RECORD["cost_curve"]) - 1,
             "cost_curve": RECORD["cost_curve"],
             "draft_cost": RECORD["draft_cost"],
             "reference": self.reference,

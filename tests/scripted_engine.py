@@ -5,7 +5,7 @@ import time
 from itertools import islice
 
 from nextn.decoding.batch import SequenceRound
-from nextn.errors import ConfigError, QueueFullError
+from nextn.errors import CheckpointError, ConfigError, QueueFullError
 from nextn.serve.request import EngineStats, GenerationChunk, TokenLogprob
 
 TEXT = "A café, 3 €: "  # bytes of several-byte characters arrive in different rounds
@@ -31,6 +31,8 @@ class ScriptedEngine:
                 raise ConfigError("the engine does not like this prompt")
             if request.prompt == (0, 0, 1):
                 raise RuntimeError("secret: a bug in the engine")
+            if request.prompt == (0, 0, 2):
+                raise CheckpointError("secret: a shard is missing")
             generation = ScriptedGeneration(self, request, emit)
             self.running.add(generation)
             self.requests.append(request)

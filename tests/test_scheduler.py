@@ -556,9 +556,10 @@ def test_no_request_waits_for_a_recording_after_warmup(trained, monkeypatch):
     monkeypatch.setattr(
         Passes, "_record", lambda self, count, size: sizes.append((count, size)) or record(self, count, size)
     )
-    rows = refrain(4, 150, seed=4).tolist()
+    rows, drawn = refrain(4, 150, seed=4).tolist(), {"sampling": Sampling(1.0), "frequency_penalty": 0.5}
     for row, length in enumerate((5, 20, 70, 150)):
-        submitted(engine, {row: GenerationRequest(prompt=tuple(rows[row][:length]), max_tokens=100)})
+        for kind in ({}, {"num_speculative_tokens": 0}, {"num_speculative_tokens": 1}, drawn):
+            submitted(engine, {row: GenerationRequest(prompt=tuple(rows[row][:length]), max_tokens=100, **kind)})
     engine.close(grace_s=5)
     assert sizes == []
 
@@ -583,8 +584,8 @@ def test_engine_refuses(engine):
         submit(prompt=(10**6,))
     with pytest.raises(ConfigError, match="tokens; the"):
         submit(prompt=(1,) * 10**6)
-    with pytest.raises(ConfigError, match="num_speculative_tokens = 99"):
-        submit(num_speculative_tokens=99)
+    with pytest.raises(ConfigError, match="num_speculative_tokens = 5; expected 0 to 4, the K of this engine"):
+        submit(num_speculative_tokens=5)
 
 
 def test_full_queue(engine):

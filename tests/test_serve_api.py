@@ -492,6 +492,7 @@ def test_health(scripted):
         "num_waiting": 0,
         "cache": {"positions": 10, "max_positions": 100},
         "prefix_cache": {"positions": 5, "max_positions": 50, "queries": 40, "hits": 8},
+        "num_speculative_tokens": 16,
         "cost_curve": [1.0, 1.1],
         "draft_cost": 0.2,
         "reference": [0.9, 0.5],

@@ -26,7 +26,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def server(model):
-    with serving(ScriptedEngine(), model, max_body_bytes=100_000) as server:
+    with serving(ScriptedEngine(), model, max_body_bytes=100_000, num_speculative_tokens=4) as server:
         yield server
         # After everything that the tests of this file sent, it still works.
         assert server.post(COMPLETIONS, {"prompt": "x"})[0] == 200
@@ -121,7 +121,8 @@ CASES = [
     (completion(frequency_penalty=[1]), 400, "frequency_penalty", "invalid_type", "valid number"),
     (completion(seed="s"), 400, "seed", "invalid_type", "valid integer"),
     (completion(seed=2**64), 400, "seed", "invalid_type", "less than"),
-    (completion(num_speculative_tokens=65), 400, "num_speculative_tokens", "invalid_type", "less than or equal to 64"),
+    (completion(num_speculative_tokens=5), 400, "num_speculative_tokens", "invalid_value", "5; expected 0 to 4, the K"),
+    (completion(num_speculative_tokens=2**31), 400, "num_speculative_tokens", "invalid_type", "less than"),
     (completion(num_speculative_tokens=-1), 400, "num_speculative_tokens", "invalid_type", "greater"),
     (completion(logprobs=21), 400, "logprobs", "invalid_type", "less than or equal to 20"),
     (completion(logprobs=True), 400, "logprobs", "invalid_type", "valid integer"),
@@ -215,6 +216,7 @@ CASES = [
     (completion(prompt="x" * 100_000), 413, None, "request_too_large", "larger than 100,000 bytes"),
     # ours
     (completion(prompt=[0, 0, 1]), 500, None, "internal_error", "see its log"),
+    (completion(prompt=[0, 0, 2]), 500, None, "internal_error", "see its log"),
 ]  # fmt: skip
 
 
@@ -293,10 +295,12 @@ def test_large_wrong_values_are_refused_quickly(fields):
     assert refused.value.status == 400
 
 
-def test_a_fault_of_ours_is_in_the_log(server, caplog):
-    """With its traceback, which the client does not get."""
-    assert server.post(COMPLETIONS, {"prompt": [0, 0, 1]})[0] == 500
-    assert "secret: a bug in the engine" in caplog.text
+@pytest.mark.parametrize(("prompt", "words"), [([0, 0, 1], "a bug in the engine"), ([0, 0, 2], "a shard is missing")])
+def test_a_fault_of_ours_is_in_the_log(server, caplog, prompt, words):
+    """With its traceback, which the client does not get, whether or not the error is one of this package."""
+    assert server.post(COMPLETIONS, {"prompt": prompt})[0] == 500
+    assert f"secret: {words}" in caplog.text
+    assert "Traceback" in caplog.text
 
 
 def test_the_queue_is_full(model):
@@ -325,9 +329,10 @@ def test_a_model_without_template_or_tokenizer(model):
 
 
 def test_a_server_without_mtp(model):
-    with serving(ScriptedEngine(), model, can_draft=False) as server:
+    with serving(ScriptedEngine(), model, num_speculative_tokens=0) as server:
         status, error = error_of(server.post(COMPLETIONS, {"prompt": "x", "num_speculative_tokens": 2}))
         assert (status, error["param"]) == (400, "num_speculative_tokens")
+        assert "2; expected 0, as this server decodes without MTP" in error["message"]
         assert server.post(COMPLETIONS, {"prompt": "x", "num_speculative_tokens": 0})[0] == 200
 
 

@@ -1,6 +1,7 @@
 """Limits of connections: slow clients, half-open connections, sizes, the API key, and pages of other sites."""
 
 import json
+import re
 import socket
 import time
 from dataclasses import replace
@@ -130,6 +131,42 @@ def test_headers(server, data, status, code):
         connection.sendall(data)
         got, error = error_of(read_answer(connection))
     assert (got, error["code"]) == (status, code)
+
+
+@pytest.mark.parametrize("start", [b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ", b"GET /"], ids=["header", "path"])
+def test_headers_that_arrive_in_pieces(server, start):
+    """Their size is found by h11 before they are complete, not by the application."""
+    with server.connect() as connection:
+        for data in (start, b"a" * 10_000, b"a" * 10_000):
+            connection.sendall(data)
+            time.sleep(0.02)
+        status, error = error_of(read_answer(connection))
+    assert (status, error["code"]) == (431, "headers_too_large")
+
+
+def test_every_error_is_counted_once(model):
+    """Also those that are answered without the application, and those that its body never arrives for."""
+    with serving(ScriptedEngine(), model, connections=LIMITS | {"max_connections": 1}) as server:
+        sent = {
+            "400": b"GET /health HTTP/1.1\r\n\r\n",
+            "404": b"GET /nowhere HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+            "408": HEAD + b"Content-Length: 100\r\n\r\n",
+            "431": b"GET /" + b"a" * 20_000,
+        }
+        for status, data in sent.items():
+            assert server.raw(data)[0] == int(status)
+            wait_for(lambda: not server.server.server_state.connections)
+        with server.connect():
+            wait_for(lambda: server.server.server_state.connections)
+            assert server.raw(b"")[0] == 503
+        wait_for(lambda: not server.server.server_state.connections)
+        with server.connect() as connection:  # a client that goes away gets no answer
+            connection.sendall(HEAD + b"Content-Length: 100\r\n\r\n")
+            wait_for(lambda: server.server.server_state.connections)
+        wait_for(lambda: not server.server.server_state.connections)
+        text = server.get("/metrics")[2].decode()
+    counts = dict(re.findall(r'nextn:http_errors_total\{.*status="(\d+)"\} ([\d.]+)', text))
+    assert counts == dict.fromkeys([*sent, "503"], "1.0")
 
 
 def test_a_connection_serves_many_requests(server):

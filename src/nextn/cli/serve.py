@@ -148,7 +148,7 @@ def serve(
             request_s=request_timeout,
             grace_s=grace,
             metrics_in_answers=per_request_metrics,
-            can_draft=k > 0,
+            num_speculative_tokens=k,
             reference_rates=rates,
             tool_call_parser=tool_call_parser,
         )

@@ -6,6 +6,7 @@ Knows nothing of sockets (`http_server`), of how text is generated (`request.Eng
 
 import asyncio
 import json
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
@@ -26,7 +27,7 @@ from nextn.errors import NextnError
 from nextn.model.model import Model
 from nextn.serve.api_errors import ApiError, from_nextn_error, internal_error, server_stopping
 from nextn.serve.generation_group import GenerationGroup
-from nextn.serve.http_limits import RequestGuard
+from nextn.serve.http_limits import CLIENT_GONE, RequestGuard
 from nextn.serve.metrics import CONTENT_TYPE, ServerMetrics
 from nextn.serve.options import ServerOptions
 from nextn.serve.request import Engine, EngineStats, GenerationRequest
@@ -42,6 +43,7 @@ from nextn.serve.schemas import (
 )
 from nextn.serve.token_texts import TokenTexts
 
+_LOG = logging.getLogger(__name__)
 _POLL_S = 0.02  # between two looks at what still runs while the server stops
 _CLOSE_S = 2.0  # for the engine to end, after the generations did
 # The page is one file; it loads nothing and talks to this server only.
@@ -183,7 +185,7 @@ class Api:
         try:
             raw = await request.body()
         except ClientDisconnect as error:
-            raise ApiError(400, "the body is incomplete", code="invalid_request") from error
+            raise ApiError(CLIENT_GONE, "the body is incomplete") from error
         try:
             document = loads(raw.decode())
         except ValueError as error:  # also invalid UTF-8
@@ -216,7 +218,7 @@ class Api:
                 await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
                 if collecting.done():
                     return JSONResponse(collecting.result())
-                return Response(status_code=499)  # nobody reads it
+                return Response(status_code=CLIENT_GONE)
             finally:
                 collecting.cancel()
                 leaving.cancel()
@@ -268,6 +270,7 @@ class Api:
             "version": __version__,
             "chat": self.model.tokenizer is not None and bool(self.model.tokenizer.chat_template),
             "max_model_len": self.options.max_model_len,
+            "num_speculative_tokens": self.options.num_speculative_tokens,
             "num_running": stats.num_running,
             "num_waiting": stats.num_waiting,
             "cache": {"positions": stats.cache_positions, "max_positions": stats.max_cache_positions},
@@ -326,7 +329,10 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 
 async def _on_nextn_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, NextnError)
-    return _response(from_nextn_error(error))
+    shown = from_nextn_error(error)
+    if shown.status >= 500:
+        _LOG.error("%s %s failed", request.method, request.url.path[:200], exc_info=error)
+    return _response(shown)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -17,7 +17,7 @@ from nextn.evaluate.decoding_costs import measure_costs
 from nextn.model.model import Model
 from nextn.runtime.backend import Backend, backend_for
 from nextn.runtime.native.kv_buffers import KVBuffers
-from nextn.serve.options import MAX_SPECULATIVE_TOKENS, EngineOptions
+from nextn.serve.options import EngineOptions
 from nextn.serve.request import EngineStats, GenerationChunk, GenerationRequest
 from nextn.serve.scheduler import CHUNKS, Scheduler, SchedulerLimits
 from nextn.serve.served_batch import ServedSequence
@@ -115,8 +115,8 @@ class ServingEngine:
                 "of which at least one must be new"
             )
         k = request.num_speculative_tokens
-        if k is not None and not 0 <= k <= MAX_SPECULATIVE_TOKENS:
-            raise ConfigError(f"num_speculative_tokens = {k}; expected 0 to {MAX_SPECULATIVE_TOKENS}")
+        if k is not None and not 0 <= k <= (most := self.limits.num_speculative_tokens):
+            raise ConfigError(f"num_speculative_tokens = {k}; expected 0 to {most}, the K of this engine")
 
     def _emit(self, number: int, emit: Callable[[GenerationChunk], None], chunk: GenerationChunk) -> None:
         if chunk.finish is not None:

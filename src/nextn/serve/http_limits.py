@@ -21,6 +21,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
+CLIENT_GONE = 499  # the status of answers that nobody reads any more
 _LINGER_S = 1.0  # a refused connection stays open so long, so that the client reads why
 OPEN_PATHS = frozenset({"/", "/health"})  # no API key: the page asks for one, and probes have none
 
@@ -29,6 +30,7 @@ class LimitedProtocol(H11Protocol):
     """One connection. A timer runs while a request is being read, and another while the client reads nothing."""
 
     limits = ConnectionLimits()
+    on_error: Callable[[int], None]  # called with the status of each error that this class answers
 
     _read_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
@@ -64,7 +66,8 @@ class LimitedProtocol(H11Protocol):
         error = sys.exception()
         hint = getattr(error, "error_status_hint", 400)
         message = f"not a valid HTTP request: {str(error or msg)[:200]}"
-        self._answer(ApiError(431 if hint == 431 else 400, message, code="invalid_request"))
+        status, code = (431, "headers_too_large") if hint == 431 else (400, "invalid_request")
+        self._answer(ApiError(status, message, code=code))
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -115,6 +118,7 @@ class LimitedProtocol(H11Protocol):
                 h11.EndOfMessage(),
             )
             self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
+            self.on_error(error.status)
         except h11.LocalProtocolError:  # an answer is already under way
             pass
         self._linger()
@@ -142,9 +146,9 @@ class LimitedProtocol(H11Protocol):
             self._stall_timer = None
 
 
-def limited_protocol(limits: ConnectionLimits) -> type[LimitedProtocol]:
+def limited_protocol(limits: ConnectionLimits, on_error: Callable[[int], None]) -> type[LimitedProtocol]:
     """Return uvicorn's protocol class with these limits. uvicorn makes one object per connection, without arguments."""
-    return type("LimitedProtocol", (LimitedProtocol,), {"limits": limits})
+    return type("LimitedProtocol", (LimitedProtocol,), {"limits": limits, "on_error": staticmethod(on_error)})
 
 
 class RequestGuard:
@@ -220,7 +224,7 @@ class RequestGuard:
 
     def _watched(self, send: Send) -> Send:
         async def watched(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400:
+            if message["type"] == "http.response.start" and 400 <= message["status"] != CLIENT_GONE:
                 self._on_error(message["status"])
             await send(message)
 

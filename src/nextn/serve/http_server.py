@@ -26,11 +26,13 @@ class HttpServer(uvicorn.Server):
         options: The same as the application's.
     """
 
+    _api: Api
+
     def __init__(self, app: FastAPI, options: ServerOptions) -> None:
-        limits = options.connections
+        limits, self._api = options.connections, app.state.api
         config = uvicorn.Config(
             app,
-            http=limited_protocol(limits),
+            http=limited_protocol(limits, self._api.metrics.count_error),
             ws="none",
             loop="asyncio",
             log_config=None,
@@ -43,7 +45,6 @@ class HttpServer(uvicorn.Server):
             h11_max_incomplete_event_size=limits.max_header_bytes,
         )
         super().__init__(config)
-        self._api: Api = app.state.api
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until a signal; the calling program starts nothing else."""

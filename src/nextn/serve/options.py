@@ -7,7 +7,7 @@ from nextn.bounded_json import loads
 from nextn.errors import ConfigError, require_at_least
 
 MAX_CHOICES = 64  # sequences of one request: prompts times `n`
-MAX_SPECULATIVE_TOKENS = 16
+MAX_SPECULATIVE_TOKENS = 16  # K of a server, the most that its requests may ask for
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MAX_REFERENCE = 16 * 1024 * 1024  # bytes
 
@@ -69,7 +69,7 @@ class ServerOptions:
     request_s: float = 600.0  # a generation that takes longer is ended with an error
     grace_s: float = 30.0  # what running generations have to end when the server stops
     metrics_in_answers: bool = False  # every answer has `metrics`, whether or not the request asks
-    can_draft: bool = True  # False: requests cannot turn drafting on
+    num_speculative_tokens: int = MAX_SPECULATIVE_TOKENS  # the most that a request may ask for; 0: none can draft
     reference_rates: tuple[float, ...] = ()  # acceptance per depth that `nextn measure` found
     tool_call_parser: str | None = None  # the syntax of tool calls, one of `tool_calls.SYNTAXES`; None: the template's
     connections: ConnectionLimits = ConnectionLimits()

@@ -195,8 +195,10 @@ class RequestBuilder:
 
     def _num_speculative_tokens(self, body: GenerationFields) -> int | None:
         wanted = body.num_speculative_tokens
-        if wanted and not self._options.can_draft:
-            message = "num_speculative_tokens: this server decodes without MTP; leave it out, or send 0"
+        limit = self._options.num_speculative_tokens
+        if wanted is not None and wanted > limit:
+            valid = f"0 to {limit}, the K of this server (-k)" if limit else "0, as this server decodes without MTP"
+            message = f"num_speculative_tokens: {wanted}; expected {valid}, or leave it out"
             raise ApiError(400, message, "num_speculative_tokens", "invalid_value")
         return wanted
 

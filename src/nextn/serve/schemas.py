@@ -111,7 +111,8 @@ class GenerationFields(RequestModel):
     stop_token_ids: ListOf[TokenId] = Field(default_factory=list, max_length=128)
     ignore_eos: bool = False
     skip_special_tokens: bool = False  # leave special tokens out of the text
-    num_speculative_tokens: int | None = Field(None, ge=0, le=64)  # 0: plain decoding
+    # 0: plain decoding. The server's own K is the upper bound, see RequestBuilder.
+    num_speculative_tokens: int | None = Field(None, ge=0, lt=2**31)
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False  # tokens in log probabilities are spelled `token_id:<id>`
     return_metrics: bool = False
