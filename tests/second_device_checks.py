@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from scheduled import Answers, scheduler_of
 from second_device import There, second_device
 from tiny import FIXTURES, decode, refrain, refrains
 from torch import nn
@@ -24,7 +25,9 @@ from nextn.model.device_map import spread_layers
 from nextn.model.model import Model
 from nextn.model.transformers_loading import LayerLoader
 from nextn.runtime.backend import backend_for
+from nextn.serve.request import GenerationRequest
 from nextn.settings import Sampling, Settings
+from nextn.speculative.sampling import sample_coupled
 from nextn.train.config import HeadConfig, TrainConfig
 from nextn.train.distributed import Ranks, processes
 from nextn.train.head_task import HeadTask
@@ -75,6 +78,57 @@ def test_a_tensor_that_is_made_on_the_host_is_refused(monkeypatch):
     )
     with pytest.raises(RuntimeError, match="expected all tensors on one device"):
         decode(there("glm"), [[3, 1, 4]], num_speculative_tokens=2, max_tokens=4)
+
+
+class ThreeTokens:
+    """A grammar whose masks are on the host, as llguidance's are: the next three tokens may follow."""
+
+    last = 0
+
+    def allowed(self, drafts):
+        masks = []
+        for last in (self.last, *drafts):
+            mask = torch.zeros(48, dtype=torch.bool, device="cpu")
+            mask[[(last + step) % 40 for step in (1, 2, 3)]] = True
+            masks.append(mask)
+        return masks
+
+    def advance(self, tokens):
+        self.last = tokens[-1]
+
+
+PENALTIES = {"frequency_penalty": 0.4, "presence_penalty": 0.2, "logit_bias": {5: 2.0, 7: -100.0}}
+SERVED = (
+    {},
+    {"num_speculative_tokens": 0},
+    {"sampling": Sampling(repetition_penalty=1.3), **PENALTIES},
+    {"sampling": Sampling(0.8, 20, 0.9, 0.01, 1.2), **PENALTIES, "logprobs": 3},
+    {"sampling": Sampling(1.0, top_p=0.8), "grammar": ThreeTokens},
+    {"grammar": ThreeTokens, "logprobs": 0},
+    {"min_tokens": 8, "stop_token_ids": tuple(range(0, 40, 3))},
+)
+
+
+@pytest.mark.parametrize("name", ["glm", "qwen", "v4"])
+def test_serving(name, trained):
+    """Every way to choose tokens, in batches: the texts and log probabilities of the CPU."""
+    found = {}
+    for place, model in (("second", there(name)), ("cpu", trained[name])):
+        answers = Answers(scheduler_of(model, backend="torch", max_num_seqs=4))
+        for index, kind in enumerate(SERVED):
+            tokens = tuple(refrain(1, 5 + index, seed=index)[0].tolist())
+            answers.add(index, GenerationRequest(tokens, max_tokens=10, seed=index, **kind))
+        found[place] = answers.run(), answers.logprobs()
+        assert {answers.chunks[index][-1].finish for index in answers.chunks} <= {"length", "eos"}
+    assert found["second"][0] == found["cpu"][0]
+    assert found["second"][1] == pytest.approx(found["cpu"][1], abs=1e-4)
+
+
+def test_coupled_sampling_of_many_tokens(second):
+    """More than race one by one, on a device without float64."""
+    probs = torch.randn(4, 2000, device="cpu").softmax(-1)
+    seeds, positions = range(4), [7] * 4
+    assert sample_coupled(probs.to(second), seeds, positions) == sample_coupled(probs, seeds, positions)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from quick import others_slow
+from scheduled import Answers, Clock, Text, alone, scheduler_of
 from tiny import build, prompt, refrain
 
 from nextn.errors import ConfigError, QueueFullError
@@ -19,7 +20,7 @@ from nextn.serve.engine import ServingEngine, _bytes_per_sequence, _limits
 from nextn.serve.options import EngineOptions
 from nextn.serve.prefix_cache import PrefixCache
 from nextn.serve.request import GenerationChunk, GenerationRequest
-from nextn.serve.scheduler import Scheduler, SchedulerLimits
+from nextn.serve.scheduler import DraftPolicies
 from nextn.serve.served_batch import ServedBatch, ServedSequence
 from nextn.settings import Sampling
 from nextn.speculative.draft_policy import NO_DRAFTS, FixedLength
@@ -35,61 +36,6 @@ KINDS = (
 )
 
 
-class Text:
-    """In the place of a TextStream: these models have no tokenizer."""
-
-    def push(self, tokens, eos, *, last):
-        return "".join(f"{token} " for token in tokens)
-
-    def stop_after(self, new):
-        return new.index(7) + 1 if 7 in new else None
-
-
-class Clock:
-    """Each look takes a millisecond."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        self.now += 0.001
-        return self.now
-
-
-def scheduler_of(model, *, backend="auto", clock=time.monotonic, has_arrivals=lambda: False, **limits):
-    settings = {"max_model_len": 400, "num_speculative_tokens": 3} | limits
-    return Scheduler(backend_for(model, backend), SchedulerLimits(**settings), clock=clock, has_arrivals=has_arrivals)
-
-
-class Answers:
-    """Runs requests on a scheduler, each arriving after a number of steps."""
-
-    def __init__(self, scheduler):
-        self.scheduler, self.chunks, self.sequences = scheduler, {}, {}
-
-    def add(self, name, request):
-        self.chunks[name] = []
-        sequence = ServedSequence.of(request, self.chunks[name].append, Text(), len(self.sequences))
-        self.sequences[name] = sequence
-        self.scheduler.waiting.append(sequence)
-
-    def run(self, arrivals=()):
-        arrivals, number = dict(arrivals), 0
-        while arrivals or not self.scheduler.is_idle:
-            for name, request in arrivals.pop(number, []):
-                self.add(name, request)
-            self.scheduler.step()
-            number += 1
-            assert number < 5000
-        return {name: self.text(name) for name in self.chunks}
-
-    def text(self, name):
-        return [token for chunk in self.chunks[name] for each in chunk.rounds for token in each.emitted]
-
-    def rounds(self, name):
-        return [(each.drafts, each.num_accepted, each.emitted) for chunk in self.chunks[name] for each in chunk.rounds]
-
-
 def observe(scheduler):
     """The list of what the caches take after each step."""
     sizes, step = [], scheduler.step
@@ -100,14 +46,6 @@ def observe(scheduler):
 
     scheduler.step = observed
     return sizes
-
-
-def alone(model, requests, **options):
-    answers = {}
-    for name, request in requests.items():
-        single = Answers(scheduler_of(model, **options))
-        answers |= single.run({0: [(name, request)]})
-    return answers
 
 
 def requests_of(model, count, *, lengths=(3, 17, 40, 70, 130), **options):
@@ -220,15 +158,14 @@ class Drafting(FixedLength):
 
 
 @pytest.mark.parametrize("name", ["glm_two", "glm_one"])
-def test_prefixes_that_the_head_has_not_seen(trained, name, monkeypatch):
+def test_prefixes_that_the_head_has_not_seen(trained, name):
     """Requests without drafts leave them to the first one that drafts; its drafts are those of a cold start."""
     policy, shared = Drafting(3), tuple(refrain(1, 200, seed=9).tolist()[0])
-    monkeypatch.setattr(Scheduler, "_length", lambda self, group, num_sequences: policy)
     requests = {
         key: GenerationRequest(prompt=(*shared[:size], *tail), max_tokens=30)
         for key, size, tail in ((0, 70, ()), (1, 140, ()), (2, 200, ()), (3, 140, (1, 2)), (4, 200, ()))
     }
-    warm = Answers(scheduler_of(trained[name], prefix_bytes=10**8))
+    warm = Answers(scheduler_of(trained[name], prefix_bytes=10**8, length=lambda num_sequences: policy))
     prefixes, blocks = warm.scheduler.prefix_cache, []
     for key, request in requests.items():
         policy.is_off = key < 2
@@ -240,17 +177,17 @@ def test_prefixes_that_the_head_has_not_seen(trained, name, monkeypatch):
     assert [warm.chunks[key][0].cached_tokens for key in requests] == [0, 64, 128, 128, 192]
     policy.is_off = False
     for key in (2, 3, 4):
-        cold = Answers(scheduler_of(trained[name]))
+        cold = Answers(scheduler_of(trained[name], length=lambda num_sequences: policy))
         cold.run({0: [(key, requests[key])]})
         assert warm.rounds(key) == cold.rounds(key)
 
 
 @pytest.mark.parametrize("more", [0, 10**6])
-def test_completed_prefixes_stay_within_memory(monkeypatch, more):
+def test_completed_prefixes_stay_within_memory(more):
     """What three MTP layers add needs more memory than the states do; without it, blocks stay as they are."""
     policy, request = Drafting(3), GenerationRequest(prompt=tuple(prompt(200)), max_tokens=3)
-    monkeypatch.setattr(Scheduler, "_length", lambda self, group, num_sequences: policy)
-    answers = Answers(scheduler_of(build("glm4_moe", modules=3), prefix_bytes=10**8))
+    model = build("glm4_moe", modules=3)
+    answers = Answers(scheduler_of(model, prefix_bytes=10**8, length=lambda num_sequences: policy))
     answers.run({0: [(0, request)]})
     prefixes, policy.is_off = answers.scheduler.prefix_cache, False
     before = prefixes.nbytes
@@ -261,16 +198,15 @@ def test_completed_prefixes_stay_within_memory(monkeypatch, more):
     assert (prefixes.nbytes > before) == (more > 0)
 
 
-def test_prompts_leave_the_head_alone_while_nothing_is_drafted(trained, monkeypatch):
+def test_prompts_leave_the_head_alone_while_nothing_is_drafted(trained):
     """By the policy for as many sequences as run or are prefilled."""
     asked = []
 
-    def length(self, group, num_sequences):
+    def length(num_sequences):
         asked.append(num_sequences)
         return FixedLength(0 if num_sequences > 1 else 3)
 
-    monkeypatch.setattr(Scheduler, "_length", length)
-    answers = Answers(scheduler_of(trained["glm_two"], clock=Clock()))
+    answers = Answers(scheduler_of(trained["glm_two"], clock=Clock(), length=length))
     for name in range(2):
         answers.add(name, GenerationRequest(prompt=tuple(prompt(100, vocab_size=40)), max_tokens=3))
     answers.scheduler._admit()
@@ -379,13 +315,13 @@ def test_rounds_end_when_a_sequence_does(trained, monkeypatch):
     assert answers.chunks[2]
 
 
-def test_policies_are_those_of_about_as_many_sequences(trained):
+def test_policies_are_those_of_about_as_many_sequences():
     """What was measured with one sequence says nothing about sixteen, nor that of one K about another."""
-    scheduler = scheduler_of(trained["glm_two"])
-    policies = [scheduler._length((True, 3, True), count) for count in (1, 2, 3, 4, 5, 8, 9, 16)]
-    assert [policies.index(policy) for policy in policies] == [0, 1, 2, 2, 4, 4, 6, 6]
-    assert scheduler._length((True, 2, True), 1) is not policies[0]
-    assert scheduler._length((True, 3, False), 1) == FixedLength(3)
+    policies = DraftPolicies()
+    measured = [policies.policy((True, 3, True), count) for count in (1, 2, 3, 4, 5, 8, 9, 16)]
+    assert [measured.index(policy) for policy in measured] == [0, 1, 2, 2, 4, 4, 6, 6]
+    assert policies.policy((True, 2, True), 1) is not measured[0]
+    assert policies.policy((True, 3, False), 1) == FixedLength(3)
 
 
 def test_chunks_of_any_sizes_end_where_blocks_end(trained):
@@ -505,6 +441,104 @@ def test_cancelled_requests_leave(trained, monkeypatch, steps):
         num_tokens = len(answers.text(index)) if index in cancelled else None
         assert answers.text(index) == expected[index][:num_tokens]
     assert answers.scheduler.stats().cache_positions == 0
+
+
+def test_requests_take_turns(trained):
+    """A request with many choices is not answered whole before one that came later, nor does it starve."""
+    answers, many, other = Answers(scheduler_of(trained["glm_two"], max_num_seqs=2)), object(), object()
+    parents = {**dict.fromkeys(range(6), many), "b0": other, "b1": other, "c": None, "d": None}
+    for name, parent in parents.items():
+        answers.add(name, GenerationRequest(prompt=(1, 2, 3), max_tokens=40, parent=parent))
+    answers.sequences["b1"].is_cancelled = True
+    begun = []
+    while not answers.scheduler.is_idle:
+        answers.scheduler.step()
+        begun += [name for name in parents if answers.text(name) and name not in begun]
+    assert begun == [0, "b0", "c", "d", 1, 2, 3, 4, 5]
+
+
+class BrokenGrammar:
+    """Fails at the first mask, or where tokens are emitted."""
+
+    def __init__(self, masks):
+        self.masks = masks
+
+    def allowed(self, drafts):
+        if self.masks:
+            raise ValueError("a mask with a bug")
+        return [torch.ones(48, dtype=torch.bool)] * (len(drafts) + 1)
+
+    def advance(self, tokens):
+        raise ValueError("a grammar with a bug")
+
+
+class BrokenText(Text):
+    """Fails at a part: `push` at the second call, so that its sequence has joined others, or `stop_after`."""
+
+    def __init__(self, part):
+        self.part, self.num_calls = part, 0
+
+    def push(self, *args, **options):
+        self.num_calls += 1
+        if self.part == "push" and self.num_calls > 1:
+            raise ValueError("a tokenizer with a bug")
+        return super().push(*args, **options)
+
+    def stop_after(self, new):
+        if self.part == "stop":
+            raise ValueError("a stop string with a bug")
+
+
+@pytest.mark.parametrize("part", ["push", "stop", "mask", "advance", "prompt"])
+@pytest.mark.parametrize("kind", [{}, {"sampling": Sampling(1.0)}], ids=["greedy", "sampled"])
+def test_a_failure_of_one_request_ends_no_other(trained, monkeypatch, part, kind):
+    """In its own batch, whether it fails before or after it has joined the others."""
+    model = trained["glm_two"]
+    request = GenerationRequest(prompt=tuple(prompt(20, vocab_size=40)), max_tokens=30, **kind)
+    good = {index: replace(request, seed=index) for index in range(2)}
+    bad = replace(request, stop=("x",) if part == "stop" else (), seed=9)
+    if part in ("mask", "advance"):
+        bad = replace(bad, grammar=lambda: BrokenGrammar(part == "mask"))
+    run_chunk = ServedBatch.prefill_chunk
+
+    def prefill_chunk(self, size):
+        if part == "prompt" and self.sequences[0] is answers.sequences["bad"]:
+            raise MemoryError
+        return run_chunk(self, size)
+
+    expected, answers = alone(model, good), Answers(scheduler_of(model, prefix_bytes=10**8))
+    monkeypatch.setattr(ServedBatch, "prefill_chunk", prefill_chunk)
+    answers.add(0, good[0])
+    answers.add("bad", bad, text=BrokenText(part))
+    answers.add(1, good[1])
+    found = answers.run()
+    assert {index: found[index] for index in good} == expected
+    end = answers.chunks["bad"][-1]
+    error = "MemoryError" if part == "prompt" else "ValueError"
+    assert (end.finish, end.error) == ("error", f"internal error: {error}")
+    assert [chunk.finish for chunk in answers.chunks["bad"][:-1]] == [None] * (len(answers.chunks["bad"]) - 1)
+    assert answers.scheduler.stats().cache_positions == 0
+
+
+def test_a_failure_of_a_batch_ends_no_other_batch(trained, monkeypatch, caplog):
+    """Where it cannot be told whose it is, it is that of the sequences that shared the pass."""
+    monkeypatch.setattr(scheduler_module, "_AHEAD_S", 0.0)
+    monkeypatch.setattr(scheduler_module, "_AHEAD_PER_SEQUENCE_S", 0.0)
+    model = trained["glm_two"]
+    request = GenerationRequest(prompt=tuple(prompt(20, vocab_size=40)), max_tokens=90)
+    good = {index: replace(request, seed=index) for index in range(2)}
+    expected, answers = alone(model, good), Answers(scheduler_of(model))
+    for index in range(2):
+        answers.add(index, good[index])
+        answers.add(f"bad {index}", replace(request, logprobs=1))
+    while len(answers.chunks["bad 1"]) < 2:
+        answers.scheduler.step()
+    monkeypatch.setattr("nextn.serve.served_batch.verify_drafts", lambda *args: 1 / 0)
+    found = answers.run()
+    assert {index: found[index] for index in good} == expected
+    for index in range(2):
+        assert answers.chunks[f"bad {index}"][-1].error == "internal error: ZeroDivisionError"
+    assert "failed generations: 2" in caplog.text
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import torch
 from nextn.checkpoint.mapped_memory import return_freed_memory
 from nextn.decoding.generate import TextStream
 from nextn.decoding.rounds import check_prompt
-from nextn.errors import ConfigError, NextnError, QueueFullError
+from nextn.errors import ConfigError, QueueFullError
 from nextn.evaluate.decoding_costs import measure_costs
 from nextn.model.model import Model
 from nextn.runtime.backend import Backend, backend_for
@@ -137,7 +137,7 @@ class ServingEngine:
                     self._scheduler.step()
                 elif next(self._warm_up, "over") == "over":
                     self._wait()
-            except Exception as error:  # one broken request must not end the server; nothing is known of the others
+            except Exception as error:  # of no known request or batch; it must not end the server
                 self._fail(error)
             self._stats = self._scheduler.stats()
         for sequence in list(self._open.values()):
@@ -145,7 +145,9 @@ class ServingEngine:
 
     def _take_arrivals(self) -> None:
         with self._changed:
-            self._scheduler.waiting.extend(sequence for sequence in self._arrivals if not sequence.is_over)
+            for sequence in self._arrivals:
+                if not sequence.is_over:
+                    self._scheduler.waiting.append(sequence)
             self._arrivals.clear()
 
     def _wait(self) -> None:
@@ -156,9 +158,8 @@ class ServingEngine:
     def _fail(self, error: Exception) -> None:
         """End every sequence with the error and start from an idle scheduler."""
         _LOG.error("all generations failed", exc_info=error)
-        message = str(error) if isinstance(error, NextnError) else f"internal error: {type(error).__name__}"
         for sequence in list(self._open.values()):
-            sequence.fail(message)
+            sequence.fail(error)
         self._scheduler = self._scheduler.restarted()
 
     def _warm_up_steps(self) -> Iterator[None]:

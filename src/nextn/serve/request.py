@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from nextn.decoding.batch import SequenceRound
+from nextn.errors import NextnError
 from nextn.settings import Sampling
 
 
@@ -42,6 +43,8 @@ class GenerationRequest:
     logprobs: int | None = None  # alternatives to return with each token; None: no log probabilities
     grammar: Callable[[], GrammarState] | None = None  # makes the state at the first generated token
     cache_salt: str = ""  # cached prefixes are shared only among requests with the same salt
+    # The API request that it belongs to; those take turns in the queue. None: one of its own.
+    parent: object | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,11 @@ class GenerationChunk:
     finish: str | None = None  # None, `eos`, `stop`, `length`, `context`, `cancelled` or `error`
     error: str = ""  # with finish `error`: what failed
     cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+
+
+def failure_message(error: Exception) -> str:
+    """Return what a client is told of an error that ended its generation; details of our own faults are in the log."""
+    return str(error) if isinstance(error, NextnError) else f"internal error: {type(error).__name__}"
 
 
 class Generation(Protocol):

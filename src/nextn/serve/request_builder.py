@@ -105,7 +105,7 @@ class RequestBuilder:
             grammar = await self.run(lambda: self.structured.grammar(body))
         self._check_min_tokens(body, max_tokens, is_free=grammar is None and not body.stops)
         # Without a seed, each request has random numbers of its own.
-        seed = secrets.randbelow(_SEEDS) if body.seed is None else body.seed
+        seed, parent = secrets.randbelow(_SEEDS) if body.seed is None else body.seed, object()
         return [
             GenerationRequest(
                 tuple(prompt),
@@ -124,6 +124,7 @@ class RequestBuilder:
                 logprobs=logprobs,
                 grammar=grammar,
                 cache_salt=body.cache_salt,
+                parent=parent,
             )
             for prompt in prompts
             for choice in range(body.n)

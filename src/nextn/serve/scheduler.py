@@ -19,6 +19,7 @@ from nextn.serve.prefix_cache import PrefixCache
 from nextn.serve.request import EngineStats
 from nextn.serve.served_batch import ServedBatch, ServedSequence
 from nextn.serve.token_sampler import TokenSampler
+from nextn.serve.waiting_queue import WaitingQueue
 from nextn.speculative.draft_policy import DraftLength, FixedLength, MeasuredLength
 
 CHUNKS = (64, 32, 16)  # positions of a prefill pass; all divide a block of the prefix cache
@@ -40,6 +41,23 @@ class SchedulerLimits:
     cache_bytes: float = math.inf  # memory of the caches of sequences
 
 
+class DraftPolicies:
+    """How many tokens groups draft: K, or where it may be less, what was best with about as many sequences."""
+
+    def __init__(self) -> None:
+        self._measured: dict[tuple[_Group, int], MeasuredLength] = {}  # by group and a power of two of sequences
+
+    def policy(self, group: _Group, num_sequences: int) -> DraftLength:
+        """Return the policy of a group while it has this many sequences."""
+        _, k, is_adaptive = group
+        if not is_adaptive:
+            return FixedLength(k)
+        key = group, 1 << (num_sequences - 1).bit_length()
+        if key not in self._measured:
+            self._measured[key] = MeasuredLength(sorted({k, k // 2, 0}, reverse=True))
+        return self._measured[key]
+
+
 class Scheduler:
     """Waiting, prefilling and running sequences. Not thread-safe: everything runs in the engine's thread."""
 
@@ -50,6 +68,7 @@ class Scheduler:
         *,
         clock: Callable[[], float] = time.monotonic,
         has_arrivals: Callable[[], bool] = lambda: False,
+        policies: DraftPolicies | None = None,
     ) -> None:
         """Create an idle scheduler.
 
@@ -58,10 +77,11 @@ class Scheduler:
             limits: Sizes.
             clock: Seconds.
             has_arrivals: Whether sequences have arrived that are not in `waiting` yet. Rounds make room for them.
+            policies: How many tokens to draft; None: measure it anew.
         """
         self.limits, self._backend, self._clock, self._has_arrivals = limits, backend, clock, has_arrivals
-        self._policies: dict[tuple[_Group, int], MeasuredLength] = {}  # by group and a power of two of sequences
-        self.waiting: deque[ServedSequence] = deque()
+        self._policies = policies or DraftPolicies()
+        self.waiting = WaitingQueue()
         self._prefilling: deque[ServedBatch] = deque()
         self._running: dict[_Group, ServedBatch] = {}
         self._takes_oldest = False  # of two prompts that take turns
@@ -118,11 +138,13 @@ class Scheduler:
         )
 
     def _drop_cancelled(self) -> None:
-        for sequence in [sequence for sequence in self.waiting if sequence.is_cancelled]:
-            self.waiting.remove(sequence)
+        for sequence in self.waiting.pop_cancelled():
             sequence.flush("cancelled")
         for batch in self._batches:
             batch.drop_cancelled()
+        self._drop_empty()
+
+    def _drop_empty(self) -> None:
         self._prefilling = deque(batch for batch in self._prefilling if batch.sequences)
         self._running = {group: batch for group, batch in self._running.items() if batch.sequences}
 
@@ -130,24 +152,28 @@ class Scheduler:
         """Let batches give back what sequences that left have used, once all together would take too much."""
         if self.num_cache_bytes > self.limits.cache_bytes:
             for batch in self._batches:
-                batch.shrink()
+                with batch.isolated():
+                    batch.shrink()
+            self._drop_empty()
 
     def _admit(self) -> None:
-        """Start the prefill of waiting sequences, in the order of arrival."""
+        """Start the prefill of waiting sequences."""
         while self.waiting and self.num_running < self.limits.max_num_seqs:
-            sequence = self.waiting.popleft()
+            sequence = self.waiting.pop()
             group = _, k, _ = self._group(sequence)
             # While batches of this size draft nothing, the head leaves the prompt for later.
-            length = self._length(group, self.num_running + 1)
+            length = self._policies.policy(group, self.num_running + 1)
             batch = ServedBatch(
                 self._backend.trunk, self._backend.head, sequence, num_speculative_tokens=k, length=length
             )
             if self.prefix_cache is not None:
-                sequence.cached_tokens = self.prefix_cache.restore(batch)
-            self._prefilling.append(batch)
+                with batch.isolated():
+                    sequence.cached_tokens = self.prefix_cache.restore(batch)
+            if batch.sequences:
+                self._prefilling.append(batch)
 
     def _run(self, group: _Group, batch: ServedBatch) -> None:
-        batch.draft_length = self._length(group, len(batch.sequences))
+        batch.draft_length = self._policies.policy(group, len(batch.sequences))
         more = 0.0 if self._prefilling else _AHEAD_PER_SEQUENCE_S * self.num_running
         batch.run(_AHEAD_S + more, is_interrupted=self._has_arrivals)
         if not batch.sequences:
@@ -175,29 +201,33 @@ class Scheduler:
         return min(self._prefilling, key=lambda batch: len(batch.sequences[0].tokens) - batch.num_prefilled)
 
     def _chunk(self, batch: ServedBatch, budget: float) -> bool:
-        """Process the next chunk of a prompt, as long as the time permits; return whether it was the last."""
+        """Process the next chunk of a prompt, as long as the time permits; return whether the prefill is over."""
         sizes = [size for size in self._chunk_s if not batch.num_prefilled % size]  # chunks end where blocks end
         fitting = [size for size in sizes if not self._running or self._chunk_s[size] <= budget]
         size = max(fitting, default=min(sizes))
         started, is_whole = self._clock(), batch.num_prefilled + size <= len(batch.sequences[0].tokens)
-        is_complete = batch.prefill_chunk(size)
+        is_over = True
+        with batch.isolated():
+            is_over = batch.prefill_chunk(size)
+            if self.prefix_cache is not None:
+                self.prefix_cache.store(batch)
         if is_whole:
             # Times of other sizes fade, so that a size is tried again some time after it was slow.
             self._chunk_s = {each: seconds * _FADING for each, seconds in self._chunk_s.items()}
             self._chunk_s[size] = self._clock() - started
-        if self.prefix_cache is not None:
-            self.prefix_cache.store(batch)
-        return is_complete
+        return is_over
 
     def _start(self, batch: ServedBatch) -> None:
         """Emit the first token, then let the sequence join those that it can decode with."""
-        (sequence,) = batch.sequences
-        batch.start()
+        if batch.sequences:
+            batch.start()
         if not batch.sequences:
             return
-        group = self._group(sequence)
+        group = self._group(batch.sequences[0])
         if group in self._running:
-            self._running[group].join(batch)
+            with self._running[group].isolated(batch):
+                self._running[group].join(batch)
+            self._drop_empty()
         else:
             self._running[group] = batch
         self._bound_memory()
@@ -207,13 +237,3 @@ class Scheduler:
         k = self.limits.num_speculative_tokens if wanted is None else wanted
         k = 0 if self._backend.head is None else k
         return TokenSampler.is_argmax(sequence.request), k, self.limits.adaptive and wanted is None and k > 0
-
-    def _length(self, group: _Group, num_sequences: int) -> DraftLength:
-        """The policy of a group: K, or where it may be less, what was best with about this many sequences."""
-        _, k, is_adaptive = group
-        if not is_adaptive:
-            return FixedLength(k)
-        key = group, 1 << (num_sequences - 1).bit_length()
-        if key not in self._policies:
-            self._policies[key] = MeasuredLength(sorted({k, k // 2, 0}, reverse=True))
-        return self._policies[key]

@@ -1,7 +1,9 @@
 """A batch whose sequences choose their tokens by themselves, see `TokenSampler`."""
 
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,12 +14,13 @@ from nextn.decoding.drafter import Drafter, DraftResult
 from nextn.decoding.generate import TextStream
 from nextn.runtime.backend import DecodingHead, DecodingTrunk
 from nextn.runtime.native.rounds import NativeRounds
-from nextn.serve.request import GenerationChunk, GenerationRequest, TokenLogprob
+from nextn.serve.request import GenerationChunk, GenerationRequest, TokenLogprob, failure_message
 from nextn.serve.token_sampler import TokenSampler, choose_tokens, verify_drafts
 from nextn.settings import Settings
 from nextn.speculative.draft_policy import DraftLength, RoundPlan
 from nextn.speculative.sampling import Prediction, Uniforms
 
+_LOG = logging.getLogger(__name__)
 _UNINTERRUPTED_S = 0.01  # of rounds in one native call
 
 
@@ -40,24 +43,28 @@ class ServedSequence(BatchSequence):
         cls, request: GenerationRequest, emit: Callable[[GenerationChunk], None], text: TextStream, number: int
     ) -> "ServedSequence":
         """`number`: what its rounds are labeled with."""
-        return cls(
+        sequence = cls(
             row=number,
             tokens=list(request.prompt),
             max_tokens=request.max_tokens,
             eos=request.stop_token_ids,
             uniforms=Uniforms(request.seed),
-            stop=text.stop_after if request.stop else None,
             request=request,
             emit=emit,
             text=text,
             sampler=TokenSampler(request),
         )
+        sequence.stop = sequence._stop_after if request.stop else None
+        return sequence
 
     def accept(self, logits: Tensor, emitted: Sequence[int]) -> None:
         """Move past the tokens of a round; log probabilities are kept until it is emitted."""
-        if self.request.logprobs is not None:
-            self.logprobs += [self.sampler.logprob(row, token) for row, token in zip(logits, emitted, strict=False)]
-        self.sampler.advance(emitted)
+        try:
+            if self.request.logprobs is not None:
+                self.logprobs += [self.sampler.logprob(row, token) for row, token in zip(logits, emitted, strict=False)]
+            self.sampler.advance(emitted)
+        except Exception as error:
+            self.sampler.fail(error)
         if self.sampler.failure:
             self.flush("error", self.sampler.failure)
             self.is_cancelled = True
@@ -67,16 +74,33 @@ class ServedSequence(BatchSequence):
         if self.is_over or not (self.rounds or finish):
             return
         tokens = [token for each in self.rounds for token in each.emitted]
-        text = self.text.push(tokens, self.eos, last=finish is not None)
+        try:
+            text = self.text.push(tokens, self.eos, last=finish is not None)
+        except Exception as failure:
+            self._fail_alone(failure)
+            return
         chunk = GenerationChunk(
             text, tuple(self.rounds), tuple(self.logprobs[: len(tokens)]), finish, error, self.cached_tokens
         )
         self._end_chunk(chunk)
 
-    def fail(self, error: str) -> None:
+    def fail(self, error: Exception) -> None:
         """End at once. The text of rounds that were not emitted is dropped, because it may be what failed."""
         if not self.is_over:
-            self._end_chunk(GenerationChunk("", (), (), "error", error, self.cached_tokens))
+            self._end_chunk(GenerationChunk("", (), (), "error", failure_message(error), self.cached_tokens))
+
+    def _fail_alone(self, error: Exception) -> None:
+        """End by an error of this sequence's own; it leaves its batch, which goes on, before the next step."""
+        _LOG.error("a generation failed", exc_info=error)
+        self.fail(error)
+        self.is_cancelled = True
+
+    def _stop_after(self, new: Sequence[int]) -> int | None:
+        try:
+            return self.text.stop_after(new)
+        except Exception as error:
+            self._fail_alone(error)
+            return len(new)
 
     def _end_chunk(self, chunk: GenerationChunk) -> None:
         self.rounds, self.logprobs, self.is_over = [], [], chunk.finish is not None
@@ -121,26 +145,46 @@ class ServedBatch(DecodingBatch):
         members = {sequence.row: sequence for sequence in self.sequences}
         self.max_ahead_s = min(seconds, _UNINTERRUPTED_S)
         deadline = time.perf_counter() + seconds
-        while len(self.sequences) == len(members):
-            self._collect(members, self.round().rows)
-            if not self.queued and (time.perf_counter() >= deadline or is_interrupted()):
-                break
+        with self.isolated():
+            while len(self.sequences) == len(members):
+                self._collect(members, self.round().rows)
+                if not self.queued and (time.perf_counter() >= deadline or is_interrupted()):
+                    break
         for sequence in members.values():
             sequence.flush(None)
 
     def start(self) -> None:
         """Sample and emit the first token, after the last chunk of the prompt."""
         members = {sequence.row: sequence for sequence in self.sequences}
-        self._collect(members, self.first_round(time.perf_counter()).rows)
+        with self.isolated():
+            self._collect(members, self.first_round(time.perf_counter()).rows)
         for sequence in members.values():
             sequence.flush(None)
+
+    @contextmanager
+    def isolated(self, *others: "ServedBatch") -> Iterator[None]:
+        """Where something fails, end the sequences of this batch and of `others`, whose state is unknown then.
+
+        Other batches have caches of their own and go on.
+        """
+        batches = [self, *others]
+        members = [sequence for batch in batches for sequence in batch.sequences]
+        try:
+            yield
+        except Exception as error:
+            _LOG.error("failed generations: %d", len(members), exc_info=error)
+            for sequence in members:
+                sequence.fail(error)
+            for batch in batches:
+                batch.sequences = []
 
     def drop_cancelled(self) -> None:
         """Let sequences leave whose clients went away."""
         for sequence in self.sequences:
             if sequence.is_cancelled:
                 sequence.flush("cancelled")
-        self.keep([row for row, sequence in enumerate(self.sequences) if not sequence.is_cancelled])
+        with self.isolated():
+            self.keep([row for row, sequence in enumerate(self.sequences) if not sequence.is_cancelled])
 
     def _collect(self, members: Mapping[int, ServedSequence], rows: Sequence[SequenceRound]) -> None:
         for part in rows:

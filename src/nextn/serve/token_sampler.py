@@ -3,6 +3,7 @@
 A draft is accepted if the trunk chooses the same token, so text never depends on the head, on K or on other sequences.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,20 +13,22 @@ import torch
 from torch import Tensor
 
 from nextn.errors import ConfigError
-from nextn.serve.request import GenerationRequest, GrammarState, TokenLogprob
+from nextn.serve.request import GenerationRequest, GrammarState, TokenLogprob, failure_message
 from nextn.settings import Sampling
 from nextn.speculative.sampling import sample_coupled, to_probs
 
+_LOG = logging.getLogger(__name__)
+
 
 class TokenSampler:
-    """Chooses the tokens of one sequence."""
+    """Chooses the tokens of one sequence, on the device of its logits."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
         self.sampling = replace(request.sampling, repetition_penalty=1.0)
         self._grammar = None if request.grammar is None else request.grammar()
         self._changes_scores = self._changes(request)
-        self.failure = ""  # why the grammar can no longer be followed
+        self.failure = ""  # why the sequence has to end, such as a grammar that can no longer be followed
         self._tokens: list[int] = []  # emitted
         self._generated: Counter[int] = Counter()  # of them, as penalties need it at each token
         self._masks_drafts = True
@@ -67,38 +70,53 @@ class TokenSampler:
         """Apply penalties, bias, grammar and `min_tokens` to the logits [V] after the drafted tokens.
 
         The repetition penalty applies to the prompt's tokens, too, as in vLLM. is_draft: the scores are for one more
-        draft, and the drafted tokens are not verified yet.
+        draft, and the drafted tokens are not verified yet. Where that fails, the sequence has a `failure`.
         """
-        request = self.request
-        if not self._changes_scores:
+        if not self._changes_scores or self.failure:
             return logits
         scores = logits.to(torch.float32, copy=True)
+        try:
+            self._penalize(scores, drafted)
+            if (mask := self._mask(tuple(drafted), is_draft=is_draft and bool(drafted))) is not None:
+                scores.masked_fill_(~mask.to(scores.device), -inf)
+            if self.position(drafted) < self.request.min_tokens:
+                ends = [token for token in self.request.stop_token_ids if token < len(scores)]
+                scores[torch.tensor(ends, dtype=torch.int64, device=scores.device)] = -inf
+        except Exception as error:  # the other sequences of the batch go on
+            self.fail(error)
+        return scores
+
+    def fail(self, error: Exception) -> None:
+        """Record that this sequence has to end; the others of the batch go on."""
+        if not isinstance(error, ConfigError):
+            _LOG.error("a generation failed", exc_info=error)
+        self._grammar, self.failure = None, failure_message(error)
+
+    def _penalize(self, scores: Tensor, drafted: Sequence[int]) -> None:
+        """Apply penalties and bias, in place."""
+        request, device = self.request, scores.device
+        # They stay where the logits are: no copy from the host with each token.
+        self._prompt, self._bias_ids, self._bias = (
+            each.to(device) for each in (self._prompt, self._bias_ids, self._bias)
+        )
         generated = self._generated + Counter(drafted) if drafted else self._generated
-        new = torch.tensor(list(generated), dtype=torch.int64)
+        new = torch.tensor(list(generated), dtype=torch.int64, device=device)
         if (penalty := request.sampling.repetition_penalty) != 1:
             seen = torch.cat([self._prompt, new]).unique()
             scores[seen] = torch.where(scores[seen] < 0, scores[seen] * penalty, scores[seen] / penalty)
         if request.frequency_penalty:
-            scores[new] -= request.frequency_penalty * torch.tensor(list(generated.values()), dtype=torch.float32)
+            counts = torch.tensor(list(generated.values()), dtype=torch.float32, device=device)
+            scores[new] -= request.frequency_penalty * counts
         if request.presence_penalty:
             scores[new] -= request.presence_penalty
         if len(self._bias_ids):
             scores[self._bias_ids] += self._bias
-        if (mask := self._mask(tuple(drafted), is_draft=is_draft and bool(drafted))) is not None:
-            scores[~mask] = -inf
-        if self.position(drafted) < request.min_tokens:
-            scores[[token for token in request.stop_token_ids if token < len(scores)]] = -inf
-        return scores
 
     def _advance_grammar(self, grammar: GrammarState, tokens: tuple[int, ...]) -> None:
         try:
             grammar.advance(tokens)
         except ConfigError as error:
-            self._give_up(error)
-
-    def _give_up(self, error: ConfigError) -> None:
-        """Record that this sequence has to end; the others of the batch go on."""
-        self._grammar, self.failure = None, str(error)
+            self.fail(error)
 
     def _restart_grammar(self) -> None:
         """Take the grammar back to the emitted tokens. Only the text itself, not drafts, may become too complex."""
@@ -116,7 +134,7 @@ class TokenSampler:
             if is_draft:
                 self._restart_grammar()
             else:
-                self._give_up(error)
+                self.fail(error)
             return None
         return masks[len(drafted)] if len(masks) > len(drafted) else None
 

@@ -343,13 +343,15 @@ def sample_coupled(probs: Tensor, seeds: Sequence[int], positions: Sequence[int]
     racers = tokens.cpu().numpy()
     with np.errstate(divide="ignore"):
         # Infinite at rate 0.
-        times = -np.log(_uniforms(keys, racers.astype(np.uint64))) / weights.double().cpu().numpy()
+        times = -np.log(_uniforms(keys, racers.astype(np.uint64))) / weights.cpu().double().numpy()
     best = times.argmin(-1)
     rows = np.arange(len(best))
     winners: list[int] = racers[rows, best].tolist()
     if racers.shape[-1] < probs.shape[-1]:
         rest = probs.scatter(-1, tokens, 0.0)
-        rates = rest.sum(-1, dtype=torch.float64).cpu().numpy()
+        # Summed where float64 exists: not on Apple's GPUs.
+        summed = rest if rest.device.type in ("cpu", "cuda") else rest.cpu()
+        rates = summed.sum(-1, dtype=torch.float64).cpu().numpy()
         u_times, u_tokens = _uniforms(keys, np.array([[_REST, _WITHIN_REST]])).T
         with np.errstate(divide="ignore"):
             is_beaten = -np.log(u_times) / rates < times[rows, best]
