@@ -8,15 +8,17 @@ from itertools import pairwise
 
 import pytest
 import torch
-from quick import others_slow
+from quick import REPRESENTATIVES, families, others_slow
 from scheduled import Answers, Clock, Text, alone, scheduler_of
-from tiny import build, prompt, refrain
+from tiny import CONFIGS, build, prompt, refrain
 
+from nextn.cache.kv_cache import KVCache
 from nextn.errors import ConfigError, QueueFullError
 from nextn.runtime.backend import backend_for
 from nextn.runtime.native.passes import Passes
 from nextn.serve import scheduler as scheduler_module
-from nextn.serve.engine import ServingEngine, _bytes_per_sequence, _limits
+from nextn.serve.cache_memory import bytes_per_sequence, limits_within
+from nextn.serve.engine import ServingEngine
 from nextn.serve.options import EngineOptions
 from nextn.serve.prefix_cache import PrefixCache
 from nextn.serve.request import GenerationChunk, GenerationRequest
@@ -395,8 +397,9 @@ def test_memory_is_bounded_while_kinds_of_requests_alternate(trained, monkeypatc
     monkeypatch.setattr(scheduler_module, "_AHEAD_S", 0.0)
     monkeypatch.setattr(scheduler_module, "_AHEAD_PER_SEQUENCE_S", 0.0)
     model = trained["glm_two"]
-    limits = _limits(backend_for(model), EngineOptions(max_num_seqs=4, max_model_len=256, cache_gb=0.01))
-    per_position, _ = _bytes_per_sequence(backend_for(model))
+    backend = backend_for(model)
+    limits = limits_within(backend, EngineOptions(max_num_seqs=4, max_model_len=256, cache_gb=0.01))
+    per_position, _ = bytes_per_sequence(backend)
     bound = (limits.max_num_seqs + 1) * limits.max_model_len * per_position
     requests = {
         (wave, index): GenerationRequest(
@@ -414,6 +417,60 @@ def test_memory_is_bounded_while_kinds_of_requests_alternate(trained, monkeypatc
         most[limit] = max(sizes)
     chunk = 64 * per_position  # that came after the last look
     assert most[bound] <= bound + chunk < most[math.inf]
+
+
+def stored_bytes(value, seen):
+    """Bytes of all tensors' memory that can be reached from a cache, whatever its class says of itself."""
+    if isinstance(value, torch.Tensor):
+        storage = value.untyped_storage()
+        is_new = storage.data_ptr() not in seen
+        seen.add(storage.data_ptr())
+        return storage.nbytes() if is_new else 0
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return sum(stored_bytes(each, seen) for each in value)
+    return stored_bytes(vars(value), seen) if "Layer" in type(value).__name__ or isinstance(value, KVCache) else 0
+
+
+@pytest.mark.parametrize("name", families(CONFIGS, {*REPRESENTATIVES, "deepseek_v32"}))
+def test_caches_of_the_torch_backend_take_what_was_foreseen(name, monkeypatch):
+    """Of every layer type: at the full length, together and one by one, before and after they join."""
+    monkeypatch.setattr(scheduler_module, "_AHEAD_S", 0.0)
+    monkeypatch.setattr(scheduler_module, "_AHEAD_PER_SEQUENCE_S", 0.0)
+    model, length, k = build(name), 130, 2
+    per_position, per_state = bytes_per_sequence(backend_for(model, "torch"))
+    kinds = {}, {}, {"num_speculative_tokens": 0}
+    limits = {"max_model_len": length, "max_num_seqs": len(kinds), "num_speculative_tokens": k}
+    answers = Answers(scheduler_of(model, backend="torch", length=lambda num_sequences: FixedLength(k), **limits))
+    for index, kind in enumerate(kinds):
+        size = 66 + 20 * index
+        tokens = tuple(prompt(size, seed=index, vocab_size=40))
+        answers.add(index, GenerationRequest(tokens, max_tokens=length - size, **kind))
+    most = 0
+    while not answers.scheduler.is_idle:
+        answers.scheduler.step()
+        caches = [each for batch in answers.scheduler._batches for each in batch._caches]
+        stored = stored_bytes(caches, set())
+        counted = answers.scheduler.num_cache_bytes
+        assert 0.4 * counted <= stored <= counted
+        most = max(most, counted)
+    assert most <= len(kinds) * ((length + k + 1) * per_position + per_state)
+    assert most > 0.6 * len(kinds) * length * per_position
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_memory_bounds_the_context(trained, backend):
+    """On every backend: --cache-gb, or what does not fit is refused."""
+    made = backend_for(trained["glm_two"], backend)
+    per_position, per_state = bytes_per_sequence(made)
+    options = EngineOptions(backend, max_num_seqs=64, cache_gb=0.01)
+    limits = limits_within(made, options)
+    assert (limits.prefix_bytes > 0) == (backend == "native")
+    needed = 65 * (limits.max_model_len * per_position + per_state) + limits.prefix_bytes
+    assert 0.95 * 10**7 < needed <= 10**7
+    with pytest.raises(ConfigError, match=f"64 sequences of {limits.max_model_len + 1} positions do not fit 0.01 GB"):
+        limits_within(made, replace(options, max_model_len=limits.max_model_len + 1))
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5, 20, 40])

@@ -35,7 +35,7 @@ class CompressedLayer(AttentionLayer):
         start, end = self._first * self.compress_rate, self._end // self.compress_rate * self.compress_rate
         chunks = []
         for part, states in (("kv", kv), ("gate", gate)):
-            buffer = write_states(self._inputs.get((name, part)), states[:, None], self._starts)
+            buffer = write_states(self._inputs.get((name, part)), states[:, None], self._starts, self.max_slots)
             self._inputs[name, part] = buffer
             chunks.append(buffer[:, 0, start:end])
         return chunks[0], chunks[1], start
@@ -51,6 +51,19 @@ class CompressedLayer(AttentionLayer):
             compressed = torch.cat([self._entries[name][:, : self._first + 1], compressed[:, 1:]], dim=1)
         self._entries[name] = compressed
         return compressed
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [*super().buffers, *self._inputs.values()]
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + sum(entries.nbytes for entries in self._entries.values())
+
+    @property
+    def bytes_per_position(self) -> int:
+        per_entry = sum(entries.shape[-1] * entries.itemsize for entries in self._entries.values())
+        return super().bytes_per_position + -(-per_entry // self.compress_rate)
 
     def select(self, sequences: Tensor) -> None:
         super().select(sequences)
@@ -101,6 +114,18 @@ class ConvolutionLayer(AttentionLayer, LinearAttentionLayer):
         states = self.conv_states[state_idx] = torch.cat([past, conv_states], dim=-1)
         self.has_previous_state[state_idx] = True
         return states[..., self._max_rollback :]
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + sum(state.nbytes for state in self._states)
+
+    @property
+    def bytes_per_state(self) -> int:
+        return sum(state[0].nbytes for state in self._states)
+
+    @property
+    def _states(self) -> list[Tensor]:
+        return [state for state in self.conv_states.values() if state is not None]
 
     def commit(self, counts: Sequence[int], num_positions: int) -> None:
         self._move(counts, num_positions)

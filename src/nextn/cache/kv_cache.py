@@ -5,6 +5,7 @@ sequence. Sequences are left-aligned and may differ in length, so cache slot == 
 on the left.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,6 +25,12 @@ class _Layer(Protocol):
     def drop(self, counts: Sequence[int]) -> None: ...
     def select(self, sequences: Tensor) -> None: ...
     def append(self, other: "_Layer", counts: tuple[int, int]) -> None: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def bytes_per_position(self) -> int: ...
+    @property
+    def bytes_per_state(self) -> int: ...
 
 
 class AttentionLayer(CacheLayerMixin):
@@ -39,6 +46,7 @@ class AttentionLayer(CacheLayerMixin):
     is_initialized: bool
     keys: Tensor
     values: Tensor
+    max_slots = sys.maxsize  # buffers grow by doubling, but not beyond this unless they must
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,9 +89,26 @@ class AttentionLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.keys = write_states(self.keys, key_states, self._starts)
-        self.values = write_states(self.values, value_states, self._starts)
+        self.keys = write_states(self.keys, key_states, self._starts, self.max_slots)
+        self.values = write_states(self.values, value_states, self._starts, self.max_slots)
         return self.keys[:, :, : self._end], self.values[:, :, : self._end]
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Buffers [B, heads, slots, dim]; none before the first block."""
+        return [self.keys, self.values] if self.is_initialized else []
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    @property
+    def bytes_per_position(self) -> int:
+        return sum(buffer.shape[1] * buffer.shape[3] * buffer.itemsize for buffer in self.buffers)
+
+    @property
+    def bytes_per_state(self) -> int:
+        return 0
 
     def get_seq_length(self) -> int:
         return max(self._starts, default=0)
@@ -105,7 +130,7 @@ class IndexedLayer(AttentionLayer):
 
     def update_index(self, idx_k: Tensor) -> Tensor:
         """Do the same under MiniMax-M3's name, with an axis of one head: [B, 1, m, dim]."""
-        self._index = write_states(self._index, idx_k, self._starts)
+        self._index = write_states(self._index, idx_k, self._starts, self.max_slots)
         return self._index[:, :, : self._end]
 
     def select(self, sequences: Tensor) -> None:
@@ -117,17 +142,23 @@ class IndexedLayer(AttentionLayer):
         assert isinstance(other, IndexedLayer)
         self._index = join_slots([self._index, other._index], counts)
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [*super().buffers, *([] if self._index is None else [self._index])]
 
-def write_states(buffer: Tensor | None, states: Tensor, starts: Sequence[int]) -> Tensor:
+
+def write_states(buffer: Tensor | None, states: Tensor, starts: Sequence[int], max_slots: int) -> Tensor:
     """Write states [B, heads, m, dim] into slots starts[seq], ... of buffer [B, heads, capacity, dim].
 
-    Returns the buffer, or a larger one if they did not fit: do not use the one passed in again.
+    Returns the buffer, or a larger one if they did not fit: do not use the one passed in again. It has more than
+    max_slots only where the states need them.
     """
     buffer = states[:, :, :0] if buffer is None else buffer
     num_positions = states.shape[2]
     if (end := max(starts) + num_positions) > buffer.shape[2]:
         # Zeros, not garbage: a masked slot still meets 0 * value in the weighted sum, and 0 * NaN is NaN.
-        grown = buffer.new_zeros(*buffer.shape[:2], max(end, 2 * buffer.shape[2], 64), buffer.shape[3])
+        capacity = max(end, min(max(2 * buffer.shape[2], 64), max_slots))
+        grown = buffer.new_zeros(*buffer.shape[:2], capacity, buffer.shape[3])
         grown[:, :, : buffer.shape[2]] = buffer
         buffer = grown
     if len(set(starts)) == 1:
@@ -186,7 +217,8 @@ class RecurrentLayer(LinearAttentionLayer):
         if past is None:
             past = conv_states.new_zeros(*conv_states.shape[:-1], size)
         full = torch.cat([past, conv_states], dim=-1)
-        self.conv_states[state_idx] = full[..., -size:]
+        # Of a long block, a copy: a view would keep all of it.
+        self.conv_states[state_idx] = full[..., -size:].clone() if full.shape[-1] > 2 * size else full[..., -size:]
         self.is_conv_states_initialized[state_idx] = self.has_previous_state[state_idx] = True
         self.dtype, self.device = conv_states.dtype, conv_states.device
         return full
@@ -201,6 +233,31 @@ class RecurrentLayer(LinearAttentionLayer):
             sequences = [seq for seq, num_accepted in enumerate(counts) if num_accepted == count]
             self._restore(torch.tensor(sequences, device=self.device), count)
         self._before, self._replay = None, {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(per_sequence * len(state) for per_sequence, state in self._sizes())
+
+    @property
+    def bytes_per_position(self) -> int:
+        return 0
+
+    @property
+    def bytes_per_state(self) -> int:
+        return sum(per_sequence for per_sequence, _ in self._sizes())
+
+    def _sizes(self) -> list[tuple[int, Tensor]]:
+        """The bytes per sequence of each state, and the state.
+
+        Twice its size, before and after an open block; a convolution's may be a view of a tensor twice as large.
+        """
+        pairs = (4, self.conv_states), (2, self.recurrent_states)
+        return [
+            (count * state[0].nbytes, state)
+            for count, states in pairs
+            for state in states.values()
+            if state is not None
+        ]
 
     def _restore(self, sequences: Tensor, count: int) -> None:
         if self._before is None or not self._replay:
@@ -354,8 +411,28 @@ class KVCache(TransformersCache):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that it takes at most; 0 where that is not known."""
-        return 0
+        """Bytes of memory that it takes at most."""
+        return sum(layer.num_bytes for layer in self.layers)
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Bytes that a position of one sequence takes; known after the first block."""
+        return sum(layer.bytes_per_position for layer in self.layers)
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Bytes that a sequence takes whatever its length; known after the first block."""
+        return sum(layer.bytes_per_state for layer in self.layers)
+
+    @property
+    def compress_rate(self) -> int:
+        """The most positions that share one entry of a layer."""
+        return max((getattr(layer, "compress_rate", 1) for layer in self.layers), default=1)
+
+    def limit(self, num_positions: int) -> None:
+        """Reserve no memory beyond this many positions per sequence, which are all that it will hold."""
+        for layer in self.layers:
+            layer.max_slots = num_positions
 
     def shrink(self) -> None:
         """Give back the memory of sequences that left, where a cache keeps it."""
@@ -403,6 +480,26 @@ class PerSequenceCache(KVCache):
     def select(self, sequences: Sequence[int]) -> None:
         self.sequences = [self.sequences[seq] for seq in sequences]
         self._measure()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(cache.num_bytes for cache in self.sequences)
+
+    @property
+    def bytes_per_position(self) -> int:
+        return max((cache.bytes_per_position for cache in self.sequences), default=0)
+
+    @property
+    def bytes_per_state(self) -> int:
+        return max((cache.bytes_per_state for cache in self.sequences), default=0)
+
+    @property
+    def compress_rate(self) -> int:
+        return max((cache.compress_rate for cache in self.sequences), default=1)
+
+    def limit(self, num_positions: int) -> None:
+        for cache in self.sequences:
+            cache.limit(num_positions)
 
     def joined(self, other: KVCache) -> KVCache:
         assert isinstance(other, PerSequenceCache)

@@ -214,8 +214,13 @@ class DecodingBatch:
 
     @property
     def num_cache_bytes(self) -> int:
-        """Bytes of memory that its caches take at most; 0 where that is not known."""
+        """Bytes of memory that its caches take at most."""
         return sum(cache.num_bytes for cache in self._caches)
+
+    def limit_caches(self, num_positions: int) -> None:
+        """Reserve no memory beyond this many positions per sequence."""
+        for cache in self._caches:
+            cache.limit(num_positions)
 
     def shrink(self) -> None:
         """Give back the cache memory of sequences that left."""

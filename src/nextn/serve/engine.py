@@ -15,17 +15,15 @@ from nextn.decoding.rounds import check_prompt
 from nextn.errors import ConfigError, QueueFullError
 from nextn.evaluate.decoding_costs import measure_costs
 from nextn.model.model import Model
-from nextn.runtime.backend import Backend, backend_for
-from nextn.runtime.native.kv_buffers import KVBuffers
+from nextn.runtime.backend import backend_for
+from nextn.serve.cache_memory import limits_within
 from nextn.serve.options import EngineOptions
 from nextn.serve.request import EngineStats, GenerationChunk, GenerationRequest
-from nextn.serve.scheduler import CHUNKS, Scheduler, SchedulerLimits
+from nextn.serve.scheduler import CHUNKS, Scheduler
 from nextn.serve.served_batch import ServedSequence
 from nextn.stats.speedup import Costs
 
 _LOG = logging.getLogger(__name__)
-_PREFIX_SHARE = 0.25  # of the cache memory
-_DEFAULT_LENGTH = 4096  # positions per sequence, where neither the model nor the memory sets a limit
 _COST_CONTEXT, _COST_REPEATS = 128, 3
 
 
@@ -52,7 +50,7 @@ class ServingEngine:
         """
         self.model, self.options = model, options or EngineOptions()
         self.backend = backend_for(model, self.options.backend)
-        self.limits = _limits(self.backend, self.options)
+        self.limits = limits_within(self.backend, self.options)
         self._costs: Costs | None = None
         self._warm_up = self._warm_up_steps() if self.options.warmup else iter(())
         self._arrivals: deque[ServedSequence] = deque()
@@ -204,40 +202,3 @@ def _warmup_order(max_num_seqs: int) -> list[int]:
     """Powers of two, then the other batch sizes."""
     sizes = range(1, max_num_seqs + 1)
     return sorted(sizes, key=lambda size: (bool(size & (size - 1)), size))
-
-
-def _limits(backend: Backend, options: EngineOptions) -> SchedulerLimits:
-    """Divide the memory for caches. Raises ConfigError where it does not suffice."""
-    total = int(options.cache_gb * 1e9)
-    prefix_bytes = int(total * _PREFIX_SHARE)
-    rows = options.max_num_seqs + 1  # one moves from its own cache to that of a batch
-    per_position, per_sequence = _bytes_per_sequence(backend)
-    length = min(
-        options.max_model_len or backend.trunk.max_length or _DEFAULT_LENGTH,
-        backend.trunk.max_length or 2**31,
-        ((total - prefix_bytes) // rows - per_sequence) // per_position if per_position else 2**31,
-    )
-    if length < max(2, options.max_model_len or 2):
-        raise ConfigError(
-            f"{options.max_num_seqs} sequences of {options.max_model_len or 2} positions do not fit "
-            f"{options.cache_gb:g} GB of caches and the model's context; {max(0, length)} positions would: use "
-            "--cache-gb, --max-num-seqs or --max-model-len"
-        )
-    k = 0 if backend.head is None else options.num_speculative_tokens
-    return SchedulerLimits(
-        max_num_seqs=options.max_num_seqs,
-        max_model_len=int(length),
-        num_speculative_tokens=k,
-        adaptive=options.adaptive,
-        prefix_bytes=prefix_bytes,
-        cache_bytes=total - prefix_bytes,
-    )
-
-
-def _bytes_per_sequence(backend: Backend) -> tuple[int, int]:
-    """Bytes per position and, whatever the length, per sequence; 0 where the backend does not know them."""
-    heads = 0 if backend.head is None else backend.head.num_modules
-    with backend.trunk.pass_context():
-        caches = [backend.trunk.cache(1), *(backend.head.cache(1) for _ in range(heads) if backend.head is not None)]
-    known = [cache for cache in caches if isinstance(cache, KVBuffers)]
-    return sum(cache.bytes_per_position for cache in known), sum(cache.bytes_per_state for cache in known)

@@ -97,7 +97,7 @@ class Scheduler:
 
     @property
     def num_cache_bytes(self) -> int:
-        """Bytes of memory that the caches of sequences take at most; 0 where the backend does not know."""
+        """Bytes of memory that the caches of sequences take at most."""
         return sum(batch.num_cache_bytes for batch in self._batches)
 
     @property
@@ -166,6 +166,7 @@ class Scheduler:
             batch = ServedBatch(
                 self._backend.trunk, self._backend.head, sequence, num_speculative_tokens=k, length=length
             )
+            batch.limit_caches(self.limits.max_model_len)
             if self.prefix_cache is not None:
                 with batch.isolated():
                     sequence.cached_tokens = self.prefix_cache.restore(batch)
