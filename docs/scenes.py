@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from generated import ROOT
@@ -19,10 +20,12 @@ from generated import ROOT
 sys.path.insert(0, str(ROOT / "tests"))
 
 import torch
+from bpe_tokenizers import bpe_tokenizer
 from decoding_engine import Server, faulty
 from fake_engine import FakeEngine
 from make_troubleshooting import head_not_left_out
 from served import ServedModel
+from test_separate_head import TEXT, build
 from tiny import FIXTURES, refrain
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -118,6 +121,15 @@ def shipped(folder: Path) -> None:
     """The checkpoint in the package, where its short path is its name, and held-out prompts."""
     shutil.copytree(SHIPPED, folder / "tiny")
     shutil.move(folder / "tiny" / "prompts.jsonl", folder / "prompts.jsonl")
+
+
+def separate_head(folder: Path, layout: str) -> None:
+    """A Llama without a head, and one in a layout for other engines that was trained on it for three steps."""
+    build(folder / "MODEL", "llama")
+    bpe_tokenizer("smollm").save_pretrained(folder / "MODEL")
+    (folder / "text.txt").write_text(TEXT)
+    command = ["train", "runs/head", "--freeze-trunk", "--from", "MODEL", "--init-head", "--layout", layout]
+    nextn_command(folder, *command, "--data", "text.txt", "--set", "steps=3", "--set", "length=32", "--allow-worse")
 
 
 def loaded(folder: Path) -> None:
@@ -256,6 +268,10 @@ SCENES = (
     Scene("first-hour", shipped, slow=True),
     Scene("lost-head", lost, slow=True),
     Scene("low-acceptance", shipped, norms_not_shifted, slow=True),
+    Scene("large-models", shipped, slow=True),
+    Scene("any-model-draft", partial(separate_head, layout="mimo"), slow=True),
+    Scene("any-model-gguf", partial(separate_head, layout="step35"), slow=True),
+    Scene("serve", shipped),
     Scene("quantized", quantized),
     Scene("ci", stale, wrong_engine, slow=True),
     Scene("stale-head", stale, slow=True),

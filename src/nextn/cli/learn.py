@@ -100,10 +100,10 @@ def _decode_shipped(folder: Path, k: int, *, quiet: bool) -> dict[str, object]:
 
 
 def _announce_training(folder: Path, minutes: float) -> None:
-    screen = console()
+    screen, duration = console(), "one minute" if minutes == 1 else f"{minutes:g} minutes"
     screen.rule("[bold]2. Training such a model here")
     text = (
-        f"Trunk and head are trained together on Python's standard library for {minutes:g} minutes (--minutes); the "
+        f"Trunk and head are trained together on Python's standard library for {duration} (--minutes); the "
         f"speed of this machine decides how many steps that are. Ctrl-C stops, the same command resumes."
     )
     screen.print(plain(text))
