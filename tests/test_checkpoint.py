@@ -221,10 +221,7 @@ def test_same_bits(tmp_path):
 
 
 def test_a_wrong_path_says_how_it_was_read(tmp_path, monkeypatch):
-    """A mistyped folder looks like a hub id, and a GGUF file like a checkpoint that other commands take."""
+    """A mistyped folder looks like a hub id."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=r"hf download.*no folder out/modle here, so it was taken as a hub id"):
         Checkpoint.open("out/modle", offline=True, cache_dir=tmp_path)
-    (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match="a GGUF file, which only audit and convert read"):
-        Checkpoint.open("m.gguf")

@@ -113,7 +113,7 @@ class Checkpoint:
                 )
             hub_id = str(path_or_id)
             if path.exists() or isinstance(path_or_id, Path) or not re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id, re.ASCII):
-                raise CheckpointError(f"{path_or_id}: {_why_not_opened(path)}")
+                raise CheckpointError(f"{path_or_id}: neither a folder, a .safetensors file nor a hub id (org/name).")
         try:
             if offline or is_offline_mode():
                 folder = cached_folder(hub_id, revision=revision, cache_dir=cache_dir)
@@ -209,12 +209,6 @@ def _assemble(path: str, sources: Mapping[str, ByteSource], *, revision: str | N
     tensors, problems = _reconcile(headers, index)
     config = _load_json(sources[CONFIG], CONFIG_LIMITS) if CONFIG in sources else {}
     return Checkpoint(path, config, index, headers, tensors, tuple(problems), sources, revision)
-
-
-def _why_not_opened(path: Path) -> str:
-    if path.suffix == ".gguf" and path.is_file():
-        return "a GGUF file, which only audit and convert read. Give the folder or hub id with .safetensors files."
-    return "neither a folder, a .safetensors file nor a hub id (org/name)."
 
 
 def _advice(names: Sequence[str]) -> str:
