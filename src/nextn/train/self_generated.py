@@ -112,7 +112,7 @@ class AnswerProgress:
     tokens: int = 0  # of all answers
     repetitive: int = 0  # answers that are degenerate text
     finishes: Counter[str] = field(default_factory=Counter)
-    tokens_per_s: float = 0.0  # of the last batch, 0 for answers read from an existing file
+    tokens_per_s: float | None = None  # of the last batch; None for answers of an engine or an existing file
 
     def plus(self, answers: Sequence[GeneratedAnswer], seconds: float = 0.0) -> "AnswerProgress":
         """Return the progress after more answers, which took this many seconds (0 = read from the file)."""
@@ -123,7 +123,7 @@ class AnswerProgress:
             self.tokens + new,
             self.repetitive + sum(answer.repetitive for answer in answers),
             self.finishes + Counter(answer.finish for answer in answers),
-            new / seconds if seconds else 0.0,
+            new / seconds if seconds else None,
         )
 
     def as_record(self) -> dict[str, object]:
