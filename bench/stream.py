@@ -168,7 +168,9 @@ def run(folder: Path, work: Path) -> dict[str, object]:
         "same_figures": records[0]["figures"] == records[1]["figures"],
         "estimate": estimate,
         "seconds_of_layers": stream["seconds"],
-        "ratio_to_estimate": stream["seconds"] / estimate["seconds"],
+        "ratio_of_layers": stream["seconds"]
+        / (estimate["num_bytes"] / estimate["bytes_per_s"] + estimate["flops"] / estimate["flops_per_s"]),
+        "ratio_of_command": whole["seconds"] / estimate["seconds"],
         "layers": stream["layers"],
         "load": [load_before, os.getloadavg()],
         "machine": {key: records[0]["machine"][key] for key in ("name", "cores", "threads", "versions", "dtype")},

@@ -2,7 +2,8 @@
 
 import gc
 import re
-from dataclasses import replace
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -17,9 +18,10 @@ from nextn.checkpoint.mapped_memory import return_freed_memory
 from nextn.errors import CheckpointError, ConfigError, TrainingError
 from nextn.losses.mtp_loss import Targets
 from nextn.model.model import Model
+from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.train.config import HeadConfig, TrainConfig
 from nextn.train.distributed import Ranks, shard, unsharded
-from nextn.train.head_run import StartingPoint, load_starting_point
+from nextn.train.head_run import StartingPoint, load_starting_point, prepare_head_run
 from nextn.train.head_task import HeadTask, freeze
 from nextn.train.hidden_cache import HiddenStateCache
 from nextn.train.joint_task import JointTask
@@ -131,6 +133,37 @@ def head_from_states(ranks, out, states):
     return train_head(ranks, out, states=states)
 
 
+def streamed_head(ranks, out, model, fresh):
+    """A head of a streamed trunk -> what training said, the head's parameters, and which layers this process ran."""
+    layers, real = [], StreamedTrunk._loaded
+    start, data = StartingPoint(model, stream=True, fresh=fresh), [out.parent / "text.txt"]
+    with patch.object(StreamedTrunk, "_loaded", lambda self, index: layers.append(index) or real(self, index)):
+        run = prepare_head_run(out, start, data=data, settings=asdict(HEAD), ranks=ranks)
+        with patch.dict(HiddenStateCache.__init__.__kwdefaults__, shard_bytes=40_000):
+            cache = run.task.cached(out / "hidden")
+        run.task.stream_trunk(out / "states", cache, lambda _: None)
+        list(cache.fill(ranks=ranks))
+    lines = told(run.trainer.run(lambda: False))
+    head = {name: value for name, value in values(run.trainer).items() if name.startswith("head.")}
+    return lines, head, layers
+
+
+def one_by_one(ranks, failing):
+    """In which order the processes worked, by a file; or what each says if one fails."""
+    order = []
+
+    def work():
+        if ranks.rank == failing:
+            raise ConfigError("there is no such text")
+        order.append(time.monotonic())
+        return ranks.rank
+
+    try:
+        return ranks.one_by_one(work), order
+    except (ConfigError, TrainingError) as error:
+        return str(error), order
+
+
 def head_to_the_end(ranks, out):
     return train_head(ranks, out, resume=True, write=True)
 
@@ -197,11 +230,11 @@ def uneven(ranks, out):
     return None
 
 
-def peak_of_loading(ranks, folder):
+def peak_of_loading(ranks, folder, stream=False):
     """How far resident memory rises while a checkpoint is loaded and sharded, and the bytes of the process's share."""
 
     def load():
-        model = load_starting_point(StartingPoint(folder), near=folder.parent, ranks=ranks)[0]
+        model = load_starting_point(StartingPoint(folder, stream=stream), near=folder.parent, ranks=ranks)[0]
         freeze(model.trunk.model, model.head)
         return shard(model.trunk, model.head, ranks)
 
@@ -211,7 +244,9 @@ def peak_of_loading(ranks, folder):
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak
     before = resident("VmRSS")
     module = load()
-    return resident("VmHWM") - before, sum(value.to_local().nbytes for value in module.parameters())
+    return resident("VmHWM") - before, sum(
+        value.to_local().nbytes for value in module.parameters() if isinstance(value, DTensor)
+    )
 
 
 def resident(key):

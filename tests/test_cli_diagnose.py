@@ -1,6 +1,7 @@
 """`nextn diagnose` from the shell: tables, JSON, exit codes, and one clear line for each thing that is not there."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +13,13 @@ from typer.testing import CliRunner
 
 from nextn.cli import app
 from nextn.cli.reference import _show_diagnosis
+from nextn.engines.client import Budget
 from nextn.engines.counters import Counters
+from nextn.engines.endpoint import Endpoint, read_counters
 from nextn.errors import NextnError
+from nextn.evaluate import given_texts, offloading
 from nextn.evaluate.diagnose import Diagnosis, ObservedCase
-from nextn.evaluate.engine_run import EngineObservation
+from nextn.evaluate.engine_run import EngineObservation, _store_observation, _stored_observation, ask_prompts
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts
 from nextn.evaluate.workload import ReferencePlan
 from nextn.settings import Contract
@@ -42,6 +46,7 @@ def serve():
         running.append(kind(*faults, **settings))
         return running[-1].url
 
+    started.running = running
     yield started
     for each in running:
         each.stop()
@@ -113,6 +118,59 @@ def test_streamed_trunk_and_an_engine_of_another_model(serve, prompts, trained, 
     record = json.loads(run(url, prompts, "--drive", "--stream", "--json", "--states", tmp_path / "states").stdout)
     (note,) = (note for note in record["notes"] if "not the model's own" in note)
     assert note.endswith("the engine has other weights, or a quantized trunk")
+
+
+class Unseeded(ServedModel):
+    """Whose samples never come twice."""
+
+    def decode(self, prompt, body, **options):
+        return super().decode(prompt, body | {"seed": len(self.requests)}, **options)
+
+
+def test_interrupted_streaming_resumes_with_the_same_answers(serve, prompts, trained, tmp_path, monkeypatch):
+    """Also sampled ones: nothing is asked twice, so that the states are of the texts; the next run asks anew."""
+    url, served = serve(kind=Unseeded, model=trained["glm"]), []
+    real = given_texts.whole_text_outputs
+
+    def interrupted(trunk, texts, *, on_layer, **options):
+        def stop(progress):
+            on_layer(progress)
+            raise KeyboardInterrupt
+
+        return real(trunk, texts, on_layer=stop, **options)
+
+    options = ("--drive", "--stream", "--json", "--states", tmp_path / "states", "--temperatures", "0,1")
+    with monkeypatch.context() as patch:
+        patch.setattr(given_texts, "whole_text_outputs", interrupted)
+        assert run(url, prompts, *options).exit_code == 130
+    (folder,) = (tmp_path / "states").glob("diagnose-*")
+    served.append(serve.running[0].num)
+    streamed = []
+    monkeypatch.setattr(offloading, "stream_record", lambda layers, _: streamed.append(list(layers)) or {})
+    result = run(url, prompts, *options)
+    assert json.loads(result.stdout)["cases"][0]["prompts"] == 8
+    served.append(serve.running[0].num)
+    assert [layer.resumed for layer in streamed[0]] == [True, *[False] * (len(streamed[0]) - 1)]
+    assert served[1] - served[0] <= 4  # what the engine can do, and its weights
+    assert not folder.exists()
+    run(url, prompts, *options)
+    assert serve.running[0].num - served[1] >= 16
+
+
+def test_answers_before_a_restart_of_the_engine_are_not_used(serve, prompts, trained, tmp_path):
+    """Its counters began anew, so it may run at other settings."""
+    url = serve(kind=ServedModel, model=trained["glm"])
+    endpoint, (text,) = Endpoint.open(url, Budget()), refrain(1, 33, seed=10**6).tolist()
+    observation = ask_prompts(endpoint, [tuple(text)], [0], 0.0, 8)
+    assert observation.answers[0].ids
+    for lead, expected in ((0, observation), (1, None)):
+        totals = read_counters(endpoint)
+        totals = replace(totals, num_drafts=totals.num_drafts + lead)
+        _store_observation(tmp_path / "observed.json", observation, totals)
+        assert _stored_observation(tmp_path / "observed.json", endpoint) == expected
+    (tmp_path / "observed.json").write_text("{}")
+    with pytest.raises(NextnError, match="not readable: 'totals'; remove it"):
+        _stored_observation(tmp_path / "observed.json", endpoint)
 
 
 def test_streamed_trunk_cannot_generate(serve, prompts):

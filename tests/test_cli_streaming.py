@@ -8,10 +8,12 @@ import pytest
 from packed import Case, quantize_folder
 from tiny import FIXTURES, refrain
 
+from nextn.errors import CheckpointError
 from nextn.evaluate import decoding_costs, given_texts, offloading, reference_texts
 from nextn.evaluate.workload import ReferencePlan
 from nextn.model import expert_groups
 from nextn.model.model import Model
+from nextn.model.streamed_trunk import StreamedTrunk
 
 pytestmark = pytest.mark.usefixtures("fixed_bandwidth")
 GLM = FIXTURES / "glm"
@@ -95,6 +97,29 @@ def test_interrupted_command_resumes(answers, here, monkeypatch, tmp_path):
     for num_resumed in (1, Model.load(GLM).trunk.num_layers):
         record, _ = measure(here, answers[0.0], "--stream", "--states", tmp_path / "states")
         assert record["stream"]["num_resumed"] == num_resumed
+
+
+def test_shard_deleted_in_mid_stream(answers, here, monkeypatch, tmp_path):
+    """One error with the file, exit code 2; with the file back, the same command resumes."""
+    model, states = tmp_path / "model", tmp_path / "states"
+    shutil.copytree(GLM, model)
+    victim = max(model.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    real = StreamedTrunk._run_layer
+
+    def delete(self, index, *args):
+        victim.unlink(missing_ok=True)
+        return real(self, index, *args)
+
+    monkeypatch.setattr(StreamedTrunk, "_run_layer", delete)
+    options = ("--dtype", "float32", "--stream", "--states", states)
+    code, _, err = here("measure", model, "--texts", answers[0.0], "-k", 3, *options)
+    assert code == CheckpointError.exit_code == 2
+    assert err.count("error: ") == 1
+    assert str(victim) in "".join(err.split())
+    assert "the same command resumes" in " ".join(err.split())
+    monkeypatch.undo()
+    shutil.copy2(GLM / victim.name, victim)
+    assert measure(here, answers[0.0], *options, folder=model)[0]["stream"]["num_resumed"] == 1
 
 
 def test_packed_layers_are_streamed(answers, here, tmp_path):

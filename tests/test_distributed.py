@@ -10,7 +10,7 @@ from quick import case, others_slow
 from tiny import build
 
 from nextn.audit import audit
-from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.checkpoint import SHIPPED, Checkpoint
 from nextn.errors import ConfigError
 from nextn.model.model import Model
 from nextn.train.distributed import ALONE, Ranks, processes
@@ -73,6 +73,8 @@ def test_memory_of_a_process(pair, tmp_path):
     layer, trunk = (sum(value.nbytes for value in each.parameters()) for each in (layers[-1], layers))
     for peak, share in pair.run(rank_jobs.peak_of_loading, tmp_path / "model"):
         assert share < peak < share + 2 * layer + 20e6 < 0.8 * trunk
+    for peak, share in pair.run(rank_jobs.peak_of_loading, tmp_path / "model", True):  # which has no part of the trunk
+        assert share < peak < share + 4 * layer + 20e6 < 0.4 * trunk  # the head is whole, in fp32, until it is sharded
 
 
 @pytest.mark.parametrize("optimizer", others_slow(["adamw", "muon"], "muon"))
@@ -149,6 +151,29 @@ def test_a_head_from_states_on_disk(filled_by, pair, tmp_path):
     same(parameters, cut)
     names = [path.name for path in sorted(states.iterdir())]
     assert names == ["cache.json", "hidden-00000.safetensors", "hidden-00001.safetensors"]
+
+
+@pytest.mark.parametrize("fresh", others_slow([False, True], True))
+def test_a_head_of_a_streamed_trunk(fresh, pair, tmp_path):
+    """Two processes equal one; the first reads the layers, once, and the second takes the states from the folder."""
+    (tmp_path / "text.txt").write_text("".join(f"def number_{index}(): return {index * 7}\n" for index in range(200)))
+    lines, parameters, layers = rank_jobs.streamed_head(ALONE, tmp_path / "one", SHIPPED, fresh)
+    (cut_lines, cut, first), (second, _, others) = pair.run(rank_jobs.streamed_head, tmp_path / "two", SHIPPED, fresh)
+    assert first == layers == list(range(12)) * (2 if fresh else 1)
+    assert others == []
+    assert cut_lines == second
+    close(lines, cut_lines)
+    same(parameters, cut)
+
+
+def test_work_one_by_one(pair):
+    """A process that fails ends the others, which wait for it."""
+    (one, first), (other, second) = pair.run(rank_jobs.one_by_one, None)
+    assert (one, other) == (0, 1)
+    assert first < second
+    (one, _), (other, second) = pair.run(rank_jobs.one_by_one, 0)
+    assert (one, second) == ("there is no such text", [])
+    assert other == "process 0 of 2 ended while the others waited for it"
 
 
 def test_any_process_stops_all(pair, tmp_path):

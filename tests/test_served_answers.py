@@ -204,6 +204,26 @@ def test_engine_that_serves_another_model(folder, server, here, tmp_path, model)
     assert any("the text is not the model's own" in warning for warning in record["warnings"])
 
 
+def test_engine_with_new_weights_behind_the_same_name(folder, here, tmp_path):
+    """Stored answers are used again until the engine's log-probabilities change; then it is asked again."""
+    served = Model.load(folder / "model")
+    options = EngineOptions("torch", max_num_seqs=4, max_model_len=256, num_speculative_tokens=3, warmup=False)
+    states, texts, notes = tmp_path / "states", [], []
+    with serving(ServingEngine(served, options), served) as running:
+        for change in (1.0, 1.0, 0.1):
+            with torch.no_grad():
+                served.trunk.lm_head.mul_(change)
+            arguments = ("measure", folder / "model", "--prompts", folder / "few.jsonl", "--max-tokens", 8, "-k", 1)
+            arguments = (*arguments, "--engine", running.url, "--no-chat", "--temperatures", 1, "--states", states)
+            code, _, err = here(*arguments, "--json")
+            assert code == 0, err
+            (file,) = states.glob("answers-*/1.jsonl")
+            texts.append(file.read_text())
+            notes.append("serves other weights than in an earlier run" in " ".join(err.split()))
+    assert notes == [False, False, True]
+    assert texts[0] == texts[1] != texts[2]
+
+
 def test_options_that_exclude_each_other(folder, here, tmp_path):
     arguments = ("answer", folder / "model", tmp_path / "a", "--prompts", folder / "prompts.jsonl", "--engine", "x:1")
     code, _, err = here(*arguments, "--top-k", 5)

@@ -53,12 +53,17 @@ def test_available_memory():
 
 def test_estimate(tmp_path):
     build("glm4_moe").save(tmp_path / "model")
-    trunk = Model.load(tmp_path / "model", stream=True).trunk
-    estimate = StreamEstimate.of(trunk, 1000)
+    model = Model.load(tmp_path / "model", stream=True)
+    trunk, estimate = model.trunk, StreamEstimate.of(model.trunk, 1000)
     assert estimate.num_bytes == trunk.num_bytes
     dense = sum(
         value.numel() for name, value in trunk.named_parameters() if "experts." not in name and "embed" not in name
     )
     assert 2000 * dense < estimate.flops < 2 * 1000 * sum(value.numel() for value in trunk.parameters())
     assert min(estimate.bytes_per_s, estimate.flops_per_s) > 1e5
+    scored = StreamEstimate.of(trunk, 1000, head=model.head, num_passes=3)
+    lm_head = 3 * 2000 * trunk.lm_head.numel()
+    assert lm_head < scored.head_flops < lm_head + 3 * 2000 * sum(value.numel() for value in model.head.parameters())
+    assert estimate.head_flops == 0
+    assert StreamEstimate(10**9, 1e12, 1e9, 1e12, 3e12).seconds == 5
     assert str(StreamEstimate(10**9, 2e12, 1e9, 1e12)) == "1.0 GB at 1 GB/s and 2 TFLOP at 1 TFLOP/s: about 0.1 min"

@@ -1,6 +1,7 @@
 """Trunks whose layers are read one at a time: the same bits as in memory, what is loaded so, clear errors."""
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from quick import families
 from safetensors.torch import load_file, save_file
 from tiny import CONFIGS, FIXTURES, build, prompt
 
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.provenance import trunk_fingerprint
 from nextn.checkpoint.tensors import TensorReader
 from nextn.errors import CheckpointError, ConfigError
 from nextn.model import expert_groups, layer_states, streamed_trunk, transformers_loading
@@ -197,6 +200,38 @@ def test_states_of_another_run_are_refused(folder, tmp_path):
     rewrite(shard(folder), lambda tensors: tensors["model.layers.0.self_attn.o_proj.weight"].mul_(2))
     with pytest.raises(ConfigError, match="another checkpoint"):
         Model.load(folder, stream=True).trunk.run(BATCHES, folder=tmp_path / "states")
+
+
+def test_states_of_an_edited_trunk_are_refused(folder, tmp_path):
+    """One byte that no fingerprint samples; and the config, whose values are not in the weights."""
+    before, path = Model.load(folder, stream=True).trunk, shard(folder)
+    before.run(BATCHES, folder=tmp_path / "states")
+    with path.open("r+b") as file:
+        info = before.checkpoint.info("model.layers.1.mlp.experts.0.up_proj.weight")
+        file.seek(info.begin)
+        byte = file.read(1)
+        file.seek(info.begin)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(ConfigError, match="another checkpoint"):
+        Model.load(folder, stream=True).trunk.run(BATCHES, folder=tmp_path / "states")
+    now = Model.load(folder, stream=True).trunk
+    sampled = {trunk_fingerprint(Inventory.of(trunk.checkpoint)) for trunk in (before, now)}
+    assert len(sampled) == 1
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    edited = Model.load(folder, stream=True).trunk
+    identities = [trunk.identity(BATCHES)["checkpoint"] for trunk in (before, now, edited)]
+    assert len(set(identities)) == 3
+
+
+def test_another_head_keeps_the_states(folder):
+    """The time of a file that has nothing of the trunk does not count."""
+    before, files = Model.load(folder, stream=True).trunk, sorted(folder.glob("*.safetensors"))
+    (head,) = (path for path in files if all("layers.3." in name for name in load_file(path)))
+    os.utime(head, (0, 0))
+    assert Model.load(folder, stream=True).trunk.identity(BATCHES) == before.identity(BATCHES)
+    os.utime(shard(folder), (0, 0))
+    assert Model.load(folder, stream=True).trunk.identity(BATCHES) != before.identity(BATCHES)
 
 
 def test_damaged_states_are_an_error(folder, tmp_path):

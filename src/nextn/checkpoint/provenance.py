@@ -5,7 +5,7 @@ The trunk's fingerprint is of samples, so it needs only a few small reads for a 
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -13,6 +13,7 @@ from typing import Literal, TypeVar
 from nextn import __version__
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.checkpoint.snapshot import on_disk
 from nextn.errors import CheckpointError, FamilyError
@@ -86,6 +87,23 @@ def trunk_fingerprint(inventory: Inventory) -> str:
     for name, data in zip(names, inventory.checkpoint.samples(names), strict=True):
         info = inventory.checkpoint.info(name)
         digest.update(json.dumps([info.dtype, info.shape]).encode() + data)
+    return digest.hexdigest()
+
+
+def files_identity(checkpoint: Checkpoint, files: Iterable[str]) -> str:
+    """Return the SHA-256 of what identifies these safetensors files, and of the config, without reading values.
+
+    Of a file: name, header, and size and modification time, or the commit where it is a hub's. So an edit of any value
+    is noticed, unless it keeps the time; a copy with another time counts as another checkpoint.
+    """
+    digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True, default=str).encode())
+    for file in sorted(files):
+        source, tensors = checkpoint.sources[file], checkpoint.headers[file].tensors
+        state: object = checkpoint.revision
+        if state is None and isinstance(source, LocalFile) and source.stamp is not None:
+            state = source.stamp[2:]  # not device and inode, which another mount changes
+        header = sorted((info.name, info.dtype, info.shape, info.begin, info.end) for info in tensors.values())
+        digest.update(json.dumps([file, state, header]).encode())
     return digest.hexdigest()
 
 

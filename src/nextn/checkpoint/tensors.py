@@ -188,9 +188,13 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         """Return how many bytes `fetch` reads."""
         return sum(info.nbytes for info in self._infos(names))
 
+    def files(self, names: Iterable[str]) -> set[str]:
+        """Return the files with these tensors and their scales."""
+        return {info.file for info in self._infos(names)}
+
     def check_unchanged(self, names: Iterable[str]) -> None:
         """Raise CheckpointError if a file of these tensors changed: reading a truncated one would end the process."""
-        for file in sorted({info.file for info in self._infos(names)}):
+        for file in sorted(self.files(names)):
             source = self.checkpoint.sources[file]
             if isinstance(source, LocalFile) and source.has_changed():
                 raise CheckpointError(f"{source}: the file changed while it was in use. Run again on complete files.")

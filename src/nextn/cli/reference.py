@@ -47,6 +47,7 @@ from nextn.cli.streaming import (
     Stream,
     TextOptions,
     Texts,
+    engine_folder,
     measure_acceptance,
     measure_answers,
     opened,
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
 
     from nextn.engines.endpoint import Endpoint
     from nextn.evaluate.diagnose import Diagnosis
+    from nextn.evaluate.engine_probe import EngineFolder
     from nextn.evaluate.engine_run import EngineObservation
     from nextn.evaluate.likelihoods import Cause
     from nextn.evaluate.probe import ProbeReport
@@ -252,13 +254,16 @@ def diagnose(
 
     if drive:
         target = Endpoint.open(engine, budget, model=served, key_env=key_env, chat=own_template)
-        loaded, observed = _drive(target, options, source, plan, texts)
+        loaded, observed, stored = _drive(target, options, source, plan, texts)
     else:
+        stored = None
         counters = read_engine_counters(engine, budget, served=served, key_env=key_env)
         loaded = options.load(need_head=True)
         observed = [EngineObservation(plan.temperatures[0], counters)]
     plan = observed_plan(observed, plan, num_speculative_tokens)
     diagnosis = _compare(loaded, options, observed, source, plan, texts)
+    if stored is not None:  # the next diagnosis is of what the engine does then
+        stored.remove()
     record = diagnosis.as_record()
     if out is not None:
         write_json(out, record)
@@ -271,14 +276,24 @@ def diagnose(
 
 def _drive(
     target: "Endpoint", options: ModelOptions, source: TextOptions, plan: ReferencePlan, prompts: "Sequence[Prompt]"
-) -> "tuple[Model, list[EngineObservation]]":
-    """Load the model, send the prompts to the engine and read its counters."""
+) -> "tuple[Model, list[EngineObservation], EngineFolder | None]":
+    """Load the model, send the prompts to the engine and read its counters.
+
+    Returns also the folder of what it answered, where the trunk is streamed: that may take long, and be interrupted.
+    """
     from nextn.evaluate.engine_run import drive_engine
+    from nextn.evaluate.reference_texts import prompt_tokens
 
     loaded = options.load(need_head=True, stream=source.is_streamed, shards=source.shards)
+    stored = None
+    if source.is_streamed:
+        ids = [prompt_tokens(loaded, prompt, plan.chat) for prompt in prompts]
+        settings = [*map(str, plan.temperatures), plan.max_tokens, plan.seed]
+        stored = engine_folder(target, source, ids, "diagnose", settings)
     with progress_bars(quiet=source.quiet) as progress:
         step = progress("requests", len(prompts) * len(plan.temperatures))
-        return loaded, drive_engine(target, loaded, prompts, plan, on_answer=step)
+        folder = None if stored is None else stored.path
+        return loaded, drive_engine(target, loaded, prompts, plan, on_answer=step, folder=folder), stored
 
 
 def _compare(

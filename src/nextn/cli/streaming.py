@@ -17,8 +17,10 @@ from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
     from nextn.checkpoint.checkpoint import Checkpoint
+    from nextn.engines.endpoint import Endpoint
+    from nextn.evaluate.engine_probe import EngineFolder, EngineProbe
     from nextn.evaluate.engine_run import EngineObservation
-    from nextn.evaluate.given_texts import EngineText, GivenTexts
+    from nextn.evaluate.given_texts import GivenTexts
     from nextn.evaluate.offloading import ExpertRouting
     from nextn.evaluate.reference_report import ReferenceReport
     from nextn.evaluate.teacher_forced import ReferenceText
@@ -180,21 +182,23 @@ def _measure_texts(
 
     With several temperatures in the plan, a file's own is that of its header.
     """
-    from nextn.evaluate.given_texts import check_engine, read_texts
+    from nextn.evaluate.engine_probe import check_engine
+    from nextn.evaluate.given_texts import read_texts
     from nextn.evaluate.reference import acceptance_on_texts
 
-    asked = None
+    probe = None
     loaded = options.load(need_head=True, stream=source.is_streamed, shards=source.shards, in_torch=True)
     if source.file is not None:
         temperature = plan.temperatures[0] if len(plan.temperatures) == 1 else None
         reader = partial(read_texts, source.file, loaded.trunk, loaded.tokenizer)
         given = [reader(temperature=temperature, max_tokens=plan.max_tokens)]
     else:
-        given, asked = _ask_engine(loaded, source, plan, prompts)
+        given, probe = _ask_engine(loaded, source, plan, prompts)
     texts = [text for each in given for text in each.texts]
     with nullcontext() if routing is None else routing.watch(loaded.trunk, texts):
-        outputs, record = _run_trunk(loaded, texts + ([] if asked is None else [asked[0]]), source, routing)
-    check = None if asked is None else check_engine(source.engine.url, asked, loaded.trunk, outputs.pop())
+        all_texts = texts + ([] if probe is None else [probe.reference_text])
+        outputs, record = _run_trunk(loaded, all_texts, source, routing, num_drafts=plan.num_speculative_tokens)
+    check = None if probe is None else check_engine(source.engine.url, probe, loaded.trunk, outputs.pop())
     parts = iter(outputs)
     report = acceptance_on_texts(loaded, given, [[next(parts) for _ in each.texts] for each in given], plan)
     return loaded, replace(report, stream=record, engine=check)
@@ -202,9 +206,9 @@ def _measure_texts(
 
 def _ask_engine(
     model: "Model", source: TextOptions, plan: "ReferencePlan", prompts: "Sequence[Prompt]"
-) -> "tuple[list[GivenTexts], EngineText | None]":
-    """The engine's continuations at each temperature, stored beside the states, and a text with log-probabilities."""
-    from nextn.evaluate.given_texts import ask_engine, read_texts
+) -> "tuple[list[GivenTexts], EngineProbe | None]":
+    """The engine's continuations at each temperature, stored beside the states, and its log-probabilities, if any."""
+    from nextn.evaluate.given_texts import read_texts
     from nextn.evaluate.reference_texts import prompt_tokens
     from nextn.model.text_interface import TextInterface
     from nextn.settings import Sampling, Settings
@@ -212,10 +216,10 @@ def _ask_engine(
 
     endpoint, given, eos = source.engine.open(), [], TextInterface.of(model).eos
     ids = [prompt_tokens(model, prompt, plan.chat) for prompt in prompts]
+    stored = engine_folder(endpoint, source, ids, "answers", [plan.max_tokens, plan.seed])
     for temperature in plan.temperatures:
         settings = Settings(0, sampling=Sampling(temperature), max_tokens=plan.max_tokens, seed=plan.seed, eos=eos)
-        identity = json.dumps([endpoint.url, endpoint.served.name, ids, temperature, plan.max_tokens, plan.seed])
-        file = source.folder / f"answers-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.jsonl"
+        file = stored.path / f"{temperature:g}.jsonl"
         answers = served_answers(endpoint, ids, settings, file, model.tokenizer, concurrency=source.engine.concurrency)
         with progress_bars(quiet=source.quiet) as progress:
             step = progress(f"answers of the engine at temperature {temperature:g}", len(ids))
@@ -224,7 +228,21 @@ def _ask_engine(
         texts = read_texts(file, model.trunk, model.tokenizer, max_tokens=plan.max_tokens)
         domains = tuple(prompt.domain for prompt in prompts)
         given.append(replace(texts, source=f"{endpoint.url} ({endpoint.served.name})", domains=domains))
-    return given, ask_engine(endpoint, ids[0])
+    return given, stored.probe if stored.probe.logprobs else None
+
+
+def engine_folder(
+    endpoint: "Endpoint", source: TextOptions, ids: "Sequence[tuple[int, ...]]", name: str, settings: object
+) -> "EngineFolder":
+    """Return the folder, beside the states, of the engine's answers to these prompts at these settings."""
+    from nextn.evaluate.engine_probe import EngineFolder, EngineProbe
+
+    identity = json.dumps([endpoint.url, endpoint.served.name, ids, settings])
+    path = source.folder / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    stored = EngineFolder(path, EngineProbe.ask(endpoint, ids[0]))
+    if stored.was_cleared:
+        print_note(f"{endpoint.url} serves other weights than in an earlier run, by its log-probabilities: asked again")
+    return stored
 
 
 def measure_answers(
@@ -255,14 +273,20 @@ def measure_answers(
                 made = to_generated(answer, ids, model.tokenizer, eos, where=where)
                 texts[index] = ReferenceText(made.prompt, made.tokens, temperature, made.finish == "eos")
         given.append(GivenTexts(tuple(texts[index] for index in range(len(prompts))), domains, source.engine.url))
-    outputs, record = _run_trunk(model, [text for each in given for text in each.texts], source)
+    all_texts = [text for each in given for text in each.texts]
+    outputs, record = _run_trunk(model, all_texts, source, num_drafts=plan.num_speculative_tokens)
     parts = iter(outputs)
     report = acceptance_on_texts(model, given, [[next(parts) for _ in each.texts] for each in given], plan)
     return replace(report, stream=record)
 
 
 def _run_trunk(
-    model: "Model", texts: "Sequence[ReferenceText]", source: TextOptions, routing: "ExpertRouting | None" = None
+    model: "Model",
+    texts: "Sequence[ReferenceText]",
+    source: TextOptions,
+    routing: "ExpertRouting | None" = None,
+    *,
+    num_drafts: int,
 ) -> "tuple[list[TrunkOutput], dict[str, object] | None]":
     """The states of all texts, in one pass of the trunk, and what streaming took."""
     from nextn.checkpoint.mapped_memory import return_freed_memory
@@ -274,7 +298,8 @@ def _run_trunk(
     trunk = model.trunk
     if not isinstance(trunk, StreamedTrunk):
         return whole_text_outputs(trunk, texts), None
-    estimate = StreamEstimate.of(trunk, sum(len(text.tokens) for text in texts))
+    num_tokens, num_passes = sum(len(text.tokens) for text in texts), num_drafts + 1  # with the control's
+    estimate = StreamEstimate.of(trunk, num_tokens, head=model.head, num_passes=num_passes)
     print_note(f"the trunk is streamed ({source.reason}): {estimate}")
     return_freed_memory()  # of checking the head
     layers: list[LayerProgress] = []
@@ -304,9 +329,10 @@ def stream_for_training(task: "HeadTask", cache: "HiddenStateCache", folder: Pat
     from nextn.evaluate.offloading import StreamEstimate
 
     trunk: Any = task.model.trunk
-    num_tokens = cache.num_batches * task.config.batch_size * task.config.length
-    print_note(f"the trunk is streamed (--stream): {StreamEstimate.of(trunk, num_tokens)}")
-    with _layer_bar(trunk, folder, [], quiet=quiet) as show:
+    if task.ranks.is_first:
+        num_tokens = cache.num_batches * task.config.batch_size * task.config.length
+        print_note(f"the trunk is streamed (--stream): {StreamEstimate.of(trunk, num_tokens)}")
+    with _layer_bar(trunk, folder, [], quiet=quiet or not task.ranks.is_first) as show:
         task.stream_trunk(folder, cache, show)
 
 

@@ -1,16 +1,19 @@
 """Runs of the reference's prompts on a live engine: the gain of its counters, and its texts beside the reference's."""
 
+import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from nextn.engines.answers import EngineAnswer, EngineRequest
+from nextn.checkpoint.safetensors_file import write_json
+from nextn.engines.answers import AnswerToken, EngineAnswer, EngineRequest
 from nextn.engines.client import Budget
 from nextn.engines.counter_formats import from_metrics, read, without_first_tokens
 from nextn.engines.counters import Counters
 from nextn.engines.endpoint import Endpoint, answer_all, fetch_metrics, read_counters
-from nextn.errors import ConfigError
+from nextn.errors import CheckpointError, ConfigError, EngineError
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.reference_texts import prompt_tokens
 from nextn.evaluate.workload import Prompt, ReferencePlan
@@ -69,11 +72,17 @@ def drive_engine(
     plan: ReferencePlan,
     *,
     on_answer: Callable[[], None] = lambda: None,
+    folder: Path | None = None,
 ) -> list[EngineObservation]:
     """Ask every prompt at every temperature of the plan; short and long prompts make separate observations.
 
-    The reference's own token ids are sent, or text if the endpoint applies its chat template. Raises as `ask_prompts`,
-    and ConfigError if the endpoint applies a template and prompts are token ids.
+    The reference's own token ids are sent, or text if the endpoint applies its chat template. Observations are kept in
+    `folder`, and those of an interrupted run are used if the engine was not started again since.
+
+    Raises:
+        ConfigError: The endpoint applies a template, and prompts are token ids.
+        CheckpointError: A stored observation is damaged.
+        EngineError: As `ask_prompts`.
     """
     ids = [prompt_tokens(model, prompt, plan.chat) for prompt in prompts]
     contents: list[str | tuple[int, ...]] = list(ids)
@@ -81,11 +90,64 @@ def drive_engine(
         contents = [prompt.text for prompt in prompts]
         if not all(isinstance(content, str) for content in contents):
             raise ConfigError("prompts of token ids cannot go through a chat template; omit --own-template")
-    return [
-        ask_prompts(endpoint, contents, indices, temperature, plan.max_tokens, seed=plan.seed, on_answer=on_answer)
-        for temperature in plan.temperatures
-        for indices in split_by_length(ids)
-    ]
+    observed: list[EngineObservation] = []
+    for temperature in plan.temperatures:
+        for indices in split_by_length(ids):
+            file = None if folder is None else folder / f"observed-{len(observed)}.json"
+            observation = None if file is None else _stored_observation(file, endpoint)
+            if observation is None:
+                observation = ask_prompts(
+                    endpoint, contents, indices, temperature, plan.max_tokens, seed=plan.seed, on_answer=on_answer
+                )
+                if file is not None:
+                    _store_observation(file, observation, read_counters(endpoint))
+            else:
+                for _ in indices:
+                    on_answer()
+            observed.append(observation)
+    return observed
+
+
+def _store_observation(file: Path, observation: EngineObservation, totals: Counters) -> None:
+    """Write an observation, and the engine's counters after it, which a restart of the engine resets."""
+    answers = tuple(replace(answer, raw={}) for answer in observation.answers)
+    write_json(file, {"totals": asdict(totals), "observation": asdict(replace(observation, answers=answers))})
+
+
+def _stored_observation(file: Path, endpoint: Endpoint) -> EngineObservation | None:
+    """Return a stored observation; None if there is none, or the engine was started again since."""
+    if not file.exists():
+        return None
+    try:
+        record = json.loads(file.read_text())
+        totals, fields = _to_counters(record["totals"]), record["observation"]
+        answers = tuple(map(_to_answer, fields["answers"]))
+        observation = EngineObservation(
+            fields["temperature"],
+            _to_counters(fields["counters"]),
+            tuple(fields["prompt_indices"]),
+            answers,
+            fields["exclusive"],
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file}: not readable: {error}; remove it") from error
+    try:
+        read_counters(endpoint).minus(totals)
+    except EngineError:
+        return None
+    return observation
+
+
+def _to_counters(record: dict[str, Any]) -> Counters:
+    tuples = {name: tuple(value) for name, value in record.items() if isinstance(value, list)}
+    return Counters(**(record | tuples))
+
+
+def _to_answer(record: dict[str, Any]) -> EngineAnswer:
+    """An answer with the names, ids and log-probabilities of its tokens; no list of the likeliest, no tool calls."""
+    tokens = tuple(AnswerToken(token["text"], token["id"], token["logprob"]) for token in record["tokens"])
+    prompt_ids = None if record["prompt_ids"] is None else tuple(record["prompt_ids"])
+    return EngineAnswer(**(record | {"tokens": tokens, "prompt_ids": prompt_ids, "tool_calls": ()}))
 
 
 def ask_prompts(

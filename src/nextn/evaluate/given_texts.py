@@ -6,7 +6,7 @@ A streamed trunk cannot generate, so its texts come from a copy of the model tha
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,8 +19,6 @@ from torch.nn.utils.rnn import pad_sequence
 from nextn.checkpoint.mapped_memory import release_pages, released_after_use
 from nextn.data.records import RecordReader
 from nextn.data.sources import Source, answers_header, has_records, read_records
-from nextn.engines.answers import EngineRequest
-from nextn.engines.endpoint import Endpoint
 from nextn.errors import ConfigError
 from nextn.evaluate.teacher_forced import ReferenceText
 from nextn.model.streamed_trunk import StreamedTrunk
@@ -33,13 +31,6 @@ _MAX_POSITIONS = 4096  # of one pass: texts are batched up to this number of pad
 _MAX_ROWS = 64  # positions whose distributions are in memory at once
 _MIN_AGREEMENT = 0.95  # of greedy texts: near ties differ between implementations
 _MAX_EXCESS, _MAX_ERRORS = 0.05, 4  # of sampled texts: nats per token, and standard errors
-_CHECKED_TOKENS = 32  # of an engine that is asked for its log-probabilities
-# Nats per token, mean. Of the checkpoint in the package, six greedy texts: 0.01 for the same weights in bf16, 0.003 for
-# weights rounded to 8 bits, 0.02 for 6 bits, 0.03 to 0.11 for 4 bits.
-_MAX_DIFFERENCE = 0.1
-
-# A greedy text of an engine, with the log-probabilities that it reports.
-EngineText = tuple[ReferenceText, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -206,81 +197,44 @@ class TextOrigin:
 @torch.inference_mode()
 def text_origin(trunk: Trunk, texts: Sequence[ReferenceText], outputs: Sequence[TrunkOutput]) -> TextOrigin:
     """Compare the new tokens with the trunk's distributions at the texts' temperature."""
-    temperature = texts[0].temperature
-    agreeing, total, surprise, variance = 0, 0, 0.0, 0.0
-    for text, output in zip(texts, outputs, strict=True):
-        logprobs = token_logprobs(trunk, text, output, temperature or 1.0)
-        for chosen, expected, squares, is_best in logprobs:
-            total += len(chosen)
-            agreeing += int(is_best.sum())
+    temperature, num_tokens = texts[0].temperature, max(1, sum(len(text.new) for text in texts))
+    pairs = list(zip(texts, outputs, strict=True))
+    if not temperature:  # without the sums over the vocabulary, which take longer than the products
+        agreeing = sum(
+            int((logits.argmax(-1) == target[:, 0]).sum())
+            for text, output in pairs
+            for target, logits in _logits(trunk, text, output)
+        )
+        release_pages([trunk.lm_head])
+        return TextOrigin(num_tokens, agreeing / num_tokens, None, None)
+    surprise, variance = 0.0, 0.0
+    for text, output in pairs:
+        for chosen, expected, squares in token_logprobs(trunk, text, output, temperature):
             surprise += float((expected - chosen).sum())
             variance += float((squares - expected.square()).clamp_min(0).sum())
     release_pages([trunk.lm_head])
-    if not temperature:
-        return TextOrigin(total, agreeing / max(1, total), None, None)
-    return TextOrigin(total, None, surprise / max(1, total), math.sqrt(variance) / max(1, total))
+    return TextOrigin(num_tokens, None, surprise / num_tokens, math.sqrt(variance) / num_tokens)
+
+
+def _logits(trunk: Trunk, text: ReferenceText, output: TrunkOutput) -> Iterator[tuple[Tensor, Tensor]]:
+    """New tokens [n, 1] and the trunk's logits [n, V] for them, a few positions at a time."""
+    first, targets = len(text.prompt) - 1, torch.tensor(text.new, device=output.final_hidden.device)
+    for start in range(0, len(text.new), _MAX_ROWS):
+        target = targets[start : start + _MAX_ROWS, None]
+        states = output.final_hidden[first + start : first + start + len(target)]
+        yield target, trunk.logits(states).float()
 
 
 def token_logprobs(
     trunk: Trunk, text: ReferenceText, output: TrunkOutput, temperature: float = 1.0
-) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Return for blocks of new tokens their log-probabilities, their mean and mean square over the vocabulary in the
-    trunk's distribution at each position, and whether each token is the argmax."""
-    first, blocks = len(text.prompt) - 1, []
-    targets = torch.tensor(text.new, device=output.final_hidden.device)
-    for start in range(0, len(text.new), _MAX_ROWS):
-        target = targets[start : start + _MAX_ROWS, None]
-        states = output.final_hidden[first + start : first + start + len(target)]
-        logprobs = (trunk.logits(states).float() / temperature).log_softmax(-1).double()
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return for blocks of new tokens their log-probabilities, and their mean and mean square over the vocabulary in
+    the trunk's distribution at each position."""
+    blocks = []
+    for target, logits in _logits(trunk, text, output):
+        logprobs = (logits / temperature).log_softmax(-1).double()
         probs = logprobs.exp()
-        chosen = logprobs.gather(-1, target)[:, 0]
         weighted = (probs * logprobs).nan_to_num(0)
         squares = (weighted * logprobs).nan_to_num(0)
-        blocks.append((chosen, weighted.sum(-1), squares.sum(-1), logprobs.argmax(-1) == target[:, 0]))
+        blocks.append((logprobs.gather(-1, target)[:, 0], weighted.sum(-1), squares.sum(-1)))
     return blocks
-
-
-@dataclass(frozen=True)
-class EngineCheck:
-    """The comparison of an engine's log-probabilities with the trunk's."""
-
-    engine: str
-    num_tokens: int
-    mean_difference: float  # nats, of absolute values
-    max_difference: float
-
-    @property
-    def is_same(self) -> bool:
-        """Whether the engine can serve this trunk."""
-        return self.mean_difference <= _MAX_DIFFERENCE
-
-    @property
-    def warnings(self) -> list[str]:
-        """What the user must know."""
-        if self.is_same:
-            return []
-        return [
-            f"{self.engine} serves another model than this checkpoint, or coarsely rounded weights: its "
-            f"log-probabilities differ by {self.mean_difference:.2f} nats per token ({self.num_tokens} tokens of one "
-            f"prompt; at most {_MAX_DIFFERENCE:g} is expected): the figures are of its text, not of this model's"
-        ]
-
-    def as_record(self) -> dict[str, object]:
-        return vars(self) | {"is_same": self.is_same}
-
-
-def ask_engine(endpoint: Endpoint, prompt: tuple[int, ...]) -> EngineText | None:
-    """Return an answer with log-probabilities; None from an engine that reports no ids or log-probabilities."""
-    answer = endpoint.answer(EngineRequest(prompt, _CHECKED_TOKENS, logprobs=1))
-    logprobs = tuple(token.logprob for token in answer.tokens if token.logprob is not None)
-    if not answer.ids or len(logprobs) != len(answer.ids):
-        return None
-    return ReferenceText(prompt, answer.ids), logprobs
-
-
-@torch.inference_mode()
-def check_engine(engine: str, asked: EngineText, trunk: Trunk, output: TrunkOutput) -> EngineCheck:
-    """Compare an engine's log-probabilities with those of the trunk's states `output` of the same text."""
-    own = [value for block in token_logprobs(trunk, asked[0], output) for value in block[0].tolist()]
-    differences = [abs(one - other) for one, other in zip(own, asked[1], strict=True)]
-    return EngineCheck(engine, len(own), sum(differences) / len(own), max(differences))

@@ -26,10 +26,11 @@ from nextn.checkpoint.tensors import FLOATS
 from nextn.devices import available_bytes
 from nextn.errors import ConfigError
 from nextn.evaluate.advice import DEFINITIONS, Forecast, forecast_rates
-from nextn.evaluate.decoding_costs import step_bytes
+from nextn.evaluate.decoding_costs import draft_bytes, step_bytes
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.teacher_forced import ReferenceText
 from nextn.model.expert_groups import EXPERT, STACKED
+from nextn.model.head import Head
 from nextn.model.layer_states import LayerProgress
 from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.trunk import Trunk
@@ -320,26 +321,34 @@ def reason_to_stream(checkpoint: Checkpoint, dtype: torch.dtype | None, device: 
 
 @dataclass(frozen=True)
 class StreamEstimate:
-    """The time that a streamed pass takes at least: reading and arithmetic overlap only in part."""
+    """The time that streaming and scoring take at least: reading and arithmetic overlap only in part."""
 
     num_bytes: int
-    flops: float
+    flops: float  # of the trunk
     bytes_per_s: float
     flops_per_s: float
+    head_flops: float = 0.0
 
     @classmethod
-    def of(cls, trunk: StreamedTrunk, num_tokens: int) -> "StreamEstimate":
-        """Measure this machine's rates, which takes a tenth of a second, for a pass over this many tokens."""
+    def of(
+        cls, trunk: StreamedTrunk, num_tokens: int, *, head: Head | None = None, num_passes: int = 0
+    ) -> "StreamEstimate":
+        """Measure this machine's rates, which takes a tenth of a second, for a pass over this many tokens.
+
+        num_passes: Of the head, over all of them, lm_head included.
+        """
         flops = 2 * step_bytes(trunk) / trunk.dtype.itemsize * num_tokens
-        return cls(trunk.num_bytes, flops, _read_rate(trunk), _flop_rate(trunk.dtype, trunk.device))
+        drafting = 0.0 if head is None else 2 * draft_bytes(head) / trunk.dtype.itemsize * num_tokens * num_passes
+        return cls(trunk.num_bytes, flops, _read_rate(trunk), _flop_rate(trunk.dtype, trunk.device), drafting)
 
     @property
     def seconds(self) -> float:
-        return self.num_bytes / self.bytes_per_s + self.flops / self.flops_per_s
+        return self.num_bytes / self.bytes_per_s + (self.flops + self.head_flops) / self.flops_per_s
 
     def __str__(self) -> str:
+        flops = self.flops + self.head_flops
         return (
-            f"{self.num_bytes / 1e9:.1f} GB at {self.bytes_per_s / 1e9:.2g} GB/s and {self.flops / 1e12:.3g} TFLOP at "
+            f"{self.num_bytes / 1e9:.1f} GB at {self.bytes_per_s / 1e9:.2g} GB/s and {flops / 1e12:.3g} TFLOP at "
             f"{self.flops_per_s / 1e12:.2g} TFLOP/s: about {self.seconds / 60:.1f} min"
         )
 

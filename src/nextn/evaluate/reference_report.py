@@ -15,7 +15,8 @@ from nextn.checkpoint.snapshot import on_disk
 from nextn.data.degeneracy import MIN_TOKENS, degeneracy_notes
 from nextn.errors import ConfigError
 from nextn.evaluate.decoding_costs import Machine
-from nextn.evaluate.given_texts import EngineCheck, TextOrigin
+from nextn.evaluate.engine_probe import EngineCheck
+from nextn.evaluate.given_texts import TextOrigin
 from nextn.evaluate.reference_texts import Controls, GeneratedTexts
 from nextn.evaluate.teacher_forced import RULES, ScoredText
 from nextn.evaluate.workload import Prompt, ReferencePlan, by_domain, indices_without

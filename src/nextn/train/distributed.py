@@ -27,11 +27,12 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from nextn.devices import resolve_device
 from nextn.errors import ConfigError, TrainingError
 from nextn.model.head import Head
-from nextn.model.streamed_trunk import DeferredTrunk
+from nextn.model.streamed_trunk import DeferredTrunk, StreamedTrunk
 from nextn.model.trunk import Trunk
 
 # How long a process waits for the others before it gives up: longer than any checkpoint takes to write.
 PATIENCE = timedelta(minutes=10)
+_LONG_PATIENCE = timedelta(days=7)  # for a process that streams a trunk; one that ends is noticed at once
 _CPU = torch.device("cpu")
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 T = TypeVar("T")
@@ -78,6 +79,30 @@ class Ranks:
     def wait(self) -> None:
         """Wait for all processes (a barrier)."""
         self.any(False)
+
+    def one_by_one(self, work: Callable[[], T]) -> T:
+        """Run work in the first process, for hours if need be, then in each of the others; return its own result.
+
+        Raises TrainingError in the others if it fails in one.
+        """
+        if self.is_alone:
+            return work()
+        results: list[T] = []
+        with self.guarded():
+            group = dist.new_group(timeout=_LONG_PATIENCE, backend="gloo")
+            try:
+                for turn in range(self.world):
+                    has_failed = torch.ones(1)
+                    try:
+                        results += [work()] if turn == self.rank else []
+                        has_failed.zero_()
+                    finally:
+                        dist.all_reduce(has_failed, group=group)
+                    if has_failed:
+                        raise TrainingError(f"process {turn} of {self.world} ended while the others waited for it")
+            finally:
+                dist.destroy_process_group(group)
+        return results[0]
 
     def check_batch(self, batch_size: int, *, parts: int = 1) -> None:
         """Raise ConfigError if a batch cannot be split evenly over the processes, and into `parts` on each."""
@@ -208,28 +233,34 @@ def shard(trunk: Trunk, head: Head | None, ranks: Ranks, *, dtype: torch.dtype =
     """Make one module of trunk and head, sharded over the processes; create optimizers after this call.
 
     dtype: fp32 layers are gathered in it; gradients are always reduced in fp32. A layer with a parameter that must
-    stay in fp32 keeps its dtype. A packed (quantized) layer is not sharded, as packed bytes cannot be split.
+    stay in fp32 keeps its dtype. Not sharded are packed (quantized) layers, as packed bytes cannot be split, and a
+    streamed trunk.
     """
     module = JointModule(trunk, head)
     if ranks.is_alone:
         return module if ranks.device.type == "cpu" else module.to(ranks.device)
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))
-    packed: set[nn.Parameter] = set()
+    # A streamed trunk runs before training, in one process alone; of its parameters, most are never loaded for good.
+    whole = set(trunk.to(ranks.device).parameters()) if isinstance(trunk, StreamedTrunk) else set[nn.Parameter]()
     for unit in _units(trunk, head):
         if all(value.is_floating_point() for value in unit.parameters()):
             fully_shard(unit, mesh=mesh, mp_policy=_policy(trunk, unit, dtype))
         else:
-            packed.update(unit.to(ranks.device).parameters())
-    fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), ignored_params=packed)
+            whole.update(unit.to(ranks.device).parameters())
+    fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), ignored_params=whole)
     if isinstance(trunk, DeferredTrunk):
         trunk.close()
     return module
 
 
 def _units(trunk: Trunk, head: Head | None) -> Iterator[nn.Module]:
-    """The decoder layers of head and trunk; those of a deferred trunk are loaded, each when it is taken."""
+    """The decoder layers of head and trunk; those of a deferred trunk are loaded, each when it is taken.
+
+    Those of a streamed trunk are not among them.
+    """
     yield from dict.fromkeys([] if head is None else head.layers)
-    yield from trunk.loaded_layers() if isinstance(trunk, DeferredTrunk) else dict.fromkeys(trunk.decoder.layers)
+    if not isinstance(trunk, StreamedTrunk):
+        yield from trunk.loaded_layers() if isinstance(trunk, DeferredTrunk) else dict.fromkeys(trunk.decoder.layers)
 
 
 def _policy(trunk: Trunk, unit: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:

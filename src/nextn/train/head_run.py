@@ -4,7 +4,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -152,8 +154,6 @@ def prepare_head_run(
         CheckpointError: Files do not fit together.
         ConfigError: Data or settings cannot be used.
     """
-    if start.stream and not ranks.is_alone:
-        raise ConfigError("--stream runs in one process; leave torchrun out, or --stream")
     model, origin, notes = load_starting_point(start, near=out, ranks=ranks)
     limit = model.trunk.max_length or _LENGTH
     defaults = {"steps": _STEPS, "length": min(_LENGTH, limit), "dtype": training_dtype(ranks.device.type)}
@@ -175,9 +175,9 @@ def prepare_head_run(
                 refuse_trunk(origin.checkpoint, model.family)
         states = out / INIT_STATES
         with show_layers(model.trunk, states) as on_layer:
-            model.head, head_notes = init_head(
-                model.family, model.trunk, tokens, num_modules=count, folder=states, on_layer=on_layer
-            )
+            options: dict[str, Any] = {"num_modules": count, "folder": states, "on_layer": on_layer}
+            make = partial(init_head, model.family, model.trunk, tokens, **options)
+            model.head, head_notes = ranks.one_by_one(make) if start.stream else make()
         notes += head_notes
     task = HeadTask(
         model,
@@ -208,7 +208,7 @@ def load_starting_point(
     family = trunk_family(checkpoint) if start.fresh or is_added else by_config(checkpoint.config)
     origin = Inventory.of(checkpoint, family=family)
     if start.stream and not offline:
-        origin = in_parts(origin, revision=revision, cache_dir=cache, keep=start.shards)
+        origin = in_parts(origin, revision=revision, cache_dir=cache, keep=start.shards if ranks.is_first else None)
     origin = on_disk(origin, revision=revision, cache_dir=cache, offline=offline)
     refuse_links(origin.checkpoint, follow=start.follow_links)
     if start.stream or not (ranks.is_alone or start.fresh):

@@ -118,6 +118,8 @@ class HeadTask:
     def stream_trunk(self, folder: Path, cache: HiddenStateCache, on_layer: Callable[[LayerProgress], None]) -> None:
         """Run a streamed trunk once over all texts of the cache and of evaluations, which then need no trunk.
 
+        Of several processes the first one does, and the others take the states that are in the folder then.
+
         folder: See `StreamedTrunk.read_layers`; it must stay for as long as this process trains.
         """
         trunk, rows = self.model.trunk, self.config.rows_per_pass
@@ -126,10 +128,11 @@ class HeadTask:
         pairs = [
             pair for each in batches for pair in zip(each.tokens.split(rows), each.documents.split(rows), strict=True)
         ]
-        pairs += [(each.tokens, each.documents) for each in held_out_batches(self.held_out, self.config, self.ranks)]
+        pairs += [(each.tokens, each.documents) for each in held_out_batches(self.held_out, self.config, ALONE)]
         tokens, documents = zip(*pairs, strict=True)
         with self._autocast(enabled=self._trunk_autocast):
-            trunk.read_layers(tokens, documents=documents, folder=folder, on_layer=on_layer)
+            read = partial(trunk.read_layers, tokens, documents=documents, folder=folder, on_layer=on_layer)
+            self.ranks.one_by_one(read)
 
     def example(self, step: int, *, rank: int = 0, world: int = 1) -> Example:
         if self.cache is not None:
@@ -167,6 +170,8 @@ class HeadTask:
 
     def _compute_states(self, batch: Batch) -> TrunkOutput:
         """The trunk's states of a global batch, in passes of the size that this process trains with."""
+        if isinstance(self.model.trunk, StreamedTrunk):  # which has them, and runs without the other processes
+            return self.hidden(Example(batch))
         rows = self.config.rows_per_pass // self.ranks.world
         pairs = zip(batch.tokens.split(rows), batch.documents.split(rows), strict=True)
         parts = [self.joint_module.without_grad(partial(self.hidden, Example(Batch(*pair)))) for pair in pairs]

@@ -1,0 +1,144 @@
+"""Which weights an engine serves: log-probabilities of a greedy answer, compared with the trunk's or with earlier ones.
+
+The name and the address of an engine stay the same when it is started again with other weights; its log-probabilities
+do not. So what an engine answered is stored with them, and used again only if they are still the same.
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from nextn.checkpoint.safetensors_file import write_json
+from nextn.engines.answers import EngineRequest
+from nextn.engines.endpoint import Endpoint
+from nextn.evaluate.given_texts import token_logprobs
+from nextn.evaluate.teacher_forced import ReferenceText
+from nextn.model.trunk import Trunk, TrunkOutput
+
+_NUM_TOKENS = 32  # of the greedy answer
+# Nats per token, mean. Of the checkpoint in the package, six greedy texts: 0.01 for the same weights in bf16, 0.003 for
+# weights rounded to 8 bits, 0.02 for 6 bits, 0.03 to 0.11 for 4 bits.
+_MAX_DIFFERENCE = 0.1  # between an engine and the trunk
+_MAX_CHANGE = 0.02  # of one engine between two times: only the batch that a request runs in differs
+_MIN_COMPARED = 8  # tokens before two texts may part at a near tie
+_PROBE = "probe.json"
+
+
+@dataclass(frozen=True)
+class EngineProbe:
+    """An engine's greedy answer to one prompt."""
+
+    prompt: tuple[int, ...]
+    text: str
+    ids: tuple[int, ...] = ()  # () and () from an engine that reports no ids or no log-probabilities
+    logprobs: tuple[float, ...] = ()
+
+    @classmethod
+    def ask(cls, endpoint: Endpoint, prompt: tuple[int, ...]) -> "EngineProbe":
+        """Ask the engine. Raises EngineError if it fails."""
+        answer = endpoint.answer(EngineRequest(prompt, _NUM_TOKENS, logprobs=1))
+        logprobs = tuple(token.logprob for token in answer.tokens if token.logprob is not None)
+        if not answer.ids or len(logprobs) != len(answer.ids):
+            return cls(prompt, answer.text)
+        return cls(prompt, answer.text, answer.ids, logprobs)
+
+    @property
+    def reference_text(self) -> ReferenceText:
+        """The answer, for the trunk to run over."""
+        return ReferenceText(self.prompt, self.ids)
+
+    def is_same_as(self, other: "EngineProbe") -> bool:
+        """Whether both can be answers of the same weights: equal texts, if there are no log-probabilities."""
+        if self.prompt != other.prompt or not (self.logprobs and other.logprobs):
+            return (self.prompt, self.text, self.ids) == (other.prompt, other.text, other.ids)
+        # Where the texts part at a near tie, the two tokens have almost the same log-probability.
+        common = _common_prefix(self.ids, other.ids)
+        is_complete = common == len(self.ids) == len(other.ids)
+        compared = common if is_complete else common + 1
+        if not is_complete and (compared < _MIN_COMPARED or compared > min(len(self.ids), len(other.ids))):
+            return False
+        pairs = list(zip(self.logprobs[:compared], other.logprobs[:compared], strict=True))
+        return abs(pairs[-1][0] - pairs[-1][1]) <= 4 * _MAX_CHANGE and _mean_difference(pairs) <= _MAX_CHANGE
+
+
+def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    differs = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differs, min(len(one), len(other)))
+
+
+def _mean_difference(pairs: Sequence[tuple[float, float]]) -> float:
+    return sum(abs(one - other) for one, other in pairs) / len(pairs)
+
+
+class EngineFolder:
+    """A folder of an engine's answers, for the same command after an interruption.
+
+    Attributes:
+        path: The folder.
+        probe: The one that its answers were stored with, or a new one.
+        was_cleared: Whether there were answers of other weights, which are removed.
+    """
+
+    def __init__(self, path: Path, asked: EngineProbe) -> None:
+        """Open the folder, which is created; `asked` is the engine's present answer."""
+        stored = _read_probe(path / _PROBE)
+        is_same = stored is not None and asked.is_same_as(stored)
+        self.path, self.was_cleared = path, stored is not None and not is_same
+        self.probe = stored if stored is not None and is_same else asked
+        if path.exists() and not is_same:
+            self.remove()
+        path.mkdir(parents=True, exist_ok=True)
+        write_json(path / _PROBE, asdict(self.probe))
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path)
+
+
+def _read_probe(path: Path) -> EngineProbe | None:
+    try:
+        record = json.loads(path.read_text())
+        prompt, ids, logprobs = (tuple(record[name]) for name in ("prompt", "ids", "logprobs"))
+        return EngineProbe(prompt, record["text"], ids, logprobs)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # what was stored cannot be trusted
+
+
+@dataclass(frozen=True)
+class EngineCheck:
+    """The comparison of an engine's log-probabilities with the trunk's."""
+
+    engine: str
+    num_tokens: int
+    mean_difference: float  # nats, of absolute values
+    max_difference: float
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the engine can serve this trunk."""
+        return self.mean_difference <= _MAX_DIFFERENCE
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the user must know."""
+        if self.is_same:
+            return []
+        return [
+            f"{self.engine} serves another model than this checkpoint, or coarsely rounded weights: its "
+            f"log-probabilities differ by {self.mean_difference:.2f} nats per token ({self.num_tokens} tokens of one "
+            f"prompt; at most {_MAX_DIFFERENCE:g} is expected): the figures are of its text, not of this model's"
+        ]
+
+    def as_record(self) -> dict[str, object]:
+        return vars(self) | {"is_same": self.is_same}
+
+
+@torch.inference_mode()
+def check_engine(engine: str, probe: EngineProbe, trunk: Trunk, output: TrunkOutput) -> EngineCheck:
+    """Compare the probe's log-probabilities with those of the trunk's states `output` of the same text."""
+    blocks = token_logprobs(trunk, probe.reference_text, output)
+    pairs = list(zip((value for block in blocks for value in block[0].tolist()), probe.logprobs, strict=True))
+    return EngineCheck(engine, len(pairs), _mean_difference(pairs), max(abs(one - other) for one, other in pairs))
