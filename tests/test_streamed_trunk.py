@@ -20,7 +20,7 @@ from nextn.model.layer_states import remove_states
 from nextn.model.model import Model
 from nextn.train.distributed import Ranks
 from nextn.train.fingerprint import fingerprint, fingerprint_of
-from nextn.train.head_run import StartingPoint, load_starting_point, prepare_head_run
+from nextn.train.head_run import StartingPoint, load_starting_point
 
 BATCHES = [torch.tensor([prompt(21, seed=1), prompt(21, seed=2)]), torch.tensor([prompt(34, seed=3)])]
 TWO = Ranks(0, 2)
@@ -403,8 +403,6 @@ def test_which_start_is_deferred(tmp_path):
         model = load_starting_point(start, near=tmp_path, ranks=TWO)[0]
         assert any(value.is_meta for value in model.trunk.decoder.layers.parameters()) == is_deferred
         assert (model.head is None) == start.fresh
-    with pytest.raises(ConfigError, match="--stream runs in one process"):
-        prepare_head_run(tmp_path, StartingPoint(tmp_path / "model", stream=True), data=[], settings={}, ranks=TWO)
 
 
 def test_values_that_are_not_finite(tmp_path):
