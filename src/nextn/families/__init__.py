@@ -73,7 +73,7 @@ def by_config(config: Mapping[str, object]) -> Family:
     raise FamilyError(
         f"model_type {brief(_types(config)[0])} has no MTP convention that nextn knows: no head to read or convert. "
         "`nextn train --freeze-trunk --init-head` makes one, `nextn generate -k 0` needs none. "
-        f"Families (deepseek_v3, ...): {docs_page('reference/families/index')}; "
+        f"Families (deepseek_v3, glm4_moe, ...): {docs_page('reference/families/index')}; "
         "`nextn audit` and `nextn restore` take --family NAME for a head stored as that family's"
     )
 
