@@ -287,7 +287,7 @@ def _missing_head_message(inventory: Inventory) -> str:
         f"{path}: no MTP head ({family.name}): {declared}, and tensors like {example} are {stored}{other}. "
         f"`nextn audit {shlex.quote(path)}` shows details; `{inventory.restore_command()}` restores the head of the "
         "model that this one was made from; `nextn train --freeze-trunk --init-head` trains one; "
-        "num_speculative_tokens = 0 decodes without one"
+        "num_speculative_tokens = 0 (-k 0) decodes without one"
     )
 
 
