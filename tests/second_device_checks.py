@@ -25,6 +25,7 @@ from nextn.model.device_map import spread_layers
 from nextn.model.model import Model
 from nextn.model.transformers_loading import LayerLoader
 from nextn.runtime.backend import backend_for
+from nextn.serve.cache_memory import bytes_per_sequence
 from nextn.serve.request import GenerationRequest
 from nextn.settings import Sampling, Settings
 from nextn.speculative.sampling import sample_coupled
@@ -122,6 +123,13 @@ def test_serving(name, trained):
         assert {answers.chunks[index][-1].finish for index in answers.chunks} <= {"length", "eos"}
     assert found["second"][0] == found["cpu"][0]
     assert found["second"][1] == pytest.approx(found["cpu"][1], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["glm", "qwen", "v4"])
+def test_memory_of_caches(name, trained):
+    """Which is read after a pass on the device."""
+    sizes = [bytes_per_sequence(backend_for(model, "torch")) for model in (there(name), trained[name])]
+    assert sizes[0] == sizes[1] > (0, 0)
 
 
 def test_coupled_sampling_of_many_tokens(second):

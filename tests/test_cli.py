@@ -12,6 +12,7 @@ import pytest
 from chats import chatty
 from quick import others_slow
 
+from nextn.cli.common import ModelOptions
 from nextn.decoding.generate import encode
 from nextn.errors import ConfigError
 from nextn.model.model import Model
@@ -246,6 +247,12 @@ print(*numbers)
     for number in (1, most):
         done = subprocess.run([sys.executable, "-c", code, str(number)], capture_output=True, text=True, check=True)
         assert done.stdout.split() == 3 * [str(number)]
+
+
+def test_options_of_a_command_by_name():
+    """Two of the same type in another order would go unnoticed."""
+    given = {"model": "m", "source": "not this", "revision": "r", "cache_dir": None, "threads": 2, "prompt": "p"}
+    assert ModelOptions.of(given) == ModelOptions("m", revision="r", cache_dir=None, threads=2)
 
 
 def test_a_kv_cache_of_eight_bits(here):

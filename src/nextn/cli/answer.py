@@ -92,21 +92,7 @@ def answer(
     settings = Settings(
         num_speculative_tokens=num_speculative_tokens, sampling=sampling, max_tokens=max_tokens, seed=seed
     )
-    options = ModelOptions(
-        model,
-        dtype,
-        backend,
-        device,
-        revision,
-        cache_dir,
-        offline,
-        weights,
-        None,
-        kv_cache_dtype,
-        device_map,
-        offload_folder,
-        threads,
-    )
+    options = ModelOptions.of(locals())
     options.check()
     from nextn.data.sources import check_sources
 

@@ -105,9 +105,7 @@ def bench(
         adaptive=adaptive,
         backend=backend,
     )
-    options = ModelOptions(
-        model, dtype, backend, device, revision, cache_dir, offline, weights, head, kv_cache_dtype, threads=threads
-    )
+    options = ModelOptions.of(locals())
     options.check()
     texts, draftable = read_prompts(prompts), DraftVocabularyOptions.read(draft_vocab, draft_text)
     _check_out(out)
@@ -175,9 +173,7 @@ def advise(
     plan = BenchmarkPlan(
         (num_speculative_tokens,), parse_temperatures(temperatures), max_tokens, repeats=1, seed=seed, backend=backend
     )
-    options = ModelOptions(
-        model, dtype, backend, device, revision, cache_dir, offline, weights, head, kv_cache_dtype, threads=threads
-    )
+    options = ModelOptions.of(locals())
     options.check()
     to_decode = read_prompts(prompts)
     _check_out(out)

@@ -76,9 +76,7 @@ def chat(
     settings = Settings(
         num_speculative_tokens=num_speculative_tokens, sampling=sampling, max_tokens=max_tokens, seed=seed
     )
-    options = ModelOptions(
-        model, dtype, backend, device, revision, cache_dir, offline, weights, head, kv_cache_dtype, threads=threads
-    )
+    options = ModelOptions.of(locals())
     options.check()
     loaded = options.load(need_head=num_speculative_tokens > 0, exact_head=exact_head)
     for note in loaded.notes:

@@ -3,9 +3,9 @@
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
@@ -160,6 +160,15 @@ class ModelOptions:
     device_map: str | None = None  # see `spread_layers`
     offload_folder: Path | None = None  # for layers on disk; None: in the user's cache
     threads: int | None = None  # of the native team and of torch; None: torch's default
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> "ModelOptions":
+        """Pick the options out of a command's arguments, which have the names of the fields.
+
+        arguments: `locals()` of the command; `model` is the source.
+        """
+        names = {field.name for field in fields(cls)} & arguments.keys() - {"source"}
+        return cls(arguments["model"], **{name: arguments[name] for name in names})
 
     @property
     def hub(self) -> HubOptions:

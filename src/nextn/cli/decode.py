@@ -103,21 +103,7 @@ def generate(
         max_tokens=max_tokens,
         seed=seed,
     )
-    options = ModelOptions(
-        model,
-        dtype,
-        backend,
-        device,
-        revision,
-        cache_dir,
-        offline,
-        weights,
-        head,
-        kv_cache_dtype,
-        device_map,
-        offload_folder,
-        threads,
-    )
+    options = ModelOptions.of(locals())
     options.check()
     text = read_stdin() if prompt == "-" else prompt
     draftable = DraftVocabularyOptions.read(draft_vocab, draft_text)
@@ -149,9 +135,7 @@ def trace(
     from dataclasses import asdict
 
     settings = Settings(num_speculative_tokens=num_speculative_tokens, max_tokens=max_tokens)
-    options = ModelOptions(
-        model, dtype, device=device, revision=revision, cache_dir=cache_dir, offline=offline, head=head
-    )
+    options = ModelOptions.of(locals())
     options.check()
     from nextn.decoding.generate import encode
     from nextn.decoding.trace import trace as traced

@@ -130,21 +130,7 @@ def measure(
             "--texts replaces --prompts, and its texts are of one temperature; leave out the other options"
         )
     plan = ReferencePlan(num_speculative_tokens, given or (0.0, 1.0), max_tokens, chat, seed, backend)
-    options = ModelOptions(
-        model,
-        dtype,
-        backend,
-        device,
-        revision,
-        cache_dir,
-        offline,
-        weights,
-        head,
-        kv_cache_dtype,
-        device_map,
-        offload_folder,
-        threads,
-    )
+    options = ModelOptions.of(locals())
     options.check()
     if options.native_only and (texts is not None or engine is not None):
         raise ConfigError(
@@ -239,7 +225,7 @@ def diagnose(
         raise ConfigError(
             f"--temperatures {temperatures}: the engine's counters are of one temperature; name it, or use --drive"
         )
-    options = ModelOptions(model, dtype, backend, device, revision, cache_dir, offline, head=head)
+    options = ModelOptions.of(locals())
     options.check()
     texts, budget = read_prompts(prompts), Budget(Limits(requests=max_requests, seconds=max_seconds, answer_s=timeout))
     asked = EngineAccess(engine)

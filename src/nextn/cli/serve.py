@@ -106,9 +106,7 @@ def serve(
     offline: Offline = False,
 ) -> None:
     """Serve a model with an OpenAI-compatible API and a chat page, until Ctrl-C or SIGTERM."""
-    source = ModelOptions(
-        model, dtype, backend, device, revision, cache_dir, offline, weights, head, kv_cache_dtype, threads=threads
-    )
+    source = ModelOptions.of(locals())
     if print_engine is not None:
         _print_command(print_engine, source, num_speculative_tokens, advice)
         return

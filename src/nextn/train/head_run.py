@@ -46,7 +46,7 @@ ShowLayers = Callable[[Trunk, Path], AbstractContextManager[Callable[[LayerProgr
 
 
 def hide_layers(trunk: Trunk, folder: Path) -> AbstractContextManager[Callable[[LayerProgress], None]]:
-    """Show nothing, see `head_run`."""
+    """Show nothing, see `prepare_head_run`."""
     return nullcontext(lambda progress: None)
 
 
