@@ -134,7 +134,7 @@ def test_maps_of_names(tmp_path):
         ({"": "cpu", "model.layers.0.mlp": "disk"}, r"'model\.layers\.0\.mlp' is no decoder layer, nor"),
         ({"": "cpu", "transformer.h": "disk"}, "'transformer.h' is no decoder layer, nor a module that has some"),
         ({"model.layers": "cpu", "lm_head": "disk"}, "lm_head on disk; all but the decoder layers is on cpu"),
-        ({"": "auto"}, "`auto` stands alone"),
+        ({"": "auto"}, "`auto` cannot be combined with other places"),
         ({"": "tpu"}, "expected auto, devices such as"),
         ({"": 0}, "'cuda:0' is not available"),
         ({"": None}, "expected an object such as"),

@@ -132,7 +132,7 @@ def _place(name: str, device_map: str) -> torch.device | str:
         return name
     try:
         if name == "auto":
-            raise ConfigError("`auto` stands alone")
+            raise ConfigError("`auto` cannot be combined with other places")
         return resolve_device(name)
     except ConfigError as error:
         raise ConfigError(f"device_map = {device_map!r}; {_EXPECTED}. {error}") from error

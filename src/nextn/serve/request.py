@@ -69,7 +69,7 @@ class GenerationChunk:
 
 
 def failure_message(error: Exception) -> str:
-    """Return what a client is told of an error that ended its generation; details of our own faults are in the log."""
+    """Return the message to the client for an error that ended its generation; details of our own faults are logged."""
     return str(error) if isinstance(error, NextnError) else f"internal error: {type(error).__name__}"
 
 

@@ -90,7 +90,7 @@ class ServedSequence(BatchSequence):
             self._end_chunk(GenerationChunk("", (), (), "error", failure_message(error), self.cached_tokens))
 
     def _fail_alone(self, error: Exception) -> None:
-        """End by an error of this sequence's own; it leaves its batch, which goes on, before the next step."""
+        """End by an error of this sequence alone; it leaves its batch, which continues, before the next step."""
         _LOG.error("a generation failed", exc_info=error)
         self.fail(error)
         self.is_cancelled = True
