@@ -118,7 +118,7 @@ def run_conv(
     # [B, m, C] seen as [B, C, m]: what the delta rule reads next
     out = torch.full((x.shape[0], x.shape[2], x.shape[1]), float("nan"), dtype=x.dtype).transpose(1, 2)
     views = [out, x, weight, *([] if bias is None else [bias]), header(history)]
-    team(threads).call("causal_conv", views, [history.shape[2] - weight.shape[1] + 1, silu])
+    team(threads).call("causal_conv", views, [history.shape[1] - weight.shape[1] + 1, silu])
     return out
 
 
@@ -127,8 +127,8 @@ def conv_inputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     x = torch.randn(2, width, channels).to(dtype).transpose(1, 2)
-    history = torch.zeros(2, channels, MAX_BLOCK + kernel - 1, dtype=dtype)
-    history[:, :, : kernel - 1] = torch.randn(2, channels, kernel - 1)
+    history = torch.zeros(2, MAX_BLOCK + kernel - 1, channels, dtype=dtype)
+    history[:, : kernel - 1] = torch.randn(2, kernel - 1, channels)
     return x, torch.randn(channels, kernel).to(dtype), torch.randn(channels).to(dtype), history
 
 
@@ -138,7 +138,7 @@ def conv_inputs(
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_conv_agrees_with_torch(dtype: torch.dtype, kernel: int, biased: bool, silu: bool) -> None:
     x, weight, bias, history = conv_inputs(dtype, width=7, kernel=kernel)
-    whole = torch.cat([history[:, :, : kernel - 1], x], -1)
+    whole = torch.cat([history[:, : kernel - 1].mT, x], -1)
     out = run_conv(x, weight, bias if biased else None, history, silu=silu)
     expected = F.conv1d(whole.double(), weight.double()[:, None], bias.double() if biased else None, groups=37)
     expected = expected.to(dtype)
@@ -147,7 +147,7 @@ def test_conv_agrees_with_torch(dtype: torch.dtype, kernel: int, biased: bool, s
     torch.testing.assert_close(out, expected, **({} if dtype == torch.float32 else {"atol": 1e-3, "rtol": 8e-3}))
     if dtype == torch.bfloat16:
         assert (out == expected).float().mean() > 0.97
-    assert torch.equal(history[:, :, : kernel - 1 + 7], whole)
+    assert torch.equal(history[:, : kernel - 1 + 7].mT, whole)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -163,18 +163,18 @@ def test_conv_gives_a_column_the_same_bits_in_every_window(dtype: torch.dtype) -
         assert torch.equal(out, whole[:, :, done : done + width])
         load().call("commit_history", [torch.tensor([kept, kept]), header(parts)], [MAX_BLOCK, 4, 37, 2, code])
         done += kept
-    assert torch.equal(parts[:, :, :3], history[:, :, done : done + 3])
+    assert torch.equal(parts[:, :3], history[:, done : done + 3])
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_each_row_keeps_its_own_count_of_columns(dtype: torch.dtype, threads: int) -> None:
-    history = torch.randn(3, 5, MAX_BLOCK + 3).to(dtype)
+    history = torch.randn(3, MAX_BLOCK + 3, 5).to(dtype)
     before = history.clone()
     code = {torch.float32: 0, torch.bfloat16: 1}[dtype]
     team(threads).call("commit_history", [torch.tensor([0, 2, 9]), header(history)], [MAX_BLOCK, 4, 5, 3, code])
     for row, count in enumerate([0, 2, 9]):
-        assert torch.equal(history[row, :, :3], before[row, :, count : count + 3])
+        assert torch.equal(history[row, :3], before[row, count : count + 3])
 
 
 def test_conv_takes_any_strides_and_a_broadcast_row() -> None:

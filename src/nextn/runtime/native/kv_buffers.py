@@ -168,7 +168,7 @@ class KVBuffers(KVCache):
         for shape, (first, second) in zip(self._shapes, self._buffers, strict=True):
             if isinstance(shape, StateShape):
                 _, key_size, value_size = shape.state
-                parts.append((first[..., : key_size * value_size], second[..., : shape.kernel - 1]))
+                parts.append((first[..., : key_size * value_size], second[:, : shape.kernel - 1]))
             else:
                 parts.append((first[:, :, start:end], second[:, :, start:end]))
         return parts
@@ -208,7 +208,7 @@ class KVBuffers(KVCache):
         batch_size = self._max_sequences
         if isinstance(shape, StateShape):
             width = MAX_RECURRENT_BLOCK + shape.kernel - 1
-            history = untouched_zeros(batch_size, shape.channels, width, dtype=self._dtype)
+            history = untouched_zeros(batch_size, width, shape.channels, dtype=self._dtype)
             heads, key_size, value_size = shape.state
             size = key_size * value_size + MAX_RECURRENT_BLOCK * (key_size + value_size + 1)
             return untouched_zeros(batch_size, heads, size), history

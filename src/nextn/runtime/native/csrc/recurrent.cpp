@@ -3,7 +3,7 @@
 //
 // States [B, Hv, Dk * Dv + max_block * (Dk + Dv + 1)] fp32: the state before the block, then the step of each of its
 // tokens: key, delta and decay. A step is a hundredth of a state, which would fill memory if each token kept one.
-// Histories [B, C, max_block + K - 1] of the input's type: the K - 1 inputs before the block, then the block's.
+// Histories [B, max_block + K - 1, C] of the input's type: the K - 1 inputs before the block, then the block's.
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
@@ -54,57 +54,84 @@ void store(float* to, Lanes values, int64_t count) {
   kVectors > 1 || count == kLanes ? put_lanes(to, values) : put(to, values, count);
 }
 
-// One token of the rule: from one state to the next. The state's columns are independent, so any number can be
-// processed together; each vector has `count` valid columns.
-struct Step {
-  const float *key, *query;  // [Dk]
-  int64_t dim_k, dim_v;
-  float decay, beta;
+constexpr int kTogether = kRegister == 64 ? 4 : 2;  // vectors of columns whose sums fit the registers
+constexpr int64_t kMostColumns = kTogether * kLanes;
 
-  // delta = beta (v - (decay S)^T k)
-  template <int kVectors>
-  void correct(const float* from, const float* value, float* delta, int64_t count) const {
-    Lanes sum[kVectors]{};
-    for (int64_t d = 0; d < dim_k; ++d)
-      for (int i = 0; i < kVectors; ++i)
-        sum[i] += load<kVectors>(from + d * dim_v + i * kLanes, count) * decay * key[d];
-    for (int i = 0; i < kVectors; ++i)
-      store<kVectors>(delta + i * kLanes, (lanes_at(value + i * kLanes) - sum[i]) * beta, count);
-  }
+inline Lanes spread(float value) { return value - Lanes{}; }  // 0 + value would be an addition
 
-  // S' = decay S + k delta^T; out = S'^T q. Never inlined, so that a commit rounds as the block did.
-  template <int kVectors>
-  [[gnu::noinline]] void advance(const float* from, float* to, const float* delta, float* out, int64_t count) const {
-    Lanes sum[kVectors]{}, change[kVectors];
-    for (int i = 0; i < kVectors; ++i) change[i] = load<kVectors>(delta + i * kLanes, count);
-    for (int64_t d = 0; d < dim_k; ++d)
-      for (int i = 0; i < kVectors; ++i) {
-        const Lanes row = load<kVectors>(from + d * dim_v + i * kLanes, count) * decay + key[d] * change[i];
-        store<kVectors>(to + d * dim_v + i * kLanes, row, count);
-        sum[i] += row * query[d];
-      }
-    for (int i = 0; i < kVectors; ++i) put_lanes(out + i * kLanes, sum[i]);
-  }
+// S' = decay S + k delta^T, for one k and a vector of columns.
+inline Lanes advanced(Lanes state, float decay, float key, Lanes delta) {
+  return fused(state, spread(decay), spread(key) * delta);
+}
 
-  // Calls run(vectors, first column, valid columns of a vector) for all columns.
-  template <typename Run>
-  void each_columns(Run run) const {
-    constexpr int kTogether = 4;
-    int64_t j = 0;
-    for (; j + kTogether * kLanes <= dim_v; j += kTogether * kLanes) run(std::integral_constant<int, kTogether>(), j, kLanes);
-    for (; j < dim_v; j += kLanes) run(std::integral_constant<int, 1>(), j, std::min(kLanes, dim_v - j));
-  }
+// Calls run(vectors, first column, valid columns of a vector) for all columns, which are independent.
+template <typename Run>
+void each_columns(int64_t dim_v, Run run) {
+  int64_t j = 0;
+  for (; j + kTogether * kLanes <= dim_v; j += kTogether * kLanes) run(std::integral_constant<int, kTogether>(), j, kLanes);
+  for (; j < dim_v; j += kLanes) run(std::integral_constant<int, 1>(), j, std::min(kLanes, dim_v - j));
+}
+
+// What the tokens of a block need of one head besides what it stores.
+struct BlockInputs {
+  float *queries, *values, *results;  // [m, Dk], [m, width], [m, width]
+  float *rates, *dots;                // [m]: beta; q k
+  float* state;                       // [Dk, columns that are processed together]
+  int64_t width;                      // Dv, and room for a whole vector
 };
+
+// Some columns of the state S through the tokens of a block, from one to the next:
+// delta = beta (v - decay S^T k), S' = decay S + k delta^T, out = S'^T q = decay S^T q + (q k) delta.
+// One pass over the state per token: it is advanced by the token before while both products are summed. The state
+// stays in the first-level cache, and that after the last token is not made: a commit makes it, with these bits.
+template <int kVectors>
+void run_columns(const HeadState& stored, const BlockInputs& in, int64_t tokens, int64_t j, int64_t count) {
+  const int64_t dim_k = stored.dim_k, dim_v = stored.dim_v;
+  const float* from = stored.state + j;
+  int64_t stride = dim_v;
+  Lanes change[kVectors]{};
+  for (int64_t token = 0; token < tokens; ++token) {
+    const float *key = stored.key(token), *query = in.queries + token * dim_k;
+    const float* last_key = token ? stored.key(token - 1) : nullptr;
+    const float last_decay = token ? stored.decay(token - 1) : 0.0f;
+    Lanes with_key[kVectors]{}, with_query[kVectors]{};
+    const auto add = [&](int64_t d, int i, Lanes row) {
+      with_key[i] = fused(row, spread(key[d]), with_key[i]);
+      with_query[i] = fused(row, spread(query[d]), with_query[i]);
+    };
+    if (token == 0) {
+      for (int64_t d = 0; d < dim_k; ++d)
+        for (int i = 0; i < kVectors; ++i) add(d, i, load<kVectors>(from + d * dim_v + i * kLanes, count));
+    } else {
+      for (int64_t d = 0; d < dim_k; ++d)
+        for (int i = 0; i < kVectors; ++i) {
+          const Lanes before = load<kVectors>(from + d * stride + i * kLanes, count);
+          const Lanes row = advanced(before, last_decay, last_key[d], change[i]);
+          put_lanes(in.state + (d * kVectors + i) * kLanes, row);
+          add(d, i, row);
+        }
+      from = in.state, stride = kVectors * kLanes;
+    }
+    const Lanes decay = spread(stored.decay(token)), rate = spread(in.rates[token]), dot = spread(in.dots[token]);
+    for (int i = 0; i < kVectors; ++i) {
+      const int64_t at = token * in.width + j + i * kLanes;
+      change[i] = product(lanes_at(in.values + at) - product(decay, with_key[i]), rate);
+      store<kVectors>(stored.delta(token) + j + i * kLanes, change[i], count);
+      put_lanes(in.results + at, fused(change[i], dot, product(decay, with_query[i])));
+    }
+  }
+}
+
+float dot_of(const float* a, const float* b, int64_t count) {
+  Lanes sum{};
+  by_sixteen(count, [&](auto load, auto) { sum = fused(load(a), load(b), sum); });
+  return lane_sum(sum);
+}
 
 // transformers' l2norm; `factor` is 1, or 1 / sqrt(Dk) for queries.
 void normalize(float* x, int64_t count, bool norm, float factor) {
-  if (norm) {
-    float sum = 0;
-    for (int64_t i = 0; i < count; ++i) sum += x[i] * x[i];
-    const float inverse = 1.0f / std::sqrt(sum + 1e-6f);
-    for (int64_t i = 0; i < count; ++i) x[i] *= inverse;
-  }
-  for (int64_t i = 0; i < count; ++i) x[i] *= factor;
+  const Lanes scale = spread(norm ? factor / std::sqrt(dot_of(x, x, count) + 1e-6f) : factor);
+  by_sixteen(count, [&](auto load, auto store) { store(x, load(x) * scale); });
 }
 
 // Scratch of a worker, of at least this many floats.
@@ -118,28 +145,29 @@ float* scratch_of(int64_t count) {
 void delta_head(const Call& call, int64_t row, int64_t head) {
   const View &out = call.views[0], &q = call.views[1], &k = call.views[2], &v = call.views[3];
   const View &g = call.views[4], &beta = call.views[5];
-  const int64_t heads = v.size[2], dim_k = k.size[3], dim_v = v.size[3], key_head = head / (heads / k.size[2]);
-  float* query = scratch_of(dim_k + 2 * (dim_v + kLanes) + dim_k * dim_v);
-  float *value = query + dim_k, *result = value + dim_v + kLanes, *after = result + dim_v + kLanes;
+  const int64_t tokens = v.size[1], heads = v.size[2], dim_k = k.size[3], dim_v = v.size[3], key_head = head / (heads / k.size[2]);
   const HeadState stored(call.views[6], row * heads + head, dim_k, dim_v, call.ints[0]);
-  for (int64_t token = 0; token < v.size[1]; ++token) {
-    float *key = stored.key(token), *delta = stored.delta(token), decay, rate;
+  BlockInputs in;
+  in.width = dim_v + kLanes;
+  in.queries = scratch_of(tokens * (dim_k + 2 * in.width + 2) + dim_k * kMostColumns);
+  in.values = in.queries + tokens * dim_k, in.results = in.values + tokens * in.width;
+  in.rates = in.results + tokens * in.width, in.dots = in.rates + tokens, in.state = in.dots + tokens;
+  for (int64_t token = 0; token < tokens; ++token) {
+    float *key = stored.key(token), *query = in.queries + token * dim_k, decay;
     widen(q, element(q, row, token, key_head), q.stride[3], query, dim_k);
     widen(k, element(k, row, token, key_head), k.stride[3], key, dim_k);
-    widen(v, element(v, row, token, head), v.stride[3], value, dim_v);
+    widen(v, element(v, row, token, head), v.stride[3], in.values + token * in.width, dim_v);
     widen(g, element(g, row, token, head), 1, &decay, 1);
-    widen(beta, element(beta, row, token, head), 1, &rate, 1);
+    widen(beta, element(beta, row, token, head), 1, in.rates + token, 1);
     normalize(query, dim_k, call.ints[1], 1.0f / std::sqrt(float(dim_k)));
     normalize(key, dim_k, call.ints[1], 1.0f);
-    stored.decay(token) = std::exp(decay);
-    const Step step{key, query, dim_k, dim_v, stored.decay(token), rate};
-    const float* before = token ? after : stored.state;
-    step.each_columns([&](auto vectors, int64_t j, int64_t count) {
-      step.correct<vectors()>(before + j, value + j, delta + j, count);
-      step.advance<vectors()>(before + j, after + j, delta + j, result + j, count);
-    });
-    narrow(out, result, element(out, row, token, head), out.stride[3], dim_v);
+    stored.decay(token) = std::exp(decay), in.dots[token] = dot_of(query, key, dim_k);
   }
+  each_columns(dim_v, [&](auto vectors, int64_t j, int64_t count) {
+    run_columns<vectors()>(stored, in, tokens, j, count);
+  });
+  for (int64_t token = 0; token < tokens; ++token)
+    narrow(out, in.results + token * in.width, element(out, row, token, head), out.stride[3], dim_v);
 }
 
 void delta(const Call& call, const Worker& worker) {
@@ -164,22 +192,34 @@ bool select_delta(Call& call) {
   return true;
 }
 
+// Some columns of a state by the first `count` tokens of the block: read and written once.
+template <int kVectors>
+void commit_columns(const HeadState& stored, int64_t tokens, int64_t j, int64_t count) {
+  for (int64_t d = 0; d < stored.dim_k; ++d)
+    for (int i = 0; i < kVectors; ++i) {
+      float* at = stored.state + d * stored.dim_v + j + i * kLanes;
+      Lanes row = load<kVectors>(at, count);
+      for (int64_t token = 0; token < tokens; ++token) {
+        const Lanes delta = load<kVectors>(stored.delta(token) + j + i * kLanes, count);
+        row = advanced(row, stored.decay(token), stored.key(token)[d], delta);
+      }
+      store<kVectors>(at, row, count);
+    }
+}
+
 // Advances the states by the first counts[b] tokens of the block, with the bits that they had in it.
 // views: counts [B], header; ints: max_block, Hv, Dk, Dv, B.
 void commit_state(const Call& call, const Worker& worker) {
   const int64_t max_block = call.ints[0], heads = call.ints[1], dim_k = call.ints[2], dim_v = call.ints[3];
-  float* unused = scratch_of(dim_v + kLanes);
   int64_t begin, end;
   worker.share(call.ints[4] * heads, begin, end);
   for (int64_t i = begin; i < end; ++i) {
     const HeadState stored(call.views[1], i, dim_k, dim_v, max_block);
-    for (int64_t token = 0; token < data<int64_t>(call.views[0])[i / heads]; ++token) {
-      const float *key = stored.key(token), *delta = stored.delta(token);
-      const Step step{key, key, dim_k, dim_v, stored.decay(token), 0.0f};
-      step.each_columns([&](auto vectors, int64_t j, int64_t count) {
-        step.advance<vectors()>(stored.state + j, stored.state + j, delta + j, unused + j, count);
-      });
-    }
+    const int64_t tokens = data<int64_t>(call.views[0])[i / heads];
+    if (tokens == 0) continue;
+    each_columns(dim_v, [&](auto vectors, int64_t j, int64_t count) {
+      commit_columns<vectors()>(stored, tokens, j, count);
+    });
   }
 }
 
@@ -190,83 +230,59 @@ bool select_commit_state(Call& call) {
   return true;
 }
 
-// Sixteen channels at once: [position][channel] in fp32.
-struct Channels {
-  std::vector<float> inputs, weights, outputs;
-
-  void fit(int64_t kernel, int64_t width) {
-    inputs.resize(std::max<size_t>(inputs.size(), (kernel - 1 + width) * kLanes));
-    weights.resize(std::max<size_t>(weights.size(), kernel * kLanes));
-    outputs.resize(std::max<size_t>(outputs.size(), width * kLanes));
-  }
-};
-
+// Appends the block to the history of `count` channels from `channel` on: history [max_block + K - 1, C] from there.
 template <typename T>
-T rounded_to(float value) {
-  if constexpr (sizeof(T) == 2)
-    return narrowed(value);
-  else
-    return value;
+void append(const View& x, int64_t row, int64_t channel, int64_t count, T* history, int64_t before) {
+  for (int64_t t = 0; t < x.size[2]; ++t) {
+    const T* from = reinterpret_cast<const T*>(element(x, row, channel, t));
+    T* to = history + (before + t) * x.size[1];
+    if (x.stride[1] == 1)
+      std::memcpy(to, from, count * sizeof(T));
+    else
+      for (int64_t lane = 0; lane < count; ++lane) to[lane] = from[lane * x.stride[1]];
+  }
 }
 
-inline float wide_of(float value) { return value; }
-inline float wide_of(uint16_t value) { return widened(value); }
-
-// Appends the block to the histories of `count` channels from `channel` on, and gathers the inputs of their sums.
+// A vector of `count` channels of a row of the history.
 template <typename T>
-void gather(const Call& call, int64_t row, int64_t channel, int64_t count, Channels& to) {
-  const View &x = call.views[1], &weight = call.views[2];
-  const int64_t before = weight.size[1] - 1, width = x.size[2], columns = call.ints[0] + before;
-  T* history = reinterpret_cast<T*>(address(call.views.back())) + (row * x.size[1] + channel) * columns;
-  const T* input = reinterpret_cast<const T*>(element(x, row, channel));
-  for (int64_t lane = 0; lane < count; ++lane, history += columns, input += x.stride[1]) {
-    for (int64_t t = 0; t < before; ++t) to.inputs[t * kLanes + lane] = wide_of(history[t]);
-    for (int64_t t = 0; t < width; ++t) history[before + t] = input[t * x.stride[2]];
-  }
-  for (int64_t t = 0; t < width; ++t)
-    widen(x, element(x, row, channel, t), x.stride[1], &to.inputs[(before + t) * kLanes], count);
-  for (int64_t j = 0; j <= before; ++j)
-    widen(weight, element(weight, channel, j), weight.stride[0], &to.weights[j * kLanes], count);
+Lanes channels_at(const T* from, int64_t count) {
+  return count == kLanes ? sixteen(from) : sixteen(from, count);
 }
 
-// The sum rounds to the input's type before the activation, as it does in transformers (causal_conv1d_fn).
+// Sixteen channels of x [B, C, m], weights [K][16]. The sum rounds to the input's type before the activation, as it
+// does in transformers (causal_conv1d_fn).
 template <typename T>
-void convolve(Channels& channels, Lanes bias, int64_t kernel, int64_t width, bool silu) {
-  for (int64_t t = 0; t < width; ++t) {
+void convolve(const Call& call, int64_t row, int64_t channel, int64_t count, const float* weights, Lanes bias) {
+  const View &out = call.views[0], &x = call.views[1];
+  const int64_t channels = x.size[1], kernel = call.views[2].size[1], columns = call.ints[0] + kernel - 1;
+  T* history = reinterpret_cast<T*>(address(call.views.back())) + row * columns * channels + channel;
+  append(x, row, channel, count, history, kernel - 1);
+  for (int64_t t = 0; t < x.size[2]; ++t) {
     Lanes sum{};
     for (int64_t j = 0; j < kernel; ++j)
-      sum += lanes_at(&channels.weights[j * kLanes]) * lanes_at(&channels.inputs[(t + j) * kLanes]);
-    sum += bias;
-    alignas(64) float rounded[kLanes];
-    put_lanes(rounded, sum);
-    for (float& value : rounded) value = wide_of(rounded_to<T>(value));
-    sum = lanes_at(rounded);
-    put_lanes(&channels.outputs[t * kLanes], silu ? sum * sigmoid_of(sum) : sum);
+      sum = fused(lanes_at(weights + j * kLanes), channels_at(history + (t + j) * channels, count), sum);
+    sum = rounded<T>(sum + bias);
+    alignas(64) float result[kLanes];
+    put_lanes(result, call.ints[1] == 1 ? silu_of(sum) : sum);
+    narrow(out, result, element(out, row, channel, t), out.stride[1], count);
   }
 }
 
 // views: out and x [B, C, m], weight [C, K], bias [C] or none, header.
 template <typename T>
 void conv(const Call& call, const Worker& worker) {
-  const View &out = call.views[0], &x = call.views[1], &weight = call.views[2];
-  const int64_t channels = x.size[1], kernel = weight.size[1], width = x.size[2];
-  const int64_t blocks = (channels + kLanes - 1) / kLanes;
-  thread_local Channels held;
-  held.fit(kernel, width);
+  const View &x = call.views[1], &weight = call.views[2];
+  const int64_t channels = x.size[1], kernel = weight.size[1], blocks = (channels + kLanes - 1) / kLanes;
+  float* weights = scratch_of(kernel * kLanes);
   int64_t begin, end;
   worker.share(x.size[0] * blocks, begin, end);
   for (int64_t i = begin; i < end; ++i) {
-    const int64_t row = i / blocks, channel = i % blocks * kLanes, count = std::min(kLanes, channels - channel);
-    gather<T>(call, row, channel, count, held);
-    Lanes bias{};
-    if (call.views.size() == 5) {
-      float values[kLanes] = {};
-      widen(call.views[3], element(call.views[3], channel), call.views[3].stride[0], values, count);
-      bias = lanes_at(values);
-    }
-    convolve<T>(held, bias, kernel, width, call.ints[1] == 1);
-    for (int64_t t = 0; t < width; ++t)
-      narrow(out, &held.outputs[t * kLanes], element(out, row, channel, t), out.stride[1], count);
+    const int64_t channel = i % blocks * kLanes, count = std::min(kLanes, channels - channel);
+    for (int64_t j = 0; j < kernel; ++j)
+      widen(weight, element(weight, channel, j), weight.stride[0], weights + j * kLanes, count);
+    alignas(64) float bias[kLanes] = {};
+    if (call.views.size() == 5) widen(call.views[3], element(call.views[3], channel), call.views[3].stride[0], bias, count);
+    convolve<T>(call, i / blocks, channel, count, weights, lanes_at(bias));
   }
 }
 
@@ -284,17 +300,18 @@ bool select_conv(Call& call) {
   return true;
 }
 
-// Moves the K - 1 inputs before position counts[b] of the block to the front.
+// Moves the K - 1 inputs before position counts[b] of the block to the front; workers share the channels.
 // views: counts [B], header; ints: max_block, K, C, B, type.
 void commit_history(const Call& call, const Worker& worker) {
   const int64_t before = call.ints[1] - 1, channels = call.ints[2], bytes = call.ints[4] == F32 ? 4 : 2;
   const int64_t columns = call.ints[0] + before;
   int64_t begin, end;
-  worker.share(call.ints[3] * channels, begin, end);
-  for (int64_t i = begin; i < end; ++i) {
-    const int64_t count = data<int64_t>(call.views[0])[i / channels];
-    char* history = reinterpret_cast<char*>(address(call.views[1])) + i * columns * bytes;
-    std::memmove(history, history + count * bytes, before * bytes);
+  worker.share(channels, begin, end);
+  for (int64_t row = 0; row < call.ints[3]; ++row) {
+    const int64_t count = data<int64_t>(call.views[0])[row];
+    char* history = reinterpret_cast<char*>(address(call.views[1])) + (row * columns * channels + begin) * bytes;
+    for (int64_t t = 0; count && t < before; ++t)
+      std::memcpy(history + t * channels * bytes, history + (t + count) * channels * bytes, (end - begin) * bytes);
   }
 }
 
