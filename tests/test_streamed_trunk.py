@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import trunk_fingerprint
 from nextn.checkpoint.tensors import TensorReader
 from nextn.errors import CheckpointError, ConfigError
-from nextn.model import expert_groups, layer_states, streamed_trunk, transformers_loading
+from nextn.model import expert_groups, layer_states, load_head, stored_experts, streamed_trunk, transformers_loading
 from nextn.model.layer_states import remove_states
 from nextn.model.model import Model
+from nextn.model.stored_experts import find_layout
+from nextn.model.transformers_loading import LayerLoader
 from nextn.train.distributed import Ranks
 from nextn.train.fingerprint import fingerprint, fingerprint_of
 from nextn.train.head_run import StartingPoint, load_starting_point
@@ -37,20 +40,31 @@ def assert_same(streamed, loaded, batches=BATCHES, **options):
 
 
 # Their experts clamp, and then compute silu over all rows at once: narrower rows would end inside a vector register.
-WIDE = {name: {"moe_intermediate_size": 32} for name in ("deepseek_v4", "hy_v4")}
+WIDE = {name: {"moe_intermediate_size": 32} for name in ("deepseek_v4", "glm5_next", "hy_v4")}
 
 
 @pytest.mark.parametrize("name", families(CONFIGS))
 def test_same_bits_for_every_family(name, tmp_path, monkeypatch):
-    """With experts loaded together, and a few at a time."""
-    monkeypatch.setattr(transformers_loading, "_EXPERTS_AT_ONCE", 3)  # of 4, so that there is an incomplete part
+    """With experts loaded together, and a few at a time: read into place, and converted."""
+    for module in (transformers_loading, load_head):
+        monkeypatch.setattr(module, "_EXPERTS_AT_ONCE", 3)  # of 4, so that there is an incomplete part
     build(name, **WIDE.get(name, {})).save(tmp_path / "model")
     loaded, streamed = Model.load(tmp_path / "model"), Model.load(tmp_path / "model", stream=True)
     assert streamed.notes == loaded.notes
     assert_same(streamed, loaded)
     monkeypatch.setattr(expert_groups, "_MAX_BYTES", 0)
+    monkeypatch.setattr(stored_experts, "_GROUP_BYTES", 0)
     assert_same(streamed, loaded)
     assert_same_head(Model.load(tmp_path / "model", stream=True), loaded)
+    convert_experts(monkeypatch)
+    assert_same(streamed, loaded)
+    assert_same_head(Model.load(tmp_path / "model", stream=True), loaded)
+
+
+def convert_experts(monkeypatch) -> None:
+    """No layout is known: experts are converted, as those of unusual layouts are."""
+    for module in (transformers_loading, load_head):
+        monkeypatch.setattr(module, "find_layout", lambda *_: None)
 
 
 def assert_same_head(streamed, loaded):
@@ -77,6 +91,8 @@ def test_same_bits_in_bf16_and_from_fp8(name, fp8, tmp_path, monkeypatch):
     assert streamed.trunk.dtype == torch.bfloat16
     assert_same(streamed, loaded := Model.load(tmp_path / "model"))
     monkeypatch.setattr(expert_groups, "_MAX_BYTES", 0)
+    assert_same(streamed, loaded)
+    convert_experts(monkeypatch)
     assert_same(streamed, loaded)
 
 
@@ -114,14 +130,19 @@ def test_only_one_layer_is_in_memory(folder, monkeypatch):
     assert all(value.is_meta for value in layers.parameters())
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_experts_of_a_layer_are_never_in_memory_together(fused, tmp_path, monkeypatch):
+@pytest.mark.parametrize("how", ["read", "converted", "fused"])
+def test_experts_of_a_layer_are_never_in_memory_together(how, tmp_path, monkeypatch):
     """Whether each expert is stored as a tensor, or one tensor holds all of them."""
     monkeypatch.setattr(expert_groups, "_MAX_BYTES", 0)
+    monkeypatch.setattr(stored_experts, "_GROUP_BYTES", 0)
     monkeypatch.setattr(transformers_loading, "_EXPERTS_AT_ONCE", 1)
     build("glm4_moe").save(tmp_path / "model")
-    if fused:
+    if how == "converted":
+        convert_experts(monkeypatch)
+    elif how == "fused":
         rewrite(shard(tmp_path / "model"), fuse_experts)
+    else:  # transformers converts one expert of each layer, to know the layout
+        monkeypatch.setattr(LayerLoader, "_converted_groups", None)
     trunk, seen = Model.load(tmp_path / "model", stream=True).trunk, []
     experts_class = type(trunk.decoder.layers[1].mlp.experts)
     real = experts_class.forward
@@ -131,6 +152,56 @@ def test_experts_of_a_layer_are_never_in_memory_together(fused, tmp_path, monkey
     trunk.run(BATCHES)
     assert len(seen) > 4
     assert set(seen) == {1}
+    assert all(value.is_meta for value in trunk.decoder.layers.parameters())
+
+
+@pytest.mark.parametrize("how", ["read", "converted"])
+def test_an_expert_with_values_that_are_not_finite(how, folder, monkeypatch):
+    monkeypatch.setattr(expert_groups, "_MAX_BYTES", 0)
+    if how == "converted":
+        convert_experts(monkeypatch)
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    rewrite(shard(folder), lambda tensors: tensors[name].view(-1)[5].fill_(float("nan")))
+    trunk = Model.load(folder, stream=True).trunk
+    message = rf"{name} holds NaN or Inf" if how == "read" else r"layer 1: 1 tensors hold NaN or Inf: .*gate_up_proj"
+    with pytest.raises(CheckpointError, match=message):
+        trunk.run(BATCHES)
+    assert all(value.is_meta for value in trunk.decoder.layers.parameters())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_no_thread_reads_on_after_an_error(error, folder, monkeypatch):
+    """The thread that reads experts ends with the layer that it reads for, whose parameters are unloaded."""
+    monkeypatch.setattr(expert_groups, "_MAX_BYTES", 0)
+    monkeypatch.setattr(stored_experts, "_GROUP_BYTES", 0)
+    trunk, seen = Model.load(folder, stream=True).trunk, []
+
+    def fail(*_):
+        seen.append(threading.active_count())
+        raise error("stopped")
+
+    monkeypatch.setattr(type(trunk.decoder.layers[1].mlp.experts), "forward", fail)
+    before = threading.active_count()
+    with pytest.raises(error, match="stopped") as raised:  # `raised` keeps the frames
+        trunk.run(BATCHES)
+    assert raised.tb is not None
+    assert seen[0] > before == threading.active_count()
+    assert all(value.is_meta for value in trunk.decoder.layers.parameters())
+
+
+def test_layout_of_experts():
+    """Stored tensors one after the other; anything else, or a doubt, is left to the conversion."""
+    gate, up, down = torch.rand(3, 4), torch.rand(3, 4), torch.rand(4, 3)
+    stored = {"gate": gate, "up": up, "down": down}
+    both = torch.cat([gate, up])
+    assert find_layout({"gate_up": both, "down": down}, stored) == {"gate_up": ("gate", "up"), "down": ("down",)}
+    assert find_layout({"gate_up": both.flip(0), "down": down}, stored) is None
+    assert find_layout({"gate_up": both.T, "down": down}, stored) is None
+    assert find_layout({"gate_up": both}, stored) is None
+    assert find_layout({"gate_up": torch.cat([gate, gate]), "down": down}, stored | {"up": gate}) is None
+    halves = {name: value.bfloat16() for name, value in stored.items()}
+    assert find_layout({"gate_up": both.bfloat16(), "down": down.bfloat16()}, stored) is not None
+    assert find_layout({"gate_up": both, "down": down}, halves) is None
 
 
 def test_experts_of_the_head_stay_in_the_file(tmp_path, monkeypatch):

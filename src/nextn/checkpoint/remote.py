@@ -96,8 +96,21 @@ class LocalFile:
             file.seek(begin)
             data = file.read(end - begin)
         if len(data) < end - begin:
-            raise CheckpointError(f"{self}: bytes {begin}..{end} end at {begin + len(data)}; the file became shorter.")
+            raise self._too_short(begin, end, len(data))
         return data
+
+    def read_into(self, begin: int, buffer: memoryview) -> None:
+        """Fill the buffer with the bytes from `begin`."""
+        count, end = 0, begin + len(buffer)
+        with readable(self.path), self.path.open("rb", buffering=0) as file:
+            file.seek(begin)
+            while count < len(buffer):
+                if not (num := file.readinto(buffer[count:])):
+                    raise self._too_short(begin, end, count)
+                count += num
+
+    def _too_short(self, begin: int, end: int, count: int) -> CheckpointError:
+        return CheckpointError(f"{self}: bytes {begin}..{end} end at {begin + count}; the file became shorter.")
 
 
 def _stamp(path: Path) -> tuple[int, int, int, int]:

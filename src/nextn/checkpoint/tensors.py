@@ -5,7 +5,9 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
+from typing import Any, cast
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -36,7 +38,13 @@ FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F
 ACTIVATIONS = (
     "input_scale", "input_zero_point", "activation_scale", "output_scale", "k_scale", "v_scale", "q_scale",
 )  # fmt: skip
-_FETCH = 8 * 1024 * 1024  # bytes that are in memory at once
+_STORED = FLOATS | {
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+_FETCH = 1024 * 1024  # bytes that are in memory at once: few enough for a processor's cache
+_INFINITIES = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # bits
 _PLAIN = {*FLOATS, FP8_WEIGHT, "I64", "BOOL"}  # dtypes of tensors that need no quantization method
 
 
@@ -140,12 +148,25 @@ class TensorReader(AbstractContextManager["TensorReader"]):
 
     def read(self, name: str) -> Tensor:
         """Read a tensor without a `problem` as stored; a quantized weight as fp32, times its scales."""
+        return self._read(name, self._raw)
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Read what `read` does into a contiguous tensor on the host, cast to its dtype.
+
+        The file is not mapped, and nothing is kept: one thread may do this while others read and release tensors.
+        """
+        if not self.is_quantized(name) and FLOATS.get(self._stored[name].dtype) is out.dtype:
+            self._copy(self._stored[name], out)
+        else:
+            out.copy_(self._read(name, self._unmapped))
+
+    def _read(self, name: str, raw: Callable[[str], Tensor]) -> Tensor:
         if name in self.packed:
-            return self.integers(name).dequantize()
-        value = self._raw(name)
+            return unpack(self.packed[name], raw).dequantize()
+        value = raw(name)
         if name not in self.scales:
             return value
-        scale = self._raw(self.scales[name])
+        scale = raw(self.scales[name])
         block = implied_block(value.shape, scale.shape, self._block)
         assert block is not None, name
         return dequantize_fp8(value, scale, block)
@@ -163,12 +184,13 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         """
         infos = sorted(self._infos(names), key=lambda info: (info.file, info.begin))
         self.download(names, should_stop)
+        buffer = memoryview(bytearray(_FETCH))
         for info in infos:
-            if isinstance(self.checkpoint.sources[info.file], PartialFile):
-                continue
-            for _ in self.checkpoint.chunks(info, _FETCH):
-                if should_stop():
-                    break
+            if isinstance(source := self.checkpoint.sources[info.file], LocalFile):
+                for begin in range(info.begin, info.end, _FETCH):
+                    if should_stop():
+                        break
+                    source.read_into(begin, buffer[: info.end - begin])
         return sum(info.nbytes for info in infos)
 
     def download(self, names: Iterable[str], should_stop: Callable[[], bool] = lambda: False) -> None:
@@ -233,6 +255,23 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         view = self._views[name] = self._files[file].get_tensor(name)
         return view
 
+    def _unmapped(self, name: str) -> Tensor:
+        info = self._stored[name]
+        value = torch.empty(info.shape, dtype=_STORED[info.dtype])
+        self._copy(info, value)
+        return value
+
+    def _copy(self, info: TensorInfo, out: Tensor) -> None:
+        source = self.checkpoint.sources[info.file]
+        if isinstance(source, PartialFile):
+            source.fetch([(info.begin, info.end)])
+            source = LocalFile(source.path, source.name)
+        if not isinstance(source, LocalFile):
+            raise CheckpointError(f"{source}: not a local file. Download it first.")
+        if info.nbytes != out.nbytes:
+            raise CheckpointError(f"{source}: {info.name} has {info.shape}, expected {tuple(out.shape)}")
+        source.read_into(info.begin, memoryview(cast(Any, out.view(-1).view(torch.uint8).numpy())))
+
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether no value of a floating-point tensor is NaN or infinite.
@@ -241,6 +280,10 @@ def is_finite(tensor: Tensor) -> bool:
     """
     if tensor.numel() == 0:
         return True
+    if (infinity := _INFINITIES.get(tensor.dtype)) is not None and tensor.device.type == "cpu":
+        # Of bits, which needs no conversion: with either sign, what is not finite comes after all that is.
+        bits = tensor.detach().view(torch.int16).numpy()
+        return bool(bits.max() < infinity and bits.view(np.uint16).max() < infinity | 0x8000)
     extremes = tensor if tensor.itemsize == 1 else torch.stack(tensor.aminmax())  # float8 has no aminmax
     return bool(torch.isfinite(extremes.float()).all())
 

@@ -1,7 +1,8 @@
 """Experts of a mixture-of-experts layer that are loaded a few at a time while they run, never all together."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ STACKED = re.compile(r"(^|\.)experts\.\w+$")  # all experts in one parameter, in
 EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in stored names
 
 # Yields (first, end) of a few experts of a module at a time, while the module's parameters hold only these.
-ExpertGroups = Callable[[nn.Module], Iterator[tuple[int, int]]]
+# Closing the iterator restores them, and ends what reads ahead.
+ExpertGroups = Callable[[nn.Module], Generator[tuple[int, int], None, None]]
 
 
 def separable_experts(layer: nn.Module, implementation: str | None) -> Any:
@@ -33,18 +35,19 @@ def separable_experts(layer: nn.Module, implementation: str | None) -> Any:
 def run_in_groups(experts: Any, groups: ExpertGroups, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Compute what `experts` does for states [N, H], chosen experts [N, K] and weights [N, K], with the same bits."""
     results, num_experts = None, experts.num_experts
-    try:
-        for first, end in groups(experts):
-            token, place = ((chosen >= first) & (chosen < end)).nonzero(as_tuple=True)
-            if len(token):
-                experts.num_experts = end - first
-                rows, numbers = states[token], (chosen[token, place] - first)[:, None]
-                part = type(experts).forward(experts, rows, numbers, torch.ones_like(rows[:, :1]))
-                if results is None:
-                    results = part.new_zeros(*chosen.shape, part.shape[-1])
-                results[token, place] = part
-    finally:
-        experts.num_experts = num_experts
+    with closing(groups(experts)) as parts:
+        try:
+            for first, end in parts:
+                token, place = ((chosen >= first) & (chosen < end)).nonzero(as_tuple=True)
+                if len(token):
+                    experts.num_experts = end - first
+                    rows, numbers = states[token], (chosen[token, place] - first)[:, None]
+                    part = type(experts).forward(experts, rows, numbers, torch.ones_like(rows[:, :1]))
+                    if results is None:
+                        results = part.new_zeros(*chosen.shape, part.shape[-1])
+                    results[token, place] = part
+        finally:
+            experts.num_experts = num_experts
     assert results is not None
     return (results * weights[..., None]).sum(dim=1).to(states.dtype)
 

@@ -4,7 +4,8 @@ Knows the family's names and layouts; not how tensors are read (`TensorReader`) 
 """
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from nextn.families import lookup
 from nextn.model.expert_groups import EXPERT, run_in_groups, separable_experts
 from nextn.model.head import Head
 from nextn.model.packed_linear import StandIns
+from nextn.model.stored_experts import StoredExperts, find_layout
 from nextn.model.trunk import Trunk
 
 _EXPERTS_AT_ONCE = 8  # of those that are loaded while they run
@@ -174,31 +176,63 @@ class _StoredExperts:
     dtype: torch.dtype
     files: dict[int, dict[str, str]] = field(default_factory=dict)  # expert -> canonical name -> stored name
 
+    @property
+    def numbers(self) -> list[int]:
+        return sorted(self.files)
+
     def __deepcopy__(self, memo: object) -> "_StoredExperts":
         return self
 
-    def __call__(self, experts: nn.Module) -> Iterator[tuple[int, int]]:
+    def __call__(self, experts: nn.Module) -> Generator[tuple[int, int], None, None]:
         """See `ExpertGroups`."""
-        unloaded, numbers = dict(experts.named_parameters()), sorted(self.files)
+        unloaded = dict(experts.named_parameters())
         device = self.head.trunk.device
-        try:
-            for first in range(0, len(numbers), _EXPERTS_AT_ONCE):
-                part = {
-                    canonical: name
-                    for number in numbers[first : first + _EXPERTS_AT_ONCE]
-                    for canonical, name in self.files[number].items()
-                }
-                values = {canonical: self.weights.read(name).to(self.dtype) for canonical, name in part.items()}
-                for name, value in to_runtime_layout(self.head, values).items():
-                    own = name.removeprefix(f"{self.stem}.")
-                    setattr(experts, own, nn.Parameter(value.to(device), requires_grad=False))
-                del values
-                yield first, min(first + _EXPERTS_AT_ONCE, len(numbers))
-                for name in part.values():
-                    self.weights.release(name)
-        finally:
-            for own, value in unloaded.items():
-                setattr(experts, own, value)
+        with closing(self.read(unloaded)) as groups:
+            try:
+                for first, end, values in groups:
+                    for own, value in values.items():
+                        setattr(experts, own, nn.Parameter(value.to(device), requires_grad=False))
+                    yield first, end
+            finally:
+                for own, value in unloaded.items():
+                    setattr(experts, own, value)
+
+    def read(self, stacked: Mapping[str, Tensor]) -> Generator[tuple[int, int, dict[str, Tensor]], None, None]:
+        """Yield (first, end) of a few experts at a time, with their stacked parameters, named as in `stacked`.
+
+        Raises CheckpointError for values that are not finite.
+        """
+        if (ahead := self._ahead(stacked)) is not None:
+            return ahead.groups()
+        return self._converted_groups()
+
+    def _ahead(self, stacked: Mapping[str, Tensor]) -> StoredExperts | None:
+        """The experts, if their parameters are stored tensors one after the other, and otherwise None."""
+        kinds = [{EXPERT.sub(".experts.*.", kind): name for kind, name in self.files[n].items()} for n in self.numbers]
+        if any(each.keys() != kinds[0].keys() for each in kinds):
+            return None
+        values = {canonical: self.weights.read(name).to(self.dtype) for canonical, name in self.files[0].items()}
+        made = {name: value[0] for name, value in self._stack(values).items()}
+        layout = find_layout(made, {EXPERT.sub(".experts.*.", kind): value for kind, value in values.items()})
+        for name in kinds[0].values():
+            self.weights.release(name)
+        if layout is None or made.keys() != stacked.keys():
+            return None
+        return StoredExperts(self.weights, layout, kinds, {name: (v.shape, v.dtype) for name, v in made.items()})
+
+    def _converted_groups(self) -> Generator[tuple[int, int, dict[str, Tensor]], None, None]:
+        for first in range(0, len(self.numbers), _EXPERTS_AT_ONCE):
+            numbers = self.numbers[first : first + _EXPERTS_AT_ONCE]
+            part = {canonical: name for number in numbers for canonical, name in self.files[number].items()}
+            values = {canonical: self.weights.read(name).to(self.dtype) for canonical, name in part.items()}
+            yield first, first + len(numbers), self._stack(values)
+            for name in part.values():
+                self.weights.release(name)
+
+    def _stack(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters, by their own names, of experts by canonical name."""
+        stacked = to_runtime_layout(self.head, values)
+        return {name.removeprefix(f"{self.stem}."): value for name, value in stacked.items()}
 
 
 def _stored_experts(head: Head, weights: TensorReader, expected: Mapping[str, Tensor]) -> dict[str, _StoredExperts]:

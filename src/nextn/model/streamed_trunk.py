@@ -319,7 +319,8 @@ class StreamedTrunk(DeferredTrunk):
                 self._loader.load(index, self.device, experts=experts is None)
             check_finite(f"layer {index}", layer.state_dict())
             if experts is not None:
-                experts.forward = partial(run_in_groups, experts, partial(self._groups, index))
+                groups = partial(self._loader.expert_groups, index, self.device)
+                experts.forward = partial(run_in_groups, experts, lambda experts: groups())
             yield
         finally:
             if experts is not None:
@@ -338,11 +339,6 @@ class StreamedTrunk(DeferredTrunk):
                 f"layer {index}: {self.device} has not enough memory for its weights, {size:.1f} GB as stored; use "
                 "another device (--device), or --dtype bfloat16"
             ) from error
-
-    def _groups(self, index: int, experts: nn.Module) -> Iterator[tuple[int, int]]:
-        for group in self._loader.expert_groups(index, self.device):
-            check_finite(f"layer {index}", experts.state_dict())
-            yield group
 
     @contextmanager
     def _only(self, index: int | None, state: object) -> Iterator[list[object]]:

@@ -3,8 +3,8 @@
 import copy
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,9 +29,10 @@ from transformers.utils import logging as transformers_logging
 from nextn.checkpoint.mapped_memory import release_pages
 from nextn.checkpoint.tensors import StoredTensor
 from nextn.errors import CheckpointError, NextnError
-from nextn.model.expert_groups import EXPERT, STACKED
+from nextn.model.expert_groups import EXPERT, STACKED, check_finite
 from nextn.model.family_layers import add_unused_experts, remove_unused_experts
 from nextn.model.packed_linear import StandIns
+from nextn.model.stored_experts import StoredExperts, find_layout
 
 _EXPERTS_AT_ONCE = 4  # converted together
 
@@ -145,6 +146,7 @@ class LayerLoader:
             for name, tensor in add_unused_experts(state, config.get_text_config()).items():
                 self._states[layer_of(name)][name] = tensor
             self._load_outer(vocabulary)
+        self._experts: dict[int, StoredExperts | None] = {}  # of loaded layers
         # What a layer consists of before it is loaded; its own buffers that no file stores have values by now.
         self._unloaded = [dict(_stored_tensors(layer)) for layer in self._layers]
 
@@ -167,8 +169,64 @@ class LayerLoader:
         _check_complete(self._folder, missing if experts else missing - {name for name, _ in self._stacked(index)})
         remove_unused_experts(layer)
 
-    def expert_groups(self, index: int, device: torch.device) -> Iterator[tuple[int, int]]:
-        """Yield (first, end) of a few experts of a loaded layer, while the layer's parameters hold only these."""
+    def expert_groups(self, index: int, device: torch.device) -> Generator[tuple[int, int], None, None]:
+        """Yield (first, end) of a few experts of a loaded layer, while the layer's parameters hold only these.
+
+        Raises CheckpointError if they cannot be read or have values that are not finite.
+        """
+        if index not in self._experts:
+            self._experts[index] = self._find_experts(index)
+        if (experts := self._experts[index]) is None:
+            yield from self._converted_groups(index, device)
+            return
+        stacked = dict(self._stacked(index))
+        with closing(experts.groups()) as groups:
+            try:
+                for first, end, values in groups:
+                    for name, value in values.items():
+                        _assign(self._layers[index], name, nn.Parameter(value.to(device), requires_grad=False))
+                    yield first, end
+            finally:
+                for name, value in stacked.items():
+                    _assign(self._layers[index], name, value)
+
+    def _find_experts(self, index: int) -> StoredExperts | None:
+        """The experts of a layer whose parameters are stored tensors one after the other; None in other layouts.
+
+        transformers converts the first expert, and its values show how.
+        """
+        layer, stacked = self._layers[index], dict(self._stacked(index))
+        by_expert: dict[int, dict[str, StoredTensor]] = defaultdict(dict)
+        for name, tensor in self._states[index].items():
+            if (expert := EXPERT.search(name)) and isinstance(tensor, StoredTensor):
+                by_expert[int(expert[1])][EXPERT.sub(".experts.*.", name)] = tensor
+        experts = [by_expert[number] for number in sorted(by_expert)]
+        if not stacked or any(len(value) != len(experts) for value in stacked.values()):
+            return None
+        if any(each.keys() != experts[0].keys() for each in experts):
+            return None
+        first = {name.replace("*", str(min(by_expert))): tensor for name, tensor in experts[0].items()}
+        try:
+            for name, value in stacked.items():
+                _assign(layer, name, nn.Parameter(value[:1], requires_grad=False))
+            self._convert(first, self._config)
+            made = {name: layer.get_parameter(name).detach()[0] for name in stacked}
+        finally:
+            for name, value in stacked.items():
+                _assign(layer, name, value)
+        if any(value.is_meta for value in made.values()):
+            return None
+        layout = find_layout(made, {kind: tensor[...] for kind, tensor in experts[0].items()})
+        for tensor in first.values():
+            tensor.release()
+        if layout is None:
+            return None
+        names = [{kind: tensor.name for kind, tensor in each.items()} for each in experts]
+        forms = {name: (value.shape, value.dtype) for name, value in made.items()}
+        return StoredExperts(next(iter(first.values())).weights, layout, names, forms)
+
+    def _converted_groups(self, index: int, device: torch.device) -> Iterator[tuple[int, int]]:
+        """The same by transformers' own conversion of every expert, or of experts that are stored as one tensor."""
         layer, start = self._layers[index], 0
         parts, stacked = self._parts(index)[1], dict(self._stacked(index))
         if not parts:  # stored as one tensor: the loaded parameter is a part of the mapped file
@@ -183,6 +241,7 @@ class LayerLoader:
                     _assign(layer, name, nn.Parameter(value[start:end], requires_grad=False))
                 if part:
                     self._convert(part, self._on(device))
+                check_finite(f"layer {index}", {name: layer.get_parameter(name) for name in stacked})
                 yield start, end
                 release_pages(layer.get_parameter(name) for name in stacked)
                 for tensor in part.values():
@@ -195,6 +254,7 @@ class LayerLoader:
     def unload(self, index: int) -> None:
         """Put a decoder layer back on the meta device, and release its part of the mapped files."""
         self.release(index)
+        self._experts.pop(index, None)
         for name, value in self._unloaded[index].items():
             _assign(self._layers[index], name, value)
 

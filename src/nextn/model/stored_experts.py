@@ -1,0 +1,123 @@
+"""Experts that are stored one by one, read into stacked parameters by a thread a little ahead of their use.
+
+The thread owns its buffers, and reads files into them: it never touches mapped memory, which others release and unmap.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import permutations
+from math import prod
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from nextn.checkpoint.tensors import TensorReader, is_finite
+from nextn.errors import CheckpointError
+
+_GROUP_BYTES = 2**26  # of experts that are read together; two groups are in memory
+_NUM_BUFFERS = 2
+
+Item = TypeVar("Item")
+Buffer = TypeVar("Buffer")
+Value = TypeVar("Value")
+
+# Stacked parameter -> the kinds of stored tensors that follow each other in an expert's part of it.
+Layout = Mapping[str, tuple[str, ...]]
+
+
+def find_layout(stacked: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> Layout | None:
+    """Find out how the parts of one expert in stacked parameters consist of its stored tensors.
+
+    Args:
+        stacked: The expert's part of each parameter, made of `stored` by whatever code defines it.
+        stored: Its stored tensors by kind, a name that is the same for all experts.
+
+    Returns:
+        The layout; None if a parameter is made in another way, or if the values fit several layouts.
+    """
+    orders = [order for count in range(1, len(stored) + 1) for order in permutations(stored, count)]
+    fitting = {
+        name: [order for order in orders if _is_sequence(value, [stored[kind] for kind in order])]
+        for name, value in stacked.items()
+    }
+    if any(len(found) != 1 for found in fitting.values()):
+        return None
+    layout = {name: found[0] for name, found in fitting.items()}
+    used = sorted(kind for order in layout.values() for kind in order)
+    return layout if used == sorted(stored) else None
+
+
+def _is_sequence(value: Tensor, parts: Sequence[Tensor]) -> bool:
+    """Whether the rows of `value` are those of the parts, one after the other, in its dtype."""
+    sizes = [len(part) if part.ndim else 0 for part in parts]
+    if any(part.shape[1:] != value.shape[1:] for part in parts) or sum(sizes) != len(value) or 0 in sizes:
+        return False
+    return all(torch.equal(rows, part.to(value)) for rows, part in zip(value.split(sizes), parts, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class StoredExperts:
+    """All experts of one module, in files."""
+
+    weights: TensorReader
+    layout: Layout
+    names: Sequence[Mapping[str, str]]  # of each expert: kind -> stored name
+    forms: Mapping[str, tuple[torch.Size, torch.dtype]]  # of an expert's part of each stacked parameter
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one expert in memory."""
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in self.forms.values())
+
+    def groups(self) -> Generator[tuple[int, int, dict[str, Tensor]], None, None]:
+        """Yield (first, end) of a few experts at a time, with their stacked parameters, valid until the next ones.
+
+        Raises CheckpointError if a file became shorter, or for values that are not finite.
+        """
+        count = len(self.names)
+        size = max(1, min(count, _GROUP_BYTES // max(1, self.num_bytes)))
+        buffers = [
+            {name: torch.empty(size, *shape, dtype=dtype) for name, (shape, dtype) in self.forms.items()}
+            for _ in range(_NUM_BUFFERS)
+        ]
+        ranges = [(first, min(first + size, count)) for first in range(0, count, size)]
+        values = _computed_ahead(self._read, ranges, buffers)
+        try:
+            yield from ((first, end, value) for (first, end), value in zip(ranges, values, strict=True))
+        finally:
+            values.close()
+
+    @torch.inference_mode()
+    def _read(self, experts: tuple[int, int], buffer: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        first, end = experts
+        for number in range(first, end):
+            for name, order in self.layout.items():
+                rows, start = buffer[name][number - first], 0
+                for stored in (self.names[number][kind] for kind in order):
+                    part = rows[start : (start := start + self.weights.checkpoint.info(stored).shape[0])]
+                    self.weights.read_into(stored, part)
+                    if not is_finite(part):
+                        raise CheckpointError(f"{stored} holds NaN or Inf")
+        return {name: value[: end - first] for name, value in buffer.items()}
+
+
+def _computed_ahead(
+    compute: Callable[[Item, Buffer], Value], items: Sequence[Item], buffers: Sequence[Buffer]
+) -> Generator[Value, None, None]:
+    """Yield compute(item, buffer) in order; all buffers but that of the last value are filled meanwhile, by a thread.
+
+    Closing the iterator waits for the thread, which ends with the item that it is at.
+    """
+    pool, pending = ThreadPoolExecutor(1), deque[Future[Value]]()
+    try:
+        for place, item in enumerate(items):
+            pending.append(pool.submit(compute, item, buffers[place % len(buffers)]))
+            if len(pending) == len(buffers):
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
