@@ -39,6 +39,8 @@ void sum_group(const int8_t* codes, const int32_t* totals, int64_t stride, int64
 #pragma GCC unroll 2
   for (int half = 0; half < 2; ++half)
     zeros[half] = _mm512_and_si512(_mm512_loadu_si512(weights + 64 * half), _mm512_set1_epi32(kZeroBits));
+  // The upper halves of bytes stay where they are, as codes times 16: kUpper is in their scales.
+  if constexpr (kBits == 4) zeros[1] = _mm512_slli_epi32(zeros[1], 4);
 #pragma GCC unroll 32
   for (int i = 0; i < 2 * kCount; ++i) {
     // Both fit 16 bits; the upper 16 of the zeros are 0.
@@ -46,7 +48,7 @@ void sum_group(const int8_t* codes, const int32_t* totals, int64_t stride, int64
 #pragma GCC unroll 4
     for (int part = 1; part < kApart; ++part) acc[part][i] = _mm512_setzero_si512();
   }
-  const __m512i four_bits = _mm512_set1_epi8(15);
+  const __m512i lower = _mm512_set1_epi8(15), upper = _mm512_set1_epi8(char(0xF0));
   const char* at = weights + kWords;
   for (int64_t step = 0; step < steps; step += kApart)
 #pragma GCC unroll 4
@@ -55,7 +57,7 @@ void sum_group(const int8_t* codes, const int32_t* totals, int64_t stride, int64
       const __m512i first = _mm512_loadu_si512(at);
       __m512i low, high;
       if constexpr (kBits == 4) {
-        low = _mm512_and_si512(first, four_bits), high = _mm512_and_si512(_mm512_srli_epi16(first, 4), four_bits);
+        low = _mm512_and_si512(first, lower), high = _mm512_and_si512(first, upper);
       } else {
         low = first, high = _mm512_loadu_si512(at + 64);
       }
@@ -133,6 +135,15 @@ void sum_group(const int8_t* codes, const int32_t* totals, int64_t stride, int64
 
 Sixteen scales_of(const char* words) { return floats_of(loaded<SixteenInts>(words) & ~kZeroBits); }
 
+// What the sums of the last 16 columns are to be multiplied with.
+#if defined(__AVX512VNNI__)
+template <int kBits>
+constexpr float kUpper = kBits == 4 ? 1.0f / 16 : 1.0f;
+#else
+template <int kBits>
+constexpr float kUpper = 1.0f;
+#endif
+
 // kCount rows times one block: sums [kCount][32].
 template <int kCount, int kBits>
 struct GroupedBlock {
@@ -143,11 +154,11 @@ struct GroupedBlock {
     alignas(64) int32_t whole[kCount * kColumns];
     std::fill_n(sums, kCount * kColumns, 0.0f);
     for (int64_t i = 0; i < x.totals_of_row; ++i, weights += bytes) {
-      __builtin_prefetch(early.next), __builtin_prefetch(early.next + 64);  // a group's words
+      early.fetch(0), early.fetch(64);  // a group's words
       early.next += kWords;
       sum_group<kCount, kBits>(x.codes + i * group * kCount, x.totals + i, x.totals_of_row, steps, weights, early, whole);
       early = early.after(steps);
-      const Sixteen scales[] = {scales_of(weights), scales_of(weights + 64)};
+      const Sixteen scales[] = {scales_of(weights), scales_of(weights + 64) * kUpper<kBits>};
       for (int row = 0; row < kCount; ++row) {
         const Sixteen scale = Sixteen{} + x.scales[row * x.groups + i * group / kGroup];
         for (int half = 0; half < 2; ++half) {

@@ -16,7 +16,16 @@ namespace nextn {
 constexpr int64_t kGroup = 128;
 constexpr int64_t kLargest = 127;
 constexpr int64_t kColumns = 32;  // of a block
-constexpr int64_t kAhead = 8192;  // bytes by which a block that is read once is prefetched
+
+// Bytes by which a block that is read once is prefetched, and the cache that it is prefetched into: the first-level
+// cache (3), or on Intel's processors, where few lines can be on their way into that, the second-level one (2).
+#if defined(__AVX512FP16__)
+constexpr int64_t kAhead = 16384;
+constexpr int kInto = 2;
+#else
+constexpr int64_t kAhead = 8192;
+constexpr int kInto = 3;
+#endif
 
 // Rows that a kernel takes at once: with VNNI, their sums fit the registers, beside the halves of bytes of four bits.
 #if defined(__AVX512VNNI__)
@@ -53,10 +62,12 @@ struct Early {
   int64_t pace;
 
   void fetch() {
-    __builtin_prefetch(next);
-    if (pace > 64) __builtin_prefetch(next + 64);
+    fetch(0);
+    if (pace > 64) fetch(64);
     next += pace;
   }
+
+  void fetch(int64_t place) const { __builtin_prefetch(next + place, 0, kInto); }
 
   Early after(int64_t steps) const { return {next + steps * pace, pace}; }
 };
