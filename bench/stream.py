@@ -1,6 +1,6 @@
 """`nextn measure --stream` of a model that does not fit: memory, time against disk and arithmetic, kill and resume.
 
-    python bench/stream.py make /tmp/large                 # random weights, Qwen3-Next's widths, 6 layers: 24 GB
+    python bench/stream.py make /tmp/large                 # random weights, Qwen3-Next's widths, 8 layers: 31 GB
     python bench/stream.py run /tmp/large --out bench/results/stream.json
     python bench/stream.py make /tmp/small --layers 4 --experts 128
     python bench/stream.py hub /tmp/small --out bench/results/stream_hub.json  # from a hub: 50 ms a request, 200 MB/s
@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 CONFIG = {
     "model_type": "qwen3_next",
@@ -120,11 +121,11 @@ def forget(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def start(folder: Path, texts: Path, states: Path, out: Path, *, name: str = "") -> subprocess.Popen:
+def start(folder: Path, texts: Path, states: Path, out: Path, *, name: str = "", threads: int = 1) -> subprocess.Popen:
     forget(folder)
     options = ["--texts", texts, "--temperatures", "0", "-k", "2", "--stream", "--states", states, "--out", out]
     command = [sys.executable, "-m", "nextn", "measure", name or folder, *options]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": str(threads)})
 
 
 def watch(process: subprocess.Popen, kill_when: Callable[[], bool] = lambda: False) -> dict[str, float]:
@@ -146,34 +147,48 @@ def watch(process: subprocess.Popen, kill_when: Callable[[], bool] = lambda: Fal
 
 
 def run(folder: Path, work: Path) -> dict[str, object]:
-    """Measure once without interruption, and once killed in the middle and resumed."""
+    """Measure with one thread, with two, and with one thread killed in the middle and resumed."""
     work.mkdir(parents=True, exist_ok=True)
-    texts, outs = work / "texts.jsonl", [work / "whole.json", work / "resumed.json"]
+    texts = work / "texts.jsonl"
     write_texts(texts)
-    load_before = os.getloadavg()
-    whole = watch(start(folder, texts, work / "states-whole", outs[0]))
-    is_half_done = lambda: any((work / "states").glob("*/states-0002-*"))  # noqa: E731
-    killed = watch(start(folder, texts, work / "states", outs[1]), kill_when=is_half_done)
-    resumed = watch(start(folder, texts, work / "states", outs[1]))
-    records = [json.loads(path.read_text()) for path in outs]
-    stream = records[0]["stream"]
-    estimate = stream["estimate"]
+    one, two = (_whole(folder, texts, work, threads) for threads in (1, 2))
+    states, out = work / "states", work / "resumed.json"
+    middle = json.loads((folder / "config.json").read_text())["num_hidden_layers"] // 2
+    is_half_done = lambda: any(states.glob(f"*/states-{middle:04d}-*"))  # noqa: E731
+    killed = watch(start(folder, texts, states, out), kill_when=is_half_done)
+    resumed = watch(start(folder, texts, states, out))
+    record, figures = json.loads(out.read_text()), one.pop("figures")
     return {
         "date": date.today().isoformat(),
         "tokens": TEXTS * (PROMPT + NEW),
         "bytes_of_checkpoint": sum(path.stat().st_size for path in folder.glob("*.safetensors")),
-        "whole": whole,
+        **one,
+        "two_threads": {name: value for name, value in two.items() if name not in ("figures", "machine")},
         "killed": killed,
-        "resumed": resumed | {"layers_resumed": records[1]["stream"]["num_resumed"]},
-        "same_figures": records[0]["figures"] == records[1]["figures"],
+        "resumed": resumed | {"layers_resumed": record["stream"]["num_resumed"], "load": os.getloadavg()},
+        "same_figures": record["figures"] == figures,
+    }
+
+
+def _whole(folder: Path, texts: Path, work: Path, threads: int) -> dict[str, Any]:
+    """A command without interruption."""
+    states, out, load_before = work / f"states-{threads}", work / f"whole-{threads}.json", os.getloadavg()
+    whole = watch(start(folder, texts, states, out, threads=threads))
+    record = json.loads(out.read_text())
+    stream, estimate = record["stream"], record["stream"]["estimate"]
+    arithmetic = [estimate["flops"] / estimate["flops_per_s"], estimate["head_flops"] / estimate["flops_per_s"]]
+    reading = estimate["num_bytes"] / estimate["bytes_per_s"]
+    return {
+        "whole": whole,
         "estimate": estimate,
         "seconds_of_layers": stream["seconds"],
-        "ratio_of_layers": stream["seconds"]
-        / (estimate["num_bytes"] / estimate["bytes_per_s"] + estimate["flops"] / estimate["flops_per_s"]),
+        "ratio_of_layers": stream["seconds"] / (reading + arithmetic[0]),
+        "ratio_to_rates": whole["seconds"] / (reading + sum(arithmetic)),
         "ratio_of_command": whole["seconds"] / estimate["seconds"],
         "layers": stream["layers"],
         "load": [load_before, os.getloadavg()],
-        "machine": {key: records[0]["machine"][key] for key in ("name", "cores", "threads", "versions", "dtype")},
+        "machine": {key: record["machine"][key] for key in ("name", "cores", "threads", "versions", "dtype")},
+        "figures": record["figures"],
     }
 
 
@@ -253,7 +268,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     make_parser = commands.add_parser("make")
     make_parser.add_argument("folder", type=Path)
-    make_parser.add_argument("--layers", type=int, default=6)
+    make_parser.add_argument("--layers", type=int, default=8)
     make_parser.add_argument("--experts", type=int, default=CONFIG["num_experts"])
     for name in ("run", "hub"):
         run_parser = commands.add_parser(name)

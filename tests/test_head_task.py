@@ -30,7 +30,7 @@ from nextn.train import checkpointing, head_task
 from nextn.train.config import HeadConfig
 from nextn.train.head_parts import PARTS, part_of
 from nextn.train.head_task import HeadTask, write_standalone_head, write_with_trunk
-from nextn.train.hidden_cache import HiddenStateCache
+from nextn.train.hidden_cache import KEY, HiddenStateCache
 from nextn.train.loop import Trainer
 from nextn.train.metrics import HeadRecord, StepRecord
 
@@ -227,6 +227,36 @@ def test_states_from_disk_train_the_same_head(corpus, tmp_path, monkeypatch):
     Trainer(task, out=tmp_path / "run")._step()
     with pytest.raises(ConfigError, match="limit"):
         task.cached(tmp_path / "other", limit_gb=-1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_states_of_an_edited_trunk_are_refused(stream, corpus, tmp_path):
+    """One byte that no fingerprint samples, whether the trunk is in memory or streamed; a head's file may change."""
+    build("glm4_moe").save(tmp_path / "model")
+
+    def cached():
+        origin = Inventory.of(Checkpoint.open(tmp_path / "model"))
+        model = Model.load(tmp_path / "model", stream=stream)
+        return HeadTask(model, corpus, CONFIG, origin=origin).cached(tmp_path / "hidden")
+
+    cache = cached()
+    if stream:
+        write_json(tmp_path / "hidden" / KEY, cache._key)
+    else:
+        list(cache.fill())
+    name = "model.layers.1.mlp.experts.0.up_proj.weight"
+    checkpoint = Checkpoint.open(tmp_path / "model")
+    for path in (tmp_path / "model").glob("*.safetensors"):
+        if path.name != checkpoint.info(name).file:
+            os.utime(path, (0, 0))
+    cached()
+    with (tmp_path / "model" / checkpoint.info(name).file).open("r+b") as file:
+        file.seek(checkpoint.info(name).begin)
+        file.write(b"1")
+    edited = Inventory.of(Checkpoint.open(tmp_path / "model"))
+    assert trunk_fingerprint(edited) == trunk_fingerprint(Inventory.of(checkpoint))
+    with pytest.raises(ConfigError, match="holds the hidden states of another trunk"):
+        cached()
 
 
 def test_a_streamed_trunk_trains_as_good_a_head(corpus, tmp_path):

@@ -9,6 +9,7 @@ from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.devices import available_bytes
 from nextn.evaluate import offloading
 from nextn.evaluate.offloading import StreamEstimate, loaded_bytes, reason_to_stream
+from nextn.model import expert_groups
 from nextn.model.model import Model
 
 
@@ -64,6 +65,22 @@ def test_estimate(tmp_path):
     scored = StreamEstimate.of(trunk, 1000, head=model.head, num_passes=3)
     lm_head = 3 * 2000 * trunk.lm_head.numel()
     assert lm_head < scored.head_flops < lm_head + 3 * 2000 * sum(value.numel() for value in model.head.parameters())
-    assert estimate.head_flops == 0
+    assert estimate.head_flops == estimate.head_bytes == scored.head_bytes == 0  # its experts are in memory
+    size, chosen = trunk.config.moe_intermediate_size * trunk.config.hidden_size, trunk.config.num_experts_per_tok
+    assert estimate.expert_flops == 2000 * 3 * size * chosen * (trunk.num_layers - 1)  # the first layer is dense
+    assert scored.expert_flops == estimate.expert_flops + 3 * 2000 * 3 * size * chosen
+    assert 1e5 < estimate.expert_flops_per_s < float("inf")
     assert StreamEstimate(10**9, 1e12, 1e9, 1e12, 3e12).seconds == 5
     assert str(StreamEstimate(10**9, 2e12, 1e9, 1e12)) == "1.0 GB at 1 GB/s and 2 TFLOP at 1 TFLOP/s: about 0.1 min"
+    routed = StreamEstimate(10**9, 2e12, 1e9, 1e12, 3e12, 4e12, 1e11, 2 * 10**9)
+    assert routed.seconds == 3 + 1 + 40
+    assert str(routed).startswith("3.0 GB at 1 GB/s and 5 TFLOP at 1 TFLOP/s (4 of experts at 0.1): about 0.7 min")
+
+
+def test_experts_that_each_pass_of_the_head_reads(tmp_path, monkeypatch):
+    monkeypatch.setattr(expert_groups, "_MAX_BYTES", 0)
+    build("glm4_moe").save(tmp_path / "model")
+    model = Model.load(tmp_path / "model", stream=True)
+    estimate = StreamEstimate.of(model.trunk, 1000, head=model.head, num_passes=3)
+    experts = [value for name, value in build("glm4_moe").head.named_parameters() if ".experts." in name]
+    assert estimate.head_bytes == 3 * sum(value.nbytes for value in experts) > 0

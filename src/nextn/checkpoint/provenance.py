@@ -90,6 +90,19 @@ def trunk_fingerprint(inventory: Inventory) -> str:
     return digest.hexdigest()
 
 
+def trunk_identity(inventory: Inventory) -> str:
+    """Return the `trunk_fingerprint` with the `files_identity` of the files that hold the trunk, for stored states.
+
+    A shared tensor that only the head stores is the trunk's, too.
+    """
+    tensors = inventory.checkpoint.tensors
+    heads = inventory.spellings(inventory.stored)
+    names = [name for name in tensors if name not in heads]
+    names += [name for key, name in inventory.copies.items() if inventory.role(key) not in inventory.shared]
+    files = files_identity(inventory.checkpoint, {tensors[name].file for name in names})
+    return f"{trunk_fingerprint(inventory)}-{files}"
+
+
 def files_identity(checkpoint: Checkpoint, files: Iterable[str]) -> str:
     """Return the SHA-256 of what identifies these safetensors files, and of the config, without reading values.
 

@@ -264,16 +264,20 @@ def draft_bytes(head: Head, bits: int | None = None, *, num_tokens: int | None =
     return packed + (stored if bits is None else stored // output.element_size())
 
 
+def stacked_experts(module: nn.Module, trunk: Trunk) -> list[tuple[Tensor, float]]:
+    """Return the parameters with all routed experts [E, ...], and the share of the experts that a token takes."""
+    chosen = getattr(trunk.config, "num_experts_per_tok", None) or 0
+    # Experts are one tensor [experts, ...] in transformers 5.
+    found = [value for name, value in module.named_parameters() if ".experts." in f".{name}" and value.ndim == 3]
+    return [(value, min(1.0, chosen / len(value))) for value in found if chosen]
+
+
 def _bytes_read(module: nn.Module, trunk: Trunk, without: tuple[Tensor, ...]) -> int:
     skipped, total = {id(weight) for weight in without}, 0.0
-    chosen = getattr(trunk.config, "num_experts_per_tok", None) or 0
-    for name, weight in module.named_parameters():
-        if id(weight) in skipped:
-            continue
-        # Experts are one tensor [experts, ...] in transformers 5.
-        is_experts = chosen and ".experts." in f".{name}" and weight.ndim == 3
-        share = min(1.0, chosen / len(weight)) if is_experts else 1.0
-        total += weight.numel() * weight.element_size() * share
+    shares = {id(weight): share for weight, share in stacked_experts(module, trunk)}
+    for weight in module.parameters():
+        if id(weight) not in skipped:
+            total += weight.nbytes * shares.get(id(weight), 1.0)
     return round(total)
 
 

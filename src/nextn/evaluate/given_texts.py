@@ -27,7 +27,7 @@ from nextn.model.trunk import Trunk, TrunkOutput
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MAX_POSITIONS = 4096  # of one pass: texts are batched up to this number of padded positions
+MAX_POSITIONS = 4096  # of one pass: texts are batched up to this number of padded positions
 _MAX_ROWS = 64  # positions whose distributions are in memory at once
 _MIN_AGREEMENT = 0.95  # of greedy texts: near ties differ between implementations
 _MAX_EXCESS, _MAX_ERRORS = 0.05, 4  # of sampled texts: nats per token, and standard errors
@@ -155,7 +155,7 @@ def _groups(texts: Sequence[ReferenceText]) -> list[list[int]]:
     """Indices of texts of similar lengths."""
     groups: list[list[int]] = []
     for index in sorted(range(len(texts)), key=lambda index: -len(texts[index].tokens)):
-        if groups and (len(groups[-1]) + 1) * len(texts[groups[-1][0]].tokens) <= _MAX_POSITIONS:
+        if groups and (len(groups[-1]) + 1) * len(texts[groups[-1][0]].tokens) <= MAX_POSITIONS:
             groups[-1].append(index)
         else:
             groups.append([index])

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
-from math import isnan, prod
+from math import inf, isnan, prod
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ from nextn.checkpoint.tensors import FLOATS
 from nextn.devices import available_bytes
 from nextn.errors import ConfigError
 from nextn.evaluate.advice import DEFINITIONS, Forecast, forecast_rates
-from nextn.evaluate.decoding_costs import draft_bytes, step_bytes
+from nextn.evaluate.decoding_costs import draft_bytes, stacked_experts, step_bytes
+from nextn.evaluate.given_texts import MAX_POSITIONS
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.teacher_forced import ReferenceText
 from nextn.model.expert_groups import EXPERT, STACKED
@@ -53,6 +54,7 @@ OFFLOAD_DEFINITIONS = {name: DEFINITIONS[name] for name in ("speedup", "break_ev
 Sums = list[list[int]]  # [texts][m - 1]: distinct experts, summed over a text's blocks of m positions
 _USABLE = 0.9  # share of the available memory that a model may take: the rest is for states and logits
 _READ, _ROWS, _SIZE = 64 * 2**20, 512, 2048  # bytes of the read, and sizes of the product, that rates are measured by
+_MEASURED, _COPIES = 0.3, 4  # seconds of a measurement of products, and matrices that it goes through
 
 
 class ExpertRouting:
@@ -321,36 +323,58 @@ def reason_to_stream(checkpoint: Checkpoint, dtype: torch.dtype | None, device: 
 
 @dataclass(frozen=True)
 class StreamEstimate:
-    """The time that streaming and scoring take at least: reading and arithmetic overlap only in part."""
+    """The time that streaming and scoring take, if reading and arithmetic do not overlap.
 
-    num_bytes: int
-    flops: float  # of the trunk
+    Not in it: starting, checking the head's values, and the states of earlier layers that a run resumes from.
+    """
+
+    num_bytes: int  # of the trunk's layers
+    flops: float  # of the trunk, for all tokens, lm_head included
     bytes_per_s: float
-    flops_per_s: float
+    flops_per_s: float  # in products of many rows
     head_flops: float = 0.0
+    expert_flops: float = 0.0  # of `flops` and `head_flops`, those of routed experts, which have few rows each
+    expert_flops_per_s: float = inf
+    head_bytes: int = 0  # of experts that each pass of the head reads
 
     @classmethod
     def of(
         cls, trunk: StreamedTrunk, num_tokens: int, *, head: Head | None = None, num_passes: int = 0
     ) -> "StreamEstimate":
-        """Measure this machine's rates, which takes a tenth of a second, for a pass over this many tokens.
+        """Measure this machine's rates, which takes a second, for a pass over this many tokens.
 
         num_passes: Of the head, over all of them, lm_head included.
         """
-        flops = 2 * step_bytes(trunk) / trunk.dtype.itemsize * num_tokens
-        drafting = 0.0 if head is None else 2 * draft_bytes(head) / trunk.dtype.itemsize * num_tokens * num_passes
-        return cls(trunk.num_bytes, flops, _read_rate(trunk), _flop_rate(trunk.dtype, trunk.device), drafting)
+        size = trunk.dtype.itemsize
+        flops = 2 * step_bytes(trunk) / size * num_tokens
+        drafting = 0.0 if head is None else 2 * draft_bytes(head) / size * num_tokens * num_passes
+        routed, drafted = ([] if part is None else stacked_experts(part, trunk) for part in (trunk.model, head))
+        layers = 1 if head is None else head.num_modules
+        expert_flops = 2 * num_tokens * (_taken(routed) + _taken(drafted) / layers * num_passes)
+        in_files = sum(value.numel() for value, _ in drafted if value.is_meta) * size * num_passes // layers
+        rate = _flop_rate(trunk, [(_SIZE, _SIZE)], _ROWS)
+        expert_rate = _expert_rate(trunk, routed or drafted, num_tokens) if expert_flops else rate
+        return cls(trunk.num_bytes, flops, _read_rate(trunk), rate, drafting, expert_flops, expert_rate, in_files)
 
     @property
     def seconds(self) -> float:
-        return self.num_bytes / self.bytes_per_s + (self.flops + self.head_flops) / self.flops_per_s
+        others = self.flops + self.head_flops - self.expert_flops
+        reading = (self.num_bytes + self.head_bytes) / self.bytes_per_s
+        return reading + others / self.flops_per_s + self.expert_flops / self.expert_flops_per_s
 
     def __str__(self) -> str:
-        flops = self.flops + self.head_flops
+        flops, num_bytes = self.flops + self.head_flops, self.num_bytes + self.head_bytes
+        experts = f" ({self.expert_flops / 1e12:.3g} of experts at {self.expert_flops_per_s / 1e12:.2g})"
         return (
-            f"{self.num_bytes / 1e9:.1f} GB at {self.bytes_per_s / 1e9:.2g} GB/s and {flops / 1e12:.3g} TFLOP at "
-            f"{self.flops_per_s / 1e12:.2g} TFLOP/s: about {self.seconds / 60:.1f} min"
+            f"{num_bytes / 1e9:.1f} GB at {self.bytes_per_s / 1e9:.2g} GB/s and {flops / 1e12:.3g} TFLOP at "
+            f"{self.flops_per_s / 1e12:.2g} TFLOP/s{experts if self.expert_flops else ''}: about "
+            f"{self.seconds / 60:.1f} min"
         )
+
+
+def _taken(experts: Sequence[tuple[Tensor, float]]) -> float:
+    """The weights of experts that one token takes."""
+    return sum(value.numel() * share for value, share in experts)
 
 
 def stream_record(layers: Sequence[LayerProgress], estimate: StreamEstimate) -> dict[str, object]:
@@ -383,11 +407,28 @@ def _read_rate(trunk: StreamedTrunk) -> float:
     return num / max(time.perf_counter() - started, 1e-6)
 
 
-def _flop_rate(dtype: torch.dtype, device: torch.device) -> float:
-    states, weight = (torch.ones(rows, _SIZE, dtype=dtype, device=device) for rows in (_ROWS, _SIZE))
-    best = float("inf")
-    for _ in range(4):
-        started = time.perf_counter()
-        torch.nn.functional.linear(states, weight)[-1, -1].item()
-        best = min(best, time.perf_counter() - started)
-    return 2 * _ROWS * _SIZE * _SIZE / best
+def _expert_rate(trunk: StreamedTrunk, experts: Sequence[tuple[Tensor, float]], num_tokens: int) -> float:
+    """FLOP/s of one layer's experts, of which each gets as many rows as the texts route to it on average."""
+    (first, share), *others = experts
+    shapes = [tuple(first.shape[1:]), *(tuple(value.shape[1:]) for value, _ in others[:1])]
+    return _flop_rate(trunk, shapes, max(1, round(min(num_tokens, MAX_POSITIONS) * share)))
+
+
+def _flop_rate(trunk: StreamedTrunk, shapes: Sequence[tuple[int, ...]], num_rows: int) -> float:
+    """FLOP/s of products with matrices of these shapes: the mean, as other work on the machine goes on, too."""
+    options: Any = {"dtype": trunk.dtype, "device": trunk.device}
+    pairs = [
+        [(torch.ones(num_rows, shape[-1], **options), torch.ones(shape, **options)) for shape in shapes]
+        for _ in range(_COPIES)
+    ]
+
+    def run(count: int) -> None:
+        for states, weight in pairs[count % _COPIES]:
+            torch.nn.functional.linear(states, weight)[-1, -1].item()
+
+    run(0)
+    count, started = 0, time.perf_counter()
+    while (seconds := time.perf_counter() - started) < _MEASURED or not count:
+        run(count)
+        count += 1
+    return count * 2 * num_rows * sum(prod(shape) for shape in shapes) / seconds

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.mapped_memory import release_pages
-from nextn.checkpoint.provenance import files_identity, trunk_fingerprint
+from nextn.checkpoint.provenance import trunk_identity
 from nextn.checkpoint.snapshot import folder_of
 from nextn.checkpoint.tensors import StoredTensor, TensorReader, is_finite
 from nextn.errors import CheckpointError
@@ -57,9 +57,7 @@ def streamed_trunk(weights: TensorReader, dtype: torch.dtype | None) -> tuple[St
             "bits. Stream the model that was quantized"
         )
     loader = _layer_loader(weights, state, dtype, inventory.shared)
-    files = files_identity(checkpoint, weights.files(tensor.name for tensor in state.values()))
-    fingerprint = f"{trunk_fingerprint(inventory)}-{files}"
-    trunk = StreamedTrunk(loader, weights, stage=inventory.family.hidden, fingerprint=fingerprint)
+    trunk = StreamedTrunk(loader, weights, stage=inventory.family.hidden, fingerprint=trunk_identity(inventory))
     return trunk, [*notes, *_check_trunk(checkpoint, trunk)]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.provenance import GENERIC, trunk_fingerprint
+from nextn.checkpoint.provenance import GENERIC, trunk_fingerprint, trunk_identity
 from nextn.checkpoint.safetensors_file import atomic, write_json
 from nextn.checkpoint.snapshot import folder_of
 from nextn.checkpoint.staging_folder import atomic_folder
@@ -99,7 +99,7 @@ class HeadTask:
         """Use the trunk's hidden states stored in `folder` for an epoch, or all steps if those are fewer.
 
         The returned cache must be filled before training. limit_gb: its maximal size, in 1e9 bytes. Raises ConfigError
-        for a folder of other states.
+        for a folder of other states, also if a file of the trunk was modified since.
         """
         epoch = -(-self.batches.rows_per_epoch // self.config.batch_size)
         trunk = self.model.trunk
@@ -110,7 +110,7 @@ class HeadTask:
             folder,
             autocast=self._trunk_autocast,
             compute=self._compute_states,
-            owner=self.fingerprint,
+            owner=trunk_identity(self.origin),
             limit_gb=limit_gb,
         )
         return self.cache
