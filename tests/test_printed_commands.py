@@ -124,10 +124,18 @@ def start_vllm(served, folder, work):
     )
 
 
-@pytest.mark.parametrize("start", [start_llama_cpp, start_vllm])
-def test_an_engine_drafts_and_answers(start, served, here, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "start"),
+    [
+        ("glm4_moe", start_llama_cpp),
+        ("qwen3_5", start_llama_cpp),
+        ("glm4_moe", start_vllm),
+        ("deepseek_v3", start_vllm),
+    ],
+)
+def test_an_engine_drafts_and_answers(family, start, served, here, tmp_path):
     """It drafts with the head, and `nextn answer --engine` gets the greedy answers that nextn decodes, in parts."""
-    folder = canary("glm4_moe")
+    folder = canary(family)
     url = start(served, folder, tmp_path)
     drafted, accepted = drafts_accepted(url, folder, **({"model": str(folder)} if start is start_vllm else {}))
     assert 0 < accepted <= drafted
