@@ -17,11 +17,12 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.mapped_memory import return_freed_memory
 from nextn.errors import CheckpointError, ConfigError, TrainingError
 from nextn.losses.mtp_loss import Targets
+from nextn.model.layer_states import remove_states
 from nextn.model.model import Model
 from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.train.config import HeadConfig, TrainConfig
 from nextn.train.distributed import Ranks, shard, unsharded
-from nextn.train.head_run import StartingPoint, load_starting_point, prepare_head_run
+from nextn.train.head_run import INIT_STATES, StartingPoint, load_starting_point, prepare_head_run
 from nextn.train.head_task import HeadTask, freeze
 from nextn.train.hidden_cache import HiddenStateCache
 from nextn.train.joint_task import JointTask
@@ -230,6 +231,15 @@ def uneven(ranks, out):
     return None
 
 
+def fresh_head(ranks, out, model):
+    """A new head on a frozen trunk -> what training said, and the head's parameters."""
+    run = prepare_head_run(
+        out, StartingPoint(model, fresh=True), data=[out.parent / "text.txt"], settings=asdict(HEAD), ranks=ranks
+    )
+    lines = told(run.trainer.run(lambda: False))
+    return lines, {name: value for name, value in values(run.trainer).items() if name.startswith("head.")}
+
+
 def peak_of_loading(ranks, folder, stream=False):
     """How far resident memory rises while a checkpoint is loaded and sharded, and the bytes of the process's share."""
 
@@ -238,6 +248,23 @@ def peak_of_loading(ranks, folder, stream=False):
         freeze(model.trunk.model, model.head)
         return shard(model.trunk, model.head, ranks)
 
+    return peak(load)
+
+
+def peak_of_fresh_head(ranks, out, model):
+    """The same while a new head is made and sharded with its trunk."""
+    data, start = [out.parent / "text.txt"], StartingPoint(model, fresh=True)
+
+    def load():
+        if ranks.is_first:
+            remove_states(out / INIT_STATES)
+        ranks.wait()
+        return prepare_head_run(out, start, data=data, settings=asdict(HEAD), ranks=ranks).task.joint_module
+
+    return peak(load)
+
+
+def peak(load):
     load()  # imports, and buffers that stay
     gc.collect()
     return_freed_memory()

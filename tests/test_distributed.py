@@ -1,5 +1,6 @@
 """Two processes are one: losses, norms, figures and parameters; checkpoints that any number of processes reads."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,30 @@ def test_memory_of_a_process(pair, tmp_path):
         assert share < peak < share + 2 * layer + 20e6 < 0.8 * trunk
     for peak, share in pair.run(rank_jobs.peak_of_loading, tmp_path / "model", True):  # which has no part of the trunk
         assert share < peak < share + 4 * layer + 20e6 < 0.4 * trunk  # the head is whole, in fp32, until it is sharded
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of memory from /proc")
+def test_memory_of_a_process_with_a_fresh_head(pair, tmp_path):
+    """Nor while a new head is made of the trunk's layers; the head is whole until it is sharded, then in fp32."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 512, "n_routed_experts": 8, "num_hidden_layers": 24}
+    build("glm4_moe", **sizes, vocab_size=512).save(tmp_path / "model", dtype=torch.bfloat16)
+    for path in SHIPPED.glob("tokenizer*"):
+        shutil.copy(path, tmp_path / "model")
+    (tmp_path / "text.txt").write_text("def f(x): return x\n" * 400)
+    layers = Model.load(tmp_path / "model").trunk.decoder.layers
+    layer, trunk = (sum(value.nbytes for value in each.parameters()) for each in (layers[-1], layers))
+    for peak, share in pair.run(rank_jobs.peak_of_fresh_head, tmp_path / "run", tmp_path / "model"):
+        assert share < peak < share + 4 * layer + 20e6 < 0.9 * trunk
+
+
+def test_a_fresh_head(pair, tmp_path):
+    """Two processes equal one, whose trunk is in memory when the head is made of it."""
+    (tmp_path / "text.txt").write_text("".join(f"def number_{index}(): return {index * 7}\n" for index in range(200)))
+    lines, parameters = rank_jobs.fresh_head(ALONE, tmp_path / "one", SHIPPED)
+    (cut_lines, cut), (second, _) = pair.run(rank_jobs.fresh_head, tmp_path / "two", SHIPPED)
+    assert cut_lines == second
+    close(lines, cut_lines)
+    same(parameters, cut)
 
 
 @pytest.mark.parametrize("optimizer", others_slow(["adamw", "muon"], "muon"))

@@ -21,7 +21,7 @@ from nextn.model.layer_states import remove_states
 from nextn.model.model import Model
 from nextn.model.stored_experts import find_layout
 from nextn.model.transformers_loading import LayerLoader
-from nextn.train.distributed import Ranks
+from nextn.train.distributed import ALONE, Ranks
 from nextn.train.fingerprint import fingerprint, fingerprint_of
 from nextn.train.head_run import StartingPoint, load_starting_point
 
@@ -465,15 +465,16 @@ def test_the_same_trunk(name, tmp_path):
 
 
 def test_which_start_is_deferred(tmp_path):
-    """Of several processes, with the checkpoint's head or that of a file; a fresh head needs the loaded layers."""
+    """That of several processes, with the checkpoint's head, that of a file, or a fresh one."""
     build("glm4_moe").save(tmp_path / "model")
-    for start, is_deferred in (
-        (StartingPoint(tmp_path / "model"), True), (StartingPoint(tmp_path / "model", tmp_path / "model"), True),
-        (StartingPoint(tmp_path / "model", fresh=True), False),
+    for start in (
+        StartingPoint(tmp_path / "model"), StartingPoint(tmp_path / "model", tmp_path / "model"),
+        StartingPoint(tmp_path / "model", fresh=True),
     ):  # fmt: skip
-        model = load_starting_point(start, near=tmp_path, ranks=TWO)[0]
-        assert any(value.is_meta for value in model.trunk.decoder.layers.parameters()) == is_deferred
-        assert (model.head is None) == start.fresh
+        for ranks in (TWO, ALONE):
+            model = load_starting_point(start, near=tmp_path, ranks=ranks)[0]
+            assert any(value.is_meta for value in model.trunk.decoder.layers.parameters()) == (ranks is TWO)
+            assert (model.head is None) == start.fresh
 
 
 def test_values_that_are_not_finite(tmp_path):

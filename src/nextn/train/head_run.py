@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nextn.checkpoint.checkpoint import Checkpoint
@@ -26,8 +27,10 @@ from nextn.edit.plan import num_copied
 from nextn.edit.restore import restore
 from nextn.errors import ConfigError, NextnError, TrainingError
 from nextn.families import by_config, by_name, find, fitted
+from nextn.model.head import Head
 from nextn.model.layer_states import LayerProgress
 from nextn.model.model import Model, load_head, read_head, read_tokenizer
+from nextn.model.streamed_trunk import DeferredTrunk
 from nextn.model.trunk import Trunk
 from nextn.train.config import HeadConfig
 from nextn.train.distributed import ALONE, Ranks
@@ -176,8 +179,11 @@ def prepare_head_run(
         states = out / INIT_STATES
         with show_layers(model.trunk, states) as on_layer:
             options: dict[str, Any] = {"num_modules": count, "folder": states, "on_layer": on_layer}
-            make = partial(init_head, model.family, model.trunk, tokens, **options)
-            model.head, head_notes = ranks.one_by_one(make) if start.stream else make()
+            if type(model.trunk) is DeferredTrunk:
+                make = partial(_init_beside_deferred, model, origin.checkpoint, tokens, **options)
+            else:
+                make = partial(init_head, model.family, model.trunk, tokens, **options)
+            model.head, head_notes = ranks.one_by_one(make) if isinstance(model.trunk, DeferredTrunk) else make()
         notes += head_notes
     task = HeadTask(
         model,
@@ -190,6 +196,22 @@ def prepare_head_run(
         ranks=ranks,
     )
     return HeadRun(Trainer(task, out=out), task, held_out, tuple(notes))
+
+
+def _init_beside_deferred(
+    model: Model, checkpoint: Checkpoint, tokens: Tensor, *, num_modules: int, **options: Any
+) -> tuple[Head, list[str]]:
+    """Do what `init_head` does, for a trunk whose layers are loaded when they are sharded: it is streamed before that.
+
+    So one layer at a time is in memory, not the trunk.
+    """
+    streamed = Model.load(checkpoint, skip_head=True, stream=True).trunk
+    streamed.stage = model.trunk.stage
+    made, notes = init_head(model.family, streamed, tokens, num_modules=num_modules, **options)
+    with torch.device("meta"):
+        head = Head(model.family, model.trunk, num_modules=num_modules)
+    head.load_state_dict(made.state_dict(), assign=True)
+    return head, notes
 
 
 def load_starting_point(
@@ -211,7 +233,7 @@ def load_starting_point(
         origin = in_parts(origin, revision=revision, cache_dir=cache, keep=start.shards if ranks.is_first else None)
     origin = on_disk(origin, revision=revision, cache_dir=cache, offline=offline)
     refuse_links(origin.checkpoint, follow=start.follow_links)
-    if start.stream or not (ranks.is_alone or start.fresh):
+    if start.stream or not ranks.is_alone:
         model = _load_by_layer(start, origin)
         return model, origin, list(model.notes)
     if is_added:
