@@ -3,6 +3,7 @@
     python bench/serve.py load CHECKPOINT --out bench/results/serve.json
     python bench/serve.py load TRUNK --head DRAFT --gguf BOTH.gguf    # a separate head, and llama.cpp's file with both
     python bench/serve.py prefill CHECKPOINT        # inter-token times of running streams beside a long prompt
+    python bench/serve.py scheduler CHECKPOINT      # without HTTP, processor time: MTP against plain decoding, in turn
 
 `load` starts every server once and then, for each number of streams, runs all servers in turn, several times. A stream
 sends one greedy request after the other; all tokens are generated (`ignore_eos`). Engines other than nextn are built
@@ -26,11 +27,19 @@ from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
+import torch
 from engines import environments
 from engines.client import Unavailable
 from engines.starting import Starter
 
+from nextn.decoding.generate import TextStream, encode
 from nextn.evaluate.decoding_costs import processor_name
+from nextn.model.model import Model
+from nextn.runtime.backend import backend_for
+from nextn.serve.request import GenerationChunk, GenerationRequest
+from nextn.serve.round_costs import measure_round_costs
+from nextn.serve.scheduler import DraftPolicies, Scheduler, SchedulerLimits
+from nextn.serve.served_batch import ServedSequence
 
 REPO = Path(__file__).parent.parent
 PROMPTS = (REPO / "README.md", REPO / "CHANGELOG.md")
@@ -256,6 +265,69 @@ def show(record: dict) -> None:
         print(f"left out: {reason}")
 
 
+async def scheduler(args: argparse.Namespace, _: Path) -> dict[str, object]:
+    """Tokens per second of processor time of the scheduler alone (no HTTP), with MTP and plain in turn."""
+    model, k = Model.load(args.checkpoint, dtype=getattr(torch, args.dtype)), args.num_speculative_tokens
+    backend, most, policies = backend_for(model, "auto"), max(args.levels), DraftPolicies()
+    limits = SchedulerLimits(max_num_seqs=most, max_model_len=args.context, num_speculative_tokens=k)
+    for size in sorted({1 << power for power in range(most.bit_length())} | {most}):
+        costs = measure_round_costs(backend, size, num_speculative_tokens=k, is_argmax=True, max_model_len=args.context)
+        print(f"{size:3} sequences: " + ", ".join(f"K = {each}: {costs[each] * 1e3:.2f} ms" for each in sorted(costs)))
+        policies.measured((True, k, True)).costs.set(size, costs)
+    chosen = Scheduler(backend, limits, policies=policies)
+    rows: list[dict[str, object]] = []
+    for streams in args.levels:
+        for repeat in range(-1, args.repeats):  # the first one records passes
+            prompts = prompts_of(streams * args.requests, args.prompt_chars, 1000 * streams + repeat)
+            figures = {}
+            for name in ("MTP", "plain")[:: 1 if repeat % 2 else -1]:
+                texts, seconds, used = run_streams(chosen, model, prompts, streams, args.tokens, name)
+                figures[name] = len(prompts) * args.tokens / seconds, texts, used
+            assert figures["MTP"][1] == figures["plain"][1], "the texts differ"
+            row = {name: tokens_per_s for name, (tokens_per_s, _, _) in figures.items()}
+            row |= {"streams": streams, "repeat": repeat, "mean_drafts": figures["MTP"][2]}
+            rows += [row] if repeat >= 0 else []
+        ratios = [row["MTP"] / row["plain"] for row in rows if row["streams"] == streams]
+        speeds = {name: statistics.median(row[name] for row in rows if row["streams"] == streams) for name in figures}
+        drafts = statistics.mean(row["mean_drafts"] for row in rows if row["streams"] == streams)
+        print(
+            f"{streams:3} streams: plain {speeds['plain']:7.0f}, MTP {speeds['MTP']:7.0f} tokens/s, ratio median "
+            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), {drafts:.2f} drafts a round",
+            flush=True,
+        )
+    return {"rows": rows}
+
+
+def run_streams(
+    scheduler: Scheduler, model: Model, prompts: Sequence[str], streams: int, tokens: int, name: str
+) -> tuple[list[list[int]], float, float]:
+    """Run streams of requests to their ends: tokens, seconds of processor time, and mean drafts per round."""
+    chunks: list[list[GenerationChunk]] = [[] for _ in prompts]
+
+    def submit(index: int) -> None:
+        request = GenerationRequest(
+            tuple(encode(model, prompts[index])), max_tokens=tokens, num_speculative_tokens=None if name == "MTP" else 0
+        )
+
+        def emit(chunk: GenerationChunk) -> None:
+            chunks[index].append(chunk)
+            if chunk.finish is not None and index + streams < len(prompts):
+                submit(index + streams)
+
+        text = TextStream(model.tokenizer, ())
+        scheduler.waiting.append(ServedSequence.of(request, emit, text, index))
+
+    started = time.process_time()
+    for index in range(streams):
+        submit(index)
+    while not scheduler.is_idle:
+        scheduler.step()
+    seconds = time.process_time() - started
+    rounds = [each for own in chunks for chunk in own for each in chunk.rounds]
+    emitted = [[token for chunk in own for each in chunk.rounds for token in each.emitted] for own in chunks]
+    return emitted, seconds, statistics.mean(len(each.drafts) for each in rounds)
+
+
 async def prefill(args: argparse.Namespace, folder: Path) -> dict[str, object]:
     """Times between events of running streams: alone, and while a long prompt is processed."""
     server = nextn_server(args.checkpoint.resolve(), "-k", str(args.num_speculative_tokens))
@@ -310,9 +382,17 @@ def main() -> None:
     two.add_argument("--prompt-chars", type=int, default=4000)
     two.add_argument("--streams", type=int, default=2)
     two.add_argument("--tokens", type=int, default=3000)
+    three = commands.add_parser("scheduler", parents=[shared])
+    three.add_argument("--levels", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="streams at once")
+    three.add_argument("--requests", type=int, default=3, help="per stream")
+    three.add_argument("--tokens", type=int, default=160)
+    three.add_argument("--repeats", type=int, default=5)
+    three.add_argument("--prompt-chars", type=int, default=200)
+    three.add_argument("--context", type=int, default=1024)
+    three.add_argument("--dtype", default="float32")
     args = parser.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
-    run = {"load": load, "prefill": prefill}[args.command]
+    run = {"load": load, "prefill": prefill, "scheduler": scheduler}[args.command]
     record = asyncio.run(run(args, args.logs))
     if args.command == "load":
         show(record)

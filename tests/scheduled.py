@@ -37,6 +37,8 @@ class GivenPolicies:
     def policy(self, group, num_sequences):
         return self.length(num_sequences)
 
+    expected = policy
+
 
 def scheduler_of(model, *, backend="auto", clock=time.monotonic, has_arrivals=lambda: False, length=None, **limits):
     """length: number of sequences -> the policy for how many tokens are drafted; None: measured."""

@@ -18,7 +18,6 @@ from nextn.speculative.draft_policy import (
     AdaptiveLength,
     ConfidenceCalibration,
     FixedLength,
-    MeasuredLength,
     RoundPlan,
 )
 from nextn.speculative.sampling import accept_block
@@ -467,38 +466,3 @@ def _length(plan, q, path):
 def test_what_is_no_length(make):
     with pytest.raises(ConfigError, match="expected"):
         make()
-
-
-def time_lost(used, speeds):
-    """The share of time that rounds of one number of tokens took beyond those of the best length."""
-    return 1 - len(used) / max(speeds.values()) / sum(1 / speeds[k] for k in used)
-
-
-def test_measured_length_follows_the_clock():
-    """It uses what brings the most tokens per second, and notices when that changes; trials cost little time."""
-    rule, used = MeasuredLength((4, 2, 0)), []
-    speeds = {4: 300.0, 2: 250.0, 0: 100.0}
-    for turn in range(6000):
-        if turn == 2000:
-            speeds[0] = 1000.0
-        k = rule.plan().max_speculative_tokens
-        assert rule.rounds_unchanged(1) >= 1
-        used.append(k)
-        rule.observe(3, 3 / speeds[k])
-    assert used[:11] == [4] * 5 + [2] * 5 + [0]
-    assert sum(k == 4 for k in used[:2000]) > 0.92 * 2000
-    assert 0.001 < time_lost(used[200:2000], {4: 300.0, 2: 250.0, 0: 100.0}) < 0.03
-    assert 0.001 < time_lost(used[3400:], speeds) < 0.03
-    assert rule.rate(0) == pytest.approx(1000)
-    changed = used.index(0, used.index(0, 2000) + 5)  # where it became the best
-    assert any(k != 0 for k in used[changed : changed + 60])  # the others are soon tried again
-    assert "K = 4 brings 300 tokens/s" in rule.reason
-
-
-def test_measured_length_ignores_the_round_after_a_change():
-    """That round refreshes the head with what baseline rounds left, however long they were."""
-    rule = MeasuredLength((4, 0))
-    for _ in range(400):
-        is_first, k = rule._is_first, rule.plan().max_speculative_tokens
-        rule.observe(2, 100.0 if is_first else 1.0)
-        assert rule.rate(k) in (0.0, pytest.approx(2.0))

@@ -35,7 +35,7 @@ LINE_BUDGET = 50_900
 NO_TORCH = (
     "errors", "bounded_http", "bounded_json", "families", "data.byte_tokenizer", "data.corpus", "data.sources",
     "data.batches", "data.degeneracy", "data.chat_template", "data.records",
-    "stats.acceptance", "stats.speedup", "settings", "speculative.draft_policy",
+    "stats.acceptance", "stats.speedup", "settings", "speculative.draft_policy", "speculative.measured_length",
     "checkpoint.remote", "checkpoint.safetensors_file", "checkpoint.checkpoint",
     "checkpoint.quantization", "checkpoint.quant_formats",
     "checkpoint.head_inventory", "checkpoint.snapshot", "checkpoint.provenance", "audit",

@@ -201,7 +201,7 @@ def test_completed_prefixes_stay_within_memory(more):
 
 
 def test_prompts_leave_the_head_alone_while_nothing_is_drafted(trained):
-    """By the policy for as many sequences as run or are prefilled."""
+    """By the policy for as many sequences as will soon run."""
     asked = []
 
     def length(num_sequences):
@@ -212,12 +212,12 @@ def test_prompts_leave_the_head_alone_while_nothing_is_drafted(trained):
     for name in range(2):
         answers.add(name, GenerationRequest(prompt=tuple(prompt(100, vocab_size=40)), max_tokens=3))
     answers.scheduler._admit()
-    assert asked == [1, 2]
+    assert asked == [2, 2]
     with torch.inference_mode():
         batches = list(answers.scheduler._prefilling)
         for batch in batches:
             batch.prefill_chunk(64)
-    assert [batch.drafter.num_pending for batch in batches] == [0, 64]
+    assert [batch.drafter.num_pending for batch in batches] == [64, 64]
 
 
 def test_salts_separate_prefixes(trained):
@@ -317,13 +317,15 @@ def test_rounds_end_when_a_sequence_does(trained, monkeypatch):
     assert answers.chunks[2]
 
 
-def test_policies_are_those_of_about_as_many_sequences():
-    """What was measured with one sequence says nothing about sixteen, nor that of one K about another."""
+def test_policies_share_what_is_accepted():
+    """Costs are those of a batch size, the acceptance is that of all; other groups have their own."""
     policies = DraftPolicies()
-    measured = [policies.policy((True, 3, True), count) for count in (1, 2, 3, 4, 5, 8, 9, 16)]
-    assert [measured.index(policy) for policy in measured] == [0, 1, 2, 2, 4, 4, 6, 6]
-    assert policies.policy((True, 2, True), 1) is not measured[0]
-    assert policies.policy((True, 3, False), 1) == FixedLength(3)
+    one, many = (policies.policy((True, 3, True), count) for count in (1, 16))
+    assert one.policy is many.policy is not policies.policy((False, 3, True), 1).policy
+    assert policies.policy((True, 3, False), 1) == policies.expected((True, 3, False), 1) == FixedLength(3)
+    for size, seconds in ((1, {0: 1.0, 3: 1.1}), (16, {0: 1.0, 3: 9.0})):
+        one.policy.costs.set(size, seconds)
+    assert [policies.expected((True, 3, True), count) for count in (1, 16)] == [FixedLength(3), FixedLength(0)]
 
 
 def test_chunks_of_any_sizes_end_where_blocks_end(trained):

@@ -19,7 +19,8 @@ from nextn.runtime.backend import backend_for
 from nextn.serve.cache_memory import limits_within
 from nextn.serve.options import EngineOptions
 from nextn.serve.request import EngineStats, GenerationChunk, GenerationRequest
-from nextn.serve.scheduler import CHUNKS, Scheduler
+from nextn.serve.round_costs import measure_round_costs
+from nextn.serve.scheduler import CHUNKS, DraftPolicies, Scheduler
 from nextn.serve.served_batch import ServedSequence
 from nextn.stats.speedup import Costs
 
@@ -54,7 +55,10 @@ class ServingEngine:
         self._costs: Costs | None = None
         self._warm_up = self._warm_up_steps() if self.options.warmup else iter(())
         self._arrivals: deque[ServedSequence] = deque()
-        self._scheduler = Scheduler(self.backend, self.limits, has_arrivals=lambda: bool(self._arrivals))
+        self._policies = DraftPolicies()
+        self._scheduler = Scheduler(
+            self.backend, self.limits, has_arrivals=lambda: bool(self._arrivals), policies=self._policies
+        )
         self._changed = threading.Condition()
         self._open: dict[int, ServedSequence] = {}  # those that were submitted and have not ended
         self._number = 0
@@ -161,9 +165,9 @@ class ServingEngine:
         self._scheduler = self._scheduler.restarted()
 
     def _warm_up_steps(self) -> Iterator[None]:
-        """Record the passes of rounds, and measure what they cost for one sequence.
+        """Record the passes of rounds, and measure what they cost.
 
-        Requests that arrive wait for one step at most.
+        Requests that arrive wait for one step at most, and while rounds are measured for one pass.
         """
         trunk, head, k = self.backend.trunk, self.backend.head, self.limits.num_speculative_tokens
         # The last chunk of a prompt has any size; smaller ones than the smallest run on passes of that size. The head
@@ -185,7 +189,34 @@ class ServingEngine:
             if k and num_sequences == 1:
                 self._costs = self._measured_costs()
                 yield
+            yield from self._measure_rounds(num_sequences, is_argmax=True)
+        for num_sequences in _warmup_order(self.limits.max_num_seqs):
+            yield from self._measure_rounds(num_sequences, is_argmax=False)
         return_freed_memory()
+
+    def _measure_rounds(self, num_sequences: int, *, is_argmax: bool) -> Iterator[None]:
+        """Measure rounds of powers of two and of the most sequences, again where a request has interrupted it."""
+        k, most = self.limits.num_speculative_tokens, self.limits.max_num_seqs
+        if not (k and self.limits.adaptive) or (num_sequences & (num_sequences - 1) and num_sequences != most):
+            return
+        is_done = False
+        while not is_done:
+            costs = measure_round_costs(
+                self.backend,
+                num_sequences,
+                num_speculative_tokens=k,
+                is_argmax=is_argmax,
+                max_model_len=self.limits.max_model_len,
+                is_interrupted=self._is_wanted,
+            )
+            if costs is not None:
+                self._policies.measured((is_argmax, k, True)).costs.set(num_sequences, costs)
+            is_done = costs is not None or not self._is_wanted()
+            yield
+
+    def _is_wanted(self) -> bool:
+        """Whether the engine's thread has other things to do than to warm up."""
+        return bool(self._arrivals) or self._is_closed
 
     def _measured_costs(self) -> Costs:
         k = self.limits.num_speculative_tokens

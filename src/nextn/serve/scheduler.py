@@ -1,7 +1,7 @@
 """Continuous batching over rounds: sequences are prefilled in chunks beside running rounds, and join and leave between
 them.
 
-Sequences with the same `_Group` form one batch: whether tokens are chosen by argmax alone, K, and whether K may adapt.
+Sequences with the same `Group` form one batch: whether tokens are chosen by argmax alone, K, and whether K may adapt.
 Batches that need nothing but the argmax use native rounds. What a sequence gets does not depend on the others: native
 kernels give a row the same bits whatever other rows there are, and each sequence has its own random numbers.
 """
@@ -19,13 +19,14 @@ from nextn.serve.prefix_cache import PrefixCache
 from nextn.serve.request import EngineStats
 from nextn.serve.served_batch import ServedBatch, ServedSequence
 from nextn.serve.token_sampler import TokenSampler
-from nextn.speculative.draft_policy import DraftLength, FixedLength, MeasuredLength
+from nextn.speculative.draft_policy import DraftLength, FixedLength
+from nextn.speculative.measured_length import MeasuredLength
 
 CHUNKS = (64, 32, 16)  # positions of a prefill pass; all divide a block of the prefix cache
 _FADING = 0.98  # of the measured time of a pass, with each pass that follows
 _AHEAD_S, _AHEAD_PER_SEQUENCE_S = 0.008, 0.002  # of rounds that are computed before their tokens are sent
 
-_Group = tuple[bool, int, bool]  # whether its sequences take the argmax, K, and whether K adapts to the speed
+Group = tuple[bool, int, bool]  # whether its sequences take the argmax, K, and whether K adapts to the speed
 
 
 @dataclass(frozen=True)
@@ -81,20 +82,24 @@ def _request(sequence: ServedSequence) -> object:
 
 
 class DraftPolicies:
-    """How many tokens groups draft: K, or where it may be less, what was best with about as many sequences."""
+    """How many tokens groups draft: K, or where it may be less, what is expected to be the fastest."""
 
     def __init__(self) -> None:
-        self._measured: dict[tuple[_Group, int], MeasuredLength] = {}  # by group and a power of two of sequences
+        self._measured: dict[Group, MeasuredLength] = {}
 
-    def policy(self, group: _Group, num_sequences: int) -> DraftLength:
+    def policy(self, group: Group, num_sequences: int) -> DraftLength:
         """Return the policy of a group while it has this many sequences."""
-        _, k, is_adaptive = group
-        if not is_adaptive:
-            return FixedLength(k)
-        key = group, 1 << (num_sequences - 1).bit_length()
-        if key not in self._measured:
-            self._measured[key] = MeasuredLength(sorted({k, k // 2, 0}, reverse=True))
-        return self._measured[key]
+        return self.measured(group).at(num_sequences) if group[2] else FixedLength(group[1])
+
+    def expected(self, group: Group, num_sequences: int) -> DraftLength:
+        """Return the same without trials and probes, for prompts of sequences that will be so many."""
+        return FixedLength(self.measured(group).best(num_sequences) if group[2] else group[1])
+
+    def measured(self, group: Group) -> MeasuredLength:
+        """Return what is known of a group whose K adapts."""
+        if group not in self._measured:
+            self._measured[group] = MeasuredLength(group[1])
+        return self._measured[group]
 
 
 class Scheduler:
@@ -122,7 +127,7 @@ class Scheduler:
         self._policies = policies or DraftPolicies()
         self.waiting = WaitingQueue()
         self._prefilling: deque[ServedBatch] = deque()
-        self._running: dict[_Group, ServedBatch] = {}
+        self._running: dict[Group, ServedBatch] = {}
         self._takes_oldest = False  # of two prompts that take turns
         self._round_s = 0.0  # of the last step's rounds
         with torch.inference_mode(), backend.trunk.pass_context():
@@ -160,8 +165,10 @@ class Scheduler:
             self._prefill()
 
     def restarted(self) -> "Scheduler":
-        """Return an idle scheduler with the same backend and limits; its measurements and prefix cache start empty."""
-        return Scheduler(self._backend, self.limits, clock=self._clock, has_arrivals=self._has_arrivals)
+        """Return an idle scheduler with the same backend, limits and policies; its prefix cache starts empty."""
+        return Scheduler(
+            self._backend, self.limits, clock=self._clock, has_arrivals=self._has_arrivals, policies=self._policies
+        )
 
     def stats(self) -> EngineStats:
         limits, prefix = self.limits, self.prefix_cache
@@ -200,8 +207,9 @@ class Scheduler:
         while self.waiting and self.num_running < self.limits.max_num_seqs:
             sequence = self.waiting.pop()
             group = _, k, _ = self._group(sequence)
-            # While batches of this size draft nothing, the head leaves the prompt for later.
-            length = self._policies.policy(group, self.num_running + 1)
+            # While batches as large as the next one draft nothing, the head leaves the prompt for later.
+            num_soon = min(self.num_running + 1 + len(self.waiting), self.limits.max_num_seqs)
+            length = self._policies.expected(group, num_soon)
             batch = ServedBatch(
                 self._backend.trunk, self._backend.head, sequence, num_speculative_tokens=k, length=length
             )
@@ -212,7 +220,7 @@ class Scheduler:
             if batch.sequences:
                 self._prefilling.append(batch)
 
-    def _run(self, group: _Group, batch: ServedBatch) -> None:
+    def _run(self, group: Group, batch: ServedBatch) -> None:
         batch.draft_length = self._policies.policy(group, len(batch.sequences))
         more = 0.0 if self._prefilling else _AHEAD_PER_SEQUENCE_S * self.num_running
         batch.run(_AHEAD_S + more, is_interrupted=self._has_arrivals)
@@ -272,7 +280,7 @@ class Scheduler:
             self._running[group] = batch
         self._bound_memory()
 
-    def _group(self, sequence: ServedSequence) -> _Group:
+    def _group(self, sequence: ServedSequence) -> Group:
         wanted = sequence.request.num_speculative_tokens
         k = self.limits.num_speculative_tokens if wanted is None else wanted
         k = 0 if self._backend.head is None else k

@@ -6,7 +6,7 @@ trunk's distribution. Imports no torch.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -26,13 +26,6 @@ _FIRST, _LONG, _SHORT = 12.0, 256.0, 8.0
 PROBE_INTERVAL = 32  # rounds from one that drafts to the next while decoding is plain
 # A plan is used for 1 / _SHARE of the rounds seen so far, and at most _LONGEST: what changes in fewer is noise.
 _SHARE, _LONGEST = 8, 16
-# `MeasuredLength`:
-_TRIAL = 5  # rounds of a length that is tried
-_SHORT_SPAN, _LONG_SPAN = 40, 1280  # rounds of the best length between trials of another: the fewest, and the most
-_TRIAL_SHARE = 0.01  # of the time that trials of one length may cost
-_SPAN_GROWTH = 4  # at most, from one trial to the next: a single one may have been disturbed
-_DECAY = 0.97  # weight of a round relative to the next one
-_DECAY_OF_TURNS = 0.25  # weight of what was measured when a length was last in use
 _ALWAYS = 2**31  # rounds
 _LARGE = 1e9  # weights of rounds are rescaled beyond this
 _TYPICAL = 0.7  # initial acceptance rate
@@ -155,75 +148,6 @@ class FixedLength:
     def reason(self) -> str:
         minimum = f", while the head's confidence is at least {self.p_min:.0%}" * (self.p_min > 0)
         return f"{self.num_speculative_tokens} drafts per round{minimum}"
-
-
-class MeasuredLength:
-    """Drafts the number of tokens, of a few, that has brought the most tokens per second.
-
-    For servers: what a round costs there depends on the batch, on the work between rounds and on other processes, so a
-    cost curve that was measured before does not hold.
-    """
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        """lengths: the numbers of drafts to choose from; 0 is plain decoding."""
-        self._plans = {length: FixedLength(length).plan() for length in lengths}
-        self._tokens, self._seconds = dict.fromkeys(lengths, 0.0), dict.fromkeys(lengths, 0.0)
-        self._turn_tokens, self._turn_seconds = 0, 0.0  # of this length since the last change
-        self._turns = self._schedule()
-        self._length, self._left = next(self._turns)
-        self._is_first = True
-
-    def plan(self) -> RoundPlan:
-        return self._plans[self._length]
-
-    def rounds_unchanged(self, batch_size: int) -> int:
-        return self._left
-
-    def learn(self, confidences: Sequence[float], *, num_draft_tokens: int, num_accepted: int) -> None:
-        pass
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        self._turn_tokens, self._turn_seconds = self._turn_tokens + num_tokens, self._turn_seconds + seconds
-        if self._is_first:  # it is no measure: after baseline rounds, the head also processes their positions
-            decay, num_tokens, seconds = _DECAY_OF_TURNS, 0, 0.0
-        else:
-            decay = _DECAY
-        self._tokens[self._length] = self._tokens[self._length] * decay + num_tokens
-        self._seconds[self._length] = self._seconds[self._length] * decay + seconds
-        self._is_first, self._left = False, self._left - 1
-        if self._left <= 0:
-            self._length, self._left = next(self._turns)
-            self._is_first, self._turn_tokens, self._turn_seconds = True, 0, 0.0
-
-    def rate(self, length: int) -> float:
-        """Tokens per second of late; 0 before the first measurement."""
-        return self._tokens[length] / self._seconds[length] if self._seconds[length] else 0.0
-
-    @property
-    def reason(self) -> str:
-        return f"{self._length} drafts per round: " + ", ".join(
-            f"K = {length} brings {self.rate(length):.0f} tokens/s" for length in self._plans
-        )
-
-    def _schedule(self) -> Iterator[tuple[int, int]]:
-        """Yield (length, rounds): each once, then the best; the others again, the more seldom the more that costs."""
-        for length in self._plans:
-            yield length, _TRIAL
-        best, round_s = None, 0.0
-        while True:
-            before, best = best, max(self._plans, key=self.rate)
-            if best != before:
-                spans = {length: _SHORT_SPAN for length in self._plans if length != best}
-                left = dict(spans)  # rounds of the best length until the next trial
-            length = min(left, key=lambda each: left[each])
-            if rounds := left[length]:
-                yield best, rounds
-                round_s = self._turn_seconds / rounds
-                left = {each: number - rounds for each, number in left.items()}
-            yield length, _TRIAL
-            lost = (self._turn_seconds - self._turn_tokens / self.rate(best)) / round_s  # in rounds of the best
-            longest = min(_SPAN_GROWTH * spans[length], _LONG_SPAN)
-            left[length] = spans[length] = int(min(max(_SHORT_SPAN, lost / _TRIAL_SHARE), longest))
 
 
 class ConfidenceCalibration:

@@ -1,0 +1,121 @@
+"""What rounds of a batch cost, measured with sequences of random tokens while the server is idle."""
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+from nextn.decoding.generate import TextStream
+from nextn.runtime.backend import Backend
+from nextn.serve.request import GenerationRequest
+from nextn.serve.served_batch import ServedBatch, ServedSequence
+from nextn.settings import Sampling
+from nextn.speculative.draft_policy import FixedLength, RoundPlan
+from nextn.speculative.measured_length import candidate_lengths
+
+_CONTEXT = 64  # positions of a prompt, one pass
+_FEWEST, _MOST, _LONG_ENOUGH_S = 5, 40, 0.06  # measured rounds of one number of drafts
+_AHEAD_S = 0.01  # of rounds in one native call, after which a request is noticed
+
+
+@torch.inference_mode()
+def measure_round_costs(
+    backend: Backend,
+    batch_size: int,
+    *,
+    num_speculative_tokens: int,
+    is_argmax: bool,
+    max_model_len: int,
+    is_interrupted: Callable[[], bool] = lambda: False,
+) -> dict[int, float] | None:
+    """Measure rounds of the scheduler's kind.
+
+    Args:
+        backend: Trunk and head.
+        batch_size: Sequences.
+        num_speculative_tokens: K, the most drafts of a round.
+        is_argmax: Whether the sequences take the argmax, else they sample at temperature 1.
+        max_model_len: Positions that a sequence may take.
+        is_interrupted: Asked between passes; whether to stop.
+
+    Returns:
+        Seconds of a round by number of drafts (`candidate_lengths`): the lower quartile, as other processes can only
+        add to them. None if it was interrupted, or if `max_model_len` is too small to measure all.
+    """
+    timer = _RoundTimer()
+    with backend.trunk.pass_context():
+        batch: ServedBatch | None = None
+        for row in range(batch_size):
+            if is_interrupted():
+                return None
+            one = _prefilled(backend, timer, row, num_speculative_tokens, is_argmax, max_model_len)
+            if batch is None:
+                batch = one
+            else:
+                batch.join(one)
+        assert batch is not None
+        costs: dict[int, float] = {}
+        # Most drafts first: after rounds without them the head would have to catch up.
+        for length in reversed(candidate_lengths(num_speculative_tokens)):
+            seconds = _time_rounds(batch, timer, length, batch_size, is_interrupted)
+            if seconds is None:
+                return None
+            costs[length] = seconds
+        return costs
+
+
+class _RoundTimer:
+    """A policy that drafts a given number of tokens and keeps the times of rounds."""
+
+    def __init__(self) -> None:
+        self.length, self.seconds = FixedLength(0), list[float]()
+
+    def plan(self) -> RoundPlan:
+        return self.length.plan()
+
+    def rounds_unchanged(self, batch_size: int) -> int:
+        return _FEWEST
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+    def learn(self, confidences: Sequence[float], *, num_draft_tokens: int, num_accepted: int) -> None:
+        pass
+
+    @property
+    def reason(self) -> str:
+        return "measuring"
+
+
+def _prefilled(
+    backend: Backend, timer: _RoundTimer, row: int, k: int, is_argmax: bool, max_model_len: int
+) -> ServedBatch:
+    """Return a batch of one sequence that has its first token and ends by its length alone."""
+    size = min(_CONTEXT, max_model_len // 2)
+    tokens = torch.randint(backend.trunk.vocab_size, (size,), generator=torch.Generator().manual_seed(row))
+    sampling = Sampling(temperature=0.0 if is_argmax else 1.0)
+    request = GenerationRequest(tuple(tokens.tolist()), sampling, max_tokens=max_model_len - size, seed=row)
+    sequence = ServedSequence.of(request, lambda chunk: None, TextStream(None, ()), row)
+    timer.length = FixedLength(k)
+    batch = ServedBatch(backend.trunk, backend.head, sequence, num_speculative_tokens=k, length=timer)
+    batch.limit_caches(max_model_len)
+    batch.max_ahead_s = _AHEAD_S
+    while not batch.prefill_chunk(_CONTEXT):
+        pass
+    batch.first_round(0.0)
+    return batch
+
+
+def _time_rounds(
+    batch: ServedBatch, timer: _RoundTimer, length: int, batch_size: int, is_interrupted: Callable[[], bool]
+) -> float | None:
+    """Return the lower quartile of the seconds of rounds; None if interrupted, or if a sequence has ended."""
+    timer.length, timer.seconds = FixedLength(length), []
+    while len(batch.sequences) == batch_size:
+        times = timer.seconds[1:]  # the first may record its passes
+        if not batch.queued and len(times) >= _FEWEST and (len(times) >= _MOST or sum(times) >= _LONG_ENOUGH_S):
+            return statistics.quantiles(times, n=4)[0]
+        if not batch.queued and is_interrupted():
+            return None
+        batch.round()
+    return None

@@ -1,0 +1,186 @@
+"""The policy of a server: simulated costs and acceptance, no model."""
+
+import random
+
+import pytest
+
+from nextn.speculative.measured_length import AcceptanceEstimate, MeasuredLength, RoundCosts, candidate_lengths
+
+
+class Simulation:
+    """Rounds of one batch size after the other: costs[batch size](K) in seconds, and the acceptance of each draft."""
+
+    def __init__(self, policy, costs, rate, *, catch_up=0.0, seed=0):
+        self.policy, self.costs, self.rate, self.catch_up = policy, costs, rate, catch_up
+        self.random, self.num_plain = random.Random(seed), 0
+        self.used, self.seconds, self.tokens = [], 0.0, 0
+
+    def run(self, batch_size, num_rounds):
+        """Return the K of each round."""
+        used = []
+        for _ in range(num_rounds):
+            length = self.policy.at(batch_size)
+            assert length.rounds_unchanged(batch_size) >= 1
+            k = length.plan().max_speculative_tokens
+            seconds = self.costs(batch_size, k) * self.random.uniform(0.95, 1.05)
+            if k and self.num_plain:  # the head processes what it has put off
+                seconds += self.catch_up * min(self.num_plain, 512)
+            self.num_plain = 0 if k else self.num_plain + 1
+            tokens = 0
+            for _ in range(batch_size):
+                accepted = 0
+                while accepted < k and self.random.random() < self.rate:
+                    accepted += 1
+                length.learn([1.0] * k, num_draft_tokens=k, num_accepted=accepted)
+                tokens += accepted + 1
+            length.observe(tokens, seconds)
+            used.append(k)
+            self.seconds, self.tokens = self.seconds + seconds, self.tokens + tokens
+        self.used += used
+        return used
+
+
+def linear(batch_size, k):
+    """A pass over many positions costs as much as they are; one over few costs what reading the weights does."""
+    return max(8, 4 + batch_size * (k + 1) / 4) + k
+
+
+def measured(policy, costs=linear, sizes=(1, 2, 4, 8, 16)):
+    for size in sizes:
+        policy.costs.set(size, {k: costs(size, k) for k in range(5)})
+    return policy
+
+
+def best_rate(batch_size, rate, costs=linear):
+    expected = [sum(rate**depth for depth in range(k + 1)) for k in range(5)]
+    return max(batch_size * expected[k] / costs(batch_size, k) for k in range(5))
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.6, 0.85])
+@pytest.mark.parametrize("is_warm", [True, False])
+def test_it_uses_what_is_fastest(rate, is_warm):
+    """At every batch size, at most a few percent below the best K that is known beforehand."""
+    policy = MeasuredLength(4)
+    simulation = Simulation(measured(policy) if is_warm else policy, linear, rate, catch_up=0.05)
+    for size in (1, 2, 4, 8, 16, 12, 5):
+        simulation.run(size, 100)
+        before = simulation.seconds, simulation.tokens
+        simulation.run(size, 2000)
+        seconds, tokens = simulation.seconds - before[0], simulation.tokens - before[1]
+        assert tokens / seconds > 0.955 * best_rate(size, rate)
+
+
+def test_known_costs_need_no_trials():
+    """With costs and acceptance known, a batch that must not draft does not, from its first round on."""
+    simulation = Simulation(measured(MeasuredLength(4)), linear, 0.5)
+    simulation.run(1, 100)
+    used = simulation.run(16, 200)
+    assert used[0] == 0
+    assert sum(map(bool, used)) <= 2
+
+
+def test_unknown_costs_are_tried_once():
+    simulation = Simulation(MeasuredLength(4), linear, 0.5)
+    used = simulation.run(8, 16)
+    assert used[:8] == [4] * 4 + [0] * 4
+    assert set(simulation.policy.costs.row(8)) == {0, 1, 2, 3, 4}
+    simulation.run(8, 200)
+    assert 0 < simulation.used.count(2) <= 12  # may be the fastest by the costs of 0 and 4
+    assert 3 not in simulation.used
+
+
+def test_probes_cost_little_and_find_what_has_changed():
+    """At a batch size that drafts nothing: at most 1 % of the time, and new text is noticed."""
+    simulation = Simulation(measured(MeasuredLength(4)), linear, 0.05, catch_up=0.2)
+    simulation.run(8, 600)
+    before, used = simulation.seconds, simulation.run(8, 20_000)
+    lost = (simulation.seconds - before) / (20_000 * linear(8, 0)) - 1
+    assert 0 < sum(map(bool, used)) < 0.01 * 20_000
+    assert lost < 0.012
+    simulation.rate = 0.97
+    used = simulation.run(8, 20_000)
+    assert used[-1000:].count(4) > 900
+
+
+def test_larger_batches_are_probed_shorter():
+    lengths = {}
+    for size in (1, 4, 16):
+        policy = MeasuredLength(4)
+        policy.costs.set(size, {0: 1.0, 4: 50.0})
+        used = Simulation(policy, lambda size, k: 50.0 if k else 1.0, 0.5).run(size, 100)
+        lengths[size] = used.index(0)
+    assert lengths == {1: 16, 4: 4, 16: 1}
+
+
+def test_a_busier_machine_changes_nothing():
+    """All costs rise together, of which only those of the K in use are seen."""
+    simulation = Simulation(measured(MeasuredLength(4)), linear, 0.05)
+    simulation.run(8, 3000)
+    for factor in (3.0, 0.5, 1.0):
+        simulation.costs = lambda size, k, factor=factor: factor * linear(size, k)
+        assert sum(map(bool, simulation.run(8, 250))) <= 2
+
+
+def test_wrong_costs_are_corrected():
+    """Those measured while something else was running: by rounds that follow a change of K."""
+    policy = MeasuredLength(4)
+    policy.costs.set(4, {0: 8.0, 1: 30.0, 2: 30.0, 3: 35.0, 4: 40.0})
+    simulation = Simulation(policy, linear, 0.95)
+    simulation.run(4, 12_000)
+    assert policy.costs.row(4)[4] / policy.costs.row(4)[0] < 3 < 40 / 8
+    assert min(simulation.used[-500:]) >= 3
+
+
+def test_one_slow_round_is_no_measure():
+    """The first of a change, whatever it takes; a later one by a little."""
+    simulation = Simulation(measured(MeasuredLength(4)), linear, 0.05)
+    simulation.run(8, 100)
+    before = simulation.policy.costs.row(8)
+    simulation.policy.at(8).observe(8, 10**6)
+    after = simulation.policy.costs.row(8)
+    assert all(after[k] < 1.1 * before[k] for k in before)
+    simulation.policy.at(4).plan()
+    before = simulation.policy.costs.row(4)
+    simulation.policy.at(4).observe(4, 10**6)
+    assert simulation.policy.costs.row(4) == before
+
+
+def test_costs_between_measured_batch_sizes():
+    costs = RoundCosts(candidate_lengths(4))
+    costs.set(4, {0: 1.0, 4: 3.0})
+    costs.set(8, {0: 2.0, 2: 2.5, 4: 7.0})
+    assert costs.row(6) == pytest.approx({0: 1.5, 1: 1.875, 2: 2.25, 3: 3.625, 4: 5.0})
+    assert costs.row(16) == costs.row(8) == pytest.approx({0: 2.0, 1: 2.25, 2: 2.5, 3: 4.75, 4: 7.0})
+    assert costs.row(17) == costs.row(1) == {}
+    costs.observe(16, 0, 5.0, is_ratio=False, num_before=0)  # derived, so no source for others
+    assert costs.row(32) == {}
+
+
+def test_rates_of_depths():
+    estimate = AcceptanceEstimate(3)
+    assert estimate.rates == pytest.approx([0.7] * 3)
+    for _ in range(300):
+        estimate.learn(2, 2)
+        estimate.learn(2, 0)
+    first, second, third = estimate.rates
+    assert first == pytest.approx(0.5, abs=0.02)
+    assert second == third > 0.98
+    assert estimate.expected_tokens(2) == pytest.approx(1 + first + first * second)
+    assert estimate.expected_by_length() == pytest.approx([estimate.expected_tokens(k) for k in range(4)])
+    estimate.fade()
+    assert estimate.rates == pytest.approx([first, second, third], abs=0.05)
+    for _ in range(64):
+        estimate.learn(2, 2)
+    assert estimate.rates[0] > 0.7
+
+
+def test_candidates():
+    assert candidate_lengths(1) == (0, 1)
+    assert candidate_lengths(5) == (0, 1, 2, 3, 4, 5)
+    assert candidate_lengths(16) == (0, 1, 2, 3, 4, 6, 8, 12, 16)
+
+
+def test_the_reason_names_all():
+    policy = measured(MeasuredLength(4))
+    policy.at(1).plan()
+    assert policy.at(1).reason.startswith("4 drafts per round: K = 0 promises 0 tokens/s, K = 1 promises")
