@@ -700,6 +700,31 @@ def test_full_queue(engine):
     assert submitted(engine, {0: request})[0][-1].finish == "length"
 
 
+def test_the_queue_counts_requests(engine):
+    """One with more sequences than all places is one, also while only some of them have a place."""
+    held, ended = threading.Event(), []
+    request = GenerationRequest(prompt=(1, 2), max_tokens=2)
+
+    def hold(chunk: GenerationChunk):
+        held.wait(30)
+        ended.append(chunk.finish)
+
+    parents = [object() for _ in range(6)]
+    for parent in parents[:5]:  # the first takes all three places, four wait
+        for _ in range(8):
+            engine.submit(replace(request, parent=parent), hold)
+        while parent is parents[0] and sum(sequence.has_place for sequence in engine._open.values()) < 3:
+            time.sleep(0.01)
+    for parent in (parents[5], None):
+        with pytest.raises(QueueFullError, match="5 requests"):
+            engine.submit(replace(request, parent=parent), hold)
+    engine.submit(replace(request, parent=parents[1]), hold)  # one more of a request that waits
+    held.set()
+    while len([finish for finish in ended if finish]) < 41:
+        time.sleep(0.01)
+    assert submitted(engine, {0: request})[0][-1].finish == "length"
+
+
 def test_a_broken_request_does_not_end_the_engine(engine):
     class Broken:
         def allowed(self, drafts):

@@ -58,7 +58,7 @@ def serve(
             help="Tokens of a prompt and its completion. Default: the model's context, or what --cache-gb holds."
         ),
     ] = None,
-    max_queue: Annotated[int, typer.Option(help="Sequences that wait; further requests are answered 429.")] = 128,
+    max_queue: Annotated[int, typer.Option(help="Requests that wait; further ones are answered 429.")] = 128,
     cache_gb: Annotated[float, typer.Option(help="Memory for the caches of sequences and prefixes, in GB.")] = 2.0,
     api_key_env: Annotated[
         str | None, typer.Option(help="Environment variable with the key that clients must send. Default: no key.")

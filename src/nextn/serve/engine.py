@@ -20,7 +20,7 @@ from nextn.serve.cache_memory import limits_within
 from nextn.serve.options import EngineOptions
 from nextn.serve.request import EngineStats, GenerationChunk, GenerationRequest
 from nextn.serve.round_costs import measure_round_costs
-from nextn.serve.scheduler import CHUNKS, DraftPolicies, Scheduler
+from nextn.serve.scheduler import CHUNKS, DraftPolicies, Scheduler, request_of
 from nextn.serve.served_batch import ServedSequence
 from nextn.stats.speedup import Costs
 
@@ -62,6 +62,7 @@ class ServingEngine:
         self._changed = threading.Condition()
         self._open: dict[int, ServedSequence] = {}  # those that were submitted and have not ended
         self._number = 0
+        self._last_parent: object | None = None  # API request of the last sequence that was submitted
         self._is_closing = self._is_closed = False
         self._stats = self._scheduler.stats()
         self._thread = threading.Thread(target=self._run, name="nextn-engine", daemon=True)
@@ -82,10 +83,7 @@ class ServingEngine:
         with self._changed:
             if self._is_closing:
                 raise QueueFullError("the server is shutting down; try another one")
-            if len(self._open) >= self.options.max_num_seqs + self.options.max_queue:
-                raise QueueFullError(
-                    f"{len(self._open)} requests are running or waiting, which is the limit; try again later"
-                )
+            self._check_queue(request.parent)
             self._number += 1
             text = TextStream(self.model.tokenizer, request.stop, skip_special_tokens=request.skip_special_tokens)
             sequence = ServedSequence.of(request, partial(self._emit, self._number, emit), text, self._number)
@@ -119,6 +117,22 @@ class ServingEngine:
         k = request.num_speculative_tokens
         if k is not None and not 0 <= k <= (most := self.limits.num_speculative_tokens):
             raise ConfigError(f"num_speculative_tokens = {k}; expected 0 to {most}, the K of this engine")
+
+    def _check_queue(self, parent: object | None) -> None:
+        """Raise QueueFullError for the first sequence of an API request if too many requests wait for a first place."""
+        sequences = list(self._open.values())
+        if parent is not None and (
+            parent is self._last_parent or any(parent is sequence.request.parent for sequence in sequences)
+        ):
+            return
+        begun = {request_of(sequence) for sequence in sequences if sequence.has_place}
+        requests = begun.union(map(request_of, sequences))
+        num_free = max(0, self.options.max_num_seqs - sum(sequence.has_place for sequence in sequences))
+        if len(requests) - len(begun) >= self.options.max_queue + num_free:
+            raise QueueFullError(
+                f"{len(requests)} requests are running or waiting, which is the limit; try again later"
+            )
+        self._last_parent = parent
 
     def _emit(self, number: int, emit: Callable[[GenerationChunk], None], chunk: GenerationChunk) -> None:
         if chunk.finish is not None:

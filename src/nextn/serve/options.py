@@ -18,7 +18,7 @@ class EngineOptions:
 
     backend: str = "auto"
     max_num_seqs: int = 16  # sequences that are prefilled or decoded at the same time
-    max_queue: int = 128  # sequences that wait
+    max_queue: int = 128  # requests of which all sequences wait
     max_model_len: int | None = None  # positions of a sequence; None: what model and memory permit
     cache_gb: float = 2.0  # memory of all caches, in 10^9 bytes
     num_speculative_tokens: int = 4  # K

@@ -55,7 +55,7 @@ class WaitingQueue:
         return sum(map(len, self._requests.values()))
 
     def append(self, sequence: ServedSequence) -> None:
-        self._requests.setdefault(_request(sequence), deque()).append(sequence)
+        self._requests.setdefault(request_of(sequence), deque()).append(sequence)
 
     def pop(self) -> ServedSequence:
         """Remove and return the sequence whose turn it is."""
@@ -69,14 +69,15 @@ class WaitingQueue:
         """Remove and return the sequences whose clients went away."""
         cancelled = [each for sequences in self._requests.values() for each in sequences if each.is_cancelled]
         for sequence in cancelled:
-            sequences = self._requests[_request(sequence)]
+            sequences = self._requests[request_of(sequence)]
             sequences.remove(sequence)
             if not sequences:
-                del self._requests[_request(sequence)]
+                del self._requests[request_of(sequence)]
         return cancelled
 
 
-def _request(sequence: ServedSequence) -> object:
+def request_of(sequence: ServedSequence) -> object:
+    """Return what identifies the API request of a sequence."""
     parent = sequence.request.parent
     return sequence if parent is None else parent
 
@@ -206,6 +207,7 @@ class Scheduler:
         """Start the prefill of waiting sequences."""
         while self.waiting and self.num_running < self.limits.max_num_seqs:
             sequence = self.waiting.pop()
+            sequence.has_place = True
             group = _, k, _ = self._group(sequence)
             # While batches as large as the next one draft nothing, the head leaves the prompt for later.
             num_soon = min(self.num_running + 1 + len(self.waiting), self.limits.max_num_seqs)

@@ -33,6 +33,7 @@ class ServedSequence(BatchSequence):
     text: TextStream
     sampler: TokenSampler
     cached_tokens: int = 0
+    has_place: bool = False  # whether it has left the queue
     is_cancelled: bool = False
     is_over: bool = False
     rounds: list[SequenceRound] = field(default_factory=list)  # not emitted yet
