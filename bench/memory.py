@@ -70,8 +70,8 @@ def make_int4(shape: str, folder: Path) -> None:
             shutil.copy(few / name, folder)
 
 
-def make(shape: str, folder: Path, *, layers: int | None = None) -> None:
-    """Write a checkpoint of random bf16 weights in a published shape, with a byte-level tokenizer."""
+def make(shape: str, folder: Path, *, layers: int | None = None, fp8: bool = False) -> None:
+    """Write a checkpoint of random weights, bf16 or fp8, in a published shape, with a byte-level tokenizer."""
     import torch
 
     from nextn.data.byte_tokenizer import byte_tokenizer
@@ -100,7 +100,7 @@ def make(shape: str, folder: Path, *, layers: int | None = None) -> None:
         "attn_output_gate": True,
         "rope_parameters": rotary | {"mrope_section": [11, 11, 10], "mrope_interleaved": True},
     }
-    Model.build(config, num_modules=1, tokenizer=byte_tokenizer(), dtype=torch.bfloat16).save(folder)
+    Model.build(config, num_modules=1, tokenizer=byte_tokenizer(), dtype=torch.bfloat16).save(folder, fp8=fp8)
 
 
 def child(folder: str, k: int, weights: str, exact_head: bool) -> None:
@@ -174,6 +174,7 @@ def main() -> None:
     making.add_argument("shape", choices=SHAPES)
     making.add_argument("folder", type=Path)
     making.add_argument("--int4", action="store_true", help="Weights of four bits in groups of 128.")
+    making.add_argument("--fp8", action="store_true", help="Linears in fp8, in blocks of 128 x 128.")
     running = actions.add_parser("run")
     running.add_argument("folders", type=Path, nargs="+")
     running.add_argument("--before", type=Path, help="src folder of another version of the package")
@@ -184,7 +185,7 @@ def main() -> None:
     running.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.action == "make":
-        (make_int4 if args.int4 else make)(args.shape, args.folder)
+        make_int4(args.shape, args.folder) if args.int4 else make(args.shape, args.folder, fp8=args.fp8)
         return
     from nextn.evaluate.decoding_costs import processor_name
 

@@ -8,6 +8,8 @@ import torch
 from stored import in_one_file, set_config
 from torch import Tensor
 
+from nextn.checkpoint.quantized_weights import quantize_fp8
+
 AWQ_NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # output channel in each nibble of a word, from the lowest
 
 
@@ -155,3 +157,19 @@ def quantize_folder(folder: Path, case: Case, *, is_random: bool = True) -> dict
     in_one_file(folder, replace)
     set_config(folder, quantization_config=json.loads(json.dumps(section(case))))
     return weights
+
+
+def fp8_folder(folder: Path, block: tuple[int, int] | None, suffix: str = "weight_scale_inv") -> None:
+    """Store the weights of projections in fp8. block: rows and columns with a common scale; None: the tensor."""
+
+    def replace(table):
+        for name in [name for name in table if name.endswith("proj.weight")]:
+            weight = table[name]
+            size = weight.shape if block is None else (block[0], min(block[1], weight.shape[1]))
+            table[name], scales = quantize_fp8(weight, size)
+            scales = scales[0] if block is None else scales  # of one element
+            table[f"{name.removesuffix('weight')}{suffix}"] = scales
+
+    in_one_file(folder, replace)
+    declared = {} if block is None or block[0] == 1 else {"weight_block_size": list(block)}
+    set_config(folder, quantization_config={"quant_method": "fp8", "fmt": "e4m3", **declared})

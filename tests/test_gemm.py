@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nextn.errors import ConfigError
 from nextn.runtime.native.abi import BYTES, Runtime, load
+from nextn.runtime.native.fp8 import Fp8Format
 from nextn.runtime.native.grouped import GroupedFormat, GroupedWeight, grouped_linear
 from nextn.runtime.native.int4 import Int4Format, quantize_int4
 from nextn.runtime.native.memory import HugePages
@@ -429,6 +430,67 @@ def test_rows_of_an_embedding_of_few_bits(dtype: torch.dtype, fmt: Format) -> No
     ):
         with pytest.raises(ConfigError):
             load().call(op, views, [*ints, *more])
+
+
+def fp8_matrix(n: int, k: int, group: int, seed: int, *, by_row: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Any finite codes, scales [N, groups], equal in all rows if not `by_row`, and the dequantized weight."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (n, k), generator=generator).byte()
+    codes[codes % 128 == 127] = 128  # not NaN, but -0
+    scales = torch.rand(n, -(-k // group), generator=generator) * 0.01 + 1e-5
+    scales = scales if by_row else scales[:1].repeat(n, 1)
+    dense = codes.view(torch.float8_e4m3fn).float() * scales.repeat_interleave(group, 1)[:, :k]
+    return codes, scales, dense
+
+
+@dtypes
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize(("n", "k", "group"), [(1, 1, 32), (100, 300, 128), (64, 48, 32), (192, 100, 64)])
+def test_weights_in_fp8_are_the_dequantized_ones_bit_for_bit(
+    runtime: Runtime, n: int, k: int, group: int, by_row: bool, dtype: torch.dtype
+) -> None:
+    codes, scales, dense = fp8_matrix(n, k, group, 1, by_row=by_row)
+    fmt = Fp8Format(group)
+    packed, x = fmt.pack_rows(codes, scales, HugePages().take), drawn(max(ROWS), k, dtype=dtype, seed=2)
+    bias = drawn(n, dtype=dtype, seed=3)
+    for rows in [*ROWS, 3, 8, 12, 13]:
+        out = torch.full((rows, n), 7, dtype=dtype)
+        runtime.call("linear", [out, x[:rows], packed, bias], [n, k, 1, fmt.type])
+        assert torch.equal(out, linear(runtime, x[:rows], dense.to(dtype), bias))
+
+
+@dtypes
+@pytest.mark.parametrize("rows", [1, 12, 40])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_weights_in_fp8_wherever_linear_layers_are(
+    runtime: Runtime, by_row: bool, rows: int, dtype: torch.dtype
+) -> None:
+    """Several layers of one input, and with a gate."""
+    matrices = [fp8_matrix(50, 100, 32, seed, by_row=by_row) for seed in range(4)]
+    fmt, x = Fp8Format(32), drawn(rows, 100, dtype=dtype)
+    codes, scales, dense = zip(*matrices, strict=True)
+    merged = [merge_weights(each, 1, 32) for each in (codes, scales)]
+    outs = [torch.empty(rows, 50, dtype=dtype) for _ in matrices]
+    packed = fmt.pack_rows(*merged, HugePages().take)
+    runtime.call("linear", [*outs, x, packed], [50, 50, 50, 50, 100, 1, fmt.type])
+    for out, weight in zip(outs, dense, strict=True):
+        assert torch.equal(out, linear(runtime, x, weight.to(dtype)))
+    out, merged = torch.empty(rows, 50, dtype=dtype), [merge_weights(each[:2], 4, 16) for each in (codes, scales)]
+    runtime.call("gated_linear", [out, x, fmt.pack_rows(*merged, HugePages().take)], [50, 100, fmt.type])
+    assert torch.equal(out, gated(runtime, x, dense[0].to(dtype), dense[1].to(dtype)))
+
+
+@pytest.mark.parametrize("scale", [2.0**-126, 2.0**-110, 2.0**101, 2.0**118])
+def test_weights_in_fp8_with_extreme_scales(runtime: Runtime, scale: float) -> None:
+    """Some weights are too small to be multiplied as bf16, or infinite; the others have their bits."""
+    codes = torch.arange(256).byte().repeat(64, 1)
+    codes[codes % 128 == 127] = 0
+    scales = torch.full((64, 2), scale)
+    dense = (codes.view(torch.float8_e4m3fn).float() * scale).bfloat16()
+    x = torch.eye(256).bfloat16()
+    packed, out = Fp8Format(128).pack_rows(codes, scales, HugePages().take), torch.empty(256, 64).bfloat16()
+    runtime.call("linear", [out, x, packed], [64, 256, 1, Fp8Format(128).type])
+    assert torch.equal(out.view(torch.int16), linear(runtime, x, dense).view(torch.int16))
 
 
 def test_packed_weights_start_at_a_cache_line(runtime: Runtime) -> None:

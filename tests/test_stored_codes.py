@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from packed import Case, Values, quantize_folder, random_values, section, stored
+from packed import Case, Values, fp8_folder, quantize_folder, random_values, section, stored
 from safetensors.torch import save_file
-from stored import set_config
+from stored import in_one_file, set_config
 from tiny import build, prompt
 from torch import nn
 
@@ -15,10 +15,12 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.tensors import TensorReader
 from nextn.decoding.generate import generate
 from nextn.decoding.rounds import Settings
+from nextn.errors import CheckpointError
 from nextn.families import by_name
 from nextn.model.model import Model
-from nextn.model.packed_linear import PackedLinear, StandIns, StoredCodes, packed_layers
+from nextn.model.packed_linear import PackedLinear, StandIns, StoredFp8, StoredIntegers, packed_layers
 from nextn.runtime.backend import backend_for, unused_codes
+from nextn.runtime.native.abi import FP8 as FP8_TYPE
 from nextn.runtime.native.abi import INT4, INT8, load
 from nextn.runtime.native.grouped import GroupedWeight, grouped_linear
 from nextn.runtime.native.int4 import Int4Format, quantize_int4
@@ -46,7 +48,7 @@ OTHER = [
 ]
 
 
-def codes_of(folder, case: Case, all_values: list[Values]) -> list[StoredCodes]:
+def codes_of(folder, case: Case, all_values: list[Values]) -> list[StoredIntegers]:
     """Weights as a checkpoint stores them."""
     table = {
         f"model.layers.{index}.mlp.up_proj.{part}": value
@@ -59,7 +61,7 @@ def codes_of(folder, case: Case, all_values: list[Values]) -> list[StoredCodes]:
     reader = TensorReader(Inventory.of(Checkpoint.open(folder), family=by_name("qwen3_5")))
     stand_ins = StandIns(torch.bfloat16)
     weights = [reader.stored(name) for name in sorted(reader.names())]
-    return [StoredCodes.of(each, stand_ins.of(each)) for each in weights]
+    return [StoredIntegers.of(each, stand_ins.of(each)) for each in weights]
 
 
 def native_values(packed, rows: int, columns: int) -> torch.Tensor:
@@ -224,10 +226,86 @@ def test_what_a_pass_computes_from_a_weight_is_noticed(tmp_path, monkeypatch):
 def test_weights_are_dequantized_for_the_self_check_alone(tmp_path, monkeypatch):
     """One layer at a time, as it runs."""
     names: list[str] = []
-    dequantize = StoredCodes.dequantize
-    monkeypatch.setattr(StoredCodes, "dequantize", lambda self: names.append(self.name) or dequantize(self))
+    dequantize = StoredIntegers.dequantize
+    monkeypatch.setattr(StoredIntegers, "dequantize", lambda self: names.append(self.name) or dequantize(self))
     model = packed_model(tmp_path, CASES[0])
     assert not names
     backend_for(model, "native")
     generate(model, [prompt(9)], Settings(num_speculative_tokens=3, max_tokens=8), backend="native")
     assert sorted(names) == sorted(layer.codes.name for layer in packed_layers(model.trunk, model.head))
+
+
+FP8 = [((128, 128), "weight_scale_inv"), ((32, 64), "weight_scale_inv"), ((1, 2**20), "weight_scale"),
+       (None, "weight_scale")]  # fmt: skip
+
+
+def fp8_model(folder, block, suffix: str = "weight_scale_inv", name: str = "qwen3_5", **options) -> Model:
+    build(name).save(folder, dtype=torch.bfloat16)
+    fp8_folder(folder, block, suffix)
+    return Model.load(folder, **options)
+
+
+def states_and_texts(model: Model) -> tuple[list[torch.Tensor], list[list[int]]]:
+    """Native states of trunk and head, and a text with drafts."""
+    model.head.exact = True
+    made, tokens = backend_for(model, "native"), torch.tensor([prompt(21)])
+    with torch.no_grad():
+        hidden = made.trunk(tokens, made.trunk.cache(1))
+        states = [hidden.final_hidden.clone(), hidden.head_input.clone()]
+        states.append(made.head.step(0, tokens, states[1], cache=made.head.cache(1)).final_hidden.clone())
+    settings = Settings(num_speculative_tokens=3, max_tokens=12)
+    return states, [text.tokens for text in generate(model, [prompt(9)], settings, backend="native")]
+
+
+@pytest.mark.parametrize("weights", ["stored", "int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize(("block", "suffix"), FP8, ids=["block", "small-block", "row", "tensor"])
+def test_fp8_models_are_the_dequantized_ones_bit_for_bit(block, suffix, dtype, weights, tmp_path):
+    """With one byte per weight as stored; where all weights are rounded, those in fp8 are, too."""
+    name = "glm4_moe" if weights == "int4" else "qwen3_5"  # whose states do not survive four bits
+    model = fp8_model(tmp_path, block, suffix, name, dtype=dtype)
+    twin = Model.load(tmp_path, dtype=dtype).dequantize()
+    kept = [layer.codes for layer in packed_layers(model.trunk, model.head)]
+    assert len(kept) > 5
+    assert all(isinstance(codes, StoredFp8) and unsupported(codes) is None for codes in kept)
+    assert not unused_codes(model)
+    model.trunk.weights = twin.trunk.weights = weights
+    (found, text), (expected, other) = states_and_texts(model), states_and_texts(twin)
+    for near, far in zip(found, expected, strict=True):
+        assert torch.equal(near, far)
+    assert text == other
+
+
+def test_fp8_weights_are_packed_in_one_byte(tmp_path):
+    model = fp8_model(tmp_path, (128, 128))
+    weights = PackedWeights(load(), codes=(codes := [layer.codes for layer in packed_layers(model.trunk)]))
+    packed = [weights.pack([each.stand_in]) for each in codes]
+    assert {each.type for each in packed} == {FP8_TYPE + 2}
+    for each, matrix in zip(codes, packed, strict=True):
+        rows, columns = each.stand_in.shape
+        assert matrix.memory.nbytes == -(-rows // 32) * -(-columns // 128) * 32 * (128 + 4)
+
+
+def test_fp8_blocks_that_no_product_reads_are_dequantized(tmp_path):
+    model, twin = fp8_model(tmp_path, (8, 16)), Model.load(tmp_path).dequantize()
+    (note,) = unused_codes(model)
+    assert "as no product reads blocks of 8 x 16" in note
+    for near, far in zip(states_and_texts(model)[0], states_and_texts(twin)[0], strict=True):
+        assert torch.equal(near, far)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj", "mtp.layers.0.mlp.up_proj"])
+@pytest.mark.parametrize("part", ["weight", "weight_scale_inv"])
+def test_fp8_values_that_are_not_finite(name, part, tmp_path):
+    fp8_model(tmp_path, (128, 128))
+
+    def damage(table):
+        flat = table[f"{name}.{part}"].view(-1)
+        if part == "weight":
+            flat.view(torch.uint8)[3] = 0xFF
+        else:
+            flat[0] = torch.inf
+
+    in_one_file(tmp_path, damage)
+    with pytest.raises(CheckpointError, match=rf"(1 trunk tensors hold NaN or Inf|non-finite): {name}"):
+        Model.load(tmp_path)

@@ -56,6 +56,14 @@ def dequantize_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Ten
     return weight.float() * (scale.float() if scale.numel() == 1 else _expand(scale.float(), weight.shape, block))
 
 
+class Fp8Weight(NamedTuple):
+    """An fp8 weight [N, K] as it is stored."""
+
+    codes: Tensor  # float8_e4m3fn [N, K]
+    scales: Tensor  # float32, of shape `scale_shape`
+    block: tuple[int, int]  # rows and columns with a common scale
+
+
 def scale_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, ...]:
     """Return the shape of the scales of a weight of `shape`."""
     return (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import prod
 from operator import attrgetter
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from nextn.checkpoint.quantization import declared, scale_of
 from nextn.checkpoint.quantized_weights import (
     FP8_SCALES,
     FP8_WEIGHT,
+    Fp8Weight,
     Groups,
     QuantizedWeight,
     declared_block,
@@ -138,13 +140,43 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         """Whether `read` dequantizes the tensor."""
         return name in self.packed or self.checkpoint.info(name).dtype == FP8_WEIGHT
 
+    def has_codes(self, name: str) -> bool:
+        """Whether the tensor is a weight [N, K] that `integers` or `fp8` reads."""
+        info = self.checkpoint.info(name)
+        return name in self.packed or (info.dtype == FP8_WEIGHT and len(info.shape) == 2)
+
     def integers(self, name: str) -> QuantizedWeight:
         """Read a `packed` weight without a `problem` as integers."""
         return unpack(self.packed[name], self._raw)
 
+    def checked_scales(self, name: str) -> Tensor:
+        """Read the scales of a weight that `has_codes`; NaN for all if a code in fp8 is NaN."""
+        if name in self.packed:
+            return self.groups(name).scales
+        scales = self.fp8_scales(name)
+        return scales if is_finite(self._raw(name)) else torch.full_like(scales, torch.nan)
+
     def groups(self, name: str) -> Groups:
         """Read what `integers` does, without the codes."""
         return unpack_groups(self.packed[name], self._raw)
+
+    def fp8_block(self, name: str) -> tuple[int, int]:
+        """Return how many rows and columns of an fp8 weight [N, K] without a `problem` have a common scale."""
+        rows, columns = self.checkpoint.info(name).shape
+        scale = self.checkpoint.info(self.scales[name]).shape
+        block = implied_block((rows, columns), scale, self._block)
+        assert block is not None, name
+        return (rows, columns) if prod(scale) == 1 else block
+
+    def fp8_scales(self, name: str) -> Tensor:
+        """Read the scales of an fp8 weight [N, K], in float32: one for each `fp8_block`."""
+        scale = self._raw(self.scales[name])
+        scale = scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
+        return scale.float().view(scale_shape(self.checkpoint.info(name).shape, self.fp8_block(name)))
+
+    def fp8(self, name: str) -> Fp8Weight:
+        """Read an fp8 weight [N, K] without a `problem` as it is stored."""
+        return Fp8Weight(self._raw(name), self.fp8_scales(name), self.fp8_block(name))
 
     def read(self, name: str) -> Tensor:
         """Read a tensor without a `problem` as stored; a quantized weight as fp32, times its scales."""

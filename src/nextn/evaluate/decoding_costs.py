@@ -17,7 +17,7 @@ from nextn.errors import ConfigError
 from nextn.evaluate.workload import rotate
 from nextn.model.head import Head
 from nextn.model.model import Model
-from nextn.model.packed_linear import packed_layers
+from nextn.model.packed_linear import StoredFp8, packed_layers
 from nextn.model.trunk import Trunk
 from nextn.runtime.backend import Backend, backend_for
 from nextn.runtime.native.draft_chain import NativeDraftChain
@@ -240,10 +240,10 @@ def step_bytes(trunk: Trunk, bits: int | None = None) -> int:
     """
     looked_up = () if trunk.embedding.weight is trunk.output.weight else (trunk.embedding.weight,)
     stored, output = _bytes_read(trunk.model, trunk, looked_up), trunk.output.weight
-    packed = sum(layer.codes.num_bytes for layer in packed_layers(trunk.model))
+    packed, rounded = _packed_bytes(trunk.model, bits)
     if bits is None:
         return packed + stored
-    values = stored // output.element_size()
+    values = stored // output.element_size() + rounded
     # With int4, the lm_head has eight bits (runtime/backend.py).
     return packed + (values if bits == 8 else output.numel() + round((values - output.numel()) * BYTES_PER_WEIGHT))
 
@@ -260,7 +260,7 @@ def draft_bytes(head: Head, bits: int | None = None, *, num_tokens: int | None =
     output, vocabulary = head.output(0).weight, head.draft_vocabulary
     rows = num_tokens or (len(output) if vocabulary is None else len(vocabulary))
     stored = inner // head.num_modules + rows * output.shape[1] * output.element_size()
-    packed = sum(layer.codes.num_bytes for layer in packed_layers(head)) // head.num_modules
+    packed = sum(_packed_bytes(head, bits)) // head.num_modules
     return packed + (stored if bits is None else stored // output.element_size())
 
 
@@ -270,6 +270,14 @@ def stacked_experts(module: nn.Module, trunk: Trunk) -> list[tuple[Tensor, float
     # Experts are one tensor [experts, ...] in transformers 5.
     found = [value for name, value in module.named_parameters() if ".experts." in f".{name}" and value.ndim == 3]
     return [(value, min(1.0, chosen / len(value))) for value in found if chosen]
+
+
+def _packed_bytes(module: nn.Module, bits: int | None) -> tuple[int, int]:
+    """The stored bytes of layers that keep their codes, and the number of fp8 weights, if these are rounded to bits."""
+    codes = [layer.codes for layer in packed_layers(module)]
+    rounded = [each for each in codes if isinstance(each, StoredFp8) and bits in (4, 8)]
+    kept = [each for each in codes if each not in rounded]
+    return sum(each.num_bytes for each in kept), sum(each.stand_in.numel() for each in rounded)
 
 
 def _bytes_read(module: nn.Module, trunk: Trunk, without: tuple[Tensor, ...]) -> int:

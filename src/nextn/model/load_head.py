@@ -114,7 +114,7 @@ def load_tensors(
         weights: The stored tensors. With either option, their files must stay open.
         split_experts: Leave experts that are stored one by one, and large, in the files: they are checked now, and
             loaded a few at a time when they run.
-        keep_codes: Linear layers of the block keep the codes of weights of four and eight bits.
+        keep_codes: Linear layers of the block keep the codes of weights of four and eight bits, and in fp8.
     """
     inventory, comparison = weights.inventory, _HeadTensors(head, weights)
     problems = [*comparison.problems()]
@@ -124,7 +124,7 @@ def load_tensors(
     for canonical, parameter in comparison.expected.items():
         name = inventory.stored.get(canonical)
         if name is not None and weights.problem(name) is None:
-            value = weights.groups(name).scales if canonical in kept else weights.read(name).to(parameter.dtype)
+            value = weights.checked_scales(name) if canonical in kept else weights.read(name).to(parameter.dtype)
             if not is_finite(value):
                 problems.append(f"non-finite: {weights.non_finite(name)}")
             release_pages([value])
@@ -161,7 +161,7 @@ def _keeping_codes(head: Head, weights: TensorReader, stand_ins: StandIns) -> di
     names = {
         canonical: name
         for canonical, name in weights.inventory.stored.items()
-        if canonical in linear and weights.inventory.role(canonical) == "block" and name in weights.packed
+        if canonical in linear and weights.inventory.role(canonical) == "block" and weights.has_codes(name)
     }
     return {canonical: stand_ins.of(weights.stored(name)) for canonical, name in names.items()}
 

@@ -32,7 +32,7 @@ def load_trunk(weights: TensorReader, dtype: torch.dtype | None) -> tuple[Trunk,
         if packed:
             trunk = Trunk.from_pretrained(folder, stage=family.hidden, dtype=dtype)
         else:
-            kept = {n: each for n, each in state.items() if each.name in weights.packed and not EXPERT.search(n)}
+            kept = {n: each for n, each in state.items() if weights.has_codes(each.name) and not EXPERT.search(n)}
             trunk = Trunk.from_pretrained(folder, state=state, packed=kept, stage=family.hidden, dtype=dtype)
     return trunk, [*notes, *_check_trunk(checkpoint, trunk)]
 

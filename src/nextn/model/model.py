@@ -84,8 +84,8 @@ class Model:
             revision: Of a hub id. Only the needed files are downloaded.
             cache_dir: Of a hub id.
             offline: Of a hub id: use the cache only.
-            dtype: None: as stored. fp8 is dequantized; of weights of 4 and 8 bits, linear layers keep the codes, which
-                the native backend decodes with, see `dequantize`.
+            dtype: None: as stored. Of weights in fp8 and of 4 and 8 bits, linear layers keep the codes, which the
+                native backend decodes with, see `dequantize`.
             device: Of trunk and head, see `resolve_device`.
             need_head: If False, accept a checkpoint without a head.
             skip_head: Load the trunk only, whether or not there is a head.

@@ -1,8 +1,9 @@
-"""Linear layers that keep the codes of a quantized checkpoint: their weights, of four or eight bits, stay in its files.
+"""Linear layers that keep the codes of a quantized checkpoint: their weights, of 4 or 8 bits or fp8, stay in its files.
 
 The native backend packs the codes as they are; torch computes the dequantized weight whenever a layer runs.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,39 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nextn.checkpoint.quantized_weights import QuantizedWeight
+from nextn.checkpoint.quantized_weights import Fp8Weight, QuantizedWeight
 from nextn.checkpoint.tensors import StoredTensor
 
 
 @dataclass(frozen=True, eq=False)
-class StoredCodes:
-    """A weight [N, K] as it is stored. The file must not change.
+class StoredCodes(ABC):
+    """A quantized weight [N, K] as it is stored. The file must not change.
 
     Attributes:
         stored: The tensor.
         stand_in: [N, K] without memory, in the dtype of the layer. It identifies the weight where a pass is recorded;
             it is NaN, so that nothing else can be computed from it unnoticed.
-        bits: Per code, 4 or 8.
-        group_size: Columns of a group.
-        num_groups: Groups of a row.
-        is_symmetric: Whether there are no zero points.
-        is_ordered: Whether groups are no runs of columns.
     """
 
     stored: StoredTensor
     stand_in: Tensor
-    bits: int
-    group_size: int
-    num_groups: int
-    is_symmetric: bool
-    is_ordered: bool
-
-    @classmethod
-    def of(cls, stored: StoredTensor, stand_in: Tensor) -> "StoredCodes":
-        """Read scales, zero points and group index. Raises CheckpointError if there are no such groups."""
-        weight, (scales, zeros, index) = stored.weights.packed[stored.name], stored.weights.groups(stored.name)
-        stored.release()
-        return cls(stored, stand_in, weight.bits, weight.group_size, scales.shape[1], zeros is None, index is not None)
 
     @property
     def name(self) -> str:
@@ -55,11 +39,49 @@ class StoredCodes:
         """The stored bytes: codes, scales and zero points."""
         return self.stored.weights.num_bytes([self.name])
 
+    @property
+    def memory(self) -> Tensor:
+        """The memory of the stand-in, which is that of one element."""
+        return self.stand_in[:1, :1]
+
     def scales(self) -> Tensor:
-        """Read the scales [N, num_groups]."""
-        scales = self.stored.weights.groups(self.name).scales
+        """Read the scales; NaN if a code is NaN."""
+        scales = self.stored.weights.checked_scales(self.name)
         self.stored.release()
         return scales
+
+    @abstractmethod
+    def dequantize(self) -> Tensor:
+        """Return the weight in the dtype of the layer. The memory of the file is released."""
+
+    def __deepcopy__(self, memo: object) -> "StoredCodes":
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class StoredIntegers(StoredCodes):
+    """A weight of four or eight bits.
+
+    Attributes:
+        bits: Per code, 4 or 8.
+        group_size: Columns of a group.
+        num_groups: Groups of a row.
+        is_symmetric: Whether there are no zero points.
+        is_ordered: Whether groups are no runs of columns.
+    """
+
+    bits: int
+    group_size: int
+    num_groups: int
+    is_symmetric: bool
+    is_ordered: bool
+
+    @classmethod
+    def of(cls, stored: StoredTensor, stand_in: Tensor) -> "StoredIntegers":
+        """Read scales, zero points and group index. Raises CheckpointError if there are no such groups."""
+        weight, (scales, zeros, index) = stored.weights.packed[stored.name], stored.weights.groups(stored.name)
+        stored.release()
+        return cls(stored, stand_in, weight.bits, weight.group_size, scales.shape[1], zeros is None, index is not None)
 
     def integers(self) -> QuantizedWeight:
         """Read the whole weight. The memory of the file is released."""
@@ -68,11 +90,37 @@ class StoredCodes:
         return weight
 
     def dequantize(self) -> Tensor:
-        """Return the weight in the dtype of the layer."""
         return self.integers().dequantize().to(self.stand_in.dtype)
 
-    def __deepcopy__(self, memo: object) -> "StoredCodes":
-        return self
+
+@dataclass(frozen=True, eq=False)
+class StoredFp8(StoredCodes):
+    """A weight in fp8.
+
+    Attributes:
+        block: Rows and columns with a common scale.
+    """
+
+    block: tuple[int, int]
+
+    @classmethod
+    def of(cls, stored: StoredTensor, stand_in: Tensor) -> "StoredFp8":
+        return cls(stored, stand_in, stored.weights.fp8_block(stored.name))
+
+    def weight(self) -> Fp8Weight:
+        """Map the codes from the file, whose memory `release` of `stored` gives back, and read the scales."""
+        return self.stored.weights.fp8(self.name)
+
+    def dequantize(self) -> Tensor:
+        weight = self.stored[...].to(self.stand_in.dtype)
+        self.stored.release()
+        return weight
+
+
+def stored_codes(stored: StoredTensor, stand_in: Tensor) -> StoredCodes:
+    """Return a weight that `TensorReader.has_codes`, see `StoredCodes`."""
+    kind = StoredIntegers if stored.name in stored.weights.packed else StoredFp8
+    return kind.of(stored, stand_in)
 
 
 class PackedLinear(nn.Linear):
@@ -125,7 +173,7 @@ class StandIns:
         others = {stored for stored, _ in self._stored.values()}
         for name, part in [*module.named_modules()]:
             if type(part) is nn.Linear and (found := self._stored.get(part.weight.data_ptr())) is not None:
-                module.set_submodule(name, PackedLinear(part, StoredCodes.of(found[0], part.weight.detach())))
+                module.set_submodule(name, PackedLinear(part, stored_codes(found[0], part.weight.detach())))
                 others.remove(found[0])
         return others
 

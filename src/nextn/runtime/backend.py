@@ -15,7 +15,7 @@ from nextn.checkpoint.mapped_memory import released_after_use, return_freed_memo
 from nextn.errors import ConfigError
 from nextn.model.head import Head, HeadStep
 from nextn.model.model import Model
-from nextn.model.packed_linear import StoredCodes, packed_layers
+from nextn.model.packed_linear import StoredCodes, StoredFp8, packed_layers
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.runtime.native.abi import Runtime, load
 from nextn.runtime.native.draft_chain import NativeDraftChain
@@ -294,8 +294,8 @@ def _quantized_weights(
 ) -> PackedWeights:
     """Weights of eight bits, of linear layers, experts and embeddings; other matrices, such as a router's, are kept.
 
-    With int4, only the layers of the trunk have four bits (docs/developers/log.md). Weights that are quantized already
-    keep their codes.
+    With int4, only the layers of the trunk have four bits (docs/developers/log.md). Weights of four and eight bits keep
+    their codes; those in fp8 are rounded as others are.
     """
     modules = [module for part in (trunk, head) if part is not None for module in part.modules()]
     others = [module for module in modules if not isinstance(module, (nn.Linear, nn.Embedding))]
@@ -306,6 +306,9 @@ def _quantized_weights(
         linear = [module.weight for module in trunk.decoder.layers.modules() if type(module) is nn.Linear]
         experts = [weight for weight in trunk.decoder.layers.parameters() if weight.ndim == 3]
         formats += [(weight, Int4Format()) for weight in [*linear, *experts]]
+    of_trunk = {id(layer.codes) for layer in packed_layers(trunk.decoder.layers) if trunk.weights == "int4"}
+    fp8 = [each for each in codes if isinstance(each, StoredFp8)]
+    formats += [(each.memory, Int4Format() if id(each) in of_trunk else EIGHT_BITS) for each in fp8]
     return PackedWeights(runtime, EIGHT_BITS, trunk.dtype, formats, codes)
 
 
@@ -323,7 +326,8 @@ def _self_check(trunk: Trunk, head: Head | None, native: Backend) -> None:
         actual.append(native.trunk(block, cache).final_hidden.clone())
         cache.commit([block.shape[1]])
     tolerance = _TOLERANCE[trunk.dtype] if native.weight_bits is None else _QUANTIZED_TOLERANCE[native.weight_bits]
-    if any(packed_layers(*filter(None, (trunk, head)))) or trunk.kv_cache_dtype == "int8":  # rounded to eight bits, too
+    kept = (layer.codes for layer in packed_layers(*filter(None, (trunk, head))))
+    if any(not isinstance(codes, StoredFp8) for codes in kept) or trunk.kv_cache_dtype == "int8":  # eight bits, too
         tolerance = max(tolerance, _QUANTIZED_TOLERANCE[8])
     _compare(expected.final_hidden, actual, "trunk", tolerance)
     if native.head is not None and expected_step is not None:

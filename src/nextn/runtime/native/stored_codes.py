@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from nextn.checkpoint.quantized_weights import QuantizedWeight
-from nextn.model.packed_linear import StoredCodes
+from nextn.model.packed_linear import StoredCodes, StoredFp8, StoredIntegers
 from nextn.runtime.native.abi import INT8
+from nextn.runtime.native.fp8 import Fp8Format
 from nextn.runtime.native.grouped import GROUPS, GroupedFormat, GroupedWeight
 from nextn.runtime.native.memory import merge_weights
 from nextn.runtime.native.quantization import EIGHT_BITS, pack_codes
@@ -19,10 +20,13 @@ from nextn.text_format import some
 
 def unsupported(codes: StoredCodes) -> str | None:
     """Return why no native product reads these codes; None if one does."""
-    if codes.is_ordered:
+    if isinstance(codes, StoredFp8):
+        return None if _fp8_group(codes) else f"blocks of {codes.block[0]} x {codes.block[1]}"
+    integers = _integers(codes)
+    if integers.is_ordered:
         return "groups in an order of their own (desc_act)"
-    is_grouped = _is_per_channel(codes) or _group(codes) is not None
-    return None if is_grouped else f"groups of {codes.group_size}"
+    is_grouped = _is_per_channel(integers) or _group(integers) is not None
+    return None if is_grouped else f"groups of {integers.group_size}"
 
 
 def notes_on(weights: Iterable[StoredCodes]) -> list[str]:
@@ -39,12 +43,37 @@ def notes_on(weights: Iterable[StoredCodes]) -> list[str]:
 
 def type_of_codes(codes: StoredCodes) -> int:
     """Return the type of product.h that supported codes are packed as."""
-    return INT8 if _is_per_channel(codes) else _format(codes).type
+    if isinstance(codes, StoredFp8):
+        return _fp8_format(codes).type
+    integers = _integers(codes)
+    return INT8 if _is_per_channel(integers) else _format(integers).type
 
 
 @torch.no_grad()
 def pack_stored(weights: Sequence[StoredCodes], parts: int, columns: int, take: Callable[[int], Tensor]) -> Tensor:
     """Pack weights [N, K] of one type in one matrix, see `merge_weights`. `take` allocates bytes."""
+    if isinstance(weights[0], StoredFp8):
+        return _pack_fp8([codes for codes in weights if isinstance(codes, StoredFp8)], parts, columns, take)
+    return _pack_integers([_integers(codes) for codes in weights], parts, columns, take)
+
+
+def _pack_fp8(weights: Sequence[StoredFp8], parts: int, columns: int, take: Callable[[int], Tensor]) -> Tensor:
+    layout, stored = _fp8_format(weights[0]), [codes.weight() for codes in weights]
+    codes = merge_weights([weight.codes.view(torch.uint8) for weight in stored], parts, columns)
+    all_scales = []
+    for scales, (rows, size), shape in ((each.scales, each.block, each.codes.shape) for each in stored):
+        of_rows = scales.repeat_interleave(rows, 0)[: shape[0]]
+        num_groups = -(-shape[1] // layout.group)
+        all_scales.append(of_rows.repeat_interleave(-(-size // layout.group), 1)[:, :num_groups])
+    packed = layout.pack_rows(codes, merge_weights(all_scales, parts, columns), take)
+    for each in weights:
+        each.stored.release()
+    return packed
+
+
+def _pack_integers(
+    weights: Sequence[StoredIntegers], parts: int, columns: int, take: Callable[[int], Tensor]
+) -> Tensor:
     stored = [codes.integers() for codes in weights]
     if _is_per_channel(weights[0]):
         signed = [weight.codes.bitwise_xor(0x80).view(torch.int8) for weight in stored]
@@ -55,21 +84,42 @@ def pack_stored(weights: Sequence[StoredCodes], parts: int, columns: int, take: 
     return layout.pack_rows(GroupedWeight(*(merge_weights(each, parts, columns) for each in tensors)), take)
 
 
-def _is_per_channel(codes: StoredCodes) -> bool:
+def _integers(codes: StoredCodes) -> StoredIntegers:
+    assert isinstance(codes, StoredIntegers)
+    return codes
+
+
+def _is_per_channel(codes: StoredIntegers) -> bool:
     """Whether the codes have eight bits and one scale per output channel, and no zero points."""
     return codes.bits == 8 and codes.num_groups == 1 and codes.is_symmetric
 
 
-def _format(codes: StoredCodes) -> GroupedFormat:
+def _format(codes: StoredIntegers) -> GroupedFormat:
     group = _group(codes)
     assert group is not None, "supported codes"
     return GroupedFormat(codes.bits, group)
 
 
-def _group(codes: StoredCodes) -> int | None:
-    """The largest group of the kernels that the stored groups consist of."""
-    sizes = (size for size in reversed(GROUPS) if codes.group_size % size == 0)
-    return next(sizes, GROUPS[0] if codes.num_groups == 1 else None)
+def _group(codes: StoredIntegers) -> int | None:
+    return _group_of(codes.group_size, codes.num_groups)
+
+
+def _fp8_format(codes: StoredFp8) -> Fp8Format:
+    group = _fp8_group(codes)
+    assert group is not None, "supported codes"
+    return Fp8Format(group)
+
+
+def _fp8_group(codes: StoredFp8) -> int | None:
+    size = codes.block[1]
+    num_groups = -(-codes.stand_in.shape[1] // size)
+    return max(GROUPS) if num_groups == 1 else _group_of(size, num_groups)
+
+
+def _group_of(size: int, num_groups: int) -> int | None:
+    """The largest group of the kernels that stored groups consist of."""
+    sizes = (each for each in reversed(GROUPS) if size % each == 0)
+    return next(sizes, GROUPS[0] if num_groups == 1 else None)
 
 
 def _in_groups(weight: QuantizedWeight, group: int) -> GroupedWeight:

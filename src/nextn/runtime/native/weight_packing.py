@@ -65,7 +65,8 @@ class PackedWeights:
             default: Format of quantized weights; None to pack them as they are.
             dtype: Type of the weights that are quantized.
             formats: Weights that have another format than the default, and so have views of them.
-            codes: Weights of a quantized checkpoint, packed as they are stored where a native product reads that.
+            codes: Weights of a quantized checkpoint, packed as they are stored where a native product reads that and
+                `formats` has no other form of them.
         """
         self._runtime, self._pages = runtime, HugePages()
         self._default, self._dtype = default, dtype
@@ -137,7 +138,7 @@ class PackedWeights:
 
     def _supported_codes(self, weight: Tensor) -> StoredCodes | None:
         codes = self._codes.get(weight.data_ptr())
-        return None if codes is None or unsupported(codes) else codes
+        return None if codes is None or unsupported(codes) or self._range_of(weight) is not None else codes
 
     def _values(self, weight: Tensor) -> Tensor:
         """The weight itself, or what it stands in for."""
@@ -147,10 +148,13 @@ class PackedWeights:
     def _format_of(self, weight: Tensor) -> WeightFormat | None:
         if weight.dtype != self._dtype:
             return None
+        found = self._range_of(weight)
+        return self._default if found is None else found[2]
+
+    def _range_of(self, weight: Tensor) -> tuple[int, int, WeightFormat | None] | None:
         place = bisect(self._ranges, weight.data_ptr(), key=itemgetter(0)) - 1
-        if place >= 0 and weight.data_ptr() < self._ranges[place][1]:
-            return self._ranges[place][2]
-        return self._default
+        found = self._ranges[place] if place >= 0 else None
+        return None if found is None or weight.data_ptr() >= found[1] else found
 
 
 def pack_weights(groups: Sequence[Lowered], weights: PackedWeights) -> list[Lowered]:

@@ -16,10 +16,12 @@ int64_t gated_columns(int64_t n) { return 2 * pieces(n, kTileColumns) * kTileCol
 
 bool is_matrix(const View& view) { return view.ndim == 2 && (view.stride[1] == 1 || view.size[1] == 1); }
 
-bool is_weight_type(int64_t type) { return is_float(type) || type == BYTES || rounds_rows(type); }
+bool is_weight_type(int64_t type) { return is_float(type) || type == BYTES || rounds_rows(type) || is_fp8(type); }
 
 // Whether such weights are multiplied with activations of this type.
-bool fits_rows(int64_t type, int64_t rows) { return rounds_rows(type) ? is_float(rows) : rows == (type == F32 ? F32 : BF16); }
+bool fits_rows(int64_t type, int64_t rows) {
+  return rounds_rows(type) || is_fp8(type) ? is_float(rows) : rows == (type == F32 ? F32 : BF16);
+}
 
 void multiply(const Product& product, int64_t begin, int64_t end) {
   if (begin >= end || product.num_rows == 0) return;
@@ -28,7 +30,7 @@ void multiply(const Product& product, int64_t begin, int64_t end) {
     case BF16: return multiply_bf16(product, begin, end);
     case BYTES: return multiply_bytes(product, begin, end);
     case INT8: return multiply_int8(product, begin, end);
-    default: return multiply_grouped(product, begin, end);
+    default: return (is_fp8(product.type) ? multiply_fp8 : multiply_grouped)(product, begin, end);
   }
 }
 

@@ -28,11 +28,16 @@ constexpr int64_t kZero = 64;
 // has a scale for each column. In groups, INT4 and INT8_GROUPS have a scale and a zero for each 32 values of k, the types
 // after them for each 64 and each 128.
 constexpr int64_t INT8 = 5, INT4 = 6, INT8_GROUPS = 9;
+
+// Types of packed weights in fp8, see fp8.cpp: with a scale for each 32 values of k, and for each 64 and each 128. They are
+// multiplied as matrices of the activations' type.
+constexpr int64_t FP8 = 12;
 constexpr int64_t kInt8Zero = 128;
 constexpr int64_t kInt8Columns = 32;
 
 inline bool is_int4(int64_t type) { return type >= INT4 && type < INT4 + 3; }
 inline bool is_grouped(int64_t type) { return type >= INT4 && type < INT8_GROUPS + 3; }
+inline bool is_fp8(int64_t type) { return type >= FP8 && type < FP8 + 3; }
 inline int64_t values_per_group(int64_t type) { return int64_t(32) << (type - INT4) % 3; }
 
 // Whether activations are rounded to eight bits for such weights.
@@ -49,13 +54,14 @@ inline int64_t pieces(int64_t total, int64_t size) { return (total + size - 1) /
 
 // Columns of a block.
 inline int64_t block_columns(int64_t type) {
-  return type == F32 ? kPanelColumns : type == BF16 ? kHalfColumns : rounds_rows(type) ? kInt8Columns : kTileColumns;
+  if (type == F32 || is_fp8(type)) return kPanelColumns;
+  return type == BF16 ? kHalfColumns : rounds_rows(type) ? kInt8Columns : kTileColumns;
 }
 
 // Bytes of a block of columns, and of a whole matrix.
 inline int64_t block_bytes(int64_t type, int64_t k) {
   if (type == F32) return kPanelColumns * k * int64_t(sizeof(float));
-  if (is_grouped(type)) {
+  if (is_grouped(type) || is_fp8(type)) {
     const int64_t group = values_per_group(type);
     return pieces(k, group) * kInt8Columns * (group / (is_int4(type) ? 2 : 1) + int64_t(sizeof(float)));
   }
@@ -86,7 +92,7 @@ struct Product {
   const char* packed;
   int64_t type;  // of the packed weights
   const float* scales;  // [n], of weights of a byte or of eight bits
-  int64_t first;        // column of out and bias that the first of these n is
+  int64_t first;        // column of out and bias, or of a gated matrix, that the first of these n is
   const char* bias;     // contiguous; null: none
   int64_t bias_type;
   float* gates;         // [num_rows, 16]: scratch for sums of V until those of U are computed; null: not gated
@@ -130,7 +136,7 @@ struct Product {
   void store_gated(int64_t i, int64_t column, int64_t width, const float* sums) const {
     float* gate = gates + i * kTileColumns;
     for (int64_t j = 0; j < width; j += kTileColumns) {
-      const int64_t block = (column + j) / kTileColumns, begin = block / 2 * kTileColumns;
+      const int64_t block = (first + column + j) / kTileColumns, begin = block / 2 * kTileColumns;
       if (block % 2 == 0) {
         std::copy_n(sums + j, kTileColumns, gate);
         continue;
@@ -151,5 +157,6 @@ void multiply_f32(const Product& product, int64_t begin, int64_t end);
 void multiply_bytes(const Product& product, int64_t begin, int64_t end);
 void multiply_int8(const Product& product, int64_t begin, int64_t end);
 void multiply_grouped(const Product& product, int64_t begin, int64_t end);
+void multiply_fp8(const Product& product, int64_t begin, int64_t end);
 
 }  // namespace nextn
