@@ -1,0 +1,104 @@
+"""Weights of compressed-tensors against the package that defines them: the values that it decompresses, exactly."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationScheme
+from safetensors.torch import save_file
+from stored import set_config, tensors_of
+from tiny import build
+from torch import Tensor
+
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.tensors import TensorReader
+from nextn.edit.quantize import quantize
+from nextn.families import by_name
+
+MODULE = "model.layers.0.mlp.up_proj"
+ROWS, COLUMNS = 72, 256
+INT = {"type": "int", "symmetric": True, "dynamic": False}
+FP8 = {"type": "float", "num_bits": 8, "symmetric": True, "dynamic": False}
+GROUPS = {"strategy": "group", "group_size": 64}
+CASES: dict[str, tuple[str, dict[str, object]]] = {
+    "w4a16": ("pack-quantized", {**INT, **GROUPS, "num_bits": 4}),
+    "w4a16-zeros": ("pack-quantized", {**INT, **GROUPS, "num_bits": 4, "symmetric": False}),
+    "w8a16": ("pack-quantized", {**INT, "num_bits": 8, "strategy": "channel"}),
+    "w8a16-groups": ("pack-quantized", {**INT, **GROUPS, "num_bits": 8, "symmetric": False}),
+    "w8a8": ("int-quantized", {**INT, "num_bits": 8, "strategy": "channel"}),
+    "w8a8-tensor": ("int-quantized", {**INT, "num_bits": 8, "strategy": "tensor"}),
+    "fp8-channel": ("float-quantized", {**FP8, "strategy": "channel"}),
+    "fp8-tensor": ("float-quantized", {**FP8, "strategy": "tensor"}),
+    "fp8-block": ("float-quantized", {**FP8, "strategy": "block", "block_structure": [24, 128]}),
+}
+
+
+def decompressed(tensors: dict[str, Tensor], form: str, scheme: dict[str, object]) -> Tensor:
+    """What the package makes of a module's tensors, by their names after the module's."""
+    made = QuantizationScheme.model_validate({"targets": ["Linear"], **scheme})
+    return BaseCompressor.get_value_from_registry(form).decompress(tensors, made)["weight"]
+
+
+def scale_shape(weights: dict[str, object]) -> tuple[int, ...]:
+    match weights["strategy"]:
+        case "group":
+            return ROWS, COLUMNS // 64
+        case "channel":
+            return ROWS, 1
+        case "block":
+            return ROWS // 24, COLUMNS // 128
+    return (1,)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_we_read_what_the_package_writes(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    form, weights = CASES[case]
+    generator = torch.Generator().manual_seed(1)
+    shape = scale_shape(weights)
+    # Scales that clip some of the weights, and zero points anywhere.
+    scales = (
+        (torch.rand(shape, generator=generator) + 0.5)
+        * 3
+        / (448 if form == "float-quantized" else 2 ** (weights["num_bits"] - 1))
+    )
+    state = {"weight": torch.randn(ROWS, COLUMNS, generator=generator).to(dtype), "weight_scale": scales.to(dtype)}
+    if not weights["symmetric"]:
+        half = 2 ** (weights["num_bits"] - 1)
+        state["weight_zero_point"] = torch.randint(-half, half, shape, generator=generator).to(torch.int8)
+    scheme = QuantizationScheme.model_validate({"targets": ["Linear"], "weights": weights})
+    compressed = BaseCompressor.get_value_from_registry(form).compress(state, scheme)
+    save_file(
+        {f"{MODULE}.{name}": each.contiguous() for name, each in compressed.items()}, tmp_path / "model.safetensors"
+    )
+    (tmp_path / "config.json").write_text("{}")
+    section = {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"],
+               "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}  # fmt: skip
+    set_config(tmp_path, model_type="qwen3_5_text", num_hidden_layers=4, quantization_config=section)
+    with TensorReader(Inventory.of(Checkpoint.open(tmp_path), family=by_name("qwen3_5"))) as reader:
+        name = f"{MODULE}.weight"
+        assert reader.problem(name) is None
+        assert reader.is_quantized(name)
+        expected = decompressed(compressed, form, {"weights": weights})
+        assert expected.dtype == dtype
+        assert torch.equal(reader.read(name).to(dtype), expected)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_the_package_reads_what_we_write(weights: str, tmp_path: Path) -> None:
+    """Each weight of a quantized model, with the scheme that the config has for it."""
+    build("qwen3_5").save(tmp_path / "model", dtype=torch.bfloat16)
+    quantize(tmp_path / "model", tmp_path / "out", weights=weights, group_size=16)
+    section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    scheme, tensors = section["config_groups"]["group_0"], tensors_of(tmp_path / "out")
+    form, number = scheme.pop("format"), 0
+    with TensorReader(Inventory.of(Checkpoint.open(tmp_path / "out"))) as reader:
+        for name in reader.packed:
+            module = name.removesuffix("weight")
+            parts = {key.removeprefix(module): each for key, each in tensors.items() if key.startswith(module)}
+            assert torch.equal(reader.read(name).bfloat16(), decompressed(parts, form, scheme))
+            number += 1
+    assert number > 5
