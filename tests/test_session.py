@@ -248,6 +248,13 @@ def test_a_block_runs_on_an_existing_replay():
     assert [size(width) for width in (4, 5, 7, 8)] == [4, 5, 7, 9]
 
 
+def test_blocks_of_many_sequences_are_hardly_padded():
+    """Padding costs there: a block of one draft for 8 sequences would take as long as one of four drafts."""
+    trunk = fast_of(build("glm4_moe")).trunk
+    trunk.prepare(8, [5], exact=True)
+    assert [trunk._passes.replay(8, width)[0].tokens.shape[1] for width in (1, 2, 3, 4, 5)] == [1, 2, 3, 5, 5]
+
+
 def test_sizes_share_their_memory():
     """Intermediate tensors, and weights that are computed as the model runs: a router's in float32."""
     model = build("glm4_moe")

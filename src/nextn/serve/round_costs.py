@@ -14,7 +14,10 @@ from nextn.speculative.draft_policy import FixedLength, RoundPlan
 from nextn.speculative.measured_length import candidate_lengths
 
 _CONTEXT = 64  # positions of a prompt, one pass
-_FEWEST, _MOST, _LONG_ENOUGH_S = 5, 40, 0.06  # measured rounds of one number of drafts
+# Each number of drafts is measured in several turns, each longer than the time for which another process may get the
+# processor: rounds that are short enough to fit in between would seem cheaper than they are on a busy machine.
+_TURNS, _TURN_S = 5, 0.02
+_FEWEST, _MOST = 3, 12  # rounds of a turn
 _AHEAD_S = 0.01  # of rounds in one native call, after which a request is noticed
 
 
@@ -39,8 +42,8 @@ def measure_round_costs(
         is_interrupted: Asked between passes; whether to stop.
 
     Returns:
-        Seconds of a round by number of drafts (`candidate_lengths`): the lower quartile, as other processes can only
-        add to them. None if it was interrupted, or if `max_model_len` is too small to measure all.
+        Seconds of a round by number of drafts (`candidate_lengths`): the median over turns of the mean. None if it was
+        interrupted, or if `max_model_len` is too small to measure all.
     """
     timer = _RoundTimer()
     with backend.trunk.pass_context():
@@ -54,14 +57,15 @@ def measure_round_costs(
             else:
                 batch.join(one)
         assert batch is not None
-        costs: dict[int, float] = {}
-        # Most drafts first: after rounds without them the head would have to catch up.
-        for length in reversed(candidate_lengths(num_speculative_tokens)):
-            seconds = _time_rounds(batch, timer, length, batch_size, is_interrupted)
-            if seconds is None:
-                return None
-            costs[length] = seconds
-        return costs
+        means: dict[int, list[float]] = {length: [] for length in candidate_lengths(num_speculative_tokens)}
+        for _ in range(_TURNS):
+            # Most drafts first: after rounds without them the head has to catch up.
+            for length in reversed(means):
+                seconds = _time_rounds(batch, timer, length, batch_size, is_interrupted)
+                if seconds is None:
+                    return None
+                means[length].append(seconds)
+        return {length: statistics.median(seconds) for length, seconds in means.items()}
 
 
 class _RoundTimer:
@@ -109,12 +113,12 @@ def _prefilled(
 def _time_rounds(
     batch: ServedBatch, timer: _RoundTimer, length: int, batch_size: int, is_interrupted: Callable[[], bool]
 ) -> float | None:
-    """Return the lower quartile of the seconds of rounds; None if interrupted, or if a sequence has ended."""
+    """Return the mean seconds of a turn's rounds; None if interrupted, or if a sequence has ended."""
     timer.length, timer.seconds = FixedLength(length), []
     while len(batch.sequences) == batch_size:
-        times = timer.seconds[1:]  # the first may record its passes
-        if not batch.queued and len(times) >= _FEWEST and (len(times) >= _MOST or sum(times) >= _LONG_ENOUGH_S):
-            return statistics.quantiles(times, n=4)[0]
+        times = timer.seconds[1:]  # the first may record its passes, or process what the head has put off
+        if not batch.queued and len(times) >= _FEWEST and (len(times) >= _MOST or sum(times) >= _TURN_S):
+            return statistics.mean(times)
         if not batch.queued and is_interrupted():
             return None
         batch.round()

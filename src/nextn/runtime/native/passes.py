@@ -24,7 +24,9 @@ from nextn.runtime.native.weight_packing import PackedWeights
 # Positions of a block: the last token plus usual numbers of drafts (16, as products take 16 rows at once), then the
 # sizes in which prompts are processed.
 BLOCK_SIZES = (1, 2, 3, 5, 7, 9, 11, 12, 14, 16, 17, 24, 32, 64, 128)
-_MAX_PADDED = 17  # up to this size, a block runs on any larger replay that exists instead of recording one of its own
+# Up to so many rows, of all sequences, a block runs on any larger replay that exists instead of recording one of its
+# own: they cost little more than one row.
+_MAX_PADDED = 17
 
 Array = NDArray[np.int64]
 
@@ -159,7 +161,8 @@ class Passes:
             default = self._round_up(num_positions)
             existing = [size for batch, size in self._replays if batch == batch_size and size >= num_positions]
             size = min(existing, default=default)
-            self._selected[key] = self._get(batch_size, size if size <= max(default, _MAX_PADDED) else default)
+            most = max(default, _MAX_PADDED // batch_size)
+            self._selected[key] = self._get(batch_size, size if size <= most else default)
         return self._selected[key]
 
     def prepare(self, batch_size: int, block_sizes: Iterable[int], *, exact: bool) -> list[Replay]:
