@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import save_file
 from stored import set_config, tensors_of
@@ -87,14 +88,20 @@ def test_we_read_what_the_package_writes(case: str, dtype: torch.dtype, tmp_path
         assert torch.equal(reader.read(name).to(dtype), expected)
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_the_package_reads_what_we_write(weights: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("weights", "activation_bits", "head_bits"), [("int8", 16, 16), ("int4", 16, 16), ("int8", 8, 8)]
+)
+def test_the_package_reads_what_we_write(weights: str, activation_bits: int, head_bits: int, tmp_path: Path) -> None:
     """Each weight of a quantized model, with the scheme that the config has for it."""
     build("qwen3_5").save(tmp_path / "model", dtype=torch.bfloat16)
-    quantize(tmp_path / "model", tmp_path / "out", weights=weights, group_size=16)
+    options = {"weights": weights, "group_size": 16, "head_bits": head_bits, "activation_bits": activation_bits}
+    quantize(tmp_path / "model", tmp_path / "out", **options)
     section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     scheme, tensors = section["config_groups"]["group_0"], tensors_of(tmp_path / "out")
-    form, number = scheme.pop("format"), 0
+    form, number = scheme["format"], 0
+    assert len(section["config_groups"]) == 1
+    # As the package decides which of its forms a model runs with.
+    assert infer_module_format(torch.nn.Linear, QuantizationScheme.model_validate(scheme)).value == form
     with TensorReader(Inventory.of(Checkpoint.open(tmp_path / "out"))) as reader:
         for name in reader.packed:
             module = name.removesuffix("weight")

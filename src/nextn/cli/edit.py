@@ -185,6 +185,10 @@ def quantize(
     head_bits: Annotated[
         str, typer.Option(help="Of the head: 16 (as it is), 8, 4, or auto: the fewest that cost < 1 % of AL.")
     ] = "16",
+    activation_bits: Annotated[
+        int,
+        typer.Option(help="8: int8 with activations of 8 bits per token (W8A8), which vLLM runs on CPUs. 16: W8A16."),
+    ] = 16,
     num_speculative_tokens: Annotated[int, typer.Option(*K_NAMES, min=1, help="K that auto measures at.")] = 4,
     prompts: Prompts = None,
     max_tokens: MaxTokens = 128,
@@ -203,9 +207,13 @@ def quantize(
     checkpoint = _open(model, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
     edit = partial(quantize_model, checkpoint, out, weights=weights, group_size=group_size)
     if head_bits != "auto":
-        edit = partial(edit, head_bits=int(head_bits))
+        edit = partial(edit, head_bits=int(head_bits), activation_bits=activation_bits)
         _run(edit, follow_links=follow_links, dry_run=dry_run, as_json=as_json)
         return
+    if activation_bits != 16:
+        raise ConfigError(
+            "--head-bits auto compares 16, 8 and 4 bits; with --activation-bits 8, give --head-bits 16 or 8"
+        )
     if dry_run:
         raise ConfigError("--dry-run writes nothing, so that nothing can be measured; give --head-bits 16, 8 or 4")
     from nextn.evaluate.head_precision import quantize_measured

@@ -46,15 +46,27 @@ _SLICE = 2**22  # values that are rounded at once
 
 @dataclass(frozen=True)
 class Rounding:
-    """How one weight is rounded; group_size None: one scale per output channel."""
+    """How one weight is rounded; group_size None: one scale per output channel. activation_bits: 16 or 8."""
 
     bits: int
     group_size: int | None
+    activation_bits: int = 16
 
     @classmethod
-    def of(cls, bits: int, group_size: int) -> "Rounding":
+    def of(cls, bits: int, group_size: int, activation_bits: int = 16) -> "Rounding":
         """Eight bits have one scale per output channel, four one for each group."""
-        return cls(bits, group_size if bits == 4 else None)
+        return cls(bits, group_size if bits == 4 else None, activation_bits)
+
+    @property
+    def format(self) -> str:
+        """What compressed-tensors calls the way in which the codes are stored."""
+        return "int-quantized" if self.activation_bits == 8 else "pack-quantized"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the tensors that a weight is stored as."""
+        packed = ("weight_packed", "weight_scale", "weight_shape")
+        return packed if self.format == "pack-quantized" else ("weight", "weight_scale")
 
     def fits(self, columns: int) -> bool:
         """Whether rows of this many values divide into groups and into words of 32 bits."""
@@ -66,9 +78,13 @@ class Rounding:
             "num_bits": self.bits, "type": "int", "symmetric": True, "group_size": self.group_size,
             "strategy": "channel" if self.group_size is None else "group", "dynamic": False, "observer": "minmax",
         }  # fmt: skip
+        per_token: Section = {
+            "num_bits": 8, "type": "int", "symmetric": True, "group_size": None, "strategy": "token", "dynamic": True,
+            "observer": None,
+        }  # fmt: skip
         return {
-            "targets": list(targets), "weights": weights, "input_activations": None, "output_activations": None,
-            "format": "pack-quantized",
+            "targets": list(targets), "weights": weights, "output_activations": None, "format": self.format,
+            "input_activations": per_token if self.activation_bits == 8 else None,
         }  # fmt: skip
 
 
@@ -88,6 +104,7 @@ class RoundedPiece(Piece):
         groups = columns // (self.rounding.group_size or columns)
         dtype, shape = {
             "weight_packed": ("I32", (rows, columns * self.rounding.bits // 32)),
+            "weight": ("I8", weight.shape),
             "weight_scale": (weight.dtype, (rows, groups)),
             "weight_shape": ("I64", (2,)),
         }[self.part]
@@ -115,7 +132,8 @@ class RoundedPiece(Piece):
                 yield quantized.scales
             else:
                 self.scales.append(quantized.scales)
-                yield pack_codes(quantized)
+                # Codes of int-quantized have a sign.
+                yield pack_codes(quantized) if self.part == "weight_packed" else quantized.codes ^ quantized.middle
 
 
 def quantize(
@@ -125,6 +143,7 @@ def quantize(
     weights: str,
     group_size: int = GROUP_SIZE,
     head_bits: int = 16,
+    activation_bits: int = 16,
     follow_links: bool = False,
     dry_run: bool = False,
     on_bytes: Progress = quiet,
@@ -139,6 +158,7 @@ def quantize(
         weights: `int8`: one scale per output channel; `int4`: one per group of input channels.
         group_size: Input channels of a group of int4.
         head_bits: The same for the Linears in the head's decoder layer: 16 (as they are), 8 or 4.
+        activation_bits: To which engines round activations, token by token: 16 (not at all), or 8, for int8.
         follow_links: See `restore`.
         dry_run: Write nothing.
         on_bytes: Called with the bytes written so far and in all.
@@ -155,10 +175,15 @@ def quantize(
             f"weights {weights}, head bits {head_bits}, group size {group_size}; expected weights int8 or int4, head "
             "bits 16, 8 or 4, and a group size that is a multiple of 8, such as 128"
         )
+    if activation_bits not in (16, 8) or (activation_bits == 8 and (weights != "int8" or head_bits == 4)):
+        raise ConfigError(
+            f"activation bits {activation_bits}, weights {weights}, head bits {head_bits}; expected activation bits "
+            "16, or 8 with weights int8 and head bits 16 or 8"
+        )
     checkpoint = as_checkpoint(source)
     refuse_links(checkpoint, follow=follow_links)
-    roundings = {"trunk": Rounding.of(BITS[weights], group_size)}
-    roundings |= {} if head_bits == 16 else {"head": Rounding.of(head_bits, group_size)}
+    roundings = {"trunk": Rounding.of(BITS[weights], group_size, activation_bits)}
+    roundings |= {} if head_bits == 16 else {"head": Rounding.of(head_bits, group_size, activation_bits)}
     plan = replace(_plan(checkpoint, roundings), follow_links=follow_links)
     plan = into_new_folder(plan, out)
     if not dry_run:
@@ -218,6 +243,8 @@ def _plan(checkpoint: Checkpoint, roundings: Mapping[str, Rounding]) -> EditPlan
         notes.append(
             f"{counted(len(misfits), 'matrix')} whose rows do not divide into groups stay as they are: {some(misfits)}"
         )
+    if any(".experts." in name for name in rounded):
+        notes.append("experts are quantized: vLLM's build for CPUs has no kernel for them and refuses the checkpoint")
     files = _files(checkpoint, rounded)
     embedding = inventory.shared.get("embedding", "")
     section = quantization_config(checkpoint.tensors, rounded, roundings["trunk"], embedding=embedding)
@@ -236,7 +263,7 @@ def _files(checkpoint: Checkpoint, rounded: Mapping[str, Rounding]) -> Files:
             weights[info.file][name] = Piece(checkpoint, name)
             continue
         scales: list[Tensor] = []
-        for part in ("weight_packed", "weight_scale", "weight_shape"):
+        for part in rounding.parts:
             piece = RoundedPiece(checkpoint, name, None, part, rounding, scales)
             weights[info.file][piece.info.name] = piece
     hidden = set(checkpoint.unindexed)
@@ -264,7 +291,7 @@ def quantization_config(
     # A tied lm_head is a Linear that no file stores.
     ignore = dict.fromkeys([*(module for module in plain if module != embedding.removesuffix(".weight")), "lm_head"])
     return {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "quant_method": "compressed-tensors", "format": main.format, "quantization_status": "compressed",
         "config_groups": groups, "ignore": list(ignore), "kv_cache_scheme": None,
     }  # fmt: skip
 
