@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from quick import families
 from safetensors.torch import load_file, save_file
 from tiny import CONFIGS, FIXTURES, build, prompt
 
+from nextn.checkpoint import remote
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import trunk_fingerprint
+from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.tensors import TensorReader
 from nextn.errors import CheckpointError, ConfigError
 from nextn.model import expert_groups, layer_states, load_head, stored_experts, streamed_trunk, transformers_loading
@@ -440,6 +443,32 @@ def test_file_truncated_while_streaming_is_an_error(folder):
     model, path = Model.load(folder, stream=True), shard(folder)
     with pytest.raises(CheckpointError, match=path.name):
         model.trunk.run(BATCHES, on_layer=lambda _: os.truncate(path, 1000))
+
+
+@pytest.mark.parametrize("hints", [True, False])
+def test_a_layer_is_read_ahead_once(hints, folder, monkeypatch):
+    """The kernel is asked for each byte of a layer; systems without such hints read it."""
+    seen = []
+    if hints:
+        monkeypatch.setattr(os, "posix_fadvise", lambda file, begin, size, advice: seen.append((begin, begin + size)))
+    else:
+        monkeypatch.delattr(os, "posix_fadvise")
+        real = LocalFile.read_into
+        monkeypatch.setattr(
+            LocalFile,
+            "read_into",
+            lambda self, begin, out: seen.append((begin, begin + len(out))) or real(self, begin, out),
+        )
+    monkeypatch.setattr(remote, "_READ_AHEAD", 1000)
+    trunk = Model.load(folder, stream=True).trunk
+    names = [name for name in load_file(shard(folder)) if ".layers.1." in name]
+    seen.clear()
+    assert trunk._weights.fetch(names) == sum(trunk.checkpoint.info(name).nbytes for name in names)
+    wanted = sorted((trunk.checkpoint.info(name).begin, trunk.checkpoint.info(name).end) for name in names)
+    for begin, end in wanted:
+        parts = [(max(first, begin), min(last, end)) for first, last in sorted(seen) if first < end and last > begin]
+        assert (parts[0][0], parts[-1][1]) == (begin, end)
+        assert all(left[1] == right[0] for left, right in pairwise(parts))
 
 
 def test_every_layer_tensor_gives_its_pages_back(folder, monkeypatch):

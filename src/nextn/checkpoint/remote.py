@@ -29,6 +29,7 @@ LONGEST_WAIT = 60.0  # if the server asks for more, the read fails
 TIMEOUT = 20.0  # seconds for a response without a body, and between two of its bytes
 RATE = 64 * 1024  # bytes; each time this many are received, a response may take one second more
 TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
+_READ_AHEAD = 128 * 1024  # bytes that any Linux reads ahead at a time; more in one request may be left out
 MAX_LISTING = 4 * 1024 * 1024
 NO_RANGES = (
     "The server does not support range requests; download the files first (`hf download`) and give their folder."
@@ -108,6 +109,18 @@ class LocalFile:
                 if not (num := file.readinto(buffer[count:])):
                     raise self._too_short(begin, end, count)
                 count += num
+
+    def read_ahead(self, begin: int, end: int) -> None:
+        """Have the kernel read these bytes into its file cache; it may do so after this returns."""
+        if not hasattr(os, "posix_fadvise"):
+            self.read_into(begin, memoryview(bytearray(end - begin)))
+            return
+        with readable(self.path), self.path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < end:
+                raise self._too_short(begin, end, max(0, size - begin))
+            for start in range(begin, end, _READ_AHEAD):
+                os.posix_fadvise(file.fileno(), start, min(_READ_AHEAD, end - start), os.POSIX_FADV_WILLNEED)
 
     def _too_short(self, begin: int, end: int, count: int) -> CheckpointError:
         return CheckpointError(f"{self}: bytes {begin}..{end} end at {begin + count}; the file became shorter.")

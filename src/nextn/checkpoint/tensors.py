@@ -45,7 +45,7 @@ _STORED = FLOATS | {
     "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "U8": torch.uint8,
     "BOOL": torch.bool,
 }  # fmt: skip
-_FETCH = 1024 * 1024  # bytes that are in memory at once: few enough for a processor's cache
+_FETCH = 1024 * 1024  # bytes that are read ahead before it is asked whether to stop
 _INFINITIES = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # bits
 _PLAIN = {*FLOATS, FP8_WEIGHT, "I64", "BOOL"}  # dtypes of tensors that need no quantization method
 
@@ -210,19 +210,18 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         release_pages(view for view in views if view is not None)
 
     def fetch(self, names: Iterable[str], should_stop: Callable[[], bool] = lambda: False) -> int:
-        """Read the bytes of these tensors and their scales into the kernel's file cache; return how many there are.
+        """Have the kernel read the bytes of these tensors and their scales into its file cache; return how many.
 
         should_stop: Asked after every few megabytes.
         """
         infos = sorted(self._infos(names), key=lambda info: (info.file, info.begin))
         self.download(names, should_stop)
-        buffer = memoryview(bytearray(_FETCH))
         for info in infos:
             if isinstance(source := self.checkpoint.sources[info.file], LocalFile):
                 for begin in range(info.begin, info.end, _FETCH):
                     if should_stop():
                         break
-                    source.read_into(begin, buffer[: info.end - begin])
+                    source.read_ahead(begin, min(begin + _FETCH, info.end))
         return sum(info.nbytes for info in infos)
 
     def download(self, names: Iterable[str], should_stop: Callable[[], bool] = lambda: False) -> None:

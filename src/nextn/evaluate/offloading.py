@@ -395,16 +395,17 @@ def _read_rate(trunk: StreamedTrunk) -> float:
     if downloads and downloads[0].rate:
         return downloads[0].rate
     files = [source for source in trunk.checkpoint.sources.values() if isinstance(source, LocalFile)]
-    path = max((file.path for file in files), key=lambda path: path.stat().st_size)
-    size = path.stat().st_size
-    with path.open("rb", buffering=0) as file:
-        begin = max(0, size - _READ) // 2
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), begin, _READ, os.POSIX_FADV_DONTNEED)
-        file.seek(begin)
-        started, buffer = time.perf_counter(), bytearray(min(_READ, size))
-        num = file.readinto(buffer) or 0
-    return num / max(time.perf_counter() - started, 1e-6)
+    largest = max(files, key=lambda file: file.path.stat().st_size)
+    size = largest.path.stat().st_size
+    begin = max(0, size - _READ) // 2
+    buffer = memoryview(bytearray(min(_READ, size)))
+    if hasattr(os, "posix_fadvise"):
+        with largest.path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), begin, len(buffer), os.POSIX_FADV_DONTNEED)
+    started = time.perf_counter()
+    largest.read_ahead(begin, begin + len(buffer))
+    largest.read_into(begin, buffer)
+    return len(buffer) / max(time.perf_counter() - started, 1e-6)
 
 
 def _expert_rate(trunk: StreamedTrunk, experts: Sequence[tuple[Tensor, float]], num_tokens: int) -> float:
