@@ -78,7 +78,8 @@ def test_neighbors_change_nothing(trained, name, backend):
     assert found == alone(model, plain, backend=backend)
 
 
-def test_recurrent_trunk():
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_recurrent_trunk(backend):
     """The state of a sequence that joins, leaves, or continues from a prefix is its own."""
     model = build("qwen3_5", vocab_size=64)
     shared = prompt(300, seed=1)
@@ -86,10 +87,10 @@ def test_recurrent_trunk():
         index: GenerationRequest(prompt=(*shared[: (300, 40, 280)[index % 3]], index), max_tokens=9 + index, **kind)
         for index, kind in enumerate(KINDS)
     }
-    running = Answers(scheduler_of(model, max_num_seqs=4, prefix_bytes=10**9))
+    running = Answers(scheduler_of(model, backend=backend, max_num_seqs=4, prefix_bytes=10**9))
     found = running.run({index * 5: [(index, request)] for index, request in requests.items()})
     assert running.scheduler.prefix_cache.num_hits >= 256
-    assert found == alone(model, requests)
+    assert found == alone(model, requests, backend=backend)
 
 
 @pytest.mark.parametrize(
@@ -122,11 +123,21 @@ def test_prefixes_change_neither_text_nor_drafts(trained, monkeypatch, name, kin
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "kind"), [("glm_two", "auto"), ("glm_one", "auto"), ("glm_one", "int8")])
-def test_restored_caches_are_those_of_a_cold_start(trained, monkeypatch, name, kind):
+@pytest.mark.parametrize(
+    ("name", "kind", "backend"),
+    [
+        ("glm_two", "auto", "native"),
+        ("glm_one", "auto", "native"),
+        ("glm_one", "int8", "native"),
+        ("glm_two", "auto", "torch"),
+        ("glm_one", "auto", "torch"),
+    ],
+)
+def test_restored_caches_are_those_of_a_cold_start(trained, monkeypatch, name, kind, backend):
     """Bit for bit, also around the end of a block after which another prompt went on otherwise."""
     monkeypatch.setattr(trained[name].trunk, "kv_cache_dtype", kind)
-    backend, prefixes = backend_for(trained[name]), PrefixCache.of(backend_for(trained[name]), 10**8)
+    backend = backend_for(trained[name], backend)
+    prefixes = PrefixCache.of(backend, 10**8)
     tokens = tuple(prompt(210, vocab_size=40))
     other = (*tokens[:64], *prompt(70, seed=1, vocab_size=40))
     cold = prefilled(backend, tokens, PrefixCache.of(backend, 10**8))
@@ -135,6 +146,51 @@ def test_restored_caches_are_those_of_a_cold_start(trained, monkeypatch, name, k
     for mine, theirs in zip(caches_of(cold), caches_of(cached[-1]), strict=True):
         for expected, found in zip(mine.read_block(0, 192), theirs.read_block(0, 192), strict=True):
             assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.parametrize("name", ["glm_two", "glm_one", "qwen", "step"])
+def test_prefixes_on_the_torch_backend(trained, name):
+    """Attention, and recurrent layers with attention: text and accepted drafts are those of a cold start."""
+    shared = tuple(refrain(1, 300, seed=9).tolist()[0])
+    prompts = [shared, shared[:280], (*shared[:270], 1, 2, 3), shared[:60], shared[:257], shared]
+    requests = [GenerationRequest(each, max_tokens=30, num_speculative_tokens=3) for each in prompts]
+    warm = Answers(scheduler_of(trained[name], backend="torch", prefix_bytes=10**8))
+    for key, request in enumerate(requests):
+        warm.run({0: [(key, request)]})
+        cold = Answers(scheduler_of(trained[name], backend="torch"))
+        cold.run({0: [(key, request)]})
+        assert warm.rounds(key) == cold.rounds(key), key
+    block = 256 if name == "qwen" else 64
+    cached = [warm.chunks[key][0].cached_tokens for key in range(len(requests))]
+    assert cached == [0, 256, 256, 0, 256, 299 // block * block]
+    assert any(accepted for key in range(len(requests)) for _, accepted, _ in warm.rounds(key))
+    prefixes = warm.scheduler.prefix_cache
+    assert prefixes.nbytes == sum(node.block.nbytes for node in prefixes._nodes)
+    restarted = warm.scheduler.restarted().prefix_cache
+    assert (restarted.nbytes, restarted.max_positions) == (0, prefixes.max_positions)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4", "deepseek_v32", "inkling", "glm5_next", "qwen4_exp", "minimax_m3"])
+def test_caches_without_blocks_have_no_prefix_cache(name):
+    """Their layers hold more than keys and values; all of the memory is for sequences."""
+    backend = backend_for(build(name), "torch")
+    assert PrefixCache.of(backend, 10**8) is None
+    assert limits_within(backend, EngineOptions("torch", max_num_seqs=2, cache_gb=0.1)).prefix_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "bailing_hybrid", "nemotron_h"])
+def test_restored_states_are_those_of_a_cold_start(name):
+    """Of recurrent layers in torch: convolution and recurrent states, and still so when the block is used again."""
+    backend = backend_for(build(name, vocab_size=64), "torch")
+    prefixes, tokens = PrefixCache.of(backend, 10**8), tuple(prompt(257))  # steps of one position may write in place
+    with torch.inference_mode():
+        cold, *cached = [prefilled(backend, tokens, prefixes) for _ in range(3)]
+    assert [batch.sequences[0].cached_tokens for batch in cached] == [256, 256]
+    for batch in cached:
+        for mine, theirs in zip(caches_of(cold), caches_of(batch), strict=True):
+            end = 257 if mine is cold.cache else 255  # the head processes the block's last position after it
+            for expected, found in zip(mine.read_block(0, end), theirs.read_block(0, end), strict=True):
+                assert all(map(torch.equal, expected, found))
 
 
 def prefilled(backend, tokens, prefixes):
@@ -468,7 +524,7 @@ def test_memory_bounds_the_context(trained, backend):
     per_position, per_state = bytes_per_sequence(made)
     options = EngineOptions(backend, max_num_seqs=64, cache_gb=0.01)
     limits = limits_within(made, options)
-    assert (limits.prefix_bytes > 0) == (backend == "native")
+    assert limits.prefix_bytes == 0.25 * 10**7
     needed = 65 * (limits.max_model_len * per_position + per_state) + limits.prefix_bytes
     assert 0.95 * 10**7 < needed <= 10**7
     with pytest.raises(ConfigError, match=f"64 sequences of {limits.max_model_len + 1} positions do not fit 0.01 GB"):

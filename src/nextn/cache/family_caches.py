@@ -18,6 +18,8 @@ class CompressedLayer(AttentionLayer):
     complete groups of positions. The compressors (`compressor`, `indexer`) have separate inputs and entries.
     """
 
+    has_blocks = False
+
     def __init__(self, rate: int) -> None:
         super().__init__()
         self.compress_rate = rate
@@ -91,6 +93,7 @@ class ConvolutionLayer(AttentionLayer, LinearAttentionLayer):
     as inputs are stored: `max_rollback` positions.
     """
 
+    has_blocks = False
     conv_states: dict[int, Tensor | None]
 
     def __init__(self, number_of_states: int, *, max_rollback: int = 0) -> None:

@@ -18,6 +18,9 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from nextn.errors import RollbackError
 
+# Per layer, what its caches hold for a range of positions. Recurrent layers: what they hold after the last of them.
+CacheBlock = list[tuple[Tensor, ...]]
+
 
 class _Layer(Protocol):
     def begin(self, lengths: Sequence[int], num_positions: int) -> None: ...
@@ -43,6 +46,7 @@ class AttentionLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = True
     is_sliding = False
+    has_blocks = True  # subclasses that hold more than keys and values have none
     is_initialized: bool
     keys: Tensor
     values: Tensor
@@ -76,6 +80,15 @@ class AttentionLayer(CacheLayerMixin):
             if not self.is_initialized:
                 self.lazy_initialization(keys, values)
             self.keys, self.values = keys, values
+
+    def read_block(self, start: int, end: int) -> tuple[Tensor, ...]:
+        """Copy the slots [start, end) as far as they are written; nothing if the layer was never used."""
+        return tuple(buffer[:, :, start:end].clone() for buffer in self.buffers)
+
+    def write_block(self, start: int, block: tuple[Tensor, ...]) -> None:
+        if block:
+            self.begin([start], block[0].shape[2])
+            self.update(*block)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -123,6 +136,7 @@ class AttentionLayer(CacheLayerMixin):
 class IndexedLayer(AttentionLayer):
     """Keys and values, and the keys [B, slots, dim] by which an indexer selects the positions to attend to."""
 
+    has_blocks = False
     _index: Tensor | None = None
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
@@ -192,6 +206,8 @@ class RecurrentLayer(LinearAttentionLayer):
     written to, so keeping a reference to the old ones costs nothing; but in steps of one position Mamba writes its
     recurrent state in place, and Ling's delta attention its convolution state, so there they are copied.
     """
+
+    has_blocks = True
 
     def __init__(self, number_of_states: int = 1) -> None:
         super().__init__(number_of_states=number_of_states)
@@ -272,6 +288,22 @@ class RecurrentLayer(LinearAttentionLayer):
 
     def drop(self, counts: Sequence[int]) -> None:
         raise RollbackError("recurrent state cannot be cropped; commit fewer positions of the last block instead")
+
+    def read_block(self, start: int, end: int) -> tuple[Tensor, ...]:
+        """Copy the states after the last committed position; an empty tensor for each state that the layer lacks."""
+        states = [*self.conv_states.values(), *self.recurrent_states.values()]
+        return tuple(torch.empty(0) if state is None else state.clone() for state in states)
+
+    def write_block(self, start: int, block: tuple[Tensor, ...]) -> None:
+        """Continue from copies of these states, as some mixers write in place."""
+        conv, recurrent = block[: self.number_of_states], block[self.number_of_states :]
+        for index, state in enumerate(conv):
+            if state.numel():
+                self.update_conv_state(state[..., :0], index, state.shape[-1])  # makes an empty state
+                self.conv_states[index] = state.clone()
+        for index, state in enumerate(recurrent):
+            if state.numel():
+                self.update_recurrent_state(state.clone(), index)
 
     def select(self, sequences: Tensor) -> None:
         for states in (self.conv_states, self.recurrent_states):
@@ -369,6 +401,24 @@ class KVCache(TransformersCache):
     @property
     def is_recurrent(self) -> bool:
         return any(isinstance(layer, RecurrentLayer) for layer in self.layers)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether `read_block` copies all that later positions depend on."""
+        return bool(self.layers) and all(getattr(layer, "has_blocks", False) for layer in self.layers)
+
+    def read_block(self, start: int, end: int) -> CacheBlock:
+        """Copy positions [start, end) of the only sequence.
+
+        Of recurrent layers, copy the state after the last committed position, which must be `end - 1`.
+        """
+        return [layer.read_block(start, end) for layer in self.layers]
+
+    def write_block(self, start: int, end: int, block: CacheBlock) -> None:
+        """Write what `read_block` returned, after which the only sequence has `end` positions."""
+        for layer, part in zip(self.layers, block, strict=True):
+            layer.write_block(start, part)
+        self.lengths = [end]
 
     def begin(self, num_positions: int) -> None:
         """Open a block of num_positions provisional positions after each sequence's last one."""

@@ -151,6 +151,8 @@ def serve(
             tool_call_parser=tool_call_parser,
         )
         server = HttpServer(create_app(engine, loaded, options), options)
+        if not engine.limits.prefix_bytes:
+            print_note("no prefix cache: the state of this model's layers after a part of a prompt cannot be copied")
         _show(loaded, options, host, sock.getsockname()[1], k)
         server.run(sockets=[sock])
 

@@ -1,12 +1,10 @@
 """How the memory for caches is divided: what a sequence takes, and how long sequences may be."""
 
-import torch
-
-from nextn.cache.kv_cache import KVCache
 from nextn.errors import ConfigError
 from nextn.runtime.backend import Backend
-from nextn.runtime.native.kv_buffers import KVBuffers
+from nextn.serve.cache_sizes import sized_caches
 from nextn.serve.options import EngineOptions
+from nextn.serve.prefix_cache import has_blocks
 from nextn.serve.scheduler import SchedulerLimits
 
 _PREFIX_SHARE = 0.25  # of the cache memory, where there is a prefix cache
@@ -18,10 +16,9 @@ def limits_within(backend: Backend, options: EngineOptions) -> SchedulerLimits:
     total, most = int(options.cache_gb * 1e9), backend.trunk.max_length or 2**31
     per_position, per_sequence = bytes_per_sequence(backend)
     k = 0 if backend.head is None else options.num_speculative_tokens
-    is_native = backend.name == "native"
-    prefix_bytes = int(total * _PREFIX_SHARE) if is_native else 0
+    prefix_bytes = int(total * _PREFIX_SHARE) if has_blocks(backend) else 0
     # A sequence that drafts no more is padded to the drafts of others. Native buffers are never written there.
-    padding = 0 if is_native else k + 1
+    padding = 0 if backend.name == "native" else k + 1
     rows = options.max_num_seqs + 1  # one moves from its own cache to that of a batch
     available = (total - prefix_bytes) // rows - per_sequence
     fitting = available // per_position - padding if per_position else most if available >= 0 else 0
@@ -44,26 +41,5 @@ def limits_within(backend: Backend, options: EngineOptions) -> SchedulerLimits:
 
 def bytes_per_sequence(backend: Backend) -> tuple[int, int]:
     """Return the bytes per position and, whatever the length, per sequence, of the caches of trunk and MTP layers."""
-    caches = _caches(backend)
+    caches = sized_caches(backend)
     return sum(cache.bytes_per_position for cache in caches), sum(cache.bytes_per_state for cache in caches)
-
-
-def _caches(backend: Backend) -> list[KVCache]:
-    """Return caches of one sequence, of the trunk and of each MTP layer, whose sizes are known.
-
-    Those of the torch backend are known after a block, which has as many positions as fill a compressed entry.
-    """
-    trunk, head = backend.trunk, backend.head
-    with torch.inference_mode(), trunk.pass_context():
-        caches: list[KVCache] = [trunk.cache(1), *(() if head is None else map(head.cache, [1] * head.num_modules))]
-        if isinstance(caches[0], KVBuffers):
-            return caches
-        size = min(trunk.max_length or 2**31, 2 * max(cache.compress_rate for cache in caches))
-        tokens = torch.zeros(1, size, dtype=torch.int64)
-        states = trunk(tokens, caches[0]).head_input
-        for index, cache in enumerate(caches[1:]):
-            assert head is not None
-            head.step(index, tokens, states, cache=cache)
-        for cache in caches:
-            cache.commit([size])
-    return caches

@@ -2,7 +2,7 @@
 out.
 
 A block is what a prefill left in the caches of trunk and head, so that a prompt which continues from blocks gets the
-same bits as one that is processed from its beginning.
+same states as one that is processed from its beginning in the same chunks.
 """
 
 from collections import OrderedDict
@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from nextn.cache.kv_cache import CacheBlock
 from nextn.runtime.backend import Backend
-from nextn.runtime.native.kv_buffers import KVBuffers
+from nextn.serve.cache_sizes import sized_caches
 from nextn.serve.served_batch import ServedBatch
 
 # The order of cached positions within 32 is up to the native kernels: blocks start and end at multiples of it.
@@ -21,26 +22,40 @@ _TILE = 32
 _BLOCK = 64  # positions
 _RECURRENT_BLOCK = 256  # longer, since a block of a recurrent trunk has its whole state
 
-Layers = list[tuple[Tensor, Tensor]]
 _Key = tuple[int | str, ...]  # the tokens of a block; those of a first block after the request's salt
+
+
+def has_blocks(backend: Backend) -> bool:
+    """Whether a sequence can continue exactly from copies of what the backend's caches hold for blocks of positions.
+
+    Not so with attention of other caches than keys and values, in torch, nor with recurrent layers in the head, which
+    is behind the trunk at the end of a block.
+    """
+    head = backend.head
+    heads = [] if head is None else [head.cache(1)]
+    is_exact = all(cache.has_blocks and not cache.is_recurrent for cache in heads)
+    return backend.trunk.cache(1).has_blocks and is_exact
+
+
+def _num_bytes(block: CacheBlock) -> int:
+    return sum(tensor.nbytes for layer in block for tensor in layer)
 
 
 @dataclass(frozen=True, eq=False)
 class PrefixBlock:
     """What the caches hold for one block of positions, after all blocks before it."""
 
-    trunk: Layers
+    trunk: CacheBlock
     # Of each MTP layer, from 32 positions before the block: those could not be final earlier. None where the head has
     # not processed the block.
-    heads: tuple[Layers, ...] | None
+    heads: tuple[CacheBlock, ...] | None
     # The trunk's states at all positions if heads is None, else at the last ones, which the head processes once the
     # next tokens are known.
     states: Tensor
 
     @property
     def nbytes(self) -> int:
-        layers = [*self.trunk, *(layer for head in self.heads or () for layer in head)]
-        return self.states.nbytes + sum(first.nbytes + second.nbytes for first, second in layers)
+        return self.states.nbytes + sum(map(_num_bytes, [self.trunk, *(self.heads or ())]))
 
 
 @dataclass(eq=False)
@@ -63,7 +78,7 @@ class PrefixCache:
             block_bytes: Of one block, for reports.
         """
         self.block_size, self.max_bytes, self.nbytes = block_size, max_bytes, 0
-        self.max_positions = max_bytes // block_bytes * block_size
+        self._block_bytes, self.max_positions = block_bytes, max_bytes // block_bytes * block_size
         self.num_queries = self.num_hits = 0  # prompt tokens looked up, and found
         self._roots = _Node(None), _Node(None)  # of prompts that the head has not seen, and of those that it has
         # Least recently used first. Ancestors are used after their descendants, so the first is always a leaf.
@@ -72,14 +87,17 @@ class PrefixCache:
     @classmethod
     def of(cls, backend: Backend, max_bytes: int) -> "PrefixCache | None":
         """Return a prefix cache for this backend; None where blocks cannot be copied exactly, or for 0 bytes."""
-        trunk, head = backend.trunk.cache(1), backend.head
-        if not isinstance(trunk, KVBuffers) or not max_bytes:
+        if not max_bytes or not has_blocks(backend):
             return None
+        trunk, *heads = sized_caches(backend)
         size = _RECURRENT_BLOCK if trunk.is_recurrent else _BLOCK
-        heads = [] if head is None else [head.cache(1) for _ in range(head.num_modules)]
         per_head = sum(cache.bytes_per_position for cache in heads)
-        block_bytes = trunk.bytes_per_position * size + trunk.bytes_per_state + per_head * (size + _TILE)
+        block_bytes = trunk.bytes_per_position * size + _num_bytes(trunk.read_block(0, 0)) + per_head * (size + _TILE)
         return cls(max_bytes, block_size=size, block_bytes=block_bytes)
+
+    def emptied(self) -> "PrefixCache":
+        """Return an empty one of the same sizes."""
+        return PrefixCache(self.max_bytes, block_size=self.block_size, block_bytes=self._block_bytes)
 
     @property
     def num_positions(self) -> int:
@@ -139,7 +157,7 @@ class PrefixCache:
                 return None
         return PrefixBlock(batch.cache.read_block(start, end), heads, states)
 
-    def _read_heads(self, batch: ServedBatch, start: int) -> tuple[Layers, ...] | None:
+    def _read_heads(self, batch: ServedBatch, start: int) -> tuple[CacheBlock, ...] | None:
         """Copy what the MTP layers have for the block from `start`; None if they have not processed it."""
         if batch.drafter is None:
             return ()

@@ -114,6 +114,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         has_arrivals: Callable[[], bool] = lambda: False,
         policies: DraftPolicies | None = None,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         """Create an idle scheduler.
 
@@ -123,6 +124,7 @@ class Scheduler:
             clock: Seconds.
             has_arrivals: Whether sequences have arrived that are not in `waiting` yet. Rounds make room for them.
             policies: How many tokens to draft; None: measure it anew.
+            prefix_cache: An empty one; None: that of the limits.
         """
         self.limits, self._backend, self._clock, self._has_arrivals = limits, backend, clock, has_arrivals
         self._policies = policies or DraftPolicies()
@@ -132,7 +134,7 @@ class Scheduler:
         self._takes_oldest = False  # of two prompts that take turns
         self._round_s = 0.0  # of the last step's rounds
         with torch.inference_mode(), backend.trunk.pass_context():
-            self.prefix_cache = PrefixCache.of(backend, limits.prefix_bytes)
+            self.prefix_cache = prefix_cache or PrefixCache.of(backend, limits.prefix_bytes)
         largest = backend.trunk.max_block_size or CHUNKS[0]
         self._chunk_s = {size: 0.0 for size in CHUNKS if size <= largest}  # seconds of a pass over this many positions
 
@@ -168,7 +170,12 @@ class Scheduler:
     def restarted(self) -> "Scheduler":
         """Return an idle scheduler with the same backend, limits and policies; its prefix cache starts empty."""
         return Scheduler(
-            self._backend, self.limits, clock=self._clock, has_arrivals=self._has_arrivals, policies=self._policies
+            self._backend,
+            self.limits,
+            clock=self._clock,
+            has_arrivals=self._has_arrivals,
+            policies=self._policies,
+            prefix_cache=None if self.prefix_cache is None else self.prefix_cache.emptied(),
         )
 
     def stats(self) -> EngineStats:

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from nextn.cache.kv_cache import KVCache
+from nextn.cache.kv_cache import CacheBlock, KVCache
 from nextn.errors import RollbackError
 from nextn.runtime.native.abi import Program, Runtime
 from nextn.runtime.native.memory import untouched_zeros
@@ -147,15 +147,13 @@ class KVBuffers(KVCache):
     def _attention_shapes(self) -> list[Shape]:
         return [shape for shape in self._shapes if not isinstance(shape, StateShape)]
 
-    def read_block(self, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
-        """Copy positions [start, end) of the only sequence, both multiples of 32.
+    has_blocks = True
 
-        Of recurrent layers, copy the state after the last committed position, which must be `end - 1`.
-        """
+    def read_block(self, start: int, end: int) -> CacheBlock:
+        """Copy positions [start, end) of the only sequence, both multiples of 32. See `KVCache.read_block`."""
         return [(first[0].clone(), second[0].clone()) for first, second in self._parts(start, end)]
 
-    def write_block(self, start: int, end: int, block: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Write what `read_block` returned, after which the only sequence has `end` positions."""
+    def write_block(self, start: int, end: int, block: CacheBlock) -> None:
         self.reserve(end)
         for (first, second), (keys, values) in zip(self._parts(start, end), block, strict=True):
             first[0], second[0] = keys, values
