@@ -125,6 +125,17 @@ def test_serving(name, trained):
     assert found["second"][1] == pytest.approx(found["cpu"][1], abs=1e-4)
 
 
+@pytest.mark.parametrize("name", ["glm", "qwen"])
+def test_cached_prefixes(name):
+    """Blocks stay on the device, with the rounds of a cold start."""
+    model, tokens = there(name), tuple(refrain(1, 280, seed=9)[0].tolist())
+    answers = Answers(scheduler_of(model, backend="torch", prefix_bytes=10**8))
+    for key in range(2):
+        answers.run({0: [(key, GenerationRequest(tokens, max_tokens=10, num_speculative_tokens=2))]})
+    assert answers.chunks[1][0].cached_tokens == 256
+    assert answers.rounds(0) == answers.rounds(1)
+
+
 @pytest.mark.parametrize("name", ["glm", "qwen", "v4"])
 def test_memory_of_caches(name, trained):
     """Which is read after a pass on the device."""

@@ -170,12 +170,37 @@ def test_prefixes_on_the_torch_backend(trained, name):
     assert (restarted.nbytes, restarted.max_positions) == (0, prefixes.max_positions)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v4", "deepseek_v32", "inkling", "glm5_next", "qwen4_exp", "minimax_m3"])
+WITHOUT_BLOCKS = {
+    "deepseek_v4", "deepseek_v32", "glm_moe_dsa", "hy_v4", "glm5_next", "qwen4_exp", "minimax_m3", "inkling",
+    "dots3_note",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", families([name for name in CONFIGS if name not in WITHOUT_BLOCKS], {"deepseek_v3", "nemotron_h"})
+)
+def test_prefixes_of_every_family_on_the_torch_backend(name):
+    """Untrained, so that texts depend on the whole prompt: those of a cold start, with and without drafts."""
+    model, shared = build(name), tuple(prompt(300, vocab_size=40))
+    warm = Answers(scheduler_of(model, backend="torch", prefix_bytes=10**8))
+    cases = (shared, 3), (shared[:290], 3), ((*shared[:260], 1), 3), (shared, 0), (shared[:290], 0)
+    for key, (tokens, k) in enumerate(cases):
+        request = GenerationRequest(tokens, max_tokens=12, num_speculative_tokens=k)
+        cold = Answers(scheduler_of(model, backend="torch"))
+        warm.run({0: [(key, request)]})
+        cold.run({0: [(key, request)]})
+        assert warm.rounds(key) == cold.rounds(key), key
+    assert [warm.chunks[key][0].cached_tokens for key in range(5)] == [0, 256, 256, 0, 256]
+
+
+@pytest.mark.parametrize("name", families(CONFIGS, {"deepseek_v4", "deepseek_v32", "inkling"}))
 def test_caches_without_blocks_have_no_prefix_cache(name):
-    """Their layers hold more than keys and values; all of the memory is for sequences."""
+    """Their layers hold more than keys and values; all of the memory is for sequences. All others have one."""
     backend = backend_for(build(name), "torch")
-    assert PrefixCache.of(backend, 10**8) is None
-    assert limits_within(backend, EngineOptions("torch", max_num_seqs=2, cache_gb=0.1)).prefix_bytes == 0
+    has_none = name in WITHOUT_BLOCKS
+    assert (PrefixCache.of(backend, 10**8) is None) == has_none
+    limits = limits_within(backend, EngineOptions("torch", max_num_seqs=2, cache_gb=0.1))
+    assert (limits.prefix_bytes == 0) == has_none
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "bailing_hybrid", "nemotron_h"])
@@ -215,15 +240,17 @@ class Drafting(FixedLength):
         return NO_DRAFTS if self.is_off else super().plan()
 
 
+@pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("name", ["glm_two", "glm_one"])
-def test_prefixes_that_the_head_has_not_seen(trained, name):
+def test_prefixes_that_the_head_has_not_seen(trained, name, backend):
     """Requests without drafts leave them to the first one that drafts; its drafts are those of a cold start."""
     policy, shared = Drafting(3), tuple(refrain(1, 200, seed=9).tolist()[0])
     requests = {
         key: GenerationRequest(prompt=(*shared[:size], *tail), max_tokens=30)
         for key, size, tail in ((0, 70, ()), (1, 140, ()), (2, 200, ()), (3, 140, (1, 2)), (4, 200, ()))
     }
-    warm = Answers(scheduler_of(trained[name], prefix_bytes=10**8, length=lambda num_sequences: policy))
+    options = {"backend": backend, "length": lambda num_sequences: policy}
+    warm = Answers(scheduler_of(trained[name], prefix_bytes=10**8, **options))
     prefixes, blocks = warm.scheduler.prefix_cache, []
     for key, request in requests.items():
         policy.is_off = key < 2
@@ -235,7 +262,7 @@ def test_prefixes_that_the_head_has_not_seen(trained, name):
     assert [warm.chunks[key][0].cached_tokens for key in requests] == [0, 64, 128, 128, 192]
     policy.is_off = False
     for key in (2, 3, 4):
-        cold = Answers(scheduler_of(trained[name], length=lambda num_sequences: policy))
+        cold = Answers(scheduler_of(trained[name], **options))
         cold.run({0: [(key, requests[key])]})
         assert warm.rounds(key) == cold.rounds(key)
 
