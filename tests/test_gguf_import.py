@@ -25,6 +25,7 @@ from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.edit import gguf_import
 from nextn.edit.export import export
 from nextn.edit.gguf_architectures import ARCHITECTURES
+from nextn.edit.gguf_cache import _folder_name
 from nextn.edit.gguf_import import convert_gguf
 from nextn.edit.gguf_layout import HEAD
 from nextn.edit.gguf_tokenizer import add_tokenizer
@@ -448,3 +449,101 @@ def test_command(byte_folder, tmp_path, here):
     assert here("convert", path, tmp_path / "other", "--to", "qwen3_next")[0] == 2
     assert here("convert", path, tmp_path / "other", "--dtype", "int8")[0] == 2
     assert here("convert", tmp_path / "out", tmp_path / "other", "--dtype", "float16")[0] == 2
+
+
+@pytest.fixture
+def gguf_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "nextn" / "gguf"
+
+
+def _entries(cache):
+    return sorted(each.name for each in cache.iterdir()) if cache.exists() else []
+
+
+def _generated(here, source):
+    """The tokens that a command writes for a model, and its notes."""
+    code, out, notes = here("generate", source, "abc", "-k", "0", "--max-tokens", "8", "--no-chat", "--json")
+    assert code == 0
+    return json.loads(out)["tokens"], notes
+
+
+def test_a_command_loads_a_file_and_converts_it_once(byte_folder, tmp_path, here, gguf_cache):
+    path = write(tmp_path / "model.gguf", "qwen3", QWEN3, qwen3(Type.Q8_0), byte_folder)
+    plan = convert_gguf(path, tmp_path / "out")
+    expected, _ = _generated(here, tmp_path / "out")
+    found, notes = _generated(here, path)
+    (folder,) = _entries(gguf_cache)
+    assert found == expected
+    assert f"note: converting {path} to {gguf_cache / folder}, once: {plan.num_bytes:,} bytes" in notes
+    again, notes = _generated(here, path)
+    assert again == expected
+    assert "converting" not in notes
+    tensors = qwen3(Type.Q8_0)
+    tensors["output.weight"] = (-tensors["output.weight"][0].astype(np.int16) % 256).astype(np.uint8), Type.Q8_0
+    write(path, "qwen3", QWEN3, tensors, byte_folder)
+    changed, notes = _generated(here, path)
+    assert changed != expected
+    assert "converting" in notes
+    assert len(_entries(gguf_cache)) == 2
+
+
+def test_a_head_of_its_own_layout_is_used(tmp_path, here, gguf_cache):
+    trunk = build(tmp_path / "trunk", "qwen2")
+    (tmp_path / "text.txt").write_text(TEXT)
+    run = prepare_head_run(tmp_path / "run", start(trunk, "step35"), data=[tmp_path / "text.txt"], settings=SETTINGS)
+    list(run.trainer.run())
+    export(run.write(head_only=True, allow_worse=True).parent, tmp_path / "model.gguf", "llama.cpp")
+    code, out, notes = here("generate", tmp_path / "model.gguf", "abc", "-k", "2", "--max-tokens", "8", "--json")
+    assert code == 0, notes
+    assert json.loads(out)["num_drafts"]
+
+
+def test_an_error_leaves_nothing_in_the_cache(byte_folder, tmp_path, here, gguf_cache, monkeypatch):
+    (tmp_path / "text.gguf").write_text("not a model")
+    write(tmp_path / "other.gguf", "mamba", QWEN3, qwen3(Type.Q8_0), byte_folder)
+    write(tmp_path / "model.gguf", "qwen3", QWEN3, qwen3(Type.Q8_0), byte_folder)
+    for name, words in {"text.gguf": "not a valid GGUF file", "other.gguf": "mamba"}.items():
+        code, _, error = here("generate", tmp_path / name, "abc")
+        assert code == 2
+        assert words in error
+        assert not _entries(gguf_cache)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))
+    code, _, error = here("generate", tmp_path / "model.gguf", "abc")
+    assert code == 2
+    assert "not enough disk space" in error
+    assert not _entries(gguf_cache)
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, None])
+def test_an_interrupted_conversion_is_not_used(interruption, byte_folder, tmp_path, here, gguf_cache, monkeypatch):
+    """Also of a process that was killed, which leaves its hidden folder until the next conversion."""
+    path = write(tmp_path / "model.gguf", "qwen3", QWEN3, qwen3(Type.Q8_0), byte_folder)
+    if interruption is None:
+        (gguf_cache / ".killed-0.nextn-stage" / "new").mkdir(parents=True)
+    else:
+        with monkeypatch.context() as patched:
+            patched.setattr(gguf_import, "write_tokenizer", raises(interruption))
+            assert here("generate", path, "abc")[0] == 130
+        assert not _entries(gguf_cache)
+    assert "converting" in _generated(here, path)[1]
+    assert len(_entries(gguf_cache)) == 1
+
+
+def raises(error):
+    def call(*args, **options):
+        raise error
+
+    return call
+
+
+def test_split_models_have_one_folder(tmp_path):
+    """Whichever file is given; a change of any is noticed."""
+    files = [tmp_path / f"model-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for file in files:
+        file.write_bytes(b"GGUF")
+    names = {_folder_name(file, "1") for file in files}
+    files[1].write_bytes(b"GGUF.")
+    names.add(_folder_name(files[0], "1"))
+    assert len(names) == 2
+    assert _folder_name(files[0], "2") not in names

@@ -46,14 +46,15 @@ CASES = [
     (["train", "out", "--model", "none.json"], "--model none.json: no such file"),
     (["train", "out", "--freeze-trunk", "--from", "nowhere"], "nowhere: neither a folder"),
     *(
-        ([command, "some.gguf", *more], "`nextn convert some.gguf OUT`")
+        ([command, "some.gguf", *more], "some.gguf: not a valid GGUF file")
         for command, more in (
             ("generate", ["text"]), ("trace", ["text"]), ("chat", []), ("bench", []), ("advise", []),
             ("measure", []), ("answer", ["out.jsonl", "--prompts", "some.gguf"]), ("diagnose", ["--engine", "log.txt"]),
         )
     ),
     (["generate", MODEL, "text", "--head", "some.gguf"], "`nextn convert some.gguf OUT`"),
-    (["serve", "some.gguf"], "`nextn convert some.gguf OUT`"),  # imports torch, so it is the last
+    (["train", "out", "--freeze-trunk", "--from", "some.gguf"], "`nextn convert some.gguf OUT`"),
+    (["serve", "some.gguf"], "some.gguf: not a valid GGUF file"),  # imports torch, so it is the last
 ]  # fmt: skip
 
 

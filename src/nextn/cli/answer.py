@@ -92,8 +92,7 @@ def answer(
     settings = Settings(
         num_speculative_tokens=num_speculative_tokens, sampling=sampling, max_tokens=max_tokens, seed=seed
     )
-    options = ModelOptions.of(locals())
-    options.check()
+    options = ModelOptions.of(locals()).prepared()
     from nextn.data.sources import check_sources
 
     check_sources(prompts)
@@ -101,7 +100,9 @@ def answer(
     from nextn.train.self_generated import generate_answers, read_prompts
     from nextn.train.served_answers import served_answers
 
-    model_of_text = options.load(need_head=False) if engine is None else TextInterface.read(model, **options.hub)
+    model_of_text = (
+        options.load(need_head=False) if engine is None else TextInterface.read(options.source, **options.hub)
+    )
     chat = use_chat(model_of_text, chat)
     prompt_ids, notes = read_prompts(prompts, model_of_text, count=count, length=length, seed=seed, chat=chat)
     for note in notes:

@@ -105,8 +105,7 @@ def bench(
         adaptive=adaptive,
         backend=backend,
     )
-    options = ModelOptions.of(locals())
-    options.check()
+    options = ModelOptions.of(locals()).prepared()
     texts, draftable = read_prompts(prompts), DraftVocabularyOptions.read(draft_vocab, draft_text)
     _check_out(out)
     from nextn.evaluate.benchmark import run_benchmark
@@ -173,8 +172,7 @@ def advise(
     plan = BenchmarkPlan(
         (num_speculative_tokens,), parse_temperatures(temperatures), max_tokens, repeats=1, seed=seed, backend=backend
     )
-    options = ModelOptions.of(locals())
-    options.check()
+    options = ModelOptions.of(locals()).prepared()
     to_decode = read_prompts(prompts)
     _check_out(out)
     advice: Advice | OffloadAdvice

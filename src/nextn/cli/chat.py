@@ -76,8 +76,7 @@ def chat(
     settings = Settings(
         num_speculative_tokens=num_speculative_tokens, sampling=sampling, max_tokens=max_tokens, seed=seed
     )
-    options = ModelOptions.of(locals())
-    options.check()
+    options = ModelOptions.of(locals()).prepared()
     loaded = options.load(need_head=num_speculative_tokens > 0, exact_head=exact_head)
     for note in loaded.notes:
         print_note(note)

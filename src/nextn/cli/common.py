@@ -5,7 +5,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
@@ -38,10 +38,10 @@ def shipped_path(name: str) -> str:
     return str(SHIPPED)
 
 
-ModelName = Annotated[
-    str,
-    typer.Argument(help="Checkpoint folder, hub id, or tiny: the small one in the package.", callback=shipped_path),
-]
+_SOURCES = "hub id, or tiny: the small one in the package."
+# Of a command that loads the model, and of one that edits the checkpoint.
+ModelName = Annotated[str, typer.Argument(help=f"Checkpoint folder, .gguf file, {_SOURCES}", callback=shipped_path)]
+CheckpointName = Annotated[str, typer.Argument(help=f"Checkpoint folder, {_SOURCES}", callback=shipped_path)]
 Prompts = Annotated[
     Path | None,
     typer.Option(
@@ -146,7 +146,7 @@ class HubOptions(TypedDict):
 class ModelOptions:
     """The options of every command that loads a model."""
 
-    source: str  # checkpoint folder or hub id
+    source: str  # checkpoint folder or hub id; a .gguf file until `prepared`
     dtype: str = "auto"  # "float32", "bfloat16", or "auto": as stored
     backend: str = "auto"  # see `backend_for`
     device: str = "auto"  # "auto", or a device name of torch
@@ -177,13 +177,40 @@ class ModelOptions:
     def check(self) -> None:
         """Refuse options that no model can be loaded with, before torch is imported.
 
-        Hub ids are not looked up here; a local checkpoint is opened.
+        Hub ids are not looked up here; a local checkpoint is opened. A GGUF file is refused: see `prepared`.
 
         Raises:
             ConfigError: The dtype, backend, device type, or type of weights or of the KV cache is unknown, or they
                 exclude each other, or there are more threads than cores.
             CheckpointError: There is no such checkpoint.
         """
+        self._check_values()
+        self._check_sources()
+
+    def prepared(self) -> "ModelOptions":
+        """Check the options, and return them with the checkpoint folder of a GGUF file, converted in the user's cache.
+
+        Raises:
+            ConfigError: As `check` and `converted_gguf`.
+            CheckpointError: As `check` and `converted_gguf`.
+            FamilyError: As `converted_gguf`.
+        """
+        self._check_values()
+        options = self._converted() if self.source.endswith(".gguf") and Path(self.source).is_file() else self
+        options._check_sources()
+        return options
+
+    def _converted(self) -> "ModelOptions":
+        from nextn import __version__
+        from nextn.edit.gguf_cache import converted_gguf
+        from nextn.edit.gguf_layout import HEAD_FOLDER
+
+        cache = user_cache("gguf", option="XDG_CACHE_HOME")
+        folder = converted_gguf(Path(self.source), cache, version=__version__, note=print_note)
+        head = folder / HEAD_FOLDER
+        return replace(self, source=str(folder), head=str(head) if self.head is None and head.is_dir() else self.head)
+
+    def _check_values(self) -> None:
         choices = {"dtype": _DTYPES, "backend": BACKENDS, "weights": WEIGHTS, "kv_cache_dtype": KV_CACHE_DTYPES}
         for name, known in choices.items():
             if (value := getattr(self, name)) not in known:
@@ -199,6 +226,8 @@ class ModelOptions:
                 "native backend has it, and it runs on CPUs"
             )
         self._check_device_map()
+
+    def _check_sources(self) -> None:
         from nextn.checkpoint.checkpoint import Checkpoint
 
         if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", self.source, re.ASCII) or Path(self.source).exists():
@@ -239,7 +268,7 @@ class ModelOptions:
         shards: Path | None = None,
         in_torch: bool = False,
     ) -> "Model":
-        """Load the model; call `check` first.
+        """Load the model; call `prepared` first.
 
         Args:
             need_head: Whether the checkpoint must have a head.

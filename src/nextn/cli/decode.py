@@ -103,8 +103,7 @@ def generate(
         max_tokens=max_tokens,
         seed=seed,
     )
-    options = ModelOptions.of(locals())
-    options.check()
+    options = ModelOptions.of(locals()).prepared()
     text = read_stdin() if prompt == "-" else prompt
     draftable = DraftVocabularyOptions.read(draft_vocab, draft_text)
     loaded = options.load(need_head=num_speculative_tokens > 0, exact_head=exact_head)
@@ -135,8 +134,7 @@ def trace(
     from dataclasses import asdict
 
     settings = Settings(num_speculative_tokens=num_speculative_tokens, max_tokens=max_tokens)
-    options = ModelOptions.of(locals())
-    options.check()
+    options = ModelOptions.of(locals()).prepared()
     from nextn.decoding.generate import encode
     from nextn.decoding.trace import trace as traced
 

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import K_NAMES, AsJson, CacheDir, HubOptions, MaxTokens, ModelName, Offline, Prompts, Revision
+from nextn.cli.common import (
+    K_NAMES,
+    AsJson,
+    CacheDir,
+    CheckpointName,
+    HubOptions,
+    MaxTokens,
+    Offline,
+    Prompts,
+    Revision,
+)
 from nextn.cli.screen import console, echo, plain, print_json, shortened
 from nextn.errors import ConfigError
 
@@ -156,7 +166,7 @@ def export(
 
 
 def adopt(
-    model: ModelName,
+    model: CheckpointName,
     out: Annotated[Path, typer.Argument(help="New folder for the result.")],
     layout: Annotated[str, typer.Option("--as", help="Family whose layout the model gets: glm4_moe.")],
     head: Annotated[
@@ -178,7 +188,7 @@ def adopt(
 
 
 def quantize(
-    model: ModelName,
+    model: CheckpointName,
     out: Annotated[Path, typer.Argument(help="New folder for the result.")],
     weights: Annotated[str, typer.Option(help="int8: one scale per output channel. int4: one per group.")],
     group_size: Annotated[int, typer.Option(help="Input channels of a group of int4.")] = 128,

@@ -130,8 +130,7 @@ def measure(
             "--texts replaces --prompts, and its texts are of one temperature; leave out the other options"
         )
     plan = ReferencePlan(num_speculative_tokens, given or (0.0, 1.0), max_tokens, chat, seed, backend)
-    options = ModelOptions.of(locals())
-    options.check()
+    options = ModelOptions.of(locals()).prepared()
     if options.native_only and (texts is not None or engine is not None):
         raise ConfigError(
             f"{' and '.join(options.native_only)} with --texts or --engine: the trunk reads given texts in torch, with "
@@ -225,8 +224,7 @@ def diagnose(
         raise ConfigError(
             f"--temperatures {temperatures}: the engine's counters are of one temperature; name it, or use --drive"
         )
-    options = ModelOptions.of(locals())
-    options.check()
+    options = ModelOptions.of(locals()).prepared()
     texts, budget = read_prompts(prompts), Budget(Limits(requests=max_requests, seconds=max_seconds, answer_s=timeout))
     asked = EngineAccess(engine)
     source = TextOptions.of(options, None, asked, stream=stream, states=states, quiet=as_json, shards=keep_shards)

@@ -118,7 +118,7 @@ def serve(
     tool_syntax(None, tool_call_parser)  # refuses an unknown name
     k = 0 if no_mtp else _DEFAULT_K if num_speculative_tokens is None else num_speculative_tokens
     key, rates = _key(api_key_env), reference_rates(reference) if reference is not None else ()
-    source.check()
+    source = source.prepared()
     draftable = DraftVocabularyOptions.read(draft_vocab, draft_text)
     engine_options = EngineOptions(
         backend=backend,

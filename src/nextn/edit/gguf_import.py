@@ -23,7 +23,7 @@ from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
 from nextn.checkpoint.tensors import FLOATS
 from nextn.edit.gguf_architectures import Architecture, Change, architecture_of
-from nextn.edit.gguf_layout import HEAD
+from nextn.edit.gguf_layout import HEAD, HEAD_FOLDER
 from nextn.edit.gguf_metadata import Config, Metadata, common_config
 from nextn.edit.gguf_tokenizer import write_tokenizer
 from nextn.edit.plan import EditPlan, Files, Piece, Progress, execute, index_document, into_new_folder, quiet
@@ -37,7 +37,6 @@ _GROUP = 32  # values of a block of Q8_0 and Q4_0
 _PACKED = {"Q8_0": Rounding(8, _GROUP), "Q4_0": Rounding(4, _GROUP)}
 _SLICE = 2**22  # values that are dequantized at once
 _SHARD = 5 * 10**9  # bytes
-HEAD_FOLDER = "head"  # of a head in a layout of its own
 _OUTER = {
     "token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",

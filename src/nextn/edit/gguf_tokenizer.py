@@ -225,7 +225,7 @@ def _steps(file: GgufFile) -> tuple[str, ...] | None:
         return by_name[str(name)]
     raise ConfigError(
         f"{file.path}: its tokenizer is {model!r:.40} with the pre-tokenizer {name!r:.40}; nextn reads llama, and gpt2 "
-        f"with {', '.join(by_name)}. Give a folder with the original tokenizer's files with --tokenizer"
+        f"with {', '.join(by_name)}. Give `nextn convert` a folder with the original tokenizer's files with --tokenizer"
     )
 
 

@@ -1,0 +1,83 @@
+"""Checkpoint folders made of GGUF files, each converted once and kept."""
+
+import fcntl
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from glob import escape
+from hashlib import sha256
+from pathlib import Path
+
+from nextn.checkpoint.checkpoint import CONFIG
+from nextn.checkpoint.gguf_file import GgufFile
+from nextn.checkpoint.staging_folder import clear_stages
+from nextn.errors import CheckpointError
+
+_MAX_STEM = 60  # characters of the file's name in the folder's
+
+
+def converted_gguf(path: Path, cache: Path, *, version: str, note: Callable[[str], None]) -> Path:
+    """Return the checkpoint folder of a GGUF file, which is converted if the cache has none of its present content.
+
+    Args:
+        path: The file, or any file of a split model.
+        cache: A folder for such folders, which is created. Processes take turns in converting.
+        version: Of the package: another one converts anew.
+        note: Called with a line before a conversion, and before waiting for another process.
+
+    Raises:
+        CheckpointError: As `convert_gguf`, or if the cache is not writable; it is then unchanged.
+        ConfigError: As `convert_gguf`.
+        FamilyError: As `convert_gguf`.
+    """
+    folder = cache / _folder_name(path, version)
+    if _is_complete(folder):
+        return folder
+    GgufFile.open(path)  # refuses a foreign or damaged file before torch is imported and the cache is made
+    from nextn.edit.gguf_import import convert_gguf
+
+    with _turn(cache, note):
+        clear_stages(cache)
+        if not _is_complete(folder):  # else the process before has converted the same file
+            plan = convert_gguf(path, folder, dry_run=True)
+            note(f"converting {path} to {folder}, once: {plan.num_bytes:,} bytes")
+            convert_gguf(path, folder)
+    return folder
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether it was converted to its end: its files come by one renaming."""
+    return (folder / CONFIG).is_file()
+
+
+def _folder_name(path: Path, version: str) -> str:
+    """Return a name that changes with the place, sizes and times of the model's files, the same for each of them."""
+    path = path.resolve()
+    match = re.fullmatch(r"(.+)-\d{5}(-of-\d{5}\.gguf)", path.name)
+    files = sorted(path.parent.glob(f"{escape(match[1])}-?????{match[2]}")) if match else [path]
+    digest = sha256(version.encode())
+    for file in files:
+        stat = file.stat()
+        digest.update(f"\0{file}\0{stat.st_size}\0{stat.st_mtime_ns}".encode(errors="surrogateescape"))
+    stem = re.sub(r"[^\w.-]", "_", match[1] if match else path.stem, flags=re.ASCII)
+    return f"{stem[:_MAX_STEM]}-{digest.hexdigest()[:32]}"
+
+
+@contextmanager
+def _turn(cache: Path, note: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock of the cache, which the system releases when the process ends, however it ends."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        lock = os.open(cache, os.O_RDONLY)
+    except OSError as error:
+        raise CheckpointError(f"{cache}: cannot be written: {error.strerror or error}") from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            note(f"waiting for another process that converts a GGUF file in {cache}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
