@@ -29,7 +29,8 @@ def close(one, two, tolerance=1e-5):
         assert left == pytest.approx(right, abs=tolerance, rel=tolerance)
 
 
-def same(one, two, tolerance=1e-5):
+def same(one, two, tolerance=3e-5):
+    """Sums have another order on two processes, and AdamW, as it divides, makes more of that on some processors."""
     assert one.keys() == two.keys()
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, atol=tolerance, rtol=0, msg=lambda text, at=name: f"{at}: {text}")

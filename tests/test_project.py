@@ -143,7 +143,7 @@ def test_development_packages_are_used():
     """Each is imported by the tests, run by the Makefile, or a plugin whose options are used."""
     text = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py")) + (ROOT / "Makefile").read_text()
     uses = {"pyyaml": "import yaml", "pytest-timeout": "mark.timeout(", "pytest-xdist": "--numprocesses"}
-    uses |= {"build": "-m build", "ruff": "/ruff check", "mypy": "/mypy"}
+    uses |= {"build": "-m build", "ruff": "/ruff check", "mypy": "/mypy", "compressed-tensors": "compressed_tensors."}
     for package in PROJECT["optional-dependencies"]["dev"]:
         name = re.match(r"[\w-]+", package)[0]
         assert name == "nextn" or re.search(re.escape(uses.get(name, "")) or rf"(?:from|import) {name}\b", text), name

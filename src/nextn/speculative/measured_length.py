@@ -28,7 +28,7 @@ _TRIAL = 4  # rounds of a number of drafts whose cost is unknown
 # What fewer drafts must gain less, and more drafts more: a change is not free, and drafting has costs beside rounds,
 # as the head processes prompts.
 _CHANGE_MARGIN, _PLAIN_MARGIN = 0.02, 0.03
-_RATIO_GAIN, _LEVEL_GAIN = 0.15, 0.1  # least weight of a new measurement
+_RATIO_WEIGHT, _LEVEL_WEIGHT = 0.15, 0.1  # least weight of a new measurement
 _SURE = 3  # measurements that one from before the first request counts as
 _FRESH = 8  # rounds after a change of K whose times count as a property of K, later ones as one of the machine
 _SETTLED = 3  # rounds before the change that this takes
@@ -162,9 +162,9 @@ class RoundCosts:
         row.seconds = self._complete(row.seconds)
         factor = min(max(seconds / row.seconds[length], 1 / _MOST_FACTOR), _MOST_FACTOR)
         if is_ratio:
-            row.seconds[length] *= factor ** max(_RATIO_GAIN, 1 / (1 + num))
+            row.seconds[length] *= factor ** max(_RATIO_WEIGHT, 1 / (1 + num))
         else:
-            change = factor ** max(_LEVEL_GAIN, 1 / (1 + num_before) if row.doubt else 0.0)
+            change = factor ** max(_LEVEL_WEIGHT, 1 / (1 + num_before) if row.doubt else 0.0)
             row.seconds = {each: value * change for each, value in row.seconds.items()}
 
     def _row(self, batch_size: int) -> _CostRow:
