@@ -29,8 +29,7 @@ def close(one, two, tolerance=1e-5):
         assert left == pytest.approx(right, abs=tolerance, rel=tolerance)
 
 
-def same(one, two, tolerance=3e-5):
-    """Sums have another order on two processes, and AdamW, as it divides, makes more of that on some processors."""
+def same(one, two, tolerance=1e-5):
     assert one.keys() == two.keys()
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, atol=tolerance, rtol=0, msg=lambda text, at=name: f"{at}: {text}")
@@ -141,7 +140,8 @@ def test_a_head_on_a_frozen_trunk(pair, tmp_path):
     assert is_same
     assert rest == second
     close(lines[-len(rest) :], rest)
-    same(parameters, cut)
+    # Sums have another order on two processes; on processors without AMX one value in 8,192 differs by 1.3e-5.
+    same(parameters, cut, 3e-5)
     head = Model.load(tmp_path / "two" / "model").head
     assert all(torch.equal(value, cut[f"head.{name}"].to(value.dtype)) for name, value in head.named_parameters())
 
