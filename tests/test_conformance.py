@@ -193,7 +193,7 @@ def test_vectors_of_the_contract_are_fresh(trained):
             for one in step["passes"]:
                 assert f"| {' '.join(map(str, one['tokens']))} |" in page
             if step["drafts"]:
-                assert f"keeps {step['kept']}, emits {' '.join(map(str, step['emitted']))} |" in page
+                assert f"accepts {step['kept']}, emits {' '.join(map(str, step['emitted']))} |" in page
 
 
 def test_every_clause_is_explained():
