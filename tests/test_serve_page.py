@@ -147,6 +147,13 @@ def open_page(chromium, server):
     assert events == []
 
 
+def expect(locator):
+    """Assertions about an element that wait until they hold: the page draws in steps of its own."""
+    from playwright import sync_api  # here, as most tests of this file need no browser
+
+    return sync_api.expect(locator)
+
+
 def ask(view, text=PROMPT, *, ends=1):
     """Send a message and wait until `ends` answers more are over."""
     done = view.locator("article > footer:not(:empty)")
@@ -171,6 +178,11 @@ def kinds(view, article=0):
 
 def figure(view, name):
     return view.locator(f"#{name}").inner_text().split()[0]
+
+
+def expect_figure(view, name, value):
+    """Wait until a figure has this value, with or without a unit or a comparison behind it."""
+    expect(view.locator(f"#{name}")).to_have_text(re.compile(rf"^\s*{re.escape(value)}(\s|$)"))
 
 
 def recorded_kinds():
@@ -198,7 +210,7 @@ def test_an_answer_streams_with_its_rounds(open_page, server):
     tokens = view.locator(".tokens")
     view.locator(".tokens .t").nth(20).wait_for(state="attached")
     assert len(tokens.inner_text()) < len(TEXT)
-    assert view.locator("#stop").is_visible()
+    expect(view.locator("#stop")).to_be_visible()
     view.locator("article > footer:not(:empty)").wait_for()
     path, body = server.requests[0]
     assert path == "/v1/chat/completions"
@@ -207,16 +219,16 @@ def test_an_answer_streams_with_its_rounds(open_page, server):
     assert "num_speculative_tokens" not in body
     assert shown_text(view) == TEXT
     assert kinds(view) == recorded_kinds()
-    assert view.locator(".rounds > div").count() == len(ROUNDS)
+    expect(view.locator(".rounds > div")).to_have_count(len(ROUNDS))
 
 
 @browser_test
 def test_figures_are_those_of_the_package(open_page, server):
     view = open_page()
     ask(view)
-    assert figure(view, "length") == f"{FIGURES.length:.2f}"
-    assert f"ref. {expected_length(server.reference):.2f}" in view.locator("#length").inner_text()
-    assert figure(view, "num-rounds") == str(FIGURES.num_rounds)
+    expect_figure(view, "length", f"{FIGURES.length:.2f}")
+    expect(view.locator("#length")).to_contain_text(f"ref. {expected_length(server.reference):.2f}")
+    expect_figure(view, "num-rounds", str(FIGURES.num_rounds))
     rows = view.locator("#depths tr").all()
     shown = [row.locator("td").all_inner_texts() for row in rows]
     assert [row[2] for row in shown] == [f"{100 * rate:.1f}" for rate in FIGURES.rates]
@@ -226,11 +238,11 @@ def test_figures_are_those_of_the_package(open_page, server):
     expected = [f"{expected_speedup(costs, FIGURES.rates, k):.2f}" for k in range(5)]
     assert [text.split()[-1] for text in speedups[:5]] == expected
     assert set(speedups[5:]) == {"–"}  # depths that were never drafted
-    assert f"from {FIGURES.num_rounds} rounds" in view.locator("#speedup-note").inner_text()
+    expect(view.locator("#speedup-note")).to_contain_text(f"from {FIGURES.num_rounds} rounds")
     ask(view)
     view.check("[name=scope][value=all]")
-    assert figure(view, "num-rounds") == str(2 * FIGURES.num_rounds)
-    assert view.get_by_role("meter", name="KV cache").get_attribute("aria-valuetext") == "1,024 of 16,384 positions"
+    expect_figure(view, "num-rounds", str(2 * FIGURES.num_rounds))
+    expect(view.get_by_role("meter", name="KV cache")).to_have_attribute("aria-valuetext", "1,024 of 16,384 positions")
 
 
 @browser_test
@@ -239,12 +251,12 @@ def test_reference_stands_in_for_depths_that_were_not_drafted(open_page, server)
     view = open_page()
     costs = Costs(1, 0, tuple(Spread(v, v, v, 1) for v in RECORD["cost_curve"]), Spread.of([RECORD["draft_cost"]]))
     shown = view.locator("#speedup tr td:last-child")
-    assert shown.nth(2).inner_text() == f"{expected_speedup(costs, server.reference, 2):.2f}"
+    expect(shown.nth(2)).to_have_text(f"{expected_speedup(costs, server.reference, 2):.2f}")
     one = {"tokens": [1, 2], "texts": ["a", "b"], "drafts": [1], "draft_texts": ["a"], "num_accepted": 1}
     server.events = [("ab", [one])] * 10
     ask(view)
-    assert shown.nth(2).inner_text() == f"{expected_speedup(costs, [1.0, *server.reference[1:]], 2):.2f}"
-    assert "from 10 rounds, beyond depth 1 from the reference" in view.locator("#speedup-note").inner_text()
+    expect(shown.nth(2)).to_have_text(f"{expected_speedup(costs, [1.0, *server.reference[1:]], 2):.2f}")
+    expect(view.locator("#speedup-note")).to_contain_text("from 10 rounds, beyond depth 1 from the reference")
 
 
 @browser_test
@@ -261,7 +273,7 @@ def test_speed_is_tokens_by_time_of_arrival(open_page, server):
 def test_k_and_other_settings_are_sent(open_page, server):
     view = open_page()
     view.locator("#k").fill("2")
-    assert not view.locator("#k-auto").is_checked()
+    expect(view.locator("#k-auto")).not_to_be_checked()
     view.fill("#temperature", "0.7")
     view.fill("#max-tokens", "10")
     ask(view)
@@ -272,7 +284,7 @@ def test_k_and_other_settings_are_sent(open_page, server):
     ask(view)
     assert server.requests[1][1]["num_speculative_tokens"] == 0
     assert kinds(view, 1) == {"prefill": 1, "baseline": 9}
-    assert view.locator("article").nth(1).locator("h2").inner_text() == "MTP off"
+    expect(view.locator("article").nth(1).locator("h2")).to_have_text("MTP off")
 
 
 @browser_test
@@ -284,7 +296,7 @@ def test_stop_keeps_what_came(open_page, server, by):
     view.press("#prompt", "Enter")
     view.locator(".tokens .t").nth(5).wait_for(state="attached")
     view.click("#stop") if by == "button" else view.keyboard.press("Escape")
-    assert "stopped" in view.locator("article > footer").inner_text()
+    expect(view.locator("article > footer")).to_contain_text("stopped")
     came = shown_text(view)
     assert TEXT.startswith(came)
     assert 0 < len(came) < len(TEXT)
@@ -310,7 +322,7 @@ def test_compare_runs_both_and_says_what_it_found(open_page, server):
     assert boxes[0]["y"] == boxes[1]["y"]
     assert boxes[0]["x"] < boxes[1]["x"]
     assert (kinds(view, 0), kinds(view, 1)) == (recorded_kinds(), {"prefill": 1, "baseline": len(TEXT) - 1})
-    assert figure(view, "length") == f"{FIGURES.length:.2f}"
+    expect_figure(view, "length", f"{FIGURES.length:.2f}")
     ask(view, "next", ends=2)  # the conversation has one answer per question
     assert [turn["role"] for turn in server.requests[2][1]["messages"]] == ["user", "assistant", "user"]
 
@@ -323,7 +335,7 @@ def test_compare_shows_texts_that_differ(open_page, server):
     server.answer = lambda body: next(answers)
     view.check("#compare")
     ask(view, ends=2)
-    assert "The texts differ from character 2 on." in view.locator(".outcome").inner_text()
+    expect(view.locator(".outcome")).to_contain_text("The texts differ from character 2 on.")
 
 
 @browser_test
@@ -334,16 +346,16 @@ def test_page_reconnects_and_asks_again(open_page, server):
     view.press("#prompt", "Enter")
     alert = view.get_by_role("alert")
     alert.wait_for()
-    assert "The connection was lost." in alert.inner_text()
+    expect(alert).to_contain_text("The connection was lost.")
     server.stop()
     view.locator("#status[data-state=offline]").wait_for()
-    assert "unreachable" in view.locator("#status").inner_text()
+    expect(view.locator("#status")).to_contain_text("unreachable")
     server.drop_after = None
     server.start()
     view.locator("#status[data-state=online]").wait_for()
     alert.get_by_role("button", name="Try again").click()
     view.locator("article > footer", has_text="token limit reached").wait_for()
-    assert view.locator("article").count() == 1
+    expect(view.locator("article")).to_have_count(1)
     assert shown_text(view) == TEXT
     assert [turn["role"] for turn in server.requests[-1][1]["messages"]] == ["user"]
 
@@ -353,11 +365,11 @@ def test_api_key_is_asked_for_and_only_remembered_by_the_page(open_page, server)
     server.key = "secret"
     view = open_page(quiet=False)
     ask(view, "one")
-    assert "requires an API key" in view.get_by_role("alert").inner_text()
+    expect(view.get_by_role("alert")).to_contain_text("requires an API key")
     view.fill("#key", "wrong")
     view.press("#key", "Enter")
     ask(view, "one")
-    assert "does not accept this API key" in view.get_by_role("alert").last.inner_text()
+    expect(view.get_by_role("alert").last).to_contain_text("does not accept this API key")
     view.fill("#key", "secret")
     view.press("#key", "Enter")
     ask(view, "two")
@@ -372,14 +384,14 @@ def test_a_stopping_server_is_shown(open_page, server):
     view = open_page(quiet=False)
     server.status = "stopping"
     view.locator("#status[data-state=limited]").wait_for()
-    assert view.locator("#status").inner_text() == "The server is stopping"
+    expect(view.locator("#status")).to_have_text("The server is stopping")
 
 
 @browser_test
 def test_errors_of_the_server_are_shown(open_page, server):
     view = open_page(quiet=False)
     ask(view, "REFUSE")
-    assert "max_tokens = 0; expected at least 1" in view.get_by_role("alert").inner_text()
+    expect(view.get_by_role("alert")).to_contain_text("max_tokens = 0; expected at least 1")
     ask(view, "fine")  # the refused message is not part of the conversation
     assert server.requests[-1][1]["messages"] == [{"role": "user", "content": "fine"}]
 
@@ -394,8 +406,8 @@ def test_html_in_texts_is_text(open_page, server):
     ask(view, attack)
     view.locator(".tokens .t").hover()
     assert view.locator("#tip").inner_text().count("<img") == 4
-    assert view.locator(".user").inner_text() == attack
-    assert view.locator("#log img, #log script, #tip img").count() == 0
+    expect(view.locator(".user")).to_have_text(attack)
+    expect(view.locator("#log img, #log script, #tip img")).to_have_count(0)
 
 
 @browser_test
@@ -432,14 +444,14 @@ def test_a_server_without_rounds_is_usable(open_page, server):
     server.events = [("Hello ", None), ("there", None)]
     view = open_page()
     ask(view)
-    assert view.locator(".tokens").inner_text() == "Hello there"
+    expect(view.locator(".tokens")).to_have_text("Hello there")
 
 
 @browser_test
 def test_model_without_chat_template_continues_text(open_page, server):
     server.chat = False
     view = open_page()
-    assert view.locator("#plain-text").is_visible()
+    expect(view.locator("#plain-text")).to_be_visible()
     ask(view, "def add(")
     ask(view, "def sub(")
     assert [path for path, _ in server.requests] == ["/v1/completions"] * 2
@@ -451,7 +463,7 @@ def test_new_chat_forgets(open_page, server):
     view = open_page()
     ask(view, "one")
     view.click("#clear")
-    assert view.locator(".turn").count() == 0
+    expect(view.locator(".turn")).to_have_count(0)
     ask(view, "two")
     assert server.requests[1][1]["messages"] == [{"role": "user", "content": "two"}]
 
@@ -462,17 +474,17 @@ def test_rejected_drafts_are_shown_on_hover_and_on_demand(open_page):
     ask(view)
     index, one = next((i, r) for i, r in enumerate(ROUNDS) if 0 < r.num_accepted < len(r.drafts))
     replaced = view.locator(".tokens .replaced").first
-    assert not view.locator(".ghost").first.is_visible()
+    expect(view.locator(".ghost").first).not_to_be_visible()
     replaced.hover()
     tip = view.locator("#tip").inner_text()
     bonus, lost = one.texts[one.num_accepted], one.draft_texts[one.num_accepted]
     assert f"round {index}" in tip
     assert f"{one.num_accepted} of {len(one.drafts)} drafts accepted, “{lost}” replaced by “{bonus}”" in tip
-    assert view.locator(".tokens .same").count() == len(one.tokens)
+    expect(view.locator(".tokens .same")).to_have_count(len(one.tokens))
     view.mouse.move(5, 5)
-    assert not view.locator("#tip").is_visible()
+    expect(view.locator("#tip")).not_to_be_visible()
     view.check("#ghosts")
-    assert view.locator(".ghost").first.inner_text() == "".join(one.draft_texts[one.num_accepted :])
+    expect(view.locator(".ghost").first).to_have_text("".join(one.draft_texts[one.num_accepted :]))
 
 
 @browser_test
@@ -480,12 +492,12 @@ def test_a_tap_shows_the_round(open_page):
     view = open_page(**PHONE)
     ask(view)
     view.locator(".tokens .replaced").first.tap()
-    assert "replaced by" in view.locator("#tip").inner_text()
+    expect(view.locator("#tip")).to_contain_text("replaced by")
     box = view.locator("#tip").bounding_box()
     assert box["x"] >= 0
     assert box["x"] + box["width"] <= 360
     view.locator(".user").tap()
-    assert not view.locator("#tip").is_visible()
+    expect(view.locator("#tip")).not_to_be_visible()
 
 
 @browser_test
@@ -505,10 +517,10 @@ def test_keyboard_alone_is_enough(open_page, server):
     view.locator(".tokens").focus()
     for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "End", "Home", "ArrowRight"):
         view.keyboard.press(key)
-    assert view.locator(".tokens .selected").inner_text() == ROUNDS[1].texts[0]
+    expect(view.locator(".tokens .selected")).to_have_text(ROUNDS[1].texts[0])
     assert "Accepted draft, depth 1" in view.locator("#described").text_content()
     view.keyboard.press("Escape")
-    assert not view.locator("#tip").is_visible()
+    expect(view.locator("#tip")).not_to_be_visible()
 
 
 @browser_test
@@ -519,7 +531,7 @@ def test_screen_readers_hear_text_not_tokens(open_page):
     assert spoken.get_attribute("aria-live") == "polite"
     assert spoken.text_content()
     assert TEXT.endswith(spoken.text_content())
-    assert view.locator("[aria-live] .t, [role=log], [role=status] .t").count() == 0
+    expect(view.locator("[aria-live] .t, [role=log], [role=status] .t")).to_have_count(0)
     unnamed = """() => ['button', 'input', 'textarea', '[role=group]', '[role=meter]', 'svg[role=img]']
         .flatMap(name => [...document.querySelectorAll(name)])
         .filter(e => !(e.getAttribute('aria-label') || e.labels?.length || e.textContent.trim()))
@@ -567,7 +579,7 @@ def test_themes_follow_the_system_and_the_button(open_page, scheme):
     view.click("#theme")
     assert (view.evaluate(_BRIGHTNESS) < 64) != is_dark
     assert view.evaluate(_CONTRAST) == []
-    assert view.locator("#theme").get_attribute("aria-label") == f"Switch to the {scheme} theme"
+    expect(view.locator("#theme")).to_have_attribute("aria-label", f"Switch to the {scheme} theme")
 
 
 @browser_test
@@ -586,7 +598,7 @@ def test_phone_width(open_page, scheme):
     wide = "[document.documentElement.scrollWidth, document.querySelector('#log').scrollWidth <= innerWidth]"
     ask(view, "word" * 200)
     assert view.evaluate(wide) == [360, True]
-    assert not view.locator("#panel").is_visible()
+    expect(view.locator("#panel")).not_to_be_visible()
     view.click("#settings summary")
     view.check("#compare")
     ask(view, ends=2)
@@ -594,13 +606,13 @@ def test_phone_width(open_page, scheme):
     assert tops[0] < tops[1]  # one below the other
     assert view.evaluate(wide) == [360, True]
     view.click("#show-panel")
-    assert view.locator("#panel").is_visible()
-    assert not view.locator("#log").is_visible()
+    expect(view.locator("#panel")).to_be_visible()
+    expect(view.locator("#log")).not_to_be_visible()
     assert view.evaluate("document.querySelector('#panel').scrollWidth") <= 360
     sizes = view.locator("button:visible").evaluate_all("all => all.map(b => b.getBoundingClientRect().height)")
     assert min(sizes) >= 24
     view.click("#show-panel")
-    assert view.locator("#log").is_visible()
+    expect(view.locator("#log")).to_be_visible()
 
 
 @browser_test
@@ -635,9 +647,9 @@ def test_answers_of_the_real_server(open_page, real):
     view.check("#compare")
     ask(view, ends=2)
     assert shown_text(view, 0) == shown_text(view, 1) == expected.text
-    assert "Both texts are the same." in view.locator(".outcome").inner_text()
-    assert figure(view, "length") == f"{expected.acceptance.length:.2f}"
-    assert figure(view, "num-rounds") == str(expected.acceptance.num_rounds)
+    expect(view.locator(".outcome")).to_contain_text("Both texts are the same.")
+    expect_figure(view, "length", f"{expected.acceptance.length:.2f}")
+    expect_figure(view, "num-rounds", str(expected.acceptance.num_rounds))
     assert kinds(view, 1) == {"prefill": 1, "baseline": 99}
 
 
@@ -650,8 +662,7 @@ def test_stop_reaches_the_real_server(open_page, real):
     view.press("#prompt", "Enter")
     view.locator(".tokens .t").nth(3).wait_for(state="attached")
     view.keyboard.press("Escape")
-    assert "stopped" in view.locator("article > footer").inner_text()
-    view.wait_for_timeout(200)
+    expect(view.locator("article > footer")).to_contain_text("stopped")
     ask(view, "x = 1")
     assert shown_text(view, 1)
     view.locator("#running", has_text="0").wait_for()
@@ -661,4 +672,4 @@ def test_stop_reaches_the_real_server(open_page, real):
 def test_errors_of_the_real_server(open_page, real):
     view = open_page(real.url, quiet=False)
     ask(view, "x" * 2000)
-    assert "maximum context length is 256 tokens" in view.get_by_role("alert").inner_text()
+    expect(view.get_by_role("alert")).to_contain_text("maximum context length is 256 tokens")
