@@ -14,7 +14,7 @@ from nextn.serve.api import Api
 from nextn.serve.http_limits import limited_protocol
 from nextn.serve.options import ServerOptions
 
-_MARGIN_S = 5.0  # beyond the grace time, for answers to be sent
+_MARGIN_S = 3.0  # beyond the grace time, for answers to be sent; clients that do not read them are cut off
 _FORCED_S = 0.2  # for errors to be sent, when the server is ended at once
 
 
