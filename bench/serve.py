@@ -134,9 +134,9 @@ class Streamed:
         return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
 
-def prompts_of(count: int, size: int, seed: int = 0) -> list[str]:
-    """Pieces of text of about `size` characters."""
-    text, draw = "\n".join(path.read_text() for path in PROMPTS), random.Random(seed)
+def prompts_of(count: int, size: int, seed: int = 0, files: Sequence[Path] = PROMPTS) -> list[str]:
+    """Pieces of `size` characters of these files' text."""
+    text, draw = "\n".join(path.read_text() for path in files), random.Random(seed)
     return [text[start : start + size] for start in (draw.randrange(len(text) - size) for _ in range(count))]
 
 
@@ -188,9 +188,11 @@ def servers_of(args: argparse.Namespace, folder: Path) -> tuple[list[Server], li
     return [server for server in chosen if not args.only or server.name.split()[0] in args.only], absent
 
 
-async def load_level(server: Server, streams: int, requests: int, tokens: int, seed: int) -> dict[str, object]:
+async def load_level(
+    server: Server, streams: int, requests: int, tokens: int, seed: int, files: Sequence[Path]
+) -> dict[str, object]:
     """Run `streams` streams at once, each with this number of requests one after the other."""
-    prompts = prompts_of(streams * requests, 200, seed)
+    prompts = prompts_of(streams * requests, 200, seed, files)
     answers: list[Streamed] = []
 
     async def one(index: int) -> None:
@@ -224,7 +226,7 @@ async def load(args: argparse.Namespace, folder: Path) -> dict[str, object]:
             try:
                 await server.ready(args.start_s)
                 for streams in args.levels:  # once unmeasured: recordings, compilation, caches
-                    await load_level(server, streams, 1, args.tokens, seed=1000 + streams)
+                    await load_level(server, streams, 1, args.tokens, 10_000 + streams, args.text)
                 await asyncio.sleep(args.settle_s)
             except (Unavailable, OSError, ValueError) as error:
                 absent.append(f"{server.name}: {error}")
@@ -233,7 +235,9 @@ async def load(args: argparse.Namespace, folder: Path) -> dict[str, object]:
         for streams in args.levels:
             for repeat in range(args.repeats):
                 for server in servers:
-                    figures = await load_level(server, streams, args.requests, args.tokens, seed=repeat)
+                    # No prompt comes twice, as engines keep the caches of those that they have seen.
+                    seed = 100 * streams + repeat
+                    figures = await load_level(server, streams, args.requests, args.tokens, seed, args.text)
                     rows.append({"server": server.name, "streams": streams, "repeat": repeat, **figures})
                     print(f"{streams:3} streams  {server.name:16} {figures['tokens_per_s']:8.0f} tokens/s", flush=True)
     finally:
@@ -278,7 +282,7 @@ async def scheduler(args: argparse.Namespace, _: Path) -> dict[str, object]:
     rows: list[dict[str, object]] = []
     for streams in args.levels:
         for repeat in range(-1, args.repeats):  # the first one records passes
-            prompts = prompts_of(streams * args.requests, args.prompt_chars, 1000 * streams + repeat)
+            prompts = prompts_of(streams * args.requests, args.prompt_chars, 1000 * streams + repeat, args.text)
             figures = {}
             for name in ("MTP", "plain")[:: 1 if repeat % 2 else -1]:
                 texts, seconds, used = run_streams(chosen, model, prompts, streams, args.tokens, name)
@@ -367,6 +371,9 @@ def main() -> None:
     shared.add_argument("--logs", type=Path, default=Path("runs/serve-logs"))
     shared.add_argument("--start-s", type=float, default=600, help="time limit of a server's start")
     shared.add_argument("--settle-s", type=float, default=20, help="idle time before the measurement, for warm-up")
+    shared.add_argument(
+        "--text", type=Path, nargs="+", default=list(PROMPTS), help="files whose pieces are the prompts"
+    )
     one = commands.add_parser("load", parents=[shared])
     one.add_argument("--head", type=Path, help="a separate head, as nextn and vLLM take it")
     one.add_argument("--gguf", type=Path, help="llama.cpp's file, if the checkpoint cannot be converted with the head")

@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,21 +138,39 @@ def batches() -> str:
 
 
 def peers() -> str:
-    found = record("peers")
-    cells = {(each["engine"], each["variant"], each["num_speculative_tokens"]): each for each in found["figures"]}
-    rows = []
-    for title, engine, variant in (
+    """The recipe `code` in other engines, in 16 bits and float32."""
+    names = (
         ("nextn, bf16", "nextn", "bfloat16"),
         ("llama.cpp, bf16", "llama.cpp", "bfloat16"),
         ("vLLM on CPUs, compiled, bf16", "vllm", "compiled"),
         ("vLLM on CPUs, eager, bf16", "vllm", "eager"),
         ("transformers `generate`, float32", "transformers", "float32"),
         ("transformers `generate`, bf16", "transformers", "bfloat16"),
-    ):
-        row = [cells.get((engine, variant, k)) for k in (0, 1, 2, 4)]
+    )
+    return _engines("peers", names, (1, 2, 4))
+
+
+def quantized_peers() -> str:
+    """The recipe `code` with weights of 8 and 4 bits in nextn and llama.cpp."""
+    names = [
+        (f"nextn, {name}", "nextn", kind) for name, kind in (("bf16", "bfloat16"), ("int8", "int8"), ("int4", "int4"))
+    ]
+    kinds = (("bf16", "bfloat16"), ("Q8_0", "Q8_0"), ("Q4_K_M", "Q4_K_M"))
+    names += [(f"llama.cpp, {name}", "llama.cpp", kind) for name, kind in kinds]
+    return _engines("peers-quantized-code", names, (4,))
+
+
+def _engines(name: str, rows: Iterable[tuple[str, str, str]], k_values: Sequence[int]) -> str:
+    """Tokens per second of a record of `bench/peers.py`. Rows: title, engine, variant."""
+    figures = record(name)["figures"]
+    cells = {(each["engine"], each["variant"], each["num_speculative_tokens"]): each for each in figures}
+    lines = []
+    for title, engine, variant in rows:
+        row = [cells.get((engine, variant, k)) for k in (0, *k_values)]
         shown = ["" if each is None else f"{each['tokens_per_s']['median']:,.0f}" for each in row]
-        rows.append((title, *shown, "" if row[3] is None else f"{row[3]['mean_acceptance_length']:.2f}"))
-    return table(("engine, greedy, batch 1", "plain", "K = 1", "K = 2", "K = 4", "AL at K = 4"), rows)
+        lines.append((title, *shown, "" if row[-1] is None else f"{row[-1]['mean_acceptance_length']:.2f}"))
+    head = ("plain", *(f"K = {k}" for k in k_values), f"AL at K = {k_values[-1]}")
+    return table(("engine, greedy, batch 1", *head), lines)
 
 
 def served() -> str:
@@ -285,6 +303,7 @@ PARTS = {
     "costs": costs,
     "batches": batches,
     "peers": peers,
+    "quantized_peers": quantized_peers,
     "served": served,
     "audits": audits,
 }
