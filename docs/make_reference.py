@@ -17,15 +17,15 @@ CLI = """\
 # Command line
 
 Exit codes of every command: 0 done, 1 findings (of `audit`, `measure`, `diagnose`, `verify` and `canary check`, and
-of `train` where the head got worse), 2 usage error, 130 Ctrl-C, 141 when the reader of a pipe has closed it. `nextn
+of `train` if the head got worse), 2 usage error, 130 Ctrl-C, 141 if the reader of a pipe has closed it. `nextn
 COMMAND --help` prints the same as this page, which `make docs` generates.
 """
 PYTHON = """\
 # Python API
 
 The public names are those of `nextn.__all__`; this page has all of them. They are resolved on first use, so `import
-nextn` is cheap. Everything else in the package may change between minor releases. Where the lines with `:::` are not
-filled in, the page is not the site's (`make docs`); `help(nextn.generate)` prints the same.
+nextn` is cheap. Everything else in the package may change between minor releases. The lines with
+`:::` are filled in when the site is built (`make site`); `help(nextn.generate)` prints the same text.
 
 ```python
 import nextn
@@ -47,9 +47,9 @@ FAULT_INTRO = """\
 # Faults
 
 The faults that `nextn diagnose` knows. Each can be injected into the decoder, so its acceptance on a given head is
-computed: `diagnose` compares an engine's counters with these figures ([how](diagnose.md)). None of them changes the
-text, because the trunk (the target model) verifies every draft. The threads are public reports of the fault, which
-may be fixed by now.
+computed: `diagnose` compares an engine's counters with these figures ([details](diagnose.md)). No fault changes the
+text, because the trunk (the target model) verifies every draft. The linked threads are public reports of the fault,
+which may be fixed by now.
 """
 
 

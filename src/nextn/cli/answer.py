@@ -83,7 +83,7 @@ def answer(
     key_env: KeyEnv = None,
     as_json: AsJson = False,
 ) -> None:
-    """Generate training data with the trunk itself, here or by an engine that serves it; the same command resumes."""
+    """Generate training data with the trunk, locally or through an engine; the same command resumes."""
     if engine is not None and (top_k or top_p < 1):
         raise ConfigError("--top-k and --top-p: an engine samples from the whole distribution here; leave them out")
     if engine is not None and device_map is not None:

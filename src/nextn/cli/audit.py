@@ -28,7 +28,7 @@ def audit(
     model: Annotated[
         str,
         typer.Argument(
-            help="Checkpoint folder, .safetensors or .gguf file, hub id, or tiny: the one in the package.",
+            help="Checkpoint folder, .safetensors or .gguf file, hub id, or tiny: the one that comes with the package.",
             callback=shipped_path,
         ),
     ],

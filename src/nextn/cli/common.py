@@ -38,7 +38,7 @@ def shipped_path(name: str) -> str:
     return str(SHIPPED)
 
 
-_SOURCES = "hub id, or tiny: the small one in the package."
+_SOURCES = "hub id, or tiny: the one that comes with the package."
 # Of a command that loads the model, and of one that edits the checkpoint.
 ModelName = Annotated[str, typer.Argument(help=f"Checkpoint folder, .gguf file, {_SOURCES}", callback=shipped_path)]
 CheckpointName = Annotated[str, typer.Argument(help=f"Checkpoint folder, {_SOURCES}", callback=shipped_path)]
@@ -106,7 +106,7 @@ ExactHead = Annotated[
     bool,
     typer.Option(
         "--exact-head",
-        help="Draft with bf16 weights. Default: 7-bit weights if it is bf16 and the CPU has AVX512-BF16 but no AMX.",
+        help="Draft with the stored weights. Default: 7 bits for a bf16 head if the CPU has AVX512-BF16 but no AMX.",
     ),
 ]
 KeyEnv = Annotated[str | None, typer.Option(help="Environment variable with the API key. Default: OPENAI_API_KEY.")]

@@ -53,7 +53,7 @@ def restore(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Restore a lost head byte for byte. Of a hub id, only the head's byte ranges are read."""
+    """Restore a lost head, byte for byte. From a hub, only the head is downloaded."""
     from nextn.edit.restore import restore as restore_head
 
     source = None if base is None else _open(base, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
@@ -77,10 +77,11 @@ def convert(
         str | None, typer.Option(help="add-1 or subtract-1: shift the head's RMSNorm weights.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Of a .gguf file: float32, float16 or bfloat16 for all weights, packed or not.")
+        str | None, typer.Option(help="For a .gguf file: float32, float16 or bfloat16 for all weights, packed or not.")
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Of a .gguf file: a folder with its tokenizer, if nextn cannot read the file's.")
+        Path | None,
+        typer.Option(help="For a .gguf file: folder with its tokenizer, if nextn cannot read the one in the file."),
     ] = None,
     revision: Revision = None,
     cache_dir: CacheDir = None,
@@ -193,7 +194,7 @@ def quantize(
     weights: Annotated[str, typer.Option(help="int8: one scale per output channel. int4: one per group.")],
     group_size: Annotated[int, typer.Option(help="Input channels of a group of int4.")] = 128,
     head_bits: Annotated[
-        str, typer.Option(help="Of the head: 16 (as it is), 8, 4, or auto: the fewest that cost < 1 % of AL.")
+        str, typer.Option(help="Bits of the head: 16 (unchanged), 8, 4, or auto: the fewest that cost < 1 % of AL.")
     ] = "16",
     activation_bits: Annotated[
         int,

@@ -212,7 +212,7 @@ def diagnose(
     out: Annotated[Path | None, typer.Option(help="File for the JSON record.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Name the likeliest causes of an engine's low acceptance, from its own counters and the checkpoint."""
+    """Name the most likely causes of an engine's low acceptance, from its own counters and the checkpoint."""
     from nextn.checkpoint.safetensors_file import write_json
     from nextn.engines.client import Budget, Limits
     from nextn.engines.endpoint import Endpoint
@@ -447,7 +447,7 @@ def _where(temperature: float, prompts: "tuple[int, ...] | None", *, several: bo
 
 
 def _odds(cause: "Cause") -> str:
-    """The likelihood relative to the likeliest cause."""
+    """The likelihood relative to the most likely cause."""
     return "1" if cause.ratio == 1 else f"1/{1 / cause.ratio:.3g}" if cause.ratio >= 1e-6 else "<1e-6"
 
 

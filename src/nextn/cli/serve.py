@@ -48,7 +48,7 @@ def serve(
         int | None, typer.Option(*K_NAMES, help=f"Most draft tokens per round. Default: {_DEFAULT_K}.")
     ] = None,
     fixed_k: Annotated[
-        bool, typer.Option("--fixed-k", help="Always draft -k tokens, also where fewer are faster.")
+        bool, typer.Option("--fixed-k", help="Always draft -k tokens, even if fewer are faster.")
     ] = False,
     no_mtp: Annotated[bool, typer.Option("--no-mtp", help="Plain decoding; requests cannot turn MTP on.")] = False,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that are decoded at once.")] = 16,
@@ -58,7 +58,7 @@ def serve(
             help="Tokens of a prompt and its completion. Default: the model's context, or what --cache-gb holds."
         ),
     ] = None,
-    max_queue: Annotated[int, typer.Option(help="Requests that wait; further ones are answered 429.")] = 128,
+    max_queue: Annotated[int, typer.Option(help="Requests that may wait; further ones get status 429.")] = 128,
     cache_gb: Annotated[float, typer.Option(help="Memory for the caches of sequences and prefixes, in GB.")] = 2.0,
     api_key_env: Annotated[
         str | None, typer.Option(help="Environment variable with the key that clients must send. Default: no key.")
@@ -89,7 +89,7 @@ def serve(
         ),
     ] = None,
     advice: Annotated[
-        Path | None, typer.Option(help="With --print and without -k: record of `nextn advise --out`, whose K is used.")
+        Path | None, typer.Option(help="With --print and without -k: record of `nextn advise --out` with the K to use.")
     ] = None,
     draft_vocab: DraftVocab = "0",
     draft_text: DraftText = None,

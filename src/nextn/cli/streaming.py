@@ -45,8 +45,8 @@ Stream = Annotated[
 Texts = Annotated[
     str | None,
     typer.Option(
-        help="Measure on these texts: a file of `nextn answer`, or other records or text. Needed with --stream, which "
-        "cannot generate.",
+        help="Measure on these texts: a file of `nextn answer`, or other records or text. --stream, which cannot "
+        "generate, needs it or --engine.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -82,8 +82,8 @@ def reason_to_stream(options: ModelOptions, stream: bool | None) -> str | None:
 KeepShards = Annotated[
     Path | None,
     typer.Option(
-        help="Of a hub id whose trunk is streamed: keep what is downloaded in this folder, for later runs. Default: "
-        "each layer is forgotten after use.",
+        help="With --stream and a hub id: keep downloads in this folder, for later runs. Default: each layer is "
+        "deleted after use.",
         rich_help_panel=_PANEL,
     ),
 ]

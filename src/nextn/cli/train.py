@@ -47,7 +47,7 @@ def train(
         ),
     ] = None,
     all_tokens: Annotated[
-        bool, typer.Option("--all-tokens", help="Train on prompts and user turns, too, not only on answers.")
+        bool, typer.Option("--all-tokens", help="Also train on prompts and user turns, not only on answers.")
     ] = False,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder of a tokenizer. Default: bytes, or the trunk's own.")
@@ -107,8 +107,8 @@ def train(
     layout: Annotated[
         str | None,
         typer.Option(
-            help="mimo: a new head that vLLM and SGLang run as a separate draft beside any trunk. step35: one for "
-            "llama.cpp. Default: the layout of the trunk's family, or one layer of the trunk's own class.",
+            help="mimo: a new head that vLLM and SGLang run as a separate draft model. step35: one for llama.cpp. "
+            "Default: the layout of the trunk's family, or one layer of the trunk's own class.",
             rich_help_panel=_HEAD,
         ),
     ] = None,
@@ -117,7 +117,7 @@ def train(
         typer.Option(
             "--train",
             metavar="PARTS",
-            help=f"Comma-separated parts of the head to train; the others stay as they are. A head has some of "
+            help=f"Comma-separated parts of the head to train; the others are frozen. A head has some of "
             f"{', '.join(PARTS)}. Default: all.",
             rich_help_panel=_HEAD,
         ),
@@ -130,8 +130,8 @@ def train(
         bool,
         typer.Option(
             "--drawn",
-            help="All of --data, not only files by `nextn answer`, was sampled from this trunk, at the settings' "
-            "temperature.",
+            help="Declare that all of --data, not only files of `nextn answer`, was sampled from this trunk at the "
+            "settings' temperature.",
             rich_help_panel=_HEAD,
         ),
     ] = False,
