@@ -183,4 +183,4 @@ def test_candidates():
 def test_the_reason_names_all():
     policy = measured(MeasuredLength(4))
     policy.at(1).plan()
-    assert policy.at(1).reason.startswith("4 drafts per round: K = 0 promises 0 tokens/s, K = 1 promises")
+    assert policy.at(1).reason.startswith("4 drafts per round; expected: K = 0: 0 tokens/s, K = 1: ")

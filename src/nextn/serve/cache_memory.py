@@ -1,4 +1,4 @@
-"""How the memory for caches is divided: what a sequence takes, and how long sequences may be."""
+"""How the memory for caches is divided: the memory of a sequence, and the maximum length of sequences."""
 
 from nextn.errors import ConfigError
 from nextn.runtime.backend import Backend
@@ -7,19 +7,19 @@ from nextn.serve.options import EngineOptions
 from nextn.serve.prefix_cache import has_blocks
 from nextn.serve.scheduler import SchedulerLimits
 
-_PREFIX_SHARE = 0.25  # of the cache memory, where there is a prefix cache
-_DEFAULT_LENGTH = 4096  # positions per sequence, where neither the model nor the memory sets a limit
+_PREFIX_SHARE = 0.25  # of the cache memory, if there is a prefix cache
+_DEFAULT_LENGTH = 4096  # positions per sequence, if neither the model nor the memory sets a limit
 
 
 def limits_within(backend: Backend, options: EngineOptions) -> SchedulerLimits:
-    """Divide the memory for caches. Raises ConfigError where it does not suffice."""
+    """Divide the memory for caches. Raises ConfigError if it is too small."""
     total, most = int(options.cache_gb * 1e9), backend.trunk.max_length or 2**31
     per_position, per_sequence = bytes_per_sequence(backend)
     k = 0 if backend.head is None else options.num_speculative_tokens
     prefix_bytes = int(total * _PREFIX_SHARE) if has_blocks(backend) else 0
-    # A sequence that drafts no more is padded to the drafts of others. Native buffers are never written there.
+    # A sequence that no longer drafts is padded to the drafts of others. Native buffers are not written there.
     padding = 0 if backend.name == "native" else k + 1
-    rows = options.max_num_seqs + 1  # one moves from its own cache to that of a batch
+    rows = options.max_num_seqs + 1  # a sequence is in two caches while it joins a batch
     available = (total - prefix_bytes) // rows - per_sequence
     fitting = available // per_position - padding if per_position else most if available >= 0 else 0
     length = min(options.max_model_len or backend.trunk.max_length or _DEFAULT_LENGTH, most, fitting)
@@ -40,6 +40,6 @@ def limits_within(backend: Backend, options: EngineOptions) -> SchedulerLimits:
 
 
 def bytes_per_sequence(backend: Backend) -> tuple[int, int]:
-    """Return the bytes per position and, whatever the length, per sequence, of the caches of trunk and MTP layers."""
+    """Return the bytes per position, and per sequence whatever its length, of the caches of trunk and MTP layers."""
     caches = sized_caches(backend)
     return sum(cache.bytes_per_position for cache in caches), sum(cache.bytes_per_state for cache in caches)

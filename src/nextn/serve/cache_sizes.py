@@ -8,9 +8,9 @@ from nextn.runtime.native.kv_buffers import KVBuffers
 
 
 def sized_caches(backend: Backend) -> list[KVCache]:
-    """Return caches of one sequence, of the trunk and of each MTP layer, that know their sizes.
+    """Return the caches of one sequence, for the trunk and each MTP layer, with known sizes.
 
-    Those of the torch backend are known after a block, which has as many positions as fill a compressed entry.
+    Those of the torch backend know their sizes after a block with enough positions to fill a compressed entry.
     """
     trunk, head = backend.trunk, backend.head
     with torch.inference_mode(), trunk.pass_context():

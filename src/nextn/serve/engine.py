@@ -60,7 +60,7 @@ class ServingEngine:
             self.backend, self.limits, has_arrivals=lambda: bool(self._arrivals), policies=self._policies
         )
         self._changed = threading.Condition()
-        self._open: dict[int, ServedSequence] = {}  # those that were submitted and have not ended
+        self._open: dict[int, ServedSequence] = {}  # submitted sequences that have not ended
         self._number = 0
         self._last_parent: object | None = None  # API request of the last sequence that was submitted
         self._is_closing = self._is_closed = False
@@ -172,24 +172,24 @@ class ServingEngine:
                 self._changed.wait()
 
     def _fail(self, error: Exception) -> None:
-        """End every sequence with the error and start from an idle scheduler."""
+        """End every sequence with the error, and start again with an idle scheduler."""
         _LOG.error("all generations failed", exc_info=error)
         for sequence in list(self._open.values()):
             sequence.fail(error)
         self._scheduler = self._scheduler.restarted()
 
     def _warm_up_steps(self) -> Iterator[None]:
-        """Record the passes of rounds, and measure what they cost.
+        """Record the passes of rounds, and measure the costs of rounds.
 
-        Requests that arrive wait for one step at most, and while rounds are measured for one pass.
+        A request that arrives waits for at most one step, or, while rounds are measured, for one pass.
         """
         trunk, head, k = self.backend.trunk, self.backend.head, self.limits.num_speculative_tokens
-        # The last chunk of a prompt has any size; smaller ones than the smallest run on passes of that size. The head
-        # also catches up on as many positions as two chunks, after rounds without drafts.
+        # The last chunk of a prompt can have any size; chunks below the smallest size run on passes of that size. After
+        # rounds without drafts, the head processes up to two chunks of deferred positions at once.
         chunks = *range(CHUNKS[-1], CHUNKS[0] + 1, CHUNKS[-1] // 2), 2 * CHUNKS[0]
         for num_sequences in _warmup_order(self.limits.max_num_seqs):
-            # Prompts are processed one by one. What the heads of several sequences catch up on is recorded when needed:
-            # these sizes times all batch sizes would take minutes.
+            # Prompts are processed one by one. Passes over deferred positions of several sequences are recorded when
+            # needed: these sizes for all batch sizes would take minutes.
             sizes = [*range(1, k + 2), *(chunks if num_sequences == 1 else ())]
             for size in sizes:
                 with torch.inference_mode(), trunk.pass_context():
@@ -209,7 +209,7 @@ class ServingEngine:
         return_freed_memory()
 
     def _measure_rounds(self, num_sequences: int, *, is_argmax: bool) -> Iterator[None]:
-        """Measure rounds of powers of two and of the most sequences, again where a request has interrupted it."""
+        """Measure rounds if the batch size is a power of two or the largest; repeat if a request interrupts it."""
         k, most = self.limits.num_speculative_tokens, self.limits.max_num_seqs
         if not (k and self.limits.adaptive) or (num_sequences & (num_sequences - 1) and num_sequences != most):
             return
@@ -221,15 +221,15 @@ class ServingEngine:
                 num_speculative_tokens=k,
                 is_argmax=is_argmax,
                 max_model_len=self.limits.max_model_len,
-                is_interrupted=self._is_wanted,
+                is_interrupted=self._has_other_work,
             )
             if costs is not None:
                 self._policies.measured((is_argmax, k, True)).costs.set(num_sequences, costs)
-            is_done = costs is not None or not self._is_wanted()
+            is_done = costs is not None or not self._has_other_work()
             yield
 
-    def _is_wanted(self) -> bool:
-        """Whether the engine's thread has other things to do than to warm up."""
+    def _has_other_work(self) -> bool:
+        """Return whether the engine's thread has more urgent work than the warm-up."""
         return bool(self._arrivals) or self._is_closed
 
     def _measured_costs(self) -> Costs:

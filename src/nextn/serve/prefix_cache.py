@@ -26,10 +26,10 @@ _Key = tuple[int | str, ...]  # the tokens of a block; those of a first block af
 
 
 def has_blocks(backend: Backend) -> bool:
-    """Whether a sequence can continue exactly from copies of what the backend's caches hold for blocks of positions.
+    """Return whether a sequence can continue exactly from copied blocks of the backend's caches.
 
-    Not so with attention of other caches than keys and values, in torch, nor with recurrent layers in the head, which
-    is behind the trunk at the end of a block.
+    This excludes, in torch, attention that caches more than keys and values, and heads with recurrent layers, because
+    at the end of a block the head is behind the trunk.
     """
     head = backend.head
     heads = [] if head is None else [head.cache(1)]
@@ -43,14 +43,14 @@ def _num_bytes(block: CacheBlock) -> int:
 
 @dataclass(frozen=True, eq=False)
 class PrefixBlock:
-    """What the caches hold for one block of positions, after all blocks before it."""
+    """The contents of the caches for one block of positions that follows all blocks before it."""
 
     trunk: CacheBlock
-    # Of each MTP layer, from 32 positions before the block: those could not be final earlier. None where the head has
-    # not processed the block.
+    # Of each MTP layer, from 32 positions before the block, which could not be final earlier. None if the head has not
+    # processed the block.
     heads: tuple[CacheBlock, ...] | None
-    # The trunk's states at all positions if heads is None, else at the last ones, which the head processes once the
-    # next tokens are known.
+    # The trunk's states at all positions if heads is None, else at the last ones, which the head can process only once
+    # the next tokens are known.
     states: Tensor
 
     @property
@@ -96,7 +96,7 @@ class PrefixCache:
         return cls(max_bytes, block_size=size, block_bytes=block_bytes)
 
     def emptied(self) -> "PrefixCache":
-        """Return an empty one of the same sizes."""
+        """Return an empty cache of the same sizes."""
         return PrefixCache(self.max_bytes, block_size=self.block_size, block_bytes=self._block_bytes)
 
     @property
@@ -104,9 +104,9 @@ class PrefixCache:
         return len(self._nodes) * self.block_size
 
     def restore(self, batch: ServedBatch) -> int:
-        """Fill the caches of a batch of one new sequence with the longest known prefix; return its positions.
+        """Fill the caches of a batch of one new sequence with the longest cached prefix; return its length.
 
-        The last token is never part of it, as its output is needed.
+        The prefix never includes the last token, whose output is needed.
         """
         (sequence,) = batch.sequences
         nodes = self._match(self._root(batch), sequence.tokens[:-1], sequence.request.cache_salt)
@@ -128,7 +128,7 @@ class PrefixCache:
         return end
 
     def store(self, batch: ServedBatch) -> None:
-        """Keep the block at whose end the prefill of a batch of one sequence is, if any; complete known ones."""
+        """Store the block that ends where the prefill of a batch of one sequence is, if any; complete stored ones."""
         (sequence,), end, size = batch.sequences, batch.num_prefilled, self.block_size
         root, salt = self._root(batch), sequence.request.cache_salt
         known = self._match(root, sequence.tokens[:end], salt)
@@ -136,7 +136,7 @@ class PrefixCache:
         self._touch(parent)
         if not all(self._complete(node, batch, index * size, keep=parent) for index, node in enumerate(known)):
             return
-        # A block is new only if it ends here, and those before it have not left the cache.
+        # A block is stored only if it ends here and all blocks before it are still in the cache.
         if end > len(sequence.tokens) or end != (len(known) + 1) * size:
             return
         block, key = self._read(batch, end), self._key(sequence.tokens, end - size, salt)
@@ -147,7 +147,7 @@ class PrefixCache:
             self._touch(node)
 
     def _read(self, batch: ServedBatch, end: int) -> PrefixBlock | None:
-        """Copy the block at whose end the prefill is; None if the head has processed a part of it."""
+        """Copy the block that ends where the prefill is; None if the head has processed only a part of it."""
         start, drafter = end - self.block_size, batch.drafter
         heads, states = self._read_heads(batch, start), torch.empty(0) if drafter is None else batch.tails[0]
         if heads is None:
@@ -158,7 +158,7 @@ class PrefixCache:
         return PrefixBlock(batch.cache.read_block(start, end), heads, states)
 
     def _read_heads(self, batch: ServedBatch, start: int) -> tuple[CacheBlock, ...] | None:
-        """Copy what the MTP layers have for the block from `start`; None if they have not processed it."""
+        """Copy the MTP layers' part of the block from `start`; None if they have not processed it."""
         if batch.drafter is None:
             return ()
         caches, end = batch.drafter.caches, start + self.block_size
@@ -167,9 +167,9 @@ class PrefixCache:
         return tuple(cache.read_block(max(0, start - _TILE), end) for cache in caches)
 
     def _complete(self, node: _Node, batch: ServedBatch, start: int, *, keep: _Node) -> bool:
-        """Add what the head has left in the batch's caches to a known block from `start` that lacks it.
+        """Add the head's part, from the batch's caches, to a stored block from `start` that lacks it.
 
-        Below a block without it there must be none with it. Return False where memory does not permit that.
+        A block without that part must not be followed by one with it: return False if there is not enough memory.
         """
         block = node.block
         assert block is not None
@@ -190,7 +190,7 @@ class PrefixCache:
         return block if start else (salt, *block)
 
     def _match(self, node: _Node, tokens: Sequence[int], salt: str) -> list[_Node]:
-        """Find the nodes of the longest known prefix of whole blocks below a root."""
+        """Find the nodes of the longest cached prefix of whole blocks below a root."""
         nodes = []
         for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
             child = node.children.get(self._key(tokens, start, salt))
@@ -208,7 +208,7 @@ class PrefixCache:
             current = current.parent
 
     def _make_room(self, nbytes: int, *, keep: _Node) -> bool:
-        """Remove blocks, but not `keep`, which was used last; return whether one of this size fits then."""
+        """Evict blocks, but not `keep`, which was used last; return whether a block of this size then fits."""
         if nbytes > self.max_bytes:
             return False
         while self.nbytes + nbytes > self.max_bytes:

@@ -1,4 +1,4 @@
-"""What rounds of a batch cost, measured with sequences of random tokens while the server is idle."""
+"""Times of rounds by number of drafts, measured with sequences of random tokens while the server is idle."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -13,12 +13,12 @@ from nextn.settings import Sampling
 from nextn.speculative.draft_policy import FixedLength, RoundPlan
 from nextn.speculative.measured_length import candidate_lengths
 
-_CONTEXT = 64  # positions of a prompt, one pass
-# Each number of drafts is measured in several turns, each longer than the time for which another process may get the
-# processor: rounds that are short enough to fit in between would seem cheaper than they are on a busy machine.
-_TURNS, _TURN_S = 5, 0.02
-_FEWEST, _MOST = 3, 12  # rounds of a turn
-_AHEAD_S = 0.01  # of rounds in one native call, after which a request is noticed
+_PROMPT_SIZE = 64  # positions, processed in one pass
+# Each number of drafts is measured in several turns, each longer than a time slice of another process: rounds that fit
+# between time slices would seem cheaper than they are on a busy machine.
+_NUM_TURNS, _TURN_S = 5, 0.02
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 12  # of a turn
+_MAX_AHEAD_S = 0.01  # seconds of rounds in one native call, after which a waiting request is noticed
 
 
 @torch.inference_mode()
@@ -31,19 +31,19 @@ def measure_round_costs(
     max_model_len: int,
     is_interrupted: Callable[[], bool] = lambda: False,
 ) -> dict[int, float] | None:
-    """Measure rounds of the scheduler's kind.
+    """Measure rounds as the scheduler runs them.
 
     Args:
         backend: Trunk and head.
-        batch_size: Sequences.
-        num_speculative_tokens: K, the most drafts of a round.
-        is_argmax: Whether the sequences take the argmax, else they sample at temperature 1.
-        max_model_len: Positions that a sequence may take.
-        is_interrupted: Asked between passes; whether to stop.
+        batch_size: Number of sequences.
+        num_speculative_tokens: K, the largest number of drafts per round.
+        is_argmax: Whether tokens are the argmax; otherwise they are sampled at temperature 1.
+        max_model_len: Maximum number of positions of a sequence.
+        is_interrupted: Called between passes; returns whether to stop.
 
     Returns:
-        Seconds of a round by number of drafts (`candidate_lengths`): the median over turns of the mean. None if it was
-        interrupted, or if `max_model_len` is too small to measure all.
+        Seconds of a round by number of drafts (`candidate_lengths`): the mean of a turn's rounds, and the median of
+        that over turns. None if interrupted, or if `max_model_len` is too small to measure all numbers.
     """
     timer = _RoundTimer()
     with backend.trunk.pass_context():
@@ -58,8 +58,8 @@ def measure_round_costs(
                 batch.join(one)
         assert batch is not None
         means: dict[int, list[float]] = {length: [] for length in candidate_lengths(num_speculative_tokens)}
-        for _ in range(_TURNS):
-            # Most drafts first: after rounds without them the head has to catch up.
+        for _ in range(_NUM_TURNS):
+            # Most drafts first: after rounds without drafts, the head has to process the positions that it skipped.
             for length in reversed(means):
                 seconds = _time_rounds(batch, timer, length, batch_size, is_interrupted)
                 if seconds is None:
@@ -69,7 +69,7 @@ def measure_round_costs(
 
 
 class _RoundTimer:
-    """A policy that drafts a given number of tokens and keeps the times of rounds."""
+    """A policy that drafts a given number of tokens and records the times of rounds."""
 
     def __init__(self) -> None:
         self.length, self.seconds = FixedLength(0), list[float]()
@@ -78,7 +78,7 @@ class _RoundTimer:
         return self.length.plan()
 
     def rounds_unchanged(self, batch_size: int) -> int:
-        return _FEWEST
+        return _MIN_ROUNDS
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         self.seconds.append(seconds)
@@ -94,8 +94,8 @@ class _RoundTimer:
 def _prefilled(
     backend: Backend, timer: _RoundTimer, row: int, k: int, is_argmax: bool, max_model_len: int
 ) -> ServedBatch:
-    """Return a batch of one sequence that has its first token and ends by its length alone."""
-    size = min(_CONTEXT, max_model_len // 2)
+    """Return a batch of one sequence that has its first token and ends only at its maximum length."""
+    size = min(_PROMPT_SIZE, max_model_len // 2)
     tokens = torch.randint(backend.trunk.vocab_size, (size,), generator=torch.Generator().manual_seed(row))
     sampling = Sampling(temperature=0.0 if is_argmax else 1.0)
     request = GenerationRequest(tuple(tokens.tolist()), sampling, max_tokens=max_model_len - size, seed=row)
@@ -103,8 +103,8 @@ def _prefilled(
     timer.length = FixedLength(k)
     batch = ServedBatch(backend.trunk, backend.head, sequence, num_speculative_tokens=k, length=timer)
     batch.limit_caches(max_model_len)
-    batch.max_ahead_s = _AHEAD_S
-    while not batch.prefill_chunk(_CONTEXT):
+    batch.max_ahead_s = _MAX_AHEAD_S
+    while not batch.prefill_chunk(_PROMPT_SIZE):
         pass
     batch.first_round(0.0)
     return batch
@@ -113,11 +113,11 @@ def _prefilled(
 def _time_rounds(
     batch: ServedBatch, timer: _RoundTimer, length: int, batch_size: int, is_interrupted: Callable[[], bool]
 ) -> float | None:
-    """Return the mean seconds of a turn's rounds; None if interrupted, or if a sequence has ended."""
+    """Return the mean seconds of a turn's rounds; None if interrupted or if a sequence ended."""
     timer.length, timer.seconds = FixedLength(length), []
     while len(batch.sequences) == batch_size:
-        times = timer.seconds[1:]  # the first may record its passes, or process what the head has put off
-        if not batch.queued and len(times) >= _FEWEST and (len(times) >= _MOST or sum(times) >= _TURN_S):
+        times = timer.seconds[1:]  # the first round may record its passes, or process positions that the head skipped
+        if not batch.queued and len(times) >= _MIN_ROUNDS and (len(times) >= _MAX_ROUNDS or sum(times) >= _TURN_S):
             return statistics.mean(times)
         if not batch.queued and is_interrupted():
             return None

@@ -1,8 +1,8 @@
-"""Continuous batching over rounds: sequences are prefilled in chunks beside running rounds, and join and leave between
-them.
+"""Continuous batching over rounds: prompts are prefilled in chunks between rounds, and sequences join and leave batches
+between rounds.
 
 Sequences with the same `Group` form one batch: whether tokens are chosen by argmax alone, K, and whether K may adapt.
-Batches that need nothing but the argmax use native rounds. What a sequence gets does not depend on the others: native
+Batches that need only the argmax use native rounds. The text of a sequence does not depend on the others: native
 kernels give a row the same bits whatever other rows there are, and each sequence has its own random numbers.
 """
 
@@ -23,29 +23,29 @@ from nextn.speculative.draft_policy import DraftLength, FixedLength
 from nextn.speculative.measured_length import MeasuredLength
 
 CHUNKS = (64, 32, 16)  # positions of a prefill pass; all divide a block of the prefix cache
-_FADING = 0.98  # of the measured time of a pass, with each pass that follows
-_AHEAD_S, _AHEAD_PER_SEQUENCE_S = 0.008, 0.002  # of rounds that are computed before their tokens are sent
+_CHUNK_TIME_DECAY = 0.98  # of the measured time of a chunk size, with each later chunk
+_AHEAD_S, _AHEAD_PER_SEQUENCE_S = 0.008, 0.002  # seconds of rounds that run before their tokens are sent
 
-Group = tuple[bool, int, bool]  # whether its sequences take the argmax, K, and whether K adapts to the speed
+Group = tuple[bool, int, bool]  # whether tokens are the argmax, K, and whether the number of drafts adapts
 
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """What is known before start."""
+    """Limits that are fixed at startup."""
 
-    max_num_seqs: int = 16  # sequences that are prefilled or decoded at the same time
-    max_model_len: int = 4096  # positions of a sequence, prompt included
-    num_speculative_tokens: int = 4  # K of requests that do not ask for one
-    adaptive: bool = True  # draft less for them where that is faster
-    prefix_bytes: int = 0  # memory of the prefix cache; 0: none
-    cache_bytes: float = math.inf  # memory of the caches of sequences
+    max_num_seqs: int = 16  # sequences that are prefilled or decoded at once
+    max_model_len: int = 4096  # positions of a sequence, including the prompt
+    num_speculative_tokens: int = 4  # K of requests that do not set it
+    adaptive: bool = True  # draft fewer tokens for these if that is faster
+    prefix_bytes: int = 0  # memory for the prefix cache; 0: no prefix cache
+    cache_bytes: float = math.inf  # memory for the caches of sequences
 
 
 class WaitingQueue:
-    """Sequences in the order in which they get places.
+    """Sequences in the order in which they are admitted.
 
-    A request with many choices or prompts must not hold up the others: a new one waits for at most one sequence of each
-    request that was there before. The sequences of one request keep their order.
+    A request with many choices or prompts must not delay the others: a new one waits for at most one sequence of each
+    earlier request. The sequences of one request keep their order.
     """
 
     def __init__(self) -> None:
@@ -62,11 +62,11 @@ class WaitingQueue:
         request, sequences = self._requests.popitem(last=False)
         sequence = sequences.popleft()
         if sequences:
-            self._requests[request] = sequences  # behind all others
+            self._requests[request] = sequences  # after all others
         return sequence
 
     def pop_cancelled(self) -> list[ServedSequence]:
-        """Remove and return the sequences whose clients went away."""
+        """Remove and return the sequences whose clients have disconnected."""
         cancelled = [each for sequences in self._requests.values() for each in sequences if each.is_cancelled]
         for sequence in cancelled:
             sequences = self._requests[request_of(sequence)]
@@ -83,21 +83,21 @@ def request_of(sequence: ServedSequence) -> object:
 
 
 class DraftPolicies:
-    """How many tokens groups draft: K, or where it may be less, what is expected to be the fastest."""
+    """The number of drafts of each group: K, or, if it adapts, the one that is expected to be the fastest."""
 
     def __init__(self) -> None:
         self._measured: dict[Group, MeasuredLength] = {}
 
     def policy(self, group: Group, num_sequences: int) -> DraftLength:
-        """Return the policy of a group while it has this many sequences."""
+        """Return the policy of a group that has this many sequences."""
         return self.measured(group).at(num_sequences) if group[2] else FixedLength(group[1])
 
     def expected(self, group: Group, num_sequences: int) -> DraftLength:
-        """Return the same without trials and probes, for prompts of sequences that will be so many."""
+        """Return the same without trials and probes, for the prompts of a group that will have this many sequences."""
         return FixedLength(self.measured(group).best(num_sequences) if group[2] else group[1])
 
     def measured(self, group: Group) -> MeasuredLength:
-        """Return what is known of a group whose K adapts."""
+        """Return the policy, with all measurements, of a group whose number of drafts adapts."""
         if group not in self._measured:
             self._measured[group] = MeasuredLength(group[1])
         return self._measured[group]
@@ -121,18 +121,18 @@ class Scheduler:
         Args:
             backend: Trunk and head.
             limits: Sizes.
-            clock: Seconds.
-            has_arrivals: Whether sequences have arrived that are not in `waiting` yet. Rounds make room for them.
-            policies: How many tokens to draft; None: measure it anew.
-            prefix_cache: An empty one; None: that of the limits.
+            clock: Returns seconds.
+            has_arrivals: Returns whether sequences have arrived that are not in `waiting` yet; rounds then end early.
+            policies: Policies with earlier measurements; None: without any.
+            prefix_cache: An empty prefix cache; None: create one as the limits say.
         """
         self.limits, self._backend, self._clock, self._has_arrivals = limits, backend, clock, has_arrivals
         self._policies = policies or DraftPolicies()
         self.waiting = WaitingQueue()
         self._prefilling: deque[ServedBatch] = deque()
         self._running: dict[Group, ServedBatch] = {}
-        self._takes_oldest = False  # of two prompts that take turns
-        self._round_s = 0.0  # of the last step's rounds
+        self._takes_oldest = False  # whether the last chunk was of the oldest prompt
+        self._round_s = 0.0  # time of the last step's rounds
         with torch.inference_mode(), backend.trunk.pass_context():
             self.prefix_cache = prefix_cache or PrefixCache.of(backend, limits.prefix_bytes)
         largest = backend.trunk.max_block_size or CHUNKS[0]
@@ -144,7 +144,7 @@ class Scheduler:
 
     @property
     def num_cache_bytes(self) -> int:
-        """Bytes of memory that the caches of sequences take at most."""
+        """Upper bound of the bytes that the caches of sequences take."""
         return sum(batch.num_cache_bytes for batch in self._batches)
 
     @property
@@ -156,7 +156,7 @@ class Scheduler:
         return not (self.waiting or self._prefilling or self._running)
 
     def step(self) -> None:
-        """Run rounds of every group, then prefill; emit what they add."""
+        """Run rounds of every group, then prefill prompts; emit the new tokens."""
         with torch.inference_mode(), self._backend.trunk.pass_context():
             self._drop_cancelled()
             self._admit()
@@ -203,7 +203,7 @@ class Scheduler:
         self._running = {group: batch for group, batch in self._running.items() if batch.sequences}
 
     def _bound_memory(self) -> None:
-        """Let batches give back what sequences that left have used, once all together would take too much."""
+        """Let batches free the memory of finished sequences if all caches together exceed the limit."""
         if self.num_cache_bytes > self.limits.cache_bytes:
             for batch in self._batches:
                 with batch.isolated():
@@ -216,7 +216,7 @@ class Scheduler:
             sequence = self.waiting.pop()
             sequence.has_place = True
             group = _, k, _ = self._group(sequence)
-            # While batches as large as the next one draft nothing, the head leaves the prompt for later.
+            # If batches of the coming size do not draft, the head defers the prompt.
             num_soon = min(self.num_running + 1 + len(self.waiting), self.limits.max_num_seqs)
             length = self._policies.expected(group, num_soon)
             batch = ServedBatch(
@@ -231,15 +231,15 @@ class Scheduler:
 
     def _run(self, group: Group, batch: ServedBatch) -> None:
         batch.draft_length = self._policies.policy(group, len(batch.sequences))
-        more = 0.0 if self._prefilling else _AHEAD_PER_SEQUENCE_S * self.num_running
-        batch.run(_AHEAD_S + more, is_interrupted=self._has_arrivals)
+        extra_s = 0.0 if self._prefilling else _AHEAD_PER_SEQUENCE_S * self.num_running
+        batch.run(_AHEAD_S + extra_s, is_interrupted=self._has_arrivals)
         if not batch.sequences:
             del self._running[group]
 
     def _prefill(self) -> None:
-        """Run chunks of the prompts, for each prompt at most as long as the last rounds took.
+        """Process chunks of the prompts, for each prompt about as long as the last rounds took.
 
-        The more prompts wait, the longer running sequences do, too: the first token of a request matters more.
+        So the more prompts there are, the longer running sequences wait: the first token of a request matters more.
         """
         started, budget = self._clock(), len(self._prefilling) * max(self._round_s, _AHEAD_S)
         while self._prefilling:
@@ -251,15 +251,15 @@ class Scheduler:
                 break
 
     def _next_prefill(self) -> ServedBatch:
-        """The oldest prompt and the one with the least left take turns: short ones are soon done, none starves."""
+        """Alternate between the oldest prompt and the one with the fewest tokens left, so that none starves."""
         self._takes_oldest = not self._takes_oldest
         if self._takes_oldest:
             return self._prefilling[0]
         return min(self._prefilling, key=lambda batch: len(batch.sequences[0].tokens) - batch.num_prefilled)
 
     def _chunk(self, batch: ServedBatch, budget: float) -> bool:
-        """Process the next chunk of a prompt, as long as the time permits; return whether the prefill is over."""
-        sizes = [size for size in self._chunk_s if not batch.num_prefilled % size]  # chunks end where blocks end
+        """Process the next chunk of a prompt, as large as the time permits; return whether the prefill is over."""
+        sizes = [size for size in self._chunk_s if not batch.num_prefilled % size]  # chunks end at block boundaries
         fitting = [size for size in sizes if not self._running or self._chunk_s[size] <= budget]
         size = max(fitting, default=min(sizes))
         started, is_whole = self._clock(), batch.num_prefilled + size <= len(batch.sequences[0].tokens)
@@ -269,13 +269,13 @@ class Scheduler:
             if self.prefix_cache is not None:
                 self.prefix_cache.store(batch)
         if is_whole:
-            # Times of other sizes fade, so that a size is tried again some time after it was slow.
-            self._chunk_s = {each: seconds * _FADING for each, seconds in self._chunk_s.items()}
+            # Times of other sizes decay, so that a size that was slow once is tried again later.
+            self._chunk_s = {each: seconds * _CHUNK_TIME_DECAY for each, seconds in self._chunk_s.items()}
             self._chunk_s[size] = self._clock() - started
         return is_over
 
     def _start(self, batch: ServedBatch) -> None:
-        """Emit the first token, then let the sequence join those that it can decode with."""
+        """Emit the first token, then let the sequence join the batch of its group."""
         if batch.sequences:
             batch.start()
         if not batch.sequences:
@@ -290,7 +290,7 @@ class Scheduler:
         self._bound_memory()
 
     def _group(self, sequence: ServedSequence) -> Group:
-        wanted = sequence.request.num_speculative_tokens
-        k = self.limits.num_speculative_tokens if wanted is None else wanted
+        requested = sequence.request.num_speculative_tokens
+        k = self.limits.num_speculative_tokens if requested is None else requested
         k = 0 if self._backend.head is None else k
-        return TokenSampler.is_argmax(sequence.request), k, self.limits.adaptive and wanted is None and k > 0
+        return TokenSampler.is_argmax(sequence.request), k, self.limits.adaptive and requested is None and k > 0

@@ -1,8 +1,8 @@
-"""How many tokens a server drafts: the number that promises the most tokens per second.
+"""How many tokens a server drafts: the number with the most expected tokens per second.
 
-The probability that a draft is accepted is a property of model and text: it is estimated once for all batch sizes. What
-a round costs depends on the batch size and K: it is measured beforehand where possible, and refined by real rounds.
-Imports no torch.
+The acceptance rate depends on model and text, so it is estimated once for all batch sizes. The time of a round depends
+on the batch size and the number of drafts; it is measured before the first request if possible, and refined by real
+rounds. Imports no torch.
 """
 
 from bisect import bisect_left
@@ -14,28 +14,34 @@ from operator import mul
 from nextn.speculative.draft_policy import FixedLength, RoundPlan
 from nextn.stats.acceptance import expected_length
 
-_TYPICAL = 0.7  # acceptance rate before the first draft
-_PRIOR = 4.0  # its weight, in drafts
-_MEMORY = 512.0  # drafts of a depth after which one has faded to 1 / e
-_FADED = 64.0  # weight of what was known before a probe, in drafts: it may be out of date
-_PROBE_DRAFTS = 16  # that a probe should verify; a larger batch needs fewer rounds
-_UNLEARNED = 8  # drafts, below which a probe comes at once
-_PROBE_SHARE = 0.01  # of the time that probes may cost
-_FIRST_SPAN, _LONG_SPAN = 256, 4096  # rounds between probes: the fewest, and the most
-_NEWS = 0.1  # change of the expected tokens after which the next probe comes sooner
-_SPAN = 16  # rounds between decisions
-_TRIAL = 4  # rounds of a number of drafts whose cost is unknown
-# What fewer drafts must gain less, and more drafts more: a change is not free, and drafting has costs beside rounds,
-# as the head processes prompts.
+# Acceptance rates, in drafts of one depth.
+_INITIAL_RATE = 0.7
+_PRIOR_WEIGHT = 4.0  # of the initial rate
+_DECAY = 512.0  # drafts after which the weight of one has fallen to 1 / e
+_MAX_OLD_WEIGHT = 64.0  # of earlier drafts when a probe begins: they may be out of date
+_MIN_LEARNED = 8.0  # below this, a probe starts at once
+
+# Decisions and probes, in rounds unless noted.
+_DECISION_INTERVAL = 16
+_TRIAL_ROUNDS = 4  # with a number of drafts whose cost is unknown
+_PROBE_DRAFTS = 16  # drafts that a probe should verify; a larger batch needs fewer rounds for that
+_MAX_PROBE_SHARE = 0.01  # share of the time that probes may cost
+_MIN_PROBE_INTERVAL, _MAX_PROBE_INTERVAL = 256, 4096
+_CHANGED = 0.1  # relative change of the expected tokens after which the next probe comes sooner
+# A change must gain at least the first margin, because it is not free. Plain decoding is preferred by the second one,
+# because drafting has costs outside of rounds: the head also processes prompts.
 _CHANGE_MARGIN, _PLAIN_MARGIN = 0.02, 0.03
-_RATIO_WEIGHT, _LEVEL_WEIGHT = 0.15, 0.1  # least weight of a new measurement
-_SURE = 3  # measurements that one from before the first request counts as
-_FRESH = 8  # rounds after a change of K whose times count as a property of K, later ones as one of the machine
-_SETTLED = 3  # rounds before the change that this takes
-# A number of drafts that was not measured at this batch size is tried where it may be faster than the best one by its
-# estimate and so much: between batch sizes that were measured, and elsewhere.
-_DOUBT, _LARGE_DOUBT = 0.05, 0.3
-_MOST_FACTOR = 2.0  # by which one round moves an estimate at most: it may have been disturbed
+
+# Costs of rounds.
+_MIN_RATIO_WEIGHT, _MIN_LEVEL_WEIGHT = 0.15, 0.1  # of a new measurement
+_WARMUP_WEIGHT = 3  # measurements that one from before the first request counts as
+# In the first rounds after a change of the number of drafts, a different time is attributed to that number; later, to
+# the machine and the sequences. This needs some rounds before the change, too.
+_RATIO_ROUNDS, _ROUNDS_BEFORE_RATIO = 8, 3
+# A number of drafts that was not measured at this batch size is tried if its estimated rate, raised by this, exceeds
+# the best one: for batch sizes between measured ones close to each other, and for others.
+_UNCERTAINTY, _LARGE_UNCERTAINTY = 0.05, 0.3
+_MAX_FACTOR = 2.0  # by which a single round changes an estimate: the round may have been disturbed
 
 
 def candidate_lengths(max_speculative_tokens: int) -> tuple[int, ...]:
@@ -45,113 +51,113 @@ def candidate_lengths(max_speculative_tokens: int) -> tuple[int, ...]:
 
 
 class AcceptanceEstimate:
-    """The probability, by depth, that a draft is accepted if those before it were."""
+    """The acceptance rate by depth, given that the drafts before it were accepted."""
 
     def __init__(self, max_speculative_tokens: int) -> None:
-        """Create an estimate that nothing was learned for."""
+        """Create an estimate without any observations."""
         self._drafted, self._accepted = ([0.0] * max_speculative_tokens for _ in range(2))
 
     def learn(self, num_draft_tokens: int, num_accepted: int) -> None:
-        """Learn from one sequence's part of a round."""
-        fading = 1 - 1 / _MEMORY
+        """Add one sequence's part of a round."""
+        decay = 1 - 1 / _DECAY
         for depth in range(min(num_draft_tokens, num_accepted + 1, len(self._drafted))):
-            self._drafted[depth] = self._drafted[depth] * fading + 1
-            self._accepted[depth] = self._accepted[depth] * fading + (depth < num_accepted)
+            self._drafted[depth] = self._drafted[depth] * decay + 1
+            self._accepted[depth] = self._accepted[depth] * decay + (depth < num_accepted)
 
     def fade(self) -> None:
-        """Let what follows weigh more than what is known."""
+        """Reduce the weight of earlier drafts, so that later ones count more."""
         for depth, drafted in enumerate(self._drafted):
-            if drafted > _FADED:
-                self._accepted[depth] *= _FADED / drafted
-                self._drafted[depth] = _FADED
+            if drafted > _MAX_OLD_WEIGHT:
+                self._accepted[depth] *= _MAX_OLD_WEIGHT / drafted
+                self._drafted[depth] = _MAX_OLD_WEIGHT
 
     @property
     def num_learned(self) -> float:
-        """Weight of the first drafts seen; 0: none."""
+        """Weight of the observed drafts of depth 1; 0 if there are none."""
         return self._drafted[0] if self._drafted else 0.0
 
     @property
     def rates(self) -> list[float]:
-        """By depth; a depth that was seldom drafted is close to the one before it."""
-        rates, before = [], _TYPICAL
+        """Acceptance rates by depth; a depth that was rarely drafted is close to the one before it."""
+        rates, before = [], _INITIAL_RATE
         for drafted, accepted in zip(self._drafted, self._accepted, strict=True):
-            before = (accepted + _PRIOR * before) / (drafted + _PRIOR)
+            before = (accepted + _PRIOR_WEIGHT * before) / (drafted + _PRIOR_WEIGHT)
             rates.append(before)
         return rates
 
     def expected_tokens(self, num_draft_tokens: int) -> float:
-        """Return the tokens that a round with this many drafts brings a sequence, the bonus token included."""
+        """Return the expected tokens per sequence of a round with this many drafts, including the bonus token."""
         return expected_length(self.rates[:num_draft_tokens])
 
     def expected_by_length(self) -> list[float]:
-        """Return `expected_tokens` of 0, 1, ... drafts."""
+        """Return `expected_tokens` for 0, 1, ... drafts."""
         return list(accumulate(accumulate([1.0, *self.rates], mul)))
 
 
 @dataclass
 class _CostRow:
-    """Of one batch size."""
+    """Costs of rounds of one batch size."""
 
     seconds: dict[int, float]  # by number of drafts
-    num_measured: dict[int, int]  # the same: measurements of this batch size
-    doubt: float = 0.0  # see _DOUBT
+    num_measured: dict[int, int]  # number of measurements at this batch size, by number of drafts
+    uncertainty: float = 0.0  # see _UNCERTAINTY; 0 if the costs do not come from other batch sizes
 
     @property
-    def is_source(self) -> bool:
-        return not self.doubt
+    def is_measured(self) -> bool:
+        return not self.uncertainty
 
 
 class RoundCosts:
     """Seconds of a round, by batch size and number of drafts."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        """lengths: the numbers of drafts to choose from, ascending."""
+        """lengths: Numbers of drafts to choose from, ascending."""
         self.lengths = tuple(lengths)
         self._ends = {self.lengths[0], self.lengths[-1]}
         self._rows: dict[int, _CostRow] = {}
 
     def set(self, batch_size: int, seconds: Mapping[int, float]) -> None:
-        """Enter what was measured beforehand."""
-        self._rows[batch_size] = _CostRow(dict(seconds), dict.fromkeys(seconds, _SURE))
+        """Set costs that were measured before the first request, by number of drafts."""
+        self._rows[batch_size] = _CostRow(dict(seconds), dict.fromkeys(seconds, _WARMUP_WEIGHT))
 
     def row(self, batch_size: int) -> dict[int, float]:
-        """Return the seconds by number of drafts, of those that are known or lie between known ones.
+        """Return the seconds of a round by number of drafts, for numbers that are known or lie between known ones.
 
-        Batch sizes without rounds of their own are interpolated, or take the nearest one within a factor of two: only
-        ratios matter.
+        Batch sizes without measurements are interpolated, or use the nearest one within a factor of two: only ratios
+        between numbers of drafts matter.
         """
         return self._complete(self._row(batch_size).seconds)
 
     def to_try(self, batch_size: int, rates: Mapping[int, float], best: int) -> int | None:
-        """Return a number of drafts that was not measured at this batch size and may be the fastest, None without one.
+        """Return a number of drafts that was not measured at this batch size and may be the fastest, or None.
 
         Args:
-            batch_size: Sequences.
+            batch_size: Number of sequences.
             rates: Expected tokens per second by number of drafts.
-            best: The number with the most.
+            best: The number of drafts with the highest rate.
         """
         row = self._row(batch_size)
         unknown = [length for length in (self.lengths[-1], self.lengths[0]) if length not in row.seconds]
         if unknown:
             return unknown[0]
-        doubt = row.doubt or _LARGE_DOUBT
+        uncertainty = row.uncertainty or _LARGE_UNCERTAINTY
         untried = {
             length: rate
             for length, rate in rates.items()
-            if not row.num_measured.get(length) and rate * (1 + doubt) > rates[best]
+            if not row.num_measured.get(length) and rate * (1 + uncertainty) > rates[best]
         }
         return max(untried, key=lambda length: untried[length]) if untried else None
 
     def observe(self, batch_size: int, length: int, seconds: float, *, is_ratio: bool, num_before: int) -> None:
-        """Learn from a real round.
+        """Update the costs with the time of a round.
 
         Args:
-            batch_size: Sequences.
+            batch_size: Number of sequences.
             length: Number of drafts.
-            seconds: Of the round.
-            is_ratio: Whether its time is a property of this number of drafts, else one of the machine at present,
-                and of the sequences: then the costs of all numbers change by the same factor.
-            num_before: Rounds of this batch size just before it.
+            seconds: Time of the round.
+            is_ratio: Whether to attribute the time to this number of drafts. Otherwise it is attributed to the machine
+                and the sequences, and the costs of all numbers of drafts change by the same factor.
+            num_before: Rounds of this batch size directly before it.
         """
         row = self._rows.setdefault(batch_size, self._row(batch_size))
         num = row.num_measured.get(length, 0)
@@ -160,18 +166,18 @@ class RoundCosts:
             row.seconds[length] = seconds
             return
         row.seconds = self._complete(row.seconds)
-        factor = min(max(seconds / row.seconds[length], 1 / _MOST_FACTOR), _MOST_FACTOR)
+        factor = min(max(seconds / row.seconds[length], 1 / _MAX_FACTOR), _MAX_FACTOR)
         if is_ratio:
-            row.seconds[length] *= factor ** max(_RATIO_WEIGHT, 1 / (1 + num))
+            row.seconds[length] *= factor ** max(_MIN_RATIO_WEIGHT, 1 / (1 + num))
         else:
-            change = factor ** max(_LEVEL_WEIGHT, 1 / (1 + num_before) if row.doubt else 0.0)
+            change = factor ** max(_MIN_LEVEL_WEIGHT, 1 / (1 + num_before) if row.uncertainty else 0.0)
             row.seconds = {each: value * change for each, value in row.seconds.items()}
 
     def _row(self, batch_size: int) -> _CostRow:
         return self._rows.get(batch_size) or self._between(batch_size)
 
     def _complete(self, seconds: dict[int, float]) -> dict[int, float]:
-        """Add the numbers of drafts between the known ones."""
+        """Add interpolated costs for the numbers of drafts between known ones."""
         if len(seconds) == len(self.lengths) or not self._ends <= seconds.keys():
             return seconds
         known, complete = sorted(seconds), dict(seconds)
@@ -182,8 +188,8 @@ class RoundCosts:
         return complete
 
     def _between(self, batch_size: int) -> _CostRow:
-        """Costs by those of other batch sizes that were measured themselves; empty where none is near."""
-        sizes = [size for size, row in self._rows.items() if row.is_source and self._ends <= row.seconds.keys()]
+        """Estimate costs from those of other, measured batch sizes; empty if none is near."""
+        sizes = [size for size, row in self._rows.items() if row.is_measured and self._ends <= row.seconds.keys()]
         lower = max((size for size in sizes if size < batch_size), default=None)
         upper = min((size for size in sizes if size > batch_size), default=None)
         if lower is not None and upper is not None:
@@ -193,11 +199,11 @@ class RoundCosts:
                 for length in self.lengths
             }
             is_near = upper <= 2 * lower
-            return _CostRow(seconds, {}, _DOUBT if is_near else _LARGE_DOUBT)
+            return _CostRow(seconds, {}, _UNCERTAINTY if is_near else _LARGE_UNCERTAINTY)
         nearest = upper if lower is None else lower
         if nearest is None or max(nearest, batch_size) > 2 * min(nearest, batch_size):
             return _CostRow({}, {})
-        return _CostRow(dict(self.row(nearest)), {}, _LARGE_DOUBT)
+        return _CostRow(dict(self.row(nearest)), {}, _LARGE_UNCERTAINTY)
 
 
 def _interpolated(at: int, low: int, high: int, values: Mapping[int, float]) -> float:
@@ -206,33 +212,34 @@ def _interpolated(at: int, low: int, high: int, values: Mapping[int, float]) -> 
 
 @dataclass
 class _Probe:
-    """Rounds of K that show what is accepted, while fewer tokens are drafted."""
+    """Rounds of K drafts that update the acceptance rates while fewer tokens are drafted."""
 
-    expected_tokens: float  # of K drafts, before it
-    rate: float  # tokens/s that it is measured against
+    expected_tokens: float  # of K drafts, before the probe
+    rate: float  # tokens/s without the probe
     tokens: int = 0
     seconds: float = 0.0
 
 
 class MeasuredLength:
-    """Drafts the number of tokens with the most expected tokens per second: (1 + sum of products of acceptance) / cost.
+    """Drafts the number of tokens with the most expected tokens per second, by acceptance rates and times of rounds.
 
-    For servers: what a round costs there depends on the batch. `at` gives the policy of a batch. Where less than K is
-    drafted for long, rare probes of K, of at most 1 % of the time, show whether more is accepted than before.
+    It is for servers, where the time of a round depends on the batch size: `at` gives the policy of a batch. While
+    fewer than K tokens are drafted, rare probes with K drafts, of at most 1 % of the time, update the acceptance rates.
     """
 
     def __init__(self, max_speculative_tokens: int) -> None:
-        """max_speculative_tokens: K, the most drafts of a round."""
+        """max_speculative_tokens: K, the largest number of drafts per round."""
         self._max = max_speculative_tokens
         self.acceptance = AcceptanceEstimate(max_speculative_tokens)
         self.costs = RoundCosts(candidate_lengths(max_speculative_tokens))
         self._plans = {length: FixedLength(length).plan() for length in self.costs.lengths}
         self._batch_size = 0
-        self._length, self._left = max_speculative_tokens, 0  # for so many more rounds
-        self._rounds_since_change = self._rounds_before_change = 0  # of this batch size, measured ones
-        self._is_first = True  # round after a change: the head may also process positions that it had put off
-        # Rounds since the last one of K drafts, rounds since the last drafts, and how many of them bring a probe.
-        self._since_most, self._since_drafts, self._span = 0, 0, float(_FIRST_SPAN)
+        self._length, self._rounds_left = max_speculative_tokens, 0  # until the next decision
+        self._rounds_since_change = self._rounds_before_change = 0  # measured ones, of this batch size
+        # The first round after a change is not measured: the head may also process positions that it had deferred.
+        self._is_first = True
+        # Rounds since the last one with K drafts and since the last one with any, and rounds from probe to probe.
+        self._since_max, self._since_drafts, self._probe_interval = 0, 0, float(_MIN_PROBE_INTERVAL)
         self._probe: _Probe | None = None
 
     def at(self, batch_size: int) -> "BatchLength":
@@ -240,7 +247,7 @@ class MeasuredLength:
         return BatchLength(self, batch_size)
 
     def best(self, batch_size: int) -> int:
-        """Return the number of drafts for a batch of this size by what is known, K before anything is."""
+        """Return the number of drafts for a batch of this size; K while the costs are unknown."""
         rates = self.rates(batch_size)
         if 0 not in rates or self._max not in rates:
             return self._max
@@ -250,78 +257,78 @@ class MeasuredLength:
         return best if scores[best] > current * (1 + _CHANGE_MARGIN) else self._length
 
     def rates(self, batch_size: int) -> dict[int, float]:
-        """Return the expected tokens per second by number of drafts, of those whose cost is known."""
+        """Return the expected tokens per second by number of drafts, for numbers whose cost is known."""
         expected, row = self.acceptance.expected_by_length(), self.costs.row(batch_size)
         return {length: batch_size * expected[length] / row[length] for length in sorted(row)}
 
     def plan(self, batch_size: int) -> RoundPlan:
         """Return the plan of the next round."""
         if batch_size != self._batch_size:
-            self._batch_size, self._left, self._probe = batch_size, 0, None
+            self._batch_size, self._rounds_left, self._probe = batch_size, 0, None
             self._rounds_since_change = self._rounds_before_change = 0
             self._is_first = True
-        if self._left <= 0:
+        if self._rounds_left <= 0:
             self._decide()
         return self._plans[self._length]
 
     def rounds_unchanged(self, batch_size: int) -> int:
         """Return for how many rounds `plan` stays the same."""
         self.plan(batch_size)
-        return self._left
+        return self._rounds_left
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Learn what a round of the current batch took."""
-        self._left -= 1
+        """Learn the tokens and the time of a round of the current batch."""
+        self._rounds_left -= 1
         if self._probe is not None:
             self._probe.tokens, self._probe.seconds = self._probe.tokens + num_tokens, self._probe.seconds + seconds
-        self._since_most = 0 if self._length == self._max else self._since_most + 1
+        self._since_max = 0 if self._length == self._max else self._since_max + 1
         self._since_drafts = 0 if self._length else self._since_drafts + 1
         if self._is_first:
             self._is_first = False
             return
         self._rounds_since_change += 1
-        is_ratio = self._rounds_since_change <= _FRESH and self._rounds_before_change >= _SETTLED
+        is_ratio = self._rounds_since_change <= _RATIO_ROUNDS and self._rounds_before_change >= _ROUNDS_BEFORE_RATIO
         num_before = self._rounds_since_change - 1 + self._rounds_before_change
         self.costs.observe(self._batch_size, self._length, seconds, is_ratio=is_ratio, num_before=num_before)
 
     def _decide(self) -> None:
-        """Set the number of drafts, and for how many rounds it stays."""
+        """Set the number of drafts, and for how many rounds to keep it."""
         if self._probe is not None:
             self._end_probe(self._probe)
         size = self._batch_size
         best, rates = self.best(size), self.rates(size)
         trial = self.costs.to_try(size, rates, best)
-        is_unlearned = self.acceptance.num_learned < _UNLEARNED
+        is_unlearned = self.acceptance.num_learned < _MIN_LEARNED
         num_rounds = -(-_PROBE_DRAFTS // size)
         if self._length == 0 and not is_unlearned:
-            num_rounds = max(2, num_rounds)  # the first one is no measure of the cost
+            num_rounds = max(2, num_rounds)  # the first one is not measured
         if trial is not None:
-            self._change(trial, _TRIAL)
+            self._change(trial, _TRIAL_ROUNDS)
         elif best < self._max and (is_unlearned or self._is_stale(best, rates, num_rounds)):
             self._probe = _Probe(self.acceptance.expected_tokens(self._max), rates[best])
             self.acceptance.fade()
             self._change(self._max, num_rounds)
         else:
-            self._change(best, _SPAN)
+            self._change(best, _DECISION_INTERVAL)
 
     def _is_stale(self, best: int, rates: Mapping[int, float], num_probe_rounds: int) -> bool:
-        """Return whether it is so long since drafts were verified that a probe would cost little."""
-        row, since = self.costs.row(self._batch_size), self._since_most if best else self._since_drafts
+        """Return whether drafts were last verified so long ago that a probe costs little."""
+        row, since = self.costs.row(self._batch_size), self._since_max if best else self._since_drafts
         lost = num_probe_rounds * row[self._max] / row[best] * (1 - rates[self._max] / rates[best])
-        return since >= max(self._span, lost / _PROBE_SHARE)
+        return since >= max(self._probe_interval, lost / _MAX_PROBE_SHARE)
 
     def _end_probe(self, probe: _Probe) -> None:
-        """Let the next one come the later, the more this one has cost; soon, where it brought news."""
+        """Set when the next probe comes: the later, the more this one cost; sooner if acceptance has changed."""
         self._probe = None
         change = self.acceptance.expected_tokens(self._max) / probe.expected_tokens - 1
         lost_s = max(0.0, probe.seconds - probe.tokens / probe.rate)
         round_s = min(self.costs.row(self._batch_size).values())
-        least = max(_FIRST_SPAN, lost_s / round_s / _PROBE_SHARE)
-        grown = self._span * (2 if abs(change) < _NEWS else 0.5)
-        self._span = min(max(least, grown), _LONG_SPAN)
+        shortest = max(_MIN_PROBE_INTERVAL, lost_s / round_s / _MAX_PROBE_SHARE)
+        scaled = self._probe_interval * (2 if abs(change) < _CHANGED else 0.5)
+        self._probe_interval = min(max(shortest, scaled), _MAX_PROBE_INTERVAL)
 
     def _change(self, length: int, num_rounds: int) -> None:
-        self._left = num_rounds
+        self._rounds_left = num_rounds
         if length != self._length:
             self._length, self._is_first = length, True
             self._rounds_before_change, self._rounds_since_change = self._rounds_since_change, 0
@@ -329,7 +336,7 @@ class MeasuredLength:
 
 @dataclass(frozen=True)
 class BatchLength:
-    """`MeasuredLength` for a batch of one size, a `DraftLength`."""
+    """The `DraftLength` of a batch of one size, by `MeasuredLength`."""
 
     policy: MeasuredLength
     batch_size: int
@@ -350,5 +357,5 @@ class BatchLength:
     @property
     def reason(self) -> str:
         rates = self.policy.rates(self.batch_size)
-        expected = ", ".join(f"K = {length} promises {rate:.0f} tokens/s" for length, rate in rates.items())
-        return f"{self.plan().max_speculative_tokens} drafts per round: {expected}"
+        expected = ", ".join(f"K = {length}: {rate:.0f} tokens/s" for length, rate in rates.items())
+        return f"{self.plan().max_speculative_tokens} drafts per round; expected: {expected}"
