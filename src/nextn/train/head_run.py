@@ -150,7 +150,7 @@ def prepare_head_run(
         tokenizer: A folder, if not the model's own.
         on_policy: Data without a header was sampled from this trunk at the settings' temperature.
         ranks: The processes.
-        show_layers: Shows the layers of the trunk while a fresh head is made of it; their states are in the folder.
+        show_layers: Shows the progress over the layers of the trunk while a new head is initialized from it.
 
     Raises:
         FamilyError: The trunk's family is unknown or cannot be run.
@@ -170,20 +170,12 @@ def prepare_head_run(
     torch.manual_seed(config.seed)
     if start.fresh:
         tokens = Batches(corpus, batch_size=2, length=config.length, seed=config.seed, pack=False).batch(0).tokens
-        count = 1 if start.num_modules is None else start.num_modules
         if start.layout is not None:
-            model.family = fitted(by_name(LAYOUTS[start.layout]), origin.checkpoint.config)
-            model.trunk.stage = model.family.hidden
-            if start.layout == "step35":
-                refuse_trunk(origin.checkpoint, model.family)
-        states = out / INIT_STATES
-        with show_layers(model.trunk, states) as on_layer:
-            options: dict[str, Any] = {"num_modules": count, "folder": states, "on_layer": on_layer}
-            if type(model.trunk) is DeferredTrunk:
-                make = partial(_init_beside_deferred, model, origin.checkpoint, tokens, **options)
-            else:
-                make = partial(init_head, model.family, model.trunk, tokens, **options)
-            model.head, head_notes = ranks.one_by_one(make) if isinstance(model.trunk, DeferredTrunk) else make()
+            _set_layout(model, origin.checkpoint, start.layout)
+        num_modules = 1 if start.num_modules is None else start.num_modules
+        with show_layers(model.trunk, out / INIT_STATES) as on_layer:
+            options: dict[str, Any] = {"num_modules": num_modules, "folder": out / INIT_STATES, "on_layer": on_layer}
+            model.head, head_notes = _new_head(model, origin.checkpoint, tokens, ranks, options)
         notes += head_notes
     task = HeadTask(
         model,
@@ -198,12 +190,31 @@ def prepare_head_run(
     return HeadRun(Trainer(task, out=out), task, held_out, tuple(notes))
 
 
-def _init_beside_deferred(
+def _set_layout(model: Model, checkpoint: Checkpoint, layout: str) -> None:
+    """Let a new head have this layout. Raises FamilyError or ConfigError if the trunk does not fit it."""
+    model.family = fitted(by_name(LAYOUTS[layout]), checkpoint.config)
+    model.trunk.stage = model.family.hidden
+    if layout == "step35":
+        refuse_trunk(checkpoint, model.family)
+
+
+def _new_head(
+    model: Model, checkpoint: Checkpoint, tokens: Tensor, ranks: Ranks, options: Mapping[str, Any]
+) -> tuple[Head, list[str]]:
+    """Initialize a head from the trunk's layers; return it with notes. options: see `init_head`."""
+    if type(model.trunk) is DeferredTrunk:
+        make = partial(_new_head_for_deferred, model, checkpoint, tokens, **options)
+    else:
+        make = partial(init_head, model.family, model.trunk, tokens, **options)
+    return ranks.one_by_one(make) if isinstance(model.trunk, DeferredTrunk) else make()
+
+
+def _new_head_for_deferred(
     model: Model, checkpoint: Checkpoint, tokens: Tensor, *, num_modules: int, **options: Any
 ) -> tuple[Head, list[str]]:
-    """Do what `init_head` does, for a trunk whose layers are loaded when they are sharded: it is streamed before that.
+    """Do what `init_head` does for a trunk whose layers are loaded later, when they are sharded.
 
-    So one layer at a time is in memory, not the trunk.
+    The trunk is streamed, so that only one of its layers is in memory at a time.
     """
     streamed = Model.load(checkpoint, skip_head=True, stream=True).trunk
     streamed.stage = model.trunk.stage
