@@ -765,47 +765,56 @@ def test_engine_refuses(engine):
         submit(num_speculative_tokens=5)
 
 
+class HeldSequences:
+    """Sequences of an engine that end only after `release`."""
+
+    def __init__(self, engine):
+        self._engine, self._released = engine, threading.Event()
+        self._num_submitted, self._num_ended = 0, 0
+
+    def submit(self, request):
+        self._engine.submit(request, self._emit)
+        self._num_submitted += 1
+
+    def release(self):
+        """Let all sequences go on, and wait for their ends."""
+        self._released.set()
+        while self._num_ended < self._num_submitted:
+            time.sleep(0.01)
+
+    def _emit(self, chunk: GenerationChunk):
+        self._released.wait(30)
+        self._num_ended += chunk.finish is not None
+
+
 def test_full_queue(engine):
     """Refused at once, not queued; room again after the others have ended."""
-    held, ended = threading.Event(), []
-    request = GenerationRequest(prompt=(1, 2), max_tokens=2)
-
-    def hold(chunk: GenerationChunk):
-        held.wait(30)
-        ended.append(chunk.finish)
-
+    held, request = HeldSequences(engine), GenerationRequest(prompt=(1, 2), max_tokens=2)
     for _ in range(7):
-        engine.submit(request, hold)
+        held.submit(request)
     with pytest.raises(QueueFullError, match="7 requests"):
-        engine.submit(request, hold)
-    held.set()
-    while len([finish for finish in ended if finish]) < 7:
-        time.sleep(0.01)
+        held.submit(request)
+    held.release()
     assert submitted(engine, {0: request})[0][-1].finish == "length"
 
 
 def test_the_queue_counts_requests(engine):
     """One with more sequences than all places is one, also while only some of them have a place."""
-    held, ended = threading.Event(), []
-    request = GenerationRequest(prompt=(1, 2), max_tokens=2)
-
-    def hold(chunk: GenerationChunk):
-        held.wait(30)
-        ended.append(chunk.finish)
-
+    held, request = HeldSequences(engine), GenerationRequest(prompt=(1, 2), max_tokens=2)
     parents = [object() for _ in range(6)]
-    for parent in parents[:5]:  # the first takes all three places, four wait
+    with engine._changed:  # the engine sees all at once, before it is held
         for _ in range(8):
-            engine.submit(replace(request, parent=parent), hold)
-        while parent is parents[0] and sum(sequence.has_place for sequence in engine._open.values()) < 3:
-            time.sleep(0.01)
+            held.submit(replace(request, parent=parents[0]))
+    while sum(sequence.has_place for sequence in engine._open.values()) < 3:
+        time.sleep(0.01)
+    for parent in parents[1:5]:  # the first has all three places, four wait
+        for _ in range(8):
+            held.submit(replace(request, parent=parent))
     for parent in (parents[5], None):
         with pytest.raises(QueueFullError, match="5 requests"):
-            engine.submit(replace(request, parent=parent), hold)
-    engine.submit(replace(request, parent=parents[1]), hold)  # one more of a request that waits
-    held.set()
-    while len([finish for finish in ended if finish]) < 41:
-        time.sleep(0.01)
+            held.submit(replace(request, parent=parent))
+    held.submit(replace(request, parent=parents[1]))  # one more of a request that waits
+    held.release()
     assert submitted(engine, {0: request})[0][-1].finish == "length"
 
 
