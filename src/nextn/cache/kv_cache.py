@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from nextn.errors import RollbackError
 
-# Per layer, what its caches hold for a range of positions. Recurrent layers: what they hold after the last of them.
+# For each layer, the cached tensors of a range of positions, or for recurrent layers the states after the last one.
 CacheBlock = list[tuple[Tensor, ...]]
 
 
@@ -46,7 +46,7 @@ class AttentionLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = True
     is_sliding = False
-    has_blocks = True  # subclasses that hold more than keys and values have none
+    has_blocks = True  # whether keys and values are all that is cached
     is_initialized: bool
     keys: Tensor
     values: Tensor
@@ -82,7 +82,7 @@ class AttentionLayer(CacheLayerMixin):
             self.keys, self.values = keys, values
 
     def read_block(self, start: int, end: int) -> tuple[Tensor, ...]:
-        """Copy the slots [start, end) as far as they are written; nothing if the layer was never used."""
+        """Copy the written slots in [start, end); empty if the layer was never used."""
         return tuple(buffer[:, :, start:end].clone() for buffer in self.buffers)
 
     def write_block(self, start: int, block: tuple[Tensor, ...]) -> None:
@@ -290,16 +290,16 @@ class RecurrentLayer(LinearAttentionLayer):
         raise RollbackError("recurrent state cannot be cropped; commit fewer positions of the last block instead")
 
     def read_block(self, start: int, end: int) -> tuple[Tensor, ...]:
-        """Copy the states after the last committed position; an empty tensor for each state that the layer lacks."""
+        """Copy the states after the last committed position, with an empty tensor for each missing state."""
         states = [*self.conv_states.values(), *self.recurrent_states.values()]
         return tuple(torch.empty(0) if state is None else state.clone() for state in states)
 
     def write_block(self, start: int, block: tuple[Tensor, ...]) -> None:
-        """Continue from copies of these states, as some mixers write in place."""
+        """Set copies of these states: some mixers write in place."""
         conv, recurrent = block[: self.number_of_states], block[self.number_of_states :]
         for index, state in enumerate(conv):
             if state.numel():
-                self.update_conv_state(state[..., :0], index, state.shape[-1])  # makes an empty state
+                self.update_conv_state(state[..., :0], index, state.shape[-1])  # creates an empty state
                 self.conv_states[index] = state.clone()
         for index, state in enumerate(recurrent):
             if state.numel():
@@ -404,18 +404,18 @@ class KVCache(TransformersCache):
 
     @property
     def has_blocks(self) -> bool:
-        """Whether `read_block` copies all that later positions depend on."""
+        """Whether `read_block` copies everything that later positions depend on."""
         return bool(self.layers) and all(getattr(layer, "has_blocks", False) for layer in self.layers)
 
     def read_block(self, start: int, end: int) -> CacheBlock:
         """Copy positions [start, end) of the only sequence.
 
-        Of recurrent layers, copy the state after the last committed position, which must be `end - 1`.
+        For recurrent layers, copy the state after the last committed position, which must be `end - 1`.
         """
         return [layer.read_block(start, end) for layer in self.layers]
 
     def write_block(self, start: int, end: int, block: CacheBlock) -> None:
-        """Write what `read_block` returned, after which the only sequence has `end` positions."""
+        """Write a block that `read_block` returned; the only sequence then has `end` positions."""
         for layer, part in zip(self.layers, block, strict=True):
             layer.write_block(start, part)
         self.lengths = [end]

@@ -61,7 +61,7 @@ class Fp8Weight(NamedTuple):
 
     codes: Tensor  # float8_e4m3fn [N, K]
     scales: Tensor  # float32, of shape `scale_shape`
-    block: tuple[int, int]  # rows and columns with a common scale
+    block: tuple[int, int]  # output and input channels that share a scale
 
 
 def scale_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, ...]:
@@ -141,7 +141,7 @@ def _expand(scale: Tensor, shape: Sequence[int], block: tuple[int, int]) -> Tens
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """A weight [N, K] as integers: (codes - zeros) * scales, with zeros and scales of the group of each column.
+    """A weight [N, K] as integers: (codes - zeros) * scales, with the zeros and scales of each input channel's group.
 
     Attributes:
         codes: uint8 [N, K], from 0 to 2 ** bits - 1.
@@ -149,7 +149,7 @@ class QuantizedWeight:
         zeros: uint8 [N, groups]; None: 2 ** (bits - 1) everywhere.
         bits: Per code, 4 or 8.
         group_size: Columns of a group; the last group may have fewer.
-        group_index: int64 [K], the group of each column; None: groups are runs of `group_size` columns.
+        group_index: int64 [K], the group of each input channel; None: groups are `group_size` consecutive channels.
     """
 
     codes: Tensor
@@ -271,7 +271,7 @@ def _compressed_zeros(weight: PackedWeight, zeros: Tensor | None) -> Tensor | No
 
 
 def _group_index(weight: PackedWeight, stored: Tensor | None) -> Tensor | None:
-    """The group of each column where groups are no runs of columns, as activation ordering leaves them."""
+    """The group of each input channel, if activation ordering has made groups of channels that are not consecutive."""
     if stored is None or bool((stored == -1).all()):  # compressed-tensors: never set
         return None
     index = stored.long()

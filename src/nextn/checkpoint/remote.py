@@ -29,7 +29,7 @@ LONGEST_WAIT = 60.0  # if the server asks for more, the read fails
 TIMEOUT = 20.0  # seconds for a response without a body, and between two of its bytes
 RATE = 64 * 1024  # bytes; each time this many are received, a response may take one second more
 TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
-_READ_AHEAD = 128 * 1024  # bytes that any Linux reads ahead at a time; more in one request may be left out
+_READ_AHEAD = 128 * 1024  # bytes that every Linux kernel reads ahead at once; it may ignore a part of larger requests
 MAX_LISTING = 4 * 1024 * 1024
 NO_RANGES = (
     "The server does not support range requests; download the files first (`hf download`) and give their folder."
@@ -111,7 +111,7 @@ class LocalFile:
                 count += num
 
     def read_ahead(self, begin: int, end: int) -> None:
-        """Have the kernel read these bytes into its file cache; it may do so after this returns."""
+        """Ask the kernel to read these bytes into the page cache; reading may continue after this returns."""
         if not hasattr(os, "posix_fadvise"):
             self.read_into(begin, memoryview(bytearray(end - begin)))
             return

@@ -45,7 +45,7 @@ _STORED = FLOATS | {
     "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "U8": torch.uint8,
     "BOOL": torch.bool,
 }  # fmt: skip
-_FETCH = 1024 * 1024  # bytes that are read ahead before it is asked whether to stop
+_FETCH = 1024 * 1024  # bytes that are read ahead between calls of `should_stop`
 _INFINITIES = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # bits
 _PLAIN = {*FLOATS, FP8_WEIGHT, "I64", "BOOL"}  # dtypes of tensors that need no quantization method
 
@@ -141,7 +141,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         return name in self.packed or self.checkpoint.info(name).dtype == FP8_WEIGHT
 
     def has_codes(self, name: str) -> bool:
-        """Whether the tensor is a weight [N, K] that `integers` or `fp8` reads."""
+        """Return whether the tensor is a quantized weight [N, K] that `integers` or `fp8` can read."""
         info = self.checkpoint.info(name)
         return name in self.packed or (info.dtype == FP8_WEIGHT and len(info.shape) == 2)
 
@@ -150,7 +150,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         return unpack(self.packed[name], self._raw)
 
     def checked_scales(self, name: str) -> Tensor:
-        """Read the scales of a weight that `has_codes`; NaN for all if a code in fp8 is NaN."""
+        """Read the scales of a weight for which `has_codes` is true; all are NaN if an fp8 code is NaN."""
         if name in self.packed:
             return self.groups(name).scales
         scales = self.fp8_scales(name)
@@ -161,7 +161,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         return unpack_groups(self.packed[name], self._raw)
 
     def fp8_block(self, name: str) -> tuple[int, int]:
-        """Return how many rows and columns of an fp8 weight [N, K] without a `problem` have a common scale."""
+        """Return how many output and input channels of a valid fp8 weight [N, K] share a scale; see `problem`."""
         rows, columns = self.checkpoint.info(name).shape
         scale = self.checkpoint.info(self.scales[name]).shape
         block = implied_block((rows, columns), scale, self._block)
@@ -169,13 +169,13 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         return (rows, columns) if prod(scale) == 1 else block
 
     def fp8_scales(self, name: str) -> Tensor:
-        """Read the scales of an fp8 weight [N, K], in float32: one for each `fp8_block`."""
+        """Read the scales of an fp8 weight [N, K] as float32, one per `fp8_block`."""
         scale = self._raw(self.scales[name])
         scale = scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
         return scale.float().view(scale_shape(self.checkpoint.info(name).shape, self.fp8_block(name)))
 
     def fp8(self, name: str) -> Fp8Weight:
-        """Read an fp8 weight [N, K] without a `problem` as it is stored."""
+        """Read the codes and scales of a valid fp8 weight [N, K]; see `problem`."""
         return Fp8Weight(self._raw(name), self.fp8_scales(name), self.fp8_block(name))
 
     def read(self, name: str) -> Tensor:
@@ -183,9 +183,9 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         return self._read(name, self._raw)
 
     def read_into(self, name: str, out: Tensor) -> None:
-        """Read what `read` does into a contiguous tensor on the host, cast to its dtype.
+        """Do what `read` does, into a contiguous tensor on the host, cast to its dtype.
 
-        The file is not mapped, and nothing is kept: one thread may do this while others read and release tensors.
+        The file is not mapped and no state changes, so a thread may do this while others read and release tensors.
         """
         if not self.is_quantized(name) and FLOATS.get(self._stored[name].dtype) is out.dtype:
             self._copy(self._stored[name], out)
@@ -210,7 +210,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         release_pages(view for view in views if view is not None)
 
     def fetch(self, names: Iterable[str], should_stop: Callable[[], bool] = lambda: False) -> int:
-        """Have the kernel read the bytes of these tensors and their scales into its file cache; return how many.
+        """Ask the kernel to read the bytes of these tensors and their scales into the page cache; return how many.
 
         should_stop: Asked after every few megabytes.
         """
@@ -312,7 +312,7 @@ def is_finite(tensor: Tensor) -> bool:
     if tensor.numel() == 0:
         return True
     if (infinity := _INFINITIES.get(tensor.dtype)) is not None and tensor.device.type == "cpu":
-        # Of bits, which needs no conversion: with either sign, what is not finite comes after all that is.
+        # Compare bits, without a conversion: for either sign, values that are not finite sort after all finite ones.
         bits = tensor.detach().view(torch.int16).numpy()
         return bool(bits.max() < infinity and bits.view(np.uint16).max() < infinity | 0x8000)
     extremes = tensor if tensor.itemsize == 1 else torch.stack(tensor.aminmax())  # float8 has no aminmax

@@ -1,4 +1,4 @@
-"""Checkpoint folders made of GGUF files, each converted once and kept."""
+"""A cache of checkpoint folders that were converted from GGUF files."""
 
 import fcntl
 import os
@@ -14,32 +14,32 @@ from nextn.checkpoint.gguf_file import GgufFile
 from nextn.checkpoint.staging_folder import clear_stages
 from nextn.errors import CheckpointError
 
-_MAX_STEM = 60  # characters of the file's name in the folder's
+_MAX_STEM = 60  # characters of the file's name in the name of the folder
 
 
 def converted_gguf(path: Path, cache: Path, *, version: str, note: Callable[[str], None]) -> Path:
-    """Return the checkpoint folder of a GGUF file, which is converted if the cache has none of its present content.
+    """Return the checkpoint folder of a GGUF file; convert the file if the cache does not have its current version.
 
     Args:
         path: The file, or any file of a split model.
-        cache: A folder for such folders, which is created. Processes take turns in converting.
-        version: Of the package: another one converts anew.
-        note: Called with a line before a conversion, and before waiting for another process.
+        cache: Folder of the cache; created if missing. One process converts at a time.
+        version: Version of the package; other versions use other folders.
+        note: Called with a line of text before a conversion, and before waiting for another process.
 
     Raises:
-        CheckpointError: As `convert_gguf`, or if the cache is not writable; it is then unchanged.
-        ConfigError: As `convert_gguf`.
-        FamilyError: As `convert_gguf`.
+        CheckpointError: As in `convert_gguf`, or the cache is not writable.
+        ConfigError: As in `convert_gguf`.
+        FamilyError: As in `convert_gguf`.
     """
     folder = cache / _folder_name(path, version)
     if _is_complete(folder):
         return folder
-    GgufFile.open(path)  # refuses a foreign or damaged file before torch is imported and the cache is made
+    GgufFile.open(path)  # refuses an invalid file before torch is imported and the cache is created
     from nextn.edit.gguf_import import convert_gguf
 
-    with _turn(cache, note):
+    with _locked(cache, note):
         clear_stages(cache)
-        if not _is_complete(folder):  # else the process before has converted the same file
+        if not _is_complete(folder):  # else another process has just converted the same file
             plan = convert_gguf(path, folder, dry_run=True)
             note(f"converting {path} to {folder}, once: {plan.num_bytes:,} bytes")
             convert_gguf(path, folder)
@@ -47,12 +47,12 @@ def converted_gguf(path: Path, cache: Path, *, version: str, note: Callable[[str
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether it was converted to its end: its files come by one renaming."""
+    """Whether the conversion was completed: all files appear by one rename of the folder."""
     return (folder / CONFIG).is_file()
 
 
 def _folder_name(path: Path, version: str) -> str:
-    """Return a name that changes with the place, sizes and times of the model's files, the same for each of them."""
+    """Return a name that depends on the paths, sizes and times of all files of the model, whichever is given."""
     path = path.resolve()
     match = re.fullmatch(r"(.+)-\d{5}(-of-\d{5}\.gguf)", path.name)
     files = sorted(path.parent.glob(f"{escape(match[1])}-?????{match[2]}")) if match else [path]
@@ -65,8 +65,8 @@ def _folder_name(path: Path, version: str) -> str:
 
 
 @contextmanager
-def _turn(cache: Path, note: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock of the cache, which the system releases when the process ends, however it ends."""
+def _locked(cache: Path, note: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock of the cache, which the operating system releases when the process ends, however it ends."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
         lock = os.open(cache, os.O_RDONLY)

@@ -22,7 +22,7 @@ Value = str | bool | int | float | list[bool]
 STEP35, HY_V3, GLM4_MOE = "step35", "hy_v3", "glm4moe"
 _BY_HIDDEN = {"pre": STEP35, "post": HY_V3}  # the state that a head takes in -> the layout whose graph hands it over
 _MODEL_TYPES = {STEP35: MODEL_TYPES, HY_V3: MODEL_TYPES, GLM4_MOE: ("glm4_moe",)}
-HEAD_FOLDER = "head"  # in the checkpoint made of a file: of a head in a layout of its own
+HEAD_FOLDER = "head"  # in the converted checkpoint, for a head that is stored separately
 _ROPE_TYPES = {
     STEP35: ("default", "linear", "llama3"),
     HY_V3: ("default", "linear", "yarn"),

@@ -46,7 +46,7 @@ _SLICE = 2**22  # values that are rounded at once
 
 @dataclass(frozen=True)
 class Rounding:
-    """How one weight is rounded; group_size None: one scale per output channel. activation_bits: 16 or 8."""
+    """How one weight is rounded. group_size: None means one scale per output channel. activation_bits: 16 or 8."""
 
     bits: int
     group_size: int | None
@@ -59,12 +59,12 @@ class Rounding:
 
     @property
     def format(self) -> str:
-        """What compressed-tensors calls the way in which the codes are stored."""
+        """The name of the storage format in compressed-tensors."""
         return "int-quantized" if self.activation_bits == 8 else "pack-quantized"
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the tensors that a weight is stored as."""
+        """Names of the tensors that store a weight."""
         packed = ("weight_packed", "weight_scale", "weight_shape")
         return packed if self.format == "pack-quantized" else ("weight", "weight_scale")
 
@@ -132,7 +132,7 @@ class RoundedPiece(Piece):
                 yield quantized.scales
             else:
                 self.scales.append(quantized.scales)
-                # Codes of int-quantized have a sign.
+                # Codes of int-quantized are signed.
                 yield pack_codes(quantized) if self.part == "weight_packed" else quantized.codes ^ quantized.middle
 
 
@@ -158,7 +158,7 @@ def quantize(
         weights: `int8`: one scale per output channel; `int4`: one per group of input channels.
         group_size: Input channels of a group of int4.
         head_bits: The same for the Linears in the head's decoder layer: 16 (as they are), 8 or 4.
-        activation_bits: To which engines round activations, token by token: 16 (not at all), or 8, for int8.
+        activation_bits: Bits to which engines round activations, per token: 16 (no rounding), or 8 with int8 weights.
         follow_links: See `restore`.
         dry_run: Write nothing.
         on_bytes: Called with the bytes written so far and in all.

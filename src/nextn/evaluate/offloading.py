@@ -1,7 +1,7 @@
-"""Models larger than memory: whether one fits, how long a pass takes to stream it, and the best K for it.
+"""Models larger than memory: whether one fits, how long a streamed pass takes, and the best K if experts are offloaded.
 
-The times follow from bytes and this machine's rates. Where only routed experts come over a bus or from disk, those that
-a pass loads are counted in the texts: in a streamed or loaded pass, each position chooses its own.
+Times are calculated from bytes and this machine's rates. The offloaded experts that a pass loads are counted in a pass
+over the texts, in which each position selects its own.
 """
 
 import os
@@ -52,9 +52,10 @@ OFFLOAD_DEFINITIONS = {name: DEFINITIONS[name] for name in ("speedup", "break_ev
 
 
 Sums = list[list[int]]  # [texts][m - 1]: distinct experts, summed over a text's blocks of m positions
-_USABLE = 0.9  # share of the available memory that a model may take: the rest is for states and logits
-_READ, _ROWS, _SIZE = 64 * 2**20, 512, 2048  # bytes of the read, and sizes of the product, that rates are measured by
-_MEASURED, _COPIES = 0.3, 4  # seconds of a measurement of products, and matrices that it goes through
+_USABLE_SHARE = 0.9  # of the available memory, for the model; the rest is for states and logits
+_READ_BYTES = 64 * 2**20  # to measure the rate of reading
+_NUM_ROWS, _MATRIX_SIZE = 512, 2048  # to measure the rate of products
+_MEASURED_S, _NUM_COPIES = 0.3, 4  # seconds of a measurement of products, and matrices that it alternates between
 
 
 class ExpertRouting:
@@ -64,7 +65,7 @@ class ExpertRouting:
     """
 
     def __init__(self, num_experts: Mapping[int, int], max_positions: int) -> None:
-        """num_experts: Routed experts that are stored, by trunk layer; choices beyond them load nothing."""
+        """num_experts: Stored routed experts by trunk layer; selected experts beyond these load nothing."""
         self.num_experts, self.max_positions = dict(num_experts), max_positions
         self.texts: tuple[ReferenceText, ...] = ()
         self._sums: dict[int, Sums] = {}
@@ -72,9 +73,9 @@ class ExpertRouting:
 
     @contextmanager
     def watch(self, trunk: Trunk, texts: Sequence[ReferenceText]) -> Iterator[None]:
-        """While open, count what passes over rows that begin with one of the texts choose; a repeated pass replaces.
+        """While open, count the experts selected in passes over rows that begin with one of the texts.
 
-        Raises ConfigError for a layer whose experts are not a module of their own.
+        A repeated pass replaces the counts. Raises ConfigError for a layer whose experts are not a separate module.
         """
         self.texts, self._sums = tuple(texts), {index: [[] for _ in texts] for index in self.num_experts}
         hooks = [trunk.embedding.register_forward_pre_hook(self._start_pass)]
@@ -94,18 +95,18 @@ class ExpertRouting:
                 hook.remove()
 
     def counts(self, index: int) -> Sums | None:
-        """Return what was counted in a layer; None for one without routed experts."""
+        """Return the counts of a layer; None for one without routed experts."""
         return self._sums.get(index)
 
     def restore(self, index: int, counts: Any) -> None:
-        """Take the `counts` of a layer that an earlier process ran."""
+        """Set the `counts` of a layer that an earlier process ran."""
         if index in self.num_experts:
             self._sums[index] = counts
 
     def distinct(self, temperature: float) -> dict[int, list[float]]:
         """Return the mean number of distinct experts of a block of m = 1, 2, ... positions, by layer.
 
-        Sizes that no text of this temperature is long enough for are left out.
+        Sizes for which no text of this temperature is long enough are omitted.
         """
         chosen = [place for place, text in enumerate(self.texts) if text.temperature == temperature]
         lengths = [len(self.texts[place].new) for place in chosen]
@@ -136,7 +137,7 @@ class ExpertRouting:
 def sum_distinct(chosen: Tensor, num_experts: int, max_positions: int) -> list[int]:
     """Return for m = 1..max_positions the distinct experts of m consecutive positions, summed over all such blocks.
 
-    chosen [T, k]: the experts of each position; those from num_experts on do not count.
+    chosen [T, k]: the experts of each position; indices from num_experts on do not count.
     """
     used = torch.zeros(len(chosen), num_experts + 1, dtype=torch.bool, device=chosen.device)
     used = used.scatter_(1, chosen.clamp(max=num_experts), True)[:, :num_experts]
@@ -159,7 +160,7 @@ class LayerExperts:
 class StoredWeights:
     """Bytes of stored weights that passes read."""
 
-    experts: Mapping[int, LayerExperts]  # by trunk layer; layers without experts are left out
+    experts: Mapping[int, LayerExperts]  # by trunk layer; layers without experts are omitted
     trunk_bytes: int  # of a trunk pass, without routed experts: decoder layers and lm_head
     draft_expert_bytes: float  # of one routed expert of the head, the mean over its MTP layers; 0 without
     draft_bytes: int  # of a draft step, without routed experts: one MTP layer, their mean, and lm_head
@@ -189,7 +190,7 @@ class StoredWeights:
 
 
 def _routed_experts(layer: Mapping[str, TensorInfo]) -> tuple[int, int]:
-    """The number of routed experts of a layer and the bytes of all of them, scales included."""
+    """The number of routed experts of a layer and their total bytes, including scales."""
     names, stacked, num_bytes = set(), 0, 0
     for path, info in layer.items():
         single = EXPERT.search(f".{path}")
@@ -207,8 +208,8 @@ def _routed_experts(layer: Mapping[str, TensorInfo]) -> tuple[int, int]:
 class Bandwidths:
     """Bytes per second at which weights are read."""
 
-    offload: float  # of routed experts
-    memory: float  # of everything else
+    offload: float  # routed experts
+    memory: float  # everything else
 
 
 @dataclass(frozen=True, eq=False)
@@ -316,7 +317,7 @@ def loaded_bytes(checkpoint: Checkpoint, dtype: torch.dtype | None) -> int:
 def reason_to_stream(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device) -> str | None:
     """Return why the model cannot be loaded; None if it fits, or where the system does not say what is available."""
     needed, available = loaded_bytes(checkpoint, dtype), available_bytes(device)
-    if available is None or needed <= _USABLE * available:
+    if available is None or needed <= _USABLE_SHARE * available:
         return None
     return f"the model takes {needed / 1e9:.1f} GB, and {available / 1e9:.1f} GB are available"
 
@@ -329,21 +330,21 @@ class StreamEstimate:
     """
 
     num_bytes: int  # of the trunk's layers
-    flops: float  # of the trunk, for all tokens, lm_head included
+    flops: float  # of the trunk, for all tokens, including lm_head
     bytes_per_s: float
     flops_per_s: float  # in products of many rows
     head_flops: float = 0.0
-    expert_flops: float = 0.0  # of `flops` and `head_flops`, those of routed experts, which have few rows each
+    expert_flops: float = 0.0  # the part of `flops` and `head_flops` in routed experts, which have few rows each
     expert_flops_per_s: float = inf
-    head_bytes: int = 0  # of experts that each pass of the head reads
+    head_bytes: int = 0  # of experts that the passes of the head read
 
     @classmethod
     def of(
         cls, trunk: StreamedTrunk, num_tokens: int, *, head: Head | None = None, num_passes: int = 0
     ) -> "StreamEstimate":
-        """Measure this machine's rates, which takes a second, for a pass over this many tokens.
+        """Estimate a pass over this many tokens from this machine's rates, whose measurement takes a second.
 
-        num_passes: Of the head, over all of them, lm_head included.
+        num_passes: Passes of the head over all tokens, including lm_head.
         """
         size = trunk.dtype.itemsize
         flops = 2 * step_bytes(trunk) / size * num_tokens
@@ -352,7 +353,7 @@ class StreamEstimate:
         layers = 1 if head is None else head.num_modules
         expert_flops = 2 * num_tokens * (_taken(routed) + _taken(drafted) / layers * num_passes)
         in_files = sum(value.numel() for value, _ in drafted if value.is_meta) * size * num_passes // layers
-        rate = _flop_rate(trunk, [(_SIZE, _SIZE)], _ROWS)
+        rate = _flop_rate(trunk, [(_MATRIX_SIZE, _MATRIX_SIZE)], _NUM_ROWS)
         expert_rate = _expert_rate(trunk, routed or drafted, num_tokens) if expert_flops else rate
         return cls(trunk.num_bytes, flops, _read_rate(trunk), rate, drafting, expert_flops, expert_rate, in_files)
 
@@ -373,12 +374,12 @@ class StreamEstimate:
 
 
 def _taken(experts: Sequence[tuple[Tensor, float]]) -> float:
-    """The weights of experts that one token takes."""
+    """The number of expert weights that one token uses."""
     return sum(value.numel() * share for value, share in experts)
 
 
 def stream_record(layers: Sequence[LayerProgress], estimate: StreamEstimate) -> dict[str, object]:
-    """Return what a streamed pass took, for JSON reports."""
+    """Return the bytes and times of a streamed pass, for JSON reports."""
     records = [{name: value for name, value in asdict(layer).items() if name != "observed"} for layer in layers]
     return {
         "num_bytes": sum(layer.num_bytes for layer in layers),
@@ -390,15 +391,15 @@ def stream_record(layers: Sequence[LayerProgress], estimate: StreamEstimate) -> 
 
 
 def _read_rate(trunk: StreamedTrunk) -> float:
-    """Bytes per second: of what was downloaded so far, or of the middle of the largest file, not from the cache."""
+    """Bytes per second of the downloads so far, or of reading the middle of the largest file from disk."""
     downloads = [source.download for source in trunk.checkpoint.sources.values() if isinstance(source, PartialFile)]
     if downloads and downloads[0].rate:
         return downloads[0].rate
     files = [source for source in trunk.checkpoint.sources.values() if isinstance(source, LocalFile)]
     largest = max(files, key=lambda file: file.path.stat().st_size)
     size = largest.path.stat().st_size
-    begin = max(0, size - _READ) // 2
-    buffer = memoryview(bytearray(min(_READ, size)))
+    begin = max(0, size - _READ_BYTES) // 2
+    buffer = memoryview(bytearray(min(_READ_BYTES, size)))
     if hasattr(os, "posix_fadvise"):
         with largest.path.open("rb", buffering=0) as file:
             os.posix_fadvise(file.fileno(), begin, len(buffer), os.POSIX_FADV_DONTNEED)
@@ -409,27 +410,27 @@ def _read_rate(trunk: StreamedTrunk) -> float:
 
 
 def _expert_rate(trunk: StreamedTrunk, experts: Sequence[tuple[Tensor, float]], num_tokens: int) -> float:
-    """FLOP/s of one layer's experts, of which each gets as many rows as the texts route to it on average."""
+    """FLOP/s of one layer's experts, with the average number of rows per expert."""
     (first, share), *others = experts
     shapes = [tuple(first.shape[1:]), *(tuple(value.shape[1:]) for value, _ in others[:1])]
     return _flop_rate(trunk, shapes, max(1, round(min(num_tokens, MAX_POSITIONS) * share)))
 
 
 def _flop_rate(trunk: StreamedTrunk, shapes: Sequence[tuple[int, ...]], num_rows: int) -> float:
-    """FLOP/s of products with matrices of these shapes: the mean, as other work on the machine goes on, too."""
+    """Mean FLOP/s of products with matrices of these shapes, including the effect of other work on the machine."""
     options: Any = {"dtype": trunk.dtype, "device": trunk.device}
     pairs = [
         [(torch.ones(num_rows, shape[-1], **options), torch.ones(shape, **options)) for shape in shapes]
-        for _ in range(_COPIES)
+        for _ in range(_NUM_COPIES)
     ]
 
     def run(count: int) -> None:
-        for states, weight in pairs[count % _COPIES]:
+        for states, weight in pairs[count % _NUM_COPIES]:
             torch.nn.functional.linear(states, weight)[-1, -1].item()
 
     run(0)
     count, started = 0, time.perf_counter()
-    while (seconds := time.perf_counter() - started) < _MEASURED or not count:
+    while (seconds := time.perf_counter() - started) < _MEASURED_S or not count:
         run(count)
         count += 1
     return count * 2 * num_rows * sum(prod(shape) for shape in shapes) / seconds

@@ -1,4 +1,4 @@
-"""Linear layers that keep the codes of a quantized checkpoint: their weights, of 4 or 8 bits or fp8, stay in its files.
+"""Linear layers that keep the codes of a quantized checkpoint: their 4-bit, 8-bit or fp8 weights stay in its files.
 
 The native backend packs the codes as they are; torch computes the dequantized weight whenever a layer runs.
 """
@@ -22,8 +22,8 @@ class StoredCodes(ABC):
 
     Attributes:
         stored: The tensor.
-        stand_in: [N, K] without memory, in the dtype of the layer. It identifies the weight where a pass is recorded;
-            it is NaN, so that nothing else can be computed from it unnoticed.
+        stand_in: [N, K] expanded from one element, in the dtype of the layer. It identifies the weight while a pass is
+            recorded. It is NaN, so that anything else that is computed from it is noticed.
     """
 
     stored: StoredTensor
@@ -36,23 +36,23 @@ class StoredCodes(ABC):
 
     @property
     def num_bytes(self) -> int:
-        """The stored bytes: codes, scales and zero points."""
+        """Bytes of the stored codes, scales and zero points."""
         return self.stored.weights.num_bytes([self.name])
 
     @property
     def memory(self) -> Tensor:
-        """The memory of the stand-in, which is that of one element."""
+        """The one element that the stand-in is expanded from, [1, 1]."""
         return self.stand_in[:1, :1]
 
     def scales(self) -> Tensor:
-        """Read the scales; NaN if a code is NaN."""
+        """Read the scales; all are NaN if a code is NaN."""
         scales = self.stored.weights.checked_scales(self.name)
         self.stored.release()
         return scales
 
     @abstractmethod
     def dequantize(self) -> Tensor:
-        """Return the weight in the dtype of the layer. The memory of the file is released."""
+        """Return the weight in the dtype of the layer, and release the memory of the file."""
 
     def __deepcopy__(self, memo: object) -> "StoredCodes":
         return self
@@ -60,21 +60,21 @@ class StoredCodes(ABC):
 
 @dataclass(frozen=True, eq=False)
 class StoredIntegers(StoredCodes):
-    """A weight of four or eight bits.
+    """A 4-bit or 8-bit weight.
 
     Attributes:
-        bits: Per code, 4 or 8.
-        group_size: Columns of a group.
-        num_groups: Groups of a row.
+        bits: Bits per code, 4 or 8.
+        group_size: Input channels per group.
+        num_groups: Groups per output channel.
         is_symmetric: Whether there are no zero points.
-        is_ordered: Whether groups are no runs of columns.
+        is_reordered: Whether the input channels of a group are not consecutive.
     """
 
     bits: int
     group_size: int
     num_groups: int
     is_symmetric: bool
-    is_ordered: bool
+    is_reordered: bool
 
     @classmethod
     def of(cls, stored: StoredTensor, stand_in: Tensor) -> "StoredIntegers":
@@ -84,7 +84,7 @@ class StoredIntegers(StoredCodes):
         return cls(stored, stand_in, weight.bits, weight.group_size, scales.shape[1], zeros is None, index is not None)
 
     def integers(self) -> QuantizedWeight:
-        """Read the whole weight. The memory of the file is released."""
+        """Read the whole weight, and release the memory of the file."""
         weight = self.stored.weights.integers(self.name)
         self.stored.release()
         return weight
@@ -95,10 +95,10 @@ class StoredIntegers(StoredCodes):
 
 @dataclass(frozen=True, eq=False)
 class StoredFp8(StoredCodes):
-    """A weight in fp8.
+    """An fp8 weight.
 
     Attributes:
-        block: Rows and columns with a common scale.
+        block: Output and input channels that share a scale.
     """
 
     block: tuple[int, int]
@@ -108,7 +108,7 @@ class StoredFp8(StoredCodes):
         return cls(stored, stand_in, stored.weights.fp8_block(stored.name))
 
     def weight(self) -> Fp8Weight:
-        """Map the codes from the file, whose memory `release` of `stored` gives back, and read the scales."""
+        """Map the codes from the file and read the scales. `stored.release` releases the memory."""
         return self.stored.weights.fp8(self.name)
 
     def dequantize(self) -> Tensor:
@@ -118,13 +118,13 @@ class StoredFp8(StoredCodes):
 
 
 def stored_codes(stored: StoredTensor, stand_in: Tensor) -> StoredCodes:
-    """Return a weight that `TensorReader.has_codes`, see `StoredCodes`."""
+    """Return the codes of a tensor for which `TensorReader.has_codes` is true."""
     kind = StoredIntegers if stored.name in stored.weights.packed else StoredFp8
     return kind.of(stored, stand_in)
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer that keeps its codes. It has no parameter `weight`: nothing but its bias can be trained."""
+    """A linear layer that keeps its codes. It has no parameter `weight`, so only its bias can be trained."""
 
     def __init__(self, linear: nn.Linear, codes: StoredCodes) -> None:
         nn.Module.__init__(self)  # nn.Linear's would allocate a weight
@@ -134,7 +134,7 @@ class PackedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The dequantized weight; in a copy that is recorded, its stand-in."""
+        """The dequantized weight, or the stand-in while a pass is recorded."""
         return self.codes.stand_in if self.is_recorded else self.codes.dequantize()
 
     def forward(self, states: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class PackedLinear(nn.Linear):
 
 
 class StandIns:
-    """Tensors that take the place of packed weights while a module is loaded."""
+    """Tensors that represent packed weights while a module is loaded."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -165,11 +165,11 @@ class StandIns:
         return value.expand(stored.shape)
 
     def lazy(self, stored: StoredTensor) -> "LazyStandIn":
-        """Return what takes the place of a tensor that is read when it is needed."""
+        """Return a lazy tensor whose value is a new stand-in."""
         return LazyStandIn(stored, self)
 
     def install(self, module: nn.Module) -> set[StoredTensor]:
-        """Replace the linear layers that a stand-in was loaded into. Return the tensors of all other stand-ins."""
+        """Replace the linear layers whose weight is a stand-in; return the stored tensors of all other stand-ins."""
         others = {stored for stored, _ in self._stored.values()}
         for name, part in [*module.named_modules()]:
             if type(part) is nn.Linear and (found := self._stored.get(part.weight.data_ptr())) is not None:
@@ -180,7 +180,7 @@ class StandIns:
 
 @dataclass(frozen=True, eq=False)
 class LazyStandIn:
-    """A `LazyTensor` of `transformers_loading`, whose value is a stand-in."""
+    """A `LazyTensor` of `transformers_loading` whose value is a stand-in."""
 
     stored: StoredTensor
     stand_ins: StandIns

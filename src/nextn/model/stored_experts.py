@@ -1,6 +1,6 @@
-"""Experts that are stored one by one, read into stacked parameters by a thread a little ahead of their use.
+"""Experts that are stored separately, read into stacked parameters by a thread ahead of their use.
 
-The thread owns its buffers, and reads files into them: it never touches mapped memory, which others release and unmap.
+The thread reads files into its own buffers and never touches mapped memory, which other code releases and unmaps.
 """
 
 from collections import deque
@@ -17,26 +17,26 @@ from torch import Tensor
 from nextn.checkpoint.tensors import TensorReader, is_finite
 from nextn.errors import CheckpointError
 
-_GROUP_BYTES = 2**26  # of experts that are read together; two groups are in memory
+_GROUP_BYTES = 2**26  # bytes of the experts that are read together; two such groups are in memory
 _NUM_BUFFERS = 2
 
 Item = TypeVar("Item")
 Buffer = TypeVar("Buffer")
 Value = TypeVar("Value")
 
-# Stacked parameter -> the kinds of stored tensors that follow each other in an expert's part of it.
+# Stacked parameter -> the kinds of stored tensors that are concatenated in an expert's part of it.
 Layout = Mapping[str, tuple[str, ...]]
 
 
 def find_layout(stacked: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> Layout | None:
-    """Find out how the parts of one expert in stacked parameters consist of its stored tensors.
+    """Find which stored tensors of an expert are concatenated in its part of each stacked parameter.
 
     Args:
-        stacked: The expert's part of each parameter, made of `stored` by whatever code defines it.
-        stored: Its stored tensors by kind, a name that is the same for all experts.
+        stacked: The expert's part of each parameter, as the model's own code makes it from `stored`.
+        stored: The expert's stored tensors by kind, a name that is the same for all experts.
 
     Returns:
-        The layout; None if a parameter is made in another way, or if the values fit several layouts.
+        The layout; None if a parameter is not a concatenation, or if several layouts fit the values.
     """
     orders = [order for count in range(1, len(stored) + 1) for order in permutations(stored, count)]
     fitting = {
@@ -51,7 +51,7 @@ def find_layout(stacked: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> 
 
 
 def _is_sequence(value: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Whether the rows of `value` are those of the parts, one after the other, in its dtype."""
+    """Whether `value` is the concatenation of the parts along the first axis, in its dtype."""
     sizes = [len(part) if part.ndim else 0 for part in parts]
     if any(part.shape[1:] != value.shape[1:] for part in parts) or sum(sizes) != len(value) or 0 in sizes:
         return False
@@ -60,7 +60,7 @@ def _is_sequence(value: Tensor, parts: Sequence[Tensor]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class StoredExperts:
-    """All experts of one module, in files."""
+    """The stored experts of one module."""
 
     weights: TensorReader
     layout: Layout
@@ -73,9 +73,9 @@ class StoredExperts:
         return sum(prod(shape) * dtype.itemsize for shape, dtype in self.forms.values())
 
     def groups(self) -> Generator[tuple[int, int, dict[str, Tensor]], None, None]:
-        """Yield (first, end) of a few experts at a time, with their stacked parameters, valid until the next ones.
+        """Yield (first, end, stacked parameters) of a few experts at a time; each is valid until the next ones.
 
-        Raises CheckpointError if a file became shorter, or for values that are not finite.
+        Raises CheckpointError if a file has become shorter, or for values that are not finite.
         """
         count = len(self.names)
         size = max(1, min(count, _GROUP_BYTES // max(1, self.num_bytes)))
@@ -107,14 +107,14 @@ class StoredExperts:
 def _computed_ahead(
     compute: Callable[[Item, Buffer], Value], items: Sequence[Item], buffers: Sequence[Buffer]
 ) -> Generator[Value, None, None]:
-    """Yield compute(item, buffer) in order; all buffers but that of the last value are filled meanwhile, by a thread.
+    """Yield compute(item, buffer) in order, while a thread fills the other buffers with the next values.
 
-    Closing the iterator waits for the thread, which ends with the item that it is at.
+    Closing the iterator waits for the thread, which finishes its current item.
     """
     pool, pending = ThreadPoolExecutor(1), deque[Future[Value]]()
     try:
-        for place, item in enumerate(items):
-            pending.append(pool.submit(compute, item, buffers[place % len(buffers)]))
+        for index, item in enumerate(items):
+            pending.append(pool.submit(compute, item, buffers[index % len(buffers)]))
             if len(pending) == len(buffers):
                 yield pending.popleft().result()
         while pending:

@@ -1,6 +1,6 @@
-"""Weights in fp8 (e4m3) in groups along K, each group of an output channel with its own scale (csrc/fp8.cpp).
+"""Packed fp8 (e4m3) weights in groups along K, each with one scale per output channel (csrc/fp8.cpp).
 
-Products widen the weights to the type of the activations, so they have the bits of the dequantized matrix.
+Products widen the weights to the dtype of the activations, so results have the bits of the dequantized matrix.
 """
 
 from collections.abc import Callable
@@ -14,26 +14,26 @@ from nextn.runtime.native.abi import FP8
 from nextn.runtime.native.grouped import COLUMNS, GROUPS, GroupedFormat
 from nextn.runtime.native.memory import rows_per_slice
 
-# Kernels multiply the codes with 256 times their scales: the codes as float16 are 256 times less.
+# Kernels read the codes as float16, which gives 1/256 of their values, so scales are stored times 256.
 _SCALE = 256.0
 
 
 class Fp8Format(NamedTuple):
-    """How many values along K a group has, of `GROUPS`."""
+    """The packed layout for one group size."""
 
-    group: int
+    group: int  # values along K, one of `GROUPS`
 
     @property
     def type(self) -> int:
-        """The type of product.h."""
+        """The packed type in product.h."""
         return FP8 + GROUPS.index(self.group)
 
     def packed_bytes(self, n: int, k: int) -> int:
-        """Return the size of a packed weight [N, K]: that of eight bits in groups."""
+        """Return the size of a packed weight [N, K], the same as with 8-bit codes in groups."""
         return GroupedFormat(8, self.group).packed_bytes(n, k)
 
     def pack_rows(self, codes: Tensor, scales: Tensor, take: Callable[[int], Tensor]) -> Tensor:
-        """Pack codes, bytes [N, K], and float32 scales [N, groups] in memory that `take` allocates."""
+        """Pack codes (bytes [N, K]) and float32 scales [N, groups] into memory that `take` allocates."""
         n, k = codes.shape
         memory, num_rows = take(self.packed_bytes(n, k)), rows_per_slice(codes, COLUMNS)
         for start in range(0, n, num_rows):
@@ -44,7 +44,7 @@ class Fp8Format(NamedTuple):
         return memory
 
     def _pack(self, codes: Tensor, scales: Tensor, packed: Tensor) -> None:
-        """Pack blocks of 32 output channels: for each group 32 scales, then the codes, [pair along K][channel][2]."""
+        """Pack in blocks of 32 output channels: for each group 32 scales, then codes as [pair along K][channel][2]."""
         n, k = codes.shape
         missing, groups = -n % COLUMNS, scales.shape[1]
         pairs = pad(codes, (0, -k % self.group, 0, missing)).view(torch.int16)

@@ -21,11 +21,11 @@ from nextn.runtime.native.trace import TraceRecorder
 from nextn.runtime.native.trace_hooks import MAX_RECURRENT_BLOCK, RecordingCache, StateShape
 from nextn.runtime.native.weight_packing import PackedWeights
 
-# Positions of a block: the last token plus usual numbers of drafts (16, as products take 16 rows at once), then the
-# sizes in which prompts are processed.
+# Block sizes: one more than usual numbers of drafts (and 16, because products process 16 rows at once), then the sizes
+# of prompt chunks.
 BLOCK_SIZES = (1, 2, 3, 5, 7, 9, 11, 12, 14, 16, 17, 24, 32, 64, 128)
-# Up to so many rows, of all sequences, a block runs on any larger replay that exists instead of recording one of its
-# own: they cost little more than one row.
+# A block runs on a larger existing replay, instead of one recorded for its size, if that has at most this many rows
+# over all sequences: these cost little more than one row.
 _MAX_PADDED = 17
 
 Array = NDArray[np.int64]
@@ -86,21 +86,21 @@ class Passes:
             runtime: The native runtime.
             weights: Packed weights, shared with other passes.
             layer_types: Type of each layer of the stack.
-            run_pass: (inputs, cache) -> outputs; what neither they nor the cache need is not computed.
+            run_pass: (inputs, cache) -> outputs. Anything that neither the outputs nor the cache need is not computed.
             dtype: Of hidden states.
-            int8_cache: Whether attention layers store keys and values in eight bits.
+            int8_cache: Whether attention layers store keys and values in 8 bits.
             state_shape: Shape of a hidden state that is an input; None for a trunk.
         """
         self._runtime, self._weights, self._layer_types, self._run_pass = runtime, weights, list(layer_types), run_pass
         self._dtype, self._int8_cache, self._state_shape = dtype, int8_cache, state_shape
         self._scratch = Scratch()
         self._attached: object = None  # `allocation` of the cache that the replays use
-        self.last: tuple[Replay, int] | None = None  # the last replay that ran, and the block's number of positions
+        self.last: tuple[Replay, int] | None = None  # the last replay and its number of valid positions
         self._headers = torch.zeros(len(layer_types), 3, dtype=torch.int64)
         self._replays: dict[tuple[int, int], tuple[Inputs, Replay]] = {}  # by batch size and replay size
         self._selected: dict[tuple[int, int], tuple[Inputs, Replay]] = {}  # by batch size and block size
         self._shapes: list[Shape | StateShape | None] = []
-        # Larger blocks run in pieces. Recurrent layers cannot: a rollback could reach into a piece before the last.
+        # Larger blocks run in pieces. Not with recurrent layers: a rollback could reach beyond the last piece.
         self.max_block_size = (
             MAX_RECURRENT_BLOCK if any(layer_type.is_recurrent for layer_type in layer_types) else None
         )
@@ -117,7 +117,7 @@ class Passes:
         return KVBuffers(shapes, batch_size, dtype=self._dtype, runtime=self._runtime, int8=self._int8_cache)
 
     def run(self, tokens: Tensor, cache: KVBuffers, *, states: Tensor | None = None) -> list[Tensor]:
-        """Run tokens [B, m] with states [B, m, ...] and return outputs [B, m, ...], which the next pass overwrites."""
+        """Run tokens [B, m] with states [B, m, ...]; return outputs [B, m, ...], which the next pass overwrites."""
         cache.begin(tokens.shape[1])
         if tokens.shape[1] <= self._sizes[-1]:
             return self._run_piece(tokens, states, cache, 0)

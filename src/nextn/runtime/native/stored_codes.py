@@ -1,6 +1,6 @@
-"""Weights of a quantized checkpoint in the layout of the native products, with the codes that they are stored with.
+"""Weights of a quantized checkpoint, packed for the native products with their stored codes.
 
-Nothing is rounded, except scales in float32 of weights with groups or zero points, to 16 bits.
+Nothing is rounded, except that float32 scales of weights with groups or zero points are rounded to 16 bits.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,30 +19,30 @@ from nextn.text_format import some
 
 
 def unsupported(codes: StoredCodes) -> str | None:
-    """Return why no native product reads these codes; None if one does."""
+    """Return why no native product supports these codes; None if one does."""
     if isinstance(codes, StoredFp8):
         return None if _fp8_group(codes) else f"blocks of {codes.block[0]} x {codes.block[1]}"
     integers = _integers(codes)
-    if integers.is_ordered:
-        return "groups in an order of their own (desc_act)"
+    if integers.is_reordered:
+        return "reordered groups (desc_act)"
     is_grouped = _is_per_channel(integers) or _group(integers) is not None
     return None if is_grouped else f"groups of {integers.group_size}"
 
 
 def notes_on(weights: Iterable[StoredCodes]) -> list[str]:
-    """Return notes on weights that the native backend does not decode with their own codes."""
+    """Return notes on weights that the native backend dequantizes."""
     names: dict[str, list[str]] = {}
     for codes in weights:
         if (reason := unsupported(codes)) is not None:
             names.setdefault(reason, []).append(codes.name)
     return [
-        f"the native backend dequantizes {some(each, 1)}, as no product reads {reason}"
+        f"the native backend dequantizes {some(each, 1)}, as no product supports {reason}"
         for reason, each in names.items()
     ]
 
 
 def type_of_codes(codes: StoredCodes) -> int:
-    """Return the type of product.h that supported codes are packed as."""
+    """Return the packed type (product.h) of supported codes."""
     if isinstance(codes, StoredFp8):
         return _fp8_format(codes).type
     integers = _integers(codes)
@@ -51,7 +51,7 @@ def type_of_codes(codes: StoredCodes) -> int:
 
 @torch.no_grad()
 def pack_stored(weights: Sequence[StoredCodes], parts: int, columns: int, take: Callable[[int], Tensor]) -> Tensor:
-    """Pack weights [N, K] of one type in one matrix, see `merge_weights`. `take` allocates bytes."""
+    """Pack weights [N, K] of one type into one matrix, see `merge_weights`. `take` allocates bytes."""
     if isinstance(weights[0], StoredFp8):
         return _pack_fp8([codes for codes in weights if isinstance(codes, StoredFp8)], parts, columns, take)
     return _pack_integers([_integers(codes) for codes in weights], parts, columns, take)
@@ -117,13 +117,13 @@ def _fp8_group(codes: StoredFp8) -> int | None:
 
 
 def _group_of(size: int, num_groups: int) -> int | None:
-    """The largest group of the kernels that stored groups consist of."""
+    """The largest group size of the kernels that divides the stored one; None if there is none."""
     sizes = (each for each in reversed(GROUPS) if size % each == 0)
     return next(sizes, GROUPS[0] if num_groups == 1 else None)
 
 
 def _in_groups(weight: QuantizedWeight, group: int) -> GroupedWeight:
-    """The weight in smaller groups: each stored group is several with the same scale and zero point."""
+    """The weight in smaller groups: a stored group becomes several with the same scale and zero point."""
     num_groups, repeats = -(-weight.codes.shape[1] // group), -(-weight.group_size // group)
     zeros = torch.full(weight.scales.shape, weight.middle, dtype=torch.uint8) if weight.zeros is None else weight.zeros
     scales, zeros = (each.repeat_interleave(repeats, 1)[:, :num_groups] for each in (weight.scales.float(), zeros))

@@ -254,8 +254,8 @@ Lanes channels_at(const T* from, int64_t count) {
 template <typename T>
 void convolve(const Call& call, int64_t row, int64_t channel, int64_t count, const float* weights, Lanes bias) {
   const View &out = call.views[0], &x = call.views[1];
-  const int64_t channels = x.size[1], kernel = call.views[2].size[1], columns = call.ints[0] + kernel - 1;
-  T* history = reinterpret_cast<T*>(address(call.views.back())) + row * columns * channels + channel;
+  const int64_t channels = x.size[1], kernel = call.views[2].size[1], slots = call.ints[0] + kernel - 1;
+  T* history = reinterpret_cast<T*>(address(call.views.back())) + row * slots * channels + channel;
   append(x, row, channel, count, history, kernel - 1);
   for (int64_t t = 0; t < x.size[2]; ++t) {
     Lanes sum{};
@@ -304,12 +304,12 @@ bool select_conv(Call& call) {
 // views: counts [B], header; ints: max_block, K, C, B, type.
 void commit_history(const Call& call, const Worker& worker) {
   const int64_t before = call.ints[1] - 1, channels = call.ints[2], bytes = call.ints[4] == F32 ? 4 : 2;
-  const int64_t columns = call.ints[0] + before;
+  const int64_t slots = call.ints[0] + before;
   int64_t begin, end;
   worker.share(channels, begin, end);
   for (int64_t row = 0; row < call.ints[3]; ++row) {
     const int64_t count = data<int64_t>(call.views[0])[row];
-    char* history = reinterpret_cast<char*>(address(call.views[1])) + (row * columns * channels + begin) * bytes;
+    char* history = reinterpret_cast<char*>(address(call.views[1])) + (row * slots * channels + begin) * bytes;
     for (int64_t t = 0; count && t < before; ++t)
       std::memcpy(history + t * channels * bytes, history + (t + count) * channels * bytes, (end - begin) * bytes);
   }
