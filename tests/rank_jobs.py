@@ -21,10 +21,11 @@ from nextn.model.layer_states import remove_states
 from nextn.model.model import Model
 from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.train.config import HeadConfig, TrainConfig
-from nextn.train.distributed import Ranks, shard, unsharded
+from nextn.train.distributed import Ranks, unsharded
 from nextn.train.head_run import INIT_STATES, StartingPoint, load_starting_point, prepare_head_run
-from nextn.train.head_task import HeadTask, freeze
+from nextn.train.head_task import HeadTask
 from nextn.train.hidden_cache import HiddenStateCache
+from nextn.train.joint_run import prepare_joint_run
 from nextn.train.joint_task import JointTask
 from nextn.train.loop import Trainer
 from nextn.train.metrics import EvalRecord, HeadRecord, StepRecord
@@ -56,6 +57,11 @@ def values(subject: Trainer) -> dict[str, torch.Tensor]:
         if not subject.ranks.is_first:
             return {}
         return {name: value.detach().clone() for name, value in subject.task.joint_module.named_parameters()}
+
+
+def head_values(subject: Trainer) -> dict[str, torch.Tensor]:
+    """The head's part of that."""
+    return {name: value for name, value in values(subject).items() if name.startswith("head.")}
 
 
 def told(records) -> list[tuple[float, ...]]:
@@ -237,21 +243,21 @@ def uneven(ranks, out):
 
 
 def fresh_head(ranks, out, model):
-    """A new head on a frozen trunk -> what training said, and the head's parameters."""
+    """A new head on a frozen trunk -> what training said, and the head's parameters before and after it."""
     run = prepare_head_run(
         out, StartingPoint(model, fresh=True), data=[out.parent / "text.txt"], settings=asdict(HEAD), ranks=ranks
     )
-    lines = told(run.trainer.run(lambda: False))
-    return lines, {name: value for name, value in values(run.trainer).items() if name.startswith("head.")}
+    before = head_values(run.trainer)
+    return told(run.trainer.run(lambda: False)), before, head_values(run.trainer)
 
 
 def peak_of_loading(ranks, folder, stream=False):
     """How far resident memory rises while a checkpoint is loaded and sharded, and the bytes of the process's share."""
 
     def load():
-        model = load_starting_point(StartingPoint(folder, stream=stream), near=folder.parent, ranks=ranks)[0]
-        freeze(model.trunk.model, model.head)
-        return shard(model.trunk, model.head, ranks)
+        start = StartingPoint(folder, stream=stream)
+        model, origin, _ = load_starting_point(start, near=folder.parent, ranks=ranks)
+        return HeadTask(model, refrains(12, 60, seed=1), HEAD, origin=origin, ranks=ranks).joint_module
 
     return peak(load)
 
@@ -267,6 +273,24 @@ def peak_of_fresh_head(ranks, out, model):
         return prepare_head_run(out, start, data=data, settings=asdict(HEAD), ranks=ranks).task.joint_module
 
     return peak(load)
+
+
+def peak_of_joint_training(ranks, out, config):
+    """The same while trunk and head are made, to be trained jointly."""
+    return peak(lambda: joint_from_scratch(ranks, out, config).task.joint_module)
+
+
+def joint_from_scratch(ranks, out, config):
+    """The trainer of a new model."""
+    settings = asdict(CONFIG) | {"depths": 1}
+    data = [out.parent / "text.txt"]
+    return prepare_joint_run(out, data=data, recipe="demo", model=config, settings=settings, ranks=ranks).trainer
+
+
+def train_from_scratch(ranks, out, config):
+    """Parameters before training, and what it said."""
+    subject = joint_from_scratch(ranks, out, config)
+    return values(subject), told(subject.run(lambda: False))
 
 
 def peak(load):

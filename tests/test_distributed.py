@@ -1,5 +1,6 @@
 """Two processes are one: losses, norms, figures and parameters; checkpoints that any number of processes reads."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import rank_jobs
 import torch
 from pairs import Pair
 from quick import case, others_slow
-from tiny import build
+from tiny import CONFIGS, build
 
 from nextn.audit import audit
 from nextn.checkpoint.checkpoint import SHIPPED, Checkpoint
@@ -75,12 +76,12 @@ def test_memory_of_a_process(pair, tmp_path):
     for peak, share in pair.run(rank_jobs.peak_of_loading, tmp_path / "model"):
         assert share < peak < share + 2 * layer + 20e6 < 0.8 * trunk
     for peak, share in pair.run(rank_jobs.peak_of_loading, tmp_path / "model", True):  # which has no part of the trunk
-        assert share < peak < share + 4 * layer + 20e6 < 0.4 * trunk  # the head is whole, in fp32, until it is sharded
+        assert share < peak < share + 2 * layer + 20e6 < 0.3 * trunk
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of memory from /proc")
 def test_memory_of_a_process_with_a_fresh_head(pair, tmp_path):
-    """Nor while a new head is made of the trunk's layers; the head is whole until it is sharded, then in fp32."""
+    """Nor while a new head is made of the trunk's layers."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 512, "n_routed_experts": 8, "num_hidden_layers": 24}
     build("glm4_moe", **sizes, vocab_size=512).save(tmp_path / "model", dtype=torch.bfloat16)
     for path in SHIPPED.glob("tokenizer*"):
@@ -89,14 +90,46 @@ def test_memory_of_a_process_with_a_fresh_head(pair, tmp_path):
     layers = Model.load(tmp_path / "model").trunk.decoder.layers
     layer, trunk = (sum(value.nbytes for value in each.parameters()) for each in (layers[-1], layers))
     for peak, share in pair.run(rank_jobs.peak_of_fresh_head, tmp_path / "run", tmp_path / "model"):
-        assert share < peak < share + 4 * layer + 20e6 < 0.9 * trunk
+        assert share < peak < share + 2 * layer + 20e6 < 0.8 * trunk
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of memory from /proc")
+def test_memory_of_a_process_that_trains_from_scratch(pair, tmp_path):
+    """Its share and two layers, while trunk and head get their initial values."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 512, "n_routed_experts": 8, "num_hidden_layers": 24}
+    config = new_model(tmp_path, "glm4_moe", **sizes)
+    with torch.device("meta"):
+        layers = Model.build(json.loads(config.read_text())).trunk.decoder.layers
+    layer, trunk = (sum(value.nbytes for value in each.parameters()) for each in (layers[-1], layers))
+    for peak, share in pair.run(rank_jobs.peak_of_joint_training, tmp_path / "run", config):
+        assert share < peak < share + 2 * layer + 20e6 < 0.8 * trunk
+
+
+@pytest.mark.parametrize("name", others_slow(["glm4_moe", "cohere2_moe"], "cohere2_moe"))
+def test_training_from_scratch(name, pair, tmp_path):
+    """Two processes begin with the bits of one, each of which keeps its part of every draw."""
+    config = new_model(tmp_path, name)
+    parameters, lines = rank_jobs.train_from_scratch(ALONE, tmp_path / "one", config)
+    (cut, cut_lines), (_, second) = pair.run(rank_jobs.train_from_scratch, tmp_path / "two", config)
+    same(parameters, cut, 0)
+    assert cut_lines == second
+    close(lines, cut_lines)
+
+
+def new_model(folder, name, **sizes):
+    """The config of a model that the byte tokenizer fits, beside a text."""
+    (folder / "text.txt").write_text("".join(f"def number_{index}(): return {index * 7}\n" for index in range(200)))
+    path = folder / "config.json"
+    path.write_text(json.dumps(CONFIGS[name] | {"vocab_size": 512, "initializer_range": 0.05} | sizes))
+    return path
 
 
 def test_a_fresh_head(pair, tmp_path):
-    """Two processes equal one, whose trunk is in memory when the head is made of it."""
+    """Two processes equal one, whose trunk is in memory when the head is made of it; they begin with its bits."""
     (tmp_path / "text.txt").write_text("".join(f"def number_{index}(): return {index * 7}\n" for index in range(200)))
-    lines, parameters = rank_jobs.fresh_head(ALONE, tmp_path / "one", SHIPPED)
-    (cut_lines, cut), (second, _) = pair.run(rank_jobs.fresh_head, tmp_path / "two", SHIPPED)
+    lines, initial, parameters = rank_jobs.fresh_head(ALONE, tmp_path / "one", SHIPPED)
+    (cut_lines, cut_initial, cut), (second, *_) = pair.run(rank_jobs.fresh_head, tmp_path / "two", SHIPPED)
+    same(initial, cut_initial, 0)
     assert cut_lines == second
     close(lines, cut_lines)
     same(parameters, cut)

@@ -23,6 +23,7 @@ from nextn.checkpoint.tensors import TensorReader
 from nextn.devices import resolve_device
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import Family, by_config
+from nextn.model.deferred_init import DeferredInit
 from nextn.model.head import Head
 from nextn.model.load_head import cast, head_tensors, load_tensors, meta_head
 from nextn.model.load_trunk import deferred_trunk, load_trunk, streamed_trunk
@@ -41,6 +42,8 @@ class Model:
     family: Family
     tokenizer: PreTrainedTokenizerBase | None = None
     notes: tuple[str, ...] = ()  # remarks of loading, such as a stored copy that differs from the trunk's tensor
+    # What computes parameters that are on the meta device, for processes that each keep a part of every parameter.
+    deferred: DeferredInit | None = field(default=None, repr=False, compare=False)
     # Backends by name, filled and renewed by `runtime.backend.backend_for`.
     backends: dict[str, object] = field(default_factory=dict, repr=False, compare=False)
 

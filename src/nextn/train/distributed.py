@@ -24,8 +24,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from nextn.checkpoint.mapped_memory import return_freed_memory
 from nextn.devices import resolve_device
 from nextn.errors import ConfigError, TrainingError
+from nextn.model.deferred_init import DeferredInit
 from nextn.model.head import Head
 from nextn.model.streamed_trunk import DeferredTrunk, StreamedTrunk
 from nextn.model.trunk import Trunk
@@ -229,12 +231,25 @@ def _with_total(report: R) -> tuple[R, Tensor]:
     return report, report.total
 
 
-def shard(trunk: Trunk, head: Head | None, ranks: Ranks, *, dtype: torch.dtype = torch.float32) -> JointModule:
+def shard(
+    trunk: Trunk,
+    head: Head | None,
+    ranks: Ranks,
+    *,
+    dtype: torch.dtype = torch.float32,
+    deferred: DeferredInit | None = None,
+) -> JointModule:
     """Make one module of trunk and head, sharded over the processes; create optimizers after this call.
 
-    dtype: fp32 layers are gathered in it; gradients are always reduced in fp32. A layer with a parameter that must
-    stay in fp32 keeps its dtype. Not sharded are packed (quantized) layers, as packed bytes cannot be split, and a
-    streamed trunk.
+    Not sharded are packed (quantized) layers, as packed bytes cannot be split, and a streamed trunk.
+
+    Args:
+        trunk: The trunk.
+        head: The head.
+        ranks: The processes.
+        dtype: fp32 layers are gathered in it; gradients are always reduced in fp32. A layer with a parameter that must
+            stay in fp32 keeps its dtype.
+        deferred: Computes the parameters that are on the meta device, one at a time.
     """
     module = JointModule(trunk, head)
     if ranks.is_alone:
@@ -242,15 +257,37 @@ def shard(trunk: Trunk, head: Head | None, ranks: Ranks, *, dtype: torch.dtype =
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))
     # A streamed trunk runs before training, in one process alone; of its parameters, most are never loaded for good.
     whole = set(trunk.to(ranks.device).parameters()) if isinstance(trunk, StreamedTrunk) else set[nn.Parameter]()
+    if deferred is not None:
+        deferred.finish(module)
     for unit in _units(trunk, head):
         if all(value.is_floating_point() for value in unit.parameters()):
-            fully_shard(unit, mesh=mesh, mp_policy=_policy(trunk, unit, dtype))
+            with _computed(unit, deferred, ranks.device):
+                fully_shard(unit, mesh=mesh, mp_policy=_policy(trunk, unit, dtype))
         else:
             whole.update(unit.to(ranks.device).parameters())
-    fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), ignored_params=whole)
+    with _computed(module, deferred, ranks.device):
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), ignored_params=whole)
     if isinstance(trunk, DeferredTrunk):
         trunk.close()
     return module
+
+
+@contextmanager
+def _computed(unit: nn.Module, deferred: DeferredInit | None, device: torch.device) -> Iterator[None]:
+    """Inside, a unit is sharded; then deferred parameters are computed one by one, and this process keeps its part."""
+    if deferred is None:
+        yield
+        return
+    values = {name: value for name, value in unit.named_parameters() if value in deferred}
+    yield
+    for name, value in values.items():
+        parameter = unit.get_parameter(name)
+        with torch.no_grad():
+            part = torch.empty_like(parameter, device=device)
+            part.copy_(shard_like(deferred.take(value), part))
+        # In place, as `Module.to_empty` does it: FSDP has the parameter, and reads its new state at the first forward.
+        torch.utils.swap_tensors(parameter, nn.Parameter(part, requires_grad=parameter.requires_grad))
+        return_freed_memory()
 
 
 def _units(trunk: Trunk, head: Head | None) -> Iterator[nn.Module]:

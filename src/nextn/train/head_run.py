@@ -27,6 +27,7 @@ from nextn.edit.plan import num_copied
 from nextn.edit.restore import restore
 from nextn.errors import ConfigError, NextnError, TrainingError
 from nextn.families import by_config, by_name, find, fitted
+from nextn.model.deferred_init import DeferredInit
 from nextn.model.head import Head
 from nextn.model.layer_states import LayerProgress
 from nextn.model.model import Model, load_head, read_head, read_tokenizer
@@ -202,10 +203,11 @@ def _new_head(
     model: Model, checkpoint: Checkpoint, tokens: Tensor, ranks: Ranks, options: Mapping[str, Any]
 ) -> tuple[Head, list[str]]:
     """Initialize a head from the trunk's layers; return it with notes. options: see `init_head`."""
+    model.deferred = None if ranks.is_alone else DeferredInit()
     if type(model.trunk) is DeferredTrunk:
-        make = partial(_new_head_for_deferred, model, checkpoint, tokens, **options)
+        make = partial(_new_head_for_deferred, model, checkpoint, tokens, deferred=model.deferred, **options)
     else:
-        make = partial(init_head, model.family, model.trunk, tokens, **options)
+        make = partial(init_head, model.family, model.trunk, tokens, deferred=model.deferred, **options)
     return ranks.one_by_one(make) if isinstance(model.trunk, DeferredTrunk) else make()
 
 

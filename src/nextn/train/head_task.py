@@ -4,6 +4,7 @@ A head is written alone, or with its trunk's files, which stay bit for bit as th
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from nextn.families import LAYOUT_FIELD
 from nextn.losses.distillation import HeadLoss, head_loss
 from nextn.losses.divergences import Teacher
 from nextn.losses.mtp_loss import Targets, depth_weights
+from nextn.model.deferred_init import DeferredInit
 from nextn.model.head import Head, draft_config, lm_head_weights
 from nextn.model.layer_states import LayerProgress
 from nextn.model.load_head import head_tensors
@@ -87,12 +89,15 @@ class HeadTask:
         self.batches, self.held_out = make_batches(corpus, held_out, model.trunk, config)
         self.cache: HiddenStateCache | None = None
         self.fingerprint = trunk_fingerprint(origin)
-        self.stored_dtype = freeze(model.trunk.model, self.head)
+        deferred = None if ranks.is_alone else _deferred(model, self.head)
+        with deferred or nullcontext():
+            self.stored_dtype = freeze(model.trunk.model, self.head)
         for name in frozen_parameters((name for name, _ in self.head.named_parameters()), config.trained_parts):
             self.head.get_parameter(name).requires_grad_(False)
         self.weights = depth_weights(config.depths, beta=config.beta)
         prepare_layers(model, config)
-        self.joint_module = shard(model.trunk, self.head, ranks, dtype=getattr(torch, config.dtype))
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        self.joint_module = shard(model.trunk, self.head, ranks, dtype=dtype, deferred=deferred)
         self.named = {f"head.{name}": value for name, value in self.head.named_parameters()}
 
     def cached(self, folder: Path, limit_gb: float | None = None) -> HiddenStateCache:
@@ -271,7 +276,17 @@ def freeze(trunk: torch.nn.Module, head: Head) -> torch.dtype:
     trunk.requires_grad_(False).eval()
     stored = next(value.dtype for value in head.parameters() if value.ndim > 1)
     head.float().eval()
+    for value in head.parameters():  # also deferred ones, which a head's own conversions leave alone
+        value.data = value.data.float()
     return stored
+
+
+def _deferred(model: Model, head: Head) -> DeferredInit:
+    """Let the head's parameters be computed, and cast, one at a time when they are sharded."""
+    if model.deferred is None:
+        model.deferred = DeferredInit()
+        model.deferred.defer(head)
+    return model.deferred
 
 
 def _check(model: Model, config: HeadConfig) -> Head:

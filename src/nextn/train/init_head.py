@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nextn.errors import ConfigError, FamilyError
 from nextn.families import Family
+from nextn.model.deferred_init import DeferredInit
 from nextn.model.head import Head, MTPLayer
 from nextn.model.layer_states import LayerProgress
 from nextn.model.layer_types import LayerType
@@ -34,6 +35,7 @@ def init_head(
     num_modules: int = 1,
     folder: Path | None = None,
     on_layer: Callable[[LayerProgress], None] = lambda progress: None,
+    deferred: DeferredInit | None = None,
 ) -> tuple[Head, list[str]]:
     """Build a head for a trunk, initialized from the trunk's parameters.
 
@@ -50,6 +52,7 @@ def init_head(
         num_modules: Number of MTP modules.
         folder: Of the states of a streamed trunk, see `StreamedTrunk.read_layers`.
         on_layer: Called after each layer of a streamed trunk.
+        deferred: Defers the head's parameters, which are then on the meta device.
 
     Returns:
         The head, in the trunk's dtype, and notes on tensors without a counterpart in the trunk.
@@ -61,11 +64,11 @@ def init_head(
     if family.max_modules is not None and num_modules > family.max_modules:
         raise ConfigError(f"modules = {num_modules}; {family.name} allows at most {family.max_modules}")
     _refuse_capped_logits(trunk)
-    with _layer_errors(family, trunk):
+    with _layer_errors(family, trunk), deferred.building() if deferred else nullcontext():
         head = Head(family, trunk, num_modules=num_modules)
     notes: list[str] = []
-    with torch.no_grad():
-        stream_rms, states = _stream_rms(trunk, tokens, folder, on_layer)
+    stream_rms, states = _stream_rms(trunk, tokens, folder, on_layer)
+    with torch.no_grad(), deferred or nullcontext():
         for module in cast(Sequence[MTPLayer], head.stack):
             input_scale = 1.0
             for layer, kind in zip(module.layers, module.layer_types, strict=True):
@@ -77,7 +80,9 @@ def init_head(
                     _scale_outputs(layer, {part: 1 / stream_rms[index] for part, index in sources.items()})
             _init_input_projection(module, family, input_scale)
             _copy_shared(module, trunk)
-        with _layer_errors(family, trunk):
+    if deferred is None or not _is_known(family):
+        computed = deferred.computed(head.stack[0]) if deferred else nullcontext()
+        with torch.no_grad(), _layer_errors(family, trunk), computed:
             head.teacher_forced_hidden(tokens, states, 1)
     return head, list(dict.fromkeys(notes))
 
@@ -91,13 +96,18 @@ def _refuse_capped_logits(trunk: Trunk) -> None:
         )
 
 
+def _is_known(family: Family) -> bool:
+    """Whether the family says which decoder layers its heads have."""
+    return bool(family.model_types or family.layer_model)
+
+
 @contextmanager
 def _layer_errors(family: Family, trunk: Trunk) -> Iterator[None]:
     """Explain that decoder layers of this class take other arguments than those of the known families."""
     try:
         yield
     except (TypeError, AttributeError, KeyError, ValueError) as error:
-        if family.model_types or family.layer_model:
+        if _is_known(family):
             raise
         raise FamilyError(
             f"a decoder layer of model_type {trunk.config.model_type} cannot be the block of a head: "
@@ -105,6 +115,7 @@ def _layer_errors(family: Family, trunk: Trunk) -> Iterator[None]:
         ) from error
 
 
+@torch.no_grad()
 def _stream_rms(
     trunk: Trunk,
     tokens: Tensor,

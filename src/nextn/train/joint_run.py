@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from nextn.data.sources import load_corpora
 from nextn.devices import training_dtype
 from nextn.errors import ConfigError
 from nextn.families import lookup_count
+from nextn.model.deferred_init import DeferredInit
 from nextn.model.model import Model, read_tokenizer
 from nextn.train.config import HeadConfig, TrainConfig
 from nextn.train.distributed import ALONE, Ranks
@@ -101,7 +103,10 @@ def prepare_joint_run(
         second = asdict(head_config)
     corpus, held_out = load_corpora(data, text_tokenizer, all_tokens=all_tokens, context=context)
     torch.manual_seed(config.seed)
-    built = Model.build(shape, num_modules=num_modules, tokenizer=text_tokenizer)
+    deferred = None if ranks.is_alone else DeferredInit()
+    with nullcontext() if deferred is None else deferred.building():
+        built = Model.build(shape, num_modules=num_modules, tokenizer=text_tokenizer)
+    built.deferred = deferred
     if (num_tokens := vocab_size_of(text_tokenizer)) > built.trunk.vocab_size:
         raise ConfigError(
             f"the tokenizer has {num_tokens} tokens, the model's vocab_size is {built.trunk.vocab_size}; raise "

@@ -120,7 +120,9 @@ class JointTask:
         self.batches, self.held_out = make_batches(corpus, held_out, model.trunk, config)
         self.weights = depth_weights(config.depths, beta=config.beta)
         prepare_layers(model, config)
-        self.joint_module = shard(model.trunk, model.head, ranks, dtype=getattr(torch, config.dtype))
+        self.joint_module = shard(
+            model.trunk, model.head, ranks, dtype=getattr(torch, config.dtype), deferred=model.deferred
+        )
         self.named = dict(_parameters(model))
 
     def example(self, step: int, *, rank: int = 0, world: int = 1) -> Example:
