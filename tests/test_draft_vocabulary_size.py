@@ -53,7 +53,7 @@ def with_costs(monkeypatch, per_token):
 
     monkeypatch.setattr(draft_vocabulary_size, "measure_costs", costs)
     monkeypatch.setattr(
-        draft_vocabulary_size, "draft_bytes", lambda head, num_tokens=None: num_tokens or head.trunk.vocab_size
+        draft_vocabulary_size, "draft_bytes", lambda head, bits, *, num_tokens, lm_head_bits: num_tokens
     )
 
 

@@ -81,7 +81,7 @@ def test_native_values_are_the_stored_ones_exactly(case, tmp_path, monkeypatch):
     first, second = (each.weight() for each in values)
     for num_bytes in (2**22, 32 * 384):
         monkeypatch.setattr("nextn.runtime.native.memory._SLICE", num_bytes)
-        weights = PackedWeights(load(), codes=codes)
+        weights = PackedWeights(load(), replaced=codes)
         assert torch.equal(native_values(weights.pack([one.stand_in]), 72, 384), first)
         both = native_values(weights.pack([one.stand_in, other.stand_in], columns=32), 192, 384)
         assert torch.equal(both[:72], first)
@@ -92,7 +92,7 @@ def test_scales_in_float32_keep_sixteen_bits(tmp_path):
     case = Case("pack-quantized", 4, 128, scale=torch.float32)
     values = random_values(case, 64, 256)
     (codes,) = codes_of(tmp_path, case, [values])
-    found = native_values(PackedWeights(load(), codes=[codes]).pack([codes.stand_in]), 64, 256)
+    found = native_values(PackedWeights(load(), replaced=[codes]).pack([codes.stand_in]), 64, 256)
     assert (found - values.weight()).abs().le(values.weight().abs() * 2**-16).all()
     assert not torch.equal(found, values.weight())
 
@@ -104,7 +104,7 @@ def test_other_weights_are_dequantized(case, reason, tmp_path):
     codes = codes_of(tmp_path, case, values)
     with pytest.raises(AssertionError, match=f"^{reason}$"):
         raise AssertionError(unsupported(codes[0]))
-    weights = PackedWeights(load(), codes=codes)
+    weights = PackedWeights(load(), replaced=codes)
     dense = [each.weight().bfloat16() for each in values]
     stand_ins = [each.stand_in for each in codes]
     assert weights.merge_key(stand_ins[0]) == weights.merge_key(dense[0])
@@ -116,7 +116,7 @@ def test_codes_are_not_merged_with_weights_that_are_rounded(tmp_path):
     case = Case("gptq", 4, 32, symmetric=False)
     (codes,) = codes_of(tmp_path, case, [values := random_values(case, 64, 256)])
     x, dense = (torch.randn(rows, 256, generator=torch.Generator().manual_seed(3)).bfloat16() for rows in (5, 64))
-    weights = PackedWeights(load(), Int4Format(32), codes=[codes])
+    weights = PackedWeights(load(), Int4Format(32), replaced=[codes])
     assert weights.type_of(codes.stand_in) == weights.type_of(dense)
     layers = lambda: [nn.functional.linear(x, weight) for weight in (codes.stand_in, dense)]  # noqa: E731
     replay = Replay.of(load(), Trace([x]), layers, weights)
@@ -130,7 +130,7 @@ def test_a_part_of_a_weight_is_refused(tmp_path):
     case = Case("gptq", 4, 128)
     (codes,) = codes_of(tmp_path, case, [random_values(case, 64, 256)])
     with pytest.raises(Untraceable, match=r"a part of model\.layers\.0\.mlp\.up_proj\.weight"):
-        PackedWeights(load(), codes=[codes]).pack([codes.stand_in[:32]])
+        PackedWeights(load(), replaced=[codes]).pack([codes.stand_in[:32]])
 
 
 def packed_model(folder, case: Case, name: str = "qwen3_5", **options) -> Model:
@@ -278,7 +278,7 @@ def test_fp8_models_are_the_dequantized_ones_bit_for_bit(block, suffix, dtype, w
 
 def test_fp8_weights_are_packed_in_one_byte(tmp_path):
     model = fp8_model(tmp_path, (128, 128))
-    weights = PackedWeights(load(), codes=(codes := [layer.codes for layer in packed_layers(model.trunk)]))
+    weights = PackedWeights(load(), replaced=(codes := [layer.codes for layer in packed_layers(model.trunk)]))
     packed = [weights.pack([each.stand_in]) for each in codes]
     assert {each.type for each in packed} == {FP8_TYPE + 2}
     for each, matrix in zip(codes, packed, strict=True):

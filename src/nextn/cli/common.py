@@ -106,7 +106,8 @@ ExactHead = Annotated[
     bool,
     typer.Option(
         "--exact-head",
-        help="Draft with the stored weights. Default: 7 bits for a bf16 head if the CPU has AVX512-BF16 but no AMX.",
+        help="Draft with the stored weights. Default: 4 bits for the lm_head of a large vocabulary, and 7 bits for a "
+        "bf16 head if the CPU has AVX512-BF16 but no AMX.",
     ),
 ]
 KeyEnv = Annotated[str | None, typer.Option(help="Environment variable with the API key. Default: OPENAI_API_KEY.")]

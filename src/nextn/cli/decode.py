@@ -203,6 +203,7 @@ def _record(model: "Model", request: _Request) -> dict[str, object]:
         "backend": backend.name,
         "runtime": backend.runtime,
         "head_bits": backend.head_bits,
+        "draft_lm_head_bits": backend.draft_lm_head_bits,
         "weight_bits": backend.weight_bits,
         "kv_cache_dtype": model.trunk.kv_cache_dtype,
         "notes": model.notes,

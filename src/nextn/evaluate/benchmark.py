@@ -374,5 +374,10 @@ def run_benchmark(
     context = min(round(statistics.mean(lengths)), max_context)
     costs = measure_costs(model, num_speculative_tokens=plan.k_values[-1], context=context, backend=plan.backend)
     engine, draft_vocabulary = backend_for(model, plan.backend), model.head.draft_vocabulary if model.head else None
-    machine = Machine.of(model, head_bits=engine.head_bits, weight_bits=engine.weight_bits)
+    machine = Machine.of(
+        model,
+        head_bits=engine.head_bits,
+        draft_lm_head_bits=engine.draft_lm_head_bits,
+        weight_bits=engine.weight_bits,
+    )
     return BenchmarkReport(source, plan, tuple(prompts), tuple(log), costs, machine, engine.reason, draft_vocabulary)

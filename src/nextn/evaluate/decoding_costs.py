@@ -21,7 +21,8 @@ from nextn.model.packed_linear import StoredFp8, packed_layers
 from nextn.model.trunk import Trunk
 from nextn.runtime.backend import Backend, backend_for
 from nextn.runtime.native.draft_chain import NativeDraftChain
-from nextn.runtime.native.int4 import BYTES_PER_WEIGHT
+from nextn.runtime.native.draft_lm_head import FORMAT, num_draft_rows
+from nextn.runtime.native.int4 import Int4Format
 from nextn.settings import Sampling, available_cores
 from nextn.speculative.draft_policy import AdaptiveLength, FixedLength, RoundPlan
 from nextn.stats.speedup import Costs, Spread
@@ -186,11 +187,19 @@ class Machine:
     draft_bytes: int  # of weights that a draft step reads
     peak_memory: int  # bytes: of the process on a CPU, of torch's allocator on a GPU
     head_bits: int | None = None  # see `Backend.head_bits`
+    draft_lm_head_bits: int | None = None  # see `Backend.draft_lm_head_bits`
     weight_bits: int | None = None  # see `Backend.weight_bits`
     kv_cache_dtype: str = "auto"  # see `Trunk.kv_cache_dtype`
 
     @classmethod
-    def of(cls, model: Model, *, head_bits: int | None = None, weight_bits: int | None = None) -> "Machine":
+    def of(
+        cls,
+        model: Model,
+        *,
+        head_bits: int | None = None,
+        draft_lm_head_bits: int | None = None,
+        weight_bits: int | None = None,
+    ) -> "Machine":
         """Describe this machine; call it last, as peak_memory is what was used so far."""
         device = model.trunk.device
         peak = peak_memory(device)  # before the bandwidth test, which allocates much
@@ -204,9 +213,12 @@ class Machine:
             dtype=str(model.trunk.dtype).removeprefix("torch."),
             bandwidth=copy_bandwidth(device),
             step_bytes=step_bytes(model.trunk, weight_bits),
-            draft_bytes=draft_bytes(model.head, head_bits) if model.head is not None else 0,
+            draft_bytes=0
+            if model.head is None
+            else draft_bytes(model.head, head_bits, lm_head_bits=draft_lm_head_bits),
             peak_memory=peak,
             head_bits=head_bits,
+            draft_lm_head_bits=draft_lm_head_bits,
             weight_bits=weight_bits,
             kv_cache_dtype=model.trunk.kv_cache_dtype,
         )
@@ -245,23 +257,30 @@ def step_bytes(trunk: Trunk, bits: int | None = None) -> int:
         return packed + stored
     values = stored // output.element_size() + rounded
     # With int4, the lm_head has eight bits (runtime/backend.py).
-    return packed + (values if bits == 8 else output.numel() + round((values - output.numel()) * BYTES_PER_WEIGHT))
+    if bits == 4:
+        values = output.numel() + round((values - output.numel()) * Int4Format().bytes_per_weight)
+    return packed + values
 
 
-def draft_bytes(head: Head, bits: int | None = None, *, num_tokens: int | None = None) -> int:
+def draft_bytes(
+    head: Head, bits: int | None = None, *, num_tokens: int | None = None, lm_head_bits: int | None = None
+) -> int:
     """Return the bytes of weights that a draft step reads: one MTP layer (their mean) and the lm_head.
 
-    bits: `Backend.head_bits`; None for weights as stored.
-    num_tokens: Rows of the lm_head. Default: those of the draft vocabulary, else all.
+    Args:
+        head: The head.
+        bits: `Backend.head_bits`; None for weights as stored.
+        num_tokens: Rows of the lm_head. Default: those of the draft vocabulary, else all.
+        lm_head_bits: `Backend.draft_lm_head_bits`; None for those of the other weights.
     """
     looked_up = tuple(part.weight for part in head.modules() if isinstance(part, nn.Embedding))
     own = {id(head.output(index).weight): head.output(index).weight for index in range(head.num_modules)}
     inner = _bytes_read(head, head.trunk, (*looked_up, *own.values()))
-    output, vocabulary = head.output(0).weight, head.draft_vocabulary
-    rows = num_tokens or (len(output) if vocabulary is None else len(vocabulary))
-    stored = inner // head.num_modules + rows * output.shape[1] * output.element_size()
-    packed = sum(_packed_bytes(head, bits)) // head.num_modules
-    return packed + (stored if bits is None else stored // output.element_size())
+    output = head.output(0).weight
+    values = (num_tokens or num_draft_rows(head)) * output.shape[1]
+    divisor = 1 if bits is None else output.element_size()
+    of_values = values * output.element_size() // divisor if lm_head_bits is None else values * FORMAT.bytes_per_weight
+    return sum(_packed_bytes(head, bits)) // head.num_modules + inner // head.num_modules // divisor + round(of_values)
 
 
 def stacked_experts(module: nn.Module, trunk: Trunk) -> list[tuple[Tensor, float]]:

@@ -17,8 +17,10 @@ from nextn.decoding.generate import generate
 from nextn.errors import ConfigError
 from nextn.evaluate.decoding_costs import draft_bytes, measure_costs
 from nextn.evaluate.teacher_forced import ReferenceText, ScoredText, Survival, score_texts, trunk_outputs
+from nextn.model.head import Head
 from nextn.model.model import Model
-from nextn.runtime.backend import backend_for
+from nextn.runtime.backend import Backend, backend_for
+from nextn.runtime.native.draft_lm_head import BITS, has_four_bits
 from nextn.settings import Settings
 from nextn.speculative.draft_vocabulary import DraftVocabulary, by_frequency
 from nextn.stats.acceptance import conditional_rates
@@ -84,7 +86,8 @@ def choose_draft_vocabulary(
     order = by_frequency([tokens[:split]], whole, always=always)
     ranks, smallest = torch.from_numpy(np.argsort(order)), max(_SMALLEST, len(set(always)))
     sizes = [size for size in (2**power for power in range(whole.bit_length())) if smallest <= size < whole]
-    estimates = tuple(_estimate(model, scored, ranks, costs, size) for size in [*sizes, whole])
+    engine = backend_for(model, backend)
+    estimates = tuple(_estimate(model, engine, scored, ranks, costs, size) for size in [*sizes, whole])
     best = max(estimates, key=lambda each: each.speedup)
     if best.size < whole:
         head.draft_vocabulary = DraftVocabulary(torch.from_numpy(np.sort(order[: best.size])), whole)
@@ -114,18 +117,25 @@ def _score_continuations(model: Model, held_out: Sequence[int], k: int, backend:
     return list(score_texts(model, usable, outputs, k))
 
 
-def _estimate(model: Model, scored: Sequence[ScoredText], ranks: Tensor, costs: Costs, size: int) -> SizeEstimate:
-    """ranks: [V], of each token by frequency."""
+def _estimate(
+    model: Model, engine: Backend, scored: Sequence[ScoredText], ranks: Tensor, costs: Costs, size: int
+) -> SizeEstimate:
+    """engine: Measured with the whole vocabulary. ranks: [V], of each token by frequency."""
     assert model.head is not None
     counts = [_within(each, ranks < size).round_counts(each.remaining, costs.max_speculative_tokens) for each in scored]
     drafted, accepted = (torch.tensor([count[side] for count in counts]).sum(0).tolist() for side in (0, 1))
     rates = conditional_rates(accepted, drafted, undrafted=0.0)
     # About, as a draft step at batch 1 takes the time of reading its weights; the choice is measured afterwards.
-    share = draft_bytes(model.head, num_tokens=size) / draft_bytes(model.head)
+    share = _draft_bytes(model.head, engine, size) / _draft_bytes(model.head, engine, model.trunk.vocab_size)
     draft = Spread(costs.draft.median * share, costs.draft.low * share, costs.draft.high * share, costs.draft.num)
     costs = replace(costs, draft=draft)
     best = max(1, best_k(costs, rates))
     return SizeEstimate(size, rates, best, expected_speedup(costs, rates, best))
+
+
+def _draft_bytes(head: Head, engine: Backend, size: int) -> int:
+    lm_head_bits = BITS if engine.name == "native" and has_four_bits(head, size) else None
+    return draft_bytes(head, engine.head_bits, num_tokens=size, lm_head_bits=lm_head_bits)
 
 
 def _within(scored: ScoredText, in_vocabulary: Tensor) -> Survival:

@@ -17,8 +17,9 @@ from nextn.model.head import Head, HeadStep
 from nextn.model.model import Model
 from nextn.model.packed_linear import StoredCodes, StoredFp8, packed_layers
 from nextn.model.trunk import Trunk, TrunkOutput
-from nextn.runtime.native.abi import Runtime, load
+from nextn.runtime.native.abi import load
 from nextn.runtime.native.draft_chain import NativeDraftChain
+from nextn.runtime.native.draft_lm_head import BITS, FORMAT, draft_lm_heads
 from nextn.runtime.native.int4 import Int4Format
 from nextn.runtime.native.locks import LOCK
 from nextn.runtime.native.quantization import EIGHT_BITS, SEVEN_BITS
@@ -26,13 +27,14 @@ from nextn.runtime.native.rounds import NativeRounds
 from nextn.runtime.native.session import NativeHead, NativeTrunk
 from nextn.runtime.native.stored_codes import notes_on
 from nextn.runtime.native.trace import Untraceable
-from nextn.runtime.native.weight_packing import PackedWeights, WeightFormat
+from nextn.runtime.native.weight_packing import PackedWeights, ReplacedWeight, WeightFormat
 from nextn.runtime.torch_backend import TorchHead, TorchTrunk
 from nextn.settings import BACKENDS, KV_CACHE_DTYPES, WEIGHT_BITS, WEIGHTS, Sampling
 from nextn.speculative.sampling import Prediction, Verifier
 
 # A cache belongs to the backend that made it: KVCache for torch, KVBuffers for native.
 AnyCache = Any
+_Formats = list[tuple[Tensor, WeightFormat | None]]
 # Largest allowed difference from the torch backend's hidden states, relative to their norm: far above accumulated
 # rounding, far below the error of a wrong position.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
@@ -153,6 +155,7 @@ class Backend:
     reason: str = ""  # why the backend is `torch`; empty for `native`
     runtime: str = "torch"  # what runs the passes, for reports
     head_bits: int | None = None  # bits per weight of the head's matrices; None: as stored
+    draft_lm_head_bits: int | None = None  # the same of the lm_head that drafts; None: those of the head
     weight_bits: int | None = None  # the same of the trunk's
 
     @property
@@ -274,32 +277,40 @@ def _build_native(trunk: Trunk, head: Head | None) -> Backend:
     runtime = load()
     weight_bits = WEIGHT_BITS[trunk.weights]
     codes = [layer.codes for layer in packed_layers(*filter(None, (trunk, head)))]
-    weights = (
-        PackedWeights(runtime, codes=codes) if weight_bits is None else _quantized_weights(runtime, trunk, head, codes)
-    )
+    lm_heads = [] if head is None else draft_lm_heads(head)
+    formats: _Formats = [(each.memory, FORMAT) for each in lm_heads]
+    replaced: list[ReplacedWeight] = [*codes, *lm_heads]
+    if weight_bits is None:
+        weights = PackedWeights(runtime, formats=formats, replaced=replaced)
+    else:
+        formats += _few_bits(trunk, head, codes)
+        weights = PackedWeights(runtime, EIGHT_BITS, trunk.dtype, formats, replaced)
     native_trunk = NativeTrunk(trunk, runtime, weights)
     if head is None:
         return Backend(native_trunk, None, runtime="native code", weight_bits=weight_bits)
     quantizes = (
         weight_bits is None and not head.exact and trunk.dtype == torch.bfloat16 and runtime.has_bf16_pair_products
     )
-    head_weights = PackedWeights(runtime, SEVEN_BITS, codes=codes) if quantizes else weights
-    native_head = NativeHead(head, native_trunk, runtime, head_weights, own_lm_head=quantizes)
-    head_bits = SEVEN_BITS.bits if quantizes else weight_bits and EIGHT_BITS.bits
-    return Backend(native_trunk, native_head, runtime="native code", head_bits=head_bits, weight_bits=weight_bits)
+    head_weights = PackedWeights(runtime, SEVEN_BITS, formats=formats, replaced=replaced) if quantizes else weights
+    return Backend(
+        native_trunk,
+        NativeHead(head, native_trunk, runtime, head_weights, own_lm_head=quantizes, lm_heads=lm_heads),
+        runtime="native code",
+        head_bits=SEVEN_BITS.bits if quantizes else weight_bits and EIGHT_BITS.bits,
+        draft_lm_head_bits=BITS if lm_heads else None,
+        weight_bits=weight_bits,
+    )
 
 
-def _quantized_weights(
-    runtime: Runtime, trunk: Trunk, head: Head | None, codes: Sequence[StoredCodes]
-) -> PackedWeights:
-    """Weights of eight bits, of linear layers, experts and embeddings; other matrices, such as a router's, are kept.
+def _few_bits(trunk: Trunk, head: Head | None, codes: Sequence[StoredCodes]) -> _Formats:
+    """Return the formats of weights beside eight bits, which linear layers, experts and embeddings have.
 
-    With int4, only the layers of the trunk have four bits (docs/developers/log.md). Weights of four and eight bits keep
-    their codes; those in fp8 are rounded as others are.
+    Other matrices, such as a router's, are kept. With int4, only the layers of the trunk have four bits
+    (docs/developers/log.md). Weights of four and eight bits keep their codes; those in fp8 are rounded as others are.
     """
     modules = [module for part in (trunk, head) if part is not None for module in part.modules()]
     others = [module for module in modules if not isinstance(module, (nn.Linear, nn.Embedding))]
-    formats: list[tuple[torch.Tensor, WeightFormat | None]] = [
+    formats: _Formats = [
         (weight, None) for module in others for weight in module.parameters(recurse=False) if weight.ndim == 2
     ]
     if trunk.weights == "int4":
@@ -308,8 +319,7 @@ def _quantized_weights(
         formats += [(weight, Int4Format()) for weight in [*linear, *experts]]
     of_trunk = {id(layer.codes) for layer in packed_layers(trunk.decoder.layers) if trunk.weights == "int4"}
     fp8 = [each for each in codes if isinstance(each, StoredFp8)]
-    formats += [(each.memory, Int4Format() if id(each) in of_trunk else EIGHT_BITS) for each in fp8]
-    return PackedWeights(runtime, EIGHT_BITS, trunk.dtype, formats, codes)
+    return formats + [(each.memory, Int4Format() if id(each) in of_trunk else EIGHT_BITS) for each in fp8]
 
 
 @torch.inference_mode()

@@ -47,8 +47,8 @@ class DraftVocabulary:
         return len(self.ids)
 
     def rows(self, weight: Tensor) -> Tensor:
-        """Return the rows [N, H] of an lm_head's weight [V, H]."""
-        return weight[self.ids.to(weight.device)]
+        """Return the rows [N, H] of an lm_head's weight [V, H], or of one that has only these rows."""
+        return weight if len(weight) == len(self) else weight[self.ids.to(weight.device)]
 
     def expand(self, logits: Tensor) -> Tensor:
         """Expand logits [..., N] of these tokens to the whole vocabulary [..., V]; -inf for all others."""

@@ -12,7 +12,6 @@ from nextn.runtime.native.grouped import COLUMNS, GroupedFormat, GroupedWeight
 from nextn.runtime.native.memory import rows_per_slice
 
 GROUP = 64  # values along K with a common scale
-BYTES_PER_WEIGHT = 1 / 2 + 4 / GROUP
 
 
 @torch.no_grad()
@@ -39,6 +38,10 @@ class Int4Format(NamedTuple):
     @property
     def type(self) -> int:
         return GroupedFormat(4, self.group).type
+
+    @property
+    def bytes_per_weight(self) -> float:
+        return 1 / 2 + 4 / self.group
 
     @torch.no_grad()
     def pack(self, weight: Tensor, take: Callable[[int], Tensor], runtime: Runtime) -> Tensor:

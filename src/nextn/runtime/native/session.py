@@ -12,6 +12,7 @@ from nextn.model.head import Head, HeadStep
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.runtime.native.abi import Runtime
 from nextn.runtime.native.draft_chain import NativeDraftChain
+from nextn.runtime.native.draft_lm_head import DraftLMHead
 from nextn.runtime.native.kv_buffers import KVBuffers
 from nextn.runtime.native.lm_head import LMHead, with_confidence
 from nextn.runtime.native.memory import Scratch
@@ -188,14 +189,38 @@ class NativeTrunk:
         return [hidden.final_hidden, hidden.head_input]
 
 
+def _recorded_head(head: Head, recorded_trunk: Trunk, lm_heads: Sequence[DraftLMHead]) -> Head:
+    """Copy a head for recording, with these LM heads; the trunk that verifies keeps its own."""
+    outputs = [(each.output, each.linear) for each in lm_heads]
+    if any(each.output is head.trunk.output for each in lm_heads):
+        recorded_trunk = copy_for_recording(head.trunk, outputs)
+    return copy_for_recording(head, [(head.trunk, recorded_trunk), *outputs])
+
+
 class NativeHead:
     """`Head` as decoding uses it."""
 
     def __init__(
-        self, head: Head, trunk: NativeTrunk, runtime: Runtime, weights: PackedWeights, *, own_lm_head: bool = False
+        self,
+        head: Head,
+        trunk: NativeTrunk,
+        runtime: Runtime,
+        weights: PackedWeights,
+        *,
+        own_lm_head: bool = False,
+        lm_heads: Sequence[DraftLMHead] = (),
     ) -> None:
-        """`own_lm_head`: use these weights for the LM head even if the family shares the trunk's."""
-        self._recorded = copy_for_recording(head, [(head.trunk, trunk.recorded)])
+        """Record the head.
+
+        Args:
+            head: The head.
+            trunk: Its trunk.
+            runtime: The native runtime.
+            weights: Packs weights.
+            own_lm_head: Use these weights for the LM head even if the family shares the trunk's.
+            lm_heads: LM heads in another form than the trunk's, which `weights` knows.
+        """
+        self._recorded = _recorded_head(head, trunk.recorded, lm_heads)
         self.num_modules = head.num_modules
         self._runtime = runtime
         self.layer_index, self.uses_next_hidden, self.family = head.layer_index, head.uses_next_hidden, head.family
@@ -212,9 +237,12 @@ class NativeHead:
         self._passes = [make(partial(self._run_pass, index)) for index in range(head.num_modules)]
         self._step_passes, self._refresh_passes = make(self._run_step), make(self._run_refresh)
         self._distributions_scratch = Scratch()
-        own = own_lm_head or "output" in head.family.own or head.draft_vocabulary is not None
+        own = own_lm_head or bool(lm_heads) or "output" in head.family.own or head.draft_vocabulary is not None
+        recorded = self._recorded
         self._lm_heads = [
-            LMHead(runtime, weights, partial(head.logits, index), head.output(index).weight) if own else trunk.predict
+            LMHead(runtime, weights, partial(recorded.logits, index), recorded.output(index).weight)
+            if own
+            else trunk.predict
             for index in range(head.num_modules)
         ]
 

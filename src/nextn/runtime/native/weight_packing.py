@@ -43,6 +43,21 @@ class WeightFormat(Protocol):
         """Quantize weight [N, K] or [E, N, K] into bytes that `take` allocates."""
 
 
+class ReplacedWeight(Protocol):
+    """A weight that recorded passes have a stand-in for, see `StoredCodes`."""
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+
+    @property
+    def stand_in(self) -> Tensor:
+        """A tensor [N, K] without memory that identifies the weight."""
+
+    def dequantize(self) -> Tensor:
+        """Return the weight [N, K] in the dtype of the stand-in."""
+
+
 class PackedWeights:
     """One packed copy of each weight, shared by all replays.
 
@@ -56,7 +71,7 @@ class PackedWeights:
         default: WeightFormat | None = None,
         dtype: torch.dtype = torch.bfloat16,
         formats: Iterable[tuple[Tensor, WeightFormat | None]] = (),
-        codes: Iterable[StoredCodes] = (),
+        replaced: Iterable[ReplacedWeight] = (),
     ) -> None:
         """Create an empty store.
 
@@ -65,8 +80,8 @@ class PackedWeights:
             default: Format of quantized weights; None to pack them as they are.
             dtype: Type of the weights that are quantized.
             formats: Weights that have another format than the default, and so have views of them.
-            codes: Weights of a quantized checkpoint, packed as they are stored where a native product reads that and
-                `formats` has no other form of them.
+            replaced: Weights that have a stand-in. Those of a quantized checkpoint are packed as they are stored where
+                a native product reads that and `formats` has no other form of them.
         """
         self._runtime, self._pages = runtime, HugePages()
         self._default, self._dtype = default, dtype
@@ -77,7 +92,7 @@ class PackedWeights:
             ),
             key=itemgetter(0),
         )
-        self._codes = {each.stand_in.data_ptr(): each for each in codes}
+        self._replaced = {each.stand_in.data_ptr(): each for each in replaced}
         self._by_address: dict[tuple[object, ...], PackedMatrix] = {}
         # Candidates of equal shapes and leading values, with their packed form.
         self._by_value: dict[tuple[object, ...], list[tuple[list[Tensor], PackedMatrix]]] = {}
@@ -85,8 +100,8 @@ class PackedWeights:
     def pack(self, weights: Sequence[Tensor], parts: int = 1, columns: int | None = None) -> PackedMatrix:
         """Return weights [N, K], or [E, N, K] of experts, packed; see `merge_weights`. They must not change."""
         for weight in weights:
-            if (codes := self._codes.get(weight.data_ptr())) is not None and weight.shape != codes.stand_in.shape:
-                raise Untraceable(f"the pass multiplies with a part of {codes.name}, which is quantized")
+            if (replaced := self._replaced.get(weight.data_ptr())) and weight.shape != replaced.stand_in.shape:
+                raise Untraceable(f"the pass multiplies with a part of {replaced.name}, which is quantized")
         views = [(weight.data_ptr(), weight.shape, weight.stride(), weight.dtype) for weight in weights]
         address = (parts, columns, *views)
         if address not in self._by_address:
@@ -137,13 +152,15 @@ class PackedWeights:
         return self.type_of(weight), self._supported_codes(weight) is not None
 
     def _supported_codes(self, weight: Tensor) -> StoredCodes | None:
-        codes = self._codes.get(weight.data_ptr())
-        return None if codes is None or unsupported(codes) or self._range_of(weight) is not None else codes
+        codes = self._replaced.get(weight.data_ptr())
+        if not isinstance(codes, StoredCodes) or unsupported(codes) or self._range_of(weight) is not None:
+            return None
+        return codes
 
     def _values(self, weight: Tensor) -> Tensor:
         """The weight itself, or what it stands in for."""
-        codes = self._codes.get(weight.data_ptr())
-        return weight if codes is None else codes.dequantize()
+        replaced = self._replaced.get(weight.data_ptr())
+        return weight if replaced is None else replaced.dequantize()
 
     def _format_of(self, weight: Tensor) -> WeightFormat | None:
         if weight.dtype != self._dtype:

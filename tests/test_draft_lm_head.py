@@ -1,0 +1,205 @@
+"""The lm_head of drafts in four bits: its logits and drafts, where it is used, and what never reads it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from packed import Case, quantize_folder
+from tiny import CONFIGS, FIXTURES, build, decode, prompt, refrain
+from torch import Tensor
+
+import nextn
+from nextn.model.head import Head
+from nextn.model.model import Model
+from nextn.runtime.backend import backend_for, make_backend
+from nextn.runtime.native import draft_lm_head
+from nextn.runtime.native.abi import Runtime, load, type_of
+from nextn.runtime.native.draft_lm_head import FORMAT, has_four_bits
+from nextn.runtime.native.grouped import grouped_linear
+from nextn.runtime.native.int4 import quantize_int4
+from nextn.runtime.native.kv_buffers import KVBuffers
+from nextn.runtime.native.session import NativeHead, NativeTrunk
+from nextn.runtime.native.weight_packing import PackedWeights
+from nextn.speculative.draft_vocabulary import DraftVocabulary
+from nextn.speculative.sampling import Prediction
+from nextn.stats.acceptance import Acceptance
+
+TINY = Path(nextn.__file__).parent / "assets" / "tiny"
+few_bits = pytest.mark.parametrize("weights", ["stored", "int8", "int4"])
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Small vocabularies have four bits, too."""
+    monkeypatch.setattr(draft_lm_head, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(draft_lm_head, "_LEAST_ROWS_PER_CHANNEL", 0)
+
+
+def model_of(name: str, weights: str, draft_ids: list[int] | None = None) -> Model:
+    # Experts of step3p5 have no native form.
+    model = build(name, **({"mlp_layer_types": ["dense", "dense"]} if name == "step3p5" else {}))
+    for part in (model.trunk, model.head):
+        part.to(torch.bfloat16)
+    return prepared(model, weights, draft_ids)
+
+
+def prepared(model: Model, weights: str, draft_ids: list[int] | None = None) -> Model:
+    model.trunk.weights = weights
+    if draft_ids is not None:
+        model.head.draft_vocabulary = DraftVocabulary(torch.tensor(draft_ids), model.trunk.vocab_size)
+    return model
+
+
+def twin_logits(head: Head, index: int, final_hidden: Tensor) -> Tensor:
+    """`Head.logits` in torch with an lm_head of four bits and activations of eight."""
+    output, vocabulary = head.output(index), head.draft_vocabulary
+    rows = output.weight if vocabulary is None else vocabulary.rows(output.weight)
+    with torch.no_grad():
+        logits = grouped_linear(final_hidden, quantize_int4(rows, FORMAT.group, load()))
+    logits = logits.to(final_hidden.dtype)
+    return logits[..., : head.trunk.vocab_size] if vocabulary is None else vocabulary.expand(logits)
+
+
+class TwinRecursion:
+    """`NativeRecursion` with logits of torch."""
+
+    def __init__(self, head: NativeHead, cache: KVBuffers, state: Tensor) -> None:
+        self.head, self.cache, self.state = head, cache, state[:, None].clone()
+
+    def step(self, tokens: list[int]) -> Prediction:
+        step = self.head.step(0, torch.tensor(tokens)[:, None], self.state, cache=self.cache)
+        self.cache.commit([1] * len(tokens))
+        self.state = step.next_hidden.clone()
+        return self.head.predict(0, step.final_hidden[:, 0])
+
+
+@few_bits
+@pytest.mark.parametrize("draft_ids", [None, [2, 3, 7, 20, 33]], ids=["all", "some"])
+@pytest.mark.parametrize("name", ["glm4_moe", "cohere2_moe", "step3p5"], ids=["untied", "tied", "own"])
+def test_draft_logits_are_those_of_four_bits(small, name, draft_ids, weights):
+    model = model_of(name, weights, draft_ids)
+    made = backend_for(model, "native")
+    assert made.draft_lm_head_bits == 4
+    states = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found, expected = made.head.predict(0, states).logits, twin_logits(model.head, 0, states)
+    stored = model.head.logits(0, states)
+    known = expected.isfinite()
+    assert torch.equal(found.isfinite(), known)
+    near, far = (
+        (each[known].float() - found[known].float()).norm() / found[known].float().norm() for each in (expected, stored)
+    )
+    assert near < 0.005 < 0.02 < far
+
+
+@few_bits
+@pytest.mark.parametrize("draft_ids", [None, [*range(5, 40)]], ids=["all", "some"])
+def test_drafts_are_those_of_torch(small, monkeypatch, draft_ids, weights):
+    """Of whole rounds, of a native chain, and of a loop that reads torch's logits."""
+    model = prepared(Model.load(FIXTURES / "glm_one", dtype=torch.bfloat16), weights, draft_ids)
+    made, start = backend_for(model, "native"), refrain(3, 30, seed=4).tolist()
+    drafts = []
+    for way in ("rounds", "chain", "torch"):
+        if way != "rounds":
+            monkeypatch.setattr(NativeTrunk, "rounds", lambda *_, **__: None)
+        if way == "torch":
+            monkeypatch.setattr(NativeHead, "chain", lambda *_, **__: None)
+            read = lambda index, states: Prediction(twin_logits(model.head, index, states))  # noqa: E731
+            monkeypatch.setattr(made.head, "predict", read)
+            monkeypatch.setattr(made.head, "recursion", lambda *args: TwinRecursion(made.head, *args))
+        _, log = decode(made, start, num_speculative_tokens=3, max_tokens=24)
+        drafts.append([part.drafts for each in log for part in each.rows])
+    assert drafts[0] == drafts[1] == drafts[2]
+    assert len({token for part in drafts[0] for token in part}) > 5
+
+
+@few_bits
+@pytest.mark.parametrize("folder", ["glm", "qwen"])
+def test_text_is_that_without_drafts_and_drafts_are_as_good(small, folder, weights):
+    model, start = (
+        prepared(Model.load(FIXTURES / folder, dtype=torch.bfloat16), weights),
+        refrain(6, 40, seed=9).tolist(),
+    )
+    made = backend_for(model, "native")
+    plain, _ = decode(made, start, num_speculative_tokens=0, max_tokens=32)
+    texts, log = decode(made, start, num_speculative_tokens=3, max_tokens=32)
+    model.head.exact = True
+    others, other_log = decode(backend_for(model, "native"), start, num_speculative_tokens=3, max_tokens=32)
+    assert texts == plain == others
+    assert Acceptance.of(log).length > max(1.5, 0.9 * Acceptance.of(other_log).length)
+
+
+@few_bits
+def test_only_drafts_read_the_four_bits(small, monkeypatch, weights):
+    """Not the verification, nor the embedding, which is tied to the lm_head here."""
+    model = model_of("cohere2_moe", weights)
+    assert model.trunk.embedding.weight is model.trunk.output.weight
+    tokens, states = torch.tensor([prompt(9)]), torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(0))
+    found = []
+    for least in (1, 10**9):
+        monkeypatch.setattr(draft_lm_head, "_LEAST_ROWS", least)
+        made = make_backend(model.trunk, model.head, name="native")
+        with torch.no_grad():
+            hidden = made.trunk(tokens, made.trunk.cache(1))
+            step = made.head.step(0, tokens, states.bfloat16(), cache=made.head.cache(1)).final_hidden
+            each = [hidden.final_hidden, made.trunk.read(hidden).logits, made.trunk.predict(step).logits, step]
+            found.append([value.clone() for value in (*each, made.head.predict(0, step).logits)])
+    for near, far in zip(*(each[:-1] for each in found), strict=True):
+        assert torch.equal(near, far)
+    assert not torch.equal(found[0][-1], found[1][-1])
+
+
+def test_the_lm_head_of_drafts_is_packed_in_four_bits_alone(small, monkeypatch):
+    """In bf16, it takes the place of the copy in seven bits."""
+    monkeypatch.setattr(Runtime, "has_bf16_pair_products", True)
+    packed: list[tuple[torch.Size, int]] = []
+    pack = PackedWeights.pack
+
+    def noted(self, weights, *args):
+        made = pack(self, weights, *args)
+        packed.extend((weight.shape, made.type) for weight in weights)
+        return made
+
+    monkeypatch.setattr(PackedWeights, "pack", noted)
+    model = model_of("glm4_moe", "stored")
+    made = backend_for(model, "native")
+    decode(made, [prompt(9)], num_speculative_tokens=3, max_tokens=9)
+    types = {kind for shape, kind in packed if shape == model.trunk.output.weight.shape}
+    assert types == {type_of(torch.bfloat16), FORMAT.type}
+    assert (made.head_bits, made.draft_lm_head_bits) == (7, 4)
+
+
+@few_bits
+def test_a_quantized_checkpoint_drafts_by_four_bits(small, tmp_path, weights):
+    build("qwen3_5").save(tmp_path, dtype=torch.bfloat16)
+    quantize_folder(tmp_path, Case("pack-quantized", 4, 32), is_random=False)
+    model, start = prepared(Model.load(tmp_path), weights), [prompt(9)]
+    made = backend_for(model, "native")
+    assert made.draft_lm_head_bits == 4
+    texts, _ = decode(made, start, num_speculative_tokens=3, max_tokens=16)
+    assert texts == decode(made, start, num_speculative_tokens=0, max_tokens=16)[0]
+
+
+def test_four_bits_are_for_large_vocabularies_and_rounded_weights():
+    rows = 4096
+    model = Model.build(CONFIGS["glm4_moe"] | {"vocab_size": rows}, dtype=torch.bfloat16)
+    head = model.head
+    assert has_four_bits(head)
+    assert not has_four_bits(head, rows - 1)
+    head.draft_vocabulary = DraftVocabulary(torch.arange(100), rows)
+    assert not has_four_bits(head)
+    assert has_four_bits(head, rows)
+    head.draft_vocabulary, head.exact = None, True
+    assert not has_four_bits(head)
+    wide = Model.build(CONFIGS["glm4_moe"] | {"vocab_size": rows})
+    assert not has_four_bits(wide.head), "a head in float32 drafts with all bits"
+    wide.trunk.weights = "int8"
+    assert has_four_bits(wide.head)
+    assert backend_for(wide, "native").draft_lm_head_bits == 4
+    assert not has_four_bits(build("glm4_moe").head)
+
+
+def test_small_vocabularies_keep_what_they_have():
+    model = Model.load(FIXTURES / "glm", dtype=torch.bfloat16)
+    for weights in ("stored", "int8", "int4"):
+        assert backend_for(prepared(model, weights), "native").draft_lm_head_bits is None
+    assert not has_four_bits(Model.load(TINY).head)
