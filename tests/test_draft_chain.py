@@ -88,15 +88,16 @@ def test_it_drafts_what_the_loop_drafts(random, sampling, sampled, lengths):
     assert native == loop
 
 
+@pytest.mark.parametrize("lengths", [(17,), (17, 9)], ids=["one", "ragged"])
 @pytest.mark.parametrize("sampling", [Sampling(), WARM])
-def test_a_draft_vocabulary_stays_native(sampling):
+def test_a_draft_vocabulary_stays_native(sampling, lengths):
     """Drafts that leave the native chain, or that are places in the vocabulary instead of tokens."""
     model = build("glm4_moe")
     ids = torch.tensor([2, 3, 7, 20, 33])
     model.head.draft_vocabulary = DraftVocabulary(ids, model.trunk.vocab_size)
     native, loop = both(
         fast_of(model),
-        [prompt(17, seed=17), prompt(9)],
+        [prompt(length, seed=length) for length in lengths],
         Settings(num_speculative_tokens=3, max_tokens=23, sampling=sampling),
     )
     assert native == loop

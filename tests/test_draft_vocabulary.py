@@ -43,7 +43,9 @@ def test_rows_are_what_expand_puts_back():
     """Rows and places of two orders: short logits expanded are the full ones, where the list has them."""
     weight, final_hidden = torch.randn(9, 4, generator=rng(1)), torch.randn(2, 3, 4, generator=rng(2))
     short = DraftVocabulary.of([[7, 7, 2, 5]], 3, vocab_size=9)
-    full, cut = final_hidden @ weight.T, short.expand(final_hidden @ short.rows(weight).T)
+    rows = short.rows(weight)
+    assert short.rows(rows) is rows
+    full, cut = final_hidden @ weight.T, short.expand(final_hidden @ rows.T)
     torch.testing.assert_close(cut[..., short.ids], full[..., [2, 5, 7]])
     assert (cut == -torch.inf).sum() == 2 * 3 * 6
 

@@ -283,10 +283,14 @@ class Head(nn.Module):
 
     def logits(self, index: int, final_hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of MTP layer `index`; -inf outside of the draft vocabulary, if there is one."""
+        logits = self.draft_logits(index, final_hidden)
+        return logits if self.draft_vocabulary is None else self.draft_vocabulary.expand(logits)
+
+    def draft_logits(self, index: int, final_hidden: Tensor) -> Tensor:
+        """Return the logits [..., N] of MTP layer `index` for the draft vocabulary; without one, for all tokens."""
         if self.draft_vocabulary is not None:
             weight = self.output(index).weight
-            rows = self.draft_vocabulary.rows(weight)
-            return self.draft_vocabulary.expand(nn.functional.linear(final_hidden.to(weight.dtype), rows))
+            return nn.functional.linear(final_hidden.to(weight.dtype), self.draft_vocabulary.rows(weight))
         return self.output(index)(final_hidden) if "output" in self.family.own else self.trunk.logits(final_hidden)
 
     def teacher_forced_hidden(

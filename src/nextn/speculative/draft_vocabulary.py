@@ -5,7 +5,6 @@ Decoding stays exact, as q may be any distribution: a token outside is never dra
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import inf
 
 import numpy as np
@@ -52,15 +51,8 @@ class DraftVocabulary:
 
     def expand(self, logits: Tensor) -> Tensor:
         """Expand logits [..., N] of these tokens to the whole vocabulary [..., V]; -inf for all others."""
-        outside = logits.new_full((*logits.shape[:-1], 1), -inf)
-        return torch.cat([logits, outside], dim=-1).index_select(-1, self._places.to(logits.device))
-
-    @cached_property
-    def _places(self) -> Tensor:
-        """Of each token [V], its index in `ids`; N for others."""
-        places = torch.full((self.vocab_size,), len(self))
-        places[self.ids] = torch.arange(len(self))
-        return places
+        expanded = logits.new_full((*logits.shape[:-1], self.vocab_size), -inf)
+        return expanded.scatter_(-1, self.ids.to(logits.device).expand(logits.shape), logits)
 
 
 def by_frequency(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from nextn.checkpoint.mapped_memory import release_pages
 from nextn.model.head import Head
 from nextn.runtime.native.int4 import Int4Format
 from nextn.speculative.draft_vocabulary import DraftVocabulary
@@ -81,7 +82,11 @@ class DraftLMHead:
     def dequantize(self) -> Tensor:
         """Return the rows [N, H] that the stand-in stands for."""
         weight = self.output.weight.detach()
-        return weight if self.vocabulary is None else self.vocabulary.rows(weight)
+        if self.vocabulary is None:
+            return weight
+        rows = self.vocabulary.rows(weight)
+        release_pages([weight])
+        return rows
 
 
 def draft_lm_heads(head: Head) -> list[DraftLMHead]:

@@ -12,24 +12,43 @@ from nextn.runtime.native.program import Replay
 from nextn.runtime.native.trace import TraceRecorder
 from nextn.runtime.native.trace_hooks import record_op
 from nextn.runtime.native.weight_packing import PackedWeights
+from nextn.speculative.draft_vocabulary import DraftVocabulary
 from nextn.speculative.sampling import HeadOutput, Prediction
 
 
-def with_confidence(logits: Tensor) -> list[Tensor]:
-    """Return logits [n, V], their argmax [n] and its probability [n]. Only for use in a recording."""
+def with_confidence(logits: Tensor, vocabulary: DraftVocabulary | None = None) -> list[Tensor]:
+    """Return logits [n, V], their argmax [n] and its probability [n]. Only for use in a recording.
+
+    With a draft vocabulary, the given logits are those of its tokens, and the others are -inf.
+    """
     best, confidence = torch.zeros(len(logits), dtype=torch.int64), torch.zeros(len(logits))
     record_op("confidence", [best, confidence, logits], outs=2)
-    return [logits, best, confidence]
+    if vocabulary is None:
+        return [logits, best, confidence]
+    return [vocabulary.expand(logits), vocabulary.ids[best], confidence]
 
 
 class LMHead:
     """Final hidden states -> predictions. Each prediction overwrites the last one of the same size."""
 
     def __init__(
-        self, runtime: Runtime, weights: PackedWeights, logits: Callable[[Tensor], Tensor], weight: Tensor
+        self,
+        runtime: Runtime,
+        weights: PackedWeights,
+        logits: Callable[[Tensor], Tensor],
+        weight: Tensor,
+        vocabulary: DraftVocabulary | None = None,
     ) -> None:
-        """`logits(states)` computes the logits to record; `weight` [V, H] is the weight that it uses."""
-        self._runtime, self._weights, self._logits = runtime, weights, logits
+        """Prepare to record.
+
+        Args:
+            runtime: The native runtime.
+            weights: Packs weights.
+            logits: Computes the logits of states.
+            weight: The weight [V, H] that it uses.
+            vocabulary: The tokens that the logits are of; None for all.
+        """
+        self._runtime, self._weights, self._logits, self._vocabulary = runtime, weights, logits, vocabulary
         self._hidden_size, self._dtype = weight.shape[1], weight.dtype
         self._scratch = Scratch()
         self._by_size: dict[int, tuple[Tensor, Replay]] = {}
@@ -85,5 +104,5 @@ class LMHead:
 
     @torch.inference_mode(False)
     def _record(self, states: Tensor) -> Replay:
-        run = lambda: with_confidence(self._logits(states))  # noqa: E731
+        run = lambda: with_confidence(self._logits(states), self._vocabulary)  # noqa: E731
         return Replay.of(self._runtime, TraceRecorder([states]), run, self._weights, self._scratch)

@@ -238,13 +238,11 @@ class NativeHead:
         self._step_passes, self._refresh_passes = make(self._run_step), make(self._run_refresh)
         self._distributions_scratch = Scratch()
         own = own_lm_head or bool(lm_heads) or "output" in head.family.own or head.draft_vocabulary is not None
-        recorded = self._recorded
-        self._lm_heads = [
-            LMHead(runtime, weights, partial(recorded.logits, index), recorded.output(index).weight)
-            if own
-            else trunk.predict
-            for index in range(head.num_modules)
-        ]
+        self._lm_heads = [self._lm_head(index, weights) if own else trunk.predict for index in range(head.num_modules)]
+
+    def _lm_head(self, index: int, weights: PackedWeights) -> LMHead:
+        logits, weight = partial(self._recorded.draft_logits, index), self._recorded.output(index).weight
+        return LMHead(self._runtime, weights, logits, weight, self._recorded.draft_vocabulary)
 
     def cache(self, batch_size: int) -> KVBuffers:
         """Return a cache for any of the MTP layers."""
@@ -299,7 +297,8 @@ class NativeHead:
         assert inputs.states is not None
         index = self.num_modules - 1
         final_hidden, next_hidden = self._run_pass(index, inputs, cache)
-        outs = with_confidence(self._recorded.logits(index, final_hidden[:, 0]))
+        head = self._recorded
+        outs = with_confidence(head.draft_logits(index, final_hidden[:, 0]), head.draft_vocabulary)
         inputs.tokens.copy_(outs[1][:, None])
         inputs.states.copy_(next_hidden)
         inputs.starts.add_(1)
