@@ -22,7 +22,7 @@ from nextn.checkpoint.tensors import TensorReader
 from nextn.families import Family
 from nextn.model.head import Head
 from nextn.model.model import Model
-from nextn.model.packed_linear import dequantize
+from nextn.model.packed_experts import dequantize
 from nextn.settings import Contract
 
 _NORMS = ("token_norm", "hidden_norm", "final_norm")

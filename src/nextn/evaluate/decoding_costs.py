@@ -17,7 +17,8 @@ from nextn.errors import ConfigError
 from nextn.evaluate.workload import rotate
 from nextn.model.head import Head
 from nextn.model.model import Model
-from nextn.model.packed_linear import StoredFp8, packed_layers
+from nextn.model.packed_experts import StackedCodes, kept_codes
+from nextn.model.packed_linear import StoredFp8
 from nextn.model.trunk import Trunk
 from nextn.runtime.backend import Backend, backend_for
 from nextn.runtime.native.draft_chain import NativeDraftChain
@@ -252,7 +253,7 @@ def step_bytes(trunk: Trunk, bits: int | None = None) -> int:
     """
     looked_up = () if trunk.embedding.weight is trunk.output.weight else (trunk.embedding.weight,)
     stored, output = _bytes_read(trunk.model, trunk, looked_up), trunk.output.weight
-    packed, rounded = _packed_bytes(trunk.model, bits)
+    packed, rounded = _packed_bytes(trunk.model, trunk, bits)
     if bits is None:
         return packed + stored
     values = stored // output.element_size() + rounded
@@ -280,23 +281,36 @@ def draft_bytes(
     values = (num_tokens or num_draft_rows(head)) * output.shape[1]
     divisor = 1 if bits is None else output.element_size()
     of_values = values * output.element_size() // divisor if lm_head_bits is None else values * FORMAT.bytes_per_weight
-    return sum(_packed_bytes(head, bits)) // head.num_modules + inner // head.num_modules // divisor + round(of_values)
+    return (
+        sum(_packed_bytes(head, head.trunk, bits)) // head.num_modules
+        + inner // head.num_modules // divisor
+        + round(of_values)
+    )
 
 
 def stacked_experts(module: nn.Module, trunk: Trunk) -> list[tuple[Tensor, float]]:
     """Return the parameters with all routed experts [E, ...], and the share of the experts that a token takes."""
-    chosen = getattr(trunk.config, "num_experts_per_tok", None) or 0
     # Experts are one tensor [experts, ...] in transformers 5.
     found = [value for name, value in module.named_parameters() if ".experts." in f".{name}" and value.ndim == 3]
-    return [(value, min(1.0, chosen / len(value))) for value in found if chosen]
+    return [(value, share) for value in found if (share := _chosen_share(trunk, len(value)))]
 
 
-def _packed_bytes(module: nn.Module, bits: int | None) -> tuple[int, int]:
-    """The stored bytes of layers that keep their codes, and the number of fp8 weights, if these are rounded to bits."""
-    codes = [layer.codes for layer in packed_layers(module)]
-    rounded = [each for each in codes if isinstance(each, StoredFp8) and bits in (4, 8)]
-    kept = [each for each in codes if each not in rounded]
-    return sum(each.num_bytes for each in kept), sum(each.stand_in.numel() for each in rounded)
+def _chosen_share(trunk: Trunk, num_experts: int) -> float:
+    """The share of the experts that a token takes; 0 if the config does not tell."""
+    return min(1.0, (getattr(trunk.config, "num_experts_per_tok", None) or 0) / num_experts)
+
+
+def _packed_bytes(module: nn.Module, trunk: Trunk, bits: int | None) -> tuple[int, int]:
+    """What a token reads of weights that keep their codes: stored bytes, and fp8 values if these are rounded."""
+    kept = rounded = 0.0
+    for weight in kept_codes(module):
+        share = _chosen_share(trunk, len(weight.experts)) or 1.0 if isinstance(weight, StackedCodes) else 1.0
+        for matrix in weight.matrices:
+            if isinstance(matrix, StoredFp8) and bits in (4, 8):
+                rounded += share * matrix.stand_in.numel()
+            else:
+                kept += share * matrix.num_bytes
+    return round(kept), round(rounded)
 
 
 def _bytes_read(module: nn.Module, trunk: Trunk, without: tuple[Tensor, ...]) -> int:

@@ -4,6 +4,7 @@ Knows the family's names and layouts; not how tensors are read (`TensorReader`) 
 """
 
 import shlex
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from nextn.errors import CheckpointError
 from nextn.families import lookup
 from nextn.model.expert_groups import EXPERT, run_in_groups, separable_experts
 from nextn.model.head import Head
+from nextn.model.packed_experts import can_keep_codes, pack_experts
 from nextn.model.packed_linear import StandIns
 from nextn.model.stored_experts import StoredExperts, find_layout
 from nextn.model.trunk import Trunk
@@ -114,24 +116,27 @@ def load_tensors(
         weights: The stored tensors. With either option, their files must stay open.
         split_experts: Leave experts that are stored one by one, and large, in the files: they are checked now, and
             loaded a few at a time when they run.
-        keep_codes: Linear layers of the block keep the codes of weights of four and eight bits, and in fp8.
+        keep_codes: Linear layers and experts of the block keep the codes of weights of four and eight bits, and in
+            fp8.
     """
     inventory, comparison = weights.inventory, _HeadTensors(head, weights)
     problems = [*comparison.problems()]
     tensors, split = {}, _stored_experts(head, weights, comparison.expected) if split_experts else {}
     stand_ins = StandIns(head.trunk.dtype)
     kept = _keeping_codes(head, weights, stand_ins) if keep_codes else {}
+    packed = _experts_with_codes(head, weights, comparison.expected) if keep_codes and not problems else {}
     for canonical, parameter in comparison.expected.items():
         name = inventory.stored.get(canonical)
         if name is not None and weights.problem(name) is None:
-            value = weights.checked_scales(name) if canonical in kept else weights.read(name).to(parameter.dtype)
+            stem, number = _expert_of(canonical)
+            keeps_codes = canonical in kept or stem in packed
+            value = weights.checked_scales(name) if keeps_codes else weights.read(name).to(parameter.dtype)
             if not is_finite(value):
                 problems.append(f"non-finite: {weights.non_finite(name)}")
             release_pages([value])
-            stem, number = _expert_of(canonical)
             if stem in split:
                 split[stem].files.setdefault(number, {})[canonical] = name
-            else:
+            elif stem not in packed:
                 tensors[canonical] = kept.get(canonical, value)
     notes = [*comparison.notes(), *comparison.compared(problems)]
     if problems:
@@ -139,12 +144,15 @@ def load_tensors(
         advice = f"`nextn audit {shlex.quote(path)}` shows details; `{command}` restores a head."
         raise CheckpointError(_listed(f"{path}: the head cannot be loaded", problems) + f"\n{advice}")
     state = {f"stack.{name}": value for name, value in to_runtime_layout(head, tensors).items()}
-    left = {name for name, _ in head.named_parameters() if name.rpartition(".")[0].removeprefix("stack.") in split}
+    stems = split.keys() | packed.keys()
+    left = {name for name, _ in head.named_parameters() if name.rpartition(".")[0].removeprefix("stack.") in stems}
     head.load_state_dict(state | {name: head.get_parameter(name) for name in left}, strict=True, assign=True)
     assert not stand_ins.install(head.stack)
     for stem, groups in split.items():
         experts: Any = head.get_submodule(f"stack.{stem}")
         experts.forward = partial(run_in_groups, experts, groups)
+    for stem, stored in packed.items():
+        pack_experts(head, f"stack.{stem}", stored)
     values = [*head.named_parameters(), *head.named_buffers()]
     unset = [name for name, value in values if value.is_meta and name not in left]
     assert not unset, f"{unset} have no value: buffers that are not stored"
@@ -202,12 +210,12 @@ class _StoredExperts:
 
         Raises CheckpointError for values that are not finite.
         """
-        if (ahead := self._ahead(stacked)) is not None:
+        if (ahead := self.ahead(stacked)) is not None:
             return ahead.groups()
         return self._converted_groups()
 
-    def _ahead(self, stacked: Mapping[str, Tensor]) -> StoredExperts | None:
-        """The experts, if their parameters are stored tensors one after the other, and otherwise None."""
+    def ahead(self, stacked: Mapping[str, Tensor]) -> StoredExperts | None:
+        """Return the experts, if their parameters are stored tensors one after the other, and otherwise None."""
         kinds = [{EXPERT.sub(".experts.*.", kind): name for kind, name in self.files[n].items()} for n in self.numbers]
         if any(each.keys() != kinds[0].keys() for each in kinds):
             return None
@@ -245,6 +253,25 @@ def _stored_experts(head: Head, weights: TensorReader, expected: Mapping[str, Te
         stem: _StoredExperts(head, weights, stem, next(head.get_submodule(f"stack.{stem}").parameters()).dtype)
         for stem in own
     }
+
+
+def _experts_with_codes(head: Head, weights: TensorReader, expected: Mapping[str, Tensor]) -> dict[str, StoredExperts]:
+    """Experts that keep their codes, by the stem of their canonical names."""
+    files: dict[str, dict[int, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
+    for canonical in expected:
+        stem, number = _expert_of(canonical)
+        if stem:
+            files[stem][number][canonical] = weights.inventory.stored[canonical]
+    found = {}
+    for stem, own in files.items():
+        experts = head.get_submodule(f"stack.{stem}")
+        if all(weights.has_codes(name) for names in own.values() for name in names.values()):
+            stacked = dict(experts.named_parameters())
+            dtypes = {value.dtype for value in stacked.values()}
+            stored = _StoredExperts(head, weights, stem, dtypes.pop(), own).ahead(stacked) if len(dtypes) == 1 else None
+            if stored is not None and can_keep_codes(experts, stored):
+                found[stem] = stored
+    return found
 
 
 def _expert_of(canonical: str) -> tuple[str, int]:

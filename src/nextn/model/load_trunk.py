@@ -6,6 +6,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.mapped_memory import release_pages
@@ -15,7 +16,7 @@ from nextn.checkpoint.tensors import StoredTensor, TensorReader, is_finite
 from nextn.errors import CheckpointError
 from nextn.model.expert_groups import EXPERT
 from nextn.model.load_head import trunk_state
-from nextn.model.packed_linear import packed_layers
+from nextn.model.packed_experts import can_keep_codes, kept_codes, pack_experts
 from nextn.model.streamed_trunk import DeferredTrunk, StreamedTrunk
 from nextn.model.transformers_loading import LayerLoader
 from nextn.model.trunk import Trunk
@@ -32,8 +33,12 @@ def load_trunk(weights: TensorReader, dtype: torch.dtype | None) -> tuple[Trunk,
         if packed:
             trunk = Trunk.from_pretrained(folder, stage=family.hidden, dtype=dtype)
         else:
-            kept = {n: each for n, each in state.items() if weights.has_codes(each.name) and not EXPERT.search(n)}
-            trunk = Trunk.from_pretrained(folder, state=state, packed=kept, stage=family.hidden, dtype=dtype)
+            kept = {name: each for name, each in state.items() if weights.has_codes(each.name)}
+            linear = {name: each for name, each in kept.items() if not EXPERT.search(name)}
+            if len(linear) < len(kept):
+                trunk = Trunk(_model_with_packed_experts(weights, state, dtype, linear), stage=family.hidden)
+            else:
+                trunk = Trunk.from_pretrained(folder, state=state, packed=linear, stage=family.hidden, dtype=dtype)
     return trunk, [*notes, *_check_trunk(checkpoint, trunk)]
 
 
@@ -61,8 +66,39 @@ def streamed_trunk(weights: TensorReader, dtype: torch.dtype | None) -> tuple[St
     return trunk, [*notes, *_check_trunk(checkpoint, trunk)]
 
 
+def _model_with_packed_experts(
+    weights: TensorReader,
+    state: Mapping[str, StoredTensor],
+    dtype: torch.dtype | None,
+    packed: Mapping[str, StoredTensor],
+) -> PreTrainedModel:
+    """Load a model layer by layer; experts that cannot keep their codes are dequantized."""
+    loader, device = _layer_loader(weights, state, dtype, {}, packed), torch.device("cpu")
+    layers = loader.model.get_decoder().layers
+    for index, layer in enumerate(layers):
+        loader.load(index, device, experts=False)
+        if not loader.lacks_experts(index):
+            continue
+        stored = loader.stored_experts(index)
+        paths = {name.rpartition(".")[0] for name in stored.layout} if stored is not None else set()
+        path = paths.pop() if len(paths) == 1 else ""
+        if stored is not None and path and can_keep_codes(layer.get_submodule(path), stored):
+            pack_experts(layer, path, stored)
+        else:
+            loader.load(index, device)
+    if not (others := loader.stand_ins.install(layers)):
+        return loader.model
+    del loader, layers, layer
+    fewer = {name: stored for name, stored in packed.items() if stored not in others}
+    return _model_with_packed_experts(weights, state, dtype, fewer)
+
+
 def _layer_loader(
-    weights: TensorReader, state: Mapping[str, StoredTensor], dtype: torch.dtype | None, vocabulary: Mapping[str, str]
+    weights: TensorReader,
+    state: Mapping[str, StoredTensor],
+    dtype: torch.dtype | None,
+    vocabulary: Mapping[str, str],
+    packed: Mapping[str, StoredTensor] = {},
 ) -> LayerLoader:
     inventory, checkpoint = weights.inventory, weights.checkpoint
 
@@ -72,7 +108,7 @@ def _layer_loader(
 
     weights.download(tensor.name for name, tensor in state.items() if layer_of(name) is None)
     with _loading_reasons(checkpoint, weights, None):
-        return LayerLoader(folder_of(checkpoint), state, dtype, layer_of, vocabulary=vocabulary)
+        return LayerLoader(folder_of(checkpoint), state, dtype, layer_of, vocabulary=vocabulary, packed=packed)
 
 
 @contextmanager
@@ -94,7 +130,8 @@ def _loading_reasons(checkpoint: Checkpoint, weights: TensorReader, packed: str 
 def _check_trunk(checkpoint: Checkpoint, trunk: Trunk) -> list[str]:
     """Return notes on a loaded trunk. Raises CheckpointError for values that are not finite."""
     values = chain(trunk.model.named_parameters(), trunk.model.named_buffers())
-    scales = ((layer.codes.name, layer.codes.scales()) for layer in packed_layers(trunk.model))
+    codes = (matrix for weight in kept_codes(trunk.model) for matrix in weight.matrices)
+    scales = ((matrix.name, matrix.scales()) for matrix in codes)
     _check_finite(checkpoint.path, chain(values, scales))
     loaded_type, model_type = trunk.model.config.model_type, checkpoint.config.get("model_type")
     if loaded_type != model_type:

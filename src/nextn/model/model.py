@@ -27,7 +27,7 @@ from nextn.model.deferred_init import DeferredInit
 from nextn.model.head import Head
 from nextn.model.load_head import cast, head_tensors, load_tensors, meta_head
 from nextn.model.load_trunk import deferred_trunk, load_trunk, streamed_trunk
-from nextn.model.packed_linear import dequantize, packed_layers
+from nextn.model.packed_experts import dequantize, packed_parts
 from nextn.model.trunk import Trunk
 
 _SAMPLE_TEXT = "A text, 1 \u00e9"
@@ -131,7 +131,7 @@ class Model:
                 loaded = meta_head(weights.inventory, trunk)
                 weights.download(weights.inventory.stored.values())
                 notes += load_tensors(loaded, weights, split_experts=stream, keep_codes=not stream)
-            if any(packed_layers(*filter(None, (trunk, loaded)))):
+            if any(packed_parts(*filter(None, (trunk, loaded)))):
                 files.pop_all()  # the layers read them
         return cls(trunk, loaded, family, _tokenizer(folder, trunk), tuple(notes)).to(torch_device)
 

@@ -44,6 +44,14 @@ class StoredCodes(ABC):
         """The one element that the stand-in is expanded from, [1, 1]."""
         return self.stand_in[:1, :1]
 
+    @property
+    def matrices(self) -> list["StoredCodes"]:
+        return [self]
+
+    def parts(self, weight: Tensor) -> list[list["StoredCodes"]] | None:
+        """Return the stored matrix of the stand-in; None if `weight` is a part of it. See `StackedCodes.parts`."""
+        return [[self]] if weight.shape == self.stand_in.shape else None
+
     def scales(self) -> Tensor:
         """Read the scales; all are NaN if a code is NaN."""
         scales = self.stored.weights.checked_scales(self.name)
@@ -203,10 +211,3 @@ class LazyStandIn:
 def packed_layers(*modules: nn.Module) -> Iterator[PackedLinear]:
     """Yield the layers that keep their codes."""
     return (part for module in modules for part in module.modules() if isinstance(part, PackedLinear))
-
-
-def dequantize(module: nn.Module) -> None:
-    """Replace layers that keep their codes by linear layers with dequantized weights."""
-    for name, part in [*module.named_modules()]:
-        if isinstance(part, PackedLinear):
-            module.set_submodule(name, part.as_linear())

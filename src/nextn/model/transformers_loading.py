@@ -114,6 +114,7 @@ class LayerLoader:
         layer_of: Callable[[str], int | None],
         *,
         vocabulary: Mapping[str, str] = {},
+        packed: Mapping[str, StoredTensor] = {},
     ) -> None:
         """Build the model and load all but its decoder layers.
 
@@ -124,6 +125,7 @@ class LayerLoader:
             layer_of: The index of the decoder layer that a stored name belongs to; None if to no layer.
             vocabulary: Stored names of `embedding` and `output`, which keep their stored dtype where plain modules
                 hold them, so that no cast copy of them is made.
+            packed: As for `model_from_folder`; `stand_ins` are loaded in their place.
 
         Raises:
             CheckpointError: if any tensor, those of layers included, is missing or has another shape, or if
@@ -135,7 +137,9 @@ class LayerLoader:
             with no_init_weights(), torch.device("meta"):
                 self.model: PreTrainedModel = model_class._from_config(config, dtype=dtype)
             self.model.eval()
-            self.dtype = dtype
+            self.dtype, self.stand_ins = dtype, StandIns(dtype)
+            state = {**state, **{name: self.stand_ins.lazy(stored) for name, stored in packed.items()}}
+            _read_generation_config(self.model, folder)
             self._config = LoadStateDictConfig(
                 device_map={"": "cpu"},
                 dtype=dtype,
@@ -169,13 +173,17 @@ class LayerLoader:
         _check_complete(self._folder, missing if experts else missing - {name for name, _ in self._stacked(index)})
         remove_unused_experts(layer)
 
+    def lacks_experts(self, index: int) -> bool:
+        """Whether parameters of all experts of a layer are not loaded."""
+        return bool(self._stacked(index))
+
     def expert_groups(self, index: int, device: torch.device) -> Generator[tuple[int, int], None, None]:
         """Yield (first, end) of a few experts of a loaded layer, while the layer's parameters hold only these.
 
         Raises CheckpointError if they cannot be read or have values that are not finite.
         """
         if index not in self._experts:
-            self._experts[index] = self._find_experts(index)
+            self._experts[index] = self.stored_experts(index)
         if (experts := self._experts[index]) is None:
             yield from self._converted_groups(index, device)
             return
@@ -190,8 +198,8 @@ class LayerLoader:
                 for name, value in stacked.items():
                     _assign(self._layers[index], name, value)
 
-    def _find_experts(self, index: int) -> StoredExperts | None:
-        """The experts of a layer whose parameters are stored tensors one after the other; None in other layouts.
+    def stored_experts(self, index: int) -> StoredExperts | None:
+        """Return experts that are not loaded, whose parameters are stored tensors one after the other; else None.
 
         transformers converts the first expert, and its values show how.
         """
@@ -410,9 +418,13 @@ def _from_state(
         dtype=dtype,
         output_loading_info=True,
     )
+    _read_generation_config(model, folder)
+    return model, info
+
+
+def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model, info
 
 
 def _class_of_state(

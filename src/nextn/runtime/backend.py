@@ -15,7 +15,8 @@ from nextn.checkpoint.mapped_memory import released_after_use, return_freed_memo
 from nextn.errors import ConfigError
 from nextn.model.head import Head, HeadStep
 from nextn.model.model import Model
-from nextn.model.packed_linear import StoredCodes, StoredFp8, packed_layers
+from nextn.model.packed_experts import StackedCodes, kept_codes
+from nextn.model.packed_linear import StoredCodes, StoredFp8
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.runtime.native.abi import load
 from nextn.runtime.native.draft_chain import NativeDraftChain
@@ -188,7 +189,8 @@ def backend_for(model: Model, name: str = "auto") -> Backend:
 
 def unused_codes(model: Model) -> list[str]:
     """Return notes on weights of a quantized checkpoint that the native backend does not decode with their codes."""
-    return notes_on(layer.codes for layer in packed_layers(*filter(None, (model.trunk, model.head))))
+    weights = kept_codes(*filter(None, (model.trunk, model.head)))
+    return notes_on(matrix for weight in weights for matrix in weight.matrices)
 
 
 def _state_of(model: Model) -> list[object]:
@@ -276,7 +278,7 @@ def _build_native(trunk: Trunk, head: Head | None) -> Backend:
         )
     runtime = load()
     weight_bits = WEIGHT_BITS[trunk.weights]
-    codes = [layer.codes for layer in packed_layers(*filter(None, (trunk, head)))]
+    codes = [*kept_codes(*filter(None, (trunk, head)))]
     lm_heads = [] if head is None else draft_lm_heads(head)
     formats: _Formats = [(each.memory, FORMAT) for each in lm_heads]
     replaced: list[ReplacedWeight] = [*codes, *lm_heads]
@@ -302,7 +304,7 @@ def _build_native(trunk: Trunk, head: Head | None) -> Backend:
     )
 
 
-def _few_bits(trunk: Trunk, head: Head | None, codes: Sequence[StoredCodes]) -> _Formats:
+def _few_bits(trunk: Trunk, head: Head | None, codes: Sequence[StoredCodes | StackedCodes]) -> _Formats:
     """Return the formats of weights beside eight bits, which linear layers, experts and embeddings have.
 
     Other matrices, such as a router's, are kept. With int4, only the layers of the trunk have four bits
@@ -317,8 +319,8 @@ def _few_bits(trunk: Trunk, head: Head | None, codes: Sequence[StoredCodes]) -> 
         linear = [module.weight for module in trunk.decoder.layers.modules() if type(module) is nn.Linear]
         experts = [weight for weight in trunk.decoder.layers.parameters() if weight.ndim == 3]
         formats += [(weight, Int4Format()) for weight in [*linear, *experts]]
-    of_trunk = {id(layer.codes) for layer in packed_layers(trunk.decoder.layers) if trunk.weights == "int4"}
-    fp8 = [each for each in codes if isinstance(each, StoredFp8)]
+    of_trunk = {id(each) for each in kept_codes(trunk.decoder.layers) if trunk.weights == "int4"}
+    fp8 = [each for each in codes if any(isinstance(matrix, StoredFp8) for matrix in each.matrices)]
     return formats + [(each.memory, Int4Format() if id(each) in of_trunk else EIGHT_BITS) for each in fp8]
 
 
@@ -336,7 +338,7 @@ def _self_check(trunk: Trunk, head: Head | None, native: Backend) -> None:
         actual.append(native.trunk(block, cache).final_hidden.clone())
         cache.commit([block.shape[1]])
     tolerance = _TOLERANCE[trunk.dtype] if native.weight_bits is None else _QUANTIZED_TOLERANCE[native.weight_bits]
-    kept = (layer.codes for layer in packed_layers(*filter(None, (trunk, head))))
+    kept = (matrix for weight in kept_codes(*filter(None, (trunk, head))) for matrix in weight.matrices)
     if any(not isinstance(codes, StoredFp8) for codes in kept) or trunk.kv_cache_dtype == "int8":  # eight bits, too
         tolerance = max(tolerance, _QUANTIZED_TOLERANCE[8])
     _compare(expected.final_hidden, actual, "trunk", tolerance)

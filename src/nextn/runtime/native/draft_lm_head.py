@@ -79,6 +79,10 @@ class DraftLMHead:
         """The memory of the stand-in, which is that of one element."""
         return self.stand_in[:1, :1]
 
+    def parts(self, weight: Tensor) -> "list[list[DraftLMHead]] | None":
+        """Return itself; None if `weight` is a part of the stand-in."""
+        return [[self]] if weight.shape == self.stand_in.shape else None
+
     def dequantize(self) -> Tensor:
         """Return the rows [N, H] that the stand-in stands for."""
         weight = self.output.weight.detach()

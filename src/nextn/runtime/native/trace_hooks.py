@@ -21,7 +21,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from nextn.cache.kv_cache import KVCache
 from nextn.model.layer_types import IGNORABLE_ARGUMENTS, LayerType
-from nextn.model.packed_linear import packed_layers
+from nextn.model.packed_experts import packed_parts
 from nextn.runtime.native.locks import LOCK
 from nextn.runtime.native.trace import Untraceable, current_trace, is_recording
 
@@ -196,8 +196,8 @@ def copy_for_recording(module: ModuleT, copies: Sequence[tuple[nn.Module, nn.Mod
         twin = copy.deepcopy(module, memo)
     except (TypeError, RuntimeError, copy.Error) as error:
         raise Untraceable(f"the model cannot be copied for recording: {error}") from error
-    for layer in packed_layers(twin):
-        layer.is_recorded = True
+    for part in packed_parts(twin):
+        part.is_recorded = True
     for config in _configs(twin):
         config._attn_implementation = config._experts_implementation = _NAME
     return twin

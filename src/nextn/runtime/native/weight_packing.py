@@ -6,8 +6,9 @@ Weights can also be quantized, see quantization.py, grouped.py and int4.py.
 from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from math import prod
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,19 +44,43 @@ class WeightFormat(Protocol):
         """Quantize weight [N, K] or [E, N, K] into bytes that `take` allocates."""
 
 
+class ReplacedMatrix(Protocol):
+    """A matrix [N, K] that a stand-in takes the place of."""
+
+    def dequantize(self) -> Tensor:
+        """Return the matrix in the dtype of the stand-in."""
+
+
 class ReplacedWeight(Protocol):
-    """A weight that recorded passes have a stand-in for, see `StoredCodes`."""
+    """A weight that recorded passes have a stand-in for, see `StoredCodes` and `StackedCodes`."""
 
     @property
     def name(self) -> str:
         """What errors call it."""
 
     @property
-    def stand_in(self) -> Tensor:
-        """A tensor [N, K] without memory that identifies the weight."""
+    def memory(self) -> Tensor:
+        """The memory of the stand-in."""
 
-    def dequantize(self) -> Tensor:
-        """Return the weight [N, K] in the dtype of the stand-in."""
+    def parts(self, weight: Tensor, /) -> Sequence[Sequence[ReplacedMatrix]] | None:
+        """Return the matrices of each expert in a part of the stand-in; None if it divides one."""
+
+
+T = TypeVar("T")
+
+
+class _ByAddress(Generic[T]):
+    """Values of separate ranges of memory, by the address at which a tensor begins."""
+
+    def __init__(self, values: Iterable[tuple[Tensor, T]]) -> None:
+        ranges = [(memory.data_ptr(), memory.data_ptr() + memory.nbytes, value) for memory, value in values]
+        self._ranges = sorted(ranges, key=itemgetter(0))
+
+    def find(self, tensor: Tensor) -> tuple[T] | None:
+        """Return the value of the range in which a tensor begins, alone in a tuple."""
+        place = bisect(self._ranges, tensor.data_ptr(), key=itemgetter(0)) - 1
+        _, end, value = self._ranges[place] if place >= 0 else (0, 0, None)
+        return (value,) if tensor.data_ptr() < end else None  # type: ignore[return-value]
 
 
 class PackedWeights:
@@ -85,14 +110,8 @@ class PackedWeights:
         """
         self._runtime, self._pages = runtime, HugePages()
         self._default, self._dtype = default, dtype
-        self._ranges = sorted(
-            (
-                (weight.data_ptr(), weight.data_ptr() + weight.nbytes, weight_format)
-                for weight, weight_format in formats
-            ),
-            key=itemgetter(0),
-        )
-        self._replaced = {each.stand_in.data_ptr(): each for each in replaced}
+        self._formats = _ByAddress(formats)
+        self._replaced = _ByAddress((each.memory, each) for each in replaced)
         self._by_address: dict[tuple[object, ...], PackedMatrix] = {}
         # Candidates of equal shapes and leading values, with their packed form.
         self._by_value: dict[tuple[object, ...], list[tuple[list[Tensor], PackedMatrix]]] = {}
@@ -100,8 +119,8 @@ class PackedWeights:
     def pack(self, weights: Sequence[Tensor], parts: int = 1, columns: int | None = None) -> PackedMatrix:
         """Return weights [N, K], or [E, N, K] of experts, packed; see `merge_weights`. They must not change."""
         for weight in weights:
-            if (replaced := self._replaced.get(weight.data_ptr())) and weight.shape != replaced.stand_in.shape:
-                raise Untraceable(f"the pass multiplies with a part of {replaced.name}, which is quantized")
+            if (found := self._replaced.find(weight)) is not None and found[0].parts(weight) is None:
+                raise Untraceable(f"the pass multiplies with a part of {found[0].name}, which is quantized")
         views = [(weight.data_ptr(), weight.shape, weight.stride(), weight.dtype) for weight in weights]
         address = (parts, columns, *views)
         if address not in self._by_address:
@@ -118,32 +137,32 @@ class PackedWeights:
 
     def _pack_new(self, weights: Sequence[Tensor], parts: int, columns: int) -> PackedMatrix:
         """Merge and pack one expert after the other. Packed weights take the place of those in mapped files."""
-        if codes := [found for weight in weights if (found := self._supported_codes(weight)) is not None]:
-            assert len(codes) == len(weights), "weights of one `merge_key`"
-            return PackedMatrix(pack_stored(codes, parts, columns, self._pages.take), self.type_of(weights[0]))
+        stored = [found for weight in weights if (found := self._supported_codes(weight)) is not None]
+        assert len(stored) in (0, len(weights)), "weights of one `merge_key`"
         weight_format = self._format_of(weights[0])
-        weights = [self._values(weight) for weight in weights]
-        experts = list(zip(*(weight.reshape(-1, *weight.shape[-2:]) for weight in weights), strict=True))
-        memory = torch.empty(0, dtype=torch.bool)
-        for index, matrices in enumerate(experts):
+        memory, num_experts = torch.empty(0, dtype=torch.bool), prod(weights[0].shape[:-2])
+        for index in range(num_experts):
 
             def take(size: int, index: int = index) -> Tensor:
                 nonlocal memory
-                memory = memory if index else self._pages.take(size * len(experts))
+                memory = memory if index else self._pages.take(size * num_experts)
                 return memory[index * size : (index + 1) * size]
 
-            merged = merge_weights(matrices, parts, columns)
+            if stored:
+                pack_stored([matrix for experts in stored for matrix in experts[index]], parts, columns, take)
+                continue
+            merged = merge_weights([self._values(weight, index) for weight in weights], parts, columns)
             if weight_format is None:
                 self._runtime.pack(merged, take)
             else:
                 weight_format.pack(merged, take, self._runtime)
         release_pages(weights)
-        return PackedMatrix(memory, type_of(weights[0].dtype) if weight_format is None else weight_format.type)
+        return PackedMatrix(memory, self.type_of(weights[0]))
 
     def type_of(self, weight: Tensor) -> int:
         """Return the type that a weight is packed as: `Type` of runtime.h or of product.h."""
-        if (codes := self._supported_codes(weight)) is not None:
-            return type_of_codes(codes)
+        if (stored := self._supported_codes(weight)) is not None:
+            return type_of_codes(stored[0][0])
         weight_format = self._format_of(weight)
         return type_of(weight.dtype) if weight_format is None else weight_format.type
 
@@ -151,27 +170,34 @@ class PackedWeights:
         """Return what weights have in common that can be in one matrix."""
         return self.type_of(weight), self._supported_codes(weight) is not None
 
-    def _supported_codes(self, weight: Tensor) -> StoredCodes | None:
-        codes = self._replaced.get(weight.data_ptr())
-        if not isinstance(codes, StoredCodes) or unsupported(codes) or self._range_of(weight) is not None:
+    def _supported_codes(self, weight: Tensor) -> list[list[StoredCodes]] | None:
+        """The stored matrices of a weight, for each expert, if it is packed as they are."""
+        if (found := self._replaced.find(weight)) is None or self._formats.find(weight) is not None:
             return None
-        return codes
+        parts = found[0].parts(weight) or []
+        experts = [[matrix for matrix in expert if isinstance(matrix, StoredCodes)] for expert in parts]
+        codes = [matrix for expert in experts for matrix in expert]
+        if (
+            len(codes) < sum(map(len, parts))
+            or any(map(unsupported, codes))
+            or len(set(map(type_of_codes, codes))) != 1
+        ):
+            return None
+        # Matrices of one expert are merged without padding if all but the last one are whole blocks.
+        return None if any(len(matrix.stand_in) % MAX_BLOCK_COLUMNS for matrix in experts[0][:-1]) else experts
 
-    def _values(self, weight: Tensor) -> Tensor:
-        """The weight itself, or what it stands in for."""
-        replaced = self._replaced.get(weight.data_ptr())
-        return weight if replaced is None else replaced.dequantize()
+    def _values(self, weight: Tensor, expert: int) -> Tensor:
+        """The weight [N, K] of an expert, or of all if there are none, or what it stands in for."""
+        if (found := self._replaced.find(weight)) is None:
+            return weight.reshape(-1, *weight.shape[-2:])[expert]
+        matrices = [matrix.dequantize() for matrix in (found[0].parts(weight) or [])[expert]]
+        return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
 
     def _format_of(self, weight: Tensor) -> WeightFormat | None:
         if weight.dtype != self._dtype:
             return None
-        found = self._range_of(weight)
-        return self._default if found is None else found[2]
-
-    def _range_of(self, weight: Tensor) -> tuple[int, int, WeightFormat | None] | None:
-        place = bisect(self._ranges, weight.data_ptr(), key=itemgetter(0)) - 1
-        found = self._ranges[place] if place >= 0 else None
-        return None if found is None or weight.data_ptr() >= found[1] else found
+        found = self._formats.find(weight)
+        return self._default if found is None else found[0]
 
 
 def pack_weights(groups: Sequence[Lowered], weights: PackedWeights) -> list[Lowered]:
