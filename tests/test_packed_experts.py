@@ -10,6 +10,7 @@ from stored import in_one_file
 from test_stored_codes import states_and_texts
 from tiny import build, prompt
 
+from nextn.checkpoint.tensors import TensorReader
 from nextn.decoding.generate import generate
 from nextn.decoding.rounds import Settings
 from nextn.errors import CheckpointError, ConfigError
@@ -238,3 +239,14 @@ def test_a_step_reads_the_codes_of_the_experts_that_are_chosen(tmp_path):
     share = config.num_experts_per_tok / config.n_routed_experts
     config.num_experts_per_tok = config.n_routed_experts
     assert math.isclose(step_bytes(model.trunk) - before, stored * (1 - share), abs_tol=8)
+
+
+def test_loading_dequantizes_one_expert_per_layer(tmp_path, monkeypatch):
+    """The first one, whose values show how parameters consist of stored tensors."""
+    folder, _ = quantized(tmp_path / "model", CASES[0], "qwen3_next")
+    names: list[str] = []
+    read = TensorReader.integers
+    monkeypatch.setattr(TensorReader, "integers", lambda self, name: names.append(name) or read(self, name))
+    model = Model.load(folder)
+    assert len(packed_experts(model)) > 3
+    assert not [name for name in names if ".experts." in name and ".experts.0." not in name]

@@ -74,7 +74,7 @@ def _model_with_packed_experts(
 ) -> PreTrainedModel:
     """Load a model layer by layer; experts that cannot keep their codes are dequantized."""
     loader, device = _layer_loader(weights, state, dtype, {}, packed), torch.device("cpu")
-    layers = loader.model.get_decoder().layers
+    layers, packed_experts = loader.model.get_decoder().layers, []
     for index, layer in enumerate(layers):
         loader.load(index, device, experts=False)
         if not loader.lacks_experts(index):
@@ -83,12 +83,15 @@ def _model_with_packed_experts(
         paths = {name.rpartition(".")[0] for name in stored.layout} if stored is not None else set()
         path = paths.pop() if len(paths) == 1 else ""
         if stored is not None and path and can_keep_codes(layer.get_submodule(path), stored):
-            pack_experts(layer, path, stored)
+            packed_experts.append((layer, path, stored))
         else:
             loader.load(index, device)
+    # Not before all layers are loaded: transformers asks for the state of the whole model, which would dequantize them.
+    for layer, path, stored in packed_experts:
+        pack_experts(layer, path, stored)
     if not (others := loader.stand_ins.install(layers)):
         return loader.model
-    del loader, layers, layer
+    del loader, layers, layer, packed_experts
     fewer = {name: stored for name, stored in packed.items() if stored not in others}
     return _model_with_packed_experts(weights, state, dtype, fewer)
 
