@@ -16,7 +16,7 @@ from nextn.decoding.rounds import Settings
 from nextn.errors import CheckpointError, ConfigError
 from nextn.evaluate.decoding_costs import step_bytes
 from nextn.model.model import Model
-from nextn.model.packed_experts import PackedExperts, StackedCodes, kept_codes, packed_parts
+from nextn.model.packed_experts import PackedExperts, StackedCodes, weights_with_codes, packed_parts
 from nextn.runtime.backend import backend_for, unused_codes
 from nextn.runtime.native.abi import FP8, INT4, INT8, load
 from nextn.runtime.native.trace import Untraceable
@@ -185,7 +185,7 @@ def test_copies_share_the_codes_and_dequantized_models_can_be_trained(tmp_path):
     folder, _ = quantized(tmp_path / "model", CASES[1])
     model = Model.load(folder)
     twin = copy.deepcopy(model.trunk)
-    assert set(map(id, kept_codes(twin))) == set(map(id, kept_codes(model.trunk)))
+    assert set(map(id, weights_with_codes(twin))) == set(map(id, weights_with_codes(model.trunk)))
     with torch.inference_mode():
         assert torch.equal(twin(TOKENS).final_hidden, model.trunk(TOKENS).final_hidden)
     model.dequantize().trunk(TOKENS).final_hidden.sum().backward()
@@ -231,7 +231,7 @@ def test_a_step_reads_the_codes_of_the_experts_that_are_chosen(tmp_path):
     config = model.trunk.config
     stored -= sum(
         matrix.num_bytes
-        for weight in kept_codes(model.head)
+        for weight in weights_with_codes(model.head)
         for matrix in weight.matrices
         if ".experts." in matrix.name
     )

@@ -17,7 +17,7 @@ from nextn.errors import ConfigError
 from nextn.evaluate.workload import rotate
 from nextn.model.head import Head
 from nextn.model.model import Model
-from nextn.model.packed_experts import StackedCodes, kept_codes
+from nextn.model.packed_experts import StackedCodes, weights_with_codes
 from nextn.model.packed_linear import StoredFp8
 from nextn.model.trunk import Trunk
 from nextn.runtime.backend import Backend, backend_for
@@ -303,7 +303,7 @@ def _chosen_share(trunk: Trunk, num_experts: int) -> float:
 def _packed_bytes(module: nn.Module, trunk: Trunk, bits: int | None) -> tuple[int, int]:
     """What a token reads of weights that keep their codes: stored bytes, and fp8 values if these are rounded."""
     kept = rounded = 0.0
-    for weight in kept_codes(module):
+    for weight in weights_with_codes(module):
         share = _chosen_share(trunk, len(weight.experts)) or 1.0 if isinstance(weight, StackedCodes) else 1.0
         for matrix in weight.matrices:
             if isinstance(matrix, StoredFp8) and bits in (4, 8):

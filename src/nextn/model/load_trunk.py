@@ -16,7 +16,7 @@ from nextn.checkpoint.tensors import StoredTensor, TensorReader, is_finite
 from nextn.errors import CheckpointError
 from nextn.model.expert_groups import EXPERT
 from nextn.model.load_head import trunk_state
-from nextn.model.packed_experts import can_keep_codes, kept_codes, pack_experts
+from nextn.model.packed_experts import can_keep_codes, weights_with_codes, pack_experts
 from nextn.model.streamed_trunk import DeferredTrunk, StreamedTrunk
 from nextn.model.transformers_loading import LayerLoader
 from nextn.model.trunk import Trunk
@@ -133,7 +133,7 @@ def _loading_reasons(checkpoint: Checkpoint, weights: TensorReader, packed: str 
 def _check_trunk(checkpoint: Checkpoint, trunk: Trunk) -> list[str]:
     """Return notes on a loaded trunk. Raises CheckpointError for values that are not finite."""
     values = chain(trunk.model.named_parameters(), trunk.model.named_buffers())
-    codes = (matrix for weight in kept_codes(trunk.model) for matrix in weight.matrices)
+    codes = (matrix for weight in weights_with_codes(trunk.model) for matrix in weight.matrices)
     scales = ((matrix.name, matrix.scales()) for matrix in codes)
     _check_finite(checkpoint.path, chain(values, scales))
     loaded_type, model_type = trunk.model.config.model_type, checkpoint.config.get("model_type")

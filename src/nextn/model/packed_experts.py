@@ -165,7 +165,7 @@ def packed_parts(*modules: nn.Module) -> Iterator[PackedLinear | PackedExperts]:
     yield from (part for module in modules for part in module.modules() if isinstance(part, PackedExperts))
 
 
-def kept_codes(*modules: nn.Module) -> Iterator[StoredCodes | StackedCodes]:
+def weights_with_codes(*modules: nn.Module) -> Iterator[StoredCodes | StackedCodes]:
     """Yield their weights."""
     for part in packed_parts(*modules):
         yield from part.codes.values() if isinstance(part, PackedExperts) else [part.codes]

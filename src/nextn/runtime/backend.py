@@ -15,7 +15,7 @@ from nextn.checkpoint.mapped_memory import released_after_use, return_freed_memo
 from nextn.errors import ConfigError
 from nextn.model.head import Head, HeadStep
 from nextn.model.model import Model
-from nextn.model.packed_experts import StackedCodes, kept_codes
+from nextn.model.packed_experts import StackedCodes, weights_with_codes
 from nextn.model.packed_linear import StoredCodes, StoredFp8
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.runtime.native.abi import load
@@ -189,7 +189,7 @@ def backend_for(model: Model, name: str = "auto") -> Backend:
 
 def unused_codes(model: Model) -> list[str]:
     """Return notes on weights of a quantized checkpoint that the native backend does not decode with their codes."""
-    weights = kept_codes(*filter(None, (model.trunk, model.head)))
+    weights = weights_with_codes(*filter(None, (model.trunk, model.head)))
     return notes_on(matrix for weight in weights for matrix in weight.matrices)
 
 
@@ -278,7 +278,7 @@ def _build_native(trunk: Trunk, head: Head | None) -> Backend:
         )
     runtime = load()
     weight_bits = WEIGHT_BITS[trunk.weights]
-    codes = [*kept_codes(*filter(None, (trunk, head)))]
+    codes = [*weights_with_codes(*filter(None, (trunk, head)))]
     lm_heads = [] if head is None else draft_lm_heads(head)
     formats: _Formats = [(each.memory, FORMAT) for each in lm_heads]
     replaced: list[ReplacedWeight] = [*codes, *lm_heads]
@@ -319,7 +319,7 @@ def _few_bits(trunk: Trunk, head: Head | None, codes: Sequence[StoredCodes | Sta
         linear = [module.weight for module in trunk.decoder.layers.modules() if type(module) is nn.Linear]
         experts = [weight for weight in trunk.decoder.layers.parameters() if weight.ndim == 3]
         formats += [(weight, Int4Format()) for weight in [*linear, *experts]]
-    of_trunk = {id(each) for each in kept_codes(trunk.decoder.layers) if trunk.weights == "int4"}
+    of_trunk = {id(each) for each in weights_with_codes(trunk.decoder.layers) if trunk.weights == "int4"}
     fp8 = [each for each in codes if any(isinstance(matrix, StoredFp8) for matrix in each.matrices)]
     return formats + [(each.memory, Int4Format() if id(each) in of_trunk else EIGHT_BITS) for each in fp8]
 
@@ -338,7 +338,7 @@ def _self_check(trunk: Trunk, head: Head | None, native: Backend) -> None:
         actual.append(native.trunk(block, cache).final_hidden.clone())
         cache.commit([block.shape[1]])
     tolerance = _TOLERANCE[trunk.dtype] if native.weight_bits is None else _QUANTIZED_TOLERANCE[native.weight_bits]
-    kept = (matrix for weight in kept_codes(*filter(None, (trunk, head))) for matrix in weight.matrices)
+    kept = (matrix for weight in weights_with_codes(*filter(None, (trunk, head))) for matrix in weight.matrices)
     if any(not isinstance(codes, StoredFp8) for codes in kept) or trunk.kv_cache_dtype == "int8":  # eight bits, too
         tolerance = max(tolerance, _QUANTIZED_TOLERANCE[8])
     _compare(expected.final_hidden, actual, "trunk", tolerance)
