@@ -16,7 +16,7 @@ from nextn.decoding.rounds import Settings
 from nextn.errors import CheckpointError, ConfigError
 from nextn.evaluate.decoding_costs import step_bytes
 from nextn.model.model import Model
-from nextn.model.packed_experts import PackedExperts, StackedCodes, weights_with_codes, packed_parts
+from nextn.model.packed_experts import PackedExperts, StackedCodes, packed_parts, weights_with_codes
 from nextn.runtime.backend import backend_for, unused_codes
 from nextn.runtime.native.abi import FP8, INT4, INT8, load
 from nextn.runtime.native.trace import Untraceable

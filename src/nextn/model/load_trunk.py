@@ -16,7 +16,7 @@ from nextn.checkpoint.tensors import StoredTensor, TensorReader, is_finite
 from nextn.errors import CheckpointError
 from nextn.model.expert_groups import EXPERT
 from nextn.model.load_head import trunk_state
-from nextn.model.packed_experts import can_keep_codes, weights_with_codes, pack_experts
+from nextn.model.packed_experts import can_keep_codes, pack_experts, weights_with_codes
 from nextn.model.streamed_trunk import DeferredTrunk, StreamedTrunk
 from nextn.model.transformers_loading import LayerLoader
 from nextn.model.trunk import Trunk
