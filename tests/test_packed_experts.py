@@ -7,7 +7,7 @@ import pytest
 import torch
 from packed import Case, fp8_folder, quantize_folder
 from stored import in_one_file
-from test_stored_codes import states_and_texts
+from test_stored_codes import packed_types, states_and_texts
 from tiny import build, prompt
 
 from nextn.checkpoint.tensors import TensorReader
@@ -112,20 +112,6 @@ def test_native_products_read_the_codes(case, tmp_path, monkeypatch):
     ]
     assert texts[0] == texts[1]
     assert len(texts[0]) == 24
-
-
-def packed_types(monkeypatch) -> dict[int, int]:
-    """Address of a packed weight -> its type, filled while backends are made."""
-    types: dict[int, int] = {}
-    plain = PackedWeights.pack
-
-    def watched(self, weights, *args):
-        packed = plain(self, weights, *args)
-        types.update({weight.data_ptr(): packed.type for weight in weights})
-        return packed
-
-    monkeypatch.setattr(PackedWeights, "pack", watched)
-    return types
 
 
 @pytest.mark.parametrize(("case", "expected"), [(CASES[0], INT4), (None, INT8)], ids=["int4", "fp8"])

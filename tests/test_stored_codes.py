@@ -191,19 +191,25 @@ def test_drafts_do_not_change_the_text(case, weights, tmp_path):
     assert len(runs[1].tokens) == 24
 
 
+def packed_types(monkeypatch) -> dict[int, int]:
+    """Address of a packed weight -> its type, filled while backends are made."""
+    types: dict[int, int] = {}
+    pack = PackedWeights.pack
+
+    def watched(self, weights, *args):
+        packed = pack(self, weights, *args)
+        types.update({weight.data_ptr(): packed.type for weight in weights})
+        return packed
+
+    monkeypatch.setattr(PackedWeights, "pack", watched)
+    return types
+
+
 def test_codes_are_rounded_only_once(tmp_path, monkeypatch):
     """With weights int8, linear layers keep four bits, and all others get eight."""
     model = packed_model(tmp_path, CASES[0])
     model.trunk.weights = "int8"
-    packed: dict[int, int] = {}
-    pack = PackedWeights.pack
-
-    def watched(self, weights, *args):
-        out = pack(self, weights, *args)
-        packed.update({each.data_ptr(): out.type for each in weights})
-        return out
-
-    monkeypatch.setattr(PackedWeights, "pack", watched)
+    packed = packed_types(monkeypatch)
     backend_for(model, "native")
     kept = {layer.codes.stand_in.data_ptr() for layer in packed_layers(model.trunk, model.head)}
     assert {packed[each] for each in kept} == {INT4}
