@@ -1,0 +1,198 @@
+"""The blocks of GGUF's quantized types, taken apart into codes, scales and minima without rounding. No files.
+
+Source: ggml's src/ggml-common.h (block_q4_K and others) and src/ggml-quants.c (dequantize_row_q4_K and others).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nextn.checkpoint.quantized_weights import QuantizedWeight
+
+SUPERBLOCK = 256  # values of a block of a K-quant
+_BLOCK = 32  # of the other types
+_SIX_BIT_ZERO = 32  # the code of weight 0 in Q6_K
+_IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # times 2
+
+
+class BlockType(NamedTuple):
+    """Sizes of a block of one type.
+
+    Attributes:
+        size: Values of a block.
+        num_bytes: Bytes of a block.
+        bits: Bits of a code after it was taken apart.
+        group_size: Values with a common scale.
+    """
+
+    size: int
+    num_bytes: int
+    bits: int
+    group_size: int
+
+
+BLOCK_TYPES: Mapping[str, BlockType] = {
+    "Q4_0": BlockType(_BLOCK, 18, 4, 32),
+    "Q5_0": BlockType(_BLOCK, 22, 8, 32),
+    "Q8_0": BlockType(_BLOCK, 34, 8, 32),
+    "IQ4_NL": BlockType(_BLOCK, 18, 8, 32),
+    "MXFP4": BlockType(_BLOCK, 17, 8, 32),
+    "IQ4_XS": BlockType(SUPERBLOCK, 136, 8, 32),
+    "Q4_K": BlockType(SUPERBLOCK, 144, 4, 32),
+    "Q5_K": BlockType(SUPERBLOCK, 176, 5, 32),
+    "Q6_K": BlockType(SUPERBLOCK, 210, 6, 16),
+}
+K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
+
+
+@dataclass(frozen=True, eq=False)
+class KQuantWeight:
+    """A weight [N, K] in superblocks of 256 values, each of several groups.
+
+    A value is scale * group_scale * (code - zero) - min_scale * group_min.
+
+    Attributes:
+        kind: One of `K_QUANTS`.
+        codes: uint8 [N, K].
+        scales: float32 [N, K / 256].
+        group_scales: int8 [N, K / group size].
+        min_scales: float32 [N, K / 256]; None without minima.
+        group_mins: int8 [N, K / group size]; None without minima.
+    """
+
+    kind: str
+    codes: Tensor
+    scales: Tensor
+    group_scales: Tensor
+    min_scales: Tensor | None
+    group_mins: Tensor | None
+
+    @property
+    def zero(self) -> int:
+        """The code of weight 0 in a type without minima."""
+        return 0 if self.group_mins is not None else _SIX_BIT_ZERO
+
+    def dequantize(self) -> Tensor:
+        """Return the weight in float32, with the bits of ggml's own dequantization."""
+        groups = self.codes.float().unflatten(1, (self.group_scales.shape[1], -1)).sub_(self.zero)
+        groups.mul_(_of_groups(self.scales, self.group_scales))
+        if self.min_scales is not None and self.group_mins is not None:
+            groups.sub_(_of_groups(self.min_scales, self.group_mins))
+        return groups.flatten(1)
+
+
+def _of_groups(scales: Tensor, factors: Tensor) -> Tensor:
+    """Multiply one factor per group with the scale of its superblock -> [N, groups, 1]."""
+    repeats = factors.shape[1] // scales.shape[1]
+    return (scales.repeat_interleave(repeats, 1) * factors.float())[..., None]
+
+
+def take_apart(rows: Tensor, kind: str) -> QuantizedWeight | KQuantWeight:
+    """Take the blocks of a weight [N, K] apart.
+
+    Args:
+        rows: uint8 [N, bytes of a row].
+        kind: One of `BLOCK_TYPES`.
+    """
+    size, num_bytes, bits, group_size = BLOCK_TYPES[kind]
+    blocks = rows.unflatten(1, (-1, num_bytes))
+    if kind in K_QUANTS:
+        return _K_READERS[kind](blocks)
+    codes, scales = _READERS[kind](blocks)
+    return QuantizedWeight(codes.flatten(1), scales.flatten(1), None, bits, group_size)
+
+
+def _halves(parts: Tensor) -> Tensor:
+    """Read two bytes each as float16."""
+    return parts.contiguous().view(torch.float16)
+
+
+def _floats(parts: Tensor) -> Tensor:
+    return _halves(parts)[..., 0].float()
+
+
+def _nibbles(parts: Tensor, run: int) -> Tensor:
+    """Split bytes [..., B] in runs of `run` bytes, each the low nibbles of as many values, then the high ones."""
+    runs = parts.unflatten(-1, (-1, run))
+    return torch.stack((runs & 15, runs >> 4), dim=-2).flatten(-3)
+
+
+def _high_bits(parts: Tensor, bits: int) -> Tensor:
+    """Split 32 bytes [..., 32] into 32 values each of their lowest, next, ... bits."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
+    return (parts[..., None, :] >> shifts & 2**bits - 1).flatten(-2)
+
+
+def _q4_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    return _nibbles(blocks[..., 2:], 16), _halves(blocks[..., :2])
+
+
+def _q5_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    shifts = torch.arange(8, dtype=torch.uint8)
+    fifth = (blocks[..., 2:6, None] >> shifts & 1).flatten(-2)
+    return (_nibbles(blocks[..., 6:], 16) | fifth << 4) + (128 - 16), _halves(blocks[..., :2])
+
+
+def _q8_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    return blocks[..., 2:] ^ 128, _halves(blocks[..., :2])
+
+
+def _looked_up(codes: Tensor, values: tuple[int, ...]) -> Tensor:
+    """Replace codes of four bits by values, which become codes of eight bits."""
+    return (torch.tensor(values) + 128).to(torch.uint8)[codes.long()]
+
+
+def _iq4_nl(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    return _looked_up(_nibbles(blocks[..., 2:], 16), _IQ4_VALUES), _halves(blocks[..., :2])
+
+
+def _mxfp4(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    scales = torch.ldexp(torch.tensor(1.0), blocks[..., :1].float() - 128)  # half of the block's scale
+    return _looked_up(_nibbles(blocks[..., 1:], 16), _MXFP4_VALUES), scales
+
+
+def _iq4_xs(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    high = _high_pairs(blocks[..., 2:4])
+    low = torch.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), dim=-1).flatten(-2)
+    factors = (low | high << 4).float() - 32
+    return _looked_up(_nibbles(blocks[..., 8:], 16), _IQ4_VALUES), _floats(blocks[..., :2])[..., None] * factors
+
+
+def _high_pairs(parts: Tensor) -> Tensor:
+    """Split bytes [..., B] into values of two bits, the lowest of a byte first."""
+    return (parts[..., None] >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3).flatten(-2)
+
+
+def _q4_k(blocks: Tensor) -> KQuantWeight:
+    return _with_minima("Q4_K", blocks, _nibbles(blocks[..., 16:], 32))
+
+
+def _q5_k(blocks: Tensor) -> KQuantWeight:
+    return _with_minima("Q5_K", blocks, _nibbles(blocks[..., 48:], 32) | _high_bits(blocks[..., 16:48], 1) << 4)
+
+
+def _with_minima(kind: str, blocks: Tensor, codes: Tensor) -> KQuantWeight:
+    """Read the scales and minima of six bits of Q4_K and Q5_K: those of the last four groups are in pieces."""
+    first, second, rest = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    group_scales = torch.cat((first & 63, rest & 15 | first >> 2 & 48), dim=-1)
+    group_mins = torch.cat((second & 63, rest >> 4 | second >> 2 & 48), dim=-1)
+    of_scales, of_mins = (each.flatten(1).to(torch.int8) for each in (group_scales, group_mins))
+    scales, min_scales = _floats(blocks[..., :2]), _floats(blocks[..., 2:4])
+    return KQuantWeight(kind, codes.flatten(1), scales, of_scales, min_scales, of_mins)
+
+
+def _q6_k(blocks: Tensor) -> KQuantWeight:
+    low, high = _nibbles(blocks[..., :128], 64), blocks[..., 128:192].unflatten(-1, (2, 32))
+    codes = low | _high_bits(high, 2).flatten(-2) << 4
+    group_scales = blocks[..., 192:208].contiguous().view(torch.int8)
+    return KQuantWeight("Q6_K", codes.flatten(1), _floats(blocks[..., 208:]), group_scales.flatten(1), None, None)
+
+
+_READERS: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "Q4_0": _q4_0, "Q5_0": _q5_0, "Q8_0": _q8_0, "IQ4_NL": _iq4_nl, "MXFP4": _mxfp4, "IQ4_XS": _iq4_xs,
+}  # fmt: skip
+_K_READERS: Mapping[str, Callable[[Tensor], KQuantWeight]] = {"Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}
