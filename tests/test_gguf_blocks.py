@@ -3,25 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from packed import random_blocks
 
-from nextn.checkpoint.gguf_blocks import BLOCK_TYPES, K_QUANTS, KQuantWeight, take_apart
+from nextn.checkpoint.gguf_blocks import KQuantWeight, block_scales, take_apart
+from nextn.checkpoint.gguf_types import BLOCK_TYPES, K_QUANTS
 
 gguf = pytest.importorskip("gguf")
 
-_HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where the float16 scales of a block begin; else at 0
-
-
-def random_blocks(kind: str, rows: int, blocks: int) -> np.ndarray:
-    """Blocks of random bytes with finite scales, [rows, bytes]."""
-    generator, num_bytes = np.random.default_rng(len(kind) + rows), BLOCK_TYPES[kind].num_bytes
-    data = generator.integers(0, 256, (rows, blocks, num_bytes), dtype=np.uint8)
-    if kind == "MXFP4":
-        data[..., 0] = generator.integers(0, 200, (rows, blocks))
-    else:
-        for place in _HALVES.get(kind, (0,)):
-            halves = generator.normal(size=(rows, blocks, 1)).astype(np.float16)
-            data[..., place : place + 2] = halves.view(np.uint8)
-    return data.reshape(rows, -1)
+ENDS = {"Q4_K": (2, 4), "Q5_K": (2, 4), "Q6_K": (210,), "MXFP4": (1,)}  # of the scales in a block; else 2
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
@@ -42,3 +31,21 @@ def test_sizes_are_those_of_the_gguf_package(kind: str) -> None:
     assert int(weight.codes.max()) < 2**bits
     groups = weight.group_scales if isinstance(weight, KQuantWeight) else weight.scales
     assert groups.shape == (2, 4 * size // group_size)
+
+
+@pytest.mark.parametrize(("kind", "end"), [(kind, end) for kind in BLOCK_TYPES for end in ENDS.get(kind, (2,))])
+def test_scales_show_values_that_are_not_finite(kind: str, end: int) -> None:
+    data = torch.from_numpy(random_blocks(kind, 5, 2))
+    assert block_scales(data, kind).isfinite().all()
+    data[3, end - 1] = 0xFF
+    finite = take_apart(data, kind).dequantize().isfinite().all(1)
+    assert torch.equal(block_scales(data, kind).isfinite().all(1), finite)
+    assert finite.tolist() == [True, True, True, False, True]
+
+
+def test_every_exponent_of_mxfp4() -> None:
+    data = torch.full((256, 17), 0x77, dtype=torch.uint8)  # the largest value
+    data[:, 0] = torch.arange(256)
+    finite = take_apart(data, "MXFP4").dequantize().isfinite().all(1)
+    assert torch.equal(block_scales(data, "MXFP4").isfinite().all(1), finite)
+    assert 0 < finite.sum() < 256

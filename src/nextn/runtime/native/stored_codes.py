@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nextn.checkpoint.quantized_weights import QuantizedWeight
-from nextn.model.packed_linear import StoredCodes, StoredFp8, StoredIntegers
+from nextn.model.packed_linear import StoredCodes, StoredFp8, StoredIntegers, StoredKQuant
 from nextn.runtime.native.abi import INT8
 from nextn.runtime.native.fp8 import Fp8Format
 from nextn.runtime.native.grouped import GROUPS, GroupedFormat, GroupedWeight
@@ -22,6 +22,8 @@ def unsupported(codes: StoredCodes) -> str | None:
     """Return why no native product supports these codes; None if one does."""
     if isinstance(codes, StoredFp8):
         return None if _fp8_group(codes) else f"blocks of {codes.block[0]} x {codes.block[1]}"
+    if isinstance(codes, StoredKQuant):
+        return f"superblocks of {codes.kind}"
     integers = _integers(codes)
     if integers.is_reordered:
         return "reordered groups (desc_act)"
