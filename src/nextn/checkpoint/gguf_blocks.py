@@ -98,7 +98,7 @@ def take_apart(rows: Tensor, kind: str) -> QuantizedWeight | KQuantWeight:
         rows: uint8 [N, bytes of a row].
         kind: One of `BLOCK_TYPES`.
     """
-    size, num_bytes, bits, group_size = BLOCK_TYPES[kind]
+    _, num_bytes, bits, group_size = BLOCK_TYPES[kind]
     blocks = rows.unflatten(1, (-1, num_bytes))
     if kind in K_QUANTS:
         return _K_READERS[kind](blocks)
