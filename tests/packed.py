@@ -1,13 +1,17 @@
 """Weights of four and eight bits as other programs store them, written bit by bit from each format's definition."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from stored import in_one_file, set_config
 from torch import Tensor
 
+from nextn.checkpoint.gguf_blocks import KQuantWeight, take_apart
+from nextn.checkpoint.gguf_types import BLOCK_TYPES, blocks_name
 from nextn.checkpoint.quantized_weights import quantize_fp8
 
 AWQ_NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # output channel in each nibble of a word, from the lowest
@@ -173,3 +177,54 @@ def fp8_folder(folder: Path, block: tuple[int, int] | None, suffix: str = "weigh
     in_one_file(folder, replace)
     declared = {} if block is None or block[0] == 1 else {"weight_block_size": list(block)}
     set_config(folder, quantization_config={"quant_method": "fp8", "fmt": "e4m3", **declared})
+
+
+_HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where the float16 scales of a block begin; else at 0
+
+
+def random_blocks(kind: str, rows: int, blocks: int, scale: float = 1.0, seed: int = 0) -> np.ndarray:
+    """GGUF's blocks of random bytes with finite scales, [rows, bytes]."""
+    generator, num_bytes = np.random.default_rng([len(kind), rows, seed]), BLOCK_TYPES[kind].num_bytes
+    data = generator.integers(0, 256, (rows, blocks, num_bytes), dtype=np.uint8)
+    if kind == "MXFP4":
+        spread = 100 if scale == 1 else 2
+        data[..., 0] = generator.integers(100 - spread, 100 + spread, (rows, blocks)) + round(20 * (scale != 1))
+    else:
+        halves = generator.normal(size=(rows, blocks, 1)) * scale
+        for place in _HALVES.get(kind, (0,)):
+            data[..., place : place + 2] = halves.astype(np.float16).view(np.uint8)
+            halves *= 2 ** (BLOCK_TYPES[kind].bits - 1)  # minima half as large as a group's range
+    return data.reshape(rows, -1)
+
+
+def random_k_quant(kind: str, n: int, k: int) -> KQuantWeight:
+    """A weight [N, K] of one of `K_QUANTS`."""
+    data = random_blocks(kind, n, k // BLOCK_TYPES[kind].size)
+    weight = take_apart(torch.from_numpy(data), kind)
+    assert isinstance(weight, KQuantWeight)
+    return weight
+
+
+# Scales of random blocks whose weights are near those of a model.
+SCALES = {"Q4_0": 0.01, "Q5_0": 5e-3, "Q8_0": 1e-3, "IQ4_NL": 1e-3, "MXFP4": 0.1, "IQ4_XS": 5e-5, "Q4_K": 2e-4,
+          "Q5_K": 1e-4, "Q6_K": 5e-5}  # fmt: skip
+
+
+def block_folder(folder: Path, kind_of: Callable[[str], str]) -> dict[str, Tensor]:
+    """Replace the weights of projections, if rows are whole blocks, by those of a type -> the real weights."""
+    weights: dict[str, Tensor] = {}
+
+    def replace(table):
+        for name in [name for name in table if name.endswith("proj.weight")]:
+            (rows, columns), kind = table[name].shape, kind_of(name)
+            count, rest = divmod(columns, BLOCK_TYPES[kind].size)
+            if rest:
+                continue
+            del table[name]
+            blocks = torch.from_numpy(random_blocks(kind, rows, count, SCALES[kind], len(weights)))
+            weights[name] = take_apart(blocks, kind).dequantize()
+            table[f"{name.removesuffix('weight')}{blocks_name(kind)}"] = blocks
+
+    in_one_file(folder, replace)
+    set_config(folder, quantization_config={"quant_method": "gguf"})
+    return weights

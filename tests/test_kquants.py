@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from gguf_types import random_k_quant
+from packed import random_k_quant
 
-from nextn.checkpoint.gguf_blocks import K_QUANTS, KQuantWeight
+from nextn.checkpoint.gguf_blocks import KQuantWeight
+from nextn.checkpoint.gguf_types import K_QUANTS
 from nextn.errors import ConfigError
 from nextn.runtime.native.abi import load
 from nextn.runtime.native.kquants import KQuantFormat, kquant_linear, merge_kquants

@@ -30,14 +30,14 @@ LAYERS = [
     ["cli"],
 ]
 # Lines of Python without the family rows.
-LINE_BUDGET = 51_700
+LINE_BUDGET = 52_200
 # fmt: off
 NO_TORCH = (
     "errors", "bounded_http", "bounded_json", "families", "data.byte_tokenizer", "data.corpus", "data.sources",
     "data.batches", "data.degeneracy", "data.chat_template", "data.records",
     "stats.acceptance", "stats.speedup", "settings", "speculative.draft_policy", "speculative.measured_length",
     "checkpoint.remote", "checkpoint.safetensors_file", "checkpoint.checkpoint",
-    "checkpoint.quantization", "checkpoint.quant_formats",
+    "checkpoint.quantization", "checkpoint.quant_formats", "checkpoint.packed_layout",
     "checkpoint.head_inventory", "checkpoint.snapshot", "checkpoint.provenance", "audit",
     "edit.restore", "edit.convert", "edit.export", "edit.gguf_export", "engines",
     "evaluate.workload", "verify",

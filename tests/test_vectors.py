@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf_types import random_k_quant
+from packed import random_k_quant
 from quick import others_slow
 
 import nextn.runtime.native
-from nextn.checkpoint.gguf_blocks import BLOCK_TYPES, K_QUANTS
+from nextn.checkpoint.gguf_types import BLOCK_TYPES, K_QUANTS
 from nextn.runtime.native.abi import INT8, load
 from nextn.runtime.native.grouped import GroupedFormat, GroupedWeight, grouped_linear
 from nextn.runtime.native.int4 import quantize_int4

@@ -5,48 +5,19 @@ Source: ggml's src/ggml-common.h (block_q4_K and others) and src/ggml-quants.c (
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from nextn.checkpoint.gguf_types import BLOCK_TYPES, K_QUANTS
 from nextn.checkpoint.quantized_weights import QuantizedWeight
 
-SUPERBLOCK = 256  # values of a block of a K-quant
-_BLOCK = 32  # of the other types
 _SIX_BIT_ZERO = 32  # the code of weight 0 in Q6_K
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # times 2
-
-
-class BlockType(NamedTuple):
-    """Sizes of a block of one type.
-
-    Attributes:
-        size: Values of a block.
-        num_bytes: Bytes of a block.
-        bits: Bits of a code after it was taken apart.
-        group_size: Values with a common scale.
-    """
-
-    size: int
-    num_bytes: int
-    bits: int
-    group_size: int
-
-
-BLOCK_TYPES: Mapping[str, BlockType] = {
-    "Q4_0": BlockType(_BLOCK, 18, 4, 32),
-    "Q5_0": BlockType(_BLOCK, 22, 8, 32),
-    "Q8_0": BlockType(_BLOCK, 34, 8, 32),
-    "IQ4_NL": BlockType(_BLOCK, 18, 8, 32),
-    "MXFP4": BlockType(_BLOCK, 17, 8, 32),
-    "IQ4_XS": BlockType(SUPERBLOCK, 136, 8, 32),
-    "Q4_K": BlockType(SUPERBLOCK, 144, 4, 32),
-    "Q5_K": BlockType(SUPERBLOCK, 176, 5, 32),
-    "Q6_K": BlockType(SUPERBLOCK, 210, 6, 16),
-}
-K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
+_LARGEST_EXPONENT = 252  # of a block of MXFP4 all of whose values are finite in float32
+# Bytes of a block that are its float16 scales; of other types, the first two.
+_SCALES = {"Q4_K": slice(0, 4), "Q5_K": slice(0, 4), "Q6_K": slice(208, 210)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +87,18 @@ def take_apart(rows: Tensor, kind: str) -> QuantizedWeight | KQuantWeight:
     return QuantizedWeight(codes.flatten(1), scales.flatten(1), None, bits, group_size)
 
 
+def block_scales(rows: Tensor, kind: str) -> Tensor:
+    """Read the floating-point scales of a weight, as `take_apart` does, without its codes -> [N, scales].
+
+    A scale is not finite if values of its block are not.
+    """
+    blocks = rows.unflatten(1, (-1, BLOCK_TYPES[kind].num_bytes))
+    if kind == "MXFP4":
+        exponents = blocks[..., 0]
+        return _mxfp4_scales(exponents).masked_fill(exponents > _LARGEST_EXPONENT, torch.inf)
+    return _halves(blocks[..., _SCALES.get(kind, slice(0, 2))]).flatten(1)
+
+
 def _halves(parts: Tensor) -> Tensor:
     """Read two bytes each as float16."""
     return parts.contiguous().view(torch.float16)
@@ -161,8 +144,12 @@ def _iq4_nl(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mxfp4(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    scales = torch.ldexp(torch.tensor(1.0), blocks[..., :1].float() - 128)  # half of the block's scale
-    return _looked_up(_nibbles(blocks[..., 1:], 16), _MXFP4_VALUES), scales
+    return _looked_up(_nibbles(blocks[..., 1:], 16), _MXFP4_VALUES), _mxfp4_scales(blocks[..., :1])
+
+
+def _mxfp4_scales(exponents: Tensor) -> Tensor:
+    """Return half of each block's scale, as the codes are doubled."""
+    return torch.ldexp(torch.tensor(1.0), exponents.float() - 128)
 
 
 def _iq4_xs(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
-"""Weights of four and eight bits that are stored as several tensors: which tensors, and what they hold.
+"""Weights of four to eight bits, stored as several tensors or in blocks: which tensors, and what they hold.
 
-compressed-tensors' pack-quantized and int-quantized formats, GPTQ, AWQ, and AutoRound in the packing of either. Knows
-headers and configs; `quantized_weights` reads the values.
+compressed-tensors' pack-quantized and int-quantized formats, GPTQ, AWQ, and AutoRound in the packing of either; and the
+blocks of a GGUF file, one tensor per weight. Knows headers and configs; `quantized_weights` and `gguf_blocks` read the
+values.
 
 Sources: compressed-tensors 0.20, compressors/pack_quantized and compressors/naive_quantized; GPTQModel,
 nn_modules/qlinear and utils/model.py; AutoAWQ, utils/packing_utils.py; vLLM 0.32, layers/quantization/inc.
@@ -12,15 +13,16 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.gguf_types import BLOCK_NAMES, BLOCK_TYPES, named_kind
 from nextn.checkpoint.quant_formats import WeightSettings
 from nextn.checkpoint.quantization import QuantConfig, QuantSection
 from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.safetensors_file import TensorInfo
 
-Layout = Literal["pack-quantized", "int-quantized", "gptq", "awq"]
+Layout = Literal["pack-quantized", "int-quantized", "gptq", "awq", "gguf"]
 Part = Literal["codes", "scales", "zeros", "group_index", "shape"]
 
-# Names of the parts after the module's.
+# Names of the parts after the module's; those of GGUF's blocks are in `gguf_types`.
 _NAMES: Mapping[Layout, Mapping[Part, str]] = {
     "pack-quantized": {
         "codes": "weight_packed", "scales": "weight_scale", "zeros": "weight_zero_point",
@@ -36,7 +38,8 @@ _DTYPES: Mapping[Part, tuple[str, ...]] = {
     "shape": ("I64", "I32"),
 }  # fmt: skip
 _GPTQ = ("gptq", "auto-round", "intel/auto-round")
-_METHODS = ("compressed-tensors", "awq", *_GPTQ)
+_METHODS = ("compressed-tensors", "awq", "gguf", *_GPTQ)
+_CODES = {("weight_packed", "I32"), ("qweight", "I32"), ("weight", "I8")}  # names and dtypes
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class PackedWeight:
     bits: int = 0
     group_size: int = 0
     zero_offset: int = 0  # what stored zero points are less than real ones
+    kind: str = ""  # of GGUF's blocks, one of `BLOCK_TYPES`
     problem: str | None = None
 
     @property
@@ -82,25 +86,33 @@ def with_whole_weights(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Pa
 
 
 def _packed_weights(checkpoint: Checkpoint) -> Iterator[PackedWeight]:
-    suffixes = {(".weight_packed", "I32"), (".qweight", "I32"), (".weight", "I8")}
-    codes = [
-        info for name, info in checkpoint.tensors.items() if (f".{name.rpartition('.')[2]}", info.dtype) in suffixes
-    ]
+    codes = [info for info in checkpoint.tensors.values() if _may_be_codes(info)]
     config = QuantConfig.of(checkpoint) if codes else None
     if config is None or config.sections[0].form not in _METHODS:
         return
     section = config.sections[0]
     for info in codes:
         module, _, name = info.name.rpartition(".")
-        layout = _layout(section, name)
-        if layout is not None:
+        layout = _layout(section, name, info.dtype)
+        if layout == "gguf":
+            yield _in_blocks(PackedWeight(module, layout, {"codes": info}))
+        elif layout is not None:
             names = {part: f"{module}.{suffix}" for part, suffix in _NAMES[layout].items()}
             parts = {part: checkpoint.tensors[full] for part, full in names.items() if full in checkpoint.tensors}
             yield _weight(PackedWeight(module, layout, parts), section, checkpoint)
 
 
-def _layout(section: QuantSection, name: str) -> Layout | None:
+def _may_be_codes(info: TensorInfo) -> bool:
+    name = info.name.rpartition(".")[2]
+    return (name, info.dtype) in _CODES or named_kind(name) is not None
+
+
+def _layout(section: QuantSection, name: str, dtype: str) -> Layout | None:
     """Return the layout of codes called `name`; None if another program reads them."""
+    if section.form == "gguf":
+        return None if named_kind(name) is None else "gguf"
+    if (name, dtype) not in _CODES:
+        return None
     if section.form == "compressed-tensors":
         formats = {"weight_packed": "pack-quantized", "weight": "int-quantized"}
         return None if section.format.section.get("format") == "marlin-24" else formats.get(name)  # type: ignore[return-value]
@@ -109,6 +121,22 @@ def _layout(section: QuantSection, name: str) -> Layout | None:
     if section.form == "awq":
         return "awq"
     return "awq" if "awq" in str(section.format.section.get("packing_format")) else "gptq"
+
+
+def _in_blocks(weight: PackedWeight) -> PackedWeight:
+    """Add the sizes of a weight in GGUF's blocks, which its name and shape state, or the problem."""
+    info = weight.parts["codes"]
+    kind = BLOCK_NAMES.get(info.name.rpartition(".")[2])
+    if kind is None:
+        return replace(weight, problem=f"unsupported: {info.name}; valid are {', '.join(BLOCK_NAMES)}")
+    size, num_bytes, bits, group_size = BLOCK_TYPES[kind]
+    if info.dtype != "U8":
+        return replace(weight, problem=f"wrong dtype: {info.name} is {info.dtype}; blocks of {kind} are U8")
+    if len(info.shape) != 2 or 0 in info.shape or info.shape[1] % num_bytes:
+        problem = f"mis-shaped: {info.name} {info.shape}, expected rows of blocks of {kind}, {num_bytes} bytes each"
+        return replace(weight, problem=f"{problem}: truncated; convert the GGUF file again")
+    shape = info.shape[0], info.shape[1] // num_bytes * size
+    return replace(weight, shape=shape, bits=bits, group_size=group_size, kind=kind)
 
 
 def _weight(weight: PackedWeight, section: QuantSection, checkpoint: Checkpoint) -> PackedWeight:
@@ -176,6 +204,8 @@ def _sizes(weight: PackedWeight, settings: WeightSettings, checkpoint: Checkpoin
             return _Sizes(codes[0], columns, 32 * codes[1] // max(1, columns), scales[1] if len(scales) == 2 else 1)
         case "int-quantized":
             return _Sizes(*codes, 8, scales[1] if len(scales) == 2 else 1)
+        case "gguf":
+            raise AssertionError("blocks state their sizes, see `_in_blocks`")
 
 
 def _stored_columns(weight: PackedWeight, checkpoint: Checkpoint) -> int | None:
@@ -220,6 +250,8 @@ def _shapes(layout: Layout, sizes: _Sizes) -> dict[Part, list[tuple[int, ...]]]:
                     "group_index": [(columns,)], "shape": [(2,)]}  # fmt: skip
         case "int-quantized":
             return {"codes": [(rows, columns)], "scales": per_row, "zeros": per_row}
+        case "gguf":
+            raise AssertionError("blocks are one tensor, see `_in_blocks`")
 
 
 def _group_size(weight: PackedWeight, sizes: _Sizes, settings: WeightSettings) -> int:

@@ -192,7 +192,13 @@ def settings_in(
 
 
 class Format:
-    """One parsed section of a config; this base class is for unknown methods."""
+    """One parsed section of a config; this base class is for unknown methods.
+
+    Attributes:
+        lists_modules: Whether the section says which modules are quantized; if not, the stored tensors alone do.
+    """
+
+    lists_modules = True
 
     def __init__(self, section: Section) -> None:
         self.section = section
@@ -416,6 +422,12 @@ class Mlx(Format):
         return self.section | dict.fromkeys(modules, False)
 
 
+class Gguf(Format):
+    """Blocks of a GGUF file, as `nextn convert --dtype stored` keeps them: a module is quantized if it has them."""
+
+    lists_modules = False
+
+
 def _names(modules: Iterable[str], kept: Collection[str]) -> Iterable[str]:
     return modules
 
@@ -456,6 +468,7 @@ FORMATS: dict[str, Callable[[Section], Format]] = {
     "torchao": lambda section: TorchAo(section, _TORCHAO),
     "mxfp4": lambda section: Mxfp4(section, _MXFP4),
     "gptq": Gptq,
+    "gguf": Gguf,
     "mlx": Mlx,
     **dict.fromkeys(("auto-round", "intel/auto-round"), AutoRound),
 }

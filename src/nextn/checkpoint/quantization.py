@@ -10,6 +10,7 @@ from reprlib import repr as brief
 from typing import TYPE_CHECKING, Literal, cast
 
 from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
+from nextn.checkpoint.gguf_types import BLOCK_NAMES
 from nextn.checkpoint.quant_formats import FORMATS, Format, Section, quantized
 from nextn.errors import CheckpointError
 from nextn.families import lookup
@@ -23,7 +24,7 @@ UNSURE = frozenset({"lm_head", "head", "gate", "router", "shared_expert_gate"})
 MAX_NAME = 300
 Storage = Literal[
     "plain", "fp8-block", "fp8-tensor", "fp8-bare", "mxfp8", "nvfp4", "mxfp4", "int8", "compressed", "gptq", "awq",
-    "bnb", "mlx", "unknown",
+    "bnb", "mlx", "gguf", "unknown",
 ]  # fmt: skip
 PLAIN = frozenset({"BF16", "F16", "F32", "F64"})
 
@@ -40,7 +41,9 @@ MODULE_SUFFIXES = (
     ".weight", ".scale", ".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale",
     ".qweight", ".qzeros", ".scales", ".g_idx", ".biases", ".SCB", ".weight_format",
 )  # fmt: skip
-SUFFIXES = (*(f".weight{suffix}" for suffix in WEIGHT_SUFFIXES), *MODULE_SUFFIXES)
+SUFFIXES = (
+    *(f".weight{suffix}" for suffix in WEIGHT_SUFFIXES), *MODULE_SUFFIXES, *(f".{name}" for name in BLOCK_NAMES)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,8 @@ class QuantConfig:
         others = {name: packed for name, packed in stored.items() if name not in unquantized}
         edited: dict[str, dict[str, object]] = {}
         for old in self.sections:
-            if remaining := [module for module in modules if self._covers(old, module) is not False]:
+            remaining = [module for module in modules if self._covers(old, module) is not False]
+            if remaining and old.format.lists_modules:
                 new = self._without(old, remaining, others)
                 config = self.checkpoint.config if old.file == CONFIG else self.checkpoint.read_json(old.file)
                 edited[old.file] = _replaced(edited.get(old.file, config), old.keys, new)
@@ -222,6 +226,8 @@ def storage(tensors: "Mapping[str, TensorInfo]", module: str) -> Storage | None:
         return "gptq" if packed.shape[-1:] == scales.shape[-1:] else "awq"
     if f"{module}.weight_packed" in tensors:
         return "compressed"
+    if any(f"{module}.{name}" in tensors for name in BLOCK_NAMES):
+        return "gguf"
     if f"{module}_blocks" in tensors:
         return "mxfp4"
     if weight is None:

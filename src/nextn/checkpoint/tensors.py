@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from nextn.checkpoint.gguf_blocks import KQuantWeight, block_scales, take_apart
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.mapped_memory import release_pages
 from nextn.checkpoint.packed_layout import with_whole_weights
@@ -75,7 +76,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
 
     Attributes:
         inventory: The checkpoint's, in which each weight that is stored as several tensors is one, as in `checkpoint`.
-        packed: Weights of four or eight bits by name.
+        packed: Weights of four to eight bits by name.
         scales: fp8 weight -> the tensor with its scales.
         method: The config's quantization method; "" if not quantized.
     """
@@ -145,19 +146,21 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         info = self.checkpoint.info(name)
         return name in self.packed or (info.dtype == FP8_WEIGHT and len(info.shape) == 2)
 
-    def integers(self, name: str) -> QuantizedWeight:
+    def integers(self, name: str) -> QuantizedWeight | KQuantWeight:
         """Read a `packed` weight without a `problem` as integers."""
-        return unpack(self.packed[name], self._raw)
+        return self._integers(name, self._raw)
 
     def checked_scales(self, name: str) -> Tensor:
         """Read the scales of a weight for which `has_codes` is true; all are NaN if an fp8 code is NaN."""
-        if name in self.packed:
-            return self.groups(name).scales
+        if (packed := self.packed.get(name)) is not None:
+            if not packed.kind:
+                return self.groups(name).scales
+            return block_scales(self._raw(packed.parts["codes"].name), packed.kind)
         scales = self.fp8_scales(name)
         return scales if is_finite(self._raw(name)) else torch.full_like(scales, torch.nan)
 
     def groups(self, name: str) -> Groups:
-        """Read what `integers` does, without the codes."""
+        """Read what `integers` does, without the codes, of a weight that is not in GGUF's blocks."""
         return unpack_groups(self.packed[name], self._raw)
 
     def fp8_block(self, name: str) -> tuple[int, int]:
@@ -194,7 +197,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
 
     def _read(self, name: str, raw: Callable[[str], Tensor]) -> Tensor:
         if name in self.packed:
-            return unpack(self.packed[name], raw).dequantize()
+            return self._integers(name, raw).dequantize()
         value = raw(name)
         if name not in self.scales:
             return value
@@ -202,6 +205,10 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         block = implied_block(value.shape, scale.shape, self._block)
         assert block is not None, name
         return dequantize_fp8(value, scale, block)
+
+    def _integers(self, name: str, raw: Callable[[str], Tensor]) -> QuantizedWeight | KQuantWeight:
+        packed = self.packed[name]
+        return take_apart(raw(packed.parts["codes"].name), packed.kind) if packed.kind else unpack(packed, raw)
 
     def release(self, name: str) -> None:
         """Release the memory of a tensor's part of the mapped file, and of its scales'."""
@@ -255,7 +262,8 @@ class TensorReader(AbstractContextManager["TensorReader"]):
     def non_finite(self, name: str) -> str:
         """Return `name`, or the name of its scales if those are not finite."""
         if name in self.packed:
-            return self.packed[name].parts["scales"].name
+            parts = self.packed[name].parts
+            return parts["scales" if "scales" in parts else "codes"].name
         scale = self.scales.get(name)
         return name if scale is None or is_finite(self._raw(scale)) else scale
 

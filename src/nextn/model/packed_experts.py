@@ -144,8 +144,15 @@ def can_keep_codes(experts: nn.Module, stored: StoredExperts) -> bool:
     own = _own_names(stored)
     if {name for name, _ in experts.named_parameters()} != own.keys() or not all(map(stored.weights.has_codes, names)):
         return False
-    # Gated products read the weights of gate and up from one matrix each.
-    return all(len(stored.layout[own[name]]) == (2 if name == "gate_up_proj" else 1) for name in own)
+    # Gated products read the weights of gate and up from one matrix each, and both in one form.
+    is_gated = all(len(stored.layout[own[name]]) == (2 if name == "gate_up_proj" else 1) for name in own)
+    return is_gated and all(len(_forms(stored, kinds)) == 1 for kinds in stored.layout.values())
+
+
+def _forms(stored: StoredExperts, kinds: Sequence[str]) -> set[tuple[object, ...]]:
+    """Return in what forms the experts' matrices of these kinds are stored."""
+    packed = [stored.weights.packed.get(names[kind]) for names in stored.names for kind in kinds]
+    return {("fp8",) if each is None else (each.layout, each.kind, each.bits, each.group_size) for each in packed}
 
 
 def pack_experts(parent: nn.Module, path: str, stored: StoredExperts) -> None:

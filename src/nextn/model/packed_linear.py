@@ -1,4 +1,4 @@
-"""Linear layers that keep the codes of a quantized checkpoint: their 4-bit, 8-bit or fp8 weights stay in its files.
+"""Linear layers that keep the codes of a quantized checkpoint: their weights of 4 to 8 bits stay in its files.
 
 The native backend packs the codes as they are; torch computes the dequantized weight whenever a layer runs.
 """
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nextn.checkpoint.gguf_blocks import KQuantWeight
+from nextn.checkpoint.gguf_types import K_QUANTS
 from nextn.checkpoint.quantized_weights import Fp8Weight, QuantizedWeight
 from nextn.checkpoint.tensors import StoredTensor
 
@@ -68,7 +70,7 @@ class StoredCodes(ABC):
 
 @dataclass(frozen=True, eq=False)
 class StoredIntegers(StoredCodes):
-    """A 4-bit or 8-bit weight.
+    """A 4-bit or 8-bit weight, one scale per group.
 
     Attributes:
         bits: Bits per code, 4 or 8.
@@ -87,18 +89,47 @@ class StoredIntegers(StoredCodes):
     @classmethod
     def of(cls, stored: StoredTensor, stand_in: Tensor) -> "StoredIntegers":
         """Read scales, zero points and group index. Raises CheckpointError if there are no such groups."""
-        weight, (scales, zeros, index) = stored.weights.packed[stored.name], stored.weights.groups(stored.name)
+        weight = stored.weights.packed[stored.name]
+        if weight.kind:  # GGUF's blocks have neither zero points nor a group index
+            return cls(stored, stand_in, weight.bits, weight.group_size, weight.num_groups, True, False)
+        scales, zeros, index = stored.weights.groups(stored.name)
         stored.release()
         return cls(stored, stand_in, weight.bits, weight.group_size, scales.shape[1], zeros is None, index is not None)
 
     def integers(self) -> QuantizedWeight:
         """Read the whole weight, and release the memory of the file."""
         weight = self.stored.weights.integers(self.name)
+        assert isinstance(weight, QuantizedWeight)
         self.stored.release()
         return weight
 
     def dequantize(self) -> Tensor:
         return self.integers().dequantize().to(self.stand_in.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredKQuant(StoredCodes):
+    """A weight in superblocks of a K-quant of GGUF.
+
+    Attributes:
+        kind: One of `K_QUANTS`.
+    """
+
+    kind: str
+
+    @classmethod
+    def of(cls, stored: StoredTensor, stand_in: Tensor) -> "StoredKQuant":
+        return cls(stored, stand_in, stored.weights.packed[stored.name].kind)
+
+    def weight(self) -> KQuantWeight:
+        """Read the whole weight, and release the memory of the file."""
+        weight = self.stored.weights.integers(self.name)
+        assert isinstance(weight, KQuantWeight)
+        self.stored.release()
+        return weight
+
+    def dequantize(self) -> Tensor:
+        return self.weight().dequantize().to(self.stand_in.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,8 +158,10 @@ class StoredFp8(StoredCodes):
 
 def stored_codes(stored: StoredTensor, stand_in: Tensor) -> StoredCodes:
     """Return the codes of a tensor for which `TensorReader.has_codes` is true."""
-    kind = StoredIntegers if stored.name in stored.weights.packed else StoredFp8
-    return kind.of(stored, stand_in)
+    packed = stored.weights.packed.get(stored.name)
+    if packed is None:
+        return StoredFp8.of(stored, stand_in)
+    return (StoredKQuant if packed.kind in K_QUANTS else StoredIntegers).of(stored, stand_in)
 
 
 class PackedLinear(nn.Linear):

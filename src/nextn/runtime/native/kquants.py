@@ -3,19 +3,18 @@
 Activations are rounded to int8 as for other weights of few bits (quantization.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nextn.checkpoint.gguf_blocks import BLOCK_TYPES, K_QUANTS, SUPERBLOCK, KQuantWeight
+from nextn.checkpoint.gguf_blocks import KQuantWeight
+from nextn.checkpoint.gguf_types import BLOCK_TYPES, K_QUANTS, SUPERBLOCK
 from nextn.runtime.native.abi import Q4_K
 from nextn.runtime.native.grouped import COLUMNS
 from nextn.runtime.native.memory import merge_weights, rows_per_slice
 from nextn.runtime.native.quantization import GROUP, round_rows
-
-_LINE = 64  # bytes: four values of 16 output channels
 
 
 class KQuantFormat(NamedTuple):
@@ -81,7 +80,7 @@ def _by_superblock(part: Tensor, k: int) -> Tensor:
     return pairs.permute(0, 2, 3, 1, 4).contiguous()
 
 
-def merge_kquants(weights: list[KQuantWeight], parts: int, columns: int) -> KQuantWeight:
+def merge_kquants(weights: Sequence[KQuantWeight], parts: int, columns: int) -> KQuantWeight:
     """Merge weights of one type as `merge_weights` does."""
     first, *others = weights
     if not others and parts == 1:
