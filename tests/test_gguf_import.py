@@ -13,6 +13,7 @@ from gguf import GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 from gguf.quants import quantize as quantize_values
+from packed import SCALES, random_blocks
 from safetensors.torch import load_file
 from test_adopt import adopted
 from test_gguf_export import glm4_moe
@@ -20,6 +21,7 @@ from test_separate_head import SETTINGS, TEXT, build, start, tokens
 from tiny import build as build_with_head
 
 from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.gguf_types import BLOCK_TYPES, blocks_name
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.edit import gguf_import
@@ -31,6 +33,8 @@ from nextn.edit.gguf_layout import HEAD
 from nextn.edit.gguf_tokenizer import add_tokenizer
 from nextn.errors import CheckpointError, ConfigError, FamilyError, NextnError
 from nextn.model.model import Model
+from nextn.model.packed_experts import PackedExperts, packed_parts
+from nextn.model.packed_linear import packed_layers
 from nextn.train.head_run import prepare_head_run
 
 WIDTH, VOCAB, HEADS = 256, 264, 4
@@ -40,6 +44,7 @@ QWEN3 = {
     "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 10000.0,
 }  # fmt: skip
 NARROW = ("attn_k", "attn_v")
+LINEARS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +73,7 @@ def qwen3(kind):
     """Tensors of one layer: matrices in blocks of a type, the rest in float32."""
     rng = np.random.default_rng(1)
     shapes = {"token_embd": (VOCAB, WIDTH), "output": (VOCAB, WIDTH)}
-    for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
+    for name in LINEARS:
         shapes[f"blk.0.{name}"] = (128 if name in NARROW else WIDTH, WIDTH)
     made = {f"{name}.weight": (blocks(shape, kind), kind) for name, shape in shapes.items()}
     for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm", "blk.0.attn_q_norm", "blk.0.attn_k_norm"):
@@ -169,6 +174,149 @@ def test_eight_and_four_bits_stay_as_they_are(kind, byte_folder, tmp_path):
     assert torch.equal(wide, torch.tensor(dequantize(*made["blk.0.ffn_up.weight"])))
 
 
+MIXED = {"attn_v": Type.Q6_K, "ffn_down": Type.Q6_K, "ffn_up": Type.Q5_0, "attn_k": Type.MXFP4}  # others Q4_K
+
+
+def mixed(kinds=MIXED):
+    """Tensors as llama-quantize mixes types."""
+    made = qwen3(Type.Q4_K)
+    for name, kind in kinds.items():
+        rows, count = 128 if name in NARROW else WIDTH, WIDTH // BLOCK_TYPES[kind.name].size
+        made[f"blk.0.{name}.weight"] = random_blocks(kind.name, rows, count, SCALES[kind.name]), kind
+    return made
+
+
+@pytest.mark.parametrize("kind", [Type[name] for name in BLOCK_TYPES if name not in ("Q8_0", "Q4_0")])
+def test_blocks_stay_as_they_are(kind, byte_folder, tmp_path):
+    """Byte for byte; the loaded model computes what the dequantized conversion does."""
+    made = mixed(dict.fromkeys(LINEARS, kind))
+    path = write(tmp_path / "model.gguf", "qwen3", QWEN3, made, byte_folder)
+    plan = convert_gguf(path, tmp_path / "out", dtype="stored")
+    assert any(f"as in the file: 7 weights in {kind.name}; only nextn loads" in note for note in plan.notes)
+    found = stored(tmp_path / "out")
+    up = found[f"model.layers.0.mlp.up_proj.{blocks_name(kind.name)}"]
+    assert np.array_equal(up.numpy(), made["blk.0.ffn_up.weight"][0])
+    assert json.loads((tmp_path / "out/config.json").read_text())["quantization_config"] == {"quant_method": "gguf"}
+    convert_gguf(path, tmp_path / "wide")
+    layers = [layer.codes.name for layer in packed_layers(Model.load(tmp_path / "out", need_head=False).trunk)]
+    assert len(layers) == 7
+    assert_same_logits(tmp_path / "out", tmp_path / "wide")
+
+
+def assert_same_logits(*folders):
+    """Bit for bit: both dequantize to the bits of the gguf package, and round once."""
+    text = torch.randint(0, 256, (1, 30), generator=torch.Generator().manual_seed(0))
+    trunks = [Model.load(folder, need_head=False).trunk for folder in folders]
+    with torch.inference_mode():
+        one, other = (trunk.logits(trunk(text).final_hidden) for trunk in trunks)
+    assert one.isfinite().all()
+    assert torch.equal(one, other)
+
+
+def test_types_are_mixed_and_what_is_not_kept_is_dequantized(byte_folder, tmp_path):
+    """With notes; in slices and shards of any size."""
+    made = mixed(MIXED | {"attn_q": Type.Q8_0})
+    made["blk.0.ffn_gate.weight"] = blocks((WIDTH, WIDTH), Type.Q5_1), Type.Q5_1
+    path = write(tmp_path / "model.gguf", "qwen3", QWEN3, made, byte_folder)
+    plan = convert_gguf(path, tmp_path / "out", dtype="stored")
+    kinds = "1 weight in Q5_0, 1 weight in Q8_0, 1 weight in MXFP4, 1 weight in Q4_K, 2 weights in Q6_K"
+    assert plan.notes[0] == f"as in the file: {kinds}; only nextn loads them"
+    assert plan.notes[1:] == ("dequantized to bfloat16, as Q5_1 is not kept: model.layers.0.mlp.gate_proj.weight",)
+    convert_gguf(path, tmp_path / "wide")
+    assert_same_logits(tmp_path / "out", tmp_path / "wide")
+
+
+def test_slices_of_blocks(byte_folder, tmp_path, monkeypatch):
+    path = write(tmp_path / "model.gguf", "qwen3", QWEN3, mixed(), byte_folder)
+    convert_gguf(path, tmp_path / "whole", dtype="stored")
+    monkeypatch.setattr(gguf_import, "_SLICE", 3 * WIDTH)
+    monkeypatch.setattr(gguf_import, "_SHARD", 200_000)
+    convert_gguf(path, tmp_path / "sliced", dtype="stored")
+    whole, sliced = stored(tmp_path / "whole"), stored(tmp_path / "sliced")
+    assert whole.keys() == sliced.keys()
+    assert all(torch.equal(sliced[name], each) for name, each in whole.items())
+
+
+def test_rows_of_blocks_move(byte_folder, tmp_path):
+    """Llama's rotary pairs."""
+    made = {name: each for name, each in mixed().items() if "q_norm" not in name and "k_norm" not in name}
+    path = write(tmp_path / "model.gguf", "llama", QWEN3, made, byte_folder)
+    plan = convert_gguf(path, tmp_path / "out", dtype="stored")
+    assert len(plan.notes) == 1
+    convert_gguf(path, tmp_path / "wide")
+    assert_same_logits(tmp_path / "out", tmp_path / "wide")
+    moved = stored(tmp_path / "out")["model.layers.0.self_attn.q_proj.weight_q4_k"].numpy()
+    rows = made["blk.0.attn_q.weight"][0]
+    assert not np.array_equal(moved, rows)
+    assert np.array_equal(np.sort(moved.view("V144"), 0), np.sort(rows.view("V144"), 0))
+
+
+@pytest.mark.parametrize(("kind", "is_kept"), [(Type.Q8_0, True), (Type.Q4_K, False)])
+def test_columns_of_blocks_move_only_whole(kind, is_kept, byte_folder, tmp_path):
+    """Value heads of Qwen3.5, of 64 columns."""
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 8, "linear_value_head_dim": 64, "hidden_size": 256}
+    sizes |= {"intermediate_size": 256, "vocab_size": VOCAB}
+    model = build_with_head("qwen3_5", **sizes)
+    config = model.trunk.config
+    metadata = qwen35_metadata(config)
+    made = converted(model, ARCHITECTURES["qwen35"], tmp_path / "in", keys=(2, 8), width=64)
+    for name, (values, _) in list(made.items()):
+        if name.endswith(("ffn_up.weight", "ffn_down.weight", "ssm_out.weight")):
+            rows, columns = values.shape
+            count = columns // BLOCK_TYPES[kind.name].size
+            made[name] = random_blocks(kind.name, rows, count, SCALES[kind.name]), kind
+    path = write(tmp_path / "model.gguf", "qwen35", metadata, made, byte_folder)
+    plan = convert_gguf(path, tmp_path / "out", dtype="stored")
+    names = stored(tmp_path / "out")
+    moved = [name for name in names if ".out_proj." in name]
+    assert {name.endswith(blocks_name(kind.name)) for name in moved} == {is_kept}
+    assert any(name.startswith("mtp.") and blocks_name(kind.name) in name for name in names)
+    assert any("parts of Q4_K's blocks move: model.layers.0" in note for note in plan.notes) != is_kept
+    convert_gguf(path, tmp_path / "wide")
+    assert_same_logits(tmp_path / "out", tmp_path / "wide")
+
+
+def test_experts_in_blocks(byte_folder, tmp_path):
+    """A slice of the file's tensor each; down projections of another type."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "vocab_size": VOCAB}
+    model = build_with_head("glm4_moe", use_qk_norm=True, attention_bias=True, **sizes)
+    made = converted(model, ARCHITECTURES["glm4moe"], tmp_path / "in")
+    for name, (values, _) in list(made.items()):
+        if "_exps" in name or name.endswith("attn_q.weight"):
+            kind = "Q6_K" if "down" in name else "Q4_K"
+            rows = values.size // values.shape[-1]
+            data = random_blocks(kind, rows, 1, SCALES[kind], seed=len(made[name][0]) + 2 * ("up" in name))
+            made[name] = data.reshape(*values.shape[:-1], -1), Type[kind]
+    path = write(tmp_path / "model.gguf", "glm4moe", glm4_metadata(model.trunk.config), made, byte_folder)
+    convert_gguf(path, tmp_path / "out", dtype="stored")
+    index = next(int(name.split(".")[1]) for name in made if "ffn_down_exps" in name)
+    found = stored(tmp_path / "out")[f"model.layers.{index}.mlp.experts.2.down_proj.weight_q6_k"]
+    assert np.array_equal(found.numpy(), made[f"blk.{index}.ffn_down_exps.weight"][0][2])
+    convert_gguf(path, tmp_path / "wide")
+    loaded = Model.load(tmp_path / "out")
+    assert any(isinstance(part, PackedExperts) for part in packed_parts(loaded.trunk))
+    assert_same_logits(tmp_path / "out", tmp_path / "wide")
+
+
+def test_eight_bits_alone_are_not_blocks(byte_folder, tmp_path):
+    """What other programs load is written as before."""
+    path = write(tmp_path / "model.gguf", "qwen3", QWEN3, qwen3(Type.Q8_0), byte_folder)
+    convert_gguf(path, tmp_path / "one")
+    convert_gguf(path, tmp_path / "other", dtype="stored")
+    one, other = stored(tmp_path / "one"), stored(tmp_path / "other")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(other[name], each) for name, each in one.items())
+
+
+def test_scales_in_the_file_that_are_not_finite(byte_folder, tmp_path):
+    made = mixed()
+    made["blk.0.attn_q.weight"][0][7, 1] = 0xFF
+    path = write(tmp_path / "model.gguf", "qwen3", QWEN3, made, byte_folder)
+    convert_gguf(path, tmp_path / "out", dtype="stored")
+    with pytest.raises(CheckpointError, match=r"1 trunk tensors hold NaN or Inf: model\.layers\.0\.self_attn\.q_proj"):
+        Model.load(tmp_path / "out", need_head=False)
+
+
 def _bits(kind):
     return {Type.Q8_0: 8, Type.Q4_0: 4}[kind]
 
@@ -234,41 +382,50 @@ def converted(model, architecture, folder, keys=0, width=1):
     return {name: (values.contiguous().numpy(), Type.F32) for name, values in made.items()}
 
 
-def test_experts_one_by_one(byte_folder, tmp_path):
-    """GLM-4.5: slices of one tensor, the correction of the router, biases, norms of q and k, and the head."""
-    changes = {"use_qk_norm": True, "attention_bias": True, "vocab_size": VOCAB}
-    model = build_with_head("glm4_moe", **changes)
-    config = model.trunk.config
+def glm4_metadata(config):
     metadata = {
         "block_count": config.num_hidden_layers + 1, "nextn_predict_layers": 1, "context_length": 2048,
-        "embedding_length": 32, "feed_forward_length": config.intermediate_size, "attention.head_count": 4,
-        "attention.head_count_kv": 2, "attention.key_length": 8, "attention.layer_norm_rms_epsilon": 1e-5,
-        "rope.freq_base": 10000.0, "rope.dimension_count": 4, "expert_count": config.n_routed_experts,
+        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 8,
+        "attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 10000.0, "rope.dimension_count": 4,
+        "expert_count": config.n_routed_experts,
         "expert_used_count": config.num_experts_per_tok, "expert_shared_count": config.n_shared_experts,
         "expert_feed_forward_length": config.moe_intermediate_size, "expert_weights_norm": config.norm_topk_prob,
         "expert_weights_scale": config.routed_scaling_factor, "leading_dense_block_count": config.first_k_dense_replace,
     }  # fmt: skip
     if config.n_group > 1:
         metadata |= {"expert_group_count": config.n_group, "expert_group_used_count": config.topk_group}
+    return metadata
+
+
+def test_experts_one_by_one(byte_folder, tmp_path):
+    """GLM-4.5: slices of one tensor, the correction of the router, biases, norms of q and k, and the head."""
+    changes = {"use_qk_norm": True, "attention_bias": True, "vocab_size": VOCAB}
+    model = build_with_head("glm4_moe", **changes)
+    metadata = glm4_metadata(model.trunk.config)
     check(
         model, "glm4moe", metadata, converted(model, ARCHITECTURES["glm4moe"], tmp_path / "in"), byte_folder, tmp_path
     )
 
 
+def qwen35_metadata(config):
+    return {
+        "block_count": config.num_hidden_layers + 1, "nextn_predict_layers": 1, "context_length": 2048,
+        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 8,
+        "rope.freq_base": config.rope_parameters["rope_theta"],
+        "attention.layer_norm_rms_epsilon": 1e-6, "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "rope.dimension_count": int(8 * config.rope_parameters["partial_rotary_factor"]),
+        "ssm.state_size": config.linear_key_head_dim, "ssm.group_count": 2,
+        "ssm.time_step_rank": config.linear_num_value_heads,
+        "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+    }  # fmt: skip
+
+
 def test_value_heads_in_their_own_order(byte_folder, tmp_path):
     """Qwen3.5: heads in turns, norms with 1 added, decays, the convolution, and the head."""
     model = build_with_head("qwen3_5", vocab_size=VOCAB, linear_num_key_heads=2, linear_num_value_heads=6)
-    config = model.trunk.config
-    size = config.linear_value_head_dim
-    metadata = {
-        "block_count": config.num_hidden_layers + 1, "nextn_predict_layers": 1, "context_length": 2048,
-        "embedding_length": 32, "feed_forward_length": config.intermediate_size, "attention.head_count": 4,
-        "attention.head_count_kv": 2, "attention.key_length": 8, "rope.freq_base": config.rope_parameters["rope_theta"],
-        "attention.layer_norm_rms_epsilon": 1e-6, "ssm.conv_kernel": config.linear_conv_kernel_dim,
-        "rope.dimension_count": int(8 * config.rope_parameters["partial_rotary_factor"]),
-        "ssm.state_size": config.linear_key_head_dim, "ssm.group_count": 2, "ssm.time_step_rank": 6,
-        "ssm.inner_size": 6 * size,
-    }  # fmt: skip
+    size, metadata = model.trunk.config.linear_value_head_dim, qwen35_metadata(model.trunk.config)
     made = converted(model, ARCHITECTURES["qwen35"], tmp_path / "in", keys=(2, 6), width=size)
     check(model, "qwen35", metadata, made, byte_folder, tmp_path, near=1e-6)
 
@@ -446,6 +603,10 @@ def test_command(byte_folder, tmp_path, here):
     code, out, _ = here("convert", path, tmp_path / "out", "--dtype", "float16", "--json")
     assert code == 0
     assert {each["dtype"] for each in json.loads(out)["moves"]} == {"F16"}
+    write(path, "qwen3", QWEN3, mixed(), byte_folder)
+    code, out, _ = here("convert", path, tmp_path / "kept", "--dtype", "stored")
+    assert code == 0
+    assert "note: as in the file: 1 weight in Q5_0, 1 weight in MXFP4, 3 weights in Q4_K, 2 weights in Q6_K" in out
     assert here("convert", path, tmp_path / "other", "--to", "qwen3_next")[0] == 2
     assert here("convert", path, tmp_path / "other", "--dtype", "int8")[0] == 2
     assert here("convert", tmp_path / "out", tmp_path / "other", "--dtype", "float16")[0] == 2
@@ -486,6 +647,17 @@ def test_a_command_loads_a_file_and_converts_it_once(byte_folder, tmp_path, here
     assert changed != expected
     assert "converting" in notes
     assert len(_entries(gguf_cache)) == 2
+
+
+def test_a_command_decodes_the_blocks_of_a_file(byte_folder, tmp_path, here, gguf_cache):
+    path = write(tmp_path / "model.gguf", "qwen3", QWEN3, mixed(), byte_folder)
+    convert_gguf(path, tmp_path / "out", dtype="stored")
+    expected, _ = _generated(here, tmp_path / "out")
+    found, notes = _generated(here, path)
+    assert found == expected
+    assert "note: as in the file: 1 weight in Q5_0, 1 weight in MXFP4, 3 weights in Q4_K, 2 weights in Q6_K" in notes
+    (folder,) = _entries(gguf_cache)
+    assert stored(gguf_cache / folder).keys() == stored(tmp_path / "out").keys()
 
 
 def test_a_head_of_its_own_layout_is_used(tmp_path, here, gguf_cache):

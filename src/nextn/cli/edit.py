@@ -77,7 +77,11 @@ def convert(
         str | None, typer.Option(help="add-1 or subtract-1: shift the head's RMSNorm weights.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="For a .gguf file: float32, float16 or bfloat16 for all weights, packed or not.")
+        str | None,
+        typer.Option(
+            help="For a .gguf file: float32, float16 or bfloat16 for all weights, packed or not; or stored: quantized "
+            "weights of decoder layers stay as they are in the file, and only nextn loads the folder."
+        ),
     ] = None,
     tokenizer: Annotated[
         Path | None,

@@ -14,17 +14,20 @@ from nextn.checkpoint.gguf_file import GgufFile
 from nextn.checkpoint.staging_folder import clear_stages
 from nextn.errors import CheckpointError
 
+_FORMAT = 2  # of the folders; a conversion that stores other tensors than the last one's has the next number
 _MAX_STEM = 60  # characters of the file's name in the name of the folder
 
 
 def converted_gguf(path: Path, cache: Path, *, version: str, note: Callable[[str], None]) -> Path:
     """Return the checkpoint folder of a GGUF file; convert the file if the cache does not have its current version.
 
+    Weights stay in the types of the file as far as nextn decodes with them.
+
     Args:
         path: The file, or any file of a split model.
         cache: Folder of the cache; created if missing. One process converts at a time.
         version: Version of the package; other versions use other folders.
-        note: Called with a line of text before a conversion, and before waiting for another process.
+        note: Called with lines of text before a conversion, and before waiting for another process.
 
     Raises:
         CheckpointError: As in `convert_gguf`, or the cache is not writable.
@@ -35,14 +38,15 @@ def converted_gguf(path: Path, cache: Path, *, version: str, note: Callable[[str
     if _is_complete(folder):
         return folder
     GgufFile.open(path)  # refuses an invalid file before torch is imported and the cache is created
-    from nextn.edit.gguf_import import convert_gguf
+    from nextn.edit.gguf_import import STORED, convert_gguf
 
     with _locked(cache, note):
         clear_stages(cache)
         if not _is_complete(folder):  # else another process has just converted the same file
-            plan = convert_gguf(path, folder, dry_run=True)
-            note(f"converting {path} to {folder}, once: {plan.num_bytes:,} bytes")
-            convert_gguf(path, folder)
+            plan = convert_gguf(path, folder, dtype=STORED, dry_run=True)
+            for line in (f"converting {path} to {folder}, once: {plan.num_bytes:,} bytes", *plan.notes):
+                note(line)
+            convert_gguf(path, folder, dtype=STORED)
     return folder
 
 
@@ -56,7 +60,7 @@ def _folder_name(path: Path, version: str) -> str:
     path = path.resolve()
     match = re.fullmatch(r"(.+)-\d{5}(-of-\d{5}\.gguf)", path.name)
     files = sorted(path.parent.glob(f"{escape(match[1])}-?????{match[2]}")) if match else [path]
-    digest = sha256(version.encode())
+    digest = sha256(f"{version} {_FORMAT}".encode())
     for file in files:
         stat = file.stat()
         digest.update(f"\0{file}\0{stat.st_size}\0{stat.st_mtime_ns}".encode(errors="surrogateescape"))

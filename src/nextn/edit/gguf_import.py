@@ -1,11 +1,13 @@
 """Write the model of a GGUF file as a checkpoint folder, a slice of a tensor in memory at a time.
 
 Values are those that the gguf package dequantizes, rounded once to the new dtype. Q8_0 and Q4_0 are compressed-tensors'
-weights of 8 and 4 bits in groups of 32 without zero points, so codes and scales of Linears are stored as they are.
+weights of 8 and 4 bits in groups of 32 without zero points, so codes and scales of Linears are stored as they are. On
+request, Linears stay in the file's blocks, of more types, which only nextn loads.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -17,7 +19,9 @@ import torch
 from torch import Tensor
 
 from nextn.checkpoint.checkpoint import CHUNK, CONFIG, SINGLE, Checkpoint
+from nextn.checkpoint.gguf_blocks import take_apart
 from nextn.checkpoint.gguf_file import GgufFile, GgufTensor, readable_kinds
+from nextn.checkpoint.gguf_types import BLOCK_TYPES, blocks_name
 from nextn.checkpoint.quantized_weights import QuantizedWeight, pack_codes
 from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
@@ -33,6 +37,7 @@ from nextn.families import Family, find
 from nextn.text_format import counted, some
 
 DTYPE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+STORED = "stored"  # in place of a dtype: as in the file
 _GROUP = 32  # values of a block of Q8_0 and Q4_0
 _PACKED = {"Q8_0": Rounding(8, _GROUP), "Q4_0": Rounding(4, _GROUP)}
 _SLICE = 2**22  # values that are dequantized at once
@@ -46,7 +51,8 @@ _ROLES = {part: role for role, part in HEAD.items()}
 _COPIES = tuple(f"nextn.{HEAD[role]}.weight" for role in ("embedding", "output"))
 
 _UNCHANGED = Change()
-Part = Literal["weight", "weight_packed", "weight_scale", "weight_shape"]
+Part = Literal["weight", "blocks", "weight_packed", "weight_scale", "weight_shape"]
+_PACKED_PARTS: tuple[Part, ...] = ("weight_packed", "weight_scale", "weight_shape")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +64,7 @@ class GgufPiece(Piece):
         expert: Which slice of a tensor of experts it is.
         change: From the stored values to the checkpoint's.
         dtype: Of what is written.
-        part: `weight` for what is not packed.
+        part: `weight` for what is not packed, `blocks` for the file's own.
         is_head: Whether it is the head's.
     """
 
@@ -76,16 +82,17 @@ class GgufPiece(Piece):
 
     @property
     def info(self) -> TensorInfo:
-        shape, name = self.change.shape(self.stored_shape), self.name
-        dtype = self.dtype
-        if self.part != "weight":
+        shape, dtype, suffix = self.change.shape(self.stored_shape), self.dtype, str(self.part)
+        if self.part == "blocks":
+            suffix, dtype, shape = blocks_name(self.tensor.kind.name), "U8", (shape[0], self.tensor.row_bytes)
+        elif self.part != "weight":
             bits = _PACKED[self.tensor.kind.name].bits
             dtype, shape = {
                 "weight_packed": ("I32", (shape[0], shape[1] * bits // 32)),
                 "weight_scale": ("F16", (shape[0], shape[1] // _GROUP)),
                 "weight_shape": ("I64", (2,)),
             }[self.part]
-            name = f"{name.removesuffix('weight')}{self.part}"
+        name = self.name if self.part == "weight" else f"{self.name.removesuffix('weight')}{suffix}"
         return TensorInfo(name, dtype, shape, self.tensor.file.name, 0, prod(shape) * DTYPES[dtype] // 8)
 
     def chunks(self, count: Callable[[int], None]) -> Iterator[bytes]:
@@ -111,24 +118,25 @@ class GgufPiece(Piece):
             values = values if self.change.columns is None else values[:, self.change.columns]
             values = values if self.change.values is None else self.change.values(values)
             return values.to(FLOATS[self.dtype])
-        codes, scales = _blocks(self.tensor, begin, end)
-        if self.change.rows is not None:
-            codes, scales = codes[self.change.rows], scales[self.change.rows]
-        if self.change.columns is not None:
-            codes, scales = codes[:, self.change.columns], scales[:, self.change.columns[::_GROUP] // _GROUP]
-        bits = _PACKED[self.tensor.kind.name].bits
-        return scales if self.part == "weight_scale" else pack_codes(QuantizedWeight(codes, scales, None, bits, _GROUP))
+        blocks, kind = self._blocks(begin, end), self.tensor.kind.name
+        if self.part == "blocks":
+            return blocks
+        weight = take_apart(blocks, kind)
+        assert isinstance(weight, QuantizedWeight), kind
+        return weight.scales if self.part == "weight_scale" else pack_codes(weight)
 
-
-def _blocks(tensor: GgufTensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
-    """Codes [rows, values], from 0 to 2 ** bits - 1, and scales [rows, blocks] of rows of Q8_0 or Q4_0."""
-    stored = bytearray(tensor.read(begin * tensor.row_bytes, end * tensor.row_bytes))
-    blocks = torch.frombuffer(stored, dtype=torch.uint8).view(end - begin, tensor.shape[0] // _GROUP, -1)
-    scales = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
-    data = blocks[..., 2:]
-    # Low halves of the bytes, then high ones; or signed bytes.
-    codes = torch.cat([data & 15, data >> 4], dim=-1) if tensor.kind.name == "Q4_0" else data ^ 128
-    return codes.flatten(1), scales
+    def _blocks(self, begin: int, end: int) -> Tensor:
+        """Blocks of rows in the checkpoint's order, uint8 [rows, bytes]."""
+        stored, columns = (
+            self.tensor.read(begin * self.tensor.row_bytes, end * self.tensor.row_bytes),
+            self.change.columns,
+        )
+        rows = torch.frombuffer(bytearray(stored), dtype=torch.uint8).view(end - begin, -1)
+        rows = rows if self.change.rows is None else rows[self.change.rows]
+        if columns is None:
+            return rows
+        size, num_bytes, *_ = BLOCK_TYPES[self.tensor.kind.name]
+        return rows.unflatten(1, (-1, num_bytes))[:, columns[::size] // size].flatten(1)
 
 
 def convert_gguf(
@@ -146,7 +154,8 @@ def convert_gguf(
         path: The file, or any file of a split model.
         out: A new folder.
         dtype: float32, float16 or bfloat16: of all weights, so that none stay packed. Default: F32 or F16 as most of
-            the file's values are, else bfloat16, and Q8_0 and Q4_0 as they are.
+            the file's values are, else bfloat16, and Q8_0 and Q4_0 as they are. `STORED`: the same, but Linears of
+            more types and of several types stay in the file's blocks.
         tokenizer: A folder with the tokenizer's files. Default: it is made from the metadata.
         dry_run: Write nothing.
         on_bytes: Called with the bytes written so far and in all.
@@ -159,8 +168,8 @@ def convert_gguf(
         ConfigError: For another dtype, a tokenizer that is not known, or without the gguf package.
         FamilyError: For an architecture that is not read.
     """
-    if dtype is not None and dtype not in DTYPE_NAMES:
-        raise ConfigError(f"--dtype {dtype}; expected {', '.join(DTYPE_NAMES)}")
+    if dtype not in (None, STORED, *DTYPE_NAMES):
+        raise ConfigError(f"--dtype {dtype}; expected {', '.join(DTYPE_NAMES)}, or {STORED}")
     file = GgufFile.open(path)
     architecture, meta = architecture_of(file)
     plan = into_new_folder(_plan(file, architecture, meta, dtype), out)
@@ -175,21 +184,25 @@ def _plan(file: GgufFile, architecture: Architecture, meta: Metadata, dtype: str
     config: Config = {"architectures": [architecture.model_class], "model_type": architecture.model_type}
     config |= {**common_config(meta), **architecture.config(meta)}
     family = find({**config, **architecture.separate_head}) if meta.num_modules else None
-    stored = DTYPE_NAMES[dtype] if dtype else _common_dtype(file)
+    stored = DTYPE_NAMES.get(dtype or "") or _common_dtype(file)
     config["dtype"] = next(name for name, each in DTYPE_NAMES.items() if each == stored)
     sources = {each.file.name: LocalFile.at(each.file, each.file.name) for each in file.tensors.values()}
     source = Checkpoint(str(file.path), {}, None, {}, {}, (), sources)
     pieces, notes = _pieces(source, file, architecture, config, family, stored)
     config["tie_word_embeddings"] = "lm_head.weight" not in pieces
-    if rounded := {} if dtype else _rounded(pieces):
+    kept = set[str]()
+    if rounded := {} if dtype in DTYPE_NAMES else _rounded(pieces):
         infos, kinds = {name: piece.info for name, piece in pieces.items()}, list(rounded.values())
         main = max(_PACKED.values(), key=kinds.count)
         embedding = _OUTER["token_embd.weight"]
         config["quantization_config"] = quantization_config(infos, rounded, main, embedding=embedding)
         notes.append(f"{counted(len(rounded), 'weight')} stay at their 8 or 4 bits (compressed-tensors, groups of 32)")
+    elif dtype == STORED and (kept := {name for name, piece in pieces.items() if _keeps_blocks(piece)}):
+        config["quantization_config"] = {"quant_method": "gguf"}
+        notes += _notes_on_blocks(pieces, kept, str(config["dtype"]))
     written: dict[str, GgufPiece] = {}
     for name, piece in pieces.items():
-        parts: tuple[Part, ...] = ("weight_packed", "weight_scale", "weight_shape") if name in rounded else ("weight",)
+        parts: tuple[Part, ...] = _PACKED_PARTS if name in rounded else ("blocks",) if name in kept else ("weight",)
         for each in (replace(piece, part=part) for part in parts):
             written[each.info.name] = each
     origin = replace(source, sources={})
@@ -199,7 +212,7 @@ def _plan(file: GgufFile, architecture: Architecture, meta: Metadata, dtype: str
     if apart:
         files = replace(files, weights={**files.weights, f"{HEAD_FOLDER}/head.safetensors": apart})
         documents[f"{HEAD_FOLDER}/{CONFIG}"] = {**config, **architecture.separate_head}
-        notes.append(f"the head is in the folder {HEAD_FOLDER}: give it with --head")
+        notes.append(f"the head is in the folder {HEAD_FOLDER}: with the folder that was written, give it with --head")
     name = architecture.model_type if family is None else family.name
     return EditPlan(origin, Path(), name, files, documents, notes=tuple(notes))
 
@@ -318,10 +331,36 @@ def _rounded(pieces: Mapping[str, GgufPiece]) -> dict[str, Rounding]:
 
 
 def _packs(piece: GgufPiece) -> bool:
-    """Whether the codes of a weight can stay as they are: columns keep their place, or move in whole groups."""
-    columns = piece.change.columns
-    moves_groups = columns is None or torch.equal(columns, columns[::_GROUP, None].add(torch.arange(_GROUP)).flatten())
-    return piece.tensor.kind.name in _PACKED and piece.change.values is None and moves_groups
+    """Whether the codes of a weight can stay as they are in compressed-tensors."""
+    return piece.tensor.kind.name in _PACKED and _moves_blocks(piece)
+
+
+def _keeps_blocks(piece: GgufPiece) -> bool:
+    return _is_linear(piece) and piece.tensor.kind.name in BLOCK_TYPES and _moves_blocks(piece)
+
+
+def _moves_blocks(piece: GgufPiece) -> bool:
+    """Whether blocks stay whole: values do not change, and columns keep their place or move in whole blocks."""
+    if piece.change.values is not None or (columns := piece.change.columns) is None:
+        return piece.change.values is None
+    size = BLOCK_TYPES[piece.tensor.kind.name].size
+    starts = columns[::size]
+    is_whole = torch.equal(columns, starts[:, None].add(torch.arange(size)).flatten())
+    return is_whole and not bool(starts.remainder(size).any())
+
+
+def _notes_on_blocks(pieces: Mapping[str, GgufPiece], kept: Iterable[str], dtype: str) -> list[str]:
+    """Return notes on the Linears that stay in the file's blocks, and on those that do not."""
+    kinds = Counter(pieces[name].tensor.kind.name for name in kept)
+    counts = ", ".join(f"{counted(kinds[kind], 'weight')} in {kind}" for kind in BLOCK_TYPES if kind in kinds)
+    notes = [f"as in the file: {counts}; only nextn loads them"]
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for name, piece in pieces.items():
+        kind = piece.tensor.kind.name
+        if _is_linear(piece) and name not in kept and kind not in DTYPES:
+            is_known = kind in BLOCK_TYPES
+            reasons[f"parts of {kind}'s blocks move" if is_known else f"{kind} is not kept"].append(name)
+    return notes + [f"dequantized to {dtype}, as {why}: {some(names)}" for why, names in reasons.items()]
 
 
 def _common_dtype(file: GgufFile) -> str:

@@ -189,6 +189,8 @@ def _quantization_notes(inventory: Inventory, engine: str) -> list[str]:
     if not isinstance(config, Mapping):
         return []
     method = str(config.get("quant_method", "unknown"))
+    if method == "gguf":
+        return [f"Only nextn loads blocks of a GGUF file in a checkpoint: give {NAMES[engine]} the GGUF file itself."]
     if engine == "llama.cpp" and method not in _GGUF_FORMATS:
         return [
             f"The checkpoint is quantized ({method}), which the converter may refuse: convert the unquantized model."
