@@ -19,6 +19,7 @@ _NAMES = (
     "rounded",
     "int8",
     "grouped",
+    "kquants",
     "fp8",
     "blocks",
     "chain",

@@ -10,7 +10,7 @@ import torch
 from stored import in_one_file, set_config
 from torch import Tensor
 
-from nextn.checkpoint.gguf_blocks import take_apart
+from nextn.checkpoint.gguf_blocks import KQuantWeight, take_apart
 from nextn.checkpoint.gguf_types import BLOCK_TYPES, blocks_name
 from nextn.checkpoint.quantized_weights import quantize_fp8
 
@@ -190,10 +190,19 @@ def random_blocks(kind: str, rows: int, blocks: int, scale: float = 1.0, seed: i
         spread = 100 if scale == 1 else 2
         data[..., 0] = generator.integers(100 - spread, 100 + spread, (rows, blocks)) + round(20 * (scale != 1))
     else:
+        halves = generator.normal(size=(rows, blocks, 1)) * scale
         for place in _HALVES.get(kind, (0,)):
-            halves = (generator.normal(size=(rows, blocks, 1)) * scale).astype(np.float16)
-            data[..., place : place + 2] = halves.view(np.uint8)
+            data[..., place : place + 2] = halves.astype(np.float16).view(np.uint8)
+            halves *= 2 ** (BLOCK_TYPES[kind].bits - 1)  # minima half as large as a group's range
     return data.reshape(rows, -1)
+
+
+def random_k_quant(kind: str, n: int, k: int) -> KQuantWeight:
+    """A weight [N, K] of one of `K_QUANTS`."""
+    data = random_blocks(kind, n, k // BLOCK_TYPES[kind].size)
+    weight = take_apart(torch.from_numpy(data), kind)
+    assert isinstance(weight, KQuantWeight)
+    return weight
 
 
 # Scales of random blocks whose weights are near those of a model.

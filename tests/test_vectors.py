@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from packed import random_k_quant
 from quick import others_slow
 
 import nextn.runtime.native
+from nextn.checkpoint.gguf_types import BLOCK_TYPES, K_QUANTS
 from nextn.runtime.native.abi import INT8, load
 from nextn.runtime.native.grouped import GroupedFormat, GroupedWeight, grouped_linear
 from nextn.runtime.native.int4 import quantize_int4
+from nextn.runtime.native.kquants import KQuantFormat, kquant_linear
 from nextn.runtime.native.quantization import EIGHT_BITS, int8_linear, pack_quantized, quantize
 
 SOURCES = Path(nextn.runtime.native.__file__).parent / "csrc"
@@ -65,8 +68,9 @@ using namespace nextn;
 nextn::Op::Op(const char*, Select) {}  // nothing is looked up by name
 
 int main(int, char** words) {
-  constexpr int64_t kRows = 13, kN = 70, kK = 300;
-  const int64_t type = std::atoi(words[1]), bytes = packed_bytes(type, kN, kK), blocks = pieces(kN, kInt8Columns);
+  constexpr int64_t kRows = 13, kN = 70;
+  const int64_t type = std::atoi(words[1]), kK = std::atoi(words[2]);
+  const int64_t bytes = packed_bytes(type, kN, kK), blocks = pieces(kN, kInt8Columns);
   std::vector<float> x(kRows * kK), out(kRows * kN);
   std::vector<char> packed(bytes);
   if (int64_t(fread(packed.data(), 1, bytes, stdin)) != bytes) return 1;
@@ -79,7 +83,7 @@ int main(int, char** words) {
   product.packed = packed.data(), product.type = type, product.rounded_rows = &rows;
   product.scales = reinterpret_cast<const float*>(packed.data() + blocks * block_bytes(type, kK));
   rows.fill(product);
-  (type == INT8 ? multiply_int8 : multiply_grouped)(product, 0, blocks);
+  (type == INT8 ? multiply_int8 : is_kquant(type) ? multiply_kquants : multiply_grouped)(product, 0, blocks);
   return fwrite(out.data(), 4, out.size(), stdout) != out.size();
 }
 """
@@ -163,29 +167,38 @@ def test_no_number_stays_none(kind, given, tmp_path):
     assert found[2][7] == found[3][7] == given[1, 7]
 
 
-@pytest.mark.parametrize("kind", others_slow(HERE, *HERE[:2]))
-def test_products_of_few_bits(kind, tmp_path):
-    """Of eight and four bits, with the largest codes, of which AVX2 adds two in 16 bits.
+@pytest.fixture(scope="module", params=others_slow(HERE, *HERE[:2]))
+def products(request, tmp_path_factory):
+    """The products of rows [13, K] with packed weights [70, K], by the kernels for one kind of processor.
 
-    In groups, every kind gives the bits of this processor, if both add products without rounding these first.
+    With it, whether they have the bits of this processor's: if both add products without rounding these first.
     """
-    draws = torch.Generator().manual_seed(0)
-    weight, x = torch.randn(70, 300, generator=draws), torch.randn(13, 300, generator=draws)
-    weight[3], weight[4], x[5], x[6] = 7.0, -7.0, -9.0, 9.0
-    (tmp_path / "main.cpp").write_text(QUANTIZED_PROGRAM)
-    sources = [SOURCES / f"{name}.cpp" for name in ("int8", "grouped", "rounded")]
-    fuses = kind != "x86-64" or runs_here("x86-64-v3")
-    more = ["-mfma"] if fuses and kind == "x86-64" else []
-    compiled(f"-march={kind}", *more, "-O2", "-o", tmp_path / "main", tmp_path / "main.cpp", *sources)
+    folder = tmp_path_factory.mktemp("products")
+    (folder / "main.cpp").write_text(QUANTIZED_PROGRAM)
+    sources = [SOURCES / f"{name}.cpp" for name in ("int8", "grouped", "kquants", "rounded")]
+    fuses = request.param != "x86-64" or runs_here("x86-64-v3")
+    more = ["-mfma"] if fuses and request.param == "x86-64" else []
+    compiled(f"-march={request.param}", *more, "-O2", "-o", folder / "main", folder / "main.cpp", *sources)
 
-    def multiply(weight_type, packed):
+    def multiply(x, weight_type, packed):
         given = packed.view(torch.uint8).numpy().tobytes() + x.numpy().tobytes()
-        command = [tmp_path / "main", str(weight_type)]
+        command = [folder / "main", str(weight_type), str(x.shape[1])]
         output = subprocess.run(command, input=given, capture_output=True, check=True).stdout
         return torch.frombuffer(bytearray(output), dtype=torch.float32).reshape(13, 70)
 
-    take = lambda size: torch.zeros(size, dtype=torch.bool)  # noqa: E731
-    found = multiply(INT8, pack_quantized(weight, take, EIGHT_BITS))
+    return multiply, fuses
+
+
+def take(size):
+    return torch.zeros(size, dtype=torch.bool)
+
+
+def test_products_of_few_bits(products):
+    """Of eight and four bits, with the largest codes, of which AVX2 adds two in 16 bits."""
+    (multiply, fuses), draws = products, torch.Generator().manual_seed(0)
+    weight, x = torch.randn(70, 300, generator=draws), torch.randn(13, 300, generator=draws)
+    weight[3], weight[4], x[5], x[6] = 7.0, -7.0, -9.0, 9.0
+    found = multiply(x, INT8, pack_quantized(weight, take, EIGHT_BITS))
     torch.testing.assert_close(found, int8_linear(x, *quantize(weight, 8)), rtol=1e-5, atol=1e-4)
     for bits, group in itertools.product((4, 8), (32, 64, 128)):
         quantized, layout = quantize_int4(weight, group, load()), GroupedFormat(bits, group)
@@ -194,7 +207,22 @@ def test_products_of_few_bits(kind, tmp_path):
             zeros = torch.randint(256, quantized.zeros.shape, generator=draws, dtype=torch.uint8)
             codes[3], codes[4], zeros[3], zeros[4] = 255, 0, 0, 255
             quantized = GroupedWeight(codes, (quantized.scales / 16).half().float(), zeros)
-        found, here = multiply(layout.type, packed := layout.pack_rows(quantized, take)), torch.empty(13, 70)
+        found, here = multiply(x, layout.type, packed := layout.pack_rows(quantized, take)), torch.empty(13, 70)
         torch.testing.assert_close(found, grouped_linear(x, quantized), rtol=1e-5, atol=1e-4 if bits == 4 else 1e-3)
         load().call("linear", [here, x, packed], [70, 300, 1, layout.type])
         assert torch.equal(found, here) or not fuses
+
+
+@pytest.mark.parametrize("kind", K_QUANTS)
+def test_products_of_k_quants(kind, products):
+    """With the largest codes and factors, too."""
+    (multiply, fuses), draws = products, torch.Generator().manual_seed(0)
+    weight, x = random_k_quant(kind, 70, 768), torch.randn(13, 768, generator=draws)
+    weight.codes[3], weight.codes[4], x[5], x[6] = 2 ** BLOCK_TYPES[kind].bits - 1, 0, -9.0, 9.0
+    weight.group_scales[3] = -128 if kind == "Q6_K" else 63
+    layout, here = KQuantFormat(kind), torch.empty(13, 70)
+    found = multiply(x, layout.type, packed := layout.pack_rows(weight, take))
+    expected = kquant_linear(x, weight)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.std()))
+    load().call("linear", [here, x, packed], [70, 768, 1, layout.type])
+    assert torch.equal(found, here) or not fuses

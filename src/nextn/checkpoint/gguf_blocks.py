@@ -47,6 +47,16 @@ class KQuantWeight:
         """The code of weight 0 in a type without minima."""
         return 0 if self.group_mins is not None else _SIX_BIT_ZERO
 
+    def map(self, change: Callable[..., Tensor], *others: "KQuantWeight") -> "KQuantWeight":
+        """Change each tensor, given with those of other weights of the type."""
+        parts = [each._tensors for each in (self, *others)]
+        changed = [None if each[0] is None else change(*each) for each in zip(*parts, strict=True)]
+        return KQuantWeight(self.kind, *changed)  # type: ignore[arg-type]  # codes and scales are never None
+
+    @property
+    def _tensors(self) -> tuple[Tensor | None, ...]:
+        return self.codes, self.scales, self.group_scales, self.min_scales, self.group_mins
+
     def dequantize(self) -> Tensor:
         """Return the weight in float32, with the bits of ggml's own dequantization."""
         groups = self.codes.float().unflatten(1, (self.group_scales.shape[1], -1)).sub_(self.zero)

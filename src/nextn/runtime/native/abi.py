@@ -25,7 +25,8 @@ from nextn.runtime.native.memory import HugePages, rows_per_slice
 _SOURCES = Path(__file__).parent / "csrc"
 _NO_TILES = "the operating system does not grant this process the AMX tile registers that the native runtime needs"
 # Types of product.h: packed weights of 7, 8 and 4 bits, of 8 in groups, and in fp8; in groups, one type per group size.
-BYTES, INT8, INT4, INT8_GROUPS, FP8 = 4, 5, 6, 9, 12
+# Then K-quants, of 4 bits and of 5 and 6.
+BYTES, INT8, INT4, INT8_GROUPS, FP8, Q4_K = 4, 5, 6, 9, 12, 15
 _MAX_DIMS = 6
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2, torch.bool: 3}
 _INT, _REAL, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p

@@ -13,6 +13,7 @@ from nextn.model.packed_linear import StoredCodes, StoredFp8, StoredIntegers, St
 from nextn.runtime.native.abi import INT8
 from nextn.runtime.native.fp8 import Fp8Format
 from nextn.runtime.native.grouped import GROUPS, GroupedFormat, GroupedWeight
+from nextn.runtime.native.kquants import KQuantFormat, merge_kquants
 from nextn.runtime.native.memory import merge_weights
 from nextn.runtime.native.quantization import EIGHT_BITS, pack_codes
 from nextn.text_format import some
@@ -23,7 +24,7 @@ def unsupported(codes: StoredCodes) -> str | None:
     if isinstance(codes, StoredFp8):
         return None if _fp8_group(codes) else f"blocks of {codes.block[0]} x {codes.block[1]}"
     if isinstance(codes, StoredKQuant):
-        return f"superblocks of {codes.kind}"
+        return None
     integers = _integers(codes)
     if integers.is_reordered:
         return "reordered groups (desc_act)"
@@ -47,6 +48,8 @@ def type_of_codes(codes: StoredCodes) -> int:
     """Return the packed type (product.h) of supported codes."""
     if isinstance(codes, StoredFp8):
         return _fp8_format(codes).type
+    if isinstance(codes, StoredKQuant):
+        return KQuantFormat(codes.kind).type
     integers = _integers(codes)
     return INT8 if _is_per_channel(integers) else _format(integers).type
 
@@ -56,6 +59,10 @@ def pack_stored(weights: Sequence[StoredCodes], parts: int, columns: int, take: 
     """Pack weights [N, K] of one type into one matrix, see `merge_weights`. `take` allocates bytes."""
     if isinstance(weights[0], StoredFp8):
         return _pack_fp8([codes for codes in weights if isinstance(codes, StoredFp8)], parts, columns, take)
+    if isinstance(weights[0], StoredKQuant):
+        k_quants = [codes for codes in weights if isinstance(codes, StoredKQuant)]
+        merged = merge_kquants([codes.weight() for codes in k_quants], parts, columns)
+        return KQuantFormat(weights[0].kind).pack_rows(merged, take)
     return _pack_integers([_integers(codes) for codes in weights], parts, columns, take)
 
 

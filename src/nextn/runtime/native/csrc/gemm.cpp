@@ -30,7 +30,9 @@ void multiply(const Product& product, int64_t begin, int64_t end) {
     case BF16: return multiply_bf16(product, begin, end);
     case BYTES: return multiply_bytes(product, begin, end);
     case INT8: return multiply_int8(product, begin, end);
-    default: return (is_fp8(product.type) ? multiply_fp8 : multiply_grouped)(product, begin, end);
+    default:
+      if (is_kquant(product.type)) return multiply_kquants(product, begin, end);
+      return (is_fp8(product.type) ? multiply_fp8 : multiply_grouped)(product, begin, end);
   }
 }
 
@@ -163,6 +165,7 @@ void expert_linear(const Call& call, const Worker& worker) {
 // Whether the kernels support a layer with these activations.
 bool are_rows(const View& out, const View& x, int64_t n, int64_t k, int64_t type) {
   if (n < 1 || k < 1 || !is_weight_type(type) || !fits_rows(type, x.type)) return false;
+  if (is_kquant(type) && k % kSuperblock) return false;
   if (!is_matrix(out) || !is_matrix(x) || out.size[0] != x.size[0] || out.size[1] != n || x.size[1] != k) return false;
   return out.type == F32 || (out.type == BF16 && x.type == BF16);
 }

@@ -35,13 +35,21 @@ constexpr int64_t FP8 = 12;
 constexpr int64_t kInt8Zero = 128;
 constexpr int64_t kInt8Columns = 32;
 
+// Types of packed weights of GGUF's K-quants, see kquants.cpp.
+constexpr int64_t Q4_K = 15, Q5_K = 16, Q6_K = 17;
+constexpr int64_t kSuperblock = 256;
+
 inline bool is_int4(int64_t type) { return type >= INT4 && type < INT4 + 3; }
 inline bool is_grouped(int64_t type) { return type >= INT4 && type < INT8_GROUPS + 3; }
 inline bool is_fp8(int64_t type) { return type >= FP8 && type < FP8 + 3; }
-inline int64_t values_per_group(int64_t type) { return int64_t(32) << (type - INT4) % 3; }
+inline bool is_kquant(int64_t type) { return type >= Q4_K && type <= Q6_K; }
+inline int64_t values_per_group(int64_t type) {
+  if (is_kquant(type)) return type == Q6_K ? 16 : 32;
+  return int64_t(32) << (type - INT4) % 3;
+}
 
 // Whether activations are rounded to eight bits for such weights.
-inline bool rounds_rows(int64_t type) { return type == INT8 || is_grouped(type); }
+inline bool rounds_rows(int64_t type) { return type == INT8 || is_grouped(type) || is_kquant(type); }
 
 // Rounds a group of values, float or uint16_t for bf16, to eight bits; returns its scale (rounded.cpp).
 template <typename T>
@@ -61,6 +69,11 @@ inline int64_t block_columns(int64_t type) {
 // Bytes of a block of columns, and of a whole matrix.
 inline int64_t block_bytes(int64_t type, int64_t k) {
   if (type == F32) return kPanelColumns * k * int64_t(sizeof(float));
+  if (is_kquant(type)) {
+    const int64_t factors = kSuperblock / values_per_group(type), codes = kSuperblock * (4 + type - Q4_K) / 8;
+    const int64_t of_scales = (type == Q6_K ? 1 : 2) * (factors + int64_t(sizeof(float)));
+    return k / kSuperblock * kInt8Columns * (codes + of_scales);
+  }
   if (is_grouped(type) || is_fp8(type)) {
     const int64_t group = values_per_group(type);
     return pieces(k, group) * kInt8Columns * (group / (is_int4(type) ? 2 : 1) + int64_t(sizeof(float)));
@@ -158,5 +171,6 @@ void multiply_bytes(const Product& product, int64_t begin, int64_t end);
 void multiply_int8(const Product& product, int64_t begin, int64_t end);
 void multiply_grouped(const Product& product, int64_t begin, int64_t end);
 void multiply_fp8(const Product& product, int64_t begin, int64_t end);
+void multiply_kquants(const Product& product, int64_t begin, int64_t end);
 
 }  // namespace nextn

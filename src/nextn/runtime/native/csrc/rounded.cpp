@@ -30,9 +30,10 @@ int32_t largest_of(SixteenInts values) {
 #endif
 }
 
-// The sum of `count` codes, a multiple of 32.
+// The sum of `count` codes, a multiple of 16.
 int32_t sum_of(const int8_t* codes, int64_t count) {
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+  if (count % 32) return std::accumulate(codes, codes + count, int32_t(0));
   __m256i sums = _mm256_setzero_si256();
   for (int64_t i = 0; i < count; i += 32)
     sums = _mm256_dpbusd_epi32(sums, _mm256_set1_epi8(1), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + i)));
@@ -81,9 +82,9 @@ template float round_group(const uint16_t*, int64_t, int8_t*);
 
 void RoundedRows::fill(const Product& product) {
   static thread_local std::vector<int8_t> row;
-  const bool in_groups = is_grouped(product.type);
-  weight_group = in_groups ? values_per_group(product.type) : kGroup;
-  const int64_t multiple = in_groups ? weight_group : kTileDepth;
+  const bool in_pairs = is_kquant(product.type), in_groups = is_grouped(product.type) || in_pairs;
+  weight_group = in_groups ? values_per_group(product.type) * (in_pairs ? 2 : 1) : kGroup;
+  const int64_t multiple = in_pairs ? kSuperblock : in_groups ? weight_group : kTileDepth;
   num_rows = product.num_rows, batches = pieces(num_rows, in_groups ? kMostGroupedRows : kMostRows);
   depth = pieces(product.k, multiple) * multiple, groups = pieces(depth, kGroup);
   const int64_t num_totals = pieces(depth, weight_group);
@@ -99,8 +100,11 @@ void RoundedRows::fill(const Product& product) {
         scales[i * groups + group] = product.x->type == F32 ? round_group(product.in<float>(i) + k, length, all + k)
                                                             : round_group(product.in<uint16_t>(i) + k, length, all + k);
       }
-      for (int64_t group = 0; group < num_totals; ++group)
-        totals[i * num_totals + group] = sum_of(all + group * weight_group, weight_group);
+      for (int64_t group = 0; group < num_totals; ++group) {
+        const int8_t* begins = all + group * weight_group;
+        const auto half = [=](int64_t place) { return sum_of(begins + place * weight_group / 2, weight_group / 2); };
+        totals[i * num_totals + group] = in_pairs ? (half(0) & 0xFFFF) | half(1) << 16 : sum_of(begins, weight_group);
+      }
       int8_t* to = codes.data() + begin * depth + 4 * (i - begin);
       for (int64_t k = 0; k < depth; k += 4, to += 4 * count) std::memcpy(to, all + k, 4);
     }

@@ -38,11 +38,12 @@ constexpr int kMostRows = 8, kMostGroupedRows = 8;
 struct RoundedRows {
   std::vector<int8_t> codes;    // of each batch [depth / 4][rows][4], zeros beyond k
   std::vector<float> scales;    // [num_rows, groups]
-  std::vector<int32_t> totals;  // [num_rows, depth / weight_group]: sums of the codes
+  std::vector<int32_t> totals;  // [num_rows, depth / weight_group]: sums of the codes; of K-quants, see `fill`
   int64_t num_rows = 0, depth = 0, groups = 0, batches = 0;
   int64_t weight_group = kGroup;  // values of k with a common zero of the weights
 
-  // The rows of a product.
+  // The rows of a product. For K-quants, whose groups have minima, totals are of pairs of groups: each has the sums of the
+  // first group in its lower half and of the second one in its upper half.
   void fill(const Product& product);
 
   int64_t first(int64_t batch) const { return num_rows * batch / batches; }
@@ -56,7 +57,7 @@ struct Rows {
   int64_t depth, groups, totals_of_row;
 };
 
-// What is prefetched: from `next` on, `pace` bytes a step of k.
+// What is prefetched: from `next` on, `pace` bytes a step: of k, or a line of the weights.
 struct Early {
   const char* next;
   int64_t pace;
