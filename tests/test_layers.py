@@ -30,7 +30,7 @@ LAYERS = [
     ["cli"],
 ]
 # Lines of Python without the family rows.
-LINE_BUDGET = 52_700
+LINE_BUDGET = 52_600
 # fmt: off
 NO_TORCH = (
     "errors", "bounded_http", "bounded_json", "families", "data.byte_tokenizer", "data.corpus", "data.sources",
