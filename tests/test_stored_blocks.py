@@ -16,7 +16,7 @@ from nextn.checkpoint.gguf_types import BLOCK_TYPES, K_QUANTS, blocks_name
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.tensors import TensorReader
 from nextn.decoding.generate import generate
-from nextn.edit.convert import extract
+from nextn.edit.convert import convert, extract
 from nextn.edit.quantize import quantize
 from nextn.edit.restore import restore
 from nextn.errors import CheckpointError
@@ -236,6 +236,10 @@ def test_audit_and_edits(tmp_path):
     assert all(torch.equal(mine[name], base[name]) for name in heads)
     assert rules(tmp_path / "other") - rules(tmp_path / "plain") == {"head-stale"}
     assert Model.load(tmp_path / "other").head is not None
+    convert(tmp_path / "packed", tmp_path / "split", form="side-file")
+    split, base = tensors_of(tmp_path / "split"), tensors_of(tmp_path / "packed")
+    assert split.keys() == base.keys()
+    assert all(torch.equal(split[name], each) for name, each in base.items())
     extract(tmp_path / "packed", tmp_path / "head.safetensors")
     restore(tmp_path / "other", tmp_path / "head.safetensors", force=True)
     mine, base = tensors_of(tmp_path / "other"), tensors_of(tmp_path / "packed")
